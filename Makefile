@@ -1,0 +1,55 @@
+# make demo | test | serve | lint | clean
+# Set-up runs once; it runs again when pyproject.toml changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+MODEL ?=
+QUESTION ?= Why is the sky blue? Answer in two sentences.
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: help setup demo test serve lint format clean
+
+help:
+	@echo "make demo    set up, fetch the default model, show its memory, answer a question"
+	@echo "make test    set up, then lint, types and tests"
+	@echo "make serve   set up and serve the default model (MODEL=... for another)"
+	@echo "make lint    ruff and mypy"
+	@echo "make format  let ruff rewrite the code"
+	@echo "make clean   remove what set-up and the tools made"
+
+setup: $(READY)
+
+# torch comes first and alone: other packages would bring another build of it, with gigabytes more.
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[server,test]"
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/headroom pull $(MODEL)
+	$(BIN)/headroom plan $(MODEL)
+	$(BIN)/headroom run $(MODEL) "$(QUESTION)" --temperature 0 --max-tokens 120
+
+test: $(READY) lint
+	$(BIN)/python -m pytest $(ARGS)
+
+serve: $(READY)
+	$(BIN)/headroom serve $(MODEL)
+
+lint: $(READY)
+	$(BIN)/ruff check headroom tests
+	$(BIN)/ruff format --check headroom tests
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix headroom tests
+	$(BIN)/ruff format headroom tests
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find headroom tests -name __pycache__ -type d -prune -exec rm -rf {} +

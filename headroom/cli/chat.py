@@ -1,0 +1,188 @@
+"""`headroom chat`: talk with a model in the terminal."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from headroom.cli.loading import open_llm
+from headroom.cli.settings import SAMPLING_HELP, parse_sampling, with_settings
+from headroom.engine.request import SamplingParams
+from headroom.errors import HeadroomError, OptionError
+from headroom.options import Options
+
+if TYPE_CHECKING:
+    from headroom.llm import LLM, Piece
+
+with contextlib.suppress(ImportError):  # line editing; not every Python is built with it
+    import readline  # noqa: F401
+
+HELP = """\
+/help              this text
+/reset             forget the conversation, keep the system text and the settings
+/system TEXT       set the system text and forget the conversation; without TEXT, remove it
+/set NAME VALUE    change a sampling setting, as in /set temperature 0.3; alone, show them all
+/quit              leave (so does Ctrl-D)
+A line that ends in a backslash goes on in the next one. Ctrl-C stops an answer."""
+
+
+@with_settings("model", "engine", "program", sampling=True, parallel=1, log_level="warning")
+def chat(
+    options: Options,
+    params: SamplingParams,
+    system: Annotated[str, typer.Option(help="instructions that the model gets first")] = "",
+) -> None:
+    """Talk with a model; /help lists what can be typed."""
+    with open_llm(options) as llm:
+        console = Console(highlight=False, markup=False, emoji=False)
+        if console.is_terminal:
+            console.print(
+                f"{llm.name}, {llm.context} tokens of context. /help for help.", style="dim"
+            )
+        prompt = coloured_prompt if sys.stdin.isatty() and console.is_terminal else no_prompt
+        Chat(llm, Conversation(params, system), console).talk(lambda more: input(prompt(more)))
+
+
+def coloured_prompt(more: bool) -> str:
+    """Return the prompt; the marks tell line editing which characters take no room."""
+    return f"\001\x1b[1;36m\002{'.' if more else '>'}\001\x1b[0m\002 "
+
+
+def no_prompt(more: bool) -> str:
+    """Return nothing: input that is not typed by a person needs no prompt."""
+    return ""
+
+
+@dataclass
+class Conversation:
+    """What was said, and how answers are drawn."""
+
+    params: SamplingParams
+    system: str = ""
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+    def messages(self) -> list[dict[str, str]]:
+        """Return all messages, the system text first."""
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return [*first, *self.turns]
+
+    def command(self, line: str) -> str:
+        """Obey a line that starts with a slash, and return what to tell the user."""
+        word, _, rest = line.partition(" ")
+        actions: dict[str, Callable[[str], str]] = {
+            "/help": lambda _: HELP,
+            "/reset": self._reset,
+            "/system": self._set_system,
+            "/set": self._set_param,
+        }
+        if word not in actions:
+            raise OptionError(f"There is no {word}.", hint="/help lists what can be typed.")
+        return actions[word](rest.strip())
+
+    def _reset(self, _: str) -> str:
+        self.turns.clear()
+        return "The conversation is forgotten."
+
+    def _set_system(self, text: str) -> str:
+        self.turns.clear()
+        self.system = text
+        return "The system text is set." if text else "There is no system text now."
+
+    def _set_param(self, text: str) -> str:
+        if not text:
+            return "\n".join(f"{name} {getattr(self.params, name)}" for name in SAMPLING_HELP)
+        name, _, value = text.replace("=", " ", 1).partition(" ")
+        name = name.replace("-", "_")
+        changed = {name: parse_sampling(name, value.strip())}
+        self.params = replace(self.params, **changed)  # type: ignore[arg-type]
+        return f"{name} is {changed[name]}."
+
+
+class Chat:
+    """The loop of reading a line and answering it."""
+
+    def __init__(self, llm: "LLM", conversation: Conversation, console: Console) -> None:
+        self.llm = llm
+        self.conversation = conversation
+        self.console = console
+
+    def talk(self, read: Callable[[bool], str]) -> None:
+        """Answer line after line, until the input ends or /quit; `read` gives one line."""
+        while True:
+            try:
+                text = read_message(read)
+            except EOFError:
+                break
+            except KeyboardInterrupt:
+                self.console.print("\nCtrl-D or /quit leaves.", style="dim")
+                continue
+            if text == "/quit":
+                return
+            if text:
+                self._take(text)
+        if self.console.is_terminal:
+            self.console.print()
+
+    def _take(self, text: str) -> None:
+        try:
+            if text.startswith("/"):
+                self.console.print(self.conversation.command(text), style="dim")
+            else:
+                self._answer(text)
+        except HeadroomError as error:
+            self.console.print(f"error: {error}", style="red")
+
+    def _answer(self, text: str) -> None:
+        turns = self.conversation.turns
+        turns.append({"role": "user", "content": text})
+        params = self.conversation.params
+        try:
+            pieces = self.llm.stream_chat(self.conversation.messages(), params)
+            answer = write_pieces(pieces, self.console)
+        except HeadroomError:
+            turns.pop()  # a question that was refused is not part of the conversation
+            raise
+        turns.append({"role": "assistant", "content": answer})
+        # The next answer must not repeat this one's draws; a new start is as good as any.
+        self.conversation.params = replace(params, seed=(params.seed + 1) % (1 << 62))
+
+
+def read_message(read: Callable[[bool], str]) -> str:
+    """Read one message: a line, and the next ones while they end in a backslash."""
+    lines = [read(False)]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(read(True))
+    return "\n".join(lines).strip()
+
+
+def write_pieces(pieces: "Iterable[Piece]", console: Console) -> str:
+    """Show an answer as it comes, then its token rate, and return it; Ctrl-C ends it early."""
+    answer, times, note = "", list[float](), ""
+    try:
+        for piece in pieces:
+            answer += piece.text
+            console.file.write(piece.text)
+            console.file.flush()
+            if piece.token is not None:
+                times.append(time.perf_counter())
+    except KeyboardInterrupt:
+        note = ", stopped"
+        if isinstance(pieces, Generator):
+            pieces.close()  # which stops the request
+    console.file.write("" if answer.endswith("\n") else "\n")
+    if console.is_terminal:
+        console.print(f"{len(times)} tokens{rate(times)}{note}\n", style="dim")
+    return answer
+
+
+def rate(times: list[float]) -> str:
+    """Return the speed of tokens that came at `times`, as text; nothing for fewer than two."""
+    if len(times) < 2 or times[-1] <= times[0]:
+        return ""
+    return f", {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s"

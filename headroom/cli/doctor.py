@@ -1,0 +1,176 @@
+"""`headroom doctor`: what this machine has, what works here and why not."""
+
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from headroom import __version__
+from headroom.cli.settings import with_settings
+from headroom.errors import FormatError
+from headroom.formats.hub import find_model
+from headroom.memory.cgroups import read_limits
+from headroom.memory.devices import DeviceSpec, detect_devices
+from headroom.memory.precision import device_precision
+from headroom.options import Options
+from headroom.units import gib
+
+NEEDED = (
+    "torch", "numpy", "tokenizers", "safetensors", "huggingface-hub", "jinja2", "typer", "rich",
+)  # fmt: skip
+EXTRAS = {
+    "server": ("fastapi", "pydantic", "uvicorn", "prometheus-client"),
+    "gpu": ("triton", "cuda-core"),
+}
+BACKENDS = ("cuda", "triton", "native", "reference")
+# Instruction sets that decide how fast matrix products are; Linux's names for them.
+INSTRUCTION_SETS = {
+    "sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512vl",
+    "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",
+    "asimd", "asimddp", "asimdhp", "bf16", "i8mm", "sve", "sve2",
+}  # fmt: skip
+Section = dict[str, Any]
+
+
+@with_settings("program", log_level="warning")
+def doctor(
+    options: Options,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Show what this machine has and what headroom can use of it."""
+    report = {
+        "versions": versions(),
+        "cpu": cpu(),
+        "devices": [device_row(device) for device in detect_devices(options)],
+        "kernels": kernels(),
+        "models": models(options),
+    }
+    if as_json:
+        print(json.dumps(report))
+        return
+    console = Console(highlight=False)
+    for title, section in readable(report).items():
+        console.print(make_table(title, section))
+
+
+def versions() -> Section:
+    """Return the versions of headroom, Python and the packages; None where one is missing."""
+    extras = {name: extra for extra, names in EXTRAS.items() for name in names}
+    return {
+        "headroom": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "packages": {name: installed(name) for name in (*NEEDED, *extras)},
+        "missing_extras": sorted({extras[name] for name in extras if installed(name) is None}),
+    }
+
+
+def installed(package: str) -> str | None:
+    """Return the version of a package, or None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Section:
+    """Return the processor, its instruction sets and what the control groups leave of it."""
+    try:
+        rows = (row.partition(":") for row in cpuinfo.read_text().splitlines())
+        facts = {key.strip(): value.strip() for key, _, value in rows}
+    except OSError:
+        facts = {}
+    words = set(facts.get("flags", facts.get("Features", "")).split())
+    return {
+        "model": facts.get("model name", platform.processor() or "unknown"),
+        "instruction_sets": sorted(words & INSTRUCTION_SETS),
+        "limits": asdict(read_limits()),
+    }
+
+
+def device_row(device: DeviceSpec) -> Section:
+    """Return one device with the type it computes in, and why."""
+    precision = device_precision(device)
+    return {
+        "name": device.name,
+        "cores": device.cores,
+        "total_bytes": device.total_bytes,
+        "available_bytes": device.available_bytes,
+        "activation_type": precision.activation,
+        "reason": precision.reason,
+    }
+
+
+def kernels() -> dict[str, list[str]]:
+    """Return the operations that each backend has kernels for."""
+    from headroom.kernels.registry import KERNELS  # torch: only this command needs it
+
+    return {
+        backend: sorted({kernel.op for kernel in KERNELS if kernel.backend == backend})
+        for backend in BACKENDS
+    }
+
+
+def models(options: Options) -> Section:
+    """Return where models are kept, and the default model's file where it is there."""
+    home = options.home_path
+    try:
+        default: str | None = str(find_model("", home))
+    except FormatError:
+        default = None
+    return {"home": str(home), "default_model": default}
+
+
+def readable(report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Return the report as titles and rows of text."""
+    versions, limits = report["versions"], report["cpu"]["limits"]
+    memory, cores = limits["memory_bytes"], limits["cores"]
+    return {
+        "versions": {
+            **{name: versions[name] for name in ("headroom", "python", "system")},
+            **{name: value or "not installed" for name, value in versions["packages"].items()},
+            **{
+                f"extra {extra}": f"incomplete; pip install 'headroom[{extra}]'"
+                for extra in versions["missing_extras"]
+            },
+        },
+        "cpu": {
+            "model": report["cpu"]["model"],
+            "instruction sets": " ".join(report["cpu"]["instruction_sets"]) or "none known",
+            "memory limit": "none" if memory is None else gib(memory),
+            "core limit": "none" if cores is None else f"{cores:g}",
+        },
+        "devices": {row["name"]: _device_text(row) for row in report["devices"]},
+        "kernels": {
+            backend: ", ".join(ops) or "none in this version"
+            for backend, ops in report["kernels"].items()
+        },
+        "models": {
+            "folder": report["models"]["home"],
+            "default model": report["models"]["default_model"] or "missing; headroom pull gets it",
+        },
+    }
+
+
+def make_table(title: str, rows: Mapping[str, str]) -> Table:
+    """Return rows of names and texts as a table."""
+    table = Table(title=title, title_justify="left", box=None, show_header=False, pad_edge=False)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows.items():
+        table.add_row(f"  {name}", text.replace("[", r"\["))
+    return table
+
+
+def _device_text(row: Section) -> str:
+    return (
+        f"{row['cores']} cores, {gib(row['available_bytes'])} of {gib(row['total_bytes'])} free, "
+        f"computes in {row['activation_type']} ({row['reason']})"
+    )

@@ -1,0 +1,55 @@
+"""What the commands do before they can work: find the model, or fetch it, and load it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from headroom.errors import FormatError
+from headroom.formats.hub import ALIASES, DEFAULT_MODEL, find_model, pull
+from headroom.options import Options
+
+if TYPE_CHECKING:
+    from headroom.llm import LLM
+
+
+def pull_model(name: str, home: Path) -> Path:
+    """Fetch a model with a progress bar on standard error, and return its path."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    console = Console(stderr=True)
+    quiet = not console.is_terminal
+    with Progress(
+        *columns, TransferSpeedColumn(), console=console, transient=True, disable=quiet
+    ) as progress:
+        task = progress.add_task(f"pulling {name or DEFAULT_MODEL}", total=None)
+
+        def show(done: int, total: int | None) -> None:
+            progress.update(task, completed=done, total=total)
+
+        return pull(name, home, show)
+
+
+def ready_model(options: Options) -> Path:
+    """Return the path of the chosen model; the default model is fetched where it is missing."""
+    try:
+        return find_model(options.model, options.home_path)
+    except FormatError:
+        name = options.model.lower()
+        if ALIASES.get(name, name) != DEFAULT_MODEL:
+            raise
+    return pull_model(DEFAULT_MODEL, options.home_path)
+
+
+@contextmanager
+def open_llm(options: Options) -> "Iterator[LLM]":
+    """Load the chosen model, and let it go when the command ends."""
+    ready_model(options)
+    with Console(stderr=True).status("loading"):
+        from headroom.llm import LLM  # torch takes seconds to import; --help must not wait for it
+
+        llm = LLM(options=options)
+    with llm:
+        yield llm

@@ -1,0 +1,109 @@
+"""`headroom run`: answer one prompt."""
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headroom.cli.loading import open_llm
+from headroom.cli.settings import with_settings
+from headroom.engine.request import SamplingParams
+from headroom.options import Options
+
+if TYPE_CHECKING:
+    from headroom.llm import LLM, Completion, Piece
+
+Messages = list[dict[str, str]]
+
+
+@with_settings("engine", "program", sampling=True, parallel=1, log_level="warning")
+def run(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] PROMPT",
+            help="one word: the prompt, for the default model; two: the model and the prompt; "
+            "a prompt of - is read from standard input",
+            show_default=False,
+        ),
+    ],
+    options: Options,
+    params: SamplingParams,
+    system: Annotated[str, typer.Option(help="instructions that come before the prompt")] = "",
+    raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Answer one prompt; the text is shown as it comes."""
+    model, prompt = split_words(words)
+    if raw and system:
+        raise typer.BadParameter("--system needs the chat template, which --raw leaves out.")
+    options = replace(options, model=model or options.model)
+    with open_llm(options) as llm:
+        asked: str | Messages = prompt if raw else make_messages(system, prompt)
+        if as_json:
+            print(json.dumps(completion_json(complete(llm, asked, params), params)))
+        else:
+            show(stream(llm, asked, params))
+
+
+def split_words(words: list[str]) -> tuple[str, str]:
+    """Return the model ("" for the default) and the prompt that positional arguments stand for."""
+    if len(words) > 2:
+        raise typer.BadParameter(f"{len(words)} words where [MODEL] and one text were expected.")
+    model, text = ("", words[0]) if len(words) == 1 else words
+    if len(words) == 1 and (text.endswith(".gguf") or Path(text, "config.json").is_file()):
+        raise typer.BadParameter(f"{text} is a model, and the text to go with it is missing.")
+    return model, sys.stdin.read() if text == "-" else text
+
+
+def make_messages(system: str, prompt: str) -> Messages:
+    """Return the conversation that asks for one prompt."""
+    instructions = [{"role": "system", "content": system}] if system else []
+    return [*instructions, {"role": "user", "content": prompt}]
+
+
+def complete(llm: "LLM", asked: str | Messages, params: SamplingParams) -> "Completion":
+    """Return the whole answer at once."""
+    if isinstance(asked, str):
+        return llm.generate(asked, params)[0]
+    return llm.chat(asked, params)
+
+
+def stream(llm: "LLM", asked: str | Messages, params: SamplingParams) -> "Iterable[Piece]":
+    """Return the answer piece by piece."""
+    if isinstance(asked, str):
+        return llm.stream(asked, params)
+    return llm.stream_chat(asked, params)
+
+
+def show(pieces: "Iterable[Piece]") -> None:
+    """Write an answer to standard output as it comes, ending in a line feed."""
+    last = ""
+    for piece in pieces:
+        sys.stdout.write(piece.text)
+        sys.stdout.flush()
+        last = piece.text or last
+    if not last.endswith("\n"):
+        print(flush=True)
+
+
+def completion_json(completion: "Completion", params: SamplingParams) -> dict[str, Any]:
+    """Return an answer as `--json` prints it."""
+    decode_s = completion.timings.decode_s
+    rate = (completion.generated_tokens - 1) / decode_s if decode_s > 0 else None
+    return {
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "usage": {
+            "prompt_tokens": completion.prompt_tokens,
+            "completion_tokens": completion.generated_tokens,
+            "total_tokens": completion.prompt_tokens + completion.generated_tokens,
+        },
+        "timings": {**asdict(completion.timings), "decode_tokens_per_s": rate},
+        "seed": params.seed,
+    }

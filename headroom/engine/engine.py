@@ -1,0 +1,230 @@
+"""Engine: the thread that schedules, runs, samples and emits."""
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+
+from headroom.engine.batching import make_batch, output_rows, wants_prompt_logprobs
+from headroom.engine.pages import PagePool
+from headroom.engine.request import FinishReason, GenerationRequest, TokenEvent
+from headroom.engine.sampler import Row, sample, token_logprobs
+from headroom.engine.scheduler import Limits, Scheduler, Turn
+from headroom.engine.sequence import Sequence
+from headroom.engine.stats import Counters, EngineStats
+from headroom.errors import CapacityError, RequestError
+from headroom.memory.budget import PlanSettings
+from headroom.split.pipeline import Pipeline
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Takes requests from any thread; one thread of its own turns them into tokens."""
+
+    def __init__(self, pipeline: Pipeline, settings: PlanSettings, queue: int) -> None:
+        self._pipeline = pipeline
+        self._settings = settings
+        self.vocab = pipeline.vocab
+        self._most_live = settings.parallel + queue
+        self._pool = PagePool(settings.pages)
+        limits = Limits(settings.parallel, settings.chunk, settings.page_size)
+        self._scheduler = Scheduler(limits, self._pool)
+        self._counters = Counters()
+        self._order = itertools.count()
+        # The lock guards what other threads see: the three fields below and nothing else.
+        self._changed = threading.Condition()
+        self._live: dict[str, Sequence] = {}
+        self._inbox: deque[Sequence] = deque()
+        self._cancelled: set[str] = set()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="headroom-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: GenerationRequest, on_event: Callable[[TokenEvent], None]) -> None:
+        """Queue a request; `on_event` is called from the engine thread and must not block."""
+        self._check(request)
+        limit = self._settings.context
+        if request.params.max_tokens is not None:
+            limit = min(limit, len(request.prompt) + request.params.max_tokens)
+        sequence = Sequence(request, on_event, limit, next(self._order))
+        with self._changed:
+            if self._closing:
+                raise CapacityError("The engine is shutting down.")
+            if len(self._live) >= self._most_live:
+                raise CapacityError(
+                    f"{len(self._live)} requests are running or waiting, which is the limit.",
+                    hint="Try again later, or raise --queue.",
+                )
+            if request.id in self._live:
+                raise RequestError(f"Request id {request.id!r} is in use.", param="id")
+            self._live[request.id] = sequence
+            self._inbox.append(sequence)
+            self._changed.notify()
+
+    def cancel(self, request_id: str) -> None:
+        """End a request at the next step; an id that has ended already is nobody's."""
+        with self._changed:
+            if request_id in self._live:
+                self._cancelled.add(request_id)
+                self._changed.notify()
+
+    def stats(self) -> EngineStats:
+        """Return what the engine is doing and has done."""
+        with self._changed:
+            live = len(self._live)
+        return self._counters.snapshot(self._scheduler, self._pool, live)
+
+    def close(self) -> None:
+        """End all requests as cancelled and stop the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _check(self, request: GenerationRequest) -> None:
+        prompt, context = request.prompt, self._settings.context
+        if not prompt:
+            raise RequestError("The prompt is empty.", param="prompt")
+        if len(prompt) >= context:
+            raise RequestError(
+                f"The prompt has {len(prompt)} tokens and the context holds {context}, "
+                "the answer included.",
+                hint="Shorten the prompt or raise --context.",
+                param="prompt",
+            )
+        for name, ids in (("prompt", prompt), ("logit_bias", request.params.logit_bias)):
+            if wrong := next((token for token in ids if not 0 <= token < self.vocab), None):
+                raise RequestError(
+                    f"Token id {wrong} is outside the vocabulary of {self.vocab}.", param=name
+                )
+
+    def _run(self) -> None:
+        while self._take_orders():
+            turns = self._scheduler.next_turns()
+            if turns:
+                self._step(turns)
+        for sequence in list(self._live.values()):
+            self._finish(sequence, "cancelled")
+
+    def _take_orders(self) -> bool:
+        """Wait for something to do and take in what came; False when it is time to stop."""
+        with self._changed:
+            while not (self._live or self._closing):
+                self._changed.wait()
+            while self._inbox:
+                self._scheduler.add(self._inbox.popleft())
+            ended = [self._live[name] for name in self._cancelled if name in self._live]
+            self._cancelled.clear()
+            if self._closing:
+                return False
+        for sequence in ended:
+            self._finish(sequence, "cancelled")
+        return True
+
+    def _step(self, turns: list[Turn]) -> None:
+        started = time.perf_counter()
+        for turn in turns:
+            turn.sequence.started_at = turn.sequence.started_at or started
+        try:
+            batch = make_batch(turns, self._settings.page_size)
+            with torch.inference_mode():
+                hidden = self._pipeline.forward(batch)
+                self._commit(turns, hidden)
+        except Exception as error:
+            # One bad step must not end the others' answers, nor the process.
+            log.exception("step: failed with %d sequences", len(turns))
+            for turn in turns:
+                if turn.sequence.request.id in self._live:
+                    self._finish(turn.sequence, "error", error=f"{type(error).__name__}: {error}")
+        self._counters.steps += 1
+        self._counters.step_s += time.perf_counter() - started
+
+    def _commit(self, turns: list[Turn], hidden: torch.Tensor) -> None:
+        """Take the step's rows as cached, then draw each sequence's next token where it is due."""
+        rows = self._logit_rows(hidden)
+        for turn in turns:
+            sequence, start = turn.sequence, turn.sequence.cached
+            last = start + turn.rows - 1 if turn.rows == sequence.pending else None
+            weigh = wants_prompt_logprobs(turn)
+            positions = output_rows(turn, start)
+            sequence.cached += turn.rows
+            if sequence.generated == 0:
+                self._counters.prompt_tokens += turn.rows
+            for position in positions:
+                logits = next(rows)
+                if weigh:
+                    self._weigh_prompt(sequence, position, logits)
+                if position == last:
+                    self._draw(sequence, logits)
+
+    def _logit_rows(self, hidden: torch.Tensor) -> Iterator[Row]:
+        """Logits of the output rows, computed for as many rows at a time as the plan allows."""
+        for first in range(0, len(hidden), self._settings.parallel):
+            yield from self._pipeline.logits(
+                hidden[first : first + self._settings.parallel]
+            ).numpy()
+
+    def _weigh_prompt(self, sequence: Sequence, position: int, logits: Row) -> None:
+        """Note how likely the prompt's token after `position` was; its first has no forerunner."""
+        known, prompt = sequence.prompt_logprobs, sequence.request.prompt
+        if not known:
+            known.append(None)
+        if position + 1 == len(known) < len(prompt):
+            top = sequence.request.params.logprobs or 0
+            known.append(token_logprobs(logits, prompt[position + 1], top))
+
+    def _draw(self, sequence: Sequence, logits: Row) -> None:
+        params = sequence.request.params
+        token = sample(logits, sequence.tokens, params)
+        sequence.tokens.append(token)
+        sequence.first_token_at = sequence.first_token_at or time.perf_counter()
+        self._counters.generated_tokens += 1
+        stops = token in sequence.request.stop_ids and not params.ignore_eos
+        reason: FinishReason | None = "stop" if stops else None
+        if reason is None and len(sequence.tokens) >= sequence.limit:
+            reason = "length"
+        top = params.logprobs
+        self._emit(
+            sequence,
+            TokenEvent(
+                request_id=sequence.request.id,
+                token=token,
+                logprobs=None if top is None else token_logprobs(logits, token, top),
+                prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.generated == 1 else (),
+                finish_reason=reason,
+                prompt_tokens=len(sequence.request.prompt),
+                generated_tokens=sequence.generated,
+                timings=sequence.timings(),
+            ),
+        )
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, error: str = "") -> None:
+        """Tell the end of a request that no token ends."""
+        self._emit(
+            sequence,
+            TokenEvent(
+                request_id=sequence.request.id,
+                finish_reason=reason,
+                error=error,
+                prompt_tokens=len(sequence.request.prompt),
+                generated_tokens=sequence.generated,
+                timings=sequence.timings(),
+            ),
+        )
+
+    def _emit(self, sequence: Sequence, event: TokenEvent) -> None:
+        if event.finish_reason is not None:
+            self._scheduler.remove(sequence)
+            self._counters.finished[event.finish_reason] += 1
+            with self._changed:
+                self._live.pop(sequence.request.id, None)
+        try:
+            sequence.on_event(event)
+        except Exception:
+            log.exception("emit: the reader of request %s failed", sequence.request.id)
+            self.cancel(sequence.request.id)

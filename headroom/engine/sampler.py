@@ -1,0 +1,95 @@
+"""Logits to probabilities to tokens, one row at a time, the same bits whoever shares the batch.
+
+Order: logit bias, repetition, frequency and presence penalties, temperature, top-k, top-p,
+min-p, draw. Temperature 0 takes the likeliest token, the lowest id on ties.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from headroom.engine.random import uniform
+from headroom.engine.request import SamplingParams, TokenLogprobs
+
+Row = npt.NDArray[np.float32]
+Probabilities = npt.NDArray[np.float64]
+
+
+def sample(logits: Row, history: Sequence[int], params: SamplingParams) -> int:
+    """Draw the token that follows `history` (prompt and generated) from the model's logits."""
+    scores = _penalised(logits, history, params)
+    if params.temperature == 0:
+        return int(scores.argmax())
+    probabilities = _filtered(scores, params)
+    bounds = np.cumsum(probabilities)
+    point = uniform(params.seed, len(history), params.draw) * bounds[-1]
+    token = int(np.searchsorted(bounds, point, side="right"))
+    # Rounding can put the point on the last bound; the last token with any chance is meant then.
+    return token if token < len(bounds) else int(np.flatnonzero(probabilities)[-1])
+
+
+def token_logprobs(logits: Row, token: int, top: int) -> TokenLogprobs:
+    """Return how likely the model found a token, and its `top` likeliest rivals."""
+    values = logits.astype(np.float64)
+    peak = values.max()
+    normal = values - (peak + np.log(np.exp(values - peak).sum()))
+    best = _largest(values, top)
+    return TokenLogprobs(
+        logprob=float(normal[token]),
+        top=tuple((int(rival), float(normal[rival])) for rival in best),
+    )
+
+
+def _penalised(logits: Row, history: Sequence[int], params: SamplingParams) -> Row:
+    scores = logits.copy()
+    for token, bias in params.logit_bias.items():
+        scores[token] += bias
+    neutral = params.repetition_penalty == 1
+    if neutral and not params.frequency_penalty and not params.presence_penalty:
+        return scores
+    recent = history[-params.penalty_window :] if params.penalty_window else history
+    seen, counts = np.unique(np.asarray(recent, dtype=np.int64), return_counts=True)
+    values = scores[seen]
+    penalty = np.float32(params.repetition_penalty)
+    values = np.where(values > 0, values / penalty, values * penalty)
+    values -= (params.frequency_penalty * counts).astype(np.float32)
+    scores[seen] = values - np.float32(params.presence_penalty)
+    return scores
+
+
+def _filtered(scores: Row, params: SamplingParams) -> Probabilities:
+    """Probabilities after temperature and the three filters; not normalised again."""
+    values = scores.astype(np.float64) / params.temperature
+    probabilities: Probabilities = np.exp(values - values.max())
+    if 0 < params.top_k < len(probabilities):
+        keep = _largest(scores, params.top_k)
+        kept = np.zeros_like(probabilities)
+        kept[keep] = probabilities[keep]
+        probabilities = kept
+    if params.top_p < 1:
+        _keep_top_p(probabilities, params.top_p)
+    if params.min_p > 0:
+        probabilities[probabilities < params.min_p * probabilities.max()] = 0
+    return probabilities
+
+
+def _keep_top_p(probabilities: Probabilities, top_p: float) -> None:
+    """Set to zero what lies beyond the likeliest tokens that together reach `top_p`."""
+    candidates = np.flatnonzero(probabilities)
+    order = candidates[np.argsort(-probabilities[candidates], kind="stable")]
+    reached = np.cumsum(probabilities[order])
+    keep = int(np.searchsorted(reached, top_p * reached[-1], side="left")) + 1
+    probabilities[order[keep:]] = 0
+
+
+def _largest(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.int64]:
+    """The ids of the `count` largest values, largest first, lower ids first on ties."""
+    if count == 0:
+        return np.empty(0, dtype=np.int64)
+    count = min(count, len(values))
+    border = np.partition(values, len(values) - count)[len(values) - count]
+    above = np.flatnonzero(values > border)
+    level = np.flatnonzero(values == border)[: count - len(above)]
+    chosen = np.sort(np.concatenate((above, level)))
+    return chosen[np.argsort(-values[chosen], kind="stable")]

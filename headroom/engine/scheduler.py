@@ -1,0 +1,107 @@
+"""The next step: who runs, how many tokens, who waits."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from headroom.engine.pages import PagePool
+from headroom.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one step and one engine may hold."""
+
+    parallel: int  # sequences that run together
+    chunk: int  # prompt tokens in one step
+    page_size: int  # tokens in a page
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A sequence's share of a step: the next `rows` of its tokens."""
+
+    sequence: Sequence
+    rows: int
+
+
+class Scheduler:
+    """First come, first served; whoever came last gives way when pages run out."""
+
+    def __init__(self, limits: Limits, pool: PagePool) -> None:
+        self._limits = limits
+        self._pool = pool
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of arrival
+        self.preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence that ended, waiting or running, and take its pages back."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self._release(sequence)
+
+    def next_turns(self) -> list[Turn]:
+        """Choose the rows of the next step and lend the pages that they need."""
+        turns = []
+        prompt_rows = self._limits.chunk
+        for sequence in list(self.running):
+            if sequence not in self.running:
+                continue  # gave way to an earlier one
+            decodes = sequence.pending == 1
+            rows = 1 if decodes else min(sequence.pending, prompt_rows)
+            if rows and self._lend(sequence, rows):
+                turns.append(Turn(sequence, rows))
+                prompt_rows -= 0 if decodes else rows
+        while prompt_rows and (admitted := self._admit(prompt_rows)):
+            turns.append(admitted)
+            prompt_rows -= admitted.rows
+        return turns
+
+    def _admit(self, prompt_rows: int) -> Turn | None:
+        """Start the first waiting sequence if there is a place and room for all its tokens."""
+        if not self.waiting or len(self.running) >= self._limits.parallel:
+            return None
+        sequence = self.waiting[0]
+        # Room for its whole prompt and one token more, so that it is not at once in need again.
+        if self._pages_for(len(sequence.tokens) + 1) > self._pool.free:
+            return None
+        self.waiting.popleft()
+        self.running.append(sequence)
+        self.running.sort(key=lambda running: running.order)
+        rows = min(sequence.pending, prompt_rows)
+        lent = self._lend(sequence, rows)
+        assert lent
+        return Turn(sequence, rows)
+
+    def _lend(self, sequence: Sequence, rows: int) -> bool:
+        """Give a running sequence pages for `rows` more tokens; False if it gave way itself."""
+        while (needed := self._pages_for(sequence.cached + rows) - len(sequence.pages)) > 0:
+            if needed <= self._pool.free:
+                sequence.pages += self._pool.take(needed)
+                break
+            newest = self.running[-1]
+            self._preempt(newest)
+            if newest is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Stop a sequence for now; it starts again from its tokens, ahead of newer ones."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        self._pool.give_back(sequence.pages)
+        sequence.pages = []
+        sequence.cached = 0
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self._limits.page_size)

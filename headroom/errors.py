@@ -1,0 +1,42 @@
+"""Errors that a user can act on: what is wrong, with the numbers, then what to try."""
+
+
+class HeadroomError(Exception):
+    """Base of every error that is the user's to mend; `hint` says what to try."""
+
+    def __init__(self, message: str, *, hint: str = "", param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.param = param  # the request field or setting at fault, where one is
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}" if self.hint else self.message
+
+
+class FormatError(HeadroomError):
+    """A file cannot be read: missing, truncated, corrupt or of an unknown format."""
+
+
+class ModelError(HeadroomError):
+    """A checkpoint is readable but is not a model that can be run."""
+
+
+class OptionError(HeadroomError):
+    """A setting has a value that it cannot have, or does not exist."""
+
+
+class PlanError(HeadroomError):
+    """A model does not fit the devices with the settings that were fixed."""
+
+
+class KernelError(HeadroomError):
+    """No kernel runs an operation on a device."""
+
+
+class RequestError(HeadroomError):
+    """A request is wrong: a value out of range, a prompt longer than the context."""
+
+
+class CapacityError(HeadroomError):
+    """A request is right but cannot be taken now: the queue is full or memory is short."""

@@ -1,0 +1,1 @@
+"""Bytes on disk, read and never interpreted."""

@@ -1,0 +1,161 @@
+"""Checkpoint: a model's files under one vocabulary, whatever their format."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headroom.errors import FormatError
+from headroom.formats.gguf import read_split_gguf
+from headroom.formats.metadata import (
+    Metadata,
+    Vocabulary,
+    config_architecture,
+    config_values,
+    read_vocabulary,
+)
+from headroom.formats.names import Format, canonical_name
+from headroom.formats.safetensors import find_safetensors, read_json, read_model_files
+from headroom.formats.tensor import TensorInfo, map_file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A model on disk: its settings, where its tensors lie, and its tokenizer."""
+
+    path: Path  # as it was opened
+    format: Format
+    architecture: str  # GGUF's name of the family
+    metadata: Metadata
+    tensors: Mapping[str, TensorInfo] = field(repr=False)  # by our names, see names.py
+    vocabulary: Vocabulary | None = field(repr=False)  # of a GGUF file
+    tokenizer_file: Path | None  # tokenizer.json beside safetensors
+    tokenizer_config: Mapping[str, Any] = field(repr=False)  # {} for GGUF
+    chat_template: str | None = field(repr=False)
+    identity: str  # the same for the same file contents
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a .gguf file, a .safetensors file or index, or a folder with one of them."""
+    if not path.exists():
+        raise FormatError(f"There is no file or folder {path}.")
+    if path.is_dir():
+        path = _main_file(path)
+    if path.name.endswith((".safetensors", ".json")):
+        return _open_safetensors(path)
+    return _open_gguf(path)
+
+
+def _main_file(folder: Path) -> Path:
+    """Return a folder's GGUF file, where it has one and no safetensors; else the folder."""
+    if any(folder.glob("*.safetensors")):
+        return find_safetensors(folder)
+    parts = [file for file in sorted(folder.glob("*.gguf")) if "-of-" not in file.name]
+    parts += sorted(folder.glob("*-00001-of-*.gguf"))
+    if len(parts) > 1:
+        raise FormatError(
+            f"{folder} holds {len(parts)} GGUF models: {', '.join(p.name for p in parts[:4])}.",
+            hint="Give the path of one of them.",
+        )
+    return parts[0] if parts else find_safetensors(folder)
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    parts = read_split_gguf(path)
+    values = parts[0].values
+    architecture = values.get("general.architecture")
+    if not isinstance(architecture, str) or not architecture:
+        raise FormatError(f"{path} has no general.architecture.", hint="It is not a model file.")
+    tensors = _by_name([part.tensors for part in parts], architecture, "gguf", path)
+    tied = "head" not in tensors
+    metadata = Metadata(values.without_prefix(f"{architecture}."), path, tied)
+    template = metadata.get_str("tokenizer.chat_template", "")
+    return Checkpoint(
+        path=path,
+        format="gguf",
+        architecture=architecture,
+        metadata=metadata,
+        tensors=tensors,
+        vocabulary=read_vocabulary(metadata),
+        tokenizer_file=None,
+        tokenizer_config={},
+        chat_template=template or None,
+        identity=_identity((part.path, part.header) for part in parts),
+    )
+
+
+def _open_safetensors(path: Path) -> Checkpoint:
+    path = find_safetensors(path)
+    config_path = path.with_name("config.json")
+    config = read_json(config_path)
+    parts = read_model_files(path)
+    architecture = config_architecture(config, config_path)
+    tensors = _by_name([part.tensors for part in parts], architecture, "safetensors", path)
+    values = config_values(config)
+    values["general.architecture"] = architecture
+    values["general.name"] = path.absolute().parent.name
+    tied = values.get("hf.tie_word_embeddings", "head" not in tensors) is True
+    tokenizer_file = path.with_name("tokenizer.json")
+    tokenizer_config = _tokenizer_config(path.parent, config)
+    files = [(config_path, map_file(config_path)), *((part.path, part.header) for part in parts)]
+    return Checkpoint(
+        path=path,
+        format="safetensors",
+        architecture=architecture,
+        metadata=Metadata(values, config_path, tied),
+        tensors=tensors,
+        vocabulary=None,
+        tokenizer_file=tokenizer_file if tokenizer_file.is_file() else None,
+        tokenizer_config=tokenizer_config,
+        chat_template=_chat_template(path.parent, tokenizer_config),
+        identity=_identity(files),
+    )
+
+
+def _by_name(
+    files: Sequence[Mapping[str, TensorInfo]], architecture: str, format: Format, path: Path
+) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    for info in (info for file in files for info in file.values()):
+        name = canonical_name(info.name, architecture, format)
+        if name in tensors:
+            raise FormatError(
+                f"{path}: {tensors[name].name!r} and {info.name!r} are the same tensor, {name}."
+            )
+        tensors[name] = info
+    return tensors
+
+
+def _tokenizer_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    path, generation_path = folder / "tokenizer_config.json", folder / "generation_config.json"
+    settings = read_json(path) if path.is_file() else {}
+    generation = read_json(generation_path) if generation_path.is_file() else {}
+    ids = generation.get("eos_token_id", config.get("eos_token_id"))
+    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(type(token) is int for token in listed):
+        raise FormatError(f"{folder}: eos_token_id is {ids!r}, not token numbers.")
+    return {**settings, "eos_token_ids": listed}
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    separate = folder / "chat_template.jinja"
+    if separate.is_file():
+        try:
+            return str(map_file(separate), "utf-8")
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{separate} is not UTF-8 text: {error}.") from error
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several named ones
+        named = [entry for entry in template if isinstance(entry, dict)]
+        chosen = [entry for entry in named if entry.get("name") == "default"] or named
+        template = chosen[0].get("template") if chosen else None
+    return template if isinstance(template, str) and template else None
+
+
+def _identity(files: Iterable[tuple[Path, memoryview]]) -> str:
+    digest = hashlib.sha256()
+    for path, header in files:
+        digest.update(f"{path.stat().st_size} {len(header)}\n".encode())
+        digest.update(header)
+    return digest.hexdigest()[:16]

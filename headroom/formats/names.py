@@ -1,0 +1,83 @@
+"""Tensor names: what GGUF and safetensors call a tensor, and the one name used here."""
+
+import re
+from functools import cache
+from typing import Literal
+
+Format = Literal["gguf", "safetensors"]
+Row = tuple[str, str, str]  # our name, GGUF's, safetensors'; "" where a format has no such tensor
+
+# Names are without ".weight"; a name that ends in ".bias" becomes ours with "_bias" added.
+MODEL_NAMES: tuple[Row, ...] = (
+    ("embed", "token_embd", "embed_tokens"),
+    ("norm", "output_norm", "norm"),
+    ("head", "output", "lm_head"),
+    ("rope_freqs", "rope_freqs", ""),
+)
+
+# After "layers.N." in ours, "blk.N." in GGUF, "layers.N." in safetensors; {e} is an expert.
+LAYER_NAMES: tuple[Row, ...] = (
+    ("attn.norm", "attn_norm", "input_layernorm"),
+    ("attn.q", "attn_q", "self_attn.q_proj"),
+    ("attn.k", "attn_k", "self_attn.k_proj"),
+    ("attn.v", "attn_v", "self_attn.v_proj"),
+    ("attn.out", "attn_output", "self_attn.o_proj"),
+    ("attn.q_norm", "attn_q_norm", "self_attn.q_norm"),
+    ("attn.k_norm", "attn_k_norm", "self_attn.k_norm"),
+    ("ffn.norm", "ffn_norm", "post_attention_layernorm"),
+    ("ffn.gate", "ffn_gate", "mlp.gate_proj"),
+    ("ffn.up", "ffn_up", "mlp.up_proj"),
+    ("ffn.down", "ffn_down", "mlp.down_proj"),
+    ("ffn.router", "ffn_gate_inp", "mlp.gate"),
+    ("ffn.experts.gate", "ffn_gate_exps", ""),
+    ("ffn.experts.up", "ffn_up_exps", ""),
+    ("ffn.experts.gate_up", "ffn_gate_up_exps", "mlp.experts.gate_up_proj"),
+    ("ffn.experts.down", "ffn_down_exps", "mlp.experts.down_proj"),
+    ("ffn.experts.{e}.gate", "", "mlp.experts.{e}.gate_proj"),
+    ("ffn.experts.{e}.up", "", "mlp.experts.{e}.up_proj"),
+    ("ffn.experts.{e}.down", "", "mlp.experts.{e}.down_proj"),
+    ("ffn.shared.gate", "ffn_gate_shexp", "mlp.shared_expert.gate_proj"),
+    ("ffn.shared.up", "ffn_up_shexp", "mlp.shared_expert.up_proj"),
+    ("ffn.shared.down", "ffn_down_shexp", "mlp.shared_expert.down_proj"),
+    ("ffn.shared.router", "ffn_gate_inp_shexp", "mlp.shared_expert_gate"),
+)
+
+# Rows of one architecture take the place of shared ones with the same name in the file.
+LAYER_OVERRIDES: dict[str, tuple[Row, ...]] = {
+    "qwen35": (("ffn.norm", "post_attention_norm", "post_attention_layernorm"),),
+    "qwen35moe": (("ffn.norm", "post_attention_norm", "post_attention_layernorm"),),
+}
+
+_LAYER = {
+    "gguf": re.compile(r"blk\.([0-9]+)\.(.+)"),
+    "safetensors": re.compile(r"layers\.([0-9]+)\.(.+)"),
+}
+_EXPERT = re.compile(r"(?<=\.experts\.)[0-9]+(?=\.)")
+_MODEL_PREFIX = re.compile(r"\Amodel\.(language_model\.)?")
+
+
+def canonical_name(name: str, architecture: str, format: Format) -> str:
+    """Return our name of a tensor, or the file's own where the tables have none."""
+    rest = _MODEL_PREFIX.sub("", name, count=1) if format == "safetensors" else name
+    layer = _LAYER[format].fullmatch(rest)
+    if layer is None:
+        return _look_up(rest, _table("", format)) or name
+    found = _look_up(layer[2], _table(architecture, format))
+    return f"layers.{layer[1]}.{found}" if found else name
+
+
+@cache
+def _table(architecture: str, format: Format) -> dict[str, str]:
+    """Return our names by the file's, of an architecture's layers or, for "", outside them."""
+    rows = LAYER_NAMES + LAYER_OVERRIDES.get(architecture, ()) if architecture else MODEL_NAMES
+    column = 1 if format == "gguf" else 2
+    return {row[column]: row[0] for row in rows if row[column]}
+
+
+def _look_up(name: str, table: dict[str, str]) -> str | None:
+    stem, suffix = name.removesuffix(".weight"), ""
+    if name.endswith(".bias"):
+        stem, suffix = name.removesuffix(".bias"), "_bias"
+    expert = _EXPERT.search(stem)
+    found = table.get(_EXPERT.sub("{e}", stem, count=1))
+    return found and found.replace("{e}", expert[0] if expert else "") + suffix

@@ -1,0 +1,74 @@
+"""Weight types: how many values a block holds, how many bytes it takes, and its names."""
+
+from dataclasses import dataclass
+
+from headroom.errors import FormatError
+
+
+@dataclass(frozen=True, slots=True)
+class QuantType:
+    """One way to store values: plain floats or blocks that share a scale."""
+
+    name: str  # lower case, as users and GGUF tools write it
+    ggml_id: int  # the number in a GGUF tensor table
+    block: int  # values per block; 1 for plain types
+    block_bytes: int  # bytes per block
+    runs: bool = True  # False: a type of tables and indices, never of a weight
+
+    def bytes_for(self, values: int) -> int:
+        """Return the bytes of `values` values, which must be whole blocks."""
+        if values % self.block:
+            raise FormatError(f"{values} values are not whole {self.name} blocks of {self.block}.")
+        return values // self.block * self.block_bytes
+
+    def __str__(self) -> str:
+        return self.name
+
+
+F32 = QuantType("f32", 0, 1, 4)
+F16 = QuantType("f16", 1, 1, 2)
+Q4_0 = QuantType("q4_0", 2, 32, 18)
+Q4_1 = QuantType("q4_1", 3, 32, 20)
+Q5_0 = QuantType("q5_0", 6, 32, 22)
+Q5_1 = QuantType("q5_1", 7, 32, 24)
+Q8_0 = QuantType("q8_0", 8, 32, 34)
+Q4_K = QuantType("q4_k", 12, 256, 144)
+Q5_K = QuantType("q5_k", 13, 256, 176)
+Q6_K = QuantType("q6_k", 14, 256, 210)
+Q8_K = QuantType("q8_k", 15, 256, 292)
+IQ4_NL = QuantType("iq4_nl", 20, 32, 18)
+I8 = QuantType("i8", 24, 1, 1, runs=False)
+I16 = QuantType("i16", 25, 1, 2, runs=False)
+I32 = QuantType("i32", 26, 1, 4, runs=False)
+I64 = QuantType("i64", 27, 1, 8, runs=False)
+F64 = QuantType("f64", 28, 1, 8, runs=False)
+BF16 = QuantType("bf16", 30, 1, 2)
+MXFP4 = QuantType("mxfp4", 39, 32, 17)
+
+QUANTS = (
+    F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, Q8_K, IQ4_NL, MXFP4,
+    I8, I16, I32, I64, F64,
+)  # fmt: skip
+BY_GGML_ID = {quant.ggml_id: quant for quant in QUANTS}
+BY_NAME = {quant.name: quant for quant in QUANTS}
+
+# Types that GGUF tools write and that are not read here, so that an error can name them.
+_OTHER_GGML_NAMES = {
+    4: "q4_2", 5: "q4_3", 9: "q8_1", 10: "q2_k", 11: "q3_k", 16: "iq2_xxs", 17: "iq2_xs",
+    18: "iq3_xxs", 19: "iq1_s", 21: "iq3_s", 22: "iq2_s", 23: "iq4_xs", 29: "iq1_m",
+    34: "tq1_0", 35: "tq2_0", 40: "nvfp4", 41: "q1_0",
+}  # fmt: skip
+
+
+def quant_of(ggml_id: int, tensor: str) -> QuantType:
+    """Return the type of a GGUF tensor, or say which type it has and which are read."""
+    if (quant := BY_GGML_ID.get(ggml_id)) is not None:
+        return quant
+    known = _OTHER_GGML_NAMES.get(ggml_id)
+    kind = f"type {known.upper()} (number {ggml_id})" if known else f"the unknown type {ggml_id}"
+    raise FormatError(f"Tensor {tensor!r} has {kind}, which is not supported.", hint=supported())
+
+
+def supported() -> str:
+    """Return the sentence that lists the types of weights that are read."""
+    return f"Supported types: {', '.join(quant.name.upper() for quant in QUANTS if quant.runs)}."

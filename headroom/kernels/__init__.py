@@ -1,0 +1,1 @@
+"""Operations, each with several implementations."""

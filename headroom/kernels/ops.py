@@ -1,0 +1,120 @@
+"""The contract of every operation, and what a kernel says of itself.
+
+Shapes use the same words everywhere: rows are the tokens of a step, one row each.
+Activations come and go as float32; what happens inside is the kernel's business.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from headroom.formats.quants import F32, QuantType
+from headroom.kernels.weight import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a kernel must know to say whether it can run: a device and the types in play."""
+
+    device: str = "cpu"  # the device's kind: "cpu", "cuda"
+    quant: QuantType = F32  # of the weight
+    dtype: str = "f32"  # that products compute in
+    k_type: str = "f32"  # of cached keys
+    v_type: str = "f32"  # of cached values
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One implementation of one operation."""
+
+    op: str  # "matmul", "attention", ...
+    backend: str  # "reference", "native", "triton", "cuda"
+    run: Callable[..., Any]  # has the signature of the operation's Protocol
+    refuses: Callable[[Case], str | None]  # why it cannot run a case; None if it can
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.backend}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedKv:
+    """One layer's cached keys and values: `slots` rows of `kv_heads` heads each.
+
+    A page is `page_size` consecutive slots. Plain types hold floats `[slots, kv_heads, dim]`,
+    packed types bytes `[slots, kv_heads, bytes per head]`.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    k_type: QuantType
+    v_type: QuantType
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """The rows of one sequence in a step: `rows` tokens from position `start` on."""
+
+    first_row: int
+    rows: int
+    start: int
+    pages: torch.Tensor  # int64 page numbers, position order, enough for start + rows tokens
+
+
+class Embed(Protocol):
+    """Rows of an embedding table: `[rows]` ids to `[rows, columns]`."""
+
+    def __call__(self, ids: torch.Tensor, table: Weight) -> torch.Tensor: ...
+
+
+class Matmul(Protocol):
+    """`x [rows, columns]` times a weight's transpose: `[rows, weight.rows]`."""
+
+    def __call__(self, x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor: ...
+
+
+class RmsNorm(Protocol):
+    """`weight * x / sqrt(mean(x^2) + eps)` over the last axis."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+
+class Rope(Protocol):
+    """Rotate the first `2 * half` values of each head, in pairs `(i, i + half)`.
+
+    `x [rows, heads, dim]`, `cos` and `sin` `[rows, half]`.
+    """
+
+    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
+
+
+class GatedActivation(Protocol):
+    """`silu(gate) * up`, element by element."""
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor: ...
+
+
+class KvWrite(Protocol):
+    """Store keys and values `[rows, kv_heads, dim]` at the slots `[rows]`."""
+
+    def __call__(
+        self, cache: PagedKv, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None: ...
+
+
+class Attention(Protocol):
+    """Causal attention of `queries [rows, heads, dim]` over each sequence's cached tokens.
+
+    A row at position p sees keys at positions 0..p, the last `window` of them if window > 0.
+    """
+
+    def __call__(
+        self,
+        queries: torch.Tensor,
+        cache: PagedKv,
+        spans: tuple[Span, ...],
+        scale: float,
+        window: int,
+    ) -> torch.Tensor: ...

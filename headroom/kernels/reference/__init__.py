@@ -1,0 +1,1 @@
+"""Plain torch kernels: always right, never fast."""

@@ -1,0 +1,153 @@
+"""Dequantisation in plain torch: every block type's bytes to float32, bit by bit as GGUF has it."""
+
+from collections.abc import Callable
+
+import torch
+
+from headroom.errors import FormatError
+from headroom.formats import quants
+from headroom.formats.quants import QuantType
+
+# The order of operations is part of the contract: another order rounds differently.
+
+_IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled, as integers
+
+
+def dequantise(data: torch.Tensor, quant: QuantType, values: int) -> torch.Tensor:
+    """Return the float32 values [..., values] that packed bytes [..., nbytes] stand for."""
+    if quant.name not in _DECODERS:
+        raise FormatError(f"Values of type {quant} are not weights.", hint=quants.supported())
+    if data.dtype != torch.uint8 or data.shape[-1] != quant.bytes_for(values):
+        raise FormatError(
+            f"{values} values of type {quant} take {quant.bytes_for(values)} bytes, "
+            f"not {data.shape[-1]} of {data.dtype}."
+        )
+    blocks = data.reshape(*data.shape[:-1], values // quant.block, quant.block_bytes)
+    decoded = _DECODERS[quant.name](blocks)  # [..., blocks, block]
+    return decoded.reshape(*data.shape[:-1], values)
+
+
+def _view(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return bytes as numbers; the copy gives them the alignment that a view needs."""
+    return data.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def _half(data: torch.Tensor) -> torch.Tensor:
+    return _view(data, torch.float16).float()
+
+
+def _signed(data: torch.Tensor) -> torch.Tensor:
+    return data.view(torch.int8).float()
+
+
+def _split(data: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """Return the last dimension as several."""
+    return data.reshape(*data.shape[:-1], *sizes)
+
+
+def _nibbles(data: torch.Tensor) -> torch.Tensor:
+    """Return low nibbles, then high nibbles, of each run of bytes in the last dimension."""
+    return torch.cat((data & 15, data >> 4), dim=-1)
+
+
+def _bits(data: torch.Tensor, shifts: int, step: int = 1) -> torch.Tensor:
+    """Return [..., shifts, bytes]: the bytes moved right by 0, step, 2 step ..."""
+    by = torch.arange(0, shifts * step, step, dtype=torch.uint8, device=data.device)
+    return data.unsqueeze(-2) >> by[:, None]
+
+
+def _fifth_bits(data: torch.Tensor) -> torch.Tensor:
+    """Return bit 4 of 32 values, from four bytes that hold one bit of each in order."""
+    by = torch.arange(8, dtype=torch.uint8, device=data.device)
+    return (((data.unsqueeze(-1) >> by) & 1) << 4).flatten(-2)
+
+
+def _look_up(indices: torch.Tensor, table: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(table, dtype=torch.float32, device=indices.device)[indices.long()]
+
+
+def _f32(blocks: torch.Tensor) -> torch.Tensor:
+    return _view(blocks, torch.float32)
+
+
+def _bf16(blocks: torch.Tensor) -> torch.Tensor:
+    return _view(blocks, torch.bfloat16).float()
+
+
+def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _signed(blocks[..., 2:]) * _half(blocks[..., :2])
+
+
+def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks[..., :2]) * (_nibbles(blocks[..., 2:]).float() - 8)
+
+
+def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
+    scaled = _half(blocks[..., :2]) * _nibbles(blocks[..., 4:]).float()
+    return scaled + _half(blocks[..., 2:4])
+
+
+def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
+    values = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
+    return _half(blocks[..., :2]) * (values.float() - 16)
+
+
+def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
+    values = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
+    return _half(blocks[..., :2]) * values.float() + _half(blocks[..., 2:4])
+
+
+def _group_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scales and minimums of a Q4_K or Q5_K block's groups, [..., blocks, 8, 1] each."""
+    low, mid, high = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    # Six bits each: groups 0 to 3 in one byte, the others in a nibble and two spare bits.
+    scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), dim=-1)
+    minimums = torch.cat((mid & 63, (high >> 4) | ((mid >> 6) << 4)), dim=-1)
+    scaled = _half(blocks[..., :2]) * scales.float()
+    lowered = _half(blocks[..., 2:4]) * minimums.float()
+    return scaled.unsqueeze(-1), lowered.unsqueeze(-1)
+
+
+def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    scales, minimums = _group_scales(blocks)
+    values = _split(_nibbles(_split(blocks[..., 16:], 4, 32)).flatten(-2), 8, 32)
+    return (scales * values.float() - minimums).flatten(-2)
+
+
+def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
+    scales, minimums = _group_scales(blocks)
+    low = _split(_nibbles(_split(blocks[..., 48:], 4, 32)).flatten(-2), 8, 32)
+    fifth = (_bits(blocks[..., 16:48], 8) & 1) << 4  # [..., blocks, 8 groups, 32]
+    return (scales * (low | fifth).float() - minimums).flatten(-2)
+
+
+def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    low = _split(_nibbles(_split(blocks[..., :128], 2, 64)), 4, 32)
+    high = (_bits(_split(blocks[..., 128:192], 2, 32), 4, step=2) & 3) << 4
+    values = (low | high).float() - 32  # [..., blocks, 2 halves, 4 quarters, 32]
+    scales = _half(blocks[..., 208:]) * _signed(blocks[..., 192:208])
+    return (scales.unsqueeze(-1) * _split(values.flatten(-3), 16, 16)).flatten(-2)
+
+
+def _q8_k(blocks: torch.Tensor) -> torch.Tensor:
+    return _view(blocks[..., :4], torch.float32) * _signed(blocks[..., 4:260])
+
+
+def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks[..., :2]) * _look_up(_nibbles(blocks[..., 2:]), _IQ4_NL_VALUES)
+
+
+def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
+    exponent = blocks[..., :1].int()
+    # Half of 2^(exponent - 127), to match the doubled table; the two smallest are subnormal.
+    bits = torch.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23)
+    return bits.view(torch.float32) * _look_up(_nibbles(blocks[..., 1:]), _MXFP4_VALUES)
+
+
+_DECODERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "f32": _f32, "f16": _half, "bf16": _bf16,
+    "q8_0": _q8_0, "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1,
+    "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k, "q8_k": _q8_k,
+    "iq4_nl": _iq4_nl, "mxfp4": _mxfp4,
+}  # fmt: skip

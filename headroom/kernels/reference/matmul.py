@@ -1,0 +1,45 @@
+"""Matrix products in plain torch whose rows do not depend on each other.
+
+A BLAS picks its summation order by the number of rows, so one token's logits would change with
+who shares its batch. Products here always run on tiles of exactly ROW_TILE rows: a row gives the
+same bits alone, in a batch, or in the middle of a prompt.
+"""
+
+import torch
+
+from headroom.kernels.reference.dequant import dequantise
+from headroom.kernels.weight import PLAIN_TYPES, Weight
+
+ROW_TILE = 16
+UNPACK_VALUES = 4 << 20  # weight values unpacked at a time, to bound scratch memory
+
+
+def matmul(x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """Return `x` times the weight's transpose, computed in `dtype`, as float32."""
+    rows = x.shape[0]
+    tiles = -(-rows // ROW_TILE)
+    padded = torch.zeros(tiles * ROW_TILE, weight.columns, dtype=dtype, device=x.device)
+    padded[:rows] = x
+    out = torch.empty(tiles * ROW_TILE, weight.rows, device=x.device)
+    step = max(1, UNPACK_VALUES // weight.columns)
+    if weight.quant.name in PLAIN_TYPES and weight.data.dtype == dtype:
+        step = max(1, weight.rows)
+    for first in range(0, weight.rows, step):
+        part = unpack_rows(weight, slice(first, first + step)).to(dtype).t()
+        for tile in range(0, rows, ROW_TILE):
+            out[tile : tile + ROW_TILE, first : first + step] = (
+                padded[tile : tile + ROW_TILE] @ part
+            )
+    return out[:rows]
+
+
+def embed(ids: torch.Tensor, table: Weight) -> torch.Tensor:
+    """Return the table's rows `ids` as float32."""
+    return unpack_rows(table, ids.to(table.data.device)).float()
+
+
+def unpack_rows(weight: Weight, rows: slice | torch.Tensor) -> torch.Tensor:
+    """Return some rows of a weight as floats; plain types come as they are stored."""
+    if weight.quant.name in PLAIN_TYPES:
+        return weight.data[rows]
+    return dequantise(weight.data[rows], weight.quant, weight.columns)

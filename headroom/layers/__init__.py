@@ -1,0 +1,1 @@
+"""Blocks that models are made of."""

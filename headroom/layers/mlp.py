@@ -1,0 +1,23 @@
+"""Mlp: the gated feed-forward block."""
+
+import torch
+
+from headroom.kernels.ops import Case, GatedActivation
+from headroom.kernels.registry import pick
+from headroom.layers.linear import Linear
+from headroom.layers.weights import WeightSource
+
+
+class Mlp:
+    """`down(silu(gate x) * up x)`."""
+
+    def __init__(self, get: WeightSource) -> None:
+        self._gate = Linear(get("ffn.gate"), get.dtype)
+        self._up = Linear(get("ffn.up"), get.dtype)
+        self._down = Linear(get("ffn.down"), get.dtype)
+        device = torch.device(get.device).type
+        self._activate: GatedActivation = pick("gated_activation", Case(device=device)).run
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the block's output for normed rows."""
+        return self._down(self._activate(self._gate(x), self._up(x)))

@@ -1,0 +1,1 @@
+"""What fits where, decided before loading."""

@@ -1,0 +1,74 @@
+"""Calibration: speeds and overheads that were measured, with where and when."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from headroom.errors import FormatError
+from headroom.memory.devices import DeviceSpec
+from headroom.units import MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Memory that a runtime takes beside our own allocations."""
+
+    bytes: int
+    source: str  # where the number is from
+
+
+# Resident memory of a process that imported torch and ran a product and an attention: 237 MiB.
+CPU_RUNTIME = Overhead(
+    256 * MIB, "Python, torch and its threads; 237 MiB measured 2026-11 with torch 2.13 on x86-64"
+)
+GPU_RUNTIME = Overhead(512 * MIB, "driver context and libraries, estimated")
+GPU_GRAPHS = Overhead(64 * MIB, "pools of captured graphs, estimated")
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What one device of this machine was measured to reach."""
+
+    bandwidth: float  # bytes/s of its own memory
+    link: float  # bytes/s to host memory
+    flops: float  # operations per second at its compute type
+    date: str  # of the measurement, as 2026-11-15
+
+
+def load_speeds(path: Path) -> dict[str, Speeds]:
+    """Return the measured speeds by device name; empty where nothing was measured yet."""
+    try:
+        table = json.loads(path.read_text())
+        return {name: Speeds(**row) for name, row in table["devices"].items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FormatError(
+            f"{path} is not a calibration file: {error}.", hint="Delete it and measure again."
+        ) from error
+
+
+def save_speeds(path: Path, speeds: Mapping[str, Speeds]) -> None:
+    """Keep measured speeds, in one step, so that a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = {"version": 1, "devices": {name: asdict(row) for name, row in speeds.items()}}
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    draft.replace(path)
+
+
+def with_speeds(devices: Sequence[DeviceSpec], speeds: Mapping[str, Speeds]) -> list[DeviceSpec]:
+    """Return the devices with their measured speeds in place of the listed ones."""
+    return [
+        replace(
+            device,
+            bandwidth=speeds[device.name].bandwidth,
+            link=speeds[device.name].link,
+            flops=speeds[device.name].flops,
+            measured=True,
+        )
+        if device.name in speeds
+        else device
+        for device in devices
+    ]

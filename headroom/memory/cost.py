@@ -1,0 +1,139 @@
+"""Cost: tokens per second that a plan predicts, from the bytes it moves over each link."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headroom.memory.budget import (
+    F32_BYTES,
+    PlanSettings,
+    core_bytes,
+    embed_bytes,
+    head_bytes,
+    kv_token_bytes,
+)
+from headroom.memory.devices import DeviceSpec
+from headroom.memory.layout import DevicePlan, Layout
+from headroom.memory.shape import LayerShape, ModelShape
+
+# Share of a listed bandwidth or peak that real kernels reach, until the machine is measured.
+LISTED_SHARE = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What speed to expect, and what keeps it from being higher."""
+
+    decode_tokens_per_s: float  # one sequence, the context half full
+    prefill_tokens_per_s: float
+    bound_by: str  # the largest part of a decode step
+    estimate: bool  # False once the speeds of all devices were measured
+
+
+def predict(
+    model: ModelShape, devices: Sequence[DeviceSpec], settings: PlanSettings, layout: Layout
+) -> Prediction:
+    """Return the speed of a layout; layers run one after the other, so times add up."""
+    by_name = {device.name: device for device in devices}
+    host = next((device for device in devices if device.kind == "cpu"), None)
+    decode: dict[str, float] = {}
+    prefill_s = 0.0
+    for plan in layout.devices:
+        device = by_name[plan.name]
+        work = _StageWork(model, plan, settings)
+        for name, seconds in _decode_parts(work, device, host).items():
+            decode[name] = decode.get(name, 0.0) + seconds
+        prefill_s += _prefill_seconds(work, device, host)
+    used = {plan.name for plan in layout.devices}
+    measured = all(device.measured for device in devices if device.name in used)
+    return Prediction(
+        decode_tokens_per_s=1 / sum(decode.values()),
+        prefill_tokens_per_s=settings.chunk / prefill_s,
+        bound_by=max(decode, key=lambda name: decode[name]),
+        estimate=not measured,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _StageWork:
+    """Bytes and operations of the layers of one device."""
+
+    model: ModelShape
+    plan: DevicePlan
+    settings: PlanSettings
+
+    @property
+    def layers(self) -> tuple[LayerShape, ...]:
+        first, last = self.plan.layers
+        return self.model.layers[first : last + 1]
+
+    @property
+    def has_head(self) -> bool:
+        return self.plan.layers[1] == len(self.model.layers) - 1
+
+    def weights(self, *, unpacking: bool) -> int:
+        """Return the bytes read for all weights but experts; packed ones may be unpacked first."""
+        held = core_bytes(self.layers, self.settings)
+        values = sum(layer.core_values for layer in self.layers)
+        if self.has_head:
+            model = self.model
+            held += (embed_bytes if model.tied else head_bytes)(model, self.settings)
+            values += model.embed_values if model.tied else model.head_values
+        return held + (2 * values * F32_BYTES if unpacking else 0)
+
+    def remembered(self) -> int:
+        """Return the bytes of cache and state that one token reads, the context half full."""
+        half, total = max(1, self.settings.context // 2), 0
+        for layer in self.layers:
+            seen = min(half, layer.window) if layer.kind == "window" else half
+            total += seen * kv_token_bytes(layer, self.settings.k_type, self.settings.v_type)
+            total += 2 * (layer.state_values + layer.conv_values) * F32_BYTES  # read and written
+        return total
+
+    def experts(self, *, hot: bool, every: bool) -> float:
+        """Return the bytes of experts that one token visits, or of every expert."""
+        total = 0.0
+        counts = self.plan.hot_by_layer or (0,) * len(self.layers)
+        for layer, count in zip(self.layers, counts, strict=True):
+            if layer.experts:
+                share = (count if hot else layer.experts - count) / layer.experts
+                visited = layer.experts if every else layer.experts_used
+                total += share * visited * layer.expert_bytes
+        return total
+
+    def operations(self) -> float:
+        """Return the multiplications and additions of one token."""
+        values = sum(x.core_values + x.experts_used * x.expert_values for x in self.layers)
+        return 2.0 * values
+
+
+def _decode_parts(
+    work: _StageWork, device: DeviceSpec, host: DeviceSpec | None
+) -> dict[str, float]:
+    """Return the seconds of one token by what they are spent on."""
+    unpacking = device.kind == "cpu" and work.settings.weights == "packed"
+    own = work.weights(unpacking=unpacking) + work.remembered()
+    own_s = (own + work.experts(hot=True, every=False)) / _reached(device, device.bandwidth)
+    parts = {f"memory of {device.name}": own_s}
+    cold = work.experts(hot=False, every=False)
+    if cold:
+        by_link = cold / _reached(device, device.link)
+        by_host = cold / _reached(host, host.bandwidth) if host else by_link
+        name = f"link of {device.name}" if by_link <= by_host else "memory of the host"
+        parts[name] = min(by_link, by_host)
+    return parts
+
+
+def _prefill_seconds(work: _StageWork, device: DeviceSpec, host: DeviceSpec | None) -> float:
+    """Return the seconds of one chunk: the slowest of memory, link and arithmetic."""
+    unpacking = device.kind == "cpu" and work.settings.weights == "packed"
+    moved = work.weights(unpacking=unpacking) + work.experts(hot=True, every=True)
+    times = [moved / _reached(device, device.bandwidth)]
+    if cold := work.experts(hot=False, every=True):
+        times.append(cold / _reached(device, device.link))
+    if device.flops:
+        times.append(work.settings.chunk * work.operations() / _reached(device, device.flops))
+    return max(times)
+
+
+def _reached(device: DeviceSpec, listed: float) -> float:
+    return listed if device.measured else listed * LISTED_SHARE

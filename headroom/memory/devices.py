@@ -1,0 +1,85 @@
+"""DeviceSpec: what a device is to the planner; detect_devices(): what this machine has."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from headroom.errors import OptionError
+from headroom.memory.cgroups import GroupLimits, read_limits
+from headroom.options import Options
+from headroom.units import KIB
+
+DeviceKind = Literal["cpu", "cuda", "hip", "metal"]
+
+# Two channels of DDR4-3200 at about 80%; used until the machine is measured.
+ASSUMED_CPU_BANDWIDTH = 40e9
+ASSUMED_CORE_FLOPS = 50e9  # one core with 256-bit vectors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """One place that holds weights and runs layers, or holds memory for others."""
+
+    name: str  # "cpu", "cuda:0" or a catalogue name
+    kind: DeviceKind
+    total_bytes: int
+    available_bytes: int  # total, less what others hold
+    bandwidth: float = ASSUMED_CPU_BANDWIDTH  # bytes/s of its own memory
+    link: float = 0.0  # bytes/s between it and host memory; 0 where it is host memory
+    flops: float = 0.0  # multiply-adds x2 per second at its compute type; 0 where unknown
+    sm: int = 0  # CUDA compute capability, 10 x major + minor
+    gfx: str = ""  # HIP architecture name
+    cores: int = 0  # CPU cores that this process may use
+    unified: bool = False  # shares its memory with the host
+    runs_layers: bool = True  # False: only lends its memory to other devices
+    measured: bool = False  # whether its speeds were measured or are only listed
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether there is no second memory behind it that could hold cold experts."""
+        return self.kind == "cpu" or self.unified
+
+
+def detect_devices(options: Options) -> list[DeviceSpec]:
+    """Return the devices that the options name, as they are on this machine."""
+    if options.device not in (None, "cpu"):
+        raise OptionError(f"--device {options.device} is unknown.", hint="Choose cpu.")
+    return [detect_cpu()]
+
+
+def detect_cpu(proc: Path = Path("/proc"), limits: GroupLimits | None = None) -> DeviceSpec:
+    """Return the CPU with the memory and the cores that this process may use."""
+    limits = limits or read_limits(proc)
+    cores = usable_cores(limits)
+    memory = _read_meminfo(proc / "meminfo")
+    total = memory.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = memory.get("MemAvailable", total)
+    if limits.memory_bytes is not None and limits.available_bytes is not None:
+        total = min(total, limits.memory_bytes)
+        available = min(available, limits.available_bytes)
+    return DeviceSpec(
+        name="cpu",
+        kind="cpu",
+        total_bytes=total,
+        available_bytes=min(available, total),
+        flops=cores * ASSUMED_CORE_FLOPS,
+        cores=cores,
+    )
+
+
+def usable_cores(limits: GroupLimits) -> int:
+    """Return the cores by affinity and by the groups' share of time, at least one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    share = math.inf if limits.cores is None else math.ceil(limits.cores)
+    return max(1, int(min(cores or 1, share)))
+
+
+def _read_meminfo(path: Path) -> dict[str, int]:
+    """Return /proc/meminfo in bytes; empty where there is none."""
+    try:
+        rows = (row.split() for row in path.read_text().splitlines())
+        return {row[0].rstrip(":"): int(row[1]) * KIB for row in rows if len(row) > 1}
+    except (OSError, ValueError):
+        return {}

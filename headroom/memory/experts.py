@@ -1,0 +1,64 @@
+"""Hot experts: how many of each layer a byte budget holds; which ones is not decided here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headroom.errors import OptionError
+from headroom.memory.shape import LayerShape
+from headroom.units import parse_size
+
+
+@dataclass(frozen=True, slots=True)
+class HotExperts:
+    """The hot experts of a run of layers."""
+
+    counts: tuple[int, ...]  # by layer
+    bytes: int
+
+    @property
+    def total(self) -> int:
+        """Hot experts of all layers."""
+        return sum(self.counts)
+
+
+def parse_expert_budget(text: str, expert_bytes: int) -> int:
+    """Return the bytes that `8GiB` or `60%` allow for hot experts, at most all of them."""
+    if text.endswith("%"):
+        try:
+            percent = float(text[:-1])
+        except ValueError:
+            percent = -1.0
+        if not 0 <= percent <= 100:
+            raise OptionError(
+                f"--expert-budget is {text!r}.", hint="Write 0% to 100%, or a size as 8GiB."
+            )
+        return int(expert_bytes * percent / 100)
+    return min(parse_size(text), expert_bytes)
+
+
+def spread_experts(layers: Sequence[LayerShape], budget: int) -> HotExperts:
+    """Return the most experts that a budget holds when every layer gets the same number.
+
+    What is left goes to one more expert in layers whose experts are small, earlier ones first.
+    """
+    low, high = 0, max((layer.experts for layer in layers), default=0)
+    while low < high:  # the largest number per layer that the budget holds
+        middle = (low + high + 1) // 2
+        if _bytes(layers, middle) <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    counts = [min(low, layer.experts) for layer in layers]
+    left = budget - _bytes(layers, low)
+    order = sorted(range(len(layers)), key=lambda index: (layers[index].expert_bytes, index))
+    for index in order:
+        layer = layers[index]
+        if counts[index] < layer.experts and layer.expert_bytes <= left:
+            counts[index] += 1
+            left -= layer.expert_bytes
+    used = sum(count * layer.expert_bytes for count, layer in zip(counts, layers, strict=True))
+    return HotExperts(tuple(counts), used)
+
+
+def _bytes(layers: Sequence[LayerShape], each: int) -> int:
+    return sum(min(each, layer.experts) * layer.expert_bytes for layer in layers)

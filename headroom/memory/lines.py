@@ -1,0 +1,131 @@
+"""Lines: the entries of a plan for one device, each with how it came about."""
+
+from collections.abc import Sequence
+
+from headroom.formats.quants import BY_NAME
+from headroom.memory.budget import (
+    F32_BYTES,
+    TREE_NODES,
+    Line,
+    PlanSettings,
+    Rules,
+    core_bytes,
+    head_bytes,
+    kv_bytes,
+    logits_rows,
+    norm_bytes,
+    published_activation_bytes,
+    recurrent_bytes,
+    verify_bytes,
+    workspace_parts,
+)
+from headroom.memory.calibration import CPU_RUNTIME, GPU_GRAPHS, GPU_RUNTIME
+from headroom.memory.devices import DeviceSpec
+from headroom.memory.precision import feature_ring_bytes, staging_bytes
+from headroom.memory.shape import LayerShape, ModelShape
+from headroom.memory.spans import Span
+from headroom.units import MIB, gib
+
+
+def layer_bytes(layer: LayerShape, settings: PlanSettings) -> int:
+    """Return what one layer holds and remembers, its routed experts left out."""
+    return (
+        core_bytes([layer], settings) + kv_bytes(layer, settings) + recurrent_bytes(layer, settings)
+    )
+
+
+def stage_lines(
+    model: ModelShape, span: Span, device: DeviceSpec, settings: PlanSettings, rules: Rules
+) -> list[Line]:
+    """Return the lines of one device that runs a span of layers: no experts, no embeddings."""
+    first, last = span
+    layers = model.layers[first : last + 1]
+    ends = last == len(model.layers) - 1
+    core = core_bytes(layers, settings) + (norm_bytes(model, settings) if ends else 0)
+    norm = " and the final norm" if ends else ""
+    lines = [
+        Line("core_weights", core, f"layers {first} to {last}{norm}, {settings.weights}"),
+        *_memory_lines(layers, settings),
+        _staging_line(model, settings),
+        _workspace_line(model, layers, device, settings, rules),
+    ]
+    if rules.draft is not None:
+        why = f"{settings.parallel} sequences x {TREE_NODES} tree nodes, f32"
+        lines.append(Line("verify_scratch", verify_bytes(layers, settings), why))
+    if ends:
+        rows, vocab = logits_rows(settings, rules), model.vocab
+        head = head_bytes(model, settings)
+        lines.append(Line("head", head, f"{vocab} x {model.hidden}, {settings.weights}"))
+        lines.append(Line("logits", rows * vocab * F32_BYTES, f"{rows} rows x {vocab}, f32"))
+    return lines
+
+
+def draft_lines(
+    draft: ModelShape, target: ModelShape, settings: PlanSettings, rules: Rules
+) -> list[Line]:
+    """Return the lines of a draft; its embedding and head are the target's."""
+    weights = sum(layer.core_bytes for layer in draft.layers) + draft.norm_bytes
+    cache = sum(kv_bytes(layer, settings) for layer in draft.layers)
+    rows, width = settings.rows, draft.taps * (draft.tap_width or target.hidden)
+    ring = feature_ring_bytes(rows, width, rules.feature_type)
+    return [
+        Line("draft_weights", weights, f"{len(draft.layers)} layers of {draft.name}"),
+        Line("draft_kv", cache, f"{settings.cache_tokens} tokens"),
+        Line("feature_ring", ring, f"{rows} rows x {width} values, {rules.feature_type}"),
+    ]
+
+
+def _staging_line(model: ModelShape, settings: PlanSettings) -> Line:
+    rows, hidden, buffers = settings.rows, model.hidden, model.staging_buffers
+    size = staging_bytes(hidden, rows, settings.activation, buffers)
+    why = f"{buffers} buffers x {rows} rows x {hidden} values, {settings.activation}"
+    return Line("staging", size, why)
+
+
+def _workspace_line(
+    model: ModelShape,
+    layers: Sequence[LayerShape],
+    device: DeviceSpec,
+    settings: PlanSettings,
+    rules: Rules,
+) -> Line:
+    if rules.published_activation:
+        value_bytes = int(BY_NAME[settings.v_type].bytes_for(32) / 32)
+        size = published_activation_bytes(
+            model.hidden, model.ffn_width, settings.parallel, value_bytes, device.kind != "cpu"
+        )
+        return Line("workspace", size, "published formula: 8 x 8192 rows x width x 2 bytes")
+    parts = workspace_parts(model, layers, device, settings)
+    why = ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
+    return Line("workspace", sum(parts.values()), f"{settings.rows} rows: {why}")
+
+
+def _memory_lines(layers: Sequence[LayerShape], settings: PlanSettings) -> list[Line]:
+    """Return what the layers remember: cache pages and recurrent state."""
+    full = sum(1 for layer in layers if layer.kind == "full" and layer.owns_kv)
+    windows = sum(1 for layer in layers if layer.kind == "window" and layer.owns_kv)
+    why = f"{full} layers x {settings.pages} pages of {settings.page_size} tokens"
+    if windows:
+        window = max(layer.window for layer in layers)
+        why += f", {windows} window layers x {settings.window_pages(window)} pages"
+    why += f", keys {settings.k_type}, values {settings.v_type}"
+    state = sum(recurrent_bytes(layer, settings) for layer in layers)
+    recurrent = sum(1 for layer in layers if layer.kind == "recurrent")
+    return [
+        Line("kv", sum(kv_bytes(layer, settings) for layer in layers), why),
+        Line("recurrent_state", state, f"{settings.parallel} sequences x {recurrent} layers, f32"),
+    ]
+
+
+def runtime_lines(device: DeviceSpec) -> list[Line]:
+    """Return what a device loses to libraries and to caution; the engine allocates none of it."""
+    reserve = min(512 * MIB, device.total_bytes // 16)
+    taken = max(0, device.total_bytes - device.available_bytes)
+    why = f"{gib(reserve)} kept free"
+    if taken:
+        why += f", {gib(taken)} held by others"
+    runtime = CPU_RUNTIME if device.kind == "cpu" else GPU_RUNTIME
+    lines = [Line("runtime", runtime.bytes, runtime.source)]
+    if device.kind in ("cuda", "hip"):
+        lines.insert(0, Line("graphs", GPU_GRAPHS.bytes, GPU_GRAPHS.source))
+    return [*lines, Line("reserve", reserve + taken, why)]

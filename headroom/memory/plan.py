@@ -1,0 +1,216 @@
+"""Plan: what goes where, decided before loading; make_plan() is the only way to get one."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from headroom.errors import PlanError
+from headroom.formats.quants import BY_NAME
+from headroom.memory.budget import (
+    PAGE_SIZE,
+    PlanSettings,
+    Rules,
+    core_bytes,
+    embed_bytes,
+    head_bytes,
+)
+from headroom.memory.cost import Prediction, predict
+from headroom.memory.devices import DeviceSpec
+from headroom.memory.experts import parse_expert_budget
+from headroom.memory.layout import DevicePlan, HostPlan, Layout, biggest_line, lay_out
+from headroom.memory.precision import Precision, choose_precision
+from headroom.memory.shape import ModelShape
+from headroom.memory.solver import (
+    Candidate,
+    Ranges,
+    chunk_choices,
+    context_choices,
+    down_to_one,
+    open_ranges,
+    solve,
+)
+from headroom.memory.spans import parse_split
+from headroom.options import Options
+from headroom.units import gib
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What goes where, with every setting decided."""
+
+    model: str
+    fits: bool
+    settings: PlanSettings
+    devices: tuple[DevicePlan, ...]
+    host: HostPlan
+    precision: Precision
+    lossy: tuple[str, ...]  # named choices that change results
+    predicted: Prediction
+
+
+class DoesNotFitError(PlanError):
+    """The model does not fit; carries the plan that fails and settings that would fit."""
+
+    def __init__(self, message: str, *, hint: str, plan: Plan, nearest: tuple[str, ...]) -> None:
+        super().__init__(message, hint=hint)
+        self.plan = plan
+        self.nearest = nearest  # flags to try, nearest first
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One planning problem: everything but the settings that the solver chooses."""
+
+    model: ModelShape
+    devices: tuple[DeviceSpec, ...]
+    options: Options
+    precision: Precision
+    rules: Rules
+
+    def settings(self, chosen: Candidate, weights: str) -> PlanSettings:
+        options, activation = self.options, self.precision.activation
+        kv_type = options.kv_type or activation
+        return PlanSettings(
+            context=chosen.context,
+            parallel=chosen.parallel,
+            chunk=chosen.chunk,
+            cache_tokens=chosen.cache_pages * PAGE_SIZE,
+            k_type=options.k_type or kv_type,
+            v_type=options.v_type or kv_type,
+            dtype=options.dtype or activation,
+            activation=activation,
+            weights=weights,
+            threads=options.threads or max(1, *(device.cores for device in self.devices), 1),
+        )
+
+    def lay_out(self, chosen: Candidate, weights: str) -> Layout:
+        return lay_out(self.model, self.devices, self.settings(chosen, weights), self.rules)
+
+    def solve(self, ranges: Ranges, weights: str) -> Candidate | None:
+        def judge(candidate: Candidate) -> int | None:
+            layout = self.lay_out(candidate, weights)
+            return layout.hot_experts if layout.fits else None
+
+        return solve(ranges, judge)
+
+
+def make_plan(
+    shapes: Sequence[ModelShape], devices: Sequence[DeviceSpec], options: Options
+) -> Plan:
+    """Return the best plan that fits, or raise an error that says what would fit."""
+    model, draft = shapes[0], shapes[1] if len(shapes) > 1 else None
+    stages = [device for device in devices if device.runs_layers]
+    precision = choose_precision(stages, options.activation_dtype)
+    rules = _rules(model, draft, len(stages), options)
+    task = _Task(model, tuple(devices), options, precision, rules)
+    ranges = open_ranges(options, model.context_limit)
+    weights = "packed" if options.weights == "auto" else options.weights
+    chosen = task.solve(ranges, weights)
+    if chosen is None:
+        raise _refusal(task, ranges, weights)
+    if options.weights == "auto" and _unpacks_well(task, ranges, chosen):
+        weights = "unpacked"
+    return _plan(task, chosen, weights)
+
+
+def _rules(model: ModelShape, draft: ModelShape | None, stages: int, options: Options) -> Rules:
+    budget = options.expert_budget
+    return Rules(
+        split=parse_split(options.split, stages) if options.split else (),
+        expert_bytes=parse_expert_budget(budget, model.expert_bytes) if budget else None,
+        published_activation=options.activation_model == "published",
+        draft=draft,
+        feature_type=options.feature_dtype,
+    )
+
+
+def _plan(task: _Task, chosen: Candidate, weights: str) -> Plan:
+    layout = task.lay_out(chosen, weights)
+    settings = task.settings(chosen, weights)
+    return Plan(
+        model=task.model.name,
+        fits=layout.fits,
+        settings=settings,
+        devices=layout.devices,
+        host=layout.host,
+        precision=task.precision,
+        lossy=tuple(_lossy(settings)),
+        predicted=predict(task.model, task.devices, settings, layout),
+    )
+
+
+def _lossy(settings: PlanSettings) -> Iterable[str]:
+    """Yield the choices that round more than the model's own arithmetic does."""
+    for word, name in (("keys", settings.k_type), ("values", settings.v_type)):
+        if BY_NAME[name].bytes_for(32) < BY_NAME[settings.activation].bytes_for(32):
+            yield f"cached {word} are kept in {name}"
+
+
+def _unpacks_well(task: _Task, ranges: Ranges, chosen: Candidate) -> bool:
+    """Whether unpacked weights cost no other setting and take at most half of the memory.
+
+    Only CPUs unpack: their plain kernels would unpack every weight again at every step.
+    """
+    if any(device.kind != "cpu" for device in task.devices) or task.model.total_experts:
+        return False
+    model, settings = task.model, task.settings(chosen, "unpacked")
+    weights = core_bytes(model.layers, settings)
+    weights += embed_bytes(model, settings) + head_bytes(model, settings)
+    half = sum(device.available_bytes for device in task.devices) // 2
+    return weights <= half and task.solve(ranges, "unpacked") == chosen
+
+
+def _refusal(task: _Task, ranges: Ranges, weights: str) -> DoesNotFitError:
+    least = ranges.candidate(ranges.contexts[-1], ranges.parallels[-1], ranges.chunks[-1])
+    plan = _plan(task, least, weights)
+    places = {device.name: device for device in plan.devices} | {"host memory": plan.host}
+    name, worst = min(places.items(), key=lambda place: place[1].free_bytes)
+    line, missing = biggest_line(worst.lines), -worst.free_bytes
+    nearest = tuple(_nearest(task, ranges, weights))
+    hint = f"Try {' or '.join(nearest[:3])}." if nearest else "Try a smaller model or quantisation."
+    return DoesNotFitError(
+        f"{task.model.name} does not fit: {name} has {gib(worst.total_bytes)} and "
+        f"{gib(missing)} are missing; the biggest line is {line.name}, {gib(line.bytes)} "
+        f"({line.why}).",
+        hint=hint,
+        plan=plan,
+        nearest=nearest,
+    )
+
+
+def _nearest(task: _Task, ranges: Ranges, weights: str) -> Iterable[str]:
+    """Yield the flags that make it fit: one setting changed, then all of them."""
+    options = task.options
+    looser = {
+        "--chunk": replace(ranges, chunks=chunk_choices(ranges.chunks[0])),
+        "--cache-tokens": replace(ranges, cache_pages=None, cache_may_shrink=True),
+        "--parallel": replace(ranges, parallels=down_to_one(ranges.parallels[0])),
+        "--context": replace(ranges, contexts=context_choices(ranges.contexts[0])),
+    }
+    for flag, wider in looser.items():
+        if wider != ranges and (found := task.solve(wider, weights)):
+            yield f"{flag} {_value(flag, found)}"
+    if weights == "unpacked" and task.solve(ranges, "packed"):
+        yield "--weights packed"
+    if options.kv_type is None and options.k_type is None and options.v_type is None:
+        narrow = replace(task, options=replace(options, kv_type="q8_0"))
+        if narrow.solve(ranges, weights):
+            yield "--kv-type q8_0"
+    widest = Ranges(
+        contexts=looser["--context"].contexts,
+        parallels=looser["--parallel"].parallels,
+        chunks=looser["--chunk"].chunks,
+        cache_pages=None,
+        cache_may_shrink=False,
+    )
+    if widest != ranges and (found := task.solve(widest, weights)):
+        yield " ".join(f"{flag} {_value(flag, found)}" for flag in looser)
+
+
+def _value(flag: str, found: Candidate) -> int:
+    values = {
+        "--chunk": found.chunk,
+        "--cache-tokens": found.cache_pages * PAGE_SIZE,
+        "--parallel": found.parallel,
+        "--context": found.context,
+    }
+    return values[flag]

@@ -1,0 +1,170 @@
+"""A plan as a table for a terminal, as plain text and as versioned JSON."""
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from headroom.memory.budget import Line, PlanSettings
+from headroom.memory.layout import DevicePlan
+from headroom.memory.plan import Plan
+from headroom.units import gib
+
+JSON_VERSION = 1
+BAR_WIDTH = 60  # columns of a memory map
+_COLOURS = {
+    "core_weights": "blue", "hot_experts": "cyan", "cold_experts": "bright_cyan",
+    "embeddings": "bright_blue", "head": "bright_blue", "kv": "green",
+    "recurrent_state": "bright_green", "verify_scratch": "yellow", "staging": "yellow",
+    "workspace": "bright_yellow", "logits": "yellow", "draft_weights": "magenta",
+    "draft_kv": "bright_magenta", "feature_ring": "magenta", "graphs": "white",
+    "runtime": "white", "reserve": "bright_black", "snapshots": "bright_green",
+}  # fmt: skip
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan as plain data; the keys are an interface and carry a version."""
+    predicted = plan.predicted
+    return {
+        "version": JSON_VERSION,
+        "model": plan.model,
+        "fits": plan.fits,
+        "settings": _settings_json(plan.settings),
+        "devices": [
+            {
+                "name": device.name,
+                "total_bytes": device.total_bytes,
+                "lines": _lines_json(device.lines),
+                "free_bytes": device.free_bytes,
+                "layers": list(device.layers),
+                "hot_experts": device.hot_experts,
+                "total_experts": device.total_experts,
+            }
+            for device in plan.devices
+        ],
+        "host": {
+            "total_bytes": plan.host.total_bytes,
+            "lines": _lines_json(plan.host.lines),
+            "free_bytes": plan.host.free_bytes,
+        },
+        "precision": {
+            "activation": plan.precision.activation,
+            "reason": plan.precision.reason,
+        },
+        "lossy": list(plan.lossy),
+        "predicted": {
+            "decode_tokens_per_s": round(predicted.decode_tokens_per_s, 2),
+            "prefill_tokens_per_s": round(predicted.prefill_tokens_per_s, 2),
+            "bound_by": predicted.bound_by,
+            "estimate": predicted.estimate,
+        },
+    }
+
+
+def plan_text(plan: Plan, width: int = 120) -> str:
+    """Return the plan as plain text without colours, for pipes and logs."""
+    out = io.StringIO()
+    Console(file=out, width=width, no_color=True, legacy_windows=False).print(plan_table(plan))
+    return "\n".join(row.rstrip() for row in out.getvalue().splitlines()) + "\n"
+
+
+def plan_table(plan: Plan) -> RenderableType:
+    """Return the plan for a rich console: a table and a memory map for each device."""
+    parts: list[RenderableType] = [Text(_headline(plan), style="bold")]
+    for device in plan.devices:
+        parts += [_table(_title(device), device.lines, device.free_bytes), _map(device)]
+    if plan.host.lines:
+        title = f"host memory, {gib(plan.host.total_bytes)}"
+        parts.append(_table(title, plan.host.lines, plan.host.free_bytes))
+    parts += [Text(row) for row in _footer(plan)]
+    return Group(*parts)
+
+
+def _headline(plan: Plan) -> str:
+    settings = plan.settings
+    verdict = "fits" if plan.fits else "does not fit"
+    return (
+        f"{plan.model} {verdict}: context {settings.context}, parallel {settings.parallel}, "
+        f"chunk {settings.chunk}, cache of {settings.cache_tokens} tokens "
+        f"(keys {settings.k_type}, values {settings.v_type})"
+    )
+
+
+def _title(device: DevicePlan) -> str:
+    first, last = device.layers
+    title = f"{device.name}, {gib(device.total_bytes)}: layers {first} to {last}"
+    if device.total_experts:
+        title += f", {device.hot_experts} of {device.total_experts} experts hot"
+    return title
+
+
+def _table(title: str, lines: Sequence[Line], free_bytes: int) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
+    table.add_column("line", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    for line in lines:
+        colour = _COLOURS.get(line.name, "")
+        table.add_row(Text(line.name, style=colour), gib(line.bytes), Text(line.why, style="dim"))
+    word, style = ("free", "bold") if free_bytes >= 0 else ("missing", "bold red")
+    table.add_row(Text(word, style=style), Text(gib(abs(free_bytes)), style=style), "")
+    return table
+
+
+def _map(device: DevicePlan) -> Text:
+    """Return one bar in which every line has its share of the device."""
+    whole = max(device.total_bytes, sum(line.bytes for line in device.lines), 1)
+    bar, drawn, reached = Text("["), 0, 0
+    for line in device.lines:
+        reached += line.bytes
+        columns = reached * BAR_WIDTH // whole - drawn
+        bar.append(_letter(line.name) * columns, style=_COLOURS.get(line.name, ""))
+        drawn += columns
+    bar.append("." * (BAR_WIDTH - drawn))
+    return bar.append("]")
+
+
+def _letter(name: str) -> str:
+    """Return the letter of a line in the map, so that it reads without colours as well."""
+    return name[0] if name != "runtime" else "x"
+
+
+def _footer(plan: Plan) -> Iterable[str]:
+    settings, predicted = plan.settings, plan.predicted
+    word = "estimated" if predicted.estimate else "measured speeds"
+    yield (
+        f"weights {settings.weights}, computed in {settings.dtype}, "
+        f"activations {settings.activation}: {plan.precision.reason}; "
+        f"{settings.threads} threads"
+    )
+    yield (
+        f"{predicted.decode_tokens_per_s:.1f} tokens/s decode, "
+        f"{predicted.prefill_tokens_per_s:.0f} tokens/s prefill ({word}), "
+        f"bound by {predicted.bound_by}"
+    )
+    for choice in plan.lossy:
+        yield f"lossy: {choice}"
+
+
+def _lines_json(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    return [{"name": line.name, "bytes": line.bytes, "why": line.why} for line in lines]
+
+
+def _settings_json(settings: PlanSettings) -> dict[str, Any]:
+    return {
+        "context": settings.context,
+        "parallel": settings.parallel,
+        "chunk": settings.chunk,
+        "cache_tokens": settings.cache_tokens,
+        "page_size": settings.page_size,
+        "pages": settings.pages,
+        "k_type": settings.k_type,
+        "v_type": settings.v_type,
+        "dtype": settings.dtype,
+        "activation": settings.activation,
+        "weights": settings.weights,
+        "threads": settings.threads,
+    }

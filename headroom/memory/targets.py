@@ -1,0 +1,83 @@
+"""Targets: the devices that a plan is made for, here or on a machine that is not at hand."""
+
+import re
+from dataclasses import replace
+
+from headroom.errors import OptionError
+from headroom.memory.catalogue import find_device
+from headroom.memory.devices import DeviceSpec, detect_cpu
+from headroom.memory.gpus import (
+    UNKNOWN_BANDWIDTH,
+    UNKNOWN_FLOPS,
+    UNKNOWN_LINK,
+    detect_gpus,
+    find_gpu,
+)
+from headroom.options import Options
+from headroom.units import gib, parse_size
+
+
+def plan_devices(options: Options) -> list[DeviceSpec]:
+    """Return the devices that the options name, in their order, and the host memory behind them.
+
+    A device is `cpu`, a GPU of this machine (`cuda:0`, `hip:0`), a catalogue name or a size;
+    several are separated by commas. Without any it is this machine's CPU.
+    """
+    names = [name.strip() for name in (options.device or "cpu").split(",")]
+    host = _host(options.ram)
+    devices = [host if name == "cpu" else parse_device(name) for name in names]
+    if len([device for device in devices if device.kind == "cpu"]) > 1:
+        raise OptionError("--device names cpu twice.", hint="Name it once.", param="device")
+    devices = _unique(devices)
+    if any(device.kind == "cpu" for device in devices) or all(x.unified for x in devices):
+        return devices
+    return [*devices, replace(host, name="host", runs_layers=False)]
+
+
+def parse_device(text: str) -> DeviceSpec:
+    """Return the GPU that a name or a size stands for."""
+    if re.fullmatch(r"(cuda|hip):\d+", text):
+        return find_gpu(text, detect_gpus())
+    if re.match(r"[\d.\-]", text):
+        return _unknown_gpu(text)
+    return find_device(text)
+
+
+def _unknown_gpu(text: str) -> DeviceSpec:
+    """Return a GPU of which only the size is known."""
+    total = parse_size(text)
+    if total <= 0:
+        raise OptionError(f"--device {text} has no memory.", hint="Write 24GiB.", param="device")
+    return DeviceSpec(
+        name=gib(total).replace(" ", ""),
+        kind="cuda",
+        total_bytes=total,
+        available_bytes=total,
+        bandwidth=UNKNOWN_BANDWIDTH,
+        link=UNKNOWN_LINK,
+        flops=UNKNOWN_FLOPS,
+        sm=80,  # the oldest one that computes in bf16
+    )
+
+
+def _host(ram: str | None) -> DeviceSpec:
+    """Return this machine's CPU, with other memory where the options say so."""
+    here = detect_cpu()
+    if ram is None:
+        return here
+    total = parse_size(ram)
+    if total <= 0:
+        raise OptionError(f"--ram is {ram!r}.", hint="Write 64GiB.", param="ram")
+    return replace(here, total_bytes=total, available_bytes=total)
+
+
+def _unique(devices: list[DeviceSpec]) -> list[DeviceSpec]:
+    """Number devices of one name, so that each line of a plan says which one it means."""
+    seen: dict[str, int] = {}
+    named = []
+    for device in devices:
+        count = seen[device.name] = seen.get(device.name, 0) + 1
+        if count > 1 and re.fullmatch(r"(cuda|hip):\d+", device.name):
+            raise OptionError(f"--device names {device.name} twice.", hint="Name it once.")
+        named.append(device if count == 1 else replace(device, name=f"{device.name}#{count}"))
+    return named

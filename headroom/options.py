@@ -1,0 +1,198 @@
+"""Options: every setting once; its flag, its HEADROOM_ variable and its config key follow."""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
+
+from headroom.errors import OptionError
+
+KV_TYPES = ("f32", "f16", "bf16", "q8_0")
+COMPUTE_TYPES = ("f32", "bf16", "f16")
+FEATURE_TYPES = ("f32", "f16", "bf16", "q8_0")
+
+
+def option(
+    default: object,
+    help: str,
+    *,
+    group: str = "engine",
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """Declare one setting; `None` as default means that the plan decides."""
+    metadata = {"help": help, "group": group, "min": minimum, "max": maximum, "choices": choices}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """All settings of one engine and its server; made once, never changed."""
+
+    model: str = option(
+        "", "a file, a folder or a known name; the default model if left out", group="model"
+    )
+    context: int | None = option(None, "tokens one conversation may hold", minimum=16)
+    parallel: int | None = option(
+        None, "conversations that are worked on together", minimum=1, maximum=1024
+    )
+    chunk: int | None = option(None, "prompt tokens computed in one step", minimum=1, maximum=65536)
+    cache_tokens: int | None = option(
+        None,
+        "tokens the cache holds for all conversations (default: context x parallel)",
+        minimum=16,
+    )
+    kv_type: str | None = option(None, "type of cached keys and values", choices=KV_TYPES)
+    k_type: str | None = option(None, "type of cached keys, if not --kv-type", choices=KV_TYPES)
+    v_type: str | None = option(None, "type of cached values, if not --kv-type", choices=KV_TYPES)
+    threads: int | None = option(
+        None, "CPU threads (default: the cores this process may use)", minimum=1
+    )
+    device: str | None = option(None, "where to run: cpu")
+    dtype: str | None = option(None, "type that matrix products compute in", choices=COMPUTE_TYPES)
+    weights: str = option(
+        "auto",
+        "keep weights packed as in the file, or unpack them at load",
+        choices=("auto", "packed", "unpacked"),
+    )
+    ram: str | None = option(None, "host memory to plan for, as in 64GiB", group="plan")
+    expert_budget: str | None = option(
+        None, "most that devices hold of routed experts: 8GiB or 60%", group="plan"
+    )
+    split: str | None = option(None, "share of layers for each device, as in 2,1", group="plan")
+    activation_dtype: str | None = option(
+        None, "type of activations between layers and devices", group="plan", choices=COMPUTE_TYPES
+    )
+    feature_dtype: str = option(
+        "f32", "type of the features kept for a draft", group="plan", choices=FEATURE_TYPES
+    )
+    activation_model: str = option(
+        "own",
+        "how the plan counts scratch: its own formula, or the published one",
+        group="plan",
+        choices=("own", "published"),
+    )
+    queue: int = option(256, "requests that may wait before others are refused", minimum=1)
+    host: str = option("127.0.0.1", "address to listen on", group="server")
+    port: int = option(8080, "port to listen on", group="server", minimum=0, maximum=65535)
+    api_key: str | None = option(None, "require this key as a bearer token", group="server")
+    cors: str | None = option(
+        None, "origin that browsers may call from (* for any)", group="server"
+    )
+    served_name: str | None = option(None, "name the server gives the model", group="server")
+    keep_alive: float = option(
+        15.0, "seconds of silence before a stream sends a comment", group="server", minimum=0.05
+    )
+    max_body: int = option(8 << 20, "bytes a request body may have", group="server", minimum=1024)
+    home: str = option("", "folder of pulled models (default: ~/.cache/headroom)", group="program")
+    log_level: str = option(
+        "info",
+        "least log level shown",
+        group="program",
+        choices=("debug", "info", "warning", "error"),
+    )
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            _check(setting, getattr(self, setting.name))
+
+    @property
+    def home_path(self) -> Path:
+        """The folder that pulled models live in."""
+        return Path(self.home).expanduser() if self.home else Path.home() / ".cache" / "headroom"
+
+
+def flag(setting: "Field[Any]") -> str:
+    """Return the command-line flag of a setting."""
+    return "--" + setting.name.replace("_", "-")
+
+
+def variable(setting: "Field[Any]") -> str:
+    """Return the environment variable of a setting."""
+    return "HEADROOM_" + setting.name.upper()
+
+
+def value_type(setting: "Field[Any]") -> type:
+    """Return the plain type of a setting: int for `int | None`."""
+    kind: Any = setting.type
+    if isinstance(kind, UnionType):
+        kind = next(arg for arg in get_args(kind) if arg is not type(None))
+    assert isinstance(kind, type)
+    return kind
+
+
+def load_options(
+    given: Mapping[str, object],
+    config: Path | None = None,
+    defaults: Mapping[str, object] | None = None,
+) -> Options:
+    """Join what was given, the environment, the config file and the defaults, in that order."""
+    known = {setting.name: setting for setting in fields(Options)}
+    config_text = config or os.environ.get("HEADROOM_CONFIG")
+    merged = dict(defaults or {})
+    if config_text:
+        merged.update(_read_config(Path(config_text), known))
+    for name, setting in known.items():
+        if (text := os.environ.get(variable(setting))) is not None:
+            merged[name] = _parse(setting, text)
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise OptionError(f"Unknown setting {unknown[0]!r}.", hint=f"Known: {', '.join(known)}.")
+    merged.update({name: value for name, value in given.items() if value is not None})
+    return Options(**merged)  # type: ignore[arg-type]  # each value was checked against its field
+
+
+def _read_config(path: Path, known: Mapping[str, "Field[Any]"]) -> dict[str, object]:
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise OptionError(f"Cannot read the config file {path}: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise OptionError(f"{path} is not a TOML file: {error}.") from error
+    for key in table:
+        if key.replace("-", "_") not in known:
+            raise OptionError(
+                f"{path}: unknown setting {key!r}.", hint=f"Known: {', '.join(known)}."
+            )
+    return {key.replace("-", "_"): value for key, value in table.items()}
+
+
+def _parse(setting: "Field[Any]", text: str) -> object:
+    kind = value_type(setting)
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise OptionError(f"{variable(setting)} is {text!r}, not {kind.__name__}.") from error
+
+
+def _check(setting: "Field[Any]", value: object) -> None:
+    if value is None and setting.default is None:
+        return
+    kind, rules = value_type(setting), setting.metadata
+    if kind is float and isinstance(value, int):
+        value = float(value)
+    if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+        raise OptionError(f"{flag(setting)} is {value!r}, not {kind.__name__}.", param=setting.name)
+    if rules["choices"] and value not in rules["choices"]:
+        raise OptionError(
+            f"{flag(setting)} is {value!r}.",
+            hint=f"Choose from {', '.join(rules['choices'])}.",
+            param=setting.name,
+        )
+    for bound, below in ((rules["min"], True), (rules["max"], False)):
+        if (
+            bound is not None
+            and isinstance(value, int | float)
+            and (value < bound if below else value > bound)
+        ):
+            word = "at least" if below else "at most"
+            raise OptionError(
+                f"{flag(setting)} is {value}; it must be {word} {bound}.", param=setting.name
+            )
+
+
+assert all(setting.default is not MISSING for setting in fields(Options))

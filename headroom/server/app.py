@@ -1,0 +1,195 @@
+"""The application: its routes, who may call them, its start and its stop."""
+
+import contextlib
+import hmac
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import APIRouter, Depends, FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
+
+from headroom.errors import HeadroomError, OptionError
+from headroom.llm import LLM
+from headroom.options import Options
+from headroom.server.metrics import MeasureRequests, Metrics
+from headroom.server.openai_chat import chat_completions
+from headroom.server.openai_completions import completions
+from headroom.server.refusals import RefusalError, refuse
+from headroom.server.stream import Service
+from headroom.server.tokens import detokenize, tokenize
+
+log = logging.getLogger("headroom.server")
+
+STOP_S = 5  # what a shutdown waits for clients that do not take their last events
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def create_app(llm: LLM, options: Options) -> FastAPI:
+    """Return the HTTP application over an engine that is ready."""
+    metrics = Metrics(llm.engine)
+    app = FastAPI(
+        title="headroom",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        exception_handlers={HeadroomError: refuse, HTTPException: refuse, Exception: refuse},
+    )
+    app.state.service = Service(llm, options, metrics)
+    app.state.created = int(time.time())
+    app.add_api_route("/health", health)
+    app.include_router(_guarded_routes())
+    if options.cors is not None:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[options.cors],
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    app.add_middleware(MeasureRequests, metrics=metrics)
+    return app
+
+
+def _guarded_routes() -> APIRouter:
+    """Return the routes that need the key, where there is one."""
+    router = APIRouter(dependencies=[Depends(check_key)])
+    router.add_api_route("/v1/models", list_models)
+    router.add_api_route("/v1/models/{name:path}", show_model)
+    router.add_api_route("/metrics", show_metrics)
+    posts: dict[str, Callable[..., Any]] = {
+        "/v1/chat/completions": chat_completions,
+        "/v1/completions": completions,
+        "/tokenize": tokenize,
+        "/detokenize": detokenize,
+    }
+    for path, endpoint in posts.items():
+        router.add_api_route(path, endpoint, methods=["POST"], response_model=None)
+    return router
+
+
+async def check_key(request: Request) -> None:
+    """Refuse a request without the key, where the server has one."""
+    service: Service = request.app.state.service
+    if service.options.api_key is None:
+        return
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    sent = key.strip().encode("latin-1")  # the header's bytes as they came
+    right = hmac.compare_digest(sent, service.options.api_key.encode())
+    if scheme.lower() != "bearer" or not right:
+        what = "The API key is wrong." if key else "An API key is needed."
+        raise RefusalError(401, "invalid_api_key", what, hint="Send `Authorization: Bearer KEY`.")
+
+
+async def health(request: Request) -> Response:
+    """Answer 200 while requests are taken."""
+    service: Service = request.app.state.service
+    if service.stopping:
+        return JSONResponse({"status": "stopping"}, status_code=503)
+    return JSONResponse({"status": "ok"})
+
+
+async def list_models(request: Request) -> dict[str, Any]:
+    """List the one model."""
+    return {"object": "list", "data": [_model(request)]}
+
+
+async def show_model(request: Request, name: str) -> dict[str, Any]:
+    """Show the one model."""
+    service: Service = request.app.state.service
+    service.check_model(name)
+    return _model(request)
+
+
+async def show_metrics(request: Request) -> Response:
+    """Return everything measured, in Prometheus' text format."""
+    service: Service = request.app.state.service
+    return Response(service.metrics.text(), media_type=METRICS_TYPE)
+
+
+def _model(request: Request) -> dict[str, Any]:
+    service: Service = request.app.state.service
+    return {
+        "id": service.llm.name,
+        "object": "model",
+        "created": request.app.state.created,
+        "owned_by": "headroom",
+        "context_length": service.llm.context,
+    }
+
+
+class HttpServer(uvicorn.Server):
+    """Uvicorn that says when it is ready and ends running answers before it stops."""
+
+    def __init__(self, llm: LLM, options: Options) -> None:
+        self._app = create_app(llm, options)
+        self._socket = _listen(options.host, options.port)
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        self.address = f"http://{host}:{self._socket.getsockname()[1]}"
+        config = uvicorn.Config(
+            self._app,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=STOP_S,
+            h11_max_incomplete_event_size=64 << 10,
+        )
+        super().__init__(config)
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until told to stop."""
+        super().run(sockets or [self._socket])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen, then say so."""
+        await super().startup(sockets)
+        if self.started:
+            log.info("serve: ready on %s", self.address)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End running answers first: uvicorn would wait for them."""
+        log.info("serve: stopping")
+        service: Service = self._app.state.service
+        service.stop()
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop on SIGINT and SIGTERM; unlike uvicorn's, never raise them anew afterwards."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def run_server(llm: LLM, options: Options) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    HttpServer(llm, options).run()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        # What the system says, without the address that Python adds.
+        number = error.errno or 0
+        reason = os.strerror(number) if number > 0 else error.strerror
+        raise OptionError(
+            f"Cannot listen on {host}:{port}: {reason}.",
+            hint="Choose another --port or --host.",
+            param="port",
+        ) from error

@@ -1,0 +1,126 @@
+"""Metrics for Prometheus: what the engine counts, and how long clients wait."""
+
+import time
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headroom.engine.engine import Engine
+from headroom.engine.request import Timings
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
+
+
+class EngineCollector(Collector):
+    """The engine's own counters, read when they are asked for."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield one snapshot of the engine."""
+        stats = self._engine.stats()
+        gauges: dict[str, tuple[str, float]] = {
+            "requests_running": ("Requests being worked on", stats.requests_running),
+            "requests_waiting": ("Requests in the queue", stats.requests_waiting),
+            "cache_pages": ("Pages the cache has", stats.cache_pages_total),
+            "cache_pages_used": ("Pages of the cache in use", stats.cache_pages_used),
+        }
+        counters: dict[str, tuple[str, float]] = {
+            "prompt_tokens": ("Prompt tokens computed", stats.prompt_tokens),
+            "generated_tokens": ("Tokens generated", stats.generated_tokens),
+            "steps": ("Steps computed", stats.steps),
+            "preemptions": ("Requests put back for want of pages", stats.preemptions),
+            "step_seconds": ("Seconds spent in steps", stats.step_s),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(f"headroom_{name}", text, value=value)
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(f"headroom_{name}", text, value=value)
+        finished = CounterMetricFamily(
+            "headroom_requests_finished", "Requests ended, by reason", labels=["reason"]
+        )
+        for reason, count in stats.requests_finished.items():
+            finished.add_metric([reason], count)
+        yield finished
+
+
+class Metrics:
+    """All that one server measures, in a registry of its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(engine))
+        self._requests = Counter(
+            "headroom_http_requests",
+            "HTTP requests, by endpoint and status",
+            ["endpoint", "status"],
+            registry=self.registry,
+        )
+        self._request_s = Histogram(
+            "headroom_http_request_seconds",
+            "Seconds from a request to the end of its answer",
+            ["endpoint"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._first_token_s = Histogram(
+            "headroom_time_to_first_token_seconds",
+            "Seconds from a request's submission to its first token",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._token_s = Histogram(
+            "headroom_time_per_token_seconds",
+            "Seconds per token after the first, averaged over an answer",
+            buckets=TOKEN_SECONDS,
+            registry=self.registry,
+        )
+
+    def answer_ended(self, timings: Timings, generated_tokens: int) -> None:
+        """Count one whole answer's times."""
+        self._first_token_s.observe(timings.queue_s + timings.prefill_s)
+        if generated_tokens > 1:
+            self._token_s.observe(timings.decode_s / (generated_tokens - 1))
+
+    def request_ended(self, endpoint: str, status: int, seconds: float) -> None:
+        """Count one HTTP request."""
+        self._requests.labels(endpoint, str(status)).inc()
+        self._request_s.labels(endpoint).observe(seconds)
+
+    def text(self) -> bytes:
+        """Return everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class MeasureRequests:
+    """Middleware that counts every HTTP request, its status and how long it took."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on and watch its answer."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, began = 500, time.perf_counter()
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            # Paths without a route are one label, so that strangers cannot fill the registry.
+            route = scope.get("route")
+            endpoint = getattr(route, "path", "unknown")
+            self._metrics.request_ended(endpoint, status, time.perf_counter() - began)

@@ -1,0 +1,37 @@
+"""start_pipeline(): a planned model becomes weights on devices."""
+
+import logging
+import time
+from collections import Counter
+
+import torch
+
+from headroom.memory.plan import Plan
+from headroom.models.describe import ModelDescription
+from headroom.models.load import load_model
+from headroom.split.pipeline import Pipeline
+from headroom.split.stages import Stage
+from headroom.units import gib
+
+log = logging.getLogger(__name__)
+
+
+def start_pipeline(plan: Plan, model: ModelDescription) -> Pipeline:
+    """Load the model as the plan says."""
+    started = time.perf_counter()
+    torch.set_num_threads(plan.settings.threads)
+    allocated: Counter[str] = Counter()
+
+    def count(line: str, size_bytes: int) -> None:
+        allocated[line] += size_bytes
+
+    device = plan.devices[0].name
+    loaded = load_model(model.config, dict(model.checkpoint.tensors), plan.settings, device, count)
+    log.info(
+        "load: %d layers on %s, %s in %.1f s",
+        len(model.config.layers),
+        device,
+        gib(sum(allocated.values())),
+        time.perf_counter() - started,
+    )
+    return Pipeline(Stage(device, loaded), model.config.vocab, allocated)

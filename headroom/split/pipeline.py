@@ -1,0 +1,25 @@
+"""Pipeline: the whole model over all its stages, as the engine sees it."""
+
+from collections.abc import Mapping
+
+import torch
+
+from headroom.layers.batch import Batch
+from headroom.split.stages import Stage
+
+
+class Pipeline:
+    """Runs a step through the stages in order."""
+
+    def __init__(self, stage: Stage, vocab: int, allocated: Mapping[str, int]) -> None:
+        self._stage = stage
+        self.vocab = vocab
+        self.allocated = allocated  # bytes by the plan's line
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Run one step; return the residual stream of the rows whose logits are wanted."""
+        return self._stage.forward(batch)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits `[rows, vocabulary]` as float32 in host memory."""
+        return self._stage.logits(hidden).float().cpu()

@@ -1,0 +1,22 @@
+"""Stage: layers and their caches on one device."""
+
+import torch
+
+from headroom.layers.batch import Batch
+from headroom.models.model import Model
+
+
+class Stage:
+    """The layers of one device; today all of them, with embedding and head."""
+
+    def __init__(self, device: str, model: Model) -> None:
+        self.device = device
+        self._model = model
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Run one step; return the residual stream of the rows whose logits are wanted."""
+        return self._model.forward(batch)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits of rows that `forward` returned."""
+        return self._model.logits(hidden)

@@ -1,0 +1,30 @@
+"""AnswerText: the text of one answer from its tokens, ended by its stop texts."""
+
+from collections.abc import Sequence
+
+from headroom.text.detokenizer import Detokenizer
+from headroom.text.stops import StopFinder
+from headroom.text.tokenizer import Tokenizer
+
+
+class AnswerText:
+    """Turns the tokens of one answer into the text to show."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, show_control: bool = False
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, show_control=show_control)
+        self._stops = StopFinder(stops)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text has ended the answer."""
+        return self._stops.stopped
+
+    def push(self, token_id: int) -> str:
+        """Take one token and return the text that may be shown now."""
+        return self._stops.push(self._detokenizer.push(token_id))
+
+    def finish(self) -> str:
+        """Return the text that was held back, now that no more tokens come."""
+        return self._stops.push(self._detokenizer.finish()) + self._stops.finish()

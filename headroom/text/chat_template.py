@@ -1,0 +1,106 @@
+"""ChatTemplate: messages to a prompt, by the template that a model brings."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
+
+from headroom.errors import ModelError, RequestError
+from headroom.text.template_sandbox import MAX_CHARACTERS, TemplateEnvironment, plain_data
+
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the standard name first
+PROBE = "a probe of parts"
+
+
+class ChatTemplate:
+    """A model's chat template, compiled once."""
+
+    def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
+        try:
+            self._template = TemplateEnvironment().build(source)
+        except TemplateSyntaxError as error:
+            raise ModelError(
+                f"The chat template is wrong in line {error.lineno}: {error.message}."
+            ) from error
+        except (TemplateError, RecursionError) as error:
+            raise ModelError(f"The chat template cannot be used: {error}.") from error
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._reads_parts: bool | None = None  # not known until a message has parts
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """Return the prompt; the template's own refusals and errors are the request's errors."""
+        chat = [_with_reasoning(plain_data(message)) for message in messages]
+        if any(isinstance(message.get("content"), list) for message in chat):
+            chat = self._with_readable_parts(chat)
+        return self._run(
+            {
+                "documents": None,
+                **plain_data(variables),
+                **self._tokens,
+                "messages": chat,
+                "tools": plain_data(tools),
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
+
+    def _run(self, variables: Mapping[str, Any]) -> str:
+        pieces: list[str] = []
+        characters = 0
+        try:
+            for piece in self._template.generate(variables):
+                pieces.append(piece)
+                characters += len(piece)
+                if characters > MAX_CHARACTERS:
+                    raise TemplateError(f"the prompt has more than {MAX_CHARACTERS} characters")
+        except Exception as error:  # a template can fail in every way in which Python can
+            raise RequestError(
+                f"The chat template refused the messages: {error}", param="messages"
+            ) from error
+        return "".join(pieces)
+
+    def _with_readable_parts(self, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the chat with its parts as they are, or joined where the template wants text."""
+        if self._reads_parts is None:
+            self._reads_parts = self._probe_parts()
+        if self._reads_parts:
+            return chat
+        return [{**message, "content": _joined_text(message.get("content"))} for message in chat]
+
+    def _probe_parts(self) -> bool:
+        """Try whether the template shows the text of a part, and not the part as Python data."""
+        part = {"type": "text", "text": PROBE}
+        chat = [{"role": "user", "content": [part]}]
+        variables = {"messages": chat, "tools": None, "documents": None, **self._tokens}
+        try:
+            prompt = self._run({**variables, "add_generation_prompt": False})
+        except RequestError:
+            return False
+        return PROBE in prompt and repr(PROBE) not in prompt and f'"{PROBE}"' not in prompt
+
+
+def _with_reasoning(message: Any) -> dict[str, Any]:
+    """Return a message with its reasoning under both names that templates read."""
+    if not isinstance(message, dict):
+        raise RequestError("A message is not an object with role and content.", param="messages")
+    thoughts = (message[name] for name in REASONING_FIELDS if message.get(name) is not None)
+    if (thought := next(thoughts, None)) is None:
+        return message
+    return {"thinking": thought, **message, "reasoning_content": thought}
+
+
+def _joined_text(content: Any) -> Any:
+    """Return text parts as one text, a line for each; other content as it is."""
+    if not isinstance(content, list):
+        return content
+    parts = (part.get("text") if isinstance(part, dict) else part for part in content)
+    texts = [text for text in parts if isinstance(text, str)]
+    if len(texts) < len(content):
+        raise RequestError("This model takes only text parts in messages.", param="messages")
+    return "\n".join(texts)

@@ -1,0 +1,32 @@
+"""Detokenizer: tokens to text as they come, whole characters only."""
+
+import codecs
+
+from headroom.text.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """Turns one stream of tokens into text; the pieces together equal the whole decoded at once."""
+
+    def __init__(self, tokenizer: Tokenizer, *, show_control: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._show_control = show_control
+        # It keeps the bytes of an unfinished character until the rest comes or cannot come.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._drops_blank = tokenizer.drops_blank  # until the first text is out
+
+    def push(self, token_id: int) -> str:
+        """Take one token and return the characters that it completes."""
+        if self._tokenizer.is_control(token_id) and not self._show_control:
+            return ""
+        return self._shown(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+
+    def finish(self) -> str:
+        """Return what is left: a replacement character where a character was never completed."""
+        return self._shown(self._decoder.decode(b"", final=True))
+
+    def _shown(self, text: str) -> str:
+        if text and self._drops_blank:
+            self._drops_blank = False
+            return text.removeprefix(" ")
+        return text

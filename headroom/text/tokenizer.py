@@ -1,0 +1,254 @@
+"""Tokenizer: text to token ids and back, from a GGUF vocabulary or a tokenizer file."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Coder
+
+from headroom.errors import FormatError, ModelError, RequestError
+from headroom.formats.checkpoint import Checkpoint
+from headroom.formats.metadata import Vocabulary
+from headroom.text.spelling import BLANK_MARK, Spelling
+from headroom.text.vocabulary_coder import (
+    CONTROL,
+    UNKNOWN,
+    USER_DEFINED,
+    build_coder,
+    ids_of_types,
+    spelling_of,
+)
+
+# Tokens that end an answer in published chat models, whatever the file calls its eos.
+STOP_TOKENS = (
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<turn|>",
+    "<|tool_response>",
+    "<eos>",
+    "</assistant>",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTable:
+    """What each token id stands for."""
+
+    tokens: Sequence[str]  # by id, as the vocabulary spells them; "" where an id is not given out
+    control: frozenset[int]  # never shown in an answer
+    literal: frozenset[int]  # control and added tokens: their text is not spelled like the others
+    spelling: Spelling
+    drops_blank: bool  # encoding puts a blank before the text, so decoding takes one away
+
+    def to_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for."""
+        token = self.tokens[token_id]
+        if token_id not in self.literal:
+            return self.spelling.to_bytes(token)
+        if self.spelling is Spelling.BLANK_MARKS:
+            token = token.replace(BLANK_MARK, " ")
+        return token.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialIds:
+    """The tokens with which a text begins and ends."""
+
+    bos: int | None
+    eos: int | None
+    stops: frozenset[int]  # any of them ends an answer
+    add_bos: bool  # whether prompts begin with bos
+
+
+class Tokenizer:
+    """Turns text into token ids and token ids into text."""
+
+    def __init__(self, coder: Coder, table: TokenTable, special: SpecialIds) -> None:
+        self._coder = coder
+        self._plain_coder = _without_special_tokens(coder)
+        self._table = table
+        self.vocab_size = len(table.tokens)
+        self.bos_id = special.bos
+        self.eos_id = special.eos
+        self.stop_ids = special.stops
+        self.add_bos = special.add_bos
+        self.bos_token = "" if special.bos is None else table.tokens[special.bos]
+        self.eos_token = "" if special.eos is None else table.tokens[special.eos]
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> "Tokenizer":
+        """Build the tokenizer that a checkpoint brings."""
+        embed = checkpoint.tensors.get("embed")
+        rows = embed.shape[0] if embed is not None else 0
+        if checkpoint.vocabulary is not None:
+            # Old SentencePiece files leave the setting out and mean yes.
+            blank_prefix = checkpoint.metadata.get_bool(
+                "tokenizer.ggml.add_space_prefix", default=True
+            )
+            return cls.from_vocabulary(checkpoint.vocabulary, rows, blank_prefix=blank_prefix)
+        if checkpoint.tokenizer_file is not None:
+            return cls.from_file(checkpoint.tokenizer_file, checkpoint.tokenizer_config, rows)
+        raise ModelError(
+            f"{checkpoint.path} brings no tokenizer.",
+            hint="A folder needs a tokenizer.json, a GGUF file its tokenizer.ggml keys.",
+        )
+
+    @classmethod
+    def from_vocabulary(
+        cls, vocabulary: Vocabulary, rows: int = 0, *, blank_prefix: bool = True
+    ) -> "Tokenizer":
+        """Build it from a GGUF vocabulary; `rows` of the embedding may be more than its tokens."""
+        tokens = list(vocabulary.tokens)
+        coder = build_coder(vocabulary, tokens, blank_prefix)
+        control = ids_of_types(vocabulary.types, CONTROL, UNKNOWN)
+        table = TokenTable(
+            tokens=_padded(tokens, rows),
+            control=frozenset(control),
+            literal=frozenset([*control, *ids_of_types(vocabulary.types, USER_DEFINED)]),
+            spelling=spelling_of(vocabulary),
+            drops_blank=vocabulary.model == "llama" and blank_prefix,
+        )
+        ids = vocabulary.special_ids
+        ends = [ids[name] for name in ("eos", "eot", "eom") if name in ids]
+        special = SpecialIds(
+            bos=ids.get("bos"),
+            eos=ids.get("eos"),
+            stops=_stop_ids(coder, ends),
+            add_bos=vocabulary.add_bos,
+        )
+        return cls(coder, table, special)
+
+    @classmethod
+    def from_file(cls, path: Path, config: Mapping[str, Any], rows: int = 0) -> "Tokenizer":
+        """Build it from a tokenizer.json and the tokenizer_config.json beside it."""
+        try:
+            coder = Coder.from_file(str(path))
+        except Exception as error:  # the library raises no narrower class
+            raise FormatError(f"{path} is not a tokenizer file: {error}.") from error
+        coder.no_truncation()
+        coder.no_padding()
+        return cls(coder, _table_of(coder, path, rows), _special_ids_of(coder, config))
+
+    def encode(self, text: str, *, special: bool = True, add_bos: bool | None = None) -> list[int]:
+        """Return the text's tokens; `special=False` takes special-token text as plain text."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"The text has half a surrogate pair at character {error.start}; it is not Unicode."
+            ) from error
+        coder = self._coder if special else self._plain_coder
+        ids = coder.encode(text, add_special_tokens=False).ids
+        wants_bos = self.add_bos if add_bos is None else add_bos
+        if wants_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Return the tokens' text, with replacement characters for broken UTF-8."""
+        shown = (i for i in ids if not (skip_special and self.is_control(i)))
+        text = b"".join(map(self.token_bytes, shown)).decode(errors="replace")
+        return text.removeprefix(" ") if self._table.drops_blank else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the raw bytes that a token stands for; for a control token those of its text."""
+        if not 0 <= token_id < self.vocab_size:
+            raise RequestError(
+                f"Token {token_id} is outside the vocabulary of {self.vocab_size} tokens."
+            )
+        return self._table.to_bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """Return a token as people read it, with replacement characters for half characters."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def is_control(self, token_id: int) -> bool:
+        """Tell whether a token steers the model and is never shown in an answer."""
+        return token_id in self._table.control or token_id in self.stop_ids
+
+    @property
+    def drops_blank(self) -> bool:
+        """Whether a decoded text loses its first blank, because encoding puts one there."""
+        return self._table.drops_blank
+
+
+def _without_special_tokens(coder: Coder) -> Coder:
+    """Return a second coder over the same model that knows no special tokens."""
+    plain = Coder(coder.model)
+    # A setting that is None cannot be assigned: it is so from the start.
+    if coder.normalizer is not None:
+        plain.normalizer = coder.normalizer
+    if coder.pre_tokenizer is not None:
+        plain.pre_tokenizer = coder.pre_tokenizer
+    added = coder.get_added_tokens_decoder()
+    plain.add_tokens([added[i] for i in sorted(added) if not added[i].special])
+    return plain
+
+
+def _padded(tokens: list[str], rows: int) -> list[str]:
+    """Return the tokens with empty ones up to the embedding's rows: a model may emit any row."""
+    return tokens + [""] * (rows - len(tokens))
+
+
+def _stop_ids(coder: Coder, ends: Sequence[int]) -> frozenset[int]:
+    named = (coder.token_to_id(token) for token in STOP_TOKENS)
+    return frozenset(ends) | {token_id for token_id in named if token_id is not None}
+
+
+def _table_of(coder: Coder, path: Path, rows: int) -> TokenTable:
+    ids = coder.get_vocab(with_added_tokens=True)
+    tokens = [""] * (max(ids.values(), default=-1) + 1)
+    for token, token_id in ids.items():
+        tokens[token_id] = token
+    added = coder.get_added_tokens_decoder()
+    steps = _decoder_steps(coder)
+    kinds = {step["type"] for step in steps}
+    if not kinds & {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}:
+        raise ModelError(
+            f"{path} decodes by {', '.join(sorted(kinds)) or 'nothing'}, which is not supported.",
+            hint="Supported are byte-level and SentencePiece-style tokenizers.",
+        )
+    return TokenTable(
+        tokens=_padded(tokens, rows),
+        control=frozenset(i for i, token in added.items() if token.special),
+        literal=frozenset(added),
+        spelling=Spelling.BYTE_LEVEL if "ByteLevel" in kinds else Spelling.BLANK_MARKS,
+        drops_blank=any(_drops_blank(step) for step in steps),
+    )
+
+
+def _decoder_steps(coder: Coder) -> list[dict[str, Any]]:
+    if coder.decoder is None:
+        return []
+    decoder: dict[str, Any] = json.loads(coder.decoder.__getstate__())
+    steps: list[dict[str, Any]] = decoder.get("decoders", [decoder])
+    return steps
+
+
+def _drops_blank(step: Mapping[str, Any]) -> bool:
+    if step["type"] == "Strip":
+        return bool(step["content"] == " " and step["start"] > 0)
+    return bool(step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
+
+
+def _special_ids_of(coder: Coder, config: Mapping[str, Any]) -> SpecialIds:
+    bos, eos = (_configured_id(coder, config.get(name)) for name in ("bos_token", "eos_token"))
+    ends = list(config.get("eos_token_ids", ()))
+    if eos is not None:
+        ends.append(eos)
+    # Where the settings are silent, what the file itself puts before a text decides.
+    first = coder.encode("a", add_special_tokens=True).ids[:1]
+    add_bos = config.get("add_bos_token")
+    return SpecialIds(
+        bos=bos,
+        eos=eos if eos is not None else next(iter(ends), None),
+        stops=_stop_ids(coder, ends),
+        add_bos=add_bos if isinstance(add_bos, bool) else bos is not None and first == [bos],
+    )
+
+
+def _configured_id(coder: Coder, token: Any) -> int | None:
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return coder.token_to_id(text) if isinstance(text, str) else None

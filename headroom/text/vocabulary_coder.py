@@ -1,0 +1,132 @@
+"""From the vocabulary in a GGUF file to the `tokenizers` object that encodes with it."""
+
+from collections.abc import Sequence
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Coder
+from tokenizers.models import BPE
+from tokenizers.normalizers import Normalizer, Prepend, Replace
+from tokenizers.normalizers import Sequence as Normalizers
+
+from headroom.errors import ModelError
+from headroom.formats.metadata import Vocabulary
+from headroom.text.pre_tokenizers import word_rule
+from headroom.text.spelling import BLANK_MARK, Spelling
+
+# Token types as GGUF numbers them.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+
+SPELLINGS = {
+    "gpt2": Spelling.BYTE_LEVEL,
+    "gemma4": Spelling.BLANK_MARKS,
+    "llama": Spelling.BLANK_MARKS,
+}
+
+
+def spelling_of(vocabulary: Vocabulary) -> Spelling:
+    """Return how the vocabulary spells bytes, or refuse a tokenizer model that is not known."""
+    if (spelling := SPELLINGS.get(vocabulary.model)) is None:
+        raise ModelError(
+            f"The tokenizer model {vocabulary.model!r} is not known.",
+            hint=f"Known are {', '.join(SPELLINGS)}.",
+        )
+    return spelling
+
+
+def ids_of_types(types: Sequence[int], *wanted: int) -> list[int]:
+    """Return the ids of all tokens of the wanted types, in order."""
+    return [token_id for token_id, kind in enumerate(types) if kind in wanted]
+
+
+def build_coder(vocabulary: Vocabulary, tokens: Sequence[str], blank_prefix: bool) -> Coder:
+    """Return the coder of a GGUF vocabulary, its control and user-defined tokens added."""
+    ids = _ids_by_text(tokens)
+    if spelling_of(vocabulary) is Spelling.BYTE_LEVEL:
+        coder = _byte_level_coder(vocabulary, ids)
+    else:
+        coder = _blank_mark_coder(vocabulary, tokens, ids, blank_prefix)
+    special = ids_of_types(vocabulary.types, UNKNOWN, CONTROL)
+    plain = ids_of_types(vocabulary.types, USER_DEFINED)
+    # A text that stands twice in the vocabulary has the first one's id; the second is never made.
+    coder.add_special_tokens(
+        [AddedToken(tokens[i], normalized=False, special=True) for i in special]
+    )
+    coder.add_tokens([AddedToken(tokens[i], normalized=False) for i in plain])
+    return coder
+
+
+def _ids_by_text(tokens: Sequence[str]) -> dict[str, int]:
+    last = len(tokens) - 1
+    return dict(zip(reversed(tokens), range(last, -1, -1), strict=True))  # the first of equals wins
+
+
+def _byte_level_coder(vocabulary: Vocabulary, ids: dict[str, int]) -> Coder:
+    rule = word_rule(vocabulary.pre)
+    merges = _split_merges(vocabulary.merges)
+    coder = Coder(_bpe(ids, merges, ignore_merges=rule.whole_words))
+    if (normalizer := rule.normalizer()) is not None:
+        coder.normalizer = normalizer
+    coder.pre_tokenizer = rule.pre_tokenizer()
+    return coder
+
+
+def _blank_mark_coder(
+    vocabulary: Vocabulary, tokens: Sequence[str], ids: dict[str, int], blank_prefix: bool
+) -> Coder:
+    # User-defined runs of blanks are written plainly in the file, while merges name them by marks.
+    for token_id in ids_of_types(vocabulary.types, USER_DEFINED):
+        ids.setdefault(tokens[token_id].replace(" ", BLANK_MARK), token_id)
+    if vocabulary.model == "gemma4":
+        merges = _split_merges(vocabulary.merges)
+        blank_prefix = False
+    else:
+        merges = merges_from_scores(tokens, vocabulary.types, vocabulary.scores)
+    unknown = vocabulary.special_ids.get("unknown")
+    unknown_token = None if unknown is None else tokens[unknown]
+    coder = Coder(_bpe(ids, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown_token))
+    marks = Replace(" ", BLANK_MARK)
+    normalizer: Normalizer = Normalizers([Prepend(BLANK_MARK), marks]) if blank_prefix else marks
+    coder.normalizer = normalizer
+    return coder
+
+
+def _bpe(ids: dict[str, int], merges: list[tuple[str, str]], **settings: object) -> BPE:
+    try:
+        return BPE(ids, merges, **settings)
+    except Exception as error:  # the library raises no narrower class
+        raise ModelError(f"The tokenizer's merges do not fit its vocabulary: {error}.") from error
+
+
+def _split_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = []
+    for merge in merges:
+        blank = merge.find(" ", 1)  # a blank at the start belongs to the left token
+        if blank < 0:
+            raise ModelError(f"The tokenizer's merge {merge!r} does not name two tokens.")
+        pairs.append((merge[:blank], merge[blank + 1 :]))
+    return pairs
+
+
+def merges_from_scores(
+    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
+) -> list[tuple[str, str]]:
+    """Return the merges that a SentencePiece vocabulary implies, best score first.
+
+    Every way to cut a token into two tokens is a merge, worth the score of the whole.
+    """
+    if len(scores) != len(tokens):
+        raise ModelError(
+            f"The tokenizer has {len(tokens)} tokens and {len(scores)} scores; "
+            "a SentencePiece vocabulary needs one for each."
+        )
+    # Control, unknown and byte tokens never come out of merging: their text is not theirs.
+    mergeable = ids_of_types(types, NORMAL, USER_DEFINED) if types else range(len(tokens))
+    score_of = {tokens[i]: scores[i] for i in reversed(mergeable)}
+    ranked = []
+    for whole, score in score_of.items():
+        for cut in range(1, len(whole)):
+            left, right = whole[:cut], whole[cut:]
+            if left in score_of and right in score_of:
+                ranked.append((-score, -cut, left, right))
+    ranked.sort()
+    return [(left, right) for _, _, left, right in ranked]

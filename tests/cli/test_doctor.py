@@ -1,0 +1,64 @@
+"""`headroom doctor`: what it finds on a machine."""
+
+import json
+import platform
+from pathlib import Path
+
+import pytest
+
+from headroom.cli.doctor import cpu, installed, kernels, models, readable, versions
+from headroom.cli.main import run_command
+from headroom.options import Options
+
+
+def test_json_has_every_section(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run_command(["doctor", "--json", "--home", str(tmp_path)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {"versions", "cpu", "devices", "kernels", "models"}
+    assert report["versions"]["python"] == platform.python_version()
+    assert report["devices"][0]["name"] == "cpu"
+    assert 0 < report["devices"][0]["available_bytes"] <= report["devices"][0]["total_bytes"]
+    assert report["models"] == {"home": str(tmp_path), "default_model": None}
+
+
+def test_people_read_what_is_missing_and_how_to_get_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run_command(["doctor", "--home", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "missing; headroom pull gets it" in shown
+    assert "computes in f32 (CPUs compute in f32)" in shown
+
+
+def test_a_missing_package_names_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "headroom.cli.doctor.installed", lambda name: None if name == "uvicorn" else "1.0"
+    )
+    found = versions()
+    assert found["packages"]["uvicorn"] is None
+    assert found["missing_extras"] == ["server"]
+    report = {"versions": found, "cpu": cpu(), "devices": [], "kernels": {}}
+    told = readable({**report, "models": models(Options())})["versions"]
+    assert told["uvicorn"] == "not installed"
+    assert told["extra server"] == "incomplete; pip install 'headroom[server]'"
+
+
+def test_a_package_that_is_not_there_has_no_version() -> None:
+    assert installed("a-package-that-is-not-there") is None
+    assert installed("torch") is not None
+
+
+def test_the_processor_is_read_from_what_linux_says(tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor : 0\nmodel name : Fast One\nflags : fpu avx2 avx512_vnni sse\n")
+    found = cpu(info)
+    assert found["model"] == "Fast One"
+    assert found["instruction_sets"] == ["avx2", "avx512_vnni"]
+    assert cpu(tmp_path / "none")["instruction_sets"] == []
+
+
+def test_every_operation_has_a_reference_kernel() -> None:
+    found = kernels()
+    assert set(found) == {"cuda", "triton", "native", "reference"}
+    assert {"matmul", "attention", "rms_norm", "rope"} <= set(found["reference"])
+    assert all(set(ops) <= set(found["reference"]) for ops in found.values())

@@ -1,0 +1,106 @@
+"""The program around the commands: errors as one line, exit codes, pipes."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headroom import __version__
+from headroom.cli.main import run_command
+from headroom.errors import FormatError, HeadroomError, OptionError, PlanError
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = ("pull", "run", "chat", "serve", "plan", "tokenize", "doctor")
+
+
+def raise_in_plan(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("headroom.cli.plan.ready_model", fail)
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert [command for command in COMMANDS if command not in shown] == []
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--version"]) == 0
+    assert capsys.readouterr().out == f"headroom {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (HeadroomError("It broke.", hint="Mend it."), 1),
+        (FormatError("It broke.", hint="Mend\nit."), 1),
+        (PlanError("It broke.", hint="Mend it."), 3),
+        (OptionError("It broke.", hint="Mend it."), 2),
+    ],
+)
+def test_an_error_is_one_line_and_an_exit_code(
+    error: Exception,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    raise_in_plan(error, monkeypatch)
+    assert run_command(["plan"]) == code
+    assert capsys.readouterr() == ("", "error: It broke. Mend it.\n")
+
+
+@pytest.mark.parametrize("line", [["--debug", "plan"], ["plan", "--debug"]])
+def test_debug_shows_the_traceback_wherever_it_stands(
+    line: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raise_in_plan(HeadroomError("It broke."), monkeypatch)
+    assert run_command(line) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback ")
+    assert shown.endswith("\nerror: It broke.\n")
+
+
+def test_a_bug_is_told_apart_from_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raise_in_plan(KeyError("lost"), monkeypatch)
+    assert run_command(["plan"]) == 1
+    told = "error: KeyError: 'lost' (a bug in headroom; --debug shows where)\n"
+    assert capsys.readouterr().err == told
+
+
+def test_ctrl_c_ends_a_command_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    raise_in_plan(KeyboardInterrupt(), monkeypatch)
+    assert run_command(["plan"]) == 130
+
+
+@pytest.mark.parametrize("line", [["nonsense"], ["run"], ["plan", "a", "b"], ["--nonsense"]])
+def test_a_line_that_makes_no_sense_is_a_usage_error(
+    line: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(line) == 2
+    assert "Usage:" in capsys.readouterr().err
+
+
+def test_a_missing_model_file_is_one_line_without_a_traceback(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "headroom", "tokenize", str(tmp_path / "none.gguf"), "hello"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    line = [sys.executable, "-m", "headroom", "--help"]
+    with os.fdopen(writer) as closed:
+        done = subprocess.run(line, cwd=ROOT, stdout=closed, stderr=subprocess.PIPE, timeout=60)
+    assert done.stderr == b""
+    assert done.returncode in (1, 128 + signal.SIGPIPE)

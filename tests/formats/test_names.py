@@ -1,0 +1,68 @@
+"""Tensor names of both formats become one."""
+
+import pytest
+
+from headroom.formats.names import LAYER_NAMES, MODEL_NAMES, canonical_name
+
+
+@pytest.mark.parametrize(
+    ("gguf", "safetensors", "ours"),
+    [
+        ("token_embd.weight", "model.embed_tokens.weight", "embed"),
+        ("output_norm.weight", "model.norm.weight", "norm"),
+        ("output.weight", "lm_head.weight", "head"),
+        ("blk.0.attn_q.weight", "model.layers.0.self_attn.q_proj.weight", "layers.0.attn.q"),
+        ("blk.12.attn_q.bias", "model.layers.12.self_attn.q_proj.bias", "layers.12.attn.q_bias"),
+        ("blk.3.attn_norm.weight", "model.layers.3.input_layernorm.weight", "layers.3.attn.norm"),
+        (
+            "blk.3.attn_k_norm.weight",
+            "model.layers.3.self_attn.k_norm.weight",
+            "layers.3.attn.k_norm",
+        ),
+        (
+            "blk.3.ffn_down.weight",
+            "model.language_model.layers.3.mlp.down_proj.weight",
+            "layers.3.ffn.down",
+        ),
+        ("blk.3.ffn_gate_inp.weight", "model.layers.3.mlp.gate.weight", "layers.3.ffn.router"),
+        (
+            "blk.3.ffn_gate_up_exps.weight",
+            "model.layers.3.mlp.experts.gate_up_proj",
+            "layers.3.ffn.experts.gate_up",
+        ),
+        (
+            "blk.3.ffn_up_shexp.weight",
+            "layers.3.mlp.shared_expert.up_proj.weight",
+            "layers.3.ffn.shared.up",
+        ),
+    ],
+)
+def test_both_formats_give_one_name(gguf: str, safetensors: str, ours: str) -> None:
+    assert canonical_name(gguf, "llama", "gguf") == ours
+    assert canonical_name(safetensors, "llama", "safetensors") == ours
+
+
+def test_one_expert_keeps_its_number() -> None:
+    name = "model.layers.7.mlp.experts.41.down_proj.weight"
+    assert canonical_name(name, "qwen3moe", "safetensors") == "layers.7.ffn.experts.41.down"
+
+
+def test_an_architecture_may_name_a_tensor_differently() -> None:
+    name = "blk.1.post_attention_norm.weight"
+    assert canonical_name(name, "qwen35", "gguf") == "layers.1.ffn.norm"
+    assert canonical_name(name, "llama", "gguf") == name
+
+
+@pytest.mark.parametrize(
+    "name", ["v.blk.0.attn_q.weight", "blk.x.attn_q.weight", "blk.0.attn_rot", "mtp.fc.weight"]
+)
+def test_a_name_without_an_entry_stays_as_it_is(name: str) -> None:
+    assert canonical_name(name, "llama", "gguf") == name
+    assert canonical_name(name, "llama", "safetensors") == name
+
+
+def test_no_two_rows_have_a_name_in_common() -> None:
+    for rows in (MODEL_NAMES, LAYER_NAMES):
+        for column in range(3):
+            names = [row[column] for row in rows if row[column]]
+            assert len(set(names)) == len(names)

@@ -1,0 +1,127 @@
+"""The catalogue, this machine's GPUs as drivers report them, and what --device stands for."""
+
+from pathlib import Path
+
+import pytest
+
+from headroom.errors import OptionError
+from headroom.memory.catalogue import CATALOGUE, find_device
+from headroom.memory.gpus import find_gpu, gfx_name, read_amd, read_nvidia
+from headroom.memory.targets import parse_device, plan_devices
+from headroom.options import Options
+from headroom.units import GIB, MIB
+
+
+def test_the_catalogue_is_large_and_every_row_is_sound() -> None:
+    assert len(CATALOGUE) >= 40
+    assert len({entry.name for entry in CATALOGUE}) == len(CATALOGUE)
+    for entry in CATALOGUE:
+        spec = find_device(entry.name)
+        assert 4 * GIB <= spec.total_bytes <= 512 * GIB
+        assert 100e9 < spec.bandwidth < 10e12
+        assert spec.unified == (spec.link == 0)
+        assert (spec.sm > 0, spec.gfx != "").count(True) == (spec.kind != "metal")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "gibibytes"),
+    [
+        ("rtx3060-12gb", "rtx3060-12gb", 12),
+        ("RTX 3090", "rtx3090-24gb", 24),
+        ("NVIDIA GeForce RTX 4090", "rtx4090-24gb", 24),
+        ("rx7900xtx", "rx7900xtx-24gb", 24),
+        ("MI50 32GB", "mi50-32gb", 32),
+    ],
+)
+def test_a_device_is_found_by_its_name(text: str, name: str, gibibytes: int) -> None:
+    device = find_device(text)
+    assert (device.name, device.total_bytes) == (name, gibibytes * GIB)
+
+
+def test_known_devices_have_their_architecture() -> None:
+    assert find_device("rtx3060-12gb").sm == 86
+    assert find_device("rtx2080ti-22gb").sm == 75
+    assert find_device("rx7900xtx").gfx == "gfx1100"
+    assert find_device("strixhalo-128gb").unified
+
+
+def test_a_name_of_several_devices_lists_them() -> None:
+    with pytest.raises(OptionError, match="Choose rtx3060-8gb, rtx3060-12gb, a size as 24GiB"):
+        find_device("rtx3060")
+
+
+def test_an_unknown_name_lists_similar_ones() -> None:
+    with pytest.raises(OptionError) as caught:
+        find_device("rtx3091")
+    assert caught.value.message == "--device rtx3091 is unknown."
+    assert "rtx3090-24gb" in caught.value.hint
+
+
+def test_a_size_is_a_gpu_of_that_size() -> None:
+    device = parse_device("24GiB")
+    assert (device.kind, device.total_bytes, device.name) == ("cuda", 24 * GIB, "24.00GiB")
+
+
+@pytest.mark.parametrize("text", ["0GiB", "-4GiB", "12 parsecs", "nothing", ""])
+def test_what_is_no_device_is_refused(text: str) -> None:
+    with pytest.raises(OptionError):
+        parse_device(text)
+
+
+def test_gpus_of_this_machine_are_read_from_the_drivers_report() -> None:
+    report = "0, NVIDIA GeForce RTX 3090, 24576, 20000, 8.6\n1, Odd Card, 8192, 8192, [N/A]\nno\n"
+    first, second = read_nvidia(report)
+    assert (first.name, first.sm, first.bandwidth) == ("cuda:0", 86, 936e9)
+    assert (first.total_bytes, first.available_bytes) == (24576 * MIB, 20000 * MIB)
+    assert (second.name, second.sm) == ("cuda:1", 0)
+    assert find_gpu("cuda:1", [first, second]) is second
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(OptionError, match=r"--device cuda:7 is not on this machine. It has cpu"):
+        find_gpu("cuda:7", [])
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [(90006, "gfx906"), (90010, "gfx90a"), (90402, "gfx942"), (100300, "gfx1030"),
+     (110001, "gfx1101"), (110501, "gfx1151"), (120001, "gfx1201")],
+)  # fmt: skip
+def test_a_target_version_has_its_gfx_name(version: int, name: str) -> None:
+    assert gfx_name(version) == name
+
+
+def test_amd_gpus_are_read_from_the_kernel(tmp_path: Path) -> None:
+    for node, version, size in ((0, 0, 64 * GIB), (1, 90006, 16 * GIB)):
+        bank = tmp_path / str(node) / "mem_banks" / "0"
+        bank.mkdir(parents=True)
+        (bank / "properties").write_text(f"heap_type 1\nsize_in_bytes {size}\n")
+        (tmp_path / str(node) / "properties").write_text(f"gfx_target_version {version}\n")
+    (device,) = read_amd(tmp_path)
+    assert (device.name, device.kind, device.gfx) == ("hip:0", "hip", "gfx906")
+    assert device.total_bytes == 16 * GIB
+
+
+def test_a_plan_for_gpus_has_the_host_behind_them() -> None:
+    devices = plan_devices(Options(device="rtx3090, rtx3090,12GiB", ram="64GiB"))
+    assert [device.name for device in devices] == [
+        "rtx3090-24gb", "rtx3090-24gb#2", "12.00GiB", "host",
+    ]  # fmt: skip
+    assert [device.runs_layers for device in devices] == [True, True, True, False]
+    assert devices[-1].total_bytes == 64 * GIB
+
+
+def test_a_machine_with_unified_memory_has_no_host_behind_it() -> None:
+    (device,) = plan_devices(Options(device="strixhalo-128gb"))
+    assert device.holds_all
+
+
+def test_without_a_device_the_plan_is_for_this_cpu() -> None:
+    (device,) = plan_devices(Options(ram="8GiB"))
+    assert (device.name, device.available_bytes, device.runs_layers) == ("cpu", 8 * GIB, True)
+
+
+@pytest.mark.parametrize("options", [{"device": "cpu,cpu"}, {"ram": "0GiB"}, {"ram": "much"}])
+def test_contradictory_devices_are_refused(options: dict[str, str]) -> None:
+    with pytest.raises(OptionError):
+        plan_devices(Options(**options))  # type: ignore[arg-type]

@@ -1,0 +1,245 @@
+"""make_plan: defaults, the order of sacrifice, refusals, experts and several devices."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from headroom.errors import OptionError, PlanError
+from headroom.memory.plan import DoesNotFitError, Plan, make_plan
+from headroom.options import Options
+from headroom.units import GIB, MIB
+from tests.memory.shapes import cpu, gpu, host, laguna, qwen35_27b, smollm2
+
+
+def plan_on_cpu(gibibytes: float, taken: float = 0.0, **fixed: object) -> Plan:
+    return make_plan([smollm2()], [cpu(gibibytes, taken)], Options(**fixed))  # type: ignore[arg-type]
+
+
+def lines(plan: Plan, device: int = 0) -> dict[str, int]:
+    return {line.name: line.bytes for line in plan.devices[device].lines}
+
+
+def test_with_plenty_of_memory_every_default_is_given() -> None:
+    settings = plan_on_cpu(24).settings
+    assert (settings.context, settings.parallel, settings.chunk) == (8192, 4, 512)
+    assert (settings.cache_tokens, settings.pages) == (32768, 512)
+    assert (settings.k_type, settings.v_type, settings.dtype) == ("f32", "f32", "f32")
+    assert (settings.weights, settings.threads) == ("unpacked", 4)
+
+
+def test_every_line_of_smollm2_is_the_sum_of_its_parts() -> None:
+    plan = plan_on_cpu(24)
+    assert plan.devices[0].allocated == {
+        "core_weights": 4 * (30 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536 + 1152) + 576),
+        "embeddings": 4 * 49152 * 576,
+        "kv": 32768 * 46080,
+        "staging": 2 * 516 * 576 * 4,
+        "workspace": 516 * (576 + 3072) * 4 + 8192 * 384 * 4 + 512 * 8192 * 4,
+        "logits": 4 * 49152 * 4,
+    }
+    total = sum(line.bytes for line in plan.devices[0].lines)
+    assert total + plan.devices[0].free_bytes == 24 * GIB
+
+
+def test_packed_weights_keep_the_bytes_of_the_file() -> None:
+    held = lines(plan_on_cpu(24, weights="packed"))
+    assert held["core_weights"] + held["embeddings"] == smollm2().weight_bytes
+
+
+def test_weights_are_unpacked_only_within_half_of_the_memory() -> None:
+    assert plan_on_cpu(24, taken=23.0, context=256, parallel=1).settings.weights == "packed"
+    assert plan_on_cpu(24, taken=22.0, context=256, parallel=1).settings.weights == "unpacked"
+
+
+def test_memory_held_by_others_is_a_part_of_the_reserve() -> None:
+    plan = plan_on_cpu(24, taken=10.0)
+    assert lines(plan)["reserve"] == 10 * GIB + 512 * MIB
+    assert plan.devices[0].lines[-1].why == "512.0 MiB kept free, 10.00 GiB held by others"
+
+
+def test_chunk_goes_first_then_sequences_then_context() -> None:
+    shrinking = [plan_on_cpu(size / 64, weights="packed").settings for size in range(150, 30, -1)]
+    chosen = [(x.context, x.parallel, x.chunk) for x in shrinking]
+    assert chosen[0] == (8192, 4, 512)
+    assert (8192, 3, 512) in chosen
+    assert (8192, 1, 512) in chosen
+    assert all(parallel == 1 for context, parallel, _ in chosen if context < 8192)
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[-1][0] < 8192
+
+
+def test_what_the_user_fixed_is_never_changed() -> None:
+    settings = plan_on_cpu(0.7, context=1000, parallel=3, chunk=77, k_type="q8_0").settings
+    assert (settings.context, settings.parallel, settings.chunk) == (1000, 3, 77)
+    assert (settings.k_type, settings.v_type) == ("q8_0", "f32")
+
+
+def test_the_cache_is_rounded_up_to_whole_pages_of_every_sequence() -> None:
+    assert plan_on_cpu(8, context=100, parallel=3).settings.cache_tokens == 3 * 128
+    assert plan_on_cpu(8, cache_tokens=1000).settings.cache_tokens == 1024
+
+
+def test_a_fixed_cache_bounds_an_open_context() -> None:
+    settings = plan_on_cpu(8, cache_tokens=1024).settings
+    assert (settings.context, settings.parallel) == (1024, 4)
+
+
+def test_fixed_sequences_share_a_smaller_cache_before_the_context_shrinks() -> None:
+    settings = plan_on_cpu(1.2, parallel=4, weights="packed").settings
+    assert (settings.context, settings.parallel) == (8192, 4)
+    assert 8192 <= settings.cache_tokens < 32768
+
+
+def test_a_context_above_the_models_limit_is_refused() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_on_cpu(24, context=9000)
+    assert str(caught.value) == (
+        "--context 9000 is more than the 8192 tokens the model was made for. Try --context 8192."
+    )
+
+
+def test_a_cache_smaller_than_one_context_is_refused() -> None:
+    with pytest.raises(PlanError, match="--cache-tokens 512 cannot hold one conversation"):
+        plan_on_cpu(24, context=4096, cache_tokens=512)
+
+
+def test_a_plan_that_cannot_fit_names_the_line_and_what_would_fit() -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        plan_on_cpu(1, context=8192, parallel=4, cache_tokens=32768, weights="packed")
+    error = caught.value
+    assert not error.plan.fits
+    assert error.plan.settings.context == 8192
+    assert "the biggest line is kv, 1.41 GiB (30 layers x 512 pages" in error.message
+    assert error.nearest == (
+        "--cache-tokens 13376",
+        "--kv-type q8_0",
+        "--chunk 512 --cache-tokens 8192 --parallel 1 --context 8192",
+    )
+    assert error.hint.startswith("Try --cache-tokens 13376 or --kv-type q8_0")
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_each_setting_that_an_error_proposes_does_fit(index: int) -> None:
+    fixed = {"context": 8192, "parallel": 4, "cache_tokens": 32768, "weights": "packed"}
+    with pytest.raises(DoesNotFitError) as caught:
+        plan_on_cpu(1, **fixed)
+    words = caught.value.nearest[index].split()
+    proposed = {
+        flag.removeprefix("--").replace("-", "_"): int(value) if value.isdigit() else value
+        for flag, value in zip(words[::2], words[1::2], strict=True)
+    }
+    assert plan_on_cpu(1, **(fixed | proposed)).fits
+
+
+def test_a_device_too_small_for_the_weights_asks_for_a_smaller_model() -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        plan_on_cpu(0.3)
+    assert caught.value.hint == "Try a smaller model or quantisation."
+
+
+def test_a_narrow_cache_is_named_as_lossy() -> None:
+    assert plan_on_cpu(8, kv_type="q8_0").lossy == (
+        "cached keys are kept in q8_0",
+        "cached values are kept in q8_0",
+    )
+    assert plan_on_cpu(8).lossy == ()
+
+
+def test_all_experts_are_hot_where_they_fit() -> None:
+    plan = make_plan([laguna()], [gpu(24), host(64)], Options())
+    assert plan.devices[0].hot_experts == plan.devices[0].total_experts == 9984
+    assert plan.settings.k_type == "bf16"
+    assert "cold_experts" not in {line.name for line in plan.host.lines}
+
+
+def test_experts_that_do_not_fit_lie_in_host_memory() -> None:
+    model = laguna()
+    plan = make_plan([model], [gpu(12), host(64)], Options())
+    device = plan.devices[0]
+    cold = next(line for line in plan.host.lines if line.name == "cold_experts")
+    assert 0 < device.hot_experts < 9984
+    assert lines(plan)["hot_experts"] + cold.bytes == model.expert_bytes
+    assert device.hot_by_layer[0] == 0
+    assert max(device.hot_by_layer[1:]) - min(device.hot_by_layer[1:]) <= 1
+    # Less than one more expert of the smallest kind would fit.
+    assert 0 <= device.free_bytes < 2_039_808
+    # Sequences are given up before experts, and a context before neither.
+    assert (plan.settings.context, plan.settings.parallel, plan.settings.chunk) == (8192, 1, 128)
+
+
+@pytest.mark.parametrize(("budget", "most"), [("60%", 0.6), ("5GiB", 5 / 17.678), ("0%", 0.0)])
+def test_an_expert_budget_caps_what_is_hot(budget: str, most: float) -> None:
+    plan = make_plan([laguna()], [gpu(24), host(64)], Options(expert_budget=budget))
+    hot = lines(plan).get("hot_experts", 0)
+    assert hot <= most * laguna().expert_bytes + 1
+    assert hot >= most * laguna().expert_bytes - 40 * 2_039_808
+    assert (plan.settings.context, plan.settings.parallel) == (8192, 4)
+
+
+@pytest.mark.parametrize("budget", ["120%", "x%", "-1%", "lots"])
+def test_a_wrong_expert_budget_is_refused(budget: str) -> None:
+    with pytest.raises(OptionError):
+        make_plan([laguna()], [gpu(24), host(64)], Options(expert_budget=budget))
+
+
+def test_a_host_too_small_for_the_cold_experts_is_the_one_at_fault() -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        make_plan([laguna()], [gpu(8), host(8)], Options())
+    assert "host memory has 8.00 GiB" in caught.value.message
+    assert "the biggest line is cold_experts" in caught.value.message
+
+
+def test_a_cpu_holds_all_experts_itself() -> None:
+    plan = make_plan([laguna()], [cpu(64)], Options())
+    assert plan.devices[0].hot_experts == 9984
+    assert plan.host.lines == ()
+
+
+def test_unequal_devices_share_layers_by_their_room() -> None:
+    model = replace(qwen35_27b(), context_limit=32768)
+    devices = [gpu(48, "cuda:0"), gpu(24, "cuda:1"), host(64)]
+    plan = make_plan([model], devices, Options())
+    first, second = plan.devices
+    assert plan.fits
+    assert first.layers[0] == 0
+    assert first.layers[1] + 1 == second.layers[0]
+    assert second.layers[1] == 63
+    assert first.layers[1] > 40
+    assert "head" in lines(plan, 1)
+    assert "head" not in lines(plan, 0)
+
+
+def test_given_shares_split_the_layers_as_told() -> None:
+    devices = [gpu(80, "cuda:0"), gpu(80, "cuda:1"), host(64)]
+    plan = make_plan([qwen35_27b()], devices, Options(split="3,1"))
+    assert [device.layers for device in plan.devices] == [(0, 47), (48, 63)]
+
+
+def test_a_split_for_another_number_of_devices_is_refused() -> None:
+    with pytest.raises(OptionError, match="--split has 3 shares for 1 devices"):
+        make_plan([laguna()], [gpu(80), host(64)], Options(split="1,2,1"))
+
+
+def test_the_published_activation_model_can_be_asked_for() -> None:
+    own = plan_on_cpu(24)
+    published = plan_on_cpu(24, activation_model="published")
+    assert lines(published)["workspace"] == 8 * 8192 * 1536 * 2
+    assert "published formula" in next(
+        line.why for line in published.devices[0].lines if line.name == "workspace"
+    )
+    assert lines(own)["workspace"] != lines(published)["workspace"]
+
+
+def test_planning_a_large_model_never_imports_torch() -> None:
+    program = (
+        "import sys; from headroom.memory.plan import make_plan; import headroom.memory.report;"
+        "from headroom.options import Options; from tests.memory.shapes import *;"
+        "make_plan([laguna()], [gpu(12), host(64)], Options());"
+        "print('torch' in sys.modules)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert out.stdout == "False\n"

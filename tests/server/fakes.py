@@ -1,0 +1,208 @@
+"""A model that is not there: it says what it is told to, at the pace it is told to."""
+
+import json
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+from headroom.engine.request import (
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    Timings,
+    TokenEvent,
+    TokenLogprobs,
+)
+from headroom.engine.stats import EngineStats
+from headroom.errors import CapacityError
+from headroom.llm import LLM
+from headroom.options import Options
+from headroom.server.app import HttpServer
+
+EOS, BOS = 256, 257
+TIMINGS = Timings(queue_s=0.001, prefill_s=0.002, decode_s=0.003)
+
+
+class FakeTokenizer:
+    """Every byte is a token; two more begin and end a text."""
+
+    vocab_size = 258
+    bos_id, eos_id = BOS, EOS
+    bos_token, eos_token = "<s>", "</s>"
+    stop_ids = frozenset([EOS])
+    add_bos = True
+    drops_blank = False
+
+    def encode(self, text: str, *, special: bool = True, add_bos: bool | None = None) -> list[int]:
+        ids = list(text.removeprefix("<s>").encode())
+        wants_bos = add_bos is not False or (special and text.startswith("<s>"))
+        return [BOS, *ids] if wants_bos else ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        return b"".join(self.token_bytes(token) for token in ids).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else (b"</s>", b"<s>")[token_id - 256]
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def is_control(self, token_id: int) -> bool:
+        return token_id >= 256
+
+
+class FakeEngine:
+    """Says `words`, a token every `pause_s`, each request in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.words = "Hello, world."
+        self.pause_s = 0.0
+        self.prefill_s = 0.0
+        self.fails_after: int | None = None  # tokens
+        self.takes: int | None = None  # requests; those beyond are refused
+        self.requests: list[GenerationRequest] = []
+        self.finished: Counter[str] = Counter()
+        self._cancelled: dict[str, threading.Event] = {}
+
+    def submit(self, request: GenerationRequest, on_event: Callable[[TokenEvent], None]) -> None:
+        if self.takes is not None and len(self.requests) >= self.takes:
+            raise CapacityError(f"{self.takes} requests wait already.", hint="Try again later.")
+        self.requests.append(request)
+        self._cancelled[request.id] = threading.Event()
+        threading.Thread(target=self._say, args=(request, on_event), daemon=True).start()
+
+    def cancel(self, request_id: str) -> None:
+        if request_id in self._cancelled:
+            self._cancelled[request_id].set()
+
+    def was_cancelled(self, request_id: str) -> bool:
+        return self._cancelled[request_id].is_set()
+
+    def stats(self) -> EngineStats:
+        running = len(self.requests) - sum(self.finished.values())
+        return EngineStats(
+            requests_running=running,
+            requests_waiting=0,
+            requests_finished=dict(self.finished),
+            prompt_tokens=7,
+            generated_tokens=11,
+            steps=5,
+            step_s=0.5,
+            preemptions=0,
+            cache_pages_used=1,
+            cache_pages_total=8,
+            started_at=0.0,
+        )
+
+    def _say(self, request: GenerationRequest, on_event: Callable[[TokenEvent], None]) -> None:
+        for event in self._events(request):
+            if event.finish_reason is not None:
+                self.finished[event.finish_reason] += 1
+            on_event(event)
+
+    def _events(self, request: GenerationRequest) -> Iterator[TokenEvent]:
+        gone = self._cancelled[request.id]
+        gone.wait(self.prefill_s)
+        for count, token in enumerate([*self.words.encode(), EOS]):
+            gone.wait(self.pause_s)
+            if self.fails_after == count:
+                yield self._last(request, "error", count)
+                return
+            if gone.is_set():
+                yield self._last(request, "cancelled", count)
+                return
+            event = self._token(request, token, count + 1)
+            yield event
+            if event.finish_reason is not None:
+                return
+
+    def _last(self, request: GenerationRequest, reason: FinishReason, count: int) -> TokenEvent:
+        return TokenEvent(
+            request_id=request.id,
+            finish_reason=reason,
+            error="The step failed." if reason == "error" else "",
+            prompt_tokens=len(request.prompt),
+            generated_tokens=count,
+            timings=TIMINGS,
+        )
+
+    def _token(self, request: GenerationRequest, token: int, count: int) -> TokenEvent:
+        params = request.params
+        reason: FinishReason | None = "stop" if token == EOS else None
+        if reason is None and params.max_tokens == count:
+            reason = "length"
+        return TokenEvent(
+            request_id=request.id,
+            token=token,
+            logprobs=None if params.logprobs is None else self._logprobs(token, params),
+            prompt_logprobs=self._of_prompt(request) if count == 1 else (),
+            finish_reason=reason,
+            prompt_tokens=len(request.prompt),
+            generated_tokens=count,
+            timings=TIMINGS if reason else None,
+        )
+
+    def _logprobs(self, token: int, params: SamplingParams) -> TokenLogprobs:
+        rivals = tuple((rival, -0.5 - rival) for rival in range(params.logprobs or 0))
+        return TokenLogprobs(float("-inf") if token == ord("H") else -0.25, rivals)
+
+    def _of_prompt(self, request: GenerationRequest) -> tuple[TokenLogprobs | None, ...]:
+        if not request.params.prompt_logprobs:
+            return ()
+        return (None, *(self._logprobs(token, request.params) for token in request.prompt[1:]))
+
+
+class FakeLLM:
+    """What the server uses of an LLM."""
+
+    name = "fake"
+    context = 4096
+    vocab_size = 258
+
+    def __init__(self) -> None:
+        self.engine = FakeEngine()
+        self.tokenizer = FakeTokenizer()
+        self.conversations: list[list[Mapping[str, Any]]] = []
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        self.conversations.append(list(messages))
+        return self.tokenizer.encode("".join(f"{turn['content']}\n" for turn in messages))
+
+    def request(self, prompt: Sequence[int], params: SamplingParams) -> GenerationRequest:
+        stop_ids = self.tokenizer.stop_ids
+        return GenerationRequest(
+            id=uuid.uuid4().hex, prompt=tuple(prompt), params=params, stop_ids=stop_ids
+        )
+
+
+@contextmanager
+def serving(llm: LLM | FakeLLM, options: Options) -> Iterator[HttpServer]:
+    """Run a server over a model in a thread, on a free port."""
+    server = HttpServer(cast(LLM, llm), options)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started or not thread.is_alive())
+        yield server
+    finally:
+        server.should_exit = True
+        thread.join(timeout=20)
+    assert not thread.is_alive()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Wait for something that another thread does."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.005)
+
+
+def events_of(text: str) -> list[Any]:
+    """Return the JSON of a stream's events; its end mark as a plain string."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line[:5] == "data:"]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]

@@ -1,0 +1,45 @@
+"""/metrics: what is counted and that strangers cannot make it grow."""
+
+import httpx
+
+USER = {"role": "user", "content": "hi"}
+
+
+def test_engine_and_http_are_counted(client: httpx.Client) -> None:
+    client.post("/v1/chat/completions", json={"messages": [USER]})
+    client.post("/v1/chat/completions", json={"messages": []})
+    response = client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = response.text.splitlines()
+    for line in (
+        "headroom_requests_running 0.0",
+        "headroom_requests_waiting 0.0",
+        'headroom_requests_finished_total{reason="stop"} 1.0',
+        "headroom_prompt_tokens_total 7.0",
+        "headroom_generated_tokens_total 11.0",
+        "headroom_steps_total 5.0",
+        "headroom_step_seconds_total 0.5",
+        "headroom_preemptions_total 0.0",
+        "headroom_cache_pages 8.0",
+        "headroom_cache_pages_used 1.0",
+        'headroom_http_requests_total{endpoint="/v1/chat/completions",status="200"} 1.0',
+        'headroom_http_requests_total{endpoint="/v1/chat/completions",status="400"} 1.0',
+        'headroom_http_request_seconds_count{endpoint="/v1/chat/completions"} 2.0',
+        "headroom_time_to_first_token_seconds_count 1.0",
+        'headroom_time_to_first_token_seconds_bucket{le="0.005"} 1.0',
+        "headroom_time_per_token_seconds_count 1.0",
+    ):
+        assert line in lines
+
+
+def test_unknown_paths_share_one_label(client: httpx.Client) -> None:
+    for number in range(5):
+        client.get(f"/nowhere/{number}")
+    text = client.get("/metrics").text
+    assert 'headroom_http_requests_total{endpoint="unknown",status="404"} 5.0' in text
+    assert "nowhere" not in text
+
+
+def test_each_server_has_a_registry_of_its_own(client: httpx.Client, shared: httpx.Client) -> None:
+    shared.get("/health")
+    assert 'endpoint="/health"' not in client.get("/metrics").text

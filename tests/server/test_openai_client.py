@@ -1,0 +1,300 @@
+"""The official client against a running server with the default model."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from openai.types.chat import ChatCompletionUserMessageParam
+
+from headroom.llm import LLM
+from headroom.options import Options
+from headroom.server.app import HttpServer
+from tests.server.fakes import serving, wait_until
+
+CAPITAL: list[ChatCompletionUserMessageParam] = [
+    {"role": "user", "content": "What is the capital of France? Answer in one sentence."}
+]
+PROMPT = "The three primary colours are"
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2_path: Path) -> Iterator[LLM]:
+    with LLM(str(smollm2_path), context=1024, parallel=8) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def server(llm: LLM) -> Iterator[HttpServer]:
+    with serving(llm, Options(port=0)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: HttpServer) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(client: OpenAI) -> str:
+    (model,) = client.models.list().data
+    assert client.models.retrieve(model.id).id == model.id
+    return model.id
+
+
+def streamed_text(client: OpenAI, model: str, prompt: str, seed: int, max_tokens: int = 24) -> str:
+    stream = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": prompt}],
+        temperature=0.8,
+        seed=seed,
+        max_tokens=max_tokens,
+        stream=True,
+    )
+    return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+
+def test_a_chat_is_answered(client: OpenAI, model: str) -> None:
+    answer = client.chat.completions.create(
+        model=model, messages=CAPITAL, temperature=0, max_tokens=32
+    )
+    choice = answer.choices[0]
+    assert "Paris" in (choice.message.content or "")
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == "stop"
+    assert "<|" not in (choice.message.content or "")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens > 3
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    timings: Any = answer.model_extra
+    assert timings["timings"]["prefill_ms"] > 0
+    assert timings["timings"]["decode_tokens_per_second"] > 0
+
+
+def test_a_streamed_chat_is_the_whole_one_in_pieces(client: OpenAI, model: str) -> None:
+    settings: dict[str, Any] = {
+        "model": model, "messages": CAPITAL, "temperature": 0.8, "seed": 3, "max_tokens": 24,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**settings)
+    chunks = list(
+        client.chat.completions.create(
+            **settings, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert len([piece for piece in pieces if piece]) > 3
+    assert chunks[-1].usage == whole.usage
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_8_concurrent_streams_give_each_the_text_it_has_alone(client: OpenAI, model: str) -> None:
+    prompts = [
+        "Tell me a story about a fox.",
+        "What is 12 times 12?",
+        "Write a haiku about rain.",
+        "Explain gravity to a child, step by step, and give three examples from daily life.",
+        "Name five fruits.",
+        "Translate 'good morning' into French.",
+        "¿Qué es un árbol? 🌳",
+        "Write a Python function that reverses a list. " * 8,
+    ]
+    asked = list(enumerate(prompts))
+    alone = [streamed_text(client, model, prompt, seed) for seed, prompt in asked]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(
+            pool.map(lambda item: streamed_text(client, model, item[1], item[0]), asked)
+        )
+    assert together == alone
+    assert len(set(alone)) == 8
+
+
+def test_a_completion_continues_text_and_tokens_alike(
+    client: OpenAI, model: str, server: HttpServer
+) -> None:
+    answer = httpx.post(f"{server.address}/tokenize", json={"content": PROMPT, "add_special": True})
+    tokens = answer.json()["tokens"]
+    back = httpx.post(f"{server.address}/detokenize", json={"tokens": tokens}).json()["content"]
+    assert back == PROMPT
+    whole = client.completions.create(
+        model=model, prompt=[PROMPT, "Once upon a time"], temperature=0, max_tokens=12
+    )
+    by_tokens = client.completions.create(model=model, prompt=tokens, temperature=0, max_tokens=12)
+    assert by_tokens.choices[0].text == whole.choices[0].text
+    assert len(whole.choices) == 2
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 24
+    stream = client.completions.create(
+        model=model, prompt=PROMPT, temperature=0, max_tokens=12, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+
+
+def test_chat_logprobs_spell_the_answer_and_greedy_takes_the_likeliest(
+    client: OpenAI, model: str
+) -> None:
+    answer = client.chat.completions.create(
+        model=model, messages=CAPITAL, temperature=0, max_tokens=12, logprobs=True, top_logprobs=3
+    )
+    choice = answer.choices[0]
+    assert choice.logprobs is not None
+    entries = choice.logprobs.content or []
+    spelled = b"".join(bytes(entry.bytes or []) for entry in entries).decode()
+    assert spelled == choice.message.content
+    for entry in entries:
+        assert entry.token == entry.top_logprobs[0].token
+        assert entry.logprob == entry.top_logprobs[0].logprob <= 0
+        numbers = [rival.logprob for rival in entry.top_logprobs]
+        assert len(numbers) == 3
+        assert numbers == sorted(numbers, reverse=True)
+
+
+def test_completion_logprobs_cover_the_echoed_prompt(client: OpenAI, model: str) -> None:
+    choice = client.completions.create(
+        model=model, prompt=PROMPT, temperature=0, max_tokens=4, logprobs=2, echo=True
+    ).choices[0]
+    logprobs = choice.logprobs
+    assert logprobs is not None
+    assert choice.text.startswith(PROMPT)
+    assert logprobs.tokens is not None
+    assert logprobs.token_logprobs is not None
+    assert logprobs.text_offset is not None
+    assert "".join(logprobs.tokens) == choice.text
+    first: Any = logprobs.token_logprobs[0]
+    assert first is None
+    assert all(number <= 0 for number in logprobs.token_logprobs[1:])
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        assert choice.text[offset:].startswith(token)
+
+
+def test_a_prompt_of_one_token_is_echoed_with_logprobs(client: OpenAI, model: str) -> None:
+    choice = client.completions.create(
+        model=model, prompt=[100], max_tokens=1, logprobs=0, echo=True
+    ).choices[0]
+    assert choice.logprobs is not None
+    assert len(choice.logprobs.tokens or []) == 2
+
+
+def test_n_answers_differ_and_come_again_with_the_seed(client: OpenAI, model: str) -> None:
+    settings: dict[str, Any] = {
+        "model": model, "messages": CAPITAL, "temperature": 1.2, "seed": 5, "max_tokens": 12,
+    }  # fmt: skip
+
+    def texts(**more: Any) -> list[str | None]:
+        answer = client.chat.completions.create(**settings, **more)
+        return [choice.message.content for choice in answer.choices]
+
+    several = texts(n=3)
+    assert len(set(several)) == 3
+    assert texts(n=3) == several
+    assert texts() == several[:1]
+    streamed = {0: "", 1: "", 2: ""}
+    for chunk in client.chat.completions.create(**settings, n=3, stream=True):
+        choice = chunk.choices[0]
+        streamed[choice.index] += choice.delta.content or ""
+    assert list(streamed.values()) == several
+
+
+def test_a_stop_text_ends_an_answer(client: OpenAI, model: str) -> None:
+    settings: dict[str, Any] = {
+        "model": model, "prompt": "1, 2, 3, 4,", "temperature": 0, "max_tokens": 24,
+    }  # fmt: skip
+    free = client.completions.create(**settings).choices[0]
+    assert "7" in free.text
+    stopped = client.completions.create(**settings, stop=["7", "never"]).choices[0]
+    assert stopped.text == free.text.partition("7")[0]
+    assert stopped.finish_reason == "stop"
+
+
+def test_a_bias_forbids_or_forces_a_token(client: OpenAI, model: str) -> None:
+    settings: dict[str, Any] = {
+        "model": model, "prompt": PROMPT, "temperature": 0, "max_tokens": 3,
+    }  # fmt: skip
+    forced = client.completions.create(**settings, logit_bias={"100": 100}, logprobs=0)
+    plain = client.completions.create(**settings)
+    assert forced.choices[0].logprobs is not None
+    assert len(set(forced.choices[0].logprobs.tokens or [])) == 1
+    assert forced.choices[0].text != plain.choices[0].text
+
+
+def test_ignore_eos_writes_on_to_the_last_token(client: OpenAI, model: str) -> None:
+    settings: dict[str, Any] = {
+        "model": model, "messages": CAPITAL, "temperature": 0, "max_tokens": 40,
+    }  # fmt: skip
+    answer = client.chat.completions.create(**settings, extra_body={"ignore_eos": True})
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 40
+
+
+def test_errors_are_the_clients_own(client: OpenAI, model: str) -> None:
+    ask: Any = client.chat.completions.create
+    with pytest.raises(openai.NotFoundError) as missing:
+        ask(model="gpt-9", messages=CAPITAL)
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError) as wrong:
+        ask(model=model, messages=CAPITAL, temperature=-1)
+    assert wrong.value.param == "temperature"
+    assert "temperature is -1" in wrong.value.message
+    with pytest.raises(openai.BadRequestError) as empty:
+        ask(model=model, messages=[])
+    assert empty.value.param == "messages"
+    with pytest.raises(openai.BadRequestError) as long:
+        ask(model=model, messages=[{"role": "user", "content": "word " * 2000}])
+    assert (long.value.code, long.value.param) == ("context_length_exceeded", "messages")
+    with pytest.raises(openai.BadRequestError) as outside:
+        client.completions.create(model=model, prompt=[10**6])
+    assert outside.value.param == "prompt"
+    with pytest.raises(openai.APIStatusError) as large:
+        ask(model=model, messages=[{"role": "user", "content": "x" * 10_000_000}])
+    assert large.value.status_code == 413
+
+
+@pytest.mark.parametrize("text", ["a" * 7_000_000, "word " * 1_400_000, "🙂" * 1_700_000])
+def test_megabytes_of_prompt_are_refused_in_seconds(client: OpenAI, model: str, text: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.with_options(timeout=60).completions.create(model=model, prompt=text)
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("content", ["\x00", "<|im_end|><|im_start|>system\n", "\u202e\ufeff", ""])
+def test_odd_text_is_answered(client: OpenAI, model: str, content: str) -> None:
+    answer = client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": content}], max_tokens=2
+    )
+    assert answer.choices[0].finish_reason in ("length", "stop")
+
+
+def test_a_client_that_leaves_frees_the_engine(client: OpenAI, model: str, llm: LLM) -> None:
+    stream = client.completions.create(
+        model=model, prompt=PROMPT, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    wait_until(lambda: llm.engine.stats().requests_running == 0, timeout_s=5)
+    assert llm.engine.stats().requests_finished["cancelled"] >= 1
+    assert llm.engine.stats().cache_pages_used == 0
+
+
+def test_metrics_tell_what_the_engine_did(server: HttpServer, client: OpenAI, model: str) -> None:
+    client.completions.create(model=model, prompt=PROMPT, max_tokens=2)
+    lines = httpx.get(f"{server.address}/metrics").text.splitlines()
+    numbers = {line.split()[0]: float(line.split()[1]) for line in lines if line[0] != "#"}
+    assert numbers["headroom_generated_tokens_total"] >= 2
+    assert numbers["headroom_prompt_tokens_total"] >= 5
+    assert numbers["headroom_time_to_first_token_seconds_count"] >= 1
+
+
+def test_raw_streams_are_events_as_the_protocol_has_them(server: HttpServer) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 3, "stream": True}
+    text = httpx.post(f"{server.address}/v1/completions", json=body, timeout=60).text
+    events = text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(json.loads(event.removeprefix("data: ")) for event in events[:-2])

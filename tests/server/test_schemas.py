@@ -1,0 +1,271 @@
+"""Bad input: refused with a 4xx in the OpenAI shape, never a 500, never a hang."""
+
+import http.client
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "hi"}
+
+
+def problem(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["type"] == "invalid_request_error"
+    return error
+
+
+WRONG_SETTINGS = [
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 101}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"temperature": []}, "temperature"),
+    ({"temperature": 10**400}, "temperature"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_p": -1}, "top_p"),
+    ({"top_k": -1}, "top_k"),
+    ({"top_k": 2.5}, "top_k"),
+    ({"top_k": 10**30}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"frequency_penalty": 1000}, "frequency_penalty"),
+    ({"presence_penalty": -1000}, "presence_penalty"),
+    ({"penalty_window": -1}, "penalty_window"),
+    ({"seed": 1 << 63}, "seed"),
+    ({"seed": "7"}, "seed"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": "10"}, "max_tokens"),
+    ({"max_tokens": 10**40}, "max_tokens"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": 10**12}, "n"),
+    ({"stop": 5}, "stop"),
+    ({"stop": [5]}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": ["x"] * 100_000}, "stop"),
+    ({"stop": "x" * 100_000}, "stop"),
+    ({"logit_bias": []}, "logit_bias"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"258": 1}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": 5}, "stream_options"),
+    ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"ignore_eos": "no"}, "ignore_eos"),
+    ({"user": 5}, "user"),
+    ({"model": 5}, "model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    ("settings", "param"), WRONG_SETTINGS, ids=lambda value: str(value)[:40].replace("/", "")
+)
+def test_a_wrong_setting_is_refused_by_name(
+    shared: httpx.Client, path: str, settings: dict[str, Any], param: str
+) -> None:
+    subject = {"messages": [USER]} if path == CHAT else {"prompt": "hi"}
+    response = shared.post(path, json={**subject, **settings})
+    assert problem(response, 400)["param"] == param
+
+
+WRONG_CHATS = [
+    ({}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": {"role": "user", "content": "hi"}}, "messages"),
+    ({"messages": ["hi"]}, "messages[0]"),
+    ({"messages": [{}]}, "messages[0].role"),
+    ({"messages": [USER, {"role": "wizard", "content": "hi"}]}, "messages[1].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages[0].tool_calls[0]"),
+    ({"messages": [USER], "logprobs": 3}, "logprobs"),
+    ({"messages": [USER], "top_logprobs": 3}, "top_logprobs"),
+    ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": [USER], "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"messages": [USER], "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "param"), WRONG_CHATS, ids=lambda value: str(value)[:60])
+def test_a_wrong_conversation_is_refused(
+    shared: httpx.Client, body: dict[str, Any], param: str
+) -> None:
+    assert problem(shared.post(CHAT, json=body), 400)["param"] == param
+
+
+WRONG_COMPLETIONS: list[dict[str, Any]] = [
+    {},
+    {"prompt": None},
+    {"prompt": []},
+    {"prompt": 5},
+    {"prompt": [[]]},
+    {"prompt": ["a", 5]},
+    {"prompt": [5, "a"]},
+    {"prompt": [[5], "a"]},
+    {"prompt": [1.5]},
+    {"prompt": [True]},
+    {"prompt": [-1]},
+    {"prompt": [258]},
+    {"prompt": [[65], [258]]},
+    {"prompt": [10**30]},
+    {"prompt": [None]},
+    {"prompt": "x" * 5000},
+    {"prompt": [65] * 4096},
+    {"prompt": ["a"] * 100, "n": 100},
+]
+
+
+@pytest.mark.parametrize("body", WRONG_COMPLETIONS, ids=lambda value: str(value)[:40])
+def test_a_wrong_prompt_is_refused(shared: httpx.Client, body: dict[str, Any]) -> None:
+    assert problem(shared.post(COMPLETIONS, json=body), 400)["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("settings", "param"),
+    [({"suffix": "end"}, "suffix"), ({"best_of": 3}, "best_of"), ({"logprobs": 21}, "logprobs")],
+)
+def test_what_completions_cannot_do_is_refused(
+    shared: httpx.Client, settings: dict[str, Any], param: str
+) -> None:
+    response = shared.post(COMPLETIONS, json={"prompt": "hi", **settings})
+    assert problem(response, 400)["param"] == param
+
+
+def test_an_image_is_refused_in_words(shared: httpx.Client) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    turn = {"role": "user", "content": [{"type": "text", "text": "What is it?"}, image]}
+    error = problem(shared.post(CHAT, json={"messages": [turn]}), 400)
+    assert error["message"] == (
+        "messages[0].content: parts of type 'image_url' cannot be read, only text."
+    )
+
+
+def test_a_prompt_beyond_the_context_is_told_both_numbers(shared: httpx.Client) -> None:
+    error = problem(shared.post(COMPLETIONS, json={"prompt": "x" * 4095}), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"] == (
+        "The prompt has 4096 tokens and the context holds 4096, the answer included. "
+        "Shorten the prompt, or start the server with a larger --context."
+    )
+
+
+BROKEN = [
+    b"",
+    b"{",
+    b"nothing",
+    b"[]",
+    b"5",
+    b'"text"',
+    b"null",
+    b'{"prompt": "\xff\xfe"}',
+    b'{"prompt": "\\ud800"}',
+    b"\xff\xfe{\x00}\x00",
+    b'{"prompt": "hi", "temperature": NaN}',
+    b'{"prompt": "hi", "temperature": Infinity}',
+    b'{"prompt": "hi", "top_p": -Infinity}',
+    b'{"prompt": "hi", "temperature": 1e999}',
+    b'{"prompt": "hi", "logit_bias": {"5": NaN}}',
+    b'{"prompt": "hi", "logit_bias": {"5": 1e999}}',
+    b'{"prompt": "hi", "seed": 1' + b"0" * 5000 + b"}",
+    b'{"prompt": [1' + b"0" * 5000 + b"]}",
+    b'{"prompt": "hi", "temperature": 1' + b"0" * 5000 + b"}",
+    b'{"prompt": ' + b"[" * 100_000,
+    b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"user": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b', "prompt": "hi"}',
+]
+
+
+@pytest.mark.parametrize("body", BROKEN, ids=lambda body: str(body[:40]))
+def test_a_broken_body_is_refused(shared: httpx.Client, body: bytes) -> None:
+    problem(shared.post(COMPLETIONS, content=body), 400)
+
+
+HOSTILE = [
+    b'{"messages": [' + b"0," * 3_900_000 + b"0]}",
+    b'{"messages": [{"role": "user", "content": [' + b"0," * 3_900_000 + b"0]}]}",
+    b'{"messages": [{"role": "assistant", "tool_calls": [' + b"0," * 3_900_000 + b"0]}]}",
+    b'{"messages": [{"role":"user","content":"a"}], "stop": [' + b"0," * 3_900_000 + b"0]}",
+]
+
+
+@pytest.mark.parametrize("body", HOSTILE, ids=lambda body: str(body[:50]))
+def test_millions_of_wrong_items_are_refused_in_moments(shared: httpx.Client, body: bytes) -> None:
+    began = time.monotonic()
+    problem(shared.post(CHAT, content=body), 400)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize"])
+def test_a_body_of_10_mb_is_refused(shared: httpx.Client, path: str) -> None:
+    error = problem(shared.post(path, content=b"x" * 10_000_000), 413)
+    assert error["code"] == "request_too_large"
+    assert error["message"] == (
+        "The body has more than 8388608 bytes. The server's --max-body sets the limit."
+    )
+
+
+def test_a_body_of_10_mb_in_chunks_is_refused(shared: httpx.Client) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(160):
+            yield b"x" * 65_536
+
+    assert problem(shared.post(CHAT, content=chunks()), 413)["code"] == "request_too_large"
+
+
+def test_a_body_that_is_announced_as_enormous_is_refused_unread(shared: httpx.Client) -> None:
+    connection = http.client.HTTPConnection(shared.base_url.host, shared.base_url.port or 0)
+    connection.putrequest("POST", CHAT)
+    connection.putheader("Content-Length", str(10**15))
+    connection.endheaders()
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_a_body_that_never_comes_is_not_waited_for(
+    shared: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headroom.server.schemas.BODY_S", 0.1)
+    connection = http.client.HTTPConnection(shared.base_url.host, shared.base_url.port or 0)
+    connection.putrequest("POST", CHAT)
+    connection.putheader("Content-Length", "100")
+    connection.endheaders(b'{"messages":')
+    assert connection.getresponse().status == 408
+    connection.close()
+
+
+def test_a_wrong_model_is_not_found(shared: httpx.Client) -> None:
+    body = {"model": "gpt-9", "messages": [USER], "prompt": "hi"}
+    for path in (CHAT, COMPLETIONS):
+        error = problem(shared.post(path, json=body), 404)
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
+        assert error["message"] == "The model 'gpt-9' does not exist. This server has 'fake'."
+
+
+def test_the_right_model_and_unknown_fields_and_nulls_are_taken(shared: httpx.Client) -> None:
+    body = {
+        "model": "fake", "messages": [USER], "store": True, "metadata": {"a": [1]}, "stop": None,
+        "temperature": None, "n": None, "logit_bias": None, "tools": [], "service_tier": "auto",
+        "response_format": {"type": "text"}, "parallel_tool_calls": False,
+    }  # fmt: skip
+    assert shared.post(CHAT, json=body).status_code == 200
