@@ -114,4 +114,4 @@ def test_pulled_models_live_in_the_cache_folder_unless_told_otherwise() -> None:
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda setting: setting.name)
 def test_every_setting_says_what_it_is_and_where_it_belongs(setting: Any) -> None:
     assert setting.metadata["help"]
-    assert setting.metadata["group"] in ("model", "engine", "server", "program")
+    assert setting.metadata["group"] in ("model", "engine", "plan", "server", "program")

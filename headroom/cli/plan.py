@@ -15,7 +15,7 @@ from headroom.memory.report import plan_json, plan_table, plan_text
 from headroom.options import Options
 
 
-@with_settings("model", "engine", "program", log_level="warning")
+@with_settings("model", "engine", "plan", "program", log_level="warning")
 def plan(
     options: Options,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,

@@ -5,8 +5,7 @@ from collections.abc import Sequence as SequenceOf
 import torch
 
 from headroom.engine.scheduler import Turn
-from headroom.kernels.ops import Span
-from headroom.layers.batch import Batch
+from headroom.layers.batch import Batch, Span
 
 
 def make_batch(turns: SequenceOf[Turn], page_size: int) -> Batch:

@@ -128,6 +128,7 @@ class Engine:
 
     def _step(self, turns: list[Turn]) -> None:
         started = time.perf_counter()
+        self._counters.steps += 1
         for turn in turns:
             turn.sequence.started_at = turn.sequence.started_at or started
         try:
@@ -141,7 +142,6 @@ class Engine:
             for turn in turns:
                 if turn.sequence.request.id in self._live:
                     self._finish(turn.sequence, "error", error=f"{type(error).__name__}: {error}")
-        self._counters.steps += 1
         self._counters.step_s += time.perf_counter() - started
 
     def _commit(self, turns: list[Turn], hidden: torch.Tensor) -> None:

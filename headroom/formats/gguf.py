@@ -61,7 +61,16 @@ class MappedStrings(Sequence[str]):
         return self._decode(range(len(self._ends))[index])
 
     def __iter__(self) -> Iterator[str]:
-        return map(self._decode, range(len(self._ends)))
+        # One copy of all the texts: slices of bytes are much quicker than slices of a map.
+        raw = bytes(self._view[self._start : self._ends[-1]]) if self._ends else b""
+        begin = 8
+        for index, end in enumerate(self._ends):
+            try:
+                text = raw[begin : end - self._start].decode()
+            except UnicodeDecodeError:
+                text = self._decode(index)  # raises the error that names the text
+            yield text
+            begin = end - self._start + 8
 
     def _decode(self, index: int) -> str:
         before = self._ends[index - 1] if index else self._start

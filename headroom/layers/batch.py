@@ -8,6 +8,8 @@ import torch
 
 from headroom.kernels.ops import Span
 
+__all__ = ["Batch", "Span"]  # a Span is the kernels' own view of a batch
+
 T = TypeVar("T")
 
 

@@ -9,8 +9,9 @@ from headroom.memory.shape import LayerShape, ModelShape
 from headroom.units import GIB
 
 PAGE_SIZE = 64  # tokens per cache page
-# Kernels that unpack a weight before they multiply do it in tiles of at most this many values.
-UNPACK_TILE_VALUES = 16 << 20
+# The plain kernels' own steps: rows multiplied together, keys scored together, weight values
+# unpacked together.
+ROW_TILE, KEY_BLOCK, UNPACK_VALUES = 16, 256, 4 << 20
 F32_BYTES = 4
 TREE_NODES = 32  # most tokens that a draft proposes at once
 NOT_ALLOCATED = frozenset({"graphs", "runtime", "reserve"})  # lines the engine does not allocate
@@ -107,6 +108,11 @@ def embed_bytes(model: ModelShape, settings: PlanSettings) -> int:
     return held_bytes(model.embed_bytes, model.embed_values, 0, settings)
 
 
+def lookup_bytes(model: ModelShape, settings: PlanSettings) -> int:
+    """Return the bytes of tables beside the token table; only rows of them are ever read."""
+    return held_bytes(model.lookup_bytes, model.lookup_values, 0, settings)
+
+
 def head_bytes(model: ModelShape, settings: PlanSettings) -> int:
     """Return the bytes of a head that is not the token table."""
     return held_bytes(model.head_bytes, model.head_values, 0, settings)
@@ -158,39 +164,59 @@ def published_activation_bytes(
     return min(scaled, flat) + (2 * GIB if graphs else 0)
 
 
-def workspace_parts(
+def workspace_phases(
     model: ModelShape, layers: Sequence[LayerShape], device: DeviceSpec, settings: PlanSettings
 ) -> dict[str, int]:
-    """Return the scratch of one step by purpose; layers run one after the other and share it.
+    """Return the scratch of each phase of a step; they follow each other, so the largest counts.
 
-    Row buffers are f32. Inside a layer the mixer's and the feed-forward part's buffers do not
-    live at the same time, so the larger one counts.
+    All row buffers are f32; the residual stream and its normed copy are staging, not scratch.
+    Checked 2026-11-15 on SmolLM2 with the plain CPU kernels: the peaks of six mixes of chunk,
+    sequences, cache and weight types were 4 to 32% below staging, logits and this together.
     """
+    plain = device.kind == "cpu"  # plain kernels keep more copies than fused ones
     row = F32_BYTES * settings.rows
-    parts = {
-        "normed input": row * model.hidden,
-        "mixer or feed-forward": row * max(max(mixer_width(x), ffn_width(x)) for x in layers),
+    phases = {
+        "mixer": row * max(mixer_width(layer, plain) for layer in layers),
+        "feed-forward": row * (2 + 2 * plain) * max(ffn_width(layer) for layer in layers),
     }
-    if device.kind == "cpu":  # plain kernels read a sequence's cache as one f32 array
-        token = max(sum(layer.kv_values) for layer in layers)
-        parts["keys and values of one sequence"] = settings.context * token * F32_BYTES
-        parts["mask"] = settings.chunk * settings.context * F32_BYTES
-        if settings.weights == "packed":
-            widest = max(*(layer.ffn_width for layer in layers), model.hidden)
-            parts["unpacked tile"] = min(model.hidden * widest, UNPACK_TILE_VALUES) * F32_BYTES
-    elif expert := max(layer.expert_bytes for layer in layers):
-        parts["two cold experts on their way"] = 2 * expert
-    return parts
+    if not plain:
+        phases["feed-forward"] += 2 * max(layer.expert_bytes for layer in layers)  # on their way
+        return phases
+    phases["mixer"] += KEY_BLOCK * F32_BYTES * 2 * max(sum(layer.kv_values) for layer in layers)
+    padded = -(-settings.parallel // ROW_TILE) * ROW_TILE
+    phases["head"] = 2 * padded * model.vocab * F32_BYTES
+    if settings.weights == "packed" or settings.dtype != "f32":
+        widest = max(model.hidden, *(ffn_width(layer) for layer in layers))
+        phases["feed-forward"] += _unpacking(model.hidden * widest)
+        phases["head"] += _unpacking(model.hidden * model.vocab)
+    return phases
 
 
-def mixer_width(layer: LayerShape) -> int:
-    """Return the values of one row inside the mixer: queries, keys, values, output."""
+def _unpacking(values: int) -> int:
+    """Return the scratch of unpacking a weight part by part.
+
+    Of each value there are the last part's f32 and what the next part needs on its way, 6 to 13.3
+    bytes by type (measured 2026-11-15 on the plain decoders; mxfp4 needs most).
+    """
+    return 18 * min(values, UNPACK_VALUES)
+
+
+def mixer_width(layer: LayerShape, plain: bool) -> int:
+    """Return the values of one row inside the mixer, all held at once.
+
+    Fused attention holds queries, keys, values and output. The plain kernel also holds queries in
+    tiles, two partial sums, and four copies of the scores of one block of keys with two masks.
+    """
     if layer.kind == "recurrent":
         return layer.mixer_width
-    per_head = layer.key_dim + layer.value_dim
-    return (layer.query_heads + layer.kv_heads) * per_head
+    queries, output = layer.query_heads * layer.key_dim, layer.query_heads * layer.value_dim
+    fused = queries + layer.kv_heads * (layer.key_dim + layer.value_dim) + output
+    if not plain:
+        return fused
+    masks = -(-layer.query_heads // max(1, layer.kv_heads)) * KEY_BLOCK * 2 // F32_BYTES
+    return fused + queries + 2 * output + 4 * layer.query_heads * KEY_BLOCK + masks
 
 
 def ffn_width(layer: LayerShape) -> int:
-    """Return the values of one row inside the feed-forward part: gate and up, experts as well."""
-    return 2 * (layer.ffn_width + layer.experts_used * layer.expert_width)
+    """Return the values between up and down of one row: the dense part and its experts."""
+    return layer.ffn_width + layer.experts_used * layer.expert_width

@@ -3,12 +3,20 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from headroom.memory.budget import NOT_ALLOCATED, Line, PlanSettings, Rules, embed_bytes
-from headroom.memory.devices import DeviceSpec
+from headroom.memory.budget import (
+    NOT_ALLOCATED,
+    Line,
+    PlanSettings,
+    Rules,
+    embed_bytes,
+    lookup_bytes,
+)
+from headroom.memory.devices import DeviceKind, DeviceSpec
 from headroom.memory.experts import HotExperts, spread_experts
 from headroom.memory.lines import draft_lines, layer_bytes, runtime_lines, stage_lines
 from headroom.memory.shape import ModelShape
 from headroom.memory.spans import Span, split_by_balance, split_by_weights
+from headroom.units import gib
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +24,7 @@ class DevicePlan:
     """What one device holds."""
 
     name: str
+    kind: DeviceKind
     total_bytes: int
     lines: tuple[Line, ...]
     layers: tuple[int, int]  # first and last layer
@@ -153,8 +162,11 @@ class _Builder:
         alone = len(self.spans) == 1
         if self.model.tied and final and not alone:
             lines.insert(1, self._table("head", "the token table as head"))
-        if index == 0 and (device.holds_all or (self.model.tied and alone)):
-            lines.insert(1, self._table("embeddings", "also the head" if self.model.tied else ""))
+        if index == 0 and device.holds_all:
+            note = "also the head" if self.model.tied and alone else ""
+            lines.insert(1, self._table("embeddings", note, lookup=True))
+        elif index == 0 and self.model.tied and alone:
+            lines.insert(1, self._table("embeddings", "also the head"))
         if final and self.rules.draft is not None:
             lines += draft_lines(self.rules.draft, self.model, self.settings, self.rules)
         return lines + runtime_lines(device)
@@ -176,31 +188,41 @@ class _Builder:
         cold = self.model.total_experts - sum(kept.total for kept in hot)
         if cold:
             lines.append(Line("cold_experts", cold_bytes, f"{cold} routed experts"))
-        if not stages[0].holds_all and not (self.model.tied and len(stages) == 1):
-            lines.append(self._table("embeddings", "rows are read by the host"))
+        if stages[0].holds_all:
+            return lines
+        if not (self.model.tied and len(stages) == 1):
+            lines.append(self._table("embeddings", "rows are read by the host", lookup=True))
+        elif lookup := lookup_bytes(self.model, self.settings):
+            lines.append(Line("embeddings", lookup, "tables of which the host reads rows"))
         return lines
 
     def _move_embeddings(
         self, stages: Sequence[DeviceSpec], lines: list[list[Line]], host_lines: list[Line]
     ) -> None:
         """Move the token table from the host to the first device where there is room."""
-        if len(host_lines) != 1 or host_lines[0].name != "embeddings":
+        if [line.name for line in host_lines] != ["embeddings"]:
             return  # experts come first: with cold ones there is no room to speak of
+        if any(line.name == "embeddings" for line in lines[0]):
+            return
         free = stages[0].total_bytes - sum(line.bytes for line in lines[0])
         if free >= host_lines[0].bytes:
             host_lines.pop()
-            lines[0].insert(1, self._table("embeddings", "there is room"))
+            lines[0].insert(1, self._table("embeddings", "there is room", lookup=True))
 
-    def _table(self, name: str, note: str) -> Line:
+    def _table(self, name: str, note: str, *, lookup: bool = False) -> Line:
         model, settings = self.model, self.settings
+        size, beside = embed_bytes(model, settings), lookup_bytes(model, settings)
         why = f"{model.vocab} x {model.hidden}, {settings.weights}" + (f", {note}" if note else "")
-        return Line(name, embed_bytes(model, settings), why)
+        if lookup and beside:
+            return Line(name, size + beside, f"{why}, and {gib(beside)} of per-layer tables")
+        return Line(name, size, why)
 
     def _device_plan(
         self, device: DeviceSpec, lines: list[Line], hot: HotExperts, span: Span
     ) -> DevicePlan:
         return DevicePlan(
             name=device.name,
+            kind=device.kind,
             total_bytes=device.total_bytes,
             lines=tuple(line for line in lines if line.bytes),
             layers=span,

@@ -17,7 +17,7 @@ from headroom.memory.budget import (
     published_activation_bytes,
     recurrent_bytes,
     verify_bytes,
-    workspace_parts,
+    workspace_phases,
 )
 from headroom.memory.calibration import CPU_RUNTIME, GPU_GRAPHS, GPU_RUNTIME
 from headroom.memory.devices import DeviceSpec
@@ -95,9 +95,10 @@ def _workspace_line(
             model.hidden, model.ffn_width, settings.parallel, value_bytes, device.kind != "cpu"
         )
         return Line("workspace", size, "published formula: 8 x 8192 rows x width x 2 bytes")
-    parts = workspace_parts(model, layers, device, settings)
-    why = ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
-    return Line("workspace", sum(parts.values()), f"{settings.rows} rows: {why}")
+    phases = workspace_phases(model, layers, device, settings)
+    sizes = ", ".join(f"{name} {gib(size)}" for name, size in phases.items())
+    why = f"the largest phase of a step of {settings.rows} rows: {sizes}"
+    return Line("workspace", max(phases.values()), why)
 
 
 def _memory_lines(layers: Sequence[LayerShape], settings: PlanSettings) -> list[Line]:

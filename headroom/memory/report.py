@@ -1,13 +1,14 @@
 """A plan as a table for a terminal, as plain text and as versioned JSON."""
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from headroom.errors import OptionError
 from headroom.memory.budget import Line, PlanSettings
 from headroom.memory.layout import DevicePlan
 from headroom.memory.plan import Plan
@@ -81,6 +82,53 @@ def plan_table(plan: Plan) -> RenderableType:
         parts.append(_table(title, plan.host.lines, plan.host.free_bytes))
     parts += [Text(row) for row in _footer(plan)]
     return Group(*parts)
+
+
+def explain_line(plan: Plan, name: str) -> str:
+    """Return how one line came about, wherever the plan has it."""
+    places = [(device.name, device.lines) for device in plan.devices]
+    places.append(("host memory", plan.host.lines))
+    rows = [
+        f"{name} on {place}: {line.bytes} bytes ({gib(line.bytes)}), {line.why}"
+        for place, lines in places
+        for line in lines
+        if line.name == name
+    ]
+    if not rows:
+        names = dict.fromkeys(line.name for _, lines in places for line in lines)
+        raise OptionError(f"The plan has no line {name!r}.", hint=f"It has {', '.join(names)}.")
+    return "\n".join(rows)
+
+
+def compare_table(plans: Mapping[str, Plan]) -> Table:
+    """Return several plans side by side; a line counts all devices and the host together."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for label in plans:
+        table.add_column(label, justify="right")
+    made = list(plans.values())
+    for word in ("context", "parallel", "chunk", "cache_tokens"):
+        table.add_row(word, *(str(getattr(plan.settings, word)) for plan in made))
+    totals = [_line_totals(plan) for plan in made]
+    for name in dict.fromkeys(name for total in totals for name in total):
+        table.add_row(name, *(gib(total[name]) if name in total else "-" for total in totals))
+    table.add_row("hot experts", *(_hot_share(plan) for plan in made))
+    table.add_row("fits", *("yes" if plan.fits else "no" for plan in made))
+    table.add_row("decode tokens/s", *(f"{x.predicted.decode_tokens_per_s:.1f}" for x in made))
+    return table
+
+
+def _line_totals(plan: Plan) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for line in (*(line for device in plan.devices for line in device.lines), *plan.host.lines):
+        totals[line.name] = totals.get(line.name, 0) + line.bytes
+    return totals
+
+
+def _hot_share(plan: Plan) -> str:
+    total = sum(device.total_experts for device in plan.devices)
+    hot = sum(device.hot_experts for device in plan.devices)
+    return f"{hot} of {total}" if total else "-"
 
 
 def _headline(plan: Plan) -> str:

@@ -58,6 +58,8 @@ class ModelShape:
     embed_values: int
     head_bytes: int = 0  # 0 where the head is the token table
     head_values: int = 0
+    lookup_bytes: int = 0  # tables of which only rows are read, beside the token table
+    lookup_values: int = 0
     norm_bytes: int = 0  # final norm and what else belongs to no layer
     norm_values: int = 0
     ffn_width: int = 0  # widest dense feed-forward layer
@@ -74,7 +76,7 @@ class ModelShape:
     def weight_bytes(self) -> int:
         """All weights, packed: layers, experts, embedding, head and norm."""
         layers = sum(layer.core_bytes + layer.all_expert_bytes for layer in self.layers)
-        return layers + self.norm_bytes + self.embed_bytes + self.head_bytes
+        return layers + self.norm_bytes + self.embed_bytes + self.head_bytes + self.lookup_bytes
 
     @property
     def total_experts(self) -> int:

@@ -53,24 +53,20 @@ class AnswerReader:
 
     def __init__(self, index: int, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self.index = index
-        self.stopped = False  # a stop text was found; the engine may be told to end
+        self.stopped = False  # a stop text was found
         self._detokenizer = Detokenizer(tokenizer)
         self._finder = StopFinder(stops)
         self._read = 0  # characters that tokens stood for so far
         self._shown = 0  # characters that were given out
         self._held: list[AnswerToken] = []  # tokens whose text is not yet given out
-        self._generated = 0
 
     def read(self, event: TokenEvent) -> Delta:
-        """Return what an event adds; after a stop text only the end is of interest."""
-        text = ""
-        if not self.stopped:
-            self._generated = event.generated_tokens
-            text = self._take(event)
-            if event.finish_reason is not None and not self.stopped:
-                text += self._show(self._detokenizer.finish())
-            if event.finish_reason is not None and not self.stopped:
-                text += self._finder.finish()
+        """Return what an event adds; after a delta with an end there is nothing to read."""
+        text = self._take(event)
+        if event.finish_reason is not None and not self.stopped:
+            text += self._show(self._detokenizer.finish())
+        if event.finish_reason is not None and not self.stopped:
+            text += self._finder.finish()
         self._shown += len(text)
         end = self._end(event)
         tokens = self._release(all_of_them=end is not None and not self.stopped)
@@ -97,19 +93,15 @@ class AnswerReader:
         return tuple(released)
 
     def _end(self, event: TokenEvent) -> AnswerEnd | None:
-        reason = event.finish_reason
+        reason = "stop" if self.stopped else event.finish_reason
         if reason is None:
             return None
-        if self.stopped:
-            reason = "stop"
         if reason == "error":
-            raise RefusalError(
-                500, "generation_failed", event.error or "The engine gave no reason."
-            )
+            raise RefusalError(500, "generation_failed", event.error or "The engine failed.")
         if reason == "cancelled":
             raise RefusalError(503, "cancelled", "The answer was cancelled by the server.")
         timings = event.timings or Timings(0.0, 0.0, 0.0)
-        return AnswerEnd(reason, event.prompt_tokens, self._generated, timings)
+        return AnswerEnd(reason, event.prompt_tokens, event.generated_tokens, timings)
 
 
 class Answers:
@@ -144,21 +136,21 @@ class Answers:
                 event = await self._events.get()
                 if isinstance(event, HeadroomError):
                     raise event
-                delta = self._read(event)
-                if delta.text or delta.tokens or delta.prompt_logprobs or delta.end:
-                    yield delta
+                # After a stop text the engine may have made a few tokens more.
+                if event.request_id in self._unfinished:
+                    delta = self._read(event)
+                    if delta.text or delta.tokens or delta.prompt_logprobs or delta.end:
+                        yield delta
         finally:
             self.close()
 
     def _read(self, event: TokenEvent) -> Delta:
-        reader = self._readers[event.request_id]
-        was_stopped = reader.stopped
-        delta = reader.read(event)
+        delta = self._readers[event.request_id].read(event)
         if delta.end is not None:
             self._unfinished.discard(event.request_id)
             self._metrics.answer_ended(delta.end.timings, delta.end.generated_tokens)
-        elif reader.stopped and not was_stopped:
-            self._engine.cancel(event.request_id)
+            if event.finish_reason is None:  # a stop text, of which the engine knows nothing
+                self._engine.cancel(event.request_id)
         return delta
 
     def fail(self, error: HeadroomError) -> None:

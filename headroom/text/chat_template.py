@@ -36,6 +36,8 @@ class ChatTemplate:
         **variables: Any,
     ) -> str:
         """Return the prompt; the template's own refusals and errors are the request's errors."""
+        if not messages:
+            raise RequestError("There are no messages.", param="messages")
         chat = [_with_reasoning(plain_data(message)) for message in messages]
         if any(isinstance(message.get("content"), list) for message in chat):
             chat = self._with_readable_parts(chat)

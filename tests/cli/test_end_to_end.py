@@ -18,7 +18,7 @@ GREEDY = ("--temperature", "0", "--seed", "0")
 def headroom(*arguments: str, text: str = "") -> "subprocess.CompletedProcess[str]":
     """Run a command line with `text` as its standard input."""
     line = [sys.executable, "-m", "headroom", *arguments]
-    return subprocess.run(line, cwd=ROOT, input=text, capture_output=True, text=True, timeout=120)
+    return subprocess.run(line, cwd=ROOT, input=text, capture_output=True, text=True, timeout=240)
 
 
 def answer(*arguments: str) -> dict[str, Any]:

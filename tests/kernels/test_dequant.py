@@ -59,6 +59,7 @@ def test_extreme_scales_give_the_bits_of_the_gguf_package(quant: QuantType) -> N
     assert_same_bits(dequantise(torch.from_numpy(data), quant, quant.block), oracle(data, quant))
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_every_mxfp4_exponent_gives_the_bits_of_the_gguf_package() -> None:
     quant = next(q for q in QUANTS if q.name == "mxfp4")
     data = np.tile(np.arange(256, dtype=np.uint8)[:, None], (1, quant.block_bytes))
@@ -86,13 +87,16 @@ def test_no_values_give_an_empty_tensor() -> None:
     assert dequantise(torch.zeros((3, 0), dtype=torch.uint8), Q4_K, 0).shape == (3, 0)
 
 
-def test_every_tensor_of_the_default_model_equals_the_gguf_package(smollm2_path: Path) -> None:
+def test_rows_of_every_tensor_of_the_default_model_equal_the_gguf_package(
+    smollm2_path: Path,
+) -> None:
     tensors = open_checkpoint(smollm2_path).tensors
     assert len(tensors) == 272
     for info in tensors.values():
-        data = info.data().reshape(*info.shape[:-1], -1)
-        ours = dequantise(torch.from_numpy(data.copy()), info.quant, info.shape[-1])
-        assert_same_bits(ours.reshape(info.shape), oracle(data, info.quant).reshape(info.shape))
+        rows = info.data().reshape(-1, info.quant.bytes_for(info.shape[-1]))
+        some = rows[:: max(1, len(rows) // 64)].copy()
+        ours = dequantise(torch.from_numpy(some), info.quant, info.shape[-1])
+        assert_same_bits(ours, oracle(some, info.quant))
 
 
 def test_bytes_that_are_not_whole_blocks_are_refused() -> None:

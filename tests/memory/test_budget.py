@@ -3,14 +3,18 @@
 import pytest
 
 from headroom.errors import PlanError
+from headroom.kernels.reference import attention, matmul
 from headroom.memory.budget import (
+    KEY_BLOCK,
+    ROW_TILE,
+    UNPACK_VALUES,
     PlanSettings,
     held_bytes,
     kv_bytes,
     kv_token_bytes,
     published_activation_bytes,
     recurrent_bytes,
-    workspace_parts,
+    workspace_phases,
 )
 from headroom.memory.shape import LayerShape
 from headroom.units import GIB, MIB
@@ -100,27 +104,44 @@ def test_unpacked_weights_take_the_compute_type_and_norms_stay_f32(
     assert held_bytes(77, 100, 10, settings(weights=weights, dtype=dtype)) == size
 
 
-def test_workspace_follows_rows_and_dimensions() -> None:
+def test_workspace_on_a_cpu_follows_the_plain_kernels() -> None:
     model = smollm2()
-    parts = workspace_parts(model, model.layers, cpu(8), settings(weights="unpacked"))
-    assert parts == {
-        "normed input": 513 * 576 * 4,
-        "mixer or feed-forward": 513 * 2 * 1536 * 4,
-        "keys and values of one sequence": 8192 * 2 * 3 * 64 * 4,
-        "mask": 512 * 8192 * 4,
+    phases = workspace_phases(model, model.layers, cpu(8), settings(weights="unpacked"))
+    row = 576 * 2 + 384 + 576 * 3 + 4 * 9 * 256 + 3 * 256 * 2 // 4
+    assert phases == {
+        "mixer": 513 * row * 4 + 256 * 4 * 2 * 384,
+        "feed-forward": 513 * 4 * 1536 * 4,
+        "head": 2 * 16 * 49152 * 4,
     }
 
 
-def test_packed_weights_on_a_cpu_need_a_tile_to_unpack_into() -> None:
+def test_packed_weights_on_a_cpu_need_room_to_unpack_into() -> None:
     model = smollm2()
-    parts = workspace_parts(model, model.layers, cpu(8), settings())
-    assert parts["unpacked tile"] == 576 * 1536 * 4
+    plain = workspace_phases(model, model.layers, cpu(8), settings(weights="unpacked"))
+    packed = workspace_phases(model, model.layers, cpu(8), settings())
+    assert packed["feed-forward"] - plain["feed-forward"] == 576 * 1536 * 18
+    assert packed["head"] - plain["head"] == (4 << 20) * 18  # the head goes in parts
 
 
-def test_a_gpu_needs_room_for_cold_experts_on_their_way() -> None:
+def test_scratch_never_grows_with_the_context() -> None:
+    model = smollm2()
+    short = workspace_phases(model, model.layers, cpu(8), settings(context=512, cache_tokens=512))
+    assert short == workspace_phases(model, model.layers, cpu(8), settings())
+
+
+def test_a_gpu_holds_fewer_copies_and_two_cold_experts_on_their_way() -> None:
     model = laguna()
-    parts = workspace_parts(model, model.layers, gpu(22), settings())
-    assert parts["two cold experts on their way"] == 2 * 2_039_808
+    phases = workspace_phases(model, model.layers, gpu(22), settings())
+    assert phases == {
+        "mixer": 513 * 4 * (2 * 64 * 128 + 2 * 8 * 128),
+        "feed-forward": 513 * 4 * 2 * 8192 + 2 * 2_039_808,
+    }
+
+
+def test_the_planner_knows_the_plain_kernels_steps() -> None:
+    assert (ROW_TILE, KEY_BLOCK, UNPACK_VALUES) == (
+        matmul.ROW_TILE, attention.KEY_BLOCK, matmul.UNPACK_VALUES,
+    )  # fmt: skip
 
 
 def test_the_published_reserve_of_gemma_4_31b_is_2625_mebibytes() -> None:

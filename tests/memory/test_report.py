@@ -2,15 +2,18 @@
 
 import io
 import json
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from headroom.errors import FormatError
+from headroom.errors import FormatError, OptionError
 from headroom.memory.calibration import Speeds, load_speeds, save_speeds, with_speeds
+from headroom.memory.emit import llama_server_command
+from headroom.memory.picture import plan_svg
 from headroom.memory.plan import Plan, make_plan
-from headroom.memory.report import plan_json, plan_table, plan_text
+from headroom.memory.report import compare_table, explain_line, plan_json, plan_table, plan_text
 from headroom.options import Options
 from tests.memory.shapes import cpu, gpu, host, laguna, smollm2
 
@@ -98,3 +101,46 @@ def test_a_broken_calibration_file_is_refused(tmp_path: Path) -> None:
     path.write_text('{"devices": {"cpu": {"speed": 1}}}')
     with pytest.raises(FormatError, match="is not a calibration file"):
         load_speeds(path)
+
+
+def test_a_line_can_be_explained() -> None:
+    plan = make_plan([smollm2()], [cpu(24)], Options())
+    assert explain_line(plan, "logits") == (
+        "logits on cpu: 786432 bytes (768.0 KiB), 4 rows x 49152, f32"
+    )
+    with pytest.raises(OptionError, match=r"The plan has no line 'kvs'\. It has core_weights, "):
+        explain_line(plan, "kvs")
+
+
+def test_plans_stand_side_by_side() -> None:
+    out = io.StringIO()
+    plans = {"12 GiB": hybrid_plan(12), "24 GiB": hybrid_plan(24)}
+    Console(file=out, width=80).print(compare_table(plans))
+    rows = {row[:17].strip(): row[17:].split() for row in out.getvalue().splitlines()}
+    assert rows["context"] == ["8192", "8192"]
+    assert rows["cold_experts"][-1] == "-"
+    assert rows["hot experts"][-3:] == ["9984", "of", "9984"]
+    assert rows["fits"] == ["yes", "yes"]
+
+
+def test_the_picture_is_sound_and_its_boxes_fill_the_bar() -> None:
+    plan = hybrid_plan()
+    root = ET.fromstring(plan_svg(plan))
+    boxes = root.findall("{http://www.w3.org/2000/svg}rect")
+    bars = [float(box.get("width", 0)) for box in boxes if box.get("height") == "36"]
+    lines = len(plan.devices[0].lines)
+    assert bars[0] == 920  # the empty bar
+    assert sum(bars[1 : lines + 1]) == pytest.approx(920, abs=1)
+    assert len(bars) == lines + 1 + len(plan.host.lines) + 1
+
+
+def test_the_nearest_llama_server_command_keeps_the_settings() -> None:
+    command = llama_server_command(hybrid_plan(), "laguna.gguf")
+    assert command.startswith(
+        "llama-server -m laguna.gguf -c 8192 -np 1 -b 128 -ub 128 -ctk bf16 -ctv bf16 -t 8 -ngl 41"
+    )
+    assert "--n-cpu-moe 1" in command
+    on_cpu = make_plan([smollm2()], [cpu(24)], Options())
+    assert llama_server_command(on_cpu, "m.gguf") == (
+        "llama-server -m m.gguf -c 32768 -np 4 -b 512 -ub 512 -ctk f32 -ctv f32 -t 4 -ngl 0"
+    )

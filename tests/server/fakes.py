@@ -143,7 +143,7 @@ class FakeEngine:
             finish_reason=reason,
             prompt_tokens=len(request.prompt),
             generated_tokens=count,
-            timings=TIMINGS if reason else None,
+            timings=TIMINGS,
         )
 
     def _logprobs(self, token: int, params: SamplingParams) -> TokenLogprobs:

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.fakes import FakeLLM, events_of
+from tests.server.fakes import FakeLLM, events_of, wait_until
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
@@ -104,7 +104,7 @@ def test_a_stop_text_ends_the_answer_and_is_not_shown(
     assert answer["choices"][0]["message"]["content"] == expected
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == len(expected) + len(first)
-    assert llm.engine.finished["cancelled"] == 1
+    wait_until(lambda: llm.engine.finished["cancelled"] == 1)
     chunks = stream(client, stop=stop)[:-1]
     assert "".join(_content(chunk) for chunk in chunks) == expected
 

@@ -48,7 +48,7 @@ def model(client: OpenAI) -> str:
     return model.id
 
 
-def streamed_text(client: OpenAI, model: str, prompt: str, seed: int, max_tokens: int = 24) -> str:
+def streamed_text(client: OpenAI, model: str, prompt: str, seed: int, max_tokens: int = 20) -> str:
     stream = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": prompt}],
@@ -257,7 +257,7 @@ def test_errors_are_the_clients_own(client: OpenAI, model: str) -> None:
     assert large.value.status_code == 413
 
 
-@pytest.mark.parametrize("text", ["a" * 7_000_000, "word " * 1_400_000, "🙂" * 1_700_000])
+@pytest.mark.parametrize("text", ["a" * 7_000_000, "🙂 " * 200_000])
 def test_megabytes_of_prompt_are_refused_in_seconds(client: OpenAI, model: str, text: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.with_options(timeout=60).completions.create(model=model, prompt=text)

@@ -7,6 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given as fuzz
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from headroom.server.schemas import Body, ChatBody, CompletionBody
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "hi"}
@@ -72,13 +77,13 @@ WRONG_SETTINGS = [
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize(
-    ("settings", "param"), WRONG_SETTINGS, ids=lambda value: str(value)[:40].replace("/", "")
+    ("given", "param"), WRONG_SETTINGS, ids=lambda value: str(value)[:40].replace("/", "")
 )
 def test_a_wrong_setting_is_refused_by_name(
-    shared: httpx.Client, path: str, settings: dict[str, Any], param: str
+    shared: httpx.Client, path: str, given: dict[str, Any], param: str
 ) -> None:
     subject = {"messages": [USER]} if path == CHAT else {"prompt": "hi"}
-    response = shared.post(path, json={**subject, **settings})
+    response = shared.post(path, json={**subject, **given})
     assert problem(response, 400)["param"] == param
 
 
@@ -142,13 +147,13 @@ def test_a_wrong_prompt_is_refused(shared: httpx.Client, body: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    ("settings", "param"),
+    ("given", "param"),
     [({"suffix": "end"}, "suffix"), ({"best_of": 3}, "best_of"), ({"logprobs": 21}, "logprobs")],
 )
 def test_what_completions_cannot_do_is_refused(
-    shared: httpx.Client, settings: dict[str, Any], param: str
+    shared: httpx.Client, given: dict[str, Any], param: str
 ) -> None:
-    response = shared.post(COMPLETIONS, json={"prompt": "hi", **settings})
+    response = shared.post(COMPLETIONS, json={"prompt": "hi", **given})
     assert problem(response, 400)["param"] == param
 
 
@@ -269,3 +274,25 @@ def test_the_right_model_and_unknown_fields_and_nulls_are_taken(shared: httpx.Cl
         "response_format": {"type": "text"}, "parallel_tool_calls": False,
     }  # fmt: skip
     assert shared.post(CHAT, json=body).status_code == 200
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("a1", max_size=3), inner),
+    max_leaves=4,
+)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@fuzz(
+    path=st.sampled_from([(CHAT, ChatBody), (COMPLETIONS, CompletionBody)]),
+    changes=st.dictionaries(st.integers(0, 100), JSON, min_size=1, max_size=3),
+)
+def test_no_value_of_any_field_is_the_servers_fault(
+    shared: httpx.Client, path: tuple[str, type[Body]], changes: dict[int, Any]
+) -> None:
+    fields = list(path[1].model_fields)
+    changed = {fields[number % len(fields)]: value for number, value in changes.items()}
+    body = {"messages": [USER], "prompt": "hi", **changed}
+    assert shared.post(path[0], json=body).status_code in (200, 400, 404)

@@ -5,28 +5,29 @@ from typing import Any, cast
 
 import pytest
 
-from headroom.engine.request import Timings, TokenEvent
+from headroom.engine.request import TokenEvent
 from headroom.server.refusals import RefusalError
 from headroom.server.stream import AnswerReader, Delta
 from headroom.text.tokenizer import Tokenizer
-from tests.server.fakes import BOS, EOS, FakeTokenizer
+from tests.server.fakes import BOS, EOS, TIMINGS, FakeTokenizer
 
 
 def read(tokens: Sequence[int], reason: Any = "length", stops: Sequence[str] = ()) -> list[Delta]:
     reader = AnswerReader(0, cast(Tokenizer, FakeTokenizer()), stops)
-    return [
-        reader.read(
-            TokenEvent(
-                request_id="a",
-                token=token,
-                finish_reason=reason if count == len(tokens) else None,
-                prompt_tokens=3,
-                generated_tokens=count,
-                timings=Timings(0, 0, 0) if count == len(tokens) else None,
-            )
+    deltas: list[Delta] = []
+    for count, token in enumerate(tokens, start=1):
+        event = TokenEvent(
+            request_id="a",
+            token=token,
+            finish_reason=reason if count == len(tokens) else None,
+            prompt_tokens=3,
+            generated_tokens=count,
+            timings=TIMINGS,
         )
-        for count, token in enumerate(tokens, start=1)
-    ]
+        deltas.append(reader.read(event))
+        if deltas[-1].end is not None:
+            break
+    return deltas
 
 
 def test_half_a_character_is_never_shown() -> None:
@@ -64,12 +65,11 @@ def test_text_that_may_become_a_stop_is_held_with_its_tokens_until_it_is_not() -
 
 
 def test_a_stop_text_takes_its_tokens_with_it() -> None:
-    deltas = read([*b"ab--cd"], reason="cancelled", stops=["--"])
+    deltas = read([*b"ab--cd"], stops=["--"])
     assert "".join(delta.text for delta in deltas) == "ab"
     assert [token.id for delta in deltas for token in delta.tokens] == [97, 98]
     end = deltas[-1].end
     assert end is not None
-    # Tokens that the engine made after the stop text are nobody's.
     assert (end.finish_reason, end.generated_tokens, end.prompt_tokens) == ("stop", 4, 3)
 
 

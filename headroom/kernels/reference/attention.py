@@ -13,8 +13,8 @@ from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.reference.quantise import quantise
 from headroom.kernels.weight import PLAIN_TYPES
 
-QUERY_TILE = 16
-KEY_BLOCK = 256
+QUERY_TILE = 8
+KEY_BLOCK = 128
 LOWEST = -1e30  # a running maximum before any key; finite, so that differences stay numbers
 
 

@@ -15,21 +15,18 @@ UNPACK_VALUES = 4 << 20  # weight values unpacked at a time, to bound scratch me
 
 
 def matmul(x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    """Return `x` times the weight's transpose, computed in `dtype`, as float32."""
+    """Return `x` times the weight's transpose; both are rounded to `dtype`, sums are float32."""
     rows = x.shape[0]
     tiles = -(-rows // ROW_TILE)
-    padded = torch.zeros(tiles * ROW_TILE, weight.columns, dtype=dtype, device=x.device)
-    padded[:rows] = x
+    padded = torch.zeros(tiles * ROW_TILE, weight.columns, device=x.device)
+    padded[:rows] = x.to(dtype)
     out = torch.empty(tiles * ROW_TILE, weight.rows, device=x.device)
-    step = max(1, UNPACK_VALUES // weight.columns)
-    if weight.quant.name in PLAIN_TYPES and weight.data.dtype == dtype:
-        step = max(1, weight.rows)
+    ready = dtype == torch.float32 == weight.data.dtype  # nothing to unpack or to round
+    step = weight.rows if ready else max(1, UNPACK_VALUES // weight.columns)
     for first in range(0, weight.rows, step):
-        part = unpack_rows(weight, slice(first, first + step)).to(dtype).t()
+        part = unpack_rows(weight, slice(first, first + step)).to(dtype).float().t()
         for tile in range(0, rows, ROW_TILE):
-            out[tile : tile + ROW_TILE, first : first + step] = (
-                padded[tile : tile + ROW_TILE] @ part
-            )
+            out[tile : tile + ROW_TILE, first : first + step] = padded[tile : tile + ROW_TILE] @ part
     return out[:rows]
 
 

@@ -1,0 +1,83 @@
+"""Mixes: which type each tensor of a quantised file has, by the usual quantiser's rules."""
+
+from dataclasses import dataclass
+
+from headroom.errors import OptionError
+from headroom.formats.quants import (
+    BF16,
+    F16,
+    F32,
+    MXFP4,
+    Q4_0,
+    Q4_1,
+    Q4_K,
+    Q5_0,
+    Q5_1,
+    Q5_K,
+    Q6_K,
+    Q8_0,
+    QuantType,
+)
+
+# Types whose blocks do not divide a row are replaced; rows must still be whole blocks of 32.
+_NARROWER = {Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0}
+_ALWAYS_F32 = (
+    "ffn_gate_inp", "ssm_conv1d", "ssm_a", "ssm_dt", "exp_probs_b", ".scale", "rope_freqs",
+    "layer_output_scale",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """One named mix of types."""
+
+    base: QuantType  # of matrices without a rule of their own
+    better: QuantType  # of half of the value and down projections
+    head: QuantType  # of the head, also where it is the token table
+    experts: QuantType | None = None  # of expert stacks, if not as the rest
+
+
+MIXES = {
+    "bf16": Mix(BF16, BF16, BF16),
+    "q8_0": Mix(Q8_0, Q8_0, Q8_0),
+    "q6_k": Mix(Q6_K, Q6_K, Q6_K),
+    "q5_k_m": Mix(Q5_K, Q6_K, Q6_K),
+    "q4_k_m": Mix(Q4_K, Q6_K, Q6_K),
+    "q4_1": Mix(Q4_1, Q4_1, Q6_K),
+    "q4_0": Mix(Q4_0, Q4_0, Q6_K),
+    "mxfp4": Mix(Q8_0, Q8_0, Q8_0, experts=MXFP4),
+}
+
+
+def find_mix(name: str) -> Mix:
+    """Return a mix by its name, in any case."""
+    mix = MIXES.get(name.lower().replace("-", "_"))
+    if mix is None:
+        raise OptionError(f"{name!r} is no quantisation.", hint=f"Choose {', '.join(MIXES)}.")
+    return mix
+
+
+def gets_better(index: int, count: int) -> bool:
+    """Whether the tensor `index` of `count` alike is one of the half with the better type."""
+    return index < count // 8 or index >= 7 * count // 8 or (index - count // 8) % 3 == 2
+
+
+def tensor_type(mix: Mix, name: str, shape: tuple[int, ...], tied: bool, better: bool) -> QuantType:
+    """Return the type of a tensor; `better` says that its turn for the better type has come."""
+    if len(shape) == 1 or "norm" in name or any(word in name for word in _ALWAYS_F32):
+        return F32
+    if name.startswith("per_layer_model_proj"):
+        return BF16  # quantisers leave it as they find it
+    table = name.startswith(("token_embd", "per_layer_token_embd"))
+    if name == "output.weight" or (table and tied):
+        return _fitting(mix.head, shape[-1])
+    if mix.experts is not None and "_exps" in name:
+        return _fitting(mix.experts, shape[-1])
+    return _fitting(mix.better if better and not table else mix.base, shape[-1])
+
+
+def _fitting(quant: QuantType, row: int) -> QuantType:
+    """Return the type itself, or the one that stands in where its blocks do not divide a row."""
+    if row % quant.block:
+        quant = _NARROWER.get(quant, quant)
+    return quant if row % quant.block == 0 else F16

@@ -1,0 +1,270 @@
+"""Tensor tables: the weights of a model family, named and shaped as in its GGUF file."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headroom.memory.shape import LayerKind
+
+Tensors = dict[str, tuple[int, ...]]  # name without "blk.N." and its shape, rows first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dims:
+    """The dimensions of one model; a family reads those it knows."""
+
+    architecture: str
+    layers: int
+    hidden: int
+    vocab: int
+    context: int
+    tied: bool = False
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    ffn: int = 0
+    experts: int = 0
+    experts_used: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    full_every: int = 0  # one layer of so many sees the whole context
+    window: int = 0
+    window_heads: int = 0  # query heads of window layers, where they differ
+    full_kv_heads: int = 0  # heads of full layers, where they differ
+    full_head_dim: int = 0
+    shared_kv_layers: int = 0  # last layers that read the cache of others
+    keys_are_values: bool = False  # full layers have no value projection
+    side_width: int = 0  # per-layer inputs: values of each layer
+    state_heads: int = 0  # value heads of recurrent layers; key heads are 16, all dims 128
+    taps: int = 0  # of a draft
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerDims:
+    """One layer: its weights and what the planner must know of its mixer."""
+
+    tensors: Tensors
+    kind: LayerKind = "full"
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    owns_kv: bool = True
+    ffn: int = 0
+    state_heads: int = 0
+
+
+STATE_DIM, STATE_KEY_HEADS, CONV = 128, 16, 4  # of recurrent layers
+
+
+def llama_layer(dims: Dims, index: int) -> LayerDims:
+    """Grouped attention and a gated feed-forward part."""
+    tensors = _norms(dims, "attn_norm", "ffn_norm") | _attention(
+        dims.hidden, dims.heads, dims.kv_heads, dims.head_dim
+    )
+    return LayerDims(
+        tensors=tensors | _ffn(dims.hidden, dims.ffn),
+        heads=dims.heads,
+        kv_heads=dims.kv_heads,
+        head_dim=dims.head_dim,
+        ffn=dims.ffn,
+    )
+
+
+def qwen3_layer(dims: Dims, index: int) -> LayerDims:
+    """Llama with normed queries and keys; experts instead of the dense part where there are any."""
+    plain = llama_layer(dims, index)
+    tensors = plain.tensors | _head_norms(dims.head_dim)
+    if dims.experts:
+        tensors = {name: shape for name, shape in tensors.items() if "ffn_" not in name}
+        tensors |= _norms(dims, "ffn_norm") | _experts(dims)
+    return LayerDims(
+        tensors=tensors,
+        heads=dims.heads,
+        kv_heads=dims.kv_heads,
+        head_dim=dims.head_dim,
+        ffn=dims.ffn,
+    )
+
+
+def qwen35_layer(dims: Dims, index: int) -> LayerDims:
+    """Gated attention in every fourth layer, gated linear attention in the others."""
+    hidden = dims.hidden
+    tensors = _norms(dims, "attn_norm", "post_attention_norm")
+    if dims.experts:
+        tensors |= _experts(dims) | _shared_expert(dims)
+        tensors["ffn_gate_inp_shexp.weight"] = (hidden,)
+    else:
+        tensors |= _ffn(hidden, dims.ffn)
+    ffn = dims.shared_ffn or dims.ffn
+    if (index + 1) % dims.full_every == 0:
+        tensors |= _attention(hidden, dims.heads, dims.kv_heads, dims.head_dim)
+        tensors["attn_q.weight"] = (2 * dims.heads * dims.head_dim, hidden)  # with output gates
+        return LayerDims(
+            tensors=tensors | _head_norms(dims.head_dim),
+            heads=dims.heads,
+            kv_heads=dims.kv_heads,
+            head_dim=dims.head_dim,
+            ffn=ffn,
+        )
+    inner = dims.state_heads * STATE_DIM
+    channels = conv_channels(dims.state_heads)
+    tensors |= {
+        "attn_qkv.weight": (channels, hidden),
+        "attn_gate.weight": (inner, hidden),
+        "ssm_beta.weight": (dims.state_heads, hidden),
+        "ssm_alpha.weight": (dims.state_heads, hidden),
+        "ssm_conv1d.weight": (channels, CONV),
+        "ssm_a": (dims.state_heads,),
+        "ssm_dt.bias": (dims.state_heads,),
+        "ssm_norm.weight": (STATE_DIM,),
+        "ssm_out.weight": (hidden, inner),
+    }
+    return LayerDims(tensors=tensors, kind="recurrent", ffn=ffn, state_heads=dims.state_heads)
+
+
+def laguna_layer(dims: Dims, index: int) -> LayerDims:
+    """A full layer, then three with a window; the first one dense, the others of experts."""
+    full = index % dims.full_every == 0
+    heads = dims.heads if full else dims.window_heads
+    tensors = _norms(dims, "attn_norm", "ffn_norm") | _head_norms(dims.head_dim)
+    tensors |= _attention(dims.hidden, heads, dims.kv_heads, dims.head_dim)
+    tensors["attn_gate.weight"] = (heads, dims.hidden)
+    if index == 0:
+        tensors |= _ffn(dims.hidden, dims.ffn)
+    else:
+        tensors |= _experts(dims) | _shared_expert(dims) | {"exp_probs_b.bias": (dims.experts,)}
+    return LayerDims(
+        tensors=tensors,
+        kind="full" if full else "window",
+        heads=heads,
+        kv_heads=dims.kv_heads,
+        head_dim=dims.head_dim,
+        ffn=dims.ffn if index == 0 else dims.shared_ffn,
+    )
+
+
+def gemma4_layer(dims: Dims, index: int) -> LayerDims:
+    """Five layers with a window, then a full one with other heads; experts beside a dense part."""
+    full = (index + 1) % dims.full_every == 0
+    kv_heads = dims.full_kv_heads if full else dims.kv_heads
+    head_dim = dims.full_head_dim if full else dims.head_dim
+    tensors = _norms(dims, "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+    tensors |= _attention(dims.hidden, dims.heads, kv_heads, head_dim) | _head_norms(head_dim)
+    if full and dims.keys_are_values:
+        del tensors["attn_v.weight"]
+    tensors |= _ffn(dims.hidden, dims.ffn) | {"layer_output_scale.weight": (1,)}
+    if dims.experts:
+        tensors |= _norms(dims, "post_ffw_norm_1", "post_ffw_norm_2", "pre_ffw_norm_2")
+        tensors |= {
+            "ffn_gate_inp.weight": (dims.experts, dims.hidden),
+            "ffn_gate_inp.scale": (dims.hidden,),
+            "ffn_down_exps.scale": (dims.experts,),
+            "ffn_gate_up_exps.weight": (dims.experts, 2 * dims.expert_ffn, dims.hidden),
+            "ffn_down_exps.weight": (dims.experts, dims.hidden, dims.expert_ffn),
+        }
+    if dims.side_width:
+        tensors |= _norms(dims, "post_norm")
+        tensors["inp_gate.weight"] = (dims.side_width, dims.hidden)
+        tensors["proj.weight"] = (dims.hidden, dims.side_width)
+    return LayerDims(
+        tensors=tensors,
+        kind="full" if full else "window",
+        heads=dims.heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        owns_kv=index < dims.layers - dims.shared_kv_layers,
+        ffn=dims.ffn,
+    )
+
+
+def dflash_layer(dims: Dims, index: int) -> LayerDims:
+    """A Qwen3 layer of a draft; all but the last have a window where the draft has one."""
+    plain = qwen3_layer(dims, index)
+    windowed = dims.window and index < dims.layers - 1
+    return LayerDims(
+        tensors=plain.tensors,
+        kind="window" if windowed else "full",
+        heads=plain.heads,
+        kv_heads=plain.kv_heads,
+        head_dim=plain.head_dim,
+        ffn=plain.ffn,
+    )
+
+
+LAYERS: dict[str, Callable[[Dims, int], LayerDims]] = {
+    "llama": llama_layer,
+    "qwen3": qwen3_layer,
+    "qwen3moe": qwen3_layer,
+    "qwen35": qwen35_layer,
+    "qwen35moe": qwen35_layer,
+    "laguna": laguna_layer,
+    "gemma4": gemma4_layer,
+    "dflash": dflash_layer,
+}
+
+
+def outer_tensors(dims: Dims) -> Tensors:
+    """Return the tensors that belong to no layer."""
+    tensors: Tensors = {"output_norm.weight": (dims.hidden,)}
+    if dims.taps:
+        tensors["fc.weight"] = (dims.hidden, dims.taps * dims.hidden)
+        tensors["enc.output_norm.weight"] = (dims.hidden,)
+        return tensors  # embedding and head are the target's
+    tensors["token_embd.weight"] = (dims.vocab, dims.hidden)
+    if not dims.tied:
+        tensors["output.weight"] = (dims.vocab, dims.hidden)
+    if dims.architecture == "gemma4":
+        tensors["rope_freqs.weight"] = (dims.full_head_dim // 2,)
+    if dims.side_width:
+        width = dims.layers * dims.side_width
+        tensors["per_layer_token_embd.weight"] = (dims.vocab, width)
+        tensors["per_layer_model_proj.weight"] = (width, dims.hidden)
+        tensors["per_layer_proj_norm.weight"] = (dims.side_width,)
+    return tensors
+
+
+def conv_channels(state_heads: int) -> int:
+    """Return the channels of a recurrent layer's convolution: queries, keys and values."""
+    return (2 * STATE_KEY_HEADS + state_heads) * STATE_DIM
+
+
+def _norms(dims: Dims, *names: str) -> Tensors:
+    return {f"{name}.weight": (dims.hidden,) for name in names}
+
+
+def _head_norms(head_dim: int) -> Tensors:
+    return {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
+
+
+def _attention(hidden: int, heads: int, kv_heads: int, head_dim: int) -> Tensors:
+    return {
+        "attn_q.weight": (heads * head_dim, hidden),
+        "attn_k.weight": (kv_heads * head_dim, hidden),
+        "attn_v.weight": (kv_heads * head_dim, hidden),
+        "attn_output.weight": (hidden, heads * head_dim),
+    }
+
+
+def _ffn(hidden: int, width: int) -> Tensors:
+    return {
+        "ffn_gate.weight": (width, hidden),
+        "ffn_up.weight": (width, hidden),
+        "ffn_down.weight": (hidden, width),
+    }
+
+
+def _experts(dims: Dims) -> Tensors:
+    experts, width, hidden = dims.experts, dims.expert_ffn, dims.hidden
+    return {
+        "ffn_gate_inp.weight": (experts, hidden),
+        "ffn_gate_exps.weight": (experts, width, hidden),
+        "ffn_up_exps.weight": (experts, width, hidden),
+        "ffn_down_exps.weight": (experts, hidden, width),
+    }
+
+
+def _shared_expert(dims: Dims) -> Tensors:
+    return {
+        "ffn_gate_shexp.weight": (dims.shared_ffn, dims.hidden),
+        "ffn_up_shexp.weight": (dims.shared_ffn, dims.hidden),
+        "ffn_down_shexp.weight": (dims.hidden, dims.shared_ffn),
+    }

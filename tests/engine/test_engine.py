@@ -1,0 +1,235 @@
+"""The engine: answers depend on the request alone, and no request hurts another."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
+from headroom.errors import CapacityError, RequestError
+from headroom.llm import LLM
+
+SAMPLED = {"temperature": 0.8, "max_tokens": 40, "ignore_eos": True}
+PROMPTS = ["a", "hello there", "x" * 70, "0123456789" * 9, "mixed\n\ttext", "zz", "q" * 33, "end"]
+
+
+@pytest.fixture
+def llm(tiny_path: Path) -> Iterator[LLM]:
+    with LLM(str(tiny_path), context=256, parallel=4, chunk=32, threads=1) as opened:
+        yield opened
+
+
+def answer(llm: LLM, prompt: str, **params: object) -> tuple[int, ...]:
+    return llm.generate(prompt, SamplingParams(**params))[0].token_ids  # type: ignore[arg-type]
+
+
+def collect(llm: LLM, request: GenerationRequest) -> list[TokenEvent]:
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    llm.engine.submit(request, events.put)
+    found = [events.get(timeout=30)]
+    while found[-1].finish_reason is None:
+        found.append(events.get(timeout=30))
+    return found
+
+
+def test_an_answer_does_not_depend_on_who_shares_the_batch(llm: LLM) -> None:
+    params = [SamplingParams(seed=seed, **SAMPLED) for seed in range(len(PROMPTS))]
+    alone = [
+        llm.generate(prompt, p)[0].token_ids for prompt, p in zip(PROMPTS, params, strict=True)
+    ]
+    streams = [llm.stream(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
+    together = [tuple(piece.token for piece in stream) for stream in streams]
+    assert together == alone
+    assert len(set(alone)) == len(alone)
+
+
+@pytest.mark.parametrize("kv_type", ["f32", "f16", "bf16"])
+def test_an_answer_does_not_depend_on_preemption(tiny_path: Path, kv_type: str) -> None:
+    settings = {"context": 256, "parallel": 4, "chunk": 32, "kv_type": kv_type, "threads": 1}
+    params = SamplingParams(temperature=0.8, max_tokens=100, ignore_eos=True, seed=3)
+    with LLM(str(tiny_path), **settings) as roomy:
+        alone = [roomy.generate(prompt, params)[0].token_ids for prompt in PROMPTS]
+    with LLM(str(tiny_path), cache_tokens=320, **settings) as tight:
+        together = [done.token_ids for done in tight.generate(PROMPTS, params)]
+        assert tight.engine.stats().preemptions > 0
+        assert tight.engine.stats().cache_pages_used == 0
+    assert together == alone
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 512])
+def test_an_answer_does_not_depend_on_the_chunk(tiny_path: Path, llm: LLM, chunk: int) -> None:
+    expected = answer(llm, PROMPTS[3], seed=1, **SAMPLED)
+    with LLM(str(tiny_path), context=256, chunk=chunk, threads=1) as other:
+        assert answer(other, PROMPTS[3], seed=1, **SAMPLED) == expected
+
+
+def test_packed_and_unpacked_weights_give_the_same_answer(tiny_path: Path) -> None:
+    answers = set()
+    for weights in ("packed", "unpacked"):
+        with LLM(str(tiny_path), context=128, weights=weights, threads=1) as llm:
+            answers.add(answer(llm, "some prompt", seed=1, **SAMPLED))
+    assert len(answers) == 1
+
+
+def test_the_same_seed_gives_the_same_text_and_draws_differ(llm: LLM) -> None:
+    first = answer(llm, "p", seed=5, **SAMPLED)
+    assert answer(llm, "p", seed=5, **SAMPLED) == first
+    assert answer(llm, "p", seed=6, **SAMPLED) != first
+    assert answer(llm, "p", seed=5, draw=1, **SAMPLED) != first
+
+
+def test_the_last_event_tells_why_and_counts(llm: LLM) -> None:
+    request = llm.request([1, 2, 3], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    events = collect(llm, request)
+    assert [event.generated_tokens for event in events] == [1, 2, 3, 4]
+    assert events[-1].finish_reason == "length"
+    assert events[-1].prompt_tokens == 3
+    assert events[-1].timings is not None
+    assert events[-1].timings.decode_s >= 0
+
+
+def test_a_stop_token_ends_the_answer_unless_ignored(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5, logit_bias={256: 100.0})
+    events = collect(llm, llm.request([1, 2], params))
+    assert [(event.token, event.finish_reason) for event in events] == [(256, "stop")]
+    ignoring = SamplingParams(temperature=0, max_tokens=5, logit_bias={256: 100.0}, ignore_eos=True)
+    events = collect(llm, llm.request([1, 2], ignoring))
+    assert [event.token for event in events] == [256] * 5
+    assert events[-1].finish_reason == "length"
+
+
+def test_an_answer_ends_where_the_context_ends(llm: LLM) -> None:
+    prompt = [5] * 250
+    events = collect(llm, llm.request(prompt, SamplingParams(temperature=0, ignore_eos=True)))
+    assert len(events) == 6
+    assert events[-1].finish_reason == "length"
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="prompt has 256 tokens and the context holds 256"):
+        llm.generate([[1] * 256])
+
+
+def test_token_ids_outside_the_vocabulary_are_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="Token id 320 is outside the vocabulary of 320"):
+        llm.generate([[1, 320]])
+    with pytest.raises(RequestError, match="Token id -1 is outside"):
+        llm.generate([[-1]])
+    with pytest.raises(RequestError, match="Token id 999 is outside") as caught:
+        llm.generate("x", SamplingParams(logit_bias={999: 1.0}))
+    assert caught.value.param == "logit_bias"
+
+
+def test_an_empty_prompt_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="The prompt is empty"):
+        llm.generate("")
+
+
+def test_cancelling_ends_a_request_and_frees_its_pages(llm: LLM) -> None:
+    seen = threading.Event()
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+
+    def on_event(event: TokenEvent) -> None:
+        events.put(event)
+        seen.set()
+
+    request = llm.request([1, 2, 3], SamplingParams(ignore_eos=True))
+    llm.engine.submit(request, on_event)
+    assert seen.wait(30)
+    llm.engine.cancel(request.id)
+    llm.engine.cancel("no such request")
+    last = events.get(timeout=30)
+    while last.finish_reason is None:
+        last = events.get(timeout=30)
+    assert last.finish_reason == "cancelled"
+    assert last.token is None
+    assert llm.engine.stats().cache_pages_used == 0
+
+
+def test_closing_a_stream_cancels_its_request(llm: LLM) -> None:
+    stream = llm.stream("abc", SamplingParams(ignore_eos=True))
+    next(iter(stream))
+    stream.close()  # type: ignore[attr-defined]
+    llm.generate("after", SamplingParams(max_tokens=1))
+    assert llm.engine.stats().requests_finished["cancelled"] == 1
+
+
+def test_requests_beyond_the_queue_are_refused_and_the_others_served(tiny_path: Path) -> None:
+    with LLM(str(tiny_path), context=128, parallel=1, queue=2, threads=1) as llm:
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        streams = [llm.stream("abc", params) for _ in range(3)]
+        with pytest.raises(CapacityError, match="3 requests are running or waiting"):
+            llm.stream("abc", params)
+        assert all(len(list(stream)) == 30 for stream in streams)
+
+
+def test_a_failing_step_ends_its_requests_with_an_error_and_no_others(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = llm.engine._pipeline.forward
+
+    def break_once(batch: object) -> torch.Tensor:
+        monkeypatch.setattr(llm.engine._pipeline, "forward", forward)
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(llm.engine._pipeline, "forward", break_once)
+    events = collect(llm, llm.request([1, 2], SamplingParams(max_tokens=3)))
+    assert events[-1].finish_reason == "error"
+    assert "MemoryError: out of memory" in events[-1].error
+    assert len(llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+    assert llm.engine.stats().cache_pages_used == 0
+
+
+def test_a_failing_reader_does_not_stop_the_engine(llm: LLM) -> None:
+    def fail(event: TokenEvent) -> None:
+        raise RuntimeError("reader is gone")
+
+    llm.engine.submit(llm.request([1], SamplingParams(ignore_eos=True)), fail)
+    assert len(llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+
+
+def test_closing_the_engine_cancels_what_runs(tiny_path: Path) -> None:
+    llm = LLM(str(tiny_path), context=256, threads=1)
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    llm.engine.submit(llm.request([1], SamplingParams(ignore_eos=True)), events.put)
+    events.get(timeout=30)
+    llm.close()
+    found = [events.get(timeout=1)]
+    while found[-1].finish_reason is None:
+        found.append(events.get(timeout=1))
+    assert found[-1].finish_reason in ("cancelled", "length")
+    with pytest.raises(CapacityError, match="shutting down"):
+        llm.generate("x")
+
+
+def test_logprobs_tell_the_drawn_token_and_its_rivals(llm: LLM) -> None:
+    done = llm.generate("abc", SamplingParams(temperature=0, max_tokens=5, logprobs=3))[0]
+    for token, found in zip(done.token_ids, done.logprobs, strict=True):
+        assert found.top[0] == (token, found.logprob)
+        assert len(found.top) == 3
+
+
+def test_prompt_logprobs_equal_those_of_drawing_the_prompt_itself(llm: LLM) -> None:
+    generated = llm.generate(
+        "abc", SamplingParams(temperature=0, max_tokens=50, logprobs=0, ignore_eos=True)
+    )[0]
+    prompt = [*llm.tokenizer.encode("abc"), *generated.token_ids]
+    params = SamplingParams(max_tokens=1, logprobs=2, prompt_logprobs=True)
+    first = collect(llm, llm.request(prompt, params))[0]
+    assert len(first.prompt_logprobs) == len(prompt)
+    assert first.prompt_logprobs[0] is None
+    found = [entry.logprob for entry in first.prompt_logprobs[3:] if entry]
+    assert found == [entry.logprob for entry in generated.logprobs]
+
+
+def test_stats_count_what_was_done(llm: LLM) -> None:
+    llm.generate("abcd", SamplingParams(max_tokens=6, ignore_eos=True))
+    stats = llm.engine.stats()
+    assert stats.prompt_tokens == 4
+    assert stats.generated_tokens == 6
+    assert stats.requests_finished == {"length": 1}
+    assert stats.requests_running == stats.requests_waiting == 0
+    assert stats.steps >= 6

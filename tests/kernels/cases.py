@@ -1,0 +1,148 @@
+"""Inputs for every operation, so that each kernel can be compared with the reference."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headroom.formats.quants import BY_NAME, F32, Q8_K, QUANTS, QuantType
+from headroom.kernels.ops import Case, PagedKv, Span
+from headroom.kernels.reference.attention import write_kv
+from headroom.kernels.weight import PLAIN_TYPES, Weight, plain_type
+
+WEIGHT_TYPES = [quant for quant in QUANTS if quant.runs and quant is not Q8_K]
+CACHE_PAIRS = [("f32", "f32"), ("f16", "bf16"), ("q8_0", "f16"), ("q8_0", "q8_0")]
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A kernel's case and the sizes of its inputs."""
+
+    op: str
+    case: Case
+    sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        types = {self.case.quant.name, self.case.k_type, self.case.v_type} - {"f32"}
+        return "-".join([self.op, *sorted(types), "x".join(map(str, self.sizes))])
+
+
+def all_cases() -> list[Sized]:
+    """Every operation over types and awkward sizes: odd, tiny, empty."""
+    cases = []
+    for quant in WEIGHT_TYPES:
+        columns = 2 * max(quant.block, 24)
+        for rows in (0, 1, 3, 16, 40):
+            for out in (1, 37):
+                cases.append(Sized("matmul", Case(quant=quant), (rows, out, columns)))
+        cases.append(Sized("embed", Case(quant=quant), (5, 37, columns)))
+    for rows in (0, 1, 7):
+        cases.append(Sized("rms_norm", Case(), (rows, 33)))
+        cases.append(Sized("rope", Case(), (rows, 3, 10, 4)))
+        cases.append(Sized("gated_activation", Case(), (rows, 33)))
+    for k_type, v_type in CACHE_PAIRS:
+        case = Case(k_type=k_type, v_type=v_type)
+        cases.append(Sized("kv_write", case, (5, 2, 32)))
+        for window in (0, 5):
+            cases.append(Sized("attention", case, (6, 2, 32, window)))
+    return cases
+
+
+def make_inputs(sized: Sized, seed: int = 0) -> tuple[Any, ...]:
+    """Random inputs of an operation in its contract's order."""
+    torch.manual_seed(seed)
+    make = {
+        "matmul": _matmul, "embed": _embed, "rms_norm": _rms_norm, "rope": _rope,
+        "gated_activation": _gated, "kv_write": _kv_write, "attention": _attention,
+    }[sized.op]  # fmt: skip
+    return make(sized)
+
+
+def random_weight(quant: QuantType, rows: int, columns: int) -> Weight:
+    """A weight of random blocks whose values are of ordinary size."""
+    if quant.name in PLAIN_TYPES:
+        return Weight(torch.randn(rows, columns).to(plain_type(quant.name)), quant, rows, columns)
+    blocks = rows * columns // quant.block
+    data = torch.randint(0, 256, (blocks, quant.block_bytes), dtype=torch.uint8)
+    scale = (torch.rand(blocks) * 0.01 + 0.001).half().view(torch.uint8).view(blocks, 2)
+    for offset in SCALE_OFFSETS[quant.name]:
+        data[:, offset : offset + 2] = scale
+    if quant.name == "mxfp4":
+        data[:, 0] = torch.randint(118, 126, (blocks,))
+    return Weight(data.view(rows, -1), quant, rows, columns)
+
+
+SCALE_OFFSETS: dict[str, tuple[int, ...]] = {
+    "q8_0": (0,), "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q4_k": (0, 2),
+    "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "mxfp4": (),
+}  # fmt: skip
+
+
+def _matmul(sized: Sized) -> tuple[Any, ...]:
+    rows, out, columns = sized.sizes
+    weight = random_weight(sized.case.quant, out, columns)
+    return torch.randn(rows, columns), weight, plain_type(sized.case.dtype)
+
+
+def _embed(sized: Sized) -> tuple[Any, ...]:
+    rows, vocab, columns = sized.sizes
+    return torch.randint(0, vocab, (rows,)), random_weight(sized.case.quant, vocab, columns)
+
+
+def _rms_norm(sized: Sized) -> tuple[Any, ...]:
+    return torch.randn(sized.sizes), torch.randn(sized.sizes[1:]), 1e-5
+
+
+def _rope(sized: Sized) -> tuple[Any, ...]:
+    rows, heads, dim, half = sized.sizes
+    angles = torch.randn(rows, half)
+    return torch.randn(rows, heads, dim), angles.cos(), angles.sin()
+
+
+def _gated(sized: Sized) -> tuple[Any, ...]:
+    return 8 * torch.randn(sized.sizes), torch.randn(sized.sizes)
+
+
+def _kv_write(sized: Sized) -> tuple[Any, ...]:
+    rows, heads, dim = sized.sizes
+    cache = empty_cache(sized.case.k_type, sized.case.v_type, 64, heads, dim)
+    return (
+        cache,
+        torch.randperm(64)[:rows],
+        torch.randn(rows, heads, dim),
+        torch.randn(rows, heads, dim),
+    )
+
+
+def _attention(sized: Sized) -> tuple[Any, ...]:
+    heads, kv_heads, dim, window = sized.sizes
+    cache = empty_cache(sized.case.k_type, sized.case.v_type, 1024, kv_heads, dim)
+    write_kv(
+        cache,
+        torch.arange(1024),
+        torch.randn(1024, kv_heads, dim),
+        torch.randn(1024, kv_heads, dim),
+    )
+    pages = torch.randperm(64)  # of 16 tokens
+    spans = (
+        Span(0, 1, 0, pages[:1]),
+        Span(1, 20, 300, pages[1:22]),
+        Span(21, 1, 411, pages[22:50]),
+    )
+    return torch.randn(22, heads, dim), cache, spans, dim**-0.5, window
+
+
+def empty_cache(k_type: str, v_type: str, slots: int, heads: int, dim: int) -> PagedKv:
+    """A cache of zeros with pages of 16 tokens."""
+    stored = []
+    for quant in (BY_NAME[k_type], BY_NAME[v_type]):
+        if quant.name in PLAIN_TYPES:
+            stored.append(torch.zeros(slots, heads, dim, dtype=plain_type(quant.name)))
+        else:
+            stored.append(torch.zeros(slots, heads, quant.bytes_for(dim), dtype=torch.uint8))
+    return PagedKv(stored[0], stored[1], BY_NAME[k_type], BY_NAME[v_type], 16)
+
+
+def plain_weight(values: torch.Tensor) -> Weight:
+    """A float32 weight of given values."""
+    return Weight(values, F32, values.shape[0], values.shape[1])

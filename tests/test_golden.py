@@ -1,0 +1,60 @@
+"""SmolLM2 from its real file: greedy answers and logits equal those of transformers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from headroom.engine.request import SamplingParams
+from headroom.formats.checkpoint import open_checkpoint
+from headroom.llm import LLM
+from tests.golden import CHATS, PLAIN
+from tests.running import run_steps
+
+NEW_TOKENS = 40
+CLOSE = 1e-3  # logits nearer than this may swap places
+
+
+@pytest.fixture(scope="module")
+def answers(smollm2_path: Path) -> Iterator[list[tuple[list[int], list[int]]]]:
+    """Prompts and our greedy continuations of them, in float32."""
+    with LLM(str(smollm2_path), context=512, parallel=8, kv_type="f32", dtype="f32") as llm:
+        prompts = [llm.tokenizer.encode(text) for text in PLAIN]
+        prompts += [llm.encode_chat(messages) for messages in CHATS]
+        params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+        done = llm.generate(prompts, params)
+        yield [(p, list(d.token_ids)) for p, d in zip(prompts, done, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def oracle(smollm2_path: Path) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(
+        smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
+    )
+    return model.eval()
+
+
+def oracle_logits(oracle: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return oracle(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def test_greedy_continuations_equal_transformers(answers, oracle) -> None:
+    assert len(answers) >= 20
+    for prompt, continuation in answers:
+        assert len(continuation) == NEW_TOKENS
+        logits = oracle_logits(oracle, prompt + continuation)[len(prompt) - 1 : -1]
+        best = logits.max(-1).values
+        chosen = logits.gather(1, torch.tensor(continuation)[:, None])[:, 0]
+        # The token is transformers' own, or one that it finds equally good.
+        assert float((best - chosen).max()) < CLOSE
+
+
+def test_logits_equal_transformers(answers, oracle, smollm2_path: Path) -> None:
+    checkpoint = open_checkpoint(smollm2_path)
+    rows = [prompt + continuation for prompt, continuation in answers][::4]
+    for tokens in rows:
+        ours = run_steps(checkpoint, [tokens], [[len(tokens)]], context=512, parallel=1)[0]
+        torch.testing.assert_close(ours, oracle_logits(oracle, tokens), atol=CLOSE, rtol=0)

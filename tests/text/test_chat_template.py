@@ -1,0 +1,215 @@
+"""ChatTemplate against transformers, and its refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Coder
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from headroom.errors import ModelError, RequestError
+from headroom.formats.checkpoint import open_checkpoint
+from headroom.text.chat_template import ChatTemplate
+
+CHAT = [
+    {"role": "system", "content": "Be brief. <b>&</b>"},
+    {"role": "user", "content": "Wie geht's? 👍\n{% raw %} {{ x }}"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nGut."},
+    {"role": "user", "content": ""},
+]
+TOOL_CALL = {
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Köln", "days": 2, "exact": True}},
+}
+TOOL_CHAT = [
+    {"role": "user", "content": "Weather in Köln?"},
+    {"role": "assistant", "content": None, "reasoning": "Ask.", "tool_calls": [TOOL_CALL]},
+    {"role": "tool", "content": '{"sky": "grey"}', "name": "weather"},
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Tells <the> weather & more.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+
+TEMPLATES = {
+    "bos_and_loop": """{{ bos_token }}{% for message in messages %}
+    {% if loop.first %}
+        {{- '[FIRST]' }}
+    {% endif %}
+{{ loop.index0 }}{{ message['role'] }}:{{ message.content or '' | trim }}{{ eos_token }}
+{% endfor %}
+{% if add_generation_prompt %}assistant:{% endif %}
+""",
+    "namespace_and_loop_controls": """
+{%- set ns = namespace(last=-1, seen=[]) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if message.role == 'user' and ns.last < 0 %}{% set ns.last = index %}{% break %}{% endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{% continue %}{% endif %}
+    {{- loop.index ~ '/' ~ ns.last ~ message.role }}
+{%- endfor %}""",
+    "tools_as_json": """{% if tools %}{% for tool in tools %}{{ tool | tojson }}
+{{ tool.function.parameters | tojson(indent=4) }}{% endfor %}{% endif %}
+{%- for message in messages %}<{{ message.role }}>
+    {%- if message.reasoning_content %}{{ message.reasoning_content ~ message.thinking }}{% endif %}
+    {%- for call in message.tool_calls or [] %}
+        {%- for name, value in call.function.arguments | items %}
+{{ name }}={{ value | tojson if value is not string else value }}
+        {%- endfor %}
+    {%- endfor %}
+    {{- message.content if message.content is not none }}
+{%- endfor %}""",
+    "generation_tag": """{% for m in messages %}{% if m.role == 'assistant' %}
+{% generation %}A: {{ m.content }}{{ eos_token }}
+{% endgeneration %}
+{% else %}U: {{ m.content }}
+{% endif %}{% endfor %}""",
+    "macros_and_filters": """{% macro show(message, prefix='>') -%}
+    {{ prefix }} {{ message.role | upper }} {{ (message.content or '') | replace('e', 'E') }}
+{%- endmacro %}
+{% for message in messages | rejectattr('role', 'equalto', 'system') %}
+{{ show(message) }}{{ loop.last }}{{ loop.previtem.role if loop.previtem is defined }}
+{% endfor %}
+{{ messages | map(attribute='role') | join(', ') }} {{ range(1, 7, 2) | list }}
+{{ '%s-%03d' | format('a', 7) }} {{ 'a b c'.split(' ')[-1] }} {{ '%d' % 1700000000 }}
+{{ dict(a=1) | tojson }} {{ 'x' * 3 }} {{ 2 ** 10 }} {{ 7 // 2 }} {{ documents is none }}""",
+    "time_and_variables": """{{ strftime_now('%Y-%m') }}
+{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}
+{{- extra.key[0] if extra is defined }}{{ missing }}""",
+    "parts": """{% for m in messages %}{% if m.content is string %}{{ m.content }}
+{%- else %}{% for part in m.content or [] %}{% if part.type == 'text' %}[{{ part.text }}]{% endif %}
+{%- endfor %}{% endif %}{% endfor %}""",
+}  # fmt: skip
+PARTS = [
+    {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+    {"role": "assistant", "content": "three"},
+]
+
+
+@pytest.fixture(scope="module")
+def oracle() -> PreTrainedTokenizerFast:
+    """An empty tokenizer of transformers, for its templates."""
+    coder = Coder(BPE({"<s>": 0, "</s>": 1}, []))
+    return PreTrainedTokenizerFast(tokenizer_object=coder, bos_token="<s>", eos_token="</s>")
+
+
+def compare(
+    oracle: PreTrainedTokenizerFast, source: str, chat: list[dict[str, Any]], **variables: Any
+) -> str:
+    """Render with both, require the same prompt and return it."""
+    expected = oracle.apply_chat_template(chat, chat_template=source, tokenize=False, **variables)
+    prompt = ChatTemplate(source, "<s>", "</s>").render(chat, **variables)
+    assert prompt == expected
+    return prompt
+
+
+@pytest.mark.parametrize("generate", [True, False])
+@pytest.mark.parametrize("chat", [CHAT, CHAT[1:], CHAT[1:2]])
+def test_smollm2_s_prompts_equal_transformers(
+    smollm2_path: Path,
+    oracle: PreTrainedTokenizerFast,
+    chat: list[dict[str, Any]],
+    generate: bool,
+) -> None:
+    source = open_checkpoint(smollm2_path).chat_template
+    assert source is not None
+    prompt = compare(oracle, source, chat, add_generation_prompt=generate)
+    assert prompt.startswith("<|im_start|>system\n")
+    assert prompt.endswith("<|im_start|>assistant\n") == generate
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("chat", [CHAT, TOOL_CHAT], ids=["chat", "tools"])
+def test_prompts_equal_transformers(
+    oracle: PreTrainedTokenizerFast, name: str, chat: list[dict[str, Any]]
+) -> None:
+    for tools in (None, TOOLS):
+        for generate in (True, False):
+            compare(oracle, TEMPLATES[name], chat, tools=tools, add_generation_prompt=generate)
+
+
+def test_free_variables_reach_the_template(oracle: PreTrainedTokenizerFast) -> None:
+    prompt = compare(
+        oracle,
+        TEMPLATES["time_and_variables"],
+        CHAT,
+        add_generation_prompt=True,
+        enable_thinking=False,
+        extra={"key": ["value"]},
+    )
+    assert prompt.endswith("<think></think>value")
+
+
+def test_parts_reach_a_template_that_reads_them(oracle: PreTrainedTokenizerFast) -> None:
+    prompt = compare(oracle, TEMPLATES["parts"], PARTS, add_generation_prompt=False)
+    assert prompt == "[one][two]three"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{{ m.role + ':' + m.content + ';' }}{% endfor %}",
+        "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}",
+    ],
+    ids=["fails on lists", "prints lists"],
+)
+def test_text_parts_are_joined_for_a_template_that_wants_text(source: str) -> None:
+    template = ChatTemplate(source, "", "")
+    assert template.render(PARTS) == "user:one\ntwo;assistant:three;"
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
+    with pytest.raises(RequestError, match="only text parts") as caught:
+        template.render([image])
+    assert caught.value.param == "messages"
+
+
+def test_the_caller_s_messages_stay_as_they_are() -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "x"}], "thinking": "y"}
+    copy = {**message, "content": [{"type": "text", "text": "x"}]}
+    ChatTemplate(TEMPLATES["parts"], "", "").render([message])
+    assert message == copy
+
+
+def test_the_template_s_own_refusal_is_the_request_s_error() -> None:
+    source = "{% if messages[0].role != 'user' %}{{ raise_exception('User first!') }}{% endif %}"
+    with pytest.raises(RequestError, match="refused the messages: User first!") as caught:
+        ChatTemplate(source, "", "").render(CHAT)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ missing.key }}", "{{ messages[99].role }}", "{{ 1 // 0 }}", "{{ 'a' + 1 }}"]
+)
+def test_every_failure_in_a_template_is_the_request_s_error(source: str) -> None:
+    with pytest.raises(RequestError, match="refused the messages"):
+        ChatTemplate(source, "", "").render(CHAT)
+
+
+def test_an_empty_chat_is_refused() -> None:
+    with pytest.raises(RequestError, match="There are no messages") as caught:
+        ChatTemplate("{{ messages }}", "", "").render([])
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("messages", [["text"], [None], [3]])
+def test_messages_that_are_no_objects_are_refused(messages: list[Any]) -> None:
+    with pytest.raises(RequestError, match="A message is not an object"):
+        ChatTemplate("{{ messages }}", "", "").render(messages)
+
+
+def test_a_syntax_error_names_its_line() -> None:
+    with pytest.raises(ModelError, match=r"wrong in line 3: .*endfor"):
+        ChatTemplate("a\nb\n{% endfor %}", "", "")
+
+
+def test_a_template_that_wants_another_file_is_refused() -> None:
+    with pytest.raises(ModelError, match="line 2 wants another file"):
+        ChatTemplate("\n{% include 'chat_template.jinja' %}", "", "")
