@@ -20,7 +20,7 @@ from headroom.engine.request import (
 )
 from headroom.errors import HeadroomError, ModelError
 from headroom.formats.checkpoint import Checkpoint, open_checkpoint
-from headroom.formats.hub import find_model
+from headroom.formats.hub import ALIASES, KNOWN_MODELS, find_model
 from headroom.memory.devices import detect_devices
 from headroom.memory.plan import Plan, make_plan
 from headroom.models.describe import describe
@@ -93,7 +93,7 @@ class LLM:
         path = find_model(options.model, options.home_path)
         checkpoint = open_checkpoint(path)
         self.options = options
-        self.name = options.served_name or model_name(path)
+        self.name = options.served_name or model_name(options.model, path)
         self.tokenizer = Tokenizer.from_checkpoint(checkpoint)
         self.template = _template(checkpoint, self.tokenizer)
         self.engine, self.plan = open_engine(checkpoint, options)
@@ -230,7 +230,9 @@ def _template(checkpoint: Checkpoint, tokenizer: Tokenizer) -> ChatTemplate | No
     return ChatTemplate(checkpoint.chat_template, tokenizer.bos_token, tokenizer.eos_token)
 
 
-def model_name(path: Path) -> str:
-    """Return the short name of a model file or folder, as the server lists it."""
-    stem = path.stem if path.is_file() else path.name
-    return stem.lower()
+def model_name(model: str, path: Path) -> str:
+    """Return the short name of a model, as the server lists it: a known one, or the file's."""
+    known = ALIASES.get(model.lower(), model.lower())
+    if known in KNOWN_MODELS:
+        return known
+    return (path.stem if path.is_file() else path.name).lower()

@@ -6,9 +6,17 @@ import pytest
 
 from headroom.formats.hub import pull
 from headroom.options import load_options
+from tests.tiny import llama_config, random_model, save_gguf
 
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model's file."""
     return pull("", load_options({}).home_path)
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GGUF file of a Llama with random weights, its head apart from its embedding."""
+    model = random_model(llama_config(tie_word_embeddings=False))
+    return save_gguf(model, tmp_path_factory.mktemp("tiny") / "tiny.gguf")

@@ -9,9 +9,9 @@ from rich.console import Console
 from headroom.cli.loading import ready_model
 from headroom.cli.settings import with_settings
 from headroom.formats.checkpoint import open_checkpoint
-from headroom.memory.devices import detect_devices
 from headroom.memory.plan import DoesNotFitError, Plan, make_plan
 from headroom.memory.report import plan_json, plan_table, plan_text
+from headroom.memory.targets import plan_devices
 from headroom.options import Options
 
 
@@ -26,7 +26,7 @@ def plan(
 
     shape = describe(open_checkpoint(path)).shape
     try:
-        show_plan(make_plan([shape], detect_devices(options), options), as_json)
+        show_plan(make_plan([shape], plan_devices(options), options), as_json)
     except DoesNotFitError as error:
         show_plan(error.plan, as_json)
         raise

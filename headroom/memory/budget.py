@@ -9,9 +9,9 @@ from headroom.memory.shape import LayerShape, ModelShape
 from headroom.units import GIB
 
 PAGE_SIZE = 64  # tokens per cache page
-# The plain kernels' own steps: rows multiplied together, keys scored together, weight values
-# unpacked together.
-ROW_TILE, KEY_BLOCK, UNPACK_VALUES = 16, 256, 4 << 20
+# The plain kernels' own steps: rows multiplied together, queries and keys scored together,
+# weight values unpacked together.
+ROW_TILE, QUERY_TILE, KEY_BLOCK, UNPACK_VALUES = 16, 8, 128, 4 << 20
 F32_BYTES = 4
 TREE_NODES = 32  # most tokens that a draft proposes at once
 NOT_ALLOCATED = frozenset({"graphs", "runtime", "reserve"})  # lines the engine does not allocate
@@ -170,8 +170,9 @@ def workspace_phases(
     """Return the scratch of each phase of a step; they follow each other, so the largest counts.
 
     All row buffers are f32; the residual stream and its normed copy are staging, not scratch.
-    Checked 2026-11-15 on SmolLM2 with the plain CPU kernels: the peaks of six mixes of chunk,
-    sequences, cache and weight types were 4 to 32% below staging, logits and this together.
+    Checked 2026-11-15 on SmolLM2 with the plain kernels on x86-64: measured peaks of a step were 9
+    to 12% below staging, logits and this line together with unpacked weights, 35 to 36% with
+    packed ones, whose scratch is counted for the type that needs most.
     """
     plain = device.kind == "cpu"  # plain kernels keep more copies than fused ones
     row = F32_BYTES * settings.rows
@@ -205,7 +206,8 @@ def mixer_width(layer: LayerShape, plain: bool) -> int:
     """Return the values of one row inside the mixer, all held at once.
 
     Fused attention holds queries, keys, values and output. The plain kernel also holds queries in
-    tiles, two partial sums, and four copies of the scores of one block of keys with two masks.
+    tiles, two partial sums, three copies of the scores of one block of keys, two masks of them,
+    and the block itself once for every tile of queries.
     """
     if layer.kind == "recurrent":
         return layer.mixer_width
@@ -213,8 +215,10 @@ def mixer_width(layer: LayerShape, plain: bool) -> int:
     fused = queries + layer.kv_heads * (layer.key_dim + layer.value_dim) + output
     if not plain:
         return fused
+    scores = layer.query_heads * KEY_BLOCK
     masks = -(-layer.query_heads // max(1, layer.kv_heads)) * KEY_BLOCK * 2 // F32_BYTES
-    return fused + queries + 2 * output + 4 * layer.query_heads * KEY_BLOCK + masks
+    block = layer.kv_heads * max(layer.key_dim, layer.value_dim) * KEY_BLOCK // QUERY_TILE
+    return fused + queries + 2 * output + 3 * scores + masks + block
 
 
 def ffn_width(layer: LayerShape) -> int:

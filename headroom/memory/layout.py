@@ -15,7 +15,7 @@ from headroom.memory.devices import DeviceKind, DeviceSpec
 from headroom.memory.experts import HotExperts, spread_experts
 from headroom.memory.lines import draft_lines, layer_bytes, runtime_lines, stage_lines
 from headroom.memory.shape import ModelShape
-from headroom.memory.spans import Span, split_by_balance, split_by_weights
+from headroom.memory.spans import Span, split_by_balance, split_by_filling, split_by_weights
 from headroom.units import gib
 
 
@@ -89,11 +89,31 @@ def lay_out(
 ) -> Layout:
     """Return the best way to share the layers that the settings allow, fitting or not."""
     stages = [device for device in devices if device.runs_layers]
-    layouts = [
-        _Builder(model, tuple(devices), settings, rules, spans).build()
-        for spans in _span_choices(model, stages, settings, rules)
-    ]
-    return max(layouts, key=lambda layout: (layout.fits, layout.hot_experts))
+    best, best_rank = None, (False, 0, 0.0)
+    for spans in _span_choices(model, stages, settings, rules):
+        layout = _Builder(model, tuple(devices), settings, rules, spans).build()
+        rank = (layout.fits, layout.hot_experts, -_seconds(model, stages, settings, spans))
+        if best is None or rank > best_rank:
+            best, best_rank = layout, rank
+    assert best is not None
+    return best
+
+
+def _seconds(
+    model: ModelShape,
+    stages: Sequence[DeviceSpec],
+    settings: PlanSettings,
+    spans: tuple[Span, ...],
+) -> float:
+    """Return how long the devices read what one token needs; 0 where there is no choice."""
+    if len(stages) == 1:
+        return 0.0
+    total = 0.0
+    for device, (first, last) in zip(stages, spans, strict=True):
+        for layer in model.layers[first : last + 1]:
+            moved = layer_bytes(layer, settings) + layer.experts_used * layer.expert_bytes
+            total += moved / device.bandwidth
+    return total
 
 
 def _span_choices(
@@ -118,6 +138,9 @@ def _span_choices(
         rooms.append(device.total_bytes - shared)
     whole = [size + layer.all_expert_bytes for size, layer in zip(core, model.layers, strict=True)]
     yield split_by_balance(whole, rooms)
+    for backwards in (False, True):  # all that fits on the faster device
+        if spans := split_by_filling(whole, rooms, backwards=backwards):
+            yield spans
     if whole != core:
         yield split_by_balance(core, rooms)
 

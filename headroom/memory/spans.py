@@ -61,6 +61,21 @@ def split_by_balance(costs: Sequence[int], rooms: Sequence[int]) -> tuple[Span, 
     return best
 
 
+def split_by_filling(
+    costs: Sequence[int], rooms: Sequence[int], *, backwards: bool = False
+) -> tuple[Span, ...] | None:
+    """Return the spans that fill the first devices (or the last) and leave the others the rest.
+
+    None where the devices do not hold all layers.
+    """
+    check_device_count(len(costs), len(rooms))
+    if not backwards:
+        return _fill(costs, rooms, 1.0)
+    found = _fill(costs[::-1], rooms[::-1], 1.0)
+    last = len(costs) - 1
+    return found and tuple((last - end, last - first) for first, end in reversed(found))
+
+
 def check_device_count(layers: int, devices: int) -> None:
     """Refuse more devices than layers."""
     if not 0 < devices <= layers:

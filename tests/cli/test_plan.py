@@ -42,7 +42,7 @@ def test_json_is_one_object_that_adds_up(
 def test_a_model_that_does_not_fit_gives_the_table_the_reason_and_3(
     smollm2_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("headroom.cli.plan.detect_devices", small_machine)
+    monkeypatch.setattr("headroom.cli.plan.plan_devices", small_machine)
     assert run_command(["plan", str(smollm2_path), "--json"]) == 3
     captured = capsys.readouterr()
     assert json.loads(captured.out)["fits"] is False
@@ -59,3 +59,13 @@ def test_a_terminal_gets_colours_and_a_pipe_does_not(
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert run_command(["plan", str(smollm2_path)]) == 0
     assert "\x1b[" in capsys.readouterr().out
+
+
+def test_a_plan_may_be_for_a_machine_that_is_not_at_hand(
+    smollm2_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["plan", str(smollm2_path), "--device", "24GiB", "--ram", "64GiB", "--json"]
+    assert run_command(line) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [device["total_bytes"] for device in report["devices"]] == [24 * 1024 * MIB]
+    assert report["host"]["total_bytes"] == 64 * 1024 * MIB

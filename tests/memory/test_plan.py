@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from headroom.errors import OptionError, PlanError
+from headroom.memory.known import known_shape
 from headroom.memory.plan import DoesNotFitError, Plan, make_plan
 from headroom.options import Options
 from headroom.units import GIB, MIB
@@ -36,7 +37,7 @@ def test_every_line_of_smollm2_is_the_sum_of_its_parts() -> None:
         "embeddings": 4 * 49152 * 576,
         "kv": 32768 * 46080,
         "staging": 2 * 516 * 576 * 4,
-        "workspace": 516 * (5 * 576 + 384 + 4 * 9 * 256 + 384) * 4 + 256 * 8 * 384,
+        "workspace": 516 * (5 * 576 + 384 + 27 * 128 + 192 + 192 * 16) * 4 + 128 * 8 * 384,
         "logits": 4 * 49152 * 4,
     }
     total = sum(line.bytes for line in plan.devices[0].lines)
@@ -112,12 +113,16 @@ def test_a_plan_that_cannot_fit_names_the_line_and_what_would_fit() -> None:
     assert not error.plan.fits
     assert error.plan.settings.context == 8192
     assert "the biggest line is kv, 1.41 GiB (30 layers x 512 pages" in error.message
-    assert error.nearest == (
-        "--cache-tokens 13376",
+    first, *rest = error.nearest
+    assert rest == [
         "--kv-type q8_0",
         "--chunk 512 --cache-tokens 8192 --parallel 1 --context 8192",
-    )
-    assert error.hint.startswith("Try --cache-tokens 13376 or --kv-type q8_0")
+    ]
+    assert error.hint.startswith(f"Try {first} or --kv-type q8_0")
+    flag, tokens = first.split()
+    assert flag == "--cache-tokens"
+    with pytest.raises(DoesNotFitError):  # one page more does not fit
+        plan_on_cpu(1, context=8192, parallel=4, cache_tokens=int(tokens) + 64, weights="packed")
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
@@ -209,6 +214,21 @@ def test_unequal_devices_share_layers_by_their_room() -> None:
     assert first.layers[1] > 40
     assert "head" in lines(plan, 1)
     assert "head" not in lines(plan, 0)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_gpu_beside_a_cpu_gets_all_the_layers_it_can_hold(order: int) -> None:
+    devices = [gpu(24), cpu(64)][::order]
+    plan = make_plan([known_shape("qwen3.5-27b:bf16")], devices, Options())
+    sizes = {device.name: device for device in plan.devices}
+    layer = max(x.core_bytes for x in qwen35_27b().layers)
+    assert sizes["cuda:0"].free_bytes < 4 * layer
+    assert sizes["cpu"].free_bytes > 10 * layer
+
+
+def test_equal_devices_share_layers_evenly() -> None:
+    plan = make_plan([qwen35_27b()], [gpu(48, "cuda:0"), gpu(48, "cuda:1"), host(64)], Options())
+    assert 30 <= plan.devices[0].layers[1] <= 36
 
 
 def test_given_shares_split_the_layers_as_told() -> None:

@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headroom.errors import OptionError, PlanError
-from headroom.memory.spans import Span, parse_split, split_by_balance, split_by_weights
+from headroom.memory.spans import (
+    Span,
+    parse_split,
+    split_by_balance,
+    split_by_filling,
+    split_by_weights,
+)
 
 
 @pytest.mark.parametrize(
@@ -67,3 +73,11 @@ def test_spans_cover_every_layer_once(costs: list[int], rooms: list[int]) -> Non
     covered = [index for first, last in spans for index in range(first, last + 1)]
     assert covered == list(range(len(costs)))
     assert all(first <= last for first, last in spans)
+
+
+def test_the_first_or_the_last_devices_are_filled() -> None:
+    costs, rooms = [10] * 6, [35, 45]
+    assert split_by_filling(costs, rooms) == ((0, 2), (3, 5))
+    assert split_by_filling(costs, rooms, backwards=True) == ((0, 1), (2, 5))
+    assert split_by_filling(costs, [100, 100]) == ((0, 4), (5, 5))
+    assert split_by_filling(costs, [25, 25]) is None

@@ -26,7 +26,9 @@ def matmul(x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     for first in range(0, weight.rows, step):
         part = unpack_rows(weight, slice(first, first + step)).to(dtype).float().t()
         for tile in range(0, rows, ROW_TILE):
-            out[tile : tile + ROW_TILE, first : first + step] = padded[tile : tile + ROW_TILE] @ part
+            out[tile : tile + ROW_TILE, first : first + step] = (
+                padded[tile : tile + ROW_TILE] @ part
+            )
     return out[:rows]
 
 

@@ -1,0 +1,103 @@
+"""The Python API: prompts in, text out."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headroom import LLM, HeadroomError, Options, SamplingParams
+from headroom.errors import ModelError, OptionError, RequestError
+from headroom.llm import model_name
+from tests.tiny import CHAT_TEMPLATE, llama_config, random_model, save_safetensors
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_path: Path) -> Iterator[LLM]:
+    with LLM(str(tiny_path), context=128, threads=1) as opened:
+        yield opened
+
+
+def test_text_ids_and_lists_of_them_are_prompts(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("abc")
+    one = llm.generate("abc", GREEDY)
+    assert len(one) == 1
+    assert llm.generate(ids, GREEDY)[0].text == one[0].text
+    several = llm.generate(["abc", ids], GREEDY)
+    assert [done.text for done in several] == [one[0].text] * 2
+
+
+def test_a_stream_adds_up_to_the_answer(llm: LLM) -> None:
+    whole = llm.generate("abc", GREEDY)[0]
+    pieces = list(llm.stream("abc", GREEDY))
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [piece.token for piece in pieces] == list(whole.token_ids)
+    assert [piece.finish_reason for piece in pieces] == [None] * 11 + ["length"]
+    assert whole.finish_reason == "length"
+    assert (whole.prompt_tokens, whole.generated_tokens) == (3, 12)
+
+
+def test_chat_goes_through_the_models_template(llm: LLM) -> None:
+    assert "<|assistant|>" in CHAT_TEMPLATE
+    prompt = "<|user|>hi<|end|><|assistant|>"
+    assert llm.encode_chat(MESSAGES) == llm.tokenizer.encode(prompt)
+    assert llm.chat(MESSAGES, GREEDY).text == llm.generate(prompt, GREEDY)[0].text
+    assert "".join(piece.text for piece in llm.stream_chat(MESSAGES, GREEDY)) == (
+        llm.chat(MESSAGES, GREEDY).text
+    )
+
+
+def test_a_stop_text_ends_the_answer_before_it(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60, logit_bias={}, ignore_eos=True, seed=1)
+    whole = llm.generate("abc", params)[0].text
+    stop = next(c for c in whole[1:] if c.isprintable() and c != "\ufffd")
+    cut = llm.generate("abc", SamplingParams(temperature=0, max_tokens=60, stop=(stop,)))[0]
+    assert cut.finish_reason == "stop"
+    assert cut.text == whole[: whole.index(stop)]
+
+
+def test_a_folder_of_safetensors_runs_like_its_gguf(llm: LLM, tmp_path: Path) -> None:
+    model = random_model(llama_config(tie_word_embeddings=False))
+    folder = save_safetensors(model, tmp_path / "Tiny-Folder")
+    with LLM(str(folder), context=128, threads=1) as other:
+        assert other.name == "tiny-folder"
+        ours = llm.generate("abc", GREEDY)[0].token_ids
+        assert other.generate("abc", GREEDY)[0].token_ids == ours
+        assert other.chat(MESSAGES, GREEDY).token_ids == llm.chat(MESSAGES, GREEDY).token_ids
+
+
+def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
+    folder = save_safetensors(random_model(llama_config()), tmp_path / "m")
+    (folder / "chat_template.jinja").unlink()
+    refused = pytest.raises(ModelError, match=r"m has no chat template.*--raw")
+    with LLM(str(folder), context=64, threads=1) as other, refused:
+        other.chat(MESSAGES)
+
+
+def test_names_are_known_ones_or_the_files() -> None:
+    assert model_name("", Path("/x/SmolLM2-135M-Instruct.Q4_1.gguf")) == "smollm2-135m-instruct"
+    assert model_name("smollm2", Path("/x/y.gguf")) == "smollm2-135m-instruct"
+    assert model_name("/x/My-Model", Path("/x/My-Model")) == "my-model"
+
+
+def test_an_unknown_setting_is_an_error() -> None:
+    with pytest.raises(OptionError, match="Unknown setting 'contxt'"):
+        LLM("x.gguf", contxt=3)
+
+
+def test_a_missing_model_is_an_error_of_ours() -> None:
+    with pytest.raises(HeadroomError, match="no file, folder or known model"):
+        LLM("no-such-model.gguf")
+
+
+def test_options_can_be_given_whole(tiny_path: Path) -> None:
+    with LLM(options=Options(model=str(tiny_path), context=64, threads=1)) as llm:
+        assert llm.context == 64
+        assert llm.vocab_size == 320
+
+
+def test_empty_messages_are_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError):
+        llm.chat([])
