@@ -81,6 +81,7 @@ def test_chat_answers_lines_from_a_pipe(smollm2_path: Path) -> None:
 def test_ctrl_c_stops_an_answer_in_a_terminal_and_ctrl_d_leaves(smollm2_path: Path) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a suite run in the background ignores it
         os.chdir(ROOT)
         line = ["-m", "headroom", "chat", str(smollm2_path), "--ignore-eos", *GREEDY]
         os.execv(sys.executable, [sys.executable, *line])

@@ -9,9 +9,10 @@ import pytest
 from headroom.errors import OptionError
 from headroom.formats.quants import F16, F32, Q4_K, Q5_0, Q6_K, Q8_0
 from headroom.memory.budget import PlanSettings, kv_bytes, verify_bytes
-from headroom.memory.known import KNOWN, file_bytes, known_shape, shape_of, tensor_types
+from headroom.memory.known import KNOWN, known_shape
 from headroom.memory.mixes import MIXES, find_mix, gets_better, tensor_type
 from headroom.memory.plan import make_plan
+from headroom.memory.shaping import file_bytes, shape_of, tensor_types
 from headroom.options import Options
 from headroom.units import GIB, MIB
 from tests.memory.shapes import cpu, gpu, host, smollm2
