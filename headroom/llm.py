@@ -3,7 +3,8 @@
 import logging
 import queue
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]  # text, or token ids
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+Pieces = Generator["Piece", None, None]  # an answer as it comes; `close()` ends it early
 
 
 def open_engine(checkpoint: Checkpoint, options: Options) -> tuple[Engine, Plan]:
@@ -47,7 +49,7 @@ def open_engine(checkpoint: Checkpoint, options: Options) -> tuple[Engine, Plan]
             "plan: %s on %s, %s planned, %s free, context %d x %d",
             plan.model,
             device.name,
-            gib(sum(line.bytes for line in device.lines)),
+            gib(sum(line.bytes for line in device.lines if line.name != "reserve")),
             gib(device.free_bytes),
             plan.settings.context,
             plan.settings.parallel,
@@ -128,8 +130,18 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
     ) -> list[Completion]:
         """Continue one prompt or several, worked on together, without a chat template."""
-        streams = [self.stream(prompt, params) for prompt in _prompt_list(prompts)]
-        return [_collect(stream) for stream in streams]
+        running: deque[Pieces] = deque()
+        done: list[Completion] = []
+        try:
+            for prompt in _prompt_list(prompts):
+                # What the queue cannot hold waits here until the first of ours is done.
+                if len(running) >= self.engine.capacity:
+                    done.append(_collect(running.popleft()))
+                running.append(self.stream(prompt, params))
+            return done + [_collect(pieces) for pieces in running]
+        finally:
+            for pieces in running:
+                pieces.close()  # where one failed, the others are of no use
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **variables: Any
@@ -137,18 +149,20 @@ class LLM:
         """Answer a conversation."""
         return _collect(self.stream_chat(messages, params, **variables))
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Pieces:
         """Continue a prompt; the work begins at once, and ends if the iterator is closed."""
         params = params or SamplingParams()
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         request = self.request(ids, params)
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
         self.engine.submit(request, events.put)
-        return self._pieces(request, events)
+        pieces = self._pieces(request, events)
+        next(pieces)  # into its `try`, so that closing it cancels even before the first token
+        return pieces
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **variables: Any
-    ) -> Iterator[Piece]:
+    ) -> Pieces:
         """Answer a conversation piece by piece."""
         return self.stream(self.encode_chat(messages, **variables), params)
 
@@ -169,9 +183,10 @@ class LLM:
 
     def _pieces(
         self, request: GenerationRequest, events: "queue.SimpleQueue[TokenEvent]"
-    ) -> Iterator[Piece]:
-        answer = AnswerText(self.tokenizer, request.params.stop)
+    ) -> Pieces:
         try:
+            answer = AnswerText(self.tokenizer, request.params.stop)
+            yield Piece(text="")  # taken by `stream`
             while True:
                 event = events.get()
                 if event.finish_reason == "error":
@@ -200,7 +215,7 @@ def _piece(event: TokenEvent, answer: AnswerText) -> Piece:
     )
 
 
-def _collect(pieces: Iterator[Piece]) -> Completion:
+def _collect(pieces: Pieces) -> Completion:
     parts = list(pieces)
     last = parts[-1]
     assert last.finish_reason is not None

@@ -10,8 +10,10 @@ from typing import Any, get_args
 
 from headroom.errors import OptionError
 
-KV_TYPES = ("f32", "f16", "bf16", "q8_0")
-COMPUTE_TYPES = ("f32", "bf16", "f16")
+KV_TYPES = ("f32", "f16", "bf16", "q8_0")  # that the engine runs
+PLAN_KV_TYPES = (*KV_TYPES, "q5_1", "q5_0", "q4_1", "q4_0")  # that a plan can count
+COMPUTE_TYPES = ("int8", "f32", "bf16", "f16")
+ACTIVATION_TYPES = ("f32", "bf16", "f16")
 FEATURE_TYPES = ("f32", "f16", "bf16", "q8_0")
 
 
@@ -23,10 +25,14 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     choices: tuple[str, ...] = (),
+    repeatable: bool = False,
 ) -> Any:
-    """Declare one setting; `None` as default means that the plan decides."""
+    """Declare one setting; `None` as default means that the plan decides.
+
+    The flag of a repeatable setting may be given several times; its values are joined by commas.
+    """
     metadata = {"help": help, "group": group, "min": minimum, "max": maximum, "choices": choices}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={**metadata, "repeatable": repeatable})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +52,25 @@ class Options:
         "tokens the cache holds for all conversations (default: context x parallel)",
         minimum=16,
     )
-    kv_type: str | None = option(None, "type of cached keys and values", choices=KV_TYPES)
-    k_type: str | None = option(None, "type of cached keys, if not --kv-type", choices=KV_TYPES)
-    v_type: str | None = option(None, "type of cached values, if not --kv-type", choices=KV_TYPES)
+    kv_type: str | None = option(None, "type of cached keys and values", choices=PLAN_KV_TYPES)
+    k_type: str | None = option(
+        None, "type of cached keys, if not --kv-type", choices=PLAN_KV_TYPES
+    )
+    v_type: str | None = option(
+        None, "type of cached values, if not --kv-type", choices=PLAN_KV_TYPES
+    )
     threads: int | None = option(
         None, "CPU threads (default: the cores this process may use)", minimum=1
     )
-    device: str | None = option(None, "where to run: cpu")
+    device: str | None = option(
+        None,
+        "where to run: cpu; a plan also takes cuda:0, rtx3060-12gb or 24GiB, and several",
+        repeatable=True,
+    )
     dtype: str | None = option(None, "type that matrix products compute in", choices=COMPUTE_TYPES)
+    kernels: str = option(
+        "auto", "the fastest kernels there are, or plain ones", choices=("auto", "reference")
+    )
     weights: str = option(
         "auto",
         "keep weights packed as in the file, or unpack them at load",
@@ -63,9 +80,14 @@ class Options:
     expert_budget: str | None = option(
         None, "most that devices hold of routed experts: 8GiB or 60%", group="plan"
     )
+    draft: str | None = option(None, "model that guesses ahead", group="plan")
+    snapshots: str | None = option(None, "host memory for saved prefixes, as in 4GiB", group="plan")
     split: str | None = option(None, "share of layers for each device, as in 2,1", group="plan")
     activation_dtype: str | None = option(
-        None, "type of activations between layers and devices", group="plan", choices=COMPUTE_TYPES
+        None,
+        "type of activations between layers and devices",
+        group="plan",
+        choices=ACTIVATION_TYPES,
     )
     feature_dtype: str = option(
         "f32", "type of the features kept for a draft", group="plan", choices=FEATURE_TYPES
@@ -76,7 +98,9 @@ class Options:
         group="plan",
         choices=("own", "published"),
     )
-    queue: int = option(256, "requests that may wait before others are refused", minimum=1)
+    queue: int = option(
+        256, "requests that may wait before others are refused", group="server", minimum=1
+    )
     host: str = option("127.0.0.1", "address to listen on", group="server")
     port: int = option(8080, "port to listen on", group="server", minimum=0, maximum=65535)
     api_key: str | None = option(None, "require this key as a bearer token", group="server")
@@ -103,7 +127,12 @@ class Options:
     @property
     def home_path(self) -> Path:
         """The folder that pulled models live in."""
-        return Path(self.home).expanduser() if self.home else Path.home() / ".cache" / "headroom"
+        try:
+            return Path(self.home or "~/.cache/headroom").expanduser()
+        except RuntimeError as error:  # neither HOME nor the user's entry says where that is
+            raise OptionError(
+                "There is no home folder for pulled models.", hint="Set --home or HEADROOM_HOME."
+            ) from error
 
 
 def flag(setting: "Field[Any]") -> str:

@@ -21,7 +21,8 @@ PAGE_SIZE = 64
 
 def open_pipeline(checkpoint: Checkpoint, **settings: object) -> Pipeline:
     """Load a checkpoint with a small cache in float32."""
-    given = {"context": 256, "parallel": 4, "kv_type": "f32", "threads": 2, **settings}
+    given = {"context": 256, "parallel": 4, "kv_type": "f32", "dtype": "f32", "threads": 2}
+    given |= settings
     options = Options(**given)  # type: ignore[arg-type]
     model = describe(checkpoint)
     return start_pipeline(make_plan([model.shape], detect_devices(options), options), model)
@@ -53,13 +54,19 @@ def run_steps(
     for step in range(max(map(len, pieces))):
         chosen = [index for index, sizes in enumerate(pieces) if step < len(sizes)]
         turns = [Turn(sequences[index], pieces[index][step]) for index in chosen]
-        with torch.inference_mode():
-            rows = pipeline.logits(pipeline.forward(make_batch(turns, PAGE_SIZE)))
+        rows = all_logits(pipeline, turns)
         for index, turn in zip(chosen, turns, strict=True):
             logits[index].append(rows[: turn.rows])
             rows = rows[turn.rows :]
             turn.sequence.cached += turn.rows
     return [torch.cat(parts) for parts in logits]
+
+
+def all_logits(pipeline: Pipeline, turns: list[Turn]) -> torch.Tensor:
+    """Run a step and return the logits of its output rows, a few rows at a time."""
+    with torch.inference_mode():
+        hidden = pipeline.forward(make_batch(turns, PAGE_SIZE))
+        return torch.cat([pipeline.logits(row[None]).clone() for row in hidden])
 
 
 def greedy_tokens(checkpoint: Checkpoint, prompt: Sequence[int], count: int) -> list[int]:

@@ -49,6 +49,23 @@ def test_chat_goes_through_the_models_template(llm: LLM) -> None:
     )
 
 
+def test_more_prompts_than_the_queue_holds_are_all_answered(tiny_path: Path) -> None:
+    prompts = ["a", "b", "c", "d", "e"]
+    with LLM(str(tiny_path), context=64, parallel=1, queue=1, threads=1) as llm:
+        alone = [llm.generate(prompt, GREEDY)[0].text for prompt in prompts]
+        assert [done.text for done in llm.generate(prompts, GREEDY)] == alone
+        assert len(set(alone)) > 1
+
+
+def test_a_refused_prompt_ends_the_ones_that_were_given_with_it(llm: LLM) -> None:
+    before = llm.engine.stats().requests_finished.get("cancelled", 0)
+    endless = SamplingParams(ignore_eos=True)
+    with pytest.raises(RequestError, match="prompt has 500 tokens"):
+        llm.generate(["a", "b", [1] * 500], endless)
+    llm.generate("after", GREEDY)
+    assert llm.engine.stats().requests_finished["cancelled"] == before + 2
+
+
 def test_a_stop_text_ends_the_answer_before_it(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=60, logit_bias={}, ignore_eos=True, seed=1)
     whole = llm.generate("abc", params)[0].text

@@ -111,6 +111,11 @@ def test_pulled_models_live_in_the_cache_folder_unless_told_otherwise() -> None:
     assert Options(home="~/models").home_path == Path.home() / "models"
 
 
+def test_a_user_without_a_home_folder_is_told_what_to_set() -> None:
+    with pytest.raises(OptionError, match=r"no home folder for pulled models\. Set --home or"):
+        _ = Options(home="~no-such-user/models").home_path
+
+
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda setting: setting.name)
 def test_every_setting_says_what_it_is_and_where_it_belongs(setting: Any) -> None:
     assert setting.metadata["help"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import headroom
-from headroom.cli.main import app
+from headroom.cli.main import make_app
 from headroom.options import Options, flag
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +42,7 @@ def test_extras_are_those_that_messages_name() -> None:
 
 def test_every_command_of_the_readme_exists() -> None:
     commands = {
-        command.callback.__name__ for command in app.registered_commands if command.callback
+        command.callback.__name__ for command in make_app().registered_commands if command.callback
     }
     shell = "".join(re.findall(r"^```\n(.*?)^```", README, re.MULTILINE | re.DOTALL))
     used = set(re.findall(r"^headroom (\w+)", shell, re.MULTILINE))
@@ -51,7 +51,9 @@ def test_every_command_of_the_readme_exists() -> None:
 
 
 def test_every_command_is_in_the_readme() -> None:
-    names = [command.callback.__name__ for command in app.registered_commands if command.callback]
+    names = [
+        command.callback.__name__ for command in make_app().registered_commands if command.callback
+    ]
     assert [name for name in names if f"headroom {name}" not in README] == []
 
 

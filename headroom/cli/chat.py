@@ -26,7 +26,8 @@ HELP = """\
 /help              this text
 /reset             forget the conversation, keep the system text and the settings
 /system TEXT       set the system text and forget the conversation; without TEXT, remove it
-/set NAME VALUE    change a sampling setting, as in /set temperature 0.3; alone, show them all
+/set NAME VALUE    change a sampling setting, as in /set temperature 0.3; without VALUE, as it
+                   was made; alone, show them all
 /quit              leave (so does Ctrl-D)
 A line that ends in a backslash goes on in the next one. Ctrl-C stops an answer."""
 
@@ -136,6 +137,8 @@ class Chat:
                 self._answer(text)
         except HeadroomError as error:
             self.console.print(f"error: {error}", style="red")
+        except KeyboardInterrupt:  # before the first piece, while the prompt was made ready
+            self.console.print("stopped", style="dim")
 
     def _answer(self, text: str) -> None:
         turns = self.conversation.turns
@@ -144,8 +147,8 @@ class Chat:
         try:
             pieces = self.llm.stream_chat(self.conversation.messages(), params)
             answer = write_pieces(pieces, self.console)
-        except HeadroomError:
-            turns.pop()  # a question that was refused is not part of the conversation
+        except (HeadroomError, KeyboardInterrupt):
+            turns.pop()  # a question that got no answer is not part of the conversation
             raise
         turns.append({"role": "assistant", "content": answer})
         # The next answer must not repeat this one's draws; a new start is as good as any.

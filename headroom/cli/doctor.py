@@ -103,19 +103,23 @@ def device_row(device: DeviceSpec) -> Section:
         "cores": device.cores,
         "total_bytes": device.total_bytes,
         "available_bytes": device.available_bytes,
+        "pinnable_bytes": device.pinnable_bytes,
         "activation_type": precision.activation,
         "reason": precision.reason,
     }
 
 
-def kernels() -> dict[str, list[str]]:
-    """Return the operations that each backend has kernels for."""
-    from headroom.kernels.registry import KERNELS  # torch: only this command needs it
+def kernels() -> Section:
+    """Return the operations that each backend has kernels for, and what the C++ ones run on."""
+    from headroom.kernels.native.module import MISSING, POOL  # torch: only this command needs it
+    from headroom.kernels.registry import KERNELS
 
-    return {
-        backend: sorted({kernel.op for kernel in KERNELS if kernel.backend == backend})
+    operations = {
+        backend: sorted({kernel.op for kernel in KERNELS if kernel.backend.startswith(backend)})
         for backend in BACKENDS
     }
+    native = {"missing": MISSING} if MISSING else {"isa": POOL.ops.isa}
+    return {"operations": operations, "native": native}
 
 
 def models(options: Options) -> Section:
@@ -150,8 +154,9 @@ def readable(report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         "devices": {row["name"]: _device_text(row) for row in report["devices"]},
         "kernels": {
             backend: ", ".join(ops) or "none in this version"
-            for backend, ops in report["kernels"].items()
-        },
+            for backend, ops in report["kernels"]["operations"].items()
+        }
+        | {"C++ module": _native_text(report["kernels"]["native"])},
         "models": {
             "folder": report["models"]["home"],
             "default model": report["models"]["default_model"] or "missing; headroom pull gets it",
@@ -169,8 +174,16 @@ def make_table(title: str, rows: Mapping[str, str]) -> Table:
     return table
 
 
+def _native_text(native: Mapping[str, str]) -> str:
+    if isa := native.get("isa"):
+        return f"built; runs {isa} instructions here"
+    return f"{native['missing']}; products run on the slow reference kernels"
+
+
 def _device_text(row: Section) -> str:
+    limit = row["pinnable_bytes"]
     return (
         f"{row['cores']} cores, {gib(row['available_bytes'])} of {gib(row['total_bytes'])} free, "
+        f"{'all' if limit is None else gib(limit)} of it may be pinned, "
         f"computes in {row['activation_type']} ({row['reason']})"
     )

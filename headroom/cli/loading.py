@@ -32,13 +32,17 @@ def pull_model(name: str, home: Path) -> Path:
         return pull(name, home, show)
 
 
+def is_default(name: str) -> bool:
+    """Whether a name stands for the default model."""
+    return ALIASES.get(name.lower(), name.lower()) == DEFAULT_MODEL
+
+
 def ready_model(options: Options) -> Path:
     """Return the path of the chosen model; the default model is fetched where it is missing."""
     try:
         return find_model(options.model, options.home_path)
     except FormatError:
-        name = options.model.lower()
-        if ALIASES.get(name, name) != DEFAULT_MODEL:
+        if not is_default(options.model):
             raise
     return pull_model(DEFAULT_MODEL, options.home_path)
 

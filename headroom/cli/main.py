@@ -1,21 +1,17 @@
 """The command `headroom`: its subcommands, errors as one line, exit codes."""
 
+import io
 import os
 import sys
 import traceback
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated
 
 import typer
 from typer.main import get_command
 
 from headroom import __version__
-from headroom.cli.chat import chat
-from headroom.cli.doctor import doctor
-from headroom.cli.plan import plan
-from headroom.cli.pull import pull
-from headroom.cli.run import run
-from headroom.cli.serve import serve
-from headroom.cli.tokenize import tokenize
 from headroom.errors import HeadroomError, OptionError, PlanError
 
 FAILED, WRONG_USAGE, DOES_NOT_FIT, INTERRUPTED = 1, 2, 3, 130
@@ -24,14 +20,9 @@ EPILOG = (
     "environment, kv-type in the file that --config or HEADROOM_CONFIG names."
 )
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for command in (pull, run, chat, serve, plan, tokenize, doctor):
-    app.command(epilog=None if command in (pull, doctor) else EPILOG)(command)
+COMMANDS = (
+    "pull", "run", "chat", "serve", "plan", "tokenize", "doctor", "bench", "calibrate",
+)  # fmt: skip
 
 
 def show_version(wanted: bool) -> None:
@@ -41,7 +32,6 @@ def show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def headroom(
     version: Annotated[
         bool,
@@ -55,8 +45,30 @@ def headroom(
     """Run language models that do not fit."""
 
 
+def make_app(names: Sequence[str] = COMMANDS) -> typer.Typer:
+    """Return the command line with some commands; a plan need not wait for what a chat imports."""
+    app = typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(headroom)
+    for name in names:
+        command = getattr(import_module(f"headroom.cli.{name}"), name)
+        # Those that take few settings need no word on how settings are named.
+        app.command(epilog=None if name in ("pull", "doctor", "bench", "calibrate") else EPILOG)(
+            command
+        )
+    return app
+
+
 def main() -> None:
     """Run the command line and leave with its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal of a narrow encoding shows what it can of an answer.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     sys.exit(run_command(sys.argv[1:]))
 
 
@@ -66,6 +78,7 @@ def run_command(arguments: list[str]) -> int:
     try:
         # --debug is the program's and not the command's, so it goes first wherever it stood.
         rest = [argument for argument in arguments if argument != "--debug"]
+        app = make_app(rest[:1] if rest and rest[0] in COMMANDS else COMMANDS)
         get_command(app)(rest, prog_name="headroom")
         sys.stdout.flush()
     except SystemExit as end:
@@ -84,6 +97,8 @@ def one_line(error: Exception) -> str:
     """Return what to tell the user about an error."""
     if isinstance(error, HeadroomError | OSError):
         return " ".join(str(error).split())
+    if isinstance(error, UnicodeDecodeError):  # only standard input is decoded without a net
+        return f"The input is not {error.encoding} text: {error.reason} at byte {error.start}."
     return f"{type(error).__name__}: {error} (a bug in headroom; --debug shows where)"
 
 

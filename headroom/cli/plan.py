@@ -1,35 +1,124 @@
 """`headroom plan`: show what would go where, load nothing."""
 
+import itertools
 import json
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-from headroom.cli.loading import ready_model
 from headroom.cli.settings import with_settings
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.errors import OptionError
+from headroom.memory.alternatives import alternatives
+from headroom.memory.emit import llama_server_command
+from headroom.memory.known import is_known, known_shape
+from headroom.memory.picture import plan_svg
 from headroom.memory.plan import DoesNotFitError, Plan, make_plan
-from headroom.memory.report import plan_json, plan_table, plan_text
+from headroom.memory.report import compare_table, explain_line, plan_json, plan_table, plan_text
+from headroom.memory.shape import ModelShape
 from headroom.memory.targets import plan_devices
 from headroom.options import Options
+
+NEAREST = 3  # proposals where a plan does not fit
+COMPARED_COLUMNS = 32  # width of a column in a pipe, where no screen sets it
+
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+Svg = Annotated[
+    Path | None, typer.Option("--svg", metavar="FILE", help="also draw the plan into a file")
+]
+Explain = Annotated[
+    str | None,
+    typer.Option("--explain", metavar="LINE", help="say only how one line came about"),
+]
+Compare = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--compare",
+        metavar="LIST",
+        help="plans side by side: contexts as 8192,32768, devices as 12GiB,24GiB or both; "
+        "several devices of one plan are joined by +",
+    ),
+]
+Emit = Annotated[
+    Literal["llama.cpp"] | None,
+    typer.Option("--emit", help="print only the nearest command of another program"),
+]
 
 
 @with_settings("model", "engine", "plan", "program", log_level="warning")
 def plan(
     options: Options,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    as_json: AsJson = False,
+    svg: Svg = None,
+    explain: Explain = None,
+    compare: Compare = None,
+    emit: Emit = None,
 ) -> None:
-    """Show what would go where in memory; nothing is loaded."""
-    path = ready_model(options)
-    from headroom.models.describe import describe  # torch: --help must not wait for it
+    """Show what would go where in memory; nothing is loaded.
 
-    shape = describe(open_checkpoint(path)).shape
+    MODEL may also be a built-in name with a mix, as in qwen3.6-35b-a3b:q4_k_m, a config.json, or
+    a URL or hub name, of which only the header is read.
+    """
+    shapes = read_shapes(options)
+    if compare:
+        show_comparison(shapes, options, ",".join(compare), as_json)
+        return
+    refusal, made = None, None
     try:
-        show_plan(make_plan([shape], plan_devices(options), options), as_json)
+        made = make_plan(shapes, plan_devices(options), options)
     except DoesNotFitError as error:
-        show_plan(error.plan, as_json)
-        raise
+        refusal, made = error, error.plan
+    if svg is not None:
+        write_picture(made, svg)
+    if explain is not None:
+        print(explain_line(made, explain))
+    elif emit is not None:
+        if refusal is None:
+            print(llama_server_command(made, options.model or "MODEL"))
+    else:
+        show_plan(made, as_json)
+    if refusal is not None:
+        raise with_alternatives(refusal, shapes, options)
+
+
+def read_shapes(options: Options) -> list[ModelShape]:
+    """Return the shapes of the model and of its draft, if one is named."""
+    if is_known(options.model) and options.draft is None:
+        return [known_shape(options.model)]
+    # Readers of files bring numpy along, which a built-in model need not wait for.
+    from headroom.cli.loading import is_default, ready_model
+    from headroom.memory.sources import draft_shape, find_shape
+
+    name = str(ready_model(options)) if is_default(options.model) else options.model
+    shapes = [find_shape(name, options.home_path)]
+    if options.draft:
+        shapes.append(draft_shape(options.draft, shapes[0], options.home_path))
+    return shapes
+
+
+def with_alternatives(
+    refusal: DoesNotFitError, shapes: Sequence[ModelShape], options: Options
+) -> DoesNotFitError:
+    """Return the refusal with the nearest three ways out, other mixes and memory among them."""
+    nearest = list(refusal.nearest[:NEAREST])
+    if len(nearest) < NEAREST:
+        wanted = NEAREST - len(nearest)
+        nearest += itertools.islice(alternatives(shapes, options), wanted)
+    if not nearest:
+        return refusal
+    hint = f"Try {' or '.join(nearest)}."
+    return DoesNotFitError(refusal.message, hint=hint, plan=refusal.plan, nearest=tuple(nearest))
+
+
+def write_picture(made: Plan, path: Path) -> None:
+    """Draw a plan into a file."""
+    try:
+        path.write_text(plan_svg(made))
+    except OSError as error:
+        raise OptionError(f"Cannot write {path}: {error.strerror}.", param="svg") from error
 
 
 def show_plan(made: Plan, as_json: bool) -> None:
@@ -41,3 +130,45 @@ def show_plan(made: Plan, as_json: bool) -> None:
         console.print(plan_table(made))
     else:
         print(plan_text(made), end="")
+
+
+def show_comparison(
+    shapes: Sequence[ModelShape], options: Options, text: str, as_json: bool
+) -> None:
+    """Print one column for each context and device; refuse where none of them fits."""
+    plans: dict[str, Plan] = {}
+    refusal: DoesNotFitError | None = None
+    for label, column in compared(options, text).items():
+        try:
+            plans[label] = make_plan(shapes, plan_devices(column), column)
+        except DoesNotFitError as error:
+            refusal, plans[label] = error, error.plan
+    if as_json:
+        rows: list[dict[str, Any]] = [{"label": x, **plan_json(plans[x])} for x in plans]
+        print(json.dumps({"version": rows[0]["version"], "plans": rows}))
+    else:
+        console = Console(highlight=False)
+        wide = None if console.is_terminal else COMPARED_COLUMNS * (1 + len(plans))
+        console.print(compare_table(plans), width=wide)
+    if refusal is not None and not any(made.fits for made in plans.values()):
+        raise refusal
+
+
+def compared(options: Options, text: str) -> dict[str, Options]:
+    """Return the options of every column: whole numbers are contexts, other words devices."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise OptionError(
+            f"--compare is {text!r}.",
+            hint="Write contexts and devices, as in 8192,32768 or 12GiB,24GiB.",
+        )
+    contexts: list[int | None] = [int(word) for word in words if word.isdigit()]
+    devices: list[str | None] = [word for word in words if not word.isdigit()]
+    contexts, devices = contexts or [options.context], devices or [options.device]
+    columns = {}
+    for device, context in itertools.product(devices, contexts):
+        named = [device if len(devices) > 1 else None, context if len(contexts) > 1 else None]
+        label = " ".join(str(word) for word in named if word) or str(device or context)
+        joined = device.replace("+", ",") if device else None
+        columns[label] = replace(options, device=joined, context=context)
+    return columns

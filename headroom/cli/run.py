@@ -55,9 +55,17 @@ def split_words(words: list[str]) -> tuple[str, str]:
     if len(words) > 2:
         raise typer.BadParameter(f"{len(words)} words where [MODEL] and one text were expected.")
     model, text = ("", words[0]) if len(words) == 1 else words
-    if len(words) == 1 and (text.endswith(".gguf") or Path(text, "config.json").is_file()):
+    if len(words) == 1 and _is_model(text):
         raise typer.BadParameter(f"{text} is a model, and the text to go with it is missing.")
     return model, sys.stdin.read() if text == "-" else text
+
+
+def _is_model(text: str) -> bool:
+    """Whether a word that stands alone is a forgotten prompt's model."""
+    try:
+        return Path(text, "config.json").is_file() or text.endswith(".gguf")
+    except OSError:  # longer than a name may be
+        return False
 
 
 def make_messages(system: str, prompt: str) -> Messages:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -31,6 +31,10 @@ SAMPLING_HELP = {
     "ignore_eos": "go on where the model would end its answer",
     "stop": "text that ends the answer; may be repeated",
 }
+BOOLEANS = {
+    "1": True, "true": True, "yes": True, "on": True,
+    "0": False, "false": False, "no": False, "off": False,
+}  # fmt: skip
 CONFIG_HELP = "TOML file with settings, named as the flags are"
 
 
@@ -54,7 +58,7 @@ def with_settings(
         @functools.wraps(command)
         def call(**values: Any) -> None:
             received = {parameter.name: values[parameter.name] for parameter in own}
-            given = {setting: values[setting] for setting in _names(Options) if setting in values}
+            given = {name: _joined(values[name]) for name in _names(Options) if name in values}
             received["options"] = load_options(given, values["config"], defaults)
             if sampling:
                 received["params"] = make_params(values)
@@ -105,14 +109,18 @@ def new_seed() -> int:
 
 
 def parse_sampling(name: str, text: str) -> object:
-    """Return the value that a sampling setting has when it is written as `text`."""
+    """Return the value of a sampling setting that is written as `text`; none is its default."""
     if name not in SAMPLING_HELP:
         raise OptionError(f"Unknown setting {name!r}.", hint=f"Known: {', '.join(SAMPLING_HELP)}.")
+    if not text:
+        return _default(name)
     kind = _plain(get_type_hints(SamplingParams)[name])
     if get_origin(kind) is tuple:
         return (text,)
     if kind is bool:
-        return text.lower() in ("1", "true", "yes", "on")
+        if (word := text.lower()) not in BOOLEANS:
+            raise OptionError(f"{name} is {text!r}.", hint="Choose from on, off.", param=name)
+        return BOOLEANS[word]
     try:
         return kind(text)
     except ValueError as error:
@@ -124,13 +132,14 @@ def _option_flag(setting: "Field[Any]", default: object) -> inspect.Parameter:
     if setting.name == "model":  # the one setting that is written without a flag
         model = typer.Argument(metavar="MODEL", help=rules["help"], show_default=False)
         return _keyword(setting.name, Annotated[str | None, model])
-    if rules["choices"]:
-        kind = Literal[rules["choices"]]  # type: ignore[assignment]
+    if rules["repeatable"]:
+        kind = list[kind]  # type: ignore[valid-type]
+    # Choices and bounds are checked by Options, whose errors are one line with the right values.
+    choices = "|".join(rules["choices"])
     info = typer.Option(
         flag(setting),
         help=_with_default(rules["help"], default),
-        min=rules["min"],
-        max=rules["max"],
+        metavar=f"[{choices}]" if choices else None,
         show_default=False,
         rich_help_panel=f"{_group(setting).capitalize()} options",
     )
@@ -144,7 +153,7 @@ def _sampling_flag(name: str, kind: Any, help: str) -> inspect.Parameter:
         kind = list[str]
     elif kind is bool:
         words = f"{flag_words}/--no-{flag_words[2:]}"
-    default = next(field.default for field in fields(SamplingParams) if field.name == name)
+    default = _default(name)
     shown = default if name != "seed" and kind in (int, float) else None
     info = typer.Option(
         words,
@@ -153,6 +162,10 @@ def _sampling_flag(name: str, kind: Any, help: str) -> inspect.Parameter:
         rich_help_panel="Sampling options",
     )
     return _keyword(name, Annotated[kind | None, info])
+
+
+def _default(name: str) -> object:
+    return next(field.default for field in fields(SamplingParams) if field.name == name)
 
 
 def _with_default(help: str, default: object) -> str:
@@ -170,6 +183,11 @@ def _plain(kind: Any) -> Any:
     if type(None) in get_args(kind):
         return next(arg for arg in get_args(kind) if arg is not type(None))
     return kind
+
+
+def _joined(value: object) -> object:
+    """Return what a repeated flag collected as one text, and anything else as it is."""
+    return ",".join(value) or None if isinstance(value, list) else value
 
 
 def _names(kind: type[Options]) -> list[str]:

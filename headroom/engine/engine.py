@@ -30,18 +30,19 @@ class Engine:
         self._pipeline = pipeline
         self._settings = settings
         self.vocab = pipeline.vocab
-        self._most_live = settings.parallel + queue
+        self.capacity = settings.parallel + queue  # requests that may run or wait
         self._pool = PagePool(settings.pages)
         limits = Limits(settings.parallel, settings.chunk, settings.page_size)
         self._scheduler = Scheduler(limits, self._pool)
         self._counters = Counters()
         self._order = itertools.count()
-        # The lock guards what other threads see: the three fields below and nothing else.
+        # The lock guards what other threads see: the five fields below and nothing else.
         self._changed = threading.Condition()
         self._live: dict[str, Sequence] = {}
         self._inbox: deque[Sequence] = deque()
         self._cancelled: set[str] = set()
         self._closing = False
+        self._failure = ""  # what ended the thread, if it was not close()
         self._thread = threading.Thread(target=self._run, name="headroom-engine", daemon=True)
         self._thread.start()
 
@@ -54,8 +55,8 @@ class Engine:
         sequence = Sequence(request, on_event, limit, next(self._order))
         with self._changed:
             if self._closing:
-                raise CapacityError("The engine is shutting down.")
-            if len(self._live) >= self._most_live:
+                raise CapacityError(self._failure or "The engine is shutting down.")
+            if len(self._live) >= self.capacity:
                 raise CapacityError(
                     f"{len(self._live)} requests are running or waiting, which is the limit.",
                     hint="Try again later, or raise --queue.",
@@ -78,6 +79,11 @@ class Engine:
         with self._changed:
             live = len(self._live)
         return self._counters.snapshot(self._scheduler, self._pool, live)
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are taken: the thread runs and is not about to stop."""
+        return self._thread.is_alive() and not self._closing
 
     def close(self) -> None:
         """End all requests as cancelled and stop the thread."""
@@ -104,12 +110,27 @@ class Engine:
                 )
 
     def _run(self) -> None:
-        while self._take_orders():
-            turns = self._scheduler.next_turns()
-            if turns:
-                self._step(turns)
-        for sequence in list(self._live.values()):
-            self._finish(sequence, "cancelled")
+        try:
+            while self._take_orders():
+                if turns := self._scheduler.next_turns():
+                    self._step(turns)
+            for sequence in list(self._live.values()):
+                self._finish(sequence, "cancelled")
+        except BaseException as error:
+            # Steps and readers have nets of their own: what comes here is a broken engine.
+            log.critical("engine: stopped by an error", exc_info=True)
+            self._break(_named(error))
+
+    def _break(self, error: str) -> None:
+        """Refuse all requests to come and end those that are here, without the scheduler."""
+        with self._changed:
+            self._closing = True
+            self._failure = f"The engine stopped after an error: {error}."
+            ended = list(self._live.values())
+            self._live.clear()
+        for sequence in ended:
+            self._counters.finished["error"] += 1
+            self._tell(sequence, _end_of(sequence, "error", error))
 
     def _take_orders(self) -> bool:
         """Wait for something to do and take in what came; False when it is time to stop."""
@@ -140,8 +161,8 @@ class Engine:
             # One bad step must not end the others' answers, nor the process.
             log.exception("step: failed with %d sequences", len(turns))
             for turn in turns:
-                if turn.sequence.request.id in self._live:
-                    self._finish(turn.sequence, "error", error=f"{type(error).__name__}: {error}")
+                if self._is_live(turn.sequence):
+                    self._finish(turn.sequence, "error", _named(error))
         self._counters.step_s += time.perf_counter() - started
 
     def _commit(self, turns: list[Turn], hidden: torch.Tensor) -> None:
@@ -157,10 +178,19 @@ class Engine:
                 self._counters.prompt_tokens += turn.rows
             for position in positions:
                 logits = next(rows)
-                if weigh:
-                    self._weigh_prompt(sequence, position, logits)
-                if position == last:
-                    self._draw(sequence, logits)
+                if self._is_live(sequence):  # or it failed at an earlier row
+                    self._use(sequence, logits, position if weigh else None, position == last)
+
+    def _use(self, sequence: Sequence, logits: Row, weighed: int | None, draws: bool) -> None:
+        """Do with one row's logits what is due; a failure here is one request's alone."""
+        try:
+            if weighed is not None:
+                self._weigh_prompt(sequence, weighed, logits)
+            if draws:
+                self._draw(sequence, logits)
+        except Exception as error:
+            log.exception("sample: failed for request %s", sequence.request.id)
+            self._finish(sequence, "error", _named(error))
 
     def _logit_rows(self, hidden: torch.Tensor) -> Iterator[Row]:
         """Logits of the output rows, computed for as many rows at a time as the plan allows."""
@@ -203,19 +233,13 @@ class Engine:
             ),
         )
 
+    def _is_live(self, sequence: Sequence) -> bool:
+        """Whether a request has not ended; its id may be another's by now."""
+        return self._live.get(sequence.request.id) is sequence
+
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str = "") -> None:
         """Tell the end of a request that no token ends."""
-        self._emit(
-            sequence,
-            TokenEvent(
-                request_id=sequence.request.id,
-                finish_reason=reason,
-                error=error,
-                prompt_tokens=len(sequence.request.prompt),
-                generated_tokens=sequence.generated,
-                timings=sequence.timings(),
-            ),
-        )
+        self._emit(sequence, _end_of(sequence, reason, error))
 
     def _emit(self, sequence: Sequence, event: TokenEvent) -> None:
         if event.finish_reason is not None:
@@ -223,8 +247,28 @@ class Engine:
             self._counters.finished[event.finish_reason] += 1
             with self._changed:
                 self._live.pop(sequence.request.id, None)
+                # An order that came too late must not hit the next request of that id.
+                self._cancelled.discard(sequence.request.id)
+        self._tell(sequence, event)
+
+    def _tell(self, sequence: Sequence, event: TokenEvent) -> None:
         try:
             sequence.on_event(event)
-        except Exception:
+        except BaseException:  # whatever a reader does, it must not end this thread
             log.exception("emit: the reader of request %s failed", sequence.request.id)
             self.cancel(sequence.request.id)
+
+
+def _end_of(sequence: Sequence, reason: FinishReason, error: str) -> TokenEvent:
+    return TokenEvent(
+        request_id=sequence.request.id,
+        finish_reason=reason,
+        error=error,
+        prompt_tokens=len(sequence.request.prompt),
+        generated_tokens=sequence.generated,
+        timings=sequence.timings(),
+    )
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

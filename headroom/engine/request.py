@@ -54,6 +54,12 @@ class SamplingParams:
         _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         for bias in self.logit_bias.values():
             _in_range("logit_bias", bias, -100, 100)
+        if isinstance(self.stop, str):
+            raise RequestError(
+                f"stop is the text {self.stop[:40]!r}; it must be a tuple of texts.", param="stop"
+            )
+        if "" in self.stop:
+            raise RequestError("A stop text is empty.", param="stop")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

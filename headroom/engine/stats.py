@@ -16,7 +16,7 @@ class EngineStats:
     requests_running: int
     requests_waiting: int
     requests_finished: Mapping[str, int]  # by finish reason
-    prompt_tokens: int  # read, a resumed prompt once more each time
+    prompt_tokens: int  # read before first tokens; again where a preempted prompt starts anew
     generated_tokens: int
     steps: int
     step_s: float  # spent in steps

@@ -1,21 +1,16 @@
 """Checkpoint: a model's files under one vocabulary, whatever their format."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headroom.errors import FormatError
 from headroom.formats.gguf import read_split_gguf
-from headroom.formats.metadata import (
-    Metadata,
-    Vocabulary,
-    config_architecture,
-    config_values,
-    read_vocabulary,
-)
-from headroom.formats.names import Format, canonical_name
+from headroom.formats.header import ModelHeader, gguf_header, safetensors_header
+from headroom.formats.metadata import Metadata, Vocabulary, read_vocabulary
+from headroom.formats.names import Format
 from headroom.formats.safetensors import find_safetensors, read_json, read_model_files
 from headroom.formats.tensor import TensorInfo, map_file
 
@@ -63,21 +58,15 @@ def _main_file(folder: Path) -> Path:
 
 def _open_gguf(path: Path) -> Checkpoint:
     parts = read_split_gguf(path)
-    values = parts[0].values
-    architecture = values.get("general.architecture")
-    if not isinstance(architecture, str) or not architecture:
-        raise FormatError(f"{path} has no general.architecture.", hint="It is not a model file.")
-    tensors = _by_name([part.tensors for part in parts], architecture, "gguf", path)
-    tied = "head" not in tensors
-    metadata = Metadata(values.without_prefix(f"{architecture}."), path, tied)
-    template = metadata.get_str("tokenizer.chat_template", "")
+    header = gguf_header(parts, path)
+    template = header.metadata.get_str("tokenizer.chat_template", "")
     return Checkpoint(
         path=path,
         format="gguf",
-        architecture=architecture,
-        metadata=metadata,
-        tensors=tensors,
-        vocabulary=read_vocabulary(metadata),
+        architecture=header.architecture,
+        metadata=header.metadata,
+        tensors=header.tensors,
+        vocabulary=read_vocabulary(header.metadata),
         tokenizer_file=None,
         tokenizer_config={},
         chat_template=template or None,
@@ -90,21 +79,16 @@ def _open_safetensors(path: Path) -> Checkpoint:
     config_path = path.with_name("config.json")
     config = read_json(config_path)
     parts = read_model_files(path)
-    architecture = config_architecture(config, config_path)
-    tensors = _by_name([part.tensors for part in parts], architecture, "safetensors", path)
-    values = config_values(config)
-    values["general.architecture"] = architecture
-    values["general.name"] = path.absolute().parent.name
-    tied = values.get("hf.tie_word_embeddings", "head" not in tensors) is True
+    header = safetensors_header(config, config_path, parts, path.absolute().parent.name)
     tokenizer_file = path.with_name("tokenizer.json")
     tokenizer_config = _tokenizer_config(path.parent, config)
     files = [(config_path, map_file(config_path)), *((part.path, part.header) for part in parts)]
     return Checkpoint(
         path=path,
         format="safetensors",
-        architecture=architecture,
-        metadata=Metadata(values, config_path, tied),
-        tensors=tensors,
+        architecture=header.architecture,
+        metadata=header.metadata,
+        tensors=header.tensors,
         vocabulary=None,
         tokenizer_file=tokenizer_file if tokenizer_file.is_file() else None,
         tokenizer_config=tokenizer_config,
@@ -113,18 +97,23 @@ def _open_safetensors(path: Path) -> Checkpoint:
     )
 
 
-def _by_name(
-    files: Sequence[Mapping[str, TensorInfo]], architecture: str, format: Format, path: Path
-) -> dict[str, TensorInfo]:
-    tensors: dict[str, TensorInfo] = {}
-    for info in (info for file in files for info in file.values()):
-        name = canonical_name(info.name, architecture, format)
-        if name in tensors:
-            raise FormatError(
-                f"{path}: {tensors[name].name!r} and {info.name!r} are the same tensor, {name}."
-            )
-        tensors[name] = info
-    return tensors
+def open_header(path: Path) -> ModelHeader:
+    """Open what a plan needs of a checkpoint; a config.json without weights will do."""
+    if path.is_dir() and (path / "config.json").is_file() and not _has_weights(path):
+        path = path / "config.json"
+    if path.name != "config.json":
+        checkpoint = open_checkpoint(path)
+        return ModelHeader(
+            name=checkpoint.metadata.get_str("general.name", checkpoint.path.stem),
+            architecture=checkpoint.architecture,
+            metadata=checkpoint.metadata,
+            tensors=checkpoint.tensors,
+        )
+    return safetensors_header(read_json(path), path, (), path.absolute().parent.name)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf"))
 
 
 def _tokenizer_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:

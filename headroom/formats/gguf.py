@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
 from headroom.errors import FormatError
+from headroom.formats.mapped import MappedStrings, MappedText
 from headroom.formats.quants import quant_of
 from headroom.formats.tensor import TensorInfo, check_no_overlap, map_file
 
@@ -39,47 +40,6 @@ _TENSOR_BYTES = 8 + 1 + 4 + 4 + 8  # the least that a tensor's entry takes
 PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
-class MappedStrings(Sequence[str]):
-    """Strings that lie in a mapped file one after another, decoded when asked for."""
-
-    def __init__(self, view: memoryview, start: int, ends: "array[int]", where: str) -> None:
-        self._view = view
-        self._start = start  # of the first string's length field
-        self._ends = ends  # byte after each string
-        self._where = where
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[str]: ...
-    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
-        if isinstance(index, slice):
-            return [self._decode(i) for i in range(*index.indices(len(self._ends)))]
-        return self._decode(range(len(self._ends))[index])
-
-    def __iter__(self) -> Iterator[str]:
-        # One copy of all the texts: slices of bytes are much quicker than slices of a map.
-        raw = bytes(self._view[self._start : self._ends[-1]]) if self._ends else b""
-        begin = 8
-        for index, end in enumerate(self._ends):
-            try:
-                text = raw[begin : end - self._start].decode()
-            except UnicodeDecodeError:
-                text = self._decode(index)  # raises the error that names the text
-            yield text
-            begin = end - self._start + 8
-
-    def _decode(self, index: int) -> str:
-        before = self._ends[index - 1] if index else self._start
-        try:
-            return str(self._view[before + 8 : self._ends[index]], "utf-8")
-        except UnicodeDecodeError as error:
-            raise FormatError(f"{self._where}: text {index} is not UTF-8: {error}.") from error
-
-
 class GgufValues(Mapping[str, object]):
     """The keys of a GGUF file: numbers, texts, and arrays that stay in the map until used."""
 
@@ -95,7 +55,7 @@ class GgufValues(Mapping[str, object]):
 
     def __getitem__(self, key: str) -> object:
         value = self._raw[key]
-        return value.text if isinstance(value, _MappedText) else value
+        return value.text if isinstance(value, MappedText) else value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._raw)
@@ -115,33 +75,36 @@ class GgufFile:
     header: memoryview  # the bytes before the data section
 
 
-@dataclass(frozen=True, slots=True)
-class _MappedText:
-    view: memoryview
-    where: str
+class HeaderCutError(Exception):
+    """The header goes on beyond the bytes at hand, but not beyond the end of the file."""
 
-    @property
-    def text(self) -> str:
-        try:
-            return str(self.view, "utf-8")
-        except UnicodeDecodeError as error:
-            raise FormatError(f"{self.where} is not UTF-8 text: {error}.") from error
+    def __init__(self, needed_bytes: int) -> None:
+        super().__init__(needed_bytes)
+        self.needed_bytes = needed_bytes  # from the start of the file, at least
 
 
 class _Cursor:
     """Walks the header and refuses whatever reaches beyond the end of the file."""
 
-    def __init__(self, view: memoryview, path: Path) -> None:
-        self.view = view
+    def __init__(self, view: memoryview, path: Path, file_bytes: int) -> None:
+        self.view = view  # the file's first bytes, or all of them
         self.path = path
+        self.file_bytes = file_bytes
         self.position = 0
         self.nested_arrays = 0
 
+    @property
+    def left(self) -> int:
+        """Bytes between here and the end of the file."""
+        return self.file_bytes - self.position
+
     def skip(self, size: int, what: str) -> int:
         """Step over `size` bytes and return where they start."""
-        start, left = self.position, len(self.view) - self.position
-        if size > left:
-            raise self.error(f"{what} takes {size} bytes, but {left} are left in the file")
+        start = self.position
+        if size > self.left:
+            raise self.error(f"{what} takes {size} bytes, but {self.left} are left in the file")
+        if start + size > len(self.view):
+            raise HeaderCutError(start + size)
         self.position += size
         return start
 
@@ -160,18 +123,18 @@ class _Cursor:
 
     def count(self, each_bytes: int, what: str, limit: int | None = None) -> int:
         """Read how many entries follow, and refuse more than the file has bytes for."""
-        value, left = self.u64(what), len(self.view) - self.position
+        value, left = self.u64(what), self.left
         if limit is not None and value > limit:
             raise self.error(f"{what} is {value}, at most {limit} are read")
         if value * each_bytes > left:
             raise self.error(f"{what} is {value}, more than the {left} bytes that follow can hold")
         return value
 
-    def text(self, what: str) -> _MappedText:
+    def text(self, what: str) -> MappedText:
         """Step over a text and return it undecoded."""
         size = self.u64(f"the length of {what}")
         start = self.skip(size, what)
-        return _MappedText(self.view[start : start + size], f"{self.path}: {what}")
+        return MappedText(self.view[start : start + size], f"{self.path}: {what}")
 
     def name(self, what: str) -> str:
         """Read the name of a key or tensor."""
@@ -226,9 +189,11 @@ class _Cursor:
                 position += 8 + unpack(view, position)[0]
                 append(position)
         except (struct.error, OverflowError):
-            position = len(view) + 1
-        if position > len(view):
+            position += 8  # the next length is not there
+        if position > self.file_bytes:
             raise self.error(f"text {max(0, len(ends) - 1)} of {what} ends outside the file")
+        if position > len(view):
+            raise HeaderCutError(position)
         self.position = position
         return MappedStrings(view, start, ends, f"{self.path}: {what}")
 
@@ -242,7 +207,13 @@ class _Cursor:
 
 def read_gguf(path: Path) -> GgufFile:
     """Read the header of one GGUF file; tensors stay on disk until their bytes are used."""
-    cursor = _Cursor(map_file(path), path)
+    view = map_file(path)
+    return parse_gguf(view, path, len(view))
+
+
+def parse_gguf(view: memoryview, path: Path, file_bytes: int) -> GgufFile:
+    """Read a header from a file's first bytes; HeaderCutError says that they are too few."""
+    cursor = _Cursor(view, path, file_bytes)
     version = _read_version(cursor)
     tensor_count = cursor.count(_TENSOR_BYTES, "the number of tensors", MAX_TENSORS)
     key_count = cursor.count(_KEY_BYTES, "the number of keys", MAX_KEYS)
@@ -274,7 +245,7 @@ def read_split_gguf(path: Path) -> tuple[GgufFile, ...]:
             hint=f"Put all parts into {path.parent}.",
         )
     parts = (first, *(read_gguf(part) for part in paths[1:]))
-    _check_parts(parts)
+    check_parts(parts)
     return parts
 
 
@@ -284,7 +255,8 @@ def part_names(name: re.Match[str]) -> list[str]:
     return [f"{name['stem']}-{part:05d}-of-{count:05d}.gguf" for part in range(1, count + 1)]
 
 
-def _check_parts(parts: Sequence[GgufFile]) -> None:
+def check_parts(parts: Sequence[GgufFile]) -> None:
+    """Refuse parts that are not all the parts of one file, in order."""
     for index, part in enumerate(parts):
         number, count = _split_number(part, "split.no"), _split_number(part, "split.count")
         if (number, count) != (index, len(parts)):
@@ -306,7 +278,7 @@ def _split_number(file: GgufFile, key: str, default: int | None = None) -> int:
 
 
 def _read_version(cursor: _Cursor) -> int:
-    start = cursor.skip(len(MAGIC), "the magic number") if len(cursor.view) >= 4 else 0
+    start = cursor.skip(len(MAGIC), "the magic number") if cursor.file_bytes >= 4 else 0
     magic = bytes(cursor.view[start : start + 4])
     if magic != MAGIC:
         raise FormatError(f"{cursor.path} is not a GGUF file: it starts with {magic!r}.")
@@ -355,7 +327,7 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tens
                 f"the alignment {alignment}."
             )
         info = TensorInfo(name, shape, quant, cursor.path, data_start + offset, source)
-        _check_extent(info, len(cursor.view))
+        _check_extent(info, cursor.file_bytes)
         tensors[name] = info
     check_no_overlap(tensors.values(), cursor.path)
     return tensors

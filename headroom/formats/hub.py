@@ -111,6 +111,12 @@ def pull(
         ) from error
 
 
+def split_repository(name: str) -> tuple[str, str | None] | None:
+    """Return the repository and the file in it that `org/repo:file.gguf` names, if it does."""
+    found = _REPOSITORY.fullmatch(name)
+    return None if found is None else (found["repo"], found["file"])
+
+
 def _no_progress(done: int, total: int | None) -> None:
     """Take the place of a progress callback."""
 
@@ -122,8 +128,8 @@ def _known_name(name: str, known: Mapping[str, WheelModel]) -> str | None:
 
 
 def _find(name: str, home: Path, known: Mapping[str, WheelModel]) -> Path | None:
-    if name.strip() and (path := Path(name).expanduser()).exists():
-        return path
+    if (there := _on_disk(name)) is not None:
+        return there
     if (full := _known_name(name, known)) is not None:
         path = _wheel_target(known[full], home)
         whole = path.is_file() and path.stat().st_size == known[full].member_bytes
@@ -135,6 +141,15 @@ def _find(name: str, home: Path, known: Mapping[str, WheelModel]) -> Path | None
         return folder if (folder / _COMPLETE).is_file() else None
     parts = _gguf_parts(file)
     return folder / parts[0] if all((folder / part).is_file() for part in parts) else None
+
+
+def _on_disk(name: str) -> Path | None:
+    """Return the file or folder that a name is the path of, if it is one."""
+    try:
+        path = Path(name).expanduser()
+        return path if name.strip() and path.exists() else None
+    except (OSError, RuntimeError):  # too long for a path, or ~ of a user that is not there
+        return None
 
 
 def _wheel_target(model: WheelModel, home: Path) -> Path:
@@ -222,11 +237,11 @@ def _watch(
 
 def _largest_bytes(folder: Path) -> int:
     largest = 0
-    for path in folder.rglob("*.whl"):
-        try:
+    try:
+        for path in folder.rglob("*.whl"):
             largest = max(largest, path.stat().st_size)
-        except FileNotFoundError:  # pip moved it meanwhile
-            continue
+    except FileNotFoundError:  # pip moved a file or took a folder away meanwhile
+        pass
     return largest
 
 

@@ -7,7 +7,7 @@ from reprlib import repr as short
 from typing import Any
 
 from headroom.errors import FormatError
-from headroom.formats.gguf import MappedStrings
+from headroom.formats.mapped import MappedStrings
 
 # HF model_type to GGUF's name of the family; other names are kept as they are.
 ARCHITECTURES = {
@@ -37,6 +37,7 @@ CONFIG_KEYS: dict[str, tuple[str, ...]] = {
     "sliding_window": ("attention.sliding_window",),
     "rope_theta": ("rope.freq_base",),
     "num_experts": ("expert_count",),
+    "num_local_experts": ("expert_count",),
     "num_experts_per_tok": ("expert_used_count",),
     "moe_intermediate_size": ("expert_feed_forward_length",),
     "shared_expert_intermediate_size": ("expert_shared_feed_forward_length",),

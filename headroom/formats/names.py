@@ -13,6 +13,13 @@ MODEL_NAMES: tuple[Row, ...] = (
     ("norm", "output_norm", "norm"),
     ("head", "output", "lm_head"),
     ("rope_freqs", "rope_freqs", ""),
+    # Gemma 4: inputs of every layer, from a table of their own.
+    ("side.embed", "per_layer_token_embd", "embed_tokens_per_layer"),
+    ("side.proj", "per_layer_model_proj", "per_layer_model_projection"),
+    ("side.norm", "per_layer_proj_norm", "per_layer_projection_norm"),
+    # DFlash drafts: features of the target on their way into the draft.
+    ("features.proj", "fc", "fc"),
+    ("features.norm", "enc.output_norm", "hidden_norm"),
 )
 
 # After "layers.N." in ours, "blk.N." in GGUF, "layers.N." in safetensors; {e} is an expert.
@@ -42,10 +49,47 @@ LAYER_NAMES: tuple[Row, ...] = (
     ("ffn.shared.router", "ffn_gate_inp_shexp", "mlp.shared_expert_gate"),
 )
 
+# Gated linear attention.
+_DELTA_NAMES: tuple[Row, ...] = (
+    ("ffn.norm", "post_attention_norm", "post_attention_layernorm"),
+    ("delta.qkv", "attn_qkv", "linear_attn.in_proj_qkv"),
+    ("delta.z", "attn_gate", "linear_attn.in_proj_z"),
+    ("delta.beta", "ssm_beta", "linear_attn.in_proj_b"),
+    ("delta.alpha", "ssm_alpha", "linear_attn.in_proj_a"),
+    ("delta.conv", "ssm_conv1d", "linear_attn.conv1d"),
+    ("delta.a", "ssm_a", "linear_attn.A_log"),  # GGUF holds -exp of it
+    ("delta.dt", "ssm_dt", ""),
+    ("delta.dt_bias", "", "linear_attn.dt_bias"),
+    ("delta.norm", "ssm_norm", "linear_attn.norm"),
+    ("delta.out", "ssm_out", "linear_attn.out_proj"),
+)
+
 # Rows of one architecture take the place of shared ones with the same name in the file.
 LAYER_OVERRIDES: dict[str, tuple[Row, ...]] = {
-    "qwen35": (("ffn.norm", "post_attention_norm", "post_attention_layernorm"),),
-    "qwen35moe": (("ffn.norm", "post_attention_norm", "post_attention_layernorm"),),
+    "qwen35": _DELTA_NAMES,
+    "qwen35moe": _DELTA_NAMES,
+    "laguna": (
+        ("attn.gate", "attn_gate", "self_attn.g_proj"),
+        ("ffn.score", "exp_probs_b", ""),
+        ("ffn.score_bias", "", "mlp.experts.e_score_correction_bias"),
+    ),
+    "gemma4": (
+        ("attn.post_norm", "post_attention_norm", "post_attention_layernorm"),
+        ("ffn.norm", "ffn_norm", "pre_feedforward_layernorm"),
+        ("ffn.post_norm", "post_ffw_norm", "post_feedforward_layernorm"),
+        ("ffn.dense_post_norm", "post_ffw_norm_1", "post_feedforward_layernorm_1"),
+        ("ffn.experts_post_norm", "post_ffw_norm_2", "post_feedforward_layernorm_2"),
+        ("ffn.experts_norm", "pre_ffw_norm_2", "pre_feedforward_layernorm_2"),
+        ("ffn.router", "ffn_gate_inp", "router.proj"),
+        ("ffn.router_scale", "ffn_gate_inp.scale", "router.scale"),
+        ("ffn.experts_scale", "ffn_down_exps.scale", "router.per_expert_scale"),
+        ("ffn.experts.gate_up", "ffn_gate_up_exps", "experts.gate_up_proj"),
+        ("ffn.experts.down", "ffn_down_exps", "experts.down_proj"),
+        ("side.gate", "inp_gate", "per_layer_input_gate"),
+        ("side.proj", "proj", "per_layer_projection"),
+        ("side.norm", "post_norm", "post_per_layer_input_norm"),
+        ("scale", "layer_output_scale", "layer_scalar"),
+    ),
 }
 
 _LAYER = {

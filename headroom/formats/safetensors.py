@@ -17,7 +17,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_JSON_BYTES = 64 << 20  # of an index, a config or a tokenizer's settings
 MAX_DIMENSIONS = 16
 INDEX_NAME = "model.safetensors.index.json"
-_INDEX_SUFFIX = ".safetensors.index.json"
+INDEX_SUFFIX = ".safetensors.index.json"
 
 _TYPES = {
     "F32": F32, "F16": F16, "BF16": BF16, "F64": F64, "I8": I8, "I16": I16, "I32": I32, "I64": I64,
@@ -36,26 +36,49 @@ class SafetensorsFile:
 def read_safetensors(path: Path) -> SafetensorsFile:
     """Read the header of one safetensors file; tensors stay on disk until used."""
     view = map_file(path)
-    if len(view) < 8:
-        raise FormatError(f"{path} has {len(view)} bytes; it is not a safetensors file.")
+    return parse_safetensors(view, path, len(view))
+
+
+def header_end(view: memoryview, path: Path, file_bytes: int) -> int:
+    """Return where the header of a file ends, from the file's first bytes."""
+    if min(len(view), file_bytes) < 8:
+        raise FormatError(f"{path} has {file_bytes} bytes; it is not a safetensors file.")
     size = int.from_bytes(view[:8], "little")
-    if size > min(len(view) - 8, MAX_HEADER_BYTES):
+    if size > min(file_bytes - 8, MAX_HEADER_BYTES):
         raise FormatError(
-            f"{path} says that its header has {size} bytes; the file has {len(view)} and a header "
+            f"{path} says that its header has {size} bytes; the file has {file_bytes} and a header "
             f"at most {MAX_HEADER_BYTES}.",
             hint="It is truncated, corrupt or not a safetensors file; download it again.",
         )
-    header = _parse_json(view[8 : 8 + size], path)
+    return 8 + size
+
+
+def parse_safetensors(view: memoryview, path: Path, file_bytes: int) -> SafetensorsFile:
+    """Read a header from the first bytes of a file, which must hold all of it."""
+    end = header_end(view, path, file_bytes)
+    header = parse_json(view[8:end], path)
     header.pop("__metadata__", None)
     source = np.frombuffer(view, dtype=np.uint8)
-    tensors = {name: _tensor(name, entry, path, 8 + size, source) for name, entry in header.items()}
+    tensors = {
+        name: _tensor(name, entry, path, (end, file_bytes), source)
+        for name, entry in header.items()
+    }
     check_no_overlap(tensors.values(), path)
-    return SafetensorsFile(path, tensors, view[: 8 + size])
+    return SafetensorsFile(path, tensors, view[:end])
 
 
 def read_indexed(index: Path) -> tuple[SafetensorsFile, ...]:
     """Read all the files that an index names; each keeps the tensors the index gives it."""
-    weight_map = read_json(index).get("weight_map")
+    wanted = indexed_names(read_json(index), index)
+    parts = []
+    for file, names in wanted.items():
+        parts.append(keep_named(read_safetensors(index.with_name(file)), names, index))
+    return tuple(parts)
+
+
+def indexed_names(content: Mapping[str, Any], index: Path) -> dict[str, list[str]]:
+    """Return the tensors of each file that an index names."""
+    weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError(f"{index} has no weight_map.", hint="It is not a safetensors index.")
     wanted: dict[str, list[str]] = {}
@@ -66,7 +89,7 @@ def read_indexed(index: Path) -> tuple[SafetensorsFile, ...]:
                 f"{index}: tensor {name!r} lies in {file!r}, which is not a file name."
             )
         wanted.setdefault(file, []).append(name)
-    return tuple(_part(index, file, names) for file, names in sorted(wanted.items()))
+    return dict(sorted(wanted.items()))
 
 
 def find_safetensors(path: Path) -> Path:
@@ -74,7 +97,7 @@ def find_safetensors(path: Path) -> Path:
     if path.is_file():
         index = path.with_name(INDEX_NAME)
         return index if "-of-" in path.name and index.is_file() else path
-    found = sorted(path.glob("*" + _INDEX_SUFFIX)) or sorted(path.glob("*.safetensors"))
+    found = sorted(path.glob("*" + INDEX_SUFFIX)) or sorted(path.glob("*.safetensors"))
     for usual in (path / INDEX_NAME, path / "model.safetensors"):
         if usual in found:
             return usual
@@ -97,18 +120,19 @@ def read_json(path: Path) -> dict[str, Any]:
     view = map_file(path)
     if len(view) > MAX_JSON_BYTES:
         raise FormatError(f"{path} has {len(view)} bytes; at most {MAX_JSON_BYTES} are read.")
-    return _parse_json(view, path)
+    return parse_json(view, path)
 
 
-def _part(index: Path, file: str, names: list[str]) -> SafetensorsFile:
-    part = read_safetensors(index.with_name(file))
+def keep_named(part: SafetensorsFile, names: list[str], index: Path) -> SafetensorsFile:
+    """Return a part with the tensors that the index gives it, all of which must be there."""
     for name in names:
         if name not in part.tensors:
             raise FormatError(f"{part.path} has no tensor {name!r}, which {index.name} puts there.")
     return SafetensorsFile(part.path, {name: part.tensors[name] for name in names}, part.header)
 
 
-def _parse_json(view: memoryview, path: Path) -> dict[str, Any]:
+def parse_json(view: memoryview, path: Path) -> dict[str, Any]:
+    """Return the one object that JSON text holds."""
     try:
         value = json.loads(
             str(view, "utf-8"), object_pairs_hook=_without_repeats, parse_constant=_refuse_constant
@@ -134,8 +158,9 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _tensor(
-    name: str, entry: object, path: Path, data_start: int, source: np.ndarray[Any, Any]
+    name: str, entry: object, path: Path, extent: tuple[int, int], source: np.ndarray[Any, Any]
 ) -> TensorInfo:
+    data_start, file_bytes = extent
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise FormatError(
             f"{path}: the entry of tensor {name!r} lacks dtype, shape or data_offsets."
@@ -150,10 +175,10 @@ def _tensor(
     if shape is None or offsets is None or len(offsets) != 2:
         raise FormatError(f"{path}: the shape or the offsets of tensor {name!r} are not numbers.")
     begin, end = offsets
-    if not begin <= end <= len(source) - data_start:
+    if not begin <= end <= file_bytes - data_start:
         raise FormatError(
             f"{path}: tensor {name!r} spans data bytes {begin} to {end}, but the file has "
-            f"{len(source) - data_start}.",
+            f"{file_bytes - data_start}.",
             hint="The file is truncated or corrupt; download it again.",
         )
     if end - begin != (needed := prod(shape) * quant.block_bytes):

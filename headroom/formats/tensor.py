@@ -34,7 +34,10 @@ class TensorInfo:
 
     def data(self) -> Bytes:
         """Return the tensor's bytes as a read-only view of the mapped file; copies nothing."""
-        return self.source[self.offset : self.offset + self.nbytes]
+        found = self.source[self.offset : self.offset + self.nbytes]
+        if len(found) != self.nbytes:
+            raise FormatError(f"Only the header of {self.path} was read, not {self.name!r}.")
+        return found
 
 
 def map_file(path: Path) -> memoryview:

@@ -20,9 +20,15 @@ class Case:
 
     device: str = "cpu"  # the device's kind: "cpu", "cuda"
     quant: QuantType = F32  # of the weight
-    dtype: str = "f32"  # that products compute in
+    dtype: str = "f32"  # that products compute in; "int8" rounds their activations to 8 bits
     k_type: str = "f32"  # of cached keys
     v_type: str = "f32"  # of cached values
+    layout: str = "rows"  # of a table that rows are taken from
+    reference: bool = False  # only the plain kernels will do
+
+
+def _as_it_is(weight: Weight) -> Weight:
+    return weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +36,10 @@ class Kernel:
     """One implementation of one operation."""
 
     op: str  # "matmul", "attention", ...
-    backend: str  # "reference", "native", "triton", "cuda"
+    backend: str  # "reference", "native-int8", "native", "triton", "cuda"
     run: Callable[..., Any]  # has the signature of the operation's Protocol
     refuses: Callable[[Case], str | None]  # why it cannot run a case; None if it can
+    prepare: Callable[[Weight], Weight] = _as_it_is  # brings a weight into the layout that it reads
 
     def __str__(self) -> str:
         return f"{self.op}-{self.backend}"
@@ -64,15 +71,17 @@ class Span:
 
 
 class Embed(Protocol):
-    """Rows of an embedding table: `[rows]` ids to `[rows, columns]`."""
+    """Rows of an embedding table: `[rows]` ids to `out [rows, columns]`."""
 
-    def __call__(self, ids: torch.Tensor, table: Weight) -> torch.Tensor: ...
+    def __call__(self, ids: torch.Tensor, table: Weight, out: torch.Tensor) -> torch.Tensor: ...
 
 
 class Matmul(Protocol):
-    """`x [rows, columns]` times a weight's transpose: `[rows, weight.rows]`."""
+    """`x [rows, columns]` times a weight's transpose: `[rows, weight.rows]`, to `out` if given."""
 
-    def __call__(self, x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor: ...
+    def __call__(
+        self, x: torch.Tensor, weight: Weight, dtype: str, out: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
 
 
 class RmsNorm(Protocol):

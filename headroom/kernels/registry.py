@@ -1,13 +1,27 @@
 """Every kernel in order of preference, and the choice among them."""
 
 from headroom.errors import KernelError
+from headroom.kernels.native import attention as native_attention
+from headroom.kernels.native import matmul as native_matmul
+from headroom.kernels.native import norms as native_norms
 from headroom.kernels.ops import Case, Kernel
 from headroom.kernels.reference import attention, matmul, norms
 from headroom.kernels.reference.quantise import CACHE_TYPES
+from headroom.kernels.weight import PLAIN_TYPES
 
 
 def _takes_any(case: Case) -> str | None:
     return None if case.quant.runs else f"{case.quant} is not a weight type"
+
+
+def _takes_rows(case: Case) -> str | None:
+    return _takes_any(case) if case.layout == "rows" else f"reads rows, not {case.layout}"
+
+
+def _takes_plain_products(case: Case) -> str | None:
+    if case.dtype not in PLAIN_TYPES:
+        return f"computes in {', '.join(PLAIN_TYPES)}, not {case.dtype}"
+    return _takes_any(case)
 
 
 def _takes_cache_types(case: Case) -> str | None:
@@ -18,12 +32,32 @@ def _takes_cache_types(case: Case) -> str | None:
 
 
 KERNELS = (
-    Kernel("embed", "reference", matmul.embed, _takes_any),
-    Kernel("matmul", "reference", matmul.matmul, _takes_any),
+    Kernel("embed", "native", native_matmul.embed, native_matmul.refuses_table),
+    Kernel("embed", "reference", matmul.embed, _takes_rows),
+    Kernel(
+        "matmul",
+        "native-int8",
+        native_matmul.matmul_int8,
+        native_matmul.refuses_int8,
+        native_matmul.prepare,
+    ),
+    Kernel(
+        "matmul",
+        "native-f32",
+        native_matmul.matmul_f32,
+        native_matmul.refuses_f32,
+        native_matmul.prepare,
+    ),
+    Kernel("matmul", "reference", matmul.matmul, _takes_plain_products),
+    Kernel("rms_norm", "native", native_norms.rms_norm, native_norms.refuses),
     Kernel("rms_norm", "reference", norms.rms_norm, _takes_any),
+    Kernel("rope", "native", native_norms.rope, native_norms.refuses),
     Kernel("rope", "reference", norms.rope, _takes_any),
+    Kernel("gated_activation", "native", native_norms.silu_and_multiply, native_norms.refuses),
     Kernel("gated_activation", "reference", norms.silu_and_multiply, _takes_any),
+    Kernel("kv_write", "native", native_attention.write_kv, native_attention.refuses),
     Kernel("kv_write", "reference", attention.write_kv, _takes_cache_types),
+    Kernel("attention", "native", native_attention.attention, native_attention.refuses),
     Kernel("attention", "reference", attention.attention, _takes_cache_types),
 )
 

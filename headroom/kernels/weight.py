@@ -17,6 +17,7 @@ class Weight:
     quant: QuantType
     rows: int
     columns: int
+    layout: str = "rows"  # as in the file; or the name of a backend's own order
 
     @property
     def nbytes(self) -> int:

@@ -1,9 +1,11 @@
 """Attention: grouped-query attention over paged keys and values."""
 
+from dataclasses import replace
+
 import torch
 
 from headroom.kernels.ops import Attention as AttentionOp
-from headroom.kernels.ops import Case, KvWrite, PagedKv
+from headroom.kernels.ops import KvWrite, PagedKv
 from headroom.kernels.ops import Rope as RopeOp
 from headroom.kernels.registry import pick
 from headroom.layers.batch import Batch
@@ -19,15 +21,11 @@ class Attention:
     def __init__(self, config: AttentionConfig, get: WeightSource, cache: PagedKv) -> None:
         self._config = config
         self._cache = cache
-        self._q = Linear(get("attn.q", _pair_rows(config, config.heads)), get.dtype)
-        self._k = Linear(get("attn.k", _pair_rows(config, config.kv_heads)), get.dtype)
-        self._v = Linear(get("attn.v"), get.dtype)
-        self._out = Linear(get("attn.out"), get.dtype)
-        case = Case(
-            device=torch.device(get.device).type,
-            k_type=cache.k_type.name,
-            v_type=cache.v_type.name,
-        )
+        self._q = Linear(get("attn.q", pair_rows(config, config.heads)), get.case)
+        self._k = Linear(get("attn.k", pair_rows(config, config.kv_heads)), get.case)
+        self._v = Linear(get("attn.v"), get.case)
+        self._out = Linear(get("attn.out"), get.case)
+        case = replace(get.case, k_type=cache.k_type.name, v_type=cache.v_type.name)
         self._rope: RopeOp = pick("rope", case).run
         self._write: KvWrite = pick("kv_write", case).run
         self._attend: AttentionOp = pick("attention", case).run
@@ -46,8 +44,8 @@ class Attention:
         return self._out(mixed.flatten(1))
 
 
-def _pair_rows(config: AttentionConfig, heads: int) -> torch.Tensor | None:
-    """The row order that turns interleaved rotary pairs into halves; None if they are halves."""
+def pair_rows(config: AttentionConfig, heads: int) -> torch.Tensor | None:
+    """Return the row order that turns interleaved rotary pairs into halves, where they are."""
     if not config.interleaved:
         return None
     rows = torch.arange(heads * config.head_dim)

@@ -8,6 +8,12 @@ from headroom.layers.batch import Batch
 from headroom.layers.norm import RmsNorm
 
 
+class Layer(Protocol):
+    """One layer of a model: the residual stream in, the residual stream out."""
+
+    def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor: ...
+
+
 class Mixer(Protocol):
     """Mixes the rows of each sequence: attention or a recurrent layer."""
 

@@ -14,21 +14,21 @@ class Embedding:
 
     def __init__(self, table: Weight) -> None:
         self._table = table
-        case = Case(device=table.data.device.type, quant=table.quant)
+        case = Case(device=table.data.device.type, quant=table.quant, layout=table.layout)
         self._embed: Embed = pick("embed", case).run
 
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return `[rows, hidden]` for token ids `[rows]`."""
-        return self._embed(tokens, self._table)
+    def __call__(self, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write `[rows, hidden]` for token ids `[rows]` to `out`."""
+        return self._embed(tokens, self._table, out)
 
 
 class Head:
     """The final norm and the product with the vocabulary."""
 
-    def __init__(self, norm: RmsNorm, weight: Weight, dtype: str) -> None:
+    def __init__(self, norm: RmsNorm, weight: Weight, case: Case) -> None:
         self._norm = norm
-        self._vocabulary = Linear(weight, dtype)
+        self._vocabulary = Linear(weight, case)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits `[rows, vocabulary]` for rows of the residual stream."""
-        return self._vocabulary(self._norm(hidden))
+    def __call__(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write logits `[rows, vocabulary]` for rows of the residual stream to `out`."""
+        return self._vocabulary(self._norm(hidden), out)

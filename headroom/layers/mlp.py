@@ -2,7 +2,7 @@
 
 import torch
 
-from headroom.kernels.ops import Case, GatedActivation
+from headroom.kernels.ops import GatedActivation
 from headroom.kernels.registry import pick
 from headroom.layers.linear import Linear
 from headroom.layers.weights import WeightSource
@@ -12,11 +12,10 @@ class Mlp:
     """`down(silu(gate x) * up x)`."""
 
     def __init__(self, get: WeightSource) -> None:
-        self._gate = Linear(get("ffn.gate"), get.dtype)
-        self._up = Linear(get("ffn.up"), get.dtype)
-        self._down = Linear(get("ffn.down"), get.dtype)
-        device = torch.device(get.device).type
-        self._activate: GatedActivation = pick("gated_activation", Case(device=device)).run
+        self._gate = Linear(get("ffn.gate"), get.case)
+        self._up = Linear(get("ffn.up"), get.case)
+        self._down = Linear(get("ffn.down"), get.case)
+        self._activate: GatedActivation = pick("gated_activation", get.case).run
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's output for normed rows."""

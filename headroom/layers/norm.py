@@ -10,10 +10,10 @@ from headroom.kernels.registry import pick
 class RmsNorm:
     """Scales each row to unit mean square, then by a weight per column."""
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+    def __init__(self, weight: torch.Tensor, eps: float, case: Case) -> None:
         self._weight = weight
         self._eps = eps
-        self._norm: RmsNormOp = pick("rms_norm", Case(device=weight.device.type)).run
+        self._norm: RmsNormOp = pick("rms_norm", case).run
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normed rows."""

@@ -9,8 +9,11 @@ import torch
 
 from headroom.formats.quants import BY_NAME
 from headroom.formats.tensor import TensorInfo
+from headroom.kernels.ops import Case
 from headroom.kernels.reference.dequant import dequantise
+from headroom.kernels.registry import pick
 from headroom.kernels.weight import PLAIN_TYPES, Weight, plain_type
+from headroom.memory.budget import PlanSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +21,8 @@ class WeightSource:
     """Brings weights to a device, each once; `at` narrows it to one layer's names."""
 
     tensors: Mapping[str, TensorInfo]
-    device: str
-    dtype: str  # that products compute in
-    unpack: bool  # unpack weights to `dtype` at load instead of at every use
+    case: Case  # the device and the type that products compute in
+    unpack: bool  # unpack weights to floats at load instead of at every use
     count: Callable[[str, int], None]  # told the plan's line and the bytes of each allocation
     prefix: str = ""
     line: str = "core_weights"
@@ -30,32 +32,58 @@ class WeightSource:
         return replace(self, prefix=prefix, line=line)
 
     def __call__(self, name: str, rows: torch.Tensor | None = None) -> Weight:
-        """Return a matrix; `rows` gives another order of its rows."""
-        info = self.tensors[self.prefix + name]
-        columns = info.shape[-1]
-        count = info.nbytes // info.quant.bytes_for(columns)
-        stored = _stored(info).view(count, -1)
-        if rows is not None:
-            stored = stored[rows]
-        quant = info.quant
-        if self.unpack:
-            stored, quant = self._unpack(stored, info, columns), BY_NAME[self.dtype]
-        weight = Weight(stored.to(self.device, copy=True), quant, count, columns)
-        self.count(self.line, weight.nbytes)
-        return weight
+        """Return a matrix laid out for its product; `rows` gives another order of its rows."""
+        weight = self._mapped(name, rows)
+        kernel = pick("matmul", replace(self.case, quant=weight.quant))
+        return self._kept(kernel.prepare(weight))
+
+    def table(self, name: str) -> Weight:
+        """Return a matrix of which only rows are taken, as the file has it."""
+        return self._kept(self._mapped(name, None))
 
     def vector(self, name: str) -> torch.Tensor:
         """Return a small tensor, a norm's weight say, as float32 in its file's shape."""
         info = self.tensors[self.prefix + name]
         values = dequantise(_bytes(info), info.quant, prod(info.shape))
-        vector = values.view(info.shape).to(self.device, copy=True)
+        vector = values.view(info.shape).to(self.case.device, copy=True)
         self.count(self.line, vector.nbytes)
         return vector
 
-    def _unpack(self, stored: torch.Tensor, info: TensorInfo, columns: int) -> torch.Tensor:
-        if info.quant.name in PLAIN_TYPES:
-            return stored.to(plain_type(self.dtype))
-        return dequantise(stored, info.quant, columns).to(plain_type(self.dtype))
+    def _mapped(self, name: str, order: torch.Tensor | None) -> Weight:
+        """The weight in the file's layout, not copied where nothing about it changes."""
+        info = self.tensors[self.prefix + name]
+        columns = info.shape[-1]
+        rows = info.nbytes // info.quant.bytes_for(columns)
+        stored, quant = _stored(info).view(rows, -1), info.quant
+        if order is not None:
+            stored = stored[order]
+        if self.unpack:
+            dtype = self.case.dtype if self.case.dtype in PLAIN_TYPES else "f32"
+            floats = stored if quant.name in PLAIN_TYPES else dequantise(stored, quant, columns)
+            stored, quant = floats.to(plain_type(dtype)), BY_NAME[dtype]
+        return Weight(stored, quant, rows, columns)
+
+    def _kept(self, weight: Weight) -> Weight:
+        """The weight in memory of its own, counted."""
+        if weight.layout == "rows":
+            weight = replace(weight, data=weight.data.to(self.case.device, copy=True))
+        self.count(self.line, weight.nbytes)
+        return weight
+
+
+def open_weights(
+    tensors: Mapping[str, TensorInfo],
+    device: str,
+    settings: PlanSettings,
+    count: Callable[[str, int], None],
+) -> WeightSource:
+    """Return a source that brings weights to `device` as the plan's settings say."""
+    case = Case(
+        device=torch.device(device).type,
+        dtype=settings.dtype,
+        reference=settings.kernels == "reference",
+    )
+    return WeightSource(tensors, case, unpack=settings.weights == "unpacked", count=count)
 
 
 def _stored(info: TensorInfo) -> torch.Tensor:

@@ -12,6 +12,7 @@ PAGE_SIZE = 64  # tokens per cache page
 # The plain kernels' own steps: rows multiplied together, queries and keys scored together,
 # weight values unpacked together.
 ROW_TILE, QUERY_TILE, KEY_BLOCK, UNPACK_VALUES = 16, 8, 128, 4 << 20
+NATIVE_KEY_BLOCK = 512  # keys that the C++ attention sums up at a time
 F32_BYTES = 4
 TREE_NODES = 32  # most tokens that a draft proposes at once
 NOT_ALLOCATED = frozenset({"graphs", "runtime", "reserve"})  # lines the engine does not allocate
@@ -41,6 +42,7 @@ class PlanSettings:
     activation: str  # type of the staging buffers between layers and devices
     weights: str  # "packed" or "unpacked"
     threads: int
+    kernels: str = "reference"  # "native": the C++ ones of a CPU; "device": a GPU's
 
     @property
     def rows(self) -> int:
@@ -75,6 +77,7 @@ class Rules:
     published_activation: bool = False
     draft: ModelShape | None = None
     feature_type: str = "f32"
+    snapshot_bytes: int = 0  # host memory for saved prefixes
 
 
 def pages_for(tokens: int) -> int:
@@ -144,6 +147,17 @@ def logits_rows(settings: PlanSettings, rules: Rules) -> int:
     return settings.parallel * (1 if rules.draft is None else 1 + TREE_NODES)
 
 
+def snapshot_bytes(model: ModelShape, settings: PlanSettings) -> int:
+    """Return the bytes of one saved prefix of a whole context: its pages, state and logits."""
+    total = model.vocab * F32_BYTES
+    for layer in model.layers:
+        seen = min(settings.context, layer.window) if layer.window else settings.context
+        token = kv_token_bytes(layer, settings.k_type, settings.v_type)
+        total += pages_for(seen) * settings.page_size * token
+        total += (layer.state_values + layer.conv_values) * F32_BYTES
+    return total
+
+
 def verify_bytes(layers: Sequence[LayerShape], settings: PlanSettings) -> int:
     """Return the bytes of what recurrent layers keep for every node of a draft tree, f32."""
     values = sum(layer.verify_values for layer in layers)
@@ -174,6 +188,10 @@ def workspace_phases(
     to 12% below staging, logits and this line together with unpacked weights, 35 to 36% with
     packed ones, whose scratch is counted for the type that needs most.
     """
+    if settings.kernels == "native":
+        return {
+            "layer": max(native_layer_scratch(model.hidden, layer, settings) for layer in layers)
+        }
     plain = device.kind == "cpu"  # plain kernels keep more copies than fused ones
     row = F32_BYTES * settings.rows
     phases = {
@@ -191,6 +209,33 @@ def workspace_phases(
         phases["feed-forward"] += _unpacking(model.hidden * widest)
         phases["head"] += _unpacking(model.hidden * model.vocab)
     return phases
+
+
+def native_layer_scratch(hidden: int, layer: LayerShape, settings: PlanSettings) -> int:
+    """Return the scratch of one layer in the C++ kernels: the same sum as in native/ops.cpp.
+
+    Rows of f32, their copies rounded to 8 bits with scales and sums, and the partial results of
+    attention for every sequence that decodes at a full context.
+    """
+    rows, heads = settings.rows, layer.query_heads
+    queries, keys, values = heads * layer.key_dim, *layer.kv_values
+    floats = sum(
+        _aligned(F32_BYTES * rows * width)
+        for width in (hidden, queries, queries, keys, values, layer.ffn_width)
+    )
+    rounded = sum(
+        _aligned(rows * width)
+        + _aligned(4 * rows * (width // 32))
+        + _aligned(4 * rows * (width // 16))
+        for width in (hidden, hidden, queries, layer.ffn_width)
+    )
+    blocks = -(-settings.context // NATIVE_KEY_BLOCK)
+    partial = _aligned(F32_BYTES * blocks * heads * (-(-layer.value_dim // 16) * 16 + 2))
+    return floats + rounded + settings.parallel * partial
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // 64) * 64
 
 
 def _unpacking(values: int) -> int:

@@ -1,6 +1,8 @@
 """Calibration: speeds and overheads that were measured, with where and when."""
 
 import json
+import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,11 +38,20 @@ class Speeds:
     date: str  # of the measurement, as 2026-11-15
 
 
+def speeds_path(home: Path) -> Path:
+    """Return where this machine's speeds are kept; a home may be shared by several machines."""
+    machine = re.sub(r"[^A-Za-z0-9_.-]+", "-", platform.node()) or "machine"
+    return home / "calibration" / f"{machine}.json"
+
+
 def load_speeds(path: Path) -> dict[str, Speeds]:
     """Return the measured speeds by device name; empty where nothing was measured yet."""
     try:
         table = json.loads(path.read_text())
-        return {name: Speeds(**row) for name, row in table["devices"].items()}
+        speeds = {name: Speeds(**row) for name, row in table["devices"].items()}
+        if any(min(row.bandwidth, row.flops) <= 0 or row.link < 0 for row in speeds.values()):
+            raise ValueError("a speed is not positive")
+        return speeds
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -60,15 +71,16 @@ def save_speeds(path: Path, speeds: Mapping[str, Speeds]) -> None:
 
 def with_speeds(devices: Sequence[DeviceSpec], speeds: Mapping[str, Speeds]) -> list[DeviceSpec]:
     """Return the devices with their measured speeds in place of the listed ones."""
-    return [
-        replace(
-            device,
-            bandwidth=speeds[device.name].bandwidth,
-            link=speeds[device.name].link,
-            flops=speeds[device.name].flops,
-            measured=True,
-        )
-        if device.name in speeds
-        else device
-        for device in devices
-    ]
+    measured = []
+    for device in devices:
+        found = speeds.get("cpu" if device.kind == "cpu" else device.name)
+        if found is not None:
+            device = replace(
+                device,
+                bandwidth=found.bandwidth,
+                link=found.link,
+                flops=found.flops,
+                measured=True,
+            )
+        measured.append(device)
+    return measured

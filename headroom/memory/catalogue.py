@@ -1,8 +1,10 @@
 """The catalogue: GPUs and unified-memory machines that a plan can be made for unseen.
 
-Capacity, bandwidth and link are the makers' figures. Links count one direction: PCIe 3, 4 and 5
-with 16 lanes move 16, 32 and 63 GB/s, half of that with 8 lanes. Arithmetic is the dense 16-bit
-rate with f32 sums where the device has it, and only serves estimates of prefill speed.
+The figures are those of the makers' data sheets, written down from knowledge of them and measured
+by nobody here: predictions made from them are estimates. A size in a name counts as GiB; drivers
+report up to 2% less, which `--device cuda:0` sees on the machine itself. Links count one direction:
+PCIe 3, 4 and 5 with 16 lanes move 16, 32 and 63 GB/s, half of that with 8 lanes. Arithmetic is the
+dense 16-bit rate with f32 sums where the device has it, and only serves the speed of prefill.
 """
 
 import difflib
@@ -22,6 +24,11 @@ class Entry(NamedTuple):
     link: float  # GB/s to host memory; 0 where memory is shared with the host
     arch: str  # "sm86", "gfx1100" or "metal"
     tera: float  # 10^12 operations per second
+
+    @property
+    def gibibytes(self) -> int:
+        """Capacity, as the name has it."""
+        return int(self.name.rsplit("-", 1)[1].removesuffix("gb"))
 
 
 _ROWS = """
@@ -70,7 +77,7 @@ p100-16gb           732  16 sm60     18.7
 t4-16gb             320  16 sm75     65.0
 v100-16gb           900  16 sm70    125.0
 v100-32gb           900  16 sm70    125.0
-rtxa2000-12gb       288  32 sm86     63.9
+rtxa2000-12gb       288  32 sm86     31.9
 rtxa4000-16gb       448  32 sm86     76.7
 rtxa5000-24gb       768  32 sm86    111.1
 rtxa6000-48gb       768  32 sm86    154.8
@@ -103,7 +110,8 @@ rx9060xt-16gb       320  63 gfx1200 102.6
 rx9070-16gb         640  63 gfx1201 144.5
 rx9070xt-16gb       640  63 gfx1201 194.6
 r9700-32gb          640  63 gfx1201 191.4
-provii-16gb        1024  32 gfx906   26.2
+radeonvii-16gb     1024  16 gfx906   26.9
+radeonprovii-16gb  1024  32 gfx906   26.2
 mi50-16gb          1024  32 gfx906   26.5
 mi50-32gb          1024  32 gfx906   26.5
 mi100-32gb         1229  32 gfx908  184.6
@@ -144,7 +152,7 @@ def find_device(text: str) -> DeviceSpec:
 
 
 def _spec(entry: Entry) -> DeviceSpec:
-    capacity = int(entry.name.rsplit("-", 1)[1].removesuffix("gb")) * GIB
+    capacity = entry.gibibytes * GIB
     kind: DeviceKind = "metal"
     if entry.arch.startswith("sm"):
         kind = "cuda"

@@ -44,6 +44,8 @@ def predict(
             decode[name] = decode.get(name, 0.0) + seconds
         prefill_s += _prefill_seconds(work, device, host)
     used = {plan.name for plan in layout.devices}
+    if host is not None and any(line.name == "cold_experts" for line in layout.host.lines):
+        used.add(host.name)
     measured = all(device.measured for device in devices if device.name in used)
     return Prediction(
         decode_tokens_per_s=1 / sum(decode.values()),
@@ -110,7 +112,7 @@ def _decode_parts(
     work: _StageWork, device: DeviceSpec, host: DeviceSpec | None
 ) -> dict[str, float]:
     """Return the seconds of one token by what they are spent on."""
-    unpacking = device.kind == "cpu" and work.settings.weights == "packed"
+    unpacking = _unpacks(device, work.settings)
     own = work.weights(unpacking=unpacking) + work.remembered()
     own_s = (own + work.experts(hot=True, every=False)) / _reached(device, device.bandwidth)
     parts = {f"memory of {device.name}": own_s}
@@ -125,7 +127,7 @@ def _decode_parts(
 
 def _prefill_seconds(work: _StageWork, device: DeviceSpec, host: DeviceSpec | None) -> float:
     """Return the seconds of one chunk: the slowest of memory, link and arithmetic."""
-    unpacking = device.kind == "cpu" and work.settings.weights == "packed"
+    unpacking = _unpacks(device, work.settings)
     moved = work.weights(unpacking=unpacking) + work.experts(hot=True, every=True)
     times = [moved / _reached(device, device.bandwidth)]
     if cold := work.experts(hot=False, every=True):
@@ -133,6 +135,12 @@ def _prefill_seconds(work: _StageWork, device: DeviceSpec, host: DeviceSpec | No
     if device.flops:
         times.append(work.settings.chunk * work.operations() / _reached(device, device.flops))
     return max(times)
+
+
+def _unpacks(device: DeviceSpec, settings: PlanSettings) -> bool:
+    """Whether kernels unpack weights at every step: the plain ones of a CPU do."""
+    plain = device.kind == "cpu" and (not device.native or settings.kernels == "reference")
+    return plain and settings.weights == "packed"
 
 
 def _reached(device: DeviceSpec, listed: float) -> float:

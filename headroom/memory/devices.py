@@ -2,7 +2,9 @@
 
 import math
 import os
+import resource
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -32,9 +34,11 @@ class DeviceSpec:
     sm: int = 0  # CUDA compute capability, 10 x major + minor
     gfx: str = ""  # HIP architecture name
     cores: int = 0  # CPU cores that this process may use
+    native: bool = False  # a CPU whose C++ kernels were built: they read packed weights
     unified: bool = False  # shares its memory with the host
     runs_layers: bool = True  # False: only lends its memory to other devices
     measured: bool = False  # whether its speeds were measured or are only listed
+    pinnable_bytes: int | None = None  # host memory that may be locked; None: no limit is known
 
     @property
     def holds_all(self) -> bool:
@@ -66,7 +70,18 @@ def detect_cpu(proc: Path = Path("/proc"), limits: GroupLimits | None = None) ->
         available_bytes=min(available, total),
         flops=cores * ASSUMED_CORE_FLOPS,
         cores=cores,
+        native=find_spec("headroom.kernels.native._native") is not None,
+        pinnable_bytes=pinnable_bytes(limits),
     )
+
+
+def pinnable_bytes(limits: GroupLimits) -> int | None:
+    """Return how much memory this process may lock, by `ulimit -l` and its groups."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    found = [] if soft == resource.RLIM_INFINITY else [soft]
+    if limits.memory_bytes is not None:
+        found.append(limits.memory_bytes)
+    return min(found, default=None)
 
 
 def usable_cores(limits: GroupLimits) -> int:

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 from headroom.errors import OptionError
-from headroom.memory.catalogue import find_device
+from headroom.memory.catalogue import CATALOGUE, find_device
 from headroom.memory.devices import DeviceSpec
 from headroom.units import MIB
 
@@ -68,15 +68,16 @@ def read_amd(nodes: Path) -> list[DeviceSpec]:
             for bank in folder.glob("mem_banks/*/properties")
         )
         if version and total:
+            speeds = _amd_speeds(gfx_name(version), total)
             devices.append(
                 DeviceSpec(
                     name=f"hip:{len(devices)}",
                     kind="hip",
                     total_bytes=total,
                     available_bytes=total - _vram_used(properties.get("drm_render_minor", 0)),
-                    bandwidth=UNKNOWN_BANDWIDTH,
-                    link=UNKNOWN_LINK,
-                    flops=UNKNOWN_FLOPS,
+                    bandwidth=speeds[0],
+                    link=speeds[1],
+                    flops=speeds[2],
                     gfx=gfx_name(version),
                 )
             )
@@ -112,6 +113,16 @@ def _speeds(name: str, total_bytes: int) -> tuple[float, float, float]:
             continue
         return known.bandwidth, known.link or UNKNOWN_LINK, known.flops
     return UNKNOWN_BANDWIDTH, UNKNOWN_LINK, UNKNOWN_FLOPS
+
+
+def _amd_speeds(gfx: str, total_bytes: int) -> tuple[float, float, float]:
+    """Return the speeds of the slowest GPU of the catalogue that could be this one."""
+    size = round(total_bytes / (1 << 30))
+    alike = [entry for entry in CATALOGUE if entry.arch == gfx and entry.gibibytes == size]
+    if not alike:
+        return UNKNOWN_BANDWIDTH, UNKNOWN_LINK, UNKNOWN_FLOPS
+    slowest = min(alike, key=lambda entry: (entry.bandwidth, entry.link, entry.tera))
+    return slowest.bandwidth * 1e9, slowest.link * 1e9 or UNKNOWN_LINK, slowest.tera * 1e12
 
 
 def _properties(path: Path) -> dict[str, int]:

@@ -10,12 +10,20 @@ from headroom.memory.budget import (
     Rules,
     embed_bytes,
     lookup_bytes,
+    snapshot_bytes,
 )
 from headroom.memory.devices import DeviceKind, DeviceSpec
 from headroom.memory.experts import HotExperts, spread_experts
 from headroom.memory.lines import draft_lines, layer_bytes, runtime_lines, stage_lines
 from headroom.memory.shape import ModelShape
-from headroom.memory.spans import Span, split_by_balance, split_by_filling, split_by_weights
+from headroom.memory.sharing import FixedBytes, SpanJudge, layer_times, share_layers
+from headroom.memory.spans import (
+    Span,
+    check_device_count,
+    split_by_balance,
+    split_by_filling,
+    split_by_weights,
+)
 from headroom.units import gib
 
 
@@ -30,6 +38,7 @@ class DevicePlan:
     layers: tuple[int, int]  # first and last layer
     hot_by_layer: tuple[int, ...] = ()  # routed experts held here, for each of its layers
     total_experts: int = 0  # routed experts of its layers
+    holds_all: bool = False  # there is no other memory behind it
 
     @property
     def hot_experts(self) -> int:
@@ -80,62 +89,80 @@ class Layout:
 
     @property
     def hot_experts(self) -> int:
-        """Routed experts held on the devices."""
-        return sum(device.hot_experts for device in self.devices)
+        """Routed experts that devices keep although the host could hold them."""
+        return sum(device.hot_experts for device in self.devices if not device.holds_all)
 
 
 def lay_out(
     model: ModelShape, devices: Sequence[DeviceSpec], settings: PlanSettings, rules: Rules
 ) -> Layout:
     """Return the best way to share the layers that the settings allow, fitting or not."""
-    stages = [device for device in devices if device.runs_layers]
-    best, best_rank = None, (False, 0, 0.0)
-    for spans in _span_choices(model, stages, settings, rules):
+    best, best_rank = None, (False, 0, 0)
+    for spans in _span_choices(model, devices, settings, rules):
         layout = _Builder(model, tuple(devices), settings, rules, spans).build()
-        rank = (layout.fits, layout.hot_experts, -_seconds(model, stages, settings, spans))
+        rank = (layout.fits, layout.hot_experts, -_picoseconds(model, devices, settings, spans))
         if best is None or rank > best_rank:
             best, best_rank = layout, rank
     assert best is not None
     return best
 
 
-def _seconds(
+def _picoseconds(
     model: ModelShape,
-    stages: Sequence[DeviceSpec],
+    devices: Sequence[DeviceSpec],
     settings: PlanSettings,
     spans: tuple[Span, ...],
-) -> float:
-    """Return how long the devices read what one token needs; 0 where there is no choice."""
+) -> int:
+    """Return how long the devices read what one token needs."""
+    stages = [device for device in devices if device.runs_layers]
     if len(stages) == 1:
-        return 0.0
-    total = 0.0
-    for device, (first, last) in zip(stages, spans, strict=True):
-        for layer in model.layers[first : last + 1]:
-            moved = layer_bytes(layer, settings) + layer.experts_used * layer.expert_bytes
-            total += moved / device.bandwidth
-    return total
+        return 0  # there is no choice
+    return sum(
+        sum(layer_times(model, device, settings)[first : last + 1])
+        for device, (first, last) in zip(stages, spans, strict=True)
+    )
 
 
 def _span_choices(
-    model: ModelShape, stages: Sequence[DeviceSpec], settings: PlanSettings, rules: Rules
+    model: ModelShape, devices: Sequence[DeviceSpec], settings: PlanSettings, rules: Rules
 ) -> Iterator[tuple[Span, ...]]:
     """Yield the ways to share layers that are worth trying, the one to prefer first."""
+    stages = [device for device in devices if device.runs_layers]
     last = len(model.layers) - 1
     if len(stages) == 1:
         yield ((0, last),)
         return
+    check_device_count(len(model.layers), len(stages))
     if rules.split:
         yield split_by_weights(len(model.layers), rules.split)
         return
+
+    def fixed_bytes(index: int, span: Span) -> int:
+        spans = tuple(span for _ in stages)  # only the device's own is looked at
+        builder = _Builder(model, tuple(devices), settings, rules, spans)
+        return sum(line.bytes for line in builder.fixed_lines(index, stages[index]))
+
+    judge = SpanJudge(model, stages, settings, rules, fixed_bytes)
+    found = share_layers(len(model.layers), len(stages), judge)
+    if found is not None:
+        yield found
+    if found is None or any(device.holds_all for device in stages):
+        # A device that is the host also holds what others leave there, which no span tells.
+        yield from _rough_choices(model, stages, settings, fixed_bytes)
+
+
+def _rough_choices(
+    model: ModelShape,
+    stages: Sequence[DeviceSpec],
+    settings: PlanSettings,
+    fixed_bytes: FixedBytes,
+) -> Iterator[tuple[Span, ...]]:
+    """Yield spans by the bytes of layers and the room of devices, whether they fit or not."""
     core = [layer_bytes(layer, settings) for layer in model.layers]
     rooms = []
     for index, device in enumerate(stages):
-        first, final = index == 0, index == len(stages) - 1
-        lines = stage_lines(model, (0, last) if final else (0, last - 1), device, settings, rules)
-        shared = sum(line.bytes for line in (*lines, *runtime_lines(device)))
-        shared -= sum(core if final else core[:-1])
-        shared += embed_bytes(model, settings) if first and device.holds_all else 0
-        rooms.append(device.total_bytes - shared)
+        layer = len(core) - 1 if index == len(stages) - 1 else 0
+        rooms.append(device.total_bytes - fixed_bytes(index, (layer, layer)) + core[layer])
     whole = [size + layer.all_expert_bytes for size, layer in zip(core, model.layers, strict=True)]
     yield split_by_balance(whole, rooms)
     for backwards in (False, True):  # all that fits on the faster device
@@ -157,7 +184,7 @@ class _Builder:
 
     def build(self) -> Layout:
         stages = [device for device in self.devices if device.runs_layers]
-        lines = [self._fixed_lines(index, device) for index, device in enumerate(stages)]
+        lines = [self.fixed_lines(index, device) for index, device in enumerate(stages)]
         hot = [
             self._hot(device, span, own)
             for device, span, own in zip(stages, self.spans, lines, strict=True)
@@ -178,7 +205,7 @@ class _Builder:
             return Layout(plans, HostPlan(total, tuple(host_lines)))
         return Layout(plans, HostPlan(host.total_bytes, (*host_lines, *runtime_lines(host))))
 
-    def _fixed_lines(self, index: int, device: DeviceSpec) -> list[Line]:
+    def fixed_lines(self, index: int, device: DeviceSpec) -> list[Line]:
         """Return all lines of a device but its hot experts."""
         lines = stage_lines(self.model, self.spans[index], device, self.settings, self.rules)
         final = index == len(self.spans) - 1
@@ -210,7 +237,12 @@ class _Builder:
         cold_bytes = self.model.expert_bytes - sum(kept.bytes for kept in hot)
         cold = self.model.total_experts - sum(kept.total for kept in hot)
         if cold:
-            lines.append(Line("cold_experts", cold_bytes, f"{cold} routed experts"))
+            why = f"{cold} routed experts, {self._pinned(cold_bytes)}"
+            lines.append(Line("cold_experts", cold_bytes, why))
+        if budget := self.rules.snapshot_bytes:
+            each = snapshot_bytes(self.model, self.settings)
+            why = f"saved prefixes: {budget // each} of a whole context, {gib(each)} each"
+            lines.append(Line("snapshots", budget, why))
         if stages[0].holds_all:
             return lines
         if not (self.model.tied and len(stages) == 1):
@@ -219,17 +251,27 @@ class _Builder:
             lines.append(Line("embeddings", lookup, "tables of which the host reads rows"))
         return lines
 
+    def _pinned(self, size: int) -> str:
+        """Say whether so much host memory may be pinned, which devices read without a copy."""
+        host = next((device for device in self.devices if device.kind == "cpu"), None)
+        limit = host.pinnable_bytes if host else None
+        if limit is None or size <= limit:
+            return "pinned"
+        return f"not pinned: ulimit -l or the group allows {gib(limit)}"
+
     def _move_embeddings(
         self, stages: Sequence[DeviceSpec], lines: list[list[Line]], host_lines: list[Line]
     ) -> None:
         """Move the token table from the host to the first device where there is room."""
-        if [line.name for line in host_lines] != ["embeddings"]:
+        names = [line.name for line in host_lines]
+        if "cold_experts" in names or "embeddings" not in names:
             return  # experts come first: with cold ones there is no room to speak of
         if any(line.name == "embeddings" for line in lines[0]):
             return
         free = stages[0].total_bytes - sum(line.bytes for line in lines[0])
-        if free >= host_lines[0].bytes:
-            host_lines.pop()
+        index = names.index("embeddings")
+        if free >= host_lines[index].bytes:
+            host_lines.pop(index)
             lines[0].insert(1, self._table("embeddings", "there is room", lookup=True))
 
     def _table(self, name: str, note: str, *, lookup: bool = False) -> Line:
@@ -251,4 +293,5 @@ class _Builder:
             layers=span,
             hot_by_layer=hot.counts if self.model.total_experts else (),
             total_experts=sum(x.experts for x in self.model.layers[span[0] : span[1] + 1]),
+            holds_all=device.holds_all,
         )

@@ -47,7 +47,7 @@ def stage_lines(
         Line("core_weights", core, f"layers {first} to {last}{norm}, {settings.weights}"),
         *_memory_lines(layers, settings),
         _staging_line(model, settings),
-        _workspace_line(model, layers, device, settings, rules),
+        workspace_line(model, layers, device, settings, rules),
     ]
     if rules.draft is not None:
         why = f"{settings.parallel} sequences x {TREE_NODES} tree nodes, f32"
@@ -82,13 +82,14 @@ def _staging_line(model: ModelShape, settings: PlanSettings) -> Line:
     return Line("staging", size, why)
 
 
-def _workspace_line(
+def workspace_line(
     model: ModelShape,
     layers: Sequence[LayerShape],
     device: DeviceSpec,
     settings: PlanSettings,
     rules: Rules,
 ) -> Line:
+    """Return the scratch of a step over a run of layers, by our formula or the published one."""
     if rules.published_activation:
         value_bytes = int(BY_NAME[settings.v_type].bytes_for(32) / 32)
         size = published_activation_bytes(

@@ -62,9 +62,14 @@ def gets_better(index: int, count: int) -> bool:
     return index < count // 8 or index >= 7 * count // 8 or (index - count // 8) % 3 == 2
 
 
+def kept_in_f32(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is never narrower than f32: vectors, norms, routers, state settings."""
+    return len(shape) < 2 or "norm" in name or any(word in name for word in _ALWAYS_F32)
+
+
 def tensor_type(mix: Mix, name: str, shape: tuple[int, ...], tied: bool, better: bool) -> QuantType:
     """Return the type of a tensor; `better` says that its turn for the better type has come."""
-    if len(shape) == 1 or "norm" in name or any(word in name for word in _ALWAYS_F32):
+    if kept_in_f32(name, shape):
         return F32
     if name.startswith("per_layer_model_proj"):
         return BF16  # quantisers leave it as they find it

@@ -29,8 +29,8 @@ from headroom.memory.solver import (
     solve,
 )
 from headroom.memory.spans import parse_split
-from headroom.options import Options
-from headroom.units import gib
+from headroom.options import KV_TYPES, Options
+from headroom.units import gib, parse_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,7 @@ class Plan:
     host: HostPlan
     precision: Precision
     lossy: tuple[str, ...]  # named choices that change results
+    notes: tuple[str, ...]  # what a reader should know and no line says
     predicted: Prediction
 
 
@@ -76,11 +77,26 @@ class _Task:
             cache_tokens=chosen.cache_pages * PAGE_SIZE,
             k_type=options.k_type or kv_type,
             v_type=options.v_type or kv_type,
-            dtype=options.dtype or activation,
+            dtype=options.dtype or ("int8" if self.native and weights == "packed" else activation),
             activation=activation,
             weights=weights,
             threads=options.threads or max(1, *(device.cores for device in self.devices), 1),
+            kernels=self.kernels,
         )
+
+    @property
+    def kernels(self) -> str:
+        """Which kernels run the layers: C++ ones where every stage has them for the type."""
+        stages = [device for device in self.devices if device.runs_layers]
+        if any(device.kind != "cpu" for device in stages):
+            return "device"
+        wanted = self.options.kernels == "auto" and self.options.dtype in (None, "int8", "f32")
+        return "native" if wanted and all(device.native for device in stages) else "reference"
+
+    @property
+    def native(self) -> bool:
+        """Whether C++ kernels run the layers; they read packed weights."""
+        return self.kernels == "native"
 
     def lay_out(self, chosen: Candidate, weights: str) -> Layout:
         return lay_out(self.model, self.devices, self.settings(chosen, weights), self.rules)
@@ -120,6 +136,7 @@ def _rules(model: ModelShape, draft: ModelShape | None, stages: int, options: Op
         published_activation=options.activation_model == "published",
         draft=draft,
         feature_type=options.feature_dtype,
+        snapshot_bytes=parse_size(options.snapshots) if options.snapshots else 0,
     )
 
 
@@ -134,6 +151,7 @@ def _plan(task: _Task, chosen: Candidate, weights: str) -> Plan:
         host=layout.host,
         precision=task.precision,
         lossy=tuple(_lossy(settings)),
+        notes=tuple(_notes(task, settings, layout)),
         predicted=predict(task.model, task.devices, settings, layout),
     )
 
@@ -145,11 +163,27 @@ def _lossy(settings: PlanSettings) -> Iterable[str]:
             yield f"cached {word} are kept in {name}"
 
 
+def _notes(task: _Task, settings: PlanSettings, layout: Layout) -> Iterable[str]:
+    """Yield what no line tells: memory that is lent, and what this version cannot run."""
+    yield (
+        f"reading the weights fills up to {gib(task.model.weight_bytes)} of file cache, which the "
+        "kernel gives back when memory is short"
+    )
+    names = {line.name: line.why for line in layout.host.lines}
+    if "not pinned" in names.get("cold_experts", ""):
+        yield "cold experts that are not pinned are copied twice; ulimit -l unlimited avoids it"
+    for name in dict.fromkeys((settings.k_type, settings.v_type)):
+        if name not in KV_TYPES:
+            yield f"this version cannot run a cache of {name} yet"
+
+
 def _unpacks_well(task: _Task, ranges: Ranges, chosen: Candidate) -> bool:
     """Whether unpacked weights cost no other setting and take at most half of the memory.
 
-    Only CPUs unpack: their plain kernels would unpack every weight again at every step.
+    Only CPUs without C++ kernels unpack: plain ones would unpack every weight at every step.
     """
+    if task.native:
+        return False
     if any(device.kind != "cpu" for device in task.devices) or task.model.total_experts:
         return False
     model, settings = task.model, task.settings(chosen, "unpacked")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from headroom.errors import OptionError, PlanError
 from headroom.formats.quants import BY_NAME
 from headroom.memory.devices import DeviceSpec
-from headroom.options import COMPUTE_TYPES
+from headroom.options import ACTIVATION_TYPES
 
 _STRENGTH = {"f32": 0, "f16": 1, "bf16": 2}  # several devices take the weakest type present
 _HIP_BF16 = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
@@ -67,10 +67,10 @@ def choose_precision(devices: Sequence[DeviceSpec], override: str | None = None)
     """Return the type for all devices together, or the override as it stands."""
     if override is None:
         return common_precision([device_precision(device) for device in devices])
-    if override not in COMPUTE_TYPES:
+    if override not in ACTIVATION_TYPES:
         raise OptionError(
             f"The activation type is {override!r}.",
-            hint=f"Choose from {', '.join(COMPUTE_TYPES)}.",
+            hint=f"Choose from {', '.join(ACTIVATION_TYPES)}.",
             param="activation_dtype",
         )
     return Precision(override, "set by --activation-dtype")

@@ -56,6 +56,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "reason": plan.precision.reason,
         },
         "lossy": list(plan.lossy),
+        "notes": list(plan.notes),
         "predicted": {
             "decode_tokens_per_s": round(predicted.decode_tokens_per_s, 2),
             "prefill_tokens_per_s": round(predicted.prefill_tokens_per_s, 2),
@@ -105,7 +106,7 @@ def compare_table(plans: Mapping[str, Plan]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for label in plans:
-        table.add_column(label, justify="right")
+        table.add_column(label, justify="right", overflow="fold")
     made = list(plans.values())
     for word in ("context", "parallel", "chunk", "cache_tokens"):
         table.add_row(word, *(str(getattr(plan.settings, word)) for plan in made))
@@ -195,6 +196,8 @@ def _footer(plan: Plan) -> Iterable[str]:
     )
     for choice in plan.lossy:
         yield f"lossy: {choice}"
+    for note in plan.notes:
+        yield f"note: {note}"
 
 
 def _lines_json(lines: Sequence[Line]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Tensor tables: the weights of a model family, named and shaped as in its GGUF file."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headroom.memory.shape import LayerKind
 
@@ -22,20 +22,45 @@ class Dims:
     kv_heads: int = 0
     head_dim: int = 0
     ffn: int = 0
+    ffn_by_layer: tuple[int, ...] = ()  # where layers differ
     experts: int = 0
     experts_used: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
-    full_every: int = 0  # one layer of so many sees the whole context
+    dense_layers: int = 0  # first layers without experts
+    fused_experts: bool = False  # gate and up of all experts lie in one tensor
+    kinds: tuple[LayerKind, ...] = ()  # of every layer; empty: all see the whole context
     window: int = 0
     window_heads: int = 0  # query heads of window layers, where they differ
     full_kv_heads: int = 0  # heads of full layers, where they differ
     full_head_dim: int = 0
     shared_kv_layers: int = 0  # last layers that read the cache of others
     keys_are_values: bool = False  # full layers have no value projection
+    gate_each_value: bool = False  # output gates are one a value, not one a head
     side_width: int = 0  # per-layer inputs: values of each layer
-    state_heads: int = 0  # value heads of recurrent layers; key heads are 16, all dims 128
+    state_heads: int = 0  # value heads of recurrent layers
+    state_key_heads: int = 16
+    state_dim: int = 128  # of their keys and values
+    conv: int = 4  # tokens that their convolution sees
     taps: int = 0  # of a draft
+
+    def kind(self, index: int) -> LayerKind:
+        """Return the kind of a layer."""
+        return self.kinds[index] if self.kinds else "full"
+
+    def ffn_width(self, index: int) -> int:
+        """Return the width of a layer's dense feed-forward part."""
+        return self.ffn_by_layer[index] if self.ffn_by_layer else self.ffn
+
+    @property
+    def state_width(self) -> int:
+        """Values of all value heads of a recurrent layer."""
+        return self.state_heads * self.state_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of a recurrent layer's convolution: queries, keys and values."""
+        return 2 * self.state_key_heads * self.state_dim + self.state_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +77,9 @@ class LayerDims:
     state_heads: int = 0
 
 
-STATE_DIM, STATE_KEY_HEADS, CONV = 128, 16, 4  # of recurrent layers
+def pattern(layers: int, every: int, other: LayerKind, offset: int = 1) -> tuple[LayerKind, ...]:
+    """Return the kinds of layers of which one of `every` is full, the last of each run or so."""
+    return tuple("full" if (index + offset) % every == 0 else other for index in range(layers))
 
 
 def llama_layer(dims: Dims, index: int) -> LayerDims:
@@ -61,11 +88,11 @@ def llama_layer(dims: Dims, index: int) -> LayerDims:
         dims.hidden, dims.heads, dims.kv_heads, dims.head_dim
     )
     return LayerDims(
-        tensors=tensors | _ffn(dims.hidden, dims.ffn),
+        tensors=tensors | _ffn(dims.hidden, dims.ffn_width(index)),
         heads=dims.heads,
         kv_heads=dims.kv_heads,
         head_dim=dims.head_dim,
-        ffn=dims.ffn,
+        ffn=dims.ffn_width(index),
     )
 
 
@@ -81,7 +108,7 @@ def qwen3_layer(dims: Dims, index: int) -> LayerDims:
         heads=dims.heads,
         kv_heads=dims.kv_heads,
         head_dim=dims.head_dim,
-        ffn=dims.ffn,
+        ffn=0 if dims.experts else dims.ffn,
     )
 
 
@@ -95,7 +122,7 @@ def qwen35_layer(dims: Dims, index: int) -> LayerDims:
     else:
         tensors |= _ffn(hidden, dims.ffn)
     ffn = dims.shared_ffn or dims.ffn
-    if (index + 1) % dims.full_every == 0:
+    if dims.kind(index) == "full":
         tensors |= _attention(hidden, dims.heads, dims.kv_heads, dims.head_dim)
         tensors["attn_q.weight"] = (2 * dims.heads * dims.head_dim, hidden)  # with output gates
         return LayerDims(
@@ -105,30 +132,30 @@ def qwen35_layer(dims: Dims, index: int) -> LayerDims:
             head_dim=dims.head_dim,
             ffn=ffn,
         )
-    inner = dims.state_heads * STATE_DIM
-    channels = conv_channels(dims.state_heads)
+    inner, channels = dims.state_width, dims.conv_channels
     tensors |= {
         "attn_qkv.weight": (channels, hidden),
         "attn_gate.weight": (inner, hidden),
         "ssm_beta.weight": (dims.state_heads, hidden),
         "ssm_alpha.weight": (dims.state_heads, hidden),
-        "ssm_conv1d.weight": (channels, CONV),
+        "ssm_conv1d.weight": (channels, dims.conv),
         "ssm_a": (dims.state_heads,),
         "ssm_dt.bias": (dims.state_heads,),
-        "ssm_norm.weight": (STATE_DIM,),
+        "ssm_norm.weight": (dims.state_dim,),
         "ssm_out.weight": (hidden, inner),
     }
     return LayerDims(tensors=tensors, kind="recurrent", ffn=ffn, state_heads=dims.state_heads)
 
 
 def laguna_layer(dims: Dims, index: int) -> LayerDims:
-    """A full layer, then three with a window; the first one dense, the others of experts."""
-    full = index % dims.full_every == 0
+    """Full layers and layers with a window have other heads; the first are dense."""
+    full, dense = dims.kind(index) == "full", index < dims.dense_layers
     heads = dims.heads if full else dims.window_heads
     tensors = _norms(dims, "attn_norm", "ffn_norm") | _head_norms(dims.head_dim)
     tensors |= _attention(dims.hidden, heads, dims.kv_heads, dims.head_dim)
-    tensors["attn_gate.weight"] = (heads, dims.hidden)
-    if index == 0:
+    gates = heads * dims.head_dim if dims.gate_each_value else heads
+    tensors["attn_gate.weight"] = (gates, dims.hidden)
+    if dense:
         tensors |= _ffn(dims.hidden, dims.ffn)
     else:
         tensors |= _experts(dims) | _shared_expert(dims) | {"exp_probs_b.bias": (dims.experts,)}
@@ -138,28 +165,27 @@ def laguna_layer(dims: Dims, index: int) -> LayerDims:
         heads=heads,
         kv_heads=dims.kv_heads,
         head_dim=dims.head_dim,
-        ffn=dims.ffn if index == 0 else dims.shared_ffn,
+        ffn=dims.ffn if dense else dims.shared_ffn,
     )
 
 
 def gemma4_layer(dims: Dims, index: int) -> LayerDims:
-    """Five layers with a window, then a full one with other heads; experts beside a dense part."""
-    full = (index + 1) % dims.full_every == 0
+    """Full layers have other heads than those with a window; experts beside a dense part."""
+    full, ffn = dims.kind(index) == "full", dims.ffn_width(index)
     kv_heads = dims.full_kv_heads if full else dims.kv_heads
     head_dim = dims.full_head_dim if full else dims.head_dim
     tensors = _norms(dims, "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
     tensors |= _attention(dims.hidden, dims.heads, kv_heads, head_dim) | _head_norms(head_dim)
     if full and dims.keys_are_values:
         del tensors["attn_v.weight"]
-    tensors |= _ffn(dims.hidden, dims.ffn) | {"layer_output_scale.weight": (1,)}
+    tensors |= _ffn(dims.hidden, ffn) | {"layer_output_scale.weight": (1,)}
     if dims.experts:
         tensors |= _norms(dims, "post_ffw_norm_1", "post_ffw_norm_2", "pre_ffw_norm_2")
         tensors |= {
             "ffn_gate_inp.weight": (dims.experts, dims.hidden),
             "ffn_gate_inp.scale": (dims.hidden,),
             "ffn_down_exps.scale": (dims.experts,),
-            "ffn_gate_up_exps.weight": (dims.experts, 2 * dims.expert_ffn, dims.hidden),
-            "ffn_down_exps.weight": (dims.experts, dims.hidden, dims.expert_ffn),
+            **_expert_stacks(dims),
         }
     if dims.side_width:
         tensors |= _norms(dims, "post_norm")
@@ -172,22 +198,13 @@ def gemma4_layer(dims: Dims, index: int) -> LayerDims:
         kv_heads=kv_heads,
         head_dim=head_dim,
         owns_kv=index < dims.layers - dims.shared_kv_layers,
-        ffn=dims.ffn,
+        ffn=ffn,
     )
 
 
 def dflash_layer(dims: Dims, index: int) -> LayerDims:
-    """A Qwen3 layer of a draft; all but the last have a window where the draft has one."""
-    plain = qwen3_layer(dims, index)
-    windowed = dims.window and index < dims.layers - 1
-    return LayerDims(
-        tensors=plain.tensors,
-        kind="window" if windowed else "full",
-        heads=plain.heads,
-        kv_heads=plain.kv_heads,
-        head_dim=plain.head_dim,
-        ffn=plain.ffn,
-    )
+    """A Qwen3 layer of a draft, with a window in some layers."""
+    return replace(qwen3_layer(dims, index), kind=dims.kind(index))
 
 
 LAYERS: dict[str, Callable[[Dims, int], LayerDims]] = {
@@ -222,11 +239,6 @@ def outer_tensors(dims: Dims) -> Tensors:
     return tensors
 
 
-def conv_channels(state_heads: int) -> int:
-    """Return the channels of a recurrent layer's convolution: queries, keys and values."""
-    return (2 * STATE_KEY_HEADS + state_heads) * STATE_DIM
-
-
 def _norms(dims: Dims, *names: str) -> Tensors:
     return {f"{name}.weight": (dims.hidden,) for name in names}
 
@@ -253,13 +265,18 @@ def _ffn(hidden: int, width: int) -> Tensors:
 
 
 def _experts(dims: Dims) -> Tensors:
+    return {"ffn_gate_inp.weight": (dims.experts, dims.hidden), **_expert_stacks(dims)}
+
+
+def _expert_stacks(dims: Dims) -> Tensors:
     experts, width, hidden = dims.experts, dims.expert_ffn, dims.hidden
+    down: Tensors = {"ffn_down_exps.weight": (experts, hidden, width)}
+    if dims.fused_experts:
+        return {"ffn_gate_up_exps.weight": (experts, 2 * width, hidden)} | down
     return {
-        "ffn_gate_inp.weight": (experts, hidden),
         "ffn_gate_exps.weight": (experts, width, hidden),
         "ffn_up_exps.weight": (experts, width, hidden),
-        "ffn_down_exps.weight": (experts, hidden, width),
-    }
+    } | down
 
 
 def _shared_expert(dims: Dims) -> Tensors:

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 from headroom.errors import OptionError
+from headroom.memory.calibration import load_speeds, speeds_path, with_speeds
 from headroom.memory.catalogue import find_device
 from headroom.memory.devices import DeviceSpec, detect_cpu
 from headroom.memory.gpus import (
@@ -15,6 +16,8 @@ from headroom.memory.gpus import (
 )
 from headroom.options import Options
 from headroom.units import gib, parse_size
+
+_LOCAL = re.compile(r"(cuda|hip):\d+")  # names of this machine's GPUs
 
 
 def plan_devices(options: Options) -> list[DeviceSpec]:
@@ -29,14 +32,22 @@ def plan_devices(options: Options) -> list[DeviceSpec]:
     if len([device for device in devices if device.kind == "cpu"]) > 1:
         raise OptionError("--device names cpu twice.", hint="Name it once.", param="device")
     devices = _unique(devices)
-    if any(device.kind == "cpu" for device in devices) or all(x.unified for x in devices):
+    if not (any(device.kind == "cpu" for device in devices) or all(x.unified for x in devices)):
+        devices.append(replace(host, name="host", runs_layers=False))
+    return _with_own_speeds(devices, options)
+
+
+def _with_own_speeds(devices: list[DeviceSpec], options: Options) -> list[DeviceSpec]:
+    """Return the devices with what was measured here, unless they belong to another machine."""
+    gpus = [device for device in devices if device.kind != "cpu"]
+    if not all(_LOCAL.fullmatch(device.name) for device in gpus):
         return devices
-    return [*devices, replace(host, name="host", runs_layers=False)]
+    return with_speeds(devices, load_speeds(speeds_path(options.home_path)))
 
 
 def parse_device(text: str) -> DeviceSpec:
     """Return the GPU that a name or a size stands for."""
-    if re.fullmatch(r"(cuda|hip):\d+", text):
+    if _LOCAL.fullmatch(text):
         return find_gpu(text, detect_gpus())
     if re.match(r"[\d.\-]", text):
         return _unknown_gpu(text)
@@ -68,7 +79,7 @@ def _host(ram: str | None) -> DeviceSpec:
     total = parse_size(ram)
     if total <= 0:
         raise OptionError(f"--ram is {ram!r}.", hint="Write 64GiB.", param="ram")
-    return replace(here, total_bytes=total, available_bytes=total)
+    return replace(here, total_bytes=total, available_bytes=total, pinnable_bytes=None)
 
 
 def _unique(devices: list[DeviceSpec]) -> list[DeviceSpec]:
@@ -77,7 +88,7 @@ def _unique(devices: list[DeviceSpec]) -> list[DeviceSpec]:
     named = []
     for device in devices:
         count = seen[device.name] = seen.get(device.name, 0) + 1
-        if count > 1 and re.fullmatch(r"(cuda|hip):\d+", device.name):
+        if count > 1 and _LOCAL.fullmatch(device.name):
             raise OptionError(f"--device names {device.name} twice.", hint="Name it once.")
         named.append(device if count == 1 else replace(device, name=f"{device.name}#{count}"))
     return named

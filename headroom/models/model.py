@@ -3,25 +3,33 @@
 import torch
 
 from headroom.layers.batch import Batch
-from headroom.layers.block import Block
+from headroom.layers.block import Layer
 from headroom.layers.embedding import Embedding, Head
+from headroom.layers.workspace import Workspace
 
 
 class Model:
     """The whole network; blocks hold their own caches."""
 
-    def __init__(self, embedding: Embedding, blocks: list[Block], head: Head) -> None:
+    def __init__(
+        self, embedding: Embedding, blocks: list[Layer], head: Head, workspace: Workspace
+    ) -> None:
+        self._workspace = workspace
         self._embedding = embedding
         self._blocks = blocks
         self._head = head
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run one step; return the residual stream of the rows whose logits are wanted."""
-        x = self._embedding(batch.tokens)
+        x = self._embedding(batch.tokens, self._workspace.stream[: len(batch.tokens)])
         for block in self._blocks:
             x = block(x, batch)
-        return x[batch.output_rows]
+        wanted = self._workspace.outputs[: len(batch.output_rows)]
+        return torch.index_select(x, 0, batch.output_rows, out=wanted)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits `[rows, vocabulary]` of some rows that `forward` returned."""
-        return self._head(hidden)
+        """Return logits `[rows, vocabulary]` of some rows that `forward` returned.
+
+        At most as many rows as sequences run together; they are valid until the next call.
+        """
+        return self._head(hidden, self._workspace.logits[: len(hidden)])

@@ -46,7 +46,7 @@ def create_app(llm: LLM, options: Options) -> FastAPI:
     )
     app.state.service = Service(llm, options, metrics)
     app.state.created = int(time.time())
-    app.add_api_route("/health", health)
+    app.add_api_route("/health", health, methods=["GET", "HEAD"])
     app.include_router(_guarded_routes())
     if options.cors is not None:
         app.add_middleware(
@@ -94,6 +94,8 @@ async def health(request: Request) -> Response:
     service: Service = request.app.state.service
     if service.stopping:
         return JSONResponse({"status": "stopping"}, status_code=503)
+    if not service.llm.engine.alive:
+        return JSONResponse({"status": "engine stopped"}, status_code=503)
     return JSONResponse({"status": "ok"})
 
 
@@ -129,11 +131,11 @@ def _model(request: Request) -> dict[str, Any]:
 class HttpServer(uvicorn.Server):
     """Uvicorn that says when it is ready and ends running answers before it stops."""
 
-    def __init__(self, llm: LLM, options: Options) -> None:
+    def __init__(self, llm: LLM, options: Options, bound: socket.socket) -> None:
         self._app = create_app(llm, options)
-        self._socket = _listen(options.host, options.port)
+        self._socket = bound
         host = f"[{options.host}]" if ":" in options.host else options.host
-        self.address = f"http://{host}:{self._socket.getsockname()[1]}"
+        self.address = f"http://{host}:{bound.getsockname()[1]}"
         config = uvicorn.Config(
             self._app,
             log_config=None,
@@ -175,16 +177,24 @@ class HttpServer(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def run_server(llm: LLM, options: Options) -> None:
-    """Serve until SIGINT or SIGTERM."""
-    HttpServer(llm, options).run()
+def run_server(llm: LLM, options: Options, bound: socket.socket) -> None:
+    """Serve on a bound socket until SIGINT or SIGTERM."""
+    HttpServer(llm, options, bound).run()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """Take an address; clients are refused there until the server listens."""
+    bound = None
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=1024)
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
     except OSError as error:
+        if bound is not None:
+            bound.close()
         # What the system says, without the address that Python adds.
         number = error.errno or 0
         reason = os.strerror(number) if number > 0 else error.strerror
@@ -193,3 +203,4 @@ def _listen(host: str, port: int) -> socket.socket:
             hint="Choose another --port or --host.",
             param="port",
         ) from error
+    return bound

@@ -88,7 +88,10 @@ async def respond(request: Request, service: Service, job: Job) -> Response:
     if job.body.stream:
         events = _events(_chunks(answers, job))
         return EventStream(events, service.options.keep_alive, answers.close)
-    return JSONResponse(await while_connected(request, _whole(answers, job)))
+    try:
+        return JSONResponse(await while_connected(request, _whole(answers, job)))
+    finally:
+        answers.close()
 
 
 async def _events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:

@@ -95,6 +95,8 @@ def refuse_invalid(error: ValidationError) -> RefusalError:
     kind, text = first["type"], first["msg"].removeprefix("Value error, ")
     if kind == "missing":
         code, text = "missing_required_parameter", "this field is required"
+    elif kind == "model_type":
+        code, text = "invalid_type", "input should be an object"
     else:
         code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     where = param or "The body"

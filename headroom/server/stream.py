@@ -179,6 +179,12 @@ class Service:
         """Hand requests to the engine, all or none of them."""
         if self.stopping:
             raise _shutting_down()
+        if len(requests) > (most := self.llm.engine.capacity):
+            raise RequestError(
+                f"{len(requests)} answers are asked for, and the server takes {most} at once.",
+                hint="Ask for fewer, or start the server with a larger --queue.",
+                param="n",
+            )
         answers = Answers(self.llm, requests, self.metrics)
         self._running.add(answers)
         return answers

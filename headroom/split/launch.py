@@ -4,8 +4,7 @@ import logging
 import time
 from collections import Counter
 
-import torch
-
+from headroom.layers.threads import set_threads, warn_of_slow_kernels
 from headroom.memory.plan import Plan
 from headroom.models.describe import ModelDescription
 from headroom.models.load import load_model
@@ -19,14 +18,15 @@ log = logging.getLogger(__name__)
 def start_pipeline(plan: Plan, model: ModelDescription) -> Pipeline:
     """Load the model as the plan says."""
     started = time.perf_counter()
-    torch.set_num_threads(plan.settings.threads)
+    set_threads(plan.settings.threads)
+    warn_of_slow_kernels(plan.devices[0].name)
     allocated: Counter[str] = Counter()
 
     def count(line: str, size_bytes: int) -> None:
         allocated[line] += size_bytes
 
     device = plan.devices[0].name
-    loaded = load_model(model.config, dict(model.checkpoint.tensors), plan.settings, device, count)
+    loaded = load_model(model.config, model.checkpoint.tensors, plan, count)
     log.info(
         "load: %d layers on %s, %s in %.1f s",
         len(model.config.layers),

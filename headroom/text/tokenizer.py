@@ -137,7 +137,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"The text has half a surrogate pair at character {error.start}; it is not Unicode."
+                f"The text is not Unicode at character {error.start}.",
+                hint="Half a surrogate pair, or a byte that is not UTF-8, has no tokens.",
             ) from error
         coder = self._coder if special else self._plain_coder
         ids = coder.encode(text, add_special_tokens=False).ids

@@ -68,6 +68,21 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(fake_llm: Any) -> None:
     assert [turn["content"] for turn in conversation.turns] == ["one", "Hello", "two", "Hello"]
 
 
+def test_ctrl_c_before_the_answer_begins_takes_the_question_back(
+    fake_llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = fake_llm.stream_chat
+
+    def interrupted_once(messages: Any, params: SamplingParams) -> Any:
+        monkeypatch.setattr(fake_llm, "stream_chat", stream)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fake_llm, "stream_chat", interrupted_once)
+    shown, conversation = talk(fake_llm, "one", "two")
+    assert shown == "stopped\nHello there.\n"
+    assert [turn["content"] for turn in conversation.turns] == ["two", "Hello there."]
+
+
 def test_ctrl_c_at_the_prompt_says_how_to_leave(fake_llm: Any) -> None:
     shown, _ = talk(fake_llm, KeyboardInterrupt, "one")
     assert "Ctrl-D or /quit leaves." in shown
@@ -104,6 +119,14 @@ def test_set_changes_how_the_next_answer_is_drawn(fake_llm: Any) -> None:
     assert (fake_llm.params[0].temperature, fake_llm.params[0].top_k) == (0.3, 5)
 
 
+def test_set_without_a_value_goes_back_to_the_default(fake_llm: Any) -> None:
+    lines = ("/set stop END", "/set ignore_eos on", "/set max_tokens 3", "one")
+    talk(fake_llm, *lines, "/set stop", "/set ignore_eos off", "/set max_tokens", "two")
+    first, second = fake_llm.params
+    assert (first.stop, first.ignore_eos, first.max_tokens) == (("END",), True, 3)
+    assert (second.stop, second.ignore_eos, second.max_tokens) == ((), False, None)
+
+
 def test_set_alone_shows_every_setting(fake_llm: Any) -> None:
     assert "temperature 1.0\n" in talk(fake_llm, "/set")[0]
 
@@ -115,6 +138,7 @@ def test_set_alone_shows_every_setting(fake_llm: Any) -> None:
         ("/set temperature warm", OptionError),
         ("/set temperature -1", RequestError),
         ("/set colour red", OptionError),
+        ("/set ignore_eos perhaps", OptionError),
     ],
 )
 def test_a_wrong_command_changes_nothing(line: str, error: type[Exception]) -> None:

@@ -43,17 +43,18 @@ def test_run_gives_one_json_object_and_the_same_text_streamed(smollm2_path: Path
     assert streamed.stdout.strip() == found["text"].strip()
 
 
-def test_raw_continues_the_text_and_the_seed_repeats_it(smollm2_path: Path) -> None:
-    line = (str(smollm2_path), "Once upon a", "--raw", "--max-tokens", "8", "--seed", "5")
-    first, again = answer(*line), answer(*line, "--kv-type", "f32", "--chunk", "2")
+def test_raw_continues_the_text_and_the_seed_repeats_it(tiny_path: Path) -> None:
+    line = (str(tiny_path), "Once upon a", "--raw", "--max-tokens", "8", "--seed", "5")
+    line += ("--kv-type", "f32", "--ignore-eos")
+    first, again = answer(*line), answer(*line, "--chunk", "2")
     assert first["token_ids"] == again["token_ids"]
     assert first["finish_reason"] == "length"
-    tokens = headroom("tokenize", str(smollm2_path), "Once upon a", "--json")
+    tokens = headroom("tokenize", str(tiny_path), "Once upon a", "--json")
     assert first["usage"]["prompt_tokens"] == len(json.loads(tokens.stdout)["ids"])
 
 
-def test_a_prompt_longer_than_the_context_is_one_line(smollm2_path: Path) -> None:
-    done = headroom("run", str(smollm2_path), "word " * 200, "--context", "64", "--json")
+def test_a_prompt_longer_than_the_context_is_one_line(tiny_path: Path) -> None:
+    done = headroom("run", str(tiny_path), "word " * 200, "--context", "64", "--json")
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
@@ -63,8 +64,9 @@ def test_a_prompt_longer_than_the_context_is_one_line(smollm2_path: Path) -> Non
 def test_a_file_that_is_no_model_is_one_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(3))
-    for command in (["run", str(broken), "hello"], ["plan", str(broken)], ["serve", str(broken)]):
-        done = headroom(*command)
+    file = str(broken)
+    for line in (["run", file, "hello"], ["plan", file], ["serve", file, "--port", "0"]):
+        done = headroom(*line)
         assert done.returncode == 1
         assert done.stderr.startswith("error: ")
         assert len(done.stderr.splitlines()) == 1

@@ -1,5 +1,6 @@
 """The program around the commands: errors as one line, exit codes, pipes."""
 
+import io
 import os
 import signal
 import subprocess
@@ -13,14 +14,14 @@ from headroom.cli.main import run_command
 from headroom.errors import FormatError, HeadroomError, OptionError, PlanError
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("pull", "run", "chat", "serve", "plan", "tokenize", "doctor")
+COMMANDS = ("pull", "run", "chat", "serve", "plan", "tokenize", "doctor", "calibrate")
 
 
 def raise_in_plan(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("headroom.cli.plan.ready_model", fail)
+    monkeypatch.setattr("headroom.cli.plan.read_shapes", fail)
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,6 +86,23 @@ def test_a_line_that_makes_no_sense_is_a_usage_error(
 ) -> None:
     assert run_command(line) == 2
     assert "Usage:" in capsys.readouterr().err
+
+
+def test_input_that_is_not_text_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
+    assert run_command(["tokenize", "-"]) == 1
+    told = "error: The input is not utf-8 text: invalid start byte at byte 1.\n"
+    assert capsys.readouterr() == ("", told)
+
+
+def test_an_answer_goes_to_a_narrow_terminal_as_far_as_it_can(smollm2_path: Path) -> None:
+    line = [sys.executable, "-m", "headroom", "tokenize", str(smollm2_path), "né"]
+    narrow = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(line, cwd=ROOT, env=narrow, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "'n'" in done.stdout
 
 
 def test_a_missing_model_file_is_one_line_without_a_traceback(tmp_path: Path) -> None:

@@ -1,7 +1,11 @@
 """`headroom plan`: tables, JSON, and what happens when it does not fit."""
 
 import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +13,7 @@ from headroom.cli.main import run_command
 from headroom.memory.devices import DeviceSpec
 from headroom.options import Options
 from headroom.units import MIB
+from tests.memory.test_report import LINE_NAMES
 
 
 def small_machine(options: Options) -> list[DeviceSpec]:
@@ -69,3 +74,188 @@ def test_a_plan_may_be_for_a_machine_that_is_not_at_hand(
     report = json.loads(capsys.readouterr().out)
     assert [device["total_bytes"] for device in report["devices"]] == [24 * 1024 * MIB]
     assert report["host"]["total_bytes"] == 64 * 1024 * MIB
+
+
+LARGE = ["plan", "qwen3.6-35b-a3b:q4_k_m", "--device", "12GiB", "--ram", "64GiB"]
+
+
+def planned(capsys: pytest.CaptureFixture[str], *line: str) -> dict[str, Any]:
+    """Return the JSON of a plan that fits."""
+    assert run_command(["plan", *line, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert isinstance(report, dict)
+    return report
+
+
+def test_the_json_has_exactly_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    report = planned(capsys, *LARGE[1:], "--draft", "qwen3.6-35b-a3b-dflash:q8_0")
+    text = Path(__file__).parents[2].joinpath("docs", "plan.md").read_text()
+    schema = json.loads(text.split("```json\n")[1].split("```")[0])
+
+    def compare(found: Any, documented: Any, where: str) -> None:
+        if isinstance(documented, dict):
+            assert set(found) == set(documented), where
+            for key, value in documented.items():
+                compare(found[key], value, f"{where}.{key}")
+        elif isinstance(documented, list) and documented and isinstance(documented[0], dict):
+            assert found, where
+            for row in found:
+                compare(row, documented[0], f"{where}[]")
+        else:
+            kinds = (int, float) if isinstance(documented, float) else type(documented)
+            assert isinstance(found, kinds), where
+
+    compare(report, schema, "plan")
+    assert report["version"] == schema["version"] == 1
+    names = {line["name"] for line in (*report["devices"][0]["lines"], *report["host"]["lines"])}
+    assert names <= set(LINE_NAMES)
+    assert {"hot_experts", "cold_experts", "draft_weights", "feature_ring"} <= names
+    assert all(f"| `{name}` |" in text for name in LINE_NAMES)
+
+
+def test_every_flag_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    report = planned(
+        capsys, "qwen3.6-27b:q4_k_m", "--device", "16GiB", "--device", "rtx2080ti-22gb,rtx3090",
+        "--ram", "64GiB", "--context", "4096", "--parallel", "2", "--k-type", "q5_1",
+        "--v-type", "q4_0", "--chunk", "256", "--split", "1,1,2", "--activation-dtype", "f32",
+        "--activation-model", "published", "--draft", "qwen3.6-27b-dflash",
+        "--feature-dtype", "q8_0", "--snapshots", "4GiB",
+    )  # fmt: skip
+    settings = report["settings"]
+    assert [settings[key] for key in ("context", "parallel", "chunk", "k_type", "v_type")] == [
+        4096, 2, 256, "q5_1", "q4_0",
+    ]  # fmt: skip
+    assert [device["layers"] for device in report["devices"]] == [[0, 15], [16, 31], [32, 63]]
+    assert report["precision"]["activation"] == "f32"
+    lines = {line["name"]: line for line in report["devices"][2]["lines"]}
+    assert "published formula" in lines["workspace"]["why"]
+    assert lines["feature_ring"]["bytes"] == 258 * 25600 * 34 // 32
+    host = {line["name"]: line["bytes"] for line in report["host"]["lines"]}
+    assert host["snapshots"] == 4 << 30
+    assert "cached keys are kept in q5_1" in report["lossy"]
+    assert "this version cannot run a cache of q4_0 yet" in report["notes"]
+
+
+def test_an_expert_budget_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    report = planned(capsys, *LARGE[1:], "--expert-budget", "20%")
+    hot = {line["name"]: line["bytes"] for line in report["devices"][0]["lines"]}["hot_experts"]
+    cold = {line["name"]: line["bytes"] for line in report["host"]["lines"]}["cold_experts"]
+    assert hot == pytest.approx(0.2 * (hot + cold), rel=0.01)
+
+
+def test_a_picture_is_drawn_beside_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command([*LARGE, "--svg", str(tmp_path / "plan.svg")]) == 0
+    assert ET.parse(tmp_path / "plan.svg").getroot().tag.endswith("svg")
+    assert "qwen3.6-35b-a3b:q4_k_m fits" in capsys.readouterr().out
+    assert run_command([*LARGE, "--svg", str(tmp_path / "no" / "plan.svg")]) == 2
+    assert "Cannot write" in capsys.readouterr().err
+
+
+def test_one_line_is_explained_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command([*LARGE, "--context", "4096", "--explain", "kv"]) == 0
+    assert capsys.readouterr().out == (
+        "kv on 12.00GiB: 83886080 bytes (80.0 MiB), 10 layers x 64 pages of 64 tokens, "
+        "keys bf16, values bf16\n"
+    )
+
+
+def test_contexts_and_devices_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", "laguna-xs.2", "--ram", "64GiB"]
+    assert run_command([*line, "--compare", "4096,32768", "--compare", "8GiB,12GiB+12GiB"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.split("\n")[0].split("  ")[-1].strip() == "12GiB+12GiB 32768"
+    rows = {row[:16].strip(): row[16:].split() for row in shown.splitlines()}
+    assert rows["context"] == ["4096", "32768"] * 2
+    assert rows["fits"] == ["yes"] * 4
+    assert run_command([*line, "--device", "24GiB", "--compare", "4096,8192", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [plan["label"] for plan in report["plans"]] == ["4096", "8192"]
+    assert [plan["settings"]["context"] for plan in report["plans"]] == [4096, 8192]
+
+
+def test_a_comparison_in_which_nothing_fits_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", "qwen3.6-27b:bf16", "--ram", "64GiB", "--compare"]
+    assert run_command([*line, "8GiB,12GiB"]) == 3
+    assert "no" in capsys.readouterr().out
+    assert run_command([*line, "12GiB,80GiB"]) == 0
+    assert run_command([*line, "12GiB,,"]) == 2
+
+
+def test_another_programs_command_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command([*LARGE, "--emit", "llama.cpp"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("llama-server -m qwen3.6-35b-a3b:q4_k_m -c 8192 -np 1")
+    assert "--n-cpu-moe" in shown
+
+
+def test_three_ways_out_are_named_and_each_of_them_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = ["plan", "qwen3-30b-a3b:q8_0", "--ram", "16GiB", "--device", "8GiB"]
+    assert run_command(line) == 3
+    captured = capsys.readouterr()
+    assert "missing" in captured.out
+    assert len(captured.err.splitlines()) == 1
+    assert "the biggest line is cold_experts" in captured.err
+    ways = captured.err.split("Try ")[1].strip().rstrip(".").split(" or ")
+    assert len(ways) == 3
+    for way in ways:
+        words = way.split()
+        changed = line[:1] + words + line[2:] if len(words) == 1 else [*line, *words]
+        if words[0] in line:
+            changed = [*line]
+            changed[line.index(words[0]) + 1] = words[1]
+        assert run_command(changed) == 0, way
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--kv-type", "q3"], "--kv-type is 'q3'. Choose from f32, f16, bf16, q8_0, q5_1,"),
+        (["--context", "0"], "--context is 0; it must be at least 16."),
+        (["--context", "-5"], "--context is -5; it must be at least 16."),
+        (["--parallel", "0"], "--parallel is 0; it must be at least 1."),
+        (["--chunk", "0"], "--chunk is 0; it must be at least 1."),
+        (["--context", "999999999"], "is more than the 262144 tokens"),
+        (["--device", "rtx9999"], "--device rtx9999 is unknown. Choose"),
+        (["--device", "12 parsecs"], "is not a size. Write a number and a unit"),
+        (["--device", "0GiB"], "has no memory"),
+        (["--ram", "0GiB"], "--ram is '0GiB'"),
+        (["--ram", "-1GiB"], "is not a size"),
+        (["--expert-budget", "101%"], "--expert-budget is '101%'. Write 0% to 100%"),
+        (["--snapshots", "many"], "is not a size"),
+        (["--split", "1,2"], "--split has 2 shares for 1 devices"),
+        (["--split", "0"], "--split is '0'. Write positive numbers"),
+        (["--draft", "qwen3-0.6b"], "is not a draft"),
+        (["--draft", "nothing"], "no file, folder or known model 'nothing'"),
+        (["--feature-dtype", "q4_0"], "Choose from f32, f16, bf16, q8_0."),
+        (["--activation-dtype", "q4_0"], "Choose from f32, bf16, f16."),
+        (["--activation-model", "guess"], "Choose from own, published."),
+        (["--explain", "kvs"], "The plan has no line 'kvs'. It has core_weights"),
+        (["--context", "4096", "--cache-tokens", "64"], "cannot hold one conversation"),
+    ],
+)
+def test_bad_input_is_one_line_with_the_right_values(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--device", "24GiB"] if "--device" not in flags else []
+    assert run_command(["plan", "qwen3.6-27b", *given, *flags]) in (2, 3)
+    captured = capsys.readouterr()
+    assert told in captured.err
+    assert captured.err.startswith("error: ")
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_the_built_in_35b_is_planned_quickly_and_without_torch() -> None:
+    program = (
+        "import sys, time; start = time.perf_counter()\n"
+        "from headroom.cli.main import run_command\n"
+        f"assert run_command({LARGE!r}) == 0\n"
+        "print('torch' in sys.modules, time.perf_counter() - start, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    imported, spent = done.stderr.split()
+    assert imported == "False"
+    assert float(spent) < 2.0  # 0.2 s alone on two cores; a busy machine takes longer

@@ -31,6 +31,11 @@ def test_a_model_without_a_prompt_is_not_taken_for_a_prompt(tmp_path: Path) -> N
             split_words([model])
 
 
+def test_a_prompt_may_be_longer_than_a_file_name() -> None:
+    for prompt in ("why " * 100, "/" + "x" * 5000):
+        assert split_words([prompt]) == ("", prompt)
+
+
 def test_three_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["run", "model", "why", "not"]) == 2
     assert "3 words" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """`headroom serve`: what it hands to the server, and what it says without one."""
 
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,11 +31,21 @@ def test_the_server_gets_the_model_and_the_options(
 ) -> None:
     started: list[tuple[Any, Options]] = []
     monkeypatch.setattr(
-        "headroom.server.app.run_server", lambda llm, options: started.append((llm, options))
+        "headroom.server.app.run_server", lambda llm, options, _: started.append((llm, options))
     )
     assert run_command(["serve", "model.gguf", "--port", "0", "--api-key", "k"]) == 0
     assert started == [(fake_llm, Options(model="model.gguf", port=0, api_key="k"))]
     assert loaded == [started[0][1]]
+
+
+def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(
+    loaded: list[Options], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert run_command(["serve", "--port", str(port)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: Cannot listen on 127.0.0.1:{port}: ")
+    assert loaded == []
 
 
 def test_without_the_extra_one_line_says_what_to_install(

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
+from headroom.engine.sampler import Row, sample
+from headroom.engine.scheduler import Turn
 from headroom.errors import CapacityError, RequestError
 from headroom.llm import LLM
+from tests.tiny import llama_config, random_model, save_gguf
 
 SAMPLED = {"temperature": 0.8, "max_tokens": 40, "ignore_eos": True}
 PROMPTS = ["a", "hello there", "x" * 70, "0123456789" * 9, "mixed\n\ttext", "zz", "q" * 33, "end"]
@@ -46,13 +49,24 @@ def test_an_answer_does_not_depend_on_who_shares_the_batch(llm: LLM) -> None:
     assert len(set(alone)) == len(alone)
 
 
-@pytest.mark.parametrize("kv_type", ["f32", "f16", "bf16"])
-def test_an_answer_does_not_depend_on_preemption(tiny_path: Path, kv_type: str) -> None:
-    settings = {"context": 256, "parallel": 4, "chunk": 32, "kv_type": kv_type, "threads": 1}
-    params = SamplingParams(temperature=0.8, max_tokens=100, ignore_eos=True, seed=3)
-    with LLM(str(tiny_path), **settings) as roomy:
+@pytest.fixture(scope="module")
+def wide_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose heads are as wide as a block of q8_0."""
+    model = random_model(llama_config(head_dim=32, tie_word_embeddings=False))
+    return save_gguf(model, tmp_path_factory.mktemp("wide") / "wide.gguf")
+
+
+@pytest.mark.parametrize(
+    ("k_type", "v_type"),
+    [("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("q8_0", "q8_0"), ("q8_0", "f16")],
+)
+def test_an_answer_does_not_depend_on_preemption(wide_path: Path, k_type: str, v_type: str) -> None:
+    settings = {"context": 256, "parallel": 4, "chunk": 32, "threads": 1}
+    settings |= {"k_type": k_type, "v_type": v_type}
+    params = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=3)
+    with LLM(str(wide_path), **settings) as roomy:
         alone = [roomy.generate(prompt, params)[0].token_ids for prompt in PROMPTS]
-    with LLM(str(tiny_path), cache_tokens=320, **settings) as tight:
+    with LLM(str(wide_path), cache_tokens=320, **settings) as tight:
         together = [done.token_ids for done in tight.generate(PROMPTS, params)]
         assert tight.engine.stats().preemptions > 0
         assert tight.engine.stats().cache_pages_used == 0
@@ -149,10 +163,12 @@ def test_cancelling_ends_a_request_and_frees_its_pages(llm: LLM) -> None:
     assert llm.engine.stats().cache_pages_used == 0
 
 
-def test_closing_a_stream_cancels_its_request(llm: LLM) -> None:
+@pytest.mark.parametrize("pieces", [0, 1])
+def test_closing_a_stream_cancels_its_request(llm: LLM, pieces: int) -> None:
     stream = llm.stream("abc", SamplingParams(ignore_eos=True))
-    next(iter(stream))
-    stream.close()  # type: ignore[attr-defined]
+    for _ in range(pieces):
+        next(stream)
+    stream.close()
     llm.generate("after", SamplingParams(max_tokens=1))
     assert llm.engine.stats().requests_finished["cancelled"] == 1
 
@@ -183,12 +199,92 @@ def test_a_failing_step_ends_its_requests_with_an_error_and_no_others(
     assert llm.engine.stats().cache_pages_used == 0
 
 
-def test_a_failing_reader_does_not_stop_the_engine(llm: LLM) -> None:
-    def fail(event: TokenEvent) -> None:
-        raise RuntimeError("reader is gone")
+def test_a_failing_sampler_ends_one_request_and_no_others(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_for_sevens(logits: Row, history: list[int], params: SamplingParams) -> int:
+        if history[0] == 7:
+            raise FloatingPointError("no number")
+        return sample(logits, history, params)
 
-    llm.engine.submit(llm.request([1], SamplingParams(ignore_eos=True)), fail)
+    monkeypatch.setattr("headroom.engine.engine.sample", fail_for_sevens)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    before, after = llm.stream([1, 2], params), llm.stream([3, 4], params)
+    events = collect(llm, llm.request([7], params))
+    assert (events[-1].finish_reason, events[-1].error) == (
+        "error",
+        "FloatingPointError: no number",
+    )
+    assert [len(list(stream)) for stream in (before, after)] == [20, 20]
+    assert llm.engine.stats().cache_pages_used == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_a_failing_reader_does_not_stop_the_engine(
+    llm: LLM, error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    request = llm.request([1], SamplingParams(ignore_eos=True))
+
+    def fail(event: TokenEvent) -> None:
+        raise error("reader is gone")
+
+    llm.engine.submit(request, fail)
     assert len(llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+    assert llm.engine.alive
+    assert f"the reader of request {request.id} failed" in caplog.text
+
+
+def test_an_engine_that_breaks_ends_its_requests_with_an_error_and_takes_no_more(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert llm.engine.alive
+
+    def fail() -> list[Turn]:
+        raise AssertionError("a page was lent twice")
+
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    llm.engine.submit(llm.request([1], SamplingParams(ignore_eos=True)), events.put)
+    events.get(timeout=30)
+    monkeypatch.setattr(llm.engine._scheduler, "next_turns", fail)
+    monkeypatch.setattr(llm.engine._scheduler, "remove", lambda sequence: fail())
+    last = events.get(timeout=30)
+    while last.finish_reason is None:
+        last = events.get(timeout=30)
+    assert (last.finish_reason, last.error) == ("error", "AssertionError: a page was lent twice")
+    assert not llm.engine.alive
+    assert llm.engine.stats().requests_finished["error"] == 1
+    with pytest.raises(CapacityError, match="stopped after an error: AssertionError: a page"):
+        llm.generate("x")
+    assert "engine: stopped by an error" in caplog.text
+
+
+def test_cancelling_a_request_that_just_ended_does_not_hit_the_next_of_its_id(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = llm.request([1], SamplingParams(max_tokens=2, ignore_eos=True))
+    found: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+
+    def cancel_too_late(logits: Row, history: list[int], params: SamplingParams) -> int:
+        if len(history) == 2:  # this draw ends the request
+            monkeypatch.setattr("headroom.engine.engine.sample", sample)
+            llm.engine.cancel(request.id)
+        return sample(logits, history, params)
+
+    def ask_again(event: TokenEvent) -> None:
+        if event.finish_reason is not None:
+            llm.engine.submit(request, found.put)
+
+    monkeypatch.setattr("headroom.engine.engine.sample", cancel_too_late)
+    llm.engine.submit(request, ask_again)
+    assert found.get(timeout=30).finish_reason is None
+    assert found.get(timeout=30).finish_reason == "length"
+
+
+def test_an_id_in_use_is_refused(llm: LLM) -> None:
+    request = llm.request([1], SamplingParams(ignore_eos=True))
+    llm.engine.submit(request, lambda event: None)
+    with pytest.raises(RequestError, match="is in use"):
+        llm.engine.submit(request, lambda event: None)
 
 
 def test_closing_the_engine_cancels_what_runs(tiny_path: Path) -> None:
@@ -201,6 +297,7 @@ def test_closing_the_engine_cancels_what_runs(tiny_path: Path) -> None:
     while found[-1].finish_reason is None:
         found.append(events.get(timeout=1))
     assert found[-1].finish_reason in ("cancelled", "length")
+    assert not llm.engine.alive
     with pytest.raises(CapacityError, match="shutting down"):
         llm.generate("x")
 

@@ -81,12 +81,13 @@ SCALE_OFFSETS: dict[str, tuple[int, ...]] = {
 def _matmul(sized: Sized) -> tuple[Any, ...]:
     rows, out, columns = sized.sizes
     weight = random_weight(sized.case.quant, out, columns)
-    return torch.randn(rows, columns), weight, plain_type(sized.case.dtype)
+    return torch.randn(rows, columns), weight, sized.case.dtype
 
 
 def _embed(sized: Sized) -> tuple[Any, ...]:
     rows, vocab, columns = sized.sizes
-    return torch.randint(0, vocab, (rows,)), random_weight(sized.case.quant, vocab, columns)
+    table = random_weight(sized.case.quant, vocab, columns)
+    return torch.randint(0, vocab, (rows,)), table, torch.empty(rows, columns)
 
 
 def _rms_norm(sized: Sized) -> tuple[Any, ...]:

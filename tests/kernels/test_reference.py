@@ -13,32 +13,15 @@ from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.reference.matmul import embed, matmul, unpack_rows
 from headroom.kernels.reference.norms import rms_norm, rope, silu_and_multiply
 from headroom.kernels.reference.quantise import quantise
-from headroom.kernels.registry import KERNELS, pick
+from headroom.kernels.registry import pick
 from tests.kernels.cases import (
     WEIGHT_TYPES,
     Sized,
     all_cases,
     empty_cache,
-    make_inputs,
     plain_weight,
     random_weight,
 )
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
-def test_every_kernel_agrees_with_the_reference(kernel) -> None:
-    reference = next(k for k in KERNELS if k.op == kernel.op and k.backend == "reference")
-    compared = 0
-    for sized in (sized for sized in all_cases() if sized.op == kernel.op):
-        if kernel.refuses(sized.case):
-            continue
-        ours, theirs = make_inputs(sized), make_inputs(sized)
-        result, expected = kernel.run(*ours), reference.run(*theirs)
-        if sized.op == "kv_write":
-            result, expected = ours[0].keys, theirs[0].keys
-        torch.testing.assert_close(result, expected, msg=str(sized))
-        compared += 1
-    assert compared
 
 
 @pytest.mark.parametrize("quant", WEIGHT_TYPES, ids=str)
@@ -46,9 +29,7 @@ def test_matmul_equals_the_product_with_dequantised_weights(quant) -> None:
     weight = random_weight(quant, 70, 512)
     x = torch.randn(19, 512)
     expected = x.double() @ unpack_rows(weight, slice(None)).double().t()
-    torch.testing.assert_close(
-        matmul(x, weight, torch.float32).double(), expected, atol=1e-4, rtol=1e-5
-    )
+    torch.testing.assert_close(matmul(x, weight, "f32").double(), expected, atol=1e-4, rtol=1e-5)
 
 
 @settings(max_examples=30, deadline=None)
@@ -58,23 +39,23 @@ def test_a_row_of_matmul_does_not_depend_on_the_others(rows: int, data: st.DataO
     weight = plain_weight(torch.randn(192, 576))
     x = torch.randn(rows, 576)
     row = data.draw(st.integers(0, rows - 1))
-    together = matmul(x, weight, torch.float32)[row]
-    assert torch.equal(together, matmul(x[row : row + 1], weight, torch.float32)[0])
+    together = matmul(x, weight, "f32")[row]
+    assert torch.equal(together, matmul(x[row : row + 1], weight, "f32")[0])
 
 
 def test_matmul_computes_in_the_type_that_is_asked_for() -> None:
     weight, x = plain_weight(torch.randn(8, 64)), torch.randn(4, 64)
-    result = matmul(x, weight, torch.bfloat16)
+    result = matmul(x, weight, "bf16")
     expected = x.bfloat16().double() @ weight.data.bfloat16().double().t()
     assert result.dtype == torch.float32
     torch.testing.assert_close(result.double(), expected, atol=0.1, rtol=0.02)
-    assert not torch.equal(result, matmul(x, weight, torch.float32))
+    assert not torch.equal(result, matmul(x, weight, "f32"))
 
 
 def test_embed_gathers_rows_of_a_packed_table() -> None:
     table = random_weight(Q8_0, 50, 64)
     ids = torch.tensor([3, 49, 3, 0])
-    assert torch.equal(embed(ids, table), dequantise(table.data, Q8_0, 64)[ids])
+    assert torch.equal(embed(ids, table, torch.empty(4, 64)), dequantise(table.data, Q8_0, 64)[ids])
 
 
 def test_rms_norm_equals_its_definition() -> None:

@@ -1,11 +1,12 @@
 """Limits of control groups, read from made-up folders."""
 
+import resource
 from pathlib import Path
 
 import pytest
 
 from headroom.memory.cgroups import GroupLimits, read_limits
-from headroom.memory.devices import detect_cpu, detect_devices, usable_cores
+from headroom.memory.devices import detect_cpu, detect_devices, pinnable_bytes, usable_cores
 from headroom.options import Options
 from headroom.units import GIB, KIB
 
@@ -79,3 +80,19 @@ def test_this_machine_is_found() -> None:
     assert device.kind == "cpu"
     assert 0 < device.available_bytes <= device.total_bytes
     assert device.cores >= 1
+
+
+@pytest.mark.parametrize(
+    ("soft", "group", "expected"),
+    [
+        (8 << 20, None, 8 << 20),
+        (resource.RLIM_INFINITY, None, None),
+        (resource.RLIM_INFINITY, GIB, GIB),
+        (2 * GIB, GIB, GIB),
+    ],
+)
+def test_pinned_memory_is_limited_by_the_process_and_its_group(
+    soft: int, group: int | None, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, soft))
+    assert pinnable_bytes(GroupLimits(group, group, None)) == expected

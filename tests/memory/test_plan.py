@@ -263,3 +263,43 @@ def test_planning_a_large_model_never_imports_torch() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert out.stdout == "False\n"
+
+
+def test_memory_of_a_gpu_held_by_others_is_not_planned() -> None:
+    busy = replace(gpu(24), available_bytes=10 * GIB)
+    plan = make_plan([laguna()], [busy, host(64)], Options())
+    assert lines(plan)["reserve"] == 14 * GIB + 512 * MIB
+    assert plan.devices[0].hot_experts < 5000
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [(None, ", pinned"), (64 * GIB, ", pinned"), (8 * MIB, "not pinned: ulimit -l or the group")],
+)
+def test_cold_experts_are_pinned_where_that_is_allowed(limit: int | None, told: str) -> None:
+    behind = replace(host(64), pinnable_bytes=limit)
+    plan = make_plan([laguna()], [gpu(12), behind], Options())
+    (cold,) = (line for line in plan.host.lines if line.name == "cold_experts")
+    assert told in cold.why
+    assert any("ulimit" in note for note in plan.notes) == ("not pinned" in told)
+
+
+def test_snapshots_are_a_line_of_the_host_and_say_how_many_they_are() -> None:
+    options = Options(snapshots="2GiB", context=4096, parallel=1)
+    plan = make_plan([known_shape("qwen3.6-27b")], [gpu(24), host(64)], options)
+    (line,) = (line for line in plan.host.lines if line.name == "snapshots")
+    each = 4096 * 65536 + 150_994_944 + 48 * 3 * 10240 * 4 + 248320 * 4
+    assert line.bytes == 2 * GIB
+    assert line.why == f"saved prefixes: {2 * GIB // each} of a whole context, 406.6 MiB each"
+
+
+@pytest.mark.parametrize(
+    ("kv_type", "per_token"),
+    [("f16", 65536), ("q8_0", 34816), ("q5_1", 24576), ("q5_0", 22528), ("q4_1", 20480),
+     ("q4_0", 18432)],
+)  # fmt: skip
+def test_every_cache_type_of_the_27b_has_its_published_size(kv_type: str, per_token: int) -> None:
+    options = Options(kv_type=kv_type, context=4096, parallel=1)
+    plan = make_plan([known_shape("qwen3.6-27b")], [gpu(24), host(64)], options)
+    assert lines(plan)["kv"] == 4096 * per_token
+    assert (len(plan.lossy) == 2) == (kv_type != "f16")

@@ -12,6 +12,9 @@ from headroom.options import Options
 from headroom.units import GIB, MIB
 from tests.memory.shapes import cpu, gpu, host
 
+kinds = st.sampled_from(["cpu", "gpu", "two", "three"])
+percents = st.integers(20, 105)
+
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelShape:
@@ -75,6 +78,9 @@ def machine(kind: str, model: ModelShape, options: Options, percent: int) -> lis
         return [cpu(size)]
     if kind == "gpu":
         return [gpu(size), host(4)]
+    if kind == "three" and len(model.layers) > 2:
+        slow = replace(gpu(size / 2, "cuda:2", sm=75), bandwidth=300e9)
+        return [gpu(size / 2, "cuda:0"), gpu(size / 3, "cuda:1"), slow, host(4)]
     return [gpu(size / 2, "cuda:0"), gpu(size / 3, "cuda:1"), host(4)]
 
 
@@ -94,12 +100,8 @@ def rank(plan: Plan | None) -> tuple[int, ...]:
     return (int(chosen.chunk >= 128), chosen.context, hot, chosen.parallel, chosen.chunk)
 
 
-kinds = st.sampled_from(["cpu", "gpu"])
-percents = st.integers(20, 105)
-
-
 @settings(max_examples=60, deadline=None)
-@given(models(), st.sampled_from(["cpu", "gpu", "two"]), percents, fixed_options())
+@given(models(), kinds, percents, fixed_options())
 def test_the_lines_never_exceed_a_device_unless_the_plan_does_not_fit(
     model: ModelShape, kind: str, percent: int, options: Options
 ) -> None:
@@ -126,7 +128,7 @@ def test_more_memory_never_gives_a_worse_plan(
 
 
 @settings(max_examples=60, deadline=None)
-@given(models(), kinds, percents, fixed_options(), st.sets(st.sampled_from(range(4))))
+@given(models(), kinds, percents, fixed_options(), st.sets(st.sampled_from(range(5))))
 def test_fixing_what_the_solver_chose_gives_the_same_plan(
     model: ModelShape, kind: str, percent: int, options: Options, which: set[int]
 ) -> None:
@@ -140,6 +142,9 @@ def test_fixing_what_the_solver_chose_gives_the_same_plan(
         "weights": chosen.weights,
     }  # fmt: skip
     fixed = {name: value for index, (name, value) in enumerate(values.items()) if index in which}
+    if len(plan.devices) > 1 and 4 in which:
+        shares = (device.layers[1] - device.layers[0] + 1 for device in plan.devices)
+        fixed["split"] = ",".join(map(str, shares))
     assert make_plan([model], devices, replace(options, **fixed)) == plan  # type: ignore[arg-type]
 
 
@@ -157,7 +162,7 @@ def test_what_the_user_fixed_stands_in_every_plan(
 
 
 @settings(max_examples=30, deadline=None)
-@given(models(), st.sampled_from(["cpu", "gpu", "two"]), percents, fixed_options())
+@given(models(), kinds, percents, fixed_options())
 def test_a_plan_is_the_same_every_time(
     model: ModelShape, kind: str, percent: int, options: Options
 ) -> None:

@@ -31,20 +31,21 @@ def expected_logits(model: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:
         return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
 
 
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("format", ["safetensors", "gguf"])
 @pytest.mark.parametrize(
     "pieces", [[90], [33, 40, 17], [1] * 90], ids=["whole", "chunks", "decode"]
 )
 def test_logits_equal_transformers(
-    tmp_path: Path, format: str, tied: bool, pieces: list[int]
+    tmp_path: Path, format: str, tied: bool, pieces: list[int], kernels: str
 ) -> None:
     model = random_model(llama_config(tie_word_embeddings=tied))
     save = save_safetensors if format == "safetensors" else save_gguf
     checkpoint = open_checkpoint(
         save(model, tmp_path / ("m" if format == "safetensors" else "m.gguf"))
     )
-    logits = run_steps(checkpoint, [PROMPT], [pieces])[0]
+    logits = run_steps(checkpoint, [PROMPT], [pieces], kernels=kernels)[0]
     torch.testing.assert_close(logits, expected_logits(model, PROMPT), atol=1e-4, rtol=0)
 
 
@@ -67,14 +68,15 @@ def test_a_mixed_batch_of_sequences_equals_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quant", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16"])
 @pytest.mark.parametrize("weights", ["packed", "unpacked"])
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_quantised_weights_equal_their_dequantised_values(
-    tmp_path: Path, quant: str, weights: str
+    tmp_path: Path, quant: str, weights: str, kernels: str
 ) -> None:
     model = random_model(llama_config(hidden_size=96, intermediate_size=128))
     checkpoint = open_checkpoint(save_gguf(model, tmp_path / "m.gguf", quant))
     rounded = random_model(model.config)
     rounded.load_state_dict(_rounded_state(model, quant))
-    logits = run_steps(checkpoint, [PROMPT], [[90]], weights=weights)[0]
+    logits = run_steps(checkpoint, [PROMPT], [[90]], weights=weights, kernels=kernels)[0]
     torch.testing.assert_close(logits, expected_logits(rounded, PROMPT), atol=1e-4, rtol=0)
 
 

@@ -21,7 +21,7 @@ from headroom.engine.stats import EngineStats
 from headroom.errors import CapacityError
 from headroom.llm import LLM
 from headroom.options import Options
-from headroom.server.app import HttpServer
+from headroom.server.app import HttpServer, bind
 
 EOS, BOS = 256, 257
 TIMINGS = Timings(queue_s=0.001, prefill_s=0.002, decode_s=0.003)
@@ -60,6 +60,8 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.words = "Hello, world."
+        self.alive = True
+        self.capacity = 1000
         self.pause_s = 0.0
         self.prefill_s = 0.0
         self.fails_after: int | None = None  # tokens
@@ -182,7 +184,7 @@ class FakeLLM:
 @contextmanager
 def serving(llm: LLM | FakeLLM, options: Options) -> Iterator[HttpServer]:
     """Run a server over a model in a thread, on a free port."""
-    server = HttpServer(cast(LLM, llm), options)
+    server = HttpServer(cast(LLM, llm), options, bind(options.host, options.port))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -14,6 +14,7 @@ import pytest
 
 from headroom.errors import OptionError
 from headroom.options import Options
+from headroom.server.app import bind
 from tests.server.fakes import FakeLLM, events_of, serving, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -23,6 +24,13 @@ BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 def test_health_is_200_while_requests_are_taken(shared: httpx.Client) -> None:
     response = shared.get("/health")
     assert (response.status_code, response.json()) == (200, {"status": "ok"})
+    assert shared.head("/health").status_code == 200
+
+
+def test_health_is_503_when_the_engine_has_stopped(client: httpx.Client, llm: FakeLLM) -> None:
+    llm.engine.alive = False
+    response = client.get("/health")
+    assert (response.status_code, response.json()) == (503, {"status": "engine stopped"})
 
 
 def test_the_one_model_is_listed_and_shown(shared: httpx.Client) -> None:
@@ -142,16 +150,32 @@ def test_a_port_that_is_taken_is_told_in_one_line() -> None:
     )
 
 
+def test_a_host_that_does_not_exist_is_told_in_one_line() -> None:
+    with pytest.raises(
+        OptionError, match=r"^Cannot listen on no\.such\.host\.invalid:80: .+\. Choose"
+    ):
+        bind("no.such.host.invalid", 80)
+
+
+def test_nobody_is_let_in_before_the_server_listens() -> None:
+    with (
+        bind("127.0.0.1", 0) as bound,
+        pytest.raises(ConnectionRefusedError),
+        socket.create_connection(bound.getsockname(), timeout=5),
+    ):
+        pass
+
+
 PROGRAM = """
 from headroom.log import start_logging
 from headroom.options import Options
-from headroom.server.app import run_server
+from headroom.server.app import bind, run_server
 from tests.server.fakes import FakeLLM
 
 start_logging()
 llm = FakeLLM()
 llm.engine.prefill_s = 60.0
-run_server(llm, Options(port=0))
+run_server(llm, Options(port=0), bind("127.0.0.1", 0))
 print("ended in order")
 """
 

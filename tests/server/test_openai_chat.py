@@ -219,3 +219,15 @@ def test_an_engine_that_fails_in_a_stream_ends_it_with_an_error(
         "param": None,
         "code": "generation_failed",
     }
+
+
+def test_more_answers_than_can_ever_be_taken_are_the_requests_own_fault(
+    client: httpx.Client, llm: FakeLLM
+) -> None:
+    llm.engine.capacity = 2
+    response = client.post(PATH, json={"messages": [USER], "n": 3})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["message"].startswith("3 answers are asked for, and the server takes 2 at once.")
+    assert error["param"] == "n"
+    assert llm.engine.requests == []

@@ -296,3 +296,11 @@ def test_no_value_of_any_field_is_the_servers_fault(
     changed = {fields[number % len(fields)]: value for number, value in changes.items()}
     body = {"messages": [USER], "prompt": "hi", **changed}
     assert shared.post(path[0], json=body).status_code in (200, 400, 404)
+
+
+def test_a_body_that_is_no_object_is_refused_in_plain_words(shared: httpx.Client) -> None:
+    error = shared.post("/v1/chat/completions", json=[1]).json()["error"]
+    assert error["message"] == "The body: input should be an object."
+    error = shared.post("/v1/chat/completions", json={"messages": ["hi"]}).json()["error"]
+    assert error["message"] == "messages[0]: input should be an object."
+    assert (error["param"], error["code"]) == ("messages[0]", "invalid_type")

@@ -8,33 +8,36 @@ same bits alone, in a batch, or in the middle of a prompt.
 import torch
 
 from headroom.kernels.reference.dequant import dequantise
-from headroom.kernels.weight import PLAIN_TYPES, Weight
+from headroom.kernels.weight import PLAIN_TYPES, Weight, plain_type
 
 ROW_TILE = 16
 UNPACK_VALUES = 4 << 20  # weight values unpacked at a time, to bound scratch memory
 
 
-def matmul(x: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+def matmul(
+    x: torch.Tensor, weight: Weight, dtype: str, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return `x` times the weight's transpose; both are rounded to `dtype`, sums are float32."""
     rows = x.shape[0]
     tiles = -(-rows // ROW_TILE)
     padded = torch.zeros(tiles * ROW_TILE, weight.columns, device=x.device)
-    padded[:rows] = x.to(dtype)
-    out = torch.empty(tiles * ROW_TILE, weight.rows, device=x.device)
-    ready = dtype == torch.float32 == weight.data.dtype  # nothing to unpack or to round
+    rounded = plain_type(dtype)
+    padded[:rows] = x.to(rounded)
+    product = torch.empty(tiles * ROW_TILE, weight.rows, device=x.device)
+    ready = rounded == torch.float32 == weight.data.dtype  # nothing to unpack or to round
     step = weight.rows if ready else max(1, UNPACK_VALUES // weight.columns)
     for first in range(0, weight.rows, step):
-        part = unpack_rows(weight, slice(first, first + step)).to(dtype).float().t()
+        part = unpack_rows(weight, slice(first, first + step)).to(rounded).float().t()
         for tile in range(0, rows, ROW_TILE):
-            out[tile : tile + ROW_TILE, first : first + step] = (
+            product[tile : tile + ROW_TILE, first : first + step] = (
                 padded[tile : tile + ROW_TILE] @ part
             )
-    return out[:rows]
+    return product[:rows] if out is None else out.copy_(product[:rows])
 
 
-def embed(ids: torch.Tensor, table: Weight) -> torch.Tensor:
-    """Return the table's rows `ids` as float32."""
-    return unpack_rows(table, ids.to(table.data.device)).float()
+def embed(ids: torch.Tensor, table: Weight, out: torch.Tensor) -> torch.Tensor:
+    """Write the table's rows `ids` to `out` as float32."""
+    return out.copy_(unpack_rows(table, ids.to(table.data.device)))
 
 
 def unpack_rows(weight: Weight, rows: slice | torch.Tensor) -> torch.Tensor:

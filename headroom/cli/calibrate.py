@@ -1,0 +1,40 @@
+"""`headroom calibrate`: measure this machine once, so that plans need not estimate."""
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from headroom.cli.settings import with_settings
+from headroom.memory.calibration import Speeds, save_speeds, speeds_path
+from headroom.options import Options
+
+
+@with_settings("program", log_level="warning")
+def calibrate(
+    options: Options,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Measure this machine's memory, links and arithmetic; plans then use what was found."""
+    with Console(stderr=True).status("measuring"):
+        from headroom.memory.measure import measure_machine  # torch: --help must not wait for it
+
+        speeds = measure_machine()
+    path = speeds_path(options.home_path)
+    save_speeds(path, speeds)
+    if as_json:
+        print(json.dumps({"path": str(path), "devices": {x: asdict(speeds[x]) for x in speeds}}))
+        return
+    for name, row in speeds.items():
+        print(f"{name}: {described(row)}")
+    print(f"kept in {path}")
+
+
+def described(speeds: Speeds) -> str:
+    """Return measured speeds as people read them."""
+    parts = [f"memory {speeds.bandwidth / 1e9:.1f} GB/s"]
+    if speeds.link:
+        parts.append(f"link {speeds.link / 1e9:.1f} GB/s")
+    return ", ".join([*parts, f"arithmetic {speeds.flops / 1e12:.2f} TFLOP/s"])

@@ -1,0 +1,72 @@
+"""Attention over paged keys and values on the CPU."""
+
+import torch
+
+from headroom.formats.quants import QuantType
+from headroom.kernels.native.module import MISSING, MODULE, POOL
+from headroom.kernels.ops import Case, PagedKv, Span
+from headroom.kernels.weight import PLAIN_TYPES
+
+CACHE_TYPES = (*PLAIN_TYPES, "q8_0")
+
+
+def refuses(case: Case) -> str | None:
+    """Say why a case cannot run here."""
+    if MODULE is None:
+        return MISSING
+    if case.reference:
+        return "only reference kernels were asked for"
+    if case.device != "cpu":
+        return f"runs on the CPU, not on {case.device}"
+    for kind in (case.k_type, case.v_type):
+        if kind not in CACHE_TYPES:
+            return f"{kind} is not a cache type ({', '.join(CACHE_TYPES)})"
+    return None
+
+
+def write_kv(cache: PagedKv, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Store keys and values at their slots in the cache's types."""
+    rows, heads, dim = keys.shape
+    keys, values, slots = keys.contiguous(), values.contiguous(), slots.contiguous()
+    POOL.ops.write_kv(
+        cache_view(cache), heads, dim, slots.data_ptr(), keys.data_ptr(), values.data_ptr(), rows
+    )
+
+
+def attention(
+    queries: torch.Tensor, cache: PagedKv, spans: tuple[Span, ...], scale: float, window: int
+) -> torch.Tensor:
+    """Attend from every span's rows to its sequence's cached tokens."""
+    queries = queries.contiguous()
+    rows, heads, dim = queries.shape
+    table, pages = span_table(spans)
+    out = torch.empty(rows, heads, dim)
+    POOL.ops.attention(
+        cache_view(cache), (heads, cache.keys.shape[1], dim, window), scale, queries.data_ptr(),
+        table.data_ptr(), len(spans), pages.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def span_table(spans: tuple[Span, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return spans as a table [spans, 4] and all their pages one after another."""
+    rows, offset = [], 0
+    for span in spans:
+        rows.append((span.first_row, span.rows, span.start, offset))
+        offset += len(span.pages)
+    return torch.tensor(rows, dtype=torch.int64), torch.cat([span.pages for span in spans])
+
+
+def cache_view(cache: PagedKv) -> object:
+    """Return the C++ view of a layer's cache."""
+    _, heads, _ = cache.keys.shape
+    view: object = MODULE.KvCache(
+        cache.keys.data_ptr(), cache.k_type.ggml_id, _head_bytes(cache.keys, cache.k_type),
+        cache.values.data_ptr(), cache.v_type.ggml_id, _head_bytes(cache.values, cache.v_type),
+        heads, cache.page_size,
+    )  # fmt: skip
+    return view
+
+
+def _head_bytes(stored: torch.Tensor, quant: QuantType) -> int:
+    return stored.shape[-1] * (stored.element_size() if quant.name in PLAIN_TYPES else 1)

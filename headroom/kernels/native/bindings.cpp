@@ -1,0 +1,197 @@
+// What Python sees: plain functions over addresses and sizes; the interpreter lock is released.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "ops.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace headroom {
+namespace {
+
+using Address = uintptr_t;
+
+template <class T> T* at(Address address) { return reinterpret_cast<T*>(address); }
+
+Kind checked_kind(int kind) {
+    if (kind_info(static_cast<Kind>(kind)).block == 0)
+        throw std::invalid_argument("weights of GGUF type " + std::to_string(kind) + " are unknown");
+    return static_cast<Kind>(kind);
+}
+
+Matrix make_matrix(Address data, int kind, int64_t rows, int64_t columns) {
+    return {at<const uint8_t>(data), checked_kind(kind), rows, columns};
+}
+
+// Spans come as a table [count, 4]: first row, rows, start, where its pages begin in `pages`.
+std::vector<SpanView> read_spans(Address table, int64_t count, Address pages) {
+    std::vector<SpanView> spans;
+    spans.reserve(static_cast<size_t>(count));
+    const int64_t* row = at<const int64_t>(table);
+    for (int64_t i = 0; i < count; ++i, row += 4)
+        spans.push_back({row[0], row[1], row[2], at<const int64_t>(pages) + row[3]});
+    return spans;
+}
+
+struct Lent {  // scratch memory of a call
+    Address data;
+    size_t bytes;
+    Scratch open() const { return Scratch(at<uint8_t>(data), bytes); }
+};
+
+KvCache make_cache(Address keys, int k_kind, int64_t k_head_bytes, Address values, int v_kind,
+                   int64_t v_head_bytes, int64_t kv_heads, int page_size) {
+    return {{at<uint8_t>(keys), checked_kind(k_kind), k_head_bytes * kv_heads, k_head_bytes},
+            {at<uint8_t>(values), checked_kind(v_kind), v_head_bytes * kv_heads, v_head_bytes},
+            page_size};
+}
+
+// A layer with its cache, ready to run.
+struct Layer {
+    LayerWeights weights;
+    KvCache cache;
+    bool int8;
+};
+
+void bind_ops(nb::module_& m) {
+    nb::class_<Ops>(m, "Ops")
+        .def("__init__", [](Ops* self, int threads, bool pin, const std::string& isa) {
+            const Kernels* kernels = isa.empty() ? &best_kernels() : find_kernels(isa.c_str());
+            if (!kernels) throw std::invalid_argument("this CPU cannot run " + isa + " kernels");
+            new (self) Ops(*kernels, threads, pin);
+        }, "threads"_a, "pin"_a = false, "isa"_a = "")
+        .def_prop_ro("isa", [](const Ops& self) { return std::string(self.kernels().name); })
+        .def_prop_ro("threads", &Ops::threads)
+        .def("pack", [](Ops& self, int kind, int64_t rows, int64_t columns, Address from, Address to) {
+            nb::gil_scoped_release released;
+            self.pack(checked_kind(kind), rows, columns, at<const uint8_t>(from), at<uint8_t>(to));
+        })
+        .def("unpack", [](Ops& self, Address data, int kind, int64_t rows, int64_t columns,
+                          Address ids, int64_t count, Address out) {
+            const Matrix w = make_matrix(data, kind, rows, columns);
+            nb::gil_scoped_release released;
+            self.unpack(w, at<const int64_t>(ids), count, at<float>(out));
+        })
+        .def("read_bytes", [](Ops& self, Address data, int64_t bytes) {
+            nb::gil_scoped_release released;
+            return self.read_bytes(at<const uint8_t>(data), bytes);
+        })
+        .def("matmul", [](Ops& self, Address data, int kind, int64_t rows, int64_t columns, Address x,
+                          int64_t count, bool int8, Address out, Address scratch, size_t bytes) {
+            const Matrix w = make_matrix(data, kind, rows, columns);
+            nb::gil_scoped_release released;
+            self.matmul(w, at<const float>(x), count, int8, at<float>(out),
+                        Lent{scratch, bytes}.open());
+        })
+        .def("write_kv", [](Ops& self, const KvCache& cache, int64_t kv_heads, int64_t dim,
+                            Address slots, Address keys, Address values, int64_t rows) {
+            nb::gil_scoped_release released;
+            self.write_kv(cache, kv_heads, dim, at<const int64_t>(slots), at<const float>(keys),
+                          at<const float>(values), rows);
+        })
+        .def("attention", [](Ops& self, const KvCache& cache, std::array<int64_t, 4> sizes,
+                             float scale, Address queries, Address table, int64_t count,
+                             Address pages, Address out) {
+            const AttentionShape shape{sizes[0], sizes[1], sizes[2], sizes[3], scale};
+            const auto spans = read_spans(table, count, pages);
+            nb::gil_scoped_release released;
+            int64_t rows = 0;
+            for (const SpanView& span : spans) rows += span.rows;
+            std::vector<float> scaled(static_cast<size_t>(rows * shape.heads * shape.dim));
+            for (size_t i = 0; i < scaled.size(); ++i) scaled[i] = at<const float>(queries)[i] * scale;
+            std::vector<uint8_t> scratch(self.attention_scratch(shape, spans.data(), count) + 64);
+            uint8_t* aligned = at<uint8_t>((reinterpret_cast<Address>(scratch.data()) + 63) / 64 * 64);
+            self.attention(shape, cache, scaled.data(), spans.data(), count, at<float>(out),
+                           Scratch(aligned, scratch.size()));
+        })
+        .def("rms_norm", [](Ops& self, Address x, Address weight, int64_t rows, int64_t columns,
+                            float eps, Address out) {
+            nb::gil_scoped_release released;
+            self.rms_norm(at<const float>(x), at<const float>(weight), rows, columns, eps,
+                          at<float>(out));
+        })
+        .def("rope", [](Ops& self, Address x, std::array<int64_t, 4> sizes, Address cos, Address sin,
+                        Address out) {
+            nb::gil_scoped_release released;
+            self.rope(at<const float>(x), sizes[0], sizes[1], sizes[2], at<const float>(cos),
+                      at<const float>(sin), sizes[3], at<float>(out));
+        })
+        .def("gated", [](Ops& self, bool gelu, Address gate, Address up, int64_t count, Address out) {
+            nb::gil_scoped_release released;
+            self.gated(gelu ? Gate::gelu : Gate::silu, at<const float>(gate), at<const float>(up),
+                       count, at<float>(out));
+        });
+}
+
+}  // namespace
+}  // namespace headroom
+
+NB_MODULE(_native, m) {
+    using namespace headroom;
+    m.def("isas", [] {
+        std::vector<std::string> names;
+        for (const char* name : {"avx512", "avx2", "portable"})
+            if (find_kernels(name)) names.emplace_back(name);
+        return names;
+    });
+    m.def("panel_bytes", [](int kind, int64_t rows, int64_t columns) {
+        return panel_bytes(checked_kind(kind), rows, columns);
+    });
+    m.def("matmul_scratch", &Ops::matmul_scratch);
+    nb::class_<KvCache>(m, "KvCache").def("__init__", [](KvCache* self, Address keys, int k_kind,
+            int64_t k_head_bytes, Address values, int v_kind, int64_t v_head_bytes, int64_t kv_heads,
+            int page_size) {
+        new (self) KvCache(make_cache(keys, k_kind, k_head_bytes, values, v_kind, v_head_bytes,
+                                      kv_heads, page_size));
+    });
+    nb::class_<Matrix>(m, "Matrix").def("__init__", [](Matrix* self, Address data, int kind,
+                                                       int64_t rows, int64_t columns) {
+        new (self) Matrix(make_matrix(data, kind, rows, columns));
+    });
+    bind_ops(m);
+    nb::class_<Layer>(m, "Layer")
+        .def("__init__", [](Layer* self, std::vector<Matrix> w, Address attention_norm,
+                            Address ffn_norm, float eps, std::array<int64_t, 4> sizes, float scale,
+                            const KvCache& cache, bool int8) {
+            if (w.size() != 7) throw std::invalid_argument("a layer has seven matrices");
+            new (self) Layer{{w[0], w[1], w[2], w[3], w[4], w[5], w[6],
+                              at<const float>(attention_norm), at<const float>(ffn_norm), eps,
+                              {sizes[0], sizes[1], sizes[2], sizes[3], scale}},
+                             cache, int8};
+        })
+        .def("scratch_bytes", [](const Layer& self, Ops& ops, std::array<int64_t, 2> sizes,
+                                 Address table, int64_t count) {
+            const auto spans = read_spans(table, count, 0);
+            return ops.layer_scratch(self.weights, {sizes[0], sizes[1], nullptr, nullptr, nullptr,
+                                                    spans.data(), count});
+        })
+        .def("run", [](const Layer& self, Ops& ops, std::array<int64_t, 2> sizes, Address x,
+                       Address cos, Address sin, Address slots, Address table, int64_t count,
+                       Address pages, Address scratch, size_t bytes) {
+            const auto spans = read_spans(table, count, pages);
+            nb::gil_scoped_release released;
+            const StepView step{sizes[0], sizes[1], at<const float>(cos), at<const float>(sin),
+                                at<const int64_t>(slots), spans.data(), count};
+            ops.layer(self.weights, self.cache, step, self.int8, at<float>(x),
+                      Lent{scratch, bytes}.open());
+        });
+    m.def("experts", [](Ops& ops, std::vector<Matrix> like, Address table, int64_t expert_count,
+                        Address ids, Address weights, std::array<int64_t, 2> sizes, Address x,
+                        bool gelu, bool int8, Address out, Address scratch, size_t bytes) {
+        if (like.size() != 3) throw std::invalid_argument("an expert has three matrices");
+        nb::gil_scoped_release released;
+        ops.experts(like[0], like[1], like[2], at<const ExpertWeights>(table), expert_count,
+                    at<const int32_t>(ids), at<const float>(weights), sizes[1], at<const float>(x),
+                    sizes[0], gelu ? Gate::gelu : Gate::silu, int8, at<float>(out),
+                    Lent{scratch, bytes}.open());
+    });
+    m.def("experts_scratch", &Ops::experts_scratch);
+}

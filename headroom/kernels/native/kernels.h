@@ -1,0 +1,76 @@
+// The arithmetic of one instruction set: small pieces that the operations share out over threads.
+#pragma once
+
+#include "panels.h"
+
+namespace headroom {
+
+// Rows of activations, rounded to 8 bits with a scale per 32 columns.
+struct QuantisedRows {
+    int8_t* values;  // [rows, columns]
+    float* scales;   // [rows, columns / 32]
+    float* sums;     // [rows, columns / 16], of the rounded values, scaled
+};
+
+struct FloatRows {
+    const float* values;  // [rows, columns]
+    const float* sums;    // [rows, columns / 16]
+};
+
+// One layer's cached keys or values; a head of a slot is `head_bytes` long.
+struct KvPlane {
+    uint8_t* data;
+    Kind kind;
+    int64_t slot_bytes, head_bytes;
+};
+
+constexpr int64_t KEY_BLOCK = 512;  // keys whose softmax is summed up before it is merged
+
+// What attention has gathered for one query: a maximum, and sums relative to it.
+struct Partial {
+    float peak, total;
+};
+
+// Queries of one key-value head and the keys that they see.
+struct AttentionJob {
+    const float* const* queries;       // `count` pointers to `dim` values, scaled already
+    const int64_t* first;              // first key that each query sees
+    const int64_t* last;               // one past the last
+    int count, dim, head;
+    KvPlane keys, values;
+    const int64_t* pages;
+    int page_size;
+};
+
+struct Kernels {
+    const char* name;
+    void (*quantise)(const float* x, int64_t columns, int8_t* values, float* scales, float* sums);
+    void (*sum_columns)(const float* x, int64_t columns, float* sums);
+    float (*read_bytes)(const uint8_t* data, int64_t bytes);
+    // One panel times all rows: out [rows, 16].
+    void (*panel_int8)(const Matrix& w, int64_t panel, QuantisedRows x, int64_t rows, float* out);
+    void (*panel_float)(const Matrix& w, int64_t panel, FloatRows x, int64_t rows, float* out);
+    void (*rms_norm)(const float* x, const float* weight, int64_t columns, float eps, float* out);
+    void (*silu_multiply)(const float* gate, const float* up, int64_t count, float* out);
+    void (*gelu_multiply)(const float* gate, const float* up, int64_t count, float* out);
+    void (*rope)(const float* x, int64_t heads, int64_t dim, const float* cos, const float* sin,
+                 int64_t half, float* out);
+    void (*store_head)(Kind kind, const float* x, int64_t dim, uint8_t* out);
+    // Keys [from, to) of at most KEY_BLOCK: out [count, padded dim] and a Partial per query.
+    void (*attend)(const AttentionJob& job, int64_t from, int64_t to, Partial* partials,
+                   float* sums, float* scratch);
+};
+
+HEADROOM_INLINE int64_t padded_dim(int64_t dim) { return (dim + 15) / 16 * 16; }
+// Floats of scratch that `attend` needs.
+HEADROOM_INLINE int64_t attend_scratch(int64_t count, int64_t dim) {
+    return count * KEY_BLOCK + padded_dim(dim) * 64;
+}
+
+extern const Kernels PORTABLE_KERNELS;
+#if defined(HEADROOM_X86)
+extern const Kernels AVX2_KERNELS;
+extern const Kernels AVX512_KERNELS;
+#endif
+
+}  // namespace headroom

@@ -1,0 +1,81 @@
+"""A decoder layer with full attention and a gated feed-forward network, as one operation."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from headroom.formats.quants import QuantType
+from headroom.kernels.native import attention, matmul
+from headroom.kernels.native.module import MODULE, POOL
+from headroom.kernels.ops import Case, PagedKv, Span
+from headroom.kernels.weight import Weight
+
+MAX_GROUP, MAX_DIM = 32, 512  # of the C++ attention: query heads per key head, values of a head
+
+
+class Step:
+    """What all layers of one step share: its spans and slots as the C++ module reads them."""
+
+    def __init__(self, spans: tuple[Span, ...], slots: torch.Tensor) -> None:
+        self.table, self.pages = attention.span_table(spans)
+        self.count = len(spans)
+        self.slots = slots.contiguous()
+
+
+class Layer:
+    """A layer's weights, and the C++ object that points into them."""
+
+    def __init__(
+        self,
+        matrices: list[Weight],  # q, k, v, out, gate, up, down, in panels
+        norms: tuple[torch.Tensor, torch.Tensor],  # before attention, before the feed-forward part
+        eps: float,
+        sizes: tuple[int, int, int, int],  # heads, key-value heads, values of a head, window
+        scale: float,
+        cache: PagedKv,
+        int8: bool,
+    ) -> None:
+        self._kept = (matrices, norms, cache)  # the C++ object holds addresses only
+        self._layer = MODULE.Layer(
+            [matmul.panels_of(weight) for weight in matrices],
+            norms[0].data_ptr(),
+            norms[1].data_ptr(),
+            eps,
+            sizes,
+            scale,
+            attention.cache_view(cache),
+            int8,
+        )
+
+    def run(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        step: Step,
+        scratch: torch.Tensor,
+    ) -> None:
+        """Change the residual stream `x [rows, hidden]` in place."""
+        self._layer.run(
+            POOL.ops, (x.shape[0], cos.shape[1]), x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            step.slots.data_ptr(), step.table.data_ptr(), step.count, step.pages.data_ptr(),
+            scratch.data_ptr(), scratch.numel(),
+        )  # fmt: skip
+
+    def scratch_bytes(self, rows: int, step: Step) -> int:
+        """Return the scratch memory that a step of so many rows needs."""
+        table = step.table.data_ptr()
+        needed: int = self._layer.scratch_bytes(POOL.ops, (rows, 0), table, step.count)
+        return needed
+
+
+def refuses(case: Case, quants: Sequence[QuantType], sizes: tuple[int, int, int]) -> str | None:
+    """Say why a layer with these weight types and head sizes cannot run here."""
+    heads, kv_heads, dim = sizes
+    if case.dtype not in ("int8", "f32"):
+        return f"computes in int8 or f32, not {case.dtype}"
+    if heads // kv_heads > MAX_GROUP or dim > MAX_DIM:
+        return f"{heads // kv_heads} query heads per key head of {dim} values are too many"
+    reasons = [matmul.refuses(replace(case, quant=quant)) for quant in quants]
+    return next((reason for reason in (*reasons, attention.refuses(case)) if reason), None)

@@ -1,0 +1,118 @@
+"""Products with packed weights on the CPU, with 8-bit or float activations, and table rows."""
+
+from dataclasses import replace
+
+import torch
+
+from headroom.formats.quants import BY_NAME
+from headroom.kernels.native.module import MISSING, MODULE, POOL
+from headroom.kernels.ops import Case
+from headroom.kernels.weight import PLAIN_TYPES, Weight
+
+KINDS = {
+    BY_NAME[name]
+    for name in (*PLAIN_TYPES, "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k",
+                 "iq4_nl", "mxfp4")
+}  # fmt: skip
+PANELS = "panels"
+
+
+def refuses_int8(case: Case) -> str | None:
+    """Say why 8-bit activations cannot be had for a case."""
+    if case.dtype != "int8":
+        return f"computes in int8, not {case.dtype}"
+    if case.quant.name in PLAIN_TYPES:
+        return f"{case.quant} weights have no 8-bit partner"
+    return refuses(case)
+
+
+def refuses_f32(case: Case) -> str | None:
+    """Say why float activations cannot be had for a case."""
+    if case.dtype not in ("f32", "int8") or (
+        case.dtype == "int8" and case.quant.name not in PLAIN_TYPES
+    ):
+        return f"computes in f32, not {case.dtype}"
+    return refuses(case)
+
+
+def refuses(case: Case) -> str | None:
+    """Say why no kernel of this backend takes a case's device or weight type."""
+    if MODULE is None:
+        return MISSING
+    if case.reference:
+        return "only reference kernels were asked for"
+    if case.device != "cpu":
+        return f"runs on the CPU, not on {case.device}"
+    return None if case.quant in KINDS else f"{case.quant} weights have no panels"
+
+
+def refuses_table(case: Case) -> str | None:
+    """Say why rows of a table cannot be taken."""
+    if case.layout != PANELS:
+        return f"reads tables in {PANELS}, not in {case.layout}"
+    return refuses(case)
+
+
+def prepare(weight: Weight) -> Weight:
+    """Return a weight in panels of sixteen rows, as the kernels read it; no value changes."""
+    if weight.layout == PANELS:
+        return weight
+    panels = torch.empty(_panel_bytes(weight), dtype=torch.uint8)
+    source = weight.data.contiguous()
+    POOL.ops.pack(
+        weight.quant.ggml_id, weight.rows, weight.columns, source.data_ptr(), panels.data_ptr()
+    )
+    return replace(weight, data=panels, layout=PANELS)
+
+
+def matmul_int8(
+    x: torch.Tensor, weight: Weight, dtype: str, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return `x` times the weight's transpose; `x` is rounded to 8 bits per 32 columns."""
+    return _matmul(x, weight, out, int8=True)
+
+
+def matmul_f32(
+    x: torch.Tensor, weight: Weight, dtype: str, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return `x` times the weight's transpose in float32."""
+    return _matmul(x, weight, out, int8=False)
+
+
+def embed(ids: torch.Tensor, table: Weight, out: torch.Tensor) -> torch.Tensor:
+    """Write the table's rows `ids` to `out` as float32."""
+    ids = ids.contiguous()
+    POOL.ops.unpack(
+        table.data.data_ptr(), table.quant.ggml_id, table.rows, table.columns,
+        ids.data_ptr(), len(ids), out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def _matmul(
+    x: torch.Tensor, weight: Weight, out: torch.Tensor | None, *, int8: bool
+) -> torch.Tensor:
+    x = x.contiguous()
+    rows = x.shape[0]
+    out = torch.empty(rows, weight.rows) if out is None else out
+    scratch_bytes = MODULE.matmul_scratch(rows, weight.columns)
+    scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
+    POOL.ops.matmul(
+        weight.data.data_ptr(), weight.quant.ggml_id, weight.rows, weight.columns, x.data_ptr(),
+        rows, int8, out.data_ptr(), scratch.data_ptr(), scratch_bytes,
+    )  # fmt: skip
+    return out
+
+
+def _panel_bytes(weight: Weight) -> int:
+    size: int = MODULE.panel_bytes(weight.quant.ggml_id, weight.rows, weight.columns)
+    return size
+
+
+def panels_of(weight: Weight) -> object:
+    """Return the C++ view of a weight in panels."""
+    assert weight.layout == PANELS
+    view: object = MODULE.Matrix(
+        weight.data.data_ptr(), weight.quant.ggml_id, weight.rows, weight.columns
+    )
+    return view

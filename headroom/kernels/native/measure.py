@@ -1,0 +1,104 @@
+"""How fast the C++ kernels are, against what the memory allows."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from headroom.formats.quants import BY_NAME, QuantType
+from headroom.kernels.native import experts, matmul
+from headroom.kernels.native.module import MODULE, POOL
+from headroom.kernels.weight import Weight
+
+TYPES = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k", "f16")
+SIZE = 4096  # rows and columns of a product
+TOUCHED_BYTES = 512 << 20  # read in one round, beyond any cache that is this process's alone
+EXPERTS, EXPERTS_USED, HIDDEN, WIDTH = 256, 8, 2048, 512  # of one layer of Qwen3.5-35B-A3B
+ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One kernel: what it read in a second, and the share of what memory allows."""
+
+    name: str
+    gb_per_s: float
+    share: float  # of the read bandwidth measured in the same run
+
+
+def measure_kernels() -> Iterator[Measured]:
+    """Yield the read bandwidth, one-row products of each type, and one token's experts."""
+    bandwidth = read_bandwidth()
+    yield Measured("read", bandwidth, 1.0)
+    for name in TYPES:
+        for int8 in (True, False) if BY_NAME[name].block > 1 else (False,):
+            speed = product_speed(BY_NAME[name], int8=int8)
+            label = f"{name} x {'int8' if int8 else 'f32'}, one row"
+            yield Measured(label, speed, speed / bandwidth)
+    speed = expert_speed()
+    yield Measured("experts q4_k/q6_k x int8, one token", speed, speed / bandwidth)
+
+
+def read_bandwidth() -> float:
+    """Return the gigabytes that all threads together read from memory in a second."""
+    data = torch.ones(TOUCHED_BYTES, dtype=torch.uint8)
+    return best_speed(lambda: POOL.ops.read_bytes(data.data_ptr(), len(data)), len(data))
+
+
+def product_speed(quant: QuantType, *, int8: bool) -> float:
+    """Return the gigabytes of weights that one-row products read in a second."""
+    size = MODULE.panel_bytes(quant.ggml_id, SIZE, SIZE)
+    count = TOUCHED_BYTES // size
+    data = random_panels(quant, SIZE * count, SIZE)
+    weights = [
+        Weight(data[first : first + size], quant, SIZE, SIZE, matmul.PANELS)
+        for first in range(0, count * size, size)
+    ]
+    x = torch.randn(1, SIZE)
+    run = matmul.matmul_int8 if int8 else matmul.matmul_f32
+
+    def multiply() -> None:
+        for weight in weights:
+            run(x, weight, "")
+
+    return best_speed(multiply, count * size)
+
+
+def expert_speed() -> float:
+    """Return the gigabytes of expert weights that one token's layer reads in a second."""
+    kinds = (BY_NAME["q4_k"], BY_NAME["q4_k"], BY_NAME["q6_k"])
+    shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    parts = [
+        random_panels(kind, EXPERTS * rows, columns)
+        for kind, (rows, columns) in zip(kinds, shapes, strict=True)
+    ]
+    layer = experts.ExpertTable.stacked(parts, kinds, shapes, EXPERTS)
+    one = sum(part.numel() for part in parts) // EXPERTS
+    rounds = TOUCHED_BYTES // (EXPERTS_USED * one)
+    x, weights = torch.randn(1, HIDDEN), torch.rand(1, EXPERTS_USED)
+    picks = [torch.randperm(EXPERTS)[:EXPERTS_USED][None].int() for _ in range(rounds)]
+
+    def answer() -> None:
+        for ids in picks:
+            layer.run(x, ids, weights, gelu=False, int8=True)
+
+    return best_speed(answer, rounds * EXPERTS_USED * one)
+
+
+def random_panels(quant: QuantType, rows: int, columns: int) -> torch.Tensor:
+    """Return panels of random bits with every scale a small number."""
+    size = MODULE.panel_bytes(quant.ggml_id, rows, columns)
+    some = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
+    some &= 0x3B  # as f16 below one, so that no sum overflows
+    return some.repeat(-(-size // len(some)))[:size]
+
+
+def best_speed(run: Callable[[], object], size_bytes: int) -> float:
+    """Return gigabytes per second in the best of a few rounds."""
+    times = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return size_bytes / min(times) / 1e9

@@ -1,0 +1,45 @@
+"""The C++ module, where it was built, and its one pool of threads."""
+
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+
+NAME = "headroom.kernels.native._native"
+
+
+def load_module() -> tuple[Any, str]:
+    """Return the C++ module and "", or None and why it is missing."""
+    if importlib.util.find_spec(NAME) is None:
+        return None, "not built; there was no C++ compiler when headroom was installed"
+    try:
+        return importlib.import_module(NAME), ""
+    except ImportError as error:
+        return None, f"does not load: {error}"
+
+
+MODULE, MISSING = load_module()
+
+
+class Pool:
+    """The threads that the kernels of this process share, as torch's own are shared."""
+
+    def __init__(self) -> None:
+        self._wanted = (torch.get_num_threads(), False, "")
+        self._ops: Any = None
+
+    def set(self, threads: int, *, pin: bool = False, isa: str = "") -> None:
+        """Choose how many threads run kernels, and for which instruction set ("": the best)."""
+        if self._wanted != (threads, pin, isa):
+            self._wanted, self._ops = (threads, pin, isa), None
+
+    @property
+    def ops(self) -> Any:
+        """The operations of the C++ module on this pool's threads."""
+        if self._ops is None:
+            self._ops = MODULE.Ops(*self._wanted)
+        return self._ops
+
+
+POOL = Pool()

@@ -1,0 +1,41 @@
+"""Norms, rotary embedding and gated activation on the CPU."""
+
+import torch
+
+from headroom.kernels.native.module import MISSING, MODULE, POOL
+from headroom.kernels.ops import Case
+
+
+def refuses(case: Case) -> str | None:
+    """Say why a case cannot run here."""
+    if MODULE is None:
+        return MISSING
+    if case.reference:
+        return "only reference kernels were asked for"
+    return None if case.device == "cpu" else f"runs on the CPU, not on {case.device}"
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return `weight * x / sqrt(mean(x^2) + eps)` over the last axis."""
+    x = x.contiguous()
+    out, columns = torch.empty_like(x), x.shape[-1]
+    rows = x.numel() // max(columns, 1)
+    POOL.ops.rms_norm(x.data_ptr(), weight.data_ptr(), rows, columns, eps, out.data_ptr())
+    return out
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the first dimensions of each head; dimensions beyond the table pass unchanged."""
+    x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+    out = torch.empty_like(x)
+    sizes = (*x.shape, cos.shape[-1])
+    POOL.ops.rope(x.data_ptr(), sizes, cos.data_ptr(), sin.data_ptr(), out.data_ptr())
+    return out
+
+
+def silu_and_multiply(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return `silu(gate) * up`."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    POOL.ops.gated(False, gate.data_ptr(), up.data_ptr(), gate.numel(), out.data_ptr())
+    return out

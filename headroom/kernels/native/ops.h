@@ -1,0 +1,143 @@
+// The operations: what one call does with all threads.
+#pragma once
+
+#include "kernels.h"
+#include "threads.h"
+
+namespace headroom {
+
+// Memory lent for one call; it hands out aligned pieces and never more than it has.
+class Scratch {
+  public:
+    Scratch(uint8_t* data, size_t bytes) : next_(data), end_(data + bytes) {}
+
+    template <class T> T* take(int64_t count) {
+        uint8_t* piece = next_;
+        next_ += size(count * static_cast<int64_t>(sizeof(T)));
+        return next_ <= end_ ? reinterpret_cast<T*>(piece) : fail<T>();
+    }
+    static size_t size(int64_t bytes) { return (static_cast<size_t>(bytes) + 63) / 64 * 64; }
+
+  private:
+    template <class T> [[noreturn]] static T* fail();
+
+    uint8_t *next_, *end_;
+};
+
+// Rows that share one sequence: `rows` tokens from position `start` on.
+struct SpanView {
+    int64_t first_row, rows, start;
+    const int64_t* pages;
+};
+
+struct AttentionShape {
+    int64_t heads, kv_heads, dim, window;
+    float scale;
+};
+
+enum class Gate { silu, gelu };
+
+// A decoder layer's weights and sizes; pointers stay valid as long as the layer is used.
+struct LayerWeights {
+    Matrix q, k, v, out, gate, up, down;
+    const float *attention_norm, *ffn_norm;
+    float eps;
+    AttentionShape attention;
+};
+
+struct KvCache {
+    KvPlane keys, values;
+    int page_size;
+};
+
+// One step of a layer: rows with their rotary tables and cache slots.
+struct StepView {
+    int64_t rows, half;  // `half` angles per row
+    const float *cos, *sin;
+    const int64_t* slots;
+    const SpanView* spans;
+    int64_t span_count;
+};
+
+// An expert's three matrices, wherever they lie.
+struct ExpertWeights {
+    const uint8_t *gate, *up, *down;
+};
+
+class Ops {
+  public:
+    Ops(const Kernels& kernels, int threads, bool pin) : kernels_(kernels), pool_(threads, pin) {}
+
+    const Kernels& kernels() const { return kernels_; }
+    int threads() const { return pool_.size(); }
+
+    void pack(Kind kind, int64_t rows, int64_t columns, const uint8_t* file, uint8_t* panels);
+    void unpack(const Matrix& w, const int64_t* rows, int64_t count, float* out);
+
+    // Reads `bytes` bytes with all threads, as fast as memory gives them.
+    float read_bytes(const uint8_t* data, int64_t bytes);
+
+    // out [rows, w.rows] = x times the transpose of w. `int8` rounds x to 8 bits per 32 columns.
+    void matmul(const Matrix& w, const float* x, int64_t rows, bool int8, float* out, Scratch scratch);
+    static size_t matmul_scratch(int64_t rows, int64_t columns);
+
+    void attention(const AttentionShape& shape, const KvCache& cache, const float* queries,
+                   const SpanView* spans, int64_t span_count, float* out, Scratch scratch);
+    size_t attention_scratch(const AttentionShape& shape, const SpanView* spans, int64_t span_count);
+
+    void write_kv(const KvCache& cache, int64_t kv_heads, int64_t dim, const int64_t* slots,
+                  const float* keys, const float* values, int64_t rows);
+
+    // x [rows, hidden] becomes the residual stream after the layer.
+    void layer(const LayerWeights& w, const KvCache& cache, const StepView& step, bool int8, float* x,
+               Scratch scratch);
+    size_t layer_scratch(const LayerWeights& w, const StepView& step);
+
+    // out [tokens, hidden] = sum over each token's experts of weight * down(act(gate x) * up x).
+    void experts(const Matrix& gate, const Matrix& up, const Matrix& down, const ExpertWeights* table,
+                 int64_t expert_count, const int32_t* ids, const float* weights, int64_t per_token,
+                 const float* x, int64_t tokens, Gate act, bool int8, float* out, Scratch scratch);
+    static size_t experts_scratch(int64_t tokens, int64_t per_token, int64_t hidden, int64_t width,
+                                  int64_t experts);
+
+    void rms_norm(const float* x, const float* weight, int64_t rows, int64_t columns, float eps,
+                  float* out);
+    void rope(const float* x, int64_t rows, int64_t heads, int64_t dim, const float* cos,
+              const float* sin, int64_t half, float* out);
+    void gated(Gate act, const float* gate, const float* up, int64_t count, float* out);
+
+  private:
+    // Rows ready for the panels of one input, in 8 bits or as floats.
+    struct Input {
+        bool int8;
+        QuantisedRows quantised;
+        FloatRows floats;
+        int64_t rows, columns;
+    };
+
+    Input prepare(const float* x, int64_t rows, int64_t columns, bool int8, Scratch& scratch);
+    void prepare_row(const Input& input, int64_t row);
+    void prepare_rows(const Input& input);
+    void norm_rows(const float* x, const float* weight, float eps, float* normed, const Input& input);
+    static Input rows_of(const Input& input, int64_t row, int64_t rows);
+    void panel(const Matrix& w, int64_t index, const Input& input, float* out);
+    void panel_into(const Matrix& w, int64_t index, const Input& input, float* out);
+    void project(const Matrix& w, const Input& input, float* out, bool add);
+    void project_several(const Matrix* const* matrices, float* const* outputs, int count,
+                         const Input& input);
+    void gate_up(const Matrix& gate, const Matrix& up, const Input& input, Gate act, float* inner);
+    void gate_up_panel(const Matrix& gate, const Matrix& up, int64_t index, const Input& input,
+                       Gate act, float* inner);
+    void attend_rows(const AttentionShape& shape, const KvCache& cache, const float* queries,
+                     const SpanView& span, int64_t row, int64_t rows, int64_t kv_head, float* out);
+    void attend_block(const AttentionShape& shape, const KvCache& cache, const float* queries,
+                      const SpanView& span, int64_t kv_head, int64_t block, float* out);
+
+    const Kernels& kernels_;
+    ThreadPool pool_;
+};
+
+const Kernels& best_kernels();
+const Kernels* find_kernels(const char* name);  // nullptr where this CPU cannot run them
+
+}  // namespace headroom

@@ -1,0 +1,179 @@
+// Vectors of sixteen lanes as two halves with AVX2, FMA and F16C.
+#include <immintrin.h>
+
+namespace headroom {
+namespace {
+
+struct I { __m256i a, b; };  // 64 bytes, or 16 x int32
+struct F { __m256 a, b; };   // 16 x float32
+
+inline __m256i load_half_bytes(const uint8_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+inline I load_bytes(const uint8_t* p) { return {load_half_bytes(p), load_half_bytes(p + 32)}; }
+inline I zero_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline I both_and(I x, __m256i mask) {
+    return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+}
+inline I low_nibbles(I x) { return both_and(x, _mm256_set1_epi8(15)); }
+inline I high_nibbles(I x) {
+    return both_and({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}, _mm256_set1_epi8(15));
+}
+// Bits 2s and 2s+1 of each byte, moved to bits 4 and 5, added to `x`.
+template <int s> inline I add_two_bits(I x, I bits) {
+    I moved = bits;
+    if constexpr (s == 0) moved = {_mm256_slli_epi16(bits.a, 4), _mm256_slli_epi16(bits.b, 4)};
+    if constexpr (s == 1) moved = {_mm256_slli_epi16(bits.a, 2), _mm256_slli_epi16(bits.b, 2)};
+    if constexpr (s == 3) moved = {_mm256_srli_epi16(bits.a, 2), _mm256_srli_epi16(bits.b, 2)};
+    moved = both_and(moved, _mm256_set1_epi8(0x30));
+    return {_mm256_or_si256(x.a, moved.a), _mm256_or_si256(x.b, moved.b)};
+}
+inline __m256i sixteen_where(const uint8_t* mask) {  // 32 bits to 32 bytes of 0 or 16
+    uint32_t bits;
+    __builtin_memcpy(&bits, mask, 4);
+    const __m256i spread = _mm256_shuffle_epi8(
+        _mm256_set1_epi32(static_cast<int>(bits)),
+        _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303));
+    const __m256i single = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201ull));
+    const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, single), single);
+    return _mm256_and_si256(set, _mm256_set1_epi8(16));
+}
+inline I add_sixteen_where(I x, const uint8_t* mask) {
+    return {_mm256_add_epi8(x.a, sixteen_where(mask)),
+            _mm256_add_epi8(x.b, sixteen_where(mask + 4))};
+}
+struct Table { __m256i v; };
+inline Table make_table(const int8_t* values, int offset) {
+    const __m128i table = _mm_add_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)),
+                                       _mm_set1_epi8(static_cast<char>(offset)));
+    return {_mm256_broadcastsi128_si256(table)};
+}
+inline I look_up(Table table, I index) {
+    return {_mm256_shuffle_epi8(table.v, index.a), _mm256_shuffle_epi8(table.v, index.b)};
+}
+
+// Without VNNI, pairs of products are added in 16 bits, where 255 x 127 x 2 would overflow:
+// the low seven bits and the top bit of each byte go apart.
+inline __m256i dot_half(__m256i sum, __m256i w, __m256i x) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    const __m256i low = _mm256_and_si256(w, _mm256_set1_epi8(127));
+    const __m256i top = _mm256_and_si256(_mm256_srli_epi16(w, 7), _mm256_set1_epi8(1));
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(low, x), ones));
+    const __m256i tops = _mm256_madd_epi16(_mm256_maddubs_epi16(top, x), ones);
+    return _mm256_add_epi32(sum, _mm256_slli_epi32(tops, 7));
+}
+// Adds, in each lane, the dot product of four unsigned bytes of `w` and the four bytes of `x`.
+inline I dot(I sum, I w, const int8_t* x) {
+    int32_t four;
+    __builtin_memcpy(&four, x, 4);
+    const __m256i wide = _mm256_set1_epi32(four);
+    return {dot_half(sum.a, w.a, wide), dot_half(sum.b, w.b, wide)};
+}
+inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+template <int j> inline F byte_to_float(I x) {
+    return to_float(both_and({_mm256_srli_epi32(x.a, 8 * j), _mm256_srli_epi32(x.b, 8 * j)},
+                             _mm256_set1_epi32(255)));
+}
+
+inline I add_ints(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, F x) {
+    _mm256_storeu_ps(p, x.a);
+    _mm256_storeu_ps(p + 8, x.b);
+}
+inline F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline F div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline F fma(F x, F y, F z) {
+    return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+inline F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline float sum(F x) {
+    const __m256 eight = _mm256_add_ps(x.a, x.b);
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+inline float largest(F x) {
+    const __m256 eight = _mm256_max_ps(x.a, x.b);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+inline __m128i load_sixteen_bytes(const uint8_t* p) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+}
+inline F load_half(const uint8_t* p) {
+    return {_mm256_cvtph_ps(load_sixteen_bytes(p)), _mm256_cvtph_ps(load_sixteen_bytes(p + 16))};
+}
+inline void store_half(uint8_t* p, F x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.a, 0));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 16), _mm256_cvtps_ph(x.b, 0));
+}
+inline void store_int8(int8_t* p, F x) {
+    const __m256i words = _mm256_permute4x64_epi64(
+        _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)), 0xD8);
+    const __m128i bytes =
+        _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+inline __m256 bf16_to_float(__m128i words) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
+}
+inline F load_bf16(const uint8_t* p) {
+    return {bf16_to_float(load_sixteen_bytes(p)), bf16_to_float(load_sixteen_bytes(p + 16))};
+}
+inline F load_int8(const uint8_t* p) {
+    const __m128i bytes = load_sixteen_bytes(p);
+    return to_float({_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))});
+}
+inline I bytes_to_ints(const uint8_t* p) {
+    const __m128i bytes = load_sixteen_bytes(p);
+    return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+}
+inline __m256 power_of_two(__m256i e) {  // 2^(e - 128), also below the normal range
+    const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
+    const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);  // e is 0 or 1
+    const __m256i is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e);
+    return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, small, is_small));
+}
+inline F powers_of_two(const uint8_t* p) {
+    const I e = bytes_to_ints(p);
+    return {power_of_two(e.a), power_of_two(e.b)};
+}
+// Scale and min of group g of a K block, sixteen rows each; the layout is in panels.cpp.
+inline void k_group(const uint8_t* groups, int g, F& scale, F& minimum) {
+    const I first = bytes_to_ints(groups + 16 * g);
+    const I second = bytes_to_ints(groups + 128 + 16 * (g / 2));
+    scale = to_float(both_and(first, _mm256_set1_epi32(63)));
+    const __m128i shift = _mm_cvtsi32_si128(g % 2 * 4);
+    const I high = both_and({_mm256_srl_epi32(second.a, shift), _mm256_srl_epi32(second.b, shift)},
+                            _mm256_set1_epi32(15));
+    minimum = to_float({_mm256_or_si256(_mm256_srli_epi32(first.a, 6), _mm256_slli_epi32(high.a, 2)),
+                        _mm256_or_si256(_mm256_srli_epi32(first.b, 6), _mm256_slli_epi32(high.b, 2))});
+}
+inline void transpose(F* r) {  // sixteen vectors of sixteen lanes, through memory
+    alignas(32) float from[16][16], to[16][16];
+    for (int i = 0; i < 16; ++i) store(from[i], r[i]);
+    for (int i = 0; i < 16; ++i)
+        for (int j = 0; j < 16; ++j) to[j][i] = from[i][j];
+    for (int i = 0; i < 16; ++i) r[i] = load(to[i]);
+}
+inline F round_even(F x) { return {_mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8)}; }
+inline __m256 scale_half(__m256 x, __m256 power) {  // in two steps, so that 2^-140 can be had
+    const __m256i n = _mm256_cvtps_epi32(power), first = _mm256_srai_epi32(n, 1);
+    const auto factor = [](__m256i e) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(127)), 23));
+    };
+    return _mm256_mul_ps(_mm256_mul_ps(x, factor(first)), factor(_mm256_sub_epi32(n, first)));
+}
+inline F scale_by_power(F x, F power) {
+    return {scale_half(x.a, power.a), scale_half(x.b, power.b)};
+}
+
+}  // namespace
+}  // namespace headroom

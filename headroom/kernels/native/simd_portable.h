@@ -1,0 +1,187 @@
+// Vectors of sixteen lanes as plain loops, for compilers to vectorise as they can.
+#include <cmath>
+
+namespace headroom {
+namespace {
+
+struct I {
+    union {
+        uint8_t bytes[64];
+        int32_t lanes[16];
+    };
+};
+struct F { float v[16]; };
+
+#define EACH(n) for (int i = 0; i < n; ++i)
+
+inline I load_bytes(const uint8_t* p) {
+    I a;
+    __builtin_memcpy(a.bytes, p, 64);
+    return a;
+}
+inline I zero_ints() {
+    I a;
+    EACH(16) a.lanes[i] = 0;
+    return a;
+}
+inline I low_nibbles(I a) {
+    EACH(64) a.bytes[i] &= 15;
+    return a;
+}
+inline I high_nibbles(I a) {
+    EACH(64) a.bytes[i] >>= 4;
+    return a;
+}
+// Bits 2s and 2s+1 of each byte, moved to bits 4 and 5, added to `a`.
+template <int s> inline I add_two_bits(I a, I bits) {
+    EACH(64) a.bytes[i] |= (bits.bytes[i] >> 2 * s & 3) << 4;
+    return a;
+}
+inline I add_sixteen_where(I a, const uint8_t* mask) {
+    EACH(64) a.bytes[i] += (mask[i / 8] >> i % 8 & 1) << 4;
+    return a;
+}
+struct Table { uint8_t v[16]; };
+inline Table make_table(const int8_t* values, int offset) {
+    Table table;
+    EACH(16) table.v[i] = static_cast<uint8_t>(values[i] + offset);
+    return table;
+}
+inline I look_up(Table table, I index) {
+    EACH(64) index.bytes[i] = table.v[index.bytes[i]];
+    return index;
+}
+
+// Adds, in each lane, the dot product of four unsigned bytes of `w` and the four bytes of `x`.
+inline I dot(I sum, I w, const int8_t* x) {
+    EACH(16) for (int j = 0; j < 4; ++j) sum.lanes[i] += w.bytes[4 * i + j] * x[j];
+    return sum;
+}
+inline I add_ints(I a, I b) {
+    EACH(16) a.lanes[i] += b.lanes[i];
+    return a;
+}
+inline F to_float(I a) {
+    F f;
+    EACH(16) f.v[i] = static_cast<float>(a.lanes[i]);
+    return f;
+}
+template <int j> inline F byte_to_float(I a) {
+    F f;
+    EACH(16) f.v[i] = static_cast<float>(a.bytes[4 * i + j]);
+    return f;
+}
+
+inline F set1(float a) {
+    F f;
+    EACH(16) f.v[i] = a;
+    return f;
+}
+inline F zero() { return set1(0); }
+inline F load(const float* p) {
+    F f;
+    __builtin_memcpy(f.v, p, 64);
+    return f;
+}
+inline void store(float* p, F a) { __builtin_memcpy(p, a.v, 64); }
+inline F add(F a, F b) {
+    EACH(16) a.v[i] += b.v[i];
+    return a;
+}
+inline F sub(F a, F b) {
+    EACH(16) a.v[i] -= b.v[i];
+    return a;
+}
+inline F mul(F a, F b) {
+    EACH(16) a.v[i] *= b.v[i];
+    return a;
+}
+inline F div(F a, F b) {
+    EACH(16) a.v[i] /= b.v[i];
+    return a;
+}
+inline F fma(F a, F b, F c) {
+    EACH(16) c.v[i] += a.v[i] * b.v[i];
+    return c;
+}
+inline F max(F a, F b) {
+    EACH(16) a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
+    return a;
+}
+inline F min(F a, F b) {
+    EACH(16) a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i];
+    return a;
+}
+inline float sum(F a) {
+    for (int width = 8; width; width /= 2) EACH(width) a.v[i] += a.v[i + width];
+    return a.v[0];
+}
+inline float largest(F a) {
+    for (int width = 8; width; width /= 2)
+        EACH(width) a.v[i] = a.v[i] > a.v[i + width] ? a.v[i] : a.v[i + width];
+    return a.v[0];
+}
+inline F load_half(const uint8_t* p) {
+    F f;
+    uint16_t words[16];
+    __builtin_memcpy(words, p, 32);
+    EACH(16) f.v[i] = half_to_float(words[i]);
+    return f;
+}
+inline void store_half(uint8_t* p, F a) {
+    uint16_t words[16];
+    EACH(16) words[i] = float_to_half(a.v[i]);
+    __builtin_memcpy(p, words, 32);
+}
+inline void store_int8(int8_t* p, F a) {
+    EACH(16) p[i] = static_cast<int8_t>(a.v[i]);
+}
+inline F load_bf16(const uint8_t* p) {
+    F f;
+    uint16_t words[16];
+    __builtin_memcpy(words, p, 32);
+    EACH(16) {
+        const uint32_t word = static_cast<uint32_t>(words[i]) << 16;
+        __builtin_memcpy(&f.v[i], &word, 4);
+    }
+    return f;
+}
+inline F load_int8(const uint8_t* p) {
+    F f;
+    EACH(16) f.v[i] = static_cast<float>(static_cast<int8_t>(p[i]));
+    return f;
+}
+inline F powers_of_two(const uint8_t* p) {  // 2^(p - 128)
+    F f;
+    EACH(16) f.v[i] = std::ldexp(1.0f, p[i] - 128);
+    return f;
+}
+// Scale and min of group g of a K block, sixteen rows each; the layout is in panels.cpp.
+inline void k_group(const uint8_t* groups, int g, F& scale, F& minimum) {
+    EACH(16) {
+        const int first = groups[16 * g + i], second = groups[128 + 16 * (g / 2) + i];
+        scale.v[i] = static_cast<float>(first & 63);
+        minimum.v[i] = static_cast<float>(first >> 6 | (second >> (g % 2 * 4) & 15) << 2);
+    }
+}
+inline void transpose(F* r) {  // sixteen vectors of sixteen lanes
+    for (int j = 0; j < 16; ++j)
+        EACH(j) {
+            const float kept = r[i].v[j];
+            r[i].v[j] = r[j].v[i];
+            r[j].v[i] = kept;
+        }
+}
+inline F round_even(F a) {
+    EACH(16) a.v[i] = std::nearbyint(a.v[i]);
+    return a;
+}
+inline F scale_by_power(F a, F power) {
+    EACH(16) a.v[i] = std::ldexp(a.v[i], static_cast<int>(power.v[i]));
+    return a;
+}
+
+#undef EACH
+
+}  // namespace
+}  // namespace headroom

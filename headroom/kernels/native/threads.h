@@ -1,0 +1,61 @@
+// A pool of threads that stays awake between the steps of a layer and sleeps between requests.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace headroom {
+
+class ThreadPool {
+  public:
+    // `pin` binds thread i to the i-th CPU that this process may use.
+    ThreadPool(int threads, bool pin);
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
+
+    int size() const { return static_cast<int>(workers_.size()) + 1; }
+
+    // Calls body(first, last) on ranges that together are [0, count), on all threads, and returns
+    // when all is done. Ranges are handed out as threads come for them, `grain` items at a time.
+    template <class Body> void parallel(int64_t count, int64_t grain, const Body& body) {
+        if (count <= 0) return;
+        if (workers_.empty() || count <= grain) {
+            body(int64_t{0}, count);
+            return;
+        }
+        std::lock_guard<std::mutex> turn(caller_);  // one caller at a time; others wait here
+        run([](const void* self, int64_t first, int64_t last) {
+            (*static_cast<const Body*>(self))(first, last);
+        }, &body, count, grain);
+    }
+
+  private:
+    using Call = void (*)(const void*, int64_t, int64_t);
+
+    void run(Call call, const void* body, int64_t count, int64_t grain);
+    void take_ranges();
+    bool join(uint64_t& seen);
+    void work(int index, bool pin);
+
+    std::vector<std::thread> workers_;
+    std::mutex caller_;
+    Call call_ = nullptr;
+    const void* body_ = nullptr;
+    int64_t count_ = 0, grain_ = 1;
+    alignas(64) std::atomic<int64_t> next_{0};
+    // The round's number, whether it may still be joined, and how many workers are in it. A
+    // worker that comes late finds the round closed; nobody waits for one that never came.
+    alignas(64) std::atomic<uint64_t> round_{0};
+    std::atomic<int> asleep_{0};
+    std::atomic<bool> stop_{false};
+    std::mutex sleep_;
+    std::condition_variable wake_;
+};
+
+}  // namespace headroom

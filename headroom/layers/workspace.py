@@ -1,0 +1,36 @@
+"""Workspace: memory of one stage that every step uses again, allocated once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from headroom.memory.budget import PlanSettings
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workspace:
+    """The buffers of a step; what is in them is valid until the next step."""
+
+    stream: torch.Tensor  # float32 [rows, hidden]: the residual stream
+    outputs: torch.Tensor  # float32 [rows, hidden]: those of its rows that get logits
+    logits: torch.Tensor  # float32 [sequences, vocabulary]
+    scratch: torch.Tensor  # bytes for the C++ kernels; empty where others run
+
+
+def open_workspace(
+    hidden: int,
+    vocab: int,
+    settings: PlanSettings,
+    scratch_bytes: int,
+    count: Callable[[str, int], None],
+) -> Workspace:
+    """Allocate what the plan's staging, logits and workspace lines say."""
+    stream, outputs = (torch.empty(settings.rows, hidden) for _ in range(2))
+    logits = torch.empty(settings.parallel, vocab)
+    scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
+    count("staging", stream.nbytes + outputs.nbytes)
+    count("logits", logits.nbytes)
+    if scratch_bytes:
+        count("workspace", scratch.nbytes)
+    return Workspace(stream, outputs, logits, scratch)

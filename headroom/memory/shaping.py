@@ -1,0 +1,125 @@
+"""Shaping: dimensions and tensor types become the bytes and work that the planner counts."""
+
+from math import prod
+
+from headroom.formats.quants import F32, QuantType
+from headroom.memory.mixes import Mix, gets_better, kept_in_f32, tensor_type
+from headroom.memory.shape import LayerShape, ModelShape
+from headroom.memory.tables import LAYERS, Dims, LayerDims, outer_tensors
+
+Types = dict[str, tuple[tuple[int, ...], QuantType]]  # a file's tensors by GGUF's names
+# Of layers that read the cache of another layer.
+UNUSED_WHERE_SHARED = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
+
+
+def tensor_table(dims: Dims) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of a model's file by its name."""
+    table: dict[str, tuple[int, ...]] = dict(outer_tensors(dims))
+    for index in range(dims.layers):
+        layer = LAYERS[dims.architecture](dims, index)
+        table |= {f"blk.{index}.{name}": shape for name, shape in layer.tensors.items()}
+    return table
+
+
+def tensor_types(dims: Dims, mix: Mix) -> Types:
+    """Return every tensor of a model's file by its name, with its shape and type."""
+    table = tensor_table(dims)
+    mixers = [name for name in table if "attn_v." in name or "attn_qkv." in name]
+    better = {name for i, name in enumerate(mixers) if gets_better(i, len(mixers))}
+    for name in table:
+        if "ffn_down" in name and gets_better(int(name.split(".")[1]), dims.layers):
+            better.add(name)
+    return {
+        name: (shape, tensor_type(mix, _inner(name), shape, dims.tied, name in better))
+        for name, shape in table.items()
+    }
+
+
+def file_bytes(dims: Dims, mix: Mix) -> int:
+    """Return the bytes of all tensors of a model's file."""
+    return sum(quant.bytes_for(prod(shape)) for shape, quant in tensor_types(dims, mix).values())
+
+
+def shape_of(name: str, dims: Dims, mix: Mix) -> ModelShape:
+    """Return what the planner needs to know of a model in a mix."""
+    return shape_from(name, dims, tensor_types(dims, mix))
+
+
+def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
+    """Return what the planner needs to know of a model whose tensors have these types."""
+    outer = {key: value for key, value in types.items() if not key.startswith("blk.")}
+
+    def size(*keys: str) -> tuple[int, int]:
+        held = [(key, *outer.pop(key)) for key in keys if key in outer]
+        return sum(_held(*x) for x in held), sum(prod(shape) for _, shape, _ in held)
+
+    embed, head = size("token_embd.weight"), size("output.weight")
+    lookup = size("per_layer_token_embd.weight")
+    rest = size(*list(outer))
+    layers = [LAYERS[dims.architecture](dims, index) for index in range(dims.layers)]
+    return ModelShape(
+        name=name,
+        architecture=dims.architecture,
+        hidden=dims.hidden,
+        vocab=dims.vocab,
+        context_limit=dims.context,
+        layers=tuple(_layer_shape(dims, layer, i, types) for i, layer in enumerate(layers)),
+        embed_bytes=embed[0],
+        embed_values=embed[1],
+        head_bytes=head[0],
+        head_values=head[1],
+        lookup_bytes=lookup[0],
+        lookup_values=lookup[1],
+        norm_bytes=rest[0],
+        norm_values=rest[1],
+        ffn_width=max(layer.ffn for layer in layers),
+        staging_buffers=3 if dims.architecture == "gemma4" else 2,
+        taps=dims.taps,
+        tap_width=dims.hidden if dims.taps else 0,
+    )
+
+
+def _layer_shape(
+    dims: Dims,
+    layer: LayerDims,
+    index: int,
+    types: Types,
+) -> LayerShape:
+    own = {name: types[key] for name in layer.tensors if (key := f"blk.{index}.{name}") in types}
+    if not layer.owns_kv:  # files hold these, but nobody loads them
+        own = {name: value for name, value in own.items() if name not in UNUSED_WHERE_SHARED}
+    stacks = [(name, *own.pop(name)) for name in list(own) if name.endswith("_exps.weight")]
+    experts = dims.experts if stacks else 0
+    recurrent = layer.kind == "recurrent"
+    channels, inner = dims.conv_channels, dims.state_width
+    return LayerShape(
+        kind=layer.kind,
+        core_bytes=sum(_held(name, *tensor) for name, tensor in own.items()),
+        core_values=sum(prod(shape) for shape, _ in own.values()),
+        float_values=sum(prod(x) for name, (x, _) in own.items() if kept_in_f32(name, x)),
+        query_heads=layer.heads,
+        kv_heads=layer.kv_heads,
+        key_dim=layer.head_dim,
+        value_dim=layer.head_dim,
+        window=dims.window if layer.kind == "window" else 0,
+        owns_kv=layer.owns_kv,
+        ffn_width=layer.ffn,
+        experts=experts,
+        experts_used=dims.experts_used if stacks else 0,
+        expert_width=dims.expert_ffn if stacks else 0,
+        expert_bytes=sum(_held(*x) for x in stacks) // experts if stacks else 0,
+        expert_values=sum(prod(shape) for _, shape, _ in stacks) // experts if stacks else 0,
+        state_values=inner * dims.state_dim if recurrent else 0,
+        conv_values=channels * (dims.conv - 1) if recurrent else 0,
+        mixer_width=2 * channels + 2 * inner if recurrent else 0,
+        verify_values=dims.state_key_heads * dims.state_dim + inner if recurrent else 0,
+    )
+
+
+def _inner(name: str) -> str:
+    return name.split(".", 2)[2] if name.startswith("blk.") else name
+
+
+def _held(name: str, shape: tuple[int, ...], quant: QuantType) -> int:
+    """Return the bytes of a tensor as it is loaded: vectors become f32 whatever the file has."""
+    return (F32 if kept_in_f32(_inner(name), shape) else quant).bytes_for(prod(shape))

@@ -1,0 +1,144 @@
+"""Sharing: the best spans of layers for several devices, found among all of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from headroom.memory.budget import PlanSettings, Rules, verify_bytes
+from headroom.memory.devices import DeviceSpec
+from headroom.memory.experts import spread_experts
+from headroom.memory.lines import layer_bytes, workspace_line
+from headroom.memory.shape import ModelShape
+from headroom.memory.spans import Span
+
+PICOSECONDS = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class SpanValue:
+    """How good it is that a device runs a span."""
+
+    hot: int  # routed experts that it keeps and would otherwise read from the host
+    time: int  # picoseconds to read what one token needs; whole, so that sums compare exactly
+    fill: int  # millionths of the device that are taken
+
+
+Judge = Callable[[int, int, int], SpanValue | None]  # of device, first, last; None: does not fit
+_Choice = tuple[tuple[int, int, int], tuple[Span, ...]]  # what it costs, smallest first; spans
+FixedBytes = Callable[[int, Span], int]  # of device and span: all lines but hot experts
+
+
+def share_layers(layers: int, devices: int, judge: Judge) -> tuple[Span, ...] | None:
+    """Return the spans with the most hot experts, then the least time, then the least filled.
+
+    All ways to cut the layers are compared, by the best one for each number of layers given away
+    so far; None where no way fits. A span that does not fit never fits with more layers.
+    """
+    best: dict[int, _Choice] = {0: ((0, 0, 0), ())}
+    for device in range(devices):
+        grown: dict[int, _Choice] = {}
+        left = devices - device - 1  # devices that need a layer after this one
+        for start, (key, spans) in best.items():
+            for end in range(start + 1, layers - left + 1) if left else (layers,):
+                value = judge(device, start, end - 1)
+                if value is None:
+                    break
+                grown_key = (key[0] - value.hot, key[1] + value.time, max(key[2], value.fill))
+                choice = (grown_key, (*spans, (start, end - 1)))
+                if end not in grown or choice < grown[end]:
+                    grown[end] = choice
+        best = grown
+    found = best.get(layers)
+    return found and found[1]
+
+
+@dataclass(slots=True)
+class SpanJudge:
+    """Weighs spans from sums over layers, so that a thousand of them cost little."""
+
+    model: ModelShape
+    stages: Sequence[DeviceSpec]
+    settings: PlanSettings
+    rules: Rules
+    fixed_bytes: FixedBytes
+    _held: list[int] = field(init=False)  # bytes of all layers before one
+    _times: list[list[int]] = field(init=False)  # by device: time of all layers before one
+    _alike: list[int] = field(init=False)  # a bit for each layer; equal layers share it
+    _workspaces: dict[tuple[int, int], int] = field(init=False, default_factory=dict)
+    _shared: list[int] = field(init=False)  # bytes of a device beside its layers
+
+    def __post_init__(self) -> None:
+        layers = self.model.layers
+        held = [self._layer_held(index) for index in range(len(layers))]
+        self._held = _sums(held)
+        self._times = [_sums(layer_times(self.model, x, self.settings)) for x in self.stages]
+        kinds = list(dict.fromkeys(layers))
+        self._alike = [1 << kinds.index(layer) for layer in layers]
+        self._shared = [self._beside_layers(index) for index in range(len(self.stages))]
+
+    def __call__(self, device: int, first: int, last: int) -> SpanValue | None:
+        """Return the value of a span on a device, or None where its lines do not fit."""
+        spec = self.stages[device]
+        taken = self._shared[device] + self._held[last + 1] - self._held[first]
+        taken += self._workspace(device, first, last)
+        layers = self.model.layers[first : last + 1]
+        experts = sum(layer.all_expert_bytes for layer in layers) if self.model.expert_bytes else 0
+        hot, room = 0, spec.total_bytes - taken
+        if spec.holds_all:
+            taken += experts
+        elif experts and room > 0:
+            kept = spread_experts(layers, min(room, self._cap(experts)))
+            hot, taken = kept.total, taken + kept.bytes
+        if taken > spec.total_bytes:
+            return None
+        return SpanValue(
+            hot=hot,
+            time=self._times[device][last + 1] - self._times[device][first],
+            fill=taken * 1_000_000 // max(1, spec.total_bytes),
+        )
+
+    def _cap(self, experts: int) -> int:
+        budget = self.rules.expert_bytes
+        return experts if budget is None else budget * experts // self.model.expert_bytes
+
+    def _layer_held(self, index: int) -> int:
+        layer = self.model.layers[index]
+        draft = verify_bytes([layer], self.settings) if self.rules.draft else 0
+        return layer_bytes(layer, self.settings) + draft
+
+    def _workspace(self, device: int, first: int, last: int) -> int:
+        alike = 0
+        for bit in self._alike[first : last + 1]:
+            alike |= bit
+        if (device, alike) not in self._workspaces:
+            layers, spec = self.model.layers[first : last + 1], self.stages[device]
+            line = workspace_line(self.model, layers, spec, self.settings, self.rules)
+            self._workspaces[device, alike] = line.bytes
+        return self._workspaces[device, alike]
+
+    def _beside_layers(self, device: int) -> int:
+        """Return what a device holds beside its layers, from its lines with a single layer."""
+        count = len(self.model.layers)
+        index = count - 1 if device == len(self.stages) - 1 else min(device, 1)
+        held = self._held[index + 1] - self._held[index]
+        return (
+            self.fixed_bytes(device, (index, index)) - held - self._workspace(device, index, index)
+        )
+
+
+def layer_times(model: ModelShape, device: DeviceSpec, settings: PlanSettings) -> list[int]:
+    """Return the picoseconds in which a device reads what one token needs of each layer."""
+    return [
+        int(
+            (layer_bytes(layer, settings) + layer.experts_used * layer.expert_bytes)
+            * (PICOSECONDS / device.bandwidth)
+        )
+        for layer in model.layers
+    ]
+
+
+def _sums(values: Sequence[int]) -> list[int]:
+    """Return the sum before each value, and at last the sum of all."""
+    sums = [0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return sums

@@ -1,0 +1,36 @@
+"""Sampling settings are checked where they are made."""
+
+from typing import Any
+
+import pytest
+
+from headroom.engine.request import MAX_SEED, SamplingParams
+from headroom.errors import RequestError
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("repetition_penalty", 0.0),
+        ("frequency_penalty", 101.0),
+        ("presence_penalty", float("inf")),
+        ("penalty_window", -1),
+        ("seed", MAX_SEED + 1),
+        ("draw", -1),
+        ("logprobs", 21),
+        ("logit_bias", {3: 101.0}),
+        ("stop", ""),
+        ("stop", "one text"),
+        ("stop", ("",)),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_its_name(name: str, value: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name

@@ -1,0 +1,82 @@
+"""Every kernel of every backend against the reference, over types and awkward sizes."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from headroom.kernels.native.matmul import prepare
+from headroom.kernels.native.module import MODULE, POOL
+from headroom.kernels.ops import Kernel
+from headroom.kernels.registry import KERNELS
+from headroom.kernels.weight import Weight
+from tests.kernels.cases import Sized, all_cases, make_inputs
+
+SHARE = 1e-5  # of the largest value of the result: float32 sums in another order
+
+
+def own_inputs(kernel: Kernel, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same inputs, weights laid out as the kernel reads them and its own type of product."""
+    lay_out = prepare if kernel.backend.startswith("native") else kernel.prepare
+    own = [lay_out(value) if isinstance(value, Weight) else value for value in inputs]
+    if kernel.op == "matmul":
+        own[2] = "int8" if kernel.backend.endswith("int8") else own[2]
+    return tuple(own)
+
+
+def own_case(kernel: Kernel, sized: Sized) -> Sized:
+    """The case that this kernel is made for: its products' type, its tables' layout."""
+    case = sized.case
+    if kernel.backend.endswith("int8"):
+        case = replace(case, dtype="int8")
+    if kernel.op == "embed" and kernel.backend == "native":
+        case = replace(case, layout="panels")
+    return replace(sized, case=case)
+
+
+def results(sized: Sized, inputs: tuple[Any, ...], returned: Any) -> list[torch.Tensor]:
+    return [inputs[0].keys, inputs[0].values] if sized.op == "kv_write" else [returned]
+
+
+@pytest.fixture(params=MODULE.isas() if MODULE else ["none"])
+def isa(request: pytest.FixtureRequest) -> Any:
+    """Each instruction set that this CPU has, one after another."""
+    POOL.set(2, isa=request.param if MODULE else "")
+    yield request.param
+    POOL.set(torch.get_num_threads())
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_every_kernel_agrees_with_the_reference(kernel: Kernel, isa: str) -> None:
+    reference = next(k for k in KERNELS if k.op == kernel.op and k.backend == "reference")
+    compared = 0
+    for sized in (sized for sized in all_cases() if sized.op == kernel.op):
+        if kernel.refuses(own_case(kernel, sized).case):
+            continue
+        ours, theirs = own_inputs(kernel, make_inputs(sized)), make_inputs(sized)
+        if kernel.backend.endswith("int8"):
+            theirs = (rounded_to_8_bits(theirs[0]), *theirs[1:])
+        got = results(sized, ours, kernel.run(*ours))
+        wanted = results(sized, theirs, reference.run(*theirs))
+        for result, expected in zip(got, wanted, strict=True):
+            _compare(sized, result, expected)
+        compared += 1
+    assert compared or kernel.refuses(own_case(kernel, all_cases()[0]).case)
+
+
+def rounded_to_8_bits(x: torch.Tensor) -> torch.Tensor:
+    """What a kernel with 8-bit activations makes of them: 255 steps per 32 columns."""
+    blocks = x.reshape(len(x), x.shape[1] // 32, 32)
+    step = blocks.abs().amax(-1, keepdim=True) / 127
+    return (torch.round(blocks / step) * step).reshape(x.shape)
+
+
+def _compare(sized: Sized, result: torch.Tensor, expected: torch.Tensor) -> None:
+    assert result.shape == expected.shape, sized
+    assert result.dtype == expected.dtype, sized
+    if result.dtype == torch.uint8 or not result.numel():
+        assert torch.equal(result, expected), sized
+        return
+    largest = float(expected.float().abs().max())
+    assert float((result.float() - expected.float()).abs().max()) <= SHARE * largest, sized
