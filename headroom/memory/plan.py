@@ -77,7 +77,7 @@ class _Task:
             cache_tokens=chosen.cache_pages * PAGE_SIZE,
             k_type=options.k_type or kv_type,
             v_type=options.v_type or kv_type,
-            dtype=options.dtype or ("int8" if self.native and weights == "packed" else activation),
+            dtype=options.dtype or activation,
             activation=activation,
             weights=weights,
             threads=options.threads or max(1, *(device.cores for device in self.devices), 1),
@@ -113,6 +113,11 @@ def make_plan(
     shapes: Sequence[ModelShape], devices: Sequence[DeviceSpec], options: Options
 ) -> Plan:
     """Return the best plan that fits, or raise an error that says what would fit."""
+    if options.dtype == "int8" and options.weights == "unpacked":
+        raise PlanError(
+            "Unpacked weights are floats, which have no 8-bit products.",
+            hint="Leave out --weights unpacked, or choose --dtype f32.",
+        )
     model, draft = shapes[0], shapes[1] if len(shapes) > 1 else None
     stages = [device for device in devices if device.runs_layers]
     precision = choose_precision(stages, options.activation_dtype)
@@ -161,6 +166,8 @@ def _lossy(settings: PlanSettings) -> Iterable[str]:
     for word, name in (("keys", settings.k_type), ("values", settings.v_type)):
         if BY_NAME[name].bytes_for(32) < BY_NAME[settings.activation].bytes_for(32):
             yield f"cached {word} are kept in {name}"
+    if settings.dtype == "int8":
+        yield "products round their activations to 8 bits per 32 columns"
 
 
 def _notes(task: _Task, settings: PlanSettings, layout: Layout) -> Iterable[str]:

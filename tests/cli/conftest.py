@@ -68,7 +68,7 @@ def fake_llm() -> FakeLLM:
 
 @pytest.fixture
 def opened(fake_llm: FakeLLM, monkeypatch: pytest.MonkeyPatch) -> list[Options]:
-    """Let `run` and `chat` open the fake model; the list collects the options they open it with."""
+    """Let commands open the fake model; the list collects the options they open it with."""
     seen: list[Options] = []
 
     @contextmanager
@@ -76,8 +76,8 @@ def opened(fake_llm: FakeLLM, monkeypatch: pytest.MonkeyPatch) -> list[Options]:
         seen.append(options)
         yield fake_llm
 
-    monkeypatch.setattr("headroom.cli.run.open_llm", open_fake)
-    monkeypatch.setattr("headroom.cli.chat.open_llm", open_fake)
+    for command in ("run", "chat", "serve"):
+        monkeypatch.setattr(f"headroom.cli.{command}.open_llm", open_fake)
     return seen
 
 

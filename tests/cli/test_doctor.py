@@ -37,10 +37,12 @@ def test_a_missing_package_names_the_extra_that_brings_it(monkeypatch: pytest.Mo
     found = versions()
     assert found["packages"]["uvicorn"] is None
     assert found["missing_extras"] == ["server"]
-    report = {"versions": found, "cpu": cpu(), "devices": [], "kernels": {}}
-    told = readable({**report, "models": models(Options())})["versions"]
-    assert told["uvicorn"] == "not installed"
-    assert told["extra server"] == "incomplete; pip install 'headroom[server]'"
+    report = {"versions": found, "cpu": cpu(), "devices": [], "models": models(Options())}
+    unbuilt = {"operations": {"native": []}, "native": {"missing": "It was not built"}}
+    told = readable({**report, "kernels": unbuilt})
+    assert told["versions"]["uvicorn"] == "not installed"
+    assert told["versions"]["extra server"] == "incomplete; pip install 'headroom[server]'"
+    assert told["kernels"]["C++ module"].startswith("It was not built; products run on the slow")
 
 
 def test_a_package_that_is_not_there_has_no_version() -> None:
@@ -58,7 +60,7 @@ def test_the_processor_is_read_from_what_linux_says(tmp_path: Path) -> None:
 
 
 def test_every_operation_has_a_reference_kernel() -> None:
-    found = kernels()
+    found = kernels()["operations"]
     assert set(found) == {"cuda", "triton", "native", "reference"}
     assert {"matmul", "attention", "rms_norm", "rope"} <= set(found["reference"])
     assert all(set(ops) <= set(found["reference"]) for ops in found.values())

@@ -2,8 +2,6 @@
 
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,22 +10,8 @@ from headroom.cli.main import run_command
 from headroom.options import Options
 
 
-@pytest.fixture
-def loaded(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[Options]:
-    """Let `serve` open the fake model; the list collects the options it opens it with."""
-    seen: list[Options] = []
-
-    @contextmanager
-    def open_fake(options: Options) -> Iterator[Any]:
-        seen.append(options)
-        yield fake_llm
-
-    monkeypatch.setattr("headroom.cli.serve.open_llm", open_fake)
-    return seen
-
-
 def test_the_server_gets_the_model_and_the_options(
-    loaded: list[Options], fake_llm: Any, monkeypatch: pytest.MonkeyPatch
+    opened: list[Options], fake_llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[Any, Options]] = []
     monkeypatch.setattr(
@@ -35,21 +19,21 @@ def test_the_server_gets_the_model_and_the_options(
     )
     assert run_command(["serve", "model.gguf", "--port", "0", "--api-key", "k"]) == 0
     assert started == [(fake_llm, Options(model="model.gguf", port=0, api_key="k"))]
-    assert loaded == [started[0][1]]
+    assert opened == [started[0][1]]
 
 
 def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(
-    loaded: list[Options], capsys: pytest.CaptureFixture[str]
+    opened: list[Options], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert run_command(["serve", "--port", str(port)]) == 2
     assert capsys.readouterr().err.startswith(f"error: Cannot listen on 127.0.0.1:{port}: ")
-    assert loaded == []
+    assert opened == []
 
 
 def test_without_the_extra_one_line_says_what_to_install(
-    loaded: list[Options], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    opened: list[Options], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delitem(sys.modules, "headroom.server.app", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
@@ -58,4 +42,4 @@ def test_without_the_extra_one_line_says_what_to_install(
         "error: The server needs uvicorn, which is not installed. "
         "Install it with: pip install 'headroom[server]'.\n"
     )
-    assert loaded == []
+    assert opened == []

@@ -197,6 +197,12 @@ def test_a_name_that_means_nothing_is_refused_with_the_known_ones(name: str, hom
             action(name, home)
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "~no-such-user/model.gguf", "a\0b"])
+def test_a_name_that_no_path_can_have_is_refused_like_any_other(name: str, home: Path) -> None:
+    with pytest.raises(FormatError, match="There is no file, folder or known model"):
+        find_model(name, home)
+
+
 def test_the_hint_for_a_model_that_is_not_there_is_the_command(home: Path) -> None:
     with pytest.raises(FormatError, match="headroom pull smollm2-135m-instruct"):
         find_model("", home)

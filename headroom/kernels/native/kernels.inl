@@ -151,23 +151,29 @@ void float_rows(const uint8_t* panel, int64_t columns, FloatRows x, float* out) 
         unpacker.cell(panel + cell * info.quant_bytes, panel + shape.high + cell * info.high_bytes, w);
         const CellScales s = read_scales<K>(panel, shape, cell);
         const float* values = x.values + cell * CELL;
-        F first[R], second[R];
-        for (int r = 0; r < R; ++r) first[r] = second[r] = zero();
-        float_step<R, 0>(w, values, columns, first);
-        float_step<R, 1>(w, values, columns, first);
-        float_step<R, 2>(w, values, columns, first);
-        float_step<R, 3>(w, values, columns, first);
-        float_step<R, 4>(w, values, columns, second);
-        float_step<R, 5>(w, values, columns, second);
-        float_step<R, 6>(w, values, columns, second);
-        float_step<R, 7>(w, values, columns, second);
+        F cell_sums[R];
+        for (int r = 0; r < R; ++r) cell_sums[r] = zero();
+        float_step<R, 0>(w, values, columns, cell_sums);
+        float_step<R, 1>(w, values, columns, cell_sums);
+        float_step<R, 2>(w, values, columns, cell_sums);
+        float_step<R, 3>(w, values, columns, cell_sums);
+        if constexpr (K == Q6_K)
+            for (int r = 0; r < R; ++r) {
+                totals[r] = fma(cell_sums[r], s.scale, totals[r]);
+                cell_sums[r] = zero();
+            }
+        float_step<R, 4>(w, values, columns, cell_sums);
+        float_step<R, 5>(w, values, columns, cell_sums);
+        float_step<R, 6>(w, values, columns, cell_sums);
+        float_step<R, 7>(w, values, columns, cell_sums);
         for (int r = 0; r < R; ++r) {
             const float* sums = x.sums + (r * cells + cell) * 2;
             if constexpr (K == Q6_K) {
-                totals[r] = fma(s.shift, set1(sums[0]), fma(first[r], s.scale, totals[r]));
-                totals[r] = fma(s.shift2, set1(sums[1]), fma(second[r], s.scale2, totals[r]));
+                totals[r] = fma(cell_sums[r], s.scale2, totals[r]);
+                totals[r] = fma(s.shift, set1(sums[0]), totals[r]);
+                totals[r] = fma(s.shift2, set1(sums[1]), totals[r]);
             } else {
-                totals[r] = fma(add(first[r], second[r]), s.scale, totals[r]);
+                totals[r] = fma(cell_sums[r], s.scale, totals[r]);
                 totals[r] = fma(s.shift, set1(sums[0] + sums[1]), totals[r]);
             }
         }
@@ -232,6 +238,8 @@ void float_panel(const uint8_t* panel, int64_t columns, FloatRows x, int64_t row
             plain_rows<K, 4>(panel, columns, at(), out + PANEL_ROWS * row);
         for (; row < rows; ++row) plain_rows<K, 1>(panel, columns, at(), out + PANEL_ROWS * row);
     } else {
+        for (; row + 8 <= rows; row += 8)
+            float_rows<K, 8>(panel, columns, at(), out + PANEL_ROWS * row);
         for (; row + 4 <= rows; row += 4)
             float_rows<K, 4>(panel, columns, at(), out + PANEL_ROWS * row);
         for (; row < rows; ++row) float_rows<K, 1>(panel, columns, at(), out + PANEL_ROWS * row);
@@ -418,10 +426,27 @@ inline F load_cached(Kind kind, const uint8_t* head, int64_t chunk, int64_t dim)
     return kind == F16 ? load_half(from) : load_bf16(from);
 }
 
-inline const uint8_t* cached_head(const AttentionJob& job, const KvPlane& plane, int64_t position) {
-    const int64_t slot = job.pages[position / job.page_size] * job.page_size + position % job.page_size;
-    return plane.data + slot * plane.slot_bytes + job.head * plane.head_bytes;
-}
+// Walks along a sequence's cached heads; a division per key would cost more than the key does.
+class HeadWalk {
+  public:
+    HeadWalk(const AttentionJob& job, const KvPlane& plane, int64_t position)
+        : job_(job), plane_(plane), page_(position / job.page_size),
+          offset_(position % job.page_size) {}
+
+    inline const uint8_t* next() {
+        const int64_t slot = job_.pages[page_] * job_.page_size + offset_;
+        if (++offset_ == job_.page_size) {
+            offset_ = 0;
+            ++page_;
+        }
+        return plane_.data + slot * plane_.slot_bytes + job_.head * plane_.head_bytes;
+    }
+
+  private:
+    const AttentionJob& job_;
+    const KvPlane& plane_;
+    int64_t page_, offset_;
+};
 
 constexpr int KEY_TILE = 64;  // keys that are turned at a time: four vectors of sixteen
 
@@ -440,14 +465,29 @@ inline void score_tile(const float* const* queries, int dim, const float* turned
         for (int j = 0; j < 4; ++j) store(scores + q * KEY_BLOCK + 16 * j, sums[q][j]);
 }
 
+inline void prefetch(const uint8_t* head, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(head + i);
+}
+
+// Asks for the keys of the next tile and for the values of this one while this one is scored:
+// heads lie apart in memory, too far for the hardware to guess.
+void prefetch_tile(const AttentionJob& job, int64_t from, int64_t to) {
+    HeadWalk values(job, job.values, from), keys(job, job.keys, from + KEY_TILE);
+    for (int64_t key = from; key < to && key < from + KEY_TILE; ++key) {
+        prefetch(values.next(), job.values.head_bytes);
+        if (key + KEY_TILE < to) prefetch(keys.next(), job.keys.head_bytes);
+    }
+}
+
 // Scores of every query with the keys [from, from + KEY_TILE); those at `to` and on are not read.
 void score_keys(const AttentionJob& job, int64_t from, int64_t to, float* turned, float* scores) {
     const int64_t chunks = padded_dim(job.dim) / 16;
+    prefetch_tile(job, from, to);
+    HeadWalk walk(job, job.keys, from);
     for (int group = 0; group < KEY_TILE; group += 16) {
         const uint8_t* heads[16];
         int keys = 0;
-        for (; keys < 16 && from + group + keys < to; ++keys)
-            heads[keys] = cached_head(job, job.keys, from + group + keys);
+        for (; keys < 16 && from + group + keys < to; ++keys) heads[keys] = walk.next();
         for (int64_t chunk = 0; chunk < chunks; ++chunk) {
             F rows[16];
             for (int j = 0; j < 16; ++j)
@@ -460,8 +500,12 @@ void score_keys(const AttentionJob& job, int64_t from, int64_t to, float* turned
     int q = 0;
     for (; q + 4 <= job.count; q += 4)
         score_tile<4>(job.queries + q, job.dim, turned, scores + q * KEY_BLOCK);
-    for (; q < job.count; ++q)
-        score_tile<1>(job.queries + q, job.dim, turned, scores + q * KEY_BLOCK);
+    const auto rest = [&](auto tile) {
+        tile(job.queries + q, job.dim, turned, scores + q * KEY_BLOCK);
+    };
+    if (job.count - q == 3) rest(score_tile<3>);
+    if (job.count - q == 2) rest(score_tile<2>);
+    if (job.count - q == 1) rest(score_tile<1>);
 }
 
 // Adds the values of `keys` keys, weighted, to C vectors of one query's sums.
@@ -515,10 +559,11 @@ void attend(const AttentionJob& job, int64_t from, int64_t to, Partial* partials
         partials[q] = weigh(scores + q * KEY_BLOCK, count, clamped(job.first[q] - from, 0, keys),
                             clamped(job.last[q] - from, 0, keys));
     std::memset(sums, 0, job.count * width * sizeof(float));
+    HeadWalk walk(job, job.values, from);
     for (int64_t first = 0; first < keys; first += KEY_TILE) {
         const int64_t some = keys - first < KEY_TILE ? keys - first : KEY_TILE;
         for (int64_t key = 0; key < some; ++key) {
-            const uint8_t* head = cached_head(job, job.values, from + first + key);
+            const uint8_t* head = walk.next();
             for (int64_t chunk = 0; chunk < width / 16; ++chunk)
                 store(tile + key * width + 16 * chunk,
                       load_cached(job.values.kind, head, chunk, job.dim));

@@ -75,7 +75,7 @@ def expert_speed() -> float:
     ]
     layer = experts.ExpertTable.stacked(parts, kinds, shapes, EXPERTS)
     one = sum(part.numel() for part in parts) // EXPERTS
-    rounds = TOUCHED_BYTES // (EXPERTS_USED * one)
+    rounds = max(1, TOUCHED_BYTES // (EXPERTS_USED * one))
     x, weights = torch.randn(1, HIDDEN), torch.rand(1, EXPERTS_USED)
     picks = [torch.randperm(EXPERTS)[:EXPERTS_USED][None].int() for _ in range(rounds)]
 

@@ -1,0 +1,107 @@
+"""Run every C++ operation on all instruction sets; started by the sanitizer tests.
+
+Needs no torch, whose own threads and memory would drown what a sanitizer has to say.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+
+KINDS = {  # GGUF's number, values and bytes of a block
+    0: (1, 4), 1: (1, 2), 30: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24),
+    8: (32, 34), 12: (256, 144), 13: (256, 176), 14: (256, 210), 20: (32, 18), 39: (32, 17),
+}  # fmt: skip
+RANDOM = np.random.default_rng(0)
+
+
+def load(folder: Path):
+    """Import the module that lies in a build folder."""
+    spec = importlib.util.spec_from_file_location("_native", next(folder.glob("_native*.so")))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def aligned(size: int) -> np.ndarray:
+    """Bytes that begin at a multiple of 64, as torch's do."""
+    data = np.zeros(size + 64, dtype=np.uint8)
+    first = -data.ctypes.data % 64
+    return data[first : first + size]
+
+
+def address(array: np.ndarray) -> int:
+    """Return where an array's data begins."""
+    return array.ctypes.data
+
+
+def packed(native, ops, kind: int, rows: int, columns: int) -> np.ndarray:
+    """Return random panels of a matrix; bytes are small, so that scales stay finite."""
+    block, size = KINDS[kind]
+    file = RANDOM.integers(0, 0x3B, rows * columns // block * size, dtype=np.uint8)
+    panels = aligned(native.panel_bytes(kind, rows, columns))
+    ops.pack(kind, rows, columns, address(file), address(panels))
+    return panels
+
+
+def products(native, ops) -> None:
+    """Pack, unpack and multiply every type, with whole and broken panels."""
+    for kind in KINDS:
+        for rows, out, columns in ((1, 16, 256), (9, 37, 512)):
+            panels = packed(native, ops, kind, out, columns)
+            ids, back = np.arange(out), np.empty((out, columns), dtype=np.float32)
+            ops.unpack(address(panels), kind, out, columns, address(ids), out, address(back))
+            x = RANDOM.standard_normal((rows, columns)).astype(np.float32)
+            result = np.empty((rows, out), dtype=np.float32)
+            scratch = aligned(native.matmul_scratch(rows, columns))
+            for int8 in (False, True):
+                ops.matmul(address(panels), kind, out, columns, address(x), rows, int8,
+                           address(result), address(scratch), scratch.size)  # fmt: skip
+                expected = x.astype(np.float64) @ back.T.astype(np.float64)
+                error = np.abs(result - expected).max() / np.abs(expected).max()
+                assert error < (0.05 if int8 else 1e-5), (kind, int8, error)
+
+
+def layers(native, ops) -> None:
+    """Run whole layers: prompts and single tokens, in all cache types."""
+    hidden, heads, kv_heads, dim, width, slots = 256, 6, 2, 32, 512, 2048
+    shapes = [(heads * dim, hidden), (kv_heads * dim, hidden), (kv_heads * dim, hidden),
+              (hidden, heads * dim), (width, hidden), (width, hidden), (hidden, width)]  # fmt: skip
+    weights = [packed(native, ops, 8, *shape) for shape in shapes]
+    views = [native.Matrix(address(w), 8, *shape) for w, shape in zip(weights, shapes, strict=True)]
+    norms = np.ones(hidden, dtype=np.float32)
+    for kind, head_bytes in ((0, 4 * dim), (1, 2 * dim), (30, 2 * dim), (8, 34)):
+        keys, values = (aligned(slots * kv_heads * head_bytes) for _ in range(2))
+        cache = native.KvCache(address(keys), kind, head_bytes, address(values), kind, head_bytes,
+                               kv_heads, 16)  # fmt: skip
+        sizes = (heads, kv_heads, dim, 40)
+        layer = native.Layer(views, address(norms), address(norms), 1e-5, sizes,
+                             0.2, cache, kind == 1)  # fmt: skip
+        pages = np.arange(100, dtype=np.int64)
+        for table in ([(0, 20, 0, 0)], [(0, 1, 20, 0), (1, 13, 0, 60), (14, 1, 600, 0)]):
+            spans = np.array(table, dtype=np.int64)
+            rows = int(spans[:, 1].sum())
+            x = RANDOM.standard_normal((rows, hidden)).astype(np.float32)
+            cos = sin = np.full((rows, dim // 2), 0.7, dtype=np.float32)
+            at = np.arange(rows, dtype=np.int64)
+            size = layer.scratch_bytes(ops, (rows, dim // 2), address(spans), len(spans))
+            scratch = aligned(size)
+            where = [address(array) for array in (x, cos, sin, at, spans)]
+            layer.run(
+                ops, (rows, dim // 2), *where, len(spans), address(pages), address(scratch), size
+            )
+            assert np.isfinite(x).all()
+
+
+def main() -> None:
+    """Exercise the module of the build folder that is given."""
+    native = load(Path(sys.argv[1]))
+    for isa in native.isas():
+        ops = native.Ops(3, False, isa)
+        products(native, ops)
+        layers(native, ops)
+    sys.stdout.write("exercised\n")
+
+
+main()

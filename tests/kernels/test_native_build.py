@@ -1,0 +1,56 @@
+"""The C++ module under sanitizers, and the package where no compiler is."""
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from headroom.kernels.native.module import MODULE
+
+ROOT = Path(__file__).parents[2]
+RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
+EXERCISE = ROOT / "tests" / "kernels" / "exercise_native.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+@pytest.mark.parametrize("sanitizer", RUNTIMES)
+def test_the_kernels_pass_under_a_sanitizer(tmp_path: Path, sanitizer: str) -> None:
+    configure = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), f"-DHEADROOM_SANITIZE={sanitizer}"]
+    run(*configure, f"-DPython_EXECUTABLE={sys.executable}")
+    run("cmake", "--build", str(tmp_path))
+    runtime = run("gcc", f"-print-file-name={RUNTIMES[sanitizer]}").strip()
+    # Python itself and numpy never give back all memory, which is not what is tested here.
+    options = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "halt_on_error=1"}
+    variables = [f"{name}={value}" for name, value in {"LD_PRELOAD": runtime, **options}.items()]
+    shown = run("env", *variables, sys.executable, str(EXERCISE), str(tmp_path))
+    assert "exercised" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_package_installs_without_a_compiler(tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    target = str(tmp_path / "site")
+    run("env", "CXX=/bin/false", python, "-m", "pip", "install", "--quiet", "--no-deps",
+        "--target", target, str(ROOT))  # fmt: skip
+    assert (tmp_path / "site" / "headroom" / "llm.py").is_file()
+    assert not list((tmp_path / "site").rglob("_native*.so"))
+    code = "from headroom.kernels.native.module import MISSING; print(MISSING)"
+    shown = run("env", f"PYTHONPATH={target}", sys.executable, "-P", "-S", "-c", SITE + code)
+    assert "there was no C++ compiler" in shown
+
+
+# Without the site's start-up files the editable install of this checkout stays out of the way.
+SITE = f"import sys; sys.path += [{next(p for p in sys.path if p.endswith('site-packages'))!r}]; "
+
+
+def run(*command: str) -> str:
+    """Run a command, which must succeed, and return what it printed."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
