@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from headroom.cli.settings import with_settings
 from headroom.errors import OptionError
@@ -17,7 +16,7 @@ from headroom.memory.emit import llama_server_command
 from headroom.memory.known import is_known, known_shape
 from headroom.memory.picture import plan_svg
 from headroom.memory.plan import DoesNotFitError, Plan, make_plan
-from headroom.memory.report import compare_table, explain_line, plan_json, plan_table, plan_text
+from headroom.memory.report import explain_line, plan_json
 from headroom.memory.shape import ModelShape
 from headroom.memory.targets import plan_devices
 from headroom.options import Options
@@ -123,10 +122,15 @@ def write_picture(made: Plan, path: Path) -> None:
 
 def show_plan(made: Plan, as_json: bool) -> None:
     """Print a plan: as one JSON object, as a table in colours, or as plain text for a pipe."""
-    console = Console(highlight=False)
     if as_json:
         print(json.dumps(plan_json(made)))
-    elif console.is_terminal:
+        return
+    from rich.console import Console  # takes as long as the plan; scripts need not wait for it
+
+    from headroom.memory.table import plan_table, plan_text
+
+    console = Console(highlight=False)
+    if console.is_terminal:
         console.print(plan_table(made))
     else:
         print(plan_text(made), end="")
@@ -147,6 +151,10 @@ def show_comparison(
         rows: list[dict[str, Any]] = [{"label": x, **plan_json(plans[x])} for x in plans]
         print(json.dumps({"version": rows[0]["version"], "plans": rows}))
     else:
+        from rich.console import Console
+
+        from headroom.memory.table import compare_table
+
         console = Console(highlight=False)
         wide = None if console.is_terminal else COMPARED_COLUMNS * (1 + len(plans))
         console.print(compare_table(plans), width=wide)

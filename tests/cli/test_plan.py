@@ -258,4 +258,4 @@ def test_the_built_in_35b_is_planned_quickly_and_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     imported, spent = done.stderr.split()
     assert imported == "False"
-    assert float(spent) < 2.0  # 0.2 s alone on two cores; a busy machine takes longer
+    assert float(spent) < 2.0  # 0.3 s alone on two cores; a busy machine takes longer

@@ -184,7 +184,7 @@ def test_planning_the_35b_takes_under_300_milliseconds_and_no_torch() -> None:
         "import sys, time; start = time.perf_counter()\n"
         "from headroom.memory.known import known_shape\n"
         "from headroom.memory.plan import make_plan\n"
-        "from headroom.memory.report import plan_text\n"
+        "from headroom.memory.table import plan_text\n"
         "from headroom.memory.targets import plan_devices\n"
         "from headroom.options import Options\n"
         "options = Options(device='12GiB', ram='64GiB')\n"

@@ -13,7 +13,8 @@ from headroom.memory.calibration import Speeds, load_speeds, save_speeds, with_s
 from headroom.memory.emit import llama_server_command
 from headroom.memory.picture import plan_svg
 from headroom.memory.plan import Plan, make_plan
-from headroom.memory.report import compare_table, explain_line, plan_json, plan_table, plan_text
+from headroom.memory.report import explain_line, plan_json
+from headroom.memory.table import compare_table, plan_table, plan_text
 from headroom.options import Options
 from tests.memory.shapes import cpu, gpu, host, laguna, smollm2
 
