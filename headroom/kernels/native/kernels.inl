@@ -94,6 +94,12 @@ inline CellScales read_scales(const uint8_t* panel, const PanelShape& shape, int
     return out;
 }
 
+inline void prefetch(const uint8_t* data, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i);
+}
+
+constexpr int64_t AHEAD = 12;  // cells asked for before they are needed, where memory is the bound
+
 // R rows of 8-bit activations times one panel.
 template <Kind K, int R>
 void int8_rows(const uint8_t* panel, int64_t columns, QuantisedRows x, float* out) {
@@ -105,6 +111,7 @@ void int8_rows(const uint8_t* panel, int64_t columns, QuantisedRows x, float* ou
     for (int r = 0; r < R; ++r) totals[r] = zero();
     for (int64_t cell = 0; cell < cells; ++cell) {
         I w[8];
+        if constexpr (R <= 2) prefetch(panel + (cell + AHEAD) * info.quant_bytes, info.quant_bytes);
         unpacker.cell(panel + cell * info.quant_bytes, panel + shape.high + cell * info.high_bytes, w);
         const CellScales s = read_scales<K>(panel, shape, cell);
         for (int r = 0; r < R; ++r) {
@@ -148,6 +155,7 @@ void float_rows(const uint8_t* panel, int64_t columns, FloatRows x, float* out) 
     for (int r = 0; r < R; ++r) totals[r] = zero();
     for (int64_t cell = 0; cell < cells; ++cell) {
         I w[8];
+        if constexpr (R <= 2) prefetch(panel + (cell + AHEAD) * info.quant_bytes, info.quant_bytes);
         unpacker.cell(panel + cell * info.quant_bytes, panel + shape.high + cell * info.high_bytes, w);
         const CellScales s = read_scales<K>(panel, shape, cell);
         const float* values = x.values + cell * CELL;
@@ -463,10 +471,6 @@ inline void score_tile(const float* const* queries, int dim, const float* turned
         }
     for (int q = 0; q < Q; ++q)
         for (int j = 0; j < 4; ++j) store(scores + q * KEY_BLOCK + 16 * j, sums[q][j]);
-}
-
-inline void prefetch(const uint8_t* head, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(head + i);
 }
 
 // Asks for the keys of the next tile and for the values of this one while this one is scored:

@@ -29,6 +29,14 @@ struct Running {
     }
 };
 
+// Panels that a thread takes at a time: enough to be worth the taking, few enough that no thread
+// waits long for the last one.
+int64_t panel_grain(const Matrix& w, int threads) {
+    const int64_t bytes = static_cast<int64_t>(PanelShape::of(w.kind, w.columns).bytes);
+    const int64_t worth = std::max<int64_t>(1, (64 << 10) / bytes);
+    return std::clamp<int64_t>(w.panels() / (4 * threads), 1, worth);
+}
+
 int64_t first_key(int64_t position, int64_t window) {
     return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
 }
@@ -103,7 +111,7 @@ void Ops::panel(const Matrix& w, int64_t index, const Input& input, float* out) 
 // out [rows, w.rows] = input times w, or += where `add`.
 void Ops::project(const Matrix& w, const Input& input, float* out, bool add) {
     const int64_t panels = w.panels();
-    const int64_t grain = std::max<int64_t>(1, panels / (4 * threads()));
+    const int64_t grain = panel_grain(w, threads());
     pool_.parallel(panels, grain, [&](int64_t first, int64_t last) {
         float result[ROW_BATCH * PANEL_ROWS];
         for (int64_t index = first; index < last; ++index) {
@@ -378,7 +386,7 @@ void Ops::panel_into(const Matrix& w, int64_t index, const Input& input, float* 
 // inner [rows, width] = act(gate x) * up x, panel by panel.
 void Ops::gate_up(const Matrix& gate, const Matrix& up, const Input& input, Gate act, float* inner) {
     const int64_t panels = gate.panels();
-    const int64_t grain = std::max<int64_t>(1, panels / (4 * threads()));
+    const int64_t grain = panel_grain(gate, threads());
     pool_.parallel(panels, grain, [&](int64_t first, int64_t last) {
         for (int64_t index = first; index < last; ++index)
             gate_up_panel(gate, up, index, input, act, inner);
@@ -450,7 +458,7 @@ void Ops::experts(const Matrix& gate, const Matrix& up, const Matrix& down,
         return Matrix{data, like.kind, like.rows, like.columns};
     };
     const int64_t gate_panels = gate.panels();
-    pool_.parallel(chosen_count * gate_panels, std::max<int64_t>(1, gate_panels / 4),
+    pool_.parallel(chosen_count * gate_panels, panel_grain(gate, threads()),
                    [&](int64_t first, int64_t last) {
         for (int64_t job = first; job < last; ++job) {
             const int32_t e = chosen[job / gate_panels];
@@ -460,7 +468,7 @@ void Ops::experts(const Matrix& gate, const Matrix& up, const Matrix& down,
         }
     });
     prepare_rows(inner_in);
-    pool_.parallel(down.panels(), std::max<int64_t>(1, down.panels() / (4 * threads())),
+    pool_.parallel(down.panels(), panel_grain(down, threads()),
                    [&](int64_t first, int64_t last) {
         float result[ROW_BATCH * PANEL_ROWS];
         for (int64_t index = first; index < last; ++index) {
