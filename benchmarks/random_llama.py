@@ -60,7 +60,7 @@ def main() -> None:
     writer.add_vocab_size(VOCAB)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("llama-bpe")
-    writer.add_token_list([f"t{index}" for index in range(VOCAB)])
+    writer.add_token_list(["t", "0", "t0", *(f"word{index}" for index in range(3, VOCAB))])
     writer.add_token_types([1] * VOCAB)
     writer.add_token_merges(["t 0"])
     writer.add_eos_token_id(0)
