@@ -3,6 +3,7 @@
 from headroom.errors import KernelError
 from headroom.kernels.native import attention as native_attention
 from headroom.kernels.native import matmul as native_matmul
+from headroom.kernels.native import module
 from headroom.kernels.native import norms as native_norms
 from headroom.kernels.ops import Case, Kernel
 from headroom.kernels.reference import attention, matmul, norms
@@ -49,11 +50,11 @@ KERNELS = (
         native_matmul.prepare,
     ),
     Kernel("matmul", "reference", matmul.matmul, _takes_plain_products),
-    Kernel("rms_norm", "native", native_norms.rms_norm, native_norms.refuses),
+    Kernel("rms_norm", "native", native_norms.rms_norm, module.refuses),
     Kernel("rms_norm", "reference", norms.rms_norm, _takes_any),
-    Kernel("rope", "native", native_norms.rope, native_norms.refuses),
+    Kernel("rope", "native", native_norms.rope, module.refuses),
     Kernel("rope", "reference", norms.rope, _takes_any),
-    Kernel("gated_activation", "native", native_norms.silu_and_multiply, native_norms.refuses),
+    Kernel("gated_activation", "native", native_norms.silu_and_multiply, module.refuses),
     Kernel("gated_activation", "reference", norms.silu_and_multiply, _takes_any),
     Kernel("kv_write", "native", native_attention.write_kv, native_attention.refuses),
     Kernel("kv_write", "reference", attention.write_kv, _takes_cache_types),

@@ -3,7 +3,8 @@
 import torch
 
 from headroom.formats.quants import QuantType
-from headroom.kernels.native.module import MISSING, MODULE, POOL
+from headroom.kernels.native import module
+from headroom.kernels.native.module import MODULE, POOL
 from headroom.kernels.ops import Case, PagedKv, Span
 from headroom.kernels.weight import PLAIN_TYPES
 
@@ -12,12 +13,8 @@ CACHE_TYPES = (*PLAIN_TYPES, "q8_0")
 
 def refuses(case: Case) -> str | None:
     """Say why a case cannot run here."""
-    if MODULE is None:
-        return MISSING
-    if case.reference:
-        return "only reference kernels were asked for"
-    if case.device != "cpu":
-        return f"runs on the CPU, not on {case.device}"
+    if (reason := module.refuses(case)) is not None:
+        return reason
     for kind in (case.k_type, case.v_type):
         if kind not in CACHE_TYPES:
             return f"{kind} is not a cache type ({', '.join(CACHE_TYPES)})"

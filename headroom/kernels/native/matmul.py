@@ -5,7 +5,8 @@ from dataclasses import replace
 import torch
 
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.native.module import MISSING, MODULE, POOL
+from headroom.kernels.native import module
+from headroom.kernels.native.module import MODULE, POOL
 from headroom.kernels.ops import Case
 from headroom.kernels.weight import PLAIN_TYPES, Weight
 
@@ -37,12 +38,8 @@ def refuses_f32(case: Case) -> str | None:
 
 def refuses(case: Case) -> str | None:
     """Say why no kernel of this backend takes a case's device or weight type."""
-    if MODULE is None:
-        return MISSING
-    if case.reference:
-        return "only reference kernels were asked for"
-    if case.device != "cpu":
-        return f"runs on the CPU, not on {case.device}"
+    if (reason := module.refuses(case)) is not None:
+        return reason
     return None if case.quant in KINDS else f"{case.quant} weights have no panels"
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from headroom.kernels.ops import Case
+
 NAME = "headroom.kernels.native._native"
 
 
@@ -20,6 +22,15 @@ def load_module() -> tuple[Any, str]:
 
 
 MODULE, MISSING = load_module()
+
+
+def refuses(case: Case) -> str | None:
+    """Say why no kernel of the C++ module runs a case, whatever its types."""
+    if MODULE is None:
+        return MISSING
+    if case.reference:
+        return "only reference kernels were asked for"
+    return None if case.device == "cpu" else f"runs on the CPU, not on {case.device}"
 
 
 class Pool:

@@ -2,17 +2,7 @@
 
 import torch
 
-from headroom.kernels.native.module import MISSING, MODULE, POOL
-from headroom.kernels.ops import Case
-
-
-def refuses(case: Case) -> str | None:
-    """Say why a case cannot run here."""
-    if MODULE is None:
-        return MISSING
-    if case.reference:
-        return "only reference kernels were asked for"
-    return None if case.device == "cpu" else f"runs on the CPU, not on {case.device}"
+from headroom.kernels.native.module import POOL
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
