@@ -17,7 +17,8 @@ def make_batch(turns: SequenceOf[Turn], page_size: int) -> Batch:
     outputs: list[int] = []
     for turn in turns:
         sequence, start = turn.sequence, turn.sequence.cached
-        span = Span(len(tokens), turn.rows, start, torch.tensor(sequence.pages))
+        pages = torch.tensor(sequence.pages)
+        span = Span(len(tokens), turn.rows, start, pages, sequence.slot)
         position = torch.arange(start, start + turn.rows)
         slots.append(span.pages[position // page_size] * page_size + position % page_size)
         tokens += sequence.tokens[start : start + turn.rows]

@@ -30,6 +30,7 @@ class Scheduler:
     def __init__(self, limits: Limits, pool: PagePool) -> None:
         self._limits = limits
         self._pool = pool
+        self._slots = PagePool(limits.parallel)  # places for states and window pages
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.preemptions = 0
@@ -41,10 +42,9 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that ended, waiting or running, and take its pages back."""
         if sequence in self.running:
-            self.running.remove(sequence)
+            self._stop(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        self._release(sequence)
 
     def next_turns(self) -> list[Turn]:
         """Choose the rows of the next step and lend the pages that they need."""
@@ -72,6 +72,7 @@ class Scheduler:
         if self._pages_for(len(sequence.tokens) + 1) > self._pool.free:
             return None
         self.waiting.popleft()
+        sequence.slot = self._slots.take(1)[0]
         self.running.append(sequence)
         self.running.sort(key=lambda running: running.order)
         rows = min(sequence.pending, prompt_rows)
@@ -93,12 +94,14 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Stop a sequence for now; it starts again from its tokens, ahead of newer ones."""
-        self.running.remove(sequence)
-        self._release(sequence)
+        self._stop(sequence)
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
-    def _release(self, sequence: Sequence) -> None:
+    def _stop(self, sequence: Sequence) -> None:
+        """Take a running sequence's pages and place back; it may begin again from its tokens."""
+        self.running.remove(sequence)
+        self._slots.give_back([sequence.slot])
         self._pool.give_back(sequence.pages)
         sequence.pages = []
         sequence.cached = 0

@@ -23,6 +23,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)  # prompt, then what was generated
     cached: int = 0  # tokens whose keys and values are in `pages`
     pages: list[int] = field(default_factory=list)
+    slot: int = 0  # its place among those that run; states and window pages go by it
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float | None = None  # of its first step

@@ -30,6 +30,16 @@ class Checkpoint:
     chat_template: str | None = field(repr=False)
     identity: str  # the same for the same file contents
 
+    @property
+    def header(self) -> ModelHeader:
+        """What a plan needs of this checkpoint."""
+        return ModelHeader(
+            name=self.metadata.get_str("general.name", self.path.stem),
+            architecture=self.architecture,
+            metadata=self.metadata,
+            tensors=self.tensors,
+        )
+
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a .gguf file, a .safetensors file or index, or a folder with one of them."""
@@ -102,13 +112,7 @@ def open_header(path: Path) -> ModelHeader:
     if path.is_dir() and (path / "config.json").is_file() and not _has_weights(path):
         path = path / "config.json"
     if path.name != "config.json":
-        checkpoint = open_checkpoint(path)
-        return ModelHeader(
-            name=checkpoint.metadata.get_str("general.name", checkpoint.path.stem),
-            architecture=checkpoint.architecture,
-            metadata=checkpoint.metadata,
-            tensors=checkpoint.tensors,
-        )
+        return open_checkpoint(path).header
     return safetensors_header(read_json(path), path, (), path.absolute().parent.name)
 
 

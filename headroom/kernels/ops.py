@@ -61,6 +61,22 @@ class PagedKv:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RecurrentState:
+    """What one recurrent layer remembers of each sequence that may run, in float32.
+
+    A sequence at position 0 begins from zeros, whatever its slot holds.
+    """
+
+    memory: torch.Tensor  # [slots, value heads, key dim, value dim]
+    inputs: torch.Tensor  # [slots, convolution - 1, channels]: the last inputs, oldest first
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the states take."""
+        return self.memory.nbytes + self.inputs.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Span:
     """The rows of one sequence in a step: `rows` tokens from position `start` on."""
 
@@ -68,6 +84,40 @@ class Span:
     rows: int
     start: int
     pages: torch.Tensor  # int64 page numbers, position order, enough for start + rows tokens
+    slot: int = 0  # the sequence's place among those that run together
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaNetWeights:
+    """The small weights of a recurrent layer, in float32."""
+
+    conv: torch.Tensor  # [channels, taps], the last tap for the current token
+    decay: torch.Tensor  # [value heads], negative
+    dt_bias: torch.Tensor  # [value heads]
+    key_heads: int
+    tiled: bool  # value head h reads key head h % key_heads, not h // (value heads / key_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterRule:
+    """How scores become a choice and weights."""
+
+    used: int
+    scores: str  # "softmax" or "sigmoid" of the logits
+    normalise: bool  # weights of the chosen ones are divided by their sum
+    scale: float  # of the weights, after that
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertTable:
+    """One layer's routed experts: three matrices each, all of the same types and sizes.
+
+    A backend's own table, with addresses say, comes from its kernel's `prepare`.
+    """
+
+    gate: tuple[Weight, ...]
+    up: tuple[Weight, ...]
+    down: tuple[Weight, ...]
 
 
 class Embed(Protocol):
@@ -100,9 +150,9 @@ class Rope(Protocol):
 
 
 class GatedActivation(Protocol):
-    """`silu(gate) * up`, element by element."""
+    """`act(gate) * up`, element by element; `activation` is silu, or gelu in its tanh form."""
 
-    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor: ...
 
 
 class KvWrite(Protocol):
@@ -126,4 +176,59 @@ class Attention(Protocol):
         spans: tuple[Span, ...],
         scale: float,
         window: int,
+    ) -> torch.Tensor: ...
+
+
+class DeltaNet(Protocol):
+    """Gated linear attention of every span's rows, in order, from its sequence's state on.
+
+    `qkv [rows, channels]` before the convolution, `beta` and `alpha` `[rows, value heads]` before
+    their activations. Returns `[rows, value heads, dim]`, not yet normed, and leaves the states
+    as they are after the last row. The same rows give the same bits however steps divide them.
+    """
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        beta: torch.Tensor,
+        alpha: torch.Tensor,
+        weights: DeltaNetWeights,
+        state: RecurrentState,
+        spans: tuple[Span, ...],
+    ) -> torch.Tensor: ...
+
+
+class GatedNorm(Protocol):
+    """`weight * x / sqrt(mean(x^2) + eps) * silu(gate)` over the last axis."""
+
+    def __call__(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor: ...
+
+
+class Route(Protocol):
+    """Choose experts: router logits `[rows, experts]` to ids (int32) and weights `[rows, used]`.
+
+    The best come first, the lower id on ties.
+    """
+
+    def __call__(
+        self, logits: torch.Tensor, rule: RouterRule, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class Experts(Protocol):
+    """The weighted sum of each row's experts: `down(act(gate x) * up x)`, best expert first.
+
+    `x [rows, hidden]`, `ids` int32 and `weights` `[rows, used]`.
+    """
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        table: Any,
+        activation: str,
+        dtype: str,
     ) -> torch.Tensor: ...

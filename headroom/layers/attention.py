@@ -3,14 +3,17 @@
 from dataclasses import replace
 
 import torch
+from torch.nn.functional import softplus
 
 from headroom.kernels.ops import Attention as AttentionOp
-from headroom.kernels.ops import KvWrite, PagedKv
+from headroom.kernels.ops import KvWrite
 from headroom.kernels.ops import Rope as RopeOp
 from headroom.kernels.registry import pick
 from headroom.layers.batch import Batch
+from headroom.layers.cache import KvPages
 from headroom.layers.config import AttentionConfig
 from headroom.layers.linear import Linear
+from headroom.layers.norm import RmsNorm
 from headroom.layers.rope import rope_tables
 from headroom.layers.weights import WeightSource
 
@@ -18,30 +21,86 @@ from headroom.layers.weights import WeightSource
 class Attention:
     """Projects rows to queries, keys and values, caches the latter two, and attends."""
 
-    def __init__(self, config: AttentionConfig, get: WeightSource, cache: PagedKv) -> None:
+    def __init__(
+        self, config: AttentionConfig, eps: float, get: WeightSource, pages: KvPages
+    ) -> None:
         self._config = config
-        self._cache = cache
-        self._q = Linear(get("attn.q", pair_rows(config, config.heads)), get.case)
-        self._k = Linear(get("attn.k", pair_rows(config, config.kv_heads)), get.case)
-        self._v = Linear(get("attn.v"), get.case)
+        self._pages = pages
+        self._q = Linear(get("attn.q", query_rows(config)), get.case)
         self._out = Linear(get("attn.out"), get.case)
-        case = replace(get.case, k_type=cache.k_type.name, v_type=cache.v_type.name)
+        self._keys = None if config.shares is not None else _Keys(config, eps, get, pages)
+        self._q_norm = _head_norm(get, "attn.q_norm", eps) if config.head_norms else None
+        self._gate = (
+            Linear(get("attn.gate"), get.case) if config.gate in ("head", "element") else None
+        )
+        case = replace(get.case, k_type=pages.kv.k_type.name, v_type=pages.kv.v_type.name)
         self._rope: RopeOp = pick("rope", case).run
-        self._write: KvWrite = pick("kv_write", case).run
         self._attend: AttentionOp = pick("attention", case).run
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the block's output for normed rows; their keys and values are cached."""
         config = self._config
-        rows = x.shape[0]
         cos, sin = rope_tables(config.rope, batch)
-        queries = self._q(x).view(rows, config.heads, config.head_dim)
-        keys = self._k(x).view(rows, config.kv_heads, config.head_dim)
-        values = self._v(x).view(rows, config.kv_heads, config.head_dim)
-        self._write(self._cache, batch.slots, self._rope(keys, cos, sin), values)
+        if self._keys is not None:
+            self._keys.write(x, batch, cos, sin)
+        projected = self._q(x)
+        width = config.heads * config.head_dim
+        queries = projected[:, :width].reshape(len(x), config.heads, config.head_dim)
+        if self._q_norm is not None:
+            queries = self._q_norm(queries)
         queries = self._rope(queries, cos, sin)
-        mixed = self._attend(queries, self._cache, batch.spans, config.scale, config.window)
+        spans = self._pages.view(batch).spans
+        mixed = self._attend(queries, self._pages.kv, spans, config.scale, config.window)
+        if config.gate == "query":
+            mixed = mixed.flatten(1) * projected[:, width:].sigmoid()
+        elif self._gate is not None:
+            gates = softplus(self._gate(x)).view(len(x), config.heads, -1)
+            mixed = mixed * gates
         return self._out(mixed.flatten(1))
+
+
+class _Keys:
+    """The half of attention that a layer without a cache of its own does not have."""
+
+    def __init__(
+        self, config: AttentionConfig, eps: float, get: WeightSource, pages: KvPages
+    ) -> None:
+        self._config = config
+        self._pages = pages
+        self._k = Linear(get("attn.k", pair_rows(config, config.kv_heads)), get.case)
+        self._v = None if config.keys_are_values else Linear(get("attn.v"), get.case)
+        self._k_norm = _head_norm(get, "attn.k_norm", eps) if config.head_norms else None
+        self._v_norm = None
+        if config.value_norm:
+            ones = torch.ones(config.head_dim, device=get.case.device)
+            self._v_norm = RmsNorm(ones, eps, get.case)
+        case = replace(get.case, k_type=pages.kv.k_type.name, v_type=pages.kv.v_type.name)
+        self._rope: RopeOp = pick("rope", case).run
+        self._write: KvWrite = pick("kv_write", case).run
+
+    def write(self, x: torch.Tensor, batch: Batch, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Cache the keys and values of normed rows."""
+        heads = (len(x), self._config.kv_heads, self._config.head_dim)
+        keys = self._k(x).view(heads)
+        values = keys if self._v is None else self._v(x).view(heads)
+        if self._k_norm is not None:
+            keys = self._k_norm(keys)
+        if self._v_norm is not None:
+            values = self._v_norm(values)
+        slots = self._pages.view(batch).slots
+        self._write(self._pages.kv, slots, self._rope(keys, cos, sin), values)
+
+
+def _head_norm(get: WeightSource, name: str, eps: float) -> RmsNorm:
+    return RmsNorm(get.norm(name), eps, get.case)
+
+
+def query_rows(config: AttentionConfig) -> torch.Tensor | None:
+    """Return the row order that puts queries before their gates, in halves; None: as they are."""
+    if config.gate != "query":
+        return pair_rows(config, config.heads)
+    rows = torch.arange(2 * config.heads * config.head_dim)
+    return rows.view(config.heads, 2, config.head_dim).transpose(0, 1).flatten()
 
 
 def pair_rows(config: AttentionConfig, heads: int) -> torch.Tensor | None:

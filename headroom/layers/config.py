@@ -1,8 +1,12 @@
 """What each block needs to know, as plain data: the planner reads it without torch."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-Shapes = dict[str, tuple[int, ...]]  # weights by name, rows first
+Activation = Literal["silu", "gelu"]  # gelu in its tanh form
+# How attention's output is gated: not at all; by the sigmoid of values that come with the queries,
+# head by head; by the softplus of a projection, one value a head or one a value.
+OutputGate = Literal["none", "query", "head", "element"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +16,7 @@ class RopeConfig:
     theta: float
     dims: int
     divisors: tuple[float, ...] = ()  # of the dims / 2 frequencies; empty: all one
+    scale: float = 1.0  # of cos and sin
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,30 +30,49 @@ class AttentionConfig:
     scale: float  # of scores, before softmax
     window: int = 0  # last tokens that a token sees; 0: all
     interleaved: bool = False  # q and k rows come in rotary pairs (2i, 2i + 1), not in halves
+    head_norms: bool = False  # queries and keys are normed head by head before they are rotated
+    value_norm: bool = False  # values are normed head by head, without a weight
+    gate: OutputGate = "none"
+    keys_are_values: bool = False  # values are the keys before norm and rotation
+    shares: int | None = None  # the layer whose cache is read; this one has none
 
-    def shapes(self, hidden: int) -> Shapes:
-        """Return the weights of this block."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "attn.norm": (hidden,),
-            "attn.q": (queries, hidden),
-            "attn.k": (keys, hidden),
-            "attn.v": (keys, hidden),
-            "attn.out": (hidden, queries),
-        }
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetConfig:
+    """Gated linear attention with a state of fixed size instead of a cache."""
+
+    key_heads: int
+    value_heads: int
+    head_dim: int  # of keys and of values
+    conv: int  # tokens that the convolution sees, the current one included
+    tiled: bool  # value head h reads key head h % key_heads, not h // (value_heads / key_heads)
+    decay_is_log: bool  # delta.a holds the logarithm of minus the decay, not the decay
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return (2 * self.key_heads + self.value_heads) * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class FfnConfig:
-    """A gated feed-forward network: `down(silu(gate x) * up x)`."""
+    """A gated feed-forward network: `down(act(gate x) * up x)`."""
 
     width: int
+    activation: Activation = "silu"
 
-    def shapes(self, hidden: int) -> Shapes:
-        """Return the weights of this block."""
-        return {
-            "ffn.norm": (hidden,),
-            "ffn.gate": (self.width, hidden),
-            "ffn.up": (self.width, hidden),
-            "ffn.down": (hidden, self.width),
-        }
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """Routed experts, and what stands beside them in their layer."""
+
+    experts: int
+    used: int  # experts that one token visits
+    width: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True  # weights of the chosen ones are divided by their sum
+    scale: float = 1.0  # of the weights, after that
+    bias: bool = False  # added to scores for the choice, not for the weights
+    activation: Activation = "silu"
+    shared_width: int = 0  # of the expert that every token visits; 0: there is none
+    shared_gate: bool = False  # it is weighted by a sigmoid of its own

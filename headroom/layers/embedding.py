@@ -12,23 +12,29 @@ from headroom.layers.norm import RmsNorm
 class Embedding:
     """One row of a table per token."""
 
-    def __init__(self, table: Weight) -> None:
+    def __init__(self, table: Weight, scale: float = 1.0) -> None:
         self._table = table
+        self._scale = scale
         case = Case(device=table.data.device.type, quant=table.quant, layout=table.layout)
         self._embed: Embed = pick("embed", case).run
 
     def __call__(self, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write `[rows, hidden]` for token ids `[rows]` to `out`."""
-        return self._embed(tokens, self._table, out)
+        rows = self._embed(tokens, self._table, out)
+        return rows if self._scale == 1.0 else rows.mul_(self._scale)
 
 
 class Head:
     """The final norm and the product with the vocabulary."""
 
-    def __init__(self, norm: RmsNorm, weight: Weight, case: Case) -> None:
+    def __init__(self, norm: RmsNorm, weight: Weight, case: Case, softcap: float = 0.0) -> None:
         self._norm = norm
+        self._softcap = softcap
         self._vocabulary = Linear(weight, case)
 
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write logits `[rows, vocabulary]` for rows of the residual stream to `out`."""
-        return self._vocabulary(self._norm(hidden), out)
+        logits = self._vocabulary(self._norm(hidden), out)
+        if not self._softcap:
+            return logits
+        return logits.div_(self._softcap).tanh_().mul_(self._softcap)

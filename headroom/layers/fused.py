@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 
 from headroom.kernels.native import layer as native
-from headroom.kernels.ops import PagedKv
 from headroom.layers.attention import pair_rows
 from headroom.layers.batch import Batch
+from headroom.layers.cache import KvPages
 from headroom.layers.config import AttentionConfig
 from headroom.layers.rope import rope_tables
 from headroom.layers.weights import WeightSource
@@ -23,36 +23,41 @@ class FusedBlock:
         config: AttentionConfig,
         eps: float,
         get: WeightSource,
-        cache: PagedKv,
+        pages: KvPages,
         scratch: torch.Tensor,  # of the stage; layers use it one after another
     ) -> None:
         self._rope = config.rope
         self._scratch = scratch
+        self._pages = pages
         orders = {
             "attn.q": pair_rows(config, config.heads),
             "attn.k": pair_rows(config, config.kv_heads),
         }
         self._layer = native.Layer(
             matrices=[get(name, orders.get(name)) for name in MATRICES],
-            norms=(get.vector("attn.norm"), get.vector("ffn.norm")),
+            norms=(get.norm("attn.norm"), get.norm("ffn.norm")),
             eps=eps,
             sizes=(config.heads, config.kv_heads, config.head_dim, config.window),
             scale=config.scale,
-            cache=cache,
+            cache=pages.kv,
             int8=get.case.dtype == "int8",
         )
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the residual stream after this layer, in the memory of `x`."""
         cos, sin = rope_tables(self._rope, batch)
-        step = batch.shared("native step", lambda: native.Step(batch.spans, batch.slots))
+        view = self._pages.view(batch)
+        key = ("native step", self._pages.ring)
+        step = batch.shared(key, lambda: native.Step(view.spans, view.slots))
         self._layer.run(x, cos, sin, step, self._scratch)
         return x
 
 
-def refuses_to_fuse(config: AttentionConfig, get: WeightSource, cache: PagedKv) -> str | None:
+def refuses_to_fuse(config: AttentionConfig, get: WeightSource, pages: KvPages) -> str | None:
     """Say why a layer must run as separate operations; None if it need not."""
-    case = replace(get.case, k_type=cache.k_type.name, v_type=cache.v_type.name)
+    if config.head_norms or config.value_norm or config.gate != "none" or config.keys_are_values:
+        return "its attention has norms or gates of its own"
+    case = replace(get.case, k_type=pages.kv.k_type.name, v_type=pages.kv.v_type.name)
     quants = [get.tensors[get.prefix + name].quant for name in MATRICES]
     sizes = (config.heads, config.kv_heads, config.head_dim)
     return native.refuses(case, quants, sizes)

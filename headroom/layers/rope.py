@@ -17,4 +17,4 @@ def _make_tables(config: RopeConfig, positions: torch.Tensor) -> tuple[torch.Ten
     if config.divisors:
         frequency = frequency / torch.tensor(config.divisors)
     angles = positions[:, None].float() * frequency.to(positions.device)
-    return angles.cos(), angles.sin()
+    return angles.cos() * config.scale, angles.sin() * config.scale

@@ -26,6 +26,7 @@ class WeightSource:
     count: Callable[[str, int], None]  # told the plan's line and the bytes of each allocation
     prefix: str = ""
     line: str = "core_weights"
+    norm_offset: float = 0.0  # added to the weights of norms
 
     def at(self, prefix: str, line: str = "core_weights") -> "WeightSource":
         """Return the same source for the names below `prefix`, counted on another line."""
@@ -48,6 +49,10 @@ class WeightSource:
         vector = values.view(info.shape).to(self.case.device, copy=True)
         self.count(self.line, vector.nbytes)
         return vector
+
+    def norm(self, name: str) -> torch.Tensor:
+        """Return a norm's weight as it multiplies, whatever the file leaves out of it."""
+        return self.vector(name).add_(self.norm_offset)
 
     def _mapped(self, name: str, order: torch.Tensor | None) -> Weight:
         """The weight in the file's layout, not copied where nothing about it changes."""
@@ -76,6 +81,7 @@ def open_weights(
     device: str,
     settings: PlanSettings,
     count: Callable[[str, int], None],
+    norm_offset: float = 0.0,
 ) -> WeightSource:
     """Return a source that brings weights to `device` as the plan's settings say."""
     case = Case(
@@ -83,7 +89,8 @@ def open_weights(
         dtype=settings.dtype,
         reference=settings.kernels == "reference",
     )
-    return WeightSource(tensors, case, unpack=settings.weights == "unpacked", count=count)
+    unpack = settings.weights == "unpacked"
+    return WeightSource(tensors, case, unpack, count, norm_offset=norm_offset)
 
 
 def _stored(info: TensorInfo) -> torch.Tensor:

@@ -62,10 +62,11 @@ class PlanSettings:
     def window_pages(self, window: int) -> int:
         """Return the pages of each layer with a window; older pages are used again.
 
-        One page more than the window and a chunk need, since neither starts at a page's edge.
+        Every sequence that may run has its own, one more than the window and a chunk need, since
+        neither starts at a page's edge.
         """
         per_sequence = pages_for(window + self.chunk) + 1
-        return min(self.pages, self.parallel * min(self.sequence_pages, per_sequence))
+        return self.parallel * min(self.sequence_pages, per_sequence)
 
 
 @dataclass(frozen=True, slots=True)

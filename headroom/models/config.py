@@ -1,21 +1,20 @@
 """ModelConfig: a model as plain data, its layers as lists of parts."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from headroom.layers.config import AttentionConfig, FfnConfig, Shapes
+from headroom.layers.config import AttentionConfig, DeltaNetConfig, ExpertsConfig, FfnConfig
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     """The parts of one layer."""
 
-    attention: AttentionConfig
-    ffn: FfnConfig
-
-    def shapes(self, hidden: int) -> Shapes:
-        """Return the layer's weights."""
-        return self.attention.shapes(hidden) | self.ffn.shapes(hidden)
+    mixer: AttentionConfig | DeltaNetConfig
+    ffn: FfnConfig | None  # the dense part
+    experts: ExpertsConfig | None = None  # instead of the dense part, or beside it
+    post_norms: bool = False  # what a part gives is normed before it is added
+    side_width: int = 0  # values of this layer's own input from each token; 0: it has none
+    scaled: bool = False  # the residual stream is multiplied by a number at the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +29,6 @@ class ModelConfig:
     context_limit: int  # positions the model was made for
     tied: bool  # the head uses the embedding table
     layers: tuple[LayerConfig, ...]
-
-    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the name and shape of every weight the model needs."""
-        yield "embed", (self.vocab, self.hidden)
-        yield "norm", (self.hidden,)
-        if not self.tied:
-            yield "head", (self.vocab, self.hidden)
-        for index, layer in enumerate(self.layers):
-            for name, shape in layer.shapes(self.hidden).items():
-                yield f"layers.{index}.{name}", shape
+    norm_offset: float = 0.0  # added to the weights of norms, where a file holds less than them
+    embed_scale: float = 1.0  # of embedded tokens
+    softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: they stay

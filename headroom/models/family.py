@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from headroom.formats.checkpoint import Checkpoint
-from headroom.models.config import ModelConfig
+from headroom.memory.tables import Dims
+from headroom.models.config import LayerConfig, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,24 @@ class Family:
     """
 
     architecture: str  # GGUF's name
-    read_config: Callable[[Checkpoint], ModelConfig]
+    read_config: Callable[[Checkpoint, Dims], ModelConfig]  # from sizes that the planner checked
     # Settings with the only values that the family's arithmetic covers; others are refused.
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+
+
+def model_config(
+    checkpoint: Checkpoint, dims: Dims, layers: tuple[LayerConfig, ...], **more: float
+) -> ModelConfig:
+    """Return a model of these layers with what all families read alike, and `more`."""
+    metadata = checkpoint.metadata
+    return ModelConfig(
+        architecture=checkpoint.architecture,
+        name=metadata.get_str("general.name", checkpoint.path.stem),
+        hidden=dims.hidden,
+        vocab=dims.vocab,
+        norm_eps=metadata.get_float("attention.layer_norm_rms_epsilon"),
+        context_limit=dims.context,
+        tied=dims.tied,
+        layers=layers,
+        **more,
+    )

@@ -8,39 +8,27 @@ from headroom.errors import ModelError
 from headroom.formats.checkpoint import Checkpoint
 from headroom.formats.metadata import Metadata
 from headroom.layers.config import AttentionConfig, FfnConfig, RopeConfig
+from headroom.memory.tables import Dims
 from headroom.models.config import LayerConfig, ModelConfig
-from headroom.models.family import Family
+from headroom.models.family import Family, model_config
 
 
-def read_config(checkpoint: Checkpoint) -> ModelConfig:
+def read_config(checkpoint: Checkpoint, dims: Dims) -> ModelConfig:
     """Read a Llama model's settings from either format."""
     metadata = checkpoint.metadata
-    hidden = metadata.get_int("embedding_length")
-    heads = metadata.get_int("attention.head_count")
-    head_dim = metadata.get_int("attention.key_length", hidden // max(heads, 1))
     layer = LayerConfig(
-        attention=AttentionConfig(
-            heads=heads,
-            kv_heads=metadata.get_int("attention.head_count_kv", heads),
-            head_dim=head_dim,
-            rope=_rope(checkpoint, metadata.get_int("rope.dimension_count", head_dim)),
-            scale=head_dim**-0.5,
+        mixer=AttentionConfig(
+            heads=dims.heads,
+            kv_heads=dims.kv_heads,
+            head_dim=dims.head_dim,
+            rope=_rope(checkpoint, metadata.get_int("rope.dimension_count", dims.head_dim)),
+            scale=dims.head_dim**-0.5,
             # GGUF conversion stores rotary pairs side by side, for this family only.
             interleaved=checkpoint.format == "gguf",
         ),
-        ffn=FfnConfig(width=metadata.get_int("feed_forward_length")),
+        ffn=FfnConfig(dims.ffn),
     )
-    embed = checkpoint.tensors.get("embed")
-    return ModelConfig(
-        architecture="llama",
-        name=metadata.get_str("general.name", checkpoint.path.stem),
-        hidden=hidden,
-        vocab=embed.shape[0] if embed else metadata.get_int("vocab_size"),
-        norm_eps=metadata.get_float("attention.layer_norm_rms_epsilon"),
-        context_limit=metadata.get_int("context_length"),
-        tied=metadata.tied,
-        layers=(layer,) * metadata.get_int("block_count"),
-    )
+    return model_config(checkpoint, dims, (layer,) * dims.layers)
 
 
 def _rope(checkpoint: Checkpoint, dims: int) -> RopeConfig:

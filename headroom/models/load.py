@@ -6,7 +6,8 @@ from headroom.errors import OptionError
 from headroom.formats.tensor import TensorInfo
 from headroom.layers.attention import Attention
 from headroom.layers.block import Block, Layer
-from headroom.layers.cache import allocate_kv, kv_bytes
+from headroom.layers.cache import allocate_kv
+from headroom.layers.config import AttentionConfig
 from headroom.layers.embedding import Embedding, Head
 from headroom.layers.fused import FusedBlock, refuses_to_fuse
 from headroom.layers.mlp import Mlp
@@ -29,7 +30,7 @@ def load_model(
     """Bring a model's weights to their device as the plan says and build its blocks."""
     settings, device = plan.settings, plan.devices[0]
     _check_cache_types(settings)
-    source = open_weights(tensors, device.name, settings, count)
+    source = open_weights(tensors, device.name, settings, count, config.norm_offset)
     # Plain kernels take their scratch from torch, so that only the plan counts it.
     scratch_bytes = device.allocated["workspace"] if settings.kernels == "native" else 0
     workspace = open_workspace(config.hidden, config.vocab, settings, scratch_bytes, count)
@@ -40,8 +41,9 @@ def load_model(
         get = source.at(f"layers.{index}.")
         blocks.append(build_layer(config, index, get, settings, workspace))
     vocabulary = table if config.tied else source.at("", "head")("head")
-    norm = RmsNorm(source.vector("norm"), config.norm_eps, source.case)
-    return Model(Embedding(table), blocks, Head(norm, vocabulary, source.case), workspace)
+    norm = RmsNorm(source.norm("norm"), config.norm_eps, source.case)
+    head = Head(norm, vocabulary, source.case, config.softcap)
+    return Model(Embedding(table, config.embed_scale), blocks, head, workspace)
 
 
 def _check_cache_types(settings: PlanSettings) -> None:
@@ -64,20 +66,15 @@ def build_layer(
 ) -> Layer:
     """Build layer `index`; `get` returns its weights on the planned device."""
     layer = config.layers[index]
-    cache = allocate_kv(
-        layer.attention,
-        settings.pages,
-        settings.page_size,
-        settings.k_type,
-        settings.v_type,
-        get.case.device,
-    )
-    get.count("kv", kv_bytes(cache))
-    if refuses_to_fuse(layer.attention, get, cache) is None:
-        return FusedBlock(layer.attention, config.norm_eps, get, cache, workspace.scratch)
+    assert isinstance(layer.mixer, AttentionConfig)
+    assert layer.ffn is not None
+    pages = allocate_kv(layer.mixer, settings, get.case.device)
+    get.count("kv", pages.nbytes)
+    if refuses_to_fuse(layer.mixer, get, pages) is None:
+        return FusedBlock(layer.mixer, config.norm_eps, get, pages, workspace.scratch)
     return Block(
-        mixer_norm=RmsNorm(get.vector("attn.norm"), config.norm_eps, get.case),
-        mixer=Attention(layer.attention, get, cache),
-        ffn_norm=RmsNorm(get.vector("ffn.norm"), config.norm_eps, get.case),
-        ffn=Mlp(get),
+        mixer_norm=RmsNorm(get.norm("attn.norm"), config.norm_eps, get.case),
+        mixer=Attention(layer.mixer, config.norm_eps, get, pages),
+        ffn_norm=RmsNorm(get.norm("ffn.norm"), config.norm_eps, get.case),
+        ffn=Mlp(get, layer.ffn.activation),
     )

@@ -39,7 +39,7 @@ def all_cases() -> list[Sized]:
     for rows in (0, 1, 7):
         cases.append(Sized("rms_norm", Case(), (rows, 33)))
         cases.append(Sized("rope", Case(), (rows, 3, 10, 4)))
-        cases.append(Sized("gated_activation", Case(), (rows, 33)))
+        cases += [Sized("gated_activation", Case(), (rows, 33, gelu)) for gelu in (0, 1)]
     for k_type, v_type in CACHE_PAIRS:
         case = Case(k_type=k_type, v_type=v_type)
         cases.append(Sized("kv_write", case, (5, 2, 32)))
@@ -101,7 +101,9 @@ def _rope(sized: Sized) -> tuple[Any, ...]:
 
 
 def _gated(sized: Sized) -> tuple[Any, ...]:
-    return 8 * torch.randn(sized.sizes), torch.randn(sized.sizes)
+    rows, columns, gelu = sized.sizes
+    gate, up = 8 * torch.randn(rows, columns), torch.randn(rows, columns)
+    return gate, up, "gelu" if gelu else "silu"
 
 
 def _kv_write(sized: Sized) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from headroom.kernels.ops import Case, Span
 from headroom.kernels.reference.attention import attention, write_kv
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.reference.matmul import embed, matmul, unpack_rows
-from headroom.kernels.reference.norms import rms_norm, rope, silu_and_multiply
+from headroom.kernels.reference.norms import gated_activation, rms_norm, rope
 from headroom.kernels.reference.quantise import quantise
 from headroom.kernels.registry import pick
 from tests.kernels.cases import (
@@ -75,7 +75,9 @@ def test_rope_turns_pairs_by_their_angle_and_leaves_the_rest() -> None:
 
 def test_gated_activation_equals_its_definition() -> None:
     gate, up = torch.randn(4, 6), torch.randn(4, 6)
-    torch.testing.assert_close(silu_and_multiply(gate, up), gate / (1 + torch.exp(-gate)) * up)
+    torch.testing.assert_close(
+        gated_activation(gate, up, "silu"), gate / (1 + torch.exp(-gate)) * up
+    )
 
 
 @pytest.mark.parametrize("window", [0, 3, 300])

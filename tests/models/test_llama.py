@@ -111,7 +111,7 @@ def test_a_tensor_that_the_family_does_not_use_is_refused(tmp_path: Path) -> Non
     tensors = gguf_tensors(model)
     tensors["blk.0.attn_q_norm.weight"] = np.ones(16, dtype=np.float32)
     _write(model, path, tensors)
-    with pytest.raises(ModelError, match=r"'layers\.0\.attn\.q_norm', which this family does not"):
+    with pytest.raises(ModelError, match=r"'layers\.0\.attn\.q_norm', which llama models do not"):
         describe(open_checkpoint(path))
 
 

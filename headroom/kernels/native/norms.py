@@ -23,9 +23,10 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def silu_and_multiply(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return `silu(gate) * up`."""
+def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return `act(gate) * up`."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
-    POOL.ops.gated(False, gate.data_ptr(), up.data_ptr(), gate.numel(), out.data_ptr())
+    gelu = activation == "gelu"
+    POOL.ops.gated(gelu, gate.data_ptr(), up.data_ptr(), gate.numel(), out.data_ptr())
     return out
