@@ -9,7 +9,7 @@ namespace headroom {
 struct QuantisedRows {
     int8_t* values;  // [rows, columns]
     float* scales;   // [rows, columns / 32]
-    float* sums;     // [rows, columns / 16], of the rounded values, scaled
+    int32_t* sums;   // [rows, columns / 16], of the rounded values
 };
 
 struct FloatRows {
@@ -44,7 +44,7 @@ struct AttentionJob {
 
 struct Kernels {
     const char* name;
-    void (*quantise)(const float* x, int64_t columns, int8_t* values, float* scales, float* sums);
+    void (*quantise)(const float* x, int64_t columns, int8_t* values, float* scales, int32_t* sums);
     void (*sum_columns)(const float* x, int64_t columns, float* sums);
     float (*read_bytes)(const uint8_t* data, int64_t bytes);
     // One panel times all rows: out [rows, 16].

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 namespace headroom {
 namespace {
@@ -12,6 +13,12 @@ constexpr bool has_min(Kind k) { return k == Q4_1 || k == Q5_1 || k == Q4_K || k
 constexpr bool has_groups(Kind k) { return k == Q4_K || k == Q5_K; }
 constexpr bool has_high_bit(Kind k) { return k == Q5_0 || k == Q5_1 || k == Q5_K; }
 constexpr bool has_table(Kind k) { return k == IQ4_NL || k == MXFP4; }
+// Whether a block is a whole record, whose own scale is applied once.
+constexpr bool by_record(Kind k) { return kind_info(k).block == RECORD * CELL; }
+// Whether four bits look up a float: where there is an instruction for it.
+constexpr bool has_float_table(Kind k) {
+    return HAS_NIBBLE_TABLE && (k == Q4_0 || k == Q4_1 || k == Q4_K || has_table(k));
+}
 
 // What is subtracted from a stored value to get the real one.
 constexpr int offset_of(Kind k) {
@@ -28,10 +35,19 @@ constexpr int offset_of(Kind k) {
 
 template <Kind K> struct Unpacker {
     Table table;
+    FloatTable floats;
 
     Unpacker() {
         if constexpr (K == IQ4_NL) table = make_table(IQ4_VALUES, offset_of(K));
         if constexpr (K == MXFP4) table = make_table(MXFP4_VALUES, offset_of(K));
+        if constexpr (has_float_table(K)) {
+            float stored[16];
+            for (int i = 0; i < 16; ++i)
+                stored[i] = static_cast<float>(!has_table(K) ? i
+                                               : (K == IQ4_NL ? IQ4_VALUES : MXFP4_VALUES)[i] +
+                                                     offset_of(K));
+            floats = make_float_table(stored);
+        }
     }
 
     // The 32 columns of a cell: vector t has columns 4t .. 4t+3 of the sixteen rows.
@@ -60,133 +76,214 @@ template <Kind K> struct Unpacker {
     }
 };
 
-// A real value is scale * stored + shift; the second pair is for columns 16..31 of Q6_K.
-struct CellScales { F scale, shift, scale2, shift2; };
+// The 6-bit scales and mins of a K record, one byte each: [8 groups, 16 rows].
+struct KGroups {
+    alignas(64) uint8_t scales[RECORD * PANEL_ROWS], mins[RECORD * PANEL_ROWS];
 
-template <Kind K>
-inline CellScales read_scales(const uint8_t* panel, const PanelShape& shape, int64_t cell) {
-    constexpr KindInfo info = kind_info(K);
-    constexpr int cells = info.block / CELL;
-    const int64_t block = cell / cells;
-    const uint8_t* scales = panel + shape.scales + block * info.scale_bytes;
-    const uint8_t* groups = panel + shape.groups + block * info.group_bytes;
-    const int g = static_cast<int>(cell % cells);
-    const F offset = set1(-static_cast<float>(offset_of(K)));
-    CellScales out;
-    if constexpr (K == MXFP4) out.scale = powers_of_two(scales);
-    else out.scale = load_half(scales);
-    if constexpr (K == Q6_K) {
-        out.scale2 = mul(out.scale, load_int8(groups + 32 * g + 16));
-        out.scale = mul(out.scale, load_int8(groups + 32 * g));
-        out.shift2 = mul(out.scale2, offset);
+    // The layout is in panels.cpp; plain loops, since compilers make vectors of them.
+    explicit inline KGroups(const uint8_t* groups) {
+        const uint8_t* pairs = groups + RECORD * PANEL_ROWS;
+        for (int g = 0; g < RECORD; g += 2)
+            for (int i = 0; i < PANEL_ROWS; ++i) {
+                const int even = PANEL_ROWS * g + i, odd = even + PANEL_ROWS;
+                const uint8_t high = pairs[PANEL_ROWS * (g / 2) + i];
+                scales[even] = groups[even] & 63;
+                scales[odd] = groups[odd] & 63;
+                mins[even] = static_cast<uint8_t>(groups[even] >> 6 | (high & 15) << 2);
+                mins[odd] = static_cast<uint8_t>(groups[odd] >> 6 | (high >> 4) << 2);
+            }
     }
-    if constexpr (has_min(K)) {
-        out.shift = load_half(panel + shape.mins + block * info.min_bytes);
-        if constexpr (has_groups(K)) {
-            F scale, min;
-            k_group(groups, g, scale, min);
-            out.scale = mul(out.scale, scale);
-            out.shift = sub(zero(), mul(out.shift, min));
-        }
-    } else {
-        out.shift = mul(out.scale, offset);
-    }
-    return out;
-}
+};
+struct NoGroups {
+    explicit inline NoGroups(const uint8_t*) {}
+};
 
 inline void prefetch(const uint8_t* data, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i);
 }
 
-constexpr int64_t AHEAD = 12;  // cells asked for before they are needed, where memory is the bound
+// Bytes asked for before they are needed, where memory is the bound: far ahead into the second
+// cache, which can wait for many at once, and shortly before their use into the first.
+constexpr int64_t FAR_AHEAD = 8192, NEAR_AHEAD = 512;
 
-// R rows of 8-bit activations times one panel.
+template <int R> inline void prefetch_ahead(const uint8_t* data, int64_t bytes) {
+    if constexpr (R <= 2)
+        for (int64_t i = 0; i < bytes; i += 64) {
+            __builtin_prefetch(data + FAR_AHEAD + i, 0, 2);
+            __builtin_prefetch(data + NEAR_AHEAD + i, 0, 3);
+        }
+}
+// The share of cell c in its record.
+template <int R> inline void prefetch_cell(const uint8_t* record, const RecordShape& shape, int c) {
+    const int64_t share = static_cast<int64_t>(shape.bytes + 511) / 512 * 64;
+    prefetch_ahead<R>(record + c * share, share);
+}
+
+// What the rows of a record add up to. A K type's block scale is applied once a record, so that
+// `inner` and `low` (of its mins) are sums within the record.
+template <int R> struct Sums {
+    F total[R], inner[R], low[R];
+};
+
+// Scales of one cell; the second pair is for columns 16..31 of Q6_K. K types leave out the scale
+// of the block.
+struct CellScales { F scale, scale2, low; };
+
+template <Kind K, class Groups>
+inline CellScales read_scales(const uint8_t* record, const RecordShape& shape, int c,
+                              const Groups& groups) {
+    constexpr KindInfo info = kind_info(K);
+    CellScales s;
+    if constexpr (has_groups(K)) {
+        s.scale = load_uint8(groups.scales + PANEL_ROWS * c);
+        s.low = load_uint8(groups.mins + PANEL_ROWS * c);
+    } else if constexpr (K == Q6_K) {
+        s.scale = load_int8(record + shape.groups + 32 * c);
+        s.scale2 = load_int8(record + shape.groups + 32 * c + 16);
+    } else {
+        if constexpr (K == MXFP4) s.scale = powers_of_two(record + shape.scales + c * info.scale_bytes);
+        else s.scale = load_half(record + shape.scales + c * info.scale_bytes);
+        if constexpr (has_min(K)) s.low = load_half(record + shape.mins + c * info.min_bytes);
+    }
+    return s;
+}
+
+// R rows of 8-bit activations times one panel, record after record.
+template <Kind K, int R> struct Int8Product {
+    const Unpacker<K> unpacker;
+    const QuantisedRows x;
+    const int64_t cells;  // of a row
+
+    template <class Groups>
+    inline void cell(const uint8_t* record, const RecordShape& shape, int c, int64_t column,
+                     const Groups& groups, Sums<R>& sums) const {
+        constexpr KindInfo info = kind_info(K);
+        I w[8];
+        prefetch_cell<R>(record, shape, c);
+        unpacker.cell(record + c * info.quant_bytes, record + shape.high + c * info.high_bytes, w);
+        const CellScales s = read_scales<K>(record, shape, c, groups);
+        for (int r = 0; r < R; ++r) {
+            const int64_t at = r * cells + column;
+            const int8_t* values = x.values + at * CELL;
+            const int32_t *counts = x.sums + at * 2, both = counts[0] + counts[1];
+            const F by = set1(x.scales[at]);
+            // Sums begin at minus the offset times the activations, so that they end exact.
+            I first = set1_ints(-offset_of(K) * (K == Q6_K ? counts[0] : both));
+            I second = K == Q6_K ? set1_ints(-offset_of(K) * counts[1]) : zero_ints();
+            for (int t = 0; t < 4; ++t) first = dot(first, w[t], values + 4 * t);
+            for (int t = 4; t < 8; ++t) second = dot(second, w[t], values + 4 * t);
+            F& to = by_record(K) ? sums.inner[r] : sums.total[r];
+            if constexpr (K == Q6_K) {
+                to = fma(mul(to_float(first), s.scale), by, to);
+                to = fma(mul(to_float(second), s.scale2), by, to);
+            } else {
+                to = fma(mul(to_float(add_ints(first, second)), s.scale), by, to);
+            }
+            if constexpr (has_min(K)) {
+                F& under = by_record(K) ? sums.low[r] : sums.total[r];
+                under = fma(s.low, set1(x.scales[at] * static_cast<float>(both)), under);
+            }
+        }
+    }
+};
+
+// R rows of float activations times one panel, record after record.
+template <Kind K, int R> struct FloatProduct {
+    const Unpacker<K> unpacker;
+    const FloatRows x;
+    const int64_t cells;  // of a row
+
+    // Eight columns of a cell as floats, for sixteen rows of the weight each.
+    inline void eight(const uint8_t* quants, const I* w, int i, F* columns) const {
+        if constexpr (has_float_table(K)) {
+            nibbles_to_floats(load_bytes(quants + 64 * i), unpacker.floats, columns);
+        } else {
+            bytes_to_floats(w[2 * i], columns);
+            bytes_to_floats(w[2 * i + 1], columns + 4);
+        }
+    }
+
+    template <class Groups>
+    inline void cell(const uint8_t* record, const RecordShape& shape, int c, int64_t column,
+                     const Groups& groups, Sums<R>& sums) const {
+        constexpr KindInfo info = kind_info(K);
+        const uint8_t* quants = record + c * info.quant_bytes;
+        I w[8];
+        prefetch_cell<R>(record, shape, c);
+        if constexpr (!has_float_table(K))
+            unpacker.cell(quants, record + shape.high + c * info.high_bytes, w);
+        const CellScales s = read_scales<K>(record, shape, c, groups);
+        F parts[R][2];
+        for (int r = 0; r < R; ++r) parts[r][0] = parts[r][1] = zero();
+        for (int half = 0; half < 2; ++half) {
+            for (int i = 2 * half; i < 2 * half + 2; ++i) {
+                F columns[8];
+                eight(quants, w, i, columns);
+                for (int r = 0; r < R; ++r) {
+                    const float* values = x.values + (r * cells + column) * CELL + 8 * i;
+                    for (int j = 0; j < 8; ++j)  // two sums hide the latency
+                        parts[r][j % 2] = fma(columns[j], set1(values[j]), parts[r][j % 2]);
+                }
+            }
+            if (half == 0 && K != Q6_K) continue;
+            for (int r = 0; r < R; ++r) {
+                const float* values = x.sums + (r * cells + column) * 2;
+                const float all = K == Q6_K ? values[half] : values[0] + values[1];
+                F value = add(parts[r][0], parts[r][1]);
+                if constexpr (offset_of(K) != 0)
+                    value = fma(set1(static_cast<float>(-offset_of(K))), set1(all), value);
+                parts[r][0] = parts[r][1] = zero();
+                F& to = by_record(K) ? sums.inner[r] : sums.total[r];
+                to = fma(value, K == Q6_K && half ? s.scale2 : s.scale, to);
+                if constexpr (has_min(K)) {
+                    F& under = by_record(K) ? sums.low[r] : sums.total[r];
+                    under = fma(s.low, set1(all), under);
+                }
+            }
+        }
+    }
+};
+
+// All records of a panel; whole ones have a size that the compiler knows.
+template <Kind K, int R, class Product>
+void product_rows(const Product& product, const uint8_t* panel, float* out) {
+    using Groups = std::conditional_t<has_groups(K), KGroups, NoGroups>;
+    constexpr RecordShape WHOLE = RecordShape::of(K, RECORD);
+    Sums<R> sums;
+    for (int r = 0; r < R; ++r) sums.total[r] = zero();
+    int64_t column = 0;
+    for (; column + RECORD <= product.cells; column += RECORD, panel += WHOLE.bytes) {
+        const Groups groups(panel + WHOLE.groups);
+        for (int r = 0; r < R; ++r) sums.inner[r] = sums.low[r] = zero();
+        for (int c = 0; c < RECORD; ++c)
+            product.cell(panel, WHOLE, c, column + c, groups, sums);
+        if constexpr (by_record(K)) {
+            const F scale = load_half(panel + WHOLE.scales);
+            for (int r = 0; r < R; ++r) {
+                sums.total[r] = fma(scale, sums.inner[r], sums.total[r]);
+                if constexpr (has_min(K))
+                    sums.total[r] = fma(sub(zero(), load_half(panel + WHOLE.mins)), sums.low[r],
+                                        sums.total[r]);
+            }
+        }
+    }
+    if constexpr (!by_record(K)) {  // K types have whole records only
+        const int rest = static_cast<int>(product.cells - column);
+        const RecordShape shape = RecordShape::of(K, rest);
+        for (int c = 0; c < rest; ++c)
+            product.cell(panel, shape, c, column + c, Groups(nullptr), sums);
+    }
+    for (int r = 0; r < R; ++r) store(out + PANEL_ROWS * r, sums.total[r]);
+}
+
 template <Kind K, int R>
 void int8_rows(const uint8_t* panel, int64_t columns, QuantisedRows x, float* out) {
-    constexpr KindInfo info = kind_info(K);
-    const PanelShape shape = PanelShape::of(K, columns);
-    const Unpacker<K> unpacker;
-    const int64_t cells = columns / CELL;
-    F totals[R];
-    for (int r = 0; r < R; ++r) totals[r] = zero();
-    for (int64_t cell = 0; cell < cells; ++cell) {
-        I w[8];
-        if constexpr (R <= 2) prefetch(panel + (cell + AHEAD) * info.quant_bytes, info.quant_bytes);
-        unpacker.cell(panel + cell * info.quant_bytes, panel + shape.high + cell * info.high_bytes, w);
-        const CellScales s = read_scales<K>(panel, shape, cell);
-        for (int r = 0; r < R; ++r) {
-            const int8_t* values = x.values + r * columns + cell * CELL;
-            const float* sums = x.sums + (r * cells + cell) * 2;
-            I first = zero_ints(), second = zero_ints();
-            for (int t = 0; t < 4; ++t) first = dot(first, w[t], values + 4 * t);
-            F value;
-            if constexpr (K == Q6_K) {
-                for (int t = 4; t < 8; ++t) second = dot(second, w[t], values + 4 * t);
-                value = fma(to_float(second), s.scale2, mul(to_float(first), s.scale));
-                totals[r] = fma(s.shift, set1(sums[0]), totals[r]);
-                totals[r] = fma(s.shift2, set1(sums[1]), totals[r]);
-            } else {
-                for (int t = 4; t < 8; ++t) first = dot(first, w[t], values + 4 * t);
-                value = mul(to_float(first), s.scale);
-                totals[r] = fma(s.shift, set1(sums[0] + sums[1]), totals[r]);
-            }
-            totals[r] = fma(value, set1(x.scales[r * cells + cell]), totals[r]);
-        }
-    }
-    for (int r = 0; r < R; ++r) store(out + PANEL_ROWS * r, totals[r]);
+    product_rows<K, R>(Int8Product<K, R>{{}, x, columns / CELL}, panel, out);
 }
 
-template <int R, int t> inline void float_step(const I* w, const float* x, int64_t stride, F* sums) {
-    const F columns[4] = {byte_to_float<0>(w[t]), byte_to_float<1>(w[t]), byte_to_float<2>(w[t]),
-                          byte_to_float<3>(w[t])};
-    for (int r = 0; r < R; ++r)
-        for (int j = 0; j < 4; ++j)
-            sums[r] = fma(columns[j], set1(x[r * stride + 4 * t + j]), sums[r]);
-}
-
-// R rows of float activations times one panel.
 template <Kind K, int R>
 void float_rows(const uint8_t* panel, int64_t columns, FloatRows x, float* out) {
-    constexpr KindInfo info = kind_info(K);
-    const PanelShape shape = PanelShape::of(K, columns);
-    const Unpacker<K> unpacker;
-    const int64_t cells = columns / CELL;
-    F totals[R];
-    for (int r = 0; r < R; ++r) totals[r] = zero();
-    for (int64_t cell = 0; cell < cells; ++cell) {
-        I w[8];
-        if constexpr (R <= 2) prefetch(panel + (cell + AHEAD) * info.quant_bytes, info.quant_bytes);
-        unpacker.cell(panel + cell * info.quant_bytes, panel + shape.high + cell * info.high_bytes, w);
-        const CellScales s = read_scales<K>(panel, shape, cell);
-        const float* values = x.values + cell * CELL;
-        F cell_sums[R];
-        for (int r = 0; r < R; ++r) cell_sums[r] = zero();
-        float_step<R, 0>(w, values, columns, cell_sums);
-        float_step<R, 1>(w, values, columns, cell_sums);
-        float_step<R, 2>(w, values, columns, cell_sums);
-        float_step<R, 3>(w, values, columns, cell_sums);
-        if constexpr (K == Q6_K)
-            for (int r = 0; r < R; ++r) {
-                totals[r] = fma(cell_sums[r], s.scale, totals[r]);
-                cell_sums[r] = zero();
-            }
-        float_step<R, 4>(w, values, columns, cell_sums);
-        float_step<R, 5>(w, values, columns, cell_sums);
-        float_step<R, 6>(w, values, columns, cell_sums);
-        float_step<R, 7>(w, values, columns, cell_sums);
-        for (int r = 0; r < R; ++r) {
-            const float* sums = x.sums + (r * cells + cell) * 2;
-            if constexpr (K == Q6_K) {
-                totals[r] = fma(cell_sums[r], s.scale2, totals[r]);
-                totals[r] = fma(s.shift, set1(sums[0]), totals[r]);
-                totals[r] = fma(s.shift2, set1(sums[1]), totals[r]);
-            } else {
-                totals[r] = fma(cell_sums[r], s.scale, totals[r]);
-                totals[r] = fma(s.shift, set1(sums[0] + sums[1]), totals[r]);
-            }
-        }
-    }
-    for (int r = 0; r < R; ++r) store(out + PANEL_ROWS * r, totals[r]);
+    product_rows<K, R>(FloatProduct<K, R>{{}, x, columns / CELL}, panel, out);
 }
 
 template <Kind K> inline F load_plain(const uint8_t* p) {
@@ -203,12 +300,14 @@ void plain_rows(const uint8_t* panel, int64_t columns, FloatRows x, float* out) 
     for (int r = 0; r < R; ++r)
         for (int j = 0; j < 4; ++j) totals[r][j] = zero();
     int64_t k = 0;
-    for (; k + 4 <= columns; k += 4)
+    for (; k + 4 <= columns; k += 4) {
+        prefetch_ahead<R>(panel + k * bytes, 4 * bytes);
         for (int j = 0; j < 4; ++j) {
             const F w = load_plain<K>(panel + (k + j) * bytes);
             for (int r = 0; r < R; ++r)
                 totals[r][j] = fma(w, set1(x.values[r * columns + k + j]), totals[r][j]);
         }
+    }
     for (; k < columns; ++k) {
         const F w = load_plain<K>(panel + k * bytes);
         for (int r = 0; r < R; ++r)
@@ -259,7 +358,7 @@ void float_panel(const uint8_t* panel, int64_t columns, FloatRows x, int64_t row
         CASE(IQ4_NL) CASE(MXFP4)
 
 void panel_int8(const Matrix& w, int64_t panel, QuantisedRows x, int64_t rows, float* out) {
-    const uint8_t* data = w.data + panel * PanelShape::of(w.kind, w.columns).bytes;
+    const uint8_t* data = w.data + panel * panel_size(w.kind, w.columns);
     switch (w.kind) {
 #define CASE(K) case K: return int8_panel<K>(data, w.columns, x, rows, out);
         HEADROOM_QUANT_KINDS(CASE)
@@ -269,7 +368,7 @@ void panel_int8(const Matrix& w, int64_t panel, QuantisedRows x, int64_t rows, f
 }
 
 void panel_float(const Matrix& w, int64_t panel, FloatRows x, int64_t rows, float* out) {
-    const uint8_t* data = w.data + panel * PanelShape::of(w.kind, w.columns).bytes;
+    const uint8_t* data = w.data + panel * panel_size(w.kind, w.columns);
     switch (w.kind) {
 #define CASE(K) case K: return float_panel<K>(data, w.columns, x, rows, out);
         HEADROOM_QUANT_KINDS(CASE)
@@ -279,7 +378,7 @@ void panel_float(const Matrix& w, int64_t panel, FloatRows x, int64_t rows, floa
     }
 }
 
-void quantise(const float* x, int64_t columns, int8_t* values, float* scales, float* sums) {
+void quantise(const float* x, int64_t columns, int8_t* values, float* scales, int32_t* sums) {
     for (int64_t cell = 0; cell < columns / CELL; ++cell) {
         const float* from = x + cell * CELL;
         F a = load(from), b = load(from + 16);
@@ -291,8 +390,8 @@ void quantise(const float* x, int64_t columns, int8_t* values, float* scales, fl
         store_int8(values + cell * CELL, a);
         store_int8(values + cell * CELL + 16, b);
         scales[cell] = scale;
-        sums[2 * cell] = scale * sum(a);  // whole numbers: exact
-        sums[2 * cell + 1] = scale * sum(b);
+        sums[2 * cell] = static_cast<int32_t>(sum(a));  // whole numbers: exact
+        sums[2 * cell + 1] = static_cast<int32_t>(sum(b));
     }
 }
 

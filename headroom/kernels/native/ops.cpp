@@ -32,7 +32,7 @@ struct Running {
 // Panels that a thread takes at a time: enough to be worth the taking, few enough that no thread
 // waits long for the last one.
 int64_t panel_grain(const Matrix& w, int threads) {
-    const int64_t bytes = static_cast<int64_t>(PanelShape::of(w.kind, w.columns).bytes);
+    const int64_t bytes = static_cast<int64_t>(panel_size(w.kind, w.columns));
     const int64_t worth = std::max<int64_t>(1, (64 << 10) / bytes);
     return std::clamp<int64_t>(w.panels() / (4 * threads), 1, worth);
 }
@@ -85,7 +85,7 @@ Ops::Input Ops::prepare(const float* x, int64_t rows, int64_t columns, bool int8
     if (int8) {
         input.quantised.values = scratch.take<int8_t>(rows * columns);
         input.quantised.scales = scratch.take<float>(rows * (columns / CELL));
-        input.quantised.sums = scratch.take<float>(rows * (columns / 16));
+        input.quantised.sums = scratch.take<int32_t>(rows * (columns / 16));
     } else {
         input.floats.sums = scratch.take<float>(rows * (columns / 16));
     }
@@ -470,15 +470,17 @@ void Ops::experts(const Matrix& gate, const Matrix& up, const Matrix& down,
     prepare_rows(inner_in);
     pool_.parallel(down.panels(), panel_grain(down, threads()),
                    [&](int64_t first, int64_t last) {
+        // Expert after expert, so that each one's panels are read in a run.
         float result[ROW_BATCH * PANEL_ROWS];
-        for (int64_t index = first; index < last; ++index) {
-            const int64_t column = index * PANEL_ROWS;
-            const int64_t count = std::min<int64_t>(PANEL_ROWS, hidden - column);
-            for (int64_t t = 0; t < tokens; ++t)
-                std::memset(out + t * hidden + column, 0, count * sizeof(float));
-            for (int64_t c = 0; c < chosen_count; ++c) {
-                const int32_t e = chosen[c];
-                const Matrix w = matrix_of(down, table[e].down);
+        const int64_t begin = first * PANEL_ROWS, end = std::min(hidden, last * PANEL_ROWS);
+        for (int64_t t = 0; t < tokens; ++t)
+            std::memset(out + t * hidden + begin, 0, (end - begin) * sizeof(float));
+        for (int64_t c = 0; c < chosen_count; ++c) {
+            const int32_t e = chosen[c];
+            const Matrix w = matrix_of(down, table[e].down);
+            for (int64_t index = first; index < last; ++index) {
+                const int64_t column = index * PANEL_ROWS;
+                const int64_t count = std::min<int64_t>(PANEL_ROWS, hidden - column);
                 for (int64_t row = starts[e]; row < starts[e + 1]; row += ROW_BATCH) {
                     const int64_t n = std::min<int64_t>(ROW_BATCH, starts[e + 1] - row);
                     panel(w, index, rows_of(inner_in, row, n), result);

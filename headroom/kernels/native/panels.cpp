@@ -1,5 +1,6 @@
 #include "panels.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -42,7 +43,7 @@ uint16_t float_to_half(float value) {
 }
 
 size_t panel_bytes(Kind kind, int64_t rows, int64_t columns) {
-    return PanelShape::of(kind, columns).bytes * ((rows + PANEL_ROWS - 1) / PANEL_ROWS);
+    return panel_size(kind, columns) * ((rows + PANEL_ROWS - 1) / PANEL_ROWS);
 }
 
 namespace {
@@ -175,27 +176,38 @@ void pack_plain(Kind kind, int64_t columns, const uint8_t* file, int row, uint8_
         std::memcpy(panel + (k * PANEL_ROWS + row) * size, file + k * size, size);
 }
 
-void pack_row(Kind kind, int64_t columns, const uint8_t* file, int row, uint8_t* panel) {
-    if (is_plain(kind)) return pack_plain(kind, columns, file, row, panel);
+// One record of a row: up to 256 columns of a file become a row of the record's planes.
+void pack_record(Kind kind, int64_t cells, const uint8_t* file, int row, uint8_t* record) {
     const KindInfo info = kind_info(kind);
-    const PanelShape shape = PanelShape::of(kind, columns);
-    const int cells = info.block / CELL;
-    for (int64_t block = 0; block < columns / info.block; ++block) {
+    const RecordShape shape = RecordShape::of(kind, cells);
+    const int64_t block_cells = info.block / CELL;
+    for (int64_t block = 0; block < cells / block_cells; ++block) {
         Block b{};
         read_block(kind, file + block * info.block_bytes, b);
-        for (int c = 0; c < cells; ++c) {
-            const int64_t cell = block * cells + c;
-            put_cell(kind, b.quants + CELL * c, row, panel + cell * info.quant_bytes,
-                     panel + shape.high + cell * info.high_bytes);
+        for (int64_t c = 0; c < block_cells; ++c) {
+            const int64_t cell = block * block_cells + c;
+            put_cell(kind, b.quants + CELL * c, row, record + cell * info.quant_bytes,
+                     record + shape.high + cell * info.high_bytes);
         }
-        uint8_t* groups = panel + shape.groups + block * info.group_bytes;
+        uint8_t* groups = record + shape.groups + block * info.group_bytes;
         if (kind == Q6_K)
             for (int g = 0; g < 16; ++g) groups[16 * g + row] = b.scales[g];
         else if (info.group_bytes) put_k_groups(b, row, groups);
-        uint8_t* scales = panel + shape.scales + block * info.scale_bytes;
+        uint8_t* scales = record + shape.scales + block * info.scale_bytes;
         if (kind == MXFP4) scales[row] = static_cast<uint8_t>(b.d);
         else put16(scales + 2 * row, b.d);
-        if (info.min_bytes) put16(panel + shape.mins + block * info.min_bytes + 2 * row, b.m);
+        if (info.min_bytes) put16(record + shape.mins + block * info.min_bytes + 2 * row, b.m);
+    }
+}
+
+void pack_row(Kind kind, int64_t columns, const uint8_t* file, int row, uint8_t* panel) {
+    if (is_plain(kind)) return pack_plain(kind, columns, file, row, panel);
+    const KindInfo info = kind_info(kind);
+    for (int64_t cell = 0; cell < columns / CELL; cell += RECORD) {
+        const int64_t cells = std::min<int64_t>(RECORD, columns / CELL - cell);
+        pack_record(kind, cells, file, row, panel);
+        file += cells * CELL / info.block * info.block_bytes;
+        panel += RecordShape::of(kind, cells).bytes;
     }
 }
 
@@ -211,14 +223,15 @@ float plain_value(Kind kind, const uint8_t* p) {
     return value;
 }
 
-int stored_value(Kind kind, const uint8_t* panel, const PanelShape& shape, int64_t k, int row) {
+// Column k of a record, as a whole number.
+int stored_value(Kind kind, const uint8_t* record, const RecordShape& shape, int64_t k, int row) {
     const KindInfo info = kind_info(kind);
     const int64_t cell = k / CELL;
     const int step = static_cast<int>(k % CELL) / 4, lane = 4 * row + static_cast<int>(k % 4);
-    const uint8_t* quants = panel + cell * info.quant_bytes;
+    const uint8_t* quants = record + cell * info.quant_bytes;
     if (kind == Q8_0) return quants[64 * step + lane] - 128;
     int q = quants[64 * (step / 2) + lane] >> (step % 2 * 4) & 15;
-    const uint8_t* high = panel + shape.high + cell * info.high_bytes;
+    const uint8_t* high = record + shape.high + cell * info.high_bytes;
     if (kind == Q6_K) return (q | (high[64 * (step / 4) + lane] >> (step % 4 * 2) & 3) << 4) - 32;
     if (info.high_bytes) q |= (high[8 * step + lane / 8] >> lane % 8 & 1) << 4;
     switch (kind) {
@@ -230,20 +243,21 @@ int stored_value(Kind kind, const uint8_t* panel, const PanelShape& shape, int64
     }
 }
 
-float quantised_value(Kind kind, const uint8_t* panel, const PanelShape& shape, int64_t k, int row) {
+float quantised_value(Kind kind, const uint8_t* record, const RecordShape& shape, int64_t k,
+                      int row) {
     const KindInfo info = kind_info(kind);
     const int64_t block = k / info.block;
-    const float q = static_cast<float>(stored_value(kind, panel, shape, k, row));
-    const uint8_t* scales = panel + shape.scales + block * info.scale_bytes;
+    const float q = static_cast<float>(stored_value(kind, record, shape, k, row));
+    const uint8_t* scales = record + shape.scales + block * info.scale_bytes;
     if (kind == MXFP4) return q * std::ldexp(1.0f, scales[row] - 128);
     const float d = half_to_float(read16(scales + 2 * row));
-    const uint8_t* groups = panel + shape.groups + block * info.group_bytes;
+    const uint8_t* groups = record + shape.groups + block * info.group_bytes;
     if (kind == Q6_K) {
         const int g = static_cast<int>(k % 256) / 16;
         return d * static_cast<float>(static_cast<int8_t>(groups[16 * g + row])) * q;
     }
     if (!info.min_bytes) return d * q;
-    const float m = half_to_float(read16(panel + shape.mins + block * info.min_bytes + 2 * row));
+    const float m = half_to_float(read16(record + shape.mins + block * info.min_bytes + 2 * row));
     if (!info.group_bytes) return d * q + m;
     const int g = static_cast<int>(k % 256) / 32;
     const uint8_t first = groups[16 * g + row];
@@ -256,7 +270,7 @@ float quantised_value(Kind kind, const uint8_t* panel, const PanelShape& shape, 
 void pack_panels(Kind kind, int64_t rows, int64_t columns, const uint8_t* file, uint8_t* panels,
                  int64_t first, int64_t last) {
     const KindInfo info = kind_info(kind);
-    const size_t bytes = PanelShape::of(kind, columns).bytes;
+    const size_t bytes = panel_size(kind, columns);
     const size_t row_bytes = static_cast<size_t>(columns / info.block) * info.block_bytes;
     for (int64_t panel = first; panel < last; ++panel) {
         uint8_t* out = panels + panel * bytes;
@@ -267,14 +281,22 @@ void pack_panels(Kind kind, int64_t rows, int64_t columns, const uint8_t* file, 
 }
 
 void unpack_row(const Matrix& matrix, int64_t row, float* out) {
-    const PanelShape shape = PanelShape::of(matrix.kind, matrix.columns);
-    const uint8_t* panel = matrix.data + row / PANEL_ROWS * shape.bytes;
+    const Kind kind = matrix.kind;
     const int lane = static_cast<int>(row % PANEL_ROWS);
-    const int size = kind_info(matrix.kind).block_bytes;
-    for (int64_t k = 0; k < matrix.columns; ++k)
-        out[k] = is_plain(matrix.kind)
-                     ? plain_value(matrix.kind, panel + (k * PANEL_ROWS + lane) * size)
-                     : quantised_value(matrix.kind, panel, shape, k, lane);
+    const uint8_t* at = matrix.data + row / PANEL_ROWS * panel_size(kind, matrix.columns);
+    if (is_plain(kind)) {
+        const int size = kind_info(kind).block_bytes;
+        for (int64_t k = 0; k < matrix.columns; ++k)
+            out[k] = plain_value(kind, at + (k * PANEL_ROWS + lane) * size);
+        return;
+    }
+    for (int64_t first = 0; first < matrix.columns; first += RECORD * CELL) {
+        const int64_t columns = std::min<int64_t>(RECORD * CELL, matrix.columns - first);
+        const RecordShape shape = RecordShape::of(kind, columns / CELL);
+        for (int64_t k = 0; k < columns; ++k)
+            out[first + k] = quantised_value(kind, at, shape, k, lane);
+        at += shape.bytes;
+    }
 }
 
 }  // namespace headroom

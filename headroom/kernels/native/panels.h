@@ -2,15 +2,17 @@
 //
 // Sixteen rows of a matrix form a panel. Inside a panel the values of the sixteen rows lie side by
 // side, four consecutive columns of one row in each 32-bit lane: what one dot-product instruction
-// takes. A panel is several planes, one after another, each as the kernels read it:
+// takes. A panel is a run of records of 256 columns (the last may be shorter), so that a product
+// reads memory in one direction only. A record is several planes, one after another:
 //
 //   quants   per 32 columns: 4-bit 256 bytes, 8-bit 512 bytes (signed values stored + 128)
 //   high     5-bit types: per 32 columns 8 masks of 64 bits; 6-bit: per 32 columns 128 bytes
-//   groups   K types: per 256 columns the 6-bit scales and mins (192 bytes) or int8 scales (256)
+//   groups   K types: the 6-bit scales and mins (192 bytes) or int8 scales (256)
 //   scales   per block 16 x f16 (MXFP4: 16 x u8 exponents)
 //   mins     per block 16 x f16, where the type has mins
 //
-// Nothing is rounded: a panel holds exactly the numbers of the file, in as many bytes.
+// Plain types have no records: 16 values for each column. Nothing is rounded: a panel holds exactly
+// the numbers of the file, in as many bytes.
 #pragma once
 
 #include <cstddef>
@@ -61,27 +63,29 @@ HEADROOM_INLINE constexpr KindInfo kind_info(Kind kind) {
 
 HEADROOM_INLINE constexpr bool is_plain(Kind kind) { return kind == F32 || kind == F16 || kind == BF16; }
 
-// Where the planes of one panel begin.
-struct PanelShape {
-    size_t high, groups, scales, mins, bytes;  // offsets; all bytes of one panel
+constexpr int RECORD = 8;  // cells of a whole record
 
-    HEADROOM_INLINE static constexpr PanelShape of(Kind kind, int64_t columns) {
+// Where the planes of one record begin.
+struct RecordShape {
+    size_t high, groups, scales, mins, bytes;  // offsets; all bytes of the record
+
+    HEADROOM_INLINE static constexpr RecordShape of(Kind kind, int64_t cells) {
         const KindInfo info = kind_info(kind);
-        const size_t cells = static_cast<size_t>(columns) / CELL;
-        if (is_plain(kind)) {
-            const size_t bytes = static_cast<size_t>(columns) * PANEL_ROWS * info.block_bytes;
-            return {bytes, bytes, bytes, bytes, rounded(bytes)};
-        }
-        const size_t blocks = static_cast<size_t>(columns) / info.block;
-        const size_t high = cells * info.quant_bytes;
-        const size_t groups = high + cells * info.high_bytes;
+        const size_t count = static_cast<size_t>(cells), blocks = count * CELL / info.block;
+        const size_t high = count * info.quant_bytes;
+        const size_t groups = high + count * info.high_bytes;
         const size_t scales = groups + blocks * info.group_bytes;
         const size_t mins = scales + blocks * info.scale_bytes;
-        return {high, groups, scales, mins, rounded(mins + blocks * info.min_bytes)};
+        return {high, groups, scales, mins, mins + blocks * info.min_bytes};
     }
-
-    HEADROOM_INLINE static constexpr size_t rounded(size_t bytes) { return (bytes + 63) / 64 * 64; }
 };
+
+// Bytes of one panel, a multiple of 64.
+HEADROOM_INLINE constexpr size_t panel_size(Kind kind, int64_t columns) {
+    const KindInfo info = kind_info(kind);
+    const size_t blocks = static_cast<size_t>(columns) / info.block;
+    return (blocks * info.block_bytes * PANEL_ROWS + 63) / 64 * 64;
+}
 
 // A matrix in panels.
 struct Matrix {

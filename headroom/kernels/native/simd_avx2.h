@@ -12,6 +12,7 @@ inline __m256i load_half_bytes(const uint8_t* p) {
 }
 inline I load_bytes(const uint8_t* p) { return {load_half_bytes(p), load_half_bytes(p + 32)}; }
 inline I zero_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline I set1_ints(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline I both_and(I x, __m256i mask) {
     return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
 }
@@ -74,6 +75,18 @@ template <int j> inline F byte_to_float(I x) {
     return to_float(both_and({_mm256_srli_epi32(x.a, 8 * j), _mm256_srli_epi32(x.b, 8 * j)},
                              _mm256_set1_epi32(255)));
 }
+// The four bytes of each lane as floats.
+inline void bytes_to_floats(I x, F* out) {
+    out[0] = byte_to_float<0>(x);
+    out[1] = byte_to_float<1>(x);
+    out[2] = byte_to_float<2>(x);
+    out[3] = byte_to_float<3>(x);
+}
+// There is no instruction that looks up sixteen floats.
+constexpr bool HAS_NIBBLE_TABLE = false;
+struct FloatTable {};
+inline FloatTable make_float_table(const float*) { return {}; }
+inline void nibbles_to_floats(I, FloatTable, F*) {}
 
 inline I add_ints(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -135,6 +148,7 @@ inline I bytes_to_ints(const uint8_t* p) {
     const __m128i bytes = load_sixteen_bytes(p);
     return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
 }
+inline F load_uint8(const uint8_t* p) { return to_float(bytes_to_ints(p)); }
 inline __m256 power_of_two(__m256i e) {  // 2^(e - 128), also below the normal range
     const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
     const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);  // e is 0 or 1
@@ -144,17 +158,6 @@ inline __m256 power_of_two(__m256i e) {  // 2^(e - 128), also below the normal r
 inline F powers_of_two(const uint8_t* p) {
     const I e = bytes_to_ints(p);
     return {power_of_two(e.a), power_of_two(e.b)};
-}
-// Scale and min of group g of a K block, sixteen rows each; the layout is in panels.cpp.
-inline void k_group(const uint8_t* groups, int g, F& scale, F& minimum) {
-    const I first = bytes_to_ints(groups + 16 * g);
-    const I second = bytes_to_ints(groups + 128 + 16 * (g / 2));
-    scale = to_float(both_and(first, _mm256_set1_epi32(63)));
-    const __m128i shift = _mm_cvtsi32_si128(g % 2 * 4);
-    const I high = both_and({_mm256_srl_epi32(second.a, shift), _mm256_srl_epi32(second.b, shift)},
-                            _mm256_set1_epi32(15));
-    minimum = to_float({_mm256_or_si256(_mm256_srli_epi32(first.a, 6), _mm256_slli_epi32(high.a, 2)),
-                        _mm256_or_si256(_mm256_srli_epi32(first.b, 6), _mm256_slli_epi32(high.b, 2))});
 }
 inline void transpose(F* r) {  // sixteen vectors of sixteen lanes, through memory
     alignas(32) float from[16][16], to[16][16];

@@ -9,6 +9,7 @@ struct F { __m512 v; };   // 16 x float32
 
 inline I load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline I zero_ints() { return {_mm512_setzero_si512()}; }
+inline I set1_ints(int32_t a) { return {_mm512_set1_epi32(a)}; }
 inline I low_nibbles(I a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 inline I high_nibbles(I a) {
     return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
@@ -41,9 +42,30 @@ inline I dot(I sum, I w, const int8_t* x) {
     return {_mm512_dpbusd_epi32(sum.v, w.v, _mm512_set1_epi32(four))};
 }
 inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
-template <int j> inline F byte_to_float(I a) {
-    return {_mm512_cvtepi32_ps(
-        _mm512_and_si512(_mm512_srli_epi32(a.v, 8 * j), _mm512_set1_epi32(255)))};
+// The four bytes of each lane as floats.
+inline void bytes_to_floats(I a, F* out) {
+    const __m512i byte = _mm512_set1_epi32(255);
+    out[0] = {_mm512_cvtepi32_ps(_mm512_and_si512(a.v, byte))};
+    out[1] = {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(a.v, 8), byte))};
+    out[2] = {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(a.v, 16), byte))};
+    out[3] = {_mm512_cvtepi32_ps(_mm512_srli_epi32(a.v, 24))};
+}
+// The eight nibbles of each lane as the floats that a table has for them: low ones, then high ones.
+constexpr bool HAS_NIBBLE_TABLE = true;
+struct FloatTable { __m512 v; };
+inline FloatTable make_float_table(const float* values) { return {_mm512_loadu_ps(values)}; }
+template <int shift> inline F nibble_to_float(I a, FloatTable table) {
+    return {_mm512_permutexvar_ps(_mm512_srli_epi32(a.v, shift), table.v)};
+}
+inline void nibbles_to_floats(I a, FloatTable table, F* out) {
+    out[0] = {_mm512_permutexvar_ps(a.v, table.v)};
+    out[1] = nibble_to_float<8>(a, table);
+    out[2] = nibble_to_float<16>(a, table);
+    out[3] = nibble_to_float<24>(a, table);
+    out[4] = nibble_to_float<4>(a, table);
+    out[5] = nibble_to_float<12>(a, table);
+    out[6] = nibble_to_float<20>(a, table);
+    out[7] = nibble_to_float<28>(a, table);
 }
 
 inline I add_ints(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
@@ -78,22 +100,14 @@ inline F load_int8(const uint8_t* p) {
     return {_mm512_cvtepi32_ps(
         _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
+inline F load_uint8(const uint8_t* p) {
+    return {_mm512_cvtepi32_ps(
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
 inline F powers_of_two(const uint8_t* p) {  // 2^(p - 128)
     const __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     return {_mm512_scalef_ps(_mm512_set1_ps(1.0f),
                              _mm512_cvtepi32_ps(_mm512_sub_epi32(e, _mm512_set1_epi32(128))))};
-}
-// Scale and min of group g of a K block, sixteen rows each; the layout is in panels.cpp.
-inline void k_group(const uint8_t* groups, int g, F& scale, F& minimum) {
-    const auto at = [](const uint8_t* p) {
-        return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    };
-    const __m512i first = at(groups + 16 * g), second = at(groups + 128 + 16 * (g / 2));
-    scale.v = _mm512_cvtepi32_ps(_mm512_and_si512(first, _mm512_set1_epi32(63)));
-    const __m512i high = _mm512_and_si512(_mm512_srl_epi32(second, _mm_cvtsi32_si128(g % 2 * 4)),
-                                          _mm512_set1_epi32(15));
-    minimum.v = _mm512_cvtepi32_ps(
-        _mm512_or_si512(_mm512_srli_epi32(first, 6), _mm512_slli_epi32(high, 2)));
 }
 inline void transpose(F* r) {  // sixteen vectors of sixteen lanes
     __m512 t[16];

@@ -24,6 +24,11 @@ inline I zero_ints() {
     EACH(16) a.lanes[i] = 0;
     return a;
 }
+inline I set1_ints(int32_t value) {
+    I a;
+    EACH(16) a.lanes[i] = value;
+    return a;
+}
 inline I low_nibbles(I a) {
     EACH(64) a.bytes[i] &= 15;
     return a;
@@ -66,11 +71,15 @@ inline F to_float(I a) {
     EACH(16) f.v[i] = static_cast<float>(a.lanes[i]);
     return f;
 }
-template <int j> inline F byte_to_float(I a) {
-    F f;
-    EACH(16) f.v[i] = static_cast<float>(a.bytes[4 * i + j]);
-    return f;
+// The four bytes of each lane as floats.
+inline void bytes_to_floats(I a, F* out) {
+    for (int j = 0; j < 4; ++j) EACH(16) out[j].v[i] = static_cast<float>(a.bytes[4 * i + j]);
 }
+// There is no instruction that looks up sixteen floats.
+constexpr bool HAS_NIBBLE_TABLE = false;
+struct FloatTable {};
+inline FloatTable make_float_table(const float*) { return {}; }
+inline void nibbles_to_floats(I, FloatTable, F*) {}
 
 inline F set1(float a) {
     F f;
@@ -151,18 +160,15 @@ inline F load_int8(const uint8_t* p) {
     EACH(16) f.v[i] = static_cast<float>(static_cast<int8_t>(p[i]));
     return f;
 }
+inline F load_uint8(const uint8_t* p) {
+    F f;
+    EACH(16) f.v[i] = static_cast<float>(p[i]);
+    return f;
+}
 inline F powers_of_two(const uint8_t* p) {  // 2^(p - 128)
     F f;
     EACH(16) f.v[i] = std::ldexp(1.0f, p[i] - 128);
     return f;
-}
-// Scale and min of group g of a K block, sixteen rows each; the layout is in panels.cpp.
-inline void k_group(const uint8_t* groups, int g, F& scale, F& minimum) {
-    EACH(16) {
-        const int first = groups[16 * g + i], second = groups[128 + 16 * (g / 2) + i];
-        scale.v[i] = static_cast<float>(first & 63);
-        minimum.v[i] = static_cast<float>(first >> 6 | (second >> (g % 2 * 4) & 15) << 2);
-    }
 }
 inline void transpose(F* r) {  // sixteen vectors of sixteen lanes
     for (int j = 0; j < 16; ++j)

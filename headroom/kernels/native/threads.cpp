@@ -1,5 +1,6 @@
 #include "threads.h"
 
+#include <algorithm>
 #include <chrono>
 
 #if defined(__linux__)
@@ -78,12 +79,17 @@ void ThreadPool::run(Call call, const void* body, int64_t count, int64_t grain) 
     }
 }
 
+// Large pieces first, so that a thread reads long runs of memory; small ones at the end, so that
+// none waits for another.
 void ThreadPool::take_ranges() {
-    for (;;) {
-        const int64_t first = next_.fetch_add(grain_, std::memory_order_relaxed);
-        if (first >= count_) return;
-        const int64_t last = first + grain_ < count_ ? first + grain_ : count_;
+    const int64_t shares = 2 * size();
+    int64_t first = next_.load(std::memory_order_relaxed);
+    while (first < count_) {
+        const int64_t left = count_ - first;
+        const int64_t last = first + std::min(left, std::max(grain_, left / shares));
+        if (!next_.compare_exchange_weak(first, last, std::memory_order_relaxed)) continue;
         call_(body_, first, last);
+        first = next_.load(std::memory_order_relaxed);
     }
 }
 

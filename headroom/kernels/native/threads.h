@@ -22,7 +22,7 @@ class ThreadPool {
     int size() const { return static_cast<int>(workers_.size()) + 1; }
 
     // Calls body(first, last) on ranges that together are [0, count), on all threads, and returns
-    // when all is done. Ranges are handed out as threads come for them, `grain` items at a time.
+    // when all is done. Ranges are handed out as threads come for them, `grain` items or more at a time.
     template <class Body> void parallel(int64_t count, int64_t grain, const Body& body) {
         if (count <= 0) return;
         if (workers_.empty() || count <= grain) {
