@@ -53,7 +53,7 @@ def _assert_equal(logits: torch.Tensor, name: str, tokens: Sequence[int]) -> Non
 
 
 @KERNELS
-@pytest.mark.parametrize("pieces", [[48], [19, 1, 28], [1] * 48], ids=["whole", "chunks", "decode"])
+@pytest.mark.parametrize("pieces", [[48], [1] * 48], ids=["whole", "decode"])
 def test_logits_equal_transformers(
     name: str, checkpoint: Checkpoint, pieces: list[int], kernels: str
 ) -> None:
@@ -77,13 +77,11 @@ def test_greedy_tokens_equal_transformers_over_64_tokens(name: str, checkpoint: 
 
 
 @KERNELS
-@pytest.mark.parametrize("weights", ["packed", "unpacked"])
 def test_quantised_weights_equal_their_dequantised_values(
-    name: str, tmp_path: Path, weights: str, kernels: str
+    name: str, tmp_path: Path, kernels: str
 ) -> None:
     found = variant(name)
     path = found.save_gguf(tmp_path / "m.gguf", "MIXED")
-    pieces = [[40, 1, 1, 6]]
-    logits = run_steps(open_checkpoint(path), [TEXT], pieces, weights=weights, kernels=kernels)[0]
+    logits = run_steps(open_checkpoint(path), [TEXT], [[40, 1, 1, 6]], kernels=kernels)[0]
     expected = oracle_logits(found.dequantised_model(path), TEXT)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
