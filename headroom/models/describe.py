@@ -13,10 +13,11 @@ from headroom.models.config import ModelConfig
 from headroom.models.family import Family
 from headroom.models.llama import LLAMA
 from headroom.models.qwen3 import QWEN3
+from headroom.models.qwen3moe import QWEN3MOE
 
 log = logging.getLogger(__name__)
 
-FAMILIES: dict[str, Family] = {family.architecture: family for family in (LLAMA, QWEN3)}
+FAMILIES: dict[str, Family] = {family.architecture: family for family in (LLAMA, QWEN3, QWEN3MOE)}
 
 
 @dataclass(frozen=True, slots=True)
