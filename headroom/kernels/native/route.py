@@ -14,7 +14,9 @@ def route(
     rows, experts = logits.shape
     ids = torch.empty(rows, rule.used, dtype=torch.int32)
     weights = torch.empty(rows, rule.used)
-    assert counts.dtype == torch.int64 and counts.shape == (experts,) and counts.is_contiguous()
+    assert counts.dtype == torch.int64
+    assert counts.shape == (experts,)
+    assert counts.is_contiguous()
     POOL.ops.route(
         (rows, experts, rule.used), (rule.scores == "sigmoid", rule.normalise),
         (rule.scale, rule.softcap), logits.data_ptr(), 0 if bias is None else bias.data_ptr(),

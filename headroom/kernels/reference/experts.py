@@ -44,6 +44,4 @@ def _in_one_piece(part: tuple[Weight, ...]) -> tuple[Weight, ...]:
     piece = torch.empty(len(part), *like.shape, dtype=like.dtype)
     for place, weight in zip(piece, part, strict=True):
         place.copy_(weight.data)
-    return tuple(
-        replace(weight, data=place) for place, weight in zip(piece, part, strict=True)
-    )
+    return tuple(replace(weight, data=place) for place, weight in zip(piece, part, strict=True))
