@@ -6,7 +6,7 @@ from headroom.kernels.native import matmul as native_matmul
 from headroom.kernels.native import module
 from headroom.kernels.native import norms as native_norms
 from headroom.kernels.ops import Case, Kernel
-from headroom.kernels.reference import attention, matmul, norms
+from headroom.kernels.reference import attention, delta_net, matmul, norms
 from headroom.kernels.reference.quantise import CACHE_TYPES
 from headroom.kernels.weight import PLAIN_TYPES
 
@@ -60,6 +60,8 @@ KERNELS = (
     Kernel("kv_write", "reference", attention.write_kv, _takes_cache_types),
     Kernel("attention", "native", native_attention.attention, native_attention.refuses),
     Kernel("attention", "reference", attention.attention, _takes_cache_types),
+    Kernel("delta_net", "reference", delta_net.delta_net, _takes_any),
+    Kernel("gated_norm", "reference", delta_net.gated_norm, _takes_any),
 )
 
 

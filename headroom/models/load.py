@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping
 from headroom.errors import OptionError
 from headroom.formats.tensor import TensorInfo
 from headroom.layers.attention import Attention
-from headroom.layers.block import Block, Layer
-from headroom.layers.cache import allocate_kv
-from headroom.layers.config import AttentionConfig
+from headroom.layers.block import Block, Layer, Mixer
+from headroom.layers.cache import allocate_kv, allocate_state
+from headroom.layers.config import DeltaNetConfig
+from headroom.layers.delta_net import DeltaNet
 from headroom.layers.embedding import Embedding, Head
 from headroom.layers.fused import FusedBlock, refuses_to_fuse
 from headroom.layers.mlp import Mlp
@@ -66,15 +67,33 @@ def build_layer(
 ) -> Layer:
     """Build layer `index`; `get` returns its weights on the planned device."""
     layer = config.layers[index]
-    assert isinstance(layer.mixer, AttentionConfig)
     assert layer.ffn is not None
-    pages = allocate_kv(layer.mixer, settings, get.case.device)
-    get.count("kv", pages.nbytes)
-    if refuses_to_fuse(layer.mixer, get, pages) is None:
-        return FusedBlock(layer.mixer, config.norm_eps, get, pages, workspace.scratch)
+    mixer = _mixer(config, index, get, settings, workspace)
+    if isinstance(mixer, FusedBlock):
+        return mixer
     return Block(
         mixer_norm=RmsNorm(get.norm("attn.norm"), config.norm_eps, get.case),
-        mixer=Attention(layer.mixer, config.norm_eps, get, pages),
+        mixer=mixer,
         ffn_norm=RmsNorm(get.norm("ffn.norm"), config.norm_eps, get.case),
         ffn=Mlp(get, layer.ffn.activation),
     )
+
+
+def _mixer(
+    config: ModelConfig,
+    index: int,
+    get: WeightSource,
+    settings: PlanSettings,
+    workspace: Workspace,
+) -> Mixer | FusedBlock:
+    """Build a layer's mixer with what it remembers, or the whole layer where one kernel runs it."""
+    mixer = config.layers[index].mixer
+    if isinstance(mixer, DeltaNetConfig):
+        state = allocate_state(mixer, settings, get.case.device)
+        get.count("recurrent_state", state.nbytes)
+        return DeltaNet(mixer, config.norm_eps, get, state)
+    pages = allocate_kv(mixer, settings, get.case.device)
+    get.count("kv", pages.nbytes)
+    if refuses_to_fuse(mixer, get, pages) is None:
+        return FusedBlock(mixer, config.norm_eps, get, pages, workspace.scratch)
+    return Attention(mixer, config.norm_eps, get, pages)
