@@ -7,9 +7,10 @@ import torch
 from headroom.errors import OptionError
 from headroom.formats.tensor import TensorInfo
 from headroom.layers.attention import Attention
-from headroom.layers.block import Block, Ffn, Layer
-from headroom.layers.cache import allocate_kv
-from headroom.layers.config import AttentionConfig
+from headroom.layers.block import Block, Ffn, Layer, Mixer
+from headroom.layers.cache import allocate_kv, allocate_state
+from headroom.layers.config import DeltaNetConfig
+from headroom.layers.delta_net import DeltaNet
 from headroom.layers.embedding import Embedding, Head
 from headroom.layers.fused import FusedBlock, refuses_to_fuse
 from headroom.layers.mlp import Mlp
@@ -78,14 +79,12 @@ def build_layer(
 ) -> Layer:
     """Build layer `index`; `get` returns its weights on the planned device."""
     layer = config.layers[index]
-    assert isinstance(layer.mixer, AttentionConfig)
-    pages = allocate_kv(layer.mixer, settings, get.case.device)
-    get.count("kv", pages.nbytes)
-    if layer.experts is None and refuses_to_fuse(layer.mixer, get, pages) is None:
-        return FusedBlock(layer.mixer, config.norm_eps, get, pages, workspace.scratch)
+    mixer = _mixer(config, index, get, settings, workspace)
+    if isinstance(mixer, FusedBlock):
+        return mixer
     return Block(
         mixer_norm=RmsNorm(get.norm("attn.norm"), config.norm_eps, get.case),
-        mixer=Attention(layer.mixer, config.norm_eps, get, pages),
+        mixer=mixer,
         ffn_norm=RmsNorm(get.norm("ffn.norm"), config.norm_eps, get.case),
         ffn=_ffn(layer, get, workspace, routing and routing.of_layer(index)),
     )
@@ -102,3 +101,23 @@ def _ffn(
         return ExpertsFfn(layer.experts, get, counts, workspace.scratch)
     assert layer.ffn is not None
     return Mlp(get, layer.ffn.activation)
+
+
+def _mixer(
+    config: ModelConfig,
+    index: int,
+    get: WeightSource,
+    settings: PlanSettings,
+    workspace: Workspace,
+) -> Mixer | FusedBlock:
+    """Build a layer's mixer with what it remembers, or the whole layer where one kernel runs it."""
+    mixer, dense = config.layers[index].mixer, config.layers[index].experts is None
+    if isinstance(mixer, DeltaNetConfig):
+        state = allocate_state(mixer, settings, get.case.device)
+        get.count("recurrent_state", state.nbytes)
+        return DeltaNet(mixer, config.norm_eps, get, state)
+    pages = allocate_kv(mixer, settings, get.case.device)
+    get.count("kv", pages.nbytes)
+    if dense and refuses_to_fuse(mixer, get, pages) is None:
+        return FusedBlock(mixer, config.norm_eps, get, pages, workspace.scratch)
+    return Attention(mixer, config.norm_eps, get, pages)
