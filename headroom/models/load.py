@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Mapping
 
+import torch
+
 from headroom.errors import OptionError
 from headroom.formats.tensor import TensorInfo
 from headroom.layers.attention import Attention
-from headroom.layers.block import Block, Layer
-from headroom.layers.cache import allocate_kv
-from headroom.layers.config import AttentionConfig
+from headroom.layers.block import Block, Ffn, Layer, Mixer
+from headroom.layers.cache import allocate_kv, allocate_state
+from headroom.layers.config import DeltaNetConfig
+from headroom.layers.delta_net import DeltaNet
 from headroom.layers.embedding import Embedding, Head
 from headroom.layers.fused import FusedBlock, refuses_to_fuse
 from headroom.layers.mlp import Mlp
@@ -16,8 +19,10 @@ from headroom.layers.weights import WeightSource, open_weights
 from headroom.layers.workspace import Workspace, open_workspace
 from headroom.memory.budget import PlanSettings
 from headroom.memory.plan import Plan
-from headroom.models.config import ModelConfig
+from headroom.models.config import LayerConfig, ModelConfig
 from headroom.models.model import Model
+from headroom.moe.experts_ffn import ExpertsFfn
+from headroom.moe.stats import RoutingStats
 from headroom.options import KV_TYPES
 
 
@@ -36,14 +41,21 @@ def load_model(
     workspace = open_workspace(config.hidden, config.vocab, settings, scratch_bytes, count)
     embeddings = source.at("", "embeddings")
     table = embeddings("embed") if config.tied else embeddings.table("embed")
+    routing = open_routing(config, device.name)
     blocks = []
     for index in range(len(config.layers)):
         get = source.at(f"layers.{index}.")
-        blocks.append(build_layer(config, index, get, settings, workspace))
+        blocks.append(build_layer(config, index, get, settings, workspace, routing))
     vocabulary = table if config.tied else source.at("", "head")("head")
     norm = RmsNorm(source.norm("norm"), config.norm_eps, source.case)
     head = Head(norm, vocabulary, source.case, config.softcap)
-    return Model(Embedding(table, config.embed_scale), blocks, head, workspace)
+    return Model(Embedding(table, config.embed_scale), blocks, head, workspace, routing)
+
+
+def open_routing(config: ModelConfig, device: str) -> RoutingStats | None:
+    """Return empty statistics of a model's routers; None where it has none."""
+    experts = max((layer.experts.experts for layer in config.layers if layer.experts), default=0)
+    return RoutingStats(len(config.layers), experts, device) if experts else None
 
 
 def _check_cache_types(settings: PlanSettings) -> None:
@@ -63,18 +75,49 @@ def build_layer(
     get: WeightSource,
     settings: PlanSettings,
     workspace: Workspace,
+    routing: RoutingStats | None,
 ) -> Layer:
     """Build layer `index`; `get` returns its weights on the planned device."""
     layer = config.layers[index]
-    assert isinstance(layer.mixer, AttentionConfig)
-    assert layer.ffn is not None
-    pages = allocate_kv(layer.mixer, settings, get.case.device)
-    get.count("kv", pages.nbytes)
-    if refuses_to_fuse(layer.mixer, get, pages) is None:
-        return FusedBlock(layer.mixer, config.norm_eps, get, pages, workspace.scratch)
+    mixer = _mixer(config, index, get, settings, workspace)
+    if isinstance(mixer, FusedBlock):
+        return mixer
     return Block(
         mixer_norm=RmsNorm(get.norm("attn.norm"), config.norm_eps, get.case),
-        mixer=Attention(layer.mixer, config.norm_eps, get, pages),
+        mixer=mixer,
         ffn_norm=RmsNorm(get.norm("ffn.norm"), config.norm_eps, get.case),
-        ffn=Mlp(get, layer.ffn.activation),
+        ffn=_ffn(layer, get, workspace, routing and routing.of_layer(index)),
     )
+
+
+def _ffn(
+    layer: LayerConfig, get: WeightSource, workspace: Workspace, counts: torch.Tensor | None
+) -> Ffn:
+    """The feed-forward part of a layer: dense, or experts instead."""
+    if layer.experts is not None:
+        assert counts is not None
+        # A layer's counts may be a longer row: layers need not have equally many experts.
+        counts = counts[: layer.experts.experts]
+        return ExpertsFfn(layer.experts, get, counts, workspace.scratch)
+    assert layer.ffn is not None
+    return Mlp(get, layer.ffn.activation)
+
+
+def _mixer(
+    config: ModelConfig,
+    index: int,
+    get: WeightSource,
+    settings: PlanSettings,
+    workspace: Workspace,
+) -> Mixer | FusedBlock:
+    """Build a layer's mixer with what it remembers, or the whole layer where one kernel runs it."""
+    mixer, dense = config.layers[index].mixer, config.layers[index].experts is None
+    if isinstance(mixer, DeltaNetConfig):
+        state = allocate_state(mixer, settings, get.case.device)
+        get.count("recurrent_state", state.nbytes)
+        return DeltaNet(mixer, config.norm_eps, get, state)
+    pages = allocate_kv(mixer, settings, get.case.device)
+    get.count("kv", pages.nbytes)
+    if dense and refuses_to_fuse(mixer, get, pages) is None:
+        return FusedBlock(mixer, config.norm_eps, get, pages, workspace.scratch)
+    return Attention(mixer, config.norm_eps, get, pages)

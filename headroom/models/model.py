@@ -6,18 +6,25 @@ from headroom.layers.batch import Batch
 from headroom.layers.block import Layer
 from headroom.layers.embedding import Embedding, Head
 from headroom.layers.workspace import Workspace
+from headroom.moe.stats import RoutingStats
 
 
 class Model:
     """The whole network; blocks hold their own caches."""
 
     def __init__(
-        self, embedding: Embedding, blocks: list[Layer], head: Head, workspace: Workspace
+        self,
+        embedding: Embedding,
+        blocks: list[Layer],
+        head: Head,
+        workspace: Workspace,
+        routing: RoutingStats | None,
     ) -> None:
         self._workspace = workspace
         self._embedding = embedding
         self._blocks = blocks
         self._head = head
+        self.routing = routing  # of all layers; None where there are no experts
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run one step; return the residual stream of the rows whose logits are wanted."""
