@@ -2,7 +2,9 @@
 // KIND: the weight's type; TILES: groups of eight rows of activations, 1 to 4.
 #include "tiles.cuh"
 
+#ifndef WARPS
 #define WARPS 4
+#endif
 
 // Rows of activations, rounded to 8 bits with a scale per 32 columns, as lanes read them.
 struct Rows {
