@@ -11,7 +11,7 @@ from headroom.kernels.weight import Weight
 
 TILES = "tiles"
 FEW_ROWS = 32  # the most that one pass over the weight serves
-WARPS = 4
+MANY_WARPS = 2600  # that keep a large GPU's memory busy
 PACK_BYTES = 64 << 20  # of a file's blocks taken apart at a time
 QUANTISE_THREADS = 256
 
@@ -85,15 +85,25 @@ def product(
 ) -> torch.Tensor:
     """Write `x` times the weight's transpose to `out [rows, weight.rows]`, plus `add`."""
     rows = out.shape[0]
-    tiles = 1 if rows <= 8 else 2 if rows <= 16 else 4
+    groups = 1 if rows <= 8 else 2  # of eight rows that share a pass over the weight
+    tiles = -(-weight.rows // TILE_ROWS)
+    warps = warps_for(tiles, x.records)
     kernel = compile_kernel(
-        "matmul.cu", "product", {"KIND": weight.quant.ggml_id, "TILES": tiles, "WARPS": WARPS}
+        "matmul.cu", "product", {"KIND": weight.quant.ggml_id, "TILES": groups, "WARPS": warps}
     )
     kernel(
-        (-(-weight.rows // TILE_ROWS), -(-rows // (8 * tiles))), (WARPS * 32,),
+        (tiles, -(-rows // (8 * groups))), (warps * 32,),
         (weight.data, x.values, x.scales, x.sums, x.halves, add, out, rows, weight.rows, x.records),
     )  # fmt: skip
     return out
+
+
+def warps_for(tiles: int, records: int) -> int:
+    """Return how many warps share a tile's columns; it depends on the weight alone."""
+    warps = 2
+    while warps < 16 and warps * tiles < MANY_WARPS and warps < records:
+        warps *= 2
+    return warps
 
 
 def dequantise(weight: Weight, out: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,8 @@ def _quant_plane(
     else:
         low = lanes & 15
         both = low[:, :, :, :, :, 0] | low[:, :, :, :, :, 1] << 4
-        plane = both.permute(0, 3, 4, 2, 5, 1, 6)  # [tile, record, block, g, t, h, 4]
+        pairs = both.view(tiles, 2, 8, records, 4, 2, 4, 4)  # blocks two by two
+        plane = pairs.permute(0, 3, 4, 2, 6, 5, 1, 7)  # [tile, record, pair, g, t, block, h, 4]
     return plane.reshape(tiles, records, -1)
 
 
