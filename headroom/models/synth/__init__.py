@@ -1,0 +1,1 @@
+"""Checkpoints with random weights: real shapes, types, settings and tokenizers, for tests and speed."""
