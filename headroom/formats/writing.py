@@ -1,4 +1,4 @@
-"""Writing: large files made of pieces that threads prepare, complete under their name or not at all."""
+"""Writing: large files of pieces that threads prepare, complete under their name or not there."""
 
 import os
 import shutil

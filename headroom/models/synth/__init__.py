@@ -1,1 +1,1 @@
-"""Checkpoints with random weights: real shapes, types, settings and tokenizers, for tests and speed."""
+"""Checkpoints with random weights, real in shapes, types, settings and tokenizers."""

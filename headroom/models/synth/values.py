@@ -25,7 +25,7 @@ from headroom.models.synth.routing import Skew
 
 PIECE_VALUES = 1 << 22  # of one job; a multiple of every block and of every row read whole
 GAIN = 0.5  # spread of a matrix's output for inputs of spread 1
-HEAD_GAIN, TIED_GAIN = 3.0, 1.5  # of logits: neither flat nor certain
+HEAD_GAIN = 3.0  # of logits: neither flat nor certain
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,10 @@ class Source:
     def spread(self, name: str, fan_in: int) -> float:
         """Return the standard deviation of a matrix's values."""
         dims, inner = self.recipe.dims, _inner(name)
-        if inner == "output.weight":
+        if inner == "output.weight" or (inner == "token_embd.weight" and dims.tied):
             return float(HEAD_GAIN / fan_in**0.5)
         if inner == "token_embd.weight":
-            return float(TIED_GAIN / fan_in**0.5) if dims.tied else 1.0
+            return 1.0
         if inner == "per_layer_token_embd.weight":  # rows are looked up and multiplied by a root
             return float(dims.side_width**-0.5)
         spread = GAIN / fan_in**0.5
@@ -102,6 +102,9 @@ class Source:
             return normal  # what it reads is divided by the root of its width
         if name.startswith(("ffn_gate_inp.weight", "ffn_gate_inp_shexp", "ssm_conv1d")):
             return normal * np.float32(GAIN / normal.shape[-1] ** 0.5)
+        if name == "output_norm.weight" and self.recipe.dims.tied:
+            # Without signs a token's own row would always win, and every answer repeat one token.
+            return np.where(source.random(normal.shape) < 0.5, -1, 1) * (1 + 0.1 * normal)
         return 1 + 0.1 * normal  # norms and scales
 
 

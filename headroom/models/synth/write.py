@@ -39,6 +39,9 @@ class Settings:
     progress: Progress = ignore  # is told the bytes of each piece
 
 
+PLAIN = Settings()
+
+
 def mix_name(name: str) -> str:
     """Return a mix as memory/mixes.py spells it, or say which there are."""
     short = name.lower().replace("-", "_")
@@ -83,7 +86,7 @@ def checkpoint_bytes(recipe: Recipe, mix: str, format: str) -> int:
     return sum(entry.nbytes for entry, _ in safetensors_table(recipe.dims, quant))
 
 
-def write_gguf(source: Source, path: Path, mix: str, settings: Settings = Settings()) -> None:
+def write_gguf(source: Source, path: Path, mix: str, settings: Settings = PLAIN) -> None:
     """Write a model as one GGUF file."""
     entries = gguf_table(source.recipe, mix)
     check_space(path, checkpoint_bytes(source.recipe, mix, "gguf"))
@@ -96,12 +99,12 @@ def write_safetensors(
     folder: Path,
     mix: str,
     tokenizer_file: Callable[[Vocabulary], str],
-    settings: Settings = Settings(),
+    settings: Settings = PLAIN,
 ) -> None:
     """Write a model as a folder of the files that transformers reads, the weights last."""
     quant, dtype = plain_type(mix)
     dims = source.recipe.dims
-    origins = {entry: origin for entry, origin in safetensors_table(dims, quant)}
+    origins = dict(safetensors_table(dims, quant))
     check_space(folder / "model", checkpoint_bytes(source.recipe, mix, "safetensors"))
     shards = make_shards(list(origins))
     texts = side_files(source.recipe, dtype, tokenizer_file) | index_file(shards)
