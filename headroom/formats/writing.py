@@ -33,7 +33,7 @@ def write_pieces(
     try:
         with unfinished.open("wb", buffering=0) as file:
             for piece in in_order(jobs, threads):
-                view = memoryview(piece).cast("B")
+                view = memoryview(piece).cast("B")  # type: ignore[arg-type]
                 file_write_all(file.write, view)
                 progress(len(view))
         unfinished.replace(path)

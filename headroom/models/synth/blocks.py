@@ -31,7 +31,7 @@ HEADS = 4096  # different sets of scales that blocks of one tensor choose from
 LEVELS = 65536  # different values of a plain tensor: one for each 16 random bits
 
 # Spread of the whole numbers that random bits stand for, where a scale of 1 multiplies them.
-_SPREAD = {
+SPREAD = {
     Q4_0: 4.637, Q4_1: 4.610, Q5_0: 9.247, Q5_1: 9.233, Q8_0: 73.90,
     Q4_K: 4.610, Q5_K: 9.233, Q6_K: 18.48, IQ4_NL: 67.65, MXFP4: 2.926,
 }  # fmt: skip
@@ -118,7 +118,7 @@ def _levels(quant: QuantType, std: float) -> np.ndarray[Any, Any]:
 @cache
 def _heads(quant: QuantType, std: float) -> tuple[int, Bytes]:
     """Return where the scales of a block stand, and the sets of scales that blocks choose from."""
-    return _HEAD_MAKERS[quant](quant, std / _SPREAD[quant], random_source(quant.ggml_id))
+    return _HEAD_MAKERS[quant](quant, std / SPREAD[quant], random_source(quant.ggml_id))
 
 
 def _signed_head(quant: QuantType, scale: float, source: np.random.Generator) -> tuple[int, Bytes]:

@@ -156,13 +156,13 @@ def read_recipe(family: str, config: Path, layers: int = 0) -> Recipe:
     dims = cut(_gated(read_dims(header), header), layers)
     recipe = _with_constants(header.name, dims)
     metadata = header.metadata
-    theta = metadata.get_float("rope.freq_base", recipe.theta)
+    recipe = _with_named_ropes(recipe, metadata.values.get("hf.rope_parameters"))
     share = metadata.get_float("rope.scaling.partial_rotary_factor", 0)
-    rope_dims = int(share * dims.head_dim) if share else recipe.rope_dims
     return replace(
-        _with_named_ropes(recipe, metadata.values.get("hf.rope_parameters")),
+        recipe,
         eps=metadata.get_float("attention.layer_norm_rms_epsilon", recipe.eps),
-        **({"theta": theta, "rope_dims": rope_dims} if "rope.freq_base" in metadata else {}),
+        theta=metadata.get_float("rope.freq_base", recipe.theta),
+        rope_dims=int(share * dims.head_dim) if share else recipe.rope_dims,
     )
 
 

@@ -88,23 +88,24 @@ class Source:
     def _vector(self, name: str, normal: Floats, source: np.random.Generator) -> Floats:
         """Return a tensor that every mix keeps in f32."""
         if name == "rope_freqs.weight":  # Gemma turns the first quarter of a head's pairs
-            return np.where(np.arange(len(normal)) < len(normal) // 4, 1.0, 1e30).astype("f4")
+            kept = np.arange(len(normal)) < len(normal) // 4
+            return np.where(kept, np.float32(1), np.float32(1e30))
         if name == "attn_q_norm.weight" and self.recipe.family == "gemma4":
             return 0.3 * (1 + 0.1 * normal)  # scores of this family have no scale of their own
         if name == "ssm_a":
-            return -source.uniform(1, 16, normal.shape).astype("f4")
+            return -source.uniform(1, 16, normal.shape).astype(np.float32)
         if name == "ssm_dt.bias":  # softplus of it is 0.001 to 0.1: states forget slowly
             steps = np.exp(source.uniform(np.log(0.001), np.log(0.1), normal.shape))
-            return np.log(np.expm1(steps)).astype("f4")
+            return np.log(np.expm1(steps)).astype(np.float32)
         if name == "exp_probs_b.bias":
             return 0.02 * normal
         if name == "ffn_gate_inp.weight" and self.recipe.family == "gemma4":
             return normal  # what it reads is divided by the root of its width
         if name.startswith(("ffn_gate_inp.weight", "ffn_gate_inp_shexp", "ssm_conv1d")):
-            return normal * np.float32(GAIN / normal.shape[-1] ** 0.5)
+            return normal * np.float32(GAIN / int(normal.shape[-1]) ** 0.5)
         if name == "output_norm.weight" and self.recipe.dims.tied:
             # Without signs a token's own row would always win, and every answer repeat one token.
-            return np.where(source.random(normal.shape) < 0.5, -1, 1) * (1 + 0.1 * normal)
+            return np.where(source.random(normal.shape) < 0.5, -1 - 0.1 * normal, 1 + 0.1 * normal)
         return 1 + 0.1 * normal  # norms and scales
 
 

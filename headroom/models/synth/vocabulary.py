@@ -187,11 +187,12 @@ def _gemma_tokens() -> tuple[list[tuple[str, int]], list[str]]:
 
 
 def _word_pieces(blank: str) -> tuple[list[str], list[str]]:
-    """Return the beginnings of words, with and without a blank, and the merges that make them."""
+    """Return words, their beginnings, words after a blank, and the merges that make them."""
     merges: dict[str, str] = {}
-    for word in (*WORDS, *(blank + word for word in WORDS)):
+    for word in WORDS:
         for end in range(2, len(word) + 1):
             merges.setdefault(word[:end], f"{word[: end - 1]} {word[end - 1]}")
+    merges |= {blank + word: f"{blank} {word}" for word in WORDS}
     return list(merges), list(merges.values())
 
 
