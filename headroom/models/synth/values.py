@@ -93,10 +93,10 @@ class Source:
         if name == "attn_q_norm.weight" and self.recipe.family == "gemma4":
             return 0.3 * (1 + 0.1 * normal)  # scores of this family have no scale of their own
         if name == "ssm_a":
-            return -source.uniform(1, 16, normal.shape).astype(np.float32)
+            return np.asarray(-source.uniform(1, 16, normal.shape), np.float32)
         if name == "ssm_dt.bias":  # softplus of it is 0.001 to 0.1: states forget slowly
             steps = np.exp(source.uniform(np.log(0.001), np.log(0.1), normal.shape))
-            return np.log(np.expm1(steps)).astype(np.float32)
+            return np.asarray(np.log(np.expm1(steps)), np.float32)
         if name == "exp_probs_b.bias":
             return 0.02 * normal
         if name == "ffn_gate_inp.weight" and self.recipe.family == "gemma4":
