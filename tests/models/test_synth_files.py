@@ -1,5 +1,7 @@
 """Synthesised GGUF files: other readers agree, values are sane, and the planner knows them."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -146,3 +148,13 @@ def test_unknown_words_are_refused_with_the_right_ones() -> None:
         find_recipe("qwen3", "9b")
     with pytest.raises(OptionError, match=r"--layers is 9; the model has 4 layers. Choose 1 to 4."):
         find_recipe("llama", "tiny", 9)
+
+
+def test_writing_needs_neither_torch_nor_the_gguf_package() -> None:
+    program = (
+        "import sys\n"
+        "import headroom.models.synth.write\n"
+        "print([name for name in ('torch', 'gguf', 'tokenizers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
