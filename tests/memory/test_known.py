@@ -175,7 +175,9 @@ def test_per_layer_tables_of_gemma_stay_with_the_host() -> None:
 def test_a_model_that_is_not_known_lists_those_that_are() -> None:
     with pytest.raises(OptionError, match=r"'qwen9' is no known model\. Known: smollm2-135m, "):
         known_shape("qwen9:q4_k_m")
-    with pytest.raises(OptionError, match=r"'q3_x' is no quantisation\. Choose bf16, q8_0, "):
+    with pytest.raises(
+        OptionError, match=r"'q3_x' is no quantisation\. Choose f32, f16, bf16, q8_0, "
+    ):
         known_shape("qwen3-0.6b:q3_x")
 
 

@@ -252,7 +252,7 @@ def test_a_known_name_comes_before_a_file_of_that_name(
     monkeypatch.chdir(tmp_path)
     Path("qwen3-0.6b").mkdir()
     assert find_shape("qwen3-0.6b:q8_0", tmp_path) == known_shape("qwen3-0.6b:q8_0")
-    with pytest.raises(OptionError, match=r"'q7' is no quantisation\. Choose bf16"):
+    with pytest.raises(OptionError, match=r"'q7' is no quantisation\. Choose f32, f16, bf16"):
         find_shape("qwen3-0.6b:q7", tmp_path)
 
 
