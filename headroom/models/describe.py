@@ -11,12 +11,14 @@ from headroom.memory.shape import ModelShape
 from headroom.memory.sources import header_shape
 from headroom.models.config import ModelConfig
 from headroom.models.family import Family
+from headroom.models.gemma4 import GEMMA4
+from headroom.models.laguna import LAGUNA
 from headroom.models.llama import LLAMA
 from headroom.models.qwen3 import QWEN3
 
 log = logging.getLogger(__name__)
 
-FAMILIES: dict[str, Family] = {family.architecture: family for family in (LLAMA, QWEN3)}
+FAMILIES: dict[str, Family] = {family.architecture: family for family in (LLAMA, QWEN3, LAGUNA, GEMMA4)}
 
 
 @dataclass(frozen=True, slots=True)

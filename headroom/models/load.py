@@ -1,24 +1,44 @@
 """load_model(): planned weights into blocks."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from headroom.errors import OptionError
 from headroom.formats.tensor import TensorInfo
 from headroom.layers.attention import Attention
-from headroom.layers.block import Block, Layer
-from headroom.layers.cache import allocate_kv
+from headroom.layers.block import (
+    Block,
+    Ffn,
+    Layer,
+    Mixer,
+    NormedFfn,
+    NormedMixer,
+    SandwichBlock,
+)
+from headroom.layers.cache import KvPages, allocate_kv
 from headroom.layers.config import AttentionConfig
 from headroom.layers.embedding import Embedding, Head
 from headroom.layers.fused import FusedBlock, refuses_to_fuse
 from headroom.layers.mlp import Mlp
 from headroom.layers.norm import RmsNorm
+from headroom.layers.side import SideInputs, SidePart
 from headroom.layers.weights import WeightSource, open_weights
 from headroom.layers.workspace import Workspace, open_workspace
 from headroom.memory.budget import PlanSettings
 from headroom.memory.plan import Plan
-from headroom.models.config import ModelConfig
+from headroom.models.config import LayerConfig, ModelConfig
 from headroom.models.model import Model
 from headroom.options import KV_TYPES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Common:
+    """What the layers of a model share while they are built."""
+
+    settings: PlanSettings
+    workspace: Workspace
+    side: SideInputs | None
+    caches: dict[int, KvPages] = field(default_factory=dict)  # by the layer that owns them
 
 
 def load_model(
@@ -33,17 +53,30 @@ def load_model(
     source = open_weights(tensors, device.name, settings, count, config.norm_offset)
     # Plain kernels take their scratch from torch, so that only the plan counts it.
     scratch_bytes = device.allocated["workspace"] if settings.kernels == "native" else 0
-    workspace = open_workspace(config.hidden, config.vocab, settings, scratch_bytes, count)
+    workspace = open_workspace(
+        config.hidden, config.vocab, settings, scratch_bytes, count, config.keeps_embedding
+    )
     embeddings = source.at("", "embeddings")
     table = embeddings("embed") if config.tied else embeddings.table("embed")
-    blocks = []
-    for index in range(len(config.layers)):
-        get = source.at(f"layers.{index}.")
-        blocks.append(build_layer(config, index, get, settings, workspace))
+    common = Common(settings, workspace, _side_inputs(config, source, settings))
+    blocks = [
+        build_layer(config, index, source.at(f"layers.{index}."), common)
+        for index in range(len(config.layers))
+    ]
     vocabulary = table if config.tied else source.at("", "head")("head")
     norm = RmsNorm(source.norm("norm"), config.norm_eps, source.case)
     head = Head(norm, vocabulary, source.case, config.softcap)
-    return Model(Embedding(table, config.embed_scale), blocks, head, workspace)
+    return Model(Embedding(table, config.embed_scale), blocks, head, workspace, common.side)
+
+
+def _side_inputs(
+    config: ModelConfig, source: WeightSource, settings: PlanSettings
+) -> SideInputs | None:
+    """Return what makes the inputs of single layers, where a model has them."""
+    if not config.layers[0].side_width:
+        return None
+    table = source.at("", "embeddings").table("side.embed")
+    return SideInputs(table, source, config.norm_eps, settings.rows)
 
 
 def _check_cache_types(settings: PlanSettings) -> None:
@@ -57,24 +90,55 @@ def _check_cache_types(settings: PlanSettings) -> None:
             )
 
 
-def build_layer(
-    config: ModelConfig,
-    index: int,
-    get: WeightSource,
-    settings: PlanSettings,
-    workspace: Workspace,
-) -> Layer:
+def build_layer(config: ModelConfig, index: int, get: WeightSource, common: Common) -> Layer:
     """Build layer `index`; `get` returns its weights on the planned device."""
-    layer = config.layers[index]
+    layer, eps = config.layers[index], config.norm_eps
     assert isinstance(layer.mixer, AttentionConfig)
-    assert layer.ffn is not None
-    pages = allocate_kv(layer.mixer, settings, get.case.device)
-    get.count("kv", pages.nbytes)
-    if refuses_to_fuse(layer.mixer, get, pages) is None:
-        return FusedBlock(layer.mixer, config.norm_eps, get, pages, workspace.scratch)
+    pages = _pages(layer.mixer, index, get, common)
+    if layer.plain and refuses_to_fuse(layer.mixer, get, pages) is None:
+        return FusedBlock(layer.mixer, eps, get, pages, common.workspace.scratch)
+    mixer = Attention(layer.mixer, eps, get, pages)
+    if layer.post_norms:
+        return _sandwich(config, index, mixer, get, common)
     return Block(
-        mixer_norm=RmsNorm(get.norm("attn.norm"), config.norm_eps, get.case),
-        mixer=Attention(layer.mixer, config.norm_eps, get, pages),
-        ffn_norm=RmsNorm(get.norm("ffn.norm"), config.norm_eps, get.case),
-        ffn=Mlp(get, layer.ffn.activation),
+        mixer_norm=_norm(get, "attn.norm", eps),
+        mixer=mixer,
+        ffn_norm=_norm(get, "ffn.norm", eps),
+        ffn=_ffn(layer, get),
     )
+
+
+def _sandwich(
+    config: ModelConfig, index: int, mixer: Mixer, get: WeightSource, common: Common
+) -> Layer:
+    """Build a layer whose parts are normed before and after."""
+    layer, eps = config.layers[index], config.norm_eps
+    before, after = _norm(get, "ffn.norm", eps), _norm(get, "ffn.post_norm", eps)
+    parts: list[Ffn] = [NormedFfn(before, _ffn(layer, get), after)]
+    if common.side is not None:
+        parts.append(SidePart(common.side, index, get, eps))
+    return SandwichBlock(
+        NormedMixer(_norm(get, "attn.norm", eps), mixer, _norm(get, "attn.post_norm", eps)),
+        parts,
+        get.vector("scale") if layer.scaled else None,
+    )
+
+
+def _pages(mixer: AttentionConfig, index: int, get: WeightSource, common: Common) -> KvPages:
+    """Return the layer's pages: its own, or those of the layer whose cache it reads."""
+    if mixer.shares is not None:
+        return common.caches[mixer.shares]
+    pages = allocate_kv(mixer, common.settings, get.case.device)
+    get.count("kv", pages.nbytes)
+    common.caches[index] = pages
+    return pages
+
+
+def _ffn(layer: LayerConfig, get: WeightSource) -> Ffn:
+    """Build a layer's feed-forward part."""
+    assert layer.ffn is not None
+    return Mlp(get, layer.ffn.activation)
+
+
+def _norm(get: WeightSource, name: str, eps: float) -> RmsNorm:
+    return RmsNorm(get.norm(name), eps, get.case)
