@@ -87,7 +87,7 @@ def save_gguf(model: LlamaForCausalLM, path: Path, quant: str = "F32") -> Path:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    _add_vocabulary(writer)
+    add_vocabulary(writer)
     for name, tensor in gguf_tensors(model).items():
         kind = (
             gguf.GGMLQuantizationType.F32 if tensor.ndim == 1 else gguf.GGMLQuantizationType[quant]
@@ -128,13 +128,14 @@ def gguf_tensors(model: LlamaForCausalLM) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
+def add_vocabulary(writer: gguf.GGUFWriter, pre: str = "smollm") -> None:
+    """Write the byte tokenizer's keys; `pre` names the rule that splits words."""
     tokenizer = byte_tokenizer()
     known = {index: text for text, index in tokenizer.get_vocab().items()}
     tokens = [known.get(index, f"[PAD{index}]") for index in range(VOCAB)]
     types = [3 if text in SPECIAL else 5 if text.startswith("[PAD") else 1 for text in tokens]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([])
