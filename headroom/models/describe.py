@@ -18,7 +18,9 @@ from headroom.models.qwen3 import QWEN3
 
 log = logging.getLogger(__name__)
 
-FAMILIES: dict[str, Family] = {family.architecture: family for family in (LLAMA, QWEN3, LAGUNA, GEMMA4)}
+FAMILIES: dict[str, Family] = {
+    family.architecture: family for family in (LLAMA, QWEN3, LAGUNA, GEMMA4)
+}
 
 
 @dataclass(frozen=True, slots=True)

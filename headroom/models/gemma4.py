@@ -41,9 +41,7 @@ def read_config(checkpoint: Checkpoint, dims: Dims) -> ModelConfig:
     )
 
 
-def _attention(
-    checkpoint: Checkpoint, dims: Dims, index: int, rope: RopeConfig
-) -> AttentionConfig:
+def _attention(checkpoint: Checkpoint, dims: Dims, index: int, rope: RopeConfig) -> AttentionConfig:
     full = dims.kind(index) == "full"
     return AttentionConfig(
         heads=dims.heads,
