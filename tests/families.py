@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,10 @@ from transformers import PreTrainedModel
 
 from tests import family_configs as configs
 from tests.family_gguf import ARCHITECTURES, from_gguf, read_gguf, write_gguf
-from tests.tiny import CHAT_TEMPLATE, byte_tokenizer
+from tests.tiny import CHAT_TEMPLATE, VOCAB, byte_tokenizer
+
+# Longer than every window.
+PROMPT = torch.randint(0, VOCAB, (24,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ def variant(name: str) -> Variant:
     return VARIANTS[name]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _model(name: str) -> PreTrainedModel:
     found = VARIANTS[name]
     return found.build(**dict(found.changes))
@@ -120,19 +123,19 @@ def oracle_greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> 
     return list(_greedy(model, tuple(prompt), count))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _logits(model: PreTrainedModel, ids: tuple[int, ...]) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     return logits
 
 
-@lru_cache(maxsize=None)
+@cache
 def _greedy(model: PreTrainedModel, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-    ids, cache, chosen = torch.tensor([prompt]), None, []
+    ids, past, chosen = torch.tensor([prompt]), None, []
     with torch.inference_mode():
         for _ in range(count):
-            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
-            ids, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+            out = model(input_ids=ids, past_key_values=past, use_cache=True)
+            ids, past = out.logits[:, -1:].argmax(-1), out.past_key_values
             chosen.append(int(ids))
     return tuple(chosen)
