@@ -87,3 +87,15 @@ class NormedFfn:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the part's output for rows of the residual stream."""
         return self._after(self._ffn(self._before(x)))
+
+
+class PostNormed:
+    """A feed-forward part that norms its own input, and a norm after it."""
+
+    def __init__(self, ffn: Ffn, after: RmsNorm) -> None:
+        self._ffn = ffn
+        self._after = after
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the part's output for rows of the residual stream."""
+        return self._after(self._ffn(x))

@@ -15,11 +15,12 @@ from headroom.models.gemma4 import GEMMA4
 from headroom.models.laguna import LAGUNA
 from headroom.models.llama import LLAMA
 from headroom.models.qwen3 import QWEN3
+from headroom.models.qwen3moe import QWEN3MOE
 
 log = logging.getLogger(__name__)
 
 FAMILIES: dict[str, Family] = {
-    family.architecture: family for family in (LLAMA, QWEN3, LAGUNA, GEMMA4)
+    family.architecture: family for family in (LLAMA, QWEN3, QWEN3MOE, LAGUNA, GEMMA4)
 }
 
 

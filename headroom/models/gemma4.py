@@ -87,7 +87,11 @@ def _rope(checkpoint: Checkpoint, dims: Dims, kind: LayerKind) -> RopeConfig:
 
 def _experts(dims: Dims) -> ExpertsConfig:
     return ExpertsConfig(
-        experts=dims.experts, used=dims.experts_used, width=dims.expert_ffn, activation="gelu"
+        experts=dims.experts,
+        used=dims.experts_used,
+        width=dims.expert_ffn,
+        expert_scales=True,
+        activation="gelu",
     )
 
 

@@ -55,6 +55,7 @@ def _experts(checkpoint: Checkpoint, dims: Dims) -> ExpertsConfig:
         width=dims.expert_ffn,
         scores="sigmoid",
         scale=metadata.get_float(key, 1.0),
+        softcap=metadata.get_float("hf.moe_router_logit_softcapping", 0.0),
         bias=True,
         shared_width=dims.shared_ffn,
     )
@@ -65,7 +66,6 @@ FIXED: dict[str, tuple[object, ...]] = {
     "hf.attention_bias": (False,),
     "hf.gating": (True, "per-head", "per-element"),
     "hf.moe_apply_router_weight_on_input": (False,),
-    "hf.moe_router_logit_softcapping": (0,),
     "expert_gating_func": (2,),  # sigmoid
     "expert_weights_norm": (True,),
 }

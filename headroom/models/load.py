@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from headroom.errors import OptionError
 from headroom.formats.tensor import TensorInfo
 from headroom.layers.attention import Attention
@@ -13,10 +15,11 @@ from headroom.layers.block import (
     Mixer,
     NormedFfn,
     NormedMixer,
+    PostNormed,
     SandwichBlock,
 )
 from headroom.layers.cache import KvPages, allocate_kv
-from headroom.layers.config import AttentionConfig
+from headroom.layers.config import AttentionConfig, ExpertsConfig
 from headroom.layers.embedding import Embedding, Head
 from headroom.layers.fused import FusedBlock, refuses_to_fuse
 from headroom.layers.mlp import Mlp
@@ -28,6 +31,9 @@ from headroom.memory.budget import PlanSettings
 from headroom.memory.plan import Plan
 from headroom.models.config import LayerConfig, ModelConfig
 from headroom.models.model import Model
+from headroom.moe.beside import BesideExperts
+from headroom.moe.experts_ffn import ExpertsFfn
+from headroom.moe.stats import RoutingStats
 from headroom.options import KV_TYPES
 
 
@@ -38,6 +44,7 @@ class Common:
     settings: PlanSettings
     workspace: Workspace
     side: SideInputs | None
+    routing: RoutingStats | None
     caches: dict[int, KvPages] = field(default_factory=dict)  # by the layer that owns them
 
 
@@ -58,7 +65,8 @@ def load_model(
     )
     embeddings = source.at("", "embeddings")
     table = embeddings("embed") if config.tied else embeddings.table("embed")
-    common = Common(settings, workspace, _side_inputs(config, source, settings))
+    side, routing = _side_inputs(config, source, settings), open_routing(config, device.name)
+    common = Common(settings, workspace, side, routing)
     blocks = [
         build_layer(config, index, source.at(f"layers.{index}."), common)
         for index in range(len(config.layers))
@@ -66,7 +74,7 @@ def load_model(
     vocabulary = table if config.tied else source.at("", "head")("head")
     norm = RmsNorm(source.norm("norm"), config.norm_eps, source.case)
     head = Head(norm, vocabulary, source.case, config.softcap)
-    return Model(Embedding(table, config.embed_scale), blocks, head, workspace, common.side)
+    return Model(Embedding(table, config.embed_scale), blocks, head, workspace, routing, side)
 
 
 def _side_inputs(
@@ -77,6 +85,12 @@ def _side_inputs(
         return None
     table = source.at("", "embeddings").table("side.embed")
     return SideInputs(table, source, config.norm_eps, settings.rows)
+
+
+def open_routing(config: ModelConfig, device: str) -> RoutingStats | None:
+    """Return empty statistics of a model's routers; None where it has none."""
+    experts = max((layer.experts.experts for layer in config.layers if layer.experts), default=0)
+    return RoutingStats(len(config.layers), experts, device) if experts else None
 
 
 def _check_cache_types(settings: PlanSettings) -> None:
@@ -104,7 +118,7 @@ def build_layer(config: ModelConfig, index: int, get: WeightSource, common: Comm
         mixer_norm=_norm(get, "attn.norm", eps),
         mixer=mixer,
         ffn_norm=_norm(get, "ffn.norm", eps),
-        ffn=_ffn(layer, get),
+        ffn=_ffn(layer, index, get, common),
     )
 
 
@@ -113,8 +127,7 @@ def _sandwich(
 ) -> Layer:
     """Build a layer whose parts are normed before and after."""
     layer, eps = config.layers[index], config.norm_eps
-    before, after = _norm(get, "ffn.norm", eps), _norm(get, "ffn.post_norm", eps)
-    parts: list[Ffn] = [NormedFfn(before, _ffn(layer, get), after)]
+    parts: list[Ffn] = [_sandwiched_ffn(config, index, get, common)]
     if common.side is not None:
         parts.append(SidePart(common.side, index, get, eps))
     return SandwichBlock(
@@ -122,6 +135,19 @@ def _sandwich(
         parts,
         get.vector("scale") if layer.scaled else None,
     )
+
+
+def _sandwiched_ffn(config: ModelConfig, index: int, get: WeightSource, common: Common) -> Ffn:
+    """Build a feed-forward part with norms before and after: dense, or experts beside it."""
+    layer, eps = config.layers[index], config.norm_eps
+    assert layer.ffn is not None
+    dense = Mlp(get, layer.ffn.activation)
+    before, after = _norm(get, "ffn.norm", eps), _norm(get, "ffn.post_norm", eps)
+    if layer.experts is None:
+        return NormedFfn(before, dense, after)
+    beside = NormedFfn(before, dense, _norm(get, "ffn.dense_post_norm", eps))
+    counts, scratch = _counts(layer.experts, index, common), common.workspace.scratch
+    return PostNormed(BesideExperts(beside, layer.experts, get, eps, counts, scratch), after)
 
 
 def _pages(mixer: AttentionConfig, index: int, get: WeightSource, common: Common) -> KvPages:
@@ -134,10 +160,19 @@ def _pages(mixer: AttentionConfig, index: int, get: WeightSource, common: Common
     return pages
 
 
-def _ffn(layer: LayerConfig, get: WeightSource) -> Ffn:
-    """Build a layer's feed-forward part."""
+def _ffn(layer: LayerConfig, index: int, get: WeightSource, common: Common) -> Ffn:
+    """Build a layer's feed-forward part: dense, or experts instead."""
+    if layer.experts is not None:
+        counts = _counts(layer.experts, index, common)
+        return ExpertsFfn(layer.experts, get, counts, common.workspace.scratch)
     assert layer.ffn is not None
     return Mlp(get, layer.ffn.activation)
+
+
+def _counts(experts: ExpertsConfig, index: int, common: Common) -> torch.Tensor:
+    """Return the layer's row of the statistics, which may be longer than its experts are many."""
+    assert common.routing is not None
+    return common.routing.of_layer(index)[: experts.experts]
 
 
 def _norm(get: WeightSource, name: str, eps: float) -> RmsNorm:

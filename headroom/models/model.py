@@ -7,6 +7,7 @@ from headroom.layers.block import Layer
 from headroom.layers.embedding import Embedding, Head
 from headroom.layers.side import SideInputs
 from headroom.layers.workspace import Workspace
+from headroom.moe.stats import RoutingStats
 
 
 class Model:
@@ -18,6 +19,7 @@ class Model:
         blocks: list[Layer],
         head: Head,
         workspace: Workspace,
+        routing: RoutingStats | None = None,
         side: SideInputs | None = None,
     ) -> None:
         self._workspace = workspace
@@ -25,6 +27,7 @@ class Model:
         self._side = side
         self._blocks = blocks
         self._head = head
+        self.routing = routing  # of all layers; None where there are no experts
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run one step; return the residual stream of the rows whose logits are wanted."""

@@ -36,7 +36,7 @@ def rope_settings(checkpoint: Checkpoint, kind: LayerKind) -> Metadata:
 
 def _gguf_values(metadata: Metadata, kind: LayerKind) -> dict[str, object]:
     """Return the keys of one kind; only full layers are ever scaled."""
-    ours = [key for key in metadata.keys() if key.startswith("rope.")]
+    ours = [key for key in metadata.values if key.startswith("rope.")]
     if kind == "full":
         return {key: metadata.values[key] for key in ours if not key.endswith("_swa")}
     return {key.removesuffix("_swa"): metadata.values[key] for key in ours if key.endswith("_swa")}
@@ -103,7 +103,7 @@ def check_scaling(settings: Metadata, kind: str, more: tuple[str, ...] = ()) -> 
             f"{settings.path}: rotary scaling {found!r} is not supported where {kind!r} is usual."
         )
     known = (*_PLAIN_KEYS, "rope.scaling.type", *more)
-    if unknown := [key for key in settings.keys() if key not in known]:
+    if unknown := [key for key in settings.values if key not in known]:
         raise ModelError(
             f"{settings.path}: rotary setting {unknown[0].rpartition('.')[2]!r} is not supported."
         )
