@@ -18,6 +18,7 @@ from headroom.memory.plan import Plan, make_plan
 from headroom.models.describe import describe
 from headroom.options import Options
 from headroom.split.launch import start_pipeline
+from tests.families import variant
 
 # What a device loses beside the engine's own allocations.
 NOT_OURS = {"runtime", "reserve", "graphs"}
@@ -63,6 +64,34 @@ def test_planned_equals_allocated_for_a_model_with_a_head_of_its_own(
         expected.pop("workspace")  # torch's own, measured and not allocated by us
     assert allocated == expected
     assert "head" in allocated
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("name", ["laguna", "gemma4-31b", "gemma4-26b", "gemma4-e4b", "gemma4-e2b"])
+def test_planned_equals_allocated_for_models_with_windows(
+    tmp_path: Path, name: str, kernels: str
+) -> None:
+    path = variant(name).save_gguf(tmp_path / "m.gguf", "MIXED")
+    plan, allocated = plan_and_load(path, kernels=kernels, context=512, parallel=2, chunk=64)
+    expected = planned(plan)
+    if plan.settings.kernels == "reference":
+        expected.pop("workspace")
+    assert allocated == expected
+    assert ("hot_experts" in allocated) == (name in ("laguna", "gemma4-26b"))
+
+
+def test_layers_with_a_window_do_not_grow_and_layers_that_share_have_nothing(
+    tmp_path: Path,
+) -> None:
+    path = variant("gemma4-e4b").save_gguf(tmp_path / "m.gguf")
+    sizes = [
+        plan_and_load(path, context=context, parallel=1, chunk=32, kv_type="f32")[1]["kv"]
+        for context in (256, 512)
+    ]
+    # Of 12 layers the first 6 have caches: 5 of a window with 2 heads of 32 values, and one with
+    # 2 heads of 64 that sees all.
+    window, full = 5 * 2 * 64 * 2 * 2 * 32 * 4, 2 * 2 * 64 * 4
+    assert sizes == [window + 256 * full, window + 512 * full]
 
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
