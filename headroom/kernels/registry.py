@@ -8,7 +8,7 @@ from headroom.kernels.native import module
 from headroom.kernels.native import norms as native_norms
 from headroom.kernels.native import route as native_route
 from headroom.kernels.ops import Case, Kernel
-from headroom.kernels.reference import attention, experts, matmul, norms, route
+from headroom.kernels.reference import attention, delta_net, experts, matmul, norms, route
 from headroom.kernels.reference.quantise import CACHE_TYPES
 from headroom.kernels.weight import PLAIN_TYPES
 
@@ -79,6 +79,8 @@ KERNELS = (
         native_experts.prepare,
     ),
     Kernel("experts", "reference", experts.experts, _takes_plain_products, experts.prepare),
+    Kernel("delta_net", "reference", delta_net.delta_net, _takes_any),
+    Kernel("gated_norm", "reference", delta_net.gated_norm, _takes_any),
 )
 
 

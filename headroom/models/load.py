@@ -18,8 +18,9 @@ from headroom.layers.block import (
     PostNormed,
     SandwichBlock,
 )
-from headroom.layers.cache import KvPages, allocate_kv
-from headroom.layers.config import AttentionConfig, ExpertsConfig
+from headroom.layers.cache import KvPages, allocate_kv, allocate_state
+from headroom.layers.config import AttentionConfig, DeltaNetConfig, ExpertsConfig
+from headroom.layers.delta_net import DeltaNet
 from headroom.layers.embedding import Embedding, Head
 from headroom.layers.fused import FusedBlock, refuses_to_fuse
 from headroom.layers.mlp import Mlp
@@ -107,11 +108,9 @@ def _check_cache_types(settings: PlanSettings) -> None:
 def build_layer(config: ModelConfig, index: int, get: WeightSource, common: Common) -> Layer:
     """Build layer `index`; `get` returns its weights on the planned device."""
     layer, eps = config.layers[index], config.norm_eps
-    assert isinstance(layer.mixer, AttentionConfig)
-    pages = _pages(layer.mixer, index, get, common)
-    if layer.plain and refuses_to_fuse(layer.mixer, get, pages) is None:
-        return FusedBlock(layer.mixer, eps, get, pages, common.workspace.scratch)
-    mixer = Attention(layer.mixer, eps, get, pages)
+    mixer = _mixer(config, index, get, common)
+    if isinstance(mixer, FusedBlock):
+        return mixer
     if layer.post_norms:
         return _sandwich(config, index, mixer, get, common)
     return Block(
@@ -120,6 +119,21 @@ def build_layer(config: ModelConfig, index: int, get: WeightSource, common: Comm
         ffn_norm=_norm(get, "ffn.norm", eps),
         ffn=_ffn(layer, index, get, common),
     )
+
+
+def _mixer(
+    config: ModelConfig, index: int, get: WeightSource, common: Common
+) -> Mixer | FusedBlock:
+    """Build a layer's mixer with what it remembers, or the whole layer where one kernel runs it."""
+    layer, eps = config.layers[index], config.norm_eps
+    if isinstance(layer.mixer, DeltaNetConfig):
+        state = allocate_state(layer.mixer, common.settings, get.case.device)
+        get.count("recurrent_state", state.nbytes)
+        return DeltaNet(layer.mixer, eps, get, state)
+    pages = _pages(layer.mixer, index, get, common)
+    if layer.plain and refuses_to_fuse(layer.mixer, get, pages) is None:
+        return FusedBlock(layer.mixer, eps, get, pages, common.workspace.scratch)
+    return Attention(layer.mixer, eps, get, pages)
 
 
 def _sandwich(
