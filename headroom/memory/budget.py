@@ -104,7 +104,8 @@ def core_bytes(layers: Sequence[LayerShape], settings: PlanSettings) -> int:
 
 def norm_bytes(model: ModelShape, settings: PlanSettings) -> int:
     """Return the bytes of the final norm, which stands beside the head, and of other parts."""
-    return held_bytes(model.norm_bytes, model.norm_values, model.norm_float_values, settings)
+    floats = model.norm_values - model.norm_matrix_values
+    return held_bytes(model.norm_bytes, model.norm_values, floats, settings)
 
 
 def embed_bytes(model: ModelShape, settings: PlanSettings) -> int:

@@ -62,7 +62,7 @@ class ModelShape:
     lookup_values: int = 0
     norm_bytes: int = 0  # final norm and what else belongs to no layer
     norm_values: int = 0
-    norm_float_values: int = 0  # of norm_values, those always kept in f32
+    norm_matrix_values: int = 0  # of norm_values, those not always kept in f32
     ffn_width: int = 0  # widest dense feed-forward layer
     staging_buffers: int = 2  # 3 where every layer reads the embedding again
     side_values: int = 0  # of each token, beside the residual stream, for all layers together
