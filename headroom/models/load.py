@@ -86,7 +86,7 @@ def build_layer(
         mixer_norm=RmsNorm(get.norm("attn.norm"), config.norm_eps, get.case),
         mixer=mixer,
         ffn_norm=RmsNorm(get.norm("ffn.norm"), config.norm_eps, get.case),
-        ffn=_ffn(layer, get, workspace, routing and routing.of_layer(index)),
+        ffn=_ffn(layer, get, workspace, routing.of_layer(index) if routing else None),
     )
 
 
