@@ -20,6 +20,7 @@ class Case:
 
     device: str = "cpu"  # the device's kind: "cpu", "cuda"
     quant: QuantType = F32  # of the weight
+    experts: tuple[QuantType, ...] = ()  # of experts' gate, up and down matrices
     dtype: str = "f32"  # that products compute in; "int8" rounds their activations to 8 bits
     k_type: str = "f32"  # of cached keys
     v_type: str = "f32"  # of cached values
@@ -27,7 +28,7 @@ class Case:
     reference: bool = False  # only the plain kernels will do
 
 
-def _as_it_is(weight: Weight) -> Weight:
+def _as_it_is(weight: Any) -> Any:
     return weight
 
 
@@ -39,7 +40,8 @@ class Kernel:
     backend: str  # "reference", "native-int8", "native", "triton", "cuda"
     run: Callable[..., Any]  # has the signature of the operation's Protocol
     refuses: Callable[[Case], str | None]  # why it cannot run a case; None if it can
-    prepare: Callable[[Weight], Weight] = _as_it_is  # brings a weight into the layout that it reads
+    # Brings a Weight, or an ExpertTable of mapped ones, into the layout that it reads.
+    prepare: Callable[[Any], Any] = _as_it_is
 
     def __str__(self) -> str:
         return f"{self.op}-{self.backend}"
@@ -106,18 +108,35 @@ class RouterRule:
     scores: str  # "softmax" or "sigmoid" of the logits
     normalise: bool  # weights of the chosen ones are divided by their sum
     scale: float  # of the weights, after that
+    softcap: float = 0.0  # logits become softcap * tanh(logits / softcap) first; 0: they stay
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertTable:
-    """One layer's routed experts: three matrices each, all of the same types and sizes.
+    """One layer's routed experts: three matrices each, all experts alike in types and sizes.
 
-    A backend's own table, with addresses say, comes from its kernel's `prepare`.
+    A backend's own table, with addresses say, comes from its kernel's `prepare`; it says its
+    `nbytes` too.
     """
 
     gate: tuple[Weight, ...]
     up: tuple[Weight, ...]
     down: tuple[Weight, ...]
+
+    @property
+    def parts(self) -> tuple[tuple[Weight, ...], ...]:
+        """The matrices of all experts: gates, ups, downs."""
+        return self.gate, self.up, self.down
+
+    @property
+    def kinds(self) -> tuple[QuantType, ...]:
+        """The types of an expert's gate, up and down matrices."""
+        return tuple(part[0].quant for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all experts."""
+        return sum(weight.nbytes for part in self.parts for weight in part)
 
 
 class Embed(Protocol):
@@ -209,18 +228,25 @@ class GatedNorm(Protocol):
 class Route(Protocol):
     """Choose experts: router logits `[rows, experts]` to ids (int32) and weights `[rows, used]`.
 
-    The best come first, the lower id on ties.
+    The best come first, the lower id on ties; `bias [experts]` is added to scores for the choice
+    alone. Every choice is counted in `counts [experts]` (int64).
     """
 
     def __call__(
-        self, logits: torch.Tensor, rule: RouterRule, bias: torch.Tensor | None
+        self,
+        logits: torch.Tensor,
+        rule: RouterRule,
+        bias: torch.Tensor | None,
+        counts: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class Experts(Protocol):
-    """The weighted sum of each row's experts: `down(act(gate x) * up x)`, best expert first.
+    """The weighted sum of each row's experts: `down(act(gate x) * up x)`.
 
-    `x [rows, hidden]`, `ids` int32 and `weights` `[rows, used]`.
+    `x [rows, hidden]`, `ids` int32 and `weights` `[rows, used]`. A row's sum runs in an order of
+    its own choice alone, so that it does not depend on other rows. `scratch` is memory lent for
+    the call; without any a kernel takes its own.
     """
 
     def __call__(
@@ -231,4 +257,5 @@ class Experts(Protocol):
         table: Any,
         activation: str,
         dtype: str,
+        scratch: torch.Tensor | None = None,
     ) -> torch.Tensor: ...

@@ -2,11 +2,13 @@
 
 from headroom.errors import KernelError
 from headroom.kernels.native import attention as native_attention
+from headroom.kernels.native import experts as native_experts
 from headroom.kernels.native import matmul as native_matmul
 from headroom.kernels.native import module
 from headroom.kernels.native import norms as native_norms
+from headroom.kernels.native import route as native_route
 from headroom.kernels.ops import Case, Kernel
-from headroom.kernels.reference import attention, matmul, norms
+from headroom.kernels.reference import attention, delta_net, experts, matmul, norms, route
 from headroom.kernels.reference.quantise import CACHE_TYPES
 from headroom.kernels.weight import PLAIN_TYPES
 
@@ -60,6 +62,25 @@ KERNELS = (
     Kernel("kv_write", "reference", attention.write_kv, _takes_cache_types),
     Kernel("attention", "native", native_attention.attention, native_attention.refuses),
     Kernel("attention", "reference", attention.attention, _takes_cache_types),
+    Kernel("route", "native", native_route.route, module.refuses),
+    Kernel("route", "reference", route.route, _takes_any),
+    Kernel(
+        "experts",
+        "native-int8",
+        native_experts.experts,
+        native_experts.refuses_int8,
+        native_experts.prepare,
+    ),
+    Kernel(
+        "experts",
+        "native-f32",
+        native_experts.experts,
+        native_experts.refuses_f32,
+        native_experts.prepare,
+    ),
+    Kernel("experts", "reference", experts.experts, _takes_plain_products, experts.prepare),
+    Kernel("delta_net", "reference", delta_net.delta_net, _takes_any),
+    Kernel("gated_norm", "reference", delta_net.gated_norm, _takes_any),
 )
 
 

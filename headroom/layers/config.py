@@ -72,7 +72,9 @@ class ExpertsConfig:
     scores: Literal["softmax", "sigmoid"] = "softmax"
     normalise: bool = True  # weights of the chosen ones are divided by their sum
     scale: float = 1.0  # of the weights, after that
+    softcap: float = 0.0  # router logits become softcap * tanh(logits / softcap); 0: they stay
     bias: bool = False  # added to scores for the choice, not for the weights
+    expert_scales: bool = False  # weights are multiplied by a number of each expert, at the end
     activation: Activation = "silu"
     shared_width: int = 0  # of the expert that every token visits; 0: there is none
     shared_gate: bool = False  # it is weighted by a sigmoid of its own

@@ -7,9 +7,9 @@ from math import prod
 
 import torch
 
-from headroom.formats.quants import BY_NAME
+from headroom.formats.quants import BY_NAME, F32
 from headroom.formats.tensor import TensorInfo
-from headroom.kernels.ops import Case
+from headroom.kernels.ops import Case, ExpertTable
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.registry import pick
 from headroom.kernels.weight import PLAIN_TYPES, Weight, plain_type
@@ -37,6 +37,45 @@ class WeightSource:
         weight = self._mapped(name, rows)
         kernel = pick("matmul", replace(self.case, quant=weight.quant))
         return self._kept(kernel.prepare(weight))
+
+    def exact(self, name: str) -> Weight:
+        """Return a small matrix in float32, laid out for its product, whatever its file's type."""
+        info = self.tensors[self.prefix + name]
+        rows, columns = info.shape
+        values = dequantise(_bytes(info), info.quant, prod(info.shape)).view(rows, columns)
+        kernel = pick("matmul", replace(self.case, quant=F32, dtype="f32"))
+        return self._kept(kernel.prepare(Weight(values, F32, rows, columns)))
+
+    def row(self, name: str) -> Weight:
+        """Return a vector as a matrix of one row in float32, in the layout of files."""
+        vector = self.vector(name)
+        return Weight(vector.view(1, -1), F32, 1, vector.numel())
+
+    def experts(self, count: int) -> ExpertTable:
+        """Return a layer's experts as the file has them, mapped and not copied."""
+        below = f"{self.prefix}ffn.experts."
+        if f"{below}gate_up" in self.tensors:  # of each expert the gate's rows, then the up's
+            both = self._mapped_experts(f"{below}gate_up", 2 * count)
+            gate, up = both[::2], both[1::2]
+        else:
+            gate, up = (self._each_expert(part, count) for part in ("gate", "up"))
+        return ExpertTable(gate, up, self._each_expert("down", count))
+
+    def _each_expert(self, part: str, count: int) -> tuple[Weight, ...]:
+        """One matrix of every expert, from one tensor for all or from one for each."""
+        below = f"{self.prefix}ffn.experts."
+        if f"{below}{part}" in self.tensors:
+            return self._mapped_experts(f"{below}{part}", count)
+        names = [f"{below}{expert}.{part}" for expert in range(count)]
+        return tuple(weight for name in names for weight in self._mapped_experts(name, 1))
+
+    def _mapped_experts(self, name: str, count: int) -> tuple[Weight, ...]:
+        """The matrices that lie one after another in a tensor, in the file's layout."""
+        info = self.tensors[name]
+        columns = info.shape[-1]
+        rows = prod(info.shape) // columns // count
+        stored = _stored(info).view(count, rows, -1)
+        return tuple(Weight(data, info.quant, rows, columns) for data in stored)
 
     def table(self, name: str) -> Weight:
         """Return a matrix of which only rows are taken, as the file has it."""

@@ -103,8 +103,9 @@ def core_bytes(layers: Sequence[LayerShape], settings: PlanSettings) -> int:
 
 
 def norm_bytes(model: ModelShape, settings: PlanSettings) -> int:
-    """Return the bytes of the final norm, which stands beside the head."""
-    return held_bytes(model.norm_bytes, model.norm_values, model.norm_values, settings)
+    """Return the bytes of the final norm, which stands beside the head, and of other parts."""
+    floats = model.norm_values - model.norm_matrix_values
+    return held_bytes(model.norm_bytes, model.norm_values, floats, settings)
 
 
 def embed_bytes(model: ModelShape, settings: PlanSettings) -> int:
@@ -190,9 +191,14 @@ def workspace_phases(
     packed ones, whose scratch is counted for the type that needs most.
     """
     if settings.kernels == "native":
-        return {
+        scratch = {
             "layer": max(native_layer_scratch(model.hidden, layer, settings) for layer in layers)
         }
+        if any(layer.experts for layer in layers):
+            scratch["experts"] = max(
+                native_experts_scratch(model.hidden, layer, settings) for layer in layers
+            )
+        return scratch
     plain = device.kind == "cpu"  # plain kernels keep more copies than fused ones
     row = F32_BYTES * settings.rows
     phases = {
@@ -202,6 +208,8 @@ def workspace_phases(
     if not plain:
         phases["feed-forward"] += 2 * max(layer.expert_bytes for layer in layers)  # on their way
         return phases
+    # The answers of all experts of a row stand side by side until they are summed up.
+    phases["feed-forward"] += row * model.hidden * max(layer.experts_used for layer in layers)
     phases["mixer"] += KEY_BLOCK * F32_BYTES * 2 * max(sum(layer.kv_values) for layer in layers)
     padded = -(-settings.parallel // ROW_TILE) * ROW_TILE
     phases["head"] = 2 * padded * model.vocab * F32_BYTES
@@ -224,15 +232,32 @@ def native_layer_scratch(hidden: int, layer: LayerShape, settings: PlanSettings)
         _aligned(F32_BYTES * rows * width)
         for width in (hidden, queries, queries, keys, values, layer.ffn_width)
     )
-    rounded = sum(
-        _aligned(rows * width)
-        + _aligned(4 * rows * (width // 32))
-        + _aligned(4 * rows * (width // 16))
-        for width in (hidden, hidden, queries, layer.ffn_width)
-    )
+    rounded = sum(_rounded(rows, width) for width in (hidden, hidden, queries, layer.ffn_width))
     blocks = -(-settings.context // NATIVE_KEY_BLOCK)
     partial = _aligned(F32_BYTES * blocks * heads * (-(-layer.value_dim // 16) * 16 + 2))
     return floats + rounded + settings.parallel * partial
+
+
+def native_experts_scratch(hidden: int, layer: LayerShape, settings: PlanSettings) -> int:
+    """Return the scratch of experts in the C++ kernels: the same sum as in native/ops.cpp.
+
+    Each row is there once for every expert that it visits, as f32 and rounded to 8 bits.
+    """
+    picks = settings.rows * layer.experts_used
+    orders = _aligned(4 * (layer.experts + 1)) + 2 * _aligned(4 * picks)
+    return orders + sum(
+        _aligned(F32_BYTES * picks * width) + _rounded(picks, width)
+        for width in (hidden, layer.expert_width)
+    )
+
+
+def _rounded(rows: int, width: int) -> int:
+    """Return the bytes of rows rounded to 8 bits, with the scales and sums of their blocks."""
+    return (
+        _aligned(rows * width)
+        + _aligned(4 * rows * (width // 32))
+        + _aligned(4 * rows * (width // 16))
+    )
 
 
 def _aligned(size_bytes: int) -> int:

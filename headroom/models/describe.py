@@ -5,18 +5,26 @@ from dataclasses import dataclass
 
 from headroom.errors import ModelError
 from headroom.formats.checkpoint import Checkpoint
-from headroom.layers.config import AttentionConfig
+from headroom.layers.config import AttentionConfig, DeltaNetConfig
 from headroom.memory.dims import read_dims
 from headroom.memory.shape import ModelShape
 from headroom.memory.sources import header_shape
 from headroom.models.config import ModelConfig
 from headroom.models.family import Family
+from headroom.models.gemma4 import GEMMA4
+from headroom.models.laguna import LAGUNA
 from headroom.models.llama import LLAMA
 from headroom.models.qwen3 import QWEN3
+from headroom.models.qwen3moe import QWEN3MOE
+from headroom.models.qwen35 import QWEN35
+from headroom.models.qwen35moe import QWEN35MOE
 
 log = logging.getLogger(__name__)
 
-FAMILIES: dict[str, Family] = {family.architecture: family for family in (LLAMA, QWEN3)}
+FAMILIES: dict[str, Family] = {
+    family.architecture: family
+    for family in (LLAMA, QWEN3, QWEN3MOE, QWEN35, QWEN35MOE, LAGUNA, GEMMA4)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,7 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
     shape = header_shape(header)
     config = family.read_config(checkpoint, dims)
     _check_attention(checkpoint, config)
+    _check_states(checkpoint, config)
     if extra := checkpoint.metadata.get_int("block_count") - dims.layers:
         log.info("describe: %d layers that predict further ahead are not used", extra)
     return ModelDescription(checkpoint, config, shape)
@@ -78,4 +87,15 @@ def _check_attention(checkpoint: Checkpoint, config: ModelConfig) -> None:
             raise ModelError(
                 f"{checkpoint.path}: {len(attention.rope.divisors)} rotary factors for "
                 f"{dims // 2} frequencies."
+            )
+
+
+def _check_states(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Refuse heads of recurrent layers that cannot be shared out."""
+    mixers = [layer.mixer for layer in config.layers]
+    for state in (mixer for mixer in mixers if isinstance(mixer, DeltaNetConfig)):
+        if state.value_heads % state.key_heads:
+            raise ModelError(
+                f"{checkpoint.path}: {state.value_heads} value heads do not share "
+                f"{state.key_heads} key heads evenly."
             )

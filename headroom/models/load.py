@@ -1,24 +1,52 @@
 """load_model(): planned weights into blocks."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
 
 from headroom.errors import OptionError
 from headroom.formats.tensor import TensorInfo
 from headroom.layers.attention import Attention
-from headroom.layers.block import Block, Layer
-from headroom.layers.cache import allocate_kv
-from headroom.layers.config import AttentionConfig
+from headroom.layers.block import (
+    Block,
+    Ffn,
+    Layer,
+    Mixer,
+    NormedFfn,
+    NormedMixer,
+    PostNormed,
+    SandwichBlock,
+)
+from headroom.layers.cache import KvPages, allocate_kv, allocate_state
+from headroom.layers.config import AttentionConfig, DeltaNetConfig, ExpertsConfig
+from headroom.layers.delta_net import DeltaNet
 from headroom.layers.embedding import Embedding, Head
 from headroom.layers.fused import FusedBlock, refuses_to_fuse
 from headroom.layers.mlp import Mlp
 from headroom.layers.norm import RmsNorm
+from headroom.layers.side import SideInputs, SidePart
 from headroom.layers.weights import WeightSource, open_weights
 from headroom.layers.workspace import Workspace, open_workspace
 from headroom.memory.budget import PlanSettings
 from headroom.memory.plan import Plan
-from headroom.models.config import ModelConfig
+from headroom.models.config import LayerConfig, ModelConfig
 from headroom.models.model import Model
+from headroom.moe.beside import BesideExperts
+from headroom.moe.experts_ffn import ExpertsFfn
+from headroom.moe.stats import RoutingStats
 from headroom.options import KV_TYPES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Common:
+    """What the layers of a model share while they are built."""
+
+    settings: PlanSettings
+    workspace: Workspace
+    side: SideInputs | None
+    routing: RoutingStats | None
+    caches: dict[int, KvPages] = field(default_factory=dict)  # by the layer that owns them
 
 
 def load_model(
@@ -33,17 +61,37 @@ def load_model(
     source = open_weights(tensors, device.name, settings, count, config.norm_offset)
     # Plain kernels take their scratch from torch, so that only the plan counts it.
     scratch_bytes = device.allocated["workspace"] if settings.kernels == "native" else 0
-    workspace = open_workspace(config.hidden, config.vocab, settings, scratch_bytes, count)
+    workspace = open_workspace(
+        config.hidden, config.vocab, settings, scratch_bytes, count, config.keeps_embedding
+    )
     embeddings = source.at("", "embeddings")
     table = embeddings("embed") if config.tied else embeddings.table("embed")
-    blocks = []
-    for index in range(len(config.layers)):
-        get = source.at(f"layers.{index}.")
-        blocks.append(build_layer(config, index, get, settings, workspace))
+    side, routing = _side_inputs(config, source, settings), open_routing(config, device.name)
+    common = Common(settings, workspace, side, routing)
+    blocks = [
+        build_layer(config, index, source.at(f"layers.{index}."), common)
+        for index in range(len(config.layers))
+    ]
     vocabulary = table if config.tied else source.at("", "head")("head")
     norm = RmsNorm(source.norm("norm"), config.norm_eps, source.case)
     head = Head(norm, vocabulary, source.case, config.softcap)
-    return Model(Embedding(table, config.embed_scale), blocks, head, workspace)
+    return Model(Embedding(table, config.embed_scale), blocks, head, workspace, routing, side)
+
+
+def _side_inputs(
+    config: ModelConfig, source: WeightSource, settings: PlanSettings
+) -> SideInputs | None:
+    """Return what makes the inputs of single layers, where a model has them."""
+    if not config.layers[0].side_width:
+        return None
+    table = source.at("", "embeddings").table("side.embed")
+    return SideInputs(table, source, config.norm_eps, settings.rows)
+
+
+def open_routing(config: ModelConfig, device: str) -> RoutingStats | None:
+    """Return empty statistics of a model's routers; None where it has none."""
+    experts = max((layer.experts.experts for layer in config.layers if layer.experts), default=0)
+    return RoutingStats(len(config.layers), experts, device) if experts else None
 
 
 def _check_cache_types(settings: PlanSettings) -> None:
@@ -57,24 +105,89 @@ def _check_cache_types(settings: PlanSettings) -> None:
             )
 
 
-def build_layer(
-    config: ModelConfig,
-    index: int,
-    get: WeightSource,
-    settings: PlanSettings,
-    workspace: Workspace,
-) -> Layer:
+def build_layer(config: ModelConfig, index: int, get: WeightSource, common: Common) -> Layer:
     """Build layer `index`; `get` returns its weights on the planned device."""
-    layer = config.layers[index]
-    assert isinstance(layer.mixer, AttentionConfig)
-    assert layer.ffn is not None
-    pages = allocate_kv(layer.mixer, settings, get.case.device)
-    get.count("kv", pages.nbytes)
-    if refuses_to_fuse(layer.mixer, get, pages) is None:
-        return FusedBlock(layer.mixer, config.norm_eps, get, pages, workspace.scratch)
+    layer, eps = config.layers[index], config.norm_eps
+    mixer = _mixer(config, index, get, common)
+    if isinstance(mixer, FusedBlock):
+        return mixer
+    if layer.post_norms:
+        return _sandwich(config, index, mixer, get, common)
     return Block(
-        mixer_norm=RmsNorm(get.norm("attn.norm"), config.norm_eps, get.case),
-        mixer=Attention(layer.mixer, config.norm_eps, get, pages),
-        ffn_norm=RmsNorm(get.norm("ffn.norm"), config.norm_eps, get.case),
-        ffn=Mlp(get, layer.ffn.activation),
+        mixer_norm=_norm(get, "attn.norm", eps),
+        mixer=mixer,
+        ffn_norm=_norm(get, "ffn.norm", eps),
+        ffn=_ffn(layer, index, get, common),
     )
+
+
+def _mixer(
+    config: ModelConfig, index: int, get: WeightSource, common: Common
+) -> Mixer | FusedBlock:
+    """Build a layer's mixer with what it remembers, or the whole layer where one kernel runs it."""
+    layer, eps = config.layers[index], config.norm_eps
+    if isinstance(layer.mixer, DeltaNetConfig):
+        state = allocate_state(layer.mixer, common.settings, get.case.device)
+        get.count("recurrent_state", state.nbytes)
+        return DeltaNet(layer.mixer, eps, get, state)
+    pages = _pages(layer.mixer, index, get, common)
+    if layer.plain and refuses_to_fuse(layer.mixer, get, pages) is None:
+        return FusedBlock(layer.mixer, eps, get, pages, common.workspace.scratch)
+    return Attention(layer.mixer, eps, get, pages)
+
+
+def _sandwich(
+    config: ModelConfig, index: int, mixer: Mixer, get: WeightSource, common: Common
+) -> Layer:
+    """Build a layer whose parts are normed before and after."""
+    layer, eps = config.layers[index], config.norm_eps
+    parts: list[Ffn] = [_sandwiched_ffn(config, index, get, common)]
+    if common.side is not None:
+        parts.append(SidePart(common.side, index, get, eps))
+    return SandwichBlock(
+        NormedMixer(_norm(get, "attn.norm", eps), mixer, _norm(get, "attn.post_norm", eps)),
+        parts,
+        get.vector("scale") if layer.scaled else None,
+    )
+
+
+def _sandwiched_ffn(config: ModelConfig, index: int, get: WeightSource, common: Common) -> Ffn:
+    """Build a feed-forward part with norms before and after: dense, or experts beside it."""
+    layer, eps = config.layers[index], config.norm_eps
+    assert layer.ffn is not None
+    dense = Mlp(get, layer.ffn.activation)
+    before, after = _norm(get, "ffn.norm", eps), _norm(get, "ffn.post_norm", eps)
+    if layer.experts is None:
+        return NormedFfn(before, dense, after)
+    beside = NormedFfn(before, dense, _norm(get, "ffn.dense_post_norm", eps))
+    counts, scratch = _counts(layer.experts, index, common), common.workspace.scratch
+    return PostNormed(BesideExperts(beside, layer.experts, get, eps, counts, scratch), after)
+
+
+def _pages(mixer: AttentionConfig, index: int, get: WeightSource, common: Common) -> KvPages:
+    """Return the layer's pages: its own, or those of the layer whose cache it reads."""
+    if mixer.shares is not None:
+        return common.caches[mixer.shares]
+    pages = allocate_kv(mixer, common.settings, get.case.device)
+    get.count("kv", pages.nbytes)
+    common.caches[index] = pages
+    return pages
+
+
+def _ffn(layer: LayerConfig, index: int, get: WeightSource, common: Common) -> Ffn:
+    """Build a layer's feed-forward part: dense, or experts instead."""
+    if layer.experts is not None:
+        counts = _counts(layer.experts, index, common)
+        return ExpertsFfn(layer.experts, get, counts, common.workspace.scratch)
+    assert layer.ffn is not None
+    return Mlp(get, layer.ffn.activation)
+
+
+def _counts(experts: ExpertsConfig, index: int, common: Common) -> torch.Tensor:
+    """Return the layer's row of the statistics, which may be longer than its experts are many."""
+    assert common.routing is not None
+    return common.routing.of_layer(index)[: experts.experts]
+
+
+def _norm(get: WeightSource, name: str, eps: float) -> RmsNorm:
+    return RmsNorm(get.norm(name), eps, get.case)

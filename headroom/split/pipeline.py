@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from headroom.layers.batch import Batch
+from headroom.moe.stats import RoutingStats
 from headroom.split.stages import Stage
 
 
@@ -15,6 +16,11 @@ class Pipeline:
         self._stage = stage
         self.vocab = vocab
         self.allocated = allocated  # bytes by the plan's line
+
+    @property
+    def routing(self) -> RoutingStats | None:
+        """How often each expert was chosen; None where the model has none."""
+        return self._stage.routing
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run one step; return the residual stream of the rows whose logits are wanted."""

@@ -4,6 +4,7 @@ import torch
 
 from headroom.layers.batch import Batch
 from headroom.models.model import Model
+from headroom.moe.stats import RoutingStats
 
 
 class Stage:
@@ -12,6 +13,11 @@ class Stage:
     def __init__(self, device: str, model: Model) -> None:
         self.device = device
         self._model = model
+
+    @property
+    def routing(self) -> RoutingStats | None:
+        """How often this stage's experts were chosen; None where it has none."""
+        return self._model.routing
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run one step; return the residual stream of the rows whose logits are wanted."""

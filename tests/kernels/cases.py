@@ -6,11 +6,22 @@ from typing import Any
 import torch
 
 from headroom.formats.quants import BY_NAME, F32, Q8_K, QUANTS, QuantType
-from headroom.kernels.ops import Case, PagedKv, Span
+from headroom.kernels.ops import Case, ExpertTable, PagedKv, RouterRule, Span
 from headroom.kernels.reference.attention import write_kv
 from headroom.kernels.weight import PLAIN_TYPES, Weight, plain_type
 
 WEIGHT_TYPES = [quant for quant in QUANTS if quant.runs and quant is not Q8_K]
+# Of gate, up and down: equal, all different, plain beside packed.
+EXPERT_TYPES = [
+    ("f32", "f32", "f32"), ("q4_k", "q4_k", "q6_k"), ("q8_0", "q4_0", "f32"),
+    ("f16", "q5_1", "bf16"), ("q4_1", "bf16", "q8_0"),
+]  # fmt: skip
+ROUTER_RULES = [
+    RouterRule(used=3, scores="softmax", normalise=True, scale=1.0),
+    RouterRule(used=1, scores="softmax", normalise=False, scale=1.0),
+    RouterRule(used=8, scores="sigmoid", normalise=True, scale=2.5),
+    RouterRule(used=2, scores="sigmoid", normalise=False, scale=0.5, softcap=1.5),
+]
 CACHE_PAIRS = [("f32", "f32"), ("f16", "bf16"), ("q8_0", "f16"), ("q8_0", "q8_0")]
 
 
@@ -24,6 +35,7 @@ class Sized:
 
     def __str__(self) -> str:
         types = {self.case.quant.name, self.case.k_type, self.case.v_type} - {"f32"}
+        types |= {quant.name for quant in self.case.experts}
         return "-".join([self.op, *sorted(types), "x".join(map(str, self.sizes))])
 
 
@@ -45,6 +57,21 @@ def all_cases() -> list[Sized]:
         cases.append(Sized("kv_write", case, (5, 2, 32)))
         for window in (0, 5):
             cases.append(Sized("attention", case, (6, 2, 32, window)))
+    return cases + _expert_cases()
+
+
+def _expert_cases() -> list[Sized]:
+    cases = []
+    for rows in (0, 1, 7):
+        for rule in range(len(ROUTER_RULES)):
+            cases += [Sized("route", Case(), (rows, 8, rule, bias)) for bias in (0, 1)]
+    for names in EXPERT_TYPES:
+        case = Case(experts=tuple(BY_NAME[name] for name in names))
+        hidden = 256 if "q4_k" in names else 64
+        for rows, gelu in ((0, 0), (1, 0), (7, 1), (90, 0)):
+            cases.append(Sized("experts", case, (rows, hidden, hidden, gelu)))
+        if "q4_k" not in names:
+            cases.append(Sized("experts", case, (5, 32, 96, 0)))
     return cases
 
 
@@ -54,6 +81,7 @@ def make_inputs(sized: Sized, seed: int = 0) -> tuple[Any, ...]:
     make = {
         "matmul": _matmul, "embed": _embed, "rms_norm": _rms_norm, "rope": _rope,
         "gated_activation": _gated, "kv_write": _kv_write, "attention": _attention,
+        "route": _route, "experts": _experts,
     }[sized.op]  # fmt: skip
     return make(sized)
 
@@ -133,6 +161,40 @@ def _attention(sized: Sized) -> tuple[Any, ...]:
         Span(21, 1, 411, pages[22:50]),
     )
     return torch.randn(22, heads, dim), cache, spans, dim**-0.5, window
+
+
+def _route(sized: Sized) -> tuple[Any, ...]:
+    rows, experts, rule, bias = sized.sizes
+    logits = torch.randn(rows, experts)
+    logits[:, 5] = logits[:, 2]  # equals
+    given = torch.randn(experts) if bias else None
+    return logits, ROUTER_RULES[rule], given, torch.arange(experts)
+
+
+def _experts(sized: Sized) -> tuple[Any, ...]:
+    rows, hidden, width, gelu = sized.sizes
+    table = random_experts(sized.case.experts, 10, hidden, width)
+    ids, weights = random_choice(rows, 10, 3)
+    activation = "gelu" if gelu else "silu"
+    return torch.randn(rows, hidden), ids, weights, table, activation, sized.case.dtype
+
+
+def random_experts(
+    kinds: tuple[QuantType, ...], count: int, hidden: int, width: int
+) -> ExpertTable:
+    """Experts with random matrices of given types."""
+    shapes = ((width, hidden), (width, hidden), (hidden, width))
+    parts = (
+        tuple(random_weight(quant, *shape) for _ in range(count))
+        for quant, shape in zip(kinds, shapes, strict=True)
+    )
+    return ExpertTable(*parts)
+
+
+def random_choice(rows: int, experts: int, used: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Different experts for each row, and their weights."""
+    ids = torch.rand(rows, experts).argsort(dim=1)[:, :used].int()
+    return ids, torch.rand(rows, used)
 
 
 def empty_cache(k_type: str, v_type: str, slots: int, heads: int, dim: int) -> PagedKv:

@@ -94,6 +94,32 @@ def layers(native, ops) -> None:
             assert np.isfinite(x).all()
 
 
+def experts(native, ops) -> None:
+    """Choose experts by every rule, and run those chosen."""
+    count, used, hidden, width = 10, 3, 256, 64
+    shapes = [(width, hidden), (width, hidden), (hidden, width)]
+    parts = [[packed(native, ops, 8, *shape) for shape in shapes] for _ in range(count)]
+    table = np.array([[address(w) for w in expert] for expert in parts], dtype=np.int64)
+    like = [native.Matrix(0, 8, *shape) for shape in shapes]
+    counts, bias = np.zeros(count, dtype=np.int64), np.ones(count, dtype=np.float32)
+    for rows, sigmoid in ((1, False), (40, True)):
+        logits = RANDOM.standard_normal((rows, count)).astype(np.float32)
+        ids = np.empty((rows, used), dtype=np.int32)
+        weights = np.empty((rows, used), dtype=np.float32)
+        where = [address(array) for array in (logits, bias, counts, ids, weights)]
+        ops.route((rows, count, used), (sigmoid, True), (1.0, 5.0), *where)
+        assert np.abs(weights.sum(1) - 1).max() < 1e-5
+        x = RANDOM.standard_normal((rows, hidden)).astype(np.float32)
+        out = np.empty_like(x)
+        scratch = aligned(native.experts_scratch(rows, used, hidden, width, count))
+        for int8 in (False, True):
+            native.experts(ops, like, address(table), count, address(ids), address(weights),
+                           (rows, used), address(x), int8, int8, address(out), address(scratch),
+                           scratch.size)  # fmt: skip
+            assert np.isfinite(out).all()
+    assert counts.sum() == 41 * used
+
+
 def main() -> None:
     """Exercise the module of the build folder that is given."""
     native = load(Path(sys.argv[1]))
@@ -101,6 +127,7 @@ def main() -> None:
         ops = native.Ops(3, False, isa)
         products(native, ops)
         layers(native, ops)
+        experts(native, ops)
     sys.stdout.write("exercised\n")
 
 

@@ -1,45 +1,32 @@
-"""Routed experts in C++ against a plain loop over tokens and experts."""
+"""Routed experts and their choice against plain definitions."""
 
 import pytest
 import torch
 
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.native.experts import ExpertTable
-from headroom.kernels.native.matmul import prepare
-from headroom.kernels.native.module import MODULE
+from headroom.kernels.native.module import MODULE, POOL
+from headroom.kernels.ops import Case, ExpertTable, RouterRule
+from headroom.kernels.reference.experts import experts
 from headroom.kernels.reference.matmul import unpack_rows
-from tests.kernels.cases import random_weight
+from headroom.kernels.reference.route import route
+from headroom.kernels.registry import KERNELS, pick
+from tests.kernels.cases import random_choice, random_experts
 
-pytestmark = pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
-
-EXPERTS, HIDDEN, WIDTH = 10, 256, 64
-
-
-def make_experts(kinds: tuple[str, str, str]) -> tuple[ExpertTable, list[list[torch.Tensor]]]:
-    """A table of random experts, and their matrices as floats."""
-    shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
-    quants = tuple(BY_NAME[kind] for kind in kinds)
-    floats: list[list[torch.Tensor]] = []
-    packed: list[list[torch.Tensor]] = []
-    for _ in range(EXPERTS):
-        weights = [random_weight(q, *shape) for q, shape in zip(quants, shapes, strict=True)]
-        floats.append([unpack_rows(weight, slice(None)).float() for weight in weights])
-        packed.append([prepare(weight).data for weight in weights])
-    parts = [torch.cat(matrices) for matrices in zip(*packed, strict=True)]
-    return ExpertTable.stacked(parts, quants, shapes, EXPERTS), floats  # type: ignore[arg-type]
+EXPERTS, HIDDEN, WIDTH = 10, 64, 32
+KINDS = tuple(BY_NAME[name] for name in ("q8_0", "q4_0", "f16"))
+SOFTMAX = RouterRule(used=2, scores="softmax", normalise=True, scale=1.0)
+SIGMOID = RouterRule(used=2, scores="sigmoid", normalise=True, scale=2.5)
 
 
 def expected(
-    floats: list[list[torch.Tensor]],
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gelu: bool,
+    table: ExpertTable, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gelu: bool
 ) -> torch.Tensor:
-    out = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
+    out = torch.zeros(len(x), x.shape[1], dtype=torch.float64)
     for token, row in enumerate(x.double()):
         for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
-            gate, up, down = (matrix.double() for matrix in floats[expert])
+            gate, up, down = (
+                unpack_rows(part[expert], slice(None)).double() for part in table.parts
+            )
             inner = gate @ row
             act = (
                 torch.nn.functional.gelu(inner, approximate="tanh")
@@ -51,39 +38,82 @@ def expected(
 
 
 @pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize("kinds", [("q4_k", "q4_k", "f16"), ("q8_0", "q4_0", "f32")])
-@pytest.mark.parametrize("tokens", [0, 1, 7, 300])
-def test_experts_equal_a_plain_loop(kinds, tokens: int, gelu: bool) -> None:
+@pytest.mark.parametrize("tokens", [1, 30])
+def test_the_reference_equals_a_plain_loop(tokens: int, gelu: bool) -> None:
     torch.manual_seed(tokens)
-    table, floats = make_experts(kinds)
+    table = random_experts(KINDS, EXPERTS, HIDDEN, WIDTH)
     x = torch.randn(tokens, HIDDEN)
-    ids = torch.stack([torch.randperm(EXPERTS)[:3] for _ in range(tokens)] or [torch.zeros(3)])
-    ids, weights = ids[:tokens].int(), torch.rand(tokens, 3)
-    wanted = expected(floats, x, ids, weights, gelu)
-    result = table.run(x, ids, weights, gelu=gelu, int8=False)
-    assert result.shape == wanted.shape
-    if tokens:
-        assert float((result - wanted).abs().max() / wanted.abs().max()) < 1e-5
-        rounded = table.run(x, ids, weights, gelu=gelu, int8=True).double()
-        assert float((rounded - wanted).norm() / wanted.norm()) < 0.02
+    ids, weights = random_choice(tokens, EXPERTS, 3)
+    wanted = expected(table, x, ids, weights, gelu)
+    result = experts(x, ids, weights, table, "gelu" if gelu else "silu", "f32")
+    assert float((result - wanted).abs().max() / wanted.abs().max()) < 1e-5
 
 
-def test_a_token_does_not_depend_on_the_others() -> None:
-    table, _ = make_experts(("q4_k", "q4_k", "q8_0"))
-    x = torch.randn(20, HIDDEN)
-    ids = torch.stack([torch.randperm(EXPERTS)[:4] for _ in range(20)]).int()
-    weights = torch.rand(20, 4)
-    together = table.run(x, ids, weights, gelu=False, int8=True)
-    for token in range(20):
-        one = slice(token, token + 1)
-        alone = table.run(x[one], ids[one], weights[one], gelu=False, int8=True)
-        assert torch.equal(alone[0], together[token])
-
-
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 def test_an_expert_that_does_not_exist_is_refused() -> None:
-    table, _ = make_experts(("q4_k", "q4_k", "f16"))
+    kernel = pick("experts", Case(experts=KINDS))
+    table = kernel.prepare(random_experts(KINDS, EXPERTS, HIDDEN, WIDTH))
     with pytest.raises(IndexError, match="no such expert"):
-        table.run(
-            torch.randn(1, HIDDEN), torch.tensor([[EXPERTS]]).int(), torch.ones(1, 1),
-            gelu=False, int8=True,
+        kernel.run(
+            torch.randn(1, HIDDEN), torch.tensor([[EXPERTS]]).int(), torch.ones(1, 1), table,
+            "silu", "f32",
         )  # fmt: skip
+
+
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+def test_lent_scratch_gives_the_same_bits_and_too_little_of_it_is_refused() -> None:
+    kernel = pick("experts", Case(experts=KINDS))
+    table = kernel.prepare(random_experts(KINDS, EXPERTS, HIDDEN, WIDTH))
+    inputs = (torch.randn(4, HIDDEN), *random_choice(4, EXPERTS, 3), table, "silu", "f32")
+    lent = torch.empty(MODULE.experts_scratch(4, 3, HIDDEN, WIDTH, EXPERTS), dtype=torch.uint8)
+    assert torch.equal(kernel.run(*inputs), kernel.run(*inputs, lent))
+    with pytest.raises(ValueError, match="scratch memory of a kernel is smaller"):
+        kernel.run(*inputs, lent[:64])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "f32"])
+@pytest.mark.parametrize("name", ["f32", "q4_0"])
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+def test_experts_compute_in_the_type_that_products_do(dtype: str, name: str) -> None:
+    quant = BY_NAME[name]
+    chosen = pick("experts", Case(experts=(quant,) * 3, dtype=dtype)).backend
+    assert chosen == pick("matmul", Case(quant=quant, dtype=dtype)).backend
+
+
+def test_a_softmax_router_weighs_the_best_by_their_share() -> None:
+    counts = torch.zeros(4, dtype=torch.int64)
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 0.0, 0.0, 0.0]])
+    ids, weights = route(logits, SOFTMAX, None, counts)
+    assert ids.tolist() == [[1, 3], [0, 1]]
+    first, second = 1 / (1 + torch.exp(torch.tensor([-1.0, -5.0])))
+    torch.testing.assert_close(weights[:, 0], torch.stack((first, second)))
+    torch.testing.assert_close(weights.sum(1), torch.ones(2))
+    assert counts.tolist() == [1, 2, 0, 1]
+
+
+def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    bias = torch.tensor([0.0, 0.0, 0.0, 9.0])
+    ids, weights = route(logits, SIGMOID, bias, torch.zeros(4, dtype=torch.int64))
+    assert ids.tolist() == [[3, 0]]
+    scores = logits[0, [3, 0]].sigmoid()
+    torch.testing.assert_close(weights[0], 2.5 * scores / scores.sum())
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.op == "route"], ids=str)
+def test_the_lower_id_wins_a_tie_in_every_kernel(kernel) -> None:
+    if kernel.refuses(Case()):
+        pytest.skip(kernel.refuses(Case()))
+    counts = torch.zeros(40, dtype=torch.int64)
+    ids, _ = kernel.run(torch.zeros(3, 40), SOFTMAX, None, counts)
+    assert ids.tolist() == [[0, 1]] * 3
+    assert counts[:2].tolist() == [3, 3]
+    assert counts.sum() == 6
+
+
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+def test_more_experts_than_there_are_cannot_be_chosen() -> None:
+    counts, ids, weights = torch.zeros(1).long(), torch.zeros(2).int(), torch.zeros(2)
+    with pytest.raises(ValueError, match="more experts are used than there are"):
+        POOL.ops.route((1, 1, 2), (False, True), (1.0, 0.0), torch.zeros(1).data_ptr(), 0,
+                       counts.data_ptr(), ids.data_ptr(), weights.data_ptr())  # fmt: skip

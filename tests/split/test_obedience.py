@@ -12,12 +12,15 @@ from headroom.kernels.native.layer import Step
 from headroom.kernels.native.module import MODULE
 from headroom.kernels.ops import Span
 from headroom.llm import LLM
-from headroom.memory.budget import native_layer_scratch
+from headroom.memory.budget import native_experts_scratch, native_layer_scratch
 from headroom.memory.devices import detect_devices
 from headroom.memory.plan import Plan, make_plan
 from headroom.models.describe import describe
 from headroom.options import Options
 from headroom.split.launch import start_pipeline
+from tests import family_configs
+from tests.families import variant
+from tests.family_gguf import write_gguf
 
 # What a device loses beside the engine's own allocations.
 NOT_OURS = {"runtime", "reserve", "graphs"}
@@ -65,6 +68,54 @@ def test_planned_equals_allocated_for_a_model_with_a_head_of_its_own(
     assert "head" in allocated
 
 
+# Rows of all matrices are multiples of sixteen: C++ panels hold no more than the file then.
+WINDOWED = {
+    "laguna": lambda: family_configs.laguna(
+        num_hidden_layers=2,
+        num_experts=16,
+        num_attention_heads_per_layer=[16, 32],
+        layer_types=["full_attention", "sliding_attention"],
+        mlp_layer_types=["dense", "sparse"],
+    ),
+    "gemma4-31b": family_configs.gemma4,
+    "gemma4-26b": lambda: family_configs.gemma4(
+        enable_moe_block=True, num_experts=16, top_k_experts=3, moe_intermediate_size=32
+    ),
+    "gemma4-e4b": family_configs.gemma4_small,
+    "gemma4-e2b": family_configs.gemma4_smallest,
+}
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("weights", ["packed", "unpacked"])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_planned_equals_allocated_for_models_with_windows(
+    tmp_path: Path, name: str, weights: str, kernels: str
+) -> None:
+    WINDOWED[name]().save_pretrained(tmp_path)
+    settings = {"weights": weights, "kernels": kernels, "context": 512, "parallel": 2, "chunk": 64}
+    plan, allocated = plan_and_load(tmp_path, **settings)
+    expected = planned(plan)
+    if plan.settings.kernels == "reference":
+        expected.pop("workspace")
+    assert allocated == expected
+    assert ("hot_experts" in allocated) == (name in ("laguna", "gemma4-26b"))
+
+
+def test_layers_with_a_window_do_not_grow_and_layers_that_share_have_nothing(
+    tmp_path: Path,
+) -> None:
+    path = variant("gemma4-e4b").save_gguf(tmp_path / "m.gguf")
+    sizes = [
+        plan_and_load(path, context=context, parallel=1, chunk=32, kv_type="f32")[1]["kv"]
+        for context in (256, 512)
+    ]
+    # Of 12 layers the first 6 have caches: 5 of a window with 2 heads of 32 values, and one with
+    # 2 heads of 64 that sees all.
+    window, full = 5 * 2 * 64 * 2 * 2 * 32 * 4, 2 * 2 * 64 * 4
+    assert sizes == [window + 256 * full, window + 512 * full]
+
+
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 @pytest.mark.parametrize(("parallel", "context", "chunk"), [(1, 512, 32), (3, 1100, 7)])
 def test_the_planned_scratch_is_what_the_cpp_layer_needs_at_most(
@@ -91,3 +142,50 @@ def test_a_full_engine_stays_within_its_scratch(tiny_path: Path) -> None:
         prompts = [[7] * 200, [9] * 255, [11] * 100, [13] * 250, [15] * 240]
         done = llm.generate(prompts, params)
         assert [d.prompt_tokens + d.generated_tokens for d in done] == [256] * 5
+
+
+# Sixteen experts, so that the C++ kernels' panels of sixteen rows hold the router and no more.
+@pytest.mark.parametrize("format", ["gguf", "safetensors"])
+@pytest.mark.parametrize("weights", ["packed", "unpacked"])
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_planned_equals_allocated_for_experts(
+    tmp_path: Path, format: str, weights: str, kernels: str
+) -> None:
+    model = family_configs.qwen3_moe(num_experts=16)
+    path = tmp_path / "m.gguf"
+    if format == "gguf":
+        write_gguf(model, path, "F32", False, False)
+    else:
+        path = tmp_path / "m"
+        model.save_pretrained(path)
+    settings = {"weights": weights, "kernels": kernels, "context": 128, "parallel": 2}
+    plan, allocated = plan_and_load(path, **settings)
+    expected = planned(plan)
+    if plan.settings.kernels == "reference":
+        expected.pop("workspace")
+    assert allocated == expected
+    assert allocated["hot_experts"] == 3 * 16 * 3 * 64 * 32 * 4
+
+
+def test_planned_equals_allocated_for_experts_beside_a_shared_one(tmp_path: Path) -> None:
+    write_gguf(family_configs.qwen35_moe(), tmp_path / "m.gguf", "Q8_0", True, False)
+    settings = {"kernels": "reference", "context": 128, "parallel": 2}
+    plan, allocated = plan_and_load(tmp_path / "m.gguf", **settings)
+    expected = planned(plan)
+    expected.pop("workspace")
+    assert allocated == expected
+
+
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+def test_the_planned_scratch_of_experts_is_what_the_cpp_kernel_needs(tmp_path: Path) -> None:
+    write_gguf(family_configs.qwen3_moe(), tmp_path / "m.gguf", "Q8_0", False, False)
+    settings = {"context": 256, "parallel": 3, "chunk": 200}
+    plan, allocated = plan_and_load(tmp_path / "m.gguf", **settings)
+    model = describe(open_checkpoint(tmp_path / "m.gguf"))
+    needed = MODULE.experts_scratch(plan.settings.rows, 3, model.config.hidden, 32, 8)
+    assert needed == native_experts_scratch(
+        model.config.hidden, model.shape.layers[0], plan.settings
+    )
+    assert allocated["workspace"] >= needed
+    line = next(line for line in plan.devices[0].lines if line.name == "workspace")
+    assert "experts" in line.why

@@ -112,6 +112,14 @@ void bind_ops(nb::module_& m) {
             self.attention(shape, cache, scaled.data(), spans.data(), count, at<float>(out),
                            Scratch(aligned, scratch.size()));
         })
+        .def("route", [](Ops& self, std::array<int64_t, 3> sizes, std::array<bool, 2> flags,
+                         std::array<float, 2> factors, Address logits, Address bias, Address counts,
+                         Address ids, Address weights) {
+            const RouterRule rule{sizes[2], flags[0], flags[1], factors[0], factors[1]};
+            nb::gil_scoped_release released;
+            self.route(rule, at<const float>(logits), sizes[0], sizes[1], at<const float>(bias),
+                       at<int64_t>(counts), at<int32_t>(ids), at<float>(weights));
+        })
         .def("rms_norm", [](Ops& self, Address x, Address weight, int64_t rows, int64_t columns,
                             float eps, Address out) {
             nb::gil_scoped_release released;

@@ -1,57 +1,116 @@
 """Routed experts on the CPU: each chosen expert is read once for all tokens that chose it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from headroom.formats.quants import QuantType
+from headroom.kernels.native import matmul
 from headroom.kernels.native.module import MODULE, POOL
+from headroom.kernels.ops import Case, ExpertTable
+from headroom.kernels.weight import PLAIN_TYPES
+
+Shape = tuple[int, int]  # rows, columns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ExpertTable:
+class PanelTable:
     """Where each expert's gate, up and down matrices lie, all experts alike in type and shape."""
 
     addresses: torch.Tensor  # int64 [experts, 3]
-    kinds: tuple[QuantType, QuantType, QuantType]
-    shapes: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # rows, columns
-    kept: Sequence[torch.Tensor]  # the memory that the addresses point into
+    kinds: Sequence[QuantType]
+    shapes: Sequence[Shape]
+    blobs: torch.Tensor  # the memory that the addresses point into: gate, up, down of each expert
 
     @classmethod
-    def stacked(
-        cls,
-        parts: Sequence[torch.Tensor],
-        kinds: tuple[QuantType, QuantType, QuantType],
-        shapes: tuple[tuple[int, int], tuple[int, int], tuple[int, int]],
-        experts: int,
-    ) -> "ExpertTable":
-        """Return the table of experts whose panels lie one after another in three tensors."""
-        columns = [
-            torch.arange(experts) * (part.numel() // experts) + part.data_ptr() for part in parts
-        ]
-        return cls(torch.stack(columns, dim=1), kinds, shapes, parts)
+    def of_blobs(
+        cls, blobs: torch.Tensor, kinds: Sequence[QuantType], shapes: Sequence[Shape]
+    ) -> "PanelTable":
+        """Return the table of experts `[experts, bytes]`, each with its three matrices in panels.
 
-    def run(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, gelu: bool, int8: bool
-    ) -> torch.Tensor:
-        """Return the weighted sum of each row's experts: `down(act(gate x) * up x)`.
-
-        `x [tokens, hidden]`, `ids` int32 and `weights` float32 `[tokens, experts per token]`.
+        An expert is one piece of memory, so that it moves by one copy.
         """
-        tokens, per_token = ids.shape
-        width, hidden = self.shapes[0]
-        x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-        out = torch.empty(tokens, hidden)
-        size = MODULE.experts_scratch(tokens, per_token, hidden, width, len(self.addresses))
+        sizes = _panel_sizes(kinds, shapes)
+        assert blobs.is_contiguous()
+        assert blobs.shape[1] == sum(sizes)
+        first = torch.arange(len(blobs)) * blobs.shape[1] + blobs.data_ptr()
+        columns = [first, first + sizes[0], first + sizes[0] + sizes[1]]
+        return cls(torch.stack(columns, dim=1), kinds, shapes, blobs)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all experts."""
+        return self.blobs.nbytes
+
+
+def refuses_int8(case: Case) -> str | None:
+    """Say why 8-bit activations cannot be had for a case."""
+    if case.dtype != "int8":
+        return f"computes in int8, not {case.dtype}"
+    if all(kind.name in PLAIN_TYPES for kind in case.experts):
+        return "plain weights have no 8-bit partner"
+    return _refuses_kinds(case)
+
+
+def refuses_f32(case: Case) -> str | None:
+    """Say why float activations cannot be had for a case."""
+    packed = any(kind.name not in PLAIN_TYPES for kind in case.experts)
+    if case.dtype not in ("f32", "int8") or (case.dtype == "int8" and packed):
+        return f"computes in f32, not {case.dtype}"
+    return _refuses_kinds(case)
+
+
+def _refuses_kinds(case: Case) -> str | None:
+    reasons = (matmul.refuses(replace(case, quant=kind)) for kind in case.experts)
+    return next((reason for reason in reasons if reason), None)
+
+
+def prepare(table: ExpertTable) -> PanelTable:
+    """Return the experts in panels, packed one by one from where they lie to their place."""
+    shapes = [(part[0].rows, part[0].columns) for part in table.parts]
+    sizes = _panel_sizes(table.kinds, shapes)
+    blobs = torch.empty(len(table.gate), sum(sizes), dtype=torch.uint8)
+    for blob, expert in zip(blobs, zip(*table.parts, strict=True), strict=True):
+        for place, weight in zip(blob.split(sizes), expert, strict=True):
+            source = weight.data.contiguous()
+            POOL.ops.pack(
+                weight.quant.ggml_id, weight.rows, weight.columns, source.data_ptr(),
+                place.data_ptr(),
+            )  # fmt: skip
+    return PanelTable.of_blobs(blobs, table.kinds, shapes)
+
+
+def experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    table: PanelTable,
+    activation: str,
+    dtype: str,
+    scratch: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the weighted sum of each row's experts, those with lower ids first."""
+    (rows, used), (width, hidden) = ids.shape, table.shapes[0]
+    x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+    out = torch.empty(rows, hidden)
+    size = MODULE.experts_scratch(rows, used, hidden, width, len(table.addresses))
+    if scratch is None:
         scratch = torch.empty(size, dtype=torch.uint8)
-        like = [
-            MODULE.Matrix(0, kind.ggml_id, rows, columns)
-            for kind, (rows, columns) in zip(self.kinds, self.shapes, strict=True)
-        ]
-        MODULE.experts(
-            POOL.ops, like, self.addresses.data_ptr(), len(self.addresses), ids.data_ptr(),
-            weights.data_ptr(), (tokens, per_token), x.data_ptr(), gelu, int8, out.data_ptr(),
-            scratch.data_ptr(), size,
-        )  # fmt: skip
-        return out
+    like = [
+        MODULE.Matrix(0, kind.ggml_id, *shape)
+        for kind, shape in zip(table.kinds, table.shapes, strict=True)
+    ]
+    MODULE.experts(
+        POOL.ops, like, table.addresses.data_ptr(), len(table.addresses), ids.data_ptr(),
+        weights.data_ptr(), (rows, used), x.data_ptr(), activation == "gelu", dtype == "int8",
+        out.data_ptr(), scratch.data_ptr(), scratch.numel(),
+    )  # fmt: skip
+    return out
+
+
+def _panel_sizes(kinds: Sequence[QuantType], shapes: Sequence[Shape]) -> list[int]:
+    """Return the bytes of an expert's three matrices, all multiples of 64."""
+    return [
+        MODULE.panel_bytes(kind.ggml_id, *shape) for kind, shape in zip(kinds, shapes, strict=True)
+    ]

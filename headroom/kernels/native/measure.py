@@ -70,18 +70,18 @@ def expert_speed() -> float:
     kinds = (BY_NAME["q4_k"], BY_NAME["q4_k"], BY_NAME["q6_k"])
     shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
     parts = [
-        random_panels(kind, EXPERTS * rows, columns)
+        random_panels(kind, EXPERTS * rows, columns).view(EXPERTS, -1)
         for kind, (rows, columns) in zip(kinds, shapes, strict=True)
     ]
-    layer = experts.ExpertTable.stacked(parts, kinds, shapes, EXPERTS)
-    one = sum(part.numel() for part in parts) // EXPERTS
+    layer = experts.PanelTable.of_blobs(torch.cat(parts, dim=1), kinds, shapes)
+    one = layer.blobs.shape[1]
     rounds = max(1, TOUCHED_BYTES // (EXPERTS_USED * one))
     x, weights = torch.randn(1, HIDDEN), torch.rand(1, EXPERTS_USED)
     picks = [torch.randperm(EXPERTS)[:EXPERTS_USED][None].int() for _ in range(rounds)]
 
     def answer() -> None:
         for ids in picks:
-            layer.run(x, ids, weights, gelu=False, int8=True)
+            experts.experts(x, ids, weights, layer, "silu", "int8")
 
     return best_speed(answer, rounds * EXPERTS_USED * one)
 

@@ -446,7 +446,8 @@ void Ops::experts(const Matrix& gate, const Matrix& up, const Matrix& down,
 
     float* rows = scratch.take<float>(picks * hidden);
     float* inner = scratch.take<float>(picks * width);
-    const Input in = prepare(rows, picks, hidden, int8 && !is_plain(gate.kind), scratch);
+    const bool packed = !is_plain(gate.kind) && !is_plain(up.kind);  // one input serves both
+    const Input in = prepare(rows, picks, hidden, int8 && packed, scratch);
     const Input inner_in = prepare(inner, picks, width, int8 && !is_plain(down.kind), scratch);
     pool_.parallel(picks, 4, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) {

@@ -64,6 +64,15 @@ struct ExpertWeights {
     const uint8_t *gate, *up, *down;
 };
 
+// How a router's logits become a choice of experts and their weights.
+struct RouterRule {
+    int64_t used;  // experts that a row visits
+    bool sigmoid;  // scores are the logits' sigmoid, not their softmax
+    bool normalise;  // weights are divided by their sum
+    float scale;  // of the weights, after that
+    float softcap;  // logits become softcap * tanh(logits / softcap); 0: they stay
+};
+
 class Ops {
   public:
     Ops(const Kernels& kernels, int threads, bool pin) : kernels_(kernels), pool_(threads, pin) {}
@@ -99,6 +108,10 @@ class Ops {
                  const float* x, int64_t tokens, Gate act, bool int8, float* out, Scratch scratch);
     static size_t experts_scratch(int64_t tokens, int64_t per_token, int64_t hidden, int64_t width,
                                   int64_t experts);
+
+    // ids and weights [rows, used] of logits [rows, experts], the best first; counts [experts] grow.
+    void route(const RouterRule& rule, const float* logits, int64_t rows, int64_t experts,
+               const float* bias, int64_t* counts, int32_t* ids, float* weights);
 
     void rms_norm(const float* x, const float* weight, int64_t rows, int64_t columns, float eps,
                   float* out);

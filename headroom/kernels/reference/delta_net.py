@@ -1,0 +1,64 @@
+"""Gated linear attention in plain torch, row after row.
+
+Each row goes through the same operations on tensors of the same shapes, whatever stands beside
+it, so that its bits do not depend on how steps divide a sequence.
+"""
+
+import torch
+
+from headroom.kernels.ops import DeltaNetWeights, RecurrentState, Span
+
+L2_EPS = 1e-6  # inside the root, so that a vector of zeros stays one
+
+
+def delta_net(
+    qkv: torch.Tensor,
+    beta: torch.Tensor,
+    alpha: torch.Tensor,
+    weights: DeltaNetWeights,
+    state: RecurrentState,
+    spans: tuple[Span, ...],
+) -> torch.Tensor:
+    """Run every span's rows through its sequence's state, which is left after the last row."""
+    _, heads, _, dim = state.memory.shape
+    out = torch.empty(len(qkv), heads, dim, device=qkv.device)
+    for span in spans:
+        memory, inputs = state.memory[span.slot], state.inputs[span.slot]
+        if span.start == 0:
+            memory.zero_()
+            inputs.zero_()
+        for row in range(span.first_row, span.first_row + span.rows):
+            window = torch.cat((inputs, qkv[row : row + 1]))
+            inputs.copy_(window[1:])
+            queries, keys, values = _convolved(window, weights, heads, dim)
+            time = torch.nn.functional.softplus(alpha[row] + weights.dt_bias)
+            memory *= (weights.decay * time).exp()[:, None, None]
+            known = (memory * keys[:, :, None]).sum(1)  # [heads, dim]
+            change = beta[row].sigmoid()[:, None] * (values - known)
+            memory += keys[:, :, None] * change[:, None, :]
+            out[row] = (memory * queries[:, :, None]).sum(1)
+    return out
+
+
+def _convolved(
+    window: torch.Tensor, weights: DeltaNetWeights, heads: int, dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The last row's queries, keys and values, one of each for every value head."""
+    mixed = torch.nn.functional.silu((window * weights.conv.T).sum(0)).view(-1, dim)
+    queries, keys, values = mixed.split((weights.key_heads, weights.key_heads, heads))
+    head = torch.arange(heads, device=window.device)
+    group = heads // weights.key_heads
+    source = head % weights.key_heads if weights.tiled else head // group
+    return _unit(queries)[source] * dim**-0.5, _unit(keys)[source], values
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Return `weight * x / sqrt(mean(x^2) + eps) * silu(gate)` over the last axis."""
+    normed = weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
+    return normed * torch.nn.functional.silu(gate)

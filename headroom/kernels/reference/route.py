@@ -1,0 +1,22 @@
+"""The choice of experts in plain torch."""
+
+import torch
+
+from headroom.kernels.ops import RouterRule
+
+
+def route(
+    logits: torch.Tensor, rule: RouterRule, bias: torch.Tensor | None, counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids and weights of each row's experts, the best first, and count them."""
+    if rule.softcap:
+        logits = torch.tanh(logits / rule.softcap) * rule.softcap
+    scores = logits.sigmoid() if rule.scores == "sigmoid" else logits.softmax(-1)
+    choice = scores if bias is None else scores + bias
+    # A stable sort keeps the lower id first; topk promises no order among equals.
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : rule.used]
+    weights = scores.gather(1, ids)
+    if rule.normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    counts += torch.bincount(ids.flatten(), minlength=len(counts))
+    return ids.int(), weights * rule.scale

@@ -1,0 +1,49 @@
+"""DeltaNet: gated linear attention, which keeps a state instead of keys and values."""
+
+import torch
+
+from headroom.kernels.ops import DeltaNet as DeltaNetOp
+from headroom.kernels.ops import DeltaNetWeights, GatedNorm, RecurrentState
+from headroom.kernels.registry import pick
+from headroom.layers.batch import Batch
+from headroom.layers.config import DeltaNetConfig
+from headroom.layers.linear import Linear
+from headroom.layers.weights import WeightSource
+
+
+class DeltaNet:
+    """Projects rows, runs them through their sequences' states, and gates what comes out."""
+
+    def __init__(
+        self, config: DeltaNetConfig, eps: float, get: WeightSource, state: RecurrentState
+    ) -> None:
+        self._state = state
+        self._qkv = Linear(get("delta.qkv"), get.case)
+        self._z = Linear(get("delta.z"), get.case)
+        self._beta = Linear(get("delta.beta"), get.case)
+        self._alpha = Linear(get("delta.alpha"), get.case)
+        self._out = Linear(get("delta.out"), get.case)
+        self._norm = get.vector("delta.norm").flatten()  # never with an offset
+        self._eps = eps
+        self._weights = _small_weights(config, get)
+        self._delta_net: DeltaNetOp = pick("delta_net", get.case).run
+        self._gated_norm: GatedNorm = pick("gated_norm", get.case).run
+
+    def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the block's output for normed rows; the states go on to their last rows."""
+        mixed = self._delta_net(
+            self._qkv(x), self._beta(x), self._alpha(x), self._weights, self._state, batch.spans
+        )
+        gate = self._z(x).view(mixed.shape)
+        return self._out(self._gated_norm(mixed, gate, self._norm, self._eps).flatten(1))
+
+
+def _small_weights(config: DeltaNetConfig, get: WeightSource) -> DeltaNetWeights:
+    decay = get.vector("delta.a").flatten()
+    return DeltaNetWeights(
+        conv=get.vector("delta.conv").view(config.channels, config.conv),
+        decay=-decay.exp() if config.decay_is_log else decay,
+        dt_bias=get.vector("delta.dt_bias").flatten(),
+        key_heads=config.key_heads,
+        tiled=config.tiled,
+    )

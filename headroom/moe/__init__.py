@@ -1,0 +1,1 @@
+"""Experts, chosen by a router."""

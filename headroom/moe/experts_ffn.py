@@ -1,0 +1,67 @@
+"""ExpertsFfn: a router, the experts it chooses, and one that every row visits."""
+
+from dataclasses import replace
+
+import torch
+
+from headroom.kernels.ops import Experts
+from headroom.kernels.registry import pick
+from headroom.layers.config import ExpertsConfig
+from headroom.layers.linear import Linear
+from headroom.layers.mlp import Mlp
+from headroom.layers.weights import WeightSource
+from headroom.moe.router import Router
+
+
+class RoutedExperts:
+    """The experts of one layer, all on one device."""
+
+    def __init__(self, config: ExpertsConfig, get: WeightSource, scratch: torch.Tensor) -> None:
+        mapped = get.experts(config.experts)
+        kernel = pick("experts", replace(get.case, experts=mapped.kinds))
+        # Experts stay packed whatever other weights do: they move, and most are seldom read.
+        self._table = kernel.prepare(mapped)
+        get.count("hot_experts", self._table.nbytes)
+        self._activation, self._dtype = config.activation, get.case.dtype
+        self._scratch = scratch if scratch.numel() else None
+        self._experts: Experts = kernel.run
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of each row's experts; `ids` and `weights` `[rows, used]`."""
+        return self._experts(
+            x, ids, weights, self._table, self._activation, self._dtype, self._scratch
+        )
+
+
+class SharedExpert:
+    """The expert that every row visits, weighted by a sigmoid of its own where it has one."""
+
+    def __init__(self, config: ExpertsConfig, get: WeightSource) -> None:
+        self._mlp = Mlp(get, config.activation, "ffn.shared.")
+        exact = replace(get.case, dtype="f32", reference=True)  # one row is too little for panels
+        self._gate = Linear(get.row("ffn.shared.router"), exact) if config.shared_gate else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the expert's output for normed rows."""
+        out = self._mlp(x)
+        return out if self._gate is None else out * self._gate(x).sigmoid()
+
+
+class ExpertsFfn:
+    """The feed-forward part of a layer with routed experts."""
+
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        get: WeightSource,
+        counts: torch.Tensor,  # this layer's row of RoutingStats
+        scratch: torch.Tensor,  # of the stage; layers use it one after another
+    ) -> None:
+        self._router = Router(config, get, counts)
+        self._experts = RoutedExperts(config, get, scratch)
+        self._shared = SharedExpert(config, get) if config.shared_width else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output for normed rows."""
+        out = self._experts(x, *self._router(x))
+        return out if self._shared is None else out.add_(self._shared(x))

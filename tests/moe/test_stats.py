@@ -1,0 +1,67 @@
+"""Routing statistics: every choice of every path is counted once."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from headroom.engine.batching import make_batch
+from headroom.engine.scheduler import Turn
+from headroom.formats.checkpoint import Checkpoint, open_checkpoint
+from headroom.moe.stats import RoutingStats
+from headroom.split.pipeline import Pipeline
+from tests.families import PROMPT, variant
+from tests.running import PAGE_SIZE, open_pipeline, running
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A small mixture of experts."""
+    return open_checkpoint(variant("qwen3moe").save_gguf(tmp_path_factory.mktemp("m") / "m.gguf"))
+
+
+def hand_count(checkpoint: Checkpoint, tokens: list[int]) -> torch.Tensor:
+    """What transformers' own routers choose for a text, `[layers, experts]`."""
+    model = variant("qwen3moe").model()
+    with torch.inference_mode():
+        out = model(input_ids=torch.tensor([tokens]), output_router_logits=True)
+    experts = model.config.num_experts
+    picks = [x.topk(model.config.num_experts_per_tok).indices for x in out.router_logits]
+    return torch.stack([torch.bincount(x.flatten(), minlength=experts) for x in picks])
+
+
+def step(pipeline: Pipeline, *turns: Turn) -> None:
+    with torch.inference_mode():
+        pipeline.forward(make_batch(list(turns), PAGE_SIZE))
+    for turn in turns:
+        turn.sequence.cached += turn.rows
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_counts_of_prefill_and_decode_equal_a_hand_count(
+    checkpoint: Checkpoint, kernels: str
+) -> None:
+    pipeline = open_pipeline(checkpoint, kernels=kernels)
+    stats = pipeline.routing
+    assert stats is not None
+    assert not stats.counts().any()
+    first, second = running(PROMPT, [0, 1]), running(PROMPT[::-1], [2, 3], slot=1)
+    step(pipeline, Turn(first, 10))
+    step(pipeline, Turn(first, 1), Turn(second, 5))  # decode beside a prompt
+    for _ in range(2):
+        step(pipeline, Turn(first, 1), Turn(second, 1))
+    expected = hand_count(checkpoint, PROMPT[:13]) + hand_count(checkpoint, PROMPT[::-1][:7])
+    assert torch.equal(stats.counts(), expected)
+    assert stats.counts().sum(1).tolist() == [(13 + 7) * 3] * len(expected)
+
+
+def test_a_model_without_experts_has_no_statistics(tiny_path: Path) -> None:
+    assert open_pipeline(open_checkpoint(tiny_path)).routing is None
+
+
+def test_counts_are_a_copy_that_later_steps_leave_alone() -> None:
+    stats = RoutingStats(layers=2, experts=3, device="cpu")
+    before = stats.counts()
+    stats.of_layer(1)[2] += 4
+    assert before.sum() == 0
+    assert stats.counts().tolist() == [[0, 0, 0], [0, 0, 4]]
