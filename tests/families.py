@@ -57,9 +57,7 @@ class Variant:
     def dequantised_model(self, path: Path) -> PreTrainedModel:
         """Return a model with exactly the values that a GGUF file of this one holds."""
         model = self.build(**dict(self.changes))
-        missing, unexpected = model.load_state_dict(
-            from_gguf(model, read_gguf(path)), strict=False
-        )
+        missing, unexpected = model.load_state_dict(from_gguf(model, read_gguf(path)), strict=False)
         assert not unexpected
         assert set(missing) <= {"lm_head.weight"}  # of tied models
         return model

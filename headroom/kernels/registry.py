@@ -2,6 +2,7 @@
 
 from headroom.errors import KernelError
 from headroom.kernels.native import attention as native_attention
+from headroom.kernels.native import delta_net as native_delta_net
 from headroom.kernels.native import matmul as native_matmul
 from headroom.kernels.native import module
 from headroom.kernels.native import norms as native_norms
@@ -60,7 +61,9 @@ KERNELS = (
     Kernel("kv_write", "reference", attention.write_kv, _takes_cache_types),
     Kernel("attention", "native", native_attention.attention, native_attention.refuses),
     Kernel("attention", "reference", attention.attention, _takes_cache_types),
+    Kernel("delta_net", "native", native_delta_net.delta_net, module.refuses),
     Kernel("delta_net", "reference", delta_net.delta_net, _takes_any),
+    Kernel("gated_norm", "native", native_delta_net.gated_norm, module.refuses),
     Kernel("gated_norm", "reference", delta_net.gated_norm, _takes_any),
 )
 

@@ -100,6 +100,13 @@ class Ops {
     static size_t experts_scratch(int64_t tokens, int64_t per_token, int64_t hidden, int64_t width,
                                   int64_t experts);
 
+    // Spans cover all rows. Scratch: mixed [rows, channels], gates [2, rows, value heads].
+    void delta_net(const DeltaShape& shape, const DeltaWeights& w, const DeltaState& state,
+                   const DeltaSpan* spans, int64_t span_count, const float* qkv, const float* beta,
+                   const float* alpha, float* mixed, float* gates, float* out);
+    void gated_norm(const float* x, const float* gate, const float* weight, int64_t rows,
+                    int64_t columns, float eps, float* out);
+
     void rms_norm(const float* x, const float* weight, int64_t rows, int64_t columns, float eps,
                   float* out);
     void rope(const float* x, int64_t rows, int64_t heads, int64_t dim, const float* cos,
