@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def variant(name: str) -> Variant:
     return VARIANTS[name]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _model(name: str) -> PreTrainedModel:
     found = VARIANTS[name]
     return found.build(**dict(found.changes))
@@ -120,14 +120,14 @@ def oracle_greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> 
     return list(_greedy(model, tuple(prompt), count))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _logits(model: PreTrainedModel, ids: tuple[int, ...]) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     return logits
 
 
-@lru_cache(maxsize=None)
+@cache
 def _greedy(model: PreTrainedModel, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
     ids, cache, chosen = torch.tensor([prompt]), None, []
     with torch.inference_mode():

@@ -43,7 +43,9 @@ def test_steps_of_any_size_beside_any_neighbour_give_the_same_bits(
     parts, state, start = [], unclean_state(3), 0
     for size in sizes:
         # Another sequence's rows come first; ours has the last slot.
-        batch = [torch.cat((b[:2], a[start : start + size])) for a, b in zip(given, others)]
+        batch = [
+            torch.cat((b[:2], a[start : start + size])) for a, b in zip(given, others, strict=True)
+        ]
         spans = (Span(0, 2, 0, NO_PAGES, slot=1), Span(2, size, start, NO_PAGES, slot=2))
         parts.append(kernel.run(*batch, small, state, spans)[2:])
         start += size

@@ -18,6 +18,8 @@ from headroom.memory.plan import Plan, make_plan
 from headroom.models.describe import describe
 from headroom.options import Options
 from headroom.split.launch import start_pipeline
+from tests.family_configs import qwen35
+from tests.family_gguf import write_gguf
 
 # What a device loses beside the engine's own allocations.
 NOT_OURS = {"runtime", "reserve", "graphs"}
@@ -63,6 +65,28 @@ def test_planned_equals_allocated_for_a_model_with_a_head_of_its_own(
         expected.pop("workspace")  # torch's own, measured and not allocated by us
     assert allocated == expected
     assert "head" in allocated
+
+
+@pytest.mark.parametrize("weights", ["packed", "unpacked"])
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("format", ["gguf", "safetensors"])
+def test_planned_equals_allocated_for_a_model_with_recurrent_states(
+    tmp_path: Path, format: str, weights: str, kernels: str
+) -> None:
+    # Sizes that the panels of the C++ kernels need no padding for, like those of real models.
+    model = qwen35(key_heads=4, value_heads=16, state_dim=16, intermediate_size=128)
+    path = tmp_path / ("m.gguf" if format == "gguf" else "m")
+    if format == "gguf":
+        write_gguf(model, path, "Q8_0", fused=False, unused_keys=False)
+    else:
+        model.save_pretrained(path)
+    plan, allocated = plan_and_load(path, weights=weights, kernels=kernels, context=128, parallel=2)
+    expected = planned(plan)
+    if plan.settings.kernels == "reference":
+        expected.pop("workspace")
+    assert allocated == expected
+    states = 6 * 2 * 4 * (16 * 16 * 16 + 3 * (2 * 4 + 16) * 16)  # of six layers, two sequences
+    assert allocated["recurrent_state"] == states
 
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
