@@ -11,7 +11,10 @@ from transformers import PreTrainedModel
 
 from tests import family_configs as configs
 from tests.family_gguf import ARCHITECTURES, from_gguf, read_gguf, write_gguf
-from tests.tiny import CHAT_TEMPLATE, byte_tokenizer
+from tests.tiny import CHAT_TEMPLATE, VOCAB, byte_tokenizer
+
+# Longer than every window.
+PROMPT = torch.randint(0, VOCAB, (24,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +132,10 @@ def _logits(model: PreTrainedModel, ids: tuple[int, ...]) -> torch.Tensor:
 
 @cache
 def _greedy(model: PreTrainedModel, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-    ids, cache, chosen = torch.tensor([prompt]), None, []
+    ids, past, chosen = torch.tensor([prompt]), None, []
     with torch.inference_mode():
         for _ in range(count):
-            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
-            ids, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+            out = model(input_ids=ids, past_key_values=past, use_cache=True)
+            ids, past = out.logits[:, -1:].argmax(-1), out.past_key_values
             chosen.append(int(ids))
     return tuple(chosen)

@@ -11,7 +11,10 @@ Keys = dict[str, Any]  # without the family's prefix
 
 def plain_config(model: PreTrainedModel) -> Any:
     """Return a model's settings as they are saved; Gemma's class refuses to give some of them."""
-    return SimpleNamespace(**model.config.to_dict())
+    values = model.config.to_dict()
+    if "num_local_experts" in values:  # the saved spelling of Qwen3-MoE
+        values["num_experts"] = values["num_local_experts"]
+    return SimpleNamespace(**values)
 
 
 def write_settings(writer: gguf.GGUFWriter, config: Any) -> None:
