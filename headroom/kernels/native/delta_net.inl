@@ -82,17 +82,20 @@ inline void delta_row(const DeltaJob& job, int64_t row, float* block) {
     high = mul(beta, sub(load(value + 16), mul(decay, high)));
     F lows[4], highs[4];
     for (int j = 0; j < 4; ++j) lows[j] = highs[j] = zero();
-    for (int64_t i = 0; i < job.dim; i += 4)
-        for (int j = 0; j < 4 && i + j < job.dim; ++j) {
-            float* to = block + (i + j) * DELTA_COLUMNS;
-            const F key = set1(keys[i + j]), query = set1(queries[i + j]);
-            const F a = fma(key, low, mul(decay, load(to)));
-            const F b = fma(key, high, mul(decay, load(to + 16)));
-            store(to, a);
-            store(to + 16, b);
-            lows[j] = fma(query, a, lows[j]);
-            highs[j] = fma(query, b, highs[j]);
-        }
+    const auto change = [&](int64_t i, F& a_sum, F& b_sum) {
+        float* to = block + i * DELTA_COLUMNS;
+        const F key = set1(keys[i]), query = set1(queries[i]);
+        const F a = fma(key, low, mul(decay, load(to)));
+        const F b = fma(key, high, mul(decay, load(to + 16)));
+        store(to, a);
+        store(to + 16, b);
+        a_sum = fma(query, a, a_sum);
+        b_sum = fma(query, b, b_sum);
+    };
+    int64_t i = 0;
+    for (; i + 4 <= job.dim; i += 4)
+        for (int j = 0; j < 4; ++j) change(i + j, lows[j], highs[j]);
+    for (; i < job.dim; ++i) change(i, lows[0], highs[0]);
     store(value, add(add(lows[0], lows[1]), add(lows[2], lows[3])));
     store(value + 16, add(add(highs[0], highs[1]), add(highs[2], highs[3])));
     std::memcpy(job.out + row * job.heads * job.dim + job.column, value, job.width * sizeof(float));
