@@ -6,7 +6,15 @@ from typing import Any
 import torch
 
 from headroom.formats.quants import BY_NAME, F32, Q8_K, QUANTS, QuantType
-from headroom.kernels.ops import Case, ExpertTable, PagedKv, RouterRule, Span
+from headroom.kernels.ops import (
+    Case,
+    DeltaNetWeights,
+    ExpertTable,
+    PagedKv,
+    RecurrentState,
+    RouterRule,
+    Span,
+)
 from headroom.kernels.reference.attention import write_kv
 from headroom.kernels.weight import PLAIN_TYPES, Weight, plain_type
 
@@ -57,7 +65,7 @@ def all_cases() -> list[Sized]:
         cases.append(Sized("kv_write", case, (5, 2, 32)))
         for window in (0, 5):
             cases.append(Sized("attention", case, (6, 2, 32, window)))
-    return cases + _expert_cases()
+    return cases + _expert_cases() + _delta_cases()
 
 
 def _expert_cases() -> list[Sized]:
@@ -75,6 +83,20 @@ def _expert_cases() -> list[Sized]:
     return cases
 
 
+def _delta_cases() -> list[Sized]:
+    cases = []
+    for key_heads, value_heads, dim in ((1, 1, 128), (2, 6, 16), (2, 6, 33), (4, 4, 32), (2, 8, 7)):
+        for tiled in (0, 1):
+            for taps in (1, 4):
+                sizes = (key_heads, value_heads, dim, taps, tiled)
+                cases.append(Sized("delta_net", Case(), sizes))
+    cases += [Sized("delta_net", Case(), (16, 48, 128, 4, tiled)) for tiled in (0, 1)]
+    cases += [
+        Sized("gated_norm", Case(), sizes) for sizes in ((0, 3, 16), (7, 6, 33), (2, 48, 128))
+    ]
+    return cases
+
+
 def make_inputs(sized: Sized, seed: int = 0) -> tuple[Any, ...]:
     """Random inputs of an operation in its contract's order."""
     torch.manual_seed(seed)
@@ -82,6 +104,7 @@ def make_inputs(sized: Sized, seed: int = 0) -> tuple[Any, ...]:
         "matmul": _matmul, "embed": _embed, "rms_norm": _rms_norm, "rope": _rope,
         "gated_activation": _gated, "kv_write": _kv_write, "attention": _attention,
         "route": _route, "experts": _experts,
+        "delta_net": _delta_net, "gated_norm": _gated_norm,
     }[sized.op]  # fmt: skip
     return make(sized)
 
@@ -195,6 +218,32 @@ def random_choice(rows: int, experts: int, used: int) -> tuple[torch.Tensor, tor
     """Different experts for each row, and their weights."""
     ids = torch.rand(rows, experts).argsort(dim=1)[:, :used].int()
     return ids, torch.rand(rows, used)
+
+
+def _delta_net(sized: Sized) -> tuple[Any, ...]:
+    key_heads, heads, dim, taps, tiled = sized.sizes
+    spans = tuple(
+        Span(first, rows, start, torch.empty(0, dtype=torch.int64), slot)
+        for first, rows, start, slot in ((0, 1, 9, 3), (1, 6, 0, 0), (7, 2, 40, 1), (9, 1, 0, 4))
+    )
+    channels = (2 * key_heads + heads) * dim
+    weights = DeltaNetWeights(
+        conv=torch.randn(channels, taps),
+        decay=-torch.rand(heads) - 0.1,
+        dt_bias=torch.randn(heads),
+        key_heads=key_heads,
+        tiled=bool(tiled),
+    )
+    state = RecurrentState(
+        torch.randn(5, heads, dim, dim) * 0.3, torch.randn(5, taps - 1, channels)
+    )
+    gates = torch.randn(10, heads), 3 * torch.randn(10, heads)
+    return torch.randn(10, channels), *gates, weights, state, spans
+
+
+def _gated_norm(sized: Sized) -> tuple[Any, ...]:
+    gate = 8 * torch.randn(sized.sizes)
+    return torch.randn(sized.sizes), gate, torch.randn(sized.sizes[2:]), 1e-6
 
 
 def empty_cache(k_type: str, v_type: str, slots: int, heads: int, dim: int) -> PagedKv:

@@ -120,6 +120,32 @@ def experts(native, ops) -> None:
     assert counts.sum() == 41 * used
 
 
+def states(native, ops) -> None:
+    """Run gated linear attention: prompts and single tokens, with whole and broken vectors."""
+    for keys, heads, dim, taps in ((2, 6, 33, 4), (1, 1, 128, 1), (4, 4, 16, 4)):
+        channels, slots = (2 * keys + heads) * dim, 3
+        conv, decay, bias = floats(channels * taps), -np.abs(floats(heads)), floats(heads)
+        memory, inputs = floats(slots * heads * dim * dim), floats(slots * (taps - 1) * channels)
+        for table in ([(0, 9, 0, 0)], [(0, 1, 9, 0), (1, 2, 0, 2), (3, 5, 4, 1)]):
+            spans = np.array(table, dtype=np.int64)
+            rows = int(spans[:, 1].sum())
+            sizes = (channels, heads, heads, channels, 2 * heads, heads * dim)
+            arrays = [floats(rows * size) for size in sizes]
+            weights = [address(array) for array in (conv, decay, bias)]
+            ops.delta_net((keys, heads, dim, taps), True, weights,
+                          [address(memory), address(inputs)], address(spans), len(spans),
+                          [address(array) for array in arrays])  # fmt: skip
+            assert np.isfinite(arrays[-1]).all()
+            norm = floats(dim)
+            ops.gated_norm(address(arrays[-1]), address(arrays[-1]), address(norm),
+                           (rows * heads, dim), 1e-6, address(arrays[-1]))  # fmt: skip
+
+
+def floats(count: int) -> np.ndarray:
+    """Return random numbers."""
+    return RANDOM.standard_normal(count).astype(np.float32)
+
+
 def main() -> None:
     """Exercise the module of the build folder that is given."""
     native = load(Path(sys.argv[1]))
@@ -128,6 +154,7 @@ def main() -> None:
         products(native, ops)
         layers(native, ops)
         experts(native, ops)
+        states(native, ops)
     sys.stdout.write("exercised\n")
 
 

@@ -20,6 +20,7 @@ from headroom.options import Options
 from headroom.split.launch import start_pipeline
 from tests import family_configs
 from tests.families import variant
+from tests.family_configs import qwen35
 from tests.family_gguf import write_gguf
 
 # What a device loses beside the engine's own allocations.
@@ -114,6 +115,28 @@ def test_layers_with_a_window_do_not_grow_and_layers_that_share_have_nothing(
     # 2 heads of 64 that sees all.
     window, full = 5 * 2 * 64 * 2 * 2 * 32 * 4, 2 * 2 * 64 * 4
     assert sizes == [window + 256 * full, window + 512 * full]
+
+
+@pytest.mark.parametrize("weights", ["packed", "unpacked"])
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("format", ["gguf", "safetensors"])
+def test_planned_equals_allocated_for_a_model_with_recurrent_states(
+    tmp_path: Path, format: str, weights: str, kernels: str
+) -> None:
+    # Sizes that the panels of the C++ kernels need no padding for, like those of real models.
+    model = qwen35(key_heads=4, value_heads=16, state_dim=16, intermediate_size=128)
+    path = tmp_path / ("m.gguf" if format == "gguf" else "m")
+    if format == "gguf":
+        write_gguf(model, path, "Q8_0", fused=False, unused_keys=False)
+    else:
+        model.save_pretrained(path)
+    plan, allocated = plan_and_load(path, weights=weights, kernels=kernels, context=128, parallel=2)
+    expected = planned(plan)
+    if plan.settings.kernels == "reference":
+        expected.pop("workspace")
+    assert allocated == expected
+    states = 6 * 2 * 4 * (16 * 16 * 16 + 3 * (2 * 4 + 16) * 16)  # of six layers, two sequences
+    assert allocated["recurrent_state"] == states
 
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")

@@ -1,6 +1,7 @@
 // The arithmetic of one instruction set: small pieces that the operations share out over threads.
 #pragma once
 
+#include "delta_net.h"
 #include "panels.h"
 
 namespace headroom {
@@ -59,6 +60,12 @@ struct Kernels {
     // Keys [from, to) of at most KEY_BLOCK: out [count, padded dim] and a Partial per query.
     void (*attend)(const AttentionJob& job, int64_t from, int64_t to, Partial* partials,
                    float* sums, float* scratch);
+    // One row's channels, from `taps` rows of inputs: activated, queries and keys of unit length.
+    void (*convolve)(const DeltaShape& shape, const float* conv, const float* const* inputs,
+                     float* out);
+    void (*delta_rows)(const DeltaJob& job, float* block);
+    void (*gated_norm)(const float* x, const float* gate, const float* weight, int64_t columns,
+                       float eps, float* out);
 };
 
 HEADROOM_INLINE int64_t padded_dim(int64_t dim) { return (dim + 15) / 16 * 16; }

@@ -682,9 +682,18 @@ void attend(const AttentionJob& job, int64_t from, int64_t to, Partial* partials
     }
 }
 
+}  // namespace
+}  // namespace headroom
+
+#include "delta_net.inl"
+
+namespace headroom {
+namespace {
+
 constexpr Kernels make_kernels(const char* name) {
     return {name,     quantise,      sum_columns,   read_bytes, panel_int8, panel_float,
-            rms_norm, silu_multiply, gelu_multiply, rope,       store_head, attend};
+            rms_norm, silu_multiply, gelu_multiply, rope,       store_head, attend,
+            convolve, delta_rows,    gated_norm};
 }
 
 }  // namespace
