@@ -42,6 +42,7 @@ class PlanSettings:
     activation: str  # type of the staging buffers between layers and devices
     weights: str  # "packed" or "unpacked"
     threads: int
+    pin_threads: bool = False  # each on a core of its own
     kernels: str = "reference"  # "native": the C++ ones of a CPU; "device": a GPU's
 
     @property

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 
-from headroom.errors import OptionError
 from headroom.formats.tensor import TensorInfo
 from headroom.layers.attention import Attention
 from headroom.layers.block import Block, Layer
@@ -17,7 +16,6 @@ from headroom.memory.budget import PlanSettings
 from headroom.memory.plan import Plan
 from headroom.models.config import ModelConfig
 from headroom.models.model import Model
-from headroom.options import KV_TYPES
 
 
 def load_model(
@@ -28,7 +26,6 @@ def load_model(
 ) -> Model:
     """Bring a model's weights to their device as the plan says and build its blocks."""
     settings, device = plan.settings, plan.devices[0]
-    _check_cache_types(settings)
     source = open_weights(tensors, device.name, settings, count)
     # Plain kernels take their scratch from torch, so that only the plan counts it.
     scratch_bytes = device.allocated["workspace"] if settings.kernels == "native" else 0
@@ -42,17 +39,6 @@ def load_model(
     vocabulary = table if config.tied else source.at("", "head")("head")
     norm = RmsNorm(source.vector("norm"), config.norm_eps, source.case)
     return Model(Embedding(table), blocks, Head(norm, vocabulary, source.case), workspace)
-
-
-def _check_cache_types(settings: PlanSettings) -> None:
-    """Refuse a type that plans can count and no kernel has yet."""
-    for what, name in (("keys", settings.k_type), ("values", settings.v_type)):
-        if name not in KV_TYPES:
-            raise OptionError(
-                f"Cached {what} in {name} cannot be run yet.",
-                hint=f"Choose from {', '.join(KV_TYPES)}.",
-                param="kv_type",
-            )
 
 
 def build_layer(

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headroom.errors import KernelError
-from headroom.formats.quants import BY_NAME, Q4_0, Q8_0
+from headroom.formats.quants import BY_NAME, Q8_0
 from headroom.kernels.ops import Case, Span
 from headroom.kernels.reference.attention import attention, write_kv
 from headroom.kernels.reference.dequant import dequantise
@@ -136,9 +136,9 @@ def test_a_block_of_huge_values_stays_finite() -> None:
 
 def test_a_type_that_no_cache_has_is_refused_with_the_choices() -> None:
     with pytest.raises(
-        KernelError, match=r"q4_0 is not a cache type\. Choose from f32, f16, bf16, q8_0"
+        KernelError, match=r"q4_k is not a cache type\. Choose from f32, f16, bf16, q8_0, q5_1"
     ):
-        quantise(torch.zeros(32), Q4_0)
+        quantise(torch.zeros(32), BY_NAME["q4_k"])
 
 
 def test_a_case_that_no_kernel_takes_says_why() -> None:

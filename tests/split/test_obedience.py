@@ -37,7 +37,7 @@ def plan_and_load(path: Path, **settings: object) -> tuple[Plan, dict[str, int]]
 
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
-@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f32", "q8_0", "q5_1"])
 @pytest.mark.parametrize("context", [512, 2048])
 @pytest.mark.parametrize("parallel", [1, 4])
 def test_planned_equals_allocated_for_the_default_model(
@@ -81,7 +81,7 @@ def test_the_planned_scratch_is_what_the_cpp_layer_needs_at_most(
     step = Step(spans, torch.zeros(parallel, dtype=torch.int64))
     needed = layer.scratch_bytes(plan.settings.rows, step)
     assert needed == native_layer_scratch(model.config.hidden, model.shape.layers[0], plan.settings)
-    assert native_attention.span_table(spans)[0].shape == (parallel, 4)
+    assert native_attention.span_table(spans)[0].shape == (parallel, 5)
 
 
 def test_a_full_engine_stays_within_its_scratch(tiny_path: Path) -> None:

@@ -49,7 +49,9 @@ def span_table(spans: tuple[Span, ...]) -> tuple[torch.Tensor, torch.Tensor, tor
     """Return spans as a table [spans, 5], all their pages and all their trees one after another."""
     rows, trees, page, byte = [], [], 0, 0
     for span in spans:
-        rows.append((span.first_row, span.rows, span.start, page, -1 if span.tree is None else byte))
+        rows.append(
+            (span.first_row, span.rows, span.start, page, -1 if span.tree is None else byte)
+        )
         page += len(span.pages)
         if span.tree is not None:
             trees.append(span.tree.flatten().view(torch.uint8))

@@ -285,7 +285,7 @@ void quantise(const float* x, int64_t columns, int8_t* values, float* scales, fl
         F a = load(from), b = load(from + 16);
         const float peak = largest(max(max(a, sub(zero(), a)), max(b, sub(zero(), b))));
         const float scale = peak / 127;
-        const F inverse = set1(peak > 0 ? 127 / peak : 0);
+        const F inverse = set1(peak > 1e-35f ? 127 / peak : 0);  // finite
         a = round_even(mul(a, inverse));
         b = round_even(mul(b, inverse));
         store_int8(values + cell * CELL, a);
