@@ -81,7 +81,10 @@ def layers(native, ops) -> None:
         layer = native.Layer(views, address(norms), address(norms), 1e-5, sizes,
                              0.2, cache, kind == 1)  # fmt: skip
         pages = np.arange(100, dtype=np.int64)
-        for table in ([(0, 20, 0, 0, -1)], [(0, 1, 20, 0, -1), (1, 13, 0, 60, 0), (14, 1, 600, 0, -1)]):
+        for table in (
+            [(0, 20, 0, 0, -1)],
+            [(0, 1, 20, 0, -1), (1, 13, 0, 60, 0), (14, 1, 600, 0, -1)],
+        ):
             spans = np.array(table, dtype=np.int64)
             rows = int(spans[:, 1].sum())
             x = RANDOM.standard_normal((rows, hidden)).astype(np.float32)

@@ -1,5 +1,7 @@
 """The engine allocates what the plan says, line by line, to the byte."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,9 @@ from headroom.engine.request import SamplingParams
 from headroom.formats.checkpoint import open_checkpoint
 from headroom.kernels.native import attention as native_attention
 from headroom.kernels.native.layer import Step
-from headroom.kernels.native.module import MODULE
+from headroom.kernels.native.module import MODULE, POOL
 from headroom.kernels.ops import Span
+from headroom.layers.threads import set_threads
 from headroom.llm import LLM
 from headroom.memory.budget import native_layer_scratch
 from headroom.memory.devices import detect_devices
@@ -91,3 +94,23 @@ def test_a_full_engine_stays_within_its_scratch(tiny_path: Path) -> None:
         prompts = [[7] * 200, [9] * 255, [11] * 100, [13] * 250, [15] * 240]
         done = llm.generate(prompts, params)
         assert [d.prompt_tokens + d.generated_tokens for d in done] == [256] * 5
+
+
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+def test_pinned_threads_stay_on_cores_that_this_process_may_use(tiny_path: Path) -> None:
+    """The engine takes the option through the plan to the pool, whose workers then have one core."""
+    plan, _ = plan_and_load(tiny_path, pin_threads=True, context=64)
+    assert plan.settings.pin_threads
+    before = set(os.listdir("/proc/self/task"))
+    set_threads(2, pin=True)
+    assert POOL.ops.threads == 2
+    allowed = sorted(os.sched_getaffinity(0))
+    expected = [{allowed[1]}] if len(allowed) > 1 else [set(allowed)]
+    deadline = time.monotonic() + 10  # the worker pins itself once it runs
+    while True:
+        workers = set(os.listdir("/proc/self/task")) - before
+        cores = [os.sched_getaffinity(int(worker)) for worker in workers]
+        if cores == expected or time.monotonic() > deadline:
+            break
+    set_threads(1)
+    assert cores == expected

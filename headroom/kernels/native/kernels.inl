@@ -336,12 +336,15 @@ inline F exponential(F x) {
     return scale_by_power(value, power);
 }
 
-inline F silu(F x) { return div(x, add(set1(1.0f), exponential(sub(zero(), x)))); }
+// The exponential ends at e^88: a gate far below that must come out as nothing all the same.
+inline F closed(F x) { return max(x, set1(-104.0f)); }
+
+inline F silu(F x) { return div(closed(x), add(set1(1.0f), exponential(sub(zero(), x)))); }
 
 // 0.5 x (1 + tanh(u)) = x / (1 + e^(-2u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
 inline F gelu(F x) {
     const F cubic = fma(mul(mul(x, x), x), set1(0.044715f), x);
-    return div(x, add(set1(1.0f), exponential(mul(cubic, set1(-1.5957691216f)))));
+    return div(closed(x), add(set1(1.0f), exponential(mul(cubic, set1(-1.5957691216f)))));
 }
 
 template <class Function>

@@ -23,7 +23,7 @@ def quantise(x: torch.Tensor, quant: QuantType) -> torch.Tensor:
         raise KernelError(
             f"{quant} is not a cache type.", hint=f"Choose from {', '.join(CACHE_TYPES)}."
         )
-    blocks = x.float().reshape(*x.shape[:-1], -1, BLOCK)
+    blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     if quant is Q8_0:
         parts = _eight_bits(blocks)
     elif quant in (Q4_0, Q5_0):
