@@ -1,6 +1,7 @@
 """What attention must keep to on every backend: trees, windows, stored bits, extreme values."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import gguf
 import pytest
@@ -124,8 +125,10 @@ def test_keys_outside_the_window_are_never_read(kernel: Kernel, tree: bool, isa:
         seen[span.pages[position // 16] * 16 + position % 16] = True
     cache.keys[~seen], cache.values[~seen] = float("nan"), float("nan")
     stale = torch.zeros_like(pages)  # a page that another sequence holds by now
-    freed = [torch.cat((stale[:first], span.pages[first:])) for first, span in zip((17, 23), spans)]
-    again = tuple(Span(s.first_row, s.rows, s.start, p, s.tree) for s, p in zip(spans, freed))
+    again = tuple(
+        replace(span, pages=torch.cat((stale[:first], span.pages[first:])))
+        for first, span in zip((17, 23), spans, strict=True)
+    )
     assert torch.equal(kernel.run(queries, cache, again, 0.2, 20), expected)
     assert expected.isfinite().all()
 

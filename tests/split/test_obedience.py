@@ -98,7 +98,6 @@ def test_a_full_engine_stays_within_its_scratch(tiny_path: Path) -> None:
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 def test_pinned_threads_stay_on_cores_that_this_process_may_use(tiny_path: Path) -> None:
-    """The engine takes the option through the plan to the pool, whose workers then have one core."""
     plan, _ = plan_and_load(tiny_path, pin_threads=True, context=64)
     assert plan.settings.pin_threads
     before = set(os.listdir("/proc/self/task"))
