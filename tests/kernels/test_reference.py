@@ -30,7 +30,9 @@ def test_matmul_equals_the_product_with_dequantised_weights(quant) -> None:
     weight = random_weight(quant, 70, 512)
     x = torch.randn(19, 512)
     expected = x.double() @ unpack_rows(weight, slice(None)).double().t()
-    torch.testing.assert_close(matmul(x, weight, "f32").double(), expected, atol=1e-4, rtol=1e-5)
+    largest = float(expected.abs().max())  # the rounding of a sum follows its terms, not itself
+    result = matmul(x, weight, "f32").double()
+    torch.testing.assert_close(result, expected, atol=1e-6 * largest, rtol=1e-5)
 
 
 @settings(max_examples=30, deadline=None)
