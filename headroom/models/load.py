@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from headroom.errors import OptionError
 from headroom.formats.tensor import TensorInfo
 from headroom.layers.attention import Attention
 from headroom.layers.block import (
@@ -35,7 +34,6 @@ from headroom.models.model import Model
 from headroom.moe.beside import BesideExperts
 from headroom.moe.experts_ffn import ExpertsFfn
 from headroom.moe.stats import RoutingStats
-from headroom.options import KV_TYPES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +55,6 @@ def load_model(
 ) -> Model:
     """Bring a model's weights to their device as the plan says and build its blocks."""
     settings, device = plan.settings, plan.devices[0]
-    _check_cache_types(settings)
     source = open_weights(tensors, device.name, settings, count, config.norm_offset)
     # Plain kernels take their scratch from torch, so that only the plan counts it.
     scratch_bytes = device.allocated["workspace"] if settings.kernels == "native" else 0
@@ -92,17 +89,6 @@ def open_routing(config: ModelConfig, device: str) -> RoutingStats | None:
     """Return empty statistics of a model's routers; None where it has none."""
     experts = max((layer.experts.experts for layer in config.layers if layer.experts), default=0)
     return RoutingStats(len(config.layers), experts, device) if experts else None
-
-
-def _check_cache_types(settings: PlanSettings) -> None:
-    """Refuse a type that plans can count and no kernel has yet."""
-    for what, name in (("keys", settings.k_type), ("values", settings.v_type)):
-        if name not in KV_TYPES:
-            raise OptionError(
-                f"Cached {what} in {name} cannot be run yet.",
-                hint=f"Choose from {', '.join(KV_TYPES)}.",
-                param="kv_type",
-            )
 
 
 def build_layer(config: ModelConfig, index: int, get: WeightSource, common: Common) -> Layer:

@@ -30,7 +30,15 @@ ROUTER_RULES = [
     RouterRule(used=8, scores="sigmoid", normalise=True, scale=2.5),
     RouterRule(used=2, scores="sigmoid", normalise=False, scale=0.5, softcap=1.5),
 ]
-CACHE_PAIRS = [("f32", "f32"), ("f16", "bf16"), ("q8_0", "f16"), ("q8_0", "q8_0")]
+CACHE_PAIRS = [
+    ("f32", "f32"), ("f16", "bf16"), ("q8_0", "f16"), ("q8_0", "q8_0"), ("q5_1", "q4_0"),
+    ("q5_0", "q4_1"), ("q4_1", "q5_0"), ("q4_0", "q5_1"),
+]  # fmt: skip
+# Heads, key-value heads, values of a head: groups of 1 to 16, sizes that fill no vector or many.
+HEAD_SHAPES = [
+    (1, 1, 16), (16, 1, 80), (5, 5, 96), (4, 2, 256), (8, 1, 512), (32, 2, 24), (64, 8, 32),
+    (7, 1, 33),
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,9 +50,9 @@ class Sized:
     sizes: tuple[int, ...]
 
     def __str__(self) -> str:
-        types = {self.case.quant.name, self.case.k_type, self.case.v_type} - {"f32"}
-        types |= {quant.name for quant in self.case.experts}
-        return "-".join([self.op, *sorted(types), "x".join(map(str, self.sizes))])
+        types = [self.case.quant.name, self.case.k_type, self.case.v_type]
+        types += [quant.name for quant in self.case.experts]
+        return "-".join([self.op, *types, "x".join(map(str, self.sizes))])
 
 
 def all_cases() -> list[Sized]:
@@ -62,9 +70,16 @@ def all_cases() -> list[Sized]:
         cases += [Sized("gated_activation", Case(), (rows, 33, gelu)) for gelu in (0, 1)]
     for k_type, v_type in CACHE_PAIRS:
         case = Case(k_type=k_type, v_type=v_type)
-        cases.append(Sized("kv_write", case, (5, 2, 32)))
-        for window in (0, 5):
-            cases.append(Sized("attention", case, (6, 2, 32, window)))
+        for rows in (0, 5):
+            cases.append(Sized("kv_write", case, (rows, 2, 64)))
+        for window, tree in ((0, 0), (5, 0), (0, 1), (5, 1)):
+            cases.append(Sized("attention", case, (6, 2, 64, window, tree)))
+    for heads, kv_heads, dim in HEAD_SHAPES:
+        for k_type, v_type in (("f32", "f32"), ("f16", "bf16")):
+            case = Case(k_type=k_type, v_type=v_type)
+            cases.append(Sized("kv_write", case, (3, kv_heads, dim)))
+            cases.append(Sized("attention", case, (heads, kv_heads, dim, 0, 0)))
+            cases.append(Sized("attention", case, (heads, kv_heads, dim, 130, 1)))
     return cases + _expert_cases() + _delta_cases()
 
 
@@ -169,7 +184,7 @@ def _kv_write(sized: Sized) -> tuple[Any, ...]:
 
 
 def _attention(sized: Sized) -> tuple[Any, ...]:
-    heads, kv_heads, dim, window = sized.sizes
+    heads, kv_heads, dim, window, tree = sized.sizes
     cache = empty_cache(sized.case.k_type, sized.case.v_type, 1024, kv_heads, dim)
     write_kv(
         cache,
@@ -180,10 +195,21 @@ def _attention(sized: Sized) -> tuple[Any, ...]:
     pages = torch.randperm(64)  # of 16 tokens
     spans = (
         Span(0, 1, 0, pages[:1]),
-        Span(1, 20, 300, pages[1:22]),
-        Span(21, 1, 411, pages[22:50]),
+        Span(1, 20, 245, pages[1:18], tree=random_tree(20) if tree else None),
+        Span(21, 1, 511, pages[18:50]),
+        Span(22, 2, 3, pages[50:51], tree=torch.eye(2, dtype=torch.bool) if tree else None),
     )
-    return torch.randn(22, heads, dim), cache, spans, dim**-0.5, window
+    return torch.randn(24, heads, dim), cache, spans, dim**-0.5, window
+
+
+def random_tree(rows: int) -> torch.Tensor:
+    """The mask of a random forest: every row has an earlier one, or none, as its parent."""
+    mask = torch.eye(rows, dtype=torch.bool)
+    for row in range(1, rows):
+        parent = int(torch.randint(-1, row, ()))
+        if parent >= 0:
+            mask[row] |= mask[parent]
+    return mask
 
 
 def _route(sized: Sized) -> tuple[Any, ...]:

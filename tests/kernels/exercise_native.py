@@ -71,7 +71,9 @@ def layers(native, ops) -> None:
     weights = [packed(native, ops, 8, *shape) for shape in shapes]
     views = [native.Matrix(address(w), 8, *shape) for w, shape in zip(weights, shapes, strict=True)]
     norms = np.ones(hidden, dtype=np.float32)
-    for kind, head_bytes in ((0, 4 * dim), (1, 2 * dim), (30, 2 * dim), (8, 34)):
+    sizes_of_heads = ((0, 128), (1, 64), (30, 64), (8, 34), (7, 24), (6, 22), (3, 20), (2, 18))
+    tree = np.tril(np.ones((13, 13), dtype=np.uint8))
+    for kind, head_bytes in sizes_of_heads:
         keys, values = (aligned(slots * kv_heads * head_bytes) for _ in range(2))
         cache = native.KvCache(address(keys), kind, head_bytes, address(values), kind, head_bytes,
                                kv_heads, 16)  # fmt: skip
@@ -79,7 +81,10 @@ def layers(native, ops) -> None:
         layer = native.Layer(views, address(norms), address(norms), 1e-5, sizes,
                              0.2, cache, kind == 1)  # fmt: skip
         pages = np.arange(100, dtype=np.int64)
-        for table in ([(0, 20, 0, 0)], [(0, 1, 20, 0), (1, 13, 0, 60), (14, 1, 600, 0)]):
+        for table in (
+            [(0, 20, 0, 0, -1)],
+            [(0, 1, 20, 0, -1), (1, 13, 0, 60, 0), (14, 1, 600, 0, -1)],
+        ):
             spans = np.array(table, dtype=np.int64)
             rows = int(spans[:, 1].sum())
             x = RANDOM.standard_normal((rows, hidden)).astype(np.float32)
@@ -88,9 +93,8 @@ def layers(native, ops) -> None:
             size = layer.scratch_bytes(ops, (rows, dim // 2), address(spans), len(spans))
             scratch = aligned(size)
             where = [address(array) for array in (x, cos, sin, at, spans)]
-            layer.run(
-                ops, (rows, dim // 2), *where, len(spans), address(pages), address(scratch), size
-            )
+            layer.run(ops, (rows, dim // 2), *where, len(spans), address(pages), address(tree),
+                      address(scratch), size)  # fmt: skip
             assert np.isfinite(x).all()
 
 

@@ -1,5 +1,7 @@
 """The engine allocates what the plan says, line by line, to the byte."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,9 @@ from headroom.engine.request import SamplingParams
 from headroom.formats.checkpoint import open_checkpoint
 from headroom.kernels.native import attention as native_attention
 from headroom.kernels.native.layer import Step
-from headroom.kernels.native.module import MODULE
+from headroom.kernels.native.module import MODULE, POOL
 from headroom.kernels.ops import Span
+from headroom.layers.threads import set_threads
 from headroom.llm import LLM
 from headroom.memory.budget import native_experts_scratch, native_layer_scratch
 from headroom.memory.devices import detect_devices
@@ -41,7 +44,7 @@ def plan_and_load(path: Path, **settings: object) -> tuple[Plan, dict[str, int]]
 
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
-@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f32", "q8_0", "q5_1"])
 @pytest.mark.parametrize("context", [512, 2048])
 @pytest.mark.parametrize("parallel", [1, 4])
 def test_planned_equals_allocated_for_the_default_model(
@@ -155,7 +158,7 @@ def test_the_planned_scratch_is_what_the_cpp_layer_needs_at_most(
     step = Step(spans, torch.zeros(parallel, dtype=torch.int64))
     needed = layer.scratch_bytes(plan.settings.rows, step)
     assert needed == native_layer_scratch(model.config.hidden, model.shape.layers[0], plan.settings)
-    assert native_attention.span_table(spans)[0].shape == (parallel, 4)
+    assert native_attention.span_table(spans)[0].shape == (parallel, 5)
 
 
 def test_a_full_engine_stays_within_its_scratch(tiny_path: Path) -> None:
@@ -212,3 +215,22 @@ def test_the_planned_scratch_of_experts_is_what_the_cpp_kernel_needs(tmp_path: P
     assert allocated["workspace"] >= needed
     line = next(line for line in plan.devices[0].lines if line.name == "workspace")
     assert "experts" in line.why
+
+
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+def test_pinned_threads_stay_on_cores_that_this_process_may_use(tiny_path: Path) -> None:
+    plan, _ = plan_and_load(tiny_path, pin_threads=True, context=64)
+    assert plan.settings.pin_threads
+    before = set(os.listdir("/proc/self/task"))
+    set_threads(2, pin=True)
+    assert POOL.ops.threads == 2
+    allowed = sorted(os.sched_getaffinity(0))
+    expected = [{allowed[1]}] if len(allowed) > 1 else [set(allowed)]
+    deadline = time.monotonic() + 10  # the worker pins itself once it runs
+    while True:
+        workers = set(os.listdir("/proc/self/task")) - before
+        cores = [os.sched_getaffinity(int(worker)) for worker in workers]
+        if cores == expected or time.monotonic() > deadline:
+            break
+    set_threads(1)
+    assert cores == expected
