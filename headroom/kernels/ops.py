@@ -80,13 +80,18 @@ class RecurrentState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Span:
-    """The rows of one sequence in a step: `rows` tokens from position `start` on."""
+    """The rows of one sequence in a step: `rows` tokens, the first at position `start`.
+
+    Row i is cached as token start + i. Without a tree it is also at that position; in a tree it
+    is at start + its depth, and of the span's rows it sees its ancestors and itself alone.
+    """
 
     first_row: int
     rows: int
     start: int
-    pages: torch.Tensor  # int64 page numbers, position order, enough for start + rows tokens
+    pages: torch.Tensor  # int64 page numbers, token order, enough for start + rows tokens
     slot: int = 0  # the sequence's place among those that run together
+    tree: torch.Tensor | None = None  # bool [rows, rows]: row i sees row j; parents come first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,7 +190,8 @@ class KvWrite(Protocol):
 class Attention(Protocol):
     """Causal attention of `queries [rows, heads, dim]` over each sequence's cached tokens.
 
-    A row at position p sees keys at positions 0..p, the last `window` of them if window > 0.
+    A row at position p sees keys at positions 0..p, the last `window` of them if window > 0; of
+    the other rows of a tree only its ancestors. Pages that no row sees any of are never read.
     """
 
     def __call__(

@@ -2,6 +2,7 @@
 
 from headroom.errors import KernelError
 from headroom.kernels.native import attention as native_attention
+from headroom.kernels.native import delta_net as native_delta_net
 from headroom.kernels.native import experts as native_experts
 from headroom.kernels.native import matmul as native_matmul
 from headroom.kernels.native import module
@@ -79,7 +80,9 @@ KERNELS = (
         native_experts.prepare,
     ),
     Kernel("experts", "reference", experts.experts, _takes_plain_products, experts.prepare),
+    Kernel("delta_net", "native", native_delta_net.delta_net, module.refuses),
     Kernel("delta_net", "reference", delta_net.delta_net, _takes_any),
+    Kernel("gated_norm", "native", native_delta_net.gated_norm, module.refuses),
     Kernel("gated_norm", "reference", delta_net.gated_norm, _takes_any),
 )
 

@@ -46,6 +46,11 @@ class WeightSource:
         kernel = pick("matmul", replace(self.case, quant=F32, dtype="f32"))
         return self._kept(kernel.prepare(Weight(values, F32, rows, columns)))
 
+    def row(self, name: str) -> Weight:
+        """Return a vector as a matrix of one row in float32, in the layout of files."""
+        vector = self.vector(name)
+        return Weight(vector.view(1, -1), F32, 1, vector.numel())
+
     def experts(self, count: int) -> ExpertTable:
         """Return a layer's experts as the file has them, mapped and not copied."""
         below = f"{self.prefix}ffn.experts."

@@ -14,6 +14,7 @@ class Workspace:
 
     stream: torch.Tensor  # float32 [rows, hidden]: the residual stream
     outputs: torch.Tensor  # float32 [rows, hidden]: those of its rows that get logits
+    embedded: torch.Tensor  # float32 [rows, hidden]: the stream before the first layer; or empty
     logits: torch.Tensor  # float32 [sequences, vocabulary]
     scratch: torch.Tensor  # bytes for the C++ kernels; empty where others run
 
@@ -24,13 +25,15 @@ def open_workspace(
     settings: PlanSettings,
     scratch_bytes: int,
     count: Callable[[str, int], None],
+    keeps_embedding: bool = False,
 ) -> Workspace:
     """Allocate what the plan's staging, logits and workspace lines say."""
     stream, outputs = (torch.empty(settings.rows, hidden) for _ in range(2))
+    embedded = torch.empty(settings.rows if keeps_embedding else 0, hidden)
     logits = torch.empty(settings.parallel, vocab)
     scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
-    count("staging", stream.nbytes + outputs.nbytes)
+    count("staging", stream.nbytes + outputs.nbytes + embedded.nbytes)
     count("logits", logits.nbytes)
     if scratch_bytes:
         count("workspace", scratch.nbytes)
-    return Workspace(stream, outputs, logits, scratch)
+    return Workspace(stream, outputs, embedded, logits, scratch)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 def start_pipeline(plan: Plan, model: ModelDescription) -> Pipeline:
     """Load the model as the plan says."""
     started = time.perf_counter()
-    set_threads(plan.settings.threads)
+    set_threads(plan.settings.threads, pin=plan.settings.pin_threads)
     warn_of_slow_kernels(plan.devices[0].name)
     allocated: Counter[str] = Counter()
 
