@@ -5,12 +5,6 @@
 #ifndef WARPS
 #define WARPS 4
 #endif
-#ifndef AHEAD
-#define AHEAD 1
-#endif
-#ifndef BLOCKS
-#define BLOCKS 1
-#endif
 
 // Rows of activations, rounded to 8 bits with a scale per 32 columns, as lanes read them.
 struct Rows {
@@ -60,26 +54,12 @@ __device__ __forceinline__ void tile_product(const u8* tile, Rows x, int first_r
     for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) acc[n][i] = 0;
-    Quants<K> quants, next;
-    Scales<K> scales, next_scales;
-    if (AHEAD && warp < records) {
-        next.load(tile + static_cast<size_t>(warp) * Record<K>::bytes, lane);
-        next_scales.load(tile + static_cast<size_t>(warp) * Record<K>::bytes, g);
-    }
     for (int r = warp; r < records; r += WARPS) {
-        if (AHEAD) {  // the next record is asked for before the work on this one begins
-            quants = next;
-            scales = next_scales;
-            if (r + WARPS < records) {
-                const u8* record = tile + static_cast<size_t>(r + WARPS) * Record<K>::bytes;
-                next.load(record, lane);
-                next_scales.load(record, g);
-            }
-        } else {
-            const u8* record = tile + static_cast<size_t>(r) * Record<K>::bytes;
-            quants.load(record, lane);
-            scales.load(record, g);
-        }
+        const u8* record = tile + static_cast<size_t>(r) * Record<K>::bytes;
+        Quants<K> quants;
+        Scales<K> scales;
+        quants.load(record, lane);
+        scales.load(record, g);
         float inner[N][4] = {}, under[N][4] = {};
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
@@ -158,7 +138,7 @@ template <int N> __device__ __forceinline__ void gather(const float (*acc)[4], f
 
 // out [rows, columns] = x times the weight's transpose, plus `add` [rows, columns] if there is one.
 // blockIdx.x: the tile; blockIdx.y: the group of 8 * TILES rows of activations.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
 product(const u8* weight, const u8* values, const float* scales, const float* sums, const float* halves,
         const float* add, float* out, int rows, int columns, int records) {
     __shared__ float shared[WARPS * 8 * TILES * 16];
