@@ -67,7 +67,7 @@ def gather(
 def attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int
 ) -> torch.Tensor:
-    """Attend from `queries [rows, heads, dim]` to `[count, kv_heads, dim]`; the last rows are theirs.
+    """Attend from `queries [rows, heads, dim]` to keys and values `[count, kv_heads, dim]`.
 
     Row i's own key is the one at `count - rows + i`.
     """
