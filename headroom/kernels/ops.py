@@ -95,6 +95,28 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StepTables:
+    """What kernels on a device read of a step: tensors of fixed shapes, filled before each step.
+
+    Rows of one sequence lie together. A row that only pads the step has sequence -1: nothing is
+    cached for it. A layer whose pages are numbered otherwise has tables with its own `pages` and
+    `slots`.
+    """
+
+    rows: int
+    positions: torch.Tensor  # int32 [rows]: of the rotation
+    sequence: torch.Tensor  # int32 [rows]: which sequence of the step a row belongs to
+    index: torch.Tensor  # int32 [rows]: its place among its sequence's cached tokens
+    starts: torch.Tensor  # int32 [sequences]: tokens cached before the step
+    pages: torch.Tensor  # int32 [sequences, most pages]: page numbers, position order
+    slots: torch.Tensor  # int64 [rows]: where a row's key and value are cached
+    state_slots: torch.Tensor  # int32 [sequences]: where their recurrent states are
+    # int64 [rows]: bit j set: the row sees row j of its sequence in this step, itself included;
+    # None: every row sees all that is before it.
+    trees: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class DeltaNetWeights:
     """The small weights of a recurrent layer, in float32."""
 
