@@ -2,7 +2,9 @@
 // KIND: the weight's type; TILES: groups of eight rows of activations, 1 to 4.
 #include "tiles.cuh"
 
+#ifndef WARPS
 #define WARPS 4
+#endif
 
 // Rows of activations, rounded to 8 bits with a scale per 32 columns, as lanes read them.
 struct Rows {
@@ -52,12 +54,21 @@ __device__ __forceinline__ void tile_product(const u8* tile, Rows x, int first_r
     for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) acc[n][i] = 0;
+    // The next record is asked for before the work on this one begins.
+    Quants<K> quants, next;
+    Scales<K> scales, next_scales;
+    if (warp < records) {
+        next.load(tile + static_cast<size_t>(warp) * Record<K>::bytes, lane);
+        next_scales.load(tile + static_cast<size_t>(warp) * Record<K>::bytes, g);
+    }
     for (int r = warp; r < records; r += WARPS) {
-        const u8* record = tile + static_cast<size_t>(r) * Record<K>::bytes;
-        Quants<K> quants;
-        Scales<K> scales;
-        quants.load(record, lane);
-        scales.load(record, g);
+        quants = next;
+        scales = next_scales;
+        if (r + WARPS < records) {
+            const u8* record = tile + static_cast<size_t>(r + WARPS) * Record<K>::bytes;
+            next.load(record, lane);
+            next_scales.load(record, g);
+        }
         float inner[N][4] = {}, under[N][4] = {};
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {

@@ -5,8 +5,8 @@
 // columns 4t .. 4t+3 and 16+4t .. 16+4t+3 of rows g and g + 8, for each of the eight blocks of 32
 // columns.
 //
-//   quants   [block][lane] 4-bit: a word for row g, one for row g + 8, low nibbles the first columns;
-//            8-bit: two words for row g, two for row g + 8
+//   quants   4-bit: [pair of blocks][lane] for each block a word for row g and one for row g + 8, low
+//            nibbles the first columns; 8-bit: [block][lane] two words for row g, two for row g + 8
 //   high     [lane] 5-bit: 4 words, one bit of each byte for each of 8 words; 6-bit: 8 words, two bits
 //   groups   [g] K types: 8 x 2 bytes of scale and low bits of the min; Q6_K: 8 x 2 x 2 scales
 //   lows     [g] Q4_K, Q5_K: 4 x 2 bytes, the high bits of two mins each
@@ -69,20 +69,13 @@ __constant__ const u32 MXFP4_TABLE[4] = {0x03020100u, 0x0C080604u, 0xFDFEFF00u, 
 // What a lane holds of a record: all its quants at once, so that many loads are under way.
 template <int K> struct Quants {
     static constexpr bool wide = K == Q8_0;
-    uint4 wide_words[wide ? 8 : 1];
-    uint2 words[wide ? 1 : 8];
+    uint4 words[wide ? 8 : 4];
     uint4 high[K == Q6_K ? 2 : 1];
 
     __device__ __forceinline__ void load(const u8* record, int lane) {
-        if constexpr (wide) {
 #pragma unroll
-            for (int b = 0; b < 8; ++b)
-                wide_words[b] = __ldcs(reinterpret_cast<const uint4*>(record) + b * 32 + lane);
-        } else {
-#pragma unroll
-            for (int b = 0; b < 8; ++b)
-                words[b] = __ldcs(reinterpret_cast<const uint2*>(record) + b * 32 + lane);
-        }
+        for (int i = 0; i < (wide ? 8 : 4); ++i)
+            words[i] = __ldcs(reinterpret_cast<const uint4*>(record) + i * 32 + lane);
         const uint4* bits = reinterpret_cast<const uint4*>(record + Record<K>::high);
         if constexpr (one_high_bit(K)) high[0] = __ldcs(bits + lane);
         if constexpr (K == Q6_K) {
@@ -94,17 +87,19 @@ template <int K> struct Quants {
     // Block b as the first operand of an 8-bit tensor-core product.
     __device__ __forceinline__ void block(int b, u32* a) const {
         if constexpr (wide) {
-            a[0] = wide_words[b].x;
-            a[2] = wide_words[b].y;
-            a[1] = wide_words[b].z;
-            a[3] = wide_words[b].w;
+            a[0] = words[b].x;
+            a[2] = words[b].y;
+            a[1] = words[b].z;
+            a[3] = words[b].w;
             return;
         }
         const u32 mask = 0x0F0F0F0Fu;
-        a[0] = words[b].x & mask;
-        a[2] = words[b].x >> 4 & mask;
-        a[1] = words[b].y & mask;
-        a[3] = words[b].y >> 4 & mask;
+        const u32 first = b % 2 ? words[b / 2].z : words[b / 2].x;
+        const u32 second = b % 2 ? words[b / 2].w : words[b / 2].y;
+        a[0] = first & mask;
+        a[2] = first >> 4 & mask;
+        a[1] = second & mask;
+        a[3] = second >> 4 & mask;
         if constexpr (K == IQ4_NL || K == MXFP4)
 #pragma unroll
             for (int i = 0; i < 4; ++i) a[i] = look_up(a[i], K == IQ4_NL ? IQ4_TABLE : MXFP4_TABLE);

@@ -1,0 +1,54 @@
+// A packed weight in tiles as plain bf16 rows, for the products of many rows.
+#include "tiles.cuh"
+#include <cuda_bf16.h>
+
+// blockIdx.x: the tile; each warp takes every WARPS-th record. `out` is [rows, columns].
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+dequantise(const u8* weight, __nv_bfloat16* out, int rows, int columns, int records) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const u8* tile = weight + static_cast<size_t>(blockIdx.x) * records * Record<KIND>::bytes;
+    for (int r = blockIdx.y * WARPS + warp; r < records; r += gridDim.y * WARPS) {
+        const u8* record = tile + static_cast<size_t>(r) * Record<KIND>::bytes;
+        Quants<KIND> quants;
+        Scales<KIND> scales;
+        quants.load(record, lane);
+        scales.load(record, g);
+#pragma unroll
+        for (int b = 0; b < 8; ++b) {
+            u32 a[4];
+            float2 scale, low = make_float2(0, 0), second;
+            quants.block(b, a);
+            scales.block(b, scale, low, second);
+            if constexpr (KIND != Q6_K) second = scale;
+            float2 second_low = low;
+            if constexpr (KIND == Q6_K) second_low = make_float2(-32 * second.x, -32 * second.y);
+            if constexpr (by_record(KIND)) {
+                const float2 outer = scales.outer;
+                const float2 under = has_groups(KIND)
+                    ? make_float2(-scales.outer_min.x, -scales.outer_min.y) : outer;
+                scale = make_float2(scale.x * outer.x, scale.y * outer.y);
+                second = make_float2(second.x * outer.x, second.y * outer.y);
+                low = make_float2(low.x * under.x, low.y * under.y);
+                second_low = make_float2(second_low.x * under.x, second_low.y * under.y);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {  // rows g, g + 8 and columns 4t, 16 + 4t
+                const int row = blockIdx.x * 16 + g + i % 2 * 8;
+                const int column = r * 256 + b * 32 + i / 2 * 16 + 4 * t;
+                const float2 s2 = i / 2 ? second : scale, l2 = i / 2 ? second_low : low;
+                const float s = i % 2 ? s2.y : s2.x, l = i % 2 ? l2.y : l2.x;
+                if (row >= rows || column >= columns) continue;
+                __nv_bfloat16 four[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const u32 byte = a[i] >> 8 * j & 255;
+                    const float q = KIND == Q8_0 || KIND == IQ4_NL || KIND == MXFP4
+                        ? static_cast<float>(static_cast<signed char>(byte)) : static_cast<float>(byte);
+                    four[j] = __float2bfloat16(fmaf(q, s, l));
+                }
+                *reinterpret_cast<uint2*>(out + static_cast<size_t>(row) * columns + column) =
+                    *reinterpret_cast<const uint2*>(four);
+            }
+        }
+    }
+}

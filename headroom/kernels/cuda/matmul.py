@@ -1,0 +1,129 @@
+"""Products with packed weights on an NVIDIA GPU: few rows on 8-bit tensor cores, many in bf16."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.cuda.pack import PACKED, RECORD_COLUMNS, TILE_ROWS, pack_tiles, tile_bytes
+from headroom.kernels.ops import Case
+from headroom.kernels.weight import Weight
+
+TILES = "tiles"
+FEW_ROWS = 32  # the most that one pass over the weight serves
+MANY_WARPS = 2600  # that keep a large GPU's memory busy
+PACK_BYTES = 64 << 20  # of a file's blocks taken apart at a time
+QUANTISE_THREADS = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantisedRows:
+    """Rows rounded to 8 bits per 32 columns, as the product kernels read them."""
+
+    values: torch.Tensor  # uint8 [rows, records * 256]
+    scales: torch.Tensor  # float32 [groups, blocks, group]
+    sums: torch.Tensor
+    halves: torch.Tensor
+    records: int
+
+
+def refuses(case: Case) -> str | None:
+    """Say why a case cannot run here."""
+    if case.device != "cuda":
+        return f"runs on cuda, not {case.device}"
+    if case.reference:
+        return "plain kernels were asked for"
+    if case.quant not in PACKED:
+        return f"{case.quant} is not a packed type of the tensor cores"
+    return None if case.dtype == "bf16" else f"computes in bf16, not {case.dtype}"
+
+
+def prepare(weight: Weight) -> Weight:
+    """Return a weight in tiles on the GPU; its blocks are taken apart there, some at a time."""
+    size = tile_bytes(weight.quant, weight.rows, weight.columns)
+    tiles = torch.empty(size, dtype=torch.uint8, device="cuda")
+    pack_into(tiles, weight)
+    return replace(weight, data=tiles, layout=TILES)
+
+
+def pack_into(tiles: torch.Tensor, weight: Weight) -> None:
+    """Write a weight's tiles to memory on the GPU."""
+    row_bytes = weight.data.shape[1]
+    step = max(1, PACK_BYTES // (row_bytes * TILE_ROWS)) * TILE_ROWS
+    per_tile = tile_bytes(weight.quant, TILE_ROWS, weight.columns)
+    for first in range(0, weight.rows, step):
+        part = weight.data[first : first + step].to("cuda", non_blocking=True)
+        packed = pack_tiles(part, weight.quant, weight.columns)
+        at = first // TILE_ROWS * per_tile
+        tiles[at : at + len(packed)] = packed
+
+
+def quantise(
+    x: torch.Tensor,
+    group: int = 8,
+    norm: tuple[torch.Tensor, float] | None = None,
+    normed: torch.Tensor | None = None,
+) -> QuantisedRows:
+    """Round rows to 8 bits, normed first where a norm is given; `normed` gets the floats."""
+    rows, columns = x.shape
+    records = -(-columns // RECORD_COLUMNS)
+    padded = -(-rows // group) * group
+    values = torch.empty(rows, records * RECORD_COLUMNS, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(padded * records * 8, device=x.device)
+    sums, halves = torch.empty_like(scales), torch.empty(2 * len(scales), device=x.device)
+    weight, eps = norm or (None, 0.0)
+    kernel = compile_kernel("activations.cu", "quantise")
+    kernel(
+        (rows,), (QUANTISE_THREADS,),
+        (x, weight, eps, normed, values, scales, sums, halves, columns, records, group),
+    )  # fmt: skip
+    return QuantisedRows(values, scales, sums, halves, records)
+
+
+def product(
+    x: QuantisedRows, weight: Weight, out: torch.Tensor, add: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Write `x` times the weight's transpose to `out [rows, weight.rows]`, plus `add`."""
+    rows = out.shape[0]
+    groups = 1 if rows <= 8 else 2  # of eight rows that share a pass over the weight
+    tiles = -(-weight.rows // TILE_ROWS)
+    warps = warps_for(tiles, x.records)
+    kernel = compile_kernel(
+        "matmul.cu", "product", {"KIND": weight.quant.ggml_id, "TILES": groups, "WARPS": warps}
+    )
+    kernel(
+        (tiles, -(-rows // (8 * groups))), (warps * 32,),
+        (weight.data, x.values, x.scales, x.sums, x.halves, add, out, rows, weight.rows, x.records),
+    )  # fmt: skip
+    return out
+
+
+def warps_for(tiles: int, records: int) -> int:
+    """Return how many warps share a tile's columns; it depends on the weight alone."""
+    warps = 2
+    while warps < 16 and warps * tiles < MANY_WARPS and warps < records:
+        warps *= 2
+    return warps
+
+
+def dequantise(weight: Weight, out: torch.Tensor) -> torch.Tensor:
+    """Write a weight's values to `out`, bf16 `[rows, columns]`."""
+    records = -(-weight.columns // RECORD_COLUMNS)
+    tiles = -(-weight.rows // TILE_ROWS)
+    kernel = compile_kernel("dequant.cu", "dequantise", {"KIND": weight.quant.ggml_id, "WARPS": 4})
+    share = max(1, min(-(-records // 4), 2048 // max(1, tiles)))
+    kernel((tiles, share), (128,), (weight.data, out, weight.rows, weight.columns, records))
+    return out
+
+
+def matmul(
+    x: torch.Tensor, weight: Weight, dtype: str, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return `x` times the weight's transpose in float32."""
+    rows = x.shape[0]
+    if out is None:
+        out = torch.empty(rows, weight.rows, device=x.device)
+    if rows <= FEW_ROWS:
+        return product(quantise(x.contiguous()), weight, out)
+    plain = torch.empty(weight.rows, weight.columns, dtype=torch.bfloat16, device=x.device)
+    return out.copy_(x.to(torch.bfloat16) @ dequantise(weight, plain).T)
