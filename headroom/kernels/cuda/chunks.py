@@ -1,0 +1,106 @@
+"""Spans as tables on a device, and gated linear attention in chunks as plain batched products."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from headroom.kernels.ops import Span
+
+CHUNK = 64  # rows whose products run at once; the kernels are written for it
+
+
+class SequenceTables(Protocol):
+    """What kernels that keep a state read of a step, int32 on their device."""
+
+    @property
+    def sequence(self) -> torch.Tensor:
+        """Each row's sequence within the step; -1 for padding."""
+
+    @property
+    def index(self) -> torch.Tensor:
+        """Each row's place in its whole sequence."""
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """The rows that each sequence had before the step."""
+
+    @property
+    def state_slots(self) -> torch.Tensor:
+        """The slot of each sequence's state."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpanTables:
+    """The spans of a step, and their rows in chunks counted from each span's first row."""
+
+    sequence: torch.Tensor  # [rows]
+    index: torch.Tensor  # [rows]
+    starts: torch.Tensor  # [sequences]
+    state_slots: torch.Tensor  # [sequences]
+    chunk_ends: torch.Tensor  # [sequences]: the chunk after a sequence's last
+    first_rows: torch.Tensor  # [chunks]
+    counts: torch.Tensor  # [chunks]: rows, CHUNK but for a span's last
+
+
+def span_tables(spans: tuple[Span, ...], rows: int, device: torch.device) -> SpanTables:
+    """Return the tables of a step of `rows` rows, brought to the device in one copy."""
+    sequence, index = [-1] * rows, [0] * rows
+    chunk_ends: list[int] = []
+    first_rows: list[int] = []
+    counts: list[int] = []
+    for number, span in enumerate(spans):
+        own = slice(span.first_row, span.first_row + span.rows)
+        sequence[own] = [number] * span.rows
+        index[own] = range(span.start, span.start + span.rows)
+        for row in range(0, span.rows, CHUNK):
+            first_rows.append(span.first_row + row)
+            counts.append(min(CHUNK, span.rows - row))
+        chunk_ends.append(len(first_rows))
+    starts = [span.start for span in spans]
+    slots = [span.slot for span in spans]
+    parts = (sequence, index, starts, slots, chunk_ends, first_rows, counts)
+    joined = torch.tensor([number for part in parts for number in part], dtype=torch.int32)
+    return SpanTables(*joined.to(device).split([len(part) for part in parts]))
+
+
+def run_plain_chunks(
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    gates: torch.Tensor,
+    memory: torch.Tensor,
+) -> torch.Tensor:
+    """Return the answers `[rows, heads, dim]` of one span; `memory [heads, dim, dim]` goes on.
+
+    `rows` holds queries, keys and values `[rows, heads, dim]`, `gates [rows, heads, 2]` the
+    logarithm of the decay and the strength of the change.
+    """
+    count = len(gates)
+    queries, keys, values = (_in_chunks(part) for part in rows)  # [chunks, heads, CHUNK, dim]
+    decay, strength = _in_chunks(gates).unbind(-1)  # [chunks, heads, CHUNK]
+    sums = decay.cumsum(-1)
+    apart = sums[..., :, None] - sums[..., None, :]
+    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=gates.device).tril()
+    # Above the diagonal the exponent is positive and may overflow.
+    kept = apart.masked_fill(~lower, float("-inf")).exp()
+    factors = strength[..., None] * (keys @ keys.mT) * kept
+    wanted = strength[..., None] * torch.cat((values, sums.exp()[..., None] * keys), -1)
+    # Only what is under the diagonal is read: the diagonal counts as ones.
+    solved = torch.linalg.solve_triangular(factors, wanted, upper=False, unitriangular=True)
+    targets, known = solved.chunk(2, -1)
+    scores = (queries @ keys.mT) * kept
+    queries = sums.exp()[..., None] * queries
+    keys = (sums[..., -1:] - sums).exp()[..., None] * keys
+    keep = sums[..., -1, None, None].exp()
+    answers = torch.empty_like(values)
+    for chunk in range(len(values)):
+        changes = targets[chunk] - known[chunk] @ memory
+        answers[chunk] = queries[chunk] @ memory + scores[chunk] @ changes
+        memory.copy_(keep[chunk] * memory + keys[chunk].mT @ changes)
+    return answers.transpose(1, 2).flatten(0, 1)[:count]
+
+
+def _in_chunks(x: torch.Tensor) -> torch.Tensor:
+    """Rows `[rows, heads, n]` as `[chunks, heads, CHUNK, n]`, zeros after the last."""
+    padding = -len(x) % CHUNK
+    padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding))
+    return padded.unflatten(0, (-1, CHUNK)).transpose(1, 2)

@@ -1,0 +1,270 @@
+// Gated linear attention in chunks of 64 rows: for steps with many rows of a sequence.
+// COLUMNS: of a head's values in one block of `run_chunks`, 32 or 64.
+//
+// With a_i the sum of a chunk's gates up to row i, b the strengths, D_ij = exp(a_i - a_j) where
+// j <= i, and S the state before the chunk:
+//   (1 + strict lower part of b_i (k_i.k_j) D_ij) [Wv, Wk] = b [V, exp(a) K]
+//   U = Wv - Wk S;   out = exp(a) Q S + (Q K^T . D) U;   S <- exp(a_n) S + (exp(a_n - a) K)^T U
+#include "delta_net.cuh"
+
+#define CHUNK 64
+#define LONG (DIM + 4)     // a row's stride in shared memory, so that rows begin in other banks
+#define SHORT (CHUNK + 4)
+
+__device__ __forceinline__ float dot(const float4& a, const float4& b, float to) {
+    return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, to))));
+}
+__device__ __forceinline__ const float4& four_at(const float* p) { return *reinterpret_cast<const float4*>(p); }
+
+// 64 rows of 128 channels to shared memory, each times its factor; zeros after the chunk's end.
+__device__ __forceinline__ void load_rows(const float* from, int stride, int count, const float* factors, float* to) {
+#pragma unroll
+    for (int n = 0; n < CHUNK * DIM / 4 / 256; ++n) {
+        const int at = n * 256 + threadIdx.x, row = at / (DIM / 4), column = at % (DIM / 4) * 4;
+        float4 x = make_float4(0, 0, 0, 0);
+        if (row < count) x = four_at(from + static_cast<size_t>(row) * stride + column);
+        if (factors) {
+            const float by = factors[row];
+            x = make_float4(by * x.x, by * x.y, by * x.z, by * x.w);
+        }
+        *reinterpret_cast<float4*>(to + row * LONG + column) = x;
+    }
+}
+
+// What of a chunk does not depend on the state. blockIdx: value head, chunk.
+// solved [heads, chunks, 64, 256]: Wv, Wk; scores [heads, chunks, 64, 64]: Q K^T . D;
+// sums [heads, chunks, 64]: a.
+extern "C" __global__ void __launch_bounds__(256, 2)
+prepare_chunks(const float* mixed, const float2* gates, const int* first_rows, const int* counts, float* solved,
+               float* scores, float* sums) {
+    extern __shared__ float shared[];
+    float* keys = shared;
+    float* queries = keys + CHUNK * LONG;
+    float* factors = queries + CHUNK * LONG;  // strict lower, [64][64]
+    float* sum = factors + CHUNK * CHUNK;
+    float* strength = sum + CHUNK;
+    const int head = blockIdx.x, chunk = blockIdx.y, thread = threadIdx.x;
+    const int first = first_rows[chunk], count = counts[chunk];
+    const size_t place = static_cast<size_t>(head) * gridDim.y + chunk;
+    const float* own = mixed + static_cast<size_t>(first) * CHANNELS + key_head(head) * DIM;
+    load_rows(own, CHANNELS, count, nullptr, queries);
+    load_rows(own + KEY_HEADS * DIM, CHANNELS, count, nullptr, keys);
+    if (thread < CHUNK) {
+        float2 gate = make_float2(0, 0);
+        if (thread < count) gate = gates[(first + thread) * HEADS + head];
+        float a = gate.x;
+#pragma unroll
+        for (int o = 1; o < 32; o <<= 1) {
+            const float before = __shfl_up_sync(0xFFFFFFFFu, a, o);
+            if (thread % 32 >= o) a += before;
+        }
+        sum[thread] = a;
+        strength[thread] = gate.y;
+    }
+    __syncthreads();
+    if (thread >= 32 && thread < CHUNK) sum[thread] += sum[31];
+    __syncthreads();
+    if (thread < CHUNK) sums[place * CHUNK + thread] = sum[thread];
+
+    const int tx = thread % 16, ty = thread / 16;
+    float kk[4][4] = {}, qk[4][4] = {};
+#pragma unroll 4
+    for (int d = 0; d < DIM; d += 4) {
+        float4 other[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) other[j] = four_at(keys + (tx + 16 * j) * LONG + d);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float4 key = four_at(keys + (ty + 16 * i) * LONG + d);
+            const float4 query = four_at(queries + (ty + 16 * i) * LONG + d);
+#pragma unroll
+            for (int j = 0; j <= i; ++j) {  // squares above the diagonal are not wanted
+                kk[i][j] = dot(key, other[j], kk[i][j]);
+                qk[i][j] = dot(query, other[j], qk[i][j]);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int row = ty + 16 * i, column = tx + 16 * j;
+            // Above the diagonal the exponent is positive and may overflow.
+            const float decay = column <= row ? expf(sum[row] - sum[column]) : 0.0f;
+            factors[row * CHUNK + column] = column < row ? strength[row] * kk[i][j] * decay : 0.0f;
+            scores[place * CHUNK * CHUNK + row * CHUNK + column] = column <= row ? qk[i][j] * decay : 0.0f;
+        }
+    __syncthreads();
+
+    // A thread solves one column of the right sides, from the first row down.
+    float u[CHUNK];
+    if (thread < DIM) {
+        const float* values = mixed + static_cast<size_t>(first) * CHANNELS + (2 * KEY_HEADS + head) * DIM + thread;
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) u[i] = i < count ? values[static_cast<size_t>(i) * CHANNELS] : 0.0f;
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) u[i] *= strength[i];
+    } else {
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) u[i] = strength[i] * expf(sum[i]) * keys[i * LONG + thread - DIM];
+    }
+    float* to = solved + place * CHUNK * 2 * DIM + thread;
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) {
+        float4 known = make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int j = 0; j < i; j += 4) {  // factors on and above the diagonal are zeros
+            const float4 by = four_at(factors + i * CHUNK + j);
+            known.x = fmaf(by.x, u[j], known.x);
+            if (j + 1 < i) known.y = fmaf(by.y, u[j + 1], known.y);
+            if (j + 2 < i) known.z = fmaf(by.z, u[j + 2], known.z);
+            if (j + 3 < i) known.w = fmaf(by.w, u[j + 3], known.w);
+        }
+        u[i] -= (known.x + known.y) + (known.z + known.w);
+        to[i * 2 * DIM] = u[i];
+    }
+}
+
+#define ACROSS (COLUMNS / 4)            // threads side by side, four columns each
+#define ROWS (CHUNK / (256 / ACROSS))   // of a chunk that a thread computes
+
+__device__ __forceinline__ void add(float* to, float by, const float4& x) {
+    to[0] = fmaf(by, x.x, to[0]);
+    to[1] = fmaf(by, x.y, to[1]);
+    to[2] = fmaf(by, x.z, to[2]);
+    to[3] = fmaf(by, x.w, to[3]);
+}
+
+// Four columns of each of a thread's rows += rows of `left` (from d on) times four rows of `right`.
+__device__ __forceinline__ void add_product(float (*to)[4], const float* left, int stride, const float4* right) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        const float4 by = four_at(left + i * stride);
+        add(to[i], by.x, right[0]);
+        add(to[i], by.y, right[1]);
+        add(to[i], by.z, right[2]);
+        add(to[i], by.w, right[3]);
+    }
+}
+
+// The chunks of a sequence one after another. blockIdx: value head, group of columns, sequence.
+// chunk_ends [sequences]: the chunk after a sequence's last.
+extern "C" __global__ void __launch_bounds__(256, 1)
+run_chunks(const float* qkv, const float* mixed, const float* solved, const float* scores, const float* sums,
+           const int* first_rows, const int* counts, const int* chunk_ends, const int* starts, const int* slots,
+           float* memory, float* inputs, float* out, int chunks) {
+    extern __shared__ float shared[];
+    float* state = shared;                     // [128][COLUMNS]
+    float* changes = state + DIM * COLUMNS;    // U: [64][COLUMNS]
+    float* known = changes + CHUNK * COLUMNS;  // Wk
+    float* queries = known + CHUNK * LONG;
+    float* keys = queries + CHUNK * LONG;
+    float* score = keys + CHUNK * LONG;        // [64][SHORT]
+    float* grown = score + CHUNK * SHORT;      // exp(a)
+    float* left = grown + CHUNK;               // exp(a_n - a)
+    const int head = blockIdx.x, s = blockIdx.z, thread = threadIdx.x;
+    const int begin = s ? chunk_ends[s - 1] : 0, end = chunk_ends[s];
+    if (begin == end) return;
+    const bool fresh = starts[s] == 0;
+    const size_t slot = slots[s];
+    const int four = thread % ACROSS * 4, column = blockIdx.y * COLUMNS + four, ty = thread / ACROSS;
+    float* mine = memory + (slot * HEADS + head) * DIM * DIM + blockIdx.y * COLUMNS;
+    for (int i = thread; i < DIM * ACROSS; i += 256) {
+        const int row = i / ACROSS, at = i % ACROSS * 4;
+        *reinterpret_cast<float4*>(state + row * COLUMNS + at) =
+            fresh ? make_float4(0, 0, 0, 0) : four_at(mine + row * DIM + at);
+    }
+    for (int chunk = begin; chunk < end; ++chunk) {
+        const int first = first_rows[chunk], count = counts[chunk];
+        const size_t place = static_cast<size_t>(head) * chunks + chunk;
+        const float* own = mixed + static_cast<size_t>(first) * CHANNELS + key_head(head) * DIM;
+        const float* from = solved + place * CHUNK * 2 * DIM;
+        const float last = sums[place * CHUNK + CHUNK - 1];  // rows after the end have gates of 0
+        __syncthreads();  // the last chunk's readers are done
+        if (thread < CHUNK) {
+            const float a = sums[place * CHUNK + thread];
+            grown[thread] = expf(a);
+            left[thread] = expf(last - a);
+        }
+        __syncthreads();
+        load_rows(from + DIM, 2 * DIM, CHUNK, nullptr, known);
+        load_rows(own, CHANNELS, count, grown, queries);
+        load_rows(own + KEY_HEADS * DIM, CHANNELS, count, left, keys);
+#pragma unroll
+        for (int n = 0; n < CHUNK * CHUNK / 4 / 256; ++n) {
+            const int at = n * 256 + thread, row = at / (CHUNK / 4), j = at % (CHUNK / 4) * 4;
+            *reinterpret_cast<float4*>(score + row * SHORT + j) =
+                four_at(scores + place * CHUNK * CHUNK + row * CHUNK + j);
+        }
+        __syncthreads();
+
+        float remembered[ROWS][4] = {}, answer[ROWS][4] = {};
+#pragma unroll 4
+        for (int d = 0; d < DIM; d += 4) {
+            float4 right[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) right[i] = four_at(state + (d + i) * COLUMNS + four);
+            add_product(remembered, known + ty * ROWS * LONG + d, LONG, right);
+            add_product(answer, queries + ty * ROWS * LONG + d, LONG, right);
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const int row = ty * ROWS + i;
+            const float4 target = four_at(from + row * 2 * DIM + column);
+            *reinterpret_cast<float4*>(changes + row * COLUMNS + four) =
+                make_float4(target.x - remembered[i][0], target.y - remembered[i][1], target.z - remembered[i][2],
+                            target.w - remembered[i][3]);
+        }
+        __syncthreads();
+        for (int j = 0; j < (ty + 1) * ROWS; j += 4) {  // scores above the diagonal are zeros
+            float4 right[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) right[i] = four_at(changes + (j + i) * COLUMNS + four);
+            add_product(answer, score + ty * ROWS * SHORT + j, SHORT, right);
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const int row = ty * ROWS + i;
+            if (row < count)
+                *reinterpret_cast<float4*>(out + (static_cast<size_t>(first + row) * HEADS + head) * DIM + column) =
+                    make_float4(answer[i][0], answer[i][1], answer[i][2], answer[i][3]);
+        }
+        // The state: 2 * ROWS rows of four columns each, a tile that only this thread writes.
+        float tile[2 * ROWS][4];
+        const float keep = expf(last);
+#pragma unroll
+        for (int i = 0; i < 2 * ROWS; ++i) {
+            const float4 old = four_at(state + (ty * 2 * ROWS + i) * COLUMNS + four);
+            tile[i][0] = keep * old.x;
+            tile[i][1] = keep * old.y;
+            tile[i][2] = keep * old.z;
+            tile[i][3] = keep * old.w;
+        }
+#pragma unroll 4
+        for (int j = 0; j < CHUNK; ++j) {
+            const float4 change = four_at(changes + j * COLUMNS + four);
+#pragma unroll
+            for (int i = 0; i < 2 * ROWS; i += 4) {
+                const float4 key = four_at(keys + j * LONG + ty * 2 * ROWS + i);
+                add(tile[i], key.x, change);
+                add(tile[i + 1], key.y, change);
+                add(tile[i + 2], key.z, change);
+                add(tile[i + 3], key.w, change);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * ROWS; ++i)
+            *reinterpret_cast<float4*>(state + (ty * 2 * ROWS + i) * COLUMNS + four) =
+                make_float4(tile[i][0], tile[i][1], tile[i][2], tile[i][3]);
+    }
+    __syncthreads();
+    for (int i = thread; i < DIM * ACROSS; i += 256) {
+        const int row = i / ACROSS, at = i % ACROSS * 4;
+        *reinterpret_cast<float4*>(mine + row * DIM + at) = four_at(state + row * COLUMNS + at);
+    }
+    // Every head keeps a share of the channels' last inputs; the rows of a sequence are adjacent.
+    const int first = first_rows[begin], count = first_rows[end - 1] + counts[end - 1] - first;
+    for (int channel = (head * gridDim.y + blockIdx.y) * 256 + thread; channel < CHANNELS;
+         channel += gridDim.x * gridDim.y * 256)
+        keep_inputs(qkv, inputs + slot * (TAPS - 1) * CHANNELS, channel, first, count, fresh);
+}

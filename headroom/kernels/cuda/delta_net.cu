@@ -1,0 +1,187 @@
+// Gated linear attention, one row after another: for steps with a few rows of each sequence.
+// COLUMNS: of a head's values in one block of `recur`, 16 to 128.
+#include "delta_net.cuh"
+
+__device__ __forceinline__ void add(float4& to, float by, const float4& x) {
+    to.x = fmaf(by, x.x, to.x);
+    to.y = fmaf(by, x.y, to.y);
+    to.z = fmaf(by, x.z, to.z);
+    to.w = fmaf(by, x.w, to.w);
+}
+
+// Rows through the convolution, with queries and keys of length one and the gates' activations.
+// A warp does `each` rows of one head; blockIdx.x: four heads; blockIdx.y: rows.
+// mixed [rows, channels]; gates [rows, heads, 2]: logarithm of the decay, strength of the change.
+extern "C" __global__ void __launch_bounds__(128)
+convolve(const float* qkv, const float* beta, const float* alpha, const float* conv, const float* decay,
+         const float* dt_bias, const float* inputs, const int* sequence, const int* index, const int* starts,
+         const int* slots, float* mixed, float2* gates, int rows, int each) {
+    const int unit = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (unit >= 2 * KEY_HEADS + HEADS) return;
+    const int channel = unit * DIM + lane * 4;
+    float taps[TAPS][4];
+#pragma unroll
+    for (int j = 0; j < TAPS; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) taps[j][i] = conv[(channel + i) * TAPS + j];
+    const int end = min(rows, static_cast<int>(blockIdx.y + 1) * each);
+    for (int row = blockIdx.y * each; row < end; ++row) {
+        const int s = sequence[row];
+        if (s < 0) continue;
+        const int start = starts[s], place = index[row] - start;
+        const float* before = inputs + static_cast<size_t>(slots[s]) * (TAPS - 1) * CHANNELS + channel;
+        float y[4] = {};
+#pragma unroll
+        for (int j = 0; j < TAPS; ++j) {
+            const int at = place - (TAPS - 1) + j;  // within the step; the state has what came before
+            float4 x = make_float4(0, 0, 0, 0);
+            if (at >= 0)
+                x = *reinterpret_cast<const float4*>(
+                    qkv + static_cast<size_t>(row - (TAPS - 1) + j) * CHANNELS + channel);
+            else if (start > 0)
+                x = *reinterpret_cast<const float4*>(before + (TAPS - 1 + at) * CHANNELS);
+            y[0] = fmaf(taps[j][0], x.x, y[0]);
+            y[1] = fmaf(taps[j][1], x.y, y[1]);
+            y[2] = fmaf(taps[j][2], x.z, y[2]);
+            y[3] = fmaf(taps[j][3], x.w, y[3]);
+        }
+        float scale = 1.0f, squares = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            y[i] = silu(y[i]);
+            squares = fmaf(y[i], y[i], squares);
+        }
+        if (unit < 2 * KEY_HEADS) {
+            scale = rsqrtf(sum_of_warp(squares) + 1e-6f);
+            if (unit < KEY_HEADS) scale *= 0.08838834764831845f;  // 1 / sqrt(DIM), for queries
+        } else if (lane == 0) {
+            const int at = row * HEADS + unit - 2 * KEY_HEADS;
+            const float x = alpha[at] + dt_bias[unit - 2 * KEY_HEADS];
+            const float time = x > 20.0f ? x : log1pf(expf(x));
+            gates[at] = make_float2(decay[unit - 2 * KEY_HEADS] * time, 1.0f / (1.0f + expf(-beta[at])));
+        }
+        *reinterpret_cast<float4*>(mixed + static_cast<size_t>(row) * CHANNELS + channel) =
+            make_float4(y[0] * scale, y[1] * scale, y[2] * scale, y[3] * scale);
+    }
+}
+
+__device__ __forceinline__ float4 gated(float4 x, float4 gate, float4 weight, float eps) {
+    const float squares = sum_of_warp(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w);
+    const float scale = rsqrtf(squares / DIM + eps);
+    return make_float4(weight.x * (x.x * scale) * silu(gate.x), weight.y * (x.y * scale) * silu(gate.y),
+                       weight.z * (x.z * scale) * silu(gate.z), weight.w * (x.w * scale) * silu(gate.w));
+}
+
+// weight * x / rms(x) * silu(gate), a warp for each head of each row; [heads of all rows, DIM].
+extern "C" __global__ void __launch_bounds__(128)
+gated_norm(const float4* x, const float4* gate, const float4* weight, float4* out, float eps, int heads) {
+    const int head = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (head >= heads) return;
+    const size_t at = static_cast<size_t>(head) * (DIM / 4) + lane;
+    out[at] = gated(x[at], gate[at], weight[lane], eps);
+}
+
+#define ACROSS (COLUMNS / 4)   // threads side by side, four columns each
+#define THREADS (COLUMNS * 8)  // 32 groups of them, four rows of the state each
+#define WARPS (THREADS / 32)
+
+// The recurrence over the rows of a sequence, with the state in registers between them.
+// blockIdx: value head, group of columns, sequence. The block of all columns of a head also norms
+// and gates what comes out, if it is given the gate `z`.
+extern "C" __global__ void __launch_bounds__(THREADS)
+recur(const float* qkv, const float* mixed, const float2* gates, float* memory, float* inputs,
+      const int* sequence, const int* starts, const int* slots, float* out, int rows, const float* z,
+      const float* norm, float eps) {
+    __shared__ float part[WARPS][2][COLUMNS];
+    __shared__ float products[WARPS];
+    __shared__ float total[2][COLUMNS];
+    __shared__ int first, count;
+    const int head = blockIdx.x, s = blockIdx.z, thread = threadIdx.x;
+    const int lane = thread % 32, warp = thread / 32, group = thread / ACROSS;
+    const int four = thread % ACROSS * 4, column = blockIdx.y * COLUMNS + four;
+    if (thread == 0) first = rows, count = 0;
+    // A sequence without rows may have no slot; any will do for it, since nothing is written.
+    const int slot = max(slots[s], 0);
+    const bool fresh = starts[s] == 0;
+    float* mine = memory + ((static_cast<size_t>(slot) * HEADS + head) * DIM + group) * DIM + column;
+    float4 state[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        state[i] = fresh ? make_float4(0, 0, 0, 0)
+                         : *reinterpret_cast<const float4*>(mine + i * 32 * DIM);
+    __syncthreads();
+    for (int row = thread; row < rows; row += THREADS)
+        if (sequence[row] == s) {
+            atomicMin(&first, row);
+            atomicAdd(&count, 1);
+        }
+    __syncthreads();
+    if (count == 0) return;
+
+    const int channel = (head * gridDim.y + blockIdx.y) * THREADS + thread;
+    if (channel < CHANNELS)
+        keep_inputs(qkv, inputs + static_cast<size_t>(slot) * (TAPS - 1) * CHANNELS, channel, first, count,
+                    fresh);
+    for (int row = first; row < first + count; ++row) {
+        const float* own = mixed + static_cast<size_t>(row) * CHANNELS;
+        const float* queries = own + key_head(head) * DIM + group;
+        const float* keys = queries + KEY_HEADS * DIM;
+        const float4 value = *reinterpret_cast<const float4*>(own + (2 * KEY_HEADS + head) * DIM + column);
+        const float2 gate = gates[row * HEADS + head];
+        float key[4], both = 0.0f;
+        float4 known = make_float4(0, 0, 0, 0), seen = make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float query = queries[i * 32];
+            key[i] = keys[i * 32];
+            add(known, key[i], state[i]);
+            add(seen, query, state[i]);
+            both = fmaf(key[i], query, both);
+        }
+#pragma unroll
+        for (int o = ACROSS; o < 32; o <<= 1) {
+            float* all[9] = {&known.x, &known.y, &known.z, &known.w, &seen.x, &seen.y, &seen.z, &seen.w, &both};
+#pragma unroll
+            for (int i = 0; i < 9; ++i) *all[i] += __shfl_xor_sync(0xFFFFFFFFu, *all[i], o);
+        }
+        if (lane < ACROSS) {
+            *reinterpret_cast<float4*>(&part[warp][0][four]) = known;
+            *reinterpret_cast<float4*>(&part[warp][1][four]) = seen;
+        }
+        if (lane == 0) products[warp] = both;
+        __syncthreads();
+        if (thread < 2 * COLUMNS) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) sum += part[w][thread / COLUMNS][thread % COLUMNS];
+            total[thread / COLUMNS][thread % COLUMNS] = sum;
+        }
+        both = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) both += products[w];
+        __syncthreads();
+        known = *reinterpret_cast<const float4*>(&total[0][four]);
+        seen = *reinterpret_cast<const float4*>(&total[1][four]);
+        const float keep = expf(gate.x);
+        const float4 change =
+            make_float4(gate.y * (value.x - keep * known.x), gate.y * (value.y - keep * known.y),
+                        gate.y * (value.z - keep * known.z), gate.y * (value.w - keep * known.w));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            state[i] = make_float4(keep * state[i].x, keep * state[i].y, keep * state[i].z, keep * state[i].w);
+            add(state[i], key[i], change);
+        }
+        if (group == 0) {
+            // What the new state gives for the query, from what the old one gave.
+            float4 answer = make_float4(keep * seen.x, keep * seen.y, keep * seen.z, keep * seen.w);
+            add(answer, both, change);
+            const size_t at = (static_cast<size_t>(row) * HEADS + head) * DIM + column;
+            if (COLUMNS == DIM && z)
+                answer = gated(answer, *reinterpret_cast<const float4*>(z + at),
+                               *reinterpret_cast<const float4*>(norm + column), eps);
+            *reinterpret_cast<float4*>(out + at) = answer;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) *reinterpret_cast<float4*>(mine + i * 32 * DIM) = state[i];
+}

@@ -1,0 +1,212 @@
+"""Gated linear attention on a GPU: row after row for few rows, in chunks for many."""
+
+from dataclasses import dataclass
+
+import torch
+
+from headroom.kernels.cuda.chunks import (
+    CHUNK,
+    SequenceTables,
+    SpanTables,
+    run_plain_chunks,
+    span_tables,
+)
+from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.ops import DeltaNetWeights, RecurrentState, Span
+
+DIM = 128  # of keys and values; the kernels are written for it
+STEP_ROWS = 16  # a span of more goes in chunks: row after row would take longer
+CONVOLVED_ROWS = 16  # rows of a head that one warp takes, of many
+SHARED_FLOATS = CHUNK * (DIM + 4)  # of 64 rows of a head in shared memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputGate:
+    """What norms and gates a layer's answers, for the kernel that can do it on the way."""
+
+    gate: torch.Tensor  # [rows, value heads, dim]
+    weight: torch.Tensor  # [dim]
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Convolved:
+    mixed: torch.Tensor  # [rows, channels]: queries, keys, values
+    gates: torch.Tensor  # [rows, value heads, 2]: logarithm of the decay, strength
+
+
+def delta_net(
+    qkv: torch.Tensor,
+    beta: torch.Tensor,
+    alpha: torch.Tensor,
+    weights: DeltaNetWeights,
+    state: RecurrentState,
+    spans: tuple[Span, ...],
+) -> torch.Tensor:
+    """Run every span's rows through its sequence's state, which is left after the last row."""
+    tables = span_tables(spans, len(qkv), qkv.device)
+    if max(span.rows for span in spans) > STEP_ROWS:
+        return prefill((qkv, beta, alpha), weights, state, tables)
+    return step((qkv, beta, alpha), weights, state, tables)
+
+
+def step(
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    weights: DeltaNetWeights,
+    state: RecurrentState,
+    tables: SequenceTables,
+    output: OutputGate | None = None,
+    columns: int = 0,
+) -> torch.Tensor:
+    """Return the answers `[rows, value heads, dim]` of a few rows, row after row.
+
+    `rows` holds qkv, beta and alpha as for `delta_net`; rows of a sequence are adjacent. With
+    `output` the answers are normed and gated. `columns` of a head run in one block; 0: as fits.
+    """
+    qkv = rows[0]
+    heads, sequences = len(weights.decay), len(tables.starts)
+    columns = columns or _columns_of_step(heads * sequences, qkv.device)
+    constants = _constants(weights) | {"COLUMNS": columns}
+    convolved = _convolve(rows, weights, state, tables, constants)
+    out = torch.empty(len(qkv), heads, DIM, device=qkv.device)
+    fused = output if columns == DIM else None
+    compile_kernel("delta_net.cu", "recur", constants)(
+        (heads, DIM // columns, sequences),
+        (columns * 8, 1, 1),
+        (
+            *(qkv, convolved.mixed, convolved.gates, state.memory, state.inputs),
+            *(tables.sequence, tables.starts, tables.state_slots, out, len(qkv)),
+            *((fused.gate, fused.weight, fused.eps) if fused else (None, None, 0.0)),
+        ),
+    )
+    if output and not fused:
+        return gated_norm(out, output.gate, output.weight, output.eps)
+    return out
+
+
+def prefill(
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    weights: DeltaNetWeights,
+    state: RecurrentState,
+    tables: SpanTables,
+) -> torch.Tensor:
+    """Return the answers `[rows, value heads, dim]` of many rows, chunk after chunk."""
+    qkv = rows[0]
+    heads, chunks, sequences = len(weights.decay), len(tables.counts), len(tables.starts)
+    columns = 32 if heads * 4 * sequences <= _processors(qkv.device) else 64
+    constants = _constants(weights) | {"COLUMNS": columns}
+    convolved = _convolve(rows, weights, state, tables, constants)
+    shared = 4 * _shared_floats(columns)
+    if shared > torch.cuda.get_device_properties(qkv.device).shared_memory_per_block_optin:
+        return _plain_prefill(qkv, convolved, weights, state, tables)
+    out = torch.empty(len(qkv), heads, DIM, device=qkv.device)
+    solved = torch.empty(heads, chunks, CHUNK, 2 * DIM, device=qkv.device)
+    scores = torch.empty(heads, chunks, CHUNK, CHUNK, device=qkv.device)
+    sums = torch.empty(heads, chunks, CHUNK, device=qkv.device)
+    compile_kernel("delta_chunks.cu", "prepare_chunks", constants)(
+        (heads, chunks, 1),
+        (256, 1, 1),
+        (
+            *(convolved.mixed, convolved.gates, tables.first_rows, tables.counts),
+            *(solved, scores, sums),
+        ),
+        4 * (2 * SHARED_FLOATS + CHUNK * CHUNK + 2 * CHUNK),
+    )
+    compile_kernel("delta_chunks.cu", "run_chunks", constants)(
+        (heads, DIM // columns, sequences),
+        (256, 1, 1),
+        (
+            *(qkv, convolved.mixed, solved, scores, sums, tables.first_rows, tables.counts),
+            *(tables.chunk_ends, tables.starts, tables.state_slots),
+            *(state.memory, state.inputs, out, chunks),
+        ),
+        shared,
+    )
+    return out
+
+
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Return `weight * x / sqrt(mean(x^2) + eps) * silu(gate)` over a last axis of 128."""
+    out, heads = torch.empty_like(x), x.numel() // DIM
+    constants = {"HEADS": 1, "KEY_HEADS": 1, "TILED": 0, "TAPS": 4, "COLUMNS": 16}
+    kernel = compile_kernel("delta_net.cu", "gated_norm", constants)
+    kernel((-(-heads // 4), 1, 1), (128, 1, 1), (x, gate, weight, out, eps, heads))
+    return out
+
+
+def _convolve(
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    weights: DeltaNetWeights,
+    state: RecurrentState,
+    tables: SequenceTables,
+    constants: dict[str, int],
+) -> _Convolved:
+    qkv, count, heads = rows[0], len(rows[0]), len(weights.decay)
+    each = 1 if count <= CHUNK else CONVOLVED_ROWS
+    mixed = torch.empty_like(qkv)
+    gates = torch.empty(count, heads, 2, device=qkv.device)
+    compile_kernel("delta_net.cu", "convolve", constants | {"COLUMNS": 16})(
+        (-(-(2 * weights.key_heads + heads) // 4), -(-count // each), 1),
+        (128, 1, 1),
+        (
+            *(*rows, weights.conv, weights.decay, weights.dt_bias, state.inputs),
+            *(tables.sequence, tables.index, tables.starts, tables.state_slots),
+            *(mixed, gates, count, each),
+        ),
+    )
+    return _Convolved(mixed, gates)
+
+
+def _plain_prefill(
+    qkv: torch.Tensor,
+    convolved: _Convolved,
+    weights: DeltaNetWeights,
+    state: RecurrentState,
+    tables: SpanTables,
+) -> torch.Tensor:
+    """The chunks by torch's products, for devices whose blocks have too little shared memory."""
+    heads, key_heads = len(weights.decay), weights.key_heads
+    head = torch.arange(heads, device=qkv.device)
+    source = head % key_heads if weights.tiled else head // (heads // key_heads)
+    queries, keys, values = convolved.mixed.unflatten(1, (-1, DIM)).split(
+        (key_heads, key_heads, heads), 1
+    )
+    out = torch.zeros_like(values, memory_format=torch.contiguous_format)
+    sequence, starts = tables.sequence.tolist(), tables.starts.tolist()
+    for number, slot in enumerate(tables.state_slots.tolist()):
+        first, count = sequence.index(number), sequence.count(number)
+        own = slice(first, first + count)
+        memory, inputs = state.memory[slot], state.inputs[slot]
+        if starts[number] == 0:
+            memory.zero_()
+            inputs.zero_()
+        parts = (queries[own, source], keys[own, source], values[own])
+        out[own] = run_plain_chunks(parts, convolved.gates[own], memory)
+        inputs.copy_(torch.cat((inputs, qkv[own]))[-len(inputs) :])
+    return out
+
+
+def _constants(weights: DeltaNetWeights) -> dict[str, int]:
+    return {
+        "HEADS": len(weights.decay),
+        "KEY_HEADS": weights.key_heads,
+        "TILED": int(weights.tiled),
+        "TAPS": weights.conv.shape[1],
+    }
+
+
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _columns_of_step(states: int, device: torch.device) -> int:
+    """A whole state to a block where there are enough of them, else a part, to use the chip."""
+    return DIM if states >= 2 * _processors(device) else 16
+
+
+def _shared_floats(columns: int) -> int:
+    """Floats of shared memory that a block of `run_chunks` takes."""
+    rows = 3 * SHARED_FLOATS + CHUNK * (CHUNK + 4) + 2 * CHUNK
+    return (DIM + CHUNK) * columns + rows
