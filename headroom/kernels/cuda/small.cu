@@ -1,4 +1,5 @@
 // The small operations between products. Each kernel is compiled with the defines of its own.
+#include "rank.cuh"
 #include "rows.cuh"
 
 // norm_rows: what becomes of the residual. 0: there is none; 1: x is added to it and the sum is normed;
@@ -102,12 +103,6 @@ extern "C" __global__ void rope_tables(const int* positions, const float* freque
     }
 }
 
-// A number that is larger for a larger value and, among equals, for a lower id.
-__device__ __forceinline__ u64 rank_of(float x, int id) {
-    const u32 bits = __float_as_uint(x + 0.0f);  // minus zero becomes zero
-    const u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return static_cast<u64>(ordered) << 32 | (0xFFFFFFFFu - static_cast<u32>(id));
-}
 __device__ __forceinline__ u64 block_best(u64 best) {
     __shared__ u64 shared[32];
 #pragma unroll
@@ -133,5 +128,5 @@ extern "C" __global__ void argmax_rows(const u64* best, long long* ids, int slic
     u64 mine = 0;
     for (int i = threadIdx.x; i < slices; i += blockDim.x) mine = max(mine, best[blockIdx.x * slices + i]);
     mine = block_best(mine);
-    if (threadIdx.x == 0) ids[blockIdx.x] = 0xFFFFFFFFu - static_cast<u32>(mine);
+    if (threadIdx.x == 0) ids[blockIdx.x] = id_of(mine);
 }
