@@ -61,7 +61,7 @@ def span_tables(spans: tuple[Span, ...], rows: int, device: torch.device) -> Spa
     slots = [span.slot for span in spans]
     parts = (sequence, index, starts, slots, chunk_ends, first_rows, counts)
     joined = torch.tensor([number for part in parts for number in part], dtype=torch.int32)
-    return SpanTables(*joined.to(device).split([len(part) for part in parts]))
+    return SpanTables(*torch.split(joined.to(device), [len(part) for part in parts]))
 
 
 def run_plain_chunks(
@@ -103,4 +103,4 @@ def _in_chunks(x: torch.Tensor) -> torch.Tensor:
     """Rows `[rows, heads, n]` as `[chunks, heads, CHUNK, n]`, zeros after the last."""
     padding = -len(x) % CHUNK
     padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding))
-    return padded.unflatten(0, (-1, CHUNK)).transpose(1, 2)
+    return padded.reshape(-1, CHUNK, *x.shape[1:]).transpose(1, 2)

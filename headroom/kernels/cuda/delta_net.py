@@ -93,11 +93,11 @@ def prefill(
     """Return the answers `[rows, value heads, dim]` of many rows, chunk after chunk."""
     qkv = rows[0]
     heads, chunks, sequences = len(weights.decay), len(tables.counts), len(tables.starts)
-    columns = 32 if heads * 4 * sequences <= _processors(qkv.device) else 64
+    columns = _columns_of_prefill(heads * sequences, qkv.device)
     constants = _constants(weights) | {"COLUMNS": columns}
     convolved = _convolve(rows, weights, state, tables, constants)
     shared = 4 * _shared_floats(columns)
-    if shared > torch.cuda.get_device_properties(qkv.device).shared_memory_per_block_optin:
+    if shared > _shared_bytes(qkv.device):
         return _plain_prefill(qkv, convolved, weights, state, tables)
     out = torch.empty(len(qkv), heads, DIM, device=qkv.device)
     solved = torch.empty(heads, chunks, CHUNK, 2 * DIM, device=qkv.device)
@@ -170,10 +170,9 @@ def _plain_prefill(
     heads, key_heads = len(weights.decay), weights.key_heads
     head = torch.arange(heads, device=qkv.device)
     source = head % key_heads if weights.tiled else head // (heads // key_heads)
-    queries, keys, values = convolved.mixed.unflatten(1, (-1, DIM)).split(
-        (key_heads, key_heads, heads), 1
-    )
-    out = torch.zeros_like(values, memory_format=torch.contiguous_format)
+    mixed = convolved.mixed.view(len(qkv), -1, DIM)
+    queries, keys, values = torch.split(mixed, (key_heads, key_heads, heads), 1)
+    out = torch.zeros(len(qkv), heads, DIM, device=qkv.device)
     sequence, starts = tables.sequence.tolist(), tables.starts.tolist()
     for number, slot in enumerate(tables.state_slots.tolist()):
         first, count = sequence.index(number), sequence.count(number)
@@ -204,6 +203,18 @@ def _processors(device: torch.device) -> int:
 def _columns_of_step(states: int, device: torch.device) -> int:
     """A whole state to a block where there are enough of them, else a part, to use the chip."""
     return DIM if states >= 2 * _processors(device) else 16
+
+
+def _columns_of_prefill(states: int, device: torch.device) -> int:
+    """Fewer to a block where all blocks then still run at once, or where no more fit."""
+    fits = 4 * _shared_floats(64) <= _shared_bytes(device)
+    return 64 if fits and states * 4 > _processors(device) else 32
+
+
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a block can have."""
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 48 << 10))
 
 
 def _shared_floats(columns: int) -> int:

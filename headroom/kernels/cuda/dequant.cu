@@ -3,8 +3,8 @@
 #include <cuda_bf16.h>
 
 // blockIdx.x: the tile; each warp takes every WARPS-th record. `out` is [rows, columns].
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
-dequantise(const u8* weight, __nv_bfloat16* out, int rows, int columns, int records) {
+__device__ __forceinline__ void dequantise_tile(const u8* weight, __nv_bfloat16* out, int rows, int columns,
+                                                int records) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const u8* tile = weight + static_cast<size_t>(blockIdx.x) * records * Record<KIND>::bytes;
     for (int r = blockIdx.y * WARPS + warp; r < records; r += gridDim.y * WARPS) {
@@ -51,4 +51,21 @@ dequantise(const u8* weight, __nv_bfloat16* out, int rows, int columns, int reco
             }
         }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+dequantise(const u8* weight, __nv_bfloat16* out, int rows, int columns, int records) {
+    dequantise_tile(weight, out, rows, columns, records);
+}
+
+// One matrix of each expert that has picks. blockIdx.z: the expert; table [experts][3], of which
+// `part` is the matrix's place; ends [experts]: the pick after an expert's last, in sorted order.
+// An expert's matrix is `apart` values after the one before it.
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+dequantise_experts(const long long* table, const int* ends, __nv_bfloat16* out, int part, int apart, int rows,
+                   int columns, int records) {
+    const int expert = blockIdx.z;
+    if (ends[expert] == (expert ? ends[expert - 1] : 0)) return;
+    dequantise_tile(reinterpret_cast<const u8*>(table[expert * 3 + part]), out + static_cast<size_t>(expert) * apart,
+                    rows, columns, records);
 }

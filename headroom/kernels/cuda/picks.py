@@ -1,0 +1,46 @@
+"""Picks in the order of their experts, and the products of each expert's own rows."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SortedPicks:
+    """The picks of many rows, sorted by expert; those of no expert (negative ids) come last."""
+
+    rows: torch.Tensor  # int64 [picks]: whose pick stands at a place
+    places: torch.Tensor  # int64 [rows, used]: where a pick stands
+    ends: torch.Tensor  # int32 [experts]: the place after an expert's last
+
+
+def sort_picks(ids: torch.Tensor, experts: int) -> SortedPicks:
+    """Sort the picks `[rows, used]` where they are: nothing waits for the device."""
+    flat = ids.flatten().long()
+    numbers, order = torch.where(flat < 0, experts, flat).sort(stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=ids.device)
+    every = torch.arange(experts, device=ids.device)
+    ends = torch.searchsorted(numbers, every, right=True, out_int32=True)
+    return SortedPicks(order // ids.shape[1], places.view(ids.shape), ends)
+
+
+def grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return rows sorted by expert times their expert's matrix, transposed, in bf16.
+
+    `x [picks, columns]` and `weights [experts, rows, columns]` are bf16, columns and rows divisible
+    by 8 for the library's 16-byte strides; rows after the last expert's end have no meaning.
+    """
+    if _has_grouped_product(x.device):
+        return torch._grouped_mm(x, weights.mT, offs=ends)
+    out = x.new_zeros(len(x), weights.shape[1])
+    first = 0
+    for matrix, end in zip(weights, ends.tolist(), strict=True):
+        if end > first:
+            torch.mm(x[first:end], matrix.T, out=out[first:end])
+        first = end
+    return out
+
+
+def _has_grouped_product(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

@@ -1,0 +1,51 @@
+"""The choice of experts on a GPU."""
+
+import torch
+
+from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.ops import RouterRule
+
+MAX_EXPERTS, MAX_USED = 1024, 32  # what the lanes of one warp hold
+FEW_ROWS = 32  # more are scored by the library's product
+
+
+def score(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the logits `[rows, outputs]` of rows for a float32 weight `[outputs, hidden]`."""
+    (rows, hidden), outputs = x.shape, len(weight)
+    if rows > FEW_ROWS or hidden % 4:
+        return x @ weight.T
+    logits = torch.empty(rows, outputs, device=x.device)
+    # A sum runs in the same order however many rows share a pass over the weight.
+    each = 1 if rows == 1 else 4
+    kernel = compile_kernel("route.cu", "score", {"EXPERTS": 32, "SIGMOID": 0, "ROWS": each})
+    kernel((outputs, -(-rows // each)), (128,), (x, weight, logits, rows, outputs, hidden))
+    return logits
+
+
+def route(
+    logits: torch.Tensor,
+    rule: RouterRule,
+    bias: torch.Tensor | None,
+    counts: torch.Tensor,
+    sequence: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids and weights of each row's experts, the best first, and count them.
+
+    Logits after those of `counts`' experts are passed over. Rows where `sequence [rows]` is
+    negative are padding: their ids are -1.
+    """
+    rows, stride = logits.shape
+    assert len(counts) <= MAX_EXPERTS
+    assert rule.used <= MAX_USED
+    ids = torch.empty(rows, rule.used, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(rows, rule.used, device=logits.device)
+    constants = {"EXPERTS": len(counts), "SIGMOID": int(rule.scores == "sigmoid")}
+    compile_kernel("route.cu", "route", constants)(
+        (-(-rows // 4),),
+        (128,),
+        (
+            *(logits, stride, bias, sequence, ids, weights, counts, rows),
+            *(rule.used, int(rule.normalise), float(rule.scale), float(rule.softcap)),
+        ),
+    )
+    return ids, weights

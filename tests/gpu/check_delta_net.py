@@ -1,0 +1,199 @@
+"""Compares gated linear attention of a GPU with the plain one, and times it with --bench."""
+
+import sys
+import traceback
+from dataclasses import dataclass
+
+import torch
+
+from headroom.kernels.cuda import delta_net as fast
+from headroom.kernels.cuda.chunks import SpanTables, span_tables
+from headroom.kernels.ops import DeltaNetWeights, RecurrentState, Span
+from headroom.kernels.reference import delta_net as plain
+from tests.gpu.timing import time_us
+
+DEVICE = "cuda"
+DIM = 128
+NO_PAGES = torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A layer's heads."""
+
+    heads: int
+    key_heads: int
+    tiled: bool
+
+    @property
+    def channels(self) -> int:
+        return (2 * self.key_heads + self.heads) * DIM
+
+
+def make_weights(shape: Shape) -> DeltaNetWeights:
+    """Random weights with decays between slow and fast."""
+    return DeltaNetWeights(
+        conv=torch.randn(shape.channels, 4) * 0.5,
+        decay=-torch.rand(shape.heads) * 2 - 0.01,
+        dt_bias=torch.randn(shape.heads),
+        key_heads=shape.key_heads,
+        tiled=shape.tiled,
+    )
+
+
+def make_state(shape: Shape, slots: int) -> RecurrentState:
+    """Random states: a fresh sequence must not see them."""
+    return RecurrentState(
+        torch.randn(slots, shape.heads, DIM, DIM) * 0.1,
+        torch.randn(slots, 3, shape.channels),
+    )
+
+
+def make_rows(shape: Shape, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random inputs: qkv, beta, alpha."""
+    return (
+        torch.randn(rows, shape.channels),
+        torch.randn(rows, shape.heads),
+        torch.randn(rows, shape.heads),
+    )
+
+
+def to_device(weights: DeltaNetWeights) -> DeltaNetWeights:
+    """The same weights on the GPU."""
+    return DeltaNetWeights(
+        weights.conv.to(DEVICE),
+        weights.decay.to(DEVICE),
+        weights.dt_bias.to(DEVICE),
+        weights.key_heads,
+        weights.tiled,
+    )
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The relative distance; not a number counts as one."""
+    found, wanted = found.cpu().double(), wanted.double()
+    distance = float((found - wanted).norm() / wanted.norm())
+    return distance if distance == distance else float("inf")
+
+
+def check(
+    shape: Shape, spans: tuple[Span, ...], rows: int, columns: int = 0, how: str = "step"
+) -> None:
+    """One step with gaps of padding against the plain kernel, answers and states."""
+    weights, state, inputs = make_weights(shape), make_state(shape, 6), make_rows(shape, rows)
+    mine = RecurrentState(
+        state.memory.to(DEVICE, copy=True), state.inputs.to(DEVICE, copy=True)
+    )
+    wanted = plain.delta_net(*inputs, weights, state, spans)
+    own = torch.zeros(rows, dtype=torch.bool)
+    for span in spans:
+        own[span.first_row : span.first_row + span.rows] = True
+    tables = span_tables(spans, rows, torch.device(DEVICE))
+    packed = tuple(x.to(DEVICE) for x in inputs)
+    gate, norm = torch.randn(rows, shape.heads, DIM), torch.randn(DIM)
+    if how == "prefill":
+        found = fast.prefill(packed, to_device(weights), mine, tables)
+        wanted, found = plain.gated_norm(wanted, gate, norm, 1e-6), fast.gated_norm(
+            found, gate.to(DEVICE), norm.to(DEVICE), 1e-6
+        )
+    elif how == "plain prefill":
+        convolved = fast._convolve(
+            packed, to_device(weights), mine, tables, fast._constants(weights)
+        )
+        found = fast._plain_prefill(packed[0], convolved, to_device(weights), mine, tables)
+    else:
+        output = fast.OutputGate(gate.to(DEVICE), norm.to(DEVICE), 1e-6)
+        found = fast.step(packed, to_device(weights), mine, tables, output, columns)
+        wanted = plain.gated_norm(wanted, gate, norm, 1e-6)
+    errors = (
+        error(found.cpu()[own], wanted[own]),
+        error(mine.memory, state.memory),
+        error(mine.inputs, state.inputs),
+    )
+    good = max(errors) < 2e-5 and torch.equal(mine.inputs.cpu(), state.inputs)
+    text = " ".join(f"{e:.1e}" for e in errors)
+    lengths = [(span.start, span.rows) for span in spans]
+    print(f"{'PASS' if good else 'FAIL'} {how} {columns} {shape} {lengths}: {text}", flush=True)
+
+
+def span(first: int, rows: int, start: int, slot: int) -> Span:
+    """A span without pages."""
+    return Span(first, rows, start, NO_PAGES, slot)
+
+
+def cases(small: bool) -> list[tuple[object, ...]]:
+    """Every kind of step; fewer heads where a CPU stands in for the GPU."""
+    shapes = [Shape(4, 2, False), Shape(6, 2, True)]
+    if not small:
+        shapes += [Shape(48, 16, False), Shape(32, 16, True)]
+    found: list[tuple[object, ...]] = []
+    for shape in shapes:
+        for columns in (16, 32, 64, 128):
+            found.append((shape, (span(0, 1, 0, 2),), 1, columns))
+            found.append((shape, (span(0, 1, 7, 4), span(1, 5, 2, 1), span(6, 2, 0, 0)), 10, columns))
+        prefills = [
+            ((span(0, 64, 0, 1),), 64),
+            ((span(0, 150, 3, 1),), 150),
+            ((span(0, 65, 0, 3), span(65, 17, 100, 0), span(90, 2, 0, 5)), 96),
+        ]
+        if not small:
+            prefills.append(((span(0, 700, 0, 1), span(700, 324, 64, 2)), 1024))
+        for spans, rows in prefills:
+            found.append((shape, spans, rows, 0, "prefill"))
+        found.append((shape, prefills[2][0], 96, 0, "plain prefill"))
+    return found
+
+
+def bench(name: str, shape: Shape) -> None:
+    """Times of a step and of a prefill, with states that no cache holds."""
+    weights, slots = to_device(make_weights(shape)), 40
+    state = RecurrentState(
+        torch.randn(slots, shape.heads, DIM, DIM, device=DEVICE) * 0.1,
+        torch.randn(slots, 3, shape.channels, device=DEVICE),
+    )
+    for sequences, rows in ((1, 1), (1, 4), (1, 16), (4, 1), (8, 1)):
+        inputs = tuple(x.to(DEVICE) for x in make_rows(shape, sequences * rows))
+        gate = torch.randn(sequences * rows, shape.heads, DIM, device=DEVICE)
+        output = fast.OutputGate(gate, torch.ones(DIM, device=DEVICE), 1e-6)
+        tables = [_tables(sequences, rows, turn * sequences % 32) for turn in range(8)]
+        for columns in (16, 32, 64, 128):
+            took = time_us(
+                [
+                    lambda t=t, c=columns: fast.step(inputs, weights, state, t, output, c)  # type: ignore[misc]
+                    for t in tables
+                ]
+            )
+            moved = sequences * shape.heads * DIM * DIM * 8
+            print(f"BENCH {name} {sequences} x {rows} rows, {columns} columns: {took:.1f} us {moved / took / 1e3:.0f} GB/s")
+    for rows in (256, 2048):
+        inputs = tuple(x.to(DEVICE) for x in make_rows(shape, rows))
+        table = span_tables((span(0, rows, 0, 0),), rows, torch.device(DEVICE))
+        took = time_us([lambda i=inputs, t=table: fast.prefill(i, weights, state, t)])  # type: ignore[misc]
+        print(f"BENCH {name} prefill of {rows} rows: {took:.0f} us")
+        convolve = time_us(
+            [lambda i=inputs, t=table: fast._convolve(i, weights, state, t, fast._constants(weights))]  # type: ignore[misc]
+        )
+        print(f"BENCH {name} its convolution: {convolve:.0f} us")
+
+
+def _tables(sequences: int, rows: int, slot: int) -> SpanTables:
+    spans = tuple(span(i * rows, rows, 5, slot + i) for i in range(sequences))
+    return span_tables(spans, sequences * rows, torch.device(DEVICE))
+
+
+def main() -> None:
+    """Run every case, then the times if asked for."""
+    torch.manual_seed(0)
+    for case in cases(small=DEVICE == "cpu"):
+        try:
+            check(*case)  # type: ignore[arg-type]
+        except Exception:
+            print("FAIL", case)
+            traceback.print_exc(limit=4)
+    if "--bench" in sys.argv:
+        bench("27B", Shape(48, 16, False))
+        bench("35B-A3B", Shape(32, 16, False))
+
+
+if __name__ == "__main__":
+    main()
