@@ -34,7 +34,7 @@ class WeightSource:
 
     def __call__(self, name: str, rows: torch.Tensor | None = None) -> Weight:
         """Return a matrix laid out for its product; `rows` gives another order of its rows."""
-        weight = self._mapped(name, rows)
+        weight = self.mapped(name, rows)
         kernel = pick("matmul", replace(self.case, quant=weight.quant))
         return self._kept(kernel.prepare(weight))
 
@@ -79,7 +79,7 @@ class WeightSource:
 
     def table(self, name: str) -> Weight:
         """Return a matrix of which only rows are taken, as the file has it."""
-        return self._kept(self._mapped(name, None))
+        return self._kept(self.mapped(name, None))
 
     def vector(self, name: str) -> torch.Tensor:
         """Return a small tensor, a norm's weight say, as float32 in its file's shape."""
@@ -93,8 +93,8 @@ class WeightSource:
         """Return a norm's weight as it multiplies, whatever the file leaves out of it."""
         return self.vector(name).add_(self.norm_offset)
 
-    def _mapped(self, name: str, order: torch.Tensor | None) -> Weight:
-        """The weight in the file's layout, not copied where nothing about it changes."""
+    def mapped(self, name: str, order: torch.Tensor | None = None) -> Weight:
+        """Return a weight in the file's layout, not copied where nothing about it changes."""
         info = self.tensors[self.prefix + name]
         columns = info.shape[-1]
         rows = info.nbytes // info.quant.bytes_for(columns)

@@ -7,6 +7,8 @@ import torch
 
 from headroom.memory.budget import PlanSettings
 
+CAPTURED_ROWS = 32  # of the largest captured step of a GPU
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workspace:
@@ -26,11 +28,16 @@ def open_workspace(
     scratch_bytes: int,
     count: Callable[[str, int], None],
     keeps_embedding: bool = False,
+    device: str = "cpu",
 ) -> Workspace:
     """Allocate what the plan's staging, logits and workspace lines say."""
-    stream, outputs = (torch.empty(settings.rows, hidden) for _ in range(2))
-    embedded = torch.empty(settings.rows if keeps_embedding else 0, hidden)
-    logits = torch.empty(settings.parallel, vocab)
+    # A captured step may have more rows than a small chunk.
+    rows = settings.rows if device == "cpu" else max(settings.rows, CAPTURED_ROWS)
+    stream, outputs = (torch.empty(rows, hidden, device=device) for _ in range(2))
+    embedded = torch.empty(rows if keeps_embedding else 0, hidden, device=device)
+    logits = torch.empty(
+        settings.parallel if device == "cpu" else CAPTURED_ROWS, vocab, device=device
+    )
     scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
     count("staging", stream.nbytes + outputs.nbytes + embedded.nbytes)
     count("logits", logits.nbytes)

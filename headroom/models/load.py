@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import torch
 
 from headroom.formats.tensor import TensorInfo
+from headroom.kernels.cuda.delta_net import DIM as DELTA_DIM
+from headroom.kernels.ops import Case
 from headroom.layers.attention import Attention
 from headroom.layers.block import (
     Block,
@@ -20,6 +22,13 @@ from headroom.layers.block import (
 from headroom.layers.cache import KvPages, allocate_kv, allocate_state
 from headroom.layers.config import AttentionConfig, DeltaNetConfig, ExpertsConfig
 from headroom.layers.delta_net import DeltaNet
+from headroom.layers.device_block import (
+    DeviceAttention,
+    DeviceBlock,
+    DeviceDelta,
+    DeviceMlp,
+    Part,
+)
 from headroom.layers.embedding import Embedding, Head
 from headroom.layers.fused import FusedBlock, refuses_to_fuse
 from headroom.layers.mlp import Mlp
@@ -32,6 +41,7 @@ from headroom.memory.plan import Plan
 from headroom.models.config import LayerConfig, ModelConfig
 from headroom.models.model import Model
 from headroom.moe.beside import BesideExperts
+from headroom.moe.device_experts import DeviceExperts
 from headroom.moe.experts_ffn import ExpertsFfn
 from headroom.moe.stats import RoutingStats
 
@@ -59,8 +69,9 @@ def load_model(
     # Plain kernels take their scratch from torch, so that only the plan counts it.
     scratch_bytes = device.allocated["workspace"] if settings.kernels == "native" else 0
     workspace = open_workspace(
-        config.hidden, config.vocab, settings, scratch_bytes, count, config.keeps_embedding
-    )
+        config.hidden, config.vocab, settings, scratch_bytes, count, config.keeps_embedding,
+        device.name,
+    )  # fmt: skip
     embeddings = source.at("", "embeddings")
     table = embeddings("embed") if config.tied else embeddings.table("embed")
     side, routing = _side_inputs(config, source, settings), open_routing(config, device.name)
@@ -94,6 +105,8 @@ def open_routing(config: ModelConfig, device: str) -> RoutingStats | None:
 def build_layer(config: ModelConfig, index: int, get: WeightSource, common: Common) -> Layer:
     """Build layer `index`; `get` returns its weights on the planned device."""
     layer, eps = config.layers[index], config.norm_eps
+    if runs_fused(layer, get.case):
+        return _device_block(config, index, get, common)
     mixer = _mixer(config, index, get, common)
     if isinstance(mixer, FusedBlock):
         return mixer
@@ -105,6 +118,35 @@ def build_layer(config: ModelConfig, index: int, get: WeightSource, common: Comm
         ffn_norm=_norm(get, "ffn.norm", eps),
         ffn=_ffn(layer, index, get, common),
     )
+
+
+def runs_fused(layer: LayerConfig, case: Case) -> bool:
+    """Tell whether the GPU's fused parts make up a layer."""
+    more = layer.post_norms or bool(layer.side_width) or layer.scaled
+    if isinstance(layer.mixer, DeltaNetConfig):
+        more = more or layer.mixer.head_dim != DELTA_DIM
+    else:
+        more = more or layer.mixer.head_dim % 16 != 0
+    return case.device == "cuda" and case.dtype == "bf16" and not case.reference and not more
+
+
+def _device_block(
+    config: ModelConfig, index: int, get: WeightSource, common: Common
+) -> DeviceBlock:
+    """Build a layer of the GPU's fused parts."""
+    layer, eps = config.layers[index], config.norm_eps
+    mixer: Part
+    if isinstance(layer.mixer, DeltaNetConfig):
+        state = allocate_state(layer.mixer, common.settings, get.case.device)
+        get.count("recurrent_state", state.nbytes)
+        mixer = DeviceDelta(layer.mixer, eps, get, state)
+    else:
+        mixer = DeviceAttention(layer.mixer, eps, get, _pages(layer.mixer, index, get, common))
+    if layer.experts is not None:
+        counts = _counts(layer.experts, index, common)
+        return DeviceBlock(mixer, DeviceExperts(layer.experts, eps, get, counts))
+    assert layer.ffn is not None
+    return DeviceBlock(mixer, DeviceMlp(layer.ffn, eps, get))
 
 
 def _mixer(

@@ -31,6 +31,11 @@ class Model:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run one step; return the residual stream of the rows whose logits are wanted."""
+        wanted = self._workspace.outputs[: len(batch.output_rows)]
+        return torch.index_select(self.run(batch), 0, batch.output_rows, out=wanted)
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Run one step; return the residual stream of all its rows."""
         x = self._embedding(batch.tokens, self._workspace.stream[: len(batch.tokens)])
         if self._side is not None:
             # A copy: the first layers may change the stream where it lies.
@@ -38,8 +43,7 @@ class Model:
             self._side.prepare(batch.tokens, embedded)
         for block in self._blocks:
             x = block(x, batch)
-        wanted = self._workspace.outputs[: len(batch.output_rows)]
-        return torch.index_select(x, 0, batch.output_rows, out=wanted)
+        return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits `[rows, vocabulary]` of some rows that `forward` returned.
