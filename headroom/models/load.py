@@ -73,14 +73,16 @@ def load_model(
         device.name,
     )  # fmt: skip
     embeddings = source.at("", "embeddings")
-    table = embeddings("embed") if config.tied else embeddings.table("embed")
+    # A GPU's tiles have no rows to take; a tied table is there twice.
+    shared = config.tied and source.case.device == "cpu"
+    table = embeddings("embed") if shared else embeddings.table("embed")
     side, routing = _side_inputs(config, source, settings), open_routing(config, device.name)
     common = Common(settings, workspace, side, routing)
     blocks = [
         build_layer(config, index, source.at(f"layers.{index}."), common)
         for index in range(len(config.layers))
     ]
-    vocabulary = table if config.tied else source.at("", "head")("head")
+    vocabulary = table if shared else source.at("", "head")("embed" if config.tied else "head")
     norm = RmsNorm(source.norm("norm"), config.norm_eps, source.case)
     head = Head(norm, vocabulary, source.case, config.softcap)
     return Model(Embedding(table, config.embed_scale), blocks, head, workspace, routing, side)

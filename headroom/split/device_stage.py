@@ -168,9 +168,8 @@ class DeviceStage:
             if len(batch.tokens) <= FEW_ROWS:
                 return self._replay(batch)
             self._last = None
-            inputs = StepInputs.allocate(
-                len(batch.tokens), self._settings.sequence_pages, self.device
-            )
+            sizes = len(batch.tokens), len(batch.spans), self._settings.sequence_pages
+            inputs = StepInputs.allocate(*sizes, self.device)
             inputs.fill(batch)
             longest = max(span.rows for span in batch.spans)
             kind = StepKind(len(batch.tokens), longest, self._context, self._settings.page_size)

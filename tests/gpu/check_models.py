@@ -1,6 +1,7 @@
 """Compares whole models on the GPU with the plain kernels of the CPU, and times them with --bench."""
 
 import argparse
+import subprocess
 import sys
 import time
 import traceback
@@ -8,13 +9,12 @@ from pathlib import Path
 
 import torch
 
-from headroom.cli.main import app
 from headroom.engine.batching import make_batch
 from headroom.engine.request import GenerationRequest, SamplingParams
 from headroom.engine.scheduler import Turn
 from headroom.engine.sequence import Sequence
 from headroom.formats.checkpoint import open_checkpoint
-from headroom.memory.devices import detect_devices
+from headroom.memory.targets import plan_devices
 from headroom.memory.plan import make_plan
 from headroom.models.describe import describe
 from headroom.options import Options
@@ -24,7 +24,8 @@ from headroom.split.launch import start_pipeline
 def synth(family: str, out: Path, *more: str) -> Path:
     if not out.exists():
         started = time.perf_counter()
-        app(["synth", family, str(out), *more], standalone_mode=False)
+        command = [sys.executable, "-m", "headroom", "synth", family, str(out), *more]
+        subprocess.run(command, check=True)
         print(f"synth {out.name} {out.stat().st_size / 1e9:.2f} GB in {time.perf_counter() - started:.1f} s")
     return out
 
@@ -32,7 +33,7 @@ def synth(family: str, out: Path, *more: str) -> Path:
 def open_pipeline(path: Path, **settings):
     model = describe(open_checkpoint(path))
     options = Options(model=str(path), **settings)
-    plan = make_plan([model.shape], detect_devices(options), options)
+    plan = make_plan([model.shape], plan_devices(options), options)
     return start_pipeline(plan, model), plan
 
 
@@ -46,8 +47,8 @@ def all_logits(pipeline, tokens, pieces):
     with torch.inference_mode():
         for rows in pieces:
             hidden = pipeline.forward(make_batch([Turn(running, rows)], 64))
-            for first in range(0, len(hidden), 16):
-                found.append(pipeline.logits(hidden[first : first + 16]).clone())
+            for first in range(0, len(hidden), 4):
+                found.append(pipeline.logits(hidden[first : first + 4]).clone())
             running.cached += rows
     return torch.cat(found)
 
