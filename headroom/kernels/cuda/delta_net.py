@@ -171,7 +171,7 @@ def _plain_prefill(
     head = torch.arange(heads, device=qkv.device)
     source = head % key_heads if weights.tiled else head // (heads // key_heads)
     mixed = convolved.mixed.view(len(qkv), -1, DIM)
-    queries, keys, values = torch.split(mixed, (key_heads, key_heads, heads), 1)
+    queries, keys, values = torch.split(mixed, [key_heads, key_heads, heads], 1)
     out = torch.zeros(len(qkv), heads, DIM, device=qkv.device)
     sequence, starts = tables.sequence.tolist(), tables.starts.tolist()
     for number, slot in enumerate(tables.state_slots.tolist()):
