@@ -29,6 +29,7 @@ from headroom.options import Options, load_options
 from headroom.split.launch import start_pipeline
 from headroom.text.answer import AnswerText
 from headroom.text.chat_template import ChatTemplate
+from headroom.text.reasoning import find_reasoning
 from headroom.text.tokenizer import Tokenizer
 from headroom.units import gib
 
@@ -98,6 +99,7 @@ class LLM:
         self.name = options.served_name or model_name(options.model, path)
         self.tokenizer = Tokenizer.from_checkpoint(checkpoint)
         self.template = _template(checkpoint, self.tokenizer)
+        self.reasoning = find_reasoning(self.tokenizer, self.template)
         self.engine, self.plan = open_engine(checkpoint, options)
         self.context = self.plan.settings.context
         self.vocab_size = self.engine.vocab

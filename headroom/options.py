@@ -10,11 +10,14 @@ from typing import Any, get_args
 
 from headroom.errors import OptionError
 
-KV_TYPES = ("f32", "f16", "bf16", "q8_0")  # that the engine runs
-PLAN_KV_TYPES = (*KV_TYPES, "q5_1", "q5_0", "q4_1", "q4_0")  # that a plan can count
+KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 COMPUTE_TYPES = ("int8", "f32", "bf16", "f16")
 ACTIVATION_TYPES = ("f32", "bf16", "f16")
 FEATURE_TYPES = ("f32", "f16", "bf16", "q8_0")
+BOOLEANS = {
+    "1": True, "true": True, "yes": True, "on": True,
+    "0": False, "false": False, "no": False, "off": False,
+}  # fmt: skip
 
 
 def option(
@@ -52,16 +55,13 @@ class Options:
         "tokens the cache holds for all conversations (default: context x parallel)",
         minimum=16,
     )
-    kv_type: str | None = option(None, "type of cached keys and values", choices=PLAN_KV_TYPES)
-    k_type: str | None = option(
-        None, "type of cached keys, if not --kv-type", choices=PLAN_KV_TYPES
-    )
-    v_type: str | None = option(
-        None, "type of cached values, if not --kv-type", choices=PLAN_KV_TYPES
-    )
+    kv_type: str | None = option(None, "type of cached keys and values", choices=KV_TYPES)
+    k_type: str | None = option(None, "type of cached keys, if not --kv-type", choices=KV_TYPES)
+    v_type: str | None = option(None, "type of cached values, if not --kv-type", choices=KV_TYPES)
     threads: int | None = option(
         None, "CPU threads (default: the cores this process may use)", minimum=1
     )
+    pin_threads: bool = option(False, "keep each CPU thread on a core of its own")
     device: str | None = option(
         None,
         "where to run: cpu; a plan also takes cuda:0, rtx3060-12gb or 24GiB, and several",
@@ -193,8 +193,8 @@ def _read_config(path: Path, known: Mapping[str, "Field[Any]"]) -> dict[str, obj
 def _parse(setting: "Field[Any]", text: str) -> object:
     kind = value_type(setting)
     try:
-        return kind(text)
-    except ValueError as error:
+        return BOOLEANS[text.lower()] if kind is bool else kind(text)
+    except (ValueError, KeyError) as error:
         raise OptionError(f"{variable(setting)} is {text!r}, not {kind.__name__}.") from error
 
 

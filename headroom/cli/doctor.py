@@ -17,7 +17,7 @@ from headroom.cli.settings import with_settings
 from headroom.errors import FormatError
 from headroom.formats.hub import find_model
 from headroom.memory.cgroups import read_limits
-from headroom.memory.devices import DeviceSpec, detect_devices
+from headroom.memory.devices import DeviceSpec, detect_devices, usable_cores
 from headroom.memory.precision import device_precision
 from headroom.options import Options
 from headroom.units import gib
@@ -49,7 +49,7 @@ def doctor(
         "versions": versions(),
         "cpu": cpu(),
         "devices": [device_row(device) for device in detect_devices(options)],
-        "kernels": kernels(),
+        "kernels": kernels(options),
         "models": models(options),
     }
     if as_json:
@@ -109,7 +109,7 @@ def device_row(device: DeviceSpec) -> Section:
     }
 
 
-def kernels() -> Section:
+def kernels(options: Options) -> Section:
     """Return the operations that each backend has kernels for, and what the C++ ones run on."""
     from headroom.kernels.native.module import MISSING, POOL  # torch: only this command needs it
     from headroom.kernels.registry import KERNELS
@@ -118,7 +118,10 @@ def kernels() -> Section:
         backend: sorted({kernel.op for kernel in KERNELS if kernel.backend.startswith(backend)})
         for backend in BACKENDS
     }
-    native = {"missing": MISSING} if MISSING else {"isa": POOL.ops.isa}
+    native: Section = {"missing": MISSING}
+    if not MISSING:
+        threads = options.threads or usable_cores(read_limits())
+        native = {"isa": POOL.ops.isa, "threads": threads, "pinned": options.pin_threads}
     return {"operations": operations, "native": native}
 
 
@@ -174,9 +177,10 @@ def make_table(title: str, rows: Mapping[str, str]) -> Table:
     return table
 
 
-def _native_text(native: Mapping[str, str]) -> str:
+def _native_text(native: Section) -> str:
     if isa := native.get("isa"):
-        return f"built; runs {isa} instructions here"
+        pinned = ", each pinned to a core" if native["pinned"] else ""
+        return f"built; runs {isa} instructions here on {native['threads']} threads{pinned}"
     return f"{native['missing']}; products run on the slow reference kernels"
 
 

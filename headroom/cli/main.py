@@ -22,7 +22,12 @@ EPILOG = (
 
 COMMANDS = (
     "pull", "run", "chat", "serve", "plan", "tokenize", "doctor", "bench", "calibrate",
+    "synth",
 )  # fmt: skip
+
+
+# These take few settings, and need no word on how settings are named.
+FEW_SETTINGS = ("pull", "doctor", "bench", "calibrate", "synth")
 
 
 def show_version(wanted: bool) -> None:
@@ -56,10 +61,7 @@ def make_app(names: Sequence[str] = COMMANDS) -> typer.Typer:
     app.callback()(headroom)
     for name in names:
         command = getattr(import_module(f"headroom.cli.{name}"), name)
-        # Those that take few settings need no word on how settings are named.
-        app.command(epilog=None if name in ("pull", "doctor", "bench", "calibrate") else EPILOG)(
-            command
-        )
+        app.command(epilog=None if name in FEW_SETTINGS else EPILOG)(command)
     return app
 
 

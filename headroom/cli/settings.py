@@ -13,7 +13,7 @@ import typer
 from headroom.engine.request import SamplingParams
 from headroom.errors import OptionError, RequestError
 from headroom.log import start_logging
-from headroom.options import Options, flag, load_options, value_type
+from headroom.options import BOOLEANS, Options, flag, load_options, value_type
 
 Command = Callable[..., None]
 
@@ -31,10 +31,6 @@ SAMPLING_HELP = {
     "ignore_eos": "go on where the model would end its answer",
     "stop": "text that ends the answer; may be repeated",
 }
-BOOLEANS = {
-    "1": True, "true": True, "yes": True, "on": True,
-    "0": False, "false": False, "no": False, "off": False,
-}  # fmt: skip
 CONFIG_HELP = "TOML file with settings, named as the flags are"
 
 

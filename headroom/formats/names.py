@@ -96,6 +96,7 @@ _LAYER = {
     "gguf": re.compile(r"blk\.([0-9]+)\.(.+)"),
     "safetensors": re.compile(r"layers\.([0-9]+)\.(.+)"),
 }
+_OUR_LAYER = re.compile(r"layers\.[0-9]+\.")
 _EXPERT = re.compile(r"(?<=\.experts\.)[0-9]+(?=\.)")
 _MODEL_PREFIX = re.compile(r"\Amodel\.(language_model\.)?")
 
@@ -108,6 +109,27 @@ def canonical_name(name: str, architecture: str, format: Format) -> str:
         return _look_up(rest, _table("", format)) or name
     found = _look_up(layer[2], _table(architecture, format))
     return f"layers.{layer[1]}.{found}" if found else name
+
+
+def file_name(name: str, architecture: str, expert: int | None = None) -> str:
+    """Return what safetensors call a GGUF tensor, without the model's prefix and ".weight".
+
+    `expert` asks for one of those that GGUF keeps in one stack.
+    """
+    ours = canonical_name(name, architecture, "gguf")
+    layer = _OUR_LAYER.match(ours)
+    before, rest = (layer[0], ours[layer.end() :]) if layer else ("", ours)
+    if expert is not None:
+        rest = rest.replace(".experts.", ".experts.{e}.")
+    theirs = _inverse(architecture if layer else "")
+    stem = theirs.get(rest) or f"{theirs[rest.removesuffix('_bias')]}.bias"
+    return before + stem.replace("{e}", str(expert))
+
+
+@cache
+def _inverse(architecture: str) -> dict[str, str]:
+    """Return safetensors' names by ours, of an architecture's layers or outside them."""
+    return {ours: theirs for theirs, ours in _table(architecture, "safetensors").items()}
 
 
 @cache

@@ -80,13 +80,40 @@ class RecurrentState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Span:
-    """The rows of one sequence in a step: `rows` tokens from position `start` on."""
+    """The rows of one sequence in a step: `rows` tokens, the first at position `start`.
+
+    Row i is cached as token start + i. Without a tree it is also at that position; in a tree it
+    is at start + its depth, and of the span's rows it sees its ancestors and itself alone.
+    """
 
     first_row: int
     rows: int
     start: int
-    pages: torch.Tensor  # int64 page numbers, position order, enough for start + rows tokens
+    pages: torch.Tensor  # int64 page numbers, token order, enough for start + rows tokens
     slot: int = 0  # the sequence's place among those that run together
+    tree: torch.Tensor | None = None  # bool [rows, rows]: row i sees row j; parents come first
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepTables:
+    """What kernels on a device read of a step: tensors of fixed shapes, filled before each step.
+
+    Rows of one sequence lie together. A row that only pads the step has sequence -1: nothing is
+    cached for it. A layer whose pages are numbered otherwise has tables with its own `pages` and
+    `slots`.
+    """
+
+    rows: int
+    positions: torch.Tensor  # int32 [rows]: of the rotation
+    sequence: torch.Tensor  # int32 [rows]: which sequence of the step a row belongs to
+    index: torch.Tensor  # int32 [rows]: its place among its sequence's cached tokens
+    starts: torch.Tensor  # int32 [sequences]: tokens cached before the step
+    pages: torch.Tensor  # int32 [sequences, most pages]: page numbers, position order
+    slots: torch.Tensor  # int64 [rows]: where a row's key and value are cached
+    state_slots: torch.Tensor  # int32 [sequences]: where their recurrent states are
+    # int64 [rows]: bit j set: the row sees row j of its sequence in this step, itself included;
+    # None: every row sees all that is before it.
+    trees: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,7 +212,8 @@ class KvWrite(Protocol):
 class Attention(Protocol):
     """Causal attention of `queries [rows, heads, dim]` over each sequence's cached tokens.
 
-    A row at position p sees keys at positions 0..p, the last `window` of them if window > 0.
+    A row at position p sees keys at positions 0..p, the last `window` of them if window > 0; of
+    the other rows of a tree only its ancestors. Pages that no row sees any of are never read.
     """
 
     def __call__(

@@ -1,7 +1,10 @@
 """Every kernel in order of preference, and the choice among them."""
 
 from headroom.errors import KernelError
+from headroom.kernels.cuda import matmul as cuda_matmul
+from headroom.kernels.cuda import small as cuda_small
 from headroom.kernels.native import attention as native_attention
+from headroom.kernels.native import delta_net as native_delta_net
 from headroom.kernels.native import experts as native_experts
 from headroom.kernels.native import matmul as native_matmul
 from headroom.kernels.native import module
@@ -21,6 +24,12 @@ def _takes_rows(case: Case) -> str | None:
     return _takes_any(case) if case.layout == "rows" else f"reads rows, not {case.layout}"
 
 
+def _refuses_cuda(case: Case) -> str | None:
+    if case.device != "cuda":
+        return f"runs on cuda, not {case.device}"
+    return "plain kernels were asked for" if case.reference else None
+
+
 def _takes_plain_products(case: Case) -> str | None:
     if case.dtype not in PLAIN_TYPES:
         return f"computes in {', '.join(PLAIN_TYPES)}, not {case.dtype}"
@@ -35,6 +44,10 @@ def _takes_cache_types(case: Case) -> str | None:
 
 
 KERNELS = (
+    Kernel("embed", "cuda", cuda_small.embed, _refuses_cuda),
+    Kernel("matmul", "cuda", cuda_matmul.matmul, cuda_matmul.refuses, cuda_matmul.prepare),
+    Kernel("rms_norm", "cuda", cuda_small.rms_norm, _refuses_cuda),
+    Kernel("gated_activation", "cuda", cuda_small.gated_activation, _refuses_cuda),
     Kernel("embed", "native", native_matmul.embed, native_matmul.refuses_table),
     Kernel("embed", "reference", matmul.embed, _takes_rows),
     Kernel(
@@ -79,7 +92,9 @@ KERNELS = (
         native_experts.prepare,
     ),
     Kernel("experts", "reference", experts.experts, _takes_plain_products, experts.prepare),
+    Kernel("delta_net", "native", native_delta_net.delta_net, module.refuses),
     Kernel("delta_net", "reference", delta_net.delta_net, _takes_any),
+    Kernel("gated_norm", "native", native_delta_net.gated_norm, module.refuses),
     Kernel("gated_norm", "reference", delta_net.gated_norm, _takes_any),
 )
 

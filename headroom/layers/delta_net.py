@@ -25,7 +25,7 @@ class DeltaNet:
         self._out = Linear(get("delta.out"), get.case)
         self._norm = get.vector("delta.norm").flatten()  # never with an offset
         self._eps = eps
-        self._weights = _small_weights(config, get)
+        self._weights = small_weights(config, get)
         self._delta_net: DeltaNetOp = pick("delta_net", get.case).run
         self._gated_norm: GatedNorm = pick("gated_norm", get.case).run
 
@@ -38,7 +38,8 @@ class DeltaNet:
         return self._out(self._gated_norm(mixed, gate, self._norm, self._eps).flatten(1))
 
 
-def _small_weights(config: DeltaNetConfig, get: WeightSource) -> DeltaNetWeights:
+def small_weights(config: DeltaNetConfig, get: WeightSource) -> DeltaNetWeights:
+    """Return the small weights of a recurrent layer, in float32."""
     decay = get.vector("delta.a").flatten()
     return DeltaNetWeights(
         conv=get.vector("delta.conv").view(config.channels, config.conv),

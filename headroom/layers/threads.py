@@ -15,7 +15,10 @@ def warn_of_slow_kernels(device: str) -> None:
         log.warning("kernels: the C++ module is %s; running on slow reference kernels", MISSING)
 
 
-def set_threads(threads: int) -> None:
-    """Give torch and the C++ kernels the same number of threads; they never work at once."""
+def set_threads(threads: int, *, pin: bool = False) -> None:
+    """Give torch and the C++ kernels the same number of threads; they never work at once.
+
+    `pin` keeps each thread of the C++ kernels on one of the cores that this process may use.
+    """
     torch.set_num_threads(threads)
-    POOL.set(threads)
+    POOL.set(threads, pin=pin)

@@ -34,7 +34,7 @@ class WeightSource:
 
     def __call__(self, name: str, rows: torch.Tensor | None = None) -> Weight:
         """Return a matrix laid out for its product; `rows` gives another order of its rows."""
-        weight = self._mapped(name, rows)
+        weight = self.mapped(name, rows)
         kernel = pick("matmul", replace(self.case, quant=weight.quant))
         return self._kept(kernel.prepare(weight))
 
@@ -45,6 +45,11 @@ class WeightSource:
         values = dequantise(_bytes(info), info.quant, prod(info.shape)).view(rows, columns)
         kernel = pick("matmul", replace(self.case, quant=F32, dtype="f32"))
         return self._kept(kernel.prepare(Weight(values, F32, rows, columns)))
+
+    def row(self, name: str) -> Weight:
+        """Return a vector as a matrix of one row in float32, in the layout of files."""
+        vector = self.vector(name)
+        return Weight(vector.view(1, -1), F32, 1, vector.numel())
 
     def experts(self, count: int) -> ExpertTable:
         """Return a layer's experts as the file has them, mapped and not copied."""
@@ -74,7 +79,7 @@ class WeightSource:
 
     def table(self, name: str) -> Weight:
         """Return a matrix of which only rows are taken, as the file has it."""
-        return self._kept(self._mapped(name, None))
+        return self._kept(self.mapped(name, None))
 
     def vector(self, name: str) -> torch.Tensor:
         """Return a small tensor, a norm's weight say, as float32 in its file's shape."""
@@ -88,8 +93,8 @@ class WeightSource:
         """Return a norm's weight as it multiplies, whatever the file leaves out of it."""
         return self.vector(name).add_(self.norm_offset)
 
-    def _mapped(self, name: str, order: torch.Tensor | None) -> Weight:
-        """The weight in the file's layout, not copied where nothing about it changes."""
+    def mapped(self, name: str, order: torch.Tensor | None = None) -> Weight:
+        """Return a weight in the file's layout, not copied where nothing about it changes."""
         info = self.tensors[self.prefix + name]
         columns = info.shape[-1]
         rows = info.nbytes // info.quant.bytes_for(columns)

@@ -7,6 +7,8 @@ import torch
 
 from headroom.memory.budget import PlanSettings
 
+CAPTURED_ROWS = 32  # of the largest captured step of a GPU
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workspace:
@@ -14,6 +16,7 @@ class Workspace:
 
     stream: torch.Tensor  # float32 [rows, hidden]: the residual stream
     outputs: torch.Tensor  # float32 [rows, hidden]: those of its rows that get logits
+    embedded: torch.Tensor  # float32 [rows, hidden]: the stream before the first layer; or empty
     logits: torch.Tensor  # float32 [sequences, vocabulary]
     scratch: torch.Tensor  # bytes for the C++ kernels; empty where others run
 
@@ -24,13 +27,20 @@ def open_workspace(
     settings: PlanSettings,
     scratch_bytes: int,
     count: Callable[[str, int], None],
+    keeps_embedding: bool = False,
+    device: str = "cpu",
 ) -> Workspace:
     """Allocate what the plan's staging, logits and workspace lines say."""
-    stream, outputs = (torch.empty(settings.rows, hidden) for _ in range(2))
-    logits = torch.empty(settings.parallel, vocab)
+    # A captured step may have more rows than a small chunk.
+    rows = settings.rows if device == "cpu" else max(settings.rows, CAPTURED_ROWS)
+    stream, outputs = (torch.empty(rows, hidden, device=device) for _ in range(2))
+    embedded = torch.empty(rows if keeps_embedding else 0, hidden, device=device)
+    logits = torch.empty(
+        settings.parallel if device == "cpu" else CAPTURED_ROWS, vocab, device=device
+    )
     scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
-    count("staging", stream.nbytes + outputs.nbytes)
+    count("staging", stream.nbytes + outputs.nbytes + embedded.nbytes)
     count("logits", logits.nbytes)
     if scratch_bytes:
         count("workspace", scratch.nbytes)
-    return Workspace(stream, outputs, logits, scratch)
+    return Workspace(stream, outputs, embedded, logits, scratch)

@@ -12,7 +12,7 @@ PAGE_SIZE = 64  # tokens per cache page
 # The plain kernels' own steps: rows multiplied together, queries and keys scored together,
 # weight values unpacked together.
 ROW_TILE, QUERY_TILE, KEY_BLOCK, UNPACK_VALUES = 16, 8, 128, 4 << 20
-NATIVE_KEY_BLOCK = 512  # keys that the C++ attention sums up at a time
+NATIVE_KEY_BLOCK = 256  # keys that the C++ attention sums up at a time
 F32_BYTES = 4
 TREE_NODES = 32  # most tokens that a draft proposes at once
 NOT_ALLOCATED = frozenset({"graphs", "runtime", "reserve"})  # lines the engine does not allocate
@@ -42,6 +42,7 @@ class PlanSettings:
     activation: str  # type of the staging buffers between layers and devices
     weights: str  # "packed" or "unpacked"
     threads: int
+    pin_threads: bool = False  # each on a core of its own
     kernels: str = "reference"  # "native": the C++ ones of a CPU; "device": a GPU's
 
     @property
@@ -103,8 +104,9 @@ def core_bytes(layers: Sequence[LayerShape], settings: PlanSettings) -> int:
 
 
 def norm_bytes(model: ModelShape, settings: PlanSettings) -> int:
-    """Return the bytes of the final norm, which stands beside the head."""
-    return held_bytes(model.norm_bytes, model.norm_values, model.norm_values, settings)
+    """Return the bytes of the final norm, which stands beside the head, and of other parts."""
+    floats = model.norm_values - model.norm_matrix_values
+    return held_bytes(model.norm_bytes, model.norm_values, floats, settings)
 
 
 def embed_bytes(model: ModelShape, settings: PlanSettings) -> int:

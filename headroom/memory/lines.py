@@ -79,6 +79,9 @@ def _staging_line(model: ModelShape, settings: PlanSettings) -> Line:
     rows, hidden, buffers = settings.rows, model.hidden, model.staging_buffers
     size = staging_bytes(hidden, rows, settings.activation, buffers)
     why = f"{buffers} buffers x {rows} rows x {hidden} values, {settings.activation}"
+    if model.side_values:
+        size += rows * model.side_values * F32_BYTES
+        why += f", and {model.side_values} values a row as inputs of single layers, f32"
     return Line("staging", size, why)
 
 

@@ -38,6 +38,8 @@ class Mix:
 
 
 MIXES = {
+    "f32": Mix(F32, F32, F32),
+    "f16": Mix(F16, F16, F16),
     "bf16": Mix(BF16, BF16, BF16),
     "q8_0": Mix(Q8_0, Q8_0, Q8_0),
     "q6_k": Mix(Q6_K, Q6_K, Q6_K),
@@ -72,7 +74,7 @@ def tensor_type(mix: Mix, name: str, shape: tuple[int, ...], tied: bool, better:
     if kept_in_f32(name, shape):
         return F32
     if name.startswith("per_layer_model_proj"):
-        return BF16  # quantisers leave it as they find it
+        return mix.base if mix.base.block == 1 else BF16  # quantisers leave it as they find it
     table = name.startswith(("token_embd", "per_layer_token_embd"))
     if name == "output.weight" or (table and tied):
         return _fitting(mix.head, shape[-1])

@@ -29,7 +29,7 @@ from headroom.memory.solver import (
     solve,
 )
 from headroom.memory.spans import parse_split
-from headroom.options import KV_TYPES, Options
+from headroom.options import Options
 from headroom.units import gib, parse_size
 
 
@@ -81,6 +81,7 @@ class _Task:
             activation=activation,
             weights=weights,
             threads=options.threads or max(1, *(device.cores for device in self.devices), 1),
+            pin_threads=options.pin_threads,
             kernels=self.kernels,
         )
 
@@ -171,7 +172,7 @@ def _lossy(settings: PlanSettings) -> Iterable[str]:
 
 
 def _notes(task: _Task, settings: PlanSettings, layout: Layout) -> Iterable[str]:
-    """Yield what no line tells: memory that is lent, and what this version cannot run."""
+    """Yield what no line tells: memory that is lent."""
     yield (
         f"reading the weights fills up to {gib(task.model.weight_bytes)} of file cache, which the "
         "kernel gives back when memory is short"
@@ -179,9 +180,6 @@ def _notes(task: _Task, settings: PlanSettings, layout: Layout) -> Iterable[str]
     names = {line.name: line.why for line in layout.host.lines}
     if "not pinned" in names.get("cold_experts", ""):
         yield "cold experts that are not pinned are copied twice; ulimit -l unlimited avoids it"
-    for name in dict.fromkeys((settings.k_type, settings.v_type)):
-        if name not in KV_TYPES:
-            yield f"this version cannot run a cache of {name} yet"
 
 
 def _unpacks_well(task: _Task, ranges: Ranges, chosen: Candidate) -> bool:

@@ -85,4 +85,5 @@ def _settings_json(settings: PlanSettings) -> dict[str, Any]:
         "activation": settings.activation,
         "weights": settings.weights,
         "threads": settings.threads,
+        "pin_threads": settings.pin_threads,
     }

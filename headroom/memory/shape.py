@@ -62,8 +62,10 @@ class ModelShape:
     lookup_values: int = 0
     norm_bytes: int = 0  # final norm and what else belongs to no layer
     norm_values: int = 0
+    norm_matrix_values: int = 0  # of norm_values, those not always kept in f32
     ffn_width: int = 0  # widest dense feed-forward layer
     staging_buffers: int = 2  # 3 where every layer reads the embedding again
+    side_values: int = 0  # of each token, beside the residual stream, for all layers together
     taps: int = 0  # of a draft: target layers whose outputs it reads
     tap_width: int = 0  # of a draft: values of one tapped output
 

@@ -55,6 +55,8 @@ def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
 
     embed, head = size("token_embd.weight"), size("output.weight")
     lookup = size("per_layer_token_embd.weight")
+    outer.pop("rope_freqs.weight", None)  # becomes a setting
+    wide = sum(prod(shape) for key, (shape, _) in outer.items() if not kept_in_f32(key, shape))
     rest = size(*list(outer))
     layers = [LAYERS[dims.architecture](dims, index) for index in range(dims.layers)]
     return ModelShape(
@@ -72,8 +74,10 @@ def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
         lookup_values=lookup[1],
         norm_bytes=rest[0],
         norm_values=rest[1],
+        norm_matrix_values=wide,
         ffn_width=max(layer.ffn for layer in layers),
         staging_buffers=3 if dims.architecture == "gemma4" else 2,
+        side_values=dims.layers * dims.side_width,
         taps=dims.taps,
         tap_width=dims.hidden if dims.taps else 0,
     )

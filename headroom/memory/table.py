@@ -128,7 +128,7 @@ def _footer(plan: Plan) -> Iterable[str]:
     yield (
         f"weights {settings.weights}, computed in {settings.dtype}, "
         f"activations {settings.activation}: {plan.precision.reason}; "
-        f"{settings.threads} threads"
+        f"{settings.threads} threads{', pinned' if settings.pin_threads else ''}"
     )
     yield (
         f"{predicted.decode_tokens_per_s:.1f} tokens/s decode, "

@@ -16,6 +16,12 @@ class LayerConfig:
     side_width: int = 0  # values of this layer's own input from each token; 0: it has none
     scaled: bool = False  # the residual stream is multiplied by a number at the end
 
+    @property
+    def plain(self) -> bool:
+        """Whether the layer is a mixer and a dense part with silu, each after its norm."""
+        more = self.experts is not None or self.post_norms or self.side_width or self.scaled
+        return not more and self.ffn is not None and self.ffn.activation == "silu"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -31,4 +37,5 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     norm_offset: float = 0.0  # added to the weights of norms, where a file holds less than them
     embed_scale: float = 1.0  # of embedded tokens
+    keeps_embedding: bool = False  # layers beyond the first read the embedded tokens
     softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: they stay

@@ -11,6 +11,8 @@ from headroom.memory.shape import ModelShape
 from headroom.memory.sources import header_shape
 from headroom.models.config import ModelConfig
 from headroom.models.family import Family
+from headroom.models.gemma4 import GEMMA4
+from headroom.models.laguna import LAGUNA
 from headroom.models.llama import LLAMA
 from headroom.models.qwen3 import QWEN3
 from headroom.models.qwen3moe import QWEN3MOE
@@ -20,7 +22,8 @@ from headroom.models.qwen35moe import QWEN35MOE
 log = logging.getLogger(__name__)
 
 FAMILIES: dict[str, Family] = {
-    family.architecture: family for family in (LLAMA, QWEN3, QWEN3MOE, QWEN35, QWEN35MOE)
+    family.architecture: family
+    for family in (LLAMA, QWEN3, QWEN3MOE, QWEN35, QWEN35MOE, LAGUNA, GEMMA4)
 }
 
 

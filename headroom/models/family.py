@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from headroom.formats.checkpoint import Checkpoint
 from headroom.memory.tables import Dims
@@ -23,7 +24,7 @@ class Family:
 
 
 def model_config(
-    checkpoint: Checkpoint, dims: Dims, layers: tuple[LayerConfig, ...], **more: float
+    checkpoint: Checkpoint, dims: Dims, layers: tuple[LayerConfig, ...], **more: Any
 ) -> ModelConfig:
     """Return a model of these layers with what all families read alike, and `more`."""
     metadata = checkpoint.metadata

@@ -1,29 +1,60 @@
 """load_model(): planned weights into blocks."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
-from headroom.errors import OptionError
 from headroom.formats.tensor import TensorInfo
+from headroom.kernels.cuda.delta_net import DIM as DELTA_DIM
+from headroom.kernels.ops import Case
 from headroom.layers.attention import Attention
-from headroom.layers.block import Block, Ffn, Layer, Mixer
-from headroom.layers.cache import allocate_kv, allocate_state
-from headroom.layers.config import DeltaNetConfig
+from headroom.layers.block import (
+    Block,
+    Ffn,
+    Layer,
+    Mixer,
+    NormedFfn,
+    NormedMixer,
+    PostNormed,
+    SandwichBlock,
+)
+from headroom.layers.cache import KvPages, allocate_kv, allocate_state
+from headroom.layers.config import AttentionConfig, DeltaNetConfig, ExpertsConfig
 from headroom.layers.delta_net import DeltaNet
+from headroom.layers.device_block import (
+    DeviceAttention,
+    DeviceBlock,
+    DeviceDelta,
+    DeviceMlp,
+    Part,
+)
 from headroom.layers.embedding import Embedding, Head
 from headroom.layers.fused import FusedBlock, refuses_to_fuse
 from headroom.layers.mlp import Mlp
 from headroom.layers.norm import RmsNorm
+from headroom.layers.side import SideInputs, SidePart
 from headroom.layers.weights import WeightSource, open_weights
 from headroom.layers.workspace import Workspace, open_workspace
 from headroom.memory.budget import PlanSettings
 from headroom.memory.plan import Plan
 from headroom.models.config import LayerConfig, ModelConfig
 from headroom.models.model import Model
+from headroom.moe.beside import BesideExperts
+from headroom.moe.device_experts import DeviceExperts
 from headroom.moe.experts_ffn import ExpertsFfn
 from headroom.moe.stats import RoutingStats
-from headroom.options import KV_TYPES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Common:
+    """What the layers of a model share while they are built."""
+
+    settings: PlanSettings
+    workspace: Workspace
+    side: SideInputs | None
+    routing: RoutingStats | None
+    caches: dict[int, KvPages] = field(default_factory=dict)  # by the layer that owns them
 
 
 def load_model(
@@ -34,22 +65,35 @@ def load_model(
 ) -> Model:
     """Bring a model's weights to their device as the plan says and build its blocks."""
     settings, device = plan.settings, plan.devices[0]
-    _check_cache_types(settings)
     source = open_weights(tensors, device.name, settings, count, config.norm_offset)
     # Plain kernels take their scratch from torch, so that only the plan counts it.
     scratch_bytes = device.allocated["workspace"] if settings.kernels == "native" else 0
-    workspace = open_workspace(config.hidden, config.vocab, settings, scratch_bytes, count)
+    workspace = open_workspace(
+        config.hidden, config.vocab, settings, scratch_bytes, count, config.keeps_embedding,
+        device.name,
+    )  # fmt: skip
     embeddings = source.at("", "embeddings")
     table = embeddings("embed") if config.tied else embeddings.table("embed")
-    routing = open_routing(config, device.name)
-    blocks = []
-    for index in range(len(config.layers)):
-        get = source.at(f"layers.{index}.")
-        blocks.append(build_layer(config, index, get, settings, workspace, routing))
+    side, routing = _side_inputs(config, source, settings), open_routing(config, device.name)
+    common = Common(settings, workspace, side, routing)
+    blocks = [
+        build_layer(config, index, source.at(f"layers.{index}."), common)
+        for index in range(len(config.layers))
+    ]
     vocabulary = table if config.tied else source.at("", "head")("head")
     norm = RmsNorm(source.norm("norm"), config.norm_eps, source.case)
     head = Head(norm, vocabulary, source.case, config.softcap)
-    return Model(Embedding(table, config.embed_scale), blocks, head, workspace, routing)
+    return Model(Embedding(table, config.embed_scale), blocks, head, workspace, routing, side)
+
+
+def _side_inputs(
+    config: ModelConfig, source: WeightSource, settings: PlanSettings
+) -> SideInputs | None:
+    """Return what makes the inputs of single layers, where a model has them."""
+    if not config.layers[0].side_width:
+        return None
+    table = source.at("", "embeddings").table("side.embed")
+    return SideInputs(table, source, config.norm_eps, settings.rows)
 
 
 def open_routing(config: ModelConfig, device: str) -> RoutingStats | None:
@@ -58,66 +102,120 @@ def open_routing(config: ModelConfig, device: str) -> RoutingStats | None:
     return RoutingStats(len(config.layers), experts, device) if experts else None
 
 
-def _check_cache_types(settings: PlanSettings) -> None:
-    """Refuse a type that plans can count and no kernel has yet."""
-    for what, name in (("keys", settings.k_type), ("values", settings.v_type)):
-        if name not in KV_TYPES:
-            raise OptionError(
-                f"Cached {what} in {name} cannot be run yet.",
-                hint=f"Choose from {', '.join(KV_TYPES)}.",
-                param="kv_type",
-            )
-
-
-def build_layer(
-    config: ModelConfig,
-    index: int,
-    get: WeightSource,
-    settings: PlanSettings,
-    workspace: Workspace,
-    routing: RoutingStats | None,
-) -> Layer:
+def build_layer(config: ModelConfig, index: int, get: WeightSource, common: Common) -> Layer:
     """Build layer `index`; `get` returns its weights on the planned device."""
-    layer = config.layers[index]
-    mixer = _mixer(config, index, get, settings, workspace)
+    layer, eps = config.layers[index], config.norm_eps
+    if runs_fused(layer, get.case):
+        return _device_block(config, index, get, common)
+    mixer = _mixer(config, index, get, common)
     if isinstance(mixer, FusedBlock):
         return mixer
+    if layer.post_norms:
+        return _sandwich(config, index, mixer, get, common)
     return Block(
-        mixer_norm=RmsNorm(get.norm("attn.norm"), config.norm_eps, get.case),
+        mixer_norm=_norm(get, "attn.norm", eps),
         mixer=mixer,
-        ffn_norm=RmsNorm(get.norm("ffn.norm"), config.norm_eps, get.case),
-        ffn=_ffn(layer, get, workspace, routing and routing.of_layer(index)),
+        ffn_norm=_norm(get, "ffn.norm", eps),
+        ffn=_ffn(layer, index, get, common),
     )
 
 
-def _ffn(
-    layer: LayerConfig, get: WeightSource, workspace: Workspace, counts: torch.Tensor | None
-) -> Ffn:
-    """The feed-forward part of a layer: dense, or experts instead."""
+def runs_fused(layer: LayerConfig, case: Case) -> bool:
+    """Tell whether the GPU's fused parts make up a layer."""
+    more = layer.post_norms or bool(layer.side_width) or layer.scaled
+    if isinstance(layer.mixer, DeltaNetConfig):
+        more = more or layer.mixer.head_dim != DELTA_DIM
+    else:
+        more = more or layer.mixer.head_dim % 16 != 0
+    return case.device == "cuda" and case.dtype == "bf16" and not case.reference and not more
+
+
+def _device_block(
+    config: ModelConfig, index: int, get: WeightSource, common: Common
+) -> DeviceBlock:
+    """Build a layer of the GPU's fused parts."""
+    layer, eps = config.layers[index], config.norm_eps
+    mixer: Part
+    if isinstance(layer.mixer, DeltaNetConfig):
+        state = allocate_state(layer.mixer, common.settings, get.case.device)
+        get.count("recurrent_state", state.nbytes)
+        mixer = DeviceDelta(layer.mixer, eps, get, state)
+    else:
+        mixer = DeviceAttention(layer.mixer, eps, get, _pages(layer.mixer, index, get, common))
     if layer.experts is not None:
-        assert counts is not None
-        # A layer's counts may be a longer row: layers need not have equally many experts.
-        counts = counts[: layer.experts.experts]
-        return ExpertsFfn(layer.experts, get, counts, workspace.scratch)
+        counts = _counts(layer.experts, index, common)
+        return DeviceBlock(mixer, DeviceExperts(layer.experts, eps, get, counts))
+    assert layer.ffn is not None
+    return DeviceBlock(mixer, DeviceMlp(layer.ffn, eps, get))
+
+
+def _mixer(
+    config: ModelConfig, index: int, get: WeightSource, common: Common
+) -> Mixer | FusedBlock:
+    """Build a layer's mixer with what it remembers, or the whole layer where one kernel runs it."""
+    layer, eps = config.layers[index], config.norm_eps
+    if isinstance(layer.mixer, DeltaNetConfig):
+        state = allocate_state(layer.mixer, common.settings, get.case.device)
+        get.count("recurrent_state", state.nbytes)
+        return DeltaNet(layer.mixer, eps, get, state)
+    pages = _pages(layer.mixer, index, get, common)
+    if layer.plain and refuses_to_fuse(layer.mixer, get, pages) is None:
+        return FusedBlock(layer.mixer, eps, get, pages, common.workspace.scratch)
+    return Attention(layer.mixer, eps, get, pages)
+
+
+def _sandwich(
+    config: ModelConfig, index: int, mixer: Mixer, get: WeightSource, common: Common
+) -> Layer:
+    """Build a layer whose parts are normed before and after."""
+    layer, eps = config.layers[index], config.norm_eps
+    parts: list[Ffn] = [_sandwiched_ffn(config, index, get, common)]
+    if common.side is not None:
+        parts.append(SidePart(common.side, index, get, eps))
+    return SandwichBlock(
+        NormedMixer(_norm(get, "attn.norm", eps), mixer, _norm(get, "attn.post_norm", eps)),
+        parts,
+        get.vector("scale") if layer.scaled else None,
+    )
+
+
+def _sandwiched_ffn(config: ModelConfig, index: int, get: WeightSource, common: Common) -> Ffn:
+    """Build a feed-forward part with norms before and after: dense, or experts beside it."""
+    layer, eps = config.layers[index], config.norm_eps
+    assert layer.ffn is not None
+    dense = Mlp(get, layer.ffn.activation)
+    before, after = _norm(get, "ffn.norm", eps), _norm(get, "ffn.post_norm", eps)
+    if layer.experts is None:
+        return NormedFfn(before, dense, after)
+    beside = NormedFfn(before, dense, _norm(get, "ffn.dense_post_norm", eps))
+    counts, scratch = _counts(layer.experts, index, common), common.workspace.scratch
+    return PostNormed(BesideExperts(beside, layer.experts, get, eps, counts, scratch), after)
+
+
+def _pages(mixer: AttentionConfig, index: int, get: WeightSource, common: Common) -> KvPages:
+    """Return the layer's pages: its own, or those of the layer whose cache it reads."""
+    if mixer.shares is not None:
+        return common.caches[mixer.shares]
+    pages = allocate_kv(mixer, common.settings, get.case.device)
+    get.count("kv", pages.nbytes)
+    common.caches[index] = pages
+    return pages
+
+
+def _ffn(layer: LayerConfig, index: int, get: WeightSource, common: Common) -> Ffn:
+    """Build a layer's feed-forward part: dense, or experts instead."""
+    if layer.experts is not None:
+        counts = _counts(layer.experts, index, common)
+        return ExpertsFfn(layer.experts, get, counts, common.workspace.scratch)
     assert layer.ffn is not None
     return Mlp(get, layer.ffn.activation)
 
 
-def _mixer(
-    config: ModelConfig,
-    index: int,
-    get: WeightSource,
-    settings: PlanSettings,
-    workspace: Workspace,
-) -> Mixer | FusedBlock:
-    """Build a layer's mixer with what it remembers, or the whole layer where one kernel runs it."""
-    mixer, dense = config.layers[index].mixer, config.layers[index].experts is None
-    if isinstance(mixer, DeltaNetConfig):
-        state = allocate_state(mixer, settings, get.case.device)
-        get.count("recurrent_state", state.nbytes)
-        return DeltaNet(mixer, config.norm_eps, get, state)
-    pages = allocate_kv(mixer, settings, get.case.device)
-    get.count("kv", pages.nbytes)
-    if dense and refuses_to_fuse(mixer, get, pages) is None:
-        return FusedBlock(mixer, config.norm_eps, get, pages, workspace.scratch)
-    return Attention(mixer, config.norm_eps, get, pages)
+def _counts(experts: ExpertsConfig, index: int, common: Common) -> torch.Tensor:
+    """Return the layer's row of the statistics, which may be longer than its experts are many."""
+    assert common.routing is not None
+    return common.routing.of_layer(index)[: experts.experts]
+
+
+def _norm(get: WeightSource, name: str, eps: float) -> RmsNorm:
+    return RmsNorm(get.norm(name), eps, get.case)

@@ -5,6 +5,7 @@ import torch
 from headroom.layers.batch import Batch
 from headroom.layers.block import Layer
 from headroom.layers.embedding import Embedding, Head
+from headroom.layers.side import SideInputs
 from headroom.layers.workspace import Workspace
 from headroom.moe.stats import RoutingStats
 
@@ -18,21 +19,31 @@ class Model:
         blocks: list[Layer],
         head: Head,
         workspace: Workspace,
-        routing: RoutingStats | None,
+        routing: RoutingStats | None = None,
+        side: SideInputs | None = None,
     ) -> None:
         self._workspace = workspace
         self._embedding = embedding
+        self._side = side
         self._blocks = blocks
         self._head = head
         self.routing = routing  # of all layers; None where there are no experts
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run one step; return the residual stream of the rows whose logits are wanted."""
+        wanted = self._workspace.outputs[: len(batch.output_rows)]
+        return torch.index_select(self.run(batch), 0, batch.output_rows, out=wanted)
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Run one step; return the residual stream of all its rows."""
         x = self._embedding(batch.tokens, self._workspace.stream[: len(batch.tokens)])
+        if self._side is not None:
+            # A copy: the first layers may change the stream where it lies.
+            embedded = self._workspace.embedded[: len(x)].copy_(x)
+            self._side.prepare(batch.tokens, embedded)
         for block in self._blocks:
             x = block(x, batch)
-        wanted = self._workspace.outputs[: len(batch.output_rows)]
-        return torch.index_select(x, 0, batch.output_rows, out=wanted)
+        return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits `[rows, vocabulary]` of some rows that `forward` returned.

@@ -4,10 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from headroom.formats.quants import F32
 from headroom.kernels.ops import Experts
 from headroom.kernels.registry import pick
-from headroom.kernels.weight import Weight
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.linear import Linear
 from headroom.layers.mlp import Mlp
@@ -40,19 +38,13 @@ class SharedExpert:
 
     def __init__(self, config: ExpertsConfig, get: WeightSource) -> None:
         self._mlp = Mlp(get, config.activation, "ffn.shared.")
-        self._gate = _gate(get) if config.shared_gate else None
+        exact = replace(get.case, dtype="f32", reference=True)  # one row is too little for panels
+        self._gate = Linear(get.row("ffn.shared.router"), exact) if config.shared_gate else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the expert's output for normed rows."""
         out = self._mlp(x)
         return out if self._gate is None else out * self._gate(x).sigmoid()
-
-
-def _gate(get: WeightSource) -> Linear:
-    """The product with one vector; in panels it would take sixteen times its bytes."""
-    vector = get.vector("ffn.shared.router")
-    weight = Weight(vector.view(1, -1), F32, 1, vector.numel())
-    return Linear(weight, replace(get.case, dtype="f32", reference=True))
 
 
 class ExpertsFfn:

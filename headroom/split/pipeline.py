@@ -6,13 +6,16 @@ import torch
 
 from headroom.layers.batch import Batch
 from headroom.moe.stats import RoutingStats
+from headroom.split.device_stage import DeviceStage
 from headroom.split.stages import Stage
 
 
 class Pipeline:
     """Runs a step through the stages in order."""
 
-    def __init__(self, stage: Stage, vocab: int, allocated: Mapping[str, int]) -> None:
+    def __init__(
+        self, stage: Stage | DeviceStage, vocab: int, allocated: Mapping[str, int]
+    ) -> None:
         self._stage = stage
         self.vocab = vocab
         self.allocated = allocated  # bytes by the plan's line

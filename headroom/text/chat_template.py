@@ -16,6 +16,7 @@ class ChatTemplate:
     """A model's chat template, compiled once."""
 
     def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
+        self.source = source
         try:
             self._template = TemplateEnvironment().build(source)
         except TemplateSyntaxError as error:

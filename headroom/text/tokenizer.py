@@ -165,6 +165,11 @@ class Tokenizer:
         """Return a token as people read it, with replacement characters for half characters."""
         return self.token_bytes(token_id).decode(errors="replace")
 
+    def find(self, token: str) -> int | None:
+        """Return the id of a token by its text in the vocabulary."""
+        token_id: int | None = self._coder.token_to_id(token)
+        return token_id
+
     def is_control(self, token_id: int) -> bool:
         """Tell whether a token steers the model and is never shown in an answer."""
         return token_id in self._table.control or token_id in self.stop_ids

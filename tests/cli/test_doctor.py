@@ -60,7 +60,7 @@ def test_the_processor_is_read_from_what_linux_says(tmp_path: Path) -> None:
 
 
 def test_every_operation_has_a_reference_kernel() -> None:
-    found = kernels()["operations"]
+    found = kernels(Options())["operations"]
     assert set(found) == {"cuda", "triton", "native", "reference"}
     assert {"matmul", "attention", "rms_norm", "rope"} <= set(found["reference"])
     assert all(set(ops) <= set(found["reference"]) for ops in found.values())

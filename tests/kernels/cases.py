@@ -6,7 +6,15 @@ from typing import Any
 import torch
 
 from headroom.formats.quants import BY_NAME, F32, Q8_K, QUANTS, QuantType
-from headroom.kernels.ops import Case, ExpertTable, PagedKv, RouterRule, Span
+from headroom.kernels.ops import (
+    Case,
+    DeltaNetWeights,
+    ExpertTable,
+    PagedKv,
+    RecurrentState,
+    RouterRule,
+    Span,
+)
 from headroom.kernels.reference.attention import write_kv
 from headroom.kernels.weight import PLAIN_TYPES, Weight, plain_type
 
@@ -22,7 +30,15 @@ ROUTER_RULES = [
     RouterRule(used=8, scores="sigmoid", normalise=True, scale=2.5),
     RouterRule(used=2, scores="sigmoid", normalise=False, scale=0.5, softcap=1.5),
 ]
-CACHE_PAIRS = [("f32", "f32"), ("f16", "bf16"), ("q8_0", "f16"), ("q8_0", "q8_0")]
+CACHE_PAIRS = [
+    ("f32", "f32"), ("f16", "bf16"), ("q8_0", "f16"), ("q8_0", "q8_0"), ("q5_1", "q4_0"),
+    ("q5_0", "q4_1"), ("q4_1", "q5_0"), ("q4_0", "q5_1"),
+]  # fmt: skip
+# Heads, key-value heads, values of a head: groups of 1 to 16, sizes that fill no vector or many.
+HEAD_SHAPES = [
+    (1, 1, 16), (16, 1, 80), (5, 5, 96), (4, 2, 256), (8, 1, 512), (32, 2, 24), (64, 8, 32),
+    (7, 1, 33),
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,9 +50,9 @@ class Sized:
     sizes: tuple[int, ...]
 
     def __str__(self) -> str:
-        types = {self.case.quant.name, self.case.k_type, self.case.v_type} - {"f32"}
-        types |= {quant.name for quant in self.case.experts}
-        return "-".join([self.op, *sorted(types), "x".join(map(str, self.sizes))])
+        types = [self.case.quant.name, self.case.k_type, self.case.v_type]
+        types += [quant.name for quant in self.case.experts]
+        return "-".join([self.op, *types, "x".join(map(str, self.sizes))])
 
 
 def all_cases() -> list[Sized]:
@@ -54,10 +70,17 @@ def all_cases() -> list[Sized]:
         cases += [Sized("gated_activation", Case(), (rows, 33, gelu)) for gelu in (0, 1)]
     for k_type, v_type in CACHE_PAIRS:
         case = Case(k_type=k_type, v_type=v_type)
-        cases.append(Sized("kv_write", case, (5, 2, 32)))
-        for window in (0, 5):
-            cases.append(Sized("attention", case, (6, 2, 32, window)))
-    return cases + _expert_cases()
+        for rows in (0, 5):
+            cases.append(Sized("kv_write", case, (rows, 2, 64)))
+        for window, tree in ((0, 0), (5, 0), (0, 1), (5, 1)):
+            cases.append(Sized("attention", case, (6, 2, 64, window, tree)))
+    for heads, kv_heads, dim in HEAD_SHAPES:
+        for k_type, v_type in (("f32", "f32"), ("f16", "bf16")):
+            case = Case(k_type=k_type, v_type=v_type)
+            cases.append(Sized("kv_write", case, (3, kv_heads, dim)))
+            cases.append(Sized("attention", case, (heads, kv_heads, dim, 0, 0)))
+            cases.append(Sized("attention", case, (heads, kv_heads, dim, 130, 1)))
+    return cases + _expert_cases() + _delta_cases()
 
 
 def _expert_cases() -> list[Sized]:
@@ -75,6 +98,20 @@ def _expert_cases() -> list[Sized]:
     return cases
 
 
+def _delta_cases() -> list[Sized]:
+    cases = []
+    for key_heads, value_heads, dim in ((1, 1, 128), (2, 6, 16), (2, 6, 33), (4, 4, 32), (2, 8, 7)):
+        for tiled in (0, 1):
+            for taps in (1, 4):
+                sizes = (key_heads, value_heads, dim, taps, tiled)
+                cases.append(Sized("delta_net", Case(), sizes))
+    cases += [Sized("delta_net", Case(), (16, 48, 128, 4, tiled)) for tiled in (0, 1)]
+    cases += [
+        Sized("gated_norm", Case(), sizes) for sizes in ((0, 3, 16), (7, 6, 33), (2, 48, 128))
+    ]
+    return cases
+
+
 def make_inputs(sized: Sized, seed: int = 0) -> tuple[Any, ...]:
     """Random inputs of an operation in its contract's order."""
     torch.manual_seed(seed)
@@ -82,6 +119,7 @@ def make_inputs(sized: Sized, seed: int = 0) -> tuple[Any, ...]:
         "matmul": _matmul, "embed": _embed, "rms_norm": _rms_norm, "rope": _rope,
         "gated_activation": _gated, "kv_write": _kv_write, "attention": _attention,
         "route": _route, "experts": _experts,
+        "delta_net": _delta_net, "gated_norm": _gated_norm,
     }[sized.op]  # fmt: skip
     return make(sized)
 
@@ -146,7 +184,7 @@ def _kv_write(sized: Sized) -> tuple[Any, ...]:
 
 
 def _attention(sized: Sized) -> tuple[Any, ...]:
-    heads, kv_heads, dim, window = sized.sizes
+    heads, kv_heads, dim, window, tree = sized.sizes
     cache = empty_cache(sized.case.k_type, sized.case.v_type, 1024, kv_heads, dim)
     write_kv(
         cache,
@@ -157,10 +195,21 @@ def _attention(sized: Sized) -> tuple[Any, ...]:
     pages = torch.randperm(64)  # of 16 tokens
     spans = (
         Span(0, 1, 0, pages[:1]),
-        Span(1, 20, 300, pages[1:22]),
-        Span(21, 1, 411, pages[22:50]),
+        Span(1, 20, 245, pages[1:18], tree=random_tree(20) if tree else None),
+        Span(21, 1, 511, pages[18:50]),
+        Span(22, 2, 3, pages[50:51], tree=torch.eye(2, dtype=torch.bool) if tree else None),
     )
-    return torch.randn(22, heads, dim), cache, spans, dim**-0.5, window
+    return torch.randn(24, heads, dim), cache, spans, dim**-0.5, window
+
+
+def random_tree(rows: int) -> torch.Tensor:
+    """The mask of a random forest: every row has an earlier one, or none, as its parent."""
+    mask = torch.eye(rows, dtype=torch.bool)
+    for row in range(1, rows):
+        parent = int(torch.randint(-1, row, ()))
+        if parent >= 0:
+            mask[row] |= mask[parent]
+    return mask
 
 
 def _route(sized: Sized) -> tuple[Any, ...]:
@@ -195,6 +244,32 @@ def random_choice(rows: int, experts: int, used: int) -> tuple[torch.Tensor, tor
     """Different experts for each row, and their weights."""
     ids = torch.rand(rows, experts).argsort(dim=1)[:, :used].int()
     return ids, torch.rand(rows, used)
+
+
+def _delta_net(sized: Sized) -> tuple[Any, ...]:
+    key_heads, heads, dim, taps, tiled = sized.sizes
+    spans = tuple(
+        Span(first, rows, start, torch.empty(0, dtype=torch.int64), slot)
+        for first, rows, start, slot in ((0, 1, 9, 3), (1, 6, 0, 0), (7, 2, 40, 1), (9, 1, 0, 4))
+    )
+    channels = (2 * key_heads + heads) * dim
+    weights = DeltaNetWeights(
+        conv=torch.randn(channels, taps),
+        decay=-torch.rand(heads) - 0.1,
+        dt_bias=torch.randn(heads),
+        key_heads=key_heads,
+        tiled=bool(tiled),
+    )
+    state = RecurrentState(
+        torch.randn(5, heads, dim, dim) * 0.3, torch.randn(5, taps - 1, channels)
+    )
+    gates = torch.randn(10, heads), 3 * torch.randn(10, heads)
+    return torch.randn(10, channels), *gates, weights, state, spans
+
+
+def _gated_norm(sized: Sized) -> tuple[Any, ...]:
+    gate = 8 * torch.randn(sized.sizes)
+    return torch.randn(sized.sizes), gate, torch.randn(sized.sizes[2:]), 1e-6
 
 
 def empty_cache(k_type: str, v_type: str, slots: int, heads: int, dim: int) -> PagedKv:

@@ -71,7 +71,9 @@ def layers(native, ops) -> None:
     weights = [packed(native, ops, 8, *shape) for shape in shapes]
     views = [native.Matrix(address(w), 8, *shape) for w, shape in zip(weights, shapes, strict=True)]
     norms = np.ones(hidden, dtype=np.float32)
-    for kind, head_bytes in ((0, 4 * dim), (1, 2 * dim), (30, 2 * dim), (8, 34)):
+    sizes_of_heads = ((0, 128), (1, 64), (30, 64), (8, 34), (7, 24), (6, 22), (3, 20), (2, 18))
+    tree = np.tril(np.ones((13, 13), dtype=np.uint8))
+    for kind, head_bytes in sizes_of_heads:
         keys, values = (aligned(slots * kv_heads * head_bytes) for _ in range(2))
         cache = native.KvCache(address(keys), kind, head_bytes, address(values), kind, head_bytes,
                                kv_heads, 16)  # fmt: skip
@@ -79,7 +81,10 @@ def layers(native, ops) -> None:
         layer = native.Layer(views, address(norms), address(norms), 1e-5, sizes,
                              0.2, cache, kind == 1)  # fmt: skip
         pages = np.arange(100, dtype=np.int64)
-        for table in ([(0, 20, 0, 0)], [(0, 1, 20, 0), (1, 13, 0, 60), (14, 1, 600, 0)]):
+        for table in (
+            [(0, 20, 0, 0, -1)],
+            [(0, 1, 20, 0, -1), (1, 13, 0, 60, 0), (14, 1, 600, 0, -1)],
+        ):
             spans = np.array(table, dtype=np.int64)
             rows = int(spans[:, 1].sum())
             x = RANDOM.standard_normal((rows, hidden)).astype(np.float32)
@@ -88,10 +93,61 @@ def layers(native, ops) -> None:
             size = layer.scratch_bytes(ops, (rows, dim // 2), address(spans), len(spans))
             scratch = aligned(size)
             where = [address(array) for array in (x, cos, sin, at, spans)]
-            layer.run(
-                ops, (rows, dim // 2), *where, len(spans), address(pages), address(scratch), size
-            )
+            layer.run(ops, (rows, dim // 2), *where, len(spans), address(pages), address(tree),
+                      address(scratch), size)  # fmt: skip
             assert np.isfinite(x).all()
+
+
+def experts(native, ops) -> None:
+    """Choose experts by every rule, and run those chosen."""
+    count, used, hidden, width = 10, 3, 256, 64
+    shapes = [(width, hidden), (width, hidden), (hidden, width)]
+    parts = [[packed(native, ops, 8, *shape) for shape in shapes] for _ in range(count)]
+    table = np.array([[address(w) for w in expert] for expert in parts], dtype=np.int64)
+    like = [native.Matrix(0, 8, *shape) for shape in shapes]
+    counts, bias = np.zeros(count, dtype=np.int64), np.ones(count, dtype=np.float32)
+    for rows, sigmoid in ((1, False), (40, True)):
+        logits = RANDOM.standard_normal((rows, count)).astype(np.float32)
+        ids = np.empty((rows, used), dtype=np.int32)
+        weights = np.empty((rows, used), dtype=np.float32)
+        where = [address(array) for array in (logits, bias, counts, ids, weights)]
+        ops.route((rows, count, used), (sigmoid, True), (1.0, 5.0), *where)
+        assert np.abs(weights.sum(1) - 1).max() < 1e-5
+        x = RANDOM.standard_normal((rows, hidden)).astype(np.float32)
+        out = np.empty_like(x)
+        scratch = aligned(native.experts_scratch(rows, used, hidden, width, count))
+        for int8 in (False, True):
+            native.experts(ops, like, address(table), count, address(ids), address(weights),
+                           (rows, used), address(x), int8, int8, address(out), address(scratch),
+                           scratch.size)  # fmt: skip
+            assert np.isfinite(out).all()
+    assert counts.sum() == 41 * used
+
+
+def states(native, ops) -> None:
+    """Run gated linear attention: prompts and single tokens, with whole and broken vectors."""
+    for keys, heads, dim, taps in ((2, 6, 33, 4), (1, 1, 128, 1), (4, 4, 16, 4)):
+        channels, slots = (2 * keys + heads) * dim, 3
+        conv, decay, bias = floats(channels * taps), -np.abs(floats(heads)), floats(heads)
+        memory, inputs = floats(slots * heads * dim * dim), floats(slots * (taps - 1) * channels)
+        for table in ([(0, 9, 0, 0)], [(0, 1, 9, 0), (1, 2, 0, 2), (3, 5, 4, 1)]):
+            spans = np.array(table, dtype=np.int64)
+            rows = int(spans[:, 1].sum())
+            sizes = (channels, heads, heads, channels, 2 * heads, heads * dim)
+            arrays = [floats(rows * size) for size in sizes]
+            weights = [address(array) for array in (conv, decay, bias)]
+            ops.delta_net((keys, heads, dim, taps), True, weights,
+                          [address(memory), address(inputs)], address(spans), len(spans),
+                          [address(array) for array in arrays])  # fmt: skip
+            assert np.isfinite(arrays[-1]).all()
+            norm = floats(dim)
+            ops.gated_norm(address(arrays[-1]), address(arrays[-1]), address(norm),
+                           (rows * heads, dim), 1e-6, address(arrays[-1]))  # fmt: skip
+
+
+def floats(count: int) -> np.ndarray:
+    """Return random numbers."""
+    return RANDOM.standard_normal(count).astype(np.float32)
 
 
 def main() -> None:
@@ -101,6 +157,8 @@ def main() -> None:
         ops = native.Ops(3, False, isa)
         products(native, ops)
         layers(native, ops)
+        experts(native, ops)
+        states(native, ops)
     sys.stdout.write("exercised\n")
 
 

@@ -46,6 +46,8 @@ def own_case(kernel: Kernel, sized: Sized) -> Sized:
 def results(sized: Sized, inputs: tuple[Any, ...], returned: Any) -> list[torch.Tensor]:
     if sized.op == "route":
         return [*returned, inputs[3]]  # ids, weights, counts
+    if sized.op == "delta_net":  # and what it leaves behind
+        return [returned, inputs[4].memory, inputs[4].inputs]
     return [inputs[0].keys, inputs[0].values] if sized.op == "kv_write" else [returned]
 
 

@@ -1,5 +1,7 @@
 """The engine allocates what the plan says, line by line, to the byte."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,9 @@ from headroom.engine.request import SamplingParams
 from headroom.formats.checkpoint import open_checkpoint
 from headroom.kernels.native import attention as native_attention
 from headroom.kernels.native.layer import Step
-from headroom.kernels.native.module import MODULE
+from headroom.kernels.native.module import MODULE, POOL
 from headroom.kernels.ops import Span
+from headroom.layers.threads import set_threads
 from headroom.llm import LLM
 from headroom.memory.budget import native_experts_scratch, native_layer_scratch
 from headroom.memory.devices import detect_devices
@@ -19,6 +22,8 @@ from headroom.models.describe import describe
 from headroom.options import Options
 from headroom.split.launch import start_pipeline
 from tests import family_configs
+from tests.families import variant
+from tests.family_configs import qwen35
 from tests.family_gguf import write_gguf
 
 # What a device loses beside the engine's own allocations.
@@ -39,7 +44,7 @@ def plan_and_load(path: Path, **settings: object) -> tuple[Plan, dict[str, int]]
 
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
-@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f32", "q8_0", "q5_1"])
 @pytest.mark.parametrize("context", [512, 2048])
 @pytest.mark.parametrize("parallel", [1, 4])
 def test_planned_equals_allocated_for_the_default_model(
@@ -67,6 +72,76 @@ def test_planned_equals_allocated_for_a_model_with_a_head_of_its_own(
     assert "head" in allocated
 
 
+# Rows of all matrices are multiples of sixteen: C++ panels hold no more than the file then.
+WINDOWED = {
+    "laguna": lambda: family_configs.laguna(
+        num_hidden_layers=2,
+        num_experts=16,
+        num_attention_heads_per_layer=[16, 32],
+        layer_types=["full_attention", "sliding_attention"],
+        mlp_layer_types=["dense", "sparse"],
+    ),
+    "gemma4-31b": family_configs.gemma4,
+    "gemma4-26b": lambda: family_configs.gemma4(
+        enable_moe_block=True, num_experts=16, top_k_experts=3, moe_intermediate_size=32
+    ),
+    "gemma4-e4b": family_configs.gemma4_small,
+    "gemma4-e2b": family_configs.gemma4_smallest,
+}
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("weights", ["packed", "unpacked"])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_planned_equals_allocated_for_models_with_windows(
+    tmp_path: Path, name: str, weights: str, kernels: str
+) -> None:
+    WINDOWED[name]().save_pretrained(tmp_path)
+    settings = {"weights": weights, "kernels": kernels, "context": 512, "parallel": 2, "chunk": 64}
+    plan, allocated = plan_and_load(tmp_path, **settings)
+    expected = planned(plan)
+    if plan.settings.kernels == "reference":
+        expected.pop("workspace")
+    assert allocated == expected
+    assert ("hot_experts" in allocated) == (name in ("laguna", "gemma4-26b"))
+
+
+def test_layers_with_a_window_do_not_grow_and_layers_that_share_have_nothing(
+    tmp_path: Path,
+) -> None:
+    path = variant("gemma4-e4b").save_gguf(tmp_path / "m.gguf")
+    sizes = [
+        plan_and_load(path, context=context, parallel=1, chunk=32, kv_type="f32")[1]["kv"]
+        for context in (256, 512)
+    ]
+    # Of 12 layers the first 6 have caches: 5 of a window with 2 heads of 32 values, and one with
+    # 2 heads of 64 that sees all.
+    window, full = 5 * 2 * 64 * 2 * 2 * 32 * 4, 2 * 2 * 64 * 4
+    assert sizes == [window + 256 * full, window + 512 * full]
+
+
+@pytest.mark.parametrize("weights", ["packed", "unpacked"])
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("format", ["gguf", "safetensors"])
+def test_planned_equals_allocated_for_a_model_with_recurrent_states(
+    tmp_path: Path, format: str, weights: str, kernels: str
+) -> None:
+    # Sizes that the panels of the C++ kernels need no padding for, like those of real models.
+    model = qwen35(key_heads=4, value_heads=16, state_dim=16, intermediate_size=128)
+    path = tmp_path / ("m.gguf" if format == "gguf" else "m")
+    if format == "gguf":
+        write_gguf(model, path, "Q8_0", fused=False, unused_keys=False)
+    else:
+        model.save_pretrained(path)
+    plan, allocated = plan_and_load(path, weights=weights, kernels=kernels, context=128, parallel=2)
+    expected = planned(plan)
+    if plan.settings.kernels == "reference":
+        expected.pop("workspace")
+    assert allocated == expected
+    states = 6 * 2 * 4 * (16 * 16 * 16 + 3 * (2 * 4 + 16) * 16)  # of six layers, two sequences
+    assert allocated["recurrent_state"] == states
+
+
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 @pytest.mark.parametrize(("parallel", "context", "chunk"), [(1, 512, 32), (3, 1100, 7)])
 def test_the_planned_scratch_is_what_the_cpp_layer_needs_at_most(
@@ -83,7 +158,7 @@ def test_the_planned_scratch_is_what_the_cpp_layer_needs_at_most(
     step = Step(spans, torch.zeros(parallel, dtype=torch.int64))
     needed = layer.scratch_bytes(plan.settings.rows, step)
     assert needed == native_layer_scratch(model.config.hidden, model.shape.layers[0], plan.settings)
-    assert native_attention.span_table(spans)[0].shape == (parallel, 4)
+    assert native_attention.span_table(spans)[0].shape == (parallel, 5)
 
 
 def test_a_full_engine_stays_within_its_scratch(tiny_path: Path) -> None:
@@ -140,3 +215,22 @@ def test_the_planned_scratch_of_experts_is_what_the_cpp_kernel_needs(tmp_path: P
     assert allocated["workspace"] >= needed
     line = next(line for line in plan.devices[0].lines if line.name == "workspace")
     assert "experts" in line.why
+
+
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+def test_pinned_threads_stay_on_cores_that_this_process_may_use(tiny_path: Path) -> None:
+    plan, _ = plan_and_load(tiny_path, pin_threads=True, context=64)
+    assert plan.settings.pin_threads
+    before = set(os.listdir("/proc/self/task"))
+    set_threads(2, pin=True)
+    assert POOL.ops.threads == 2
+    allowed = sorted(os.sched_getaffinity(0))
+    expected = [{allowed[1]}] if len(allowed) > 1 else [set(allowed)]
+    deadline = time.monotonic() + 10  # the worker pins itself once it runs
+    while True:
+        workers = set(os.listdir("/proc/self/task")) - before
+        cores = [os.sched_getaffinity(int(worker)) for worker in workers]
+        if cores == expected or time.monotonic() > deadline:
+            break
+    set_threads(1)
+    assert cores == expected

@@ -17,11 +17,17 @@ __device__ __forceinline__ float max_of_four(float v) {
     return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
 }
 
-// blockIdx.x: the row. `weight` may be null: then nothing is normed. `normed` may be null.
+__device__ __forceinline__ float activate(float x, int gelu) {
+    if (!gelu) return x / (1.0f + __expf(-x));
+    return 0.5f * x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
+}
+
+// blockIdx.x: the row. `weight` may be null: then nothing is normed. `normed` may be null. Where
+// there is an `up`, a value is the activation of `x` times it, and nothing is normed.
 // The layouts of `values`, `scales`, `sums` and `halves` are those of struct Rows in matmul.cu.
 extern "C" __global__ void __launch_bounds__(THREADS)
-quantise(const float* x, const float* weight, float eps, float* normed, u8* values, float* scales,
-         float* sums, float* halves, int columns, int records, int group) {
+quantise(const float* x, const float* up, int gelu, const float* weight, float eps, float* normed,
+         u8* values, float* scales, float* sums, float* halves, int columns, int records, int group) {
     __shared__ float partial[THREADS / 32];
     const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const float* from = x + static_cast<size_t>(row) * columns;
@@ -43,6 +49,8 @@ quantise(const float* x, const float* weight, float eps, float* normed, u8* valu
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             v[i] = column + i < columns ? from[column + i] * factor : 0.0f;
+            if (up != nullptr && column + i < columns)
+                v[i] = activate(v[i], gelu) * up[static_cast<size_t>(row) * columns + column + i];
             if (weight != nullptr && column + i < columns) v[i] *= weight[column + i];
             if (normed != nullptr && column + i < columns)
                 normed[static_cast<size_t>(row) * columns + column + i] = v[i];

@@ -43,9 +43,7 @@ class CudaKernel:
             )
             self._shared_bytes = shared_bytes
         values = [_value(argument) for argument in args]
-        pointers = (ctypes.c_void_p * len(values))(
-            *(ctypes.addressof(value) for value in values)
-        )
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         sizes = (*(*grid, 1, 1)[:3], *(*block, 1, 1)[:3])
         self._check(

@@ -54,21 +54,12 @@ __device__ __forceinline__ void tile_product(const u8* tile, Rows x, int first_r
     for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) acc[n][i] = 0;
-    // The next record is asked for before the work on this one begins.
-    Quants<K> quants, next;
-    Scales<K> scales, next_scales;
-    if (warp < records) {
-        next.load(tile + static_cast<size_t>(warp) * Record<K>::bytes, lane);
-        next_scales.load(tile + static_cast<size_t>(warp) * Record<K>::bytes, g);
-    }
     for (int r = warp; r < records; r += WARPS) {
-        quants = next;
-        scales = next_scales;
-        if (r + WARPS < records) {
-            const u8* record = tile + static_cast<size_t>(r + WARPS) * Record<K>::bytes;
-            next.load(record, lane);
-            next_scales.load(record, g);
-        }
+        const u8* record = tile + static_cast<size_t>(r) * Record<K>::bytes;
+        Quants<K> quants;
+        Scales<K> scales;
+        quants.load(record, lane);
+        scales.load(record, g);
         float inner[N][4] = {}, under[N][4] = {};
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
@@ -145,21 +136,31 @@ template <int N> __device__ __forceinline__ void gather(const float (*acc)[4], f
     __syncthreads();
 }
 
-// out [rows, columns] = x times the weight's transpose, plus `add` [rows, columns] if there is one.
-// blockIdx.x: the tile; blockIdx.y: the group of 8 * TILES rows of activations.
+// Matrices of one type that share their input lie one after another, and each has an output of its
+// own, up to four; `end` is one past its last column, counted over all of them.
+// Each output [rows, its columns] = x times the weight's transpose, plus `add` of the same shape if
+// there is one (then there is one output). blockIdx.x: the tile; blockIdx.y: the group of 8 * TILES
+// rows of activations.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 product(const u8* weight, const u8* values, const float* scales, const float* sums, const float* halves,
-        const float* add, float* out, int rows, int columns, int records) {
+        const float* add, float* out0, float* out1, float* out2, float* out3, int end0, int end1, int end2,
+        int end3, int rows, int records) {
     __shared__ float shared[WARPS * 8 * TILES * 16];
     float acc[TILES][4];
     const int first = blockIdx.y * 8 * TILES;
     const u8* tile = weight + static_cast<size_t>(blockIdx.x) * records * Record<KIND>::bytes;
     tile_product<KIND, TILES>(tile, Rows{values, scales, sums, halves}, first, rows, records, acc);
     gather<TILES>(acc, shared);
+    // All columns of a tile belong to one output: matrices are whole tiles, but for the last.
+    const int column0 = blockIdx.x * 16;
+    const int which = (column0 >= end0) + (column0 >= end1) + (column0 >= end2);
+    float* out = which == 0 ? out0 : which == 1 ? out1 : which == 2 ? out2 : out3;
+    const int begin = which == 0 ? 0 : which == 1 ? end0 : which == 2 ? end1 : end2;
+    const int end = which == 0 ? end0 : which == 1 ? end1 : which == 2 ? end2 : end3;
     for (int i = threadIdx.x; i < 8 * TILES * 16; i += WARPS * 32) {
-        const int row = first + i / 16, column = blockIdx.x * 16 + i % 16;
-        if (row >= rows || column >= columns) continue;
-        const size_t at = static_cast<size_t>(row) * columns + column;
+        const int row = first + i / 16, column = column0 + i % 16;
+        if (row >= rows || column >= end) continue;
+        const size_t at = static_cast<size_t>(row) * (end - begin) + column - begin;
         out[at] = shared[i] + (add ? add[at] : 0.0f);
     }
 }

@@ -1,6 +1,8 @@
 """Products with packed weights on an NVIDIA GPU: few rows on 8-bit tensor cores, many in bf16."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -11,9 +13,9 @@ from headroom.kernels.weight import Weight
 
 TILES = "tiles"
 FEW_ROWS = 32  # the most that one pass over the weight serves
-MANY_WARPS = 2600  # that keep a large GPU's memory busy
 PACK_BYTES = 64 << 20  # of a file's blocks taken apart at a time
 QUANTISE_THREADS = 256
+MOST_OUTPUTS = 4  # of matrices that share an input
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,24 +60,43 @@ def pack_into(tiles: torch.Tensor, weight: Weight) -> None:
         tiles[at : at + len(packed)] = packed
 
 
-def quantise(
+@dataclass(frozen=True, slots=True, eq=False)
+class RowNorm:
+    """A norm that rows go through on their way into a product."""
+
+    weight: torch.Tensor
+    eps: float
+    out: torch.Tensor | None = None  # gets the normed rows as float32
+
+
+def quantise(x: torch.Tensor, group: int = 8, norm: RowNorm | None = None) -> QuantisedRows:
+    """Round rows to 8 bits, normed first where a norm is given."""
+    weight, eps, normed = (norm.weight, norm.eps, norm.out) if norm else (None, 0.0, None)
+    return _quantise(x, None, 0, (weight, eps, normed), group)
+
+
+def quantise_gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> QuantisedRows:
+    """Round `act(gate) * up` to 8 bits."""
+    return _quantise(gate, up, int(activation == "gelu"), (None, 0.0, None), 8)
+
+
+def _quantise(
     x: torch.Tensor,
-    group: int = 8,
-    norm: tuple[torch.Tensor, float] | None = None,
-    normed: torch.Tensor | None = None,
+    up: torch.Tensor | None,
+    gelu: int,
+    norm: tuple[torch.Tensor | None, float, torch.Tensor | None],
+    group: int,
 ) -> QuantisedRows:
-    """Round rows to 8 bits, normed first where a norm is given; `normed` gets the floats."""
     rows, columns = x.shape
     records = -(-columns // RECORD_COLUMNS)
     padded = -(-rows // group) * group
     values = torch.empty(rows, records * RECORD_COLUMNS, dtype=torch.uint8, device=x.device)
     scales = torch.empty(padded * records * 8, device=x.device)
     sums, halves = torch.empty_like(scales), torch.empty(2 * len(scales), device=x.device)
-    weight, eps = norm or (None, 0.0)
     kernel = compile_kernel("activations.cu", "quantise")
     kernel(
         (rows,), (QUANTISE_THREADS,),
-        (x, weight, eps, normed, values, scales, sums, halves, columns, records, group),
+        (x, up, gelu, *norm, values, scales, sums, halves, columns, records, group),
     )  # fmt: skip
     return QuantisedRows(values, scales, sums, halves, records)
 
@@ -84,26 +105,44 @@ def product(
     x: QuantisedRows, weight: Weight, out: torch.Tensor, add: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Write `x` times the weight's transpose to `out [rows, weight.rows]`, plus `add`."""
-    rows = out.shape[0]
+    products(x, weight, (out,), add)
+    return out
+
+
+def products(
+    x: QuantisedRows,
+    weight: Weight,
+    outs: Sequence[torch.Tensor],
+    add: torch.Tensor | None = None,
+) -> None:
+    """Multiply with up to four matrices that lie one after another; each has its own output."""
+    rows = outs[0].shape[0]
     groups = 1 if rows <= 8 else 2  # of eight rows that share a pass over the weight
     tiles = -(-weight.rows // TILE_ROWS)
     warps = warps_for(tiles, x.records)
     kernel = compile_kernel(
         "matmul.cu", "product", {"KIND": weight.quant.ggml_id, "TILES": groups, "WARPS": warps}
     )
+    ends = list(accumulate(out.shape[1] for out in outs))
+    rest = MOST_OUTPUTS - len(outs)
     kernel(
         (tiles, -(-rows // (8 * groups))), (warps * 32,),
-        (weight.data, x.values, x.scales, x.sums, x.halves, add, out, rows, weight.rows, x.records),
+        (
+            *(weight.data, x.values, x.scales, x.sums, x.halves, add),
+            *(*outs, *[None] * rest, *ends, *[ends[-1]] * rest, rows, x.records),
+        ),
     )  # fmt: skip
-    return out
 
 
 def warps_for(tiles: int, records: int) -> int:
-    """Return how many warps share a tile's columns; it depends on the weight alone."""
-    warps = 2
-    while warps < 16 and warps * tiles < MANY_WARPS and warps < records:
-        warps *= 2
-    return warps
+    """Return how many warps share a tile's columns; it depends on the weight alone.
+
+    Measured 2026-11-15 on an H200: four, or more where there are too few tiles to fill it.
+    """
+    wanted = 4 if tiles >= 256 else 8 if tiles >= 160 else 16
+    while wanted > 2 and wanted > records:
+        wanted //= 2
+    return wanted
 
 
 def dequantise(weight: Weight, out: torch.Tensor) -> torch.Tensor:

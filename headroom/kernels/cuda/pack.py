@@ -61,9 +61,7 @@ def _lanes(quants: torch.Tensor, tiles: int, records: int) -> torch.Tensor:
     return quants.view(tiles, 2, 8, records, 8, 2, 4, 4)
 
 
-def _quant_plane(
-    quants: torch.Tensor, quant: QuantType, tiles: int, records: int
-) -> torch.Tensor:
+def _quant_plane(quants: torch.Tensor, quant: QuantType, tiles: int, records: int) -> torch.Tensor:
     lanes = _lanes(quants, tiles, records)
     if quant.name == "q8_0":  # [tile, record, block, g, t, h, half, 4]
         plane = lanes.permute(0, 3, 4, 2, 6, 1, 5, 7)
@@ -89,9 +87,7 @@ def _high_plane(
     return (words << shifts).sum(4, dtype=torch.uint8).reshape(tiles, records, -1)
 
 
-def _group_planes(
-    parts: Parts, quant: QuantType, tiles: int, records: int
-) -> list[torch.Tensor]:
+def _group_planes(parts: Parts, quant: QuantType, tiles: int, records: int) -> list[torch.Tensor]:
     if parts.group_scales is None:
         return []
     scales = parts.group_scales.view(tiles, 2, 8, records, -1)  # [tile, h, g, record, groups]

@@ -8,7 +8,7 @@ from headroom.kernels.native.module import MODULE, POOL
 from headroom.kernels.ops import Case, PagedKv, Span
 from headroom.kernels.weight import PLAIN_TYPES
 
-CACHE_TYPES = (*PLAIN_TYPES, "q8_0")
+CACHE_TYPES = (*PLAIN_TYPES, "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 
 def refuses(case: Case) -> str | None:
@@ -36,22 +36,31 @@ def attention(
     """Attend from every span's rows to its sequence's cached tokens."""
     queries = queries.contiguous()
     rows, heads, dim = queries.shape
-    table, pages = span_table(spans)
+    table, pages, trees = span_table(spans)
     out = torch.empty(rows, heads, dim)
     POOL.ops.attention(
         cache_view(cache), (heads, cache.keys.shape[1], dim, window), scale, queries.data_ptr(),
-        table.data_ptr(), len(spans), pages.data_ptr(), out.data_ptr(),
+        table.data_ptr(), len(spans), pages.data_ptr(), trees.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out
 
 
-def span_table(spans: tuple[Span, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return spans as a table [spans, 4] and all their pages one after another."""
-    rows, offset = [], 0
+def span_table(spans: tuple[Span, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return spans as a table [spans, 5], all their pages and all their trees one after another."""
+    rows, trees, page, byte = [], [], 0, 0
     for span in spans:
-        rows.append((span.first_row, span.rows, span.start, offset))
-        offset += len(span.pages)
-    return torch.tensor(rows, dtype=torch.int64), torch.cat([span.pages for span in spans])
+        rows.append(
+            (span.first_row, span.rows, span.start, page, -1 if span.tree is None else byte)
+        )
+        page += len(span.pages)
+        if span.tree is not None:
+            trees.append(span.tree.flatten().view(torch.uint8))
+            byte += span.tree.numel()
+    return (
+        torch.tensor(rows, dtype=torch.int64),
+        torch.cat([span.pages for span in spans]),
+        torch.cat(trees) if trees else torch.empty(0, dtype=torch.uint8),
+    )
 
 
 def cache_view(cache: PagedKv) -> object:

@@ -31,13 +31,15 @@ Matrix make_matrix(Address data, int kind, int64_t rows, int64_t columns) {
     return {at<const uint8_t>(data), checked_kind(kind), rows, columns};
 }
 
-// Spans come as a table [count, 4]: first row, rows, start, where its pages begin in `pages`.
-std::vector<SpanView> read_spans(Address table, int64_t count, Address pages) {
+// Spans come as a table [count, 5]: first row, rows, start, where its pages begin in `pages` and its
+// tree in `trees` (-1: it has none).
+std::vector<SpanView> read_spans(Address table, int64_t count, Address pages, Address trees) {
     std::vector<SpanView> spans;
     spans.reserve(static_cast<size_t>(count));
     const int64_t* row = at<const int64_t>(table);
-    for (int64_t i = 0; i < count; ++i, row += 4)
-        spans.push_back({row[0], row[1], row[2], at<const int64_t>(pages) + row[3]});
+    for (int64_t i = 0; i < count; ++i, row += 5)
+        spans.push_back({row[0], row[1], row[2], at<const int64_t>(pages) + row[3],
+                         row[4] < 0 ? nullptr : at<const uint8_t>(trees) + row[4]});
     return spans;
 }
 
@@ -99,18 +101,15 @@ void bind_ops(nb::module_& m) {
         })
         .def("attention", [](Ops& self, const KvCache& cache, std::array<int64_t, 4> sizes,
                              float scale, Address queries, Address table, int64_t count,
-                             Address pages, Address out) {
+                             Address pages, Address trees, Address out) {
             const AttentionShape shape{sizes[0], sizes[1], sizes[2], sizes[3], scale};
-            const auto spans = read_spans(table, count, pages);
+            const auto spans = read_spans(table, count, pages, trees);
             nb::gil_scoped_release released;
-            int64_t rows = 0;
-            for (const SpanView& span : spans) rows += span.rows;
-            std::vector<float> scaled(static_cast<size_t>(rows * shape.heads * shape.dim));
-            for (size_t i = 0; i < scaled.size(); ++i) scaled[i] = at<const float>(queries)[i] * scale;
-            std::vector<uint8_t> scratch(self.attention_scratch(shape, spans.data(), count) + 64);
+            const size_t bytes = self.attention_scratch(shape, spans.data(), count);
+            std::vector<uint8_t> scratch(bytes + 64);
             uint8_t* aligned = at<uint8_t>((reinterpret_cast<Address>(scratch.data()) + 63) / 64 * 64);
-            self.attention(shape, cache, scaled.data(), spans.data(), count, at<float>(out),
-                           Scratch(aligned, scratch.size()));
+            self.attention(shape, cache, at<const float>(queries), spans.data(), count,
+                           at<float>(out), Scratch(aligned, bytes));
         })
         .def("route", [](Ops& self, std::array<int64_t, 3> sizes, std::array<bool, 2> flags,
                          std::array<float, 2> factors, Address logits, Address bias, Address counts,
@@ -119,6 +118,22 @@ void bind_ops(nb::module_& m) {
             nb::gil_scoped_release released;
             self.route(rule, at<const float>(logits), sizes[0], sizes[1], at<const float>(bias),
                        at<int64_t>(counts), at<int32_t>(ids), at<float>(weights));
+        })
+        .def("delta_net", [](Ops& self, std::array<int64_t, 4> sizes, bool tiled,
+                             std::array<Address, 3> w, std::array<Address, 2> state, Address spans,
+                             int64_t count, std::array<Address, 6> a) {
+            const DeltaShape shape{sizes[0], sizes[1], sizes[2], sizes[3], tiled};
+            nb::gil_scoped_release released;
+            self.delta_net(shape, {at<const float>(w[0]), at<const float>(w[1]), at<const float>(w[2])},
+                           {at<float>(state[0]), at<float>(state[1])}, at<const DeltaSpan>(spans),
+                           count, at<const float>(a[0]), at<const float>(a[1]),
+                           at<const float>(a[2]), at<float>(a[3]), at<float>(a[4]), at<float>(a[5]));
+        })
+        .def("gated_norm", [](Ops& self, Address x, Address gate, Address weight,
+                              std::array<int64_t, 2> sizes, float eps, Address out) {
+            nb::gil_scoped_release released;
+            self.gated_norm(at<const float>(x), at<const float>(gate), at<const float>(weight),
+                            sizes[0], sizes[1], eps, at<float>(out));
         })
         .def("rms_norm", [](Ops& self, Address x, Address weight, int64_t rows, int64_t columns,
                             float eps, Address out) {
@@ -177,14 +192,14 @@ NB_MODULE(_native, m) {
         })
         .def("scratch_bytes", [](const Layer& self, Ops& ops, std::array<int64_t, 2> sizes,
                                  Address table, int64_t count) {
-            const auto spans = read_spans(table, count, 0);
+            const auto spans = read_spans(table, count, 0, 0);
             return ops.layer_scratch(self.weights, {sizes[0], sizes[1], nullptr, nullptr, nullptr,
                                                     spans.data(), count});
         })
         .def("run", [](const Layer& self, Ops& ops, std::array<int64_t, 2> sizes, Address x,
                        Address cos, Address sin, Address slots, Address table, int64_t count,
-                       Address pages, Address scratch, size_t bytes) {
-            const auto spans = read_spans(table, count, pages);
+                       Address pages, Address trees, Address scratch, size_t bytes) {
+            const auto spans = read_spans(table, count, pages, trees);
             nb::gil_scoped_release released;
             const StepView step{sizes[0], sizes[1], at<const float>(cos), at<const float>(sin),
                                 at<const int64_t>(slots), spans.data(), count};

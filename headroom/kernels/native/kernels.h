@@ -1,6 +1,7 @@
 // The arithmetic of one instruction set: small pieces that the operations share out over threads.
 #pragma once
 
+#include "delta_net.h"
 #include "panels.h"
 
 namespace headroom {
@@ -24,19 +25,23 @@ struct KvPlane {
     int64_t slot_bytes, head_bytes;
 };
 
-constexpr int64_t KEY_BLOCK = 512;  // keys whose softmax is summed up before it is merged
+constexpr int64_t KEY_BLOCK = 256;  // keys whose softmax is summed up before it is merged
+constexpr int64_t KEY_TILE = 32;    // keys that are unpacked together
 
 // What attention has gathered for one query: a maximum, and sums relative to it.
 struct Partial {
     float peak, total;
 };
 
-// Queries of one key-value head and the keys that they see.
+// Queries of some neighbouring key-value heads, `count` for each, and the keys that they see.
 struct AttentionJob {
-    const float* const* queries;       // `count` pointers to `dim` values, scaled already
-    const int64_t* first;              // first key that each query sees
-    const int64_t* last;               // one past the last
-    int count, dim, head;
+    const float* queries;        // [heads * count, padded dim], scaled, zeros beyond `dim`
+    const int64_t* first;        // first key that each query sees
+    const int64_t* last;         // one past the last
+    const uint8_t* const* tree;  // which keys from `start` on each query sees; null: all
+    const int64_t* shallowest;   // of a tree's keys, those above this depth are out of the window
+    int64_t start;
+    int count, dim, head, heads;
     KvPlane keys, values;
     const int64_t* pages;
     int page_size;
@@ -56,15 +61,21 @@ struct Kernels {
     void (*rope)(const float* x, int64_t heads, int64_t dim, const float* cos, const float* sin,
                  int64_t half, float* out);
     void (*store_head)(Kind kind, const float* x, int64_t dim, uint8_t* out);
-    // Keys [from, to) of at most KEY_BLOCK: out [count, padded dim] and a Partial per query.
+    // Keys [from, to) of at most KEY_BLOCK: sums [queries, padded dim] and a Partial per query.
     void (*attend)(const AttentionJob& job, int64_t from, int64_t to, Partial* partials,
                    float* sums, float* scratch);
+    // One row's channels, from `taps` rows of inputs: activated, queries and keys of unit length.
+    void (*convolve)(const DeltaShape& shape, const float* conv, const float* const* inputs,
+                     float* out);
+    void (*delta_rows)(const DeltaJob& job, float* block);
+    void (*gated_norm)(const float* x, const float* gate, const float* weight, int64_t columns,
+                       float eps, float* out);
 };
 
 HEADROOM_INLINE int64_t padded_dim(int64_t dim) { return (dim + 15) / 16 * 16; }
-// Floats of scratch that `attend` needs.
-HEADROOM_INLINE int64_t attend_scratch(int64_t count, int64_t dim) {
-    return count * KEY_BLOCK + padded_dim(dim) * 64;
+// Floats of scratch that `attend` needs for heads of `width` values, padded.
+constexpr int64_t attend_scratch(int64_t queries, int64_t width) {
+    return queries * KEY_BLOCK + (KEY_TILE + 1) * width;
 }
 
 extern const Kernels PORTABLE_KERNELS;

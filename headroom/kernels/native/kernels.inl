@@ -384,7 +384,7 @@ void quantise(const float* x, int64_t columns, int8_t* values, float* scales, in
         F a = load(from), b = load(from + 16);
         const float peak = largest(max(max(a, sub(zero(), a)), max(b, sub(zero(), b))));
         const float scale = peak / 127;
-        const F inverse = set1(peak > 0 ? 127 / peak : 0);
+        const F inverse = set1(peak > 1e-35f ? 127 / peak : 0);  // finite
         a = round_even(mul(a, inverse));
         b = round_even(mul(b, inverse));
         store_int8(values + cell * CELL, a);
@@ -435,12 +435,15 @@ inline F exponential(F x) {
     return scale_by_power(value, power);
 }
 
-inline F silu(F x) { return div(x, add(set1(1.0f), exponential(sub(zero(), x)))); }
+// The exponential ends at e^88: a gate far below that must come out as nothing all the same.
+inline F closed(F x) { return max(x, set1(-104.0f)); }
+
+inline F silu(F x) { return div(closed(x), add(set1(1.0f), exponential(sub(zero(), x)))); }
 
 // 0.5 x (1 + tanh(u)) = x / (1 + e^(-2u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
 inline F gelu(F x) {
     const F cubic = fma(mul(mul(x, x), x), set1(0.044715f), x);
-    return div(x, add(set1(1.0f), exponential(mul(cubic, set1(-1.5957691216f)))));
+    return div(closed(x), add(set1(1.0f), exponential(mul(cubic, set1(-1.5957691216f)))));
 }
 
 template <class Function>
@@ -475,28 +478,109 @@ void rope(const float* x, int64_t heads, int64_t dim, const float* cos, const fl
     }
 }
 
-void store_q8_0(const float* x, int64_t dim, uint8_t* out) {
-    for (int64_t block = 0; block < dim / 32; ++block, x += 32, out += 34) {
-        const F a = load(x), b = load(x + 16);
-        const float peak = largest(max(max(a, sub(zero(), a)), max(b, sub(zero(), b))));
-        const float scale = peak / 127;
-        const float inverse = scale > 0 ? 1 / scale : 0;
-        const uint16_t half = float_to_half(scale < 65504.0f ? scale : 65504.0f);
-        std::memcpy(out, &half, 2);
-        float rounded[32];
-        store(rounded, round_even(mul(a, set1(inverse))));
-        store(rounded + 16, round_even(mul(b, set1(inverse))));
-        for (int i = 0; i < 32; ++i) {
-            const float value = rounded[i] < -127 ? -127 : rounded[i] > 127 ? 127 : rounded[i];
-            out[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(value));
+// ---- cached keys and values ----
+
+// To the nearest whole number, halves away from zero.
+inline F round_away(F x) {
+    const F whole = truncate(x);
+    return add(whole, truncate(mul(set1(2), sub(x, whole))));
+}
+
+// Scales are stored as f16; what overflows there would come back as infinity.
+inline void store_scale(float value, uint8_t* out) {
+    const uint16_t half = float_to_half(value > 65504.0f ? 65504.0f : value < -65504.0f ? -65504.0f : value);
+    std::memcpy(out, &half, 2);
+}
+
+// A step so small that its inverse overflows is stored as zero anyway.
+inline float inverse_of(float step) {
+    const float inverse = 1 / step;
+    return step == 0 || std::isinf(inverse) ? 0 : inverse;
+}
+
+void store_q8_0(const float* x, uint8_t* out) {
+    const F a = load(x), b = load(x + 16);
+    const float step = largest(max(max(a, sub(zero(), a)), max(b, sub(zero(), b)))) / 127;
+    const F inverse = set1(inverse_of(step)), limit = set1(127);
+    store_scale(step, out);
+    const auto round = [&](F value) {
+        return max(min(round_away(mul(value, inverse)), limit), sub(zero(), limit));
+    };
+    store_int8(reinterpret_cast<int8_t*>(out + 2), round(a));
+    store_int8(reinterpret_cast<int8_t*>(out + 18), round(b));
+}
+
+// Four or five bits of 32 values: low halves of the bytes first, fifth bits in a word before them.
+template <Kind K> void store_quants(const int* quants, uint8_t* out) {
+    if constexpr (has_high_bit(K)) {
+        uint32_t high = 0;
+        for (int i = 0; i < 32; ++i) high |= static_cast<uint32_t>(quants[i] >> 4) << i;
+        std::memcpy(out, &high, 4);
+        out += 4;
+    }
+    for (int i = 0; i < 16; ++i)
+        out[i] = static_cast<uint8_t>((quants[i] & 15) | (quants[i + 16] & 15) << 4);
+}
+
+// Q4_0, Q5_0: the value that is largest in size becomes the lowest number, -8 or -16.
+template <Kind K> void store_signed(const float* x, uint8_t* out) {
+    constexpr int zero_point = offset_of(K);
+    float peak = 0, value = x[0];
+    for (int i = 0; i < 32; ++i)
+        if (std::fabs(x[i]) > peak) {
+            peak = std::fabs(x[i]);
+            value = x[i];
         }
+    const float step = value / -zero_point;
+    const double inverse = inverse_of(step);
+    int quants[32];
+    for (int i = 0; i < 32; ++i) {
+        // Rounded once, as a fused product and sum would be, on any CPU.
+        const float raised = static_cast<float>(static_cast<double>(x[i]) * inverse + (zero_point + 0.5));
+        quants[i] = static_cast<int>(raised < 2 * zero_point - 1 ? raised : 2 * zero_point - 1);
+    }
+    store_scale(step, out);
+    store_quants<K>(quants, out + 2);
+}
+
+// Q4_1, Q5_1: equal steps from the lowest value to the highest.
+template <Kind K> void store_ranged(const float* x, uint8_t* out) {
+    constexpr int top = K == Q4_1 ? 15 : 31;
+    float low = x[0], high = x[0];
+    for (int i = 1; i < 32; ++i) {
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
+    }
+    const float step = (high - low) / top, inverse = inverse_of(step);
+    int quants[32];
+    for (int i = 0; i < 32; ++i) {
+        const float raised = (x[i] - low) * inverse + 0.5f;
+        quants[i] = static_cast<int>(raised < top ? raised : top);
+    }
+    store_scale(step, out);
+    store_scale(low, out + 2);
+    store_quants<K>(quants, out + 4);
+}
+
+void store_block(Kind kind, const float* x, uint8_t* out) {
+    switch (kind) {
+        case Q4_0: return store_signed<Q4_0>(x, out);
+        case Q5_0: return store_signed<Q5_0>(x, out);
+        case Q4_1: return store_ranged<Q4_1>(x, out);
+        case Q5_1: return store_ranged<Q5_1>(x, out);
+        default: return store_q8_0(x, out);
     }
 }
 
 void store_head(Kind kind, const float* x, int64_t dim, uint8_t* out) {
-    if (kind == Q8_0) return store_q8_0(x, dim, out);
     if (kind == F32) {
         std::memcpy(out, x, dim * sizeof(float));
+        return;
+    }
+    if (!is_plain(kind)) {
+        const KindInfo info = kind_info(kind);
+        for (int64_t block = 0; block < dim / info.block; ++block)
+            store_block(kind, x + block * info.block, out + block * info.block_bytes);
         return;
     }
     for (int64_t i = 0; i < dim; ++i) {
@@ -513,178 +597,278 @@ void store_head(Kind kind, const float* x, int64_t dim, uint8_t* out) {
     }
 }
 
-// Sixteen values of a cached head from column 16 * chunk on; zeros beyond its end.
-inline F load_cached(Kind kind, const uint8_t* head, int64_t chunk, int64_t dim) {
-    if (kind == Q8_0) {
-        const uint8_t* block = head + chunk / 2 * 34;
-        uint16_t scale;
-        std::memcpy(&scale, block, 2);
-        return mul(set1(half_to_float(scale)), load_int8(block + 2 + chunk % 2 * 16));
+// The 32 values of a packed block.
+template <Kind K> inline void load_block(const uint8_t* block, F& a, F& b) {
+    const F scale = set1(read_half(block));
+    if constexpr (K == Q8_0) {
+        a = mul(scale, load_int8(block + 2));
+        b = mul(scale, load_int8(block + 18));
+        return;
     }
-    const int size = kind == F32 ? 4 : 2;
-    const uint8_t* from = head + chunk * 16 * size;
-    uint8_t tail[64];
-    if (16 * (chunk + 1) > dim) {
-        std::memset(tail, 0, sizeof tail);
-        std::memcpy(tail, from, (dim - 16 * chunk) * size);
-        from = tail;
+    const uint8_t* quants = block + (has_min(K) ? 4 : 2);
+    F low, high;
+    load_nibbles(quants + (has_high_bit(K) ? 4 : 0), low, high);
+    if constexpr (has_high_bit(K)) {
+        low = add(low, sixteens(quants));
+        high = add(high, sixteens(quants + 2));
     }
-    if (kind == F32) return load(reinterpret_cast<const float*>(from));
-    return kind == F16 ? load_half(from) : load_bf16(from);
+    if constexpr (has_min(K)) {
+        const F min = set1(read_half(block + 2));
+        a = fma(scale, low, min);
+        b = fma(scale, high, min);
+    } else {
+        const F offset = set1(static_cast<float>(offset_of(K)));
+        a = mul(scale, sub(low, offset));
+        b = mul(scale, sub(high, offset));
+    }
 }
 
-// Walks along a sequence's cached heads; a division per key would cost more than the key does.
-class HeadWalk {
-  public:
-    HeadWalk(const AttentionJob& job, const KvPlane& plane, int64_t position)
-        : job_(job), plane_(plane), page_(position / job.page_size),
-          offset_(position % job.page_size) {}
-
-    inline const uint8_t* next() {
-        const int64_t slot = job_.pages[page_] * job_.page_size + offset_;
-        if (++offset_ == job_.page_size) {
-            offset_ = 0;
-            ++page_;
+// One cached head as floats, filled up with zeros to whole vectors.
+template <Kind K> inline void load_head(const uint8_t* head, int64_t dim, float* out) {
+    if constexpr (is_plain(K)) {
+        constexpr int size = kind_info(K).block_bytes;
+        const auto vector = [](const uint8_t* from) {
+            if constexpr (K == F32) return load(reinterpret_cast<const float*>(from));
+            else if constexpr (K == F16) return load_half(from);
+            else return load_bf16(from);
+        };
+        int64_t i = 0;
+        for (; i + 16 <= dim; i += 16) store(out + i, vector(head + i * size));
+        if (i == dim) return;
+        alignas(64) uint8_t tail[64] = {};
+        std::memcpy(tail, head + i * size, (dim - i) * size);
+        store(out + i, vector(tail));
+    } else {
+        for (int64_t block = 0; block < dim / 32; ++block) {
+            F a, b;
+            load_block<K>(head + block * kind_info(K).block_bytes, a, b);
+            store(out + 32 * block, a);
+            store(out + 32 * block + 16, b);
         }
-        return plane_.data + slot * plane_.slot_bytes + job_.head * plane_.head_bytes;
     }
+}
 
-  private:
-    const AttentionJob& job_;
-    const KvPlane& plane_;
-    int64_t page_, offset_;
+// ---- attention ----
+
+// Where the heads of some keys begin; null for keys that are not to be read.
+struct Tile {
+    const uint8_t* heads[KEY_TILE];
 };
 
-constexpr int KEY_TILE = 64;  // keys that are turned at a time: four vectors of sixteen
-
-// Scores of Q queries with KEY_TILE keys that were turned: turned [dim, KEY_TILE].
-template <int Q>
-inline void score_tile(const float* const* queries, int dim, const float* turned, float* scores) {
-    F sums[Q][4];
-    for (int q = 0; q < Q; ++q)
-        for (int j = 0; j < 4; ++j) sums[q][j] = zero();
-    for (int d = 0; d < dim; ++d)
-        for (int j = 0; j < 4; ++j) {
-            const F key = load(turned + d * KEY_TILE + 16 * j);
-            for (int q = 0; q < Q; ++q) sums[q][j] = fma(set1(queries[q][d]), key, sums[q][j]);
+// Finds the keys [from, from + KEY_TILE) that lie in [first, to), and asks memory for them: all
+// heads of a job lie side by side.
+void open_tile(const AttentionJob& job, const KvPlane& plane, int64_t from, int64_t first, int64_t to,
+               Tile& tile) {
+    const int64_t low = first > from ? first : from;
+    int64_t page = low / job.page_size, offset = low % job.page_size;
+    for (int64_t key = from; key < from + KEY_TILE; ++key) {
+        tile.heads[key - from] = nullptr;
+        if (key < low || key >= to) continue;
+        const int64_t slot = job.pages[page] * job.page_size + offset;
+        const uint8_t* heads = plane.data + slot * plane.slot_bytes + job.head * plane.head_bytes;
+        prefetch(heads, job.heads * plane.head_bytes);
+        tile.heads[key - from] = heads;
+        if (++offset == job.page_size) {  // a division per key would cost more than the key does
+            offset = 0;
+            ++page;
         }
-    for (int q = 0; q < Q; ++q)
-        for (int j = 0; j < 4; ++j) store(scores + q * KEY_BLOCK + 16 * j, sums[q][j]);
-}
-
-// Asks for the keys of the next tile and for the values of this one while this one is scored:
-// heads lie apart in memory, too far for the hardware to guess.
-void prefetch_tile(const AttentionJob& job, int64_t from, int64_t to) {
-    HeadWalk values(job, job.values, from), keys(job, job.keys, from + KEY_TILE);
-    for (int64_t key = from; key < to && key < from + KEY_TILE; ++key) {
-        prefetch(values.next(), job.values.head_bytes);
-        if (key + KEY_TILE < to) prefetch(keys.next(), job.keys.head_bytes);
     }
 }
 
-// Scores of every query with the keys [from, from + KEY_TILE); those at `to` and on are not read.
-void score_keys(const AttentionJob& job, int64_t from, int64_t to, float* turned, float* scores) {
-    const int64_t chunks = padded_dim(job.dim) / 16;
-    prefetch_tile(job, from, to);
-    HeadWalk walk(job, job.keys, from);
-    for (int group = 0; group < KEY_TILE; group += 16) {
-        const uint8_t* heads[16];
-        int keys = 0;
-        for (; keys < 16 && from + group + keys < to; ++keys) heads[keys] = walk.next();
-        for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-            F rows[16];
-            for (int j = 0; j < 16; ++j)
-                rows[j] = j < keys ? load_cached(job.keys.kind, heads[j], chunk, job.dim) : zero();
-            transpose(rows);
-            for (int i = 0; i < 16; ++i)
-                store(turned + (16 * chunk + i) * KEY_TILE + group, rows[i]);
-        }
+// One head of a tile's keys as floats, in `memory` where they are not floats already.
+template <Kind K>
+void read_tile(const Tile& tile, int64_t offset, int64_t dim, float* memory, const float** rows) {
+    const int64_t width = padded_dim(dim);
+    for (int64_t key = 0; key < KEY_TILE; ++key) {
+        float* row = memory + key * width;
+        rows[key] = row;
+        if (!tile.heads[key]) rows[key] = memory + KEY_TILE * width;  // zeros
+        else if (K == F32 && dim == width)
+            rows[key] = reinterpret_cast<const float*>(tile.heads[key] + offset);
+        else load_head<K>(tile.heads[key] + offset, dim, row);
     }
+}
+
+void read_tile(Kind kind, const Tile& tile, int64_t offset, int64_t dim, float* memory,
+               const float** rows) {
+    switch (kind) {
+        case F32: return read_tile<F32>(tile, offset, dim, memory, rows);
+        case F16: return read_tile<F16>(tile, offset, dim, memory, rows);
+        case BF16: return read_tile<BF16>(tile, offset, dim, memory, rows);
+        case Q8_0: return read_tile<Q8_0>(tile, offset, dim, memory, rows);
+        case Q5_1: return read_tile<Q5_1>(tile, offset, dim, memory, rows);
+        case Q5_0: return read_tile<Q5_0>(tile, offset, dim, memory, rows);
+        case Q4_1: return read_tile<Q4_1>(tile, offset, dim, memory, rows);
+        default: return read_tile<Q4_0>(tile, offset, dim, memory, rows);
+    }
+}
+
+// Scores of Q queries with N keys, at most sixteen in all. Each is summed along its own lanes in
+// the same order, however many are summed together.
+template <int Q, int N>
+inline void score(const float* queries, int64_t width, const float* const* rows, float* scores) {
+    constexpr int B = MANY_REGISTERS ? Q : Q % 2 ? 1 : 2;  // queries and keys whose sums fit into
+    constexpr int C = MANY_REGISTERS ? N : 4 / B;          // registers
+    F sums[16];
+    for (int i = Q * N; i < 16; ++i) sums[i] = zero();
+    for (int q = 0; q < Q; q += B)
+        for (int key = 0; key < N; key += C) {
+            F some[B][C];
+            for (int i = 0; i < B; ++i)
+                for (int j = 0; j < C; ++j) some[i][j] = zero();
+            for (int64_t d = 0; d < width; d += 16) {
+                F keys[C];
+                for (int j = 0; j < C; ++j) keys[j] = load(rows[key + j] + d);
+                for (int i = 0; i < B; ++i) {
+                    const F query = load(queries + (q + i) * width + d);
+                    for (int j = 0; j < C; ++j) some[i][j] = fma(query, keys[j], some[i][j]);
+                }
+            }
+            for (int i = 0; i < B; ++i)
+                for (int j = 0; j < C; ++j) sums[(q + i) * N + key + j] = some[i][j];
+        }
+    float lanes[16];
+    store(lanes, sum_each(sums));
+    for (int q = 0; q < Q; ++q) std::memcpy(scores + q * KEY_BLOCK, lanes + q * N, N * sizeof(float));
+}
+
+template <int Q, int N>
+inline void score_tile(const float* queries, int64_t width, const float* const* rows, float* scores) {
+    for (int key = 0; key < KEY_TILE; key += N) score<Q, N>(queries, width, rows + key, scores + key);
+}
+
+void score_all(const float* queries, int count, int64_t width, const float* const* rows,
+               float* scores) {
     int q = 0;
-    for (; q + 4 <= job.count; q += 4)
-        score_tile<4>(job.queries + q, job.dim, turned, scores + q * KEY_BLOCK);
-    const auto rest = [&](auto tile) {
-        tile(job.queries + q, job.dim, turned, scores + q * KEY_BLOCK);
-    };
-    if (job.count - q == 3) rest(score_tile<3>);
-    if (job.count - q == 2) rest(score_tile<2>);
-    if (job.count - q == 1) rest(score_tile<1>);
+    for (; q + 4 <= count; q += 4)
+        score_tile<4, 4>(queries + q * width, width, rows, scores + q * KEY_BLOCK);
+    const float* rest = queries + q * width;
+    if (count - q == 3) score_tile<3, 4>(rest, width, rows, scores + q * KEY_BLOCK);
+    if (count - q == 2) score_tile<2, 8>(rest, width, rows, scores + q * KEY_BLOCK);
+    if (count - q == 1) score_tile<1, 16>(rest, width, rows, scores + q * KEY_BLOCK);
 }
 
-// Adds the values of `keys` keys, weighted, to C vectors of one query's sums.
-template <int C>
-inline void add_values(const float* values, int64_t width, const float* weights, int64_t keys,
-                       float* sums) {
-    F totals[C];
-    for (int c = 0; c < C; ++c) totals[c] = load(sums + 16 * c);
-    for (int64_t key = 0; key < keys; ++key) {
-        const F weight = set1(weights[key]);
-        for (int c = 0; c < C; ++c)
-            totals[c] = fma(weight, load(values + key * width + 16 * c), totals[c]);
+// Adds a tile's values, weighted, to C vectors of the sums of Q queries.
+template <int Q, int C>
+inline void add_columns(const float* const* rows, int64_t column, const float* weights, int64_t width,
+                        float* sums) {
+    F totals[Q][C];
+    for (int q = 0; q < Q; ++q)
+        for (int c = 0; c < C; ++c) totals[q][c] = load(sums + q * width + column + 16 * c);
+    for (int64_t key = 0; key < KEY_TILE; ++key) {
+        F values[C];
+        for (int c = 0; c < C; ++c) values[c] = load(rows[key] + column + 16 * c);
+        for (int q = 0; q < Q; ++q) {
+            const F weight = set1(weights[q * KEY_BLOCK + key]);
+            for (int c = 0; c < C; ++c) totals[q][c] = fma(weight, values[c], totals[q][c]);
+        }
     }
-    for (int c = 0; c < C; ++c) store(sums + 16 * c, totals[c]);
+    for (int q = 0; q < Q; ++q)
+        for (int c = 0; c < C; ++c) store(sums + q * width + column + 16 * c, totals[q][c]);
 }
 
-// Turns one query's scores into weights: keys it does not see get none.
-Partial weigh(float* scores, int64_t count, int64_t low, int64_t high) {
-    const float none = -INFINITY;
-    for (int64_t i = 0; i < low; ++i) scores[i] = none;
-    for (int64_t i = high; i < count; ++i) scores[i] = none;
-    F peaks = set1(none);
-    for (int64_t i = 0; i < count; i += 16) peaks = max(peaks, load(scores + i));
-    const float peak = largest(peaks);
-    if (high <= low) {
-        std::memset(scores, 0, count * sizeof(float));
-        return {none, 0};
-    }
-    for (int64_t i = 0; i < count; i += 16)
-        store(scores + i, exponential(sub(load(scores + i), set1(peak))));
-    for (int64_t i = 0; i < low; ++i) scores[i] = 0;
-    for (int64_t i = high; i < count; ++i) scores[i] = 0;
-    F totals = zero();
-    for (int64_t i = 0; i < count; i += 16) totals = add(totals, load(scores + i));
-    return {peak, sum(totals)};
+template <int Q>
+inline void add_tile(const float* const* rows, const float* weights, int64_t width, float* sums) {
+    constexpr int C = MANY_REGISTERS || Q == 1 ? 4 : Q == 2 ? 2 : 1;
+    int64_t column = 0;
+    for (; column + 16 * C <= width; column += 16 * C)
+        add_columns<Q, C>(rows, column, weights, width, sums);
+    for (; column < width; column += 16) add_columns<Q, 1>(rows, column, weights, width, sums);
+}
+
+void add_all(const float* const* rows, const float* weights, int count, int64_t width, float* sums) {
+    int q = 0;
+    for (; q + 4 <= count; q += 4)
+        add_tile<4>(rows, weights + q * KEY_BLOCK, width, sums + q * width);
+    weights += q * KEY_BLOCK;
+    if (count - q == 3) add_tile<3>(rows, weights, width, sums + q * width);
+    if (count - q == 2) add_tile<2>(rows, weights, width, sums + q * width);
+    if (count - q == 1) add_tile<1>(rows, weights, width, sums + q * width);
 }
 
 inline int64_t clamped(int64_t value, int64_t low, int64_t high) {
     return value < low ? low : value > high ? high : value;
 }
 
+// Writes `value` for those of the keys [from, from + count) that a query does not see.
+void hide(const AttentionJob& job, int query, int64_t from, int64_t count, float value, float* scores) {
+    const int64_t low = clamped(job.first[query] - from, 0, count);
+    const int64_t high = clamped(job.last[query] - from, 0, count);
+    for (int64_t i = 0; i < low; ++i) scores[i] = value;
+    for (int64_t i = high; i < count; ++i) scores[i] = value;
+    const uint8_t* tree = job.tree[query];
+    if (!tree) return;
+    int64_t depth = 0;  // of the next key that is seen: ancestors come in the order of their depth
+    for (int64_t key = job.start; key < from + high; ++key) {
+        const bool seen = tree[key - job.start] && depth >= job.shallowest[query];
+        depth += tree[key - job.start];
+        if (!seen && key >= from) scores[key - from] = value;
+    }
+}
+
+// Turns one query's scores into weights: keys it does not see get none.
+Partial weigh(const AttentionJob& job, int query, int64_t from, int64_t count, float* scores) {
+    hide(job, query, from, count, -INFINITY, scores);
+    F peaks = set1(-INFINITY);
+    for (int64_t i = 0; i < count; i += 16) peaks = max(peaks, load(scores + i));
+    const float peak = largest(peaks);
+    if (peak == -INFINITY) {
+        std::memset(scores, 0, count * sizeof(float));
+        return {peak, 0};
+    }
+    for (int64_t i = 0; i < count; i += 16)
+        store(scores + i, exponential(sub(load(scores + i), set1(peak))));
+    hide(job, query, from, count, 0, scores);
+    F totals = zero();
+    for (int64_t i = 0; i < count; i += 16) totals = add(totals, load(scores + i));
+    return {peak, sum(totals)};
+}
+
 void attend(const AttentionJob& job, int64_t from, int64_t to, Partial* partials, float* sums,
             float* scratch) {
-    float* scores = scratch;                         // [count, KEY_BLOCK]
-    float* tile = scratch + job.count * KEY_BLOCK;   // keys turned, then values: KEY_TILE of them
-    const int64_t width = padded_dim(job.dim), keys = to - from;
-    const int64_t count = (keys + KEY_TILE - 1) / KEY_TILE * KEY_TILE;
-    for (int64_t key = 0; key < keys; key += KEY_TILE)
-        score_keys(job, from + key, to, tile, scores + key);
-    for (int q = 0; q < job.count; ++q)
-        partials[q] = weigh(scores + q * KEY_BLOCK, count, clamped(job.first[q] - from, 0, keys),
-                            clamped(job.last[q] - from, 0, keys));
-    std::memset(sums, 0, job.count * width * sizeof(float));
-    HeadWalk walk(job, job.values, from);
-    for (int64_t first = 0; first < keys; first += KEY_TILE) {
-        const int64_t some = keys - first < KEY_TILE ? keys - first : KEY_TILE;
-        for (int64_t key = 0; key < some; ++key) {
-            const uint8_t* head = walk.next();
-            for (int64_t chunk = 0; chunk < width / 16; ++chunk)
-                store(tile + key * width + 16 * chunk,
-                      load_cached(job.values.kind, head, chunk, job.dim));
-        }
-        for (int q = 0; q < job.count; ++q) {
-            const float* weights = scores + q * KEY_BLOCK + first;
-            int64_t column = 0;
-            for (; column + 64 <= width; column += 64)
-                add_values<4>(tile + column, width, weights, some, sums + q * width + column);
-            for (; column < width; column += 16)
-                add_values<1>(tile + column, width, weights, some, sums + q * width + column);
+    const int queries = job.heads * job.count;
+    const int64_t width = padded_dim(job.dim), tiles = (to - from + KEY_TILE - 1) / KEY_TILE;
+    float* scores = scratch;  // [queries, KEY_BLOCK]
+    float* memory = scratch + queries * KEY_BLOCK;  // [KEY_TILE + 1, width]; the last row is zero
+    std::memset(memory + KEY_TILE * width, 0, width * sizeof(float));
+    std::memset(sums, 0, queries * width * sizeof(float));
+    int64_t first = to;
+    for (int q = 0; q < queries; ++q) first = job.first[q] < first ? job.first[q] : first;
+    const auto plane = [&](int64_t i) -> const KvPlane& { return i < tiles ? job.keys : job.values; };
+    // Keys tile by tile, then values; each is asked for while the one before it is computed.
+    Tile opened[2];
+    open_tile(job, job.keys, from, first, to, opened[0]);
+    for (int64_t i = 0; i < 2 * tiles; ++i) {
+        if (i + 1 < 2 * tiles)
+            open_tile(job, plane(i + 1), from + (i + 1) % tiles * KEY_TILE, first, to,
+                      opened[(i + 1) % 2]);
+        if (i == tiles)
+            for (int q = 0; q < queries; ++q)
+                partials[q] = weigh(job, q, from, tiles * KEY_TILE, scores + q * KEY_BLOCK);
+        float* block = scores + i % tiles * KEY_TILE;
+        for (int head = 0; head < job.heads; ++head) {
+            const float* rows[KEY_TILE];
+            read_tile(plane(i).kind, opened[i % 2], head * plane(i).head_bytes, job.dim, memory, rows);
+            const int q = head * job.count;
+            if (i < tiles)
+                score_all(job.queries + q * width, job.count, width, rows, block + q * KEY_BLOCK);
+            else add_all(rows, block + q * KEY_BLOCK, job.count, width, sums + q * width);
         }
     }
 }
 
+}  // namespace
+}  // namespace headroom
+
+#include "delta_net.inl"
+
+namespace headroom {
+namespace {
+
 constexpr Kernels make_kernels(const char* name) {
     return {name,     quantise,      sum_columns,   read_bytes, panel_int8, panel_float,
-            rms_norm, silu_multiply, gelu_multiply, rope,       store_head, attend};
+            rms_norm, silu_multiply, gelu_multiply, rope,       store_head, attend,
+            convolve, delta_rows,    gated_norm};
 }
 
 }  // namespace

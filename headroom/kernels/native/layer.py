@@ -18,7 +18,7 @@ class Step:
     """What all layers of one step share: its spans and slots as the C++ module reads them."""
 
     def __init__(self, spans: tuple[Span, ...], slots: torch.Tensor) -> None:
-        self.table, self.pages = attention.span_table(spans)
+        self.table, self.pages, self.trees = attention.span_table(spans)
         self.count = len(spans)
         self.slots = slots.contiguous()
 
@@ -60,7 +60,7 @@ class Layer:
         self._layer.run(
             POOL.ops, (x.shape[0], cos.shape[1]), x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
             step.slots.data_ptr(), step.table.data_ptr(), step.count, step.pages.data_ptr(),
-            scratch.data_ptr(), scratch.numel(),
+            step.trees.data_ptr(), scratch.data_ptr(), scratch.numel(),
         )  # fmt: skip
 
     def scratch_bytes(self, rows: int, step: Step) -> int:

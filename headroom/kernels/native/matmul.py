@@ -78,6 +78,8 @@ def matmul_f32(
 
 def embed(ids: torch.Tensor, table: Weight, out: torch.Tensor) -> torch.Tensor:
     """Write the table's rows `ids` to `out` as float32."""
+    if not out.is_contiguous():
+        return out.copy_(embed(ids, table, torch.empty(out.shape)))
     ids = ids.contiguous()
     POOL.ops.unpack(
         table.data.data_ptr(), table.quant.ggml_id, table.rows, table.columns,
@@ -89,6 +91,8 @@ def embed(ids: torch.Tensor, table: Weight, out: torch.Tensor) -> torch.Tensor:
 def _matmul(
     x: torch.Tensor, weight: Weight, out: torch.Tensor | None, *, int8: bool
 ) -> torch.Tensor:
+    if out is not None and not out.is_contiguous():
+        return out.copy_(_matmul(x, weight, None, int8=int8))
     x = x.contiguous()
     rows = x.shape[0]
     out = torch.empty(rows, weight.rows) if out is None else out

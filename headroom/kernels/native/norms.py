@@ -7,7 +7,7 @@ from headroom.kernels.native.module import POOL
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return `weight * x / sqrt(mean(x^2) + eps)` over the last axis."""
-    x = x.contiguous()
+    x, weight = x.contiguous(), weight.contiguous()
     out, columns = torch.empty_like(x), x.shape[-1]
     rows = x.numel() // max(columns, 1)
     POOL.ops.rms_norm(x.data_ptr(), weight.data_ptr(), rows, columns, eps, out.data_ptr())

@@ -176,66 +176,88 @@ size_t Ops::attention_scratch(const AttentionShape& shape, const SpanView* spans
     return bytes;
 }
 
+// The queries of one job, ready for the kernels.
+struct Ops::Queries {
+    alignas(64) float values[MAX_QUERIES * MAX_DIM];
+    int64_t first[MAX_QUERIES], last[MAX_QUERIES], shallowest[MAX_QUERIES];
+    const uint8_t* tree[MAX_QUERIES];
+
+    // Rows [row, row + rows) of a span and the query heads of some key-value heads.
+    AttentionJob fill(const AttentionShape& shape, const KvCache& cache, const float* queries,
+                      const SpanView& span, int64_t row, int64_t rows, int64_t kv_head,
+                      int64_t kv_heads) {
+        const int64_t group = shape.heads / shape.kv_heads, width = padded_dim(shape.dim);
+        int count = 0;
+        for (int64_t kv = kv_head; kv < kv_head + kv_heads; ++kv)
+            for (int64_t r = row; r < row + rows; ++r)
+                for (int64_t head = kv * group; head < (kv + 1) * group; ++head, ++count) {
+                    const float* from = queries + ((span.first_row + r) * shape.heads + head) * shape.dim;
+                    float* to = values + count * width;
+                    for (int64_t i = 0; i < shape.dim; ++i) to[i] = from[i] * shape.scale;
+                    for (int64_t i = shape.dim; i < width; ++i) to[i] = 0;
+                    see(shape, span, r, count);
+                }
+        return {values, first, last, tree, shallowest, span.start, static_cast<int>(rows * group),
+                static_cast<int>(shape.dim), static_cast<int>(kv_head), static_cast<int>(kv_heads),
+                cache.keys, cache.values, span.pages, cache.page_size};
+    }
+
+  private:
+    void see(const AttentionShape& shape, const SpanView& span, int64_t row, int query) {
+        const uint8_t* mask = span.tree ? span.tree + row * span.rows : nullptr;
+        int64_t depth = row;
+        if (mask) {
+            depth = -1;
+            for (int64_t i = 0; i <= row; ++i) depth += mask[i];
+        }
+        first[query] = first_key(span.start + depth, shape.window);
+        if (mask) first[query] = std::min(first[query], span.start);
+        last[query] = span.start + row + 1;
+        shallowest[query] = first_key(depth, shape.window);
+        tree[query] = mask;
+    }
+};
+
 // Some rows of one span and one key-value head, block after block.
 void Ops::attend_rows(const AttentionShape& shape, const KvCache& cache, const float* queries,
                       const SpanView& span, int64_t row, int64_t rows, int64_t kv_head, float* out) {
     const int64_t group = shape.heads / shape.kv_heads, width = padded_dim(shape.dim);
-    const float* pointers[MAX_QUERIES];
-    int64_t first[MAX_QUERIES], last[MAX_QUERIES];
+    Queries some;
     alignas(64) float sums[MAX_QUERIES * MAX_DIM], merged[MAX_QUERIES * MAX_DIM];
-    alignas(64) float scratch[MAX_QUERIES * KEY_BLOCK + MAX_DIM * 64];
+    alignas(64) float scratch[attend_scratch(MAX_QUERIES, MAX_DIM)];
     Partial partials[MAX_QUERIES];
     Running running[MAX_QUERIES];
-    int count = 0;
-    for (int64_t r = row; r < row + rows; ++r)
-        for (int64_t g = 0; g < group; ++g, ++count) {
-            const int64_t head = kv_head * group + g, position = span.start + r;
-            pointers[count] = queries + ((span.first_row + r) * shape.heads + head) * shape.dim;
-            first[count] = first_key(position, shape.window);
-            last[count] = position + 1;
-            running[count].sums = merged + count * width;
-            std::memset(running[count].sums, 0, width * sizeof(float));
-        }
-    const AttentionJob job{pointers, first, last, count, static_cast<int>(shape.dim),
-                           static_cast<int>(kv_head), cache.keys, cache.values, span.pages,
-                           cache.page_size};
-    const int64_t end = last[count - 1];
-    for (int64_t from = first[0] / KEY_BLOCK * KEY_BLOCK; from < end; from += KEY_BLOCK) {
+    const AttentionJob job = some.fill(shape, cache, queries, span, row, rows, kv_head, 1);
+    for (int q = 0; q < job.count; ++q) running[q].sums = merged + q * width;
+    std::memset(merged, 0, job.count * width * sizeof(float));
+    const int64_t end = job.last[job.count - 1];
+    const int64_t first = *std::min_element(job.first, job.first + job.count);
+    for (int64_t from = first / KEY_BLOCK * KEY_BLOCK; from < end; from += KEY_BLOCK) {
         kernels_.attend(job, from, std::min(from + KEY_BLOCK, end), partials, sums, scratch);
-        for (int q = 0; q < count; ++q) running[q].merge(partials[q], sums + q * width, width);
+        for (int q = 0; q < job.count; ++q) running[q].merge(partials[q], sums + q * width, width);
     }
-    for (int q = 0; q < count; ++q) {
+    for (int q = 0; q < job.count; ++q) {
         const int64_t r = row + q / group, head = kv_head * group + q % group;
         float* to = out + ((span.first_row + r) * shape.heads + head) * shape.dim;
         for (int64_t i = 0; i < shape.dim; ++i) to[i] = running[q].sums[i] / running[q].state.total;
     }
 }
 
-// One block of keys of a span of one row: its partial results [group, width + 2].
+// One block of keys of a span of one row: the partial results of some heads [heads, width + 2].
 void Ops::attend_block(const AttentionShape& shape, const KvCache& cache, const float* queries,
-                       const SpanView& span, int64_t kv_head, int64_t block, float* out) {
-    const int64_t group = shape.heads / shape.kv_heads, width = padded_dim(shape.dim);
-    const float* pointers[MAX_QUERIES];
-    int64_t first[MAX_QUERIES], last[MAX_QUERIES];
+                       const SpanView& span, int64_t kv_head, int64_t kv_heads, int64_t block,
+                       float* out) {
+    const int64_t width = padded_dim(shape.dim), from = block * KEY_BLOCK;
+    Queries some;
     alignas(64) float sums[MAX_QUERIES * MAX_DIM];
-    alignas(64) float scratch[MAX_QUERIES * KEY_BLOCK + MAX_DIM * 64];
+    alignas(64) float scratch[attend_scratch(MAX_QUERIES, MAX_DIM)];
     Partial partials[MAX_QUERIES];
-    for (int64_t g = 0; g < group; ++g) {
-        const int64_t head = kv_head * group + g;
-        pointers[g] = queries + (span.first_row * shape.heads + head) * shape.dim;
-        first[g] = first_key(span.start, shape.window);
-        last[g] = span.start + 1;
-    }
-    const AttentionJob job{pointers, first, last, static_cast<int>(group),
-                           static_cast<int>(shape.dim), static_cast<int>(kv_head), cache.keys,
-                           cache.values, span.pages, cache.page_size};
-    const int64_t from = block * KEY_BLOCK;
+    const AttentionJob job = some.fill(shape, cache, queries, span, 0, 1, kv_head, kv_heads);
     kernels_.attend(job, from, std::min(from + KEY_BLOCK, span.start + 1), partials, sums, scratch);
-    for (int64_t g = 0; g < group; ++g) {
-        float* to = out + g * (width + 2);
-        to[0] = partials[g].peak;
-        to[1] = partials[g].total;
-        std::memcpy(to + 2, sums + g * width, width * sizeof(float));
+    for (int64_t q = 0; q < job.count * kv_heads; ++q, out += width + 2) {
+        out[0] = partials[q].peak;
+        out[1] = partials[q].total;
+        std::memcpy(out + 2, sums + q * width, width * sizeof(float));
     }
 }
 
@@ -245,16 +267,22 @@ void Ops::attention(const AttentionShape& shape, const KvCache& cache, const flo
     if (group > MAX_QUERIES || shape.dim > MAX_DIM)
         throw std::invalid_argument("attention heads of this size are not supported");
     // One token of a sequence: its keys are shared out in blocks and the results merged in order.
+    // Heads that lie side by side in memory are read together.
+    const int64_t together = std::min(shape.kv_heads, MAX_QUERIES / group);
+    const int64_t parts = (shape.kv_heads + together - 1) / together;
     for (int64_t i = 0; i < span_count; ++i) {
         const SpanView& span = spans[i];
         if (span.rows != 1) continue;
         const int64_t skipped = first_key(span.start, shape.window) / KEY_BLOCK;
         const int64_t blocks = blocks_of(span.start + 1) - skipped;
         float* partials = scratch.take<float>(blocks * shape.heads * (width + 2));
-        pool_.parallel(blocks * shape.kv_heads, 1, [&](int64_t first, int64_t last) {
-            for (int64_t job = first; job < last; ++job)
-                attend_block(shape, cache, queries, span, job % shape.kv_heads,
-                             skipped + job / shape.kv_heads, partials + job * group * (width + 2));
+        pool_.parallel(blocks * parts, 1, [&](int64_t first, int64_t last) {
+            for (int64_t job = first; job < last; ++job) {
+                const int64_t block = job / parts, head = job % parts * together;
+                attend_block(shape, cache, queries, span, head,
+                             std::min(together, shape.kv_heads - head), skipped + block,
+                             partials + (block * shape.heads + head * group) * (width + 2));
+            }
         });
         for (int64_t head = 0; head < shape.heads; ++head) {
             alignas(64) float sums[MAX_DIM] = {};
@@ -318,7 +346,6 @@ void Ops::layer(const LayerWeights& w, const KvCache& cache, const StepView& ste
             const float *cos = step.cos + row * step.half, *sin = step.sin + row * step.half;
             float *q = queries + row * w.q.rows, *k = keys + row * w.k.rows;
             kernels_.rope(q, shape.heads, shape.dim, cos, sin, step.half, q);
-            for (int64_t i = 0; i < w.q.rows; ++i) q[i] *= shape.scale;
             kernels_.rope(k, shape.kv_heads, shape.dim, cos, sin, step.half, k);
         }
     });

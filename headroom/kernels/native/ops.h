@@ -24,10 +24,11 @@ class Scratch {
     uint8_t *next_, *end_;
 };
 
-// Rows that share one sequence: `rows` tokens from position `start` on.
+// Rows that share one sequence: `rows` tokens, the first at position `start`.
 struct SpanView {
     int64_t first_row, rows, start;
     const int64_t* pages;
+    const uint8_t* tree;  // [rows, rows]: which rows of the span each one sees; null: those up to it
 };
 
 struct AttentionShape {
@@ -90,6 +91,7 @@ class Ops {
     void matmul(const Matrix& w, const float* x, int64_t rows, bool int8, float* out, Scratch scratch);
     static size_t matmul_scratch(int64_t rows, int64_t columns);
 
+    // Queries come as they are; they are scaled on the way.
     void attention(const AttentionShape& shape, const KvCache& cache, const float* queries,
                    const SpanView* spans, int64_t span_count, float* out, Scratch scratch);
     size_t attention_scratch(const AttentionShape& shape, const SpanView* spans, int64_t span_count);
@@ -112,6 +114,12 @@ class Ops {
     // ids and weights [rows, used] of logits [rows, experts], the best first; counts [experts] grow.
     void route(const RouterRule& rule, const float* logits, int64_t rows, int64_t experts,
                const float* bias, int64_t* counts, int32_t* ids, float* weights);
+    // Spans cover all rows. Scratch: mixed [rows, channels], gates [2, rows, value heads].
+    void delta_net(const DeltaShape& shape, const DeltaWeights& w, const DeltaState& state,
+                   const DeltaSpan* spans, int64_t span_count, const float* qkv, const float* beta,
+                   const float* alpha, float* mixed, float* gates, float* out);
+    void gated_norm(const float* x, const float* gate, const float* weight, int64_t rows,
+                    int64_t columns, float eps, float* out);
 
     void rms_norm(const float* x, const float* weight, int64_t rows, int64_t columns, float eps,
                   float* out);
@@ -141,10 +149,12 @@ class Ops {
     void gate_up(const Matrix& gate, const Matrix& up, const Input& input, Gate act, float* inner);
     void gate_up_panel(const Matrix& gate, const Matrix& up, int64_t index, const Input& input,
                        Gate act, float* inner);
+    struct Queries;
     void attend_rows(const AttentionShape& shape, const KvCache& cache, const float* queries,
                      const SpanView& span, int64_t row, int64_t rows, int64_t kv_head, float* out);
     void attend_block(const AttentionShape& shape, const KvCache& cache, const float* queries,
-                      const SpanView& span, int64_t kv_head, int64_t block, float* out);
+                      const SpanView& span, int64_t kv_head, int64_t kv_heads, int64_t block,
+                      float* out);
 
     const Kernels& kernels_;
     ThreadPool pool_;

@@ -159,13 +159,6 @@ inline F powers_of_two(const uint8_t* p) {
     const I e = bytes_to_ints(p);
     return {power_of_two(e.a), power_of_two(e.b)};
 }
-inline void transpose(F* r) {  // sixteen vectors of sixteen lanes, through memory
-    alignas(32) float from[16][16], to[16][16];
-    for (int i = 0; i < 16; ++i) store(from[i], r[i]);
-    for (int i = 0; i < 16; ++i)
-        for (int j = 0; j < 16; ++j) to[j][i] = from[i][j];
-    for (int i = 0; i < 16; ++i) r[i] = load(to[i]);
-}
 inline F round_even(F x) { return {_mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8)}; }
 inline __m256 scale_half(__m256 x, __m256 power) {  // in two steps, so that 2^-140 can be had
     const __m256i n = _mm256_cvtps_epi32(power), first = _mm256_srai_epi32(n, 1);
@@ -174,6 +167,49 @@ inline __m256 scale_half(__m256 x, __m256 power) {  // in two steps, so that 2^-
     };
     return _mm256_mul_ps(_mm256_mul_ps(x, factor(first)), factor(_mm256_sub_epi32(n, first)));
 }
+inline F truncate(F x) {
+    return {_mm256_round_ps(x.a, _MM_FROUND_TO_ZERO), _mm256_round_ps(x.b, _MM_FROUND_TO_ZERO)};
+}
+inline float read_half(const uint8_t* p) {
+    uint16_t bits;
+    __builtin_memcpy(&bits, p, 2);
+    return _cvtsh_ss(bits);
+}
+// The low and the high halves of sixteen bytes.
+inline void load_nibbles(const uint8_t* p, F& low, F& high) {
+    const __m128i both = load_sixteen_bytes(p), mask = _mm_set1_epi8(15);
+    const auto floats = [](__m128i bytes) -> F {
+        return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
+                _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
+    };
+    low = floats(_mm_and_si128(both, mask));
+    high = floats(_mm_and_si128(_mm_srli_epi16(both, 4), mask));
+}
+inline F sixteens(const uint8_t* p) {  // 16 where one of sixteen bits is set, else 0
+    const __m256i single = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const auto eight = [&](int bits) {
+        const __m256i set =
+            _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(bits), single), single);
+        return _mm256_and_ps(_mm256_castsi256_ps(set), _mm256_set1_ps(16.0f));
+    };
+    return {eight(p[0]), eight(p[1])};
+}
+// Lane i is the sum of vector i.
+inline F sum_each(const F* x) {
+    const auto four = [&](int i) {  // four lanes each of x[i] and x[i + 4]
+        const __m256 a = _mm256_add_ps(x[i].a, x[i].b), b = _mm256_add_ps(x[i + 4].a, x[i + 4].b);
+        return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    };
+    const auto join = [](__m256 a, __m256 b) {
+        return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xEE));
+    };
+    const auto eight = [&](int i) {
+        const __m256 a = join(four(i), four(i + 1)), b = join(four(i + 2), four(i + 3));
+        return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xDD));
+    };
+    return {eight(0), eight(8)};
+}
+constexpr bool MANY_REGISTERS = false;  // sixteen of eight lanes
 inline F scale_by_power(F x, F power) {
     return {scale_half(x.a, power.a), scale_half(x.b, power.b)};
 }

@@ -109,40 +109,44 @@ inline F powers_of_two(const uint8_t* p) {  // 2^(p - 128)
     return {_mm512_scalef_ps(_mm512_set1_ps(1.0f),
                              _mm512_cvtepi32_ps(_mm512_sub_epi32(e, _mm512_set1_epi32(128))))};
 }
-inline void transpose(F* r) {  // sixteen vectors of sixteen lanes
-    __m512 t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_ps(r[i].v, r[i + 1].v);
-        t[i + 1] = _mm512_unpackhi_ps(r[i].v, r[i + 1].v);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        const auto low = [&](int a, int b) {
-            return _mm512_castpd_ps(
-                _mm512_unpacklo_pd(_mm512_castps_pd(t[i + a]), _mm512_castps_pd(t[i + b])));
-        };
-        const auto high = [&](int a, int b) {
-            return _mm512_castpd_ps(
-                _mm512_unpackhi_pd(_mm512_castps_pd(t[i + a]), _mm512_castps_pd(t[i + b])));
-        };
-        r[i].v = low(0, 2);
-        r[i + 1].v = high(0, 2);
-        r[i + 2].v = low(1, 3);
-        r[i + 3].v = high(1, 3);
-    }
-    for (int i = 0; i < 4; ++i) {
-        t[i] = _mm512_shuffle_f32x4(r[i].v, r[i + 4].v, 0x88);
-        t[i + 4] = _mm512_shuffle_f32x4(r[i].v, r[i + 4].v, 0xDD);
-        t[i + 8] = _mm512_shuffle_f32x4(r[i + 8].v, r[i + 12].v, 0x88);
-        t[i + 12] = _mm512_shuffle_f32x4(r[i + 8].v, r[i + 12].v, 0xDD);
-    }
-    for (int i = 0; i < 4; ++i) {
-        r[i].v = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
-        r[i + 8].v = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xDD);
-        r[i + 4].v = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0x88);
-        r[i + 12].v = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0xDD);
-    }
-}
 inline F round_even(F a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT)}; }
+inline F truncate(F a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_ZERO)}; }
+inline float read_half(const uint8_t* p) {
+    uint16_t bits;
+    __builtin_memcpy(&bits, p, 2);
+    return _cvtsh_ss(bits);
+}
+// The low and the high halves of sixteen bytes.
+inline void load_nibbles(const uint8_t* p, F& low, F& high) {
+    const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    low.v = _mm512_cvtepi32_ps(_mm512_and_si512(both, _mm512_set1_epi32(15)));
+    high.v = _mm512_cvtepi32_ps(_mm512_srli_epi32(both, 4));
+}
+inline F sixteens(const uint8_t* p) {  // 16 where one of sixteen bits is set, else 0
+    uint16_t bits;
+    __builtin_memcpy(&bits, p, 2);
+    return {_mm512_maskz_mov_ps(bits, _mm512_set1_ps(16.0f))};
+}
+// Lane i is the sum of vector i.
+inline F sum_each(const F* x) {
+    const auto halves = [&](int i) {  // eight lanes of x[i], eight of x[i + 1]
+        return _mm512_add_ps(_mm512_shuffle_f32x4(x[i].v, x[i + 1].v, 0x44),
+                             _mm512_shuffle_f32x4(x[i].v, x[i + 1].v, 0xEE));
+    };
+    __m512 four[4];  // four lanes each of four vectors
+    for (int i = 0; i < 4; ++i) {
+        const __m512 a = halves(4 * i), b = halves(4 * i + 2);
+        four[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+    }
+    const auto join = [](__m512 a, __m512 b) {
+        return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xEE));
+    };
+    const __m512 a = join(four[0], four[1]), b = join(four[2], four[3]);
+    const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xDD));
+    return {_mm512_permutexvar_ps(
+        _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), all)};
+}
+constexpr bool MANY_REGISTERS = true;  // thirty-two of sixteen lanes
 inline F scale_by_power(F a, F power) { return {_mm512_scalef_ps(a.v, power.v)}; }
 
 }  // namespace

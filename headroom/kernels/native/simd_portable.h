@@ -170,18 +170,37 @@ inline F powers_of_two(const uint8_t* p) {  // 2^(p - 128)
     EACH(16) f.v[i] = std::ldexp(1.0f, p[i] - 128);
     return f;
 }
-inline void transpose(F* r) {  // sixteen vectors of sixteen lanes
-    for (int j = 0; j < 16; ++j)
-        EACH(j) {
-            const float kept = r[i].v[j];
-            r[i].v[j] = r[j].v[i];
-            r[j].v[i] = kept;
-        }
-}
 inline F round_even(F a) {
     EACH(16) a.v[i] = std::nearbyint(a.v[i]);
     return a;
 }
+inline F truncate(F a) {
+    EACH(16) a.v[i] = std::trunc(a.v[i]);
+    return a;
+}
+inline float read_half(const uint8_t* p) {
+    uint16_t bits;
+    __builtin_memcpy(&bits, p, 2);
+    return half_to_float(bits);
+}
+// The low and the high halves of sixteen bytes.
+inline void load_nibbles(const uint8_t* p, F& low, F& high) {
+    EACH(16) {
+        low.v[i] = static_cast<float>(p[i] & 15);
+        high.v[i] = static_cast<float>(p[i] >> 4);
+    }
+}
+inline F sixteens(const uint8_t* p) {  // 16 where one of sixteen bits is set, else 0
+    F f;
+    EACH(16) f.v[i] = p[i / 8] >> i % 8 & 1 ? 16.0f : 0.0f;
+    return f;
+}
+inline F sum_each(const F* x) {  // lane i is the sum of vector i
+    F f;
+    EACH(16) f.v[i] = sum(x[i]);
+    return f;
+}
+constexpr bool MANY_REGISTERS = false;
 inline F scale_by_power(F a, F power) {
     EACH(16) a.v[i] = std::ldexp(a.v[i], static_cast<int>(power.v[i]));
     return a;

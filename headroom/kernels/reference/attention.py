@@ -42,14 +42,8 @@ def _attend_span(
 ) -> torch.Tensor:
     kv_heads = cache.keys.shape[1]
     tiles = _query_tiles(queries * scale, kv_heads)  # [kv_heads, tiles, tile * group, dim]
-    padded_rows = tiles.shape[1] * QUERY_TILE
-    position = span.start + torch.arange(padded_rows, device=queries.device)
-    position = position.clamp(max=span.start + span.rows - 1)  # padding repeats the last row's view
-    limits = position.view(1, -1, QUERY_TILE, 1).repeat_interleave(
-        tiles.shape[2] // QUERY_TILE, dim=2
-    )
-    length = span.start + span.rows
-    first_key = max(0, span.start - window + 1) if window else 0
+    view = _View(span, tiles.shape[1] * QUERY_TILE, window)
+    first_key, length = max(0, span.start - window + 1) if window else 0, span.start + span.rows
     shape = (*tiles.shape[:3], 1)
     peak = torch.full(shape, LOWEST, device=queries.device)
     total = torch.zeros(shape, device=queries.device)
@@ -57,11 +51,10 @@ def _attend_span(
         *tiles.shape[:3], _head_dim(cache.values, cache.v_type), device=queries.device
     )
     for block in range(first_key // KEY_BLOCK * KEY_BLOCK, length, KEY_BLOCK):
-        keys, values = _read_block(cache, span.pages, block, length)
-        key_position = block + torch.arange(KEY_BLOCK, device=queries.device)
-        seen = key_position <= limits
-        if window:
-            seen &= limits - key_position < window
+        keys, values = _read_block(cache, span.pages, block, (first_key, length))
+        seen = view.seen(block + torch.arange(KEY_BLOCK, device=queries.device))
+        seen = seen.view(1, -1, QUERY_TILE, KEY_BLOCK)
+        seen = seen.repeat_interleave(tiles.shape[2] // QUERY_TILE, dim=2)
         scores = (tiles @ keys.mT[:, None]).masked_fill(~seen, float("-inf"))
         new_peak = torch.maximum(peak, scores.amax(-1, keepdim=True))
         weights = torch.exp(scores - new_peak)
@@ -70,6 +63,32 @@ def _attend_span(
         summed = summed * decay + weights @ values[:, None]
         peak = new_peak
     return _rows_of_tiles(summed / total, span.rows)
+
+
+class _View:
+    """Which keys the rows of a span see; rows beyond its end see what the last one sees."""
+
+    def __init__(self, span: Span, rows: int, window: int) -> None:
+        self._start, self._window, self._tree = span.start, window, None
+        row = torch.arange(rows, device=span.pages.device).clamp(max=span.rows - 1)
+        depth = torch.arange(span.rows, device=span.pages.device)
+        if span.tree is not None:
+            depth = span.tree.sum(1) - 1
+            self._tree = span.tree[row]
+        self._depth = depth  # of each row that is cached
+        self._position = (span.start + depth[row])[:, None]
+
+    def seen(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return which of some cached tokens each row sees: bool [rows, keys]."""
+        position = keys
+        if self._tree is None:
+            seen = keys <= self._position
+        else:
+            own = (keys - self._start).clamp(0, len(self._depth) - 1)
+            before, within = keys < self._start, keys < self._start + len(self._depth)
+            position = torch.where(before, keys, self._start + self._depth[own])
+            seen = before | (within & self._tree[:, own])
+        return seen & (self._position - position < self._window) if self._window else seen
 
 
 def _query_tiles(queries: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -90,16 +109,17 @@ def _rows_of_tiles(tiles: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _read_block(
-    cache: PagedKv, pages: torch.Tensor, first: int, length: int
+    cache: PagedKv, pages: torch.Tensor, first: int, wanted: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [kv_heads, KEY_BLOCK, dim] of one block; zeros past the sequence's end."""
-    position = torch.arange(first, min(first + KEY_BLOCK, length), device=pages.device)
+    """Keys and values [kv_heads, KEY_BLOCK, dim] of one block; zeros where none are wanted."""
+    low, high = max(first, wanted[0]), min(first + KEY_BLOCK, wanted[1])
+    position = torch.arange(low, high, device=pages.device)
     slots = pages[position // cache.page_size] * cache.page_size + position % cache.page_size
     read = []
     for stored, quant in ((cache.keys, cache.k_type), (cache.values, cache.v_type)):
         dim = _head_dim(stored, quant)
         block = torch.zeros(KEY_BLOCK, stored.shape[1], dim, device=pages.device)
-        block[: len(position)] = _floats(stored[slots], quant, dim)
+        block[low - first : high - first] = _floats(stored[slots], quant, dim)
         read.append(block.transpose(0, 1).contiguous())
     return read[0], read[1]
 

@@ -45,10 +45,10 @@ def _convolved(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The last row's queries, keys and values, one of each for every value head."""
     mixed = torch.nn.functional.silu((window * weights.conv.T).sum(0)).view(-1, dim)
-    queries, keys, values = mixed.split((weights.key_heads, weights.key_heads, heads))
+    count = weights.key_heads
+    queries, keys, values = mixed[:count], mixed[count : 2 * count], mixed[2 * count :]
     head = torch.arange(heads, device=window.device)
-    group = heads // weights.key_heads
-    source = head % weights.key_heads if weights.tiled else head // group
+    source = head % count if weights.tiled else head // (heads // count)
     return _unit(queries)[source] * dim**-0.5, _unit(keys)[source], values
 
 

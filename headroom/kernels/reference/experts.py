@@ -22,7 +22,7 @@ def experts(
     """Return the weighted sum of each row's experts, the best first."""
     rows, used = ids.shape
     answers = torch.empty(used, rows, x.shape[1], device=x.device)  # of each choice, best first
-    for expert in ids.unique().tolist():
+    for expert in torch.bincount(ids.flatten()).nonzero().flatten().tolist():
         row, rank = torch.nonzero(ids == expert, as_tuple=True)
         own = x[row]
         gate, up = (matmul(own, part[expert], dtype) for part in (table.gate, table.up))

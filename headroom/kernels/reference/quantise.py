@@ -1,31 +1,80 @@
-"""Floats to the types that caches are stored in."""
+"""Floats to the types that caches are stored in.
+
+Blocks are the same bits that the reference quantisers of GGUF's own tools write, but for two cases
+where those are of no use: a scale beyond f16 is stored as f16's largest number, and a step whose
+inverse overflows counts as zero.
+"""
 
 import torch
 
 from headroom.errors import KernelError
-from headroom.formats.quants import Q8_0, QuantType
+from headroom.formats.quants import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, QuantType
 from headroom.kernels.weight import PLAIN_TYPES
 
-CACHE_TYPES = (*PLAIN_TYPES, Q8_0.name)
+BLOCK = 32
+CACHE_TYPES = (*PLAIN_TYPES, *(quant.name for quant in (Q8_0, Q5_1, Q5_0, Q4_1, Q4_0)))
 
 
 def quantise(x: torch.Tensor, quant: QuantType) -> torch.Tensor:
     """Return `x` in a cache type: floats for plain types, else bytes along the last axis."""
     if quant.name in PLAIN_TYPES:
         return x.to(PLAIN_TYPES[quant.name])
+    if quant.name not in CACHE_TYPES:
+        raise KernelError(
+            f"{quant} is not a cache type.", hint=f"Choose from {', '.join(CACHE_TYPES)}."
+        )
+    blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     if quant is Q8_0:
-        return _quantise_q8_0(x)
-    raise KernelError(
-        f"{quant} is not a cache type.", hint=f"Choose from {', '.join(CACHE_TYPES)}."
-    )
+        parts = _eight_bits(blocks)
+    elif quant in (Q4_0, Q5_0):
+        parts = _signed(blocks, 16 if quant is Q5_0 else 8)
+    else:
+        parts = _ranged(blocks, 31 if quant is Q5_1 else 15)
+    return torch.cat(parts, dim=-1).flatten(-2)
 
 
-def _quantise_q8_0(x: torch.Tensor) -> torch.Tensor:
-    blocks = x.float().reshape(*x.shape[:-1], -1, Q8_0.block)
-    scale = blocks.abs().amax(-1, keepdim=True) / 127
-    inverse = torch.where(scale > 0, 1 / scale, torch.zeros_like(scale))
-    # The scale is stored as f16; what overflows there would come back as infinity.
-    stored = scale.clamp(max=torch.finfo(torch.float16).max).half()
-    quants = (blocks * inverse).round().clamp(-127, 127).to(torch.int8)
-    packed = torch.cat((stored.view(torch.uint8), quants.view(torch.uint8)), dim=-1)
-    return packed.flatten(-2)
+def _eight_bits(blocks: torch.Tensor) -> list[torch.Tensor]:
+    step = blocks.abs().amax(-1, keepdim=True) / 127
+    scaled = blocks * _inverse(step)
+    whole = scaled.trunc()
+    rounded = whole + (2 * (scaled - whole)).trunc()  # halves go away from zero
+    return [_half(step), rounded.clamp(-127, 127).to(torch.int8).view(torch.uint8)]
+
+
+def _signed(blocks: torch.Tensor, zero_point: int) -> list[torch.Tensor]:
+    """The value that is largest in size becomes the lowest number: -8 or -16."""
+    peak = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    step = peak / -zero_point
+    # Rounded once, as a fused product and sum would be.
+    raised = (blocks.double() * _inverse(step).double() + (zero_point + 0.5)).float()
+    quants = raised.trunc().clamp(0, 2 * zero_point - 1)
+    return [_half(step), *_pack(quants.to(torch.int64), five=zero_point == 16)]
+
+
+def _ranged(blocks: torch.Tensor, top: int) -> list[torch.Tensor]:
+    """Equal steps from the lowest value to the highest."""
+    low, high = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
+    step = (high - low) / top
+    quants = ((blocks - low) * _inverse(step) + 0.5).trunc().clamp(0, top)
+    return [_half(step), _half(low), *_pack(quants.to(torch.int64), five=top == 31)]
+
+
+def _inverse(step: torch.Tensor) -> torch.Tensor:
+    inverse = 1 / step
+    return torch.where(inverse.isinf(), 0, inverse)
+
+
+def _half(scale: torch.Tensor) -> torch.Tensor:
+    largest = torch.finfo(torch.float16).max
+    return scale.clamp(-largest, largest).half().view(torch.uint8)
+
+
+def _pack(quants: torch.Tensor, five: bool) -> list[torch.Tensor]:
+    """Fifth bits as a word of 32, then low halves of bytes and high halves."""
+    low, high = quants.chunk(2, dim=-1)
+    nibbles = ((low & 15) | (high & 15) << 4).to(torch.uint8)
+    if not five:
+        return [nibbles]
+    places = torch.arange(8, device=quants.device)
+    bits = (quants >> 4).reshape(*quants.shape[:-1], 4, 8) << places
+    return [bits.sum(-1).to(torch.uint8), nibbles]

@@ -1,0 +1,150 @@
+"""`headroom synth`: write a checkpoint with random weights."""
+
+import inspect
+import os
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from headroom.errors import OptionError
+from headroom.models.synth.recipe import Recipe, find_recipe, read_recipe, sizes_of
+from headroom.models.synth.routing import make_skew
+from headroom.models.synth.values import Source
+from headroom.models.synth.write import (
+    Settings,
+    checkpoint_bytes,
+    mix_name,
+    plain_type,
+    write_gguf,
+    write_safetensors,
+)
+from headroom.text.tokenizer_file import tokenizer_file
+from headroom.units import gib
+
+MAX_THREADS = 16  # more of them wait for the disk
+
+
+@dataclass(frozen=True, slots=True)
+class SynthOptions:
+    """What to write; the flags of the command are made from these fields."""
+
+    size: Annotated[
+        str, typer.Option(help="tiny, a variant of it, or a known model of the family")
+    ] = "tiny"
+    config: Annotated[
+        Path | None, typer.Option(help="a config.json to take the dimensions from, not --size")
+    ] = None
+    layers: Annotated[int, typer.Option(min=0, help="only so many first layers; 0: all")] = 0
+    quant: Annotated[
+        str, typer.Option(help="mix of types (default: Q4_K_M; BF16 for drafts and safetensors)")
+    ] = ""
+    seed: Annotated[int, typer.Option(min=0, help="the same seed gives the same file")] = 0
+    format: Annotated[Literal["gguf", "safetensors"], typer.Option(help="what to write")] = "gguf"
+    routing_skew: Annotated[
+        float, typer.Option(help="share of choices that hot experts take; 0: no experts are hot")
+    ] = 0.0
+    skew_hot: Annotated[
+        float, typer.Option(help="share of experts that are hot: those with the lowest numbers")
+    ] = 0.6
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: all cores")] = 0
+    force: Annotated[bool, typer.Option("--force", help="replace what is there")] = False
+
+
+def synth(
+    family: Annotated[
+        str,
+        typer.Argument(
+            help="llama, qwen3, qwen3moe, qwen35, qwen35moe, laguna, gemma4 or dflash",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Argument(help="the .gguf file, or the folder of safetensors", show_default=False),
+    ],
+    **flags: Any,
+) -> None:
+    """Write a checkpoint with random weights, real in all else, for tests and speed.
+
+    Shapes, types, settings, tokenizer and chat template are the family's own; what the model says
+    is noise.
+    """
+    options = SynthOptions(**flags)
+    recipe = chosen_recipe(family, options)
+    default = "bf16" if options.format == "safetensors" or family == "dflash" else "q4_k_m"
+    mix = mix_name(options.quant or default)
+    if options.format == "safetensors":
+        plain_type(mix)
+    make_room(out, options)
+    source = Source(recipe, options.seed)
+    if options.routing_skew:
+        skew = make_skew(recipe, options.routing_skew, options.skew_hot)
+        source = Source(recipe, options.seed, skew)
+    started = time.perf_counter()
+    write(source, out, mix, options)
+    total, taken = checkpoint_bytes(recipe, mix, options.format), time.perf_counter() - started
+    print(f"{out}: {recipe.family} {recipe.name}, {mix.upper()}, {gib(total)} in {taken:.1f} s")
+
+
+def chosen_recipe(family: str, options: SynthOptions) -> Recipe:
+    """Return what the flags say is to be made."""
+    sizes_of(family)
+    if options.config is None:
+        return find_recipe(family, options.size, options.layers)
+    if options.size != "tiny":
+        raise OptionError("--size and --config exclude each other.", param="config")
+    return read_recipe(family, options.config, options.layers)
+
+
+def make_room(out: Path, options: SynthOptions) -> None:
+    """Refuse to replace what is there unless told to; a folder keeps no files of another model."""
+    if out.is_dir() and options.format == "gguf":
+        raise OptionError(f"{out} is a folder.", hint=f"Name a file, such as {out / 'model.gguf'}.")
+    folder = out.is_dir() and any(out.iterdir())
+    if (folder or out.is_file()) and not options.force:
+        raise OptionError(f"{out} is there already.", hint="Use --force to replace it.")
+    if out.is_file() and options.format == "safetensors":
+        raise OptionError(f"{out} is a file.", hint="Safetensors are written into a folder.")
+    if folder:
+        for file in out.glob("model*.safetensors*"):
+            file.unlink()
+
+
+def write(source: Source, out: Path, mix: str, options: SynthOptions) -> None:
+    """Write the checkpoint and show how far it is."""
+    threads = options.threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    columns = (TextColumn(out.name), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True) as progress:
+        total = checkpoint_bytes(source.recipe, mix, options.format)
+        task = progress.add_task("", total=total)
+        settings = Settings(threads, lambda size: progress.advance(task, size))
+        if options.format == "gguf":
+            write_gguf(source, out, mix, settings)
+        else:
+            write_safetensors(source, out, mix, tokenizer_file, settings)
+
+
+def _with_flags(command: Any, kind: type[SynthOptions]) -> None:
+    """Replace a command's catch-all by one parameter for each field."""
+    hints = get_type_hints(kind, include_extras=True)
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
+    flags = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(kind)
+    ]
+    command.__signature__ = inspect.Signature([*own, *flags])
+    command.__annotations__ = {flag.name: flag.annotation for flag in (*own, *flags)}
+
+
+_with_flags(synth, SynthOptions)

@@ -1,0 +1,224 @@
+"""Launchers of attention on CUDA: rotation and cache writes, and a few rows over a long context."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from headroom.errors import KernelError
+from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.ops import PagedKv, StepTables
+
+WARPS = 4  # of rope.cu
+MERGE_CHUNK, MERGE_THREADS = 64, 256  # of attention.cu
+MOST_DIM = 512
+# A piece of the context ends at the first of these bounds beyond it: (bound, keys of a piece).
+_SMALL_PIECES = ((4096, 128), (16384, 256))
+_PIECES_OF_DOUBLING = 32
+
+GateKind = Literal["sigmoid", "softplus", "plain"]
+_GATES: dict[GateKind, int] = {"sigmoid": 1, "softplus": 2, "plain": 3}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Projected:
+    """A step's projections, rows of heads side by side; what follows the heads is not read."""
+
+    q: torch.Tensor  # [rows, heads * dim or more]
+    k: torch.Tensor | None  # [rows, kv_heads * dim or more]; None: this layer caches nothing
+    v: torch.Tensor | None  # the same; keys themselves where values are keys
+    heads: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadNorms:
+    """How heads are normed before they are rotated."""
+
+    q: torch.Tensor | None = None  # float32 [dim]
+    k: torch.Tensor | None = None
+    values: bool = False  # values are normed too, without a weight
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gate:
+    """What attention's output is multiplied by: one number a head, or one a value."""
+
+    values: torch.Tensor  # [rows, heads] or [rows, heads * dim], rows may lie apart
+    kind: GateKind
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """What is fixed about a step's attention: its bucket and its heads."""
+
+    rows: int
+    sequences: int
+    span_rows: int  # most rows of one sequence
+    heads: int
+    kv_heads: int
+    dim: int
+    max_context: int
+    window: int = 0  # last tokens that a row sees; 0: all
+    exact: bool = False  # float32 throughout
+
+    @property
+    def pieces(self) -> int:
+        """The pieces that the longest context has."""
+        return count_pieces(self.max_context)
+
+    @property
+    def scratch_floats(self) -> int:
+        """The float32 numbers that a step needs besides its result."""
+        return self.rows * self.heads * self.pieces * (self.dim + 2)
+
+
+def count_pieces(context: int) -> int:
+    """Return how many pieces a context of so many tokens has; attention.cuh cuts it alike."""
+    pieces = first = 0
+    for bound, size in _SMALL_PIECES:
+        pieces += -(-(min(context, bound) - first) // size)
+        if context <= bound:
+            return pieces
+        first = bound
+    while context > 2 * first:
+        pieces += _PIECES_OF_DOUBLING
+        first *= 2
+    return pieces + -(-(context - first) * _PIECES_OF_DOUBLING // first)
+
+
+def rope_write(
+    projected: Projected,
+    norms: HeadNorms,
+    rope: tuple[torch.Tensor, torch.Tensor],
+    tables: StepTables,
+    cache: PagedKv,
+    queries: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Norm and rotate heads, cache keys and values, and write `queries [rows, heads, dim]`.
+
+    `rope` holds cos and sin `[rows, half]`. Queries are multiplied by `scale`, in float32 or bf16
+    as the tensor to write to is.
+    """
+    q, k, v = projected.q, projected.k, projected.v
+    cos, sin = rope
+    kv_heads = cache.keys.shape[1] if k is not None else 0
+    kernel = compile_kernel(
+        "rope.cu",
+        "rope_write",
+        {
+            "DIM": projected.dim,
+            "HALF": cos.shape[-1],
+            "K_KIND": cache.k_type.ggml_id,
+            "V_KIND": cache.v_type.ggml_id,
+            "Q_BF16": int(queries.dtype == torch.bfloat16),
+        },
+    )
+    args = (
+        *(q, k, v, cos, sin, norms.q, norms.k, tables.sequence, tables.slots),
+        *(cache.keys, cache.values, queries, projected.heads, kv_heads),
+        *(0 if part is None else part.stride(0) for part in (q, k, v)),
+        *(int(norms.values), float(norms.eps), float(scale)),
+    )
+    jobs = projected.heads + 2 * kv_heads
+    kernel((-(-jobs // WARPS), tables.rows), (32 * WARPS,), args)
+    return queries
+
+
+def decode(
+    queries: torch.Tensor,
+    cache: PagedKv,
+    tables: StepTables,
+    shape: DecodeShape,
+    scratch: torch.Tensor,
+    gate: Gate | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from float32 `queries [rows, heads, dim]`, already scaled: `out [rows, heads * dim]`.
+
+    `scratch` has at least `shape.scratch_floats` numbers. A row's bits do not depend on the other
+    rows of the step, nor on the bucket.
+    """
+    _check(shape, scratch, gate)
+    if out is None:
+        out = torch.empty(shape.rows, shape.heads * shape.dim, device=queries.device)
+    sums = shape.rows * shape.heads * shape.pieces * shape.dim
+    parts, stats = scratch[:sums], scratch[sums:]
+    defines = {
+        "DIM": shape.dim,
+        "GROUP": shape.heads // shape.kv_heads,
+        "K_KIND": cache.k_type.ggml_id,
+        "V_KIND": cache.v_type.ggml_id,
+        "PAGE": cache.page_size,
+    }
+    exact = _runs_exact(shape, cache, queries.device)
+    groups = -(-shape.span_rows * defines["GROUP"] // 8)  # of eight queries
+    most = 2 if shape.dim > 256 else 4  # of them in a block: shared memory holds no more
+    tiles = 1 if exact or groups == 1 else min(most, 2 if groups == 2 else 4)
+    blocks = -(-groups // tiles)
+    args = (
+        *(queries, cache.keys, cache.values, tables.sequence, tables.index, tables.starts),
+        *(tables.pages, tables.trees, parts, stats, tables.rows, shape.kv_heads),
+        *(tables.pages.shape[1], blocks, shape.window, shape.pieces),
+    )
+    grid = (shape.pieces, shape.kv_heads, shape.sequences * blocks)
+    if exact:
+        keys = 16 if shape.dim > 256 else 32
+        shared = 4 * (keys * (shape.dim + 1) + 8 * shape.dim + 8 * keys + 24)
+        compile_kernel("exact.cu", "decode_exact", defines)(grid, (128,), args, shared)
+    else:
+        keys = 32 if shape.dim > 256 else 64
+        shared = 2 * (2 * keys + 16 * tiles) * (shape.dim + 8)
+        kernel = compile_kernel("decode.cu", "decode", defines | {"TILES": tiles})
+        kernel(grid, (2 * keys * tiles,), args, shared)
+    _merge(shape, tables, (parts, stats), exact, gate, out)
+    return out
+
+
+def _runs_exact(shape: DecodeShape, cache: PagedKv, device: torch.device) -> bool:
+    """Tell whether float32 was asked for, or nothing else will do."""
+    plain = "f32" in (cache.k_type.name, cache.v_type.name)
+    return shape.exact or plain or torch.cuda.get_device_capability(device)[0] < 8
+
+
+def _merge(
+    shape: DecodeShape,
+    tables: StepTables,
+    scratch: tuple[torch.Tensor, torch.Tensor],
+    exact: bool,
+    gate: Gate | None,
+    out: torch.Tensor,
+) -> None:
+    defines = {
+        "DIM": shape.dim,
+        "PAGE": 1,  # merging reads no pages
+        "BASE2": int(not exact),
+        "GATE": _GATES[gate.kind] if gate else 0,
+        "GATE_PER_HEAD": int(gate is not None and gate.values.shape[1] == shape.heads),
+    }
+    args = (
+        *(*scratch, tables.sequence, tables.index, tables.starts),
+        *((gate.values, out, gate.values.stride(0)) if gate else (None, out, 0)),
+        *(shape.window, shape.pieces),
+    )
+    grid = (shape.heads, shape.rows, -(-shape.dim // MERGE_CHUNK))
+    compile_kernel("attention.cu", "merge", defines)(grid, (MERGE_THREADS,), args)
+
+
+def _check(shape: DecodeShape, scratch: torch.Tensor, gate: Gate | None) -> None:
+    if shape.dim % 16 or shape.dim > MOST_DIM:
+        raise KernelError(
+            f"Heads of {shape.dim} values do not run on CUDA.",
+            hint=f"Sizes that are a multiple of 16, up to {MOST_DIM}, do.",
+        )
+    if scratch.numel() < shape.scratch_floats:
+        raise KernelError(
+            f"Attention needs {shape.scratch_floats} numbers of scratch, not {scratch.numel()}."
+        )
+    if gate is not None and gate.values.shape[1] not in (shape.heads, shape.heads * shape.dim):
+        raise KernelError(
+            f"{gate.values.shape[1]} gates belong neither to {shape.heads} heads "
+            f"nor to their {shape.heads * shape.dim} values."
+        )

@@ -1,0 +1,282 @@
+// Attention of a few rows a sequence over its cached keys and values, on the tensor cores.
+// DIM: values of a head; GROUP: query heads of a key head; K_KIND, V_KIND: types of the cache (not
+// F32); PAGE: slots of a page; TILES: groups of eight queries in a block.
+//
+// A block takes one piece of one sequence's context for one key head and 8 * TILES queries. Keys and
+// values come in tiles of 16 * PARTS keys. A warp takes eight queries and sixteen keys of each tile;
+// what the PARTS warps of the same queries gather is merged in order at the end. Products are
+// transposed, keys x queries and dims x queries: eight queries are exactly what the tensor cores
+// take, and a lane's sums all belong to the same two queries.
+// Queries and probabilities go in as two numbers of 16 bits each, a value and what rounding took
+// from it, so that nothing but the cache's own type limits how exact the result is.
+#include "attention.cuh"
+
+#define PARTS (DIM > 256 ? 2 : 4)
+#define KEYS (16 * PARTS)
+#define THREADS (32 * PARTS * TILES)
+#define STRIDE (DIM + 8)  // values of a row in shared memory: rows begin 4 banks apart
+#define LOG2E 1.4426950408889634f
+#define HIDDEN __int_as_float(0xff800000)  // minus infinity, the score of a key that is not seen
+
+#define K_BF16 (K_KIND == BF16)
+#define V_BF16 (V_KIND == BF16)
+
+template <bool BF> __device__ __forceinline__ u32 pack(float a, float b) {
+    if constexpr (BF) {
+        const __nv_bfloat162 both = __floats2bfloat162_rn(a, b);
+        return *reinterpret_cast<const u32*>(&both);
+    } else {
+        const __half2 both = __floats2half2_rn(a, b);
+        return *reinterpret_cast<const u32*>(&both);
+    }
+}
+template <bool BF> __device__ __forceinline__ float2 unpack(u32 both) {
+    if constexpr (BF) return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&both));
+    else return __half22float2(*reinterpret_cast<const __half2*>(&both));
+}
+
+template <bool BF> __device__ __forceinline__ void multiply(float* c, const u32* a, u32 b0, u32 b1) {
+    if constexpr (BF)
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+                     "{%8,%9}, {%0,%1,%2,%3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    else
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+                     "{%8,%9}, {%0,%1,%2,%3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <bool TURN> __device__ __forceinline__ void load_matrices(u32* to, const u16* from) {
+    const u32 at = static_cast<u32>(__cvta_generic_to_shared(from));
+    if constexpr (TURN)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at) : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ u32 turn(u32 x) {
+    u32 turned;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(x));
+    return turned;
+}
+__device__ __forceinline__ void copy16(u16* to, const u8* from, bool there) {
+    const u32 at = static_cast<u32>(__cvta_generic_to_shared(to));
+    const int bytes = there ? 16 : 0;  // the rest becomes zeros
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void await_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+struct Place {  // of a sequence's keys, or values, that a block reads
+    const Step& step;
+    int s, kv, kv_heads, low, end;
+};
+
+// KEYS rows of the cache to shared memory, in 16 bits; zeros outside [low, end), so that nothing that
+// was never written meets a probability of zero.
+template <int K> __device__ __forceinline__ void load_tile(u16* to, const u8* cache, const Place& in, int first) {
+    constexpr int chunks = DIM / 8;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < KEYS * chunks; i += THREADS) {
+        const int key = i / chunks, at = i % chunks * 8;
+        const bool there = first + key >= in.low && first + key < in.end;
+        const size_t slot = in.step.slot(in.s, there ? first + key : in.end - 1);
+        const u8* row = cache + (slot * in.kv_heads + in.kv) * row_bytes(K, DIM);
+        u16* place = to + key * STRIDE + at;
+        if constexpr (is_plain(K)) {
+            copy16(place, row + 2 * at, there);
+        } else {
+            float x[8] = {};
+            if (there) eight_values<K>(row, at, x);
+            *reinterpret_cast<uint4*>(place) = make_uint4(pack<false>(x[0], x[1]), pack<false>(x[2], x[3]),
+                                                          pack<false>(x[4], x[5]), pack<false>(x[6], x[7]));
+        }
+    }
+    end_copies();
+}
+
+// parts [rows, heads, pieces, DIM]: sums of this piece, not yet divided; stats [rows, heads, pieces]:
+// the largest score, times log2(e), and the sum of weights.
+extern "C" __global__ void __launch_bounds__(THREADS)
+decode(const float* queries, const u8* keys, const u8* values, const int* sequence, const int* index,
+       const int* starts, const int* pages, const long long* trees, float* parts, float2* stats, int rows,
+       int kv_heads, int max_pages, int groups, int window, int pieces) {
+    extern __shared__ uint4 memory[];
+    u16* key_tile = reinterpret_cast<u16*>(memory);
+    u16* value_tile = key_tile + KEYS * STRIDE;
+    u16* query_tile = value_tile + KEYS * STRIDE;  // [TILES][2][8][STRIDE]: values, what rounding took
+    const Step step{sequence, index, starts, pages, trees, rows, max_pages};
+    // The last pieces are the longest; they go first.
+    const int piece = pieces - 1 - blockIdx.x, kv = blockIdx.y, s = blockIdx.z / groups;
+    const int first_query = blockIdx.z % groups * 8 * TILES;
+    int first_row, count, first, end;
+    find_rows(step, s, first_row, count);
+    piece_bounds(piece, first, end);
+    if (count * GROUP <= first_query) return;
+    const int start = starts[s], length = start + count, from = first_seen(start, window);
+    end = min(end, length);
+    if (first >= end || from >= end) return;
+    first = max(first, from / KEYS * KEYS);
+
+    const Place in{step, s, kv, kv_heads, from, end};
+    load_tile<K_KIND>(key_tile, keys, in, first);
+    load_tile<V_KIND>(value_tile, values, in, first);
+    const int heads = kv_heads * GROUP;
+    for (int i = threadIdx.x; i < 8 * TILES * DIM / 2; i += THREADS) {
+        const int query = i / (DIM / 2), at = i % (DIM / 2) * 2, q = first_query + query;
+        float2 x = make_float2(0, 0);
+        if (q < count * GROUP)
+            x = *reinterpret_cast<const float2*>(
+                queries + (static_cast<size_t>(first_row + q / GROUP) * heads + kv * GROUP + q % GROUP) * DIM + at);
+        u16* place = query_tile + (query / 8 * 16 + query % 8) * STRIDE + at;
+        const u32 whole = pack<K_BF16>(x.x, x.y);
+        const float2 rounded = unpack<K_BF16>(whole);
+        *reinterpret_cast<u32*>(place) = whole;
+        *reinterpret_cast<u32*>(place + 8 * STRIDE) = pack<K_BF16>(x.x - rounded.x, x.y - rounded.y);
+    }
+
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int part = warp % PARTS, tile = warp / PARTS, mine = first_query + 8 * tile + 2 * t;
+    const bool busy = first_query + 8 * tile < count * GROUP;
+    const int last_row = first_row + count - 1;  // lanes without a query see what the last row sees
+    const View views[2] = {{step, min(first_row + mine / GROUP, last_row), start, window},
+                           {step, min(first_row + (mine + 1) / GROUP, last_row), start, window}};
+    const u16* key_from = key_tile + (16 * part + lane % 16) * STRIDE + lane / 16 * 8;
+    const u16* value_from = value_tile + (16 * part + lane / 16 * 8 + lane % 8) * STRIDE + lane / 8 % 2 * 8;
+    const u16* query_from = query_tile + (16 * tile + lane / 16 * 8 + lane % 8) * STRIDE + lane / 8 % 2 * 8;
+    float sums[DIM / 16][4], peak[2] = {LOWEST, LOWEST}, total[2] = {0, 0};
+#pragma unroll
+    for (int d = 0; d < DIM / 16; ++d)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[d][i] = 0;
+
+    for (; first < end; first += KEYS) {
+        await_copies<1>();
+        __syncthreads();
+        u32 weight[2] = {0, 0}, rest[2] = {0, 0};
+        if (busy) {
+            float score[4] = {0, 0, 0, 0}, small[4] = {0, 0, 0, 0};
+#pragma unroll 8
+            for (int d = 0; d < DIM / 16; ++d) {
+                u32 a[4], b[4];
+                load_matrices<false>(a, key_from + 16 * d);
+                load_matrices<false>(b, query_from + 16 * d);
+                multiply<K_BF16>(score, a, b[0], b[1]);
+                multiply<K_BF16>(small, a, b[2], b[3]);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) score[i] += small[i];
+            float decay[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int key = first + 16 * part + g;
+                const float low = views[j].sees(key) && key < end ? score[j] * LOG2E : HIDDEN;
+                const float high = views[j].sees(key + 8) && key + 8 < end ? score[2 + j] * LOG2E : HIDDEN;
+                float top = fmaxf(low, high);
+#pragma unroll
+                for (int by = 4; by < 32; by *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, by));
+                top = fmaxf(top, peak[j]);
+                decay[j] = exp2f(peak[j] - top);
+                peak[j] = top;
+                score[j] = exp2f(low - top);
+                score[2 + j] = exp2f(high - top);
+                total[j] = total[j] * decay[j] + (score[j] + score[2 + j]);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const u32 whole = pack<V_BF16>(score[2 * i], score[2 * i + 1]);
+                const float2 rounded = unpack<V_BF16>(whole);
+                weight[i] = turn(whole);
+                rest[i] = turn(pack<V_BF16>(score[2 * i] - rounded.x, score[2 * i + 1] - rounded.y));
+            }
+            if (__any_sync(~0u, decay[0] != 1 || decay[1] != 1))
+#pragma unroll
+                for (int d = 0; d < DIM / 16; ++d)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) sums[d][i] *= decay[i % 2];
+        }
+        __syncthreads();
+        if (first + KEYS < end) load_tile<K_KIND>(key_tile, keys, in, first + KEYS);
+        else end_copies();
+        await_copies<1>();
+        __syncthreads();
+        if (busy) {
+#pragma unroll
+            for (int d = 0; d < DIM / 16; ++d) {
+                u32 a[4];
+                load_matrices<true>(a, value_from + 16 * d);
+                multiply<V_BF16>(sums[d], a, weight[0], weight[1]);
+                multiply<V_BF16>(sums[d], a, rest[0], rest[1]);
+            }
+        }
+        __syncthreads();
+        if (first + KEYS < end) load_tile<V_KIND>(value_tile, values, in, first + KEYS);
+        else end_copies();
+    }
+
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+        for (int by = 4; by < 32; by *= 2) total[j] += __shfl_xor_sync(~0u, total[j], by);
+    // Merge the parts in order: each in turn hands its sums to the first.
+    await_copies<0>();
+    __syncthreads();
+    float* handed = reinterpret_cast<float*>(memory) + tile * (8 * DIM + 16);
+    for (int from_part = 1; from_part < PARTS; ++from_part) {
+        if (part == from_part) {
+#pragma unroll
+            for (int d = 0; d < DIM / 16; ++d)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) handed[(d * 4 + i) * 32 + lane] = sums[d][i];
+            if (g == 0)
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    handed[8 * DIM + 2 * t + j] = peak[j];
+                    handed[8 * DIM + 8 + 2 * t + j] = total[j];
+                }
+        }
+        __syncthreads();
+        if (part == 0) {
+            float mine_by[2], other_by[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const float other = handed[8 * DIM + 2 * t + j], top = fmaxf(peak[j], other);
+                mine_by[j] = exp2f(peak[j] - top);
+                other_by[j] = exp2f(other - top);
+                total[j] = total[j] * mine_by[j] + handed[8 * DIM + 8 + 2 * t + j] * other_by[j];
+                peak[j] = top;
+            }
+#pragma unroll
+            for (int d = 0; d < DIM / 16; ++d)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    sums[d][i] = sums[d][i] * mine_by[i % 2] + handed[(d * 4 + i) * 32 + lane] * other_by[i % 2];
+        }
+        __syncthreads();
+    }
+    // Turned around in shared memory, so that heads are written in rows.
+    if (part == 0)
+#pragma unroll
+        for (int d = 0; d < DIM / 16; ++d)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) handed[(2 * t + i % 2) * DIM + 16 * d + g + i / 2 * 8] = sums[d][i];
+    if (part == 0 && g == 0)
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+            if (mine + j < count * GROUP) {
+                const size_t row = first_row + (mine + j) / GROUP, head = kv * GROUP + (mine + j) % GROUP;
+                stats[(row * heads + head) * pieces + piece] = make_float2(peak[j], total[j]);
+            }
+    __syncthreads();
+    for (int i = threadIdx.x; i < 8 * TILES * DIM; i += THREADS) {
+        const int query = i / DIM, q = first_query + query;
+        if (q >= count * GROUP) continue;
+        const size_t row = first_row + q / GROUP, head = kv * GROUP + q % GROUP;
+        parts[((row * heads + head) * pieces + piece) * DIM + i % DIM] =
+            reinterpret_cast<float*>(memory)[query / 8 * (8 * DIM + 16) + query % 8 * DIM + i % DIM];
+    }
+}

@@ -1,0 +1,130 @@
+"""Attention of long spans: cached keys and values gathered, then torch's own fused products."""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from headroom.formats.quants import BY_NAME, QuantType
+from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.ops import PagedKv, Span
+from headroom.kernels.weight import PLAIN_TYPES, plain_type
+
+MOST_FLASH_DIM = 256
+MOST_SCORES = 16 << 20  # held at a time by the plain path, in numbers
+MASKED_ROWS = 512  # rows that share one mask where attention has a window
+GATHER_THREADS = 128
+
+
+def prefill(
+    queries: torch.Tensor, cache: PagedKv, spans: tuple[Span, ...], window: int, dtype: str
+) -> torch.Tensor:
+    """Attend from `queries [rows, heads, dim]`, already scaled: float32 `[rows, heads * dim]`.
+
+    A row sees keys up to its own, the last `window` of them if window > 0; products are made in
+    `dtype`. Rows that belong to no span come back as zeros.
+    """
+    rows, heads, dim = queries.shape
+    out = torch.zeros(rows, heads, dim, device=queries.device)
+    for span in spans:
+        first = max(0, span.start - window + 1) if window else 0
+        count = span.start + span.rows - first
+        mine = slice(span.first_row, span.first_row + span.rows)
+        out[mine] = attend(
+            queries[mine],
+            gather(cache.keys, cache.k_type, cache.page_size, span.pages, (first, count), dtype),
+            gather(cache.values, cache.v_type, cache.page_size, span.pages, (first, count), dtype),
+            window,
+        )
+    return out.flatten(1)
+
+
+def gather(
+    stored: torch.Tensor,
+    quant: QuantType,
+    page_size: int,
+    pages: torch.Tensor,
+    part: tuple[int, int],
+    dtype: str,
+) -> torch.Tensor:
+    """Return keys or values `first` to `first + count` of a sequence: `[count, kv_heads, dim]`."""
+    first, count = part
+    kv_heads, width = stored.shape[1:]
+    dim = width if quant.name in PLAIN_TYPES else width // quant.block_bytes * quant.block
+    out = torch.empty(count, kv_heads, dim, dtype=plain_type(dtype), device=stored.device)
+    defines = {
+        "DIM": dim,
+        "PAGE": page_size,
+        "KIND": quant.ggml_id,
+        "OUT_KIND": BY_NAME[dtype].ggml_id,
+    }
+    kernel = compile_kernel("attention.cu", "gather", defines)
+    kernel((count,), (GATHER_THREADS,), (stored, pages, out, first, kv_heads))
+    return out
+
+
+def attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int
+) -> torch.Tensor:
+    """Attend from `queries [rows, heads, dim]` to keys and values `[count, kv_heads, dim]`.
+
+    Row i's own key is the one at `count - rows + i`.
+    """
+    queries = queries.to(keys.dtype)
+    if keys.dtype == torch.float32:
+        return _in_chunks(queries, keys, values, window, _attend_plain)
+    if window or queries.shape[2] > MOST_FLASH_DIM:
+        return _in_chunks(queries, keys, values, window, _attend_masked).float()
+    q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (queries, keys, values))
+    bias = causal_lower_right(queries.shape[0], keys.shape[0])
+    mixed = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0, enable_gqa=True)
+    return mixed[0].transpose(0, 1).float()
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _in_chunks(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int, run: Attend
+) -> torch.Tensor:
+    """Run some rows at a time, each chunk with the keys that it can see and a mask of them."""
+    rows, heads, _ = queries.shape
+    count = keys.shape[0]
+    widest = min(count, window + MASKED_ROWS) if window else count
+    step = max(1, min(MASKED_ROWS, MOST_SCORES // (heads * widest)))
+    place = torch.arange(count, device=keys.device)
+    done = []
+    for first in range(0, rows, step):
+        end = min(first + step, rows)
+        last = count - rows + end
+        low = max(0, count - rows + first - window + 1) if window else 0
+        own, key = place[count - rows + first : last, None], place[None, low:last]
+        seen = key <= own
+        if window:
+            seen &= own - key < window
+        done.append(run(queries[first:end], keys[low:last], values[low:last], seen))
+    return torch.cat(done)
+
+
+def _attend_plain(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor
+) -> torch.Tensor:
+    rows, heads, dim = queries.shape
+    kv_heads = keys.shape[1]
+    grouped = queries.view(rows, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
+    scores = grouped.flatten(1, 2) @ keys.permute(1, 2, 0)
+    scores = scores.view(kv_heads, -1, *seen.shape).masked_fill_(~seen, float("-inf"))
+    weights = torch.softmax(scores, dim=-1).flatten(1, 2)
+    mixed = (weights @ values.transpose(0, 1)).view(kv_heads, -1, rows, values.shape[2])
+    return mixed.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _attend_masked(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor
+) -> torch.Tensor:
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
+    q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (queries, keys, values))
+    mixed = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=1.0)
+    return mixed[0].transpose(0, 1)

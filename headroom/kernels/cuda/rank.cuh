@@ -1,0 +1,17 @@
+// The order of tokens: a larger score first, the lower id among equals, as one number.
+#ifndef HEADROOM_RANK
+#define HEADROOM_RANK
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+__device__ __forceinline__ u64 rank_of(float x, int id) {
+    const u32 bits = __float_as_uint(x + 0.0f);  // minus zero becomes zero
+    const u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return static_cast<u64>(ordered) << 32 | (0xFFFFFFFFu - static_cast<u32>(id));
+}
+__device__ __forceinline__ int id_of(u64 rank) { return static_cast<int>(0xFFFFFFFFu - static_cast<u32>(rank)); }
+__device__ __forceinline__ float score_of(u64 rank) {
+    const u32 ordered = static_cast<u32>(rank >> 32);
+    return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered);
+}
+#endif

@@ -1,0 +1,117 @@
+// Norms of heads, rotation, and the way of new keys and values into the cache, in one pass.
+// DIM: values of a head; HALF: rotary pairs; K_KIND, V_KIND: types of the cache; Q_BF16: type of
+// the queries that are written. One warp a head: query heads, then key heads, then value heads.
+#include "rows.cuh"
+
+#define WARPS 4
+
+
+__device__ __forceinline__ float inverse_of(float step) {
+    const float inverse = __fdiv_rn(1.0f, step);
+    return isinf(inverse) ? 0.0f : inverse;
+}
+__device__ __forceinline__ void put_half(u8* at, float scale) {
+    *reinterpret_cast<__half*>(at) = __float2half_rn(fminf(fmaxf(scale, -65504.0f), 65504.0f));
+}
+
+// One block of 32 values, one a lane.
+template <int K> __device__ __forceinline__ void put_block(u8* to, float x, int lane) {
+    if constexpr (K == Q8_0) {
+        const float step = __fdiv_rn(warp_max(fabsf(x)), 127.0f);
+        const float scaled = __fmul_rn(x, inverse_of(step)), whole = truncf(scaled);
+        const float rounded = whole + truncf(2 * (scaled - whole));  // halves go away from zero
+        if (lane == 0) put_half(to, step);
+        to[2 + lane] = static_cast<u8>(static_cast<int>(fminf(fmaxf(rounded, -127.0f), 127.0f)));
+        return;
+    }
+    int value;
+    if constexpr (K == Q4_0 || K == Q5_0) {
+        // The value that is largest in size becomes the lowest number: -8 or -16.
+        constexpr int zero = K == Q5_0 ? 16 : 8;
+        const float size = fabsf(x), largest = warp_max(size);
+        const float peak = __shfl_sync(~0u, x, __ffs(__ballot_sync(~0u, size == largest)) - 1);
+        const float step = __fdiv_rn(peak, static_cast<float>(-zero));
+        const float raised = __fmaf_rn(x, inverse_of(step), zero + 0.5f);
+        value = static_cast<int>(fminf(fmaxf(truncf(raised), 0.0f), 2.0f * zero - 1));
+        if (lane == 0) put_half(to, step);
+    } else {
+        constexpr float top = K == Q5_1 ? 31 : 15;
+        const float low = -warp_max(-x), high = warp_max(x);
+        const float step = __fdiv_rn(__fsub_rn(high, low), top);
+        const float raised = times_plus(__fsub_rn(x, low), inverse_of(step), 0.5f);
+        value = static_cast<int>(fminf(fmaxf(truncf(raised), 0.0f), top));
+        if (lane == 0) {
+            put_half(to, step);
+            put_half(to + 2, low);
+        }
+    }
+    const u32 fifth = __ballot_sync(~0u, value >> 4 & 1);
+    const int other = __shfl_down_sync(~0u, value, 16);
+    if (has_fifth(K) && lane < 2)
+        *reinterpret_cast<u16*>(to + (K == Q5_0 ? 2 : 4) + 2 * lane) = static_cast<u16>(fifth >> (16 * lane));
+    if (lane < 16) to[nibbles_at(K) + lane] = static_cast<u8>((value & 15) | (other & 15) << 4);
+}
+
+template <int K> __device__ __forceinline__ void put_head(u8* to, const float* head, int lane) {
+    for (int i = lane; i < DIM; i += 32) {
+        const float x = head[i];
+        if constexpr (K == F32) reinterpret_cast<float*>(to)[i] = x;
+        else if constexpr (K == F16) reinterpret_cast<__half*>(to)[i] = __float2half_rn(x);
+        else if constexpr (K == BF16) reinterpret_cast<__nv_bfloat16*>(to)[i] = __float2bfloat16_rn(x);
+        else put_block<K>(to + i / 32 * block_bytes(K), x, lane);
+    }
+}
+
+// head[] = weight * head / sqrt(mean of squares + eps); no weight: only the division.
+__device__ __forceinline__ void norm_head(float* head, const float* weight, float eps, int lane) {
+    float squares = 0;
+    for (int i = lane; i < DIM; i += 32) squares += head[i] * head[i];
+    const float by = 1.0f / sqrtf(warp_sum(squares) / DIM + eps);
+    for (int i = lane; i < DIM; i += 32) {
+        const float x = __fmul_rn(head[i], by);
+        head[i] = weight ? __fmul_rn(weight[i], x) : x;
+    }
+    __syncwarp();
+}
+
+// blockIdx.x: WARPS heads; blockIdx.y: the row. Heads of the cache come after the query heads;
+// without k there are none. A row of a bucket's padding (sequence < 0) is left alone.
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+rope_write(const float* q, const float* k, const float* v, const float* cos, const float* sin,
+           const float* q_norm, const float* k_norm, const int* sequence, const long long* slots, u8* keys,
+           u8* values, void* queries, int heads, int kv_heads, int q_stride, int k_stride, int v_stride,
+           int norm_values, float eps, float scale) {
+    __shared__ float shared[WARPS][DIM];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.y;
+    const int job = blockIdx.x * WARPS + warp, kv = (job - heads) % max(kv_heads, 1);
+    if (sequence[row] < 0 || job >= heads + (k ? 2 * kv_heads : 0)) return;
+    const bool is_q = job < heads, is_v = job >= heads + kv_heads && !is_q;
+    const float* from = is_q ? q + static_cast<size_t>(row) * q_stride + job * DIM
+                      : is_v ? v + static_cast<size_t>(row) * v_stride + kv * DIM
+                             : k + static_cast<size_t>(row) * k_stride + kv * DIM;
+    float* head = shared[warp];
+    for (int i = lane; i < DIM; i += 32) head[i] = from[i];
+    __syncwarp();
+    const float* weight = is_q ? q_norm : is_v ? nullptr : k_norm;
+    if (weight || (is_v && norm_values)) norm_head(head, weight, eps, lane);
+    if (!is_v) {
+        for (int i = lane; i < HALF; i += 32) {
+            const float c = cos[row * HALF + i], s = sin[row * HALF + i], a = head[i], b = head[i + HALF];
+            head[i] = __fsub_rn(__fmul_rn(a, c), __fmul_rn(b, s));
+            head[i + HALF] = __fadd_rn(__fmul_rn(b, c), __fmul_rn(a, s));
+        }
+        __syncwarp();
+    }
+    if (is_q) {
+        const size_t at = (static_cast<size_t>(row) * heads + job) * DIM;
+        for (int i = lane; i < DIM; i += 32) {
+            const float x = __fmul_rn(head[i], scale);
+            if constexpr (Q_BF16) static_cast<__nv_bfloat16*>(queries)[at + i] = __float2bfloat16_rn(x);
+            else static_cast<float*>(queries)[at + i] = x;
+        }
+        return;
+    }
+    const size_t place = static_cast<size_t>(slots[row]) * kv_heads + kv;
+    if (is_v) put_head<V_KIND>(values + place * row_bytes(V_KIND, DIM), head, lane);
+    else put_head<K_KIND>(keys + place * row_bytes(K_KIND, DIM), head, lane);
+}

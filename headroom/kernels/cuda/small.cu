@@ -1,0 +1,132 @@
+// The small operations between products. Each kernel is compiled with the defines of its own.
+#include "rank.cuh"
+#include "rows.cuh"
+
+// norm_rows: what becomes of the residual. 0: there is none; 1: x is added to it and the sum is normed;
+// 2: the normed x is added to it, and nothing else is written.
+#ifndef RESIDUAL
+#define RESIDUAL 0
+#endif
+#ifndef GELU  // gated: the activation, silu otherwise
+#define GELU 0
+#endif
+#ifndef KIND  // embed: the table's type
+#define KIND F32
+#endif
+
+#define NORM_WARPS 16
+#define CHUNK 2048  // values that one block of embed unpacks
+
+// out = weight * x / sqrt(mean(x^2) + eps), one block a row; width a multiple of 4.
+extern "C" __global__ void __launch_bounds__(NORM_WARPS * 32)
+norm_rows(const float* x, const float* weight, float* residual, float* out, int width, int stride, float eps) {
+    __shared__ float shared[NORM_WARPS];
+    const size_t row = blockIdx.x;
+    const float4* from = reinterpret_cast<const float4*>(x + row * stride);
+    float4* kept = reinterpret_cast<float4*>(residual + row * width);
+    float squares = 0;
+    for (int i = threadIdx.x; i < width / 4; i += NORM_WARPS * 32) {
+        float4 v = from[i];
+        if constexpr (RESIDUAL == 1) {
+            const float4 old = kept[i];
+            v = make_float4(old.x + v.x, old.y + v.y, old.z + v.z, old.w + v.w);
+            kept[i] = v;
+        }
+        squares += v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w);
+    }
+    squares = warp_sum(squares);
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = squares;
+    __syncthreads();
+    const float total = warp_sum(threadIdx.x % 32 < NORM_WARPS ? shared[threadIdx.x % 32] : 0.0f);
+    const float by = 1.0f / sqrtf(total / width + eps);
+    for (int i = threadIdx.x; i < width / 4; i += NORM_WARPS * 32) {
+        const float4 v = RESIDUAL == 1 ? kept[i] : from[i];
+        const float4 w = reinterpret_cast<const float4*>(weight)[i];
+        float4 y = make_float4(__fmul_rn(w.x, __fmul_rn(v.x, by)), __fmul_rn(w.y, __fmul_rn(v.y, by)),
+                               __fmul_rn(w.z, __fmul_rn(v.z, by)), __fmul_rn(w.w, __fmul_rn(v.w, by)));
+        if constexpr (RESIDUAL == 2) {
+            const float4 old = kept[i];
+            kept[i] = make_float4(old.x + y.x, old.y + y.y, old.z + y.z, old.w + y.w);
+        } else {
+            reinterpret_cast<float4*>(out + row * width)[i] = y;
+        }
+    }
+}
+
+__device__ __forceinline__ float activate(float x) {
+    if constexpr (GELU) {
+        const float inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+        return 0.5f * x * (1.0f + tanhf(inner));
+    }
+    return x / (1.0f + expf(-x));
+}
+
+// out [rows, width] = act(gate) * up; rows of gate and up may lie apart. blockIdx.y: the row.
+extern "C" __global__ void gated(const float* gate, const float* up, float* out, int width, int gate_stride,
+                                 int up_stride) {
+    const size_t row = blockIdx.y;
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < width; i += gridDim.x * blockDim.x)
+        out[row * width + i] = activate(gate[row * gate_stride + i]) * up[row * up_stride + i];
+}
+
+// out [rows, columns] = scale * the table's rows `ids`. blockIdx: the chunk of CHUNK values, the row.
+// The table may lie in the host's memory: its bytes are read once, in the widest words it allows.
+extern "C" __global__ void __launch_bounds__(256)
+embed(const u8* table, const long long* ids, float* out, int columns, float scale) {
+    __shared__ uint4 shared[row_bytes(KIND, CHUNK) / 16];
+    u8* bytes = reinterpret_cast<u8*>(shared);
+    const int first = blockIdx.x * CHUNK, count = min(CHUNK, columns - first);
+    const size_t row_size = static_cast<size_t>(columns) / block_values(KIND) * block_bytes(KIND);
+    const u8* from = table + static_cast<size_t>(ids[blockIdx.y]) * row_size + row_bytes(KIND, first);
+    const int size = row_bytes(KIND, count);
+    const int ends = static_cast<int>(reinterpret_cast<size_t>(from) | size);
+    if (ends % 16 == 0) {
+        for (int i = threadIdx.x; i < size / 16; i += 256) shared[i] = reinterpret_cast<const uint4*>(from)[i];
+    } else if (ends % 4 == 0) {
+        for (int i = threadIdx.x; i < size / 4; i += 256)
+            reinterpret_cast<u32*>(bytes)[i] = reinterpret_cast<const u32*>(from)[i];
+    } else {
+        for (int i = threadIdx.x; i < size; i += 256) bytes[i] = from[i];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += 256)
+        out[static_cast<size_t>(blockIdx.y) * columns + first + i] = __fmul_rn(value_at<KIND>(bytes, i), scale);
+}
+
+// cos and sin [rows, half] of positions times frequencies, times `scale`. blockIdx.x: the row.
+extern "C" __global__ void rope_tables(const int* positions, const float* frequency, float* cos, float* sin,
+                                       int half, float scale) {
+    for (int i = threadIdx.x; i < half; i += blockDim.x) {
+        const float angle = __fmul_rn(static_cast<float>(positions[blockIdx.x]), frequency[i]);
+        cos[blockIdx.x * half + i] = cosf(angle) * scale;
+        sin[blockIdx.x * half + i] = sinf(angle) * scale;
+    }
+}
+
+__device__ __forceinline__ u64 block_best(u64 best) {
+    __shared__ u64 shared[32];
+#pragma unroll
+    for (int by = 16; by; by /= 2) best = max(best, __shfl_xor_sync(~0u, best, by));
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = best;
+    __syncthreads();
+    for (int i = 0; i < blockDim.x / 32; ++i) best = max(best, shared[i]);
+    return best;
+}
+
+// best [rows, slices]: the best of each slice. blockIdx: the slice, the row.
+extern "C" __global__ void argmax_slices(const float* x, u64* best, int width) {
+    const float* row = x + static_cast<size_t>(blockIdx.y) * width;
+    u64 mine = 0;
+#pragma unroll 4
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < width; i += gridDim.x * blockDim.x)
+        mine = max(mine, rank_of(row[i], i));
+    mine = block_best(mine);
+    if (threadIdx.x == 0) best[blockIdx.y * gridDim.x + blockIdx.x] = mine;
+}
+// ids [rows]: the best of all slices. blockIdx.x: the row.
+extern "C" __global__ void argmax_rows(const u64* best, long long* ids, int slices) {
+    u64 mine = 0;
+    for (int i = threadIdx.x; i < slices; i += blockDim.x) mine = max(mine, best[blockIdx.x * slices + i]);
+    mine = block_best(mine);
+    if (threadIdx.x == 0) ids[blockIdx.x] = id_of(mine);
+}

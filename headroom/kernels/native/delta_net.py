@@ -1,0 +1,43 @@
+"""Gated linear attention and its norm on the CPU."""
+
+import torch
+
+from headroom.kernels.native.module import POOL
+from headroom.kernels.ops import DeltaNetWeights, RecurrentState, Span
+
+
+def delta_net(
+    qkv: torch.Tensor,
+    beta: torch.Tensor,
+    alpha: torch.Tensor,
+    weights: DeltaNetWeights,
+    state: RecurrentState,
+    spans: tuple[Span, ...],
+) -> torch.Tensor:
+    """Run every span's rows through its sequence's state, which is left after the last row."""
+    _, heads, _, dim = state.memory.shape
+    qkv, beta, alpha = qkv.contiguous(), beta.contiguous(), alpha.contiguous()
+    rows, channels = qkv.shape
+    mixed, gates = torch.empty(rows, channels), torch.empty(2, rows, heads)
+    out = torch.empty(rows, heads, dim)
+    table = torch.tensor([(s.first_row, s.rows, s.start, s.slot) for s in spans])
+    POOL.ops.delta_net(
+        (weights.key_heads, heads, dim, weights.conv.shape[1]), weights.tiled,
+        [t.data_ptr() for t in (weights.conv, weights.decay, weights.dt_bias)],
+        [state.memory.data_ptr(), state.inputs.data_ptr()], table.data_ptr(), len(spans),
+        [t.data_ptr() for t in (qkv, beta, alpha, mixed, gates, out)],
+    )  # fmt: skip
+    return out
+
+
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Return `weight * x / sqrt(mean(x^2) + eps) * silu(gate)` over the last axis."""
+    x, gate = x.contiguous(), gate.contiguous()
+    out, columns = torch.empty_like(x), x.shape[-1]
+    rows = x.numel() // max(columns, 1)
+    POOL.ops.gated_norm(
+        x.data_ptr(), gate.data_ptr(), weight.data_ptr(), (rows, columns), eps, out.data_ptr()
+    )
+    return out

@@ -1,0 +1,195 @@
+"""Layers on a GPU: attention, gated linear attention and feed-forward parts by fused kernels.
+
+Each part reads the residual stream `[rows, hidden]` in float32 and adds its answer to it.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from headroom.kernels.cuda import attention, delta_net, prefill
+from headroom.kernels.cuda.attention import DecodeShape, Gate, HeadNorms, Projected
+from headroom.kernels.cuda.chunks import span_tables
+from headroom.kernels.cuda.delta_net import OutputGate
+from headroom.kernels.cuda.matmul import RowNorm
+from headroom.kernels.ops import RecurrentState, StepTables
+from headroom.layers.attention import pair_rows, query_rows
+from headroom.layers.batch import Batch
+from headroom.layers.cache import KvPages
+from headroom.layers.config import AttentionConfig, DeltaNetConfig, FfnConfig
+from headroom.layers.delta_net import small_weights
+from headroom.layers.device_rows import few_rows, gated_rows, normed_rows, plain_rows, stack
+from headroom.layers.rope import rope_tables
+from headroom.layers.weights import WeightSource
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceBatch(Batch):
+    """A batch whose tensors are on the GPU, with the tables that kernels read."""
+
+    tables: dict[int, StepTables] = None  # type: ignore[assignment]  # by the ring of a layer's pages; 0: lent ones
+    span_rows: int = 1  # most rows of one sequence
+    context: int = 0  # most tokens that any of its sequences may have
+
+
+class Part(Protocol):
+    """A part of a layer on the GPU; it changes the residual stream in place."""
+
+    def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None: ...
+
+
+class DeviceBlock:
+    """One layer: its parts one after another."""
+
+    def __init__(self, *parts: Part) -> None:
+        self._parts = parts
+
+    def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the residual stream after this layer, in the memory of `x`."""
+        assert isinstance(batch, DeviceBatch)
+        for part in self._parts:
+            part(x, batch)
+        return x
+
+
+class DeviceAttention:
+    """Grouped attention over pages, with norms and gates of heads as a family has them."""
+
+    def __init__(
+        self, config: AttentionConfig, eps: float, get: WeightSource, pages: KvPages
+    ) -> None:
+        self._config, self._pages = config, pages
+        self._norm = RowNorm(get.norm("attn.norm"), eps)
+        names, orders = ["attn.q"], [query_rows(config)]
+        if config.shares is None:
+            names.append("attn.k")
+            orders.append(pair_rows(config, config.kv_heads))
+            if not config.keys_are_values:
+                names.append("attn.v")
+                orders.append(None)
+        if config.gate in ("head", "element"):
+            names.append("attn.gate")
+            orders.append(None)
+        self._names = names
+        self._in = stack(get, names, orders)
+        self._out = stack(get, ["attn.out"])
+        head_norms = config.head_norms
+        self._head_norms = HeadNorms(
+            q=get.norm("attn.q_norm") if head_norms else None,
+            k=get.norm("attn.k_norm") if head_norms and config.shares is None else None,
+            values=config.value_norm,
+            eps=eps,
+        )
+
+    def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
+        """Add the attention of each row to it."""
+        config, rows = self._config, len(x)
+        outs = dict(zip(self._names, self._in(normed_rows(x, self._norm)), strict=True))
+        keys = outs.get("attn.k")
+        projected = Projected(
+            outs["attn.q"], keys, outs.get("attn.v", keys), config.heads, config.head_dim
+        )
+        tables = batch.tables[self._pages.ring]
+        queries = torch.empty(rows, config.heads, config.head_dim, device=x.device)
+        rope = rope_tables(config.rope, batch)
+        attention.rope_write(
+            projected, self._head_norms, rope, tables, self._pages.kv, queries, config.scale
+        )
+        gate = self._gate(outs)
+        if few_rows(rows):
+            mixed = self._decode(queries, batch, tables, gate)
+        else:
+            spans = self._pages.view(batch).spans
+            mixed = prefill.prefill(queries, self._pages.kv, spans, config.window, "bf16")
+            if gate is not None:
+                mixed = _apply(mixed, gate, config.heads)
+        self._out(plain_rows(mixed), add=x)
+
+    def _gate(self, outs: dict[str, torch.Tensor]) -> Gate | None:
+        config = self._config
+        if config.gate == "query":
+            return Gate(outs["attn.q"][:, config.heads * config.head_dim :], "sigmoid")
+        return None if config.gate == "none" else Gate(outs["attn.gate"], "softplus")
+
+    def _decode(
+        self,
+        queries: torch.Tensor,
+        batch: DeviceBatch,
+        tables: StepTables,
+        gate: Gate | None,
+    ) -> torch.Tensor:
+        config = self._config
+        shape = DecodeShape(
+            rows=len(queries),
+            sequences=len(tables.starts),
+            span_rows=batch.span_rows,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            dim=config.head_dim,
+            max_context=batch.context,
+            window=config.window,
+        )
+        scratch = torch.empty(shape.scratch_floats, device=queries.device)
+        return attention.decode(queries, self._pages.kv, tables, shape, scratch, gate)
+
+
+def _apply(mixed: torch.Tensor, gate: Gate, heads: int) -> torch.Tensor:
+    """Multiply attention's output `[rows, heads * dim]` by its gates."""
+    values = (
+        gate.values.sigmoid()
+        if gate.kind == "sigmoid"
+        else torch.nn.functional.softplus(gate.values)
+    )
+    if values.shape[1] == mixed.shape[1]:
+        return mixed * values
+    return (mixed.view(len(mixed), heads, -1) * values[:, :, None]).flatten(1)
+
+
+class DeviceDelta:
+    """Gated linear attention."""
+
+    def __init__(
+        self, config: DeltaNetConfig, eps: float, get: WeightSource, state: RecurrentState
+    ) -> None:
+        self._state, self._eps = state, eps
+        self._norm = RowNorm(get.norm("attn.norm"), eps)
+        self._in = stack(get, ["delta.qkv", "delta.z", "delta.beta", "delta.alpha"])
+        self._out = stack(get, ["delta.out"])
+        self._head_norm = get.vector("delta.norm").flatten()
+        self._weights = small_weights(config, get)
+
+    def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
+        """Add the answers of the rows' states to them."""
+        qkv, z, beta, alpha = self._in(normed_rows(x, self._norm))
+        heads = len(self._weights.decay)
+        gate = OutputGate(z.view(len(x), heads, -1), self._head_norm, self._eps)
+        rows = (qkv, beta, alpha)
+        if few_rows(len(x)):
+            tables = batch.tables[0]
+            mixed = delta_net.step(rows, self._weights, self._state, tables, gate)
+        else:
+            spans = batch.shared("span tables", lambda: span_tables(batch.spans, len(x), x.device))
+            mixed = delta_net.prefill(rows, self._weights, self._state, spans)
+            mixed = delta_net.gated_norm(mixed, gate.gate, gate.weight, gate.eps)
+        self._out(plain_rows(mixed.view(len(x), -1)), add=x)
+
+
+class DeviceMlp:
+    """The gated feed-forward network."""
+
+    def __init__(self, config: FfnConfig, eps: float, get: WeightSource) -> None:
+        self._norm = RowNorm(get.norm("ffn.norm"), eps)
+        self._in = stack(get, ["ffn.gate", "ffn.up"])
+        self._down = stack(get, ["ffn.down"])
+        self._activation = config.activation
+
+    def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
+        """Add the network's answers."""
+        gate, up = self._in(normed_rows(x, self._norm))
+        self._down(gated_rows(gate, up, self._activation), add=x)
+
+
+def with_tables(batch: DeviceBatch, **changes: object) -> DeviceBatch:
+    """Return the batch with other tables."""
+    return replace(batch, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,53 @@
+"""Side inputs: what each layer is told of each token beside the residual stream."""
+
+import torch
+
+from headroom.kernels.ops import GatedActivation
+from headroom.kernels.registry import pick
+from headroom.kernels.weight import Weight
+from headroom.layers.embedding import Embedding
+from headroom.layers.linear import Linear
+from headroom.layers.norm import RmsNorm
+from headroom.layers.weights import WeightSource
+
+
+class SideInputs:
+    """The inputs of all layers, made once per step from tokens and their embedding."""
+
+    def __init__(self, table: Weight, get: WeightSource, eps: float, rows: int) -> None:
+        weight = get.norm("side.norm")
+        width = len(weight)
+        self._table = Embedding(table, width**0.5)
+        self._norm = RmsNorm(weight, eps, get.case)
+        self._proj = Linear(get("side.proj"), get.case)
+        # float32 [rows, layers, width]: valid until the next step
+        self._inputs = torch.empty(rows, table.columns // width, width, device=get.case.device)
+        get.count("staging", self._inputs.nbytes)
+
+    def prepare(self, tokens: torch.Tensor, embedded: torch.Tensor) -> None:
+        """Make the inputs of a step from its tokens and the stream before the first layer."""
+        inputs = self._inputs[: len(tokens)]
+        self._table(tokens, inputs.flatten(1))
+        projected = self._proj(embedded).mul_(embedded.shape[1] ** -0.5)
+        inputs.add_(self._norm(projected.view(inputs.shape))).mul_(0.5**0.5)
+
+    def of(self, layer: int, rows: int) -> torch.Tensor:
+        """Return one layer's inputs `[rows, width]`."""
+        return self._inputs[:rows, layer]
+
+
+class SidePart:
+    """The part of a layer that reads its side inputs, gated by the residual stream."""
+
+    def __init__(self, inputs: SideInputs, layer: int, get: WeightSource, eps: float) -> None:
+        self._inputs = inputs
+        self._layer = layer
+        self._gate = Linear(get("side.gate"), get.case)
+        self._proj = Linear(get("side.proj"), get.case)
+        self._norm = RmsNorm(get.norm("side.norm"), eps, get.case)
+        self._activate: GatedActivation = pick("gated_activation", get.case).run
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the part's output for rows of the residual stream."""
+        inputs = self._inputs.of(self._layer, len(x))
+        return self._norm(self._proj(self._activate(self._gate(x), inputs, "gelu")))

@@ -1,0 +1,1 @@
+"""Checkpoints with random weights, real in shapes, types, settings and tokenizers."""

@@ -1,0 +1,38 @@
+"""BesideExperts: a dense part and routed experts that read the same residual stream."""
+
+import torch
+
+from headroom.layers.block import Ffn
+from headroom.layers.config import ExpertsConfig
+from headroom.layers.norm import RmsNorm
+from headroom.layers.weights import WeightSource
+from headroom.moe.experts_ffn import RoutedExperts
+from headroom.moe.router import Router
+
+
+class BesideExperts:
+    """The sum of a dense part and of routed experts, each with norms of its own."""
+
+    def __init__(
+        self,
+        dense: Ffn,  # with its norms
+        config: ExpertsConfig,
+        get: WeightSource,
+        eps: float,
+        counts: torch.Tensor,  # this layer's row of RoutingStats
+        scratch: torch.Tensor,  # of the stage; layers use it one after another
+    ) -> None:
+        self._dense = dense
+        # What the router's scale and the root of the width do is a norm's weight.
+        scale = get.vector("ffn.router_scale")
+        self._router_norm = RmsNorm(scale.mul_(len(scale) ** -0.5), eps, get.case)
+        self._router = Router(config, get, counts)
+        self._before = RmsNorm(get.norm("ffn.experts_norm"), eps, get.case)
+        self._experts = RoutedExperts(config, get, scratch)
+        self._after = RmsNorm(get.norm("ffn.experts_post_norm"), eps, get.case)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum for rows of the residual stream, which the router sees as they are."""
+        ids, weights = self._router(self._router_norm(x))
+        routed = self._after(self._experts(self._before(x), ids, weights))
+        return routed.add_(self._dense(x))

@@ -1,0 +1,19 @@
+"""From a GGUF vocabulary to the tokenizer.json that stands beside safetensors."""
+
+from tokenizers import decoders
+
+from headroom.formats.metadata import Vocabulary
+from headroom.text.spelling import BLANK_MARK, Spelling
+from headroom.text.vocabulary_coder import build_coder, spelling_of
+
+
+def tokenizer_file(vocabulary: Vocabulary) -> str:
+    """Return the text of a tokenizer.json that reads and writes as the vocabulary does."""
+    tokens = list(vocabulary.tokens)
+    coder = build_coder(vocabulary, tokens, blank_prefix=False)
+    if spelling_of(vocabulary) is Spelling.BYTE_LEVEL:
+        coder.decoder = decoders.ByteLevel()
+    else:
+        steps = [decoders.Replace(BLANK_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+        coder.decoder = decoders.Sequence(steps)
+    return coder.to_str(pretty=False)

@@ -1,0 +1,148 @@
+"""Compares whole models on the GPU with the plain kernels of the CPU, and times them with --bench."""
+
+import argparse
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from headroom.cli.main import app
+from headroom.engine.batching import make_batch
+from headroom.engine.request import GenerationRequest, SamplingParams
+from headroom.engine.scheduler import Turn
+from headroom.engine.sequence import Sequence
+from headroom.formats.checkpoint import open_checkpoint
+from headroom.memory.devices import detect_devices
+from headroom.memory.plan import make_plan
+from headroom.models.describe import describe
+from headroom.options import Options
+from headroom.split.launch import start_pipeline
+
+
+def synth(family: str, out: Path, *more: str) -> Path:
+    if not out.exists():
+        started = time.perf_counter()
+        app(["synth", family, str(out), *more], standalone_mode=False)
+        print(f"synth {out.name} {out.stat().st_size / 1e9:.2f} GB in {time.perf_counter() - started:.1f} s")
+    return out
+
+
+def open_pipeline(path: Path, **settings):
+    model = describe(open_checkpoint(path))
+    options = Options(model=str(path), **settings)
+    plan = make_plan([model.shape], detect_devices(options), options)
+    return start_pipeline(plan, model), plan
+
+
+def sequence(tokens, pages, slot=0):
+    request = GenerationRequest(id=str(slot), prompt=tuple(tokens), params=SamplingParams(prompt_logprobs=True), stop_ids=frozenset())
+    return Sequence(request, lambda event: None, limit=10**6, order=0, pages=list(pages), slot=slot)
+
+
+def all_logits(pipeline, tokens, pieces):
+    running, found = sequence(tokens, range(8)), []
+    with torch.inference_mode():
+        for rows in pieces:
+            hidden = pipeline.forward(make_batch([Turn(running, rows)], 64))
+            for first in range(0, len(hidden), 16):
+                found.append(pipeline.logits(hidden[first : first + 16]).clone())
+            running.cached += rows
+    return torch.cat(found)
+
+
+def compare(name: str, path: Path) -> None:
+    torch.manual_seed(1)
+    settings = {"context": 512, "parallel": 4, "chunk": 256}
+    cpu, _ = open_pipeline(path, device="cpu", dtype="f32", kv_type="f32", **settings)
+    tokens = torch.randint(0, min(cpu.vocab, 1000), (100,)).tolist()
+    wanted = all_logits(cpu, tokens, [100])
+    gpu, _ = open_pipeline(path, device="cuda:0", **settings)
+    for label, pieces in (("prefill", [100]), ("chunks", [40, 3, 57]), ("decode", [60] + [1] * 40), ("few", [20, 12, 30, 1, 7, 30])):
+        try:
+            found = all_logits(gpu, tokens, pieces)
+            error = float((found - wanted).norm() / wanted.norm())
+            same = float((found.argmax(1) == wanted.argmax(1)).float().mean())
+            print(f"{'PASS' if error < 0.1 else 'FAIL'} {name} {label}: error {error:.1e}, same best {same:.2f}", flush=True)
+        except Exception:
+            print(f"FAIL {name} {label}")
+            traceback.print_exc(limit=6)
+
+
+def bench(name: str, path: Path) -> None:
+    started = time.perf_counter()
+    pipeline, plan = open_pipeline(path, device="cuda:0", context=20480, parallel=16, chunk=2048)
+    print(f"BENCH {name} loaded in {time.perf_counter() - started:.1f} s, {torch.cuda.memory_allocated() / 1e9:.2f} GB", flush=True)
+    pages = plan.settings.sequence_pages
+    with torch.inference_mode():
+        for rows in (512, 2048):
+            for round in range(3):
+                running = sequence([5 + i % 900 for i in range(rows)], range(pages))
+                running.request.params.__class__
+                torch.cuda.synchronize(); started = time.perf_counter()
+                hidden = pipeline.forward(make_batch([Turn(running, rows)], 64))
+                torch.cuda.synchronize()
+            print(f"BENCH {name} prefill {rows}: {rows / (time.perf_counter() - started):.0f} tok/s", flush=True)
+        for batch in (1, 4, 8, 16):
+            for context in (20, 16384):
+                turns = []
+                for slot in range(batch):
+                    one = sequence([7] * (context + 2), range(slot * 8, slot * 8 + pages) if False else range(pages), slot)
+                    one.cached = context
+                    one.tokens = one.tokens[: context + 1]
+                    turns.append(Turn(one, 1))
+                step = make_batch(turns, 64)
+                for _ in range(3):
+                    pipeline.forward(step)
+                torch.cuda.synchronize(); started = time.perf_counter()
+                for _ in range(30):
+                    pipeline.forward(step)
+                torch.cuda.synchronize()
+                seconds = (time.perf_counter() - started) / 30
+                print(f"BENCH {name} decode batch {batch} context {context}: {batch / seconds:.0f} tok/s ({seconds * 1e3:.2f} ms)", flush=True)
+        running = sequence([7] * 40, range(pages))
+        running.cached = 20
+        step = make_batch([Turn(running, 16)], 64)
+        for _ in range(3):
+            pipeline.forward(step)
+        torch.cuda.synchronize(); started = time.perf_counter()
+        for _ in range(20):
+            pipeline.forward(step)
+        torch.cuda.synchronize()
+        print(f"BENCH {name} one step of 16 rows: {(time.perf_counter() - started) / 20 * 1e3:.2f} ms", flush=True)
+    from torch.profiler import ProfilerActivity, profile
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CUDA]) as seen:
+        one = sequence([7] * 30, range(pages)); one.cached = 20; one.tokens = one.tokens[:21]
+        pipeline.forward(make_batch([Turn(one, 1)], 64)); torch.cuda.synchronize()
+    print(seen.key_averages().table(sort_by="cuda_time_total", row_limit=22, max_name_column_width=50))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--bench", default="")
+    parser.add_argument("--folder", default="/tmp")
+    given = parser.parse_args()
+    folder = Path(given.folder)
+    if given.bench:
+        family = "qwen35" if given.bench == "27b" else "qwen35moe"
+        size = "qwen3.5-27b" if given.bench == "27b" else "qwen3.5-35b-a3b"
+        bench(given.bench, synth(family, folder / f"{given.bench}.gguf", "--size", size, "--quant", "Q4_K_M"))
+        return
+    for name, family, more in (
+        ("llama", "llama", ["--quant", "Q8_0"]),
+        ("qwen3", "qwen3", ["--quant", "Q4_K_M"]),
+        ("qwen3moe", "qwen3moe", ["--quant", "Q4_K_M"]),
+        ("laguna", "laguna", ["--quant", "Q8_0"]),
+        ("27b-4", "qwen35", ["--size", "qwen3.5-27b", "--layers", "4", "--quant", "Q4_K_M"]),
+        ("35b-4", "qwen35moe", ["--size", "qwen3.5-35b-a3b", "--layers", "4", "--quant", "Q4_K_M"]),
+    ):
+        try:
+            compare(name, synth(family, folder / f"{name}.gguf", *more))
+        except Exception:
+            print("FAIL", name)
+            traceback.print_exc(limit=8)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

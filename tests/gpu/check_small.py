@@ -1,0 +1,158 @@
+"""Compares a GPU's small operations with plain torch on the CPU, and times them with --bench."""
+
+import sys
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from headroom.formats.quants import BY_NAME
+from headroom.kernels.cuda import small
+from headroom.kernels.reference import norms
+from headroom.kernels.reference.dequant import dequantise
+from headroom.kernels.weight import PLAIN_TYPES, Weight
+from tests.gpu.timing import time_us
+
+TYPES = (
+    *("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"),
+    *("q4_k", "q5_k", "q6_k", "iq4_nl", "mxfp4"),
+)
+
+
+def report(name: str, error: float, limit: float) -> None:
+    print(f"{'PASS' if error <= limit else 'FAIL'} {name}: {error:.2e} (limit {limit:.0e})")
+
+
+def attempt(run: Callable[..., None], *args: object) -> None:
+    try:
+        run(*args)
+        torch.cuda.synchronize()
+    except Exception:
+        print("FAIL", run.__name__, args)
+        traceback.print_exc(limit=4)
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.cpu().double() - expected.double()).abs().max() / expected.abs().max())
+
+
+def check_norm(rows: int, width: int) -> None:
+    wide = torch.randn(rows, width + 8) * 5
+    x, residual, weight = wide[:, :width], torch.randn(rows, width), torch.randn(width)
+    device = wide.cuda()[:, :width], residual.cuda(), weight.cuda()
+    expected = norms.rms_norm(x.double(), weight.double(), 1e-6)
+    found = small.rms_norm(device[0], device[2], 1e-6)
+    report(f"rms_norm {rows}x{width}", difference(found, expected), 1e-6)
+    kept, out = residual.cuda(), torch.empty(rows, width, device="cuda")
+    small.add_norm(kept, device[0], device[2], 1e-6, out)
+    expected = norms.rms_norm((residual + x).double(), weight.double(), 1e-6)
+    report(f"add_norm {rows}x{width}", difference(out, expected), 1e-6)
+    report("  residual", difference(kept, residual + x), 0)
+    small.norm_add(kept, device[0], device[2], 1e-6)
+    expected = residual + x + norms.rms_norm(x, weight, 1e-6)
+    report(f"norm_add {rows}x{width}", difference(kept, expected), 2e-6)
+
+
+def check_heads() -> None:
+    x, weight = torch.randn(7, 6, 128), torch.randn(128)
+    found = small.rms_norm(x.cuda(), weight.cuda(), 1e-6)
+    report("rms_norm of heads", difference(found, norms.rms_norm(x, weight, 1e-6)), 1e-6)
+
+
+def check_gated(activation: str) -> None:
+    both = torch.randn(5, 2 * 771) * 4
+    device = both.cuda()
+    found = small.gated_activation(device[:, :771], device[:, 771:], activation)
+    expected = norms.gated_activation(both[:, :771].double(), both[:, 771:].double(), activation)
+    report(f"gated {activation}", difference(found, expected), 1e-6)
+
+
+def random_table(kind: str, rows: int, columns: int) -> Weight:
+    quant = BY_NAME[kind]
+    if kind in PLAIN_TYPES:
+        return Weight(torch.randn(rows, columns).to(PLAIN_TYPES[kind]), quant, rows, columns)
+    blocks = columns // quant.block
+    data = torch.randint(0, 256, (rows, blocks, quant.block_bytes), dtype=torch.uint8)
+    halves = (torch.rand(rows, blocks, 2) + 0.01).half().view(torch.uint8).view(rows, blocks, 4)
+    if kind == "q6_k":
+        data[..., 208:] = halves[..., :2]
+    elif kind != "mxfp4":
+        data[..., :2] = halves[..., :2]
+        if kind in ("q4_1", "q5_1", "q4_k", "q5_k"):
+            data[..., 2:4] = halves[..., 2:]
+    return Weight(data.flatten(1), quant, rows, columns)
+
+
+def check_embed(kind: str, columns: int, pinned: bool) -> None:
+    table = random_table(kind, 50, columns)
+    ids = torch.tensor([0, 49, 7, 7, 31])
+    data = table.data[ids]
+    plain = data.float() if kind in PLAIN_TYPES else dequantise(data, table.quant, columns)
+    placed = table.data.pin_memory() if pinned else table.data.cuda()
+    out = torch.empty(5, columns, device="cuda")
+    small.embed(ids.cuda(), Weight(placed, table.quant, 50, columns), out)
+    other = int((out.cpu() != plain).sum())
+    report(f"embed {kind} x{columns} pinned={pinned}, values other than plain", other, 0)
+
+
+def check_rope_tables() -> None:
+    positions = torch.tensor([0, 1, 77, 4096, 131071, 262143], dtype=torch.int32)
+    frequency = 1.0 / 1e7 ** (torch.arange(0, 64, 2) / 64)
+    out = torch.empty(6, 32, device="cuda"), torch.empty(6, 32, device="cuda")
+    small.rope_tables(positions.cuda(), frequency.cuda(), 1.25, out)
+    angles = positions[:, None].float() * frequency
+    report("rope cos", difference(out[0], angles.cos() * 1.25), 3e-7)
+    report("rope sin", difference(out[1], angles.sin() * 1.25), 3e-7)
+
+
+def check_argmax(rows: int, width: int) -> None:
+    x = torch.randn(rows, width).round(decimals=1)
+    x[0] = -0.0
+    x[0, width // 2] = 0.0
+    found = small.argmax(x.cuda()).cpu()
+    expected = torch.from_numpy(x.numpy().argmax(1))
+    report(f"argmax {rows}x{width}", float((found != expected).sum()), 0)
+
+
+def bench() -> None:
+    for rows, width in ((1, 5120), (16, 5120), (1, 2048), (2048, 5120)):
+        x = torch.randn(rows, width, device="cuda")
+        weight, out = torch.randn(width, device="cuda"), torch.empty(rows, width, device="cuda")
+        us = time_us([lambda a=x, w=weight, o=out: small.add_norm(a, a, w, 1e-6, o)] * 20)
+        print(f"BENCH add_norm {rows}x{width}: {us:.1f} us {rows * width * 16 / us / 1e3:.0f} GB/s")
+    for rows in (1, 16):
+        logits = [torch.randn(rows, 248320, device="cuda") for _ in range(80 // rows)]
+        out = torch.empty(rows, dtype=torch.int64, device="cuda")
+        us = time_us([lambda x=x, o=out: small.argmax(x, o) for x in logits])
+        print(f"BENCH argmax {rows}x248320: {us:.1f} us {rows * 248320 * 4 / us / 1e3:.0f} GB/s")
+    table = random_table("q4_k", 1000, 5120)
+    placed = Weight(table.data.pin_memory(), table.quant, 1000, 5120)
+    ids, out = torch.tensor([5], device="cuda"), torch.empty(1, 5120, device="cuda")
+    us = time_us([lambda: small.embed(ids, placed, out)] * 20)
+    print(f"BENCH embed from the host: {us:.1f} us")
+    for rows, width in ((1, 17408), (2048, 17408)):
+        both, out = torch.randn(rows, 2 * width, device="cuda"), torch.empty(rows, width).cuda()
+        turn = lambda b=both, o=out, w=width: small.gated_activation(b[:, :w], b[:, w:], "silu", o)  # noqa: E731
+        us = time_us([turn] * 5)
+        print(f"BENCH gated {rows}x{width}: {us:.1f} us {rows * width * 12 / us / 1e3:.0f} GB/s")
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for rows, width in ((1, 64), (3, 2048), (17, 5120), (2, 100)):
+        attempt(check_norm, rows, width)
+    attempt(check_heads)
+    attempt(check_gated, "silu")
+    attempt(check_gated, "gelu")
+    for kind in TYPES:
+        for columns, pinned in ((256, False), (2304, False), (5120, True)):
+            attempt(check_embed, kind, columns, pinned)
+    attempt(check_rope_tables)
+    for rows, width in ((1, 248320), (5, 1000), (3, 7)):
+        attempt(check_argmax, rows, width)
+    if "--bench" in sys.argv:
+        attempt(bench)
+
+
+if __name__ == "__main__":
+    main()

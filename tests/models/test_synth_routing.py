@@ -1,0 +1,61 @@
+"""Skewed routing: hot experts really take the wished share, by what transformers computes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from headroom.errors import OptionError
+from headroom.models.synth.recipe import Recipe, cut, find_recipe
+from headroom.models.synth.routing import make_skew
+from headroom.models.synth.values import Source
+from headroom.models.synth.write import write_safetensors
+from headroom.text.tokenizer_file import tokenizer_file
+
+HOT = 0.5  # of the experts
+
+
+def wide(family: str) -> Recipe:
+    """A model with room for the beacon beside the channels of tokens."""
+    recipe = find_recipe(family, "tiny")
+    dims = cut(recipe.dims, 4) if recipe.dims.layers > 4 else recipe.dims
+    return replace(recipe, dims=replace(dims, hidden=1024, expert_ffn=64))
+
+
+def hot_share(source: Source, folder: Path) -> float:
+    """The share of choices that hot experts take over random tokens, in all layers."""
+    write_safetensors(source, folder, "bf16", tokenizer_file)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    dims, chosen = source.recipe.dims, []
+
+    def look(_: object, __: object, output: tuple[torch.Tensor, ...]) -> None:
+        # What a router returns last are the experts of each token.
+        chosen.append(output[-1])
+
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(look)
+    with torch.no_grad():
+        model(input_ids=torch.randint(0, dims.vocab, (1, 200)))
+    assert chosen[0].shape == (200, dims.experts_used)
+    return float((torch.cat(chosen) < round(HOT * dims.experts)).float().mean())
+
+
+@pytest.mark.parametrize("family", ["qwen3moe", "qwen35moe", "laguna"])
+def test_hot_experts_take_the_wished_share(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    recipe = wide(family)
+    assert hot_share(Source(recipe, 1), tmp_path / "plain") == pytest.approx(HOT, abs=0.07)
+    skewed = Source(recipe, 1, make_skew(recipe, 0.8, HOT))
+    assert hot_share(skewed, tmp_path / "skewed") == pytest.approx(0.8, abs=0.05)
+
+
+def test_a_skew_that_cannot_be_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"--routing-skew does not work for llama."):
+        make_skew(find_recipe("llama", "tiny"), 0.8, 0.6)
+    with pytest.raises(OptionError, match=r"0.8 of the choices cannot go to 2 of 16 experts."):
+        make_skew(wide("qwen3moe"), 0.8, 0.1)
+    with pytest.raises(OptionError, match="needs a model that is 512 wide at least"):
+        make_skew(find_recipe("qwen3moe", "tiny"), 0.8, 0.6)
