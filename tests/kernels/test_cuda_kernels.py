@@ -33,6 +33,11 @@ def test_delta_net_row_after_row_agrees_with_the_reference(columns: int) -> None
     assert check_delta_net.check(Shape(4, 2, columns == 64), spans, 8, columns)
 
 
+@pytest.mark.parametrize(("rows", "heads"), [(9, 2), (3, 3)])
+def test_gated_norms_are_rounded_as_other_rows_are(rows: int, heads: int) -> None:
+    assert check_delta_net.check_rounded(rows, heads)
+
+
 @pytest.mark.parametrize("processors", [132, 1])  # narrow blocks and wide ones
 def test_delta_net_in_chunks_agrees_with_the_reference(
     on_the_cpu: SimpleNamespace, processors: int
