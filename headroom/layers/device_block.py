@@ -19,7 +19,14 @@ from headroom.layers.batch import Batch
 from headroom.layers.cache import KvPages
 from headroom.layers.config import AttentionConfig, DeltaNetConfig, FfnConfig
 from headroom.layers.delta_net import small_weights
-from headroom.layers.device_rows import few_rows, gated_rows, normed_rows, plain_rows, stack
+from headroom.layers.device_rows import (
+    DeviceRows,
+    few_rows,
+    gated_rows,
+    normed_rows,
+    plain_rows,
+    stack,
+)
 from headroom.layers.rope import rope_tables
 from headroom.layers.weights import WeightSource
 
@@ -167,12 +174,14 @@ class DeviceDelta:
         rows = (qkv, beta, alpha)
         if few_rows(len(x)):
             tables = batch.tables[0]
-            mixed = delta_net.step(rows, self._weights, self._state, tables, gate)
+            mixed = delta_net.step(rows, self._weights, self._state, tables)
+            answers = DeviceRows(len(x), few=delta_net.gated_norm_rounded(mixed, gate))
         else:
             spans = batch.shared("span tables", lambda: span_tables(batch.spans, len(x), x.device))
             mixed = delta_net.prefill(rows, self._weights, self._state, spans)
             mixed = delta_net.gated_norm(mixed, gate.gate, gate.weight, gate.eps)
-        self._out(plain_rows(mixed.view(len(x), -1)), add=x)
+            answers = plain_rows(mixed.view(len(x), -1))
+        self._out(answers, add=x)
 
 
 class DeviceMlp:

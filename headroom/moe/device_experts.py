@@ -56,10 +56,9 @@ class DeviceExperts:
         )
         activation = self._config.activation
         if rows.few is not None:
-            out = cuda_experts.few_rows(rows.few, ids, weights, self._table, activation, others)
+            cuda_experts.few_rows(rows.few, ids, weights, self._table, activation, others, x)
         else:
-            out = cuda_experts.many_rows(normed, ids, weights, self._table, activation, others)
-        x.copy_(out)
+            cuda_experts.many_rows(normed, ids, weights, self._table, activation, others, x)
 
     def _shared_answers(self, rows: DeviceRows) -> torch.Tensor | None:
         if self._shared is None:

@@ -3,11 +3,13 @@
 import sys
 import traceback
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from headroom.kernels.cuda import delta_net as fast
 from headroom.kernels.cuda.chunks import SpanTables, span_tables
+from headroom.kernels.cuda.matmul import quantise
 from headroom.kernels.ops import DeltaNetWeights, RecurrentState, Span
 from headroom.kernels.reference import delta_net as plain
 from tests.gpu.timing import time_us
@@ -78,12 +80,10 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def check(
     shape: Shape, spans: tuple[Span, ...], rows: int, columns: int = 0, how: str = "step"
-) -> None:
+) -> bool:
     """One step with gaps of padding against the plain kernel, answers and states."""
     weights, state, inputs = make_weights(shape), make_state(shape, 6), make_rows(shape, rows)
-    mine = RecurrentState(
-        state.memory.to(DEVICE, copy=True), state.inputs.to(DEVICE, copy=True)
-    )
+    mine = RecurrentState(state.memory.to(DEVICE, copy=True), state.inputs.to(DEVICE, copy=True))
     wanted = plain.delta_net(*inputs, weights, state, spans)
     own = torch.zeros(rows, dtype=torch.bool)
     for span in spans:
@@ -93,8 +93,9 @@ def check(
     gate, norm = torch.randn(rows, shape.heads, DIM), torch.randn(DIM)
     if how == "prefill":
         found = fast.prefill(packed, to_device(weights), mine, tables)
-        wanted, found = plain.gated_norm(wanted, gate, norm, 1e-6), fast.gated_norm(
-            found, gate.to(DEVICE), norm.to(DEVICE), 1e-6
+        wanted, found = (
+            plain.gated_norm(wanted, gate, norm, 1e-6),
+            fast.gated_norm(found, gate.to(DEVICE), norm.to(DEVICE), 1e-6),
         )
     elif how == "plain prefill":
         convolved = fast._convolve(
@@ -114,6 +115,34 @@ def check(
     text = " ".join(f"{e:.1e}" for e in errors)
     lengths = [(span.start, span.rows) for span in spans]
     print(f"{'PASS' if good else 'FAIL'} {how} {columns} {shape} {lengths}: {text}", flush=True)
+    return good
+
+
+def check_rounded(rows: int, heads: int) -> bool:
+    """The norm that rounds to 8 bits against the plain norm, then rounded."""
+    x, gate, norm = (
+        torch.randn(*size) for size in ((rows, heads, DIM), (rows, heads, DIM), (DIM,))
+    )
+    output = fast.OutputGate(gate.to(DEVICE), norm.to(DEVICE), 1e-6)
+    wanted = quantise(plain.gated_norm(x, gate, norm, 1e-6).flatten(1).to(DEVICE))
+    found = fast.gated_norm_rounded(x.to(DEVICE), output)
+    # Beside the last rows there is room that nothing fills.
+    own = torch.arange(-(-rows // 8) * 8, device=DEVICE) < rows
+    errors = []
+    for name in ("scales", "sums", "halves"):
+        mine, its = (
+            getattr(it, name).view(len(own) // 8, -1, 8).transpose(1, 2).flatten(0, 1)[own].cpu()
+            for it in (found, wanted)
+        )
+        errors.append(error(mine, its))
+    off = (found.values.view(torch.int8).int() - wanted.values.view(torch.int8).int()).abs()
+    share = float((off > 0).float().mean())
+    good = max(errors) < 1e-3 and int(off.max()) <= 1 and share < 1e-3
+    good = good and found.records == wanted.records
+    print(
+        f"{'PASS' if good else 'FAIL'} rounded norm {rows} x {heads}: {share:.1e} {max(errors):.1e}"
+    )
+    return good
 
 
 def span(first: int, rows: int, start: int, slot: int) -> Span:
@@ -130,7 +159,9 @@ def cases(small: bool) -> list[tuple[object, ...]]:
     for shape in shapes:
         for columns in (16, 32, 64, 128):
             found.append((shape, (span(0, 1, 0, 2),), 1, columns))
-            found.append((shape, (span(0, 1, 7, 4), span(1, 5, 2, 1), span(6, 2, 0, 0)), 10, columns))
+            found.append(
+                (shape, (span(0, 1, 7, 4), span(1, 5, 2, 1), span(6, 2, 0, 0)), 10, columns)
+            )
         prefills = [
             ((span(0, 64, 0, 1),), 64),
             ((span(0, 150, 3, 1),), 150),
@@ -152,28 +183,42 @@ def bench(name: str, shape: Shape) -> None:
         torch.randn(slots, 3, shape.channels, device=DEVICE),
     )
     for sequences, rows in ((1, 1), (1, 4), (1, 16), (4, 1), (8, 1)):
-        inputs = tuple(x.to(DEVICE) for x in make_rows(shape, sequences * rows))
-        gate = torch.randn(sequences * rows, shape.heads, DIM, device=DEVICE)
-        output = fast.OutputGate(gate, torch.ones(DIM, device=DEVICE), 1e-6)
-        tables = [_tables(sequences, rows, turn * sequences % 32) for turn in range(8)]
         for columns in (16, 32, 64, 128):
-            took = time_us(
-                [
-                    lambda t=t, c=columns: fast.step(inputs, weights, state, t, output, c)  # type: ignore[misc]
-                    for t in tables
-                ]
-            )
-            moved = sequences * shape.heads * DIM * DIM * 8
-            print(f"BENCH {name} {sequences} x {rows} rows, {columns} columns: {took:.1f} us {moved / took / 1e3:.0f} GB/s")
+            bench_step(name, shape, weights, state, (sequences, rows, columns))
     for rows in (256, 2048):
         inputs = tuple(x.to(DEVICE) for x in make_rows(shape, rows))
         table = span_tables((span(0, rows, 0, 0),), rows, torch.device(DEVICE))
-        took = time_us([lambda i=inputs, t=table: fast.prefill(i, weights, state, t)])  # type: ignore[misc]
-        print(f"BENCH {name} prefill of {rows} rows: {took:.0f} us")
-        convolve = time_us(
-            [lambda i=inputs, t=table: fast._convolve(i, weights, state, t, fast._constants(weights))]  # type: ignore[misc]
+        constants = fast._constants(weights)
+        took = time_us([partial(fast.prefill, inputs, weights, state, table)])
+        convolve = time_us([partial(fast._convolve, inputs, weights, state, table, constants)])
+        print(
+            f"BENCH {name} prefill {rows} rows: {took:.0f} us, {convolve:.0f} of them convolution"
         )
-        print(f"BENCH {name} its convolution: {convolve:.0f} us")
+
+
+def bench_step(
+    name: str,
+    shape: Shape,
+    weights: DeltaNetWeights,
+    state: RecurrentState,
+    sizes: tuple[int, int, int],
+) -> None:
+    """The time of a step of some sequences with some rows each, by columns of a block."""
+    sequences, rows, columns = sizes
+    inputs = tuple(x.to(DEVICE) for x in make_rows(shape, sequences * rows))
+    gate = torch.randn(sequences * rows, shape.heads, DIM, device=DEVICE)
+    output = fast.OutputGate(gate, torch.ones(DIM, device=DEVICE), 1e-6)
+    tables = [_tables(sequences, rows, turn * sequences % 32) for turn in range(32)]
+
+    def layer(table: SpanTables) -> None:
+        answers = fast.step(inputs, weights, state, table, columns=columns)
+        fast.gated_norm_rounded(answers, output)
+
+    took = time_us([partial(layer, table) for table in tables])
+    moved = sequences * shape.heads * DIM * DIM * 8  # each state read and written once
+    speed = moved / took / 1e3
+    what = f"{sequences} x {rows} rows, {columns} columns"
+    print(f"BENCH {name} {what}: {took:.1f} us {speed:.0f} GB/s")
 
 
 def _tables(sequences: int, rows: int, slot: int) -> SpanTables:
@@ -189,6 +234,12 @@ def main() -> None:
             check(*case)  # type: ignore[arg-type]
         except Exception:
             print("FAIL", case)
+            traceback.print_exc(limit=4)
+    for rows, heads in ((1, 48), (9, 32), (3, 5)):
+        try:
+            check_rounded(rows, heads)
+        except Exception:
+            print("FAIL rounded norm", rows, heads)
             traceback.print_exc(limit=4)
     if "--bench" in sys.argv:
         bench("27B", Shape(48, 16, False))

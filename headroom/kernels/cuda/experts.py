@@ -94,10 +94,11 @@ def few_rows(
     table: ExpertTiles,
     activation: str,
     others: Others = NO_OTHERS,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of each row's experts, for rows rounded in groups of GROUP.
 
-    Picks with a negative id are passed over.
+    Picks with a negative id are passed over. `out` may be the residual itself.
     """
     (rows, used), device = ids.shape, ids.device
     constants = _constants(table, activation)
@@ -112,7 +113,8 @@ def few_rows(
             *(values, scales, records),
         ),
     )
-    out = torch.empty(rows, table.hidden, device=device)
+    if out is None:
+        out = torch.empty(rows, table.hidden, device=device)
     compile_kernel("experts.cu", "down", constants)(
         (_up(table.hidden, TILE_ROWS), rows),
         (WARPS * 32,),
@@ -131,6 +133,7 @@ def many_rows(
     table: ExpertTiles,
     activation: str,
     others: Others = NO_OTHERS,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the same for many rows: each expert unpacked once for the rows that chose it."""
     (rows, used), width, hidden = ids.shape, table.width, table.hidden
@@ -148,7 +151,8 @@ def many_rows(
     plain = plain.flatten()[: count * hidden * width].view(count, hidden, width)
     _unpack(table, 2, plain, picks.ends)
     answers = grouped_product(inner, plain, picks.ends)
-    out = torch.empty(rows, hidden, device=x.device)
+    if out is None:
+        out = torch.empty(rows, hidden, device=x.device)
     compile_kernel("experts.cu", "combine", constants)(
         (rows,),
         (256,),

@@ -1,0 +1,192 @@
+"""Compares routed experts of a GPU with the plain ones, and times them with --bench."""
+
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from headroom.formats.quants import BY_NAME
+from headroom.kernels.cuda import experts as fast
+from headroom.kernels.cuda.matmul import quantise
+from headroom.kernels.cuda.pack import pack_tiles, tile_bytes
+from headroom.kernels.ops import ExpertTable
+from headroom.kernels.reference.dequant import dequantise
+from tests.gpu.check_matmul import random_weight
+from tests.gpu.timing import time_us
+
+DEVICE = "cuda"
+Kinds = tuple[str, str, str]
+
+
+def make_table(kinds: Kinds, experts: int, width: int, hidden: int) -> ExpertTable:
+    """Random packed experts."""
+    shapes = ((width, hidden), (width, hidden), (hidden, width))
+    return ExpertTable(
+        *(
+            tuple(random_weight(kind, *shape) for _ in range(experts))
+            for kind, shape in zip(kinds, shapes, strict=True)
+        )
+    )
+
+
+def to_tiles(table: ExpertTable) -> fast.ExpertTiles:
+    """What `prepare` gives, without a GPU too."""
+    if DEVICE == "cuda":
+        return fast.prepare(table)
+    pieces = [
+        torch.stack([pack_tiles(w.data, w.quant, w.columns) for w in part]) for part in table.parts
+    ]
+    addresses = [[row.data_ptr() for row in piece] for piece in pieces]
+    gate = table.gate[0]
+    assert pieces[0].shape[1] == tile_bytes(gate.quant, gate.rows, gate.columns)
+    where = torch.tensor(addresses).T.contiguous()
+    return fast.ExpertTiles(where, table.kinds, gate.rows, gate.columns, 0, tuple(pieces))
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """Values as whole steps of 1/127 of the largest of their 32, as the kernels round them."""
+    blocks = x.double().view(-1, 32)
+    scale = (blocks.abs().amax(1, keepdim=True) / 127).clamp(min=1e-30)
+    return ((blocks / scale).round() * scale).view(x.shape)
+
+
+def exactly(x: torch.Tensor) -> torch.Tensor:
+    """Values as they are."""
+    return x.double()
+
+
+def wanted_sum(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    table: ExpertTable,
+    activation: str,
+    taken: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """The sum in float64, each pick by itself; negative ids give nothing."""
+    x, ids, weights = inputs
+    real = [
+        [dequantise(w.data, w.quant, w.columns).view(w.rows, w.columns).double() for w in part]
+        for part in table.parts
+    ]
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for row in range(len(x)):
+        for expert, weight in zip(ids[row].tolist(), weights[row].tolist(), strict=True):
+            if expert < 0:
+                continue
+            gate, up = (real[part][expert] @ taken(x[row]) for part in range(2))
+            act = torch.nn.functional.silu(gate)
+            if activation == "gelu":
+                act = torch.nn.functional.gelu(gate, approximate="tanh")
+            out[row] += weight * (real[2][expert] @ taken(act * up))
+    return out
+
+
+def check(kinds: Kinds, sizes: tuple[int, int, int], rows: int, used: int, activation: str) -> bool:
+    """One layer with missing picks, a residual and a shared expert."""
+    experts, width, hidden = sizes
+    table = make_table(kinds, experts, width, hidden)
+    ids = torch.stack([torch.randperm(experts)[:used] for _ in range(rows)]).int()
+    ids[torch.rand(ids.shape) < 0.1] = -1
+    inputs = torch.randn(rows, hidden) * 0.3, ids, torch.rand(rows, used)
+    wanted = wanted_sum(inputs, table, activation, exactly)
+    in_bytes = wanted_sum(inputs, table, activation, rounded)
+    scale = float(wanted.norm() / (rows * hidden) ** 0.5)
+    residual, shared = (torch.randn(rows, hidden) * scale for _ in range(2))
+    logits = torch.randn(rows, 3)
+    more = residual + shared * logits[:, 2:].sigmoid()
+    tiles = to_tiles(table)
+    moved = tuple(t.to(DEVICE) for t in inputs)
+    others = fast.Others(residual.to(DEVICE), shared.to(DEVICE), logits.to(DEVICE)[:, 2:])
+
+    def distance(found: torch.Tensor, from_: torch.Tensor) -> float:
+        apart = float((found.cpu() - from_).norm() / wanted.norm())
+        return apart if apart == apart else float("inf")
+
+    errors = [
+        distance(fast.many_rows(*moved, tiles, activation, others), wanted + more),
+        distance(fast.experts(*moved, tiles, activation, "bf16"), wanted),
+    ]
+    good = errors[0] < 0.015 and errors[1] < 0.05
+    if rows <= 32:
+        few = fast.few_rows(quantise(moved[0]), *moved[1:], tiles, activation, others)
+        errors.append(distance(few, in_bytes + more))
+        # A product may lie so near to the middle of two bytes that it is rounded to the other.
+        good = good and errors[2] < 0.002
+    text = " ".join(f"{e:.1e}" for e in errors)
+    case = f"{kinds} {sizes} x{rows} used {used} {activation}"
+    print(f"{'PASS' if good else 'FAIL'} {case}: {text}", flush=True)
+    return good
+
+
+def bench(name: str, kinds: Kinds, sizes: tuple[int, int, int], used: int) -> None:
+    """Times of a layer whose experts no cache holds."""
+    count, width, hidden = sizes
+    shapes = ((width, hidden), (width, hidden), (hidden, width))
+    pieces, addresses = [], []
+    for kind, shape in zip(kinds, shapes, strict=True):
+        one = random_weight(kind, *shape)
+        packed = pack_tiles(one.data.to(DEVICE), one.quant, one.columns)
+        pieces.append(packed.repeat(count).view(count, -1))
+        addresses.append([pieces[-1].data_ptr() + len(packed) * i for i in range(count)])
+    where = torch.tensor(addresses, dtype=torch.int64, device=DEVICE).T.contiguous()
+    quants = tuple(BY_NAME[kind] for kind in kinds)
+    tiles = fast.ExpertTiles(where, quants, width, hidden, 0, tuple(pieces))
+    bytes_of_one = sum(piece.shape[1] for piece in pieces)
+    for rows in (1, 2, 4, 8, 16, 32):
+        x = quantise(torch.randn(rows, hidden, device=DEVICE))
+        weights = torch.rand(rows, used, device=DEVICE)
+        chosen = [pick_experts(rows, count, used) for _ in range(max(4, 64 // rows))]
+        turns = [partial(fast.few_rows, x, ids, weights, tiles, "silu") for ids in chosen]
+        moved = bytes_of_one * used * rows
+        for warps in (8, 16):
+            fast.WARPS = warps
+            took = time_us(turns)
+            speed = moved / took / 1e3
+            print(f"BENCH {name} x{rows}, {warps} warps: {took:.1f} us {speed:.0f} GB/s of picks")
+    for rows in (512, 2048):
+        x_many = torch.randn(rows, hidden, device=DEVICE)
+        weights = torch.rand(rows, used, device=DEVICE)
+        ids = pick_experts(rows, count, used)
+        took = time_us([partial(fast.many_rows, x_many, ids, weights, tiles, "silu")])
+        print(f"BENCH {name} x{rows}: {took:.0f} us")
+
+
+def pick_experts(rows: int, experts: int, used: int) -> torch.Tensor:
+    """Random choices without repeats."""
+    return torch.rand(rows, experts, device=DEVICE).topk(used).indices.int()
+
+
+def main() -> None:
+    """Run every case, then the times if asked for."""
+    torch.manual_seed(0)
+    small = DEVICE == "cpu"
+    mixed = ("q4_k", "q4_k", "q6_k")
+    cases: list[tuple[Kinds, tuple[int, int, int], int, int, str]] = [
+        (mixed, (6, 256, 512), 1, 3, "silu"),
+        (mixed, (6, 256, 256), 5, 2, "gelu"),
+        (("q4_k", "q5_k", "q8_0"), (5, 96, 256), 3, 2, "silu"),
+        (("mxfp4", "q8_0", "q4_0"), (4, 160, 288), 2, 4, "gelu"),
+        (("q8_0", "q4_1", "q5_1"), (4, 64, 96), 11, 2, "silu"),
+        (("iq4_nl", "q5_0", "iq4_nl"), (4, 64, 320), 2, 2, "silu"),
+        (("q6_k", "q6_k", "q4_k"), (4, 256, 512), 2, 2, "silu"),
+    ]
+    if not small:
+        cases += [
+            (mixed, (32, 512, 2048), 1, 8, "silu"),
+            (mixed, (32, 512, 2048), 32, 8, "silu"),
+            (mixed, (16, 768, 2048), 100, 8, "silu"),
+        ]
+    for case in cases:
+        try:
+            check(*case)
+        except Exception:
+            print("FAIL", case)
+            traceback.print_exc(limit=4)
+    if "--bench" in sys.argv:
+        bench("35B-A3B q4_k q6_k", mixed, (256, 512, 2048), 8)
+        bench("35B-A3B q4_k", ("q4_k", "q4_k", "q4_k"), (256, 512, 2048), 8)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+// Enough of CUDA to run a kernel on a CPU: one fiber for each thread of a block, blocks in turn.
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+using std::max;
+using std::min;
+
+#define __device__
+#define __host__
+#define __global__
+#define __constant__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __CUDA_ARCH__ 750
+
+struct uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct dim3 { unsigned x, y, z; };
+struct __half2 { _Float16 x, y; };
+struct __nv_bfloat16 { uint16_t bits; };
+struct __nv_bfloat162 { __nv_bfloat16 x, y; };
+
+static float2 make_float2(float x, float y) { return {x, y}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+static dim3 threadIdx, blockIdx, blockDim, gridDim;
+alignas(64) float shared[1 << 16];  // dynamic shared memory goes by this name in every kernel
+
+enum State { RUNS, AT_WARP, AT_BLOCK, DONE };
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack = std::vector<char>(1 << 16);
+    State state;
+};
+static std::vector<Fiber*> fibers;
+static ucontext_t scheduler;
+static int current;
+static uint64_t exchanged[1024];
+
+static void wait_as(State state) {
+    Fiber* fiber = fibers[current];
+    fiber->state = state;
+    swapcontext(&fiber->context, &scheduler);
+}
+static void __syncthreads() { wait_as(AT_BLOCK); }
+static void __syncwarp() { wait_as(AT_WARP); }
+
+// Every lane of a warp that still runs must take part, as on a GPU.
+template <class T> T lane_value(T value, int lane) {
+    const int me = current;
+    uint64_t raw = 0;
+    memcpy(&raw, &value, sizeof value);
+    exchanged[me] = raw;
+    wait_as(AT_WARP);
+    raw = exchanged[me / 32 * 32 + lane];
+    wait_as(AT_WARP);
+    memcpy(&value, &raw, sizeof value);
+    return value;
+}
+template <class T> T __shfl_xor_sync(unsigned, T v, int mask) { return lane_value(v, current % 32 ^ mask); }
+template <class T> T __shfl_sync(unsigned, T v, int lane) { return lane_value(v, lane & 31); }
+template <class T> T __shfl_up_sync(unsigned, T v, int by) {
+    return lane_value(v, current % 32 >= by ? current % 32 - by : current % 32);
+}
+
+static int atomicMin(int* at, int value) {
+    const int old = *at;
+    *at = min(old, value);
+    return old;
+}
+template <class T> T atomicAdd(T* at, T value) {
+    const T old = *at;
+    *at += value;
+    return old;
+}
+
+#define __expf expf  // the C library has a function of that name
+static float rsqrtf(float x) { return 1 / sqrtf(x); }
+static unsigned __float_as_uint(float x) {
+    unsigned bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+static float __uint_as_float(unsigned bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+static int __float2int_rn(float x) { return static_cast<int>(nearbyintf(x)); }
+template <class T> T __ldcs(const T* at) { return *at; }
+static int __dp4a(int a, int b, int c) {
+    for (int i = 0; i < 32; i += 8) c += static_cast<int8_t>(a >> i) * static_cast<int8_t>(b >> i);
+    return c;
+}
+static unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
+    const uint64_t both = a | static_cast<uint64_t>(b) << 32;
+    unsigned found = 0;
+    for (int i = 0; i < 4; ++i)
+        found |= static_cast<unsigned>(both >> 8 * (select >> 4 * i & 7) & 255) << 8 * i;
+    return found;
+}
+static float2 __half22float2(__half2 h) { return {static_cast<float>(h.x), static_cast<float>(h.y)}; }
+static float __bfloat162float(__nv_bfloat16 b) { return __uint_as_float(b.bits << 16); }
+static __nv_bfloat16 __float2bfloat16(float x) {
+    const unsigned bits = __float_as_uint(x);
+    return {static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16)};
+}
+static float2 __bfloat1622float2(__nv_bfloat162 b) { return {__bfloat162float(b.x), __bfloat162float(b.y)}; }
+static __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+    return {__float2bfloat16(x), __float2bfloat16(y)};
+}
+
+static void (*body)(void*);
+static void* body_call;
+static void fiber_main() {
+    body(body_call);
+    wait_as(DONE);
+}
+
+// Runs a warp until each of its threads is done or waits for the block.
+static void run_warp(int first, int end) {
+    for (bool again = true; again;) {
+        int at_warp = 0, at_block = 0;
+        for (int i = first; i < end; ++i) {
+            if (fibers[i]->state == RUNS) {
+                current = i;
+                threadIdx = {static_cast<unsigned>(i), 0, 0};
+                swapcontext(&scheduler, &fibers[i]->context);
+            }
+            at_warp += fibers[i]->state == AT_WARP;
+            at_block += fibers[i]->state == AT_BLOCK;
+        }
+        if (at_warp && at_block) {
+            fprintf(stderr, "threads of one warp wait in different places\n");
+            abort();
+        }
+        again = at_warp > 0;
+        for (int i = first; i < end; ++i)
+            if (fibers[i]->state == AT_WARP) fibers[i]->state = RUNS;
+    }
+}
+
+static void run_block(int threads) {
+    while (static_cast<int>(fibers.size()) < threads) fibers.push_back(new Fiber);
+    for (int i = 0; i < threads; ++i) {
+        Fiber* fiber = fibers[i];
+        getcontext(&fiber->context);
+        fiber->context.uc_stack.ss_sp = fiber->stack.data();
+        fiber->context.uc_stack.ss_size = fiber->stack.size();
+        makecontext(&fiber->context, fiber_main, 0);
+        fiber->state = RUNS;
+    }
+    for (int done = 0; done < threads;) {
+        for (int first = 0; first < threads; first += 32) run_warp(first, min(first + 32, threads));
+        done = 0;
+        for (int i = 0; i < threads; ++i) {
+            done += fibers[i]->state == DONE;
+            if (fibers[i]->state == AT_BLOCK) fibers[i]->state = RUNS;
+        }
+    }
+}
+
+template <class... A> struct Call {
+    void (*kernel)(A...);
+    void** args;
+    template <size_t... I> void with(std::index_sequence<I...>) {
+        kernel(*static_cast<std::remove_const_t<A>*>(args[I])...);
+    }
+    static void enter(void* call) { static_cast<Call*>(call)->with(std::index_sequence_for<A...>()); }
+};
+
+template <class... A> void launch(void (*kernel)(A...), const int* grid, int threads, void** args) {
+    Call<A...> call{kernel, args};
+    body = Call<A...>::enter;
+    body_call = &call;
+    gridDim = {static_cast<unsigned>(grid[0]), static_cast<unsigned>(grid[1]), static_cast<unsigned>(grid[2])};
+    blockDim = {static_cast<unsigned>(threads), 1, 1};
+    for (unsigned z = 0; z < gridDim.z; ++z)
+        for (unsigned y = 0; y < gridDim.y; ++y)
+            for (unsigned x = 0; x < gridDim.x; ++x) {
+                blockIdx = {x, y, z};
+                std::fill(std::begin(shared), std::end(shared), NAN);  // nothing may rely on zeros
+                run_block(threads);
+            }
+}

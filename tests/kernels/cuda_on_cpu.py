@@ -1,0 +1,67 @@
+"""CUDA sources compiled by the C++ compiler at hand and run on the CPU, one thread at a time.
+
+It shows that a kernel's arithmetic, indices and barriers are right; speed and races between
+blocks only show on a GPU. Kernels with inline assembly cannot run here.
+"""
+
+import ctypes
+import hashlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from headroom.kernels.cuda import compile as cuda
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++")
+
+
+@cache
+def build_folder() -> Path:
+    """Where the compiled sources of this process go."""
+    return Path(tempfile.mkdtemp(prefix="cuda_on_cpu_"))
+
+
+@cache
+def build(source: str, name: str, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+    """Compile one kernel as a library with an entry `run`."""
+    assert COMPILER is not None
+    text = re.sub(r"#include <.*>", "", cuda.read_source(source))
+    text = text.replace("extern __shared__", "extern").replace("__shared__", "static")
+    macros = "".join(f"#define {key} {value}\n" for key, value in defines)
+    entry = f'extern "C" void run(const int* g, int t, void** a) {{ launch({name}, g, t, a); }}\n'
+    code = f'#include "cuda_on_cpu.h"\n{macros}{text}\n{entry}'
+    path = build_folder() / f"{hashlib.sha256(code.encode()).hexdigest()[:16]}.cpp"
+    path.write_text(code)
+    library = path.with_suffix(".so")
+    options = ("-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{HERE}")
+    subprocess.run([COMPILER, *options, str(path), "-o", str(library)], check=True, timeout=120)
+    return ctypes.CDLL(str(library))
+
+
+def compile_on_cpu(
+    source: str, name: str, defines: Mapping[str, int] | None = None
+) -> Callable[..., None]:
+    """Stand in for `compile_kernel`, for tensors in host memory."""
+    library = build(source, name, tuple(sorted((defines or {}).items())))
+
+    def call(
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: Sequence[cuda.Argument],
+        shared_bytes: int = 0,
+    ) -> None:
+        for argument in args:
+            if isinstance(argument, torch.Tensor):
+                assert argument.device.type == "cpu"
+        values = [cuda._value(argument) for argument in args]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        library.run((ctypes.c_int * 3)(*(*grid, 1, 1)[:3]), block[0], pointers)
+
+    return call

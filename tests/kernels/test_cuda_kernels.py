@@ -1,0 +1,93 @@
+"""CUDA kernels on the CPU against the plain ones: the checks of tests/gpu with small sizes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from headroom.kernels.cuda import delta_net, experts, matmul, picks, route
+from headroom.kernels.ops import RouterRule
+from tests.gpu import check_delta_net, check_experts, check_route
+from tests.gpu.check_delta_net import Shape, span
+from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Let the launchers run their kernels here, as if on a GPU of the properties returned."""
+    torch.manual_seed(0)
+    for module in (delta_net, experts, matmul, route):
+        monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
+    for check in (check_delta_net, check_experts, check_route):
+        monkeypatch.setattr(check, "DEVICE", "cpu")
+    gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    return gpu
+
+
+@pytest.mark.parametrize("columns", [16, 64, 128])
+def test_delta_net_row_after_row_agrees_with_the_reference(columns: int) -> None:
+    spans = (span(0, 1, 7, 4), span(1, 3, 2, 1), span(4, 2, 0, 0))
+    assert check_delta_net.check(Shape(4, 2, columns == 64), spans, 8, columns)
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(9, 2), (3, 3)])
+def test_gated_norms_are_rounded_as_other_rows_are(rows: int, heads: int) -> None:
+    assert check_delta_net.check_rounded(rows, heads)
+
+
+@pytest.mark.parametrize("processors", [132, 1])  # narrow blocks and wide ones
+def test_delta_net_in_chunks_agrees_with_the_reference(
+    on_the_cpu: SimpleNamespace, processors: int
+) -> None:
+    on_the_cpu.multi_processor_count = processors
+    spans = (span(0, 65, 0, 3), span(65, 17, 100, 0), span(90, 2, 0, 5))
+    assert check_delta_net.check(Shape(2, 1, tiled=True), spans, 96, how="prefill")
+
+
+def test_delta_net_in_chunks_runs_where_blocks_have_little_shared_memory(
+    on_the_cpu: SimpleNamespace,
+) -> None:
+    on_the_cpu.shared_memory_per_block_optin = 64 << 10
+    spans = (span(0, 65, 0, 3), span(65, 17, 100, 0))
+    assert check_delta_net.check(Shape(2, 1, tiled=True), spans, 82, how="prefill")
+
+
+@pytest.mark.parametrize(
+    ("rule", "biased", "ties"),
+    [
+        (RouterRule(8, "softmax", True, 1.0), False, True),
+        (RouterRule(3, "sigmoid", True, 2.5, softcap=20.0), True, False),
+    ],
+    ids=["softmax", "sigmoid"],
+)
+def test_routes_agree_with_the_reference(rule: RouterRule, biased: bool, ties: bool) -> None:
+    assert check_route.check(60, 7, rule, biased, ties)
+
+
+def test_scores_do_not_depend_on_other_rows() -> None:
+    assert check_route.check_scores(9, 72)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "sizes", "activation"),
+    [
+        (("q4_k", "q4_k", "q6_k"), (5, 256, 256), "silu"),
+        (("mxfp4", "q8_0", "q4_1"), (4, 96, 288), "gelu"),
+    ],
+    ids=str,
+)
+def test_experts_agree_with_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+    kinds: tuple[str, str, str],
+    sizes: tuple[int, int, int],
+    activation: str,
+) -> None:
+    def in_float32(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return picks.grouped_product(x.float(), weights.float(), ends).bfloat16()
+
+    # What stands in for a GPU here may lack bf16 products.
+    monkeypatch.setattr(experts, "grouped_product", in_float32)
+    assert check_experts.check(kinds, sizes, 3, 2, activation)
