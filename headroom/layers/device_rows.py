@@ -19,6 +19,7 @@ class DeviceRows:
     count: int
     few: QuantisedRows | None = None
     many: torch.Tensor | None = None  # bf16 [rows, columns]
+    floats: torch.Tensor | None = None  # float32 [rows, columns], beside `few`, for plain weights
 
 
 def few_rows(count: int) -> bool:
@@ -29,14 +30,16 @@ def few_rows(count: int) -> bool:
 def plain_rows(x: torch.Tensor) -> DeviceRows:
     """Return rows as they are."""
     if few_rows(len(x)):
-        return DeviceRows(len(x), few=matmul.quantise(x))
+        return DeviceRows(len(x), few=matmul.quantise(x), floats=x)
     return DeviceRows(len(x), many=x.to(torch.bfloat16))
 
 
 def normed_rows(x: torch.Tensor, norm: RowNorm) -> DeviceRows:
     """Return rows after a norm; `norm.out` gets them in float32 where it is given."""
     if few_rows(len(x)):
-        return DeviceRows(len(x), few=matmul.quantise(x, norm=norm))
+        normed = torch.empty_like(x) if norm.out is None else norm.out
+        rounded = matmul.quantise(x, norm=RowNorm(norm.weight, norm.eps, normed))
+        return DeviceRows(len(x), few=rounded, floats=normed)
     normed = small.rms_norm(x, norm.weight, norm.eps, norm.out)
     return DeviceRows(len(x), many=normed.to(torch.bfloat16))
 
@@ -78,13 +81,20 @@ def _multiply(
     if weight.layout == matmul.TILES:
         plain = torch.empty(weight.rows, weight.columns, dtype=torch.bfloat16, device=plain.device)
         matmul.dequantise(weight, plain)
-    assert x.many is not None
-    answers = x.many @ plain.T
+    rows = x.many if x.few is None else _floats(x).to(torch.bfloat16)
+    assert rows is not None
+    answers = rows @ plain.T
     for out, part in zip(outs, answers.split([out.shape[1] for out in outs], dim=1), strict=True):
         if add is None:
             out.copy_(part)
         else:
             out.add_(part)
+
+
+def _floats(x: DeviceRows) -> torch.Tensor:
+    """Return few rows as floats; what is gated is packed wherever it is multiplied."""
+    assert x.floats is not None
+    return x.floats
 
 
 def stack(
