@@ -52,7 +52,7 @@ def _ring_view(batch: Batch, ring: int, page_size: int) -> KvView:
         rows = torch.arange(span.start, span.start + span.rows)
         pages = torch.arange(-(-(span.start + span.rows) // page_size)) % ring + span.slot * ring
         slots.append(pages[rows // page_size] * page_size + rows % page_size)
-        spans.append(replace(span, pages=pages.to(span.pages.device)))
+        spans.append(replace(span, pages=pages.to(span.pages)))
     return KvView(tuple(spans), torch.cat(slots).to(batch.slots.device))
 
 

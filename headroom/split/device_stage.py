@@ -39,28 +39,15 @@ class StepInputs:
         there = torch.zeros(size, dtype=torch.int64, device=device)
         return cls(host, there, rows, sequences, pages)
 
-    def _views(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows [5, rows], sequences [2, sequences] and pages [sequences, pages]."""
-        split = 5 * self.rows, 2 * self.sequences, self.sequences * self.pages
-        rows, sequences, pages = packed.split(split)
-        return rows.view(5, -1), sequences.view(2, -1), pages.view(self.sequences, -1)
-
     def fill(self, batch: Batch) -> None:
         """Bring a batch to the GPU; rows and sequences beyond it are padding."""
-        host, rows, count = self.host, self.rows, len(batch.tokens)
-        tokens, positions, sequence, index, slots = host[: 5 * rows].view(5, rows)
-        starts, states = host[5 * rows : 7 * rows].view(2, rows)
-        pages = host[7 * rows :].view(rows, self.pages)
-        tokens[count:] = 0
-        positions[count:] = 0
+        count = len(batch.tokens)
+        rows, (starts, states), pages = self._views(self.host)
+        tokens, positions, sequence, index, slots = rows
+        rows[:, count:] = 0
         sequence[count:] = -1
-        index[count:] = 0
-        slots[count:] = 0
-        tokens[:count], positions[:count], slots[:count] = (
-            batch.tokens,
-            batch.positions,
-            batch.slots,
-        )
+        tokens[:count], positions[:count] = batch.tokens, batch.positions
+        slots[:count] = batch.slots
         starts.zero_()
         for number, span in enumerate(batch.spans):
             own = slice(span.first_row, span.first_row + span.rows)
@@ -70,16 +57,20 @@ class StepInputs:
             pages[number, : len(span.pages)] = span.pages
         self.device.copy_(self.host, non_blocking=True)
 
+    def _views(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows [5, rows], sequences [2, sequences] and pages [sequences, pages]."""
+        split = [5 * self.rows, 2 * self.sequences, self.sequences * self.pages]
+        rows, sequences, pages = packed.split(split)
+        return rows.view(5, -1), sequences.view(2, -1), pages.view(self.sequences, -1)
+
     def batch(
         self, spans: tuple[Span, ...], rings: frozenset[int], step: "StepKind"
     ) -> DeviceBatch:
         """Return the step on the GPU; small kernels turn the inputs into tables."""
-        rows = self.rows
-        tokens, positions, sequence, index, slots = self.device[: 5 * rows].view(5, rows)
-        starts, states = self.device[5 * rows : 7 * rows].view(2, rows)
-        pages = self.device[7 * rows :].view(rows, self.pages)
+        rows, (starts, states), pages = self._views(self.device)
+        tokens, positions, sequence, index, slots = rows
         lent = StepTables(
-            rows=rows,
+            rows=self.rows,
             positions=positions.int(),
             sequence=sequence.int(),
             index=index.int(),

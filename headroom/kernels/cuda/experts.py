@@ -12,7 +12,7 @@ from headroom.kernels.cuda.picks import grouped_product, sort_picks
 from headroom.kernels.ops import Case, ExpertTable
 
 GROUP = 8  # rows whose scales lie together, as `quantise` leaves them
-WARPS = 16
+WARPS = 8
 PARTS = 3  # matrices of an expert: gate, up, down
 
 
