@@ -223,5 +223,5 @@ class DeviceStage:
 
 def _on_device(span: Span, device: str) -> Span:
     return Span(
-        span.first_row, span.rows, span.start, span.pages.int().to(device), span.slot, span.tree
+        span.first_row, span.rows, span.start, span.pages.to(device), span.slot, span.tree
     )
