@@ -22,7 +22,7 @@ __device__ __forceinline__ float activate(float x, int gelu) {
     return 0.5f * x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
 }
 
-// blockIdx.x: the row. `weight` may be null: then nothing is normed. `normed` may be null. Where
+// blockIdx: the row, and the share of its records. `weight` may be null: then nothing is normed. `normed` may be null. Where
 // there is an `up`, a value is the activation of `x` times it, and nothing is normed.
 // The layouts of `values`, `scales`, `sums` and `halves` are those of struct Rows in matmul.cu.
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -43,7 +43,8 @@ quantise(const float* x, const float* up, int gelu, const float* weight, float e
         factor = rsqrtf(total / columns + eps);
     }
     const int blocks = records * 8;
-    for (int record = warp; record < records; record += THREADS / 32) {
+    for (int record = blockIdx.y * (THREADS / 32) + warp; record < records;
+         record += gridDim.y * (THREADS / 32)) {
         const int column = record * 256 + lane * 8, part = lane % 4, block = record * 8 + lane / 4;
         float v[8];
 #pragma unroll

@@ -81,6 +81,20 @@ __device__ __forceinline__ float2 dot_records(const u8* tile, const Row& x, int 
     return sum;
 }
 
+// The same without asking ahead: where many warps share a processor, others work while one waits.
+template <int K>
+__device__ __forceinline__ float2 dot_plain(const u8* tile, const Row& x, int first, int step, int records) {
+    const int lane = threadIdx.x % 32;
+    float2 sum = make_float2(0, 0);
+    for (int r = first; r < records; r += step) {
+        Share<K> share;
+        share.load(tile + static_cast<size_t>(r) * Record<K>::bytes, lane);
+        const float2 more = share.dot(x, r, lane);
+        sum = make_float2(sum.x + more.x, sum.y + more.y);
+    }
+    return sum;
+}
+
 // The lanes' sums of rows g and g + 8 to `out [16]`.
 __device__ __forceinline__ void gather_lanes(float2 sum, float* out) {
     const int lane = threadIdx.x % 32;

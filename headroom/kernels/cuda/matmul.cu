@@ -1,9 +1,12 @@
 // Products of a few rows with packed weights on the tensor cores.
 // KIND: the weight's type; TILES: groups of eight rows of activations, 1 to 4.
-#include "tiles.cuh"
+#include "dot.cuh"
 
 #ifndef WARPS
 #define WARPS 4
+#endif
+#ifndef LOOK
+#define LOOK 0
 #endif
 
 // Rows of activations, rounded to 8 bits with a scale per 32 columns, as lanes read them.
@@ -163,4 +166,25 @@ product(const u8* weight, const u8* values, const float* scales, const float* su
         const size_t at = static_cast<size_t>(row) * (end - begin) + column - begin;
         out[at] = shared[i] + (add ? add[at] : 0.0f);
     }
+}
+
+// The same for one row of activations, whose scales lie `group` apart.
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+product_one(const u8* weight, const u8* values, const float* scales, int group, const float* add, float* out0,
+            float* out1, float* out2, float* out3, int end0, int end1, int end2, int end3, int records) {
+    __shared__ float sums[WARPS][16];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u8* tile = weight + static_cast<size_t>(blockIdx.x) * records * Record<KIND>::bytes;
+    const Row x = row_of(values, scales, 0, records, group);
+    gather_lanes(LOOK ? dot_records<KIND>(tile, x, warp, WARPS, records) : dot_plain<KIND>(tile, x, warp, WARPS, records), sums[warp]);
+    __syncthreads();
+    if (threadIdx.x >= 16) return;
+    float total = sums[0][lane];
+    for (int w = 1; w < WARPS; ++w) total += sums[w][lane];
+    const int column0 = blockIdx.x * 16, column = column0 + lane;
+    const int which = (column0 >= end0) + (column0 >= end1) + (column0 >= end2);
+    float* out = which == 0 ? out0 : which == 1 ? out1 : which == 2 ? out2 : out3;
+    const int begin = which == 0 ? 0 : which == 1 ? end0 : which == 2 ? end1 : end2;
+    const int end = which == 0 ? end0 : which == 1 ? end1 : which == 2 ? end2 : end3;
+    if (column < end) out[column - begin] = total + (add ? add[column - begin] : 0.0f);
 }

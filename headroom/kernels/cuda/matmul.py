@@ -27,6 +27,7 @@ class QuantisedRows:
     sums: torch.Tensor
     halves: torch.Tensor
     records: int
+    group: int = 8  # rows whose scales lie together
 
 
 def refuses(case: Case) -> str | None:
@@ -95,10 +96,10 @@ def _quantise(
     sums, halves = torch.empty_like(scales), torch.empty(2 * len(scales), device=x.device)
     kernel = compile_kernel("activations.cu", "quantise")
     kernel(
-        (rows,), (QUANTISE_THREADS,),
+        (rows, -(-records // (QUANTISE_THREADS // 32))), (QUANTISE_THREADS,),
         (x, up, gelu, *norm, values, scales, sums, halves, columns, records, group),
     )  # fmt: skip
-    return QuantisedRows(values, scales, sums, halves, records)
+    return QuantisedRows(values, scales, sums, halves, records, group)
 
 
 def product(
@@ -116,21 +117,24 @@ def products(
     add: torch.Tensor | None = None,
 ) -> None:
     """Multiply with up to four matrices that lie one after another; each has its own output."""
-    rows = outs[0].shape[0]
-    groups = 1 if rows <= 8 else 2  # of eight rows that share a pass over the weight
-    tiles = -(-weight.rows // TILE_ROWS)
-    warps = warps_for(tiles, x.records)
-    kernel = compile_kernel(
-        "matmul.cu", "product", {"KIND": weight.quant.ggml_id, "TILES": groups, "WARPS": warps}
-    )
+    rows, tiles = outs[0].shape[0], -(-weight.rows // TILE_ROWS)
     ends = list(accumulate(out.shape[1] for out in outs))
     rest = MOST_OUTPUTS - len(outs)
+    where = (*outs, *[None] * rest, *ends, *[ends[-1]] * rest)
+    warps = warps_for(tiles, x.records)
+    defines = {"KIND": weight.quant.ggml_id, "WARPS": warps}
+    if rows == 1:
+        kernel = compile_kernel("matmul.cu", "product_one", defines | {"TILES": 1})
+        kernel(
+            (tiles,), (warps * 32,),
+            (weight.data, x.values, x.scales, x.group, add, *where, x.records),
+        )  # fmt: skip
+        return
+    groups = 1 if rows <= 8 else 2  # of eight rows that share a pass over the weight
+    kernel = compile_kernel("matmul.cu", "product", defines | {"TILES": groups})
     kernel(
         (tiles, -(-rows // (8 * groups))), (warps * 32,),
-        (
-            *(weight.data, x.values, x.scales, x.sums, x.halves, add),
-            *(*outs, *[None] * rest, *ends, *[ends[-1]] * rest, rows, x.records),
-        ),
+        (weight.data, x.values, x.scales, x.sums, x.halves, add, *where, rows, x.records),
     )  # fmt: skip
 
 
