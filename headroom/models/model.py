@@ -31,6 +31,7 @@ class Model:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run one step; return the residual stream of the rows whose logits are wanted."""
+        self._workspace.check(len(batch.tokens))
         x = self._embedding(batch.tokens, self._workspace.stream[: len(batch.tokens)])
         if self._side is not None:
             # A copy: the first layers may change the stream where it lies.
@@ -46,4 +47,4 @@ class Model:
 
         At most as many rows as sequences run together; they are valid until the next call.
         """
-        return self._head(hidden, self._workspace.logits[: len(hidden)])
+        return self._head(hidden, self._workspace.logits_for(len(hidden)))
