@@ -38,7 +38,7 @@ std::vector<SpanView> read_spans(Address table, int64_t count, Address pages, Ad
     spans.reserve(static_cast<size_t>(count));
     const int64_t* row = at<const int64_t>(table);
     for (int64_t i = 0; i < count; ++i, row += 5)
-        spans.push_back({row[0], row[1], row[2], at<const int64_t>(pages) + row[3],
+        spans.push_back({row[0], row[1], row[2], pages ? at<const int64_t>(pages) + row[3] : nullptr,
                          row[4] < 0 ? nullptr : at<const uint8_t>(trees) + row[4]});
     return spans;
 }
