@@ -23,13 +23,13 @@ def workspace(rows: int, sequences: int) -> Workspace:
 
 def test_a_step_of_more_rows_than_planned_is_refused() -> None:
     workspace(3, 1).check(3)
-    with pytest.raises(CapacityError, match="has 4 rows and memory was planned for 3.*smaller"):
+    with pytest.raises(CapacityError, match=r"has 4 rows and memory was planned for 3\..*smaller"):
         workspace(3, 1).check(4)
 
 
 def test_more_logits_than_planned_are_refused() -> None:
     assert workspace(3, 2).logits_for(2).shape == (2, 9)
-    with pytest.raises(CapacityError, match="3 rows of logits.*planned for 2.*smaller runs"):
+    with pytest.raises(CapacityError, match=r"3 rows of logits.*planned for 2\..*smaller runs"):
         workspace(3, 2).logits_for(3)
 
 
