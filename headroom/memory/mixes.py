@@ -22,7 +22,7 @@ from headroom.formats.quants import (
 # Types whose blocks do not divide a row are replaced; rows must still be whole blocks of 32.
 _NARROWER = {Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0}
 _ALWAYS_F32 = (
-    "ffn_gate_inp", "ssm_conv1d", "ssm_a", "ssm_dt", "exp_probs_b", ".scale", "rope_freqs",
+    "ffn_gate_inp", "ssm_conv1d", "ssm_dt", "exp_probs_b", ".scale", "rope_freqs",
     "layer_output_scale",
 )  # fmt: skip
 
@@ -66,6 +66,7 @@ def gets_better(index: int, count: int) -> bool:
 
 def kept_in_f32(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor is never narrower than f32: vectors, norms, routers, state settings."""
+    # The decay, `ssm_a`, is a vector; `ssm_alpha` is a matrix like any other.
     return len(shape) < 2 or "norm" in name or any(word in name for word in _ALWAYS_F32)
 
 
