@@ -89,7 +89,7 @@ OUTER_NAMES = {
     "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
 }
 # Tensors that quantisers leave in F32, whatever they are asked for.
-KEPT_IN_F32 = ("ffn_gate_inp", "ssm_conv1d", "ssm_a", "_norm.", ".scale", ".bias", "output_scale")
+KEPT_IN_F32 = ("ffn_gate_inp", "ssm_conv1d", "_norm.", ".scale", ".bias", "output_scale")
 # What "MIXED" gives by the end of a name; others get Q8_0.
 MIXED = {
     "ffn_gate.weight": "Q4_0", "ffn_up.weight": "Q4_0", "ffn_down.weight": "Q5_1",

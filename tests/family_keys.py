@@ -116,6 +116,9 @@ def _laguna(config: Any) -> Keys:
     }
     if "attention_factor" in full:
         keys["rope.scaling.yarn_attn_factor"] = full["attention_factor"]
+    if "sliding_attention" not in config.layer_types:
+        keys = {key: value for key, value in keys.items() if "sliding" not in key}
+        keys = {key: value for key, value in keys.items() if not key.endswith("_swa")}
     return keys | _experts(config)
 
 

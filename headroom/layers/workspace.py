@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headroom.errors import CapacityError
 from headroom.memory.budget import PlanSettings
 
 CAPTURED_ROWS = 32  # of the largest captured step of a GPU
@@ -19,6 +20,23 @@ class Workspace:
     embedded: torch.Tensor  # float32 [rows, hidden]: the stream before the first layer; or empty
     logits: torch.Tensor  # float32 [sequences, vocabulary]
     scratch: torch.Tensor  # bytes for the C++ kernels; empty where others run
+
+    def check(self, rows: int) -> None:
+        """Refuse a step of more rows than were planned: a kernel would write beyond a buffer."""
+        if rows > len(self.stream):
+            raise CapacityError(
+                f"A step has {rows} rows and memory was planned for {len(self.stream)}.",
+                hint="Run it in smaller steps, or plan for a larger chunk.",
+            )
+
+    def logits_for(self, rows: int) -> torch.Tensor:
+        """Return memory for the logits of so many rows."""
+        if rows > len(self.logits):
+            raise CapacityError(
+                f"{rows} rows of logits are wanted and memory was planned for {len(self.logits)}.",
+                hint="Ask for them in smaller runs, or plan for more sequences together.",
+            )
+        return self.logits[:rows]
 
 
 def open_workspace(

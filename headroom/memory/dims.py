@@ -174,7 +174,7 @@ def _named_kinds(facts: _Facts) -> tuple[LayerKind, ...]:
 
 def _laguna(facts: _Facts) -> Dims:
     layers = facts.layers
-    kinds = _named_kinds(facts) or pattern(layers, 4, "window", 0)
+    kinds = _named_kinds(facts) or _laguna_kinds(facts)
     key = "hf.num_attention_heads_per_layer"
     key = key if key in facts.header.metadata else "attention.head_count"
     heads = facts.sizes(key, layers)
@@ -198,6 +198,17 @@ def _laguna(facts: _Facts) -> Dims:
         dense_layers=_dense_layers(facts),
         **_experts(facts, shared=True),
     )
+
+
+def _laguna_kinds(facts: _Facts) -> tuple[LayerKind, ...]:
+    """Return the kinds by GGUF's keys; files of models without windows have none of them."""
+    if not facts.size("attention.sliding_window", default=0, least=0):
+        return pattern(facts.layers, 1, "window")
+    key = "attention.sliding_window_pattern"
+    if isinstance(facts.header.metadata.values.get(key, 4), int):
+        return pattern(facts.layers, facts.size(key, default=4), "window", 0)
+    flags = facts.list(key, facts.layers) or ()
+    return tuple("window" if flag else "full" for flag in flags)
 
 
 def _dense_layers(facts: _Facts) -> int:

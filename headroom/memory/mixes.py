@@ -22,7 +22,7 @@ from headroom.formats.quants import (
 # Types whose blocks do not divide a row are replaced; rows must still be whole blocks of 32.
 _NARROWER = {Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0}
 _ALWAYS_F32 = (
-    "ffn_gate_inp", "ssm_conv1d", "ssm_a", "ssm_dt", "exp_probs_b", ".scale", "rope_freqs",
+    "ffn_gate_inp", "ssm_conv1d", "exp_probs_b", ".scale", "rope_freqs",
     "layer_output_scale",
 )  # fmt: skip
 

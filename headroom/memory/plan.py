@@ -124,6 +124,8 @@ def make_plan(
     precision = choose_precision(stages, options.activation_dtype)
     rules = _rules(model, draft, len(stages), options)
     task = _Task(model, tuple(devices), options, precision, rules)
+    if task.native:
+        task = replace(task, model=model.in_panels())
     ranges = open_ranges(options, model.context_limit)
     weights = "packed" if options.weights == "auto" else options.weights
     chosen = task.solve(ranges, weights)

@@ -1,9 +1,21 @@
 """ModelShape: bytes and work per layer, all that the planner knows of a model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 LayerKind = Literal["full", "window", "recurrent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """What the panels of C++ kernels add to weights: rows of zeros up to whole panels."""
+
+    bytes: int = 0  # of weights packed as in the file
+    values: int = 0
+    float_values: int = 0  # of `values`, those always kept in f32
+
+
+NO_PADDING = Padding()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +42,20 @@ class LayerShape:
     conv_values: int = 0  # convolution inputs that one sequence keeps
     mixer_width: int = 0  # values of one token inside a recurrent mixer, all held at once
     verify_values: int = 0  # values kept for each node of a draft tree
+    padding: Padding = NO_PADDING  # of core weights
+    expert_padding: int = 0  # bytes of one routed expert
+
+    def in_panels(self) -> "LayerShape":
+        """Return the layer as C++ kernels hold it."""
+        return replace(
+            self,
+            core_bytes=self.core_bytes + self.padding.bytes,
+            core_values=self.core_values + self.padding.values,
+            float_values=self.float_values + self.padding.float_values,
+            expert_bytes=self.expert_bytes + self.expert_padding,
+            padding=NO_PADDING,
+            expert_padding=0,
+        )
 
     @property
     def kv_values(self) -> tuple[int, int]:
@@ -68,6 +94,27 @@ class ModelShape:
     side_values: int = 0  # of each token, beside the residual stream, for all layers together
     taps: int = 0  # of a draft: target layers whose outputs it reads
     tap_width: int = 0  # of a draft: values of one tapped output
+    embed_padding: Padding = NO_PADDING
+    head_padding: Padding = NO_PADDING
+    norm_padding: Padding = NO_PADDING
+
+    def in_panels(self) -> "ModelShape":
+        """Return the model as C++ kernels hold it."""
+        embed, head, norm = self.embed_padding, self.head_padding, self.norm_padding
+        return replace(
+            self,
+            layers=tuple(layer.in_panels() for layer in self.layers),
+            embed_bytes=self.embed_bytes + embed.bytes,
+            embed_values=self.embed_values + embed.values,
+            head_bytes=self.head_bytes + head.bytes,
+            head_values=self.head_values + head.values,
+            norm_bytes=self.norm_bytes + norm.bytes,
+            norm_values=self.norm_values + norm.values,
+            norm_matrix_values=self.norm_matrix_values + norm.values,
+            embed_padding=NO_PADDING,
+            head_padding=NO_PADDING,
+            norm_padding=NO_PADDING,
+        )
 
     @property
     def tied(self) -> bool:

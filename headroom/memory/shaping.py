@@ -4,7 +4,8 @@ from math import prod
 
 from headroom.formats.quants import F32, QuantType
 from headroom.memory.mixes import Mix, gets_better, kept_in_f32, tensor_type
-from headroom.memory.shape import LayerShape, ModelShape
+from headroom.memory.panels import expert_padding, padding
+from headroom.memory.shape import NO_PADDING, LayerShape, ModelShape
 from headroom.memory.tables import LAYERS, Dims, LayerDims, outer_tensors
 
 Types = dict[str, tuple[tuple[int, ...], QuantType]]  # a file's tensors by GGUF's names
@@ -53,10 +54,15 @@ def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
         held = [(key, *outer.pop(key)) for key in keys if key in outer]
         return sum(_held(*x) for x in held), sum(prod(shape) for _, shape, _ in held)
 
+    embedded, headed = (
+        padding({key: outer[key]} if key in outer else {})
+        for key in ("token_embd.weight", "output.weight")
+    )
     embed, head = size("token_embd.weight"), size("output.weight")
     lookup = size("per_layer_token_embd.weight")
     outer.pop("rope_freqs.weight", None)  # becomes a setting
     wide = sum(prod(shape) for key, (shape, _) in outer.items() if not kept_in_f32(key, shape))
+    around = padding(outer)
     rest = size(*list(outer))
     layers = [LAYERS[dims.architecture](dims, index) for index in range(dims.layers)]
     return ModelShape(
@@ -80,6 +86,9 @@ def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
         side_values=dims.layers * dims.side_width,
         taps=dims.taps,
         tap_width=dims.hidden if dims.taps else 0,
+        embed_padding=embedded if dims.tied else NO_PADDING,  # else only rows of it are read
+        head_padding=headed,
+        norm_padding=around,
     )
 
 
@@ -117,6 +126,8 @@ def _layer_shape(
         conv_values=channels * (dims.conv - 1) if recurrent else 0,
         mixer_width=2 * channels + 2 * inner if recurrent else 0,
         verify_values=dims.state_key_heads * dims.state_dim + inner if recurrent else 0,
+        padding=padding(own),
+        expert_padding=expert_padding({name: (shape, quant) for name, shape, quant in stacks}),
     )
 
 

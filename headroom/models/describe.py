@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from reprlib import repr as short
 
 from headroom.errors import ModelError
 from headroom.formats.checkpoint import Checkpoint
@@ -10,7 +11,7 @@ from headroom.memory.dims import read_dims
 from headroom.memory.shape import ModelShape
 from headroom.memory.sources import header_shape
 from headroom.models.config import ModelConfig
-from headroom.models.family import Family
+from headroom.models.family import ANY, USUAL, Family
 from headroom.models.gemma4 import GEMMA4
 from headroom.models.laguna import LAGUNA
 from headroom.models.llama import LLAMA
@@ -54,18 +55,22 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
     _check_states(checkpoint, config)
     if extra := checkpoint.metadata.get_int("block_count") - dims.layers:
         log.info("describe: %d layers that predict further ahead are not used", extra)
+    if heads := sum(1 for name in checkpoint.tensors if name.startswith("mtp.")):
+        log.info("describe: %d tensors that predict further ahead are not used", heads)
     return ModelDescription(checkpoint, config, shape)
 
 
 def _refuse_unknown_settings(checkpoint: Checkpoint, family: Family) -> None:
-    for key, allowed in family.fixed.items():
+    for key, allowed in {**USUAL, **family.fixed}.items():
         value = checkpoint.metadata.values.get(key)
-        if value is not None and value not in allowed:
-            raise ModelError(
-                f"{checkpoint.path}: {key} is {value!r}, which is not supported for "
-                f"{family.architecture}.",
-                hint=f"Supported: {', '.join(map(repr, allowed))}.",
-            )
+        if value is None or allowed is ANY or value in allowed:
+            continue
+        words = ", ".join(map(repr, allowed)) or "a model without it"
+        raise ModelError(
+            f"{checkpoint.path}: {key} is {short(value)}, which is not supported for "
+            f"{family.architecture}.",
+            hint=f"Supported: {words}.",
+        )
 
 
 def _check_attention(checkpoint: Checkpoint, config: ModelConfig) -> None:

@@ -8,6 +8,27 @@ from headroom.formats.checkpoint import Checkpoint
 from headroom.memory.tables import Dims
 from headroom.models.config import LayerConfig, ModelConfig
 
+ANY: tuple[object, ...] = ("any",)  # of a setting that a family reads itself
+# Settings that change the arithmetic wherever they occur, with the values that change nothing. A
+# family that has one says so in its own list.
+USUAL: dict[str, tuple[object, ...]] = {
+    "hf.attention_bias": (False,),
+    "hf.mlp_bias": (False,),
+    "hf.quantization_config": (),
+    "hf.rope_parameters": (),  # several tables, one for each kind of layer
+    "hf.rope_scaling": (),
+    "hf.attn_logit_softcapping": (0,),
+    "hf.final_logit_softcapping": (0,),
+    "hf.moe_router_logit_softcapping": (0,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "router_logit_softcapping": (0,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.causal": (True,),
+    "use_parallel_residual": (False,),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Family:

@@ -8,7 +8,7 @@ from headroom.layers.config import AttentionConfig, ExpertsConfig, FfnConfig, Ro
 from headroom.memory.shape import LayerKind
 from headroom.memory.tables import Dims
 from headroom.models.config import LayerConfig, ModelConfig
-from headroom.models.family import Family, model_config
+from headroom.models.family import ANY, Family, model_config
 from headroom.models.rope import check_scaling, plain_rope, proportional_rope, rope_settings
 
 
@@ -99,8 +99,9 @@ FIXED: dict[str, tuple[object, ...]] = {
     "hf.hidden_activation": ("gelu_pytorch_tanh",),
     "hf.attention_bias": (False,),
     "hf.use_bidirectional_attention": ("vision",),  # of pictures; text is causal
-    "attn_logit_softcapping": (0,),
-    "hf.attn_logit_softcapping": (0,),
+    "hf.rope_parameters": ANY,  # one table for each kind of layer
+    "hf.final_logit_softcapping": ANY,
+    "final_logit_softcapping": ANY,
 }
 
 GEMMA4 = Family("gemma4", read_config, FIXED)

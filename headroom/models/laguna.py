@@ -5,7 +5,7 @@ from headroom.layers.config import AttentionConfig, ExpertsConfig, FfnConfig, Ro
 from headroom.memory.shape import LayerKind
 from headroom.memory.tables import Dims
 from headroom.models.config import LayerConfig, ModelConfig
-from headroom.models.family import Family, model_config
+from headroom.models.family import ANY, Family, model_config
 from headroom.models.rope import plain_rope, rope_kind, rope_settings, yarn_rope
 
 
@@ -49,13 +49,15 @@ def _experts(checkpoint: Checkpoint, dims: Dims) -> ExpertsConfig:
     metadata = checkpoint.metadata
     key = "expert_weights_scale"
     key = key if key in metadata else "hf.moe_routed_scaling_factor"
+    cap = "router_logit_softcapping"
+    cap = cap if cap in metadata else f"hf.moe_{cap}"
     return ExpertsConfig(
         experts=dims.experts,
         used=dims.experts_used,
         width=dims.expert_ffn,
         scores="sigmoid",
         scale=metadata.get_float(key, 1.0),
-        softcap=metadata.get_float("hf.moe_router_logit_softcapping", 0.0),
+        softcap=metadata.get_float(cap, 0.0),
         bias=True,
         shared_width=dims.shared_ffn,
     )
@@ -68,6 +70,10 @@ FIXED: dict[str, tuple[object, ...]] = {
     "hf.moe_apply_router_weight_on_input": (False,),
     "expert_gating_func": (2,),  # sigmoid
     "expert_weights_norm": (True,),
+    "expert_shared_count": (1,),
+    "hf.rope_parameters": ANY,  # one table for each kind of layer
+    "hf.moe_router_logit_softcapping": ANY,
+    "router_logit_softcapping": ANY,
 }
 
 LAGUNA = Family("laguna", read_config, FIXED)

@@ -36,6 +36,7 @@ class Model:
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Run one step; return the residual stream of all its rows."""
+        self._workspace.check(len(batch.tokens))
         x = self._embedding(batch.tokens, self._workspace.stream[: len(batch.tokens)])
         if self._side is not None:
             # A copy: the first layers may change the stream where it lies.
@@ -50,4 +51,4 @@ class Model:
 
         At most as many rows as sequences run together; they are valid until the next call.
         """
-        return self._head(hidden, self._workspace.logits[: len(hidden)])
+        return self._head(hidden, self._workspace.logits_for(len(hidden)))

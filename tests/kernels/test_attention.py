@@ -158,3 +158,21 @@ def test_a_row_of_native_attention_depends_on_neither_threads_nor_company(types)
         part = kernel.run(queries[first : first + rows], cache, spans, 0.2, 0)
         assert torch.equal(part, whole[first : first + rows])
     POOL.set(torch.get_num_threads())
+
+
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+@pytest.mark.parametrize("types", [("f32", "f32"), ("f16", "bf16"), ("q8_0", "q4_0")])
+@pytest.mark.parametrize("rows", [2, 5, 8])
+def test_few_rows_come_to_the_bits_that_they_have_in_a_prompt(
+    isa: str, types: tuple[str, str], rows: int
+) -> None:
+    """Their keys are shared out over threads, those of a prompt are not."""
+    attention = next(k.run for k in KERNELS if str(k) == "attention-native")
+    cache, pages = filled_cache(types, 2, 64), torch.randperm(64)
+    queries = torch.randn(24, 6, 64)
+    for window in (0, 300):
+        prompt = attention(queries, cache, (Span(0, 24, 700, pages),), 0.125, window)
+        few = attention(queries[:rows], cache, (Span(0, rows, 700, pages),), 0.125, window)
+        assert torch.equal(few, prompt[:rows])
+        alone = attention(queries[:1], cache, (Span(0, 1, 700, pages),), 0.125, window)
+        assert torch.equal(alone, prompt[:1])

@@ -205,3 +205,9 @@ def test_planning_the_35b_takes_under_300_milliseconds_and_no_torch() -> None:
         if spent[-1] < 0.3:
             break
     assert min(spent) < 0.3
+
+
+def test_only_vectors_of_recurrent_layers_stay_in_f32() -> None:
+    types = tensor_types(KNOWN["qwen3.6-27b"], find_mix("q4_k_m"))
+    found = {name: str(types[f"blk.0.{name}"][1]) for name in ("ssm_alpha.weight", "ssm_a")}
+    assert found == {"ssm_alpha.weight": "q4_k", "ssm_a": "f32"}

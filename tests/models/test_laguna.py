@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from headroom.layers.config import AttentionConfig
 from headroom.models.describe import describe
 from tests import family_configs as configs
 from tests.families import oracle_logits, variant
+from tests.family_gguf import write_gguf
 from tests.running import run_steps
 
 TEXT = torch.randint(0, 256, (200,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -57,8 +59,11 @@ def test_all_layers_may_see_everything(tmp_path: Path) -> None:
     model = configs.laguna(**TWO_LAYERS | {"layer_types": ["full_attention"] * 2,
                                            "num_attention_heads_per_layer": [4, 4]})  # fmt: skip
     model.save_pretrained(tmp_path)
-    logits = run_steps(open_checkpoint(tmp_path), [TEXT[:30]], [[30]])[0]
-    torch.testing.assert_close(logits, oracle_logits(model, TEXT[:30]), atol=1e-4, rtol=0)
+    write_gguf(model, tmp_path / "m.gguf", "F32", False, False)
+    assert "laguna.attention.sliding_window" not in gguf.GGUFReader(tmp_path / "m.gguf").fields
+    for path in (tmp_path / "model.safetensors", tmp_path / "m.gguf"):
+        logits = run_steps(open_checkpoint(path), [TEXT[:30]], [[30]])[0]
+        torch.testing.assert_close(logits, oracle_logits(model, TEXT[:30]), atol=1e-4, rtol=0)
 
 
 def test_the_file_s_scale_of_rotations_comes_before_the_formula(tmp_path: Path) -> None:

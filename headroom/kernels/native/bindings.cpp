@@ -4,7 +4,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <array>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -38,7 +40,7 @@ std::vector<SpanView> read_spans(Address table, int64_t count, Address pages, Ad
     spans.reserve(static_cast<size_t>(count));
     const int64_t* row = at<const int64_t>(table);
     for (int64_t i = 0; i < count; ++i, row += 5)
-        spans.push_back({row[0], row[1], row[2], at<const int64_t>(pages) + row[3],
+        spans.push_back({row[0], row[1], row[2], pages ? at<const int64_t>(pages) + row[3] : nullptr,
                          row[4] < 0 ? nullptr : at<const uint8_t>(trees) + row[4]});
     return spans;
 }
@@ -105,9 +107,11 @@ void bind_ops(nb::module_& m) {
             const AttentionShape shape{sizes[0], sizes[1], sizes[2], sizes[3], scale};
             const auto spans = read_spans(table, count, pages, trees);
             nb::gil_scoped_release released;
-            const size_t bytes = self.attention_scratch(shape, spans.data(), count);
-            std::vector<uint8_t> scratch(bytes + 64);
-            uint8_t* aligned = at<uint8_t>((reinterpret_cast<Address>(scratch.data()) + 63) / 64 * 64);
+            constexpr size_t LITTLE = 4 << 20;  // for speed only, and not planned
+            const size_t bytes = std::max(self.attention_scratch(shape, spans.data(), count),
+                                          std::min(LITTLE, self.split_scratch(shape, spans.data(), count)));
+            const std::unique_ptr<uint8_t[]> scratch(new uint8_t[bytes + 64]);
+            uint8_t* aligned = at<uint8_t>((reinterpret_cast<Address>(scratch.get()) + 63) / 64 * 64);
             self.attention(shape, cache, at<const float>(queries), spans.data(), count,
                            at<float>(out), Scratch(aligned, bytes));
         })

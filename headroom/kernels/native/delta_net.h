@@ -15,7 +15,7 @@ struct DeltaShape {
     }
 };
 
-constexpr int64_t DELTA_COLUMNS = 32;  // of a head's memory that one thread works on at a time
+constexpr int64_t DELTA_COLUMNS = 64;  // of a head's memory that one thread works on at a time
 
 // Rows of one value head, and `width` columns of its memory from `column` on. A column of the
 // memory depends on no other.

@@ -50,67 +50,93 @@ void convolve(const DeltaShape& shape, const float* conv, const float* const* in
         scale_to_unit(out + head * shape.dim, shape.dim, head < shape.key_heads ? query_scale : 1);
 }
 
-// The sum over i of x[i] times row i of a block, in four runs that do not wait for each other.
-inline void weigh_rows(const float* x, const float* block, int64_t dim, F& low, F& high) {
-    F lows[4], highs[4];
-    for (int j = 0; j < 4; ++j) lows[j] = highs[j] = zero();
-    int64_t i = 0;
-    for (; i + 4 <= dim; i += 4)
-        for (int j = 0; j < 4; ++j) {
-            const float* row = block + (i + j) * DELTA_COLUMNS;
-            lows[j] = fma(set1(x[i + j]), load(row), lows[j]);
-            highs[j] = fma(set1(x[i + j]), load(row + 16), highs[j]);
+// Vectors of a head's memory that are worked on together: their sums must fit into registers, and
+// be enough that none waits for the one before it.
+constexpr int DELTA_VECTORS = MANY_REGISTERS ? 4 : 2;
+constexpr int64_t DELTA_WIDTH = 16 * DELTA_VECTORS;
+
+// DELTA_WIDTH columns of a head's memory: row i begins at data + i * stride.
+struct DeltaBlock {
+    float* data;
+    int64_t stride;
+};
+
+// What the memory answers to the first row's key.
+inline void ask(const DeltaBlock& block, const float* key, int64_t dim, F* answer) {
+    F sums[DELTA_VECTORS];
+    for (F& one : sums) one = zero();
+    for (int64_t i = 0; i < dim; ++i) {
+        const float* row = block.data + i * block.stride;
+        for (int v = 0; v < DELTA_VECTORS; ++v) {
+            __builtin_prefetch(row + 16 * block.stride + 16 * v);
+            sums[v] = fma(set1(key[i]), load(row + 16 * v), sums[v]);
         }
-    for (; i < dim; ++i) {
-        lows[0] = fma(set1(x[i]), load(block + i * DELTA_COLUMNS), lows[0]);
-        highs[0] = fma(set1(x[i]), load(block + i * DELTA_COLUMNS + 16), highs[0]);
     }
-    low = add(add(lows[0], lows[1]), add(lows[2], lows[3]));
-    high = add(add(highs[0], highs[1]), add(highs[2], highs[3]));
+    for (int v = 0; v < DELTA_VECTORS; ++v) answer[v] = sums[v];
 }
 
-// One row: the memory fades, takes in what it did not know of the value, and is asked.
-inline void delta_row(const DeltaJob& job, int64_t row, float* block) {
-    const float* keys = job.keys + row * job.channels;
-    const float* queries = job.queries + row * job.channels;
-    float value[DELTA_COLUMNS] = {};
-    std::memcpy(value, job.values + row * job.channels + job.column, job.width * sizeof(float));
-    F low, high;
-    weigh_rows(keys, block, job.dim, low, high);
+// One row: the memory fades, takes in what it did not know of the value, and is asked, also for
+// what it answers to the next row's key. `answer` is that of this row's key.
+template <bool last>
+inline void delta_row(const DeltaJob& job, int64_t row, int64_t column, const DeltaBlock& block,
+                      F* answer) {
+    const float* key = job.keys + row * job.channels;
+    const float* query = job.queries + row * job.channels;
+    const float* next = last ? key : key + job.channels;
+    const float* values = job.values + row * job.channels + column;
+    float value[DELTA_WIDTH] = {};
+    const int64_t width = job.column + job.width - column;
+    const size_t bytes = (width < DELTA_WIDTH ? width : DELTA_WIDTH) * sizeof(float);
+    std::memcpy(value, values, bytes);
     const F decay = set1(job.decays[row * job.heads]), beta = set1(job.betas[row * job.heads]);
-    low = mul(beta, sub(load(value), mul(decay, low)));
-    high = mul(beta, sub(load(value + 16), mul(decay, high)));
-    F lows[4], highs[4];
-    for (int j = 0; j < 4; ++j) lows[j] = highs[j] = zero();
-    const auto change = [&](int64_t i, F& a_sum, F& b_sum) {
-        float* to = block + i * DELTA_COLUMNS;
-        const F key = set1(keys[i]), query = set1(queries[i]);
-        const F a = fma(key, low, mul(decay, load(to)));
-        const F b = fma(key, high, mul(decay, load(to + 16)));
-        store(to, a);
-        store(to + 16, b);
-        a_sum = fma(query, a, a_sum);
-        b_sum = fma(query, b, b_sum);
-    };
-    int64_t i = 0;
-    for (; i + 4 <= job.dim; i += 4)
-        for (int j = 0; j < 4; ++j) change(i + j, lows[j], highs[j]);
-    for (; i < job.dim; ++i) change(i, lows[0], highs[0]);
-    store(value, add(add(lows[0], lows[1]), add(lows[2], lows[3])));
-    store(value + 16, add(add(highs[0], highs[1]), add(highs[2], highs[3])));
-    std::memcpy(job.out + row * job.heads * job.dim + job.column, value, job.width * sizeof(float));
+    F change[DELTA_VECTORS], sums[DELTA_VECTORS], nexts[DELTA_VECTORS];
+    for (int v = 0; v < DELTA_VECTORS; ++v) {
+        change[v] = mul(beta, sub(load(value + 16 * v), mul(decay, answer[v])));
+        sums[v] = nexts[v] = zero();
+    }
+    for (int64_t i = 0; i < job.dim; ++i) {
+        float* to = block.data + i * block.stride;
+        const F k = set1(key[i]), q = set1(query[i]), n = set1(next[i]);
+        for (int v = 0; v < DELTA_VECTORS; ++v) {
+            const F one = fma(k, change[v], mul(decay, load(to + 16 * v)));
+            store(to + 16 * v, one);
+            sums[v] = fma(q, one, sums[v]);
+            if constexpr (!last) nexts[v] = fma(n, one, nexts[v]);
+        }
+    }
+    for (int v = 0; v < DELTA_VECTORS; ++v) {
+        store(value + 16 * v, sums[v]);
+        answer[v] = nexts[v];
+    }
+    std::memcpy(job.out + row * job.heads * job.dim + column, value, bytes);
 }
 
-// block [dim, DELTA_COLUMNS]: the columns side by side, small enough for the nearest cache.
-void delta_rows(const DeltaJob& job, float* block) {
-    std::memset(block, 0, job.dim * DELTA_COLUMNS * sizeof(float));
-    float* memory = job.memory + job.column;
-    const size_t bytes = job.width * sizeof(float);
-    for (int64_t i = 0; i < job.dim && !job.fresh; ++i)
-        std::memcpy(block + i * DELTA_COLUMNS, memory + i * job.dim, bytes);
-    for (int64_t row = 0; row < job.rows; ++row) delta_row(job, row, block);
-    for (int64_t i = 0; i < job.dim; ++i)
-        std::memcpy(memory + i * job.dim, block + i * DELTA_COLUMNS, bytes);
+inline void delta_block(const DeltaJob& job, int64_t column, const DeltaBlock& block) {
+    F answer[DELTA_VECTORS];
+    ask(block, job.keys, job.dim, answer);
+    for (int64_t row = 0; row + 1 < job.rows; ++row)
+        delta_row<false>(job, row, column, block, answer);
+    delta_row<true>(job, job.rows - 1, column, block, answer);
+}
+
+// Columns of a head's memory, DELTA_WIDTH at a time. For several rows they are first brought side
+// by side into `copy` [dim, DELTA_WIDTH], which stays in the nearest cache.
+void delta_rows(const DeltaJob& job, float* copy) {
+    for (int64_t column = job.column; column < job.column + job.width; column += DELTA_WIDTH) {
+        float* memory = job.memory + column;
+        const int64_t left = job.column + job.width - column;
+        if (job.rows == 1 && !job.fresh && left >= DELTA_WIDTH) {
+            delta_block(job, column, {memory, job.dim});
+            continue;
+        }
+        const size_t bytes = (left < DELTA_WIDTH ? left : DELTA_WIDTH) * sizeof(float);
+        std::memset(copy, 0, job.dim * DELTA_WIDTH * sizeof(float));
+        for (int64_t i = 0; i < job.dim && !job.fresh; ++i)
+            std::memcpy(copy + i * DELTA_WIDTH, memory + i * job.dim, bytes);
+        delta_block(job, column, {copy, DELTA_WIDTH});
+        for (int64_t i = 0; i < job.dim; ++i)
+            std::memcpy(memory + i * job.dim, copy + i * DELTA_WIDTH, bytes);
+    }
 }
 
 void gated_norm(const float* x, const float* gate, const float* weight, int64_t columns, float eps,

@@ -34,7 +34,7 @@ def gated_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """Return `weight * x / sqrt(mean(x^2) + eps) * silu(gate)` over the last axis."""
-    x, gate = x.contiguous(), gate.contiguous()
+    x, gate, weight = x.contiguous(), gate.contiguous(), weight.contiguous()
     out, columns = torch.empty_like(x), x.shape[-1]
     rows = x.numel() // max(columns, 1)
     POOL.ops.gated_norm(

@@ -677,20 +677,19 @@ void open_tile(const AttentionJob& job, const KvPlane& plane, int64_t from, int6
 
 // One head of a tile's keys as floats, in `memory` where they are not floats already.
 template <Kind K>
-void read_tile(const Tile& tile, int64_t offset, int64_t dim, float* memory, const float** rows) {
+void read_tile(const Tile& tile, int64_t offset, int64_t dim, float* memory, const uint8_t** rows) {
     const int64_t width = padded_dim(dim);
     for (int64_t key = 0; key < KEY_TILE; ++key) {
         float* row = memory + key * width;
-        rows[key] = row;
-        if (!tile.heads[key]) rows[key] = memory + KEY_TILE * width;  // zeros
-        else if (K == F32 && dim == width)
-            rows[key] = reinterpret_cast<const float*>(tile.heads[key] + offset);
+        rows[key] = reinterpret_cast<const uint8_t*>(tile.heads[key] ? row : memory + KEY_TILE * width);
+        if (!tile.heads[key]) continue;  // zeros
+        if (K == F32 && dim == width) rows[key] = tile.heads[key] + offset;
         else load_head<K>(tile.heads[key] + offset, dim, row);
     }
 }
 
 void read_tile(Kind kind, const Tile& tile, int64_t offset, int64_t dim, float* memory,
-               const float** rows) {
+               const uint8_t** rows) {
     switch (kind) {
         case F32: return read_tile<F32>(tile, offset, dim, memory, rows);
         case F16: return read_tile<F16>(tile, offset, dim, memory, rows);
@@ -703,10 +702,11 @@ void read_tile(Kind kind, const Tile& tile, int64_t offset, int64_t dim, float* 
     }
 }
 
-// Scores of Q queries with N keys, at most sixteen in all. Each is summed along its own lanes in
-// the same order, however many are summed together.
-template <int Q, int N>
-inline void score(const float* queries, int64_t width, const float* const* rows, float* scores) {
+// Scores of Q queries with N keys of plain type K, at most sixteen in all. Each is summed along its
+// own lanes in the same order, however many are summed together.
+template <Kind K, int Q, int N>
+inline void score(const float* queries, int64_t width, const uint8_t* const* rows, float* scores) {
+    constexpr int size = kind_info(K).block_bytes;
     constexpr int B = MANY_REGISTERS ? Q : Q % 2 ? 1 : 2;  // queries and keys whose sums fit into
     constexpr int C = MANY_REGISTERS ? N : 4 / B;          // registers
     F sums[16];
@@ -718,7 +718,7 @@ inline void score(const float* queries, int64_t width, const float* const* rows,
                 for (int j = 0; j < C; ++j) some[i][j] = zero();
             for (int64_t d = 0; d < width; d += 16) {
                 F keys[C];
-                for (int j = 0; j < C; ++j) keys[j] = load(rows[key + j] + d);
+                for (int j = 0; j < C; ++j) keys[j] = load_plain<K>(rows[key + j] + d * size);
                 for (int i = 0; i < B; ++i) {
                     const F query = load(queries + (q + i) * width + d);
                     for (int j = 0; j < C; ++j) some[i][j] = fma(query, keys[j], some[i][j]);
@@ -732,32 +732,36 @@ inline void score(const float* queries, int64_t width, const float* const* rows,
     for (int q = 0; q < Q; ++q) std::memcpy(scores + q * KEY_BLOCK, lanes + q * N, N * sizeof(float));
 }
 
-template <int Q, int N>
-inline void score_tile(const float* queries, int64_t width, const float* const* rows, float* scores) {
-    for (int key = 0; key < KEY_TILE; key += N) score<Q, N>(queries, width, rows + key, scores + key);
+template <Kind K, int Q, int N>
+inline void score_tile(const float* queries, int64_t width, const uint8_t* const* rows,
+                       float* scores) {
+    for (int key = 0; key < KEY_TILE; key += N)
+        score<K, Q, N>(queries, width, rows + key, scores + key);
 }
 
-void score_all(const float* queries, int count, int64_t width, const float* const* rows,
+template <Kind K>
+void score_all(const float* queries, int count, int64_t width, const uint8_t* const* rows,
                float* scores) {
     int q = 0;
     for (; q + 4 <= count; q += 4)
-        score_tile<4, 4>(queries + q * width, width, rows, scores + q * KEY_BLOCK);
+        score_tile<K, 4, 4>(queries + q * width, width, rows, scores + q * KEY_BLOCK);
     const float* rest = queries + q * width;
-    if (count - q == 3) score_tile<3, 4>(rest, width, rows, scores + q * KEY_BLOCK);
-    if (count - q == 2) score_tile<2, 8>(rest, width, rows, scores + q * KEY_BLOCK);
-    if (count - q == 1) score_tile<1, 16>(rest, width, rows, scores + q * KEY_BLOCK);
+    if (count - q == 3) score_tile<K, 3, 4>(rest, width, rows, scores + q * KEY_BLOCK);
+    if (count - q == 2) score_tile<K, 2, 8>(rest, width, rows, scores + q * KEY_BLOCK);
+    if (count - q == 1) score_tile<K, 1, 16>(rest, width, rows, scores + q * KEY_BLOCK);
 }
 
 // Adds a tile's values, weighted, to C vectors of the sums of Q queries.
-template <int Q, int C>
-inline void add_columns(const float* const* rows, int64_t column, const float* weights, int64_t width,
-                        float* sums) {
+template <Kind K, int Q, int C>
+inline void add_columns(const uint8_t* const* rows, int64_t column, const float* weights,
+                        int64_t width, float* sums) {
+    constexpr int size = kind_info(K).block_bytes;
     F totals[Q][C];
     for (int q = 0; q < Q; ++q)
         for (int c = 0; c < C; ++c) totals[q][c] = load(sums + q * width + column + 16 * c);
     for (int64_t key = 0; key < KEY_TILE; ++key) {
         F values[C];
-        for (int c = 0; c < C; ++c) values[c] = load(rows[key] + column + 16 * c);
+        for (int c = 0; c < C; ++c) values[c] = load_plain<K>(rows[key] + (column + 16 * c) * size);
         for (int q = 0; q < Q; ++q) {
             const F weight = set1(weights[q * KEY_BLOCK + key]);
             for (int c = 0; c < C; ++c) totals[q][c] = fma(weight, values[c], totals[q][c]);
@@ -767,23 +771,50 @@ inline void add_columns(const float* const* rows, int64_t column, const float* w
         for (int c = 0; c < C; ++c) store(sums + q * width + column + 16 * c, totals[q][c]);
 }
 
-template <int Q>
-inline void add_tile(const float* const* rows, const float* weights, int64_t width, float* sums) {
+template <Kind K, int Q>
+inline void add_tile(const uint8_t* const* rows, const float* weights, int64_t width, float* sums) {
     constexpr int C = MANY_REGISTERS || Q == 1 ? 4 : Q == 2 ? 2 : 1;
     int64_t column = 0;
     for (; column + 16 * C <= width; column += 16 * C)
-        add_columns<Q, C>(rows, column, weights, width, sums);
-    for (; column < width; column += 16) add_columns<Q, 1>(rows, column, weights, width, sums);
+        add_columns<K, Q, C>(rows, column, weights, width, sums);
+    for (; column < width; column += 16) add_columns<K, Q, 1>(rows, column, weights, width, sums);
 }
 
-void add_all(const float* const* rows, const float* weights, int count, int64_t width, float* sums) {
+template <Kind K>
+void add_all(const uint8_t* const* rows, const float* weights, int count, int64_t width,
+             float* sums) {
     int q = 0;
     for (; q + 4 <= count; q += 4)
-        add_tile<4>(rows, weights + q * KEY_BLOCK, width, sums + q * width);
+        add_tile<K, 4>(rows, weights + q * KEY_BLOCK, width, sums + q * width);
     weights += q * KEY_BLOCK;
-    if (count - q == 3) add_tile<3>(rows, weights, width, sums + q * width);
-    if (count - q == 2) add_tile<2>(rows, weights, width, sums + q * width);
-    if (count - q == 1) add_tile<1>(rows, weights, width, sums + q * width);
+    if (count - q == 3) add_tile<K, 3>(rows, weights, width, sums + q * width);
+    if (count - q == 2) add_tile<K, 2>(rows, weights, width, sums + q * width);
+    if (count - q == 1) add_tile<K, 1>(rows, weights, width, sums + q * width);
+}
+
+// Scores of one head's queries with a tile's keys or, where `add`, its weighted values.
+template <Kind K>
+inline void use_rows(bool add, const uint8_t* const* rows, const float* queries, int count,
+                     int64_t width, float* scores, float* sums) {
+    if (add) add_all<K>(rows, scores, count, width, sums);
+    else score_all<K>(queries, count, width, rows, scores);
+}
+
+// The same from the cache itself. Few queries take half floats as they lie: memory that is read
+// once is not worth unpacking to another place first.
+void use_tile(bool add, Kind kind, const Tile& tile, int64_t offset, int dim, float* memory,
+              const float* queries, int count, float* scores, float* sums) {
+    const int64_t width = padded_dim(dim);
+    const uint8_t* rows[KEY_TILE];
+    if (count > 4 || dim != width || (kind != F16 && kind != BF16)) {
+        read_tile(kind, tile, offset, dim, memory, rows);
+        return use_rows<F32>(add, rows, queries, count, width, scores, sums);
+    }
+    const uint8_t* zeros = reinterpret_cast<const uint8_t*>(memory + KEY_TILE * width);
+    for (int64_t key = 0; key < KEY_TILE; ++key)
+        rows[key] = tile.heads[key] ? tile.heads[key] + offset : zeros;
+    if (kind == F16) use_rows<F16>(add, rows, queries, count, width, scores, sums);
+    else use_rows<BF16>(add, rows, queries, count, width, scores, sums);
 }
 
 inline int64_t clamped(int64_t value, int64_t low, int64_t high) {
@@ -847,12 +878,10 @@ void attend(const AttentionJob& job, int64_t from, int64_t to, Partial* partials
                 partials[q] = weigh(job, q, from, tiles * KEY_TILE, scores + q * KEY_BLOCK);
         float* block = scores + i % tiles * KEY_TILE;
         for (int head = 0; head < job.heads; ++head) {
-            const float* rows[KEY_TILE];
-            read_tile(plane(i).kind, opened[i % 2], head * plane(i).head_bytes, job.dim, memory, rows);
             const int q = head * job.count;
-            if (i < tiles)
-                score_all(job.queries + q * width, job.count, width, rows, block + q * KEY_BLOCK);
-            else add_all(rows, block + q * KEY_BLOCK, job.count, width, sums + q * width);
+            use_tile(i >= tiles, plane(i).kind, opened[i % 2], head * plane(i).head_bytes, job.dim,
+                     memory, job.queries + q * width, job.count, block + q * KEY_BLOCK,
+                     sums + q * width);
         }
     }
 }

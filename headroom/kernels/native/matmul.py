@@ -78,6 +78,7 @@ def matmul_f32(
 
 def embed(ids: torch.Tensor, table: Weight, out: torch.Tensor) -> torch.Tensor:
     """Write the table's rows `ids` to `out` as float32."""
+    _check(out, (len(ids), table.columns))
     if not out.is_contiguous():
         return out.copy_(embed(ids, table, torch.empty(out.shape)))
     ids = ids.contiguous()
@@ -96,6 +97,7 @@ def _matmul(
     x = x.contiguous()
     rows = x.shape[0]
     out = torch.empty(rows, weight.rows) if out is None else out
+    _check(out, (rows, weight.rows))
     scratch_bytes = MODULE.matmul_scratch(rows, weight.columns)
     scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
     POOL.ops.matmul(
@@ -103,6 +105,12 @@ def _matmul(
         rows, int8, out.data_ptr(), scratch.data_ptr(), scratch_bytes,
     )  # fmt: skip
     return out
+
+
+def _check(out: torch.Tensor, shape: tuple[int, int]) -> None:
+    """The C++ module has an address only, and writes as much as the shape says."""
+    if tuple(out.shape) != shape:
+        raise ValueError(f"a result of {shape} does not fit into memory of {tuple(out.shape)}")
 
 
 def _panel_bytes(weight: Weight) -> int:

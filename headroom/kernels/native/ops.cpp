@@ -15,6 +15,12 @@ constexpr int64_t QUERY_ROWS = 8;    // tokens of a prompt that share a pass, at
 
 int64_t blocks_of(int64_t length) { return (length + KEY_BLOCK - 1) / KEY_BLOCK; }
 
+// Memory for what each block of keys gives each query of a span.
+int64_t partial_floats(const AttentionShape& shape, const SpanView& span) {
+    return blocks_of(span.start + span.rows) * shape.heads * span.rows *
+           (padded_dim(shape.dim) + 2);
+}
+
 // The running result of attention for one query.
 struct Running {
     Partial state{-INFINITY, 0};
@@ -170,9 +176,15 @@ size_t Ops::attention_scratch(const AttentionShape& shape, const SpanView* spans
                               int64_t span_count) {
     size_t bytes = 0;
     for (int64_t i = 0; i < span_count; ++i)
-        if (spans[i].rows == 1)
-            bytes += Scratch::size(blocks_of(spans[i].start + 1) * shape.heads *
-                                   (padded_dim(shape.dim) + 2) * 4);
+        if (spans[i].rows == 1) bytes += Scratch::size(partial_floats(shape, spans[i]) * 4);
+    return bytes;
+}
+
+size_t Ops::split_scratch(const AttentionShape& shape, const SpanView* spans, int64_t span_count) {
+    size_t bytes = 0;
+    for (int64_t i = 0; i < span_count; ++i)
+        if (spans[i].rows <= rows_together(shape))
+            bytes = std::max(bytes, Scratch::size(partial_floats(shape, spans[i]) * 4));
     return bytes;
 }
 
@@ -243,7 +255,7 @@ void Ops::attend_rows(const AttentionShape& shape, const KvCache& cache, const f
     }
 }
 
-// One block of keys of a span of one row: the partial results of some heads [heads, width + 2].
+// One block of keys of a span: the partial results of some heads [heads * rows, width + 2].
 void Ops::attend_block(const AttentionShape& shape, const KvCache& cache, const float* queries,
                        const SpanView& span, int64_t kv_head, int64_t kv_heads, int64_t block,
                        float* out) {
@@ -252,8 +264,9 @@ void Ops::attend_block(const AttentionShape& shape, const KvCache& cache, const 
     alignas(64) float sums[MAX_QUERIES * MAX_DIM];
     alignas(64) float scratch[attend_scratch(MAX_QUERIES, MAX_DIM)];
     Partial partials[MAX_QUERIES];
-    const AttentionJob job = some.fill(shape, cache, queries, span, 0, 1, kv_head, kv_heads);
-    kernels_.attend(job, from, std::min(from + KEY_BLOCK, span.start + 1), partials, sums, scratch);
+    const AttentionJob job = some.fill(shape, cache, queries, span, 0, span.rows, kv_head, kv_heads);
+    kernels_.attend(job, from, std::min(from + KEY_BLOCK, span.start + span.rows), partials, sums,
+                    scratch);
     for (int64_t q = 0; q < job.count * kv_heads; ++q, out += width + 2) {
         out[0] = partials[q].peak;
         out[1] = partials[q].total;
@@ -261,55 +274,72 @@ void Ops::attend_block(const AttentionShape& shape, const KvCache& cache, const 
     }
 }
 
+// A few rows: their keys are shared out in blocks and the results merged in order. Heads that lie
+// side by side in memory are read together.
+void Ops::attend_split(const AttentionShape& shape, const KvCache& cache, const float* queries,
+                       const SpanView& span, float* partials, float* out) {
+    const int64_t group = shape.heads / shape.kv_heads, width = padded_dim(shape.dim);
+    const int64_t own = group * span.rows, all = shape.heads * span.rows;  // queries
+    const int64_t together = std::clamp<int64_t>(MAX_QUERIES / own, 1, shape.kv_heads);
+    const int64_t parts = (shape.kv_heads + together - 1) / together;
+    const int64_t skipped = first_key(span.start, shape.window) / KEY_BLOCK;
+    const int64_t blocks = blocks_of(span.start + span.rows) - skipped;
+    pool_.parallel(blocks * parts, 1, [&](int64_t first, int64_t last) {
+        for (int64_t job = first; job < last; ++job) {
+            const int64_t block = job / parts, head = job % parts * together;
+            attend_block(shape, cache, queries, span, head,
+                         std::min(together, shape.kv_heads - head), skipped + block,
+                         partials + (block * all + head * own) * (width + 2));
+        }
+    });
+    for (int64_t query = 0; query < all; ++query) {
+        alignas(64) float sums[MAX_DIM] = {};
+        Running running;
+        running.sums = sums;
+        for (int64_t block = 0; block < blocks; ++block) {
+            const float* from = partials + (block * all + query) * (width + 2);
+            running.merge({from[0], from[1]}, from + 2, width);
+        }
+        const int64_t row = span.first_row + query % own / group;
+        const int64_t head = query / own * group + query % group;
+        float* to = out + (row * shape.heads + head) * shape.dim;
+        for (int64_t d = 0; d < shape.dim; ++d) to[d] = sums[d] / running.state.total;
+    }
+}
+
+// Rows whose queries share one pass over the keys.
+int64_t Ops::rows_together(const AttentionShape& shape) {
+    return std::clamp<int64_t>(MAX_QUERIES * shape.kv_heads / shape.heads, 1, QUERY_ROWS);
+}
+
+// A piece of a prompt: its rows are shared out, each pass over the keys serving a few.
+void Ops::attend_whole(const AttentionShape& shape, const KvCache& cache, const float* queries,
+                       const SpanView& span, float* out) {
+    const int64_t tile = rows_together(shape), tiles = (span.rows + tile - 1) / tile;
+    pool_.parallel(tiles * shape.kv_heads, 1, [&](int64_t first, int64_t last) {
+        for (int64_t job = first; job < last; ++job) {
+            // Later rows see more keys; taking them first leaves small jobs for the end.
+            const int64_t row = (tiles - 1 - job / shape.kv_heads) * tile;
+            attend_rows(shape, cache, queries, span, row, std::min(tile, span.rows - row),
+                        job % shape.kv_heads, out);
+        }
+    });
+}
+
 void Ops::attention(const AttentionShape& shape, const KvCache& cache, const float* queries,
                     const SpanView* spans, int64_t span_count, float* out, Scratch scratch) {
-    const int64_t group = shape.heads / shape.kv_heads, width = padded_dim(shape.dim);
-    if (group > MAX_QUERIES || shape.dim > MAX_DIM)
+    if (shape.heads / shape.kv_heads > MAX_QUERIES || shape.dim > MAX_DIM)
         throw std::invalid_argument("attention heads of this size are not supported");
-    // One token of a sequence: its keys are shared out in blocks and the results merged in order.
-    // Heads that lie side by side in memory are read together.
-    const int64_t together = std::min(shape.kv_heads, MAX_QUERIES / group);
-    const int64_t parts = (shape.kv_heads + together - 1) / together;
     for (int64_t i = 0; i < span_count; ++i) {
         const SpanView& span = spans[i];
-        if (span.rows != 1) continue;
-        const int64_t skipped = first_key(span.start, shape.window) / KEY_BLOCK;
-        const int64_t blocks = blocks_of(span.start + 1) - skipped;
-        float* partials = scratch.take<float>(blocks * shape.heads * (width + 2));
-        pool_.parallel(blocks * parts, 1, [&](int64_t first, int64_t last) {
-            for (int64_t job = first; job < last; ++job) {
-                const int64_t block = job / parts, head = job % parts * together;
-                attend_block(shape, cache, queries, span, head,
-                             std::min(together, shape.kv_heads - head), skipped + block,
-                             partials + (block * shape.heads + head * group) * (width + 2));
-            }
-        });
-        for (int64_t head = 0; head < shape.heads; ++head) {
-            alignas(64) float sums[MAX_DIM] = {};
-            Running running;
-            running.sums = sums;
-            for (int64_t block = 0; block < blocks; ++block) {
-                const float* from = partials + (block * shape.heads + head) * (width + 2);
-                running.merge({from[0], from[1]}, from + 2, width);
-            }
-            float* to = out + (span.first_row * shape.heads + head) * shape.dim;
-            for (int64_t d = 0; d < shape.dim; ++d) to[d] = sums[d] / running.state.total;
-        }
-    }
-    // A piece of a prompt: its rows are shared out, each pass over the keys serving a few.
-    const int64_t tile = std::clamp<int64_t>(MAX_QUERIES / group, 1, QUERY_ROWS);
-    for (int64_t i = 0; i < span_count; ++i) {
-        const SpanView& span = spans[i];
-        if (span.rows == 1) continue;
-        const int64_t tiles = (span.rows + tile - 1) / tile;
-        pool_.parallel(tiles * shape.kv_heads, 1, [&](int64_t first, int64_t last) {
-            for (int64_t job = first; job < last; ++job) {
-                // Later rows see more keys; taking them first leaves small jobs for the end.
-                const int64_t row = (tiles - 1 - job / shape.kv_heads) * tile;
-                attend_rows(shape, cache, queries, span, row, std::min(tile, span.rows - row),
-                            job % shape.kv_heads, out);
-            }
-        });
+        Scratch own = scratch;  // spans come one after another and use the same memory
+        const int64_t needed = partial_floats(shape, span);
+        // Either way comes to the same numbers. Memory is planned for single rows; a few more,
+        // such as those of a tree, are shared out where there is enough of it.
+        const bool few = span.rows <= rows_together(shape) && own.has<float>(needed);
+        if (span.rows == 1 || few)
+            attend_split(shape, cache, queries, span, own.take<float>(needed), out);
+        else attend_whole(shape, cache, queries, span, out);
     }
 }
 

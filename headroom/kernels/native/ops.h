@@ -16,6 +16,9 @@ class Scratch {
         next_ += size(count * static_cast<int64_t>(sizeof(T)));
         return next_ <= end_ ? reinterpret_cast<T*>(piece) : fail<T>();
     }
+    template <class T> bool has(int64_t count) const {
+        return size(count * static_cast<int64_t>(sizeof(T))) <= static_cast<size_t>(end_ - next_);
+    }
     static size_t size(int64_t bytes) { return (static_cast<size_t>(bytes) + 63) / 64 * 64; }
 
   private:
@@ -95,6 +98,8 @@ class Ops {
     void attention(const AttentionShape& shape, const KvCache& cache, const float* queries,
                    const SpanView* spans, int64_t span_count, float* out, Scratch scratch);
     size_t attention_scratch(const AttentionShape& shape, const SpanView* spans, int64_t span_count);
+    // What it takes to share out the keys of few rows too; attention does with less.
+    size_t split_scratch(const AttentionShape& shape, const SpanView* spans, int64_t span_count);
 
     void write_kv(const KvCache& cache, int64_t kv_heads, int64_t dim, const int64_t* slots,
                   const float* keys, const float* values, int64_t rows);
@@ -150,11 +155,16 @@ class Ops {
     void gate_up_panel(const Matrix& gate, const Matrix& up, int64_t index, const Input& input,
                        Gate act, float* inner);
     struct Queries;
+    static int64_t rows_together(const AttentionShape& shape);
     void attend_rows(const AttentionShape& shape, const KvCache& cache, const float* queries,
                      const SpanView& span, int64_t row, int64_t rows, int64_t kv_head, float* out);
     void attend_block(const AttentionShape& shape, const KvCache& cache, const float* queries,
                       const SpanView& span, int64_t kv_head, int64_t kv_heads, int64_t block,
                       float* out);
+    void attend_split(const AttentionShape& shape, const KvCache& cache, const float* queries,
+                      const SpanView& span, float* partials, float* out);
+    void attend_whole(const AttentionShape& shape, const KvCache& cache, const float* queries,
+                      const SpanView& span, float* out);
 
     const Kernels& kernels_;
     ThreadPool pool_;

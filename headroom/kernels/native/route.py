@@ -10,7 +10,7 @@ def route(
     logits: torch.Tensor, rule: RouterRule, bias: torch.Tensor | None, counts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ids and weights of each row's experts, the best first, and count them."""
-    logits = logits.contiguous()
+    logits, bias = logits.contiguous(), None if bias is None else bias.contiguous()
     rows, experts = logits.shape
     ids = torch.empty(rows, rule.used, dtype=torch.int32)
     weights = torch.empty(rows, rule.used)

@@ -1,0 +1,127 @@
+"""A conversation with a small model of every family: prompt, stop tokens, thoughts, answer."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from headroom import LLM, Options, SamplingParams
+from headroom.cli.main import run_command
+from headroom.models.synth.recipe import TINY, find_recipe
+from headroom.models.synth.values import Source
+from headroom.models.synth.write import write_gguf
+from tests.server.fakes import serving
+
+CASES = [(family, size) for family, sizes in TINY.items() if family != "dflash" for size in sizes]
+CHAT = [{"role": "user", "content": "What would the people say?"}]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+IM_END, EOS = "<|im_end|>", "\u3008|EOS|\u3009"
+# What prompts begin and end with, the tokens that end an answer, and the marks of a thought.
+SPEECH: dict[str, tuple[str, str, set[str], tuple[str, str] | None]] = {
+    "llama": ("<|im_start|>user\n", "<|im_start|>assistant\n", {IM_END}, None),
+    "qwen3": (
+        "<|im_start|>user\n",
+        "assistant\n",
+        {IM_END, "<|endoftext|>"},
+        ("<think>", "</think>"),
+    ),
+    "laguna": (
+        f"{EOS}<user>\n",
+        "<assistant>\n</think>",
+        {EOS, "</assistant>"},
+        ("<think>", "</think>"),
+    ),
+    "gemma4": (
+        "<bos><|turn>user\n",
+        "<|turn>model\n<|channel>thought\n<channel|>",
+        {"<eos>", "<turn|>"},
+        ("<|channel>thought\n", "<channel|>"),
+    ),
+}
+SPEECH["qwen3moe"] = SPEECH["qwen3"]
+SPEECH["qwen35"] = SPEECH["qwen35moe"] = (
+    "<|im_start|>user\n",
+    "assistant\n<think>\n",
+    *SPEECH["qwen3"][2:],
+)
+
+
+def synthesised(folder: Path, family: str, size: str = "tiny") -> Path:
+    path = folder / f"{family}.gguf"
+    write_gguf(Source(find_recipe(family, size), 0), path, "q8_0")
+    return path
+
+
+@pytest.mark.parametrize(("family", "size"), CASES)
+def test_a_conversation_goes_by_the_family_s_own_marks(
+    family: str, size: str, tmp_path: Path
+) -> None:
+    start, end, stops, marks = SPEECH[family]
+    with LLM(str(synthesised(tmp_path, family, size)), context=128, threads=2) as llm:
+        ids = llm.encode_chat(CHAT)
+        prompt = llm.tokenizer.decode(ids)
+        assert prompt.startswith(start + CHAT[0]["content"])
+        assert prompt.endswith(end)
+        bos = llm.tokenizer.find(llm.tokenizer.bos_token)
+        assert ids[:2] != [bos, bos]  # the template's own, not another one before it
+        assert stops <= {llm.tokenizer.decode([token]) for token in llm.tokenizer.stop_ids}
+        found = llm.reasoning
+        assert (None if found is None else (found.start, found.end)) == marks
+        # Prompts of Qwen3.5 end inside a thought if nothing else is asked for.
+        assert (found is not None and found.opened) == family.startswith("qwen35")
+        done = llm.chat(CHAT, GREEDY)
+        assert (done.prompt_tokens, done.generated_tokens) == (len(ids), 12)
+        again = llm.generate([ids], GREEDY)[0]
+        assert (done.text, done.token_ids) == (again.text, again.token_ids)
+
+
+@pytest.mark.parametrize("family", ["qwen35moe", "gemma4"])
+def test_a_stop_token_of_the_family_ends_an_answer(family: str, tmp_path: Path) -> None:
+    with LLM(str(synthesised(tmp_path, family)), context=128, threads=2) as llm:
+        ids = llm.encode_chat(CHAT)
+        free = llm.generate([ids], GREEDY)[0].token_ids
+        for token in sorted(llm.tokenizer.stop_ids):
+            bias = {token: 100.0}
+            params = SamplingParams(temperature=0, max_tokens=12, logit_bias=bias)
+            done = llm.generate([ids], params)[0]
+            assert (done.finish_reason, done.text) == ("stop", "")
+        assert len(free) == 12
+
+
+@pytest.fixture(params=["qwen35moe", "laguna"])
+def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[httpx.Client]:
+    """A server over a small model."""
+    path = str(synthesised(tmp_path, request.param))
+    with (
+        LLM(path, context=256, threads=2) as llm,
+        serving(llm, Options(port=0)) as server,
+        httpx.Client(base_url=server.address, timeout=60) as http,
+    ):
+        yield http
+
+
+def test_a_server_answers_a_chat_and_streams_the_same(client: httpx.Client) -> None:
+    body = {"messages": CHAT, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert answer.json()["usage"]["completion_tokens"] == 16
+    events = client.post("/v1/chat/completions", json=body | {"stream": True}).text.split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events if "{" in event]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    text = "".join(delta.get("content") or "" for delta in deltas)
+    assert text == choice["message"]["content"] != ""
+
+
+@pytest.mark.parametrize("family", TINY.keys() - {"dflash"})
+def test_run_answers_with_every_family(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(synthesised(tmp_path, family))
+    words = ["Why?", "--max-tokens", "6", "--temperature", "0", "--ignore-eos", "--context", "128"]
+    assert run_command(["run", path, *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["usage"]["completion_tokens"] == len(found["token_ids"]) == 6
