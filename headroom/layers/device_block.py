@@ -3,7 +3,7 @@
 Each part reads the residual stream `[rows, hidden]` in float32 and adds its answer to it.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -30,6 +30,17 @@ from headroom.layers.device_rows import (
 from headroom.layers.rope import rope_tables
 from headroom.layers.weights import WeightSource
 
+__all__ = [
+    "DeviceAttention",
+    "DeviceBatch",
+    "DeviceBlock",
+    "DeviceDelta",
+    "DeviceMlp",
+    "Part",
+    "StepTables",  # the kernels' own view of a batch
+    "fits_device",
+]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceBatch(Batch):
@@ -38,6 +49,16 @@ class DeviceBatch(Batch):
     tables: dict[int, StepTables] = None  # type: ignore[assignment]  # by the ring of a layer's pages; 0: lent ones
     span_rows: int = 1  # most rows of one sequence
     context: int = 0  # most tokens that any of its sequences may have
+
+
+def fits_device(mixer: AttentionConfig | DeltaNetConfig, get: WeightSource) -> bool:
+    """Tell whether a GPU's fused kernels run layers with this mixer."""
+    case = get.case
+    if case.device != "cuda" or case.dtype != "bf16" or case.reference:
+        return False
+    if isinstance(mixer, DeltaNetConfig):
+        return mixer.head_dim == delta_net.DIM
+    return mixer.head_dim % 16 == 0 and mixer.head_dim <= attention.MOST_DIM
 
 
 class Part(Protocol):
@@ -197,8 +218,3 @@ class DeviceMlp:
         """Add the network's answers."""
         gate, up = self._in(normed_rows(x, self._norm))
         self._down(gated_rows(gate, up, self._activation), add=x)
-
-
-def with_tables(batch: DeviceBatch, **changes: object) -> DeviceBatch:
-    """Return the batch with other tables."""
-    return replace(batch, **changes)  # type: ignore[arg-type]

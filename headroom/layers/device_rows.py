@@ -11,6 +11,8 @@ from headroom.kernels.cuda.pack import PACKED, TILE_ROWS, tile_bytes
 from headroom.kernels.weight import Weight
 from headroom.layers.weights import WeightSource
 
+FEW_ROWS = matmul.FEW_ROWS  # the most of a step that one pass over packed weights serves
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceRows:
@@ -24,7 +26,7 @@ class DeviceRows:
 
 def few_rows(count: int) -> bool:
     """Tell whether a step is small enough for one pass over packed weights."""
-    return count <= matmul.FEW_ROWS
+    return count <= FEW_ROWS
 
 
 def plain_rows(x: torch.Tensor) -> DeviceRows:
@@ -84,7 +86,9 @@ def _multiply(
     rows = x.many if x.few is None else _floats(x).to(torch.bfloat16)
     assert rows is not None
     answers = rows @ plain.T
-    for out, part in zip(outs, answers.split([out.shape[1] for out in outs], dim=1), strict=True):
+    for out, part in zip(
+        outs, torch.split(answers, [out.shape[1] for out in outs], dim=1), strict=True
+    ):
         if add is None:
             out.copy_(part)
         else:

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 import torch
 
 from headroom.formats.tensor import TensorInfo
-from headroom.kernels.cuda.delta_net import DIM as DELTA_DIM
-from headroom.kernels.ops import Case
 from headroom.layers.attention import Attention
 from headroom.layers.block import (
     Block,
@@ -28,6 +26,7 @@ from headroom.layers.device_block import (
     DeviceDelta,
     DeviceMlp,
     Part,
+    fits_device,
 )
 from headroom.layers.embedding import Embedding, Head
 from headroom.layers.fused import FusedBlock, refuses_to_fuse
@@ -107,7 +106,8 @@ def open_routing(config: ModelConfig, device: str) -> RoutingStats | None:
 def build_layer(config: ModelConfig, index: int, get: WeightSource, common: Common) -> Layer:
     """Build layer `index`; `get` returns its weights on the planned device."""
     layer, eps = config.layers[index], config.norm_eps
-    if runs_fused(layer, get.case):
+    unusual = layer.post_norms or layer.side_width or layer.scaled
+    if not unusual and fits_device(layer.mixer, get):
         return _device_block(config, index, get, common)
     mixer = _mixer(config, index, get, common)
     if isinstance(mixer, FusedBlock):
@@ -120,16 +120,6 @@ def build_layer(config: ModelConfig, index: int, get: WeightSource, common: Comm
         ffn_norm=_norm(get, "ffn.norm", eps),
         ffn=_ffn(layer, index, get, common),
     )
-
-
-def runs_fused(layer: LayerConfig, case: Case) -> bool:
-    """Tell whether the GPU's fused parts make up a layer."""
-    more = layer.post_norms or bool(layer.side_width) or layer.scaled
-    if isinstance(layer.mixer, DeltaNetConfig):
-        more = more or layer.mixer.head_dim != DELTA_DIM
-    else:
-        more = more or layer.mixer.head_dim % 16 != 0
-    return case.device == "cuda" and case.dtype == "bf16" and not case.reference and not more
 
 
 def _device_block(

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from headroom.kernels.cuda.matmul import FEW_ROWS
-from headroom.kernels.ops import Span, StepTables
-from headroom.layers.batch import Batch
-from headroom.layers.device_block import DeviceBatch
+from headroom.layers.batch import Batch, Span
+from headroom.layers.device_block import DeviceBatch, StepTables
+from headroom.layers.device_rows import FEW_ROWS
 from headroom.memory.budget import PlanSettings
 from headroom.models.model import Model
 from headroom.moe.stats import RoutingStats
@@ -60,7 +59,7 @@ class StepInputs:
     def _views(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows [5, rows], sequences [2, sequences] and pages [sequences, pages]."""
         split = [5 * self.rows, 2 * self.sequences, self.sequences * self.pages]
-        rows, sequences, pages = packed.split(split)
+        rows, sequences, pages = torch.split(packed, split)
         return rows.view(5, -1), sequences.view(2, -1), pages.view(self.sequences, -1)
 
     def batch(
@@ -209,7 +208,7 @@ class DeviceStage:
             hidden = self._model.run(inputs.batch((), self._rings, kind))
             return hidden, self._model.logits(hidden)
 
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
@@ -222,6 +221,4 @@ class DeviceStage:
 
 
 def _on_device(span: Span, device: str) -> Span:
-    return Span(
-        span.first_row, span.rows, span.start, span.pages.to(device), span.slot, span.tree
-    )
+    return Span(span.first_row, span.rows, span.start, span.pages.to(device), span.slot, span.tree)

@@ -12,6 +12,15 @@ from headroom.kernels.weight import Weight
 
 KINDS = ("q4_k", "q6_k", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q5_k", "iq4_nl", "mxfp4")
 
+SIZES = (
+    (64, 256, 1), (50, 1024, 3), (128, 2048, 16), (96, 5120, 32), (33, 768, 40), (48, 320, 9),
+    (70, 2048, 1), (256, 512, 1),
+)  # fmt: skip
+REAL = (
+    ("q4_k", 17408, 5120), ("q4_k", 5120, 17408), ("q6_k", 5120, 17408), ("q4_k", 2048, 4096),
+    ("q6_k", 248320, 2048), ("q8_0", 17408, 5120),
+)  # fmt: skip
+
 
 def random_weight(name: str, rows: int, columns: int) -> Weight:
     """Random blocks with small scales."""
@@ -45,7 +54,9 @@ def check(name: str, rows: int, columns: int, tokens: int) -> None:
     matmul.matmul(x.cuda(), packed, "bf16", found)
     error = float((found.cpu().double() - wanted).norm() / wanted.norm())
     good = error < 0.02 and weight_error < 0.004
-    print(f"{'PASS' if good else 'FAIL'} {name} {rows}x{columns} x{tokens}: weight {weight_error:.1e} product {error:.1e}")
+    print(
+        f"{'PASS' if good else 'FAIL'} {name} {rows}x{columns} x{tokens}: weight {weight_error:.1e} product {error:.1e}"
+    )
 
 
 def bench(name: str, rows: int, columns: int, tokens: int) -> None:
@@ -54,7 +65,10 @@ def bench(name: str, rows: int, columns: int, tokens: int) -> None:
     size = matmul.tile_bytes(one.quant, rows, columns)
     count = max(2, (400 << 20) // size)
     data = one.data.repeat(-(-size * count // len(one.data)))
-    weights = [Weight(data[i * size : (i + 1) * size], one.quant, rows, columns, "tiles") for i in range(count)]
+    weights = [
+        Weight(data[i * size : (i + 1) * size], one.quant, rows, columns, "tiles")
+        for i in range(count)
+    ]
     x = matmul.quantise(torch.randn(tokens, columns, device="cuda"))
     out = torch.empty(tokens, rows, device="cuda")
     for weight in weights[:2]:
@@ -67,15 +81,27 @@ def bench(name: str, rows: int, columns: int, tokens: int) -> None:
     times = []
     for _ in range(8):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record(); graph.replay(); end.record(); end.synchronize()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
         times.append(start.elapsed_time(end) / count)
     best = sorted(times)[len(times) // 2]
-    print(f"BENCH {name} {rows}x{columns} x{tokens}: {best * 1e3:.1f} us {size / best / 1e6:.0f} GB/s")
+    print(
+        f"BENCH {name} {rows}x{columns} x{tokens}: {best * 1e3:.1f} us {size / best / 1e6:.0f} GB/s"
+    )
 
 
 def main() -> None:
     for name in KINDS:
-        for rows, columns, tokens in ((64, 256, 1), (50, 1024, 3), (128, 2048, 16), (96, 5120, 32), (33, 768, 40), (48, 320, 9)):
+        for rows, columns, tokens in (
+            (64, 256, 1),
+            (50, 1024, 3),
+            (128, 2048, 16),
+            (96, 5120, 32),
+            (33, 768, 40),
+            (48, 320, 9),
+        ):
             if columns % BY_NAME[name].block:
                 continue
             try:
@@ -85,20 +111,34 @@ def main() -> None:
                 traceback.print_exc(limit=3)
     if "--bench" not in sys.argv:
         return
-    for name, rows, columns in (("q4_k", 17408, 5120), ("q4_k", 5120, 17408), ("q6_k", 5120, 17408), ("q4_k", 12288, 2048), ("q4_k", 2048, 4096), ("q4_k", 10240, 5120), ("q6_k", 248320, 2048), ("q8_0", 17408, 5120)):
+    for name, rows, columns in (
+        ("q4_k", 17408, 5120),
+        ("q4_k", 5120, 17408),
+        ("q6_k", 5120, 17408),
+        ("q4_k", 12288, 2048),
+        ("q4_k", 2048, 4096),
+        ("q4_k", 10240, 5120),
+        ("q6_k", 248320, 2048),
+        ("q8_0", 17408, 5120),
+    ):
         for tokens in (1, 4, 16, 32):
             bench(name, rows, columns, tokens)
     weight = matmul.prepare(random_weight("q4_k", 17408, 5120))
     plain = torch.empty(17408, 5120, dtype=torch.bfloat16, device="cuda")
     x = torch.randn(2048, 5120, device="cuda", dtype=torch.bfloat16)
-    for what, run in (("dequantise", lambda: matmul.dequantise(weight, plain)), ("bf16 product", lambda: x @ plain.T), ("both", lambda: matmul.matmul(x.float(), weight, "bf16"))):
+    for what, run in (
+        ("dequantise", lambda: matmul.dequantise(weight, plain)),
+        ("bf16 product", lambda: x @ plain.T),
+        ("both", lambda: matmul.matmul(x.float(), weight, "bf16")),
+    ):
         for _ in range(3):
             run()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(10):
             run()
-        end.record(); end.synchronize()
+        end.record()
+        end.synchronize()
         print(f"BENCH {what} 2048 rows 17408x5120: {start.elapsed_time(end) * 100:.0f} us")
 
 

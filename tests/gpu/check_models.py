@@ -1,6 +1,7 @@
-"""Compares whole models on the GPU with the plain kernels of the CPU, and times them with --bench."""
+"""Compares whole models on a GPU with the plain kernels of the CPU; times them with --bench."""
 
 import argparse
+import itertools
 import subprocess
 import sys
 import time
@@ -8,17 +9,19 @@ import traceback
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from headroom.engine.batching import make_batch
 from headroom.engine.request import GenerationRequest, SamplingParams
 from headroom.engine.scheduler import Turn
 from headroom.engine.sequence import Sequence
 from headroom.formats.checkpoint import open_checkpoint
-from headroom.memory.targets import plan_devices
 from headroom.memory.plan import make_plan
+from headroom.memory.targets import plan_devices
 from headroom.models.describe import describe
 from headroom.options import Options
 from headroom.split.launch import start_pipeline
+from headroom.split.pipeline import Pipeline
 
 
 def synth(family: str, out: Path, *more: str) -> Path:
@@ -26,7 +29,8 @@ def synth(family: str, out: Path, *more: str) -> Path:
         started = time.perf_counter()
         command = [sys.executable, "-m", "headroom", "synth", family, str(out), *more]
         subprocess.run(command, check=True)
-        print(f"synth {out.name} {out.stat().st_size / 1e9:.2f} GB in {time.perf_counter() - started:.1f} s")
+        seconds, size = time.perf_counter() - started, out.stat().st_size / 1e9
+        print(f"synth {out.name} {size:.2f} GB in {seconds:.1f} s")
     return out
 
 
@@ -38,7 +42,12 @@ def open_pipeline(path: Path, **settings):
 
 
 def sequence(tokens, pages, slot=0):
-    request = GenerationRequest(id=str(slot), prompt=tuple(tokens), params=SamplingParams(prompt_logprobs=True), stop_ids=frozenset())
+    request = GenerationRequest(
+        id=str(slot),
+        prompt=tuple(tokens),
+        params=SamplingParams(prompt_logprobs=True),
+        stop_ids=frozenset(),
+    )
     return Sequence(request, lambda event: None, limit=10**6, order=0, pages=list(pages), slot=slot)
 
 
@@ -60,63 +69,74 @@ def compare(name: str, path: Path) -> None:
     tokens = torch.randint(0, min(cpu.vocab, 1000), (100,)).tolist()
     wanted = all_logits(cpu, tokens, [100])
     gpu, _ = open_pipeline(path, device="cuda:0", **settings)
-    for label, pieces in (("prefill", [100]), ("chunks", [40, 3, 57]), ("decode", [60] + [1] * 40), ("few", [20, 12, 30, 1, 7, 30])):
+    for label, pieces in (
+        ("prefill", [100]),
+        ("chunks", [40, 3, 57]),
+        ("decode", [60] + [1] * 40),
+        ("few", [20, 12, 30, 1, 7, 30]),
+    ):
         try:
             found = all_logits(gpu, tokens, pieces)
             error = float((found - wanted).norm() / wanted.norm())
             same = float((found.argmax(1) == wanted.argmax(1)).float().mean())
-            print(f"{'PASS' if error < 0.1 else 'FAIL'} {name} {label}: error {error:.1e}, same best {same:.2f}", flush=True)
+            print(
+                f"{'PASS' if error < 0.1 else 'FAIL'} {name} {label}: error {error:.1e}, same best {same:.2f}",
+                flush=True,
+            )
         except Exception:
             print(f"FAIL {name} {label}")
             traceback.print_exc(limit=6)
 
 
 def bench(name: str, path: Path) -> None:
+    """Speeds of prompts and of steps at several batches and contexts."""
     started = time.perf_counter()
-    pipeline, plan = open_pipeline(path, device="cuda:0", context=20480, parallel=16, chunk=2048)
-    print(f"BENCH {name} loaded in {time.perf_counter() - started:.1f} s, {torch.cuda.memory_allocated() / 1e9:.2f} GB", flush=True)
+    settings = {"context": 20480, "parallel": 16, "chunk": 2048}
+    pipeline, plan = open_pipeline(path, device="cuda:0", **settings)
+    seconds, held = time.perf_counter() - started, torch.cuda.memory_allocated() / 1e9
+    print(f"BENCH {name} loaded in {seconds:.1f} s, {held:.2f} GB", flush=True)
     pages = plan.settings.sequence_pages
+    for rows in (512, 2048):
+        prompt = sequence([5 + i % 900 for i in range(rows)], range(pages))
+        seconds = step_seconds(pipeline, [Turn(prompt, rows)], 3)
+        print(f"BENCH {name} prompt {rows}: {rows / seconds:.0f} tok/s", flush=True)
+    for batch, context in itertools.product((1, 4, 8, 16), (20, 16384)):
+        turns = [Turn(decoding(context, pages, slot), 1) for slot in range(batch)]
+        seconds = step_seconds(pipeline, turns, 30)
+        speed = f"{batch / seconds:.0f} tok/s ({seconds * 1e3:.2f} ms)"
+        print(f"BENCH {name} decode batch {batch} context {context}: {speed}", flush=True)
+    verify = sequence([7] * 40, range(pages))
+    verify.cached = 20
+    seconds = step_seconds(pipeline, [Turn(verify, 16)], 20)
+    print(f"BENCH {name} one step of 16 rows: {seconds * 1e3:.2f} ms", flush=True)
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CUDA]) as seen:
+        pipeline.forward(make_batch([Turn(decoding(20, pages, 0), 1)], 64))
+        torch.cuda.synchronize()
+    table = seen.key_averages().table(
+        sort_by="cuda_time_total", row_limit=22, max_name_column_width=50
+    )
+    print(table)
+
+
+def decoding(context: int, pages: int, slot: int) -> Sequence:
+    """A sequence that has `context` tokens in the cache and decodes the next."""
+    one = sequence([7] * (context + 1), range(pages), slot)
+    one.cached = context
+    return one
+
+
+def step_seconds(pipeline: Pipeline, turns: list[Turn], count: int) -> float:
+    """The mean time of a step, after a few to warm up."""
+    step = make_batch(turns, 64)
     with torch.inference_mode():
-        for rows in (512, 2048):
-            for round in range(3):
-                running = sequence([5 + i % 900 for i in range(rows)], range(pages))
-                running.request.params.__class__
-                torch.cuda.synchronize(); started = time.perf_counter()
-                hidden = pipeline.forward(make_batch([Turn(running, rows)], 64))
-                torch.cuda.synchronize()
-            print(f"BENCH {name} prefill {rows}: {rows / (time.perf_counter() - started):.0f} tok/s", flush=True)
-        for batch in (1, 4, 8, 16):
-            for context in (20, 16384):
-                turns = []
-                for slot in range(batch):
-                    one = sequence([7] * (context + 2), range(slot * 8, slot * 8 + pages) if False else range(pages), slot)
-                    one.cached = context
-                    one.tokens = one.tokens[: context + 1]
-                    turns.append(Turn(one, 1))
-                step = make_batch(turns, 64)
-                for _ in range(3):
-                    pipeline.forward(step)
-                torch.cuda.synchronize(); started = time.perf_counter()
-                for _ in range(30):
-                    pipeline.forward(step)
-                torch.cuda.synchronize()
-                seconds = (time.perf_counter() - started) / 30
-                print(f"BENCH {name} decode batch {batch} context {context}: {batch / seconds:.0f} tok/s ({seconds * 1e3:.2f} ms)", flush=True)
-        running = sequence([7] * 40, range(pages))
-        running.cached = 20
-        step = make_batch([Turn(running, 16)], 64)
-        for _ in range(3):
-            pipeline.forward(step)
-        torch.cuda.synchronize(); started = time.perf_counter()
-        for _ in range(20):
+        for _ in range(2):
             pipeline.forward(step)
         torch.cuda.synchronize()
-        print(f"BENCH {name} one step of 16 rows: {(time.perf_counter() - started) / 20 * 1e3:.2f} ms", flush=True)
-    from torch.profiler import ProfilerActivity, profile
-    with torch.inference_mode(), profile(activities=[ProfilerActivity.CUDA]) as seen:
-        one = sequence([7] * 30, range(pages)); one.cached = 20; one.tokens = one.tokens[:21]
-        pipeline.forward(make_batch([Turn(one, 1)], 64)); torch.cuda.synchronize()
-    print(seen.key_averages().table(sort_by="cuda_time_total", row_limit=22, max_name_column_width=50))
+        started = time.perf_counter()
+        for _ in range(count):
+            pipeline.forward(step)
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) / count
 
 
 def main() -> None:
@@ -128,7 +148,10 @@ def main() -> None:
     if given.bench:
         family = "qwen35" if given.bench == "27b" else "qwen35moe"
         size = "qwen3.5-27b" if given.bench == "27b" else "qwen3.5-35b-a3b"
-        bench(given.bench, synth(family, folder / f"{given.bench}.gguf", "--size", size, "--quant", "Q4_K_M"))
+        bench(
+            given.bench,
+            synth(family, folder / f"{given.bench}.gguf", "--size", size, "--quant", "Q4_K_M"),
+        )
         return
     for name, family, more in (
         ("llama", "llama", ["--quant", "Q8_0"]),

@@ -84,7 +84,8 @@ def _high_plane(
     slots = high.permute(0, 3, 2, 6, 4, 1, 5, 7).reshape(tiles, records, 32, 32, 4)
     words = slots.view(tiles, records, 32, -1, 8 // bits, 4)
     shifts = torch.arange(0, 8, bits, device=quants.device, dtype=torch.uint8).view(-1, 1)
-    return (words << shifts).sum(4, dtype=torch.uint8).reshape(tiles, records, -1)
+    joined: torch.Tensor = (words << shifts).sum(4, dtype=torch.uint8)
+    return joined.reshape(tiles, records, -1)
 
 
 def _group_planes(parts: Parts, quant: QuantType, tiles: int, records: int) -> list[torch.Tensor]:
