@@ -54,9 +54,8 @@ def check(name: str, rows: int, columns: int, tokens: int) -> None:
     matmul.matmul(x.cuda(), packed, "bf16", found)
     error = float((found.cpu().double() - wanted).norm() / wanted.norm())
     good = error < 0.02 and weight_error < 0.004
-    print(
-        f"{'PASS' if good else 'FAIL'} {name} {rows}x{columns} x{tokens}: weight {weight_error:.1e} product {error:.1e}"
-    )
+    label = f"{'PASS' if good else 'FAIL'} {name} {rows}x{columns} x{tokens}"
+    print(f"{label}: weight {weight_error:.1e} product {error:.1e}")
 
 
 def bench(name: str, rows: int, columns: int, tokens: int) -> None:

@@ -79,10 +79,8 @@ def compare(name: str, path: Path) -> None:
             found = all_logits(gpu, tokens, pieces)
             error = float((found - wanted).norm() / wanted.norm())
             same = float((found.argmax(1) == wanted.argmax(1)).float().mean())
-            print(
-                f"{'PASS' if error < 0.1 else 'FAIL'} {name} {label}: error {error:.1e}, same best {same:.2f}",
-                flush=True,
-            )
+            verdict = "PASS" if error < 0.1 else "FAIL"
+            print(f"{verdict} {name} {label}: error {error:.1e}, same best {same:.2f}", flush=True)
         except Exception:
             print(f"FAIL {name} {label}")
             traceback.print_exc(limit=6)

@@ -15,6 +15,7 @@ TILES = "tiles"
 FEW_ROWS = 32  # the most that one pass over the weight serves
 PACK_BYTES = 64 << 20  # of a file's blocks taken apart at a time
 QUANTISE_THREADS = 256
+MANY_WARPS = 4096  # that keep a large GPU busy
 MOST_OUTPUTS = 4  # of matrices that share an input
 
 
@@ -122,6 +123,8 @@ def products(
     rest = MOST_OUTPUTS - len(outs)
     where = (*outs, *[None] * rest, *ends, *[ends[-1]] * rest)
     warps = warps_for(tiles, x.records)
+    if rows == 1:
+        warps = warps_for_one(tiles, x.records)
     defines = {"KIND": weight.quant.ggml_id, "WARPS": warps}
     if rows == 1:
         kernel = compile_kernel("matmul.cu", "product_one", defines | {"TILES": 1})
@@ -147,6 +150,16 @@ def warps_for(tiles: int, records: int) -> int:
     while wanted > 2 and wanted > records:
         wanted //= 2
     return wanted
+
+
+def warps_for_one(tiles: int, records: int) -> int:
+    """Return the same for a single row, whose warps finish sooner."""
+    warps = 4
+    while warps < 16 and warps * tiles < MANY_WARPS:
+        warps *= 2
+    while warps > 2 and warps > records:
+        warps //= 2
+    return warps
 
 
 def dequantise(weight: Weight, out: torch.Tensor) -> torch.Tensor:
