@@ -15,7 +15,6 @@ TILES = "tiles"
 FEW_ROWS = 32  # the most that one pass over the weight serves
 PACK_BYTES = 64 << 20  # of a file's blocks taken apart at a time
 QUANTISE_THREADS = 256
-MANY_WARPS = 4096  # that keep a large GPU busy
 MOST_OUTPUTS = 4  # of matrices that share an input
 
 
@@ -153,13 +152,11 @@ def warps_for(tiles: int, records: int) -> int:
 
 
 def warps_for_one(tiles: int, records: int) -> int:
-    """Return the same for a single row, whose warps finish sooner."""
-    warps = 4
-    while warps < 16 and warps * tiles < MANY_WARPS:
-        warps *= 2
-    while warps > 2 and warps > records:
-        warps //= 2
-    return warps
+    """Return the same for a single row, whose warps finish sooner (measured likewise)."""
+    wanted = 4 if tiles >= 1024 else 8 if tiles >= 200 else 16
+    while wanted > 2 and wanted > records:
+        wanted //= 2
+    return wanted
 
 
 def dequantise(weight: Weight, out: torch.Tensor) -> torch.Tensor:
