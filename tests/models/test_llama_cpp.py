@@ -2,7 +2,7 @@
 
 llama.cpp is taken from the folder that LLAMA_CPP names or from PATH; without it, these tests skip.
 Its tokens are fed to our model, which tells at each place how far its own best token is ahead of
-theirs in log-probability: no distance at any place is the same greedy answer. Where the arithmetic
+theirs in logits: no distance at any place is the same greedy answer. Where the arithmetic
 is the same, float32 weights outside Gemma, that is asked for. It is not the same elsewhere: there,
 llama.cpp takes GELU from a table of half-precision numbers and rounds activations to 8 bits before
 products with packed weights, so that close decisions may fall otherwise, those between experts
