@@ -29,6 +29,8 @@ class FusedBlock:
         self._rope = config.rope
         self._scratch = scratch
         self._pages = pages
+        # One look-up a layer, by a text whose hash is kept.
+        self._key = f"fused layers of {pages.ring} pages, {config.rope}"
         orders = {
             "attn.q": pair_rows(config, config.heads),
             "attn.k": pair_rows(config, config.kv_heads),
@@ -45,12 +47,14 @@ class FusedBlock:
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the residual stream after this layer, in the memory of `x`."""
-        cos, sin = rope_tables(self._rope, batch)
-        view = self._pages.view(batch)
-        key = ("native step", self._pages.ring)
-        step = batch.shared(key, lambda: native.Step(view.spans, view.slots))
+        cos, sin, step = batch.shared(self._key, lambda: self._shared(batch))
         self._layer.run(x, cos, sin, step, self._scratch)
         return x
+
+    def _shared(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, native.Step]:
+        """What all layers with this rotation and these pages need of a step."""
+        view = self._pages.view(batch)
+        return *rope_tables(self._rope, batch), native.Step(view.spans, view.slots)
 
 
 def refuses_to_fuse(config: AttentionConfig, get: WeightSource, pages: KvPages) -> str | None:

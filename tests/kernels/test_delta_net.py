@@ -7,7 +7,6 @@ import torch
 
 from headroom.kernels.ops import DeltaNetWeights, Kernel, RecurrentState, Span
 from headroom.kernels.registry import KERNELS
-from tests.kernels.test_kernels import isa  # noqa: F401
 
 NO_PAGES = torch.empty(0, dtype=torch.int64)
 KERNELS_HERE = [kernel for kernel in KERNELS if kernel.op == "delta_net"]

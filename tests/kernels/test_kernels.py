@@ -1,6 +1,5 @@
 """Every kernel of every backend against the reference, over types and awkward sizes."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -50,13 +49,6 @@ def results(sized: Sized, inputs: tuple[Any, ...], returned: Any) -> list[torch.
     if sized.op == "delta_net":  # and what it leaves behind
         return [returned, inputs[4].memory, inputs[4].inputs]
     return [inputs[0].keys, inputs[0].values] if sized.op == "kv_write" else [returned]
-
-
-@pytest.fixture
-def pool() -> Iterator[None]:
-    """Two threads, on whatever instruction set the test chooses."""
-    yield
-    POOL.set(torch.get_num_threads())
 
 
 # The reference itself is tested against definitions, in files of its own.
