@@ -42,8 +42,8 @@ serve: $(READY)
 	$(BIN)/headroom serve $(MODEL)
 
 lint: $(READY)
-	$(BIN)/ruff check headroom tests
-	$(BIN)/ruff format --check headroom tests
+	$(BIN)/ruff check headroom tests benchmarks
+	$(BIN)/ruff format --check headroom tests benchmarks
 	$(BIN)/mypy
 
 format: $(READY)

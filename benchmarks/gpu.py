@@ -1,6 +1,6 @@
 """Prompt and decode speed of a synthesised model on one GPU, and where a step's time goes.
 
-    python -m benchmarks.gpu 27b|35b [--folder /tmp]
+    python -m benchmarks.gpu 27b|35b [--folder FOLDER]
 
 Writes Qwen3.5-27B or 35B-A3B in Q4_K_M with random weights to the folder, if it is not there.
 """
@@ -9,6 +9,7 @@ import argparse
 import itertools
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -116,7 +117,7 @@ def main() -> None:
     """Measure and print one line for each figure, then the kernels of a step."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", choices=MODELS)
-    parser.add_argument("--folder", type=Path, default=Path("/tmp"))
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     given = parser.parse_args()
     family, size = MODELS[given.model]
     path = given.folder / f"{given.model}.gguf"

@@ -1,5 +1,7 @@
 """What the whole suite shares: the default model, pulled once into the user's cache."""
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,3 +22,12 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GGUF file of a Llama with random weights, its head apart from its embedding."""
     model = random_model(llama_config(tie_word_embeddings=False))
     return save_gguf(model, tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_they_were() -> Iterator[None]:
+    """Undo what a command did to the package's logger, so that later tests see its lines."""
+    yield
+    logger = logging.getLogger("headroom")
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)

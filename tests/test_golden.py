@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from headroom.engine.request import SamplingParams
 from headroom.formats.checkpoint import open_checkpoint
+from headroom.kernels.native.module import MODULE
 from headroom.llm import LLM
 from tests.golden import CHATS, PLAIN
 from tests.running import run_steps
@@ -16,6 +17,7 @@ from tests.running import run_steps
 PROMPT_TOKENS = 32  # that every prompt has at least
 NEW_TOKENS = 32
 CLOSE = 1e-3  # logits nearer than this may swap places
+ROUNDING = 0.05  # of the logits' norm, where products round their activations to 8 bits
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +65,26 @@ def test_logits_equal_transformers(answers, oracle, smollm2_path: Path, every: i
     for tokens in rows:
         ours = run_steps(checkpoint, [tokens], [[len(tokens)]], context=512, parallel=1)[0]
         torch.testing.assert_close(ours, oracle_logits(oracle, tokens), atol=CLOSE, rtol=0)
+
+
+def test_cpp_kernels_choose_the_tokens_of_the_reference(answers, smollm2_path: Path) -> None:
+    prompts = [prompt for prompt, _ in answers][::6]
+    settings = {"context": 512, "parallel": 4, "kv_type": "f32", "dtype": "f32"}
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    with LLM(str(smollm2_path), kernels="reference", **settings) as llm:
+        plain = [list(done.token_ids) for done in llm.generate(prompts, params)]
+    assert plain == [continuation for _, continuation in answers][::6]
+
+
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+def test_logits_of_8_bit_products_stay_near_those_of_floats(answers, smollm2_path: Path) -> None:
+    checkpoint = open_checkpoint(smollm2_path)
+    for prompt, continuation in answers[::8]:
+        tokens = prompt + continuation
+        exact, rounded = (
+            run_steps(checkpoint, [tokens], [[len(tokens)]], context=512, parallel=1, dtype=dtype)[
+                0
+            ]
+            for dtype in ("f32", "int8")
+        )
+        assert float((rounded - exact).norm() / exact.norm()) < ROUNDING

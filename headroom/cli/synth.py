@@ -1,7 +1,6 @@
 """`headroom synth`: write a checkpoint with random weights."""
 
 import inspect
-import os
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from headroom.errors import OptionError
+from headroom.memory.cgroups import read_limits
+from headroom.memory.devices import usable_cores
 from headroom.models.synth.recipe import Recipe, find_recipe, read_recipe, sizes_of
 from headroom.models.synth.routing import make_skew
 from headroom.models.synth.values import Source
@@ -28,14 +29,17 @@ from headroom.units import gib
 
 MAX_THREADS = 16  # more of them wait for the disk
 
+HOT_SHARE = 0.6  # of experts, where a skew says nothing else
+
 
 @dataclass(frozen=True, slots=True)
 class SynthOptions:
     """What to write; the flags of the command are made from these fields."""
 
     size: Annotated[
-        str, typer.Option(help="tiny, a variant of it, or a known model of the family")
-    ] = "tiny"
+        str | None,
+        typer.Option(help="tiny (the default), a variant of it, or a known model of the family"),
+    ] = None
     config: Annotated[
         Path | None, typer.Option(help="a config.json to take the dimensions from, not --size")
     ] = None
@@ -49,8 +53,9 @@ class SynthOptions:
         float, typer.Option(help="share of choices that hot experts take; 0: no experts are hot")
     ] = 0.0
     skew_hot: Annotated[
-        float, typer.Option(help="share of experts that are hot: those with the lowest numbers")
-    ] = 0.6
+        float | None,
+        typer.Option(help=f"share of experts that are hot, lowest numbers first ({HOT_SHARE})"),
+    ] = None
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: all cores")] = 0
     force: Annotated[bool, typer.Option("--force", help="replace what is there")] = False
 
@@ -83,7 +88,7 @@ def synth(
     make_room(out, options)
     source = Source(recipe, options.seed)
     if options.routing_skew:
-        skew = make_skew(recipe, options.routing_skew, options.skew_hot)
+        skew = make_skew(recipe, options.routing_skew, options.skew_hot or HOT_SHARE)
         source = Source(recipe, options.seed, skew)
     started = time.perf_counter()
     write(source, out, mix, options)
@@ -94,9 +99,11 @@ def synth(
 def chosen_recipe(family: str, options: SynthOptions) -> Recipe:
     """Return what the flags say is to be made."""
     sizes_of(family)
+    if options.skew_hot is not None and not options.routing_skew:
+        raise OptionError("--skew-hot says nothing without --routing-skew.", param="skew-hot")
     if options.config is None:
-        return find_recipe(family, options.size, options.layers)
-    if options.size != "tiny":
+        return find_recipe(family, options.size or "tiny", options.layers)
+    if options.size is not None:
         raise OptionError("--size and --config exclude each other.", param="config")
     return read_recipe(family, options.config, options.layers)
 
@@ -117,7 +124,7 @@ def make_room(out: Path, options: SynthOptions) -> None:
 
 def write(source: Source, out: Path, mix: str, options: SynthOptions) -> None:
     """Write the checkpoint and show how far it is."""
-    threads = options.threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    threads = options.threads or min(MAX_THREADS, usable_cores(read_limits()))
     columns = (TextColumn(out.name), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True) as progress:

@@ -119,6 +119,11 @@ def make_plan(
             "Unpacked weights are floats, which have no 8-bit products.",
             hint="Leave out --weights unpacked, or choose --dtype f32.",
         )
+    if options.dtype == "int8" and not _has_8_bit_products(devices, options):
+        raise PlanError(
+            "8-bit products need the C++ kernels of a CPU, which do not run here.",
+            hint="Choose --dtype f32, or leave out --kernels reference; see headroom doctor.",
+        )
     model, draft = shapes[0], shapes[1] if len(shapes) > 1 else None
     stages = [device for device in devices if device.runs_layers]
     precision = choose_precision(stages, options.activation_dtype)
@@ -134,6 +139,12 @@ def make_plan(
     if options.weights == "auto" and _unpacks_well(task, ranges, chosen):
         weights = "unpacked"
     return _plan(task, chosen, weights)
+
+
+def _has_8_bit_products(devices: Sequence[DeviceSpec], options: Options) -> bool:
+    """Tell whether every stage is a CPU with C++ kernels that may be used."""
+    stages = [device for device in devices if device.runs_layers]
+    return options.kernels == "auto" and all(x.kind == "cpu" and x.native for x in stages)
 
 
 def _rules(model: ModelShape, draft: ModelShape | None, stages: int, options: Options) -> Rules:

@@ -46,6 +46,7 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
             hint=f"Supported: {', '.join(FAMILIES)}.",
         )
     _refuse_unknown_settings(checkpoint, family)
+    _check_value_length(checkpoint)
     # The planner's own reader: what it counts is what is built.
     header = checkpoint.header
     dims = read_dims(header)
@@ -71,6 +72,20 @@ def _refuse_unknown_settings(checkpoint: Checkpoint, family: Family) -> None:
             f"{family.architecture}.",
             hint=f"Supported: {words}.",
         )
+
+
+def _check_value_length(checkpoint: Checkpoint) -> None:
+    """Refuse values that are not as long as keys: no kernel here has them."""
+    metadata = checkpoint.metadata
+    for end in ("", "_swa"):
+        key, value = (f"attention.{word}_length{end}" for word in ("key", "value"))
+        if key in metadata and value in metadata:
+            lengths = metadata.get_int(key), metadata.get_int(value)
+            if lengths[0] != lengths[1]:
+                raise ModelError(
+                    f"{checkpoint.path}: {value} is {lengths[1]} and {key} is {lengths[0]}; "
+                    "values as long as keys are supported."
+                )
 
 
 def _check_attention(checkpoint: Checkpoint, config: ModelConfig) -> None:

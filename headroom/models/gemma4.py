@@ -99,6 +99,8 @@ FIXED: dict[str, tuple[object, ...]] = {
     "hf.hidden_activation": ("gelu_pytorch_tanh",),
     "hf.attention_bias": (False,),
     "hf.use_bidirectional_attention": ("vision",),  # of pictures; text is causal
+    "attention.sliding_window": ANY,
+    "expert_gating_func": (1,),  # softmax
     "hf.rope_parameters": ANY,  # one table for each kind of layer
     "hf.final_logit_softcapping": ANY,
     "final_logit_softcapping": ANY,

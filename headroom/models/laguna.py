@@ -71,6 +71,10 @@ FIXED: dict[str, tuple[object, ...]] = {
     "expert_gating_func": (2,),  # sigmoid
     "expert_weights_norm": (True,),
     "expert_shared_count": (1,),
+    "attention.sliding_window": ANY,
+    "rope.scaling.type": ANY,
+    "rope.scaling.factor": ANY,
+    "hf.norm_topk_prob": (True,),
     "hf.rope_parameters": ANY,  # one table for each kind of layer
     "hf.moe_router_logit_softcapping": ANY,
     "router_logit_softcapping": ANY,

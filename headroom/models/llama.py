@@ -10,7 +10,7 @@ from headroom.formats.metadata import Metadata
 from headroom.layers.config import AttentionConfig, FfnConfig, RopeConfig
 from headroom.memory.tables import Dims
 from headroom.models.config import LayerConfig, ModelConfig
-from headroom.models.family import Family, model_config
+from headroom.models.family import ANY, Family, model_config
 
 
 def read_config(checkpoint: Checkpoint, dims: Dims) -> ModelConfig:
@@ -77,10 +77,7 @@ LLAMA = Family(
         "hf.attention_bias": (False,),
         "hf.mlp_bias": (False,),
         "expert_count": (0,),
-        "attention.sliding_window": (0,),
-        "attention.scale": (0.0,),
-        "residual_scale": (0.0, 1.0),
-        "embedding_scale": (0.0, 1.0),
-        "logit_scale": (0.0, 1.0),
+        "rope.scaling.type": ANY,  # its own refusal lists what it has
+        "rope.scaling.factor": ANY,
     },
 )

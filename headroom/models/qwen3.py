@@ -15,11 +15,13 @@ def read_config(checkpoint: Checkpoint, dims: Dims) -> ModelConfig:
 
 def attention(checkpoint: Checkpoint, dims: Dims) -> AttentionConfig:
     """Return the attention that all layers of Qwen3 models have, dense or not."""
+    metadata = checkpoint.metadata
+    rotated = metadata.get_int("rope.dimension_count", dims.head_dim)
     return AttentionConfig(
         heads=dims.heads,
         kv_heads=dims.kv_heads,
         head_dim=dims.head_dim,
-        rope=RopeConfig(checkpoint.metadata.get_float("rope.freq_base"), dims.head_dim),
+        rope=RopeConfig(metadata.get_float("rope.freq_base"), rotated),
         scale=dims.head_dim**-0.5,
         head_norms=True,
     )

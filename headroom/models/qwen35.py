@@ -4,7 +4,7 @@ from headroom.formats.checkpoint import Checkpoint
 from headroom.layers.config import AttentionConfig, DeltaNetConfig, FfnConfig, RopeConfig
 from headroom.memory.tables import Dims
 from headroom.models.config import LayerConfig, ModelConfig
-from headroom.models.family import Family, model_config
+from headroom.models.family import ANY, Family, model_config
 
 
 def read_config(checkpoint: Checkpoint, dims: Dims) -> ModelConfig:
@@ -61,6 +61,8 @@ FIXED: dict[str, tuple[object, ...]] = {
     "hf.attn_output_gate": (True,),
     "hf.output_gate_type": ("swish", "silu"),
     "rope.scaling.type": ("none", "default"),
+    "rope.scaling.partial_rotary_factor": ANY,
+    "hf.partial_rotary_factor": ANY,  # the older place of it
 }
 
 QWEN35 = Family("qwen35", read_config, FIXED)

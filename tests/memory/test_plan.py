@@ -303,3 +303,11 @@ def test_every_cache_type_of_the_27b_has_its_published_size(kv_type: str, per_to
     plan = make_plan([known_shape("qwen3.6-27b")], [gpu(24), host(64)], options)
     assert lines(plan)["kv"] == 4096 * per_token
     assert (len(plan.lossy) == 2) == (kv_type != "f16")
+
+
+def test_8_bit_products_without_cpp_kernels_are_refused_before_anything_is_sized() -> None:
+    told = r"8-bit products need the C\+\+ kernels of a CPU, which do not run here\."
+    with pytest.raises(PlanError, match=told):
+        make_plan([smollm2()], [cpu(8)], Options(dtype="int8", kernels="reference"))
+    with pytest.raises(PlanError, match=told):
+        make_plan([smollm2()], [replace(cpu(8), native=False)], Options(dtype="int8"))

@@ -112,6 +112,8 @@ NESTED = {"full_attention": YARN, "sliding_attention": YARN}
         ({"rope_scaling": "yarn"}, r"hf\.rope_scaling is 'yarn', which is not supported"),
         ({"attn_logit_softcapping": 50.0}, r"hf\.attn_logit_softcapping is 50\.0, which is not"),
         ({"final_logit_softcapping": 30.0}, r"hf\.final_logit_softcapping is 30\.0, which is not"),
+        ({"clip_qkv": 8.0}, r"hf\.clip_qkv is 8\.0, which is not supported"),
+        ({"logits_scaling": 8.0}, r"hf\.logits_scaling is 8\.0, which is not supported"),
         ({"mlp_bias": True}, r"hf\.mlp_bias is True, which is not supported"),
         ({"attention_bias": True}, r"hf\.attention_bias is True, which is not supported"),
         (
@@ -132,7 +134,17 @@ def test_settings_that_change_the_arithmetic_are_refused_by_name(
 @pytest.mark.parametrize("name", ["qwen3-tied", "qwen35", "laguna", "gemma4-31b"])
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("rope.scaling.type", "longrope"), ("attn_logit_softcapping", 50.0)],
+    [
+        ("rope.scaling.type", "longrope"),
+        ("attn_logit_softcapping", 50.0),
+        ("attention.scale", 0.25),
+        ("logit_scale", 0.25),
+        ("residual_scale", 0.5),
+        ("embedding_scale", 2.0),
+        ("rope.scale_linear", 4.0),
+        ("swiglu_limit", 7.0),
+        ("hidden_act", "gelu"),
+    ],
 )
 def test_keys_of_gguf_that_change_the_arithmetic_are_refused_by_name(
     name: str, key: str, value: float | str, tmp_path: Path
@@ -141,6 +153,24 @@ def test_keys_of_gguf_that_change_the_arithmetic_are_refused_by_name(
     plain, path = found.save_gguf(tmp_path / "plain.gguf"), tmp_path / "m.gguf"
     rewrite(plain, path, f"{found.architecture}.{key}", value)
     with pytest.raises(ModelError, match=rf"({key}|rotary scaling).*{value}.* is not supported"):
+        describe(open_checkpoint(path))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-tied", "qwen35", "laguna", "gemma4-31b"])
+def test_values_of_another_length_than_keys_are_refused(name: str, tmp_path: Path) -> None:
+    found = variant(name)
+    plain, path = found.save_gguf(tmp_path / "plain.gguf"), tmp_path / "m.gguf"
+    rewrite(plain, path, f"{found.architecture}.attention.value_length", 48)
+    with pytest.raises(ModelError, match=r"attention\.value_length is 48 and .* values as long as"):
+        describe(open_checkpoint(path))
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3moe", "qwen35"])
+def test_windows_are_refused_where_a_family_has_none(name: str, tmp_path: Path) -> None:
+    found = variant(name)
+    plain, path = found.save_gguf(tmp_path / "plain.gguf"), tmp_path / "m.gguf"
+    rewrite(plain, path, f"{found.architecture}.attention.sliding_window", 512)
+    with pytest.raises(ModelError, match=r"attention\.sliding_window is 512, which is not"):
         describe(open_checkpoint(path))
 
 
@@ -153,8 +183,8 @@ def rewrite(plain: Path, path: Path, key: str, value: float | str) -> None:
         if not field.name.startswith(("GGUF.", "general.architecture")) and field.name != key:
             inner = field.types[-1] if len(field.types) > 1 else None
             writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=inner)
-    add = writer.add_string if isinstance(value, str) else writer.add_float32
-    add(key, value)  # type: ignore[arg-type]
+    kinds = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+    kinds[type(value)](key, value)  # type: ignore[operator]
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()

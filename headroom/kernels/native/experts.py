@@ -7,6 +7,7 @@ import torch
 
 from headroom.formats.quants import QuantType
 from headroom.kernels.native import matmul
+from headroom.kernels.native.memory import WEIGHTS
 from headroom.kernels.native.module import MODULE, POOL
 from headroom.kernels.ops import Case, ExpertTable
 from headroom.kernels.weight import PLAIN_TYPES
@@ -70,7 +71,7 @@ def prepare(table: ExpertTable) -> PanelTable:
     """Return the experts in panels, packed one by one from where they lie to their place."""
     shapes = [(part[0].rows, part[0].columns) for part in table.parts]
     sizes = _panel_sizes(table.kinds, shapes)
-    blobs = torch.empty(len(table.gate), sum(sizes), dtype=torch.uint8)
+    blobs = WEIGHTS.take(len(table.gate) * sum(sizes)).view(len(table.gate), -1)
     for blob, expert in zip(blobs, zip(*table.parts, strict=True), strict=True):
         for place, weight in zip(blob.split(sizes), expert, strict=True):
             source = weight.data.contiguous()

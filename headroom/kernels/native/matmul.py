@@ -6,6 +6,7 @@ import torch
 
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.native import module
+from headroom.kernels.native.memory import WEIGHTS
 from headroom.kernels.native.module import MODULE, POOL
 from headroom.kernels.ops import Case
 from headroom.kernels.weight import PLAIN_TYPES, Weight
@@ -54,7 +55,7 @@ def prepare(weight: Weight) -> Weight:
     """Return a weight in panels of sixteen rows, as the kernels read it; no value changes."""
     if weight.layout == PANELS:
         return weight
-    panels = torch.empty(_panel_bytes(weight), dtype=torch.uint8)
+    panels = WEIGHTS.take(_panel_bytes(weight))
     source = weight.data.contiguous()
     POOL.ops.pack(
         weight.quant.ggml_id, weight.rows, weight.columns, source.data_ptr(), panels.data_ptr()

@@ -1,0 +1,40 @@
+"""Memory for packed weights in large pages, so that reading them seldom waits for a page table."""
+
+import mmap
+from contextlib import suppress
+
+import torch
+
+CHUNK_BYTES = 64 << 20  # asked of the system at a time
+ALIGNMENT = 64
+LARGE_PAGE = 2 << 20
+
+
+class Arena:
+    """Hands out pieces of large chunks; a chunk is given back with the last tensor in it."""
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, size: int) -> torch.Tensor:
+        """Return `size` bytes that nothing was written to, aligned for vectors."""
+        start = -(-self._used // ALIGNMENT) * ALIGNMENT
+        if start + size > len(self._chunk):
+            self._chunk, start = _large_pages(max(size, CHUNK_BYTES)), 0
+        self._used = start + size
+        return self._chunk[start : self._used]
+
+
+def _large_pages(size: int) -> torch.Tensor:
+    """Return memory of its own, in large pages where the system has them."""
+    memory = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system without them gives small ones
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    first = -whole.data_ptr() % LARGE_PAGE
+    return whole[first : first + size]
+
+
+WEIGHTS = Arena()
