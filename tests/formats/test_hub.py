@@ -191,7 +191,11 @@ def test_a_local_path_is_taken_as_it_is(tmp_path: Path, home: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["nonsense", "no/such/file.gguf", "../x", "a/..", "org/repo:x.bin"]
 )
-def test_a_name_that_means_nothing_is_refused_with_the_known_ones(name: str, home: Path) -> None:
+def test_a_name_that_means_nothing_is_refused_with_the_known_ones(
+    name: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")  # where nothing is, one folder up neither
     for action in (find_model, pull):
         with pytest.raises(FormatError, match=r"no file, folder or known model .*smollm2-135m"):
             action(name, home)
