@@ -10,7 +10,7 @@ import torch
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import experts as fast
 from headroom.kernels.cuda.matmul import quantise
-from headroom.kernels.cuda.pack import pack_tiles, tile_bytes
+from headroom.kernels.cuda.pack import pack, tile_bytes
 from headroom.kernels.ops import ExpertTable
 from headroom.kernels.reference.dequant import dequantise
 from tests.gpu.check_matmul import random_weight
@@ -32,17 +32,15 @@ def make_table(kinds: Kinds, experts: int, width: int, hidden: int) -> ExpertTab
 
 
 def to_tiles(table: ExpertTable) -> fast.ExpertTiles:
-    """What `prepare` gives, without a GPU too."""
-    if DEVICE == "cuda":
-        return fast.prepare(table)
-    pieces = [
-        torch.stack([pack_tiles(w.data, w.quant, w.columns) for w in part]) for part in table.parts
-    ]
-    addresses = [[row.data_ptr() for row in piece] for piece in pieces]
+    """The experts in tiles, each part by one launch."""
+    pieces = []
+    for part in table.parts:
+        quant, rows, columns = part[0].quant, part[0].rows, part[0].columns
+        tiles = torch.empty(len(part), tile_bytes(quant, rows, columns), dtype=torch.uint8)
+        pieces.append(tiles.to(DEVICE))
+        pack(torch.stack([w.data for w in part]).to(DEVICE), quant, rows, columns, pieces[-1])
     gate = table.gate[0]
-    assert pieces[0].shape[1] == tile_bytes(gate.quant, gate.rows, gate.columns)
-    where = torch.tensor(addresses).T.contiguous()
-    return fast.ExpertTiles(where, table.kinds, gate.rows, gate.columns, 0, tuple(pieces))
+    return fast.table_of(pieces, table.kinds, gate.rows, gate.columns)
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -123,15 +121,13 @@ def bench(name: str, kinds: Kinds, sizes: tuple[int, int, int], used: int) -> No
     """Times of a layer whose experts no cache holds."""
     count, width, hidden = sizes
     shapes = ((width, hidden), (width, hidden), (hidden, width))
-    pieces, addresses = [], []
+    pieces = []
     for kind, shape in zip(kinds, shapes, strict=True):
         one = random_weight(kind, *shape)
-        packed = pack_tiles(one.data.to(DEVICE), one.quant, one.columns)
+        packed = torch.empty(tile_bytes(one.quant, *shape), dtype=torch.uint8, device=DEVICE)
+        pack(one.data.to(DEVICE), one.quant, *shape, packed)
         pieces.append(packed.repeat(count).view(count, -1))
-        addresses.append([pieces[-1].data_ptr() + len(packed) * i for i in range(count)])
-    where = torch.tensor(addresses, dtype=torch.int64, device=DEVICE).T.contiguous()
-    quants = tuple(BY_NAME[kind] for kind in kinds)
-    tiles = fast.ExpertTiles(where, quants, width, hidden, 0, tuple(pieces))
+    tiles = fast.table_of(pieces, tuple(BY_NAME[kind] for kind in kinds), width, hidden)
     bytes_of_one = sum(piece.shape[1] for piece in pieces)
     for rows in (1, 2, 4, 8, 16, 32):
         x = quantise(torch.randn(rows, hidden, device=DEVICE))

@@ -1,15 +1,16 @@
 """Routed experts on a GPU: packed products for few rows, bf16 products of sorted rows for many."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from headroom.formats.quants import QuantType
 from headroom.kernels.cuda.compile import Argument, compile_kernel
-from headroom.kernels.cuda.matmul import FEW_ROWS, QuantisedRows, pack_into, quantise
-from headroom.kernels.cuda.pack import PACKED, RECORD_COLUMNS, TILE_ROWS, tile_bytes
+from headroom.kernels.cuda.matmul import FEW_ROWS, QuantisedRows, quantise
+from headroom.kernels.cuda.pack import PACKED, RECORD_COLUMNS, TILE_ROWS
 from headroom.kernels.cuda.picks import grouped_product, sort_picks
-from headroom.kernels.ops import Case, ExpertTable
+from headroom.kernels.ops import Case
 
 GROUP = 8  # rows whose scales lie together, as `quantise` leaves them
 WARPS = 8
@@ -57,19 +58,16 @@ def refuses(case: Case) -> str | None:
     return None if case.dtype == "bf16" else f"computes in bf16, not {case.dtype}"
 
 
-def prepare(table: ExpertTable) -> ExpertTiles:
-    """Return the experts in tiles on the GPU, each of the three parts in one piece."""
-    pieces, addresses = [], []
-    for part in table.parts:
-        size = tile_bytes(part[0].quant, part[0].rows, part[0].columns)
-        piece = torch.empty(len(part), size, dtype=torch.uint8, device="cuda")
-        for place, weight in zip(piece, part, strict=True):
-            pack_into(place, weight)
-        pieces.append(piece)
-        addresses.append([piece.data_ptr() + size * number for number in range(len(part))])
-    where = torch.tensor(addresses, dtype=torch.int64, device="cuda").T.contiguous()
-    gate, size = table.gate[0], sum(piece.nbytes for piece in pieces)
-    return ExpertTiles(where, table.kinds, gate.rows, gate.columns, size, tuple(pieces))
+def table_of(
+    pieces: Sequence[torch.Tensor], kinds: tuple[QuantType, ...], width: int, hidden: int
+) -> ExpertTiles:
+    """Return the table of experts whose gates, ups and downs lie in `pieces [experts, bytes]`."""
+    first = torch.tensor([piece.data_ptr() for piece in pieces])
+    apart = torch.tensor([piece.shape[1] for piece in pieces])
+    where = first + apart * torch.arange(len(pieces[0]))[:, None]
+    nbytes = sum(piece.nbytes for piece in pieces)
+    addresses = where.to(pieces[0].device)
+    return ExpertTiles(addresses, kinds, width, hidden, nbytes, tuple(pieces))
 
 
 def experts(

@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 
 from headroom.kernels.cuda.compile import compile_kernel
-from headroom.kernels.cuda.pack import PACKED, RECORD_COLUMNS, TILE_ROWS, pack_tiles, tile_bytes
+from headroom.kernels.cuda.pack import PACKED, RECORD_COLUMNS, TILE_ROWS, pack, tile_bytes
 from headroom.kernels.ops import Case
 from headroom.kernels.weight import Weight
 
@@ -45,20 +45,14 @@ def prepare(weight: Weight) -> Weight:
     """Return a weight in tiles on the GPU; its blocks are taken apart there, some at a time."""
     size = tile_bytes(weight.quant, weight.rows, weight.columns)
     tiles = torch.empty(size, dtype=torch.uint8, device="cuda")
-    pack_into(tiles, weight)
+    step = max(1, PACK_BYTES // (weight.data.shape[1] * TILE_ROWS)) * TILE_ROWS
+    for part, source in zip(
+        tiles.split(tile_bytes(weight.quant, step, weight.columns)),
+        weight.data.split(step),
+        strict=True,
+    ):
+        pack(source.to("cuda"), weight.quant, len(source), weight.columns, part)
     return replace(weight, data=tiles, layout=TILES)
-
-
-def pack_into(tiles: torch.Tensor, weight: Weight) -> None:
-    """Write a weight's tiles to memory on the GPU."""
-    row_bytes = weight.data.shape[1]
-    step = max(1, PACK_BYTES // (row_bytes * TILE_ROWS)) * TILE_ROWS
-    per_tile = tile_bytes(weight.quant, TILE_ROWS, weight.columns)
-    for first in range(0, weight.rows, step):
-        part = weight.data[first : first + step].to("cuda", non_blocking=True)
-        packed = pack_tiles(part, weight.quant, weight.columns)
-        at = first // TILE_ROWS * per_tile
-        tiles[at : at + len(packed)] = packed
 
 
 @dataclass(frozen=True, slots=True, eq=False)

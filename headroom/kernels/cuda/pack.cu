@@ -1,0 +1,140 @@
+// A file's blocks into the tiles of tiles.cuh: many rows, or many matrices, in one launch.
+#include "tiles.cuh"
+
+// How 256 columns of a row lie in a file.
+constexpr int BLOCK_BYTES = KIND == Q4_0 || KIND == IQ4_NL ? 18 : KIND == Q4_1 ? 20 : KIND == Q5_0 ? 22
+    : KIND == Q5_1 ? 24 : KIND == Q8_0 ? 34 : KIND == MXFP4 ? 17 : KIND == Q4_K ? 144 : KIND == Q5_K ? 176 : 210;
+constexpr int BLOCKS = by_record(KIND) ? 1 : 8;  // of a record
+constexpr int SCALE_BYTES = KIND == MXFP4 ? 1 : 2;
+constexpr int SCALES_AT = KIND == Q6_K ? 208 : 0;
+constexpr int HIGH_AT = KIND == Q5_K ? 16 : KIND == Q6_K ? 128 : has_min(KIND) ? 4 : 2;
+constexpr int QUANTS_AT = KIND == Q6_K ? 0 : KIND == Q4_K ? 16 : KIND == Q5_K ? 48
+    : one_high_bit(KIND) ? HIGH_AT + 4 : KIND == MXFP4 ? 1 : has_min(KIND) ? 4 : 2;
+
+__device__ __forceinline__ u32 read4(const u8* p) {  // blocks begin at any byte
+    return p[0] | p[1] << 8 | p[2] << 16 | static_cast<u32>(p[3]) << 24;
+}
+
+// The part of a row that belongs to a record; what is beyond the matrix is zero.
+struct RowPart {
+    const u8* at;  // null: a row beyond the last
+    int blocks;    // of the file that are there
+
+    // Columns 32 b + c .. + 3, a byte each, with all their bits.
+    __device__ __forceinline__ u32 quants(int b, int c) const {
+        if (at == nullptr || (by_record(KIND) ? 0 : b) >= blocks) return 0;
+        const u8* block = at + (by_record(KIND) ? 0 : b * BLOCK_BYTES);
+        if constexpr (KIND == Q8_0) return read4(block + QUANTS_AT + c);
+        if constexpr (KIND == Q6_K) {  // halves of four blocks: low nibbles of two, then high ones
+            const u32 low = read4(block + b / 4 * 64 + b % 2 * 32 + c) >> (b / 2 % 2 * 4);
+            const u32 high = read4(block + HIGH_AT + b / 4 * 32 + c) >> (b % 4 * 2);
+            return (low & 0x0F0F0F0Fu) | (high & 0x03030303u) << 4;
+        }
+        if constexpr (by_record(KIND)) {  // low nibbles of a block, then high ones of the next
+            u32 four = read4(block + QUANTS_AT + b / 2 * 32 + c) >> (b % 2 * 4) & 0x0F0F0F0Fu;
+            if constexpr (KIND == Q5_K) four |= (read4(block + HIGH_AT + c) >> b & 0x01010101u) << 4;
+            return four;
+        }
+        u32 four = read4(block + QUANTS_AT + c % 16) >> (c / 16 * 4) & 0x0F0F0F0Fu;
+        if constexpr (one_high_bit(KIND)) {
+            const u32 bits = read4(block + HIGH_AT) >> c;  // one for each column
+#pragma unroll
+            for (int i = 0; i < 4; ++i) four |= (bits >> i & 1) << (8 * i + 4);
+        }
+        return four;
+    }
+
+    // Byte i of a file's block b.
+    __device__ __forceinline__ u32 byte(int b, int i) const {
+        return at == nullptr || b >= blocks ? 0 : at[b * BLOCK_BYTES + i];
+    }
+
+    // 6-bit scale and min of group b, of types that have both.
+    __device__ __forceinline__ u32 group_scale(int b) const {
+        return b < 4 ? byte(0, 4 + b) & 63 : (byte(0, 8 + b) & 15) | byte(0, b) >> 6 << 4;
+    }
+    __device__ __forceinline__ u32 group_min(int b) const {
+        return b < 4 ? byte(0, 8 + b) & 63 : byte(0, 8 + b) >> 4 | byte(0, 4 + b) >> 6 << 4;
+    }
+};
+
+// The words of one lane; rows[h] is row g + 8 h.
+__device__ __forceinline__ void pack_quants(const RowPart* rows, u8* record, int lane) {
+    const int t = lane % 4;
+    u32 high[8] = {};
+    uint4* words = reinterpret_cast<uint4*>(record) + lane;
+#pragma unroll
+    for (int b = 0; b < 8; ++b) {
+        u32 four[2][2];  // [h][half of the block]
+#pragma unroll
+        for (int i = 0; i < 4; ++i) four[i / 2][i % 2] = rows[i / 2].quants(b, i % 2 * 16 + 4 * t);
+        if constexpr (KIND == Q8_0) {
+            words[32 * b] = make_uint4(four[0][0], four[0][1], four[1][0], four[1][1]);
+            continue;
+        }
+        u32* pair = reinterpret_cast<u32*>(words + 32 * (b / 2)) + b % 2 * 2;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) pair[h] = (four[h][0] & 0x0F0F0F0Fu) | (four[h][1] & 0x0F0F0F0Fu) << 4;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 bits = four[i / 2][i % 2] >> 4;
+            if constexpr (one_high_bit(KIND)) high[b / 2] |= (bits & 0x01010101u) << (b % 2 * 4 + i);
+            if constexpr (KIND == Q6_K) high[b] |= (bits & 0x03030303u) << 2 * i;
+        }
+    }
+    constexpr int HIGH_WORDS = one_high_bit(KIND) ? 4 : KIND == Q6_K ? 8 : 0;
+    u32* plane = reinterpret_cast<u32*>(record + Record<KIND>::high) + lane * HIGH_WORDS;
+#pragma unroll
+    for (int i = 0; i < HIGH_WORDS; ++i) plane[i] = high[i];
+}
+
+// The scales of rows g and g + 8; lanes t share their blocks.
+__device__ __forceinline__ void pack_scales(const RowPart* rows, u8* record, int lane) {
+    const int g = lane / 4, t = lane % 4;
+    for (int h = 0; h < 2; ++h) {
+        const RowPart& row = rows[h];
+        for (int b = t; b < BLOCKS; b += 4) {
+            for (int i = 0; i < SCALE_BYTES; ++i) {
+                const int at = ((g * BLOCKS + b) * 2 + h) * SCALE_BYTES + i;
+                record[Record<KIND>::scales + at] = row.byte(b, SCALES_AT + i);
+                if constexpr (has_min(KIND)) record[Record<KIND>::mins + at] = row.byte(b, 2 + i);
+            }
+        }
+        if constexpr (has_groups(KIND)) {
+            u8* groups = record + Record<KIND>::groups + 16 * g;
+            for (int b = 2 * t; b < 2 * t + 2; ++b)
+                groups[2 * b + h] = row.group_scale(b) | (row.group_min(b) & 3) << 6;
+            record[Record<KIND>::lows + 8 * g + 2 * t + h] =
+                row.group_min(2 * t) >> 2 | row.group_min(2 * t + 1) >> 2 << 4;
+        }
+        if constexpr (KIND == Q6_K)
+            for (int i = t; i < 16; i += 4)
+                record[Record<KIND>::groups + 32 * g + 2 * i + h] = row.byte(0, 192 + i);
+    }
+}
+
+// blockIdx.x: the tile of a matrix; blockIdx.z: the matrix; each warp takes every WARPS-th record.
+// `source` [matrices * rows][row_bytes]; order [rows], if given, is the row of `source` that comes
+// to each place of the only matrix; `blocks` of the file make a row.
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+pack(const u8* source, const int* order, u8* tiles, int rows, int blocks, int records) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
+    const size_t row_bytes = static_cast<size_t>(blocks) * BLOCK_BYTES;
+    u8* tile = tiles + (static_cast<size_t>(blockIdx.z) * gridDim.x + blockIdx.x) * records * Record<KIND>::bytes;
+    const u8* starts[2];
+    for (int h = 0; h < 2; ++h) {
+        const int row = blockIdx.x * 16 + g + 8 * h;
+        const size_t from = row >= rows ? 0 : order ? order[row] : static_cast<size_t>(blockIdx.z) * rows + row;
+        starts[h] = row >= rows ? nullptr : source + from * row_bytes;
+    }
+    for (int r = blockIdx.y * WARPS + warp; r < records; r += gridDim.y * WARPS) {
+        RowPart parts[2];
+        for (int h = 0; h < 2; ++h) {
+            parts[h].at = starts[h] ? starts[h] + static_cast<size_t>(r) * BLOCKS * BLOCK_BYTES : nullptr;
+            parts[h].blocks = blocks - r * BLOCKS;
+        }
+        u8* record = tile + static_cast<size_t>(r) * Record<KIND>::bytes;
+        pack_quants(parts, record, lane);
+        pack_scales(parts, record, lane);
+    }
+}

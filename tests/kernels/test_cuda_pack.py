@@ -1,0 +1,46 @@
+"""Blocks of files packed into tiles by the CUDA kernel, run on the CPU, against plain torch."""
+
+import pytest
+import torch
+
+from headroom.kernels.cuda import matmul, pack
+from headroom.kernels.cuda.matmul import TILES
+from headroom.kernels.reference.dequant import dequantise
+from headroom.kernels.weight import Weight
+from tests.gpu import check_load
+from tests.gpu.check_matmul import KINDS, random_weight
+from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the launchers run their kernels here."""
+    torch.manual_seed(0)
+    for module in (matmul, pack):
+        monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
+    monkeypatch.setattr(check_load, "DEVICE", "cpu")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tiles_hold_what_plain_torch_puts_there(name: str) -> None:
+    assert check_load.check(name, 32, 512)
+    assert check_load.check(name, 21, 256, matrices=3)
+    assert check_load.check(name, 37, 1280, ordered=True)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "mxfp4"])
+def test_rows_that_do_not_fill_a_record_are_filled_up_with_zeros(name: str) -> None:
+    assert check_load.check(name, 18, 288, matrices=2)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tiles_have_the_values_of_the_file(name: str) -> None:
+    weight = random_weight(name, 19, 512)
+    tiles = torch.empty(pack.tile_bytes(weight.quant, 19, 512), dtype=torch.uint8)
+    pack.pack(weight.data, weight.quant, 19, 512, tiles)
+    found = torch.full((19, 512), float("nan"), dtype=torch.bfloat16)
+    matmul.dequantise(Weight(tiles, weight.quant, 19, 512, TILES), found)
+    wanted = dequantise(weight.data, weight.quant, 512).view(19, 512)
+    torch.testing.assert_close(found.float(), wanted, rtol=2**-8, atol=0)
