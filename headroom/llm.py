@@ -26,7 +26,7 @@ from headroom.memory.devices import detect_devices
 from headroom.memory.plan import Plan, make_plan
 from headroom.models.describe import describe
 from headroom.options import Options, load_options
-from headroom.split.launch import start_pipeline
+from headroom.split.launch import Progress, start_pipeline
 from headroom.text.answer import AnswerText
 from headroom.text.chat_template import ChatTemplate
 from headroom.text.reasoning import find_reasoning
@@ -40,7 +40,9 @@ Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Pieces = Generator["Piece", None, None]  # an answer as it comes; `close()` ends it early
 
 
-def open_engine(checkpoint: Checkpoint, options: Options) -> tuple[Engine, Plan]:
+def open_engine(
+    checkpoint: Checkpoint, options: Options, progress: Progress = lambda done, total: None
+) -> tuple[Engine, Plan]:
     """Go the whole way from a checkpoint to an engine that takes requests."""
     model = describe(checkpoint)  # headers only
     devices = detect_devices(options)  # what the machine is
@@ -55,7 +57,7 @@ def open_engine(checkpoint: Checkpoint, options: Options) -> tuple[Engine, Plan]
             plan.settings.context,
             plan.settings.parallel,
         )
-    pipeline = start_pipeline(plan, model)  # weights on devices
+    pipeline = start_pipeline(plan, model, progress)  # weights on devices
     return Engine(pipeline, plan.settings, options.queue), plan  # requests in, tokens out
 
 
@@ -89,7 +91,12 @@ class LLM:
     """A model ready to answer; settings are those of `Options`, by the same names."""
 
     def __init__(
-        self, model: str = "", *, options: Options | None = None, **settings: object
+        self,
+        model: str = "",
+        *,
+        options: Options | None = None,
+        progress: Progress = lambda done, total: None,  # told the bytes loaded, and of all
+        **settings: object,
     ) -> None:
         if options is None:
             options = load_options({**settings, "model": model or None})
@@ -100,7 +107,7 @@ class LLM:
         self.tokenizer = Tokenizer.from_checkpoint(checkpoint)
         self.template = _template(checkpoint, self.tokenizer)
         self.reasoning = find_reasoning(self.tokenizer, self.template)
-        self.engine, self.plan = open_engine(checkpoint, options)
+        self.engine, self.plan = open_engine(checkpoint, options, progress)
         self.context = self.plan.settings.context
         self.vocab_size = self.engine.vocab
 

@@ -1,6 +1,6 @@
 """What the commands do before they can work: find the model, or fetch it, and load it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,19 +16,26 @@ if TYPE_CHECKING:
     from headroom.llm import LLM
 
 
-def pull_model(name: str, home: Path) -> Path:
-    """Fetch a model with a progress bar on standard error, and return its path."""
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int | None], None]]:
+    """Draw a bar on standard error while it lasts, if that is a terminal; yield what moves it."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     console = Console(stderr=True)
     quiet = not console.is_terminal
     with Progress(
         *columns, TransferSpeedColumn(), console=console, transient=True, disable=quiet
     ) as progress:
-        task = progress.add_task(f"pulling {name or DEFAULT_MODEL}", total=None)
+        task = progress.add_task(what, total=None)
 
         def show(done: int, total: int | None) -> None:
             progress.update(task, completed=done, total=total)
 
+        yield show
+
+
+def pull_model(name: str, home: Path) -> Path:
+    """Fetch a model with a progress bar, and return its path."""
+    with progress_bar(f"pulling {name or DEFAULT_MODEL}") as show:
         return pull(name, home, show)
 
 
@@ -51,9 +58,9 @@ def ready_model(options: Options) -> Path:
 def open_llm(options: Options) -> "Iterator[LLM]":
     """Load the chosen model, and let it go when the command ends."""
     ready_model(options)
-    with Console(stderr=True).status("loading"):
+    with progress_bar("loading") as show:
         from headroom.llm import LLM  # torch takes seconds to import; --help must not wait for it
 
-        llm = LLM(options=options)
+        llm = LLM(options=options, progress=show)
     with llm:
         yield llm

@@ -1,14 +1,15 @@
 """Rows on a GPU on their way through packed products: a few in 8 bits, many in bf16."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from headroom.kernels.cuda import matmul, small
 from headroom.kernels.cuda.matmul import QuantisedRows, RowNorm
-from headroom.kernels.cuda.pack import PACKED, TILE_ROWS, tile_bytes
+from headroom.kernels.cuda.pack import PACKED, TILE_ROWS
 from headroom.kernels.weight import Weight
+from headroom.layers.pieces import FileMatrices
 from headroom.layers.weights import WeightSource
 
 FEW_ROWS = matmul.FEW_ROWS  # the most of a step that one pass over packed weights serves
@@ -105,39 +106,39 @@ def stack(
     get: WeightSource, names: Sequence[str], orders: Sequence[torch.Tensor | None] = ()
 ) -> Stack:
     """Bring matrices with one input to the GPU, neighbours of one type together."""
-    mapped = [
-        get.mapped(name, order)
+    found = [
+        get.found(name, order)
         for name, order in zip(names, orders or [None] * len(names), strict=True)
     ]
     runs: list[list[int]] = []
-    for index, weight in enumerate(mapped):
-        last = runs[-1] if runs else []
-        if last and len(last) < matmul.MOST_OUTPUTS and _may_join(mapped[last[-1]], weight):
+    for index, part in enumerate(found):
+        last = runs[-1] if runs and not get.unpack else []
+        if last and len(last) < matmul.MOST_OUTPUTS and _may_join(found[last[-1]], part):
             last.append(index)
         else:
             runs.append([index])
-    weights = tuple(_joined([mapped[index] for index in run]) for run in runs)
+    if get.unpack:
+        both = zip(names, found, strict=True)
+        weights = tuple(_unpacked(get.mapped(name, part.order)) for name, part in both)
+    else:
+        weights = tuple(_joined(get, [found[index] for index in run]) for run in runs)
     for weight in weights:
         get.count(get.line, weight.nbytes)
-    return Stack(weights, tuple(map(tuple, runs)), tuple(weight.rows for weight in mapped))
+    return Stack(weights, tuple(map(tuple, runs)), tuple(part.rows for part in found))
 
 
-def _may_join(first: Weight, second: Weight) -> bool:
+def _may_join(first: FileMatrices, second: FileMatrices) -> bool:
     return first.quant == second.quant and first.rows % TILE_ROWS == 0 and first.quant in PACKED
 
 
-def _joined(weights: Sequence[Weight]) -> Weight:
-    first, rows = weights[0], sum(weight.rows for weight in weights)
-    if first.quant not in PACKED:
-        assert len(weights) == 1
-        plain = first.data.to("cuda").to(torch.bfloat16)
-        return Weight(plain, first.quant, rows, first.columns)
-    tiles = torch.empty(
-        tile_bytes(first.quant, rows, first.columns), dtype=torch.uint8, device="cuda"
-    )
-    at = 0
-    for weight in weights:
-        size = tile_bytes(weight.quant, weight.rows, weight.columns)
-        matmul.pack_into(tiles[at : at + size], weight)
-        at += size
-    return Weight(tiles, first.quant, rows, first.columns, matmul.TILES)
+def _joined(get: WeightSource, parts: Sequence[FileMatrices]) -> Weight:
+    assert get.upload is not None
+    first, rows = parts[0], sum(part.rows for part in parts)
+    if first.quant in PACKED:
+        return Weight(get.upload.tiles(parts), first.quant, rows, first.columns, matmul.TILES)
+    plain = get.upload.rows(first, torch.bfloat16)
+    return Weight(plain, first.quant, rows, first.columns)
+
+
+def _unpacked(weight: Weight) -> Weight:
+    return replace(weight, data=weight.data.to("cuda").to(torch.bfloat16))

@@ -9,10 +9,13 @@ import torch
 
 from headroom.formats.quants import BY_NAME, F32
 from headroom.formats.tensor import TensorInfo
+from headroom.kernels.cuda.matmul import TILES
 from headroom.kernels.ops import Case, ExpertTable
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.registry import pick
 from headroom.kernels.weight import PLAIN_TYPES, Weight, plain_type
+from headroom.layers.pieces import FileMatrices
+from headroom.layers.upload import Upload
 from headroom.memory.budget import PlanSettings
 
 
@@ -27,6 +30,7 @@ class WeightSource:
     prefix: str = ""
     line: str = "core_weights"
     norm_offset: float = 0.0  # added to the weights of norms
+    upload: Upload | None = None  # to a GPU
 
     def at(self, prefix: str, line: str = "core_weights") -> "WeightSource":
         """Return the same source for the names below `prefix`, counted on another line."""
@@ -34,9 +38,23 @@ class WeightSource:
 
     def __call__(self, name: str, rows: torch.Tensor | None = None) -> Weight:
         """Return a matrix laid out for its product; `rows` gives another order of its rows."""
+        if self.upload is not None and not self.unpack:
+            return self._uploaded(self.found(name, rows), self.upload)
         weight = self.mapped(name, rows)
         kernel = pick("matmul", replace(self.case, quant=weight.quant))
         return self._kept(kernel.prepare(weight))
+
+    def _uploaded(self, found: FileMatrices, upload: Upload) -> Weight:
+        """A matrix on the GPU, in tiles where its kernel reads those."""
+        kernel = pick("matmul", replace(self.case, quant=found.quant))
+        if kernel.backend == "cuda":
+            weight = Weight(upload.tiles([found]), found.quant, found.rows, found.columns, TILES)
+        else:
+            weight = Weight(upload.rows(found), found.quant, found.rows, found.columns)
+            upload.wait()  # what prepares it may read it
+            weight = kernel.prepare(weight)
+        self.count(self.line, weight.nbytes)
+        return weight
 
     def exact(self, name: str) -> Weight:
         """Return a small matrix in float32, laid out for its product, whatever its file's type."""
@@ -61,6 +79,24 @@ class WeightSource:
             gate, up = (self._each_expert(part, count) for part in ("gate", "up"))
         return ExpertTable(gate, up, self._each_expert("down", count))
 
+    def found_experts(self, count: int) -> tuple[tuple[FileMatrices, ...], ...]:
+        """Return where a layer's gates, ups and downs lie, all experts of each."""
+        below = f"{self.prefix}ffn.experts."
+        if (both := self.tensors.get(f"{below}gate_up")) is not None:
+            whole = _found(both, 2 * count)
+            every_other = replace(whole, count=count, apart=2 * whole.matrix_bytes)
+            ups = replace(every_other, offset=whole.offset + whole.matrix_bytes)
+            gate_up: tuple[tuple[FileMatrices, ...], ...] = ((every_other,), (ups,))
+        else:
+            gate_up = tuple(self._find_experts(part, count) for part in ("gate", "up"))
+        return (*gate_up, self._find_experts("down", count))
+
+    def _find_experts(self, part: str, count: int) -> tuple[FileMatrices, ...]:
+        below = f"{self.prefix}ffn.experts."
+        if (every := self.tensors.get(f"{below}{part}")) is not None:
+            return (_found(every, count),)
+        return tuple(_found(self.tensors[f"{below}{i}.{part}"], 1) for i in range(count))
+
     def _each_expert(self, part: str, count: int) -> tuple[Weight, ...]:
         """One matrix of every expert, from one tensor for all or from one for each."""
         below = f"{self.prefix}ffn.experts."
@@ -79,7 +115,12 @@ class WeightSource:
 
     def table(self, name: str) -> Weight:
         """Return a matrix of which only rows are taken, as the file has it."""
-        return self._kept(self.mapped(name, None))
+        if self.upload is None or self.unpack:
+            return self._kept(self.mapped(name, None))
+        found = self.found(name)
+        table = Weight(self.upload.rows(found), found.quant, found.rows, found.columns)
+        self.count(self.line, table.nbytes)
+        return table
 
     def vector(self, name: str) -> torch.Tensor:
         """Return a small tensor, a norm's weight say, as float32 in its file's shape."""
@@ -92,6 +133,10 @@ class WeightSource:
     def norm(self, name: str) -> torch.Tensor:
         """Return a norm's weight as it multiplies, whatever the file leaves out of it."""
         return self.vector(name).add_(self.norm_offset)
+
+    def found(self, name: str, order: torch.Tensor | None = None) -> FileMatrices:
+        """Return where a matrix lies in its file."""
+        return replace(_found(self.tensors[self.prefix + name], 1), order=order)
 
     def mapped(self, name: str, order: torch.Tensor | None = None) -> Weight:
         """Return a weight in the file's layout, not copied where nothing about it changes."""
@@ -121,6 +166,7 @@ def open_weights(
     settings: PlanSettings,
     count: Callable[[str, int], None],
     norm_offset: float = 0.0,
+    upload: Upload | None = None,
 ) -> WeightSource:
     """Return a source that brings weights to `device` as the plan's settings say."""
     case = Case(
@@ -129,7 +175,14 @@ def open_weights(
         reference=settings.kernels == "reference",
     )
     unpack = settings.weights == "unpacked"
-    return WeightSource(tensors, case, unpack, count, norm_offset=norm_offset)
+    return WeightSource(tensors, case, unpack, count, norm_offset=norm_offset, upload=upload)
+
+
+def _found(info: TensorInfo, count: int) -> FileMatrices:
+    """Where the matrices lie that follow each other in a tensor."""
+    columns = info.shape[-1]
+    rows = prod(info.shape) // columns // count
+    return FileMatrices(info.name, info.path, info.quant, rows, columns, info.offset, count)
 
 
 def _stored(info: TensorInfo) -> torch.Tensor:

@@ -33,6 +33,7 @@ from headroom.layers.fused import FusedBlock, refuses_to_fuse
 from headroom.layers.mlp import Mlp
 from headroom.layers.norm import RmsNorm
 from headroom.layers.side import SideInputs, SidePart
+from headroom.layers.upload import open_upload
 from headroom.layers.weights import WeightSource, open_weights
 from headroom.layers.workspace import Workspace, open_workspace
 from headroom.memory.budget import PlanSettings
@@ -63,12 +64,21 @@ def load_model(
     count: Callable[[str, int], None],
 ) -> Model:
     """Bring a model's weights to their device as the plan says and build its blocks."""
+    device = plan.devices[0]
+    # Steps use their workspace later: until then its bytes are free for loading.
+    with open_upload(device.name, device.allocated["workspace"]) as upload:
+        source = open_weights(
+            tensors, device.name, plan.settings, count, config.norm_offset, upload
+        )
+        return _build(config, source, plan)
+
+
+def _build(config: ModelConfig, source: WeightSource, plan: Plan) -> Model:
     settings, device = plan.settings, plan.devices[0]
-    source = open_weights(tensors, device.name, settings, count, config.norm_offset)
     # Plain kernels take their scratch from torch, so that only the plan counts it.
     scratch_bytes = device.allocated["workspace"] if settings.kernels == "native" else 0
     workspace = open_workspace(
-        config.hidden, config.vocab, settings, scratch_bytes, count, config.keeps_embedding,
+        config.hidden, config.vocab, settings, scratch_bytes, source.count, config.keeps_embedding,
         device.name,
     )  # fmt: skip
     embeddings = source.at("", "embeddings")

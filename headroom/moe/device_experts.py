@@ -4,7 +4,7 @@ import torch
 
 from headroom.kernels.cuda import experts as cuda_experts
 from headroom.kernels.cuda import route as cuda_route
-from headroom.kernels.cuda.experts import Others
+from headroom.kernels.cuda.experts import ExpertTiles, Others
 from headroom.kernels.cuda.matmul import RowNorm
 from headroom.kernels.ops import RouterRule
 from headroom.layers.config import ExpertsConfig
@@ -33,7 +33,7 @@ class DeviceExperts:
             softcap=config.softcap,
         )
         self._bias = get.vector("ffn.score_bias") if config.bias else None
-        self._table = cuda_experts.prepare(get.experts(config.experts))
+        self._table = upload_experts(get, config.experts)
         get.count("hot_experts", self._table.nbytes)
         self._shared = None
         if config.shared_width:
@@ -66,3 +66,13 @@ class DeviceExperts:
         both, down = self._shared
         gate, up = both(rows)
         return down(gated_rows(gate, up, self._config.activation))[0]
+
+
+def upload_experts(get: WeightSource, count: int) -> ExpertTiles:
+    """Bring all experts of a layer to the GPU in tiles."""
+    assert get.upload is not None
+    parts = get.found_experts(count)
+    gate = parts[0][0]
+    kinds = tuple(part[0].quant for part in parts)
+    pieces = [get.upload.tiles(part).view(count, -1) for part in parts]
+    return cuda_experts.table_of(pieces, kinds, gate.rows, gate.columns)

@@ -47,8 +47,8 @@ def prepare(weight: Weight) -> Weight:
     tiles = torch.empty(size, dtype=torch.uint8, device="cuda")
     step = max(1, PACK_BYTES // (weight.data.shape[1] * TILE_ROWS)) * TILE_ROWS
     for part, source in zip(
-        tiles.split(tile_bytes(weight.quant, step, weight.columns)),
-        weight.data.split(step),
+        torch.split(tiles, tile_bytes(weight.quant, step, weight.columns)),
+        torch.split(weight.data, step),
         strict=True,
     ):
         pack(source.to("cuda"), weight.quant, len(source), weight.columns, part)
