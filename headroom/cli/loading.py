@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from headroom.llm import LLM
 
 
+Show = Callable[[int, int | None], None]  # told the bytes that are done, and of all where known
+
+
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int | None], None]]:
+def progress_bar(what: str) -> Iterator[Show]:
     """Draw a bar on standard error while it lasts, if that is a terminal; yield what moves it."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     console = Console(stderr=True)

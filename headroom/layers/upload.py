@@ -15,12 +15,13 @@ import torch
 from headroom.errors import FormatError, PlanError
 from headroom.kernels.cuda.pack import TILE_ROWS, pack, tile_bytes
 from headroom.kernels.weight import PLAIN_TYPES
-from headroom.layers.pieces import ALIGNMENT, FileMatrices, Piece, pieces
+from headroom.layers.pieces import FileMatrices, Piece, pieces
 from headroom.units import MIB, gib
 
 STAGING_BYTES = 128 * MIB  # on the device; more does not load faster
 LEAST_STAGING_BYTES = 16 * MIB  # sixteen rows of any real matrix fit into half a slot of it
 SLOTS = 4  # half of them are read into while the other half is on its way
+SLOT_STEP = 2 * MIB  # what torch rounds large pieces of GPU memory up to
 READ_BYTES = 4 * MIB  # that one thread reads at a time
 READERS = 8  # more than the link takes, and enough for a disk's queue
 
@@ -48,7 +49,7 @@ class Upload:
         self._device = torch.device(device)
         self._gpu = self._device.type == "cuda"
         share = max(staging_bytes, LEAST_STAGING_BYTES) // SLOTS
-        self._slot_bytes = share // (2 * ALIGNMENT) * 2 * ALIGNMENT  # halves are aligned too
+        self._slot_bytes = share // SLOT_STEP * SLOT_STEP
         self._stream = torch.cuda.Stream(device) if self._gpu else None  # type: ignore[no-untyped-call]
         self._slots = [self._open_slot() for _ in range(SLOTS)]
         self._reading: deque[tuple[_Slot, Piece, Finish]] = deque()

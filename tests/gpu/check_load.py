@@ -1,15 +1,31 @@
-"""Compares tiles packed on a GPU with those of plain torch; times loading with --bench."""
+"""Compares weights brought to a GPU with plain torch's; times loading with --bench [GB]."""
 
+import os
 import sys
+import tempfile
+import time
 import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch
 
 from headroom.kernels.cuda.pack import pack, tile_bytes
+from headroom.layers import upload as loading
+from headroom.layers.device_rows import stack
+from headroom.layers.upload import Upload
+from headroom.moe.device_experts import upload_experts
+from headroom.units import MIB
 from tests.gpu.check_matmul import KINDS, random_weight
 from tests.gpu.torch_tiles import pack_tiles
+from tests.gpu.weight_file import WeightFile
 
 DEVICE = "cuda"
+EXPERTS = (256, 512, 2048)  # of one layer of Qwen3.5-35B-A3B: 151 MB in Q4_K
+DENSE = (17408, 5120)  # of Qwen3.5-27B: 50 MB
 
 
 def check(name: str, rows: int, columns: int, matrices: int = 1, ordered: bool = False) -> bool:
@@ -23,5 +39,148 @@ def check(name: str, rows: int, columns: int, matrices: int = 1, ordered: bool =
     pack(source, quant, rows, columns, found, order.int().to(DEVICE) if ordered else None)
     wrong = int((found.cpu() != wanted).sum())
     case = f"{name} {matrices} x {rows}x{columns}{' ordered' if ordered else ''}"
-    print(f"{'FAIL' if wrong else 'PASS'} pack {case}: {wrong} bytes differ", flush=True)
-    return wrong == 0
+    return report(f"pack {case}: {wrong} bytes differ", wrong == 0)
+
+
+def report(text: str, good: bool) -> bool:
+    """Print one case."""
+    print(f"{'PASS' if good else 'FAIL'} {text}", flush=True)
+    return good
+
+
+def check_upload(folder: Path, staging: int) -> None:
+    """Matrices of every sort on their way at once, through buffers smaller than they are."""
+    file = WeightFile(folder / f"small-{staging}")
+    q, k = file.add("q", "q4_k", 3072, 2048), file.add("k", "q4_k", 520, 2048)
+    v, plain = file.add("v", "q6_k", 777, 2048), file.add("plain", "f16", 999, 2048)
+    table = file.add("embed", "q6_k", 9999, 2048)
+    gates = [file.add(f"ffn.experts.{name}", "q4_k", 64, 96, 512) for name in ("gate", "up")]
+    down = file.add("ffn.experts.down", "q8_0", 64, 512, 96)
+    order = torch.arange(3072).view(6, 2, 256).transpose(0, 1).flatten()
+    with Upload(DEVICE, staging) as way:
+        get = file.source(way)
+        joined, other = stack(get, ["q", "k", "v"], [order, None, None]).weights
+        plain_rows = stack(get, ["plain"], [torch.arange(999).flip(0)]).weights[0]
+        embedded, experts = get.table("embed"), upload_experts(get, 64)
+    quants = joined.quant, other.quant
+    wanted = {
+        "joined": torch.cat([pack_tiles(part, quants[0], 2048) for part in (q[order], k)]),
+        "other": pack_tiles(v, quants[1], 2048),
+        "plain": plain.flatten().view(torch.float16).view(999, 2048).flip(0).bfloat16(),
+        "table": table,
+    }
+    found = joined.data, other.data, plain_rows.data, embedded.data
+    for (name, right), data in zip(wanted.items(), found, strict=True):
+        report(f"upload {name}, buffers {staging // MIB} MiB", torch.equal(data.cpu(), right))
+    for part, memory in zip((*gates, down), experts.memory, strict=True):
+        kind = experts.kinds[2] if part is down else experts.kinds[0]
+        right = torch.stack([pack_tiles(one, kind, 96 if part is down else 512) for one in part])
+        report(f"upload experts {kind}", torch.equal(memory.cpu(), right))
+
+
+def bench(folder: Path, size_bytes: int) -> None:
+    """Loads experts and dense matrices from a file in the page cache, by several settings."""
+    file = WeightFile(folder / "large")
+    layer = EXPERTS[0] * EXPERTS[1] * EXPERTS[2] // 256 * 144
+    layers = max(1, size_bytes // 2 // layer)
+    file.add("experts", "q4_k", *EXPERTS[1:], repeats=EXPERTS[0] * layers)
+    file.add("dense", "q4_k", *DENSE, repeats=3 * layers)
+    bench_parts(file)
+    default = loading.READERS, loading.STAGING_BYTES // MIB
+    for readers, staging in (default, default, (4, 128), (16, 128), (8, 64), (8, 256), (16, 256)):
+        load_all(file, layers, readers, staging * MIB)
+
+
+def load_all(file: WeightFile, layers: int, readers: int, staging: int) -> None:
+    """Load everything once, and hold the peak of device memory to what is kept and the buffers."""
+    loading.READERS = readers
+    size, before = file.path.stat().st_size, taken()
+    if DEVICE != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    with Upload(DEVICE, staging) as way:
+        get, kept = file.source(way), []
+        experts = replace(get.found("experts"), rows=EXPERTS[1], count=EXPERTS[0])
+        dense = replace(get.found("dense"), rows=DENSE[0])
+        for _ in range(layers):
+            kept.append(way.tiles([experts]))
+            experts = replace(experts, offset=experts.offset + EXPERTS[0] * experts.matrix_bytes)
+            for count in (2, 1):  # gate and up lie together
+                kept.append(way.tiles([replace(dense, count=count)]))
+                dense = replace(dense, offset=dense.offset + count * dense.matrix_bytes)
+    seconds = time.perf_counter() - started
+    extra = taken("max_memory_allocated") - taken()
+    speed = f"{seconds:.3f} s, {size / seconds / 1e9:.1f} GB/s"
+    print(f"BENCH load {size / 1e9:.2f} GB, {readers} readers, {staging // MIB} MiB: {speed}")
+    held = sum(tensor.nbytes for tensor in kept)
+    report(f"peak is {extra / MIB:.1f} MiB above what is kept", extra <= staging)
+    report("nothing else stays", abs(taken() - before - held) < MIB * len(kept) or DEVICE == "cpu")
+
+
+def taken(what: str = "memory_allocated") -> int:
+    """Bytes on the device."""
+    return 0 if DEVICE == "cpu" else int(getattr(torch.cuda, what)())
+
+
+def bench_parts(file: WeightFile) -> None:
+    """The link, the file and the kernel, each by itself."""
+    host = torch.empty(32 * MIB, dtype=torch.uint8, pin_memory=DEVICE != "cpu")
+    there, count = torch.empty_like(host, device=DEVICE), 40
+    seconds = timed(lambda: [there.copy_(host, non_blocking=True) for _ in range(count)])
+    print(f"BENCH link: {count * host.numel() / seconds / 1e9:.1f} GB/s")
+    tiles = torch.empty_like(there)
+    quant, rows = random_weight("q4_k", 1, 2048).quant, host.numel() // (8 * 144) // 16 * 16
+    room = tiles[: tile_bytes(quant, rows, 2048)]
+    seconds = timed(lambda: [pack(there, quant, rows, 2048, room) for _ in range(count)])
+    print(f"BENCH pack q4_k: {count * room.numel() / seconds / 1e9:.1f} GB/s")
+    with file.path.open("rb") as opened:
+        offsets = range(0, min(file.path.stat().st_size, 2 << 30) - 4 * MIB, 4 * MIB)
+        view = memoryview(host.numpy())
+        rooms = [view[at : at + 4 * MIB] for at in range(0, 32 * MIB, 4 * MIB)]
+
+        def read(number: int) -> int:
+            return os.preadv(opened.fileno(), [rooms[number % 8]], offsets[number])
+
+        for threads in (1, 4, 8, 16):
+            with ThreadPoolExecutor(threads) as pool:
+                started = time.perf_counter()
+                done = sum(pool.map(read, range(len(offsets))))
+            speed = done / (time.perf_counter() - started) / 1e9
+            print(f"BENCH file, {threads} readers: {speed:.1f} GB/s", flush=True)
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds of some work on the device, the second time."""
+    work()
+    if DEVICE != "cpu":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    if DEVICE != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def main(folder: Path) -> None:
+    """Run every case, then the times if asked for."""
+    torch.manual_seed(0)
+    cases: list[Callable[[], object]] = []
+    for name in KINDS:
+        cases += [partial(check, name, 64, 512), partial(check, name, 37, 5120, ordered=True)]
+        cases += [partial(check, name, 100, 768, matrices=7), partial(check, name, 1, 256)]
+    cases += [partial(check, name, 48, 320, matrices=3) for name in ("q8_0", "q4_1", "mxfp4")]
+    cases += [partial(check_upload, folder, size * MIB) for size in (16, 128)]
+    if "--bench" in sys.argv:
+        given = sys.argv[sys.argv.index("--bench") + 1 :]
+        cases.append(partial(bench, folder, int(float(given[0] if given else 4) * 1e9)))
+    for case in cases:
+        try:
+            case()
+        except Exception:
+            report(str(case), good=False)
+            traceback.print_exc(limit=6)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as made:
+        main(Path(made))

@@ -5,22 +5,19 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from headroom.errors import FormatError, PlanError
 from headroom.formats.quants import BY_NAME
-from headroom.formats.tensor import TensorInfo
 from headroom.kernels.cuda import pack
-from headroom.kernels.ops import Case
+from headroom.kernels.weight import PLAIN_TYPES
 from headroom.layers import upload
 from headroom.layers.device_rows import stack
 from headroom.layers.upload import Upload
-from headroom.layers.weights import WeightSource
 from headroom.moe.device_experts import upload_experts
-from tests.gpu.check_matmul import random_weight
 from tests.gpu.torch_tiles import pack_tiles
+from tests.gpu.weight_file import WeightFile
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -33,45 +30,13 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(pack, "compile_kernel", compile_on_cpu)
     monkeypatch.setattr(upload, "LEAST_STAGING_BYTES", 0)
+    monkeypatch.setattr(upload, "SLOT_STEP", 32)
     monkeypatch.setattr(upload, "READ_BYTES", 1000)
 
 
-class File:
-    """A file of random tensors, and a source of weights that reads them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "weights"
-        self.path.write_bytes(b"header")
-        self.infos: dict[str, TensorInfo] = {}
-        self.counted: dict[str, int] = {}
-
-    def add(self, name: str, kind: str, *shape: int) -> torch.Tensor:
-        """Append a tensor; return its bytes `[..., bytes per row]`."""
-        rows, columns = int(np.prod(shape[:-1])), shape[-1]
-        if kind in ("f16", "bf16", "f32"):
-            floats = torch.randn(rows, columns).to(upload.PLAIN_TYPES[kind])
-            data = floats.view(torch.uint8)
-        else:
-            data = random_weight(kind, rows, columns).data
-        offset = self.path.stat().st_size
-        with self.path.open("ab") as file:
-            file.write(data.numpy().tobytes())
-        whole = np.memmap(self.path, np.uint8, "r")
-        self.infos[name] = TensorInfo(name, shape, BY_NAME[kind], self.path, offset, whole)
-        return data.view(*shape[:-1], -1)
-
-    def source(self, way: Upload | None, unpack: bool = False) -> WeightSource:
-        """The weights as a GPU gets them."""
-        case = Case(device="cuda", dtype="bf16")
-        return WeightSource(self.infos, case, unpack, self.count, upload=way)
-
-    def count(self, line: str, size: int) -> None:
-        self.counted[line] = self.counted.get(line, 0) + size
-
-
 @pytest.fixture
-def file(tmp_path: Path) -> File:
-    return File(tmp_path)
+def file(tmp_path: Path) -> WeightFile:
+    return WeightFile(tmp_path / "weights")
 
 
 def tiles(data: torch.Tensor, kind: str, columns: int) -> torch.Tensor:
@@ -79,7 +44,9 @@ def tiles(data: torch.Tensor, kind: str, columns: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("staging", [4 * 10_000, 4 * 100_000])
-def test_matrices_with_one_input_lie_in_tiles_one_after_another(file: File, staging: int) -> None:
+def test_matrices_with_one_input_lie_in_tiles_one_after_another(
+    file: WeightFile, staging: int
+) -> None:
     first, second = file.add("q", "q4_k", 64, 512), file.add("k", "q4_k", 40, 512)
     third = file.add("v", "q6_k", 48, 512)
     order = torch.arange(64).view(4, 8, 2).transpose(1, 2).flatten()
@@ -94,17 +61,17 @@ def test_matrices_with_one_input_lie_in_tiles_one_after_another(file: File, stag
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "f32"])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_plain_matrices_become_bf16(file: File, kind: str, ordered: bool) -> None:
+def test_plain_matrices_become_bf16(file: WeightFile, kind: str, ordered: bool) -> None:
     data = file.add("w", kind, 70, 96)
     order = torch.arange(70).view(35, 2).flip(1).flatten() if ordered else None
     with Upload("cpu", 4 * 15_000) as way:
         weight = stack(file.source(way), ["w"], [order]).weights[0]
-    floats = data.flatten().view(upload.PLAIN_TYPES[kind]).view(70, 96)
+    floats = data.flatten().view(PLAIN_TYPES[kind]).view(70, 96)
     assert torch.equal(weight.data, (floats if order is None else floats[order]).bfloat16())
 
 
 @pytest.mark.parametrize("kind", ["q6_k", "f16"])
-def test_tables_keep_the_rows_of_their_file(file: File, kind: str) -> None:
+def test_tables_keep_the_rows_of_their_file(file: WeightFile, kind: str) -> None:
     data = file.add("embed", kind, 50, 256)
     with Upload("cpu", 4 * 6000) as way:
         table = file.source(way).table("embed")
@@ -112,7 +79,7 @@ def test_tables_keep_the_rows_of_their_file(file: File, kind: str) -> None:
     assert torch.equal(table.data.view(torch.uint8), data)
 
 
-def test_a_single_matrix_is_laid_out_for_its_kernel(file: File) -> None:
+def test_a_single_matrix_is_laid_out_for_its_kernel(file: WeightFile) -> None:
     packed, plain = file.add("head", "q5_0", 33, 288), file.add("small", "f16", 5, 64)
     with Upload("cpu", 4 * 6000) as way:
         head, small = (file.source(way)(name) for name in ("head", "small"))
@@ -130,7 +97,7 @@ def wanted_experts(parts: Sequence[torch.Tensor], kinds: Sequence[str]) -> list[
 
 @pytest.mark.parametrize("staging", [4 * 3000, 4 * 30_000])
 @pytest.mark.parametrize("how", ["parts", "gate and up in one", "one by one"])
-def test_all_experts_of_a_layer_lie_in_tiles(file: File, how: str, staging: int) -> None:
+def test_all_experts_of_a_layer_lie_in_tiles(file: WeightFile, how: str, staging: int) -> None:
     kinds = ("q4_k", "q4_k", "q8_0")
     if how == "gate and up in one":
         both = file.add("ffn.experts.gate_up", "q4_k", 5, 2 * 64, 256)
@@ -151,7 +118,9 @@ def test_all_experts_of_a_layer_lie_in_tiles(file: File, how: str, staging: int)
     assert table.nbytes == sum(part.nbytes for part in wanted)
 
 
-def test_a_file_that_was_cut_short_is_refused_with_the_tensor_and_the_numbers(file: File) -> None:
+def test_a_file_that_was_cut_short_is_refused_with_the_tensor_and_the_numbers(
+    file: WeightFile,
+) -> None:
     file.add("a", "q8_0", 64, 256)
     file.add("b", "q8_0", 64, 256)
     size = file.path.stat().st_size
@@ -165,7 +134,7 @@ def test_a_file_that_was_cut_short_is_refused_with_the_tensor_and_the_numbers(fi
 
 
 def test_a_file_that_cannot_be_read_is_refused_with_the_tensor_and_the_byte(
-    file: File, monkeypatch: pytest.MonkeyPatch
+    file: WeightFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file.add("a", "q8_0", 16, 256)
 
@@ -179,16 +148,18 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_tensor_and_the_byte(
     assert str(caught.value) == expected
 
 
-def test_a_file_that_is_gone_is_refused(file: File) -> None:
+def test_a_file_that_is_gone_is_refused(file: WeightFile) -> None:
     file.add("a", "q8_0", 16, 256)
+    way = Upload("cpu", 4 * 6000)
+    get = file.source(way)
     file.path.unlink()
-    with pytest.raises(FormatError) as caught, Upload("cpu", 4 * 6000) as way:
-        stack(file.source(way), ["a"])
+    with pytest.raises(FormatError) as caught, way:
+        stack(get, ["a"])
     assert str(caught.value) == f"Cannot read {file.path}: No such file or directory."
 
 
 def test_a_device_that_is_full_is_refused_with_the_tensor_and_the_numbers(
-    file: File, monkeypatch: pytest.MonkeyPatch
+    file: WeightFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file.add("a", "q8_0", 1024, 1024)
 
@@ -207,11 +178,13 @@ def test_a_device_that_is_full_is_refused_with_the_tensor_and_the_numbers(
 
 
 @pytest.mark.skipif(not OPEN_FILES.exists(), reason="needs /proc")
-def test_nothing_is_left_open_after_a_failure(file: File) -> None:
+def test_nothing_is_left_open_after_a_failure(file: WeightFile) -> None:
     file.add("a", "q8_0", 64, 256)
     file.add("b", "q8_0", 64, 256)
+    way = Upload("cpu", 4 * 6000)
+    get = file.source(way)
     os.truncate(file.path, 1000)
     before = len(list(OPEN_FILES.iterdir())), threading.active_count()
-    with pytest.raises(FormatError), Upload("cpu", 4 * 6000) as way:
-        stack(file.source(way), ["a", "b"])
+    with pytest.raises(FormatError), way:
+        stack(get, ["a", "b"])
     assert (len(list(OPEN_FILES.iterdir())), threading.active_count()) == before
