@@ -34,8 +34,10 @@ class _Slot:
 
     host: torch.Tensor  # uint8, pinned where the device is a GPU
     device: torch.Tensor
-    sent: "torch.cuda.Event | None"  # done when both are free again
-    reads: "list[Future[None]]" = field(default_factory=list)
+    # Of its own, so that one piece is copied while another is packed; None where there is no GPU.
+    stream: torch.cuda.Stream | None
+    sent: torch.cuda.Event | None  # done when both sides are free again
+    reads: list[Future[None]] = field(default_factory=list)
 
 
 class Upload:
@@ -50,7 +52,6 @@ class Upload:
         self._gpu = self._device.type == "cuda"
         share = max(staging_bytes, LEAST_STAGING_BYTES) // SLOTS
         self._slot_bytes = share // SLOT_STEP * SLOT_STEP
-        self._stream = torch.cuda.Stream(device) if self._gpu else None  # type: ignore[no-untyped-call]
         self._slots = [self._open_slot() for _ in range(SLOTS)]
         self._reading: deque[tuple[_Slot, Piece, Finish]] = deque()
         self._turn = 0
@@ -102,31 +103,28 @@ class Upload:
         """Return when all that was asked for is on the device."""
         while self._reading:
             self._pass_on()
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        for slot in self._slots:
+            if slot.stream is not None:
+                slot.stream.synchronize()
 
     def _open_slot(self) -> _Slot:
         size = self._slot_bytes
         host = torch.empty(size, dtype=torch.uint8, pin_memory=self._gpu)
         device = self._take("the buffers of loading", (size,), torch.uint8)
-        sent = torch.cuda.Event() if self._gpu else None  # type: ignore[no-untyped-call]
-        return _Slot(host, device, sent)
+        if not self._gpu:
+            return _Slot(host, device, None, None)
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return _Slot(host, device, stream, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     def _take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory on the device, which earlier work there no longer uses when it is written."""
         try:
-            taken = torch.empty(shape, dtype=dtype, device=self._device)
+            return torch.empty(shape, dtype=dtype, device=self._device)
         except torch.OutOfMemoryError as error:
             needed = torch.Size(shape).numel() * dtype.itemsize
-            free, total = torch.cuda.mem_get_info(self._device)
-            raise PlanError(
-                f"{name} needs {gib(needed)} and {self._device} has {gib(free)} free "
-                f"of {gib(total)}.",
-                hint="Other programs took memory since the plan was made: end them, or plan again.",
-            ) from error
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return taken
+            raise _full(f"{name} needs {gib(needed)}", self._device) from error
 
     def _send(self, source: FileMatrices, piece: Piece, finish: Finish) -> None:
         """Begin to read a piece; it goes on to the device in its turn."""
@@ -159,7 +157,9 @@ class Upload:
         if piece.order is not None:
             size = piece.order_at + piece.order.nbytes
             order = slot.device[piece.order_at : size].view(torch.int32)
-        with torch.cuda.stream(self._stream):
+        if slot.stream is not None:  # memory that it writes may have had another use there
+            slot.stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(slot.stream):
             slot.device[:size].copy_(slot.host[:size], non_blocking=True)
             finish(slot.device, order)
             if slot.sent is not None:
@@ -175,8 +175,7 @@ class Upload:
 
     def _close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._synchronize()
         self._reading.clear()
         self._slots.clear()
         for file in self._files.values():
@@ -195,8 +194,19 @@ def open_upload(device: str, staging_bytes: int) -> Iterator[Upload | None]:
     if not device.startswith("cuda"):
         yield None
         return
-    with torch.cuda.device(device), Upload(device, min(staging_bytes, STAGING_BYTES)) as upload:
-        yield upload
+    try:
+        with torch.cuda.device(device), Upload(device, min(staging_bytes, STAGING_BYTES)) as upload:
+            yield upload
+    except torch.OutOfMemoryError as error:
+        raise _full("The model needs more", torch.device(device)) from error
+
+
+def _full(what: str, device: torch.device) -> PlanError:
+    free, total = torch.cuda.mem_get_info(device)
+    return PlanError(
+        f"{what} and {device} has {gib(free)} free of {gib(total)}.",
+        hint="Other programs took memory since the plan was made: end them, or plan again.",
+    )
 
 
 def _read(file: int, room: memoryview, offset: int, source: FileMatrices) -> None:

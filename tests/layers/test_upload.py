@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -188,3 +189,21 @@ def test_nothing_is_left_open_after_a_failure(file: WeightFile) -> None:
     with pytest.raises(FormatError), way:
         stack(get, ["a", "b"])
     assert (len(list(OPEN_FILES.iterdir())), threading.active_count()) == before
+
+
+def test_memory_that_runs_out_beside_the_weights_is_refused_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(upload, "Upload", lambda device, size: Upload("cpu", size))
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 24 << 30))
+    with pytest.raises(PlanError) as caught, upload.open_upload("cuda:1", 4 * 6000):
+        raise torch.OutOfMemoryError
+    assert caught.value.message == (
+        "The model needs more and cuda:1 has 1.00 GiB free of 24.00 GiB."
+    )
+
+
+def test_weights_on_a_cpu_need_no_way_to_it() -> None:
+    with upload.open_upload("cpu", 1000) as way:
+        assert way is None

@@ -11,7 +11,12 @@ constexpr int HIGH_AT = KIND == Q5_K ? 16 : KIND == Q6_K ? 128 : has_min(KIND) ?
 constexpr int QUANTS_AT = KIND == Q6_K ? 0 : KIND == Q4_K ? 16 : KIND == Q5_K ? 48
     : one_high_bit(KIND) ? HIGH_AT + 4 : KIND == MXFP4 ? 1 : has_min(KIND) ? 4 : 2;
 
-__device__ __forceinline__ u32 read4(const u8* p) {  // blocks begin at any byte
+// Four bytes of a block, at a multiple of four from its quants or high bits. Rows begin at multiples of
+// four bytes only where blocks have such sizes.
+__device__ __forceinline__ u32 read4(const u8* p) {
+    if constexpr (BLOCK_BYTES % 4 == 0) return *reinterpret_cast<const u32*>(p);
+    const u16* halves = reinterpret_cast<const u16*>(p);
+    if constexpr (BLOCK_BYTES % 2 == 0) return halves[0] | static_cast<u32>(halves[1]) << 16;
     return p[0] | p[1] << 8 | p[2] << 16 | static_cast<u32>(p[3]) << 24;
 }
 
