@@ -175,11 +175,11 @@ class Upload:
 
     def _close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
+        for file in self._files.values():
+            os.close(file)
         self._synchronize()
         self._reading.clear()
         self._slots.clear()
-        for file in self._files.values():
-            os.close(file)
         if self._gpu:
             torch.cuda.empty_cache()
             # Older ones of torch keep pinned memory for later and have no call to give it back.
