@@ -183,7 +183,7 @@ def test_the_help_text_does_not_wait_for_torch() -> None:
     assert python("import sys, headroom.cli.main; print('torch' in sys.modules)").strip() == "False"
 
 
-@pytest.mark.parametrize("module", ["headroom.llm", "headroom.memory.plan"])
+@pytest.mark.parametrize("module", ["headroom.llm", "headroom.memory.plan", "headroom.bench.run"])
 def test_engine_and_planner_work_where_the_server_extra_is_missing(module: str) -> None:
     python(
         "import sys\n"

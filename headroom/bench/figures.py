@@ -42,7 +42,7 @@ class BenchSettings:
         Those whose prompts are read first decode while the others' are read.
         """
         waiting = -(-context * max(batches) // chunk) + 1
-        margin = 32  # it takes a few steps to see that a figure is complete
+        margin = 64  # it takes a few steps to see that a figure is complete
         return waiting + len(batches) * (self.warm + self.tokens + margin)
 
 

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from headroom.cli.loading import ready_model
 from headroom.cli.settings import add_flags, with_settings
 from headroom.errors import KernelError, OptionError
 from headroom.options import Options
@@ -112,10 +113,6 @@ def model_path(options: Options) -> Path:
 
     synthesised = parse_synth(options.model)
     if synthesised is None:
-        if Path(options.model).is_file():
-            return Path(options.model)  # which needs nothing that knows of downloads
-        from headroom.cli.loading import ready_model
-
         return ready_model(options)
     path = synthesised.path(options.home_path)
     if not path.exists():

@@ -59,7 +59,7 @@ def test_time_that_kernels_share_is_counted_once() -> None:
 
 
 def test_a_timeline_without_a_whole_step_is_refused() -> None:
-    with pytest.raises(HeadroomError, match="saw 2 kernels and 1 starts of steps.*--no-parts"):
+    with pytest.raises(HeadroomError, match=r"saw 2 kernels and 1 starts of steps.*--no-parts"):
         part_times(timeline(marker("step"), ("product", 1.0)), ALL)
 
 
