@@ -49,7 +49,7 @@ def _copy_bandwidth(device: str) -> float:
 def start_counting(device: str) -> None:
     """Forget what was allocated before; call it before a model is loaded."""
     if device != "cpu":
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats(device)
 
 

@@ -1,11 +1,14 @@
 """Timeline: kernels of a GPU in their order, sorted into the parts of a step by markers."""
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headroom.errors import HeadroomError
 from headroom.layers.parts import MARKER, STEP
+
+_MARKED = re.compile(rf"\b{MARKER}(\w+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,12 @@ class PartTimes:
         return sum(self.parts.values())
 
 
+def marked(name: str) -> str:
+    """Return what a kernel marks; nothing for one that works. Some tools write `void name()`."""
+    found = _MARKED.search(name)
+    return found[1] if found else ""
+
+
 def part_times(timeline: Sequence[KernelTime], chosen: slice) -> PartTimes:
     """Return the parts of some of the whole steps; the last one has no end.
 
@@ -39,7 +48,7 @@ def part_times(timeline: Sequence[KernelTime], chosen: slice) -> PartTimes:
     GPU was busy for.
     """
     kernels = sorted(timeline, key=lambda kernel: kernel.start)
-    begins = [index for index, kernel in enumerate(kernels) if kernel.name == MARKER + STEP]
+    begins = [index for index, kernel in enumerate(kernels) if marked(kernel.name) == STEP]
     whole = list(itertools.pairwise(begins))[chosen]
     if not whole:
         raise HeadroomError(
@@ -50,8 +59,8 @@ def part_times(timeline: Sequence[KernelTime], chosen: slice) -> PartTimes:
     by_part: dict[str, dict[str, float]] = {}
     part, done = "other", kernels[first].end
     for kernel in kernels[first:end]:
-        if kernel.name.startswith(MARKER):
-            part = kernel.name.removeprefix(MARKER).replace(STEP, "other")
+        if marker := marked(kernel.name):
+            part = "other" if marker == STEP else marker
         else:
             own = max(0.0, kernel.end - max(kernel.start, done))
             names = by_part.setdefault(part, {})

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headroom.bench.timeline import KernelTime, part_times
+from headroom.bench.timeline import KernelTime, marked, part_times
 from headroom.errors import HeadroomError
 from headroom.layers.parts import MARKER, PARTS
 
@@ -35,6 +35,12 @@ def test_kernels_belong_to_the_marker_before_them() -> None:
     assert times.kernels["attention"] == {"decode": 3.0, "product": 2.0}
     assert list(times.kernels["attention"]) == ["decode", "product"]  # the longest first
     assert times.step_s == pytest.approx(10.5 + 4 * 0.25 + 9)
+
+
+def test_markers_are_known_however_their_names_are_written() -> None:
+    assert marked(MARKER + "head") == "head"
+    assert marked(f"void {MARKER}sampling()") == "sampling"
+    assert marked("product") == ""
 
 
 def test_only_the_chosen_steps_count() -> None:
