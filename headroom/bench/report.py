@@ -16,8 +16,8 @@ JSON_VERSION = 1
 NOTES = (
     "prompt and decode figures go through the engine, sampling included; contexts are made by "
     "reading prompts of random tokens",
-    "pipeline figures are whole steps of the network without engine and sampling, over a cache "
-    "that holds what earlier prompts left",
+    "figures of the network alone are whole steps without engine and sampling, over a cache that "
+    "holds what earlier prompts left",
     "the limit is the bandwidth over the bytes of a step: weights, the experts that its rows are "
     "expected to visit by the choices counted in this run, cache, and state read and written",
 )
