@@ -26,9 +26,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "split": {"formats", "memory", "layers", "moe", "models"},
     "spec": {"memory", "layers", "models", "split"},
     "engine": {"memory", "layers", "split", "spec"},
+    "bench": {"formats", "kernels", "memory", "layers", "models", "split", "engine"},
     "server": {"text", "engine", "llm"},
 }
-MAY_IMPORT["llm"] = set(MAY_IMPORT) - {"server"}
+MAY_IMPORT["llm"] = set(MAY_IMPORT) - {"server", "bench"}
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 # The package's front door names what users import; `headroom/__main__.py` is a second way in.
 MAY_IMPORT["__init__"] = {"engine", "llm", "memory"}
@@ -182,7 +183,7 @@ def test_the_help_text_does_not_wait_for_torch() -> None:
     assert python("import sys, headroom.cli.main; print('torch' in sys.modules)").strip() == "False"
 
 
-@pytest.mark.parametrize("module", ["headroom.llm", "headroom.memory.plan"])
+@pytest.mark.parametrize("module", ["headroom.llm", "headroom.memory.plan", "headroom.bench.run"])
 def test_engine_and_planner_work_where_the_server_extra_is_missing(module: str) -> None:
     python(
         "import sys\n"

@@ -1,33 +1,134 @@
-"""`headroom bench cpu`: how fast the CPU kernels are, against what the memory allows."""
+"""`headroom bench`: how fast a model runs here, against what the memory allows."""
 
 import json
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from headroom.errors import KernelError
+from headroom.cli.loading import ready_model
+from headroom.cli.settings import add_flags, with_settings
+from headroom.errors import KernelError, OptionError
+from headroom.options import Options
 
 if TYPE_CHECKING:
+    from headroom.bench.figures import BenchSettings
     from headroom.kernels.native.measure import Measured
 
+CPU_KERNELS = "cpu"  # in the place of a model: the kernels alone
 
-def bench(
-    what: Annotated[Literal["cpu"], typer.Argument(help="what to measure")],
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 for all cores")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
-) -> None:
-    """Measure products and experts against the machine's read bandwidth."""
+
+@dataclass(frozen=True, slots=True)
+class BenchFlags:
+    """What to measure; the flags of the command are made from these fields."""
+
+    prompts: Annotated[
+        str | None, typer.Option(help="tokens of the prompts (512,2048)", metavar="N,N")
+    ] = None
+    contexts: Annotated[
+        str | None, typer.Option(help="tokens before those decoded (32,16384)", metavar="N,N")
+    ] = None
+    batch: Annotated[
+        str | None, typer.Option(help="sequences that decode together (1,4,8,16)", metavar="N,N")
+    ] = None
+    tokens: Annotated[int | None, typer.Option(help="tokens each of them decodes (128)")] = None
+    rounds: Annotated[int | None, typer.Option(help="of each prompt; the median counts (3)")] = None
+    temperature: Annotated[
+        float | None, typer.Option(help="how freely tokens are drawn (1)", min=0, max=100)
+    ] = None
+    patience: Annotated[
+        float | None,
+        typer.Option(help="seconds that the prompts of a context may take (300)", min=0),
+    ] = None
+    quick: Annotated[
+        bool, typer.Option("--quick", help="short prompts and contexts, few tokens")
+    ] = False
+    parts: Annotated[
+        bool, typer.Option("--parts/--no-parts", help="also measure the parts of a step")
+    ] = True
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            help="llama-bench PATH: also run that program on the same file",
+            metavar="llama-bench PATH",
+        ),
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False
+
+
+def bench(*, options: Options, **flags: Any) -> None:
+    """Measure how fast a model runs here, against what the memory allows.
+
+    MODEL is as elsewhere, or synth:SIZE:QUANT (synth:qwen3.5-27b:q4_k_m) for one with random
+    weights that is written first; `cpu` measures the CPU kernels alone.
+    """
+    given = BenchFlags(**flags)
+    if options.model == CPU_KERNELS:
+        bench_kernels(options, as_json=given.as_json)
+        return
     # torch takes seconds to import; --help must not wait for it.
+    from headroom.bench.peer import find_peer
+    from headroom.bench.report import report_json
+    from headroom.bench.run import run_bench
+    from headroom.cli.bench_tables import report_tables
+
+    settings = bench_settings(given)
+    peer = find_peer(*given.compare) if given.compare else None
+    path = model_path(options)
+    with Console(stderr=True).status("planning") as status:
+        report = run_bench(path, options, settings, peer=peer, parts=given.parts, say=status.update)
+    if given.as_json:
+        print(json.dumps(report_json(report)))
+        return
+    console = Console()
+    for table in report_tables(report):
+        console.print(table)
+
+
+def bench_settings(given: BenchFlags) -> "BenchSettings":
+    """Return what the flags say is to be measured."""
+    from headroom.bench.figures import QUICK, BenchSettings
+
+    changes: dict[str, Any] = {
+        "prompts": _numbers("prompts", given.prompts),
+        "contexts": _numbers("contexts", given.contexts),
+        "batches": _numbers("batch", given.batch),
+        "tokens": given.tokens,
+        "rounds": given.rounds,
+        "temperature": given.temperature,
+        "patience_s": given.patience,
+    }
+    base = QUICK if given.quick else BenchSettings()
+    return replace(base, **{name: value for name, value in changes.items() if value is not None})
+
+
+def model_path(options: Options) -> Path:
+    """Return the model's file; one that is to be synthesised is written if it is not there."""
+    from headroom.bench.models import parse_synth
+    from headroom.cli.synth import SynthOptions, write
+    from headroom.models.synth.values import Source
+
+    synthesised = parse_synth(options.model)
+    if synthesised is None:
+        return ready_model(options)
+    path = synthesised.path(options.home_path)
+    if not path.exists():
+        write(Source(synthesised.recipe, 0), path, synthesised.mix, SynthOptions())
+    return path
+
+
+def bench_kernels(options: Options, *, as_json: bool) -> None:
+    """Measure products and experts against the machine's read bandwidth."""
     from headroom.kernels.native.measure import SIZE, measure_kernels
     from headroom.kernels.native.module import MISSING, MODULE, POOL
 
     if MODULE is None:
         raise KernelError("There are no C++ kernels to measure.", hint=f"The module is {MISSING}.")
-    if threads:
-        POOL.set(threads)
+    if options.threads:
+        POOL.set(options.threads)
     rows = list(measure_kernels())
     head = {"isa": POOL.ops.isa, "threads": POOL.ops.threads, "size": SIZE}
     if as_json:
@@ -43,3 +144,20 @@ def kernel_table(title: str, rows: "list[Measured]") -> Table:
     for row in rows:
         table.add_row(row.name, f"{row.gb_per_s:.1f}", f"{100 * row.share:.0f} %")
     return table
+
+
+def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError as error:
+        raise OptionError(
+            f"--{name} is {text!r}.",
+            hint="Write whole numbers with commas between them, as in 1,4,16.",
+            param=name,
+        ) from error
+
+
+add_flags(bench, BenchFlags)
+bench = with_settings("model", "engine", "program")(bench)

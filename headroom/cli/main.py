@@ -27,7 +27,7 @@ COMMANDS = (
 
 
 # These take few settings, and need no word on how settings are named.
-FEW_SETTINGS = ("pull", "doctor", "bench", "calibrate", "synth")
+FEW_SETTINGS = ("pull", "doctor", "calibrate", "synth")
 
 
 def show_version(wanted: bool) -> None:

@@ -69,6 +69,23 @@ def with_settings(
     return decorate
 
 
+def add_flags(command: Any, kind: type[Any]) -> None:
+    """Replace a command's catch-all by one parameter for each field of a dataclass."""
+    hints = get_type_hints(kind, include_extras=True)
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
+    flags = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(kind)
+    ]
+    command.__signature__ = inspect.Signature([*own, *flags])
+    command.__annotations__ = {flag.name: flag.annotation for flag in (*own, *flags)}
+
+
 def option_flags(
     groups: tuple[str, ...], defaults: Mapping[str, object]
 ) -> list[inspect.Parameter]:

@@ -1,15 +1,15 @@
 """`headroom synth`: write a checkpoint with random weights."""
 
-import inspect
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from headroom.cli.settings import add_flags
 from headroom.errors import OptionError
 from headroom.memory.cgroups import read_limits
 from headroom.memory.devices import usable_cores
@@ -137,21 +137,4 @@ def write(source: Source, out: Path, mix: str, options: SynthOptions) -> None:
             write_safetensors(source, out, mix, tokenizer_file, settings)
 
 
-def _with_flags(command: Any, kind: type[SynthOptions]) -> None:
-    """Replace a command's catch-all by one parameter for each field."""
-    hints = get_type_hints(kind, include_extras=True)
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
-    flags = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(kind)
-    ]
-    command.__signature__ = inspect.Signature([*own, *flags])
-    command.__annotations__ = {flag.name: flag.annotation for flag in (*own, *flags)}
-
-
-_with_flags(synth, SynthOptions)
+add_flags(synth, SynthOptions)

@@ -11,11 +11,13 @@ import numpy.typing as npt
 
 from headroom.engine.random import uniform
 from headroom.engine.request import SamplingParams, TokenLogprobs
+from headroom.layers.parts import part_of_step
 
 Row = npt.NDArray[np.float32]
 Probabilities = npt.NDArray[np.float64]
 
 
+@part_of_step("sampling")
 def sample(logits: Row, history: Sequence[int], params: SamplingParams) -> int:
     """Draw the token that follows `history` (prompt and generated) from the model's logits."""
     scores = _penalised(logits, history, params)

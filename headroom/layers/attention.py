@@ -14,6 +14,7 @@ from headroom.layers.cache import KvPages
 from headroom.layers.config import AttentionConfig
 from headroom.layers.linear import Linear
 from headroom.layers.norm import RmsNorm
+from headroom.layers.parts import part_of_step
 from headroom.layers.rope import rope_tables
 from headroom.layers.weights import WeightSource
 
@@ -37,6 +38,7 @@ class Attention:
         self._rope: RopeOp = pick("rope", case).run
         self._attend: AttentionOp = pick("attention", case).run
 
+    @part_of_step("attention")
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the block's output for normed rows; their keys and values are cached."""
         config = self._config

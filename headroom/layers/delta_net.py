@@ -8,6 +8,7 @@ from headroom.kernels.registry import pick
 from headroom.layers.batch import Batch
 from headroom.layers.config import DeltaNetConfig
 from headroom.layers.linear import Linear
+from headroom.layers.parts import part_of_step
 from headroom.layers.weights import WeightSource
 
 
@@ -29,6 +30,7 @@ class DeltaNet:
         self._delta_net: DeltaNetOp = pick("delta_net", get.case).run
         self._gated_norm: GatedNorm = pick("gated_norm", get.case).run
 
+    @part_of_step("recurrent")
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the block's output for normed rows; the states go on to their last rows."""
         mixed = self._delta_net(

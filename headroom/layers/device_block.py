@@ -27,6 +27,7 @@ from headroom.layers.device_rows import (
     plain_rows,
     stack,
 )
+from headroom.layers.parts import part_of_step
 from headroom.layers.rope import rope_tables
 from headroom.layers.weights import WeightSource
 
@@ -110,6 +111,7 @@ class DeviceAttention:
             eps=eps,
         )
 
+    @part_of_step("attention")
     def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
         """Add the attention of each row to it."""
         config, rows = self._config, len(x)
@@ -187,6 +189,7 @@ class DeviceDelta:
         self._head_norm = get.vector("delta.norm").flatten()
         self._weights = small_weights(config, get)
 
+    @part_of_step("recurrent")
     def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
         """Add the answers of the rows' states to them."""
         qkv, z, beta, alpha = self._in(normed_rows(x, self._norm))
@@ -214,6 +217,7 @@ class DeviceMlp:
         self._down = stack(get, ["ffn.down"])
         self._activation = config.activation
 
+    @part_of_step("dense")
     def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
         """Add the network's answers."""
         gate, up = self._in(normed_rows(x, self._norm))

@@ -7,6 +7,7 @@ from headroom.kernels.registry import pick
 from headroom.kernels.weight import Weight
 from headroom.layers.linear import Linear
 from headroom.layers.norm import RmsNorm
+from headroom.layers.parts import part_of_step
 
 
 class Embedding:
@@ -18,6 +19,7 @@ class Embedding:
         case = Case(device=table.data.device.type, quant=table.quant, layout=table.layout)
         self._embed: Embed = pick("embed", case).run
 
+    @part_of_step("other")
     def __call__(self, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write `[rows, hidden]` for token ids `[rows]` to `out`."""
         rows = self._embed(tokens, self._table, out)
@@ -32,6 +34,7 @@ class Head:
         self._softcap = softcap
         self._vocabulary = Linear(weight, case)
 
+    @part_of_step("head")
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write logits `[rows, vocabulary]` for rows of the residual stream to `out`."""
         logits = self._vocabulary(self._norm(hidden), out)

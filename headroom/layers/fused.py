@@ -9,6 +9,7 @@ from headroom.layers.attention import pair_rows
 from headroom.layers.batch import Batch
 from headroom.layers.cache import KvPages
 from headroom.layers.config import AttentionConfig
+from headroom.layers.parts import part_of_step
 from headroom.layers.rope import rope_tables
 from headroom.layers.weights import WeightSource
 
@@ -45,6 +46,7 @@ class FusedBlock:
             int8=get.case.dtype == "int8",
         )
 
+    @part_of_step("fused")
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the residual stream after this layer, in the memory of `x`."""
         cos, sin, step = batch.shared(self._key, lambda: self._shared(batch))

@@ -6,6 +6,7 @@ from headroom.kernels.ops import GatedActivation
 from headroom.kernels.registry import pick
 from headroom.layers.config import Activation
 from headroom.layers.linear import Linear
+from headroom.layers.parts import part_of_step
 from headroom.layers.weights import WeightSource
 
 
@@ -19,6 +20,7 @@ class Mlp:
         self._activation = activation
         self._activate: GatedActivation = pick("gated_activation", get.case).run
 
+    @part_of_step("dense")
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's output for normed rows."""
         return self._down(self._activate(self._gate(x), self._up(x), self._activation))

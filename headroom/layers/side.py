@@ -8,6 +8,7 @@ from headroom.kernels.weight import Weight
 from headroom.layers.embedding import Embedding
 from headroom.layers.linear import Linear
 from headroom.layers.norm import RmsNorm
+from headroom.layers.parts import part_of_step
 from headroom.layers.weights import WeightSource
 
 
@@ -47,6 +48,7 @@ class SidePart:
         self._norm = RmsNorm(get.norm("side.norm"), eps, get.case)
         self._activate: GatedActivation = pick("gated_activation", get.case).run
 
+    @part_of_step("dense")
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the part's output for rows of the residual stream."""
         inputs = self._inputs.of(self._layer, len(x))

@@ -5,6 +5,7 @@ import torch
 from headroom.layers.batch import Batch
 from headroom.layers.block import Layer
 from headroom.layers.embedding import Embedding, Head
+from headroom.layers.parts import begin_step
 from headroom.layers.side import SideInputs
 from headroom.layers.workspace import Workspace
 from headroom.moe.stats import RoutingStats
@@ -36,6 +37,7 @@ class Model:
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Run one step; return the residual stream of all its rows."""
+        begin_step()
         self._workspace.check(len(batch.tokens))
         x = self._embedding(batch.tokens, self._workspace.stream[: len(batch.tokens)])
         if self._side is not None:

@@ -5,6 +5,7 @@ import torch
 from headroom.layers.block import Ffn
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.norm import RmsNorm
+from headroom.layers.parts import part_of_step
 from headroom.layers.weights import WeightSource
 from headroom.moe.experts_ffn import RoutedExperts
 from headroom.moe.router import Router
@@ -31,6 +32,7 @@ class BesideExperts:
         self._experts = RoutedExperts(config, get, scratch)
         self._after = RmsNorm(get.norm("ffn.experts_post_norm"), eps, get.case)
 
+    @part_of_step("experts")
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum for rows of the residual stream, which the router sees as they are."""
         ids, weights = self._router(self._router_norm(x))

@@ -10,6 +10,7 @@ from headroom.kernels.ops import RouterRule
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.device_block import DeviceBatch
 from headroom.layers.device_rows import DeviceRows, gated_rows, normed_rows, stack
+from headroom.layers.parts import part_of_step
 from headroom.layers.weights import WeightSource
 
 
@@ -42,6 +43,7 @@ class DeviceExperts:
                 stack(get, ["ffn.shared.down"]),
             )
 
+    @part_of_step("experts")
     def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
         """Add the answers of each row's experts."""
         normed = torch.empty_like(x)

@@ -9,6 +9,7 @@ from headroom.kernels.registry import pick
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.linear import Linear
 from headroom.layers.mlp import Mlp
+from headroom.layers.parts import part_of_step
 from headroom.layers.weights import WeightSource
 from headroom.moe.router import Router
 
@@ -61,6 +62,7 @@ class ExpertsFfn:
         self._experts = RoutedExperts(config, get, scratch)
         self._shared = SharedExpert(config, get) if config.shared_width else None
 
+    @part_of_step("experts")
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the output for normed rows."""
         out = self._experts(x, *self._router(x))

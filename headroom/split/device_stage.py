@@ -152,6 +152,10 @@ class DeviceStage:
             if size >= self._settings.parallel:
                 return
 
+    def forget_captures(self) -> None:
+        """Capture steps anew when they are next used."""
+        self._captured.clear()
+
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run one step; return the residual stream of the rows whose logits are wanted."""
         with torch.cuda.device(self.device):

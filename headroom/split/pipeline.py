@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from headroom.layers.batch import Batch
+from headroom.layers.parts import part_of_step
 from headroom.moe.stats import RoutingStats
 from headroom.split.device_stage import DeviceStage
 from headroom.split.stages import Stage
@@ -31,4 +32,13 @@ class Pipeline:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits `[rows, vocabulary]` as float32 in host memory."""
-        return self._stage.logits(hidden).float().cpu()
+        return _to_host(self._stage.logits(hidden))
+
+    def forget_captures(self) -> None:
+        """Capture steps anew when they are next used."""
+        self._stage.forget_captures()
+
+
+@part_of_step("sampling")  # tokens are drawn there
+def _to_host(logits: torch.Tensor) -> torch.Tensor:
+    return logits.float().cpu()

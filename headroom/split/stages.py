@@ -26,3 +26,6 @@ class Stage:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits of rows that `forward` returned."""
         return self._model.logits(hidden)
+
+    def forget_captures(self) -> None:
+        """Do nothing: steps of a CPU are not captured."""

@@ -1,26 +1,36 @@
-"""`headroom bench cpu` measures real kernels and prints their share of the bandwidth."""
+"""`headroom bench`: kernels alone, whole models, and a peer beside them."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from headroom.cli.bench import bench
-from headroom.errors import KernelError
+from headroom.cli.bench import BenchFlags, bench_settings
+from headroom.cli.main import run_command
 from headroom.kernels.native import measure, module
+from tests.bench.test_peer import calls, fake_bench
+
+TINY = [
+    "--prompts", "16", "--contexts", "8", "--batch", "1,2", "--tokens", "2", "--rounds", "1",
+    "--threads", "1",
+]  # fmt: skip
+needs_module = pytest.mark.skipif(module.MODULE is None, reason="the C++ module was not built")
+Captured = pytest.CaptureFixture[str]
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes that take a second, not a minute."""
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Sizes that take a second, not a minute, and a home of its own."""
     monkeypatch.setattr(measure, "TOUCHED_BYTES", 8 << 20)
     monkeypatch.setattr(measure, "SIZE", 512)
     monkeypatch.setattr(measure, "EXPERTS", 16)
     monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setenv("HEADROOM_HOME", str(tmp_path / "home"))
 
 
-@pytest.mark.skipif(module.MODULE is None, reason="the C++ module was not built")
-def test_every_kernel_has_a_speed_and_a_share(small: None, capsys: pytest.CaptureFixture) -> None:
-    bench("cpu", threads=1, as_json=True)
+@needs_module
+def test_every_kernel_has_a_speed_and_a_share(capsys: Captured) -> None:
+    assert run_command(["bench", "cpu", "--threads", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["threads"] == 1
     assert report["isa"] in module.MODULE.isas()
@@ -33,16 +43,86 @@ def test_every_kernel_has_a_speed_and_a_share(small: None, capsys: pytest.Captur
         assert row["share"] == pytest.approx(row["gb_per_s"] / read)
 
 
-@pytest.mark.skipif(module.MODULE is None, reason="the C++ module was not built")
-def test_the_table_names_the_instruction_set(small: None, capsys: pytest.CaptureFixture) -> None:
-    bench("cpu", threads=1)
+@needs_module
+def test_the_table_names_the_instruction_set(capsys: Captured) -> None:
+    assert run_command(["bench", "cpu", "--threads", "1"]) == 0
     shown = capsys.readouterr().out
     assert "experts q4_k/q6_k" in shown
     assert "of read bandwidth" in shown
 
 
-def test_without_the_module_there_is_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_module_there_is_nothing_to_measure(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
     monkeypatch.setattr(module, "MODULE", None)
     monkeypatch.setattr(module, "MISSING", "not built; there was no C++ compiler")
-    with pytest.raises(KernelError, match=r"no C\+\+ kernels to measure.*not built"):
-        bench("cpu")
+    assert run_command(["bench", "cpu"]) == 1
+    assert capsys.readouterr().err == (
+        "error: There are no C++ kernels to measure. "
+        "The module is not built; there was no C++ compiler.\n"
+    )
+
+
+def test_a_synthesised_model_is_written_measured_and_compared(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    peer = str(fake_bench(tmp_path))
+    command = ["bench", "synth:qwen3:q8_0", *TINY, "--compare", "llama-bench", peer, "--json"]
+    assert run_command(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"]["file"] == "qwen3-tiny-q8_0.gguf"
+    assert (tmp_path / "home" / "synth" / "qwen3-tiny-q8_0.gguf").is_file()
+    assert [one["batch"] for one in found["decodes"]] == [1, 2]
+    assert found["compare"]["peer"] == "llama.cpp abc (7)"
+    for row, theirs in zip(found["compare"]["figures"], (100, 10), strict=True):
+        assert row["peer_runs"] == [theirs, theirs]  # before our model was loaded, and after
+        assert row["ratio"] == pytest.approx(row["tokens_per_s"] / theirs)
+    assert len(calls(tmp_path)) == 4
+
+
+def test_the_tables_show_speeds_parts_memory_and_what_is_left_out(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    flags = [*TINY, "--prompts", "16,300", "--context", "128"]
+    peer = str(fake_bench(tmp_path))
+    assert run_command(["bench", "synth:qwen35", *flags, "--compare", "llama-bench", peer]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "prompt of 16", "decode, 2 after 8", "of limit", "step of 16 rows", "recurrent", "gaps",
+        "against llama.cpp abc (7)", "memory: ", "planned", "note: ",
+        "left out: prompt of 300: the context holds 128",
+    ):  # fmt: skip
+        assert words in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["synth:gpt"], "'gpt' is no model to synthesise."),
+        (["--batch", "1,x"], "--batch is '1,x'. Write whole numbers with commas"),
+        (["--tokens", "0"], "--tokens is 0. Write whole numbers above 0."),
+        (["--compare", "llama-bench", "/none"], "There is no program /none."),
+        (["--compare", "other", "/none"], "--compare other is not known."),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments: list[str], words: str, capsys: Captured) -> None:
+    given = arguments if arguments[0].startswith("synth") else ["synth:qwen3", *arguments]
+    assert run_command(["bench", *given]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {words}")
+
+
+def test_a_model_that_is_not_there_is_refused(capsys: Captured) -> None:
+    assert run_command(["bench", "nothing.gguf"]) == 1
+    assert "There is no file, folder or known model 'nothing.gguf'" in capsys.readouterr().err
+
+
+def test_flags_change_what_the_defaults_measure() -> None:
+    usual = bench_settings(BenchFlags())
+    assert usual.prompts == (512, 2048)
+    assert usual.contexts == (32, 16384)
+    assert {1, 4, 16} <= set(usual.batches)
+    assert usual.tokens == 128
+    quick = bench_settings(BenchFlags(quick=True, batch="3", patience=7.0))
+    assert quick.batches == (3,)
+    assert quick.patience_s == 7.0
+    assert max(quick.contexts) < 16384

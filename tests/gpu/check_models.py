@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import open_pipeline, sequence, synth
 from headroom.engine.batching import make_batch
 from headroom.engine.scheduler import Turn
 from headroom.split.pipeline import Pipeline
+from tests.gpu.running import open_pipeline, sequence, synth
 
 
 def all_logits(pipeline: Pipeline, tokens: list[int], pieces: list[int]) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Speed of a model on a machine, against what its memory allows."""

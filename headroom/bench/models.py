@@ -1,0 +1,46 @@
+"""Synthesised models that are measured by name: `synth:qwen3.5-27b:q4_k_m`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from headroom.errors import OptionError
+from headroom.memory.known import KNOWN
+from headroom.models.synth.recipe import TINY, Recipe, find_recipe
+from headroom.models.synth.write import mix_name
+
+PREFIX = "synth:"
+DEFAULT_MIX = "q4_k_m"
+
+
+@dataclass(frozen=True, slots=True)
+class SynthModel:
+    """A model with random weights that is written before it is measured."""
+
+    recipe: Recipe
+    mix: str
+
+    def path(self, home: Path) -> Path:
+        """Return where the file is kept."""
+        return home / "synth" / f"{self.recipe.family}-{self.recipe.name}-{self.mix}.gguf"
+
+
+def parse_synth(text: str) -> SynthModel | None:
+    """Return the model that `synth:SIZE[:QUANT]` names; None for any other text.
+
+    A size is a known model, a family for its small test model, or `FAMILY/SIZE`.
+    """
+    if not text.lower().startswith(PREFIX):
+        return None
+    size, _, quant = text[len(PREFIX) :].lower().partition(":")
+    mix = mix_name(quant or DEFAULT_MIX)
+    family, _, name = size.partition("/")
+    if size in KNOWN:
+        return SynthModel(find_recipe(KNOWN[size].architecture, size), mix)
+    if family in TINY:
+        return SynthModel(find_recipe(family, name or "tiny"), mix)
+    raise OptionError(
+        f"{size!r} is no model to synthesise.",
+        hint=f"Write synth:SIZE or synth:SIZE:QUANT with a family ({', '.join(TINY)}) "
+        f"or one of {', '.join(KNOWN)}.",
+        param="model",
+    )

@@ -1,0 +1,50 @@
+"""A model that is open for measuring: its engine, and what stands behind it."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from headroom.engine.engine import Engine
+from headroom.formats.checkpoint import open_checkpoint
+from headroom.memory.plan import Plan, make_plan
+from headroom.memory.shape import ModelShape
+from headroom.memory.targets import plan_devices
+from headroom.models.describe import ModelDescription, describe
+from headroom.options import Options
+from headroom.split.launch import start_pipeline
+from headroom.split.pipeline import Pipeline
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Opened:
+    """A loaded model."""
+
+    engine: Engine
+    pipeline: Pipeline
+    plan: Plan
+    shape: ModelShape
+    load_s: float
+
+    @property
+    def device(self) -> str:
+        """Where it runs: "cpu" or "cuda:0"."""
+        return self.plan.devices[0].name
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether its steps run on a GPU, beside the host."""
+        return self.device != "cpu"
+
+
+def read_model(path: Path) -> ModelDescription:
+    """Return what a model's headers say."""
+    return describe(open_checkpoint(path))
+
+
+def open_model(model: ModelDescription, options: Options) -> Opened:
+    """Plan and load a model as every command does."""
+    started = time.perf_counter()
+    plan = make_plan([model.shape], plan_devices(options), options)
+    pipeline = start_pipeline(plan, model)
+    engine = Engine(pipeline, plan.settings, options.queue)
+    return Opened(engine, pipeline, plan, model.shape, time.perf_counter() - started)

@@ -1,0 +1,113 @@
+"""A whole run, and its figures as plain data."""
+
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from headroom import __version__
+from headroom.bench.figures import BenchSettings, DecodeFigure, Figures, PartFigure
+from headroom.bench.peer import PeerRun, ratios
+from headroom.bench.resources import Bandwidth
+from headroom.memory.plan import Plan
+from headroom.memory.report import plan_json
+
+JSON_VERSION = 1
+NOTES = (
+    "prompt and decode figures go through the engine, sampling included; contexts are made by "
+    "reading prompts of random tokens",
+    "figures of the network alone are whole steps without engine and sampling, over a cache that "
+    "holds what earlier prompts left",
+    "the limit is the bandwidth over the bytes of a step: weights, the experts that its rows are "
+    "expected to visit by the choices counted in this run, cache, and state read and written",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All that one run of `headroom bench` found out."""
+
+    path: Path
+    settings: BenchSettings
+    plan: Plan
+    device: dict[str, Any]
+    load_s: float
+    figures: Figures
+    bandwidth: Bandwidth
+    memory: dict[str, Any]
+    peer: tuple[PeerRun, ...] = ()
+
+    def ratios(self) -> list[dict[str, Any]]:
+        """Return our figures beside the peer's."""
+        return ratios(self.figures, self.peer)
+
+    def share(self, figure: DecodeFigure) -> float:
+        """Return the share of the bandwidth's limit that a figure reaches."""
+        return figure.tokens_per_s / figure.limit(self.bandwidth.bytes_per_s)
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """Return the report as plain data; the keys are an interface and carry a version."""
+    figures, path = report.figures, report.path
+    verify = figures.verify
+    result: dict[str, Any] = {
+        "version": JSON_VERSION,
+        "headroom": __version__,
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "model": {
+            "name": report.plan.model,
+            "file": path.name,
+            "bytes": path.stat().st_size if path.is_file() else None,
+        },
+        "device": report.device,
+        "settings": asdict(report.settings),
+        "load_s": report.load_s,
+        "bandwidth": asdict(report.bandwidth),
+        "prompts": [
+            {
+                "tokens": figure.tokens,
+                "seconds": figure.seconds,
+                "tokens_per_s": figure.tokens_per_s,
+                "operations_per_s": figure.operations / figure.seconds,
+            }
+            for figure in figures.prompts
+        ],
+        "decodes": [_decode_json(figure, report) for figure in figures.decodes],
+        "verify": None if verify is None else asdict(verify) | {"ratio": verify.ratio},
+        "parts": [_part_json(figure) for figure in figures.parts],
+        "memory": report.memory,
+        "left_out": figures.left_out,
+        "notes": list(NOTES),
+        "plan": plan_json(report.plan),
+    }
+    if report.peer:
+        result["compare"] = {"peer": report.peer[0].build, "figures": report.ratios()}
+    return result
+
+
+def _decode_json(figure: DecodeFigure, report: Report) -> dict[str, Any]:
+    return {
+        "batch": figure.batch,
+        "context": figure.context,
+        "mean_context": figure.mean_context,
+        "tokens_per_s": figure.tokens_per_s,
+        "step_s": figure.step_s,
+        "pipeline_step_s": figure.pipeline_s,
+        "pipeline_tokens_per_s": figure.batch / figure.pipeline_s,
+        "step_bytes": asdict(figure.traffic) | {"total": figure.traffic.total},
+        "limit_tokens_per_s": figure.limit(report.bandwidth.bytes_per_s),
+        "share": report.share(figure),
+    }
+
+
+def _part_json(figure: PartFigure) -> dict[str, Any]:
+    return {
+        "what": figure.what,
+        "batch": figure.batch,
+        "context": figure.context,
+        "step_s": figure.step_s,
+        "parts": figure.times.parts | {"gaps": figure.gaps_s},
+        "steps": figure.times.steps,
+        "recorded_step_s": figure.times.step_s,
+        "kernels": figure.times.kernels,
+    }

@@ -1,0 +1,114 @@
+"""Resources: the bandwidth of a device's memory, and the memory that a run took."""
+
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headroom.bench.opening import Opened
+from headroom.kernels.native.measure import read_bandwidth
+from headroom.kernels.native.module import MODULE
+from headroom.memory.devices import detect_cpu
+from headroom.memory.measure import SAMPLE_BYTES, fastest, measure_cpu
+
+_STATUS, _CPUS = Path("/proc/self/status"), Path("/proc/cpuinfo")
+_READS = 3  # of a CPU's memory; the fastest counts
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """What memory moves in a second, measured in this run."""
+
+    bytes_per_s: float
+    how: str
+
+
+def measure_bandwidth(opened: Opened) -> Bandwidth:
+    """Return the bandwidth that shares are taken of."""
+    if opened.on_gpu:
+        return Bandwidth(_copy_bandwidth(opened.device), "copies within the GPU, read and written")
+    threads = opened.plan.settings.threads
+    if MODULE is None:
+        speeds = measure_cpu(detect_cpu())
+        return Bandwidth(speeds.bandwidth, "products of one row in torch")
+    speed = max(read_bandwidth() for _ in range(_READS)) * 1e9
+    return Bandwidth(speed, f"reads of memory by {threads} threads")
+
+
+def _copy_bandwidth(device: str) -> float:
+    free, _ = torch.cuda.mem_get_info(device)
+    source = torch.empty(min(SAMPLE_BYTES, free // 4), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = fastest(lambda: target.copy_(source), lambda: torch.cuda.synchronize(device))
+    return 2 * source.nbytes / seconds
+
+
+def start_counting(device: str) -> None:
+    """Forget what was allocated before; call it before a model is loaded."""
+    if device != "cpu":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def memory_use(opened: Opened) -> dict[str, Any]:
+    """Return what was taken of the device's memory, against the plan's lines."""
+    plan = opened.plan.devices[0]
+    planned = {line.name: line.bytes for line in plan.lines if line.name != "reserve"}
+    found: dict[str, Any] = {"lines": planned, "loaded": dict(opened.pipeline.allocated)}
+    if opened.on_gpu:
+        free, total = torch.cuda.mem_get_info(opened.device)
+        found |= {
+            # What torch allocates: all lines but the driver's own.
+            "planned_bytes": sum(planned.values()) - planned.get("runtime", 0),
+            "peak_bytes": torch.cuda.max_memory_allocated(opened.device),
+            "peak_is": "allocated by torch, loading included",
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(opened.device),
+            "device_used_bytes": total - free,
+            "planned_with_runtime_bytes": sum(planned.values()),
+        }
+    else:
+        found |= {
+            "planned_bytes": sum(planned.values()),
+            "peak_bytes": _status("RssAnon"),
+            "peak_is": "memory of its own after the last figure; pages never written to are not in",
+            "peak_resident_bytes": _status("VmHWM"),  # with what is mapped of the file
+        }
+    found["share"] = found["peak_bytes"] / found["planned_bytes"]
+    return found
+
+
+def _status(name: str) -> int:
+    """Return a size of this process in bytes; 0 where the system does not tell."""
+    if not _STATUS.is_file():
+        return 0
+    found = re.search(rf"^{name}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+    return int(found[1]) << 10 if found else 0
+
+
+def _cpu_name() -> str:
+    text = _CPUS.read_text() if _CPUS.is_file() else ""
+    found = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    return found[1] if found else platform.processor() or "a CPU"
+
+
+def device_facts(opened: Opened) -> dict[str, Any]:
+    """Return what the device and its software are called."""
+    facts: dict[str, Any] = {
+        "name": opened.device,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+    }
+    if opened.on_gpu:
+        facts["model"] = torch.cuda.get_device_name(opened.device)
+        facts["cuda"] = torch.version.cuda
+        major, minor = torch.cuda.get_device_capability(opened.device)
+        facts["capability"] = f"{major}.{minor}"
+    else:
+        cpu = detect_cpu()
+        facts |= {"model": _cpu_name(), "cores": cpu.cores, "threads": opened.plan.settings.threads}
+        facts["kernels"] = opened.plan.settings.kernels
+    return facts

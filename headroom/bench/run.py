@@ -1,0 +1,106 @@
+"""One whole run: plan, load, measure, and put a peer beside it."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from headroom.bench.figures import BenchSettings
+from headroom.bench.opening import Opened, open_model, read_model
+from headroom.bench.part_times import measure_parts
+from headroom.bench.peer import LlamaBench, PeerRun, check_comparable
+from headroom.bench.report import Report
+from headroom.bench.resources import (
+    device_facts,
+    measure_bandwidth,
+    memory_use,
+    start_counting,
+)
+from headroom.bench.speeds import SpeedBench
+from headroom.memory.budget import PAGE_SIZE
+from headroom.memory.plan import make_plan
+from headroom.memory.shape import ModelShape
+from headroom.memory.targets import plan_devices
+from headroom.options import Options
+
+CPU_CHUNK = 512
+Say = Callable[[str], None]
+
+
+def run_bench(
+    path: Path,
+    options: Options,
+    settings: BenchSettings,
+    *,
+    peer: LlamaBench | None = None,
+    parts: bool = True,
+    say: Say = lambda text: None,
+) -> Report:
+    """Measure a model; `say` is told what is being done."""
+    model = read_model(path)
+    options = filled(options, settings, model.shape)
+    if peer is not None:
+        check_comparable(path)
+    plan = make_plan([model.shape], plan_devices(options), options)
+    # The peer runs while our model is not in memory, before it and after.
+    runs: list[PeerRun] = []
+    if peer is not None:
+        say("llama-bench, first time")
+        runs.append(peer.run(path, plan, settings))
+    say("loading")
+    start_counting(plan.devices[0].name)
+    opened = open_model(model, options)
+    try:
+        report = _measure(path, opened, settings, parts, say)
+    finally:
+        opened.engine.close()
+    del opened
+    if peer is not None:
+        _free()
+        say("llama-bench, second time")
+        runs.append(peer.run(path, plan, settings))
+    return replace(report, peer=tuple(runs))
+
+
+def filled(options: Options, settings: BenchSettings, shape: ModelShape) -> Options:
+    """Return options that hold all that is to be measured, as far as the model allows."""
+    gpu = (options.device or "cpu") != "cpu"
+    chunk = options.chunk or (max(CPU_CHUNK, *settings.prompts) if gpu else CPU_CHUNK)
+    parallel = options.parallel or max(settings.batches)
+    batches = tuple(batch for batch in settings.batches if batch <= parallel) or (parallel,)
+    needed = max(
+        max(settings.prompts) + 1,
+        *(context + settings.room(context, batches, chunk) for context in settings.contexts),
+    )
+    whole_pages = -(-needed // PAGE_SIZE) * PAGE_SIZE
+    context = options.context or min(whole_pages, shape.context_limit)
+    return replace(options, chunk=chunk, parallel=parallel, context=context)
+
+
+def _measure(path: Path, opened: Opened, settings: BenchSettings, parts: bool, say: Say) -> Report:
+    say("prompts and answers")
+    figures = SpeedBench(opened, settings).run()
+    memory = memory_use(opened)  # before the profiler takes some
+    if parts:
+        say("parts of a step")
+        measure_parts(opened, figures, settings)
+    say("bandwidth")
+    return Report(
+        path=path,
+        settings=settings,
+        plan=opened.plan,
+        device=device_facts(opened),
+        load_s=opened.load_s,
+        figures=figures,
+        bandwidth=measure_bandwidth(opened),
+        memory=memory,
+    )
+
+
+def _free() -> None:
+    """Give back what a closed model held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

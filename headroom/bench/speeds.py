@@ -1,0 +1,150 @@
+"""Speeds of prompts and of decoding, measured through the engine as a user meets them."""
+
+import statistics
+
+from headroom.bench.crowd import Answer, Crowd, random_prompt
+from headroom.bench.figures import (
+    SHORT_CONTEXT,
+    BenchSettings,
+    DecodeFigure,
+    Figures,
+    PromptFigure,
+    VerifyFigure,
+)
+from headroom.bench.opening import Opened
+from headroom.bench.steps import step_seconds
+from headroom.bench.traffic import Chances, step_traffic, token_operations
+from headroom.engine.request import SamplingParams
+
+
+class SpeedBench:
+    """Measures one loaded model; what cannot be measured is left out with a reason."""
+
+    def __init__(self, opened: Opened, settings: BenchSettings) -> None:
+        self._opened = opened
+        self._settings = settings
+        self._plan = opened.plan.settings
+        self._params = SamplingParams(temperature=settings.temperature, ignore_eos=True)
+        self.figures = Figures()
+
+    def run(self) -> Figures:
+        """Measure prompts, decoding and a step of several rows."""
+        for tokens in self._settings.prompts:
+            self._prompt(tokens)
+        for context in self._settings.contexts:
+            self._decode(context)
+        if self.figures.decodes:
+            self._verify(self.figures.decodes[0])
+        return self.figures
+
+    def _prompt(self, tokens: int) -> None:
+        if tokens >= self._plan.context:
+            self._leave_out(f"prompt of {tokens}", f"the context holds {self._plan.context}")
+            return
+        engine, times = self._opened.engine, []
+        params = SamplingParams(temperature=self._settings.temperature, max_tokens=1)
+        for seed in range(self._settings.rounds + 1):  # the first one warms up
+            answer = Answer(engine, random_prompt(tokens, engine.vocab, seed), params)
+            answer.submit()
+            answer.wait(1)
+            answer.end()
+            assert answer.last is not None
+            assert answer.last.timings is not None
+            times.append(answer.last.timings.prefill_s)
+        operations = tokens * token_operations(self._opened.shape)
+        seconds = statistics.median(times[1:])
+        self.figures.prompts.append(
+            PromptFigure(tokens=tokens, seconds=seconds, operations=operations)
+        )
+
+    def _decode(self, context: int) -> None:
+        """Measure all batches after one context, the largest first where prompts are long."""
+        wanted = []
+        for batch in sorted(set(self._settings.batches)):
+            if reason := self._refuses(context, batch):
+                self._leave_out(f"decode of {batch} after {context}", reason)
+            else:
+                wanted.append(batch)
+        found: list[DecodeFigure] = []
+        if context <= SHORT_CONTEXT:
+            for batch in wanted:
+                found += self._shrinking(context, [batch])
+        elif wanted:
+            found = self._shrinking(context, wanted[::-1])
+        self.figures.decodes += sorted(found, key=lambda figure: figure.batch)
+
+    def _refuses(self, context: int, batch: int) -> str | None:
+        """Say why sequences of this context cannot be measured; None if they can."""
+        if batch > self._plan.parallel:
+            return f"{self._plan.parallel} sequences run together"
+        batches = tuple(one for one in self._settings.batches if one <= batch)
+        if context <= SHORT_CONTEXT:
+            batches = (batch,)
+        needed = context + self._settings.room(context, batches, self._plan.chunk)
+        if needed > self._plan.context:
+            return f"it needs {needed} tokens and the context holds {self._plan.context}"
+        if -(-needed // self._plan.page_size) * batch > self._plan.pages:
+            return f"the cache holds {self._plan.cache_tokens} tokens"
+        speeds = [figure.tokens_per_s for figure in self.figures.prompts]
+        seconds = context * batch / speeds[-1] if speeds else 0.0
+        if seconds > self._settings.patience_s:
+            limit = f"{self._settings.patience_s:.0f} s (--patience)"
+            return f"its prompts would take {seconds:.0f} s and may take {limit}"
+        return None
+
+    def _shrinking(self, context: int, batches: list[int]) -> list[DecodeFigure]:
+        """Start the largest batch, measure it, end some of its sequences, measure the next."""
+        before, crowd = self._counts(), Crowd(
+            self._opened.engine, context, batches[0], self._params
+        )  # fmt: skip
+        measured = []
+        try:
+            crowd.start()
+            for batch in batches:
+                crowd.shrink(batch)
+                seconds, mean = crowd.decode(self._settings.tokens, self._settings.warm)
+                measured.append((batch, seconds, mean))
+        finally:
+            crowd.close()
+        chances = self._chances(before)
+        return [self._figure(context, *one, chances) for one in measured]
+
+    def _figure(
+        self, context: int, batch: int, step_s: float, mean: float, chances: Chances | None
+    ) -> DecodeFigure:
+        opened = self._opened
+        return DecodeFigure(
+            batch=batch,
+            context=context,
+            mean_context=mean,
+            step_s=step_s,
+            pipeline_s=step_seconds(opened, round(mean), batch=batch),
+            traffic=step_traffic(opened.shape, self._plan, [mean] * batch, chances),
+        )
+
+    def _counts(self) -> list[list[int]]:
+        routing = self._opened.pipeline.routing
+        counts: list[list[int]] = routing.counts().tolist() if routing is not None else []
+        return counts
+
+    def _chances(self, before: list[list[int]]) -> Chances | None:
+        """Return how often a token visited each expert since `before`."""
+        chances = []
+        pairs = zip(self._counts(), before, self._opened.shape.layers, strict=False)
+        for now, then, layer in pairs:
+            new = [high - low for high, low in zip(now, then, strict=True)]
+            tokens = sum(new) / layer.experts_used if layer.experts_used else 0
+            chances.append([count / tokens if tokens else 0.0 for count in new])
+        return chances or None
+
+    def _verify(self, single: DecodeFigure) -> None:
+        rows, context = self._settings.verify_rows, round(single.mean_context)
+        if context + rows > self._plan.context or rows > self._plan.chunk:
+            self._leave_out(f"a step of {rows} rows", "neither context nor chunk may be smaller")
+            return
+        seconds = step_seconds(self._opened, context, rows=rows)
+        alone = step_seconds(self._opened, context)
+        self.figures.verify = VerifyFigure(rows, context, seconds, alone)
+
+    def _leave_out(self, what: str, why: str) -> None:
+        self.figures.left_out.append(f"{what}: {why}")

@@ -1,0 +1,90 @@
+"""Traffic: the bytes that a decode step must move, and the speed that a bandwidth allows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from headroom.memory.budget import (
+    F32_BYTES,
+    PlanSettings,
+    core_bytes,
+    embed_bytes,
+    head_bytes,
+    kv_token_bytes,
+    lookup_bytes,
+    norm_bytes,
+)
+from headroom.memory.shape import LayerShape, ModelShape
+
+Chances = Sequence[Sequence[float]]  # by layer and expert: how likely a token visits it
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of one step, each counted once however many rows share it."""
+
+    weights: float  # of layers without their routed experts, head and norms
+    experts: float  # those that any row visits
+    rows: float  # of the token table and of other tables
+    cache: float  # keys and values that were read, and the new ones
+    state: float  # of recurrent layers, read and written
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.experts + self.rows + self.cache + self.state
+
+
+def step_traffic(
+    model: ModelShape,
+    settings: PlanSettings,
+    contexts: Sequence[float],
+    chances: Chances | None = None,
+) -> Traffic:
+    """Return what a step moves in which each sequence decodes one token.
+
+    `contexts` are the tokens that each has in the cache. Without `chances` every expert is as
+    likely as any other.
+    """
+    if settings.kernels == "native":
+        model = model.in_panels()
+    batch, last = len(contexts), (embed_bytes if model.tied else head_bytes)(model, settings)
+    tables = embed_bytes(model, settings) + lookup_bytes(model, settings)
+    state = sum(layer.state_values + layer.conv_values for layer in model.layers)
+    return Traffic(
+        weights=core_bytes(model.layers, settings) + norm_bytes(model, settings) + last,
+        experts=sum(
+            visited_experts(layer, batch, chances[index] if chances else None) * layer.expert_bytes
+            for index, layer in enumerate(model.layers)
+        ),
+        rows=batch * tables / model.vocab,
+        cache=sum(_cache_bytes(layer, settings, context)
+                  for layer in model.layers for context in contexts),
+        state=2 * batch * state * F32_BYTES,
+    )  # fmt: skip
+
+
+def visited_experts(layer: LayerShape, rows: int, chances: Sequence[float] | None = None) -> float:
+    """Return how many experts of a layer so many independent rows are expected to visit."""
+    if not layer.experts:
+        return 0.0
+    if chances is None:
+        chances = [layer.experts_used / layer.experts] * layer.experts
+    return sum(1 - (1 - min(1.0, chance)) ** rows for chance in chances)
+
+
+def token_operations(model: ModelShape) -> float:
+    """Return the multiplications and additions of one prompt token's products, without the head."""
+    values = sum(x.core_values + x.experts_used * x.expert_values for x in model.layers)
+    return 2.0 * values
+
+
+def _cache_bytes(layer: LayerShape, settings: PlanSettings, context: float) -> float:
+    """Return the bytes of keys and values that one row reads and writes in a layer."""
+    if layer.kind == "recurrent":
+        return 0.0
+    seen = min(context + 1, layer.window) if layer.window else context + 1
+    types = settings.k_type, settings.v_type
+    # A layer without a cache of its own reads another's.
+    return seen * kv_token_bytes(replace(layer, owns_kv=True), *types) + kv_token_bytes(
+        layer, *types
+    )

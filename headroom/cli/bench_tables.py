@@ -1,0 +1,112 @@
+"""The tables of `headroom bench`."""
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from headroom.bench.figures import PartFigure
+from headroom.bench.report import NOTES, Report
+from headroom.layers.parts import PARTS
+from headroom.units import gib
+
+LONGEST = 3  # kernels of each part that are named
+NAME_WIDTH = 40
+
+
+def report_tables(report: Report) -> Iterator[RenderableType]:
+    """Yield all that a run found out, for a terminal."""
+    yield _head(report)
+    yield _speed_table(report)
+    if report.figures.parts:
+        yield _part_table(report)
+    if report.peer:
+        yield _peer_table(report)
+    yield _memory_text(report)
+    for text in report.figures.left_out:
+        yield f"left out: {text}"
+    for text in NOTES:
+        yield f"note: {text}"
+
+
+def _head(report: Report) -> str:
+    device, settings, band = report.device, report.plan.settings, report.bandwidth
+    return (
+        f"{report.plan.model} on {device['name']} ({device['model']}), torch {device['torch']}, "
+        f"products in {settings.dtype}, cache {settings.k_type}/{settings.v_type}, "
+        f"loaded in {report.load_s:.1f} s; bandwidth {band.bytes_per_s / 1e9:.1f} GB/s ({band.how})"
+    )
+
+
+def _speed_table(report: Report) -> Table:
+    figures = report.figures
+    table = Table("", "tok/s", "step ms", "network ms", "GB a step", "of limit", title="speed")
+    for prompt in figures.prompts:
+        speed = f"{prompt.operations / prompt.seconds / 1e12:.2f} Tflop/s"
+        cells = (f"{prompt.tokens_per_s:.1f}", f"{prompt.seconds * 1e3:.2f}", "", "", speed)
+        table.add_row(f"prompt of {prompt.tokens}", *cells)
+    for figure in figures.decodes:
+        table.add_row(
+            f"decode, {figure.batch} after {figure.context}",
+            f"{figure.tokens_per_s:.1f}",
+            f"{figure.step_s * 1e3:.2f}",
+            f"{figure.pipeline_s * 1e3:.2f}",
+            f"{figure.traffic.total / 1e9:.3f}",
+            f"{100 * report.share(figure):.0f} %",
+        )
+    if figures.verify is not None:
+        verify = figures.verify
+        name = f"step of {verify.rows} rows after {verify.context}"
+        times = f"{verify.ratio:.2f} x one row"
+        table.add_row(name, "", "", f"{verify.step_s * 1e3:.2f}", "", times)
+    return table
+
+
+def _part_table(report: Report) -> Table:
+    """A column for each step that was looked into, in milliseconds."""
+    figures = report.figures.parts
+    names = [_name(figure) for figure in figures]
+    table = Table("ms of a step", *names, title="parts")
+    for part in PARTS:
+        if any(part in figure.times.parts for figure in figures):
+            cells = [_ms(figure.times.parts.get(part, 0.0), figure) for figure in figures]
+            table.add_row(part, *cells)
+            for kernel in _longest(figures, part):
+                shown = [figure.times.kernels.get(part, {}).get(kernel) for figure in figures]
+                texts = ["" if seconds is None else f"{seconds * 1e3:.3f}" for seconds in shown]
+                table.add_row(f"  {kernel[:NAME_WIDTH]}", *texts)
+    table.add_row("gaps", *[_ms(figure.gaps_s, figure) for figure in figures])
+    table.add_row("step", *[f"{figure.step_s * 1e3:.3f}" for figure in figures])
+    return table
+
+
+def _name(figure: PartFigure) -> str:
+    if figure.what == "prompt":
+        return f"prompt of {figure.context}"
+    return f"decode, {figure.batch} after {figure.context}"
+
+
+def _longest(figures: list[PartFigure], part: str) -> list[str]:
+    """Return the kernels that are the longest of a part in any of the steps."""
+    tops = [list(figure.times.kernels.get(part, {}))[:LONGEST] for figure in figures]
+    return list(dict.fromkeys(kernel for top in tops for kernel in top))
+
+
+def _ms(seconds: float, figure: PartFigure) -> str:
+    return f"{seconds * 1e3:.3f} ({100 * seconds / figure.step_s:.0f} %)"
+
+
+def _peer_table(report: Report) -> Table:
+    table = Table("", "headroom", "peer", "ratio", title=f"against {report.peer[0].build}")
+    for row in report.ratios():
+        ours, theirs = f"{row['tokens_per_s']:.1f}", f"{row['peer_tokens_per_s']:.1f}"
+        table.add_row(row["what"], ours, theirs, f"{row['ratio']:.2f} x")
+    return table
+
+
+def _memory_text(report: Report) -> str:
+    memory = report.memory
+    return (
+        f"memory: {gib(memory['peak_bytes'])} of {gib(memory['planned_bytes'])} planned, "
+        f"{100 * memory['share']:.0f} % ({memory['peak_is']})"
+    )

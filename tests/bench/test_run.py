@@ -1,0 +1,169 @@
+"""A whole run on small synthesised models: what is measured, and what is left out with a reason."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headroom.bench.figures import QUICK, BenchSettings, DecodeFigure, PartFigure
+from headroom.bench.opening import read_model
+from headroom.bench.report import Report, report_json
+from headroom.bench.run import filled, run_bench
+from headroom.bench.timeline import PartTimes
+from headroom.bench.traffic import Traffic
+from headroom.errors import OptionError
+from headroom.kernels.native import measure
+from headroom.models.synth.recipe import find_recipe
+from headroom.models.synth.values import Source
+from headroom.models.synth.write import write_gguf
+from headroom.options import Options
+
+SMALL = BenchSettings(
+    prompts=(16, 40), contexts=(8, 600), batches=(1, 2), tokens=3, rounds=1, warm=1, steps=2,
+    verify_rows=4,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "TOUCHED_BYTES", 8 << 20)
+
+
+def written(folder: Path, family: str, layers: int) -> Path:
+    path = folder / f"{family}.gguf"
+    write_gguf(Source(find_recipe(family, "tiny", layers), 0), path, "q8_0")
+    return path
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    path = written(tmp_path_factory.mktemp("bench"), "qwen35moe", 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "TOUCHED_BYTES", 8 << 20)
+        return run_bench(path, Options(model=str(path), threads=1), SMALL)
+
+
+def test_every_prompt_and_every_batch_after_every_context_has_a_figure(report: Report) -> None:
+    figures = report.figures
+    assert figures.left_out == []
+    assert [prompt.tokens for prompt in figures.prompts] == [16, 40]
+    assert [(one.context, one.batch) for one in figures.decodes] == [
+        (8, 1), (8, 2), (600, 1), (600, 2),
+    ]  # fmt: skip
+    for one in figures.decodes:
+        assert one.context < one.mean_context < one.context + 400
+        assert min(one.step_s, one.pipeline_s) > 0
+    assert figures.verify is not None
+    assert figures.verify.rows == 4
+
+
+def test_a_step_of_more_sequences_moves_more(report: Report) -> None:
+    one, two = report.figures.decodes[:2]
+    assert two.traffic.weights == one.traffic.weights
+    assert two.traffic.state == 2 * one.traffic.state
+    used, each = 4, report.figures.decodes[0].traffic.experts / 4
+    assert one.traffic.experts > 0
+    assert used * each <= two.traffic.experts <= 2 * used * each
+    shape = find_recipe("qwen35moe", "tiny", 4).dims
+    assert shape.experts_used == used
+
+
+def test_parts_of_a_step_are_those_that_the_model_has(report: Report) -> None:
+    parts = report.figures.parts
+    names = [(part.what, part.batch, part.context) for part in parts]
+    assert names == [("decode", 1, 8), ("decode", 1, 600), ("decode", 2, 8), ("prompt", 1, 40)]
+    for part in parts:
+        expected = {"attention", "recurrent", "experts", "head", "sampling", "other"}
+        assert set(part.times.parts) == expected
+        assert min(part.times.parts.values()) > 0
+        assert part.times.busy_s + part.gaps_s == pytest.approx(part.step_s)
+        assert part.times.steps == (1 if part.what == "prompt" else 2)
+
+
+def test_the_report_is_one_json_object_with_all_figures(report: Report) -> None:
+    found = json.loads(json.dumps(report_json(report)))
+    assert found["version"] == 1
+    assert found["model"]["file"] == "qwen35moe.gguf"
+    assert found["device"]["name"] == "cpu"
+    assert found["plan"]["settings"]["parallel"] == 2
+    decode = found["decodes"][0]
+    assert decode["tokens_per_s"] == pytest.approx(1 / decode["step_s"])
+    limit = found["bandwidth"]["bytes_per_s"] / decode["step_bytes"]["total"]
+    assert decode["limit_tokens_per_s"] == pytest.approx(limit)
+    assert decode["share"] == pytest.approx(decode["tokens_per_s"] / limit)
+    memory = found["memory"]
+    assert memory["peak_bytes"] > 0
+    assert memory["planned_bytes"] == sum(memory["lines"].values())
+    assert "reserve" not in memory["lines"]
+    assert "gaps" in found["parts"][0]["parts"]
+    assert "compare" not in found
+
+
+def test_layers_that_one_call_runs_are_one_part(tmp_path: Path) -> None:
+    path = written(tmp_path, "llama", 2)
+    options = Options(model=str(path), threads=1)
+    native = read_model(path).config.layers[0].plain and measure.MODULE is not None
+    report = run_bench(path, options, replace(SMALL, contexts=(8,), batches=(1,), prompts=(16,)))
+    parts = set(report.figures.parts[0].times.parts)
+    layer = {"fused"} if native else {"attention", "dense"}
+    assert parts == layer | {"head", "sampling", "other"}
+
+
+def test_what_cannot_be_measured_is_left_out_with_a_reason(tmp_path: Path) -> None:
+    path = written(tmp_path, "qwen3", 1)
+    options = Options(model=str(path), threads=1, parallel=2, context=128, chunk=64)
+    wanted = replace(SMALL, prompts=(16, 500), contexts=(8, 90), batches=(1, 3))
+    figures = run_bench(path, options, wanted, parts=False).figures
+    assert figures.left_out == [
+        "prompt of 500: the context holds 128",
+        "decode of 3 after 8: 2 sequences run together",
+        "decode of 1 after 90: it needs 161 tokens and the context holds 128",
+        "decode of 3 after 90: 2 sequences run together",
+    ]
+    assert [(one.context, one.batch) for one in figures.decodes] == [(8, 1)]
+    assert figures.parts == []
+
+
+def test_prompts_that_would_take_too_long_are_left_out(tmp_path: Path) -> None:
+    path = written(tmp_path, "qwen3", 1)
+    wanted = replace(SMALL, contexts=(8, 600), batches=(1,), patience_s=1e-9)
+    figures = run_bench(path, Options(model=str(path), threads=1), wanted).figures
+    assert [text.split(" would")[0] for text in figures.left_out] == [
+        "decode of 1 after 8: its prompts", "decode of 1 after 600: its prompts",
+    ]  # fmt: skip
+    assert figures.left_out[0].endswith("s and may take 0 s (--patience)")
+    assert figures.verify is None
+    assert [part.what for part in figures.parts] == ["prompt"]
+
+
+def test_options_that_are_given_stay(tmp_path: Path) -> None:
+    shape = read_model(written(tmp_path, "qwen3", 1)).shape
+    found = filled(Options(), SMALL, shape)
+    assert (found.parallel, found.chunk) == (2, 512)
+    assert found.context == 768  # 600, and what two batches and waiting for prompts take
+    assert filled(Options(device="cuda:0"), replace(SMALL, prompts=(2048,)), shape).chunk == 2048
+    assert filled(Options(), BenchSettings(), shape).context == shape.context_limit == 4096
+    given = Options(parallel=5, chunk=7, context=99)
+    assert filled(given, SMALL, shape) == given
+
+
+def test_numbers_below_one_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"--batch is 1,0\. Write whole numbers above 0"):
+        replace(QUICK, batches=(1, 0))
+    with pytest.raises(OptionError, match="--tokens is 0"):
+        replace(QUICK, tokens=0)
+    with pytest.raises(OptionError, match="--prompts is empty"):
+        replace(QUICK, prompts=())
+
+
+def test_limits_and_gaps_are_what_is_left_of_a_step() -> None:
+    figure = DecodeFigure(
+        batch=4, context=8, mean_context=10.0, step_s=0.5, pipeline_s=0.4,
+        traffic=Traffic(weights=60.0, experts=20.0, rows=5.0, cache=10.0, state=5.0),
+    )  # fmt: skip
+    assert figure.tokens_per_s == 8
+    assert figure.limit(bandwidth=1000.0) == 40
+    times = PartTimes(1, 0.6, {"attention": 0.1, "head": 0.3}, {})
+    assert PartFigure("decode", 1, 8, 0.5, times).gaps_s == pytest.approx(0.1)
+    assert PartFigure("decode", 1, 8, 0.3, times).gaps_s == 0  # kernels overlapped

@@ -1,0 +1,47 @@
+"""Whole models for the checks on a GPU: written, loaded as their plan says, and stepped."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from headroom.engine.request import GenerationRequest, SamplingParams
+from headroom.engine.sequence import Sequence
+from headroom.formats.checkpoint import open_checkpoint
+from headroom.memory.plan import Plan, make_plan
+from headroom.memory.targets import plan_devices
+from headroom.models.describe import describe
+from headroom.options import Options
+from headroom.split.launch import start_pipeline
+from headroom.split.pipeline import Pipeline
+
+
+def synth(family: str, out: Path, *more: str) -> Path:
+    """Write a model with random weights, unless it is there."""
+    if not out.exists():
+        started = time.perf_counter()
+        command = [sys.executable, "-m", "headroom", "synth", family, str(out), *more]
+        subprocess.run(command, check=True)
+        seconds, size = time.perf_counter() - started, out.stat().st_size / 1e9
+        print(f"synth {out.name} {size:.2f} GB in {seconds:.1f} s")
+    return out
+
+
+def open_pipeline(path: Path, **settings: object) -> tuple[Pipeline, Plan]:
+    """Load a model as its plan says."""
+    model = describe(open_checkpoint(path))
+    options = Options(model=str(path), **settings)  # type: ignore[arg-type]
+    plan = make_plan([model.shape], plan_devices(options), options)
+    return start_pipeline(plan, model), plan
+
+
+def sequence(tokens: Iterable[int], pages: Iterable[int], slot: int = 0) -> Sequence:
+    """A sequence that has its pages already."""
+    request = GenerationRequest(
+        id=str(slot),
+        prompt=tuple(tokens),
+        params=SamplingParams(prompt_logprobs=True),
+        stop_ids=frozenset(),
+    )
+    return Sequence(request, lambda event: None, limit=10**6, order=0, pages=list(pages), slot=slot)
