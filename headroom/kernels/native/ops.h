@@ -174,6 +174,7 @@ class Ops {
     ThreadPool pool_;
 };
 
+constexpr const char* ISAS[] = {"amx", "avx512", "avx2", "portable"};  // the best first
 const Kernels& best_kernels();
 const Kernels* find_kernels(const char* name);  // nullptr where this CPU cannot run them
 

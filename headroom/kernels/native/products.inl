@@ -190,10 +190,6 @@ void plain_rows(const uint8_t* panel, int64_t columns, FloatRows x, float* out) 
               add(add(totals[r][0], totals[r][1]), add(totals[r][2], totals[r][3])));
 }
 
-inline QuantisedRows rows_from(QuantisedRows x, int64_t row, int64_t columns) {
-    return {x.values + row * columns, x.scales + row * (columns / CELL),
-            x.sums + row * (columns / 16)};
-}
 inline FloatRows rows_from(FloatRows x, int64_t row, int64_t columns) {
     return {x.values + row * columns, x.sums ? x.sums + row * (columns / 16) : nullptr};
 }
@@ -224,10 +220,6 @@ void float_panel(const uint8_t* panel, int64_t columns, FloatRows x, int64_t row
         for (; row < rows; ++row) float_rows<K, 1>(panel, columns, at(), out + PANEL_ROWS * row);
     }
 }
-
-#define HEADROOM_QUANT_KINDS(CASE)                                                             \
-    CASE(Q4_0) CASE(Q4_1) CASE(Q5_0) CASE(Q5_1) CASE(Q8_0) CASE(Q4_K) CASE(Q5_K) CASE(Q6_K)    \
-        CASE(IQ4_NL) CASE(MXFP4)
 
 void panel_int8(const Matrix& w, int64_t panel, QuantisedRows x, int64_t rows, float* out) {
     const uint8_t* data = w.data + panel * panel_size(w.kind, w.columns);

@@ -8,6 +8,10 @@
 namespace headroom {
 namespace {
 
+#define HEADROOM_QUANT_KINDS(CASE)                                                             \
+    CASE(Q4_0) CASE(Q4_1) CASE(Q5_0) CASE(Q5_1) CASE(Q8_0) CASE(Q4_K) CASE(Q5_K) CASE(Q6_K)    \
+        CASE(IQ4_NL) CASE(MXFP4)
+
 constexpr bool has_min(Kind k) { return k == Q4_1 || k == Q5_1 || k == Q4_K || k == Q5_K; }
 constexpr bool has_groups(Kind k) { return k == Q4_K || k == Q5_K; }
 constexpr bool has_high_bit(Kind k) { return k == Q5_0 || k == Q5_1 || k == Q5_K; }
@@ -124,6 +128,11 @@ template <Kind K> inline F load_plain(const uint8_t* p) {
     if constexpr (K == F32) return load(reinterpret_cast<const float*>(p));
     if constexpr (K == F16) return load_half(p);
     return load_bf16(p);
+}
+
+inline QuantisedRows rows_from(QuantisedRows x, int64_t row, int64_t columns) {
+    return {x.values + row * columns, x.scales + row * (columns / CELL),
+            x.sums + row * (columns / 16)};
 }
 
 }  // namespace
