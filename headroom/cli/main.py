@@ -10,7 +10,8 @@ from typing import Annotated
 
 import click
 import typer
-from typer.main import get_command, get_params_from_function
+from typer.main import get_command
+from typer.utils import get_params_from_function
 
 from headroom import __version__
 from headroom.errors import HeadroomError, OptionError, PlanError
