@@ -2,7 +2,8 @@
 
     python benchmarks/cpu.py MODEL.gguf ... --llama-bench PATH [--rounds 3] [--threads 2]
 
-Rounds of both programs alternate, so that a busy minute hurts both; the best round counts.
+Rounds of both programs alternate, so that a busy minute hurts both; the best round counts. Products
+may name their instruction set: `--products int8 int8:avx512` compares the best one with AVX-512.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from headroom.kernels.native.module import POOL
 from headroom.llm import LLM
 
 PROMPT, DECODE, DEEP_DECODE = 512, 128, 64
-DTYPES = ("f32", "int8")
+PRODUCTS = ("f32", "int8")
 
 
 @dataclass
@@ -36,12 +37,14 @@ class Speeds:
         self.deep = max(self.deep, other.deep)
 
 
-def run_headroom(path: Path, threads: int, depth: int, dtype: str) -> Speeds:
+def run_headroom(path: Path, threads: int, depth: int, products: str) -> Speeds:
     """Measure our engine once, with an f16 cache as llama.cpp has it."""
     speeds = Speeds()
     context = max(depth, PROMPT) + DECODE + 64
     settings = {"context": context, "parallel": 1, "kv_type": "f16", "threads": threads}
+    dtype, _, isa = products.partition(":")
     with LLM(str(path), dtype=dtype, **settings) as llm:
+        POOL.set(threads, isa=isa)
         for _ in range(2):  # the first round also warms up
             one = llm.generate([[5] * PROMPT], SamplingParams(temperature=0, max_tokens=1))[0]
             speeds.keep(Speeds(prompt=PROMPT / one.timings.prefill_s))
@@ -89,6 +92,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--depth", type=int, default=4096)
+    parser.add_argument("--products", nargs="+", default=PRODUCTS)
     given = parser.parse_args()
     POOL.set(given.threads)
     bandwidth = max(read_bandwidth() for _ in range(3))
@@ -96,19 +100,19 @@ def main() -> None:
     print(f"| model | products | prompt {PROMPT} | decode | of limit | decode at {given.depth} |")
     print("|---|---|---|---|---|---|")
     for path in given.models:
-        ours, theirs = {dtype: Speeds() for dtype in DTYPES}, Speeds()
+        ours, theirs = {products: Speeds() for products in given.products}, Speeds()
         for _ in range(given.rounds):
-            for dtype in DTYPES:
-                ours[dtype].keep(run_headroom(path, given.threads, given.depth, dtype))
+            for products in given.products:
+                ours[products].keep(run_headroom(path, given.threads, given.depth, products))
             if given.llama_bench:
                 theirs.keep(run_llama(given.llama_bench, path, given.threads, given.depth))
-        for dtype, speeds in ours.items():
+        for products, speeds in ours.items():
             share = speeds.decode * token_bytes(path) / (bandwidth * 1e9)
             prompt, decode, deep = (
                 with_ratio(getattr(speeds, name), getattr(theirs, name))
                 for name in ("prompt", "decode", "deep")
             )
-            cells = (path.stem, dtype, prompt, decode, f"{100 * share:.0f} %", deep)
+            cells = (path.stem, products, prompt, decode, f"{100 * share:.0f} %", deep)
             print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated
 
+import click
 import typer
 from typer.main import get_command
+from typer.utils import get_params_from_function
 
 from headroom import __version__
 from headroom.errors import HeadroomError, OptionError, PlanError
@@ -65,6 +67,19 @@ def make_app(names: Sequence[str] = COMMANDS) -> typer.Typer:
     return app
 
 
+def whole_command(app: typer.Typer) -> click.Command:
+    """Return the app's command with the help of its arguments, which click 8.5 takes away."""
+    whole = get_command(app)
+    assert isinstance(whole, click.Group)
+    for registered in app.registered_commands:
+        assert registered.callback is not None
+        declared = get_params_from_function(registered.callback)
+        for parameter in whole.commands[registered.callback.__name__].params:
+            if isinstance(parameter, click.Argument) and str(parameter.name) in declared:
+                parameter.help = declared[str(parameter.name)].default.help
+    return whole
+
+
 def main() -> None:
     """Run the command line and leave with its exit code."""
     for stream in (sys.stdout, sys.stderr):
@@ -81,7 +96,7 @@ def run_command(arguments: list[str]) -> int:
         # --debug is the program's and not the command's, so it goes first wherever it stood.
         rest = [argument for argument in arguments if argument != "--debug"]
         app = make_app(rest[:1] if rest and rest[0] in COMMANDS else COMMANDS)
-        get_command(app)(rest, prog_name="headroom")
+        whole_command(app)(rest, prog_name="headroom")
         sys.stdout.flush()
     except SystemExit as end:
         return flushed(end.code if isinstance(end.code, int) else FAILED)

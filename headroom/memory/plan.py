@@ -193,6 +193,11 @@ def _notes(task: _Task, settings: PlanSettings, layout: Layout) -> Iterable[str]
     names = {line.name: line.why for line in layout.host.lines}
     if "not pinned" in names.get("cold_experts", ""):
         yield "cold experts that are not pinned are copied twice; ulimit -l unlimited avoids it"
+    if task.kernels == "reference" and task.options.kernels == "auto" and settings.dtype != "f32":
+        yield (
+            f"products in {settings.dtype} run on the slow reference kernels of a CPU; its C++ "
+            "kernels compute in f32 and int8"
+        )
 
 
 def _unpacks_well(task: _Task, ranges: Ranges, chosen: Candidate) -> bool:

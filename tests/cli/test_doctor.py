@@ -42,7 +42,17 @@ def test_a_missing_package_names_the_extra_that_brings_it(monkeypatch: pytest.Mo
     told = readable({**report, "kernels": unbuilt})
     assert told["versions"]["uvicorn"] == "not installed"
     assert told["versions"]["extra server"] == "incomplete; pip install 'headroom[server]'"
-    assert told["kernels"]["C++ module"].startswith("It was not built; products run on the slow")
+    slow = "It was not built; products run on the slow reference kernels"
+    assert told["kernels"]["C++ module"] == slow
+
+
+def test_people_read_what_the_cpp_kernels_run_on() -> None:
+    report = {"versions": versions(), "cpu": cpu(), "devices": [], "models": models(Options())}
+    for pinned, told in ((False, ""), (True, ", each pinned to a core")):
+        native = {"isa": "amx", "threads": 2, "pinned": pinned}
+        shown = readable({**report, "kernels": {"operations": {}, "native": native}})
+        text = f"built; runs amx instructions here on 2 threads{told}"
+        assert shown["kernels"]["C++ module"] == text
 
 
 def test_a_package_that_is_not_there_has_no_version() -> None:

@@ -30,6 +30,21 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert [command for command in COMMANDS if command not in shown] == []
 
 
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("synth", "the .gguf file, or the folder"),
+        ("bench", "what to measure"),
+        ("plan", "a file, a folder or a known name"),
+    ],
+)
+def test_help_explains_the_arguments(
+    command: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command([command, "--help"]) == 0
+    assert told in capsys.readouterr().out
+
+
 def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["--version"]) == 0
     assert capsys.readouterr().out == f"headroom {__version__}\n"

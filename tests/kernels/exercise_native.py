@@ -57,7 +57,7 @@ def products(native, ops) -> None:
     """Pack, unpack and multiply every type, with whole and broken panels and records."""
     for kind in KINDS:
         last = 512 if KINDS[kind][0] == 256 else 352 if KINDS[kind][0] == 32 else 35
-        for rows, out, columns in ((1, 16, 256), (15, 37, 512), (15, 17, last)):
+        for rows, out, columns in ((1, 16, 256), (15, 37, 512), (15, 17, last), (33, 17, last)):
             panels = packed(native, ops, kind, out, columns)
             ids, back = np.arange(out), np.empty((out, columns), dtype=np.float32)
             ops.unpack(address(panels), kind, out, columns, address(ids), out, address(back))

@@ -311,3 +311,15 @@ def test_8_bit_products_without_cpp_kernels_are_refused_before_anything_is_sized
         make_plan([smollm2()], [cpu(8)], Options(dtype="int8", kernels="reference"))
     with pytest.raises(PlanError, match=told):
         make_plan([smollm2()], [replace(cpu(8), native=False)], Options(dtype="int8"))
+
+
+@pytest.mark.parametrize(("dtype", "told"), [("bf16", True), ("f16", True), ("f32", False)])
+def test_types_without_cpp_kernels_are_noted_as_slow(dtype: str, told: bool) -> None:
+    plan = make_plan([smollm2()], [cpu(8)], Options(dtype=dtype))
+    note = (
+        f"products in {dtype} run on the slow reference kernels of a CPU; its C++ kernels "
+        "compute in f32 and int8"
+    )
+    assert (note in plan.notes) == told
+    asked = make_plan([smollm2()], [cpu(8)], Options(dtype=dtype, kernels="reference"))
+    assert note not in asked.notes

@@ -165,7 +165,7 @@ NB_MODULE(_native, m) {
     using namespace headroom;
     m.def("isas", [] {
         std::vector<std::string> names;
-        for (const char* name : {"avx512", "avx2", "portable"})
+        for (const char* name : ISAS)
             if (find_kernels(name)) names.emplace_back(name);
         return names;
     });

@@ -83,5 +83,8 @@ extern const Kernels PORTABLE_KERNELS;
 extern const Kernels AVX2_KERNELS;
 extern const Kernels AVX512_KERNELS;
 #endif
+#if defined(HEADROOM_AMX)
+const Kernels& amx_kernels();  // AVX512_KERNELS, but for products of many rows
+#endif
 
 }  // namespace headroom

@@ -14,7 +14,10 @@ NAME = "headroom.kernels.native._native"
 def load_module() -> tuple[Any, str]:
     """Return the C++ module and "", or None and why it is missing."""
     if importlib.util.find_spec(NAME) is None:
-        return None, "not built; there was no C++ compiler when headroom was installed"
+        return None, (
+            "not built; when headroom was installed there was no C++ compiler, or it failed "
+            "(pip install -v shows why)"
+        )
     try:
         return importlib.import_module(NAME), ""
     except ImportError as error:

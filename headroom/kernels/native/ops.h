@@ -6,6 +6,8 @@
 
 namespace headroom {
 
+constexpr int64_t ROW_BATCH = 256;  // rows of one panel's product kept on the stack
+
 // Memory lent for one call; it hands out aligned pieces and never more than it has.
 class Scratch {
   public:
@@ -14,7 +16,8 @@ class Scratch {
     template <class T> T* take(int64_t count) {
         uint8_t* piece = next_;
         next_ += size(count * static_cast<int64_t>(sizeof(T)));
-        return next_ <= end_ ? reinterpret_cast<T*>(piece) : fail<T>();
+        if (next_ > end_) fail();
+        return reinterpret_cast<T*>(piece);
     }
     template <class T> bool has(int64_t count) const {
         return size(count * static_cast<int64_t>(sizeof(T))) <= static_cast<size_t>(end_ - next_);
@@ -22,7 +25,7 @@ class Scratch {
     static size_t size(int64_t bytes) { return (static_cast<size_t>(bytes) + 63) / 64 * 64; }
 
   private:
-    template <class T> [[noreturn]] static T* fail();
+    [[noreturn]] static void fail();
 
     uint8_t *next_, *end_;
 };
@@ -141,6 +144,7 @@ class Ops {
         int64_t rows, columns;
     };
 
+    int64_t panel_grain(const Matrix& w) const;
     Input prepare(const float* x, int64_t rows, int64_t columns, bool int8, Scratch& scratch);
     void prepare_row(const Input& input, int64_t row);
     void prepare_rows(const Input& input);
@@ -170,6 +174,7 @@ class Ops {
     ThreadPool pool_;
 };
 
+constexpr const char* ISAS[] = {"amx", "avx512", "avx2", "portable"};  // the best first
 const Kernels& best_kernels();
 const Kernels* find_kernels(const char* name);  // nullptr where this CPU cannot run them
 

@@ -1,0 +1,94 @@
+// The experts of a step: each one is read once for all tokens that chose it.
+#include "ops.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+namespace headroom {
+
+size_t Ops::experts_scratch(int64_t tokens, int64_t per_token, int64_t hidden, int64_t width,
+                            int64_t experts) {
+    const int64_t picks = tokens * per_token;
+    return Scratch::size((experts + 1) * 4) + 2 * Scratch::size(picks * 4) +
+           Scratch::size(picks * hidden * 4) + Scratch::size(picks * width * 4) +
+           matmul_scratch(picks, hidden) + matmul_scratch(picks, width);
+}
+
+void Ops::experts(const Matrix& gate, const Matrix& up, const Matrix& down,
+                  const ExpertWeights* table, int64_t expert_count, const int32_t* ids,
+                  const float* weights, int64_t per_token, const float* x, int64_t tokens, Gate act,
+                  bool int8, float* out, Scratch scratch) {
+    const int64_t hidden = gate.columns, width = gate.rows, picks = tokens * per_token;
+    // Sort the picks by expert: starts[e] .. starts[e + 1] are those of expert e, tokens in order.
+    int32_t* starts = scratch.take<int32_t>(expert_count + 1);
+    int32_t* order = scratch.take<int32_t>(picks);   // pick at each sorted place
+    std::memset(starts, 0, (expert_count + 1) * sizeof(int32_t));
+    for (int64_t i = 0; i < picks; ++i) {
+        if (ids[i] < 0 || ids[i] >= expert_count) throw std::out_of_range("no such expert");
+        ++starts[ids[i] + 1];
+    }
+    for (int64_t e = 0; e < expert_count; ++e) starts[e + 1] += starts[e];
+    int32_t* chosen = scratch.take<int32_t>(picks);  // experts with any pick, in order
+    int64_t chosen_count = 0;
+    for (int32_t e = 0; e < expert_count; ++e)
+        if (starts[e + 1] > starts[e]) chosen[chosen_count++] = e;
+    for (int64_t i = picks - 1; i >= 0; --i) order[--starts[ids[i] + 1]] = static_cast<int32_t>(i);
+    // The loop above left starts[e + 1] at the first pick of e; shift back.
+    for (int64_t e = 0; e < expert_count; ++e) starts[e] = starts[e + 1];
+    starts[expert_count] = static_cast<int32_t>(picks);
+
+    float* rows = scratch.take<float>(picks * hidden);
+    float* inner = scratch.take<float>(picks * width);
+    const bool packed = !is_plain(gate.kind) && !is_plain(up.kind);  // one input serves both
+    const Input in = prepare(rows, picks, hidden, int8 && packed, scratch);
+    const Input inner_in = prepare(inner, picks, width, int8 && !is_plain(down.kind), scratch);
+    pool_.parallel(picks, 4, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) {
+            std::memcpy(rows + i * hidden, x + order[i] / per_token * hidden, hidden * sizeof(float));
+            prepare_row(in, i);
+        }
+    });
+    const auto matrix_of = [](const Matrix& like, const uint8_t* data) {
+        return Matrix{data, like.kind, like.rows, like.columns};
+    };
+    const int64_t gate_panels = gate.panels();
+    pool_.parallel(chosen_count * gate_panels, panel_grain(gate),
+                   [&](int64_t first, int64_t last) {
+        for (int64_t job = first; job < last; ++job) {
+            const int32_t e = chosen[job / gate_panels];
+            const Input part = rows_of(in, starts[e], starts[e + 1] - starts[e]);
+            gate_up_panel(matrix_of(gate, table[e].gate), matrix_of(up, table[e].up),
+                          job % gate_panels, part, act, inner + starts[e] * width);
+        }
+    });
+    prepare_rows(inner_in);
+    pool_.parallel(down.panels(), panel_grain(down),
+                   [&](int64_t first, int64_t last) {
+        // Expert after expert, so that each one's panels are read in a run.
+        float result[ROW_BATCH * PANEL_ROWS];
+        const int64_t begin = first * PANEL_ROWS, end = std::min(hidden, last * PANEL_ROWS);
+        for (int64_t t = 0; t < tokens; ++t)
+            std::memset(out + t * hidden + begin, 0, (end - begin) * sizeof(float));
+        for (int64_t c = 0; c < chosen_count; ++c) {
+            const int32_t e = chosen[c];
+            const Matrix w = matrix_of(down, table[e].down);
+            for (int64_t index = first; index < last; ++index) {
+                const int64_t column = index * PANEL_ROWS;
+                const int64_t count = std::min<int64_t>(PANEL_ROWS, hidden - column);
+                for (int64_t row = starts[e]; row < starts[e + 1]; row += ROW_BATCH) {
+                    const int64_t n = std::min<int64_t>(ROW_BATCH, starts[e + 1] - row);
+                    panel(w, index, rows_of(inner_in, row, n), result);
+                    for (int64_t r = 0; r < n; ++r) {
+                        const int32_t pick = order[row + r];
+                        float* to = out + pick / per_token * hidden + column;
+                        for (int64_t i = 0; i < count; ++i)
+                            to[i] += weights[pick] * result[r * PANEL_ROWS + i];
+                    }
+                }
+            }
+        }
+    });
+}
+
+}  // namespace headroom

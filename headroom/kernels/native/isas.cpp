@@ -1,0 +1,61 @@
+// The instruction sets: which of them this CPU runs.
+#include <cstring>
+
+#if defined(HEADROOM_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "ops.h"
+
+namespace headroom {
+namespace {
+
+#if defined(HEADROOM_X86)
+bool runs_avx2() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("f16c");
+}
+
+bool runs_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni");
+}
+#endif
+
+#if defined(HEADROOM_AMX)
+// Tiles are too large for Linux to keep for every process: one must ask for them, and is refused
+// where the CPU has none or the system does not save them.
+bool granted_tiles() {
+    constexpr unsigned TILE = 1 << 24, INT8 = 1 << 25;  // of leaf 7
+    constexpr long ASK = 0x1023, TILE_DATA = 18;        // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & TILE) || !(d & INT8)) return false;
+    return syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
+}
+#endif
+
+}  // namespace
+
+const Kernels* find_kernels(const char* name) {
+#if defined(HEADROOM_X86)
+    __builtin_cpu_init();
+#if defined(HEADROOM_AMX)
+    static const bool amx = runs_avx512() && granted_tiles();
+    if (amx && !std::strcmp(name, "amx")) return &amx_kernels();
+#endif
+    if (!std::strcmp(name, "avx512") && runs_avx512()) return &AVX512_KERNELS;
+    if (!std::strcmp(name, "avx2") && runs_avx2()) return &AVX2_KERNELS;
+#endif
+    return std::strcmp(name, "portable") ? nullptr : &PORTABLE_KERNELS;
+}
+
+const Kernels& best_kernels() {
+    for (const char* name : ISAS)
+        if (const Kernels* kernels = find_kernels(name)) return *kernels;
+    return PORTABLE_KERNELS;
+}
+
+}  // namespace headroom
