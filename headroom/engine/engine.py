@@ -5,20 +5,22 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
-from headroom.engine.batching import make_batch, output_rows, wants_prompt_logprobs
+from headroom.engine.batching import make_batch
+from headroom.engine.outputs import Output, list_draws, list_outputs, read_outputs
 from headroom.engine.pages import PagePool
-from headroom.engine.request import FinishReason, GenerationRequest, TokenEvent
-from headroom.engine.sampler import Row, sample, token_logprobs
+from headroom.engine.request import FinishReason, GenerationRequest, TokenEvent, TokenLogprobs
+from headroom.engine.sampler import Row
 from headroom.engine.scheduler import Limits, Scheduler, Turn
 from headroom.engine.sequence import Sequence
 from headroom.engine.stats import Counters, EngineStats
 from headroom.errors import CapacityError, RequestError
 from headroom.memory.budget import PlanSettings
 from headroom.split.pipeline import Pipeline
+from headroom.split.results import StepResult
 
 log = logging.getLogger(__name__)
 
@@ -153,10 +155,10 @@ class Engine:
         for turn in turns:
             turn.sequence.started_at = turn.sequence.started_at or started
         try:
-            batch = make_batch(turns, self._settings.page_size)
+            batch, outputs = make_batch(turns, self._settings.page_size), list_outputs(turns)
             with torch.inference_mode():
-                hidden = self._pipeline.forward(batch)
-                self._commit(turns, hidden)
+                result = self._pipeline.step(batch, list_draws(outputs))
+                self._commit(turns, outputs, result)
         except Exception as error:
             # One bad step must not end the others' answers, nor the process.
             log.exception("step: failed with %d sequences", len(turns))
@@ -165,52 +167,31 @@ class Engine:
                     self._finish(turn.sequence, "error", _named(error))
         self._counters.step_s += time.perf_counter() - started
 
-    def _commit(self, turns: list[Turn], hidden: torch.Tensor) -> None:
-        """Take the step's rows as cached, then draw each sequence's next token where it is due."""
-        rows = self._logit_rows(hidden)
+    def _commit(self, turns: list[Turn], outputs: list[Output], result: StepResult) -> None:
+        """Take the step's rows as cached, then use each output row as is due."""
         for turn in turns:
-            sequence, start = turn.sequence, turn.sequence.cached
-            last = start + turn.rows - 1 if turn.rows == sequence.pending else None
-            weigh = wants_prompt_logprobs(turn)
-            positions = output_rows(turn, start)
-            sequence.cached += turn.rows
-            if sequence.generated == 0:
+            if turn.sequence.generated == 0:
                 self._counters.prompt_tokens += turn.rows
-            for position in positions:
-                logits = next(rows)
-                if self._is_live(sequence):  # or it failed at an earlier row
-                    self._use(sequence, logits, position if weigh else None, position == last)
+            turn.sequence.cached += turn.rows
+        for output, token, logits in read_outputs(outputs, result, self._settings.parallel):
+            if self._is_live(output.sequence):  # or it failed at an earlier row
+                self._use(output, token, logits)
 
-    def _use(self, sequence: Sequence, logits: Row, weighed: int | None, draws: bool) -> None:
-        """Do with one row's logits what is due; a failure here is one request's alone."""
+    def _use(self, output: Output, token: int | None, logits: Row | None) -> None:
+        """Do with one row what is due; a failure here is one request's alone."""
         try:
-            if weighed is not None:
-                self._weigh_prompt(sequence, weighed, logits)
-            if draws:
-                self._draw(sequence, logits)
+            if output.weighs:
+                assert logits is not None
+                output.weigh(logits)
+            if output.draws:
+                self._take(output.sequence, *output.choose(token, logits))
         except Exception as error:
-            log.exception("sample: failed for request %s", sequence.request.id)
-            self._finish(sequence, "error", _named(error))
+            log.exception("sample: failed for request %s", output.sequence.request.id)
+            self._finish(output.sequence, "error", _named(error))
 
-    def _logit_rows(self, hidden: torch.Tensor) -> Iterator[Row]:
-        """Logits of the output rows, computed for as many rows at a time as the plan allows."""
-        for first in range(0, len(hidden), self._settings.parallel):
-            yield from self._pipeline.logits(
-                hidden[first : first + self._settings.parallel]
-            ).numpy()
-
-    def _weigh_prompt(self, sequence: Sequence, position: int, logits: Row) -> None:
-        """Note how likely the prompt's token after `position` was; its first has no forerunner."""
-        known, prompt = sequence.prompt_logprobs, sequence.request.prompt
-        if not known:
-            known.append(None)
-        if position + 1 == len(known) < len(prompt):
-            top = sequence.request.params.logprobs or 0
-            known.append(token_logprobs(logits, prompt[position + 1], top))
-
-    def _draw(self, sequence: Sequence, logits: Row) -> None:
+    def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Add a token to an answer and tell it."""
         params = sequence.request.params
-        token = sample(logits, sequence.tokens, params)
         sequence.tokens.append(token)
         sequence.first_token_at = sequence.first_token_at or time.perf_counter()
         self._counters.generated_tokens += 1
@@ -218,13 +199,12 @@ class Engine:
         reason: FinishReason | None = "stop" if stops else None
         if reason is None and len(sequence.tokens) >= sequence.limit:
             reason = "length"
-        top = params.logprobs
         self._emit(
             sequence,
             TokenEvent(
                 request_id=sequence.request.id,
                 token=token,
-                logprobs=None if top is None else token_logprobs(logits, token, top),
+                logprobs=logprobs,
                 prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.generated == 1 else (),
                 finish_reason=reason,
                 prompt_tokens=len(sequence.request.prompt),

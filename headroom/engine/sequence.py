@@ -4,12 +4,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from headroom.engine.request import (
     GenerationRequest,
+    SamplingParams,
     Timings,
     TokenEvent,
     TokenLogprobs,
 )
+from headroom.layers.draws import DrawSettings
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +27,8 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)  # prompt, then what was generated
     cached: int = 0  # tokens whose keys and values are in `pages`
     pages: list[int] = field(default_factory=list)
+    _table: tuple[list[int], torch.Tensor] | None = None  # of `pages`, as they were
+    draws: DrawSettings = field(init=False)  # its request's, for a device that draws
     slot: int = 0  # its place among those that run; states and window pages go by it
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     submitted_at: float = field(default_factory=time.perf_counter)
@@ -31,6 +37,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
+        self.draws = draw_settings(self.request.params)
 
     @property
     def pending(self) -> int:
@@ -42,6 +49,13 @@ class Sequence:
         """Tokens generated so far."""
         return len(self.tokens) - len(self.request.prompt)
 
+    def page_table(self) -> torch.Tensor:
+        """Return the pages as int64, the same tensor as long as they are the same."""
+        pages, known = self.pages, self._table
+        if known is None or known[0] is not pages or len(known[1]) != len(pages):
+            known = self._table = (pages, torch.tensor(pages, dtype=torch.int64))
+        return known[1]
+
     def timings(self) -> Timings:
         """Return where the time went, up to now."""
         now = time.perf_counter()
@@ -52,3 +66,20 @@ class Sequence:
             prefill_s=first - started,
             decode_s=now - first,
         )
+
+
+def draw_settings(params: SamplingParams) -> DrawSettings:
+    """Return a request's settings as a device's sampler takes them."""
+    return DrawSettings(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition=params.repetition_penalty,
+        frequency=params.frequency_penalty,
+        presence=params.presence_penalty,
+        window=params.penalty_window,
+        bias=params.logit_bias,
+        seed=params.seed,
+        draw=params.draw,
+    )

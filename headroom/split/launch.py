@@ -5,6 +5,8 @@ import time
 from collections import Counter
 
 from headroom.layers.config import AttentionConfig
+from headroom.layers.device_rows import FEW_ROWS
+from headroom.layers.draws import DeviceSampler
 from headroom.layers.threads import set_threads, warn_of_slow_kernels
 from headroom.memory.plan import Plan
 from headroom.models.describe import ModelDescription
@@ -50,7 +52,8 @@ def _stage(device: str, loaded: Model, plan: Plan, model: ModelDescription) -> S
     }
     settings = plan.settings
     rings = frozenset(settings.window_pages(window) // settings.parallel for window in windows)
-    stage = DeviceStage(device, loaded, settings, rings)
+    sampler = DeviceSampler.allocate(FEW_ROWS, model.config.vocab, device)
+    stage = DeviceStage(device, loaded, settings, rings, sampler)
     started = time.perf_counter()
     stage.capture()
     log.info(

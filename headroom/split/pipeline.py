@@ -1,12 +1,14 @@
 """Pipeline: the whole model over all its stages, as the engine sees it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from headroom.layers.batch import Batch
+from headroom.layers.draws import Draw
 from headroom.moe.stats import RoutingStats
 from headroom.split.device_stage import DeviceStage
+from headroom.split.results import StepResult
 from headroom.split.stages import Stage
 
 
@@ -21,13 +23,25 @@ class Pipeline:
         self.allocated = allocated  # bytes by the plan's line
 
     @property
+    def device(self) -> str:
+        """Where the layers run."""
+        return self._stage.device
+
+    @property
     def routing(self) -> RoutingStats | None:
         """How often each expert was chosen; None where the model has none."""
         return self._stage.routing
 
+    def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> StepResult:
+        """Run one step; `draws` says for each output row how its token is drawn, if one is.
+
+        A stage that cannot draw, or not this way, leaves it to the caller.
+        """
+        return self._stage.step(batch, draws)
+
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run one step; return the residual stream of the rows whose logits are wanted."""
-        return self._stage.forward(batch)
+        return self._stage.step(batch).hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits `[rows, vocabulary]` as float32 in host memory."""
