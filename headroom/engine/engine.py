@@ -17,7 +17,7 @@ from headroom.engine.sampler import Row
 from headroom.engine.scheduler import Limits, Scheduler, Turn
 from headroom.engine.sequence import Sequence
 from headroom.engine.stats import Counters, EngineStats
-from headroom.errors import CapacityError, RequestError
+from headroom.errors import CapacityError, DeviceError, RequestError
 from headroom.memory.budget import PlanSettings
 from headroom.split.pipeline import Pipeline
 from headroom.split.results import StepResult
@@ -80,7 +80,8 @@ class Engine:
         """Return what the engine is doing and has done."""
         with self._changed:
             live = len(self._live)
-        return self._counters.snapshot(self._scheduler, self._pool, live)
+        memory = self._pipeline.memory()
+        return self._counters.snapshot(self._scheduler, self._pool, live, memory)
 
     @property
     def alive(self) -> bool:
@@ -165,6 +166,8 @@ class Engine:
             for turn in turns:
                 if self._is_live(turn.sequence):
                     self._finish(turn.sequence, "error", _named(error))
+            if lost := self._pipeline.lost():  # no later step would work either
+                raise DeviceError(f"{self._pipeline.device} is lost: {lost}") from error
         self._counters.step_s += time.perf_counter() - started
 
     def _commit(self, turns: list[Turn], outputs: list[Output], result: StepResult) -> None:

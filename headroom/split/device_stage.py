@@ -122,6 +122,22 @@ class DeviceStage:
         with self._here():
             return self._model.logits(hidden)
 
+    def held_bytes(self) -> int | None:
+        """Return the bytes of the GPU that this process holds, those in graphs included."""
+        return torch.cuda.memory_reserved(self.device) if self._on_cuda else None
+
+    def lost(self) -> str:
+        """Return why the GPU runs nothing any more; "" while it does.
+
+        An error inside a kernel comes up at any later call and never goes away.
+        """
+        try:
+            if self._on_cuda:
+                torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        return ""
+
     def _here(self) -> contextlib.AbstractContextManager[None]:
         return torch.cuda.device(self.device) if self._on_cuda else contextlib.nullcontext()
 

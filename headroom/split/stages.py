@@ -30,3 +30,11 @@ class Stage:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits of rows of the residual stream."""
         return self._model.logits(hidden)
+
+    def held_bytes(self) -> int | None:
+        """Return None: what a process holds of host memory is not its layers' alone."""
+        return None
+
+    def lost(self) -> str:
+        """Return that a CPU is never lost."""
+        return ""
