@@ -88,6 +88,7 @@ class StepInputs:
         tokens[count:] = slots[count:] = 0
         sequence[count:] = -1
         starts, states = self._sequences
+        starts[len(batch.spans) :] = 0
         changed = False
         for number, span in enumerate(batch.spans):
             first, rows, start = span.first_row, span.rows, span.start
