@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from headroom.engine.batching import make_batch
-from headroom.engine.outputs import Output, list_draws, list_outputs, read_outputs
+from headroom.engine.outputs import Flight, Output, list_draws, list_outputs, read_outputs
 from headroom.engine.pages import PagePool
 from headroom.engine.request import FinishReason, GenerationRequest, TokenEvent, TokenLogprobs
 from headroom.engine.sampler import Row
@@ -20,7 +20,6 @@ from headroom.engine.stats import Counters, EngineStats
 from headroom.errors import CapacityError, DeviceError, RequestError
 from headroom.memory.budget import PlanSettings
 from headroom.split.pipeline import Pipeline
-from headroom.split.results import StepResult
 
 log = logging.getLogger(__name__)
 
@@ -114,9 +113,12 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            flying: Flight | None = None
             while self._take_orders():
-                if turns := self._scheduler.next_turns():
-                    self._step(turns)
+                started = time.perf_counter()
+                with torch.inference_mode():
+                    flying = self._step(self._scheduler.next_turns(), flying)
+                self._counters.step_s += time.perf_counter() - started
             for sequence in list(self._live.values()):
                 self._finish(sequence, "cancelled")
         except BaseException as error:
@@ -150,35 +152,56 @@ class Engine:
             self._finish(sequence, "cancelled")
         return True
 
-    def _step(self, turns: list[Turn]) -> None:
-        started = time.perf_counter()
+    def _step(self, turns: list[Turn], flying: Flight | None) -> Flight | None:
+        """Launch a step, then read the one before; return what is still to be read."""
+        launched = self._launch(turns) if turns else None
+        if flying is not None:
+            self._land(flying)
+        if launched is None or launched.may_wait:
+            return launched
+        self._land(launched)
+        return None
+
+    def _launch(self, turns: list[Turn]) -> Flight | None:
+        """Start a step and take its rows as cached; None if that failed."""
+        now = time.perf_counter()
         self._counters.steps += 1
         for turn in turns:
-            turn.sequence.started_at = turn.sequence.started_at or started
+            turn.sequence.started_at = turn.sequence.started_at or now
         try:
-            batch, outputs = make_batch(turns, self._settings.page_size), list_outputs(turns)
-            with torch.inference_mode():
-                result = self._pipeline.step(batch, list_draws(outputs))
-                self._commit(turns, outputs, result)
+            outputs = list_outputs(turns)
+            batch = make_batch(turns, self._settings.page_size)
+            flight = Flight(turns, outputs, self._pipeline.step(batch, list_draws(outputs)))
         except Exception as error:
-            # One bad step must not end the others' answers, nor the process.
-            log.exception("step: failed with %d sequences", len(turns))
-            for turn in turns:
-                if self._is_live(turn.sequence):
-                    self._finish(turn.sequence, "error", _named(error))
-            if lost := self._pipeline.lost():  # no later step would work either
-                raise DeviceError(f"{self._pipeline.device} is lost: {lost}") from error
-        self._counters.step_s += time.perf_counter() - started
-
-    def _commit(self, turns: list[Turn], outputs: list[Output], result: StepResult) -> None:
-        """Take the step's rows as cached, then use each output row as is due."""
+            self._fail(turns, error)
+            return None
         for turn in turns:
-            if turn.sequence.generated == 0:
+            if len(turn.sequence.tokens) == len(turn.sequence.request.prompt):
                 self._counters.prompt_tokens += turn.rows
             turn.sequence.cached += turn.rows
-        for output, token, logits in read_outputs(outputs, result, self._settings.parallel):
-            if self._is_live(output.sequence):  # or it failed at an earlier row
-                self._use(output, token, logits)
+        if flight.may_wait:
+            flight.leave()
+        return flight
+
+    def _land(self, flight: Flight) -> None:
+        """Use each output row of a step as is due."""
+        try:
+            for output, token, logits in read_outputs(
+                flight.outputs, flight.result, self._settings.parallel
+            ):
+                if self._is_live(output.sequence):  # or it ended since, or failed at another row
+                    self._use(output, token, logits)
+        except Exception as error:
+            self._fail(flight.turns, error)
+
+    def _fail(self, turns: list[Turn], error: Exception) -> None:
+        """End the requests of a bad step, but neither the others' answers nor the process."""
+        log.error("step: failed with %d sequences", len(turns), exc_info=error)
+        for turn in turns:
+            if self._is_live(turn.sequence):
+                self._finish(turn.sequence, "error", _named(error))
+        if lost := self._pipeline.lost():  # no later step would work either
+            raise DeviceError(f"{self._pipeline.device} is lost: {lost}") from error
 
     def _use(self, output: Output, token: int | None, logits: Row | None) -> None:
         """Do with one row what is due; a failure here is one request's alone."""
@@ -187,30 +210,31 @@ class Engine:
                 assert logits is not None
                 output.weigh(logits)
             if output.draws:
-                self._take(output.sequence, *output.choose(token, logits))
+                self._take(output, *output.choose(token, logits))
         except Exception as error:
             log.exception("sample: failed for request %s", output.sequence.request.id)
             self._finish(output.sequence, "error", _named(error))
 
-    def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Add a token to an answer and tell it."""
-        params = sequence.request.params
-        sequence.tokens.append(token)
+    def _take(self, output: Output, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Put a token at its place in an answer and tell it."""
+        sequence, request = output.sequence, output.sequence.request
+        sequence.learn(output.place, token)
         sequence.first_token_at = sequence.first_token_at or time.perf_counter()
         self._counters.generated_tokens += 1
-        stops = token in sequence.request.stop_ids and not params.ignore_eos
+        stops = token in request.stop_ids and not request.params.ignore_eos
         reason: FinishReason | None = "stop" if stops else None
-        if reason is None and len(sequence.tokens) >= sequence.limit:
+        if reason is None and output.place + 1 >= sequence.limit:
             reason = "length"
+        first = output.place == len(request.prompt)
         self._emit(
             sequence,
             TokenEvent(
-                request_id=sequence.request.id,
+                request_id=request.id,
                 token=token,
                 logprobs=logprobs,
-                prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.generated == 1 else (),
+                prompt_logprobs=tuple(sequence.prompt_logprobs) if first else (),
                 finish_reason=reason,
-                prompt_tokens=len(sequence.request.prompt),
+                prompt_tokens=len(request.prompt),
                 generated_tokens=sequence.generated,
                 timings=sequence.timings(),
             ),

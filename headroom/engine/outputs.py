@@ -8,6 +8,7 @@ from headroom.engine.request import TokenLogprobs
 from headroom.engine.sampler import Row, sample, token_logprobs
 from headroom.engine.scheduler import Turn
 from headroom.engine.sequence import Sequence as Running
+from headroom.layers.device_rows import FEW_ROWS
 from headroom.layers.draws import Draw
 from headroom.split.results import StepResult
 
@@ -35,6 +36,11 @@ class Output:
             top = request.params.logprobs or 0
             known.append(token_logprobs(logits, request.prompt[self.position + 1], top))
 
+    @property
+    def place(self) -> int:
+        """The predicted token's place in its sequence."""
+        return self.position + 1
+
     def choose(self, token: int | None, logits: Row | None) -> tuple[int, TokenLogprobs | None]:
         """Return the next token, drawn here unless it was already, and how likely it was."""
         params = self.sequence.request.params
@@ -45,6 +51,35 @@ class Output:
             return token, None
         assert logits is not None
         return token, token_logprobs(logits, token, params.logprobs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """A step that was launched and whose output rows are not read yet."""
+
+    turns: list[Turn]
+    outputs: list[Output]
+    result: StepResult
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the next step can be launched before this one is read.
+
+        It can where the device draws all tokens and keeps them for that step, and where no draw
+        of that step looks at tokens that the host must know.
+        """
+        places = self.result.places
+        return len(places) <= FEW_ROWS and not any(
+            output.needs_logits(places.get(at)) or output.sequence.draws.penalises
+            for at, output in enumerate(self.outputs)
+        )
+
+    def leave(self) -> None:
+        """Put the places of tokens that are still on the device at the ends of their sequences."""
+        for at, place in self.result.places.items():
+            sequence = self.outputs[at].sequence
+            sequence.tokens.append(-1 - place)
+            sequence.unread += 1
 
 
 def list_outputs(turns: Sequence[Turn]) -> list[Output]:

@@ -24,10 +24,12 @@ class Sequence:
     on_event: Callable[[TokenEvent], None]
     limit: int  # tokens, prompt included, at which the answer ends
     order: int  # of arrival; a smaller number goes first
-    tokens: list[int] = field(default_factory=list)  # prompt, then what was generated
+    # Prompt, then what was generated; the last ones may stand for tokens that are not read yet.
+    tokens: list[int] = field(default_factory=list)
+    unread: int = 0
     cached: int = 0  # tokens whose keys and values are in `pages`
     pages: list[int] = field(default_factory=list)
-    _table: tuple[list[int], torch.Tensor] | None = None  # of `pages`, as they were
+    _table: tuple[list[int], int, torch.Tensor] | None = None  # of `pages`, and their number
     draws: DrawSettings = field(init=False)  # its request's, for a device that draws
     slot: int = 0  # its place among those that run; states and window pages go by it
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -46,15 +48,28 @@ class Sequence:
 
     @property
     def generated(self) -> int:
-        """Tokens generated so far."""
-        return len(self.tokens) - len(self.request.prompt)
+        """Tokens generated so far, as far as they are known."""
+        return len(self.tokens) - self.unread - len(self.request.prompt)
+
+    @property
+    def ending(self) -> bool:
+        """Whether its last token is on its way."""
+        return len(self.tokens) >= self.limit
+
+    def learn(self, place: int, token: int) -> None:
+        """Add the next token, or put one in the place of what stood for it."""
+        if place == len(self.tokens):
+            self.tokens.append(token)
+        else:
+            self.tokens[place] = token
+            self.unread -= 1
 
     def page_table(self) -> torch.Tensor:
         """Return the pages as int64, the same tensor as long as they are the same."""
         pages, known = self.pages, self._table
-        if known is None or known[0] is not pages or len(known[1]) != len(pages):
-            known = self._table = (pages, torch.tensor(pages, dtype=torch.int64))
-        return known[1]
+        if known is None or known[0] is not pages or known[1] != len(pages):
+            known = self._table = (pages, len(pages), torch.tensor(pages, dtype=torch.int64))
+        return known[2]
 
     def timings(self) -> Timings:
         """Return where the time went, up to now."""

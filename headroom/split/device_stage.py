@@ -1,6 +1,7 @@
 """DeviceStage: layers on a GPU; small steps are captured once and replayed, long ones run."""
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -42,6 +43,31 @@ class Captured:
     logits: torch.Tensor  # [rows, vocabulary]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """Where the host reads the tokens of a step."""
+
+    tokens: torch.Tensor  # int64, pinned
+    done: "torch.cuda.Event | None"
+
+    @classmethod
+    def allocate(cls, rows: int, device: str) -> "_Read":
+        pinned = torch.device(device).type == "cuda"
+        return cls(torch.zeros(rows, dtype=torch.int64, pin_memory=pinned), copy_event(device))
+
+    def fetch(self, to: slice, tokens: torch.Tensor) -> None:
+        """Bring tokens from the device, without waiting for them."""
+        self.tokens[to].copy_(tokens, non_blocking=True)
+        if self.done is not None:
+            self.done.record()
+
+    def wait(self) -> list[int]:
+        """Return the tokens when they are there."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.tokens.tolist()
+
+
 class DeviceResult:
     """A step on a GPU; what is asked of it is brought to the host then."""
 
@@ -49,10 +75,20 @@ class DeviceResult:
         self,
         hidden: Callable[[], torch.Tensor],
         logits: Callable[[Sequence[int]], torch.Tensor],
-        tokens: Callable[[], list[int | None]],
+        read: _Read,
+        rows: tuple[int, dict[int, int]],
     ) -> None:
-        self._hidden, self._logits = hidden, logits
-        self.tokens = tokens
+        self._hidden, self._logits, self._read = hidden, logits, read
+        self._outputs, self.places = rows  # output rows, and where the drawn ones' tokens are
+
+    def tokens(self) -> list[int | None]:
+        """Wait for the step and return the tokens of its output rows that were drawn."""
+        found: list[int | None] = [None] * self._outputs
+        if self.places:
+            read = self._read.wait()
+            for at, place in self.places.items():
+                found[at] = read[place]
+        return found
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -79,14 +115,14 @@ class DeviceStage:
         self._model, self._settings, self._rings = model, settings, rings
         self._sampler = sampler
         pages = settings.sequence_pages
-        self._few = StepInputs(FEW_ROWS, FEW_ROWS, pages, device)
-        self._many = StepInputs(settings.rows, settings.parallel, pages, device)
+        self._few = StepInputs(FEW_ROWS, FEW_ROWS, pages, device, sampler.tokens)
+        self._many = StepInputs(settings.rows, settings.parallel, pages, device, sampler.tokens)
         self._captured: dict[StepKind, Captured] = {}
         self._pool: Any = None  # of all graphs: they never run at the same time
         self._on_cuda = torch.device(device).type == "cuda"
+        # Two, since a step may be launched before the tokens of the last one are read.
         most = max(FEW_ROWS, settings.parallel)
-        self._read = torch.zeros(most, dtype=torch.int64, pin_memory=self._on_cuda)
-        self._done = copy_event(device)
+        self._reads = deque(_Read.allocate(most, device) for _ in range(2))
 
     @property
     def routing(self) -> RoutingStats | None:
@@ -160,12 +196,15 @@ class DeviceStage:
         self._few.fill(batch)
         self._sampler.fill([(where[at], draw) for at, draw in drawn])
         step.graph.replay()
-        places = {at: where[at] for at, _ in drawn}
-        self._send_tokens(slice(0, where[drawn[-1][0]] + 1 if drawn else 0))
+        read = self._next_read()
+        if drawn:
+            count = where[drawn[-1][0]] + 1
+            read.fetch(slice(0, count), self._sampler.tokens[:count])
         return DeviceResult(
             hidden=lambda: pick_rows(step.hidden, where),
             logits=lambda rows: pick_rows(step.logits, [where[row] for row in rows]),
-            tokens=lambda: self._read_tokens(len(where), places),
+            read=read,
+            rows=(len(where), {at: where[at] for at, _ in drawn}),
         )
 
     def _run(self, batch: Batch, drawn: list[DrawnRow]) -> DeviceResult:
@@ -176,36 +215,24 @@ class DeviceStage:
         spans = self._many.spans(batch)
         x = self._model.run(self._many.batch(spans, self._rings, kind, len(spans)))
         hidden = pick_rows(x, batch.output_rows.tolist())
+        read = self._next_read()
         for first in range(0, len(drawn), FEW_ROWS):
             group = drawn[first : first + FEW_ROWS]
             self._sampler.fill([(row, draw) for row, (_, draw) in enumerate(group)])
-            self._sampler.draw(self._model.logits(pick_rows(hidden, [at for at, _ in group])))
-            self._send_tokens(slice(first, first + len(group)))
-        places = {at: row for row, (at, _) in enumerate(drawn)}
+            tokens = self._sampler.draw(
+                self._model.logits(pick_rows(hidden, [at for at, _ in group]))
+            )
+            read.fetch(slice(first, first + len(group)), tokens)
         return DeviceResult(
             hidden=lambda: hidden,
             logits=lambda rows: self.logits(pick_rows(hidden, rows)),
-            tokens=lambda: self._read_tokens(len(hidden), places),
+            read=read,
+            rows=(len(hidden), {at: row for row, (at, _) in enumerate(drawn)}),
         )
 
-    def _send_tokens(self, to: slice) -> None:
-        """Bring the sampler's first tokens to the host, without waiting for them."""
-        count = to.stop - to.start
-        if count:
-            self._read[to].copy_(self._sampler.tokens[:count], non_blocking=True)
-        if self._done is not None:
-            self._done.record()
-
-    def _read_tokens(self, outputs: int, places: dict[int, int]) -> list[int | None]:
-        """Wait for the step and return the tokens of its output rows, found at their places."""
-        found: list[int | None] = [None] * outputs
-        if places:
-            if self._done is not None:
-                self._done.synchronize()
-            read = self._read.numpy()
-            for at, place in places.items():
-                found[at] = int(read[place])
-        return found
+    def _next_read(self) -> _Read:
+        self._reads.rotate()
+        return self._reads[0]
 
     def _capture_of(self, kind: StepKind) -> Captured:
         if kind not in self._captured:

@@ -1,6 +1,6 @@
 """StepResult: what the engine may ask of a step that ran."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -10,6 +10,13 @@ Head = Callable[[torch.Tensor], torch.Tensor]  # rows of the residual stream to 
 
 class StepResult(Protocol):
     """A step's output rows, by their places in the batch's `output_rows`; valid until the next."""
+
+    @property
+    def places(self) -> Mapping[int, int]:
+        """The output rows whose tokens a device draws, and where it keeps each of them.
+
+        Until the step after the next begins, a batch may name such a token as -1 - place.
+        """
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -30,6 +37,7 @@ class HostResult:
 
     def __init__(self, hidden: torch.Tensor, head: Head) -> None:
         self.hidden = hidden
+        self.places: Mapping[int, int] = {}
         self._head = head
 
     def tokens(self) -> list[int | None]:

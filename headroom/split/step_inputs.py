@@ -12,7 +12,7 @@ from headroom.layers.device_block import DeviceBatch, StepTables
 from headroom.layers.device_rows import FEW_ROWS
 from headroom.layers.draws import copy_event
 
-WIDE_ROWS, NARROW_ROWS = 3, 3  # tables of one number a row: int64 ones, int32 ones
+WIDE_ROWS, NARROW_ROWS = 4, 3  # tables of one number a row: int64 ones, int32 ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class _Tables:
     """All inputs of a step in one piece of memory, here or on the device."""
 
     packed: torch.Tensor  # uint8
-    wide: torch.Tensor  # int64 [3, rows]: tokens, slots, trees
+    wide: torch.Tensor  # int64 [4, rows]: tokens, slots, trees, where tokens come from
     narrow: torch.Tensor  # int32 [3, rows]: positions, sequence, index
     sequences: torch.Tensor  # int32 [2, sequences]: starts, state slots
     pages: torch.Tensor  # int32 [sequences, most pages]
@@ -53,13 +53,20 @@ class _Tables:
 
 
 class StepInputs:
-    """The inputs of all steps of up to so many rows and sequences."""
+    """The inputs of all steps of up to so many rows and sequences.
 
-    def __init__(self, rows: int, sequences: int, pages: int, device: str) -> None:
+    A token of -1 - row stands for the one that the step before drew for that row: it is in
+    `drawn` on the device before the host knows it.
+    """
+
+    def __init__(
+        self, rows: int, sequences: int, pages: int, device: str, drawn: torch.Tensor
+    ) -> None:
         cuda = torch.device(device).type == "cuda"
         self._here = _Tables.allocate(rows, sequences, pages, "cpu", pin=cuda)
         self._there = _Tables.allocate(rows, sequences, pages, device)
-        self.rows = rows
+        self._drawn = drawn
+        self._own = len(drawn) + np.arange(rows)  # where tokens that the host knows come from
         self._wide = self._here.wide.numpy()
         self._narrow = self._here.narrow.numpy()
         self._sequences = self._here.sequences.numpy()
@@ -73,6 +80,7 @@ class StepInputs:
         if self._copied is not None:
             self._copied.synchronize()
         self._narrow[1] = -1
+        self._wide[3] = self._own
         self._send(pages=True)
 
     def fill(self, batch: Batch) -> None:
@@ -80,9 +88,12 @@ class StepInputs:
         if self._copied is not None:
             self._copied.synchronize()  # the last copy must have left this memory
         count = len(batch.tokens)
-        tokens, slots, trees = self._wide
+        tokens, slots, trees, source = self._wide
         positions, sequence, index = self._narrow
-        tokens[:count] = batch.tokens.numpy()
+        tokens[:count] = given = batch.tokens.numpy()
+        source[:] = self._own
+        if given.min() < 0:
+            source[:count] = np.where(given < 0, -1 - given, self._own[:count])
         slots[:count] = batch.slots.numpy()
         positions[:count] = batch.positions.numpy()
         tokens[count:] = slots[count:] = 0
@@ -111,7 +122,8 @@ class StepInputs:
         self, spans: tuple[Span, ...], rings: frozenset[int], kind: StepKind, sequences: int
     ) -> DeviceBatch:
         """Return the step on the GPU; its tensors are views of the inputs."""
-        tokens, slots, trees = self._there.wide[:, : kind.rows]
+        known, slots, trees, source = self._there.wide[:, : kind.rows]
+        tokens = torch.cat((self._drawn, known)).index_select(0, source)
         positions, sequence, index = self._there.narrow[:, : kind.rows]
         starts, states = self._there.sequences[:, :sequences]
         lent = StepTables(

@@ -1,5 +1,7 @@
 """What a step on a device reads: positions, pages, masks of draft trees and padding."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -27,7 +29,7 @@ def pages(*numbers: int) -> torch.Tensor:
 
 
 def test_rows_know_their_sequence_their_place_and_their_pages() -> None:
-    inputs = StepInputs(8, 4, 3, "cpu")
+    inputs = StepInputs(8, 4, 3, "cpu", torch.arange(32) + 1000)
     batch = make([Span(0, 2, 5, pages(7, 2), slot=3), Span(2, 1, 64, pages(4, 9), slot=1)])
     inputs.fill(batch)
     tables = inputs.batch((), frozenset(), StepKind(4, 2, 512, 64), 4).tables[0]
@@ -42,7 +44,7 @@ def test_rows_know_their_sequence_their_place_and_their_pages() -> None:
 
 
 def test_a_shorter_step_leaves_padding_and_new_pages_replace_old_ones() -> None:
-    inputs = StepInputs(8, 4, 3, "cpu")
+    inputs = StepInputs(8, 4, 3, "cpu", torch.arange(32) + 1000)
     inputs.fill(make([Span(0, 4, 0, pages(1))]))
     inputs.fill(make([Span(0, 1, 64, pages(5, 6))]))
     tables = inputs.batch((), frozenset(), StepKind(4, 1, 512, 64), 4).tables[0]
@@ -53,7 +55,7 @@ def test_a_shorter_step_leaves_padding_and_new_pages_replace_old_ones() -> None:
 
 
 def test_a_draft_tree_reaches_the_kernels_as_bits() -> None:
-    inputs = StepInputs(8, 4, 3, "cpu")
+    inputs = StepInputs(8, 4, 3, "cpu", torch.arange(32) + 1000)
     spans = [Span(0, 3, 9, pages(1), tree=TREE), Span(3, 2, 4, pages(2), slot=1)]
     batch = make(spans, [9, 10, 10, 4, 5])
     inputs.fill(batch)
@@ -66,8 +68,16 @@ def test_a_draft_tree_reaches_the_kernels_as_bits() -> None:
     assert tables[0].positions[:5].tolist() == [9, 10, 10, 4, 5]
 
 
+def test_a_token_that_the_host_does_not_know_yet_is_taken_from_the_last_step() -> None:
+    inputs = StepInputs(8, 4, 3, "cpu", torch.arange(32) + 1000)
+    batch = replace(make([Span(0, 3, 5, pages(7))]), tokens=torch.tensor([4, -1, -6]))
+    inputs.fill(batch)
+    read = inputs.batch((), frozenset(), StepKind(4, 4, 512, 64), 4)
+    assert read.tokens.tolist() == [4, 1000, 1005, 0]
+
+
 def test_window_layers_number_their_pages_in_rings() -> None:
-    inputs = StepInputs(4, 2, 6, "cpu")
+    inputs = StepInputs(4, 2, 6, "cpu", torch.arange(32) + 1000)
     inputs.fill(make([Span(0, 1, 200, pages(1, 2, 3, 9), slot=1)]))
     ring = inputs.batch((), frozenset({3}), StepKind(1, 1, 384, 64), 1).tables[3]
     assert ring.pages[0].tolist() == [3, 4, 5, 3, 4, 5]
