@@ -41,15 +41,15 @@ def make_batch(turns: SequenceOf[Turn], page_size: int) -> Batch:
 
 def output_rows(turn: Turn, first_row: int) -> range:
     """The rows whose logits a turn needs: all that predict a token it must weigh or draw."""
-    last = first_row + turn.rows
-    if wants_prompt_logprobs(turn):
+    sequence, last = turn.sequence, first_row + turn.rows
+    if sequence.request.params.prompt_logprobs and wants_prompt_logprobs(turn):
         return range(first_row, last)
-    finishes = turn.rows == turn.sequence.pending
-    return range(last - 1, last) if finishes else range(0)
+    finishes = turn.rows == len(sequence.tokens) - sequence.cached
+    return range(last - 1 if finishes else last, last)
 
 
 def wants_prompt_logprobs(turn: Turn) -> bool:
     """Whether this turn reads prompt tokens whose likelihood was asked for and is not known."""
-    sequence = turn.sequence
-    known = len(sequence.prompt_logprobs)
-    return sequence.request.params.prompt_logprobs and known < len(sequence.request.prompt)
+    request = turn.sequence.request
+    known = len(turn.sequence.prompt_logprobs)
+    return request.params.prompt_logprobs and known < len(request.prompt)

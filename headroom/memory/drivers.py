@@ -32,7 +32,7 @@ def gpu_holders(name: str) -> list[Holder]:
 def read_gpus(report: str) -> list[GpuFacts]:
     """Return the GPUs of the driver's report."""
     return [
-        GpuFacts(name=f"cuda:{index}", product=product, sm=_sm(capability), driver=driver)
+        GpuFacts(name=f"cuda:{index}", product=product, sm=read_sm(capability), driver=driver)
         for index, product, capability, driver, _ in _rows(report, 5)
     ]
 
@@ -53,6 +53,7 @@ def _rows(report: str, width: int) -> list[list[str]]:
     return [row for row in rows if len(row) == width]
 
 
-def _sm(capability: str) -> int:
+def read_sm(capability: str) -> int:
+    """Return a compute capability such as 9.0 as 90; 0 where it is unknown."""
     major, _, minor = capability.partition(".")
     return 10 * int(major) + int(minor) if major.isdigit() and minor.isdigit() else 0

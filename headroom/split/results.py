@@ -51,7 +51,9 @@ class HostResult:
 
 def pick_rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """Return some rows: those that lie together as they are, others as a copy."""
-    if len(rows) and rows[-1] - rows[0] == len(rows) - 1:
+    if not rows:
+        return x[:0]
+    if rows[-1] - rows[0] == len(rows) - 1:
         return x[rows[0] : rows[-1] + 1]
     chosen = torch.tensor(rows, dtype=torch.int64)
     if x.device.type != "cpu":

@@ -67,9 +67,9 @@ class StepInputs:
         self._there = _Tables.allocate(rows, sequences, pages, device)
         self._drawn = drawn
         self._own = len(drawn) + np.arange(rows)  # where tokens that the host knows come from
-        self._wide = self._here.wide.numpy()
-        self._narrow = self._here.narrow.numpy()
-        self._sequences = self._here.sequences.numpy()
+        self._wide = tuple(self._here.wide.numpy())
+        self._narrow = tuple(self._here.narrow.numpy())
+        self._sequences = tuple(self._here.sequences.numpy())
         self._pages = self._here.pages.numpy()
         self._held: list[torch.Tensor | None] = [None] * sequences  # whose pages are in place
         self._copied = copy_event(device)
@@ -79,8 +79,8 @@ class StepInputs:
         """Make all rows padding, for runs that must leave no trace."""
         if self._copied is not None:
             self._copied.synchronize()
-        self._narrow[1] = -1
-        self._wide[3] = self._own
+        self._narrow[1][:] = -1
+        self._wide[3][:] = self._own
         self._send(pages=True)
 
     def fill(self, batch: Batch) -> None:

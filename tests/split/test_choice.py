@@ -59,6 +59,8 @@ def test_a_named_gpu_is_planned_for(machine: Machine) -> None:
     plan = choice.make_run_plan(MODEL, machine.options("cuda:0"))
     assert (plan.devices[0].name, plan.settings.dtype) == ("cuda:0", "bf16")
     assert plan.settings.kernels == "device"
+    plain = choice.make_run_plan(MODEL, machine.options("cuda:0", kernels="reference", dtype="f32"))
+    assert plain.settings.kernels == "reference"
 
 
 def test_without_a_name_the_gpu_with_most_free_memory_is_taken(
