@@ -237,7 +237,10 @@ class DeviceStage:
     def _capture_of(self, kind: StepKind) -> Captured:
         if kind not in self._captured:
             with torch.inference_mode():
+                # Runs before a capture draw, too, and the next step may read what the last drew.
+                drawn = self._sampler.tokens.clone()
                 self._captured[kind] = self._capture(kind)
+                self._sampler.tokens.copy_(drawn)
         return self._captured[kind]
 
     def _run_few(self, kind: StepKind) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -39,7 +39,9 @@ def start_pipeline(plan: Plan, model: ModelDescription) -> Pipeline:
         allocated[line] += size_bytes
 
     device = plan.devices[0]
-    with memory_told(device, allocated, "loading weights"):
+    # Weights go to the current GPU, whatever its number.
+    current = torch.cuda.device(device.name) if device.kind == "cuda" else nullcontext()
+    with current, memory_told(device, allocated, "loading weights"):
         loaded = load_model(model.config, model.checkpoint.tensors, plan, count)
     log.info(
         "load: %d layers on %s, %s in %.1f s",

@@ -80,6 +80,24 @@ def test_preempted_sequences_go_on_with_tokens_that_were_on_their_way() -> None:
     assert counts == [(True, 0), (True, 0)]
 
 
+def test_a_step_of_a_new_kind_reads_what_the_last_one_drew() -> None:
+    answers = []
+    device, stage = device_engine(FakeModel(), settings())
+    captured = len(stage.kinds)
+    for engine in (device, host_engine(FakeModel(), settings())):
+        late: list[queue.SimpleQueue[TokenEvent]] = []
+
+        def join(event: TokenEvent, engine: Engine = engine, late: list = late) -> None:
+            if event.generated_tokens in (5, 9, 14):  # short prompts beside a decoding row
+                late.append(submit(engine, "b" * event.generated_tokens, PARAMS, length=3))
+
+        first = told(wait(submit(engine, "a", PARAMS, also=join)))
+        answers.append([first, *(told(wait(events)) for events in late)])
+        engine.close()
+    assert len(stage.kinds) > captured
+    assert answers[0] == answers[1]
+
+
 def test_a_stop_token_is_the_last_that_is_told() -> None:
     device, _ = device_engine(FakeModel(), settings())
     wanted = [event.token for event in wait(submit(device, "a", PARAMS))]

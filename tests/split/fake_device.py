@@ -77,6 +77,7 @@ class FakeStage(DeviceStage):
 
     def _capture(self, kind: StepKind) -> Captured:
         self._few.clear()
+        self._run_few(kind)  # as a warm-up does, which draws
         self.kinds.append(kind)
         hidden = torch.empty(kind.rows, HIDDEN)
         logits = torch.empty(kind.rows, VOCAB)

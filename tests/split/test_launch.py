@@ -1,6 +1,7 @@
 """A device that runs out of memory or is lost: told once, in words."""
 
 import queue
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ def test_the_end_of_memory_while_loading_is_an_error_with_numbers(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr("headroom.split.launch.load_model", fail)
+    monkeypatch.setattr("torch.cuda.device", lambda name: nullcontext())
     monkeypatch.setattr("headroom.split.launch.gpu_memory", lambda name: (GIB // 2, 24 * GIB))
     message = "cuda:0 ran out of memory while loading weights: 1.00 GiB of .* planned were"
     with pytest.raises(DeviceError, match=message) as caught:
