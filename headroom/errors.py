@@ -34,6 +34,10 @@ class KernelError(HeadroomError):
     """No kernel runs an operation on a device."""
 
 
+class DeviceError(HeadroomError):
+    """A device of this machine cannot run: its driver, its age, or too little free memory."""
+
+
 class RequestError(HeadroomError):
     """A request is wrong: a value out of range, a prompt longer than the context."""
 

@@ -22,10 +22,10 @@ from headroom.engine.request import (
 from headroom.errors import HeadroomError, ModelError
 from headroom.formats.checkpoint import Checkpoint, open_checkpoint
 from headroom.formats.hub import ALIASES, KNOWN_MODELS, find_model
-from headroom.memory.devices import detect_devices
-from headroom.memory.plan import Plan, make_plan
+from headroom.memory.plan import Plan
 from headroom.models.describe import describe
 from headroom.options import Options, load_options
+from headroom.split.choice import make_run_plan
 from headroom.split.launch import Progress, start_pipeline
 from headroom.text.answer import AnswerText
 from headroom.text.chat_template import ChatTemplate
@@ -45,8 +45,7 @@ def open_engine(
 ) -> tuple[Engine, Plan]:
     """Go the whole way from a checkpoint to an engine that takes requests."""
     model = describe(checkpoint)  # headers only
-    devices = detect_devices(options)  # what the machine is
-    plan = make_plan([model.shape], devices, options)  # what goes where
+    plan = make_run_plan(model.shape, options)  # what the machine is, and what goes where
     for device in plan.devices:
         log.info(
             "plan: %s on %s, %s planned, %s free, context %d x %d",

@@ -64,7 +64,8 @@ class Options:
     pin_threads: bool = option(False, "keep each CPU thread on a core of its own")
     device: str | None = option(
         None,
-        "where to run: cpu; a plan also takes cuda:0, rtx3060-12gb or 24GiB, and several",
+        "where to run: cpu or cuda:0 (default: a GPU that can); a plan also takes rtx3060-12gb "
+        "or 24GiB, and several",
         repeatable=True,
     )
     dtype: str | None = option(None, "type that matrix products compute in", choices=COMPUTE_TYPES)

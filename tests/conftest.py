@@ -31,3 +31,9 @@ def _logs_as_they_were() -> Iterator[None]:
     logger = logging.getLogger("headroom")
     logger.handlers, logger.propagate = [], True
     logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tests run on the CPU unless they name a device, whatever machine they run on."""
+    monkeypatch.setattr("headroom.split.choice.detect_gpus", list)

@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from headroom import __version__
+from headroom.cli.doctor_gpus import gpu_texts, gpus
 from headroom.cli.settings import with_settings
 from headroom.errors import FormatError
 from headroom.formats.hub import find_model
 from headroom.memory.cgroups import read_limits
-from headroom.memory.devices import DeviceSpec, detect_devices, usable_cores
+from headroom.memory.devices import DeviceSpec, detect_cpu, usable_cores
 from headroom.memory.precision import device_precision
 from headroom.options import Options
 from headroom.units import gib
@@ -43,12 +44,16 @@ Section = dict[str, Any]
 def doctor(
     options: Options,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    all_kernels: Annotated[
+        bool, typer.Option("--kernels", help="compile a kernel of every family for each GPU")
+    ] = False,
 ) -> None:
     """Show what this machine has and what headroom can use of it."""
     report = {
         "versions": versions(),
         "cpu": cpu(),
-        "devices": [device_row(device) for device in detect_devices(options)],
+        "devices": [device_row(detect_cpu())],
+        "gpus": gpus(compile_all=all_kernels),
         "kernels": kernels(options),
         "models": models(options),
     }
@@ -155,6 +160,7 @@ def readable(report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             "core limit": "none" if cores is None else f"{cores:g}",
         },
         "devices": {row["name"]: _device_text(row) for row in report["devices"]},
+        "GPUs": gpu_texts(report["gpus"]),
         "kernels": {
             backend: ", ".join(ops) or "none in this version"
             for backend, ops in report["kernels"]["operations"].items()

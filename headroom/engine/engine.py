@@ -5,18 +5,19 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
-from headroom.engine.batching import make_batch, output_rows, wants_prompt_logprobs
+from headroom.engine.batching import make_batch
+from headroom.engine.outputs import Flight, Output, list_draws, list_outputs, read_outputs
 from headroom.engine.pages import PagePool
-from headroom.engine.request import FinishReason, GenerationRequest, TokenEvent
-from headroom.engine.sampler import Row, sample, token_logprobs
+from headroom.engine.request import FinishReason, GenerationRequest, TokenEvent, TokenLogprobs
+from headroom.engine.sampler import Row
 from headroom.engine.scheduler import Limits, Scheduler, Turn
 from headroom.engine.sequence import Sequence
 from headroom.engine.stats import Counters, EngineStats
-from headroom.errors import CapacityError, RequestError
+from headroom.errors import CapacityError, DeviceError, RequestError
 from headroom.memory.budget import PlanSettings
 from headroom.split.pipeline import Pipeline
 
@@ -78,7 +79,8 @@ class Engine:
         """Return what the engine is doing and has done."""
         with self._changed:
             live = len(self._live)
-        return self._counters.snapshot(self._scheduler, self._pool, live)
+        memory = self._pipeline.memory()
+        return self._counters.snapshot(self._scheduler, self._pool, live, memory)
 
     @property
     def alive(self) -> bool:
@@ -111,9 +113,12 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            flying: Flight | None = None
             while self._take_orders():
-                if turns := self._scheduler.next_turns():
-                    self._step(turns)
+                started = time.perf_counter()
+                with torch.inference_mode():
+                    flying = self._step(self._scheduler.next_turns(), flying)
+                self._counters.step_s += time.perf_counter() - started
             for sequence in list(self._live.values()):
                 self._finish(sequence, "cancelled")
         except BaseException as error:
@@ -147,87 +152,89 @@ class Engine:
             self._finish(sequence, "cancelled")
         return True
 
-    def _step(self, turns: list[Turn]) -> None:
-        started = time.perf_counter()
+    def _step(self, turns: list[Turn], flying: Flight | None) -> Flight | None:
+        """Launch a step, then read the one before; return what is still to be read."""
+        launched = self._launch(turns) if turns else None
+        if flying is not None:
+            self._land(flying)
+        if launched is None or launched.may_wait:
+            return launched
+        self._land(launched)
+        return None
+
+    def _launch(self, turns: list[Turn]) -> Flight | None:
+        """Start a step and take its rows as cached; None if that failed."""
+        now = time.perf_counter()
         self._counters.steps += 1
         for turn in turns:
-            turn.sequence.started_at = turn.sequence.started_at or started
+            turn.sequence.started_at = turn.sequence.started_at or now
         try:
+            outputs = list_outputs(turns)
             batch = make_batch(turns, self._settings.page_size)
-            with torch.inference_mode():
-                hidden = self._pipeline.forward(batch)
-                self._commit(turns, hidden)
+            flight = Flight(turns, outputs, self._pipeline.step(batch, list_draws(outputs)))
         except Exception as error:
-            # One bad step must not end the others' answers, nor the process.
-            log.exception("step: failed with %d sequences", len(turns))
-            for turn in turns:
-                if self._is_live(turn.sequence):
-                    self._finish(turn.sequence, "error", _named(error))
-        self._counters.step_s += time.perf_counter() - started
-
-    def _commit(self, turns: list[Turn], hidden: torch.Tensor) -> None:
-        """Take the step's rows as cached, then draw each sequence's next token where it is due."""
-        rows = self._logit_rows(hidden)
+            self._fail(turns, error)
+            return None
         for turn in turns:
-            sequence, start = turn.sequence, turn.sequence.cached
-            last = start + turn.rows - 1 if turn.rows == sequence.pending else None
-            weigh = wants_prompt_logprobs(turn)
-            positions = output_rows(turn, start)
-            sequence.cached += turn.rows
-            if sequence.generated == 0:
+            if len(turn.sequence.tokens) == len(turn.sequence.request.prompt):
                 self._counters.prompt_tokens += turn.rows
-            for position in positions:
-                logits = next(rows)
-                if self._is_live(sequence):  # or it failed at an earlier row
-                    self._use(sequence, logits, position if weigh else None, position == last)
+            turn.sequence.cached += turn.rows
+        if flight.may_wait:
+            flight.leave()
+        return flight
 
-    def _use(self, sequence: Sequence, logits: Row, weighed: int | None, draws: bool) -> None:
-        """Do with one row's logits what is due; a failure here is one request's alone."""
+    def _land(self, flight: Flight) -> None:
+        """Use each output row of a step as is due."""
         try:
-            if weighed is not None:
-                self._weigh_prompt(sequence, weighed, logits)
-            if draws:
-                self._draw(sequence, logits)
+            for output, token, logits in read_outputs(
+                flight.outputs, flight.result, self._settings.parallel
+            ):
+                if self._is_live(output.sequence):  # or it ended since, or failed at another row
+                    self._use(output, token, logits)
         except Exception as error:
-            log.exception("sample: failed for request %s", sequence.request.id)
-            self._finish(sequence, "error", _named(error))
+            self._fail(flight.turns, error)
 
-    def _logit_rows(self, hidden: torch.Tensor) -> Iterator[Row]:
-        """Logits of the output rows, computed for as many rows at a time as the plan allows."""
-        for first in range(0, len(hidden), self._settings.parallel):
-            yield from self._pipeline.logits(
-                hidden[first : first + self._settings.parallel]
-            ).numpy()
+    def _fail(self, turns: list[Turn], error: Exception) -> None:
+        """End the requests of a bad step, but neither the others' answers nor the process."""
+        log.error("step: failed with %d sequences", len(turns), exc_info=error)
+        for turn in turns:
+            if self._is_live(turn.sequence):
+                self._finish(turn.sequence, "error", _named(error))
+        if lost := self._pipeline.lost():  # no later step would work either
+            raise DeviceError(f"{self._pipeline.device} is lost: {lost}") from error
 
-    def _weigh_prompt(self, sequence: Sequence, position: int, logits: Row) -> None:
-        """Note how likely the prompt's token after `position` was; its first has no forerunner."""
-        known, prompt = sequence.prompt_logprobs, sequence.request.prompt
-        if not known:
-            known.append(None)
-        if position + 1 == len(known) < len(prompt):
-            top = sequence.request.params.logprobs or 0
-            known.append(token_logprobs(logits, prompt[position + 1], top))
+    def _use(self, output: Output, token: int | None, logits: Row | None) -> None:
+        """Do with one row what is due; a failure here is one request's alone."""
+        try:
+            if output.weighs:
+                assert logits is not None
+                output.weigh(logits)
+            if output.draws:
+                self._take(output, *output.choose(token, logits))
+        except Exception as error:
+            log.exception("sample: failed for request %s", output.sequence.request.id)
+            self._finish(output.sequence, "error", _named(error))
 
-    def _draw(self, sequence: Sequence, logits: Row) -> None:
-        params = sequence.request.params
-        token = sample(logits, sequence.tokens, params)
-        sequence.tokens.append(token)
+    def _take(self, output: Output, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Put a token at its place in an answer and tell it."""
+        sequence, request = output.sequence, output.sequence.request
+        sequence.learn(output.place, token)
         sequence.first_token_at = sequence.first_token_at or time.perf_counter()
         self._counters.generated_tokens += 1
-        stops = token in sequence.request.stop_ids and not params.ignore_eos
+        stops = token in request.stop_ids and not request.params.ignore_eos
         reason: FinishReason | None = "stop" if stops else None
-        if reason is None and len(sequence.tokens) >= sequence.limit:
+        if reason is None and output.place + 1 >= sequence.limit:
             reason = "length"
-        top = params.logprobs
+        first = output.place == len(request.prompt)
         self._emit(
             sequence,
             TokenEvent(
-                request_id=sequence.request.id,
+                request_id=request.id,
                 token=token,
-                logprobs=None if top is None else token_logprobs(logits, token, top),
-                prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.generated == 1 else (),
+                logprobs=logprobs,
+                prompt_logprobs=tuple(sequence.prompt_logprobs) if first else (),
                 finish_reason=reason,
-                prompt_tokens=len(sequence.request.prompt),
+                prompt_tokens=len(request.prompt),
                 generated_tokens=sequence.generated,
                 timings=sequence.timings(),
             ),

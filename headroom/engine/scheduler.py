@@ -51,8 +51,8 @@ class Scheduler:
         turns = []
         prompt_rows = self._limits.chunk
         for sequence in list(self.running):
-            if sequence not in self.running:
-                continue  # gave way to an earlier one
+            if sequence.ending or sequence not in self.running:
+                continue  # nothing is left to compute, or it gave way to an earlier one
             decodes = sequence.pending == 1
             rows = 1 if decodes else min(sequence.pending, prompt_rows)
             if rows and self._lend(sequence, rows):

@@ -4,12 +4,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from headroom.engine.request import (
     GenerationRequest,
+    SamplingParams,
     Timings,
     TokenEvent,
     TokenLogprobs,
 )
+from headroom.layers.draws import DrawSettings
 
 
 @dataclass(slots=True, eq=False)
@@ -20,9 +24,13 @@ class Sequence:
     on_event: Callable[[TokenEvent], None]
     limit: int  # tokens, prompt included, at which the answer ends
     order: int  # of arrival; a smaller number goes first
-    tokens: list[int] = field(default_factory=list)  # prompt, then what was generated
+    # Prompt, then what was generated; the last ones may stand for tokens that are not read yet.
+    tokens: list[int] = field(default_factory=list)
+    unread: int = 0
     cached: int = 0  # tokens whose keys and values are in `pages`
     pages: list[int] = field(default_factory=list)
+    _table: tuple[list[int], int, torch.Tensor] | None = None  # of `pages`, and their number
+    draws: DrawSettings = field(init=False)  # its request's, for a device that draws
     slot: int = 0  # its place among those that run; states and window pages go by it
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     submitted_at: float = field(default_factory=time.perf_counter)
@@ -31,6 +39,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
+        self.draws = draw_settings(self.request.params)
 
     @property
     def pending(self) -> int:
@@ -39,8 +48,28 @@ class Sequence:
 
     @property
     def generated(self) -> int:
-        """Tokens generated so far."""
-        return len(self.tokens) - len(self.request.prompt)
+        """Tokens generated so far, as far as they are known."""
+        return len(self.tokens) - self.unread - len(self.request.prompt)
+
+    @property
+    def ending(self) -> bool:
+        """Whether its last token is on its way."""
+        return len(self.tokens) >= self.limit
+
+    def learn(self, place: int, token: int) -> None:
+        """Add the next token, or put one in the place of what stood for it."""
+        if place == len(self.tokens):
+            self.tokens.append(token)
+        else:
+            self.tokens[place] = token
+            self.unread -= 1
+
+    def page_table(self) -> torch.Tensor:
+        """Return the pages as int64, the same tensor as long as they are the same."""
+        pages, known = self.pages, self._table
+        if known is None or known[0] is not pages or known[1] != len(pages):
+            known = self._table = (pages, len(pages), torch.tensor(pages, dtype=torch.int64))
+        return known[2]
 
     def timings(self) -> Timings:
         """Return where the time went, up to now."""
@@ -52,3 +81,20 @@ class Sequence:
             prefill_s=first - started,
             decode_s=now - first,
         )
+
+
+def draw_settings(params: SamplingParams) -> DrawSettings:
+    """Return a request's settings as a device's sampler takes them."""
+    return DrawSettings(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition=params.repetition_penalty,
+        frequency=params.frequency_penalty,
+        presence=params.presence_penalty,
+        window=params.penalty_window,
+        bias=params.logit_bias,
+        seed=params.seed,
+        draw=params.draw,
+    )

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from headroom.engine.pages import PagePool
 from headroom.engine.scheduler import Scheduler
+from headroom.split.pipeline import DeviceMemory
+
+__all__ = ["Counters", "DeviceMemory", "EngineStats"]  # the memory is the pipeline's own report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +27,7 @@ class EngineStats:
     cache_pages_used: int
     cache_pages_total: int
     started_at: float  # seconds since the epoch
+    memory: DeviceMemory
 
 
 @dataclass(slots=True)
@@ -37,7 +41,9 @@ class Counters:
     step_s: float = 0.0
     started_at: float = field(default_factory=time.time)
 
-    def snapshot(self, scheduler: Scheduler, pool: PagePool, live: int) -> EngineStats:
+    def snapshot(
+        self, scheduler: Scheduler, pool: PagePool, live: int, memory: DeviceMemory
+    ) -> EngineStats:
         """Return the totals as they are now; `live` requests have not ended yet."""
         running = len(scheduler.running)
         return EngineStats(
@@ -52,4 +58,5 @@ class Counters:
             cache_pages_used=pool.used,
             cache_pages_total=pool.total,
             started_at=self.started_at,
+            memory=memory,
         )

@@ -49,11 +49,13 @@ class KvPages:
 def _ring_view(batch: Batch, ring: int, page_size: int) -> KvView:
     spans, slots = [], []
     for span in batch.spans:
-        rows = torch.arange(span.start, span.start + span.rows)
-        pages = torch.arange(-(-(span.start + span.rows) // page_size)) % ring + span.slot * ring
+        # Made where they are read: a copy to a device would wait for all that runs there.
+        device, end = span.pages.device, span.start + span.rows
+        rows = torch.arange(span.start, end, device=device)
+        pages = torch.arange(-(-end // page_size), device=device) % ring + span.slot * ring
         slots.append(pages[rows // page_size] * page_size + rows % page_size)
-        spans.append(replace(span, pages=pages.to(span.pages)))
-    return KvView(tuple(spans), torch.cat(slots).to(batch.slots.device))
+        spans.append(replace(span, pages=pages))
+    return KvView(tuple(spans), torch.cat(slots))
 
 
 def allocate_kv(config: AttentionConfig, settings: PlanSettings, device: str) -> KvPages:

@@ -3,11 +3,12 @@
 Each part reads the residual stream `[rows, hidden]` in float32 and adds its answer to it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from headroom.errors import KernelError
 from headroom.kernels.cuda import attention, delta_net, prefill
 from headroom.kernels.cuda.attention import DecodeShape, Gate, HeadNorms, Projected
 from headroom.kernels.cuda.chunks import span_tables
@@ -47,9 +48,9 @@ __all__ = [
 class DeviceBatch(Batch):
     """A batch whose tensors are on the GPU, with the tables that kernels read."""
 
-    tables: dict[int, StepTables] = None  # type: ignore[assignment]  # by the ring of a layer's pages; 0: lent ones
-    span_rows: int = 1  # most rows of one sequence
-    context: int = 0  # most tokens that any of its sequences may have
+    tables: dict[int, StepTables] = field(kw_only=True)  # by the ring of a layer's pages; 0: lent
+    span_rows: int = field(kw_only=True)  # most rows of one sequence
+    context: int = field(kw_only=True)  # most tokens that any of its sequences may have
 
 
 def fits_device(mixer: AttentionConfig | DeltaNetConfig, get: WeightSource) -> bool:
@@ -198,6 +199,11 @@ class DeviceDelta:
         rows = (qkv, beta, alpha)
         if few_rows(len(x)):
             tables = batch.tables[0]
+            if tables.trees is not None:
+                raise KernelError(
+                    "Gated linear attention does not run draft trees on a GPU.",
+                    hint="Draft a chain for this model, or run it without a draft.",
+                )
             mixed = delta_net.step(rows, self._weights, self._state, tables)
             answers = DeviceRows(len(x), few=delta_net.gated_norm_rounded(mixed, gate))
         else:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from headroom.errors import CapacityError
+from headroom.layers.device_rows import FEW_ROWS
 from headroom.memory.budget import PlanSettings
-
-CAPTURED_ROWS = 32  # of the largest captured step of a GPU
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,12 +49,10 @@ def open_workspace(
 ) -> Workspace:
     """Allocate what the plan's staging, logits and workspace lines say."""
     # A captured step may have more rows than a small chunk.
-    rows = settings.rows if device == "cpu" else max(settings.rows, CAPTURED_ROWS)
+    rows = settings.rows if device == "cpu" else max(settings.rows, FEW_ROWS)
     stream, outputs = (torch.empty(rows, hidden, device=device) for _ in range(2))
     embedded = torch.empty(rows if keeps_embedding else 0, hidden, device=device)
-    logits = torch.empty(
-        settings.parallel if device == "cpu" else CAPTURED_ROWS, vocab, device=device
-    )
+    logits = torch.empty(settings.parallel if device == "cpu" else FEW_ROWS, vocab, device=device)
     scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
     count("staging", stream.nbytes + outputs.nbytes + embedded.nbytes)
     count("logits", logits.nbytes)

@@ -1,4 +1,4 @@
-"""DeviceSpec: what a device is to the planner; detect_devices(): what this machine has."""
+"""DeviceSpec: what a device is to the planner; detect_cpu(): what this machine's CPU has."""
 
 import math
 import os
@@ -8,9 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from headroom.errors import OptionError
 from headroom.memory.cgroups import GroupLimits, read_limits
-from headroom.options import Options
 from headroom.units import KIB
 
 DeviceKind = Literal["cpu", "cuda", "hip", "metal"]
@@ -44,13 +42,6 @@ class DeviceSpec:
     def holds_all(self) -> bool:
         """Whether there is no second memory behind it that could hold cold experts."""
         return self.kind == "cpu" or self.unified
-
-
-def detect_devices(options: Options) -> list[DeviceSpec]:
-    """Return the devices that the options name, as they are on this machine."""
-    if options.device not in (None, "cpu"):
-        raise OptionError(f"--device {options.device} is unknown.", hint="Choose cpu.")
-    return [detect_cpu()]
 
 
 def detect_cpu(proc: Path = Path("/proc"), limits: GroupLimits | None = None) -> DeviceSpec:

@@ -1,12 +1,11 @@
 """GPUs of this machine, seen through the drivers' own reports; torch is not needed."""
 
-import re
-import subprocess
 from pathlib import Path
 
 from headroom.errors import OptionError
 from headroom.memory.catalogue import CATALOGUE, find_device
 from headroom.memory.devices import DeviceSpec
+from headroom.memory.drivers import ask_driver, read_sm
 from headroom.units import MIB
 
 _QUERY = "index,name,memory.total,memory.free,compute_cap"
@@ -16,7 +15,9 @@ UNKNOWN_BANDWIDTH, UNKNOWN_LINK, UNKNOWN_FLOPS = 400e9, 32e9, 30e12
 
 def detect_gpus() -> list[DeviceSpec]:
     """Return the NVIDIA and AMD GPUs of this machine with what is free on them now."""
-    return read_nvidia(_ask_nvidia()) + read_amd(Path("/sys/class/kfd/kfd/topology/nodes"))
+    return read_nvidia(ask_driver(f"--query-gpu={_QUERY}")) + read_amd(
+        Path("/sys/class/kfd/kfd/topology/nodes")
+    )
 
 
 def find_gpu(name: str, found: list[DeviceSpec]) -> DeviceSpec:
@@ -50,7 +51,7 @@ def read_nvidia(report: str) -> list[DeviceSpec]:
                 bandwidth=speeds[0],
                 link=speeds[1],
                 flops=speeds[2],
-                sm=_sm(capability),
+                sm=read_sm(capability),
             )
         )
     return devices
@@ -88,19 +89,6 @@ def gfx_name(version: int) -> str:
     """Return the name of an AMD target version: 110001 is gfx1101, 90010 is gfx90a."""
     major, minor, step = version // 10000, version // 100 % 100, version % 100
     return f"gfx{major}{minor:x}{step:x}"
-
-
-def _ask_nvidia() -> str:
-    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-
-
-def _sm(capability: str) -> int:
-    match = re.fullmatch(r"(\d+)\.(\d+)", capability)
-    return 10 * int(match[1]) + int(match[2]) if match else 0
 
 
 def _speeds(name: str, total_bytes: int) -> tuple[float, float, float]:

@@ -87,10 +87,10 @@ class _Task:
 
     @property
     def kernels(self) -> str:
-        """Which kernels run the layers: C++ ones where every stage has them for the type."""
+        """Which kernels run the layers: a GPU's own, or C++ ones where every stage has them."""
         stages = [device for device in self.devices if device.runs_layers]
         if any(device.kind != "cpu" for device in stages):
-            return "device"
+            return "device" if self.options.kernels == "auto" else "reference"
         wanted = self.options.kernels == "auto" and self.options.dtype in (None, "int8", "f32")
         return "native" if wanted and all(device.native for device in stages) else "reference"
 

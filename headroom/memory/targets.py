@@ -40,14 +40,19 @@ def plan_devices(options: Options) -> list[DeviceSpec]:
 def _with_own_speeds(devices: list[DeviceSpec], options: Options) -> list[DeviceSpec]:
     """Return the devices with what was measured here, unless they belong to another machine."""
     gpus = [device for device in devices if device.kind != "cpu"]
-    if not all(_LOCAL.fullmatch(device.name) for device in gpus):
+    if not all(is_local(device.name) for device in gpus):
         return devices
     return with_speeds(devices, load_speeds(speeds_path(options.home_path)))
 
 
+def is_local(name: str) -> bool:
+    """Tell whether a name means a GPU of this machine."""
+    return _LOCAL.fullmatch(name) is not None
+
+
 def parse_device(text: str) -> DeviceSpec:
     """Return the GPU that a name or a size stands for."""
-    if _LOCAL.fullmatch(text):
+    if is_local(text):
         return find_gpu(text, detect_gpus())
     if re.match(r"[\d.\-]", text):
         return _unknown_gpu(text)
@@ -88,7 +93,7 @@ def _unique(devices: list[DeviceSpec]) -> list[DeviceSpec]:
     named = []
     for device in devices:
         count = seen[device.name] = seen.get(device.name, 0) + 1
-        if count > 1 and _LOCAL.fullmatch(device.name):
+        if count > 1 and is_local(device.name):
             raise OptionError(f"--device names {device.name} twice.", hint="Name it once.")
         named.append(device if count == 1 else replace(device, name=f"{device.name}#{count}"))
     return named

@@ -4,6 +4,7 @@ import torch
 
 from headroom.layers.batch import Batch
 from headroom.layers.block import Layer
+from headroom.layers.device_block import DeviceBlock
 from headroom.layers.embedding import Embedding, Head
 from headroom.layers.parts import begin_step
 from headroom.layers.side import SideInputs
@@ -29,6 +30,11 @@ class Model:
         self._blocks = blocks
         self._head = head
         self.routing = routing  # of all layers; None where there are no experts
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step on a GPU never waits for the host: only the fused layers keep to that."""
+        return all(isinstance(block, DeviceBlock) for block in self._blocks)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run one step; return the residual stream of the rows whose logits are wanted."""

@@ -19,3 +19,7 @@ class RoutingStats:
         Layers without experts have zeros.
         """
         return self._counts.to("cpu", copy=True)
+
+    def clear(self) -> None:
+        """Forget all choices, those of rows that only warmed a device up."""
+        self._counts.zero_()

@@ -41,6 +41,13 @@ class EngineCollector(Collector):
             yield GaugeMetricFamily(f"headroom_{name}", text, value=value)
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"headroom_{name}", text, value=value)
+        for word, text, size in (
+            ("planned", "Bytes of the device that the plan allocates", stats.memory.planned_bytes),
+            ("used", "Bytes of the device that the engine holds", stats.memory.used_bytes),
+        ):
+            held = GaugeMetricFamily(f"headroom_memory_{word}_bytes", text, labels=["device"])
+            held.add_metric([stats.memory.device], size)
+            yield held
         finished = CounterMetricFamily(
             "headroom_requests_finished", "Requests ended, by reason", labels=["reason"]
         )

@@ -1,18 +1,26 @@
 """DeviceStage: layers on a GPU; small steps are captured once and replayed, long ones run."""
 
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from headroom.layers.batch import Batch, Span
-from headroom.layers.device_block import DeviceBatch, StepTables
 from headroom.layers.device_rows import FEW_ROWS
+from headroom.layers.draws import DeviceSampler, Draw, copy_event
 from headroom.memory.budget import PlanSettings
 from headroom.models.model import Model
 from headroom.moe.stats import RoutingStats
+from headroom.split.results import pick_rows
+from headroom.split.step_inputs import StepInputs, StepKind, kind_of
 
 BUCKETS = (1, 2, 4, 8, 16, FEW_ROWS)  # rows of captured steps
 WARM_UPS = 2  # runs before a capture: kernels are compiled and memory is taken then
+
+DrawnRow = tuple[int, Draw]  # a place among a step's output rows, and how its token is drawn
 
 
 def bucket_of(count: int) -> int:
@@ -20,125 +28,101 @@ def bucket_of(count: int) -> int:
     return next(size for size in BUCKETS if size >= count)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepInputs:
-    """What a step reads, at fixed places on the GPU; filled by one copy from pinned memory."""
+class Graph(Protocol):
+    """Work that was recorded once and may be repeated."""
 
-    host: torch.Tensor  # int64, pinned
-    device: torch.Tensor
-    rows: int
-    sequences: int
-    pages: int  # most pages of a sequence
-
-    @classmethod
-    def allocate(cls, rows: int, sequences: int, pages: int, device: str) -> "StepInputs":
-        """Return inputs for steps of so many rows and sequences."""
-        size = 5 * rows + (2 + pages) * sequences
-        host = torch.zeros(size, dtype=torch.int64, pin_memory=True)
-        there = torch.zeros(size, dtype=torch.int64, device=device)
-        return cls(host, there, rows, sequences, pages)
-
-    def fill(self, batch: Batch) -> None:
-        """Bring a batch to the GPU; rows and sequences beyond it are padding."""
-        count = len(batch.tokens)
-        rows, (starts, states), pages = self._views(self.host)
-        tokens, positions, sequence, index, slots = rows
-        rows[:, count:] = 0
-        sequence[count:] = -1
-        tokens[:count], positions[:count] = batch.tokens, batch.positions
-        slots[:count] = batch.slots
-        starts.zero_()
-        for number, span in enumerate(batch.spans):
-            own = slice(span.first_row, span.first_row + span.rows)
-            sequence[own] = number
-            index[own] = torch.arange(span.start, span.start + span.rows)
-            starts[number], states[number] = span.start, span.slot
-            pages[number, : len(span.pages)] = span.pages
-        self.device.copy_(self.host, non_blocking=True)
-
-    def _views(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows [5, rows], sequences [2, sequences] and pages [sequences, pages]."""
-        split = [5 * self.rows, 2 * self.sequences, self.sequences * self.pages]
-        rows, sequences, pages = torch.split(packed, split)
-        return rows.view(5, -1), sequences.view(2, -1), pages.view(self.sequences, -1)
-
-    def batch(
-        self, spans: tuple[Span, ...], rings: frozenset[int], step: "StepKind"
-    ) -> DeviceBatch:
-        """Return the step on the GPU; small kernels turn the inputs into tables."""
-        rows, (starts, states), pages = self._views(self.device)
-        tokens, positions, sequence, index, slots = rows
-        lent = StepTables(
-            rows=self.rows,
-            positions=positions.int(),
-            sequence=sequence.int(),
-            index=index.int(),
-            starts=starts.int(),
-            pages=pages.int(),
-            slots=slots,
-            state_slots=states.int(),
-        )
-        tables = {0: lent} | {ring: _ring_tables(lent, ring, step.page_size) for ring in rings}
-        return DeviceBatch(
-            tokens=tokens,
-            positions=positions,
-            slots=slots,
-            spans=spans,
-            output_rows=torch.empty(0, dtype=torch.int64),
-            tables=tables,
-            span_rows=step.span_rows,
-            context=step.context,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class StepKind:
-    """What a captured step is captured for."""
-
-    rows: int
-    span_rows: int  # most rows of one sequence
-    context: int
-    page_size: int
-
-
-def _ring_tables(lent: StepTables, ring: int, page_size: int) -> StepTables:
-    """Return the same step as layers with a window number their pages."""
-    numbers = torch.arange(lent.pages.shape[1], device=lent.pages.device, dtype=torch.int32)
-    pages = numbers[None] % ring + lent.state_slots[:, None] * ring
-    own = pages[lent.sequence.clamp(min=0).long(), (lent.index // page_size).long()]
-    slots = own.long() * page_size + lent.index % page_size
-    return StepTables(
-        rows=lent.rows,
-        positions=lent.positions,
-        sequence=lent.sequence,
-        index=lent.index,
-        starts=lent.starts,
-        pages=pages,
-        slots=slots,
-        state_slots=lent.state_slots,
-    )
+    def replay(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    inputs: StepInputs
+class Captured:
+    """A captured step and what it leaves at fixed places, until the next step of any kind."""
+
+    graph: Graph
     hidden: torch.Tensor  # [rows, hidden]
     logits: torch.Tensor  # [rows, vocabulary]
 
 
-class DeviceStage:
-    """The layers of one GPU, with embedding and head."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """Where the host reads the tokens of a step."""
+
+    tokens: torch.Tensor  # int64, pinned
+    done: "torch.cuda.Event | None"
+
+    @classmethod
+    def allocate(cls, rows: int, device: str) -> "_Read":
+        pinned = torch.device(device).type == "cuda"
+        return cls(torch.zeros(rows, dtype=torch.int64, pin_memory=pinned), copy_event(device))
+
+    def fetch(self, to: slice, tokens: torch.Tensor) -> None:
+        """Bring tokens from the device, without waiting for them."""
+        self.tokens[to].copy_(tokens, non_blocking=True)
+        if self.done is not None:
+            self.done.record()
+
+    def wait(self) -> list[int]:
+        """Return the tokens when they are there."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.tokens.tolist()
+
+
+class DeviceResult:
+    """A step on a GPU; what is asked of it is brought to the host then."""
 
     def __init__(
-        self, device: str, model: Model, settings: PlanSettings, rings: frozenset[int]
+        self,
+        hidden: Callable[[], torch.Tensor],
+        logits: Callable[[Sequence[int]], torch.Tensor],
+        read: _Read,
+        rows: tuple[int, dict[int, int]],
+    ) -> None:
+        self._hidden, self._logits, self._read = hidden, logits, read
+        self._outputs, self.places = rows  # output rows, and where the drawn ones' tokens are
+
+    def tokens(self) -> list[int | None]:
+        """Wait for the step and return the tokens of its output rows that were drawn."""
+        found: list[int | None] = [None] * self._outputs
+        if self.places:
+            read = self._read.wait()
+            for at, place in self.places.items():
+                found[at] = read[place]
+        return found
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """The residual stream of all output rows, on the GPU."""
+        return self._hidden()
+
+    def logits(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return logits of some output rows in host memory."""
+        return self._logits(rows).float().cpu()
+
+
+class DeviceStage:
+    """The layers of one GPU, with embedding and head; draws the tokens of its steps."""
+
+    def __init__(
+        self,
+        device: str,
+        model: Model,
+        settings: PlanSettings,
+        rings: frozenset[int],
+        sampler: DeviceSampler,
     ) -> None:
         self.device = device
-        self._model = model
-        self._settings = settings
-        self._rings = rings
-        self._captured: dict[StepKind, _Captured] = {}
-        self._last: tuple[torch.Tensor, torch.Tensor] | None = None  # hidden rows, their logits
+        self._model, self._settings, self._rings = model, settings, rings
+        self._sampler = sampler
+        pages = settings.sequence_pages
+        self._few = StepInputs(FEW_ROWS, FEW_ROWS, pages, device, sampler.tokens)
+        self._many = StepInputs(settings.rows, settings.parallel, pages, device, sampler.tokens)
+        self._captured: dict[StepKind, Captured] = {}
+        self._pool: Any = None  # of all graphs: they never run at the same time
+        self._on_cuda = torch.device(device).type == "cuda"
+        # Two, since a step may be launched before the tokens of the last one are read.
+        most = max(FEW_ROWS, settings.parallel)
+        self._reads = deque(_Read.allocate(most, device) for _ in range(2))
 
     @property
     def routing(self) -> RoutingStats | None:
@@ -146,83 +130,141 @@ class DeviceStage:
         return self._model.routing
 
     def capture(self) -> None:
-        """Capture the steps in which every running sequence decodes one token."""
-        for size in BUCKETS:
-            self._capture_of(StepKind(size, 1, self._context, self._settings.page_size))
-            if size >= self._settings.parallel:
-                return
+        """Run what requests need once, so that no kernel is compiled while one waits.
+
+        Captured are the steps in which every running sequence decodes one token, and the largest
+        of few rows; others when one is first asked for. A model with parts that wait for the
+        host is not captured: all its steps just run.
+        """
+        with self._here(), torch.inference_mode():
+            if self._model.capturable:
+                sizes = [size for size in BUCKETS if size < 2 * self._settings.parallel]
+                for kind in (*(self._kind(size, 1) for size in sizes), self._kind(FEW_ROWS)):
+                    self._capture_of(kind)
+            self._warm_up(min(FEW_ROWS + 1, self._settings.rows))
+            if self._model.routing is not None:
+                self._model.routing.clear()
 
     def forget_captures(self) -> None:
         """Capture steps anew when they are next used."""
         self._captured.clear()
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Run one step; return the residual stream of the rows whose logits are wanted."""
-        with torch.cuda.device(self.device):
-            if len(batch.tokens) <= FEW_ROWS:
-                return self._replay(batch)
-            self._last = None
-            sizes = len(batch.tokens), len(batch.spans), self._settings.sequence_pages
-            inputs = StepInputs.allocate(*sizes, self.device)
-            inputs.fill(batch)
-            longest = max(span.rows for span in batch.spans)
-            kind = StepKind(len(batch.tokens), longest, self._context, self._settings.page_size)
-            spans = tuple(_on_device(span, self.device) for span in batch.spans)
-            x = self._model.run(inputs.batch(spans, self._rings, kind))
-            return x.index_select(0, batch.output_rows.to(self.device))
+    def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> DeviceResult:
+        """Run one step and draw the tokens whose draws fit the tables of a device."""
+        drawn = [(at, draw) for at, draw in enumerate(draws) if draw is not None and draw.fits]
+        with self._here():
+            if self._model.capturable and len(batch.tokens) <= FEW_ROWS:
+                return self._replay(batch, drawn)
+            return self._run(batch, drawn)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits of rows that `forward` returned."""
-        if self._last is not None:
-            rows, logits = self._last
-            offset = (hidden.data_ptr() - rows.data_ptr()) // (hidden.shape[1] * 4)
-            return logits[offset : offset + len(hidden)]
-        with torch.cuda.device(self.device):
+        """Return logits of rows of the residual stream."""
+        with self._here():
             return self._model.logits(hidden)
 
-    @property
-    def _context(self) -> int:
-        return self._settings.context
+    def held_bytes(self) -> int | None:
+        """Return the bytes of the GPU that this process holds, those in graphs included."""
+        return torch.cuda.memory_reserved(self.device) if self._on_cuda else None
 
-    def _replay(self, batch: Batch) -> torch.Tensor:
-        longest = max(span.rows for span in batch.spans)
-        size = bucket_of(len(batch.tokens))
-        kind = StepKind(size, bucket_of(longest), self._context, self._settings.page_size)
-        step = self._capture_of(kind)
-        step.inputs.fill(batch)
+    def lost(self) -> str:
+        """Return why the GPU runs nothing any more; "" while it does.
+
+        An error inside a kernel comes up at any later call and never goes away.
+        """
+        try:
+            if self._on_cuda:
+                torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        return ""
+
+    def _here(self) -> contextlib.AbstractContextManager[None]:
+        return torch.cuda.device(self.device) if self._on_cuda else contextlib.nullcontext()
+
+    def _kind(self, rows: int, span_rows: int = FEW_ROWS) -> StepKind:
+        return StepKind(rows, span_rows, self._settings.context, self._settings.page_size)
+
+    def _warm_up(self, rows: int) -> None:
+        """Run a long step over pages that nobody has yet, and draw from it."""
+        zeros, where = torch.zeros(rows, dtype=torch.int64), torch.arange(rows)
+        span = Span(0, rows, 0, torch.zeros(1, dtype=torch.int64))
+        result = self._run(Batch(zeros, where, where, (span,), where[-1:]), [])
+        self._sampler.draw(self._model.logits(result.hidden))
+
+    def _replay(self, batch: Batch, drawn: list[DrawnRow]) -> DeviceResult:
+        """Run a step of few rows as it was captured: drawing is its end."""
+        rows = bucket_of(len(batch.tokens))
+        settings = self._settings
+        step = self._capture_of(kind_of(batch, rows, settings.context, settings.page_size))
+        where: list[int] = batch.output_rows.tolist()
+        self._few.fill(batch)
+        self._sampler.fill([(where[at], draw) for at, draw in drawn])
         step.graph.replay()
-        wanted = batch.output_rows.to(self.device, non_blocking=True)
-        hidden = step.hidden.index_select(0, wanted)
-        self._last = (hidden, step.logits.index_select(0, wanted))
-        return hidden
+        read = self._next_read()
+        if drawn:
+            count = where[drawn[-1][0]] + 1
+            read.fetch(slice(0, count), self._sampler.tokens[:count])
+        return DeviceResult(
+            hidden=lambda: pick_rows(step.hidden, where),
+            logits=lambda rows: pick_rows(step.logits, [where[row] for row in rows]),
+            read=read,
+            rows=(len(where), {at: where[at] for at, _ in drawn}),
+        )
 
-    def _capture_of(self, kind: StepKind) -> _Captured:
+    def _run(self, batch: Batch, drawn: list[DrawnRow]) -> DeviceResult:
+        """Run a step of any size as it is; only its output rows get logits."""
+        count, settings = len(batch.tokens), self._settings
+        self._many.fill(batch)
+        kind = kind_of(batch, count, settings.context, settings.page_size)
+        spans = self._many.spans(batch)
+        x = self._model.run(self._many.batch(spans, self._rings, kind, len(spans)))
+        hidden = pick_rows(x, batch.output_rows.tolist())
+        read = self._next_read()
+        for first in range(0, len(drawn), FEW_ROWS):
+            group = drawn[first : first + FEW_ROWS]
+            self._sampler.fill([(row, draw) for row, (_, draw) in enumerate(group)])
+            tokens = self._sampler.draw(
+                self._model.logits(pick_rows(hidden, [at for at, _ in group]))
+            )
+            read.fetch(slice(first, first + len(group)), tokens)
+        return DeviceResult(
+            hidden=lambda: hidden,
+            logits=lambda rows: self.logits(pick_rows(hidden, rows)),
+            read=read,
+            rows=(len(hidden), {at: row for row, (at, _) in enumerate(drawn)}),
+        )
+
+    def _next_read(self) -> _Read:
+        self._reads.rotate()
+        return self._reads[0]
+
+    def _capture_of(self, kind: StepKind) -> Captured:
         if kind not in self._captured:
-            with torch.cuda.device(self.device), torch.inference_mode():
+            with torch.inference_mode():
+                # Runs before a capture draw, too, and the next step may read what the last drew.
+                drawn = self._sampler.tokens.clone()
                 self._captured[kind] = self._capture(kind)
+                self._sampler.tokens.copy_(drawn)
         return self._captured[kind]
 
-    def _capture(self, kind: StepKind) -> _Captured:
-        pages = self._settings.sequence_pages
-        inputs = StepInputs.allocate(kind.rows, kind.rows, pages, self.device)
-        inputs.host[2 * kind.rows : 3 * kind.rows] = -1  # all rows are padding
-        inputs.device.copy_(inputs.host)
+    def _run_few(self, kind: StepKind) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a step of few rows on what the inputs hold; its tokens go to the sampler's place."""
+        hidden = self._model.run(self._few.batch((), self._rings, kind, kind.rows))
+        logits = self._model.logits(hidden)
+        self._sampler.draw(logits)
+        return hidden, logits
 
-        def run() -> tuple[torch.Tensor, torch.Tensor]:
-            hidden = self._model.run(inputs.batch((), self._rings, kind))
-            return hidden, self._model.logits(hidden)
-
+    def _capture(self, kind: StepKind) -> Captured:
+        self._few.clear()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
-                run()
+                self._run_few(kind)
         torch.cuda.current_stream().wait_stream(side)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            hidden, logits = run()
-        return _Captured(graph, inputs, hidden, logits)
-
-
-def _on_device(span: Span, device: str) -> Span:
-    return Span(span.first_row, span.rows, span.start, span.pages.to(device), span.slot, span.tree)
+        with torch.cuda.graph(graph, pool=self._pool):
+            hidden, logits = self._run_few(kind)
+        return Captured(graph, hidden, logits)

@@ -3,11 +3,20 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 
+import torch
+
+from headroom.errors import DeviceError
 from headroom.layers.config import AttentionConfig
+from headroom.layers.device_rows import FEW_ROWS
+from headroom.layers.draws import DeviceSampler
+from headroom.layers.gpu import gpu_memory
 from headroom.layers.threads import set_threads, warn_of_slow_kernels
+from headroom.memory.layout import DevicePlan
 from headroom.memory.plan import Plan
+from headroom.memory.readiness import out_of_memory
 from headroom.models.describe import ModelDescription
 from headroom.models.load import load_model
 from headroom.models.model import Model
@@ -30,7 +39,8 @@ def start_pipeline(
     set_threads(plan.settings.threads, pin=plan.settings.pin_threads)
     warn_of_slow_kernels(plan.devices[0].name)
     allocated: Counter[str] = Counter()
-    lines, device = plan.devices[0].allocated, plan.devices[0].name
+    device = plan.devices[0]
+    lines = device.allocated
     total = sum(lines.get(line, 0) for line in WEIGHT_LINES)
 
     def count(line: str, size_bytes: int) -> None:
@@ -38,11 +48,21 @@ def start_pipeline(
         if line in WEIGHT_LINES:
             progress(min(sum(allocated[line] for line in WEIGHT_LINES), total), total)
 
-    progress(0, total)
-    loaded = load_model(model.config, model.checkpoint.tensors, plan, count)
-    progress(total, total)
-    _log_load(device, sum(allocated[line] for line in WEIGHT_LINES), time.perf_counter() - started)
-    return Pipeline(_stage(device, loaded, plan, model), model.config.vocab, allocated)
+    # Weights go to the current GPU, whatever its number.
+    current = torch.cuda.device(device.name) if device.kind == "cuda" else nullcontext()
+    with current, memory_told(device, allocated, "loading weights"):
+        progress(0, total)
+        loaded = load_model(model.config, model.checkpoint.tensors, plan, count)
+        progress(total, total)
+    weights = sum(allocated[line] for line in WEIGHT_LINES)
+    _log_load(device.name, weights, time.perf_counter() - started)
+    if device.kind != "cuda":
+        stage: Stage | DeviceStage = Stage(device.name, loaded)
+    else:
+        with memory_told(device, allocated, "capturing steps"):
+            stage = _device_stage(loaded, plan, model, allocated)
+    planned = sum(device.allocated.values())
+    return Pipeline(stage, model.config.vocab, allocated, planned)
 
 
 def _log_load(device: str, size_bytes: int, seconds: float) -> None:
@@ -50,21 +70,41 @@ def _log_load(device: str, size_bytes: int, seconds: float) -> None:
     log.info("load: %s on %s in %.1f s (%.1f GB/s)", gib(size_bytes), device, seconds, speed)
 
 
-def _stage(device: str, loaded: Model, plan: Plan, model: ModelDescription) -> Stage | DeviceStage:
-    if not device.startswith("cuda"):
-        return Stage(device, loaded)
+@contextmanager
+def memory_told(device: DevicePlan, allocated: Mapping[str, int], while_: str) -> Iterator[None]:
+    """Turn a GPU's end of memory into an error that says what was planned and what is free."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        planned, held = sum(device.allocated.values()), sum(allocated.values())
+        told = out_of_memory(while_, device.name, planned, held, gpu_memory(device.name))
+        raise DeviceError(told.message, hint=told.hint) from error
+
+
+def _device_stage(
+    loaded: Model, plan: Plan, model: ModelDescription, allocated: Counter[str]
+) -> DeviceStage:
+    """Return the stage of a GPU, its steps captured."""
+    device, settings = plan.devices[0].name, plan.settings
+    if not loaded.capturable:
+        log.warning(
+            "kernels: not all layers of this model have fused kernels that compute in %s; its "
+            "steps are not captured, and slow",
+            settings.dtype,
+        )
     windows = {
         layer.mixer.window
         for layer in model.config.layers
         if isinstance(layer.mixer, AttentionConfig) and layer.mixer.window
     }
-    settings = plan.settings
     rings = frozenset(settings.window_pages(window) // settings.parallel for window in windows)
-    stage = DeviceStage(device, loaded, settings, rings)
+    sampler = DeviceSampler.allocate(FEW_ROWS, model.config.vocab, device)
+    allocated["sampler"] += sampler.nbytes
+    stage = DeviceStage(device, loaded, settings, rings, sampler)
     started = time.perf_counter()
     stage.capture()
     log.info(
-        "capture: steps of up to %d rows in %.1f s",
+        "capture: steps of up to %d sequences in %.1f s",
         settings.parallel,
         time.perf_counter() - started,
     )

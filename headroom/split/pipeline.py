@@ -1,34 +1,73 @@
 """Pipeline: the whole model over all its stages, as the engine sees it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from headroom.layers.batch import Batch
+from headroom.layers.draws import Draw
 from headroom.layers.parts import part_of_step
 from headroom.moe.stats import RoutingStats
 from headroom.split.device_stage import DeviceStage
+from headroom.split.results import StepResult
 from headroom.split.stages import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What layers hold of a device."""
+
+    device: str
+    planned_bytes: int  # that the engine allocates; 0 where there is no plan
+    used_bytes: int  # by this process, now
 
 
 class Pipeline:
     """Runs a step through the stages in order."""
 
     def __init__(
-        self, stage: Stage | DeviceStage, vocab: int, allocated: Mapping[str, int]
+        self,
+        stage: Stage | DeviceStage,
+        vocab: int,
+        allocated: Mapping[str, int],
+        planned_bytes: int = 0,
     ) -> None:
         self._stage = stage
         self.vocab = vocab
         self.allocated = allocated  # bytes by the plan's line
+        self._planned_bytes = planned_bytes
+
+    @property
+    def device(self) -> str:
+        """Where the layers run."""
+        return self._stage.device
 
     @property
     def routing(self) -> RoutingStats | None:
         """How often each expert was chosen; None where the model has none."""
         return self._stage.routing
 
+    def memory(self) -> DeviceMemory:
+        """Return what was planned and what is held now, from any thread."""
+        used = self._stage.held_bytes()
+        held = sum(self.allocated.values()) if used is None else used
+        return DeviceMemory(self.device, self._planned_bytes, held)
+
+    def lost(self) -> str:
+        """Return why the device runs nothing any more; "" while it does."""
+        return self._stage.lost()
+
+    def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> StepResult:
+        """Run one step; `draws` says for each output row how its token is drawn, if one is.
+
+        A stage that cannot draw, or not this way, leaves it to the caller.
+        """
+        return self._stage.step(batch, draws)
+
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run one step; return the residual stream of the rows whose logits are wanted."""
-        return self._stage.forward(batch)
+        return self._stage.step(batch).hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits `[rows, vocabulary]` as float32 in host memory."""

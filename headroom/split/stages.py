@@ -1,10 +1,14 @@
 """Stage: layers and their caches on one device."""
 
+from collections.abc import Sequence
+
 import torch
 
 from headroom.layers.batch import Batch
+from headroom.layers.draws import Draw
 from headroom.models.model import Model
 from headroom.moe.stats import RoutingStats
+from headroom.split.results import HostResult
 
 
 class Stage:
@@ -19,13 +23,21 @@ class Stage:
         """How often this stage's experts were chosen; None where it has none."""
         return self._model.routing
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Run one step; return the residual stream of the rows whose logits are wanted."""
-        return self._model.forward(batch)
+    def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> HostResult:
+        """Run one step; its tokens are drawn by whoever asked for them."""
+        return HostResult(self._model.forward(batch), self._model.logits)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits of rows that `forward` returned."""
+        """Return logits of rows of the residual stream."""
         return self._model.logits(hidden)
 
     def forget_captures(self) -> None:
         """Do nothing: steps of a CPU are not captured."""
+
+    def held_bytes(self) -> int | None:
+        """Return None: what a process holds of host memory is not its layers' alone."""
+        return None
+
+    def lost(self) -> str:
+        """Return that a CPU is never lost."""
+        return ""

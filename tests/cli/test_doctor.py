@@ -14,7 +14,7 @@ from headroom.options import Options
 def test_json_has_every_section(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run_command(["doctor", "--json", "--home", str(tmp_path)]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert set(report) == {"versions", "cpu", "devices", "kernels", "models"}
+    assert set(report) == {"versions", "cpu", "devices", "gpus", "kernels", "models"}
     assert report["versions"]["python"] == platform.python_version()
     assert report["devices"][0]["name"] == "cpu"
     assert 0 < report["devices"][0]["available_bytes"] <= report["devices"][0]["total_bytes"]
@@ -37,7 +37,8 @@ def test_a_missing_package_names_the_extra_that_brings_it(monkeypatch: pytest.Mo
     found = versions()
     assert found["packages"]["uvicorn"] is None
     assert found["missing_extras"] == ["server"]
-    report = {"versions": found, "cpu": cpu(), "devices": [], "models": models(Options())}
+    report = {"versions": found, "cpu": cpu(), "devices": [], "gpus": []}
+    report["models"] = models(Options())
     unbuilt = {"operations": {"native": []}, "native": {"missing": "It was not built"}}
     told = readable({**report, "kernels": unbuilt})
     assert told["versions"]["uvicorn"] == "not installed"

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
 from headroom.engine.sampler import Row, sample
 from headroom.engine.scheduler import Turn
 from headroom.errors import CapacityError, RequestError
 from headroom.llm import LLM
+from headroom.split.results import StepResult
 from tests.tiny import llama_config, random_model, save_gguf
 
 SAMPLED = {"temperature": 0.8, "max_tokens": 40, "ignore_eos": True}
@@ -185,13 +185,13 @@ def test_requests_beyond_the_queue_are_refused_and_the_others_served(tiny_path: 
 def test_a_failing_step_ends_its_requests_with_an_error_and_no_others(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = llm.engine._pipeline.forward
+    step = llm.engine._pipeline.step
 
-    def break_once(batch: object) -> torch.Tensor:
-        monkeypatch.setattr(llm.engine._pipeline, "forward", forward)
+    def break_once(batch: object, draws: object) -> StepResult:
+        monkeypatch.setattr(llm.engine._pipeline, "step", step)
         raise MemoryError("out of memory")
 
-    monkeypatch.setattr(llm.engine._pipeline, "forward", break_once)
+    monkeypatch.setattr(llm.engine._pipeline, "step", break_once)
     events = collect(llm, llm.request([1, 2], SamplingParams(max_tokens=3)))
     assert events[-1].finish_reason == "error"
     assert "MemoryError: out of memory" in events[-1].error
@@ -207,7 +207,7 @@ def test_a_failing_sampler_ends_one_request_and_no_others(
             raise FloatingPointError("no number")
         return sample(logits, history, params)
 
-    monkeypatch.setattr("headroom.engine.engine.sample", fail_for_sevens)
+    monkeypatch.setattr("headroom.engine.outputs.sample", fail_for_sevens)
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     before, after = llm.stream([1, 2], params), llm.stream([3, 4], params)
     events = collect(llm, llm.request([7], params))
@@ -266,7 +266,7 @@ def test_cancelling_a_request_that_just_ended_does_not_hit_the_next_of_its_id(
 
     def cancel_too_late(logits: Row, history: list[int], params: SamplingParams) -> int:
         if len(history) == 2:  # this draw ends the request
-            monkeypatch.setattr("headroom.engine.engine.sample", sample)
+            monkeypatch.setattr("headroom.engine.outputs.sample", sample)
             llm.engine.cancel(request.id)
         return sample(logits, history, params)
 
@@ -274,7 +274,7 @@ def test_cancelling_a_request_that_just_ended_does_not_hit_the_next_of_its_id(
         if event.finish_reason is not None:
             llm.engine.submit(request, found.put)
 
-    monkeypatch.setattr("headroom.engine.engine.sample", cancel_too_late)
+    monkeypatch.setattr("headroom.engine.outputs.sample", cancel_too_late)
     llm.engine.submit(request, ask_again)
     assert found.get(timeout=30).finish_reason is None
     assert found.get(timeout=30).finish_reason == "length"

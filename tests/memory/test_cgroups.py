@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from headroom.memory.cgroups import GroupLimits, read_limits
-from headroom.memory.devices import detect_cpu, detect_devices, pinnable_bytes, usable_cores
-from headroom.options import Options
+from headroom.memory.devices import detect_cpu, pinnable_bytes, usable_cores
 from headroom.units import GIB, KIB
 
 
@@ -76,7 +75,7 @@ def test_the_cpu_has_the_memory_that_its_group_allows(tmp_path: Path) -> None:
 
 
 def test_this_machine_is_found() -> None:
-    (device,) = detect_devices(Options())
+    device = detect_cpu()
     assert device.kind == "cpu"
     assert 0 < device.available_bytes <= device.total_bytes
     assert device.cores >= 1

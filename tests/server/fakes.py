@@ -17,7 +17,7 @@ from headroom.engine.request import (
     TokenEvent,
     TokenLogprobs,
 )
-from headroom.engine.stats import EngineStats
+from headroom.engine.stats import DeviceMemory, EngineStats
 from headroom.errors import CapacityError
 from headroom.llm import LLM
 from headroom.options import Options
@@ -97,6 +97,7 @@ class FakeEngine:
             preemptions=0,
             cache_pages_used=1,
             cache_pages_total=8,
+            memory=DeviceMemory("cuda:0", 4096, 1024),
             started_at=0.0,
         )
 

@@ -22,6 +22,8 @@ def test_engine_and_http_are_counted(client: httpx.Client) -> None:
         "headroom_preemptions_total 0.0",
         "headroom_cache_pages 8.0",
         "headroom_cache_pages_used 1.0",
+        'headroom_memory_planned_bytes{device="cuda:0"} 4096.0',
+        'headroom_memory_used_bytes{device="cuda:0"} 1024.0',
         'headroom_http_requests_total{endpoint="/v1/chat/completions",status="200"} 1.0',
         'headroom_http_requests_total{endpoint="/v1/chat/completions",status="400"} 1.0',
         'headroom_http_request_seconds_count{endpoint="/v1/chat/completions"} 2.0',

@@ -8,8 +8,8 @@ import pytest
 
 from headroom.formats.checkpoint import open_checkpoint
 from headroom.llm import LLM
-from headroom.memory.devices import detect_devices
 from headroom.memory.plan import make_plan
+from headroom.memory.targets import plan_devices
 from headroom.models.describe import describe
 from headroom.options import Options
 from headroom.split.launch import WEIGHT_LINES, start_pipeline
@@ -20,7 +20,7 @@ def test_progress_goes_from_nothing_to_all_weights_of_the_plan(
     tiny_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, options = describe(open_checkpoint(tiny_path)), Options(context=128, threads=1)
-    plan = make_plan([model.shape], detect_devices(options), options)
+    plan = make_plan([model.shape], plan_devices(options), options)
     seen: list[tuple[int, int]] = []
     with caplog.at_level(logging.INFO, "headroom"):
         start_pipeline(plan, model, lambda done, total: seen.append((done, total)))

@@ -16,8 +16,8 @@ from headroom.kernels.ops import Span
 from headroom.layers.threads import set_threads
 from headroom.llm import LLM
 from headroom.memory.budget import native_experts_scratch, native_layer_scratch
-from headroom.memory.devices import detect_devices
 from headroom.memory.plan import Plan, make_plan
+from headroom.memory.targets import plan_devices
 from headroom.models.describe import describe
 from headroom.options import Options
 from headroom.split.launch import start_pipeline
@@ -39,7 +39,7 @@ def planned(plan: Plan) -> dict[str, int]:
 def plan_and_load(path: Path, **settings: object) -> tuple[Plan, dict[str, int]]:
     model = describe(open_checkpoint(path))
     options = Options(model=str(path), threads=1, **settings)  # type: ignore[arg-type]
-    plan = make_plan([model.shape], detect_devices(options), options)
+    plan = make_plan([model.shape], plan_devices(options), options)
     return plan, dict(start_pipeline(plan, model).allocated)
 
 
@@ -154,7 +154,7 @@ def test_the_planned_scratch_is_what_the_cpp_layer_needs_at_most(
     model = describe(open_checkpoint(tiny_path))
     context = min(context, model.config.context_limit)
     options = Options(context=context, parallel=parallel, chunk=chunk, kv_type="f32", threads=1)
-    plan = make_plan([model.shape], detect_devices(options), options)
+    plan = make_plan([model.shape], plan_devices(options), options)
     pipeline = start_pipeline(plan, model)
     layer = pipeline._stage._model._blocks[0]._layer  # type: ignore[attr-defined]
     pages = torch.arange(plan.settings.sequence_pages)

@@ -61,7 +61,9 @@ def span_tables(spans: tuple[Span, ...], rows: int, device: torch.device) -> Spa
     slots = [span.slot for span in spans]
     parts = (sequence, index, starts, slots, chunk_ends, first_rows, counts)
     joined = torch.tensor([number for part in parts for number in part], dtype=torch.int32)
-    return SpanTables(*torch.split(joined.to(device), [len(part) for part in parts]))
+    if device.type != "cpu":  # from pinned memory nothing waits for the copy
+        joined = joined.pin_memory().to(device, non_blocking=True)
+    return SpanTables(*torch.split(joined, [len(part) for part in parts]))
 
 
 def run_plain_chunks(

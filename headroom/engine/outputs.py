@@ -1,0 +1,124 @@
+"""Outputs: what is done with the rows of a step that predict a token, drawn here or on a device."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from headroom.engine.batching import output_rows, wants_prompt_logprobs
+from headroom.engine.request import TokenLogprobs
+from headroom.engine.sampler import Row, sample, token_logprobs
+from headroom.engine.scheduler import Turn
+from headroom.engine.sequence import Sequence as Running
+from headroom.layers.device_rows import FEW_ROWS
+from headroom.layers.draws import Draw
+from headroom.split.results import StepResult
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Output:
+    """One row that predicts the token after `position`."""
+
+    sequence: Running
+    position: int
+    weighs: bool  # the prompt's own next token is to be weighed
+    draws: bool  # the next token is to be drawn
+
+    def needs_logits(self, token: int | None) -> bool:
+        """Whether the drawn token alone does not do."""
+        params = self.sequence.request.params
+        return self.weighs or (self.draws and (token is None or params.logprobs is not None))
+
+    def weigh(self, logits: Row) -> None:
+        """Note how likely the prompt's next token was; its first has no forerunner."""
+        known, request = self.sequence.prompt_logprobs, self.sequence.request
+        if not known:
+            known.append(None)
+        if self.position + 1 == len(known) < len(request.prompt):
+            top = request.params.logprobs or 0
+            known.append(token_logprobs(logits, request.prompt[self.position + 1], top))
+
+    @property
+    def place(self) -> int:
+        """The predicted token's place in its sequence."""
+        return self.position + 1
+
+    def choose(self, token: int | None, logits: Row | None) -> tuple[int, TokenLogprobs | None]:
+        """Return the next token, drawn here unless it was already, and how likely it was."""
+        params = self.sequence.request.params
+        if token is None:
+            assert logits is not None
+            token = sample(logits, self.sequence.tokens, params)
+        if params.logprobs is None:
+            return token, None
+        assert logits is not None
+        return token, token_logprobs(logits, token, params.logprobs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """A step that was launched and whose output rows are not read yet."""
+
+    turns: list[Turn]
+    outputs: list[Output]
+    result: StepResult
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the next step can be launched before this one is read.
+
+        It can where the device draws all tokens and keeps them for that step, and where no draw
+        of that step looks at tokens that the host must know.
+        """
+        places = self.result.places
+        return len(places) <= FEW_ROWS and not any(
+            output.needs_logits(places.get(at)) or output.sequence.draws.penalises
+            for at, output in enumerate(self.outputs)
+        )
+
+    def leave(self) -> None:
+        """Put the places of tokens that are still on the device at the ends of their sequences."""
+        for at, place in self.result.places.items():
+            sequence = self.outputs[at].sequence
+            sequence.tokens.append(-1 - place)
+            sequence.unread += 1
+
+
+def list_outputs(turns: Sequence[Turn]) -> list[Output]:
+    """Return the output rows of a step in their order, before its rows count as cached."""
+    outputs = []
+    for turn in turns:
+        sequence, weighs = turn.sequence, wants_prompt_logprobs(turn)
+        start = sequence.cached
+        last = start + turn.rows - 1 if turn.rows == sequence.pending else None
+        for position in output_rows(turn, start):
+            outputs.append(Output(sequence, position, weighs, position == last))
+    return outputs
+
+
+def list_draws(outputs: Sequence[Output]) -> list[Draw | None]:
+    """Return how each output row's token is drawn, None where none is."""
+    return [
+        Draw(output.sequence.draws, output.sequence.tokens) if output.draws else None
+        for output in outputs
+    ]
+
+
+def read_outputs(
+    outputs: Sequence[Output], result: StepResult, most: int
+) -> Iterator[tuple[Output, int | None, Row | None]]:
+    """Yield each output row with its token, where it is drawn, and its logits, where needed.
+
+    Logits come for at most `most` rows at a time, as many as the plan has memory for.
+    """
+    tokens = result.tokens()
+    wanted = [row for row, output in enumerate(outputs) if output.needs_logits(tokens[row])]
+    logits = _logit_rows(wanted, result, most)
+    at = 0
+    for row, output in enumerate(outputs):
+        needed = at < len(wanted) and wanted[at] == row
+        at += needed
+        yield output, tokens[row], next(logits) if needed else None
+
+
+def _logit_rows(wanted: Sequence[int], result: StepResult, most: int) -> Iterator[Row]:
+    for first in range(0, len(wanted), most):
+        yield from result.logits(wanted[first : first + most]).numpy()

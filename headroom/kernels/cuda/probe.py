@@ -1,0 +1,68 @@
+"""One kernel of every family, to see before a request whether a GPU's compiler takes them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from headroom.errors import KernelError
+from headroom.kernels.cuda.compile import compile_kernel
+
+Q4_K, BF16 = 12, 30  # types by their numbers in files
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A kernel that stands for its family."""
+
+    family: str
+    source: str
+    kernel: str
+    defines: Mapping[str, int]
+    sm: int = 75  # the least compute capability that it runs on; older ones take another path
+
+
+_HEADS = {"DIM": 128, "K_KIND": BF16, "V_KIND": BF16}
+_PAGED = _HEADS | {"GROUP": 4, "PAGE": 64}
+_EXPERTS = {"GATE": Q4_K, "UP": Q4_K, "DOWN": Q4_K, "GELU": 0, "WARPS": 8}
+_FEW = {"KIND": Q4_K, "WARPS": 4, "TILES": 1}
+_DELTA = {"HEADS": 32, "KEY_HEADS": 16, "TILED": 0, "TAPS": 4, "COLUMNS": 16}
+PROBES = (
+    Probe("products of few rows", "matmul.cu", "product", _FEW, 80),
+    Probe("products of many rows", "dequant.cu", "dequantise", {"KIND": Q4_K, "WARPS": 4}),
+    Probe("attention of few rows", "decode.cu", "decode", _PAGED | {"TILES": 1}, 80),
+    Probe("attention in float32", "exact.cu", "decode_exact", _PAGED),
+    Probe("rotation and cache", "rope.cu", "rope_write", _HEADS | {"HALF": 64, "Q_BF16": 0}),
+    Probe("norms", "small.cu", "norm_rows", {"RESIDUAL": 0}),
+    Probe("rounding to 8 bits", "activations.cu", "quantise", {}),
+    Probe("routers", "route.cu", "score", {"EXPERTS": 32, "SIGMOID": 0, "ROWS": 1}),
+    Probe("experts", "experts.cu", "gate_up", _EXPERTS),
+    Probe("gated linear attention, steps", "delta_net.cu", "recur", _DELTA),
+    Probe("gated linear attention, prompts", "delta_chunks.cu", "run_chunks", _DELTA),
+    Probe("sampler", "sampler.cu", "choose", {}),
+)  # fmt: skip
+
+
+def try_kernels(device: int) -> dict[str, str]:
+    """Compile a kernel of every family for a GPU; return why it does not run, "" where it does."""
+    major, minor = torch.cuda.get_device_capability(device)
+    sm = 10 * major + minor
+    with torch.cuda.device(device):
+        return {
+            probe.family: f"needs sm_{probe.sm}" if sm < probe.sm else _try(probe)
+            for probe in PROBES
+        }
+
+
+def try_compiler(device: int) -> str:
+    """Compile the smallest kernel for a GPU; return why that fails, "" where it works."""
+    with torch.cuda.device(device):
+        return _try(next(probe for probe in PROBES if probe.family == "norms"))
+
+
+def _try(probe: Probe) -> str:
+    try:
+        compile_kernel(probe.source, probe.kernel, probe.defines)
+    except (KernelError, RuntimeError, OSError, AttributeError) as error:
+        return str(error) or type(error).__name__
+    return ""

@@ -1,0 +1,46 @@
+"""What torch and its compiler say of this machine's GPUs, as facts that others judge."""
+
+import warnings
+from dataclasses import replace
+
+import torch
+
+from headroom.kernels.cuda.probe import try_compiler, try_kernels
+from headroom.memory.readiness import GpuFacts, TorchFacts
+
+__all__ = ["gpu_memory", "read_gpu", "read_torch", "try_kernels"]
+
+
+def read_torch() -> TorchFacts:
+    """Return what torch was built for and whether it starts CUDA."""
+    facts = TorchFacts(
+        version=torch.__version__, cuda=torch.version.cuda, hip=getattr(torch.version, "hip", None)
+    )
+    if facts.cuda is None:
+        return facts
+    with warnings.catch_warnings():  # what it warns of is in the error, too
+        warnings.simplefilter("ignore")
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except (RuntimeError, AssertionError) as error:
+            return replace(facts, problem=str(error).partition("\n")[0])
+    return replace(facts, count=torch.cuda.device_count(), archs=tuple(torch.cuda.get_arch_list()))
+
+
+def read_gpu(known: GpuFacts, torch_facts: TorchFacts) -> GpuFacts:
+    """Return what is known of a GPU, with torch's own view of it where torch sees it."""
+    index = int(known.name.partition(":")[2])
+    if index >= torch_facts.count:
+        return known
+    major, minor = torch.cuda.get_device_capability(index)
+    return replace(
+        known,
+        product=torch.cuda.get_device_name(index),
+        sm=10 * major + minor,
+        compiler=try_compiler(index),
+    )
+
+
+def gpu_memory(name: str) -> tuple[int, int]:
+    """Return the bytes of a GPU that are free now, and all that it has."""
+    return torch.cuda.mem_get_info(name)

@@ -1,0 +1,174 @@
+"""Readiness: why a GPU of this machine cannot run layers, decided from facts and nothing else."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headroom.units import gib
+
+LEAST_SM = 75  # tensor cores for 8-bit products, and the instructions that kernels are written in
+BF16_SM = 80
+# The least major version of NVIDIA's driver that starts each major version of CUDA.
+DRIVERS = {11: 450, 12: 525, 13: 580}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchFacts:
+    """What torch says of itself and of the GPUs that it sees."""
+
+    version: str
+    cuda: str | None = None  # the CUDA version it was built for
+    hip: str | None = None  # the ROCm version it was built for
+    problem: str = ""  # why it cannot start CUDA
+    count: int = 0  # GPUs that it sees
+    archs: tuple[str, ...] = ()  # architectures of its own kernels: "sm_90", "compute_120"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFacts:
+    """What is known of one GPU beside its memory."""
+
+    name: str  # "cuda:0"
+    product: str = ""
+    sm: int = 0  # 10 x major + minor; 0 where unknown
+    driver: str = ""
+    compiler: str = ""  # why kernels cannot be compiled for it; "" where they can, or were not
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why something cannot be had, and what to try."""
+
+    message: str
+    hint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process that holds memory of a GPU."""
+
+    pid: int
+    name: str
+    bytes: int
+
+
+def refuse_gpu(torch: TorchFacts, gpu: GpuFacts, dtype: str | None = None) -> Refusal | None:
+    """Say why a GPU cannot run layers whose products compute in `dtype`; None if it can."""
+    return (
+        _refuse_build(torch)
+        or _refuse_start(torch, gpu)
+        or _refuse_sm(torch, gpu, dtype)
+        or _refuse_compiler(gpu)
+    )
+
+
+def _refuse_build(torch: TorchFacts) -> Refusal | None:
+    if torch.cuda is not None:
+        return None
+    built = f"for ROCm {torch.hip}" if torch.hip else "for CPUs alone"
+    return Refusal(
+        f"torch {torch.version} is built {built}, without CUDA.",
+        "Install a CUDA build of torch, or choose --device cpu.",
+    )
+
+
+def _refuse_start(torch: TorchFacts, gpu: GpuFacts) -> Refusal | None:
+    """Refuse where CUDA does not start, or starts without this GPU."""
+    assert torch.cuda is not None
+    needed = DRIVERS.get(_major(torch.cuda))
+    if torch.problem and gpu.driver and needed and _major(gpu.driver) < needed:
+        return Refusal(
+            f"The NVIDIA driver {gpu.driver} is too old for CUDA {torch.cuda}, which torch "
+            f"{torch.version} was built for: it needs {needed} or later.",
+            "Update the driver, or install a torch built for an older CUDA.",
+        )
+    if torch.problem:
+        driver = f"the driver {gpu.driver}" if gpu.driver else "the driver"
+        return Refusal(
+            f"torch {torch.version} (CUDA {torch.cuda}) does not start on {gpu.name}, which "
+            f"{driver} lists: {torch.problem.rstrip('.')}.",
+            "After an update of the driver a restart may be due; CUDA_VISIBLE_DEVICES or a "
+            "container may hide the GPU.",
+        )
+    index = int(gpu.name.partition(":")[2])
+    if index >= torch.count:
+        return Refusal(
+            f"torch sees {torch.count} GPUs, and {gpu.name} is not one of them.",
+            "CUDA_VISIBLE_DEVICES may hide it; torch counts what is left from cuda:0 on.",
+        )
+    return None
+
+
+def _refuse_sm(torch: TorchFacts, gpu: GpuFacts, dtype: str | None) -> Refusal | None:
+    """Refuse a GPU that is too old for our kernels, for a type, or for torch's own kernels."""
+    what = f"{gpu.name} ({gpu.product})" if gpu.product else gpu.name
+    if gpu.sm < LEAST_SM:
+        return Refusal(
+            f"{what} is sm_{gpu.sm}; the kernels need sm_{LEAST_SM}, and bf16 sm_{BF16_SM}.",
+            "Choose --device cpu.",
+        )
+    if dtype == "bf16" and gpu.sm < BF16_SM:
+        return Refusal(
+            f"{what} is sm_{gpu.sm}; products in bf16 need sm_{BF16_SM}.",
+            "Leave --dtype out, or choose f16 or f32.",
+        )
+    if torch.archs and not has_kernels_for(torch.archs, gpu.sm):
+        return Refusal(
+            f"torch {torch.version} has no kernels for sm_{gpu.sm} of {what}, only for "
+            f"{', '.join(torch.archs)}.",
+            "Install a torch that was built for it, or choose --device cpu.",
+        )
+    return None
+
+
+def _refuse_compiler(gpu: GpuFacts) -> Refusal | None:
+    if not gpu.compiler:
+        return None
+    return Refusal(
+        f"Kernels cannot be compiled for {gpu.name}: {gpu.compiler.rstrip('.')}.",
+        "NVRTC comes with CUDA builds of torch; see headroom doctor --kernels.",
+    )
+
+
+def has_kernels_for(archs: Sequence[str], sm: int) -> bool:
+    """Tell whether code for one of the architectures runs on a GPU of a compute capability."""
+    for arch in archs:
+        if found := re.fullmatch(r"(sm|compute)_(\d+)[a-z]?", arch):
+            number = int(found[2])
+            # Machine code runs on later members of its generation, the portable kind on all later.
+            same = found[1] == "compute" or number // 10 == sm // 10
+            if same and number <= sm:
+                return True
+    return False
+
+
+def refuse_memory(
+    name: str, needed: int, memory: tuple[int, int], holders: Sequence[Holder]
+) -> Refusal | None:
+    """Say so where a GPU has less memory free (of all it has) than a plan needs now."""
+    free, total = memory
+    if needed <= free:
+        return None
+    held = ", ".join(f"{who.name} (pid {who.pid}) {gib(who.bytes)}" for who in holders)
+    return Refusal(
+        f"{name} has {gib(free)} of {gib(total)} free and the plan needs {gib(needed)}; "
+        f"{held + ' hold the rest' if held else 'who holds the rest is not known'}.",
+        "End what holds it, or plan again with a smaller --context, --parallel or --chunk.",
+    )
+
+
+def out_of_memory(
+    while_: str, name: str, planned: int, allocated: int, memory: tuple[int, int]
+) -> Refusal:
+    """Say that memory ended where the plan had some left."""
+    free, total = memory
+    return Refusal(
+        f"{name} ran out of memory while {while_}: {gib(allocated)} of {gib(planned)} planned were "
+        f"allocated, and {gib(free)} of {gib(total)} are free.",
+        "Choose a smaller --context, --parallel or --chunk, or end what else holds its memory.",
+    )
+
+
+def _major(version: str) -> int:
+    found = re.match(r"\d+", version)
+    return int(found[0]) if found else 0

@@ -1,0 +1,115 @@
+"""make_run_plan(): the device that an engine runs on, named or found, and the plan for it."""
+
+import logging
+from dataclasses import replace
+
+from headroom.errors import DeviceError, OptionError, PlanError
+from headroom.layers.gpu import gpu_memory, read_gpu, read_torch
+from headroom.memory.devices import DeviceSpec
+from headroom.memory.drivers import gpu_facts, gpu_holders
+from headroom.memory.gpus import detect_gpus
+from headroom.memory.plan import Plan, make_plan
+from headroom.memory.readiness import GpuFacts, Refusal, refuse_gpu, refuse_memory
+from headroom.memory.shape import ModelShape
+from headroom.memory.targets import is_local, plan_devices
+from headroom.options import Options
+from headroom.units import gib
+
+log = logging.getLogger(__name__)
+
+# Lines that take no memory after CUDA has started: its own, and what is kept free.
+NOT_NEEDED = frozenset({"runtime", "reserve"})
+
+
+def make_run_plan(shape: ModelShape, options: Options) -> Plan:
+    """Return a plan that this machine can run, or raise an error that says why it cannot.
+
+    Where no device is named it is a GPU that runs the kernels and holds the model, else the CPU.
+    """
+    if options.device is not None:
+        devices = plan_devices(options)
+        check_devices(devices, options)
+        return _plan(shape, devices, options)
+    on_cpu = replace(options, device="cpu")
+    name = find_device(options)
+    if name != "cpu":
+        on_gpu = replace(options, device=name)
+        try:
+            return _plan(shape, plan_devices(on_gpu), on_gpu)
+        except (PlanError, DeviceError) as error:
+            log.warning("device: cpu, not %s: %s", name, error.message)
+    return _plan(shape, plan_devices(on_cpu), on_cpu)
+
+
+def find_device(options: Options) -> str:
+    """Return the name of the GPU with most memory free if it can run layers, else cpu."""
+    if options.dtype == "int8":
+        return "cpu"  # only CPUs have 8-bit products
+    gpus = detect_gpus()
+    for gpu in sorted(gpus, key=lambda gpu: -gpu.available_bytes):
+        if refusal := _refuse(gpu, options):
+            log.warning("device: not %s: %s", gpu.name, refusal.message)
+            continue
+        log.info(
+            "device: %s, sm_%d, %s of %s free",
+            gpu.name,
+            gpu.sm,
+            gib(gpu.available_bytes),
+            gib(gpu.total_bytes),
+        )
+        return gpu.name
+    if not gpus:
+        log.info("device: cpu, since no GPU is found")
+    return "cpu"
+
+
+def check_devices(devices: list[DeviceSpec], options: Options) -> None:
+    """Refuse devices that can be planned for and cannot run layers here."""
+    stages = [device for device in devices if device.runs_layers]
+    for device in stages:
+        if device.kind != "cpu" and not is_local(device.name):
+            raise OptionError(
+                f"--device {device.name} is a device to plan for, not one of this machine.",
+                hint="Try headroom plan with it; an engine runs on cpu or cuda:0.",
+                param="device",
+            )
+    if len(stages) > 1:
+        raise OptionError(
+            f"--device names {len(stages)} devices, and an engine runs on one.",
+            hint="Name one of them; headroom plan shows how layers would be split.",
+            param="device",
+        )
+    if stages[0].kind != "cpu" and (refusal := _refuse(stages[0], options)):
+        raise DeviceError(refusal.message, hint=refusal.hint, param="device")
+
+
+def _refuse(device: DeviceSpec, options: Options) -> Refusal | None:
+    """Say why a GPU of this machine cannot run layers."""
+    if device.kind != "cuda":
+        return Refusal(
+            f"{device.name} ({device.gfx or device.kind}) can be planned for and does not run yet: "
+            "the kernels for AMD GPUs are not wired to the engine.",
+            "Choose --device cpu.",
+        )
+    torch = read_torch()
+    found = [gpu for gpu in gpu_facts() if gpu.name == device.name]
+    known = found[0] if found else GpuFacts(name=device.name, sm=device.sm)
+    return refuse_gpu(torch, read_gpu(known, torch), options.dtype)
+
+
+def _plan(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Plan:
+    plan = make_plan([shape], devices, options)
+    device = plan.devices[0]
+    if cold := device.total_experts - device.hot_experts:
+        raise PlanError(
+            f"{cold} of {device.total_experts} experts do not fit {device.name} and would stay in "
+            "host memory, where an engine does not run them yet.",
+            hint="Try a smaller --context or --parallel, --kv-type q8_0, or --device cpu.",
+        )
+    if device.kind == "cuda":
+        needed = sum(line.bytes for line in device.lines if line.name not in NOT_NEEDED)
+        memory = gpu_memory(device.name)
+        holders = gpu_holders(device.name) if needed > memory[0] else []
+        if refusal := refuse_memory(device.name, needed, memory, holders):
+            raise DeviceError(refusal.message, hint=refusal.hint, param="device")
+    return plan

@@ -1,0 +1,48 @@
+"""GPUs in `headroom doctor`: what people read, from made-up machines."""
+
+from headroom.cli.doctor_gpus import families, gpu_row, gpu_texts
+from headroom.memory.devices import DeviceSpec
+from headroom.memory.readiness import GpuFacts, TorchFacts
+from headroom.units import GIB
+
+TORCH = TorchFacts(version="2.11.0+cu130", cuda="13.0", count=1, archs=("sm_75", "sm_90"))
+
+
+def spec(kind: str, sm: int = 0, gfx: str = "") -> DeviceSpec:
+    return DeviceSpec(
+        name=f"{kind}:0", kind=kind, total_bytes=24 * GIB, available_bytes=20 * GIB, sm=sm, gfx=gfx
+    )  # type: ignore[arg-type]
+
+
+def test_a_gpu_is_told_with_memory_driver_and_kernels() -> None:
+    facts = GpuFacts(name="cuda:0", product="NVIDIA H200", sm=90, driver="580.65.06")
+    told = gpu_texts([gpu_row(spec("cuda", 90), facts, TORCH)])
+    assert told["cuda:0"] == (
+        "NVIDIA H200, sm_90, 20.00 GiB of 24.00 GiB free, driver 580.65.06, torch for CUDA 13.0, "
+        "computes in bf16, NVRTC compiles"
+    )
+    count = len(families(90))
+    assert told["cuda:0 kernels"] == f"{count} of {count} families run"
+
+
+def test_families_that_a_gpu_cannot_run_are_told_with_the_reason() -> None:
+    facts = GpuFacts(name="cuda:0", product="Tesla T4", sm=75, driver="580.65.06")
+    told = gpu_texts([gpu_row(spec("cuda", 75), facts, TORCH)])
+    assert told["cuda:0 attention of few rows"] == "needs sm_80"
+    assert told["cuda:0 products of few rows"] == "needs sm_80"
+    assert "cuda:0 sampler" not in told
+
+
+def test_a_refused_gpu_says_why_and_lists_no_kernels() -> None:
+    facts = GpuFacts(name="cuda:0", product="Tesla P40", sm=61)
+    row = gpu_row(spec("cuda", 61), facts, TORCH)
+    assert gpu_texts([row])["cuda:0"].endswith(
+        "not usable: cuda:0 (Tesla P40) is sm_61; the kernels need sm_75, and bf16 sm_80."
+    )
+    assert row["kernels"] == {}
+    amd = gpu_row(spec("hip", gfx="gfx1100"), GpuFacts(name="hip:0"), TORCH)
+    assert amd["refused"] == "The kernels for AMD GPUs are not wired to the engine."
+
+
+def test_a_machine_without_gpus_says_so() -> None:
+    assert gpu_texts([]) == {"none": "no driver lists one; layers run on the CPU"}

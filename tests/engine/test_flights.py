@@ -1,0 +1,145 @@
+"""Steps that are launched before the last one is read: the same answers, nothing lost."""
+
+import queue
+from collections.abc import Callable
+
+import pytest
+
+from headroom.engine.engine import Engine
+from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
+from headroom.split.device_stage import DeviceResult
+from tests.split.fake_device import FakeModel, device_engine, host_engine, settings
+
+PARAMS = SamplingParams(seed=3, temperature=0.9, max_tokens=60, ignore_eos=True)
+
+
+def submit(
+    engine: Engine,
+    name: str,
+    params: SamplingParams,
+    length: int = 5,
+    stop_ids: frozenset[int] = frozenset(),
+    also: Callable[[TokenEvent], None] = lambda event: None,
+) -> "queue.SimpleQueue[TokenEvent]":
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+
+    def put(event: TokenEvent) -> None:
+        also(event)
+        events.put(event)
+
+    prompt = tuple((7 * number + len(name)) % 290 for number in range(length))
+    engine.submit(GenerationRequest(id=name, prompt=prompt, params=params, stop_ids=stop_ids), put)
+    return events
+
+
+def wait(events: "queue.SimpleQueue[TokenEvent]") -> list[TokenEvent]:
+    found = [events.get(timeout=30)]
+    while found[-1].finish_reason is None:
+        found.append(events.get(timeout=30))
+    return found
+
+
+def told(events: list[TokenEvent]) -> list[object]:
+    return [(event.token, event.generated_tokens, event.finish_reason) for event in events]
+
+
+def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, stage = device_engine(FakeModel(), settings())
+    order: list[str] = []
+    step, tokens = stage.step, DeviceResult.tokens
+
+    def launch(batch, draws=()):  # type: ignore[no-untyped-def]
+        order.append("launch")
+        return step(batch, draws)
+
+    def read(self: DeviceResult) -> list[int | None]:
+        order.append("read")
+        return tokens(self)
+
+    monkeypatch.setattr(stage, "step", launch)
+    monkeypatch.setattr(DeviceResult, "tokens", read)
+    found = wait(submit(engine, "a", SamplingParams(max_tokens=4, ignore_eos=True)))
+    engine.close()
+    assert len(found) == 4
+    assert order == ["launch", "launch", "read", "launch", "read", "launch", "read", "read"]
+
+
+def test_preempted_sequences_go_on_with_tokens_that_were_on_their_way() -> None:
+    plan = settings(cache_tokens=320, context=256, chunk=32)
+    answers, counts = [], []
+    device, _ = device_engine(FakeModel(), plan)
+    for engine in (device, host_engine(FakeModel(), plan)):
+        running = [submit(engine, "x" * n, PARAMS, length=30 + 17 * n) for n in range(1, 7)]
+        answers.append([told(wait(events)) for events in running])
+        stats = engine.stats()
+        counts.append((stats.preemptions > 0, stats.cache_pages_used))
+        engine.close()
+    assert answers[0] == answers[1]
+    assert counts == [(True, 0), (True, 0)]
+
+
+def test_a_step_of_a_new_kind_reads_what_the_last_one_drew() -> None:
+    answers = []
+    device, stage = device_engine(FakeModel(), settings())
+    captured = len(stage.kinds)
+    for engine in (device, host_engine(FakeModel(), settings())):
+        late: list[queue.SimpleQueue[TokenEvent]] = []
+
+        def join(event: TokenEvent, engine: Engine = engine, late: list = late) -> None:
+            if event.generated_tokens in (5, 9, 14):  # short prompts beside a decoding row
+                late.append(submit(engine, "b" * event.generated_tokens, PARAMS, length=3))
+
+        first = told(wait(submit(engine, "a", PARAMS, also=join)))
+        answers.append([first, *(told(wait(events)) for events in late)])
+        engine.close()
+    assert len(stage.kinds) > captured
+    assert answers[0] == answers[1]
+
+
+def test_a_stop_token_is_the_last_that_is_told() -> None:
+    device, _ = device_engine(FakeModel(), settings())
+    wanted = [event.token for event in wait(submit(device, "a", PARAMS))]
+    stop = wanted[7]
+    assert stop is not None
+    params = SamplingParams(seed=3, temperature=0.9, max_tokens=60)
+    events = submit(device, "a", params, stop_ids=frozenset({stop}))
+    found = wait(events)
+    assert [event.token for event in found] == wanted[: wanted.index(stop) + 1]
+    assert found[-1].finish_reason == "stop"
+    again = wait(submit(device, "a", PARAMS))
+    assert [event.token for event in again] == wanted
+    assert events.empty()
+    assert device.stats().cache_pages_used == 0
+    device.close()
+
+
+def test_cancelling_drops_what_is_on_its_way() -> None:
+    device, _ = device_engine(FakeModel(), settings())
+
+    def cancel(event: TokenEvent) -> None:
+        if event.generated_tokens == 3 and event.finish_reason is None:
+            device.cancel("a")
+
+    other = submit(device, "b", PARAMS)
+    found = wait(submit(device, "a", PARAMS, also=cancel))
+    assert told(found)[-1] == (None, 3, "cancelled")
+    assert [event.generated_tokens for event in found] == [1, 2, 3, 3]
+    assert len(wait(other)) == 60
+    assert device.stats().prompt_tokens == 10
+    device.close()
+
+
+def test_plain_requests_share_steps_with_ones_that_must_be_read_at_once() -> None:
+    plan = settings(parallel=4)
+    strict = SamplingParams(seed=5, repetition_penalty=1.3, max_tokens=20, ignore_eos=True)
+    weighed = SamplingParams(seed=6, logprobs=2, max_tokens=15, ignore_eos=True)
+    answers = []
+    device, _ = device_engine(FakeModel(), plan)
+    for engine in (device, host_engine(FakeModel(), plan)):
+        first = submit(engine, "a", PARAMS)
+        running = [submit(engine, name, p) for name, p in (("bb", strict), ("ccc", weighed))]
+        answers.append([told(wait(events)) for events in (first, *running)])
+        engine.close()
+    assert answers[0] == answers[1]

@@ -1,0 +1,188 @@
+"""Compares engines on a GPU with engines on the CPU: the same tokens in float32, and bf16 at work.
+
+python -m tests.gpu.check_engine
+"""
+
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from benchmarks.gpu import synth
+
+from headroom.engine.request import SamplingParams
+from headroom.llm import LLM, Completion
+
+SETTINGS = {"context": 1536, "parallel": 8, "chunk": 256}
+LONG = {"max_tokens": 40, "ignore_eos": True}
+CASES = {
+    "greedy": SamplingParams(temperature=0, **LONG),
+    "plain": SamplingParams(seed=1, **LONG),
+    "hot": SamplingParams(seed=2, temperature=1.6, **LONG),
+    "filters": SamplingParams(seed=3, temperature=0.8, top_k=40, top_p=0.9, min_p=0.02, **LONG),
+    "top-p": SamplingParams(seed=4, top_p=0.95, **LONG),
+    "penalties": SamplingParams(
+        seed=5, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2, **LONG
+    ),
+    "greedy penalties": SamplingParams(
+        temperature=0, repetition_penalty=1.5, penalty_window=16, **LONG
+    ),
+    "penalties over all": SamplingParams(seed=6, presence_penalty=0.6, penalty_window=0, **LONG),
+    "bias": SamplingParams(seed=7, logit_bias={5: 3.0, 6: -100.0, 7: 2.5}, **LONG),
+}
+PROMPTS = {"short": 5, "few": 24, "chunks": 700, "past the tables": 1020}
+FAMILIES = {
+    "llama": ("llama", "--quant", "Q8_0"),
+    "qwen3": ("qwen3", "--quant", "Q4_K_M"),
+    "qwen3moe": ("qwen3moe", "--quant", "Q4_K_M"),
+    "laguna": ("laguna", "--quant", "Q8_0"),
+    "qwen35": ("qwen35", "--quant", "Q4_K_M"),
+    "gemma4": ("gemma4", "--quant", "Q8_0"),
+}
+
+
+def check(name: str, work: Callable[[], str]) -> None:
+    """Run a case and print its verdict; `work` returns what is wrong, "" if nothing is."""
+    started = time.perf_counter()
+    try:
+        wrong = work()
+    except Exception:
+        wrong = traceback.format_exc(limit=8)
+    verdict = f"FAIL {name}: {wrong}" if wrong else f"PASS {name}"
+    print(f"{verdict} ({time.perf_counter() - started:.1f} s)", flush=True)
+
+
+def prompt(length: int, vocab: int) -> list[int]:
+    """Token ids that do not repeat soon."""
+    return [(7 + 13 * number) % min(vocab, 240) for number in range(length)]
+
+
+def answer(llm: LLM, tokens: list[int], params: SamplingParams) -> Completion:
+    """One answer."""
+    return llm.generate([tokens], params)[0]
+
+
+def differences(first: Completion, second: Completion) -> str:
+    """Say where two answers part."""
+    pairs = list(zip(first.token_ids, second.token_ids, strict=False))
+    if first.token_ids == second.token_ids and first.text == second.text:
+        return ""
+    at = next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    return f"they part at token {at} of {len(first.token_ids)} and {len(second.token_ids)}"
+
+
+def compare_f32(name: str, path: Path) -> None:
+    """The same tokens and text on the GPU and on the CPU's plain kernels, in float32."""
+    plain = {**SETTINGS, "dtype": "f32", "kv_type": "f32"}
+    with (
+        LLM(str(path), device="cpu", kernels="reference", **plain) as cpu,
+        LLM(str(path), device="cuda:0", **plain) as gpu,
+    ):
+        for label, length in PROMPTS.items():
+            tokens = prompt(length, cpu.vocab_size)
+            cases = CASES if label == "few" else {key: CASES[key] for key in ("greedy", "plain")}
+            if label == "past the tables":
+                cases = {"penalties over all": CASES["penalties over all"]}
+            for case, params in cases.items():
+                check(
+                    f"{name} f32 {label} {case}",
+                    lambda tokens=tokens, params=params: differences(  # type: ignore[misc]
+                        answer(cpu, tokens, params), answer(gpu, tokens, params)
+                    ),
+                )
+        check(f"{name} f32 logprobs", lambda: compare_logprobs(cpu, gpu))
+
+
+def compare_logprobs(cpu: LLM, gpu: LLM) -> str:
+    """Logprobs agree to 1e-3."""
+    params = SamplingParams(temperature=0, logprobs=3, **LONG)
+    found = [answer(llm, prompt(12, cpu.vocab_size), params).logprobs for llm in (cpu, gpu)]
+    apart = max(abs(a.logprob - b.logprob) for a, b in zip(*found, strict=True))
+    return "" if apart < 1e-3 else f"logprobs are {apart:.1e} apart"
+
+
+def work_bf16(name: str, path: Path) -> None:
+    """The captured engine: batches, cancelling, prompts in chunks, the device's own sampler."""
+    with LLM(str(path), device="cuda:0", **SETTINGS) as llm:
+        check(f"{name} bf16 batch", lambda: batch_equals_alone(llm))
+        check(f"{name} bf16 host sampler", lambda: device_equals_host(llm))
+        check(f"{name} bf16 cancel", lambda: cancels(llm))
+        check(f"{name} bf16 long prompt", lambda: long_prompt(llm))
+        check(f"{name} bf16 memory", lambda: memory_is_planned(llm))
+
+
+def batch_equals_alone(llm: LLM) -> str:
+    """Eight requests at once are answered; how many are the same as alone is printed.
+
+    In bf16 they need not be: prompts that share a step may go through other kernels.
+    """
+    prompts = [prompt(40 + number, llm.vocab_size) for number in range(8)]
+    params = SamplingParams(temperature=0, **LONG)
+    alone = [answer(llm, tokens, params).token_ids for tokens in prompts]
+    together = [done.token_ids for done in llm.generate(prompts, params)]
+    equal = sum(a == b for a, b in zip(alone, together, strict=True))
+    print(f"  {equal} of 8 answers are the same alone and together")
+    short = [len(tokens) for tokens in together if len(tokens) != LONG["max_tokens"]]
+    return f"answers of {short} tokens" if short else ""
+
+
+def device_equals_host(llm: LLM) -> str:
+    """The host draws the same tokens from the same logits."""
+    stage, tokens = llm.engine._pipeline._stage, prompt(20, llm.vocab_size)
+    step = stage.step
+    drawn = {label: answer(llm, tokens, params).token_ids for label, params in CASES.items()}
+    stage.step = lambda batch, draws=(): step(batch)  # type: ignore[method-assign,assignment]
+    try:
+        host = {label: answer(llm, tokens, params).token_ids for label, params in CASES.items()}
+    finally:
+        stage.step = step  # type: ignore[method-assign]
+    wrong = [label for label in CASES if drawn[label] != host[label]]
+    return f"other tokens for {', '.join(wrong)}" if wrong else ""
+
+
+def cancels(llm: LLM) -> str:
+    """A cancelled answer ends and gives its pages back, and others go on."""
+    stream = llm.stream(prompt(9, llm.vocab_size), SamplingParams(ignore_eos=True))
+    other = llm.stream(prompt(8, llm.vocab_size), SamplingParams(seed=1, **LONG))
+    next(stream)
+    stream.close()
+    count = len(list(other))
+    answer(llm, prompt(5, llm.vocab_size), SamplingParams(max_tokens=1))
+    held = llm.engine.stats().cache_pages_used
+    return "" if count == 40 and held == 0 else f"{count} tokens, {held} pages still held"
+
+
+def long_prompt(llm: LLM) -> str:
+    """A prompt of several chunks beside requests that decode."""
+    running = [llm.stream(prompt(9 + n, llm.vocab_size), SamplingParams(**LONG)) for n in range(3)]
+    done = answer(llm, prompt(1300, llm.vocab_size), SamplingParams(temperature=0, **LONG))
+    counts = [len(list(stream)) for stream in running]
+    right = counts == [40] * 3 and len(done.token_ids) == 40
+    return "" if right else f"{counts} and {len(done.token_ids)} tokens"
+
+
+def memory_is_planned(llm: LLM) -> str:
+    """Held memory is told; how it compares with the plan is printed."""
+    memory = llm.engine.stats().memory
+    peak = torch.cuda.max_memory_allocated()
+    print(f"  held {memory.used_bytes:,}, planned {memory.planned_bytes:,}, peak {peak:,}")
+    return "" if memory.device == "cuda:0" and memory.used_bytes > 0 else str(memory)
+
+
+def main(folder: Path) -> None:
+    """All families in float32, then those with fused layers in bf16."""
+    for name, (family, *more) in FAMILIES.items():
+        path = synth(family, folder / f"{name}.gguf", *more)
+        for part in (compare_f32, work_bf16):
+            try:
+                part(name, path)
+            except Exception:
+                print(f"FAIL {name} {part.__name__}")
+                traceback.print_exc(limit=8)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as made:
+        main(Path(made))

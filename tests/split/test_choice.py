@@ -1,0 +1,133 @@
+"""The device that an engine runs on: named, found, or refused."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from headroom.errors import DeviceError, OptionError, PlanError
+from headroom.memory.devices import DeviceSpec
+from headroom.memory.known import known_shape
+from headroom.memory.readiness import GpuFacts, Holder, TorchFacts
+from headroom.options import Options
+from headroom.split import choice
+from headroom.units import GIB
+
+TORCH = TorchFacts(version="2.11.0+cu130", cuda="13.0", count=2, archs=("sm_90",))
+MODEL = known_shape("qwen3.6-27b:q4_k_m")
+EXPERTS = known_shape("qwen3.6-35b-a3b:q4_k_m")
+
+
+class Machine:
+    """A machine with one H200, or what a test makes of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+        self.torch = TORCH
+        self.gpus = [gpu("cuda:0", 140 * GIB)]
+        self.free = 140 * GIB
+        self.home = str(home)
+        for where in ("headroom.split.choice", "headroom.memory.targets"):
+            monkeypatch.setattr(f"{where}.detect_gpus", lambda: self.gpus)
+        monkeypatch.setattr(choice, "read_torch", lambda: self.torch)
+        monkeypatch.setattr(choice, "read_gpu", lambda known, torch: known)
+        monkeypatch.setattr(choice, "gpu_facts", lambda: [self.facts(x) for x in self.gpus])
+        monkeypatch.setattr(choice, "gpu_memory", lambda name: (self.free, 141 * GIB))
+        monkeypatch.setattr(choice, "gpu_holders", lambda name: [Holder(4711, "python3", GIB)])
+
+    def facts(self, device: DeviceSpec) -> GpuFacts:
+        return GpuFacts(name=device.name, product="NVIDIA H200", sm=device.sm, driver="580.1")
+
+    def options(self, device: str | None = None, **more: object) -> Options:
+        given = {"context": 4096, "parallel": 1, "home": self.home, "ram": "256GiB"} | more
+        return Options(device=device, **given)  # type: ignore[arg-type]
+
+
+def gpu(name: str, free: int, sm: int = 90) -> DeviceSpec:
+    kind = "hip" if name.startswith("hip") else "cuda"
+    return DeviceSpec(
+        name=name, kind=kind, total_bytes=141 * GIB, available_bytes=free, bandwidth=4e12,
+        link=50e9, flops=500e12, sm=sm, gfx="gfx1100" if kind == "hip" else "",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    return Machine(monkeypatch, tmp_path)
+
+
+def test_a_named_gpu_is_planned_for(machine: Machine) -> None:
+    plan = choice.make_run_plan(MODEL, machine.options("cuda:0"))
+    assert (plan.devices[0].name, plan.settings.dtype) == ("cuda:0", "bf16")
+    assert plan.settings.kernels == "device"
+    plain = choice.make_run_plan(MODEL, machine.options("cuda:0", kernels="reference", dtype="f32"))
+    assert plain.settings.kernels == "reference"
+
+
+def test_without_a_name_the_gpu_with_most_free_memory_is_taken(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.gpus = [gpu("cuda:0", 30 * GIB), gpu("cuda:1", 100 * GIB)]
+    with caplog.at_level(logging.INFO):
+        assert choice.make_run_plan(MODEL, machine.options()).devices[0].name == "cuda:1"
+    assert "device: cuda:1, sm_90, 100.00 GiB of 141.00 GiB free" in caplog.text
+
+
+def test_without_a_usable_gpu_the_cpu_is_taken_and_told_why(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.torch = TorchFacts(version="2.13.0+cpu")
+    assert choice.make_run_plan(MODEL, machine.options()).devices[0].name == "cpu"
+    assert "device: not cuda:0: torch 2.13.0+cpu is built for CPUs alone" in caplog.text
+    machine.gpus = [gpu("hip:0", GIB)]
+    assert choice.make_run_plan(MODEL, machine.options()).devices[0].name == "cpu"
+    assert "hip:0 (gfx1100) can be planned for and does not run yet" in caplog.text
+
+
+def test_products_in_8_bits_stay_on_the_cpu(machine: Machine) -> None:
+    assert choice.find_device(machine.options()) == "cuda:0"
+    assert choice.find_device(machine.options(dtype="int8")) == "cpu"
+
+
+def test_a_model_that_does_not_fit_the_found_gpu_runs_on_the_cpu_and_says_so(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.gpus = [gpu("cuda:0", 10 * GIB)]
+    assert choice.make_run_plan(EXPERTS, machine.options()).devices[0].name == "cpu"
+    assert "device: cpu, not cuda:0:" in caplog.text
+    assert "experts do not fit cuda:0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "message"),
+    [
+        ("rtx3090", OptionError, "--device rtx3090-24gb is a device to plan for, not one"),
+        ("24GiB", OptionError, "--device 24.00GiB is a device to plan for, not one of this"),
+        ("cuda:0,cpu", OptionError, "--device names 2 devices, and an engine runs on one."),
+        ("cuda:7", OptionError, "--device cuda:7 is not on this machine. It has cuda:0, hip:0"),
+        ("hip:0", DeviceError, r"hip:0 \(gfx1100\) can be planned for and does not run yet"),
+    ],
+)
+def test_devices_that_cannot_run_are_refused_by_name(
+    machine: Machine, device: str, error: type[Exception], message: str
+) -> None:
+    machine.gpus.append(gpu("hip:0", GIB))
+    with pytest.raises(error, match=message):
+        choice.make_run_plan(MODEL, machine.options(device))
+
+
+def test_a_named_gpu_that_is_too_old_is_refused(machine: Machine) -> None:
+    machine.gpus = [gpu("cuda:0", 24 * GIB, sm=61)]
+    with pytest.raises(DeviceError, match="sm_61; the kernels need sm_75, and bf16 sm_80"):
+        choice.make_run_plan(MODEL, machine.options("cuda:0"))
+
+
+def test_cold_experts_are_refused_with_their_number(machine: Machine) -> None:
+    machine.gpus = [gpu("cuda:0", 16 * GIB)]
+    with pytest.raises(PlanError, match=r"\d+ of 10240 experts do not fit cuda:0 and would stay"):
+        choice.make_run_plan(EXPERTS, machine.options("cuda:0"))
+
+
+def test_memory_that_went_since_planning_is_refused_with_who_holds_it(machine: Machine) -> None:
+    machine.free = 2 * GIB
+    with pytest.raises(DeviceError, match=r"cuda:0 has 2.00 GiB of 141.00 GiB free and the plan"):
+        choice.make_run_plan(MODEL, machine.options("cuda:0"))

@@ -1,0 +1,104 @@
+"""What a step on a device reads: positions, pages, masks of draft trees and padding."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from headroom.errors import KernelError
+from headroom.layers.batch import Batch, Span
+from headroom.split.step_inputs import StepInputs, StepKind, kind_of
+from tests.split.fake_device import FakeModel, FakeStage, settings
+
+TREE = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+
+
+def make(spans: list[Span], positions: list[int] | None = None) -> Batch:
+    rows = sum(span.rows for span in spans)
+    return Batch(
+        tokens=torch.arange(rows) + 10,
+        positions=torch.tensor(positions or list(range(rows))),
+        slots=torch.arange(rows) + 100,
+        spans=tuple(spans),
+        output_rows=torch.tensor([rows - 1]),
+    )
+
+
+def pages(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers)
+
+
+def test_rows_know_their_sequence_their_place_and_their_pages() -> None:
+    inputs = StepInputs(8, 4, 3, "cpu", torch.arange(32) + 1000)
+    batch = make([Span(0, 2, 5, pages(7, 2), slot=3), Span(2, 1, 64, pages(4, 9), slot=1)])
+    inputs.fill(batch)
+    tables = inputs.batch((), frozenset(), StepKind(4, 2, 512, 64), 4).tables[0]
+    assert tables.sequence.tolist() == [0, 0, 1, -1]
+    assert tables.index[:3].tolist() == [5, 6, 64]
+    assert tables.starts[:2].tolist() == [5, 64]
+    assert tables.state_slots[:2].tolist() == [3, 1]
+    assert tables.pages[:2, :2].tolist() == [[7, 2], [4, 9]]
+    assert tables.slots[:3].tolist() == [100, 101, 102]
+    assert tables.trees is None
+    assert tables.positions.dtype == tables.pages.dtype == torch.int32
+
+
+def test_a_shorter_step_leaves_padding_and_new_pages_replace_old_ones() -> None:
+    inputs = StepInputs(8, 4, 3, "cpu", torch.arange(32) + 1000)
+    inputs.fill(make([Span(0, 4, 0, pages(1))]))
+    inputs.fill(make([Span(0, 1, 64, pages(5, 6))]))
+    tables = inputs.batch((), frozenset(), StepKind(4, 1, 512, 64), 4).tables[0]
+    assert tables.sequence.tolist() == [0, -1, -1, -1]
+    assert tables.pages[0, :2].tolist() == [5, 6]
+    inputs.clear()
+    assert tables.sequence.tolist() == [-1] * 4
+
+
+def test_a_draft_tree_reaches_the_kernels_as_bits() -> None:
+    inputs = StepInputs(8, 4, 3, "cpu", torch.arange(32) + 1000)
+    spans = [Span(0, 3, 9, pages(1), tree=TREE), Span(3, 2, 4, pages(2), slot=1)]
+    batch = make(spans, [9, 10, 10, 4, 5])
+    inputs.fill(batch)
+    kind = kind_of(batch, 8, 512, 64)
+    assert (kind.tree, kind.span_rows) == (True, 8)
+    tables = inputs.batch((), frozenset({2}), kind, 4).tables
+    assert tables[0].trees is not None
+    assert tables[0].trees[:5].tolist() == [0b001, 0b011, 0b101, 0b01, 0b11]
+    assert tables[2].trees is tables[0].trees
+    assert tables[0].positions[:5].tolist() == [9, 10, 10, 4, 5]
+
+
+def test_a_token_that_the_host_does_not_know_yet_is_taken_from_the_last_step() -> None:
+    inputs = StepInputs(8, 4, 3, "cpu", torch.arange(32) + 1000)
+    batch = replace(make([Span(0, 3, 5, pages(7))]), tokens=torch.tensor([4, -1, -6]))
+    inputs.fill(batch)
+    read = inputs.batch((), frozenset(), StepKind(4, 4, 512, 64), 4)
+    assert read.tokens.tolist() == [4, 1000, 1005, 0]
+
+
+def test_window_layers_number_their_pages_in_rings() -> None:
+    inputs = StepInputs(4, 2, 6, "cpu", torch.arange(32) + 1000)
+    inputs.fill(make([Span(0, 1, 200, pages(1, 2, 3, 9), slot=1)]))
+    ring = inputs.batch((), frozenset({3}), StepKind(1, 1, 384, 64), 1).tables[3]
+    assert ring.pages[0].tolist() == [3, 4, 5, 3, 4, 5]
+    assert ring.slots.tolist() == [(3 + 200 // 64 % 3) * 64 + 200 % 64]
+
+
+def test_a_tree_in_a_long_step_is_refused() -> None:
+    batch = make([Span(0, 3, 0, pages(1), tree=TREE), Span(3, 40, 0, pages(2))])
+    with pytest.raises(KernelError, match=r"A step with a draft tree has 43 rows\. At most 32"):
+        kind_of(batch, 43, 512, 64)
+
+
+def test_steps_with_a_tree_are_captured_when_one_is_asked_for_and_then_kept() -> None:
+    model = FakeModel()
+    stage = FakeStage(model, settings())
+    batch = make([Span(0, 3, 9, pages(1), tree=TREE)], [9, 10, 10])
+    with torch.inference_mode():
+        first = stage.step(batch).logits([0])
+        again = stage.step(batch).logits([0])
+    assert [kind.tree for kind in stage.kinds] == [True]
+    assert model.seen[-1].tables[0].trees is not None
+    assert torch.equal(again, first)
+    assert len(stage.kinds) == 1
+    assert torch.equal(first, model.logits(model.run(batch)[2:]))
