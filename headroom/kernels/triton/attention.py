@@ -10,9 +10,9 @@ from headroom.kernels.weight import PLAIN_TYPES
 CACHE_TYPES = (*PLAIN_TYPES, "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 LEAST_SIDE = 16  # of a matrix product's tiles
 LONG_SPAN = 32  # rows from which a sequence's keys are not cut into pieces
-LONG_QUERIES = 64  # rows times heads of a tile in such a sequence
+SHORT_QUERIES, LONG_QUERIES = 16, 64  # rows times heads of a tile without and with such ones
 PIECE_KEYS = 512
-BLOCK_VALUES = 8192  # keys of a block times their values
+BLOCK_KEYS, BLOCK_VALUES = 64, 8192  # most keys of a block, and most times their values
 
 
 def refuses(case: Case) -> str | None:
@@ -27,15 +27,14 @@ def refuses(case: Case) -> str | None:
 
 def write_kv(cache: PagedKv, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Store keys and values at their slots in the cache's types."""
-    rows, heads, dim = keys.shape
+    rows, width = len(keys), keys[0].numel() if len(keys) else 0
     if not rows:
         return
     parts = ((keys, cache.keys, cache.k_type), (values, cache.values, cache.v_type))
     for given, stored, quant in parts:
-        find_kernel("cache", "write")[rows, heads](
-            *(given.contiguous(), slots, stored, heads, dim, stored.stride(1), quant.ggml_id),
-            *(power_of_2(blocks(dim, 32)), power_of_2(dim)),
-            num_warps=1,
+        find_kernel("cache", "write")[(rows,)](
+            *(given.contiguous(), slots, stored, width, stored.stride(0), quant.ggml_id),
+            *(power_of_2(blocks(width, 32)), power_of_2(width)),
             enable_fp_fusion=False,  # the reference rounds products before it adds to them
         )
 
@@ -52,7 +51,7 @@ def attention(
     group = heads // kv_heads
     padded, width = power_of_2(group), power_of_2(dim, LEAST_SIDE)
     long = max(span.rows for span in spans) >= LONG_SPAN
-    tile_rows = max(1, (LONG_QUERIES if long else LEAST_SIDE) // padded)
+    tile_rows = max(1, (LONG_QUERIES if long else SHORT_QUERIES) // padded)
     pieces = 1 if long else blocks(max(span.start + span.rows for span in spans), PIECE_KEYS)
     tiles, pages, trees, depths = _tables(spans, tile_rows, device)
     parts, stats = out, out
@@ -63,7 +62,7 @@ def attention(
         *(queries, cache.keys, cache.values, tiles, pages, trees, depths, parts, stats),
         *(float(scale), window, kv_heads, group, padded, dim, width),
         *(cache.k_type.ggml_id, cache.v_type.ggml_id, *_head_sizes(cache), cache.page_size),
-        *(tile_rows, max(LEAST_SIDE, min(64, BLOCK_VALUES // width))),
+        *(tile_rows, max(LEAST_SIDE, min(BLOCK_KEYS, BLOCK_VALUES // width))),
         *(bool(len(trees)), pieces, PIECE_KEYS),
         num_warps=4 if width <= 128 else 8,
         num_stages=1,

@@ -6,23 +6,25 @@ import triton.language as tl
 
 @triton.jit
 def write(
-    x, slots, stored, heads, dim, head_bytes,
+    x, slots, stored, values, row_size,
     KIND: tl.constexpr, BLOCKS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Store one head of one row at its slot; KIND is the type's number in a GGUF file.
+    """Store one row's `values`, all heads one after another, at its slot.
 
-    `head_bytes` are values for plain types.
+    KIND is the type's number in a GGUF file, `row_size` a slot's bytes, or values of plain types.
     """
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = stored + (tl.load(slots + row).to(tl.int64) * heads + head) * head_bytes
-    x += (row * heads + head) * dim
+    row = tl.program_id(0).to(tl.int64)
+    at = stored + tl.load(slots + row).to(tl.int64) * row_size
+    x += row * values
     if KIND == 0 or KIND == 1 or KIND == 30:
         place = tl.arange(0, VALUES)
-        value = tl.load(x + place, place < dim, other=0.0)
-        tl.store(at + place, value.to(stored.dtype.element_ty), place < dim)
+        value = tl.load(x + place, place < values, other=0.0)
+        if KIND == 30:
+            value = _rounded_to_bf16(value)
+        tl.store(at + place, value.to(stored.dtype.element_ty), place < values)
     else:
         block = tl.arange(0, BLOCKS)[:, None]
-        ok = block * 32 < dim
+        ok = block * 32 < values
         value = tl.load(x + block * 32 + tl.arange(0, 32)[None, :], ok, other=0.0)
         if KIND == 8:
             _eight_bits(value, at + block * 34, ok)
@@ -35,6 +37,14 @@ def write(
         else:
             tl.static_assert(KIND == 7, "not a cache type")
             _ranged(value, at + block * 24, ok, 31)
+
+
+@triton.jit
+def _rounded_to_bf16(x):
+    """To the nearest, even on ties; a plain cast cuts off in Triton's interpreter."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & -0x10000
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
 
 
 @triton.jit
