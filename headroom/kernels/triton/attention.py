@@ -60,10 +60,10 @@ def attention(
         stats = torch.empty(rows, heads, pieces, 2, device=device)
     find_kernel("attention", "attend")[len(tiles), kv_heads, pieces](
         *(queries, cache.keys, cache.values, tiles, pages, trees, depths, parts, stats),
-        *(float(scale), window, kv_heads, group, padded, dim, width),
+        *(float(scale), window, pieces, kv_heads, group, padded, dim, width),
         *(cache.k_type.ggml_id, cache.v_type.ggml_id, *_head_sizes(cache), cache.page_size),
         *(tile_rows, max(LEAST_SIDE, min(BLOCK_KEYS, BLOCK_VALUES // width))),
-        *(bool(len(trees)), pieces, PIECE_KEYS),
+        *(bool(len(trees)), pieces > 1, PIECE_KEYS),
         num_warps=4 if width <= 128 else 8,
         num_stages=1,
     )

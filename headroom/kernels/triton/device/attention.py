@@ -1,6 +1,6 @@
 """Attention over paged keys and values with a running maximum, in float32 throughout.
 
-Scores are in blocks of BK keys at fixed places, in pieces of PIECE keys where PIECES > 1.
+Scores are in blocks of BK keys at fixed places, in pieces of PIECE keys if CUT.
 """
 
 import triton
@@ -43,14 +43,14 @@ def _seen(key, row, row_ok, depth, span, trees, depths, window, TREES: tl.conste
     return seen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces"])
 def attend(
-    queries, keys, values, tiles, pages, trees, depths, out, stats, scale, window,
+    queries, keys, values, tiles, pages, trees, depths, out, stats, scale, window, pieces,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr,
     DIM: tl.constexpr, DP: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
     K_HEAD: tl.constexpr, V_HEAD: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, BK: tl.constexpr,
-    TREES: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
+    TREES: tl.constexpr, CUT: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Attend from ROWS rows and a group of heads to one piece of their sequence's keys."""
     tiles += tl.program_id(0) * FIELDS
@@ -73,7 +73,7 @@ def attend(
         low = tl.maximum(start + least - window + 1, low)
     high = start + tl.minimum(rows, tile_row + ROWS)
     begin, end = low // BK * BK, high
-    if PIECES > 1:
+    if CUT:
         begin, end = tl.maximum(begin, piece * PIECE), tl.minimum(high, (piece + 1) * PIECE)
     peak = tl.full((ROWS * GP,), LOWEST, tl.float32)
     total = tl.zeros((ROWS * GP,), tl.float32)
@@ -95,8 +95,8 @@ def attend(
         total = total * decay + tl.sum(weights, 1)
         sums = tl.dot(weights, v, sums * decay[:, None], input_precision="ieee")
         peak = higher
-    if PIECES > 1:
-        place = head * PIECES + piece
+    if CUT:
+        place = head * pieces + piece
         tl.store(out + place[:, None] * DIM + value_at, sums, value_ok)
         tl.store(stats + 2 * place, peak, ok)
         tl.store(stats + 2 * place + 1, total, ok)
@@ -104,21 +104,19 @@ def attend(
         tl.store(out + head[:, None] * DIM + value_at, sums / total[:, None], value_ok)
 
 
-@triton.jit
-def merge(
-    parts, stats, out, PIECES: tl.constexpr, PP: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr
-):
+@triton.jit(do_not_specialize=["pieces"])
+def merge(parts, stats, out, pieces, MOST: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr):
     """Write one head's result from those of its pieces."""
     head = tl.program_id(0).to(tl.int64)
-    piece, value_at = tl.arange(0, PP), tl.arange(0, DP)
-    place = 2 * (head * PIECES + piece)
-    peaks = tl.load(stats + place, piece < PIECES, other=LOWEST)
-    totals = tl.load(stats + place + 1, piece < PIECES, other=0.0)
+    piece, value_at = tl.arange(0, MOST), tl.arange(0, DP)
+    place = 2 * (head * pieces + piece)
+    peaks = tl.load(stats + place, piece < pieces, other=LOWEST)
+    totals = tl.load(stats + place + 1, piece < pieces, other=0.0)
     highest = tl.max(peaks, 0)
     whole = tl.sum(totals * tl.exp(peaks - highest), 0)
     sums = tl.zeros((DP,), tl.float32)
-    for one in range(PIECES):
-        at = head * PIECES + one
+    for one in range(pieces):
+        at = head * pieces + one
         share = tl.exp(tl.load(stats + 2 * at) - highest)
         sums += share * tl.load(parts + at * DIM + value_at, value_at < DIM, other=0.0)
     tl.store(out + head * DIM + value_at, sums / whole, value_at < DIM)

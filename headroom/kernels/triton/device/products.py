@@ -33,7 +33,7 @@ def _tile(
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def product(
     x, data, out, tokens, rows, stride, columns, out_stride,
     KIND: tl.constexpr, DTYPE: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,

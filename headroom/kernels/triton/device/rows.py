@@ -42,7 +42,7 @@ def rope(x, cos, sin, out, heads, dim, half, HEADS: tl.constexpr, BLOCK: tl.cons
     tl.store(out + at + value, own * c + tl.where(value < half, -other, other) * s, ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def gated(gate, up, out, count, GELU: tl.constexpr, BLOCK: tl.constexpr):
     """Write `act(gate) * up`."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
