@@ -41,7 +41,8 @@ def start_pipeline(plan: Plan, model: ModelDescription) -> Pipeline:
 
 
 def _stage(device: str, loaded: Model, plan: Plan, model: ModelDescription) -> Stage | DeviceStage:
-    if not device.startswith("cuda"):
+    # Triton's kernels are told of a step by its spans, which change, so that nothing is captured.
+    if not device.startswith("cuda") or plan.settings.kernels == "triton":
         return Stage(device, loaded)
     windows = {
         layer.mixer.window

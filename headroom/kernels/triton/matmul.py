@@ -75,9 +75,7 @@ def matmul(
         _single(x, weight, out)
         return out
     sizes = tile_sizes(tokens, dtype)
-    find_kernel("products", "product")[
-        blocks(weight.rows, sizes.outs), blocks(tokens, sizes.rows)
-    ](
+    find_kernel("products", "product")[blocks(weight.rows, sizes.outs), blocks(tokens, sizes.rows)](
         *(x, weight.data, out, tokens, weight.rows, weight.data.stride(0), weight.columns),
         *(out.stride(0), weight.quant.ggml_id, language_type(LANGUAGE_TYPES[dtype])),
         *(sizes.outs, sizes.rows, sizes.columns),

@@ -23,16 +23,17 @@ def _heads(stored, slot, ok, kv_head, KV_HEADS: tl.constexpr, HEAD: tl.constexpr
 
 
 @triton.jit
-def _seen(key, row, row_ok, depth, span, trees, depths, window, TREES: tl.constexpr):
-    """Which keys a tile's rows see: bool [rows, keys]; `span` is first row, rows, start, tree."""
-    first, rows, start, tree = span
+def _seen(
+    key, row, row_ok, depth, first, rows, start, tree, trees, depths, window, TREES: tl.constexpr
+):
+    """Which keys a tile's rows see: bool [rows, keys]."""
     own = key - start
     if TREES:
         within = (own >= 0) & (own < rows)
         place = tree + row[:, None] * rows + own[None, :]
-        mask = row_ok[:, None] & within[None, :] & (tree >= 0)
-        marked = tl.load(trees + place, mask, other=0) != 0
-        later = tl.where(tree >= 0, marked, own[None, :] <= row[:, None])
+        owned = (row_ok & (row * 0 + tree >= 0))[:, None]  # by a span with a tree
+        marked = tl.load(trees + place, owned & within[None, :], other=0) != 0
+        later = tl.where(owned, marked, own[None, :] <= row[:, None])
         seen = (own < 0)[None, :] | later
         place = tl.where(own < 0, own, tl.load(depths + first + own, within, other=0))
     else:
@@ -85,8 +86,7 @@ def attend(
         slot = page * PAGE + key % PAGE
         k = _heads(keys, slot, inside, kv_head, KV_HEADS, K_HEAD, K_KIND, DIM, DP)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        span = (first, rows, start, tree)
-        seen = _seen(key, row, ok, depth, span, trees, depths, window, TREES)
+        seen = _seen(key, row, ok, depth, first, rows, start, tree, trees, depths, window, TREES)
         scores = tl.where(seen & inside[None, :], scores, -float("inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp(scores - higher[:, None])
