@@ -6,7 +6,10 @@ ever given these kernels by the registry: tests call them by name.
 
 import os
 
-import torch
+# The interpreter's small products take longest where several threads wait for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import torch  # it brings NumPy, which reads the variable above
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -12,6 +12,10 @@ from headroom.kernels.ops import Case, Kernel, Span
 from headroom.kernels.registry import KERNELS, pick
 from headroom.kernels.triton import attention, delta_net, experts, launch, matmul
 from headroom.kernels.triton.matmul import TileSizes
+from headroom.layers.config import AttentionConfig, RopeConfig
+from headroom.layers.device_block import fits_device
+from headroom.layers.weights import open_weights
+from headroom.memory.budget import PlanSettings
 from tests.kernels.cases import (
     CACHE_PAIRS,
     WEIGHT_TYPES,
@@ -200,3 +204,16 @@ def test_cuda_comes_before_triton_unless_triton_is_asked_for(
     assert pick("matmul", gpu).backend == "cuda"
     for op in {kernel.op for kernel in KERNELS}:
         assert pick(op, replace(gpu, triton=True)).backend == "triton"
+
+
+def test_layers_of_triton_kernels_are_not_fused_for_cuda() -> None:
+    rope = RopeConfig(theta=10000.0, dims=64)
+    mixer = AttentionConfig(heads=4, kv_heads=2, head_dim=64, rope=rope, scale=0.125)
+    settings = PlanSettings(
+        context=256, parallel=1, chunk=16, cache_tokens=256, k_type="bf16", v_type="bf16",
+        dtype="bf16", activation="bf16", weights="packed", threads=1, kernels="triton",
+    )  # fmt: skip
+    source = open_weights({}, "cuda:0", settings, lambda line, size: None)
+    assert source.case.triton
+    assert not fits_device(mixer, source)
+    assert fits_device(mixer, replace(source, case=replace(source.case, triton=False)))

@@ -311,3 +311,13 @@ def test_8_bit_products_without_cpp_kernels_are_refused_before_anything_is_sized
         make_plan([smollm2()], [cpu(8)], Options(dtype="int8", kernels="reference"))
     with pytest.raises(PlanError, match=told):
         make_plan([smollm2()], [replace(cpu(8), native=False)], Options(dtype="int8"))
+
+
+def test_triton_kernels_are_planned_for_gpus_alone() -> None:
+    options = Options(kernels="triton", context=4096, parallel=1)
+    plan = make_plan([smollm2()], [gpu(24), host(64)], options)
+    assert plan.settings.kernels == "triton"
+    told = r"Triton's kernels run on GPUs, and no layer is on one\."
+    with pytest.raises(PlanError, match=told) as refused:
+        make_plan([smollm2()], [cpu(8)], Options(kernels="triton"))
+    assert refused.value.hint == "Leave out --kernels triton, or choose a GPU as --device."
