@@ -111,16 +111,15 @@ def test_triton_agrees_with_the_reference(sized: Sized) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("name", ["q4_k", "q5_k", "q6_k", "bf16"])
-def test_single_rows_and_few_rows_in_16_bits_come_near(name: str, dtype: str) -> None:
-    """Within the 16-bit types' own rounding; the interpreter cuts bf16 off instead."""
+def test_rows_in_16_bits_come_near_and_a_single_one_nearer(name: str) -> None:
+    """In f16: the interpreter has no products of bf16."""
     torch.manual_seed(0)
     weight, x = random_weight(BY_NAME[name], 37, 512), torch.randn(3, 512)
     reference = next(k for k in KERNELS if str(k) == "matmul-reference")
     expected = reference.run(x, weight, "f32")
-    compare(matmul.matmul(x[:1], weight, dtype), expected[:1], SHARE)  # sums in float32
-    compare(matmul.matmul(x, weight, dtype), expected, 0.02)
+    compare(matmul.matmul(x[:1], weight, "bf16"), expected[:1], SHARE)  # sums in float32
+    compare(matmul.matmul(x, weight, "f16"), expected, 0.002)
 
 
 @interpreted

@@ -21,11 +21,11 @@ def convolve(
     sums = tl.zeros((BLOCK,), tl.float32)
     for tap in tl.static_range(TAPS):
         before = row - (TAPS - 1 - tap)
-        here = before >= first
-        value = tl.load(qkv + before * channels + channel, ok & here, other=0.0)
+        here = channel < tl.where(before >= first, channels, 0)
+        value = tl.load(qkv + before * channels + channel, here, other=0.0)
         if TAPS > 1:
             kept = slot * (TAPS - 1) + before - first + TAPS - 1
-            earlier = ok & (before < first) & (start > 0)
+            earlier = channel < tl.where((before < first) & (start > 0), channels, 0)
             value += tl.load(inputs + kept * channels + channel, earlier, other=0.0)
         sums += value * tl.load(conv + channel * TAPS + tap, ok, other=0.0)
     tl.store(out + row * channels + channel, silu(sums), ok)
@@ -43,9 +43,10 @@ def keep_inputs(qkv, inputs, spans, channels, TAPS: tl.constexpr, BLOCK: tl.cons
     # The oldest first: what is written was read, as it only moves towards older places.
     for place in tl.static_range(TAPS - 1):
         source = place + rows - (TAPS - 1)
-        new = tl.load(qkv + (first + source) * channels + channel, ok & (source >= 0), other=0.0)
-        old = ok & (source < 0) & (start > 0)
-        new += tl.load(inputs + (place + rows) * channels + channel, old, other=0.0)
+        here = channel < tl.where(source >= 0, channels, 0)
+        new = tl.load(qkv + (first + source) * channels + channel, here, other=0.0)
+        earlier = channel < tl.where((source < 0) & (start > 0), channels, 0)
+        new += tl.load(inputs + (place + rows) * channels + channel, earlier, other=0.0)
         tl.store(inputs + place * channels + channel, new, ok)
 
 
@@ -65,7 +66,7 @@ def recur(
     k_ok, v_ok = place < DIM, column < DIM
     ok = k_ok[:, None] & v_ok[None, :]
     at = memory + (slot * heads + head) * DIM * DIM + place[:, None] * DIM + column[None, :]
-    state = tl.load(at, ok & (start > 0), other=0.0)
+    state = tl.where(start > 0, tl.load(at, ok, other=0.0), 0.0)
     rate, bias = tl.load(decay + head), tl.load(dt_bias + head)
     channels = (2 * key_heads + heads) * DIM
     for row in range(first, first + rows):
