@@ -78,30 +78,27 @@ def check(kernel: Kernel, sized: Sized, dtype: str) -> None:
     print(f"{verdict} {sized} {dtype}: {worst:.1e}", flush=True)
 
 
+def dtypes_of(sized: Sized) -> tuple[str, ...]:
+    """The types to check a case in; none where other cases say as much."""
+    sizes, kind = sized.sizes, sized.case.quant.name
+    usual = kind in ("q4_k", "q6_k", "q8_0") or "--all" in sys.argv
+    if sized.op == "matmul":
+        if sizes[:2] == (3, 37):
+            return ("f32", "bf16", "f16") if usual else ("bf16",)
+        return ("bf16",) if usual and sizes[:2] in ((1, 37), (40, 37)) else ()
+    if sized.op == "experts":
+        return ("f32", "bf16") if sizes[0] == 7 or (sizes[0] == 90 and usual) else ()
+    if sized.op == "attention":
+        few = ((6, 2, 64, 5, 1), (4, 2, 256, 0, 0), (8, 1, 512, 130, 1), (7, 1, 33, 0, 0))
+        usual = sizes in few and sized.case.k_type in ("f16", "q8_0", "q4_0")
+        return ("f32",) if usual or "--all" in sys.argv else ()
+    return ("f32",)
+
+
 def chosen() -> list[tuple[Sized, str]]:
-    """Cases of all operations, types and masks; those that compile fast come first."""
-    cases: list[tuple[Sized, str]] = []
-    for sized in all_cases():
-        sizes = sized.sizes
-        if sized.op == "matmul":
-            if sizes[:2] == (1, 37):
-                cases.append((sized, "bf16"))
-            if sizes[:2] == (3, 37):
-                cases += [(sized, "f32"), (sized, "bf16")]
-            if sizes[:2] == (40, 37):
-                cases.append((sized, "bf16"))
-            if sizes[:2] == (16, 37) and sized.case.quant.name == "q4_k":
-                cases.append((sized, "f16"))
-        elif sized.op == "experts":
-            if sizes[0] in (7, 90):
-                cases += [(sized, "f32"), (sized, "bf16")]
-        elif sized.op == "attention":
-            plain = sizes[:3] in ((6, 2, 64), (4, 2, 256), (8, 1, 512), (7, 1, 33))
-            if plain and (sizes[4] or not sizes[3]):
-                cases.append((sized, "f32"))
-        else:
-            cases.append((sized, "f32"))
-    return sorted(cases, key=lambda case: case[0].op == "attention")  # the slowest to compile
+    """Cases and their types; attention, which takes longest to compile, comes last."""
+    cases = [(sized, dtype) for sized in all_cases() for dtype in dtypes_of(sized)]
+    return sorted(cases, key=lambda case: case[0].op == "attention")
 
 
 def run_all() -> None:
