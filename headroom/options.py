@@ -70,7 +70,9 @@ class Options:
     )
     dtype: str | None = option(None, "type that matrix products compute in", choices=COMPUTE_TYPES)
     kernels: str = option(
-        "auto", "the fastest kernels there are, or plain ones", choices=("auto", "reference")
+        "auto",
+        "the fastest kernels there are, a GPU's in Triton, or plain ones",
+        choices=("auto", "triton", "reference"),
     )
     weights: str = option(
         "auto",

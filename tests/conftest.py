@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import tests.interpreter  # noqa: F401  # before anything imports triton
 from headroom.formats.hub import pull
 from headroom.options import load_options
 from tests.tiny import llama_config, random_model, save_gguf

@@ -10,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "headroom").rglob("*.py"))
+# A GPU's kernels get every number as an argument of its own: they cannot be given objects.
+DEVICE_CODE = ROOT / "headroom/kernels/triton/device"
 MAX_LINES = 400
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -132,7 +134,7 @@ def test_a_file_has_at_most_400_lines(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_LINES
 
 
-@pytest.mark.parametrize("path", FILES, ids=path_id)
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent != DEVICE_CODE], ids=path_id)
 def test_no_function_takes_more_than_seven_arguments(path: Path) -> None:
     for node in ast.walk(parse(path)):
         if isinstance(node, FUNCTION):

@@ -26,6 +26,7 @@ class Case:
     v_type: str = "f32"  # of cached values
     layout: str = "rows"  # of a table that rows are taken from
     reference: bool = False  # only the plain kernels will do
+    triton: bool = False  # Triton's kernels rather than CUDA's
 
 
 def _as_it_is(weight: Any) -> Any:

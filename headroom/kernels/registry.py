@@ -13,6 +13,12 @@ from headroom.kernels.native import route as native_route
 from headroom.kernels.ops import Case, Kernel
 from headroom.kernels.reference import attention, delta_net, experts, matmul, norms, route
 from headroom.kernels.reference.quantise import CACHE_TYPES
+from headroom.kernels.triton import attention as triton_attention
+from headroom.kernels.triton import delta_net as triton_delta_net
+from headroom.kernels.triton import experts as triton_experts
+from headroom.kernels.triton import launch as triton_launch
+from headroom.kernels.triton import matmul as triton_matmul
+from headroom.kernels.triton import rows as triton_rows
 from headroom.kernels.weight import PLAIN_TYPES
 
 
@@ -27,6 +33,8 @@ def _takes_rows(case: Case) -> str | None:
 def _refuses_cuda(case: Case) -> str | None:
     if case.device != "cuda":
         return f"runs on cuda, not {case.device}"
+    if case.triton:
+        return "Triton's kernels were asked for"
     return "plain kernels were asked for" if case.reference else None
 
 
@@ -48,6 +56,23 @@ KERNELS = (
     Kernel("matmul", "cuda", cuda_matmul.matmul, cuda_matmul.refuses, cuda_matmul.prepare),
     Kernel("rms_norm", "cuda", cuda_small.rms_norm, _refuses_cuda),
     Kernel("gated_activation", "cuda", cuda_small.gated_activation, _refuses_cuda),
+    Kernel("embed", "triton", triton_matmul.embed, triton_matmul.refuses_table),
+    Kernel("matmul", "triton", triton_matmul.matmul, triton_matmul.refuses),
+    Kernel("rms_norm", "triton", triton_rows.rms_norm, triton_launch.refuses),
+    Kernel("rope", "triton", triton_rows.rope, triton_launch.refuses),
+    Kernel("gated_activation", "triton", triton_rows.gated_activation, triton_launch.refuses),
+    Kernel("kv_write", "triton", triton_attention.write_kv, triton_attention.refuses),
+    Kernel("attention", "triton", triton_attention.attention, triton_attention.refuses),
+    Kernel("route", "triton", triton_rows.route, triton_launch.refuses),
+    Kernel(
+        "experts",
+        "triton",
+        triton_experts.experts,
+        triton_experts.refuses,
+        triton_experts.prepare,
+    ),
+    Kernel("delta_net", "triton", triton_delta_net.delta_net, triton_launch.refuses),
+    Kernel("gated_norm", "triton", triton_rows.gated_norm, triton_launch.refuses),
     Kernel("embed", "native", native_matmul.embed, native_matmul.refuses_table),
     Kernel("embed", "reference", matmul.embed, _takes_rows),
     Kernel(

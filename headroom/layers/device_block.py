@@ -56,7 +56,7 @@ class DeviceBatch(Batch):
 def fits_device(mixer: AttentionConfig | DeltaNetConfig, get: WeightSource) -> bool:
     """Tell whether a GPU's fused kernels run layers with this mixer."""
     case = get.case
-    if case.device != "cuda" or case.dtype != "bf16" or case.reference:
+    if case.device != "cuda" or case.dtype != "bf16" or case.reference or case.triton:
         return False
     if isinstance(mixer, DeltaNetConfig):
         return mixer.head_dim == delta_net.DIM

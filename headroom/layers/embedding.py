@@ -1,5 +1,7 @@
 """Embedding and Head: tokens into the residual stream and out of it."""
 
+from dataclasses import replace
+
 import torch
 
 from headroom.kernels.ops import Case, Embed
@@ -13,10 +15,11 @@ from headroom.layers.parts import part_of_step
 class Embedding:
     """One row of a table per token."""
 
-    def __init__(self, table: Weight, scale: float = 1.0) -> None:
+    def __init__(self, table: Weight, scale: float = 1.0, case: Case | None = None) -> None:
         self._table = table
         self._scale = scale
-        case = Case(device=table.data.device.type, quant=table.quant, layout=table.layout)
+        device = table.data.device.type
+        case = replace(case or Case(), device=device, quant=table.quant, layout=table.layout)
         self._embed: Embed = pick("embed", case).run
 
     @part_of_step("other")

@@ -173,6 +173,7 @@ def open_weights(
         device=torch.device(device).type,
         dtype=settings.dtype,
         reference=settings.kernels == "reference",
+        triton=settings.kernels == "triton",
     )
     unpack = settings.weights == "unpacked"
     return WeightSource(tensors, case, unpack, count, norm_offset=norm_offset, upload=upload)

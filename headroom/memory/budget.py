@@ -43,7 +43,7 @@ class PlanSettings:
     weights: str  # "packed" or "unpacked"
     threads: int
     pin_threads: bool = False  # each on a core of its own
-    kernels: str = "reference"  # "native": the C++ ones of a CPU; "device": a GPU's
+    kernels: str = "reference"  # "native": the C++ ones of a CPU; "device", "triton": a GPU's
 
     @property
     def rows(self) -> int:

@@ -90,7 +90,7 @@ class _Task:
         """Which kernels run the layers: a GPU's own, or C++ ones where every stage has them."""
         stages = [device for device in self.devices if device.runs_layers]
         if any(device.kind != "cpu" for device in stages):
-            return "device" if self.options.kernels == "auto" else "reference"
+            return "device" if self.options.kernels == "auto" else self.options.kernels
         wanted = self.options.kernels == "auto" and self.options.dtype in (None, "int8", "f32")
         return "native" if wanted and all(device.native for device in stages) else "reference"
 
@@ -118,6 +118,11 @@ def make_plan(
         raise PlanError(
             "Unpacked weights are floats, which have no 8-bit products.",
             hint="Leave out --weights unpacked, or choose --dtype f32.",
+        )
+    if options.kernels == "triton" and all(x.kind == "cpu" for x in devices if x.runs_layers):
+        raise PlanError(
+            "Triton's kernels run on GPUs, and no layer is on one.",
+            hint="Leave out --kernels triton, or choose a GPU as --device.",
         )
     if options.dtype == "int8" and not _has_8_bit_products(devices, options):
         raise PlanError(

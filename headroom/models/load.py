@@ -94,7 +94,8 @@ def _build(config: ModelConfig, source: WeightSource, plan: Plan) -> Model:
     vocabulary = table if shared else source.at("", "head")("embed" if config.tied else "head")
     norm = RmsNorm(source.norm("norm"), config.norm_eps, source.case)
     head = Head(norm, vocabulary, source.case, config.softcap)
-    return Model(Embedding(table, config.embed_scale), blocks, head, workspace, routing, side)
+    embedding = Embedding(table, config.embed_scale, source.case)
+    return Model(embedding, blocks, head, workspace, routing, side)
 
 
 def _side_inputs(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.native.module import MODULE, POOL
-from headroom.kernels.ops import Kernel, PagedKv, Span
+from headroom.kernels.ops import Case, Kernel, PagedKv, Span
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.reference.quantise import CACHE_TYPES, quantise
 from headroom.kernels.registry import KERNELS
@@ -22,8 +22,7 @@ PACKED = [name for name in CACHE_TYPES if name not in PLAIN_TYPES]
 
 
 def kernels(op: str) -> list[Kernel]:
-    here = [k for k in KERNELS if k.op == op]
-    return [k for k in here if MODULE is not None or k.backend == "reference"]
+    return [k for k in KERNELS if k.op == op and k.refuses(Case()) is None]
 
 
 @pytest.fixture(params=MODULE.isas() if MODULE else ["none"])

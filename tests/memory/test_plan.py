@@ -323,3 +323,13 @@ def test_types_without_cpp_kernels_are_noted_as_slow(dtype: str, told: bool) -> 
     assert (note in plan.notes) == told
     asked = make_plan([smollm2()], [cpu(8)], Options(dtype=dtype, kernels="reference"))
     assert note not in asked.notes
+
+
+def test_triton_kernels_are_planned_for_gpus_alone() -> None:
+    options = Options(kernels="triton", context=4096, parallel=1)
+    plan = make_plan([smollm2()], [gpu(24), host(64)], options)
+    assert plan.settings.kernels == "triton"
+    told = r"Triton's kernels run on GPUs, and no layer is on one\."
+    with pytest.raises(PlanError, match=told) as refused:
+        make_plan([smollm2()], [cpu(8)], Options(kernels="triton"))
+    assert refused.value.hint == "Leave out --kernels triton, or choose a GPU as --device."

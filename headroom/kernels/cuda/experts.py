@@ -53,6 +53,8 @@ def refuses(case: Case) -> str | None:
         return f"runs on cuda, not {case.device}"
     if case.reference:
         return "plain kernels were asked for"
+    if case.triton:
+        return "Triton's kernels were asked for"
     if strange := [str(kind) for kind in case.experts if kind not in PACKED]:
         return f"{strange[0]} is not a packed type of the tensor cores"
     return None if case.dtype == "bf16" else f"computes in bf16, not {case.dtype}"

@@ -36,6 +36,8 @@ def refuses(case: Case) -> str | None:
         return f"runs on cuda, not {case.device}"
     if case.reference:
         return "plain kernels were asked for"
+    if case.triton:
+        return "Triton's kernels were asked for"
     if case.quant not in PACKED:
         return f"{case.quant} is not a packed type of the tensor cores"
     return None if case.dtype == "bf16" else f"computes in bf16, not {case.dtype}"

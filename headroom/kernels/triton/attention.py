@@ -1,0 +1,111 @@
+"""Attention over paged keys and values of every cache type."""
+
+import torch
+
+from headroom.kernels.ops import Case, PagedKv, Span
+from headroom.kernels.triton import launch
+from headroom.kernels.triton.launch import blocks, find_kernel, power_of_2
+from headroom.kernels.weight import PLAIN_TYPES
+
+CACHE_TYPES = (*PLAIN_TYPES, "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+LEAST_SIDE = 16  # of a matrix product's tiles
+LONG_SPAN = 32  # rows from which a sequence's keys are not cut into pieces
+SHORT_QUERIES, LONG_QUERIES = 16, 64  # rows times heads of a tile without and with such ones
+PIECE_KEYS = 512
+BLOCK_KEYS, BLOCK_VALUES = 64, 8192  # most keys of a block, and most times their values
+
+
+def refuses(case: Case) -> str | None:
+    """Say why a case cannot run here."""
+    if (reason := launch.refuses(case)) is not None:
+        return reason
+    for kind in (case.k_type, case.v_type):
+        if kind not in CACHE_TYPES:
+            return f"{kind} is not a cache type ({', '.join(CACHE_TYPES)})"
+    return None
+
+
+def write_kv(cache: PagedKv, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Store keys and values at their slots in the cache's types."""
+    rows, width = len(keys), keys[0].numel() if len(keys) else 0
+    if not rows:
+        return
+    parts = ((keys, cache.keys, cache.k_type), (values, cache.values, cache.v_type))
+    for given, stored, quant in parts:
+        find_kernel("cache", "write")[(rows,)](
+            *(given.contiguous(), slots, stored, width, stored.stride(0), quant.ggml_id),
+            *(power_of_2(blocks(width, 32)), power_of_2(width)),
+            enable_fp_fusion=False,  # the reference rounds products before it adds to them
+        )
+
+
+def attention(
+    queries: torch.Tensor, cache: PagedKv, spans: tuple[Span, ...], scale: float, window: int
+) -> torch.Tensor:
+    """Attend from every span's rows to its sequence's cached tokens."""
+    queries = queries.contiguous()
+    (rows, heads, dim), kv_heads, device = queries.shape, cache.keys.shape[1], queries.device
+    out = torch.empty(rows, heads, dim, device=device)
+    if not rows:
+        return out
+    group = heads // kv_heads
+    padded, width = power_of_2(group), power_of_2(dim, LEAST_SIDE)
+    long = max(span.rows for span in spans) >= LONG_SPAN
+    tile_rows = max(1, (LONG_QUERIES if long else SHORT_QUERIES) // padded)
+    pieces = 1 if long else blocks(max(span.start + span.rows for span in spans), PIECE_KEYS)
+    tiles, pages, trees, depths = _tables(spans, tile_rows, device)
+    parts, stats = out, out
+    if pieces > 1:
+        parts = torch.empty(rows, heads, pieces, dim, device=device)
+        stats = torch.empty(rows, heads, pieces, 2, device=device)
+    find_kernel("attention", "attend")[len(tiles), kv_heads, pieces](
+        *(queries, cache.keys, cache.values, tiles, pages, trees, depths, parts, stats),
+        *(float(scale), window, pieces, kv_heads, group, padded, dim, width),
+        *(cache.k_type.ggml_id, cache.v_type.ggml_id, *_head_sizes(cache), cache.page_size),
+        *(tile_rows, max(LEAST_SIDE, min(BLOCK_KEYS, BLOCK_VALUES // width))),
+        *(bool(len(trees)), pieces > 1, PIECE_KEYS),
+        num_warps=4 if width <= 128 else 8,
+        num_stages=1,
+    )
+    if pieces > 1:
+        find_kernel("attention", "merge")[(rows * heads,)](
+            parts, stats, out, pieces, power_of_2(pieces), dim, width
+        )
+    return out
+
+
+def _tables(
+    spans: tuple[Span, ...], tile_rows: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tiles of rows [tiles, 6], all pages, and all trees with their rows' depths.
+
+    Of each tile: the first row of its span, the span's rows and start, the tile's first row in the
+    span, where the span's pages begin and where its tree does, or -1.
+    """
+    tiles, trees, depths, page, byte = [], [], [], 0, 0
+    any_tree = any(span.tree is not None for span in spans)
+    for span in spans:
+        place = -1 if span.tree is None else byte
+        tiles += [
+            (span.first_row, span.rows, span.start, row, page, place)
+            for row in range(0, span.rows, tile_rows)
+        ]
+        page += len(span.pages)
+        if span.tree is not None:
+            trees.append(span.tree.flatten().view(torch.uint8).to(device))
+            byte += span.tree.numel()
+        if any_tree:
+            own = torch.arange(span.rows) if span.tree is None else span.tree.sum(1) - 1
+            depths.append(own.to(device))
+    nothing = torch.empty(0, dtype=torch.uint8, device=device)
+    return (
+        torch.tensor(tiles, dtype=torch.int64).to(device, non_blocking=True),
+        torch.cat([span.pages.to(device) for span in spans]),
+        torch.cat(trees) if trees else nothing,
+        torch.cat(depths) if depths else nothing,
+    )
+
+
+def _head_sizes(cache: PagedKv) -> tuple[int, int]:
+    """What one head of a slot takes: bytes, or values of a plain type."""
+    return cache.keys.stride(1), cache.values.stride(1)

@@ -1,0 +1,44 @@
+"""Gated linear attention, row after row."""
+
+import torch
+
+from headroom.kernels.ops import DeltaNetWeights, RecurrentState, Span
+from headroom.kernels.triton.launch import blocks, find_kernel, power_of_2
+
+CHANNELS = 512  # that one program convolves
+STATE_COLUMNS = 16  # that one program holds
+
+
+def delta_net(
+    qkv: torch.Tensor,
+    beta: torch.Tensor,
+    alpha: torch.Tensor,
+    weights: DeltaNetWeights,
+    state: RecurrentState,
+    spans: tuple[Span, ...],
+) -> torch.Tensor:
+    """Run every span's rows through its sequence's state, which is left after the last row."""
+    _, heads, _, dim = state.memory.shape
+    (rows, channels), taps, device = qkv.shape, weights.conv.shape[1], qkv.device
+    qkv, beta, alpha = qkv.contiguous(), beta.contiguous(), alpha.contiguous()
+    out, mixed = torch.empty(rows, heads, dim, device=device), torch.empty_like(qkv)
+    if not rows:
+        return out
+    table = torch.tensor([(s.first_row, s.rows, s.start, s.slot) for s in spans]).to(device)
+    sequence = torch.repeat_interleave(
+        torch.arange(len(spans)), torch.tensor([span.rows for span in spans])
+    ).to(device)
+    steps = blocks(channels, CHANNELS)
+    find_kernel("delta_net", "convolve")[steps, rows](
+        *(qkv, state.inputs, weights.conv, sequence, table, mixed, channels, taps, CHANNELS)
+    )
+    if taps > 1:
+        find_kernel("delta_net", "keep_inputs")[steps, len(spans)](
+            qkv, state.inputs, table, channels, taps, CHANNELS
+        )
+    part = min(STATE_COLUMNS, power_of_2(dim))
+    find_kernel("delta_net", "recur")[blocks(dim, part), heads, len(spans)](
+        *(mixed, beta, alpha, weights.decay, weights.dt_bias, state.memory, table, out),
+        *(heads, weights.key_heads, weights.tiled, dim, power_of_2(dim), part),
+    )
+    return out
