@@ -1,14 +1,16 @@
 """Rows on a GPU on their way through packed products: a few in 8 bits, many in bf16."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from headroom.kernels.cuda import matmul, small
+from headroom.formats.quants import BF16
+from headroom.kernels.cuda import matmul, plain, small
 from headroom.kernels.cuda.matmul import QuantisedRows, RowNorm
 from headroom.kernels.cuda.pack import PACKED, TILE_ROWS, tile_bytes
-from headroom.kernels.weight import Weight
+from headroom.kernels.reference.dequant import dequantise
+from headroom.kernels.weight import PLAIN_TYPES, Weight
 from headroom.layers.weights import WeightSource
 
 FEW_ROWS = matmul.FEW_ROWS  # the most of a step that one pass over packed weights serves
@@ -21,7 +23,16 @@ class DeviceRows:
     count: int
     few: QuantisedRows | None = None
     many: torch.Tensor | None = None  # bf16 [rows, columns]
-    floats: torch.Tensor | None = None  # float32 [rows, columns], beside `few`, for plain weights
+    # float32 [rows, columns], beside `few`; made only where weights are plain
+    floats: Callable[[], torch.Tensor] | None = None
+
+    @property
+    def plain(self) -> torch.Tensor:
+        """The rows as plain weights read them."""
+        if self.many is not None:
+            return self.many
+        assert self.floats is not None
+        return self.floats()
 
 
 def few_rows(count: int) -> bool:
@@ -32,25 +43,31 @@ def few_rows(count: int) -> bool:
 def plain_rows(x: torch.Tensor) -> DeviceRows:
     """Return rows as they are."""
     if few_rows(len(x)):
-        return DeviceRows(len(x), few=matmul.quantise(x), floats=x)
+        return DeviceRows(len(x), few=matmul.quantise(x), floats=lambda: x)
     return DeviceRows(len(x), many=x.to(torch.bfloat16))
 
 
 def normed_rows(x: torch.Tensor, norm: RowNorm) -> DeviceRows:
     """Return rows after a norm; `norm.out` gets them in float32 where it is given."""
     if few_rows(len(x)):
-        normed = torch.empty_like(x) if norm.out is None else norm.out
-        rounded = matmul.quantise(x, norm=RowNorm(norm.weight, norm.eps, normed))
-        return DeviceRows(len(x), few=rounded, floats=normed)
+        rounded = matmul.quantise(x, norm=norm)
+        return DeviceRows(
+            len(x), few=rounded, floats=lambda: small.rms_norm(x, norm.weight, norm.eps)
+        )
     normed = small.rms_norm(x, norm.weight, norm.eps, norm.out)
     return DeviceRows(len(x), many=normed.to(torch.bfloat16))
 
 
 def gated_rows(gate: torch.Tensor, up: torch.Tensor, activation: str) -> DeviceRows:
     """Return `act(gate) * up`."""
+
+    def floats() -> torch.Tensor:
+        return small.gated_activation(gate, up, activation)
+
     if few_rows(len(gate)):
-        return DeviceRows(len(gate), few=matmul.quantise_gated(gate, up, activation))
-    return DeviceRows(len(gate), many=small.gated_activation(gate, up, activation).bfloat16())
+        rounded = matmul.quantise_gated(gate, up, activation)
+        return DeviceRows(len(gate), few=rounded, floats=floats)
+    return DeviceRows(len(gate), many=floats().bfloat16())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,13 +96,12 @@ def _multiply(
     if weight.layout == matmul.TILES and x.few is not None:
         matmul.products(x.few, weight, outs, add)
         return
-    plain = weight.data
     if weight.layout == matmul.TILES:
-        plain = torch.empty(weight.rows, weight.columns, dtype=torch.bfloat16, device=plain.device)
-        matmul.dequantise(weight, plain)
-    rows = x.many if x.few is None else _floats(x).to(torch.bfloat16)
-    assert rows is not None
-    answers = rows @ plain.T
+        assert x.many is not None
+        unpacked = x.many.new_empty(weight.rows, weight.columns)
+        answers = x.many @ matmul.dequantise(weight, unpacked).T
+    else:
+        answers = plain.product(x.plain, weight.data)
     for out, part in zip(
         outs, torch.split(answers, [out.shape[1] for out in outs], dim=1), strict=True
     ):
@@ -95,10 +111,14 @@ def _multiply(
             out.add_(part)
 
 
-def _floats(x: DeviceRows) -> torch.Tensor:
-    """Return few rows as floats; what is gated is packed wherever it is multiplied."""
-    assert x.floats is not None
-    return x.floats
+def add_answers(
+    x: torch.Tensor, matrix: Stack, rows: DeviceRows, after: RowNorm | None = None
+) -> None:
+    """Add what one matrix answers to the residual stream, normed on its way where asked."""
+    if after is None:
+        matrix(rows, add=x)
+    else:
+        small.norm_add(x, matrix(rows)[0], after.weight, after.eps)
 
 
 def stack(
@@ -130,8 +150,7 @@ def _joined(weights: Sequence[Weight]) -> Weight:
     first, rows = weights[0], sum(weight.rows for weight in weights)
     if first.quant not in PACKED:
         assert len(weights) == 1
-        plain = first.data.to("cuda").to(torch.bfloat16)
-        return Weight(plain, first.quant, rows, first.columns)
+        return _plain(first)
     tiles = torch.empty(
         tile_bytes(first.quant, rows, first.columns), dtype=torch.uint8, device="cuda"
     )
@@ -141,3 +160,11 @@ def _joined(weights: Sequence[Weight]) -> Weight:
         matmul.pack_into(tiles[at : at + size], weight)
         at += size
     return Weight(tiles, first.quant, rows, first.columns, matmul.TILES)
+
+
+def _plain(weight: Weight) -> Weight:
+    """Return a weight that has no tiles in bf16 on the GPU."""
+    there = weight.data.to("cuda")
+    if weight.quant.name not in PLAIN_TYPES:
+        there = dequantise(there, weight.quant, weight.columns)
+    return Weight(there.to(torch.bfloat16), BF16, weight.rows, weight.columns)
