@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 # Both places may meet in these.
-COPIES = {torch.Tensor.copy_, torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
+MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
+COPIES = {torch.Tensor.copy_, *MOVES}
 # What these give is of no device.
 LEAVES = {torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.data_ptr}
 INDEXED = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
@@ -83,7 +84,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         moved = tree_map(lambda x: CPU if is_cuda(x) and not isinstance(x, OnCuda) else plain(x),
                          (args, kwargs))  # fmt: skip
         found = _call(func, *moved)
-        if func in (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu) and to_cuda != is_cuda(args[0]):
+        if func in (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu) and to_cuda != is_cuda(
+            args[0]
+        ):
             found = found.clone()  # another memory
         return tree_map(there, found) if to_cuda else found
 

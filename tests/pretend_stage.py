@@ -9,10 +9,11 @@ from headroom.engine.batching import make_batch
 from headroom.engine.scheduler import Turn
 from headroom.formats.checkpoint import Checkpoint
 from headroom.kernels.ops import StepTables
-from headroom.layers.batch import Batch, Span
+from headroom.layers.batch import Batch
 from headroom.layers.cache import KvPages
 from headroom.layers.config import AttentionConfig
 from headroom.layers.device_block import DeviceBatch
+from headroom.layers.workspace import CAPTURED_ROWS
 from headroom.memory.devices import DeviceSpec, detect_cpu
 from headroom.memory.plan import Plan, make_plan
 from headroom.models.describe import ModelDescription, describe
@@ -43,7 +44,7 @@ class PretendedStage:
         """Run a step; return the logits of its output rows, in host memory."""
         x = self.model.run(self._there(batch))
         wanted = x.index_select(0, batch.output_rows.to("cuda"))
-        return torch.cat([self.model.logits(row[None]).cpu() for row in wanted])
+        return torch.cat([self.model.logits(rows).cpu() for rows in wanted.split(CAPTURED_ROWS)])
 
     def _there(self, batch: Batch) -> DeviceBatch:
         spans = tuple(replace(span, pages=span.pages.to("cuda")) for span in batch.spans)
@@ -92,7 +93,10 @@ class _NoPages:
 
 
 def run_pretended(
-    checkpoint: Checkpoint, prompts: Sequence[Sequence[int]], pieces: Sequence[int], **settings: object
+    checkpoint: Checkpoint,
+    prompts: Sequence[Sequence[int]],
+    pieces: Sequence[int],
+    **settings: object,
 ) -> list[torch.Tensor]:
     """Read prompts together in pieces of the same sizes; return logits of all their rows."""
     stage = PretendedStage(checkpoint, **settings)
@@ -108,6 +112,3 @@ def run_pretended(
             found[index].append(logits[index * rows : (index + 1) * rows])
             one.cached += rows
     return [torch.cat(parts) for parts in found]
-
-
-__all__ = ["PretendedStage", "Span", "run_pretended"]

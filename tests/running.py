@@ -9,8 +9,8 @@ from headroom.engine.request import GenerationRequest, SamplingParams
 from headroom.engine.scheduler import Turn
 from headroom.engine.sequence import Sequence as Running
 from headroom.formats.checkpoint import Checkpoint
-from headroom.memory.devices import detect_devices
 from headroom.memory.plan import make_plan
+from headroom.memory.targets import plan_devices
 from headroom.models.describe import describe
 from headroom.options import Options
 from headroom.split.launch import start_pipeline
@@ -25,7 +25,7 @@ def open_pipeline(checkpoint: Checkpoint, **settings: object) -> Pipeline:
     given |= settings
     options = Options(**given)  # type: ignore[arg-type]
     model = describe(checkpoint)
-    return start_pipeline(make_plan([model.shape], detect_devices(options), options), model)
+    return start_pipeline(make_plan([model.shape], plan_devices(options), options), model)
 
 
 def running(tokens: Sequence[int], pages: list[int], slot: int = 0) -> Running:

@@ -1,5 +1,7 @@
 """Embedding and Head: tokens into the residual stream and out of it."""
 
+from dataclasses import replace
+
 import torch
 
 from headroom.kernels.ops import Case, Embed
@@ -12,10 +14,10 @@ from headroom.layers.norm import RmsNorm
 class Embedding:
     """One row of a table per token."""
 
-    def __init__(self, table: Weight, scale: float = 1.0) -> None:
+    def __init__(self, table: Weight, case: Case, scale: float = 1.0) -> None:
         self._table = table
         self._scale = scale
-        case = Case(device=table.data.device.type, quant=table.quant, layout=table.layout)
+        case = replace(case, quant=table.quant, layout=table.layout)
         self._embed: Embed = pick("embed", case).run
 
     def __call__(self, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -90,7 +90,7 @@ class _Task:
         """Which kernels run the layers: C++ ones where every stage has them for the type."""
         stages = [device for device in self.devices if device.runs_layers]
         if any(device.kind != "cpu" for device in stages):
-            return "device"
+            return "device" if self.options.kernels == "auto" else "reference"
         wanted = self.options.kernels == "auto" and self.options.dtype in (None, "int8", "f32")
         return "native" if wanted and all(device.native for device in stages) else "reference"
 

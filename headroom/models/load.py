@@ -87,7 +87,8 @@ def load_model(
     vocabulary = table if shared else source.at("", "head")("embed" if config.tied else "head")
     norm = RmsNorm(source.norm("norm"), config.norm_eps, source.case)
     head = Head(norm, vocabulary, source.case, config.softcap)
-    return Model(Embedding(table, config.embed_scale), blocks, head, workspace, routing, side)
+    embedding = Embedding(table, source.case, config.embed_scale)
+    return Model(embedding, blocks, head, workspace, routing, side)
 
 
 def _side_inputs(
