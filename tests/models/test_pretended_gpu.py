@@ -27,16 +27,19 @@ from tests.running import run_steps
 TEXT = PROMPT + PROMPT[::-1]
 PROMPTS = [TEXT[:41], TEXT[3:44]]
 PIECES = [34, 1, 6]  # the first is longer than what goes as few rows
+FEWER = [33, 2]  # for kernels that take their time here
 # One variant of each kind of layer; the others differ in their files alone.
 GENERIC = (
     *("llama", "qwen3-untied", "qwen3moe", "qwen35", "qwen35moe", "laguna"),
     *("laguna-per-element", "gemma4-31b", "gemma4-26b", "gemma4-e2b"),
 )
-FUSED = ("qwen3-tied", "laguna", "gemma4-31b", "gemma4-26b-separate", "gemma4-e4b", "gemma4-e2b")
+FUSED = ("qwen3-tied", "gemma4-26b-separate", "gemma4-e2b")
 
 
-def _wanted(checkpoint: Checkpoint) -> list[torch.Tensor]:
-    return run_steps(checkpoint, PROMPTS, [PIECES] * 2, kernels="reference", threads=1)
+def _wanted(
+    checkpoint: Checkpoint, prompts: Sequence[Sequence[int]], pieces: list[int]
+) -> list[torch.Tensor]:
+    return run_steps(checkpoint, prompts, [pieces] * len(prompts), kernels="reference")
 
 
 def _assert_near(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
@@ -49,7 +52,7 @@ def test_separate_operations_stay_on_the_device(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf", "MIXED"))
-    wanted = _wanted(checkpoint)
+    wanted = _wanted(checkpoint, PROMPTS, PIECES)
     with pretend_cuda(monkeypatch):
         found = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference")
     _assert_near(found, wanted)
@@ -144,8 +147,8 @@ def test_fused_parts_are_put_together_as_their_family_wants(
     name: str, tmp_path: Path, fused: None
 ) -> None:
     checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf", "MIXED"))
-    wanted = _wanted(checkpoint)
-    _assert_near(run_pretended(checkpoint, PROMPTS, PIECES), wanted)
+    wanted = _wanted(checkpoint, PROMPTS[:1], FEWER)
+    _assert_near(run_pretended(checkpoint, PROMPTS[:1], FEWER), wanted)
 
 
 def test_the_variants_are_known() -> None:
