@@ -9,7 +9,6 @@ import pytest
 import tests.interpreter  # noqa: F401  # before anything imports triton
 from headroom.formats.hub import pull
 from headroom.options import load_options
-from tests.tiny import llama_config, random_model, save_gguf
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +20,9 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GGUF file of a Llama with random weights, its head apart from its embedding."""
+    # Not above: a machine that runs the GPU's tests alone may lack what these need.
+    from tests.tiny import llama_config, random_model, save_gguf
+
     model = random_model(llama_config(tie_word_embeddings=False))
     return save_gguf(model, tmp_path_factory.mktemp("tiny") / "tiny.gguf")
 

@@ -6,13 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from tests.family_keys import full_layers, plain_config, write_settings
+from tests.optional import optional
 from tests.tiny import add_vocabulary
+
+gguf = optional("gguf")
 
 ARCHITECTURES = {
     "llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "qwen3_5_text": "qwen35",
@@ -187,7 +189,7 @@ def write_gguf(
     writer.close()
 
 
-def tensor_type(name: str, values: Values, quant: str) -> gguf.GGMLQuantizationType:
+def tensor_type(name: str, values: Values, quant: str) -> Any:
     """Return the type that a tensor gets."""
     if values.ndim == 1 or any(part in name for part in KEPT_IN_F32):
         return gguf.GGMLQuantizationType.F32

@@ -3,8 +3,11 @@
 from types import SimpleNamespace
 from typing import Any
 
-import gguf
 from transformers import PreTrainedModel
+
+from tests.optional import optional
+
+gguf = optional("gguf")
 
 Keys = dict[str, Any]  # without the family's prefix
 
@@ -17,7 +20,7 @@ def plain_config(model: PreTrainedModel) -> Any:
     return SimpleNamespace(**values)
 
 
-def write_settings(writer: gguf.GGUFWriter, config: Any) -> None:
+def write_settings(writer: Any, config: Any) -> None:
     """Write a model's settings, each in the type that its value has."""
     for name, value in settings(config).items():
         key = f"{writer.arch}.{name}"

@@ -3,11 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.optional import optional
+
+gguf = optional("gguf")
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -128,7 +131,7 @@ def gguf_tensors(model: LlamaForCausalLM) -> dict[str, np.ndarray]:
     return tensors
 
 
-def add_vocabulary(writer: gguf.GGUFWriter, pre: str = "smollm") -> None:
+def add_vocabulary(writer: Any, pre: str = "smollm") -> None:
     """Write the byte tokenizer's keys; `pre` names the rule that splits words."""
     tokenizer = byte_tokenizer()
     known = {index: text for text, index in tokenizer.get_vocab().items()}

@@ -1,7 +1,9 @@
 """Every kernel in order of preference, and the choice among them."""
 
 from headroom.errors import KernelError
+from headroom.formats.quants import Q8_K
 from headroom.kernels.cuda import matmul as cuda_matmul
+from headroom.kernels.cuda import plain as cuda_plain
 from headroom.kernels.cuda import small as cuda_small
 from headroom.kernels.native import attention as native_attention
 from headroom.kernels.native import delta_net as native_delta_net
@@ -38,6 +40,12 @@ def _refuses_cuda(case: Case) -> str | None:
     return "plain kernels were asked for" if case.reference else None
 
 
+def _refuses_cuda_table(case: Case) -> str | None:
+    if case.quant is Q8_K:
+        return f"reads no rows of {case.quant}"
+    return _refuses_cuda(case)
+
+
 def _takes_plain_products(case: Case) -> str | None:
     if case.dtype not in PLAIN_TYPES:
         return f"computes in {', '.join(PLAIN_TYPES)}, not {case.dtype}"
@@ -52,8 +60,9 @@ def _takes_cache_types(case: Case) -> str | None:
 
 
 KERNELS = (
-    Kernel("embed", "cuda", cuda_small.embed, _refuses_cuda),
+    Kernel("embed", "cuda", cuda_small.embed, _refuses_cuda_table),
     Kernel("matmul", "cuda", cuda_matmul.matmul, cuda_matmul.refuses, cuda_matmul.prepare),
+    Kernel("matmul", "cuda-plain", cuda_plain.matmul, cuda_plain.refuses, cuda_plain.prepare),
     Kernel("rms_norm", "cuda", cuda_small.rms_norm, _refuses_cuda),
     Kernel("gated_activation", "cuda", cuda_small.gated_activation, _refuses_cuda),
     Kernel("embed", "triton", triton_matmul.embed, triton_matmul.refuses_table),

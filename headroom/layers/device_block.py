@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from headroom.errors import KernelError
-from headroom.kernels.cuda import attention, delta_net, prefill
+from headroom.kernels.cuda import attention, delta_net, prefill, small
 from headroom.kernels.cuda.attention import DecodeShape, Gate, HeadNorms, Projected
 from headroom.kernels.cuda.chunks import span_tables
 from headroom.kernels.cuda.delta_net import OutputGate
@@ -22,6 +22,7 @@ from headroom.layers.config import AttentionConfig, DeltaNetConfig, FfnConfig
 from headroom.layers.delta_net import small_weights
 from headroom.layers.device_rows import (
     DeviceRows,
+    add_answers,
     few_rows,
     gated_rows,
     normed_rows,
@@ -30,6 +31,7 @@ from headroom.layers.device_rows import (
 )
 from headroom.layers.parts import part_of_step
 from headroom.layers.rope import rope_tables
+from headroom.layers.side import SideInputs
 from headroom.layers.weights import WeightSource
 
 __all__ = [
@@ -38,7 +40,10 @@ __all__ = [
     "DeviceBlock",
     "DeviceDelta",
     "DeviceMlp",
+    "DeviceScale",
+    "DeviceSide",
     "Part",
+    "RowNorm",  # the kernels' own
     "StepTables",  # the kernels' own view of a batch
     "fits_device",
 ]
@@ -87,9 +92,14 @@ class DeviceAttention:
     """Grouped attention over pages, with norms and gates of heads as a family has them."""
 
     def __init__(
-        self, config: AttentionConfig, eps: float, get: WeightSource, pages: KvPages
+        self,
+        config: AttentionConfig,
+        eps: float,
+        get: WeightSource,
+        pages: KvPages,
+        after: RowNorm | None = None,  # of the part's answers
     ) -> None:
-        self._config, self._pages = config, pages
+        self._config, self._pages, self._after = config, pages, after
         self._norm = RowNorm(get.norm("attn.norm"), eps)
         names, orders = ["attn.q"], [query_rows(config)]
         if config.shares is None:
@@ -135,7 +145,7 @@ class DeviceAttention:
             mixed = prefill.prefill(queries, self._pages.kv, spans, config.window, "bf16")
             if gate is not None:
                 mixed = _apply(mixed, gate, config.heads)
-        self._out(plain_rows(mixed), add=x)
+        add_answers(x, self._out, plain_rows(mixed), self._after)
 
     def _gate(self, outs: dict[str, torch.Tensor]) -> Gate | None:
         config = self._config
@@ -205,26 +215,68 @@ class DeviceDelta:
                     hint="Draft a chain for this model, or run it without a draft.",
                 )
             mixed = delta_net.step(rows, self._weights, self._state, tables)
-            answers = DeviceRows(len(x), few=delta_net.gated_norm_rounded(mixed, gate))
+            answers = DeviceRows(
+                len(x),
+                few=delta_net.gated_norm_rounded(mixed, gate),
+                floats=lambda: delta_net.gated_norm(mixed, *gate.parts).flatten(1),
+            )
         else:
             spans = batch.shared("span tables", lambda: span_tables(batch.spans, len(x), x.device))
             mixed = delta_net.prefill(rows, self._weights, self._state, spans)
-            mixed = delta_net.gated_norm(mixed, gate.gate, gate.weight, gate.eps)
-            answers = plain_rows(mixed.view(len(x), -1))
+            answers = plain_rows(delta_net.gated_norm(mixed, *gate.parts).flatten(1))
         self._out(answers, add=x)
 
 
 class DeviceMlp:
     """The gated feed-forward network."""
 
-    def __init__(self, config: FfnConfig, eps: float, get: WeightSource) -> None:
+    def __init__(
+        self, config: FfnConfig, eps: float, get: WeightSource, after: RowNorm | None = None
+    ) -> None:
         self._norm = RowNorm(get.norm("ffn.norm"), eps)
         self._in = stack(get, ["ffn.gate", "ffn.up"])
         self._down = stack(get, ["ffn.down"])
-        self._activation = config.activation
+        self._activation, self._after = config.activation, after
 
     @part_of_step("dense")
     def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
         """Add the network's answers."""
+        add_answers(x, self._down, self._inner(x), self._after)
+
+    def answers(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the network's answers, normed after it where it has a norm there."""
+        found = self._down(self._inner(x))[0]
+        if self._after is None:
+            return found
+        return small.rms_norm(found, self._after.weight, self._after.eps)
+
+    def _inner(self, x: torch.Tensor) -> DeviceRows:
         gate, up = self._in(normed_rows(x, self._norm))
-        self._down(gated_rows(gate, up, self._activation), add=x)
+        return gated_rows(gate, up, self._activation)
+
+
+class DeviceSide:
+    """The part of a layer that reads its side inputs, gated by the residual stream."""
+
+    def __init__(self, inputs: SideInputs, layer: int, get: WeightSource, eps: float) -> None:
+        self._inputs, self._layer = inputs, layer
+        self._gate = stack(get, ["side.gate"])
+        self._proj = stack(get, ["side.proj"])
+        self._after = RowNorm(get.norm("side.norm"), eps)
+
+    def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
+        """Add the part's answers."""
+        inputs = self._inputs.of(self._layer, len(x)).contiguous()
+        gate = self._gate(plain_rows(x))[0]
+        add_answers(x, self._proj, gated_rows(gate, inputs, "gelu"), self._after)
+
+
+class DeviceScale:
+    """Multiplies the residual stream at the end of a layer."""
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        self._scale = scale
+
+    def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
+        """Scale the rows."""
+        x.mul_(self._scale)

@@ -1,14 +1,16 @@
 """Rows on a GPU on their way through packed products: a few in 8 bits, many in bf16."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from headroom.kernels.cuda import matmul, small
+from headroom.formats.quants import BF16
+from headroom.kernels.cuda import matmul, plain, small
 from headroom.kernels.cuda.matmul import QuantisedRows, RowNorm
 from headroom.kernels.cuda.pack import PACKED, TILE_ROWS
-from headroom.kernels.weight import Weight
+from headroom.kernels.reference.dequant import dequantise
+from headroom.kernels.weight import PLAIN_TYPES, Weight
 from headroom.layers.pieces import FileMatrices
 from headroom.layers.weights import WeightSource
 
@@ -22,7 +24,16 @@ class DeviceRows:
     count: int
     few: QuantisedRows | None = None
     many: torch.Tensor | None = None  # bf16 [rows, columns]
-    floats: torch.Tensor | None = None  # float32 [rows, columns], beside `few`, for plain weights
+    # float32 [rows, columns], beside `few`; made only where weights are plain
+    floats: Callable[[], torch.Tensor] | None = None
+
+    @property
+    def plain(self) -> torch.Tensor:
+        """The rows as plain weights read them."""
+        if self.many is not None:
+            return self.many
+        assert self.floats is not None
+        return self.floats()
 
 
 def few_rows(count: int) -> bool:
@@ -33,25 +44,31 @@ def few_rows(count: int) -> bool:
 def plain_rows(x: torch.Tensor) -> DeviceRows:
     """Return rows as they are."""
     if few_rows(len(x)):
-        return DeviceRows(len(x), few=matmul.quantise(x), floats=x)
+        return DeviceRows(len(x), few=matmul.quantise(x), floats=lambda: x)
     return DeviceRows(len(x), many=x.to(torch.bfloat16))
 
 
 def normed_rows(x: torch.Tensor, norm: RowNorm) -> DeviceRows:
     """Return rows after a norm; `norm.out` gets them in float32 where it is given."""
     if few_rows(len(x)):
-        normed = torch.empty_like(x) if norm.out is None else norm.out
-        rounded = matmul.quantise(x, norm=RowNorm(norm.weight, norm.eps, normed))
-        return DeviceRows(len(x), few=rounded, floats=normed)
+        rounded = matmul.quantise(x, norm=norm)
+        return DeviceRows(
+            len(x), few=rounded, floats=lambda: small.rms_norm(x, norm.weight, norm.eps)
+        )
     normed = small.rms_norm(x, norm.weight, norm.eps, norm.out)
     return DeviceRows(len(x), many=normed.to(torch.bfloat16))
 
 
 def gated_rows(gate: torch.Tensor, up: torch.Tensor, activation: str) -> DeviceRows:
     """Return `act(gate) * up`."""
+
+    def floats() -> torch.Tensor:
+        return small.gated_activation(gate, up, activation)
+
     if few_rows(len(gate)):
-        return DeviceRows(len(gate), few=matmul.quantise_gated(gate, up, activation))
-    return DeviceRows(len(gate), many=small.gated_activation(gate, up, activation).bfloat16())
+        rounded = matmul.quantise_gated(gate, up, activation)
+        return DeviceRows(len(gate), few=rounded, floats=floats)
+    return DeviceRows(len(gate), many=floats().bfloat16())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +78,6 @@ class Stack:
     weights: tuple[Weight, ...]  # in tiles, or plain bf16 rows
     members: tuple[tuple[int, ...], ...]  # which of the matrices each weight holds
     rows: tuple[int, ...]  # of each matrix
-    kept: list[torch.Tensor] = field(default_factory=list)
 
     def __call__(self, x: DeviceRows, add: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Return `[rows, its rows]` in float32 for each matrix; one alone is added to `add`."""
@@ -80,13 +96,12 @@ def _multiply(
     if weight.layout == matmul.TILES and x.few is not None:
         matmul.products(x.few, weight, outs, add)
         return
-    plain = weight.data
     if weight.layout == matmul.TILES:
-        plain = torch.empty(weight.rows, weight.columns, dtype=torch.bfloat16, device=plain.device)
-        matmul.dequantise(weight, plain)
-    rows = x.many if x.few is None else _floats(x).to(torch.bfloat16)
-    assert rows is not None
-    answers = rows @ plain.T
+        assert x.many is not None
+        unpacked = x.many.new_empty(weight.rows, weight.columns)
+        answers = x.many @ matmul.dequantise(weight, unpacked).T
+    else:
+        answers = plain.product(x.plain, weight.data)
     for out, part in zip(
         outs, torch.split(answers, [out.shape[1] for out in outs], dim=1), strict=True
     ):
@@ -96,10 +111,14 @@ def _multiply(
             out.add_(part)
 
 
-def _floats(x: DeviceRows) -> torch.Tensor:
-    """Return few rows as floats; what is gated is packed wherever it is multiplied."""
-    assert x.floats is not None
-    return x.floats
+def add_answers(
+    x: torch.Tensor, matrix: Stack, rows: DeviceRows, after: RowNorm | None = None
+) -> None:
+    """Add what one matrix answers to the residual stream, normed on its way where asked."""
+    if after is None:
+        matrix(rows, add=x)
+    else:
+        small.norm_add(x, matrix(rows)[0], after.weight, after.eps)
 
 
 def stack(
@@ -117,11 +136,10 @@ def stack(
             last.append(index)
         else:
             runs.append([index])
-    if get.unpack:
-        both = zip(names, found, strict=True)
-        weights = tuple(_unpacked(get.mapped(name, part.order)) for name, part in both)
-    else:
-        weights = tuple(_joined(get, [found[index] for index in run]) for run in runs)
+    weights = tuple(
+        _brought(get, [names[index] for index in run], [found[index] for index in run])
+        for run in runs
+    )
     for weight in weights:
         get.count(get.line, weight.nbytes)
     return Stack(weights, tuple(map(tuple, runs)), tuple(part.rows for part in found))
@@ -131,14 +149,20 @@ def _may_join(first: FileMatrices, second: FileMatrices) -> bool:
     return first.quant == second.quant and first.rows % TILE_ROWS == 0 and first.quant in PACKED
 
 
-def _joined(get: WeightSource, parts: Sequence[FileMatrices]) -> Weight:
-    assert get.upload is not None
+def _brought(get: WeightSource, names: Sequence[str], parts: Sequence[FileMatrices]) -> Weight:
+    """Bring one weight to the GPU: matrices of one packed type in tiles, any other in bf16."""
     first, rows = parts[0], sum(part.rows for part in parts)
+    if get.unpack or not (first.quant in PACKED or first.quant.name in PLAIN_TYPES):
+        return _plain(get.mapped(names[0], first.order))
+    assert get.upload is not None
     if first.quant in PACKED:
         return Weight(get.upload.tiles(parts), first.quant, rows, first.columns, matmul.TILES)
-    plain = get.upload.rows(first, torch.bfloat16)
-    return Weight(plain, first.quant, rows, first.columns)
+    return Weight(get.upload.rows(first, torch.bfloat16), BF16, rows, first.columns)
 
 
-def _unpacked(weight: Weight) -> Weight:
-    return replace(weight, data=weight.data.to("cuda").to(torch.bfloat16))
+def _plain(weight: Weight) -> Weight:
+    """Return a weight that has no tiles in bf16 on the GPU."""
+    there = weight.data.to("cuda")
+    if weight.quant.name not in PLAIN_TYPES:
+        there = dequantise(there, weight.quant, weight.columns)
+    return Weight(there.to(torch.bfloat16), BF16, weight.rows, weight.columns)

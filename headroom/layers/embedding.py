@@ -15,11 +15,10 @@ from headroom.layers.parts import part_of_step
 class Embedding:
     """One row of a table per token."""
 
-    def __init__(self, table: Weight, scale: float = 1.0, case: Case | None = None) -> None:
+    def __init__(self, table: Weight, case: Case, scale: float = 1.0) -> None:
         self._table = table
         self._scale = scale
-        device = table.data.device.type
-        case = replace(case or Case(), device=device, quant=table.quant, layout=table.layout)
+        case = replace(case, quant=table.quant, layout=table.layout)
         self._embed: Embed = pick("embed", case).run
 
     @part_of_step("other")

@@ -25,7 +25,10 @@ from headroom.layers.device_block import (
     DeviceBlock,
     DeviceDelta,
     DeviceMlp,
+    DeviceScale,
+    DeviceSide,
     Part,
+    RowNorm,
     fits_device,
 )
 from headroom.layers.embedding import Embedding, Head
@@ -41,7 +44,7 @@ from headroom.memory.plan import Plan
 from headroom.models.config import LayerConfig, ModelConfig
 from headroom.models.model import Model
 from headroom.moe.beside import BesideExperts
-from headroom.moe.device_experts import DeviceExperts
+from headroom.moe.device_experts import DeviceBeside, DeviceExperts, experts_fit
 from headroom.moe.experts_ffn import ExpertsFfn
 from headroom.moe.stats import RoutingStats
 
@@ -94,7 +97,7 @@ def _build(config: ModelConfig, source: WeightSource, plan: Plan) -> Model:
     vocabulary = table if shared else source.at("", "head")("embed" if config.tied else "head")
     norm = RmsNorm(source.norm("norm"), config.norm_eps, source.case)
     head = Head(norm, vocabulary, source.case, config.softcap)
-    embedding = Embedding(table, config.embed_scale, source.case)
+    embedding = Embedding(table, source.case, config.embed_scale)
     return Model(embedding, blocks, head, workspace, routing, side)
 
 
@@ -117,8 +120,7 @@ def open_routing(config: ModelConfig, device: str) -> RoutingStats | None:
 def build_layer(config: ModelConfig, index: int, get: WeightSource, common: Common) -> Layer:
     """Build layer `index`; `get` returns its weights on the planned device."""
     layer, eps = config.layers[index], config.norm_eps
-    unusual = layer.post_norms or layer.side_width or layer.scaled
-    if not unusual and fits_device(layer.mixer, get):
+    if _fits_device(layer, get):
         return _device_block(config, index, get, common)
     mixer = _mixer(config, index, get, common)
     if isinstance(mixer, FusedBlock):
@@ -133,23 +135,48 @@ def build_layer(config: ModelConfig, index: int, get: WeightSource, common: Comm
     )
 
 
+def _fits_device(layer: LayerConfig, get: WeightSource) -> bool:
+    """Tell whether a GPU's fused parts run a layer; others run as separate operations."""
+    if not fits_device(layer.mixer, get):
+        return False
+    return layer.experts is None or experts_fit(layer.experts, get)
+
+
 def _device_block(
     config: ModelConfig, index: int, get: WeightSource, common: Common
 ) -> DeviceBlock:
     """Build a layer of the GPU's fused parts."""
     layer, eps = config.layers[index], config.norm_eps
-    mixer: Part
+    parts: list[Part] = []
     if isinstance(layer.mixer, DeltaNetConfig):
         state = allocate_state(layer.mixer, common.settings, get.case.device)
         get.count("recurrent_state", state.nbytes)
-        mixer = DeviceDelta(layer.mixer, eps, get, state)
+        parts.append(DeviceDelta(layer.mixer, eps, get, state))
     else:
-        mixer = DeviceAttention(layer.mixer, eps, get, _pages(layer.mixer, index, get, common))
-    if layer.experts is not None:
+        after = RowNorm(get.norm("attn.post_norm"), eps) if layer.post_norms else None
+        pages = _pages(layer.mixer, index, get, common)
+        parts.append(DeviceAttention(layer.mixer, eps, get, pages, after))
+    parts.append(_device_ffn(config, index, get, common))
+    if common.side is not None:
+        parts.append(DeviceSide(common.side, index, get, eps))
+    if layer.scaled:
+        parts.append(DeviceScale(get.vector("scale")))
+    return DeviceBlock(*parts)
+
+
+def _device_ffn(config: ModelConfig, index: int, get: WeightSource, common: Common) -> Part:
+    """Build a GPU's feed-forward part: dense, experts instead, or experts beside it."""
+    layer, eps = config.layers[index], config.norm_eps
+    if layer.experts is not None and not layer.post_norms:
         counts = _counts(layer.experts, index, common)
-        return DeviceBlock(mixer, DeviceExperts(layer.experts, eps, get, counts))
+        return DeviceExperts(layer.experts, eps, get, counts)
     assert layer.ffn is not None
-    return DeviceBlock(mixer, DeviceMlp(layer.ffn, eps, get))
+    if layer.experts is not None:
+        dense = DeviceMlp(layer.ffn, eps, get, RowNorm(get.norm("ffn.dense_post_norm"), eps))
+        counts = _counts(layer.experts, index, common)
+        return DeviceBeside(dense, layer.experts, eps, get, counts)
+    after = RowNorm(get.norm("ffn.post_norm"), eps) if layer.post_norms else None
+    return DeviceMlp(layer.ffn, eps, get, after)
 
 
 def _mixer(

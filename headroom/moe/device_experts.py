@@ -1,31 +1,39 @@
-"""DeviceExperts: routed experts on a GPU, with the expert that every row visits."""
+"""Routed experts on a GPU: instead of a dense part, or beside one."""
+
+from dataclasses import replace
 
 import torch
 
 from headroom.kernels.cuda import experts as cuda_experts
 from headroom.kernels.cuda import route as cuda_route
-from headroom.kernels.cuda.experts import ExpertTiles, Others
+from headroom.kernels.cuda import small
+from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles, Others
 from headroom.kernels.cuda.matmul import RowNorm
 from headroom.kernels.ops import RouterRule
 from headroom.layers.config import ExpertsConfig
-from headroom.layers.device_block import DeviceBatch
+from headroom.layers.device_block import DeviceBatch, DeviceMlp
 from headroom.layers.device_rows import DeviceRows, gated_rows, normed_rows, stack
 from headroom.layers.parts import part_of_step
 from headroom.layers.weights import WeightSource
 
 
-class DeviceExperts:
-    """The feed-forward part of a layer with routed experts; all of them in GPU memory."""
+def experts_fit(config: ExpertsConfig, get: WeightSource) -> bool:
+    """Tell whether a GPU's fused kernels run a layer's experts."""
+    kinds = get.experts(config.experts).kinds
+    if cuda_experts.refuses(replace(get.case, experts=kinds)) is not None:
+        return False
+    return config.experts <= cuda_route.MAX_EXPERTS and config.used <= cuda_route.MAX_USED
 
-    def __init__(
-        self, config: ExpertsConfig, eps: float, get: WeightSource, counts: torch.Tensor
-    ) -> None:
-        self._config, self._eps, self._counts = config, eps, counts
-        self._norm = get.norm("ffn.norm")
-        router = get.vector("ffn.router")
+
+class DeviceRouter:
+    """Scores all experts, and an expert that every row visits where it has a score."""
+
+    def __init__(self, config: ExpertsConfig, get: WeightSource, counts: torch.Tensor) -> None:
+        self._counts = counts
+        self._weight = get.vector("ffn.router")
         if config.shared_gate:  # scored with the experts, in one go
-            router = torch.cat((router, get.vector("ffn.shared.router").view(1, -1)))
-        self._router = router
+            shared = get.vector("ffn.shared.router").view(1, -1)
+            self._weight = torch.cat((self._weight, shared))
         self._rule = RouterRule(
             used=config.used,
             scores=config.scores,
@@ -34,8 +42,51 @@ class DeviceExperts:
             softcap=config.softcap,
         )
         self._bias = get.vector("ffn.score_bias") if config.bias else None
-        self._table = upload_experts(get, config.experts)
-        get.count("hot_experts", self._table.nbytes)
+        self._scales = get.vector("ffn.experts_scale") if config.expert_scales else None
+
+    def __call__(
+        self, x: torch.Tensor, batch: DeviceBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return ids and weights `[rows, used]` of rows as the router sees them, and its logits."""
+        logits = cuda_route.score(x, self._weight)
+        sequence = batch.tables[0].sequence
+        ids, weights = cuda_route.route(logits, self._rule, self._bias, self._counts, sequence)
+        # Rows of padding have ids of -1 and weights of 0: any scale will do for them.
+        return ids, weights if self._scales is None else weights * self._scales[ids], logits
+
+
+class _Table:
+    """A layer's experts, all of them in GPU memory."""
+
+    def __init__(self, config: ExpertsConfig, get: WeightSource) -> None:
+        self._tiles = upload_experts(get, config.experts)
+        get.count("hot_experts", self._tiles.nbytes)
+        self._activation = config.activation
+
+    def __call__(
+        self,
+        rows: tuple[DeviceRows, torch.Tensor],  # to read, and the same in float32
+        picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights
+        others: Others = NO_OTHERS,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the weighted sum of each row's experts and what else it gets."""
+        (ready, floats), tiles, how = rows, self._tiles, self._activation
+        if ready.few is not None:
+            return cuda_experts.few_rows(ready.few, *picks, tiles, how, others, out)
+        return cuda_experts.many_rows(floats, *picks, tiles, how, others, out)
+
+
+class DeviceExperts:
+    """The feed-forward part of a layer with routed experts, and one that every row visits."""
+
+    def __init__(
+        self, config: ExpertsConfig, eps: float, get: WeightSource, counts: torch.Tensor
+    ) -> None:
+        self._config, self._eps = config, eps
+        self._norm = get.norm("ffn.norm")
+        self._router = DeviceRouter(config, get, counts)
+        self._experts = _Table(config, get)
         self._shared = None
         if config.shared_width:
             self._shared = (
@@ -48,19 +99,13 @@ class DeviceExperts:
         """Add the answers of each row's experts."""
         normed = torch.empty_like(x)
         rows = normed_rows(x, RowNorm(self._norm, self._eps, normed))
-        logits = cuda_route.score(normed, self._router)
-        sequence = batch.tables[0].sequence
-        ids, weights = cuda_route.route(logits, self._rule, self._bias, self._counts, sequence)
+        ids, weights, logits = self._router(normed, batch)
         others = Others(
             residual=x,
             shared=self._shared_answers(rows),
             shared_logits=logits[:, self._config.experts :] if self._config.shared_gate else None,
         )
-        activation = self._config.activation
-        if rows.few is not None:
-            cuda_experts.few_rows(rows.few, ids, weights, self._table, activation, others, x)
-        else:
-            cuda_experts.many_rows(normed, ids, weights, self._table, activation, others, x)
+        self._experts((rows, normed), (ids, weights), others, x)
 
     def _shared_answers(self, rows: DeviceRows) -> torch.Tensor | None:
         if self._shared is None:
@@ -78,3 +123,35 @@ def upload_experts(get: WeightSource, count: int) -> ExpertTiles:
     kinds = tuple(part[0].quant for part in parts)
     pieces = [get.upload.tiles(part).view(count, -1) for part in parts]
     return cuda_experts.table_of(pieces, kinds, gate.rows, gate.columns)
+
+
+class DeviceBeside:
+    """A dense part and routed experts that read the same stream, each with norms of its own."""
+
+    def __init__(
+        self,
+        dense: DeviceMlp,  # with its norms
+        config: ExpertsConfig,
+        eps: float,
+        get: WeightSource,
+        counts: torch.Tensor,
+    ) -> None:
+        self._dense, self._eps = dense, eps
+        # What the router's scale and the root of the width do is a norm's weight.
+        scale = get.vector("ffn.router_scale")
+        self._router_norm = scale.mul_(len(scale) ** -0.5)
+        self._router = DeviceRouter(config, get, counts)
+        self._before = get.norm("ffn.experts_norm")
+        self._experts = _Table(config, get)
+        self._experts_after = get.norm("ffn.experts_post_norm")
+        self._after = get.norm("ffn.post_norm")
+
+    def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
+        """Add the normed sum of both; the router sees the stream as it is."""
+        seen = small.rms_norm(x, self._router_norm, self._eps)
+        ids, weights, _ = self._router(seen, batch)
+        normed = torch.empty_like(x)
+        rows = normed_rows(x, RowNorm(self._before, self._eps, normed))
+        routed = self._experts((rows, normed), (ids, weights))
+        total = small.norm_add(self._dense.answers(x), routed, self._experts_after, self._eps)
+        small.norm_add(x, total, self._after, self._eps)

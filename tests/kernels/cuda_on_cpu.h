@@ -26,7 +26,8 @@ struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct dim3 { unsigned x, y, z; };
-struct __half2 { _Float16 x, y; };
+typedef _Float16 __half;
+struct __half2 { __half x, y; };
 struct __nv_bfloat16 { uint16_t bits; };
 struct __nv_bfloat162 { __nv_bfloat16 x, y; };
 
@@ -74,6 +75,22 @@ template <class T> T __shfl_up_sync(unsigned, T v, int by) {
     return lane_value(v, current % 32 >= by ? current % 32 - by : current % 32);
 }
 
+template <class T> T __shfl_down_sync(unsigned, T v, int by) {
+    return lane_value(v, current % 32 + by < 32 ? current % 32 + by : current % 32);
+}
+static unsigned __ballot_sync(unsigned, bool mine) {
+    unsigned found = 0;
+    exchanged[current] = mine;
+    wait_as(AT_WARP);
+    for (int lane = 0; lane < 32; ++lane) found |= static_cast<unsigned>(exchanged[current / 32 * 32 + lane]) << lane;
+    wait_as(AT_WARP);
+    return found;
+}
+static int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
+static int __popc(unsigned x) { return __builtin_popcount(x); }
+static int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+static int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
+
 static int atomicMin(int* at, int value) {
     const int old = *at;
     *at = min(old, value);
@@ -97,6 +114,13 @@ static float __uint_as_float(unsigned bits) {
     memcpy(&x, &bits, 4);
     return x;
 }
+static float __int_as_float(int bits) { return __uint_as_float(static_cast<unsigned>(bits)); }
+static float __fadd_rn(float a, float b) { return a + b; }
+static float __fsub_rn(float a, float b) { return a - b; }
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fdiv_rn(float a, float b) { return a / b; }
+static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+using std::isinf;
 static int __float2int_rn(float x) { return static_cast<int>(nearbyintf(x)); }
 template <class T> T __ldcs(const T* at) { return *at; }
 static int __dp4a(int a, int b, int c) {
@@ -110,12 +134,15 @@ static unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
         found |= static_cast<unsigned>(both >> 8 * (select >> 4 * i & 7) & 255) << 8 * i;
     return found;
 }
+static float __half2float(__half h) { return static_cast<float>(h); }
+static __half __float2half_rn(float x) { return static_cast<__half>(x); }
 static float2 __half22float2(__half2 h) { return {static_cast<float>(h.x), static_cast<float>(h.y)}; }
 static float __bfloat162float(__nv_bfloat16 b) { return __uint_as_float(b.bits << 16); }
 static __nv_bfloat16 __float2bfloat16(float x) {
     const unsigned bits = __float_as_uint(x);
     return {static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16)};
 }
+static __nv_bfloat16 __float2bfloat16_rn(float x) { return __float2bfloat16(x); }
 static float2 __bfloat1622float2(__nv_bfloat162 b) { return {__bfloat162float(b.x), __bfloat162float(b.y)}; }
 static __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
     return {__float2bfloat16(x), __float2bfloat16(y)};

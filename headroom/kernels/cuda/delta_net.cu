@@ -117,12 +117,10 @@ gated_norm_rounded(const float4* x, const float4* gate, const float4* weight, un
 #define WARPS (THREADS / 32)
 
 // The recurrence over the rows of a sequence, with the state in registers between them.
-// blockIdx: value head, group of columns, sequence. The block of all columns of a head also norms
-// and gates what comes out, if it is given the gate `z`.
+// blockIdx: value head, group of columns, sequence.
 extern "C" __global__ void __launch_bounds__(THREADS)
 recur(const float* qkv, const float* mixed, const float2* gates, float* memory, float* inputs,
-      const int* sequence, const int* starts, const int* slots, float* out, int rows, const float* z,
-      const float* norm, float eps) {
+      const int* sequence, const int* starts, const int* slots, float* out, int rows) {
     __shared__ float part[WARPS][2][COLUMNS];
     __shared__ float products[WARPS];
     __shared__ float total[2][COLUMNS];
@@ -206,11 +204,7 @@ recur(const float* qkv, const float* mixed, const float2* gates, float* memory, 
             // What the new state gives for the query, from what the old one gave.
             float4 answer = make_float4(keep * seen.x, keep * seen.y, keep * seen.z, keep * seen.w);
             add(answer, both, change);
-            const size_t at = (static_cast<size_t>(row) * HEADS + head) * DIM + column;
-            if (COLUMNS == DIM && z)
-                answer = gated(answer, *reinterpret_cast<const float4*>(z + at),
-                               *reinterpret_cast<const float4*>(norm + column), eps);
-            *reinterpret_cast<float4*>(out + at) = answer;
+            *reinterpret_cast<float4*>(out + (static_cast<size_t>(row) * HEADS + head) * DIM + column) = answer;
         }
     }
 #pragma unroll

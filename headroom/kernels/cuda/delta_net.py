@@ -26,11 +26,16 @@ SHARED_FLOATS = CHUNK * (DIM + 4)  # of 64 rows of a head in shared memory
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputGate:
-    """What norms and gates a layer's answers, for the kernel that can do it on the way."""
+    """What norms and gates a layer's answers."""
 
     gate: torch.Tensor  # [rows, value heads, dim]
     weight: torch.Tensor  # [dim]
     eps: float
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Gate, weight and eps, as the norm takes them."""
+        return self.gate, self.weight, self.eps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,13 +64,12 @@ def step(
     weights: DeltaNetWeights,
     state: RecurrentState,
     tables: SequenceTables,
-    output: OutputGate | None = None,
     columns: int = 0,
 ) -> torch.Tensor:
     """Return the answers `[rows, value heads, dim]` of a few rows, row after row.
 
-    `rows` holds qkv, beta and alpha as for `delta_net`; rows of a sequence are adjacent. With
-    `output` the answers are normed and gated. `columns` of a head run in one block; 0: as fits.
+    `rows` holds qkv, beta and alpha as for `delta_net`; rows of a sequence are adjacent. `columns`
+    of a head run in one block; 0: as fits.
     """
     qkv = rows[0]
     heads, sequences = len(weights.decay), len(tables.starts)
@@ -73,18 +77,14 @@ def step(
     constants = _constants(weights) | {"COLUMNS": columns}
     convolved = _convolve(rows, weights, state, tables, constants)
     out = torch.empty(len(qkv), heads, DIM, device=qkv.device)
-    fused = output if columns == DIM else None
     compile_kernel("delta_net.cu", "recur", constants)(
         (heads, DIM // columns, sequences),
         (columns * 8, 1, 1),
         (
             *(qkv, convolved.mixed, convolved.gates, state.memory, state.inputs),
             *(tables.sequence, tables.starts, tables.state_slots, out, len(qkv)),
-            *((fused.gate, fused.weight, fused.eps) if fused else (None, None, 0.0)),
         ),
     )
-    if output and not fused:
-        return gated_norm(out, output.gate, output.weight, output.eps)
     return out
 
 
@@ -143,7 +143,7 @@ def gated_norm_rounded(x: torch.Tensor, output: OutputGate) -> QuantisedRows:
     """Return normed and gated answers `[rows, heads, dim]` as rows rounded to 8 bits."""
     rows, heads, _ = x.shape
     if heads % 2:  # a record holds two heads
-        return quantise(gated_norm(x, output.gate, output.weight, output.eps).flatten(1), GROUP)
+        return quantise(gated_norm(x, *output.parts).flatten(1), GROUP)
     padded = -(-rows // GROUP) * GROUP
     values = torch.empty(rows, heads * DIM, dtype=torch.uint8, device=x.device)
     scales = torch.empty(padded * heads * DIM // 32, device=x.device)

@@ -27,8 +27,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 decode_exact(const float* queries, const u8* keys, const u8* values, const int* sequence, const int* index,
              const int* starts, const int* pages, const long long* trees, float* parts, float2* stats, int rows,
              int kv_heads, int max_pages, int groups, int window, int pieces) {
-    extern __shared__ float memory[];
-    float* tile = memory;                   // [KEYS][STRIDE]
+    extern __shared__ float shared[];
+    float* tile = shared;                   // [KEYS][STRIDE]
     float* query = tile + KEYS * STRIDE;    // [8][DIM]
     float* weight = query + 8 * DIM;        // [8][KEYS]
     float* peak = weight + 8 * KEYS;        // [8]

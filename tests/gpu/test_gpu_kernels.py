@@ -1,0 +1,132 @@
+"""Every CUDA kernel against the plain ones: the cases of the check scripts, one test each."""
+
+import contextlib
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from headroom.formats.quants import BY_NAME
+from headroom.kernels.ops import RouterRule
+from tests.gpu import (
+    check_attention,
+    check_delta_net,
+    check_experts,
+    check_matmul,
+    check_route,
+    check_sampler,
+    check_small,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+MIXED = ("q4_k", "q4_k", "q6_k")
+MATMULS = [
+    (kind, *size)
+    for kind in check_matmul.KINDS
+    for size in check_matmul.SIZES
+    if size[1] % BY_NAME[kind].block == 0
+]
+EXPERTS = [
+    (MIXED, (6, 256, 512), 1, 3, "silu"),
+    (MIXED, (6, 256, 256), 5, 2, "gelu"),
+    (("q4_k", "q5_k", "q8_0"), (5, 96, 256), 3, 2, "silu"),
+    (("mxfp4", "q8_0", "q4_0"), (4, 160, 288), 2, 4, "gelu"),
+    (("q8_0", "q4_1", "q5_1"), (4, 64, 96), 11, 2, "silu"),
+    (("iq4_nl", "q5_0", "iq4_nl"), (4, 64, 320), 2, 2, "silu"),
+    (("q6_k", "q6_k", "q4_k"), (4, 256, 512), 2, 2, "silu"),
+    (MIXED, (32, 512, 2048), 1, 8, "silu"),
+    (MIXED, (32, 512, 2048), 32, 8, "silu"),
+    (MIXED, (16, 768, 2048), 100, 8, "silu"),
+]
+RULES = [  # a rule, whether scores are biased, whether they tie
+    (RouterRule(8, "softmax", True, 1.0), False, True),
+    (RouterRule(4, "softmax", False, 2.5), False, True),
+    (RouterRule(8, "sigmoid", True, 2.5, softcap=20.0), True, False),
+    (RouterRule(1, "sigmoid", False, 1.0), False, True),
+]
+ATTENTION = dict(check_attention.checks())
+
+
+def assert_passes(check: Callable[..., object], *case: object) -> None:
+    """Run a check; what it prints of its comparisons must have no failure."""
+    torch.manual_seed(0)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        check(*case)
+        torch.cuda.synchronize()
+    lines = printed.getvalue()
+    assert "PASS" in lines
+    assert "FAIL" not in lines, lines
+
+
+@pytest.mark.parametrize("case", MATMULS, ids=str)
+def test_products_agree_with_the_reference(case: tuple[object, ...]) -> None:
+    assert_passes(check_matmul.check, *case)
+
+
+@pytest.mark.parametrize("case", EXPERTS, ids=str)
+def test_experts_agree_with_the_reference(case: tuple[object, ...]) -> None:
+    assert_passes(check_experts.check, *case)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_agrees_with_the_reference(name: str) -> None:
+    assert_passes(ATTENTION[name])
+
+
+@pytest.mark.parametrize("case", check_delta_net.cases(small=False), ids=str)
+def test_delta_net_agrees_with_the_reference(case: tuple[object, ...]) -> None:
+    assert_passes(check_delta_net.check, *case)
+
+
+@pytest.mark.parametrize("rows", [3, 37])
+@pytest.mark.parametrize("experts", [8, 60, 128, 256, 512, 1000])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_routes_agree_with_the_reference(
+    rule: tuple[RouterRule, bool, bool], experts: int, rows: int
+) -> None:
+    assert_passes(check_route.check, experts, rows, *rule)
+
+
+@pytest.mark.parametrize("case", [(8, 64), (257, 2048), (129, 5120), (61, 2052)], ids=str)
+def test_scores_do_not_depend_on_other_rows(case: tuple[int, int]) -> None:
+    assert_passes(check_route.check_scores, *case)
+
+
+@pytest.mark.parametrize("case", check_sampler.SIZES, ids=str)
+def test_tokens_are_those_that_the_engine_draws(case: tuple[object, ...]) -> None:
+    assert_passes(check_sampler.check, *case)
+
+
+@pytest.mark.parametrize("case", [(1, 64), (3, 2048), (17, 5120), (2, 100)], ids=str)
+def test_norms_agree_with_the_reference(case: tuple[int, int]) -> None:
+    assert_passes(check_small.check_norm, *case)
+
+
+def test_norms_of_heads_agree_with_the_reference() -> None:
+    assert_passes(check_small.check_heads)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gated_activations_agree_with_the_reference(activation: str) -> None:
+    assert_passes(check_small.check_gated, activation)
+
+
+@pytest.mark.parametrize("kind", check_small.TYPES)
+@pytest.mark.parametrize(("columns", "pinned"), [(256, False), (2304, False), (5120, True)])
+def test_rows_of_tables_have_the_same_bits(kind: str, columns: int, pinned: bool) -> None:
+    assert_passes(check_small.check_embed, kind, columns, pinned)
+
+
+def test_rotary_tables_agree_with_the_reference() -> None:
+    assert_passes(check_small.check_rope_tables)
+
+
+@pytest.mark.parametrize("case", [(1, 248320), (5, 1000), (3, 7)], ids=str)
+def test_the_lowest_of_equal_tokens_is_the_likeliest(case: tuple[int, int]) -> None:
+    assert_passes(check_small.check_argmax, *case)

@@ -1,0 +1,108 @@
+"""Every CUDA source compiles for every GPU that is to run it, where NVRTC is at hand."""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from headroom.formats.quants import BY_NAME
+from headroom.kernels.cuda.compile import SOURCES
+from headroom.kernels.cuda.pack import PACKED
+from tests.nvrtc import compile_source, missing
+
+MAIN = 90  # the GPU for which all macros are tried
+OTHERS = (75, 80, 86, 89, 120)
+# Their tensor-core products are of later GPUs: sm_75 computes in f16 or f32, without them.
+TENSOR_CORES = {"decode.cu", "matmul.cu"}
+
+Defines = dict[str, int]
+
+
+def _id(kind: str) -> int:
+    return BY_NAME[kind].ggml_id
+
+
+def _attention(dim: int, kind: str, **more: int) -> Defines:
+    return {"DIM": dim, "GROUP": 4, "PAGE": 64, "K_KIND": _id(kind), "V_KIND": _id(kind)} | more
+
+
+def _delta(columns: int, tiled: int = 0) -> Defines:
+    return {"HEADS": 32, "KEY_HEADS": 16, "TILED": tiled, "TAPS": 4, "COLUMNS": columns}
+
+
+def _experts(gate: str, down: str, gelu: int) -> Defines:
+    kinds = {"GATE": _id(gate), "UP": _id(gate), "DOWN": _id(down)}
+    return kinds | {"GELU": gelu, "WARPS": 8}
+
+
+KINDS = sorted(quant.name for quant in PACKED)
+# The macros that launchers give, by source.
+DEFINES: dict[str, list[Defines]] = {
+    "activations.cu": [{}],
+    "attention.cu": [
+        {"DIM": 256, "PAGE": 1, "BASE2": 1, "GATE": 1, "GATE_PER_HEAD": 0},
+        {"DIM": 512, "PAGE": 1, "BASE2": 0, "GATE": 2, "GATE_PER_HEAD": 1},
+        {"DIM": 128, "PAGE": 64, "KIND": _id("q8_0"), "OUT_KIND": _id("bf16")},
+        {"DIM": 64, "PAGE": 64, "KIND": _id("q4_1"), "OUT_KIND": _id("f32")},
+    ],
+    "decode.cu": [
+        _attention(256, "f16", TILES=2),
+        _attention(512, "bf16", TILES=2),
+        _attention(64, "q8_0", TILES=4),
+        _attention(80, "q5_1", TILES=1),
+    ],
+    "delta_chunks.cu": [_delta(64), _delta(32, tiled=1)],
+    "delta_net.cu": [_delta(16), _delta(128, tiled=1)],
+    "dequant.cu": [{"KIND": _id(kind), "WARPS": 4} for kind in KINDS],
+    "exact.cu": [_attention(256, "f32"), _attention(512, "q5_0"), _attention(64, "bf16")],
+    "experts.cu": [_experts("q4_k", "q6_k", 0), _experts("q8_0", "q5_1", 1)],
+    "matmul.cu": [
+        {"KIND": _id(kind), "WARPS": 8, "TILES": 1 + number % 2}
+        for number, kind in enumerate(KINDS)
+    ],
+    "rope.cu": [
+        {"DIM": 256, "HALF": 32, "K_KIND": _id(kind), "V_KIND": _id(kind), "Q_BF16": number % 2}
+        for number, kind in enumerate(("f16", "f32", "bf16", "q8_0", "q5_1", "q4_0"))
+    ],
+    "route.cu": [
+        {"EXPERTS": 256, "SIGMOID": 0},
+        {"EXPERTS": 60, "SIGMOID": 1},
+        {"EXPERTS": 32, "SIGMOID": 0, "ROWS": 4},
+    ],
+    "sampler.cu": [{}],
+    "small.cu": [
+        {"RESIDUAL": number % 3, "GELU": number % 2, "KIND": _id(kind)}
+        for number, kind in enumerate(("f32", "f16", "bf16", *KINDS))
+    ],
+}
+
+
+def test_every_source_is_listed() -> None:
+    with_kernels = {
+        path.name for path in SOURCES.glob("*.cu") if re.search("__global__", path.read_text())
+    }
+    assert with_kernels == set(DEFINES)
+
+
+def complaints_of(source: str, defines: Defines, arch: int) -> str:
+    """What the compiler says against a source, "" where it takes it."""
+    said = compile_source(source, defines, arch)
+    return f"{source} {defines} for sm_{arch}:\n{said}" if said else ""
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
+@pytest.mark.parametrize("source", DEFINES)
+def test_a_source_compiles_with_all_macros(source: str) -> None:
+    with ThreadPoolExecutor(2) as threads:  # the compiler runs outside of Python's lock
+        found = threads.map(lambda defines: complaints_of(source, defines, MAIN), DEFINES[source])
+        assert [said for said in found if said] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
+@pytest.mark.parametrize("arch", OTHERS)
+@pytest.mark.parametrize("source", DEFINES)
+def test_a_source_compiles_for_every_gpu(source: str, arch: int) -> None:
+    if arch < 80 and source in TENSOR_CORES:
+        pytest.skip("runs on later GPUs")
+    assert complaints_of(source, DEFINES[source][0], arch) == ""

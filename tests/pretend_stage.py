@@ -1,0 +1,114 @@
+"""Models on the pretended GPU, step by step and without captured graphs."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from headroom.engine.batching import make_batch
+from headroom.engine.scheduler import Turn
+from headroom.formats.checkpoint import Checkpoint
+from headroom.kernels.ops import StepTables
+from headroom.layers.batch import Batch
+from headroom.layers.cache import KvPages
+from headroom.layers.config import AttentionConfig
+from headroom.layers.device_block import DeviceBatch
+from headroom.layers.workspace import CAPTURED_ROWS
+from headroom.memory.devices import DeviceSpec, detect_cpu
+from headroom.memory.plan import Plan, make_plan
+from headroom.models.describe import ModelDescription, describe
+from headroom.models.load import load_model
+from headroom.options import Options
+from headroom.units import GIB
+from tests.running import PAGE_SIZE, running
+
+GPU = DeviceSpec(
+    name="cuda:0", kind="cuda", total_bytes=24 * GIB, available_bytes=24 * GIB, link=1e10, sm=90
+)
+
+
+class PretendedStage:
+    """A model whose tensors lie on the pretended GPU."""
+
+    def __init__(self, checkpoint: Checkpoint, **settings: object) -> None:
+        given = {"context": 256, "parallel": 4, "kv_type": "f32", "dtype": "f32"} | settings
+        options = Options(device="cuda:0", **given)  # type: ignore[arg-type]
+        model = describe(checkpoint)
+        host = replace(detect_cpu(), name="host", runs_layers=False)
+        self._plan = make_plan([model.shape], [GPU, host], options)
+        tensors = model.checkpoint.tensors
+        self.model = load_model(model.config, tensors, self._plan, lambda line, size: None)
+        self._rings = _rings(model, self._plan)
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """Run a step; return the logits of its output rows, in host memory."""
+        x = self.model.run(self._there(batch))
+        wanted = x.index_select(0, batch.output_rows.to("cuda"))
+        return torch.cat([self.model.logits(rows).cpu() for rows in wanted.split(CAPTURED_ROWS)])
+
+    def _there(self, batch: Batch) -> DeviceBatch:
+        spans = tuple(replace(span, pages=span.pages.to("cuda")) for span in batch.spans)
+        tables = {ring: _tables(batch, ring) for ring in (0, *self._rings)}
+        return DeviceBatch(
+            tokens=batch.tokens.to("cuda"),
+            positions=batch.positions.to("cuda"),
+            slots=batch.slots.to("cuda"),
+            spans=spans,
+            output_rows=batch.output_rows,
+            tables=tables,
+            span_rows=max(span.rows for span in spans),
+            context=self._plan.settings.context,
+        )
+
+
+def _rings(model: ModelDescription, plan: Plan) -> set[int]:
+    mixers = [layer.mixer for layer in model.config.layers]
+    windows = {mixer.window for mixer in mixers if isinstance(mixer, AttentionConfig)}
+    settings = plan.settings
+    return {settings.window_pages(window) // settings.parallel for window in windows if window}
+
+
+def _tables(batch: Batch, ring: int) -> StepTables:
+    """A step's tables as layers with a ring of so many pages read them; 0: with lent pages."""
+    view = KvPages(_NoPages, ring).view(replace(batch, _shared={}))  # type: ignore[arg-type]
+    sequence = [n for n, span in enumerate(batch.spans) for _ in range(span.rows)]
+    index = [span.start + row for span in batch.spans for row in range(span.rows)]
+    most = max(len(span.pages) for span in view.spans)
+    pages = [[*span.pages.tolist(), *[0] * (most - len(span.pages))] for span in view.spans]
+    whole = {"dtype": torch.int32, "device": "cuda"}
+    return StepTables(
+        rows=len(batch.tokens),
+        positions=batch.positions.int().to("cuda"),
+        sequence=torch.tensor(sequence, **whole),
+        index=torch.tensor(index, **whole),
+        starts=torch.tensor([span.start for span in batch.spans], **whole),
+        pages=torch.tensor(pages, **whole),
+        slots=view.slots.to("cuda"),
+        state_slots=torch.tensor([span.slot for span in batch.spans], **whole),
+    )
+
+
+class _NoPages:
+    page_size = PAGE_SIZE
+
+
+def run_pretended(
+    checkpoint: Checkpoint,
+    prompts: Sequence[Sequence[int]],
+    pieces: Sequence[int],
+    **settings: object,
+) -> list[torch.Tensor]:
+    """Read prompts together in pieces of the same sizes; return logits of all their rows."""
+    stage = PretendedStage(checkpoint, **settings)
+    sequences = [
+        running(prompt, [4 * index + page for page in (2, 0, 3, 1)], slot=index)
+        for index, prompt in enumerate(prompts)
+    ]
+    found: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for rows in pieces:
+        with torch.inference_mode():
+            logits = stage.logits(make_batch([Turn(one, rows) for one in sequences], PAGE_SIZE))
+        for index, one in enumerate(sequences):
+            found[index].append(logits[index * rows : (index + 1) * rows])
+            one.cached += rows
+    return [torch.cat(parts) for parts in found]
