@@ -8,11 +8,12 @@ from typing import Protocol
 
 import torch
 
-from headroom.kernels.cuda import attention, delta_net, prefill
+from headroom.kernels.cuda import attention, delta_net, prefill, scratch
 from headroom.kernels.cuda.attention import DecodeShape, Gate, HeadNorms, Projected
 from headroom.kernels.cuda.chunks import span_tables
 from headroom.kernels.cuda.delta_net import OutputGate
 from headroom.kernels.cuda.matmul import RowNorm
+from headroom.kernels.cuda.scratch import Arena
 from headroom.kernels.ops import RecurrentState, StepTables
 from headroom.layers.attention import pair_rows, query_rows
 from headroom.layers.batch import Batch
@@ -68,16 +69,18 @@ class Part(Protocol):
 
 
 class DeviceBlock:
-    """One layer: its parts one after another."""
+    """One layer: its parts one after another, each with the whole scratch to itself."""
 
-    def __init__(self, *parts: Part) -> None:
+    def __init__(self, arena: Arena, *parts: Part) -> None:
+        self._arena = arena
         self._parts = parts
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the residual stream after this layer, in the memory of `x`."""
         assert isinstance(batch, DeviceBatch)
         for part in self._parts:
-            part(x, batch)
+            with self._arena.frame():
+                part(x, batch)
         return x
 
 
@@ -119,7 +122,7 @@ class DeviceAttention:
             outs["attn.q"], keys, outs.get("attn.v", keys), config.heads, config.head_dim
         )
         tables = batch.tables[self._pages.ring]
-        queries = torch.empty(rows, config.heads, config.head_dim, device=x.device)
+        queries = scratch.empty(rows, config.heads, config.head_dim, device=x.device)
         rope = rope_tables(config.rope, batch)
         attention.rope_write(
             projected, self._head_norms, rope, tables, self._pages.kv, queries, config.scale
@@ -131,7 +134,7 @@ class DeviceAttention:
             spans = self._pages.view(batch).spans
             mixed = prefill.prefill(queries, self._pages.kv, spans, config.window, "bf16")
             if gate is not None:
-                mixed = _apply(mixed, gate, config.heads)
+                _apply(mixed, gate, config.heads)
         self._out(plain_rows(mixed), add=x)
 
     def _gate(self, outs: dict[str, torch.Tensor]) -> Gate | None:
@@ -158,20 +161,21 @@ class DeviceAttention:
             max_context=batch.context,
             window=config.window,
         )
-        scratch = torch.empty(shape.scratch_floats, device=queries.device)
-        return attention.decode(queries, self._pages.kv, tables, shape, scratch, gate)
+        partial = scratch.empty(shape.scratch_floats, device=queries.device)
+        return attention.decode(queries, self._pages.kv, tables, shape, partial, gate)
 
 
-def _apply(mixed: torch.Tensor, gate: Gate, heads: int) -> torch.Tensor:
-    """Multiply attention's output `[rows, heads * dim]` by its gates."""
-    values = (
-        gate.values.sigmoid()
-        if gate.kind == "sigmoid"
-        else torch.nn.functional.softplus(gate.values)
-    )
+def _apply(mixed: torch.Tensor, gate: Gate, heads: int) -> None:
+    """Multiply attention's output `[rows, heads * dim]` by its gates, both where they lie."""
+    values = gate.values
+    if gate.kind == "sigmoid":
+        values.sigmoid_()
+    else:
+        torch.nn.functional.softplus(values, out=values)
     if values.shape[1] == mixed.shape[1]:
-        return mixed * values
-    return (mixed.view(len(mixed), heads, -1) * values[:, :, None]).flatten(1)
+        mixed.mul_(values)
+    else:
+        mixed.view(len(mixed), heads, -1).mul_(values[:, :, None])
 
 
 class DeviceDelta:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from headroom.kernels.cuda import matmul, small
+from headroom.kernels.cuda import matmul, scratch, small, unpacked
 from headroom.kernels.cuda.matmul import QuantisedRows, RowNorm
 from headroom.kernels.cuda.pack import PACKED, TILE_ROWS, tile_bytes
 from headroom.kernels.weight import Weight
@@ -33,24 +33,31 @@ def plain_rows(x: torch.Tensor) -> DeviceRows:
     """Return rows as they are."""
     if few_rows(len(x)):
         return DeviceRows(len(x), few=matmul.quantise(x), floats=x)
-    return DeviceRows(len(x), many=x.to(torch.bfloat16))
+    return DeviceRows(len(x), many=_narrow(x))
 
 
 def normed_rows(x: torch.Tensor, norm: RowNorm) -> DeviceRows:
     """Return rows after a norm; `norm.out` gets them in float32 where it is given."""
     if few_rows(len(x)):
-        normed = torch.empty_like(x) if norm.out is None else norm.out
+        normed = scratch.empty(*x.shape, device=x.device) if norm.out is None else norm.out
         rounded = matmul.quantise(x, norm=RowNorm(norm.weight, norm.eps, normed))
         return DeviceRows(len(x), few=rounded, floats=normed)
-    normed = small.rms_norm(x, norm.weight, norm.eps, norm.out)
-    return DeviceRows(len(x), many=normed.to(torch.bfloat16))
+    many = scratch.empty(*x.shape, dtype=torch.bfloat16, device=x.device)
+    with scratch.frame():
+        many.copy_(small.rms_norm(x, norm.weight, norm.eps, norm.out))
+    return DeviceRows(len(x), many=many)
 
 
 def gated_rows(gate: torch.Tensor, up: torch.Tensor, activation: str) -> DeviceRows:
-    """Return `act(gate) * up`."""
+    """Return `act(gate) * up`; many rows of it are also left in `gate`."""
     if few_rows(len(gate)):
         return DeviceRows(len(gate), few=matmul.quantise_gated(gate, up, activation))
-    return DeviceRows(len(gate), many=small.gated_activation(gate, up, activation).bfloat16())
+    return DeviceRows(len(gate), many=_narrow(small.gated_activation(gate, up, activation, gate)))
+
+
+def _narrow(x: torch.Tensor) -> torch.Tensor:
+    out = scratch.empty(*x.shape, dtype=torch.bfloat16, device=x.device)
+    return out.copy_(x)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,9 +72,9 @@ class Stack:
     def __call__(self, x: DeviceRows, add: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Return `[rows, its rows]` in float32 for each matrix; one alone is added to `add`."""
         device = self.weights[0].data.device
-        outs = [torch.empty(x.count, rows, device=device) for rows in self.rows]
-        if add is not None:
-            outs = [add]
+        outs = [add]
+        if add is None:
+            outs = [scratch.empty(x.count, rows, device=device) for rows in self.rows]
         for weight, members in zip(self.weights, self.members, strict=True):
             _multiply(x, weight, [outs[index] for index in members], add)
         return outs
@@ -79,20 +86,9 @@ def _multiply(
     if weight.layout == matmul.TILES and x.few is not None:
         matmul.products(x.few, weight, outs, add)
         return
-    plain = weight.data
-    if weight.layout == matmul.TILES:
-        plain = torch.empty(weight.rows, weight.columns, dtype=torch.bfloat16, device=plain.device)
-        matmul.dequantise(weight, plain)
-    rows = x.many if x.few is None else _floats(x).to(torch.bfloat16)
+    rows = x.many if x.few is None else _narrow(_floats(x))
     assert rows is not None
-    answers = rows @ plain.T
-    for out, part in zip(
-        outs, torch.split(answers, [out.shape[1] for out in outs], dim=1), strict=True
-    ):
-        if add is None:
-            out.copy_(part)
-        else:
-            out.add_(part)
+    unpacked.multiply(rows, weight, outs, add is not None)
 
 
 def _floats(x: DeviceRows) -> torch.Tensor:

@@ -4,6 +4,7 @@ import torch
 
 from headroom.kernels.cuda import experts as cuda_experts
 from headroom.kernels.cuda import route as cuda_route
+from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.experts import Others
 from headroom.kernels.cuda.matmul import RowNorm
 from headroom.kernels.ops import RouterRule
@@ -44,7 +45,7 @@ class DeviceExperts:
 
     def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
         """Add the answers of each row's experts."""
-        normed = torch.empty_like(x)
+        normed = scratch.empty(*x.shape, device=x.device)
         rows = normed_rows(x, RowNorm(self._norm, self._eps, normed))
         logits = cuda_route.score(normed, self._router)
         sequence = batch.tables[0].sequence
@@ -58,7 +59,8 @@ class DeviceExperts:
         if rows.few is not None:
             cuda_experts.few_rows(rows.few, ids, weights, self._table, activation, others, x)
         else:
-            cuda_experts.many_rows(normed, ids, weights, self._table, activation, others, x)
+            assert rows.many is not None
+            cuda_experts.many_rows(rows.many, ids, weights, self._table, activation, others, x)
 
     def _shared_answers(self, rows: DeviceRows) -> torch.Tensor | None:
         if self._shared is None:

@@ -8,10 +8,10 @@ import torch
 
 from headroom.kernels.cuda.compile import compile_kernel
 from headroom.kernels.cuda.pack import PACKED, RECORD_COLUMNS, TILE_ROWS, pack_tiles, tile_bytes
+from headroom.kernels.cuda.unpacked import TILES, multiply
 from headroom.kernels.ops import Case
 from headroom.kernels.weight import Weight
 
-TILES = "tiles"
 FEW_ROWS = 32  # the most that one pass over the weight serves
 PACK_BYTES = 64 << 20  # of a file's blocks taken apart at a time
 QUANTISE_THREADS = 256
@@ -159,16 +159,6 @@ def warps_for_one(tiles: int, records: int) -> int:
     return wanted
 
 
-def dequantise(weight: Weight, out: torch.Tensor) -> torch.Tensor:
-    """Write a weight's values to `out`, bf16 `[rows, columns]`."""
-    records = -(-weight.columns // RECORD_COLUMNS)
-    tiles = -(-weight.rows // TILE_ROWS)
-    kernel = compile_kernel("dequant.cu", "dequantise", {"KIND": weight.quant.ggml_id, "WARPS": 4})
-    share = max(1, min(-(-records // 4), 2048 // max(1, tiles)))
-    kernel((tiles, share), (128,), (weight.data, out, weight.rows, weight.columns, records))
-    return out
-
-
 def matmul(
     x: torch.Tensor, weight: Weight, dtype: str, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -178,5 +168,5 @@ def matmul(
         out = torch.empty(rows, weight.rows, device=x.device)
     if rows <= FEW_ROWS:
         return product(quantise(x.contiguous()), weight, out)
-    plain = torch.empty(weight.rows, weight.columns, dtype=torch.bfloat16, device=x.device)
-    return out.copy_(x.to(torch.bfloat16) @ dequantise(weight, plain).T)
+    multiply(x.to(torch.bfloat16), weight, (out,))
+    return out
