@@ -13,7 +13,6 @@ from headroom.kernels.cuda.attention import DecodeShape, Gate, HeadNorms, Projec
 from headroom.kernels.cuda.chunks import span_tables
 from headroom.kernels.cuda.delta_net import OutputGate
 from headroom.kernels.cuda.matmul import RowNorm
-from headroom.kernels.cuda.scratch import Arena
 from headroom.kernels.ops import RecurrentState, StepTables
 from headroom.layers.attention import pair_rows, query_rows
 from headroom.layers.batch import Batch
@@ -71,15 +70,14 @@ class Part(Protocol):
 class DeviceBlock:
     """One layer: its parts one after another, each with the whole scratch to itself."""
 
-    def __init__(self, arena: Arena, *parts: Part) -> None:
-        self._arena = arena
+    def __init__(self, *parts: Part) -> None:
         self._parts = parts
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the residual stream after this layer, in the memory of `x`."""
         assert isinstance(batch, DeviceBatch)
         for part in self._parts:
-            with self._arena.frame():
+            with scratch.frame():
                 part(x, batch)
         return x
 
@@ -171,7 +169,7 @@ def _apply(mixed: torch.Tensor, gate: Gate, heads: int) -> None:
     if gate.kind == "sigmoid":
         values.sigmoid_()
     else:
-        torch.nn.functional.softplus(values, out=values)
+        torch.logaddexp(values, values.new_zeros(()), out=values)  # softplus
     if values.shape[1] == mixed.shape[1]:
         mixed.mul_(values)
     else:

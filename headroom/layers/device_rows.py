@@ -72,9 +72,10 @@ class Stack:
     def __call__(self, x: DeviceRows, add: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Return `[rows, its rows]` in float32 for each matrix; one alone is added to `add`."""
         device = self.weights[0].data.device
-        outs = [add]
         if add is None:
             outs = [scratch.empty(x.count, rows, device=device) for rows in self.rows]
+        else:
+            outs = [add]
         for weight, members in zip(self.weights, self.members, strict=True):
             _multiply(x, weight, [outs[index] for index in members], add)
         return outs

@@ -12,10 +12,10 @@ from headroom.layers.norm import RmsNorm
 class Embedding:
     """One row of a table per token."""
 
-    def __init__(self, table: Weight, scale: float = 1.0) -> None:
+    def __init__(self, table: Weight, scale: float, device: str) -> None:
         self._table = table
         self._scale = scale
-        case = Case(device=table.data.device.type, quant=table.quant, layout=table.layout)
+        case = Case(device=device, quant=table.quant, layout=table.layout)
         self._embed: Embed = pick("embed", case).run
 
     def __call__(self, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ class SideInputs:
     def __init__(self, table: Weight, get: WeightSource, eps: float, rows: int) -> None:
         weight = get.norm("side.norm")
         width = len(weight)
-        self._table = Embedding(table, width**0.5)
+        self._table = Embedding(table, width**0.5, table.data.device.type)
         self._norm = RmsNorm(weight, eps, get.case)
         self._proj = Linear(get("side.proj"), get.case)
         # float32 [rows, layers, width]: valid until the next step

@@ -77,9 +77,16 @@ class WeightSource:
         stored = _stored(info).view(count, rows, -1)
         return tuple(Weight(data, info.quant, rows, columns) for data in stored)
 
-    def table(self, name: str) -> Weight:
-        """Return a matrix of which only rows are taken, as the file has it."""
-        return self._kept(self.mapped(name, None))
+    def table(self, name: str, *, pinned: bool = False) -> Weight:
+        """Return a matrix of which only rows are taken, as the file has it.
+
+        A pinned one stays in host memory, where a GPU reads the rows that it wants.
+        """
+        weight = self.mapped(name, None)
+        if not pinned:
+            return self._kept(weight)
+        self.count(self.line, weight.nbytes)
+        return replace(weight, data=weight.data.pin_memory())
 
     def vector(self, name: str) -> torch.Tensor:
         """Return a small tensor, a norm's weight say, as float32 in its file's shape."""

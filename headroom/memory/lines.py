@@ -71,7 +71,10 @@ def _graphs_line(
     size, why = GPU_GRAPHS.bytes, GPU_GRAPHS.source
     if settings.uses_arena:
         library = library_bytes(layers, device_step(model.hidden, settings), device.sm)
-        size, why = size + library, f"{why}; {gib(library)} that torch and cuBLAS allocate in a step"
+        size, why = (
+            size + library,
+            f"{why}; {gib(library)} that torch and cuBLAS allocate in a step",
+        )
     return Line("graphs", size, why)
 
 

@@ -66,25 +66,26 @@ def load_model(
     settings, device = plan.settings, plan.devices[0]
     source = open_weights(tensors, device.name, settings, count, config.norm_offset)
     # Plain kernels take their scratch from torch, so that only the plan counts it.
-    scratch_bytes = device.allocated["workspace"] if settings.kernels == "native" else 0
+    planned = settings.kernels == "native" or settings.uses_arena
+    scratch_bytes = device.allocated["workspace"] if planned else 0
     workspace = open_workspace(
         config.hidden, config.vocab, settings, scratch_bytes, count, config.keeps_embedding,
         device.name,
     )  # fmt: skip
     embeddings = source.at("", "embeddings")
-    # A GPU's tiles have no rows to take; a tied table is there twice.
-    shared = config.tied and source.case.device == "cpu"
-    table = embeddings("embed") if shared else embeddings.table("embed")
+    here = config.tied or "embeddings" in device.allocated
+    table = embeddings("embed") if config.tied else embeddings.table("embed", pinned=not here)
     side, routing = _side_inputs(config, source, settings), open_routing(config, device.name)
     common = Common(settings, workspace, side, routing)
     blocks = [
         build_layer(config, index, source.at(f"layers.{index}."), common)
         for index in range(len(config.layers))
     ]
-    vocabulary = table if shared else source.at("", "head")("embed" if config.tied else "head")
+    vocabulary = table if config.tied else source.at("", "head")("head")
     norm = RmsNorm(source.norm("norm"), config.norm_eps, source.case)
     head = Head(norm, vocabulary, source.case, config.softcap)
-    return Model(Embedding(table, config.embed_scale), blocks, head, workspace, routing, side)
+    embedding = Embedding(table, config.embed_scale, source.case.device)
+    return Model(embedding, blocks, head, workspace, routing, side)
 
 
 def _side_inputs(

@@ -147,9 +147,7 @@ def many_rows(
     narrow = x if x.dtype == torch.bfloat16 else x.to(torch.bfloat16)
     if out is None:
         out = torch.empty(rows, table.hidden, device=x.device)
-    each = experts_at_once(
-        len(table.addresses), table.width, table.hidden, scratch.unpack_bytes()
-    )
+    each = experts_at_once(len(table.addresses), table.width, table.hidden, scratch.unpack_bytes())
     for first in range(0, len(table.addresses), each):
         group = expert_group(picks, first, each)
         with scratch.frame():

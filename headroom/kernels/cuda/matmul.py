@@ -6,12 +6,13 @@ from itertools import accumulate
 
 import torch
 
+from headroom.kernels.cuda import unpacked
 from headroom.kernels.cuda.compile import compile_kernel
 from headroom.kernels.cuda.pack import PACKED, RECORD_COLUMNS, TILE_ROWS, pack_tiles, tile_bytes
-from headroom.kernels.cuda.unpacked import TILES, multiply
 from headroom.kernels.ops import Case
 from headroom.kernels.weight import Weight
 
+TILES = unpacked.TILES
 FEW_ROWS = 32  # the most that one pass over the weight serves
 PACK_BYTES = 64 << 20  # of a file's blocks taken apart at a time
 QUANTISE_THREADS = 256
@@ -168,5 +169,5 @@ def matmul(
         out = torch.empty(rows, weight.rows, device=x.device)
     if rows <= FEW_ROWS:
         return product(quantise(x.contiguous()), weight, out)
-    multiply(x.to(torch.bfloat16), weight, (out,))
+    unpacked.multiply(x.to(torch.bfloat16), weight, (out,))
     return out

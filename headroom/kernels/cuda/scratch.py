@@ -2,7 +2,7 @@
 
 Kernels take buffers by `empty` and give them back by leaving a `frame`. All work of a step is in
 the order of one stream, so that a buffer may be used again as soon as its frame was left. Outside
-of an arena's frame both leave the memory to torch.
+of frames, and where no arena is opened, buffers are torch's own.
 """
 
 import logging
@@ -25,17 +25,19 @@ class Arena:
     def __init__(self, memory: torch.Tensor, unpack_bytes: int = UNPACK_BYTES) -> None:
         self.unpack_bytes = unpack_bytes  # most bytes of weights unpacked at a time
         self.peak_bytes = 0  # most that was ever lent at once, or asked for
+        self.frames = 0  # that are open
         self._memory = memory  # uint8
         self._used = 0
 
     @contextmanager
     def frame(self) -> Iterator[None]:
-        """Lend memory to `empty` while the frame is open."""
-        before, token = self._used, _CURRENT.set(self)
+        """Take back at the end what was lent within."""
+        before = self._used
+        self.frames += 1
         try:
             yield
         finally:
-            _CURRENT.reset(token)
+            self.frames -= 1
             self._used = before
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -58,14 +60,22 @@ class Arena:
 _CURRENT: ContextVar[Arena | None] = ContextVar("arena", default=None)
 
 
-def empty(
-    *shape: int, device: torch.device, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+def empty(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return memory that is valid until the frame around the call is left."""
     arena = _CURRENT.get()
-    if arena is None:
+    if arena is None or not arena.frames:
         return torch.empty(shape, dtype=dtype, device=device)
     return arena.take(shape, dtype)
+
+
+@contextmanager
+def opened(arena: Arena | None) -> Iterator[None]:
+    """Let frames lend an arena's memory."""
+    token = _CURRENT.set(arena)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
 
 
 @contextmanager
