@@ -243,7 +243,21 @@ def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> in
 
 MOST_FLASH_DIM, MASKED_ROWS = 256, 512  # of kernels/cuda/prefill.py
 PLAIN_HEADS, PLAIN_COPIES = 8, 16  # of kernels/cuda/delta_net.py: heads at a time, copies of rows
+RECENT, BIASES, SLICES = 1024, 512, 64  # of the sampler: tokens, biases and parts of a row
 PICK_BYTES = 128  # of a pick while picks are sorted
+
+
+def sampler_bytes(vocab: int) -> int:
+    """Return what drawing tokens takes on a GPU: for each row of a captured step its settings, the
+    tokens that it looks at, and a copy of its logits with counts."""
+    settings = 72 + 8  # and the token itself
+    return FEW_ROWS * (settings + 8 * RECENT + 12 * BIASES + 16 * SLICES + 8 * vocab)
+
+
+def inputs_bytes(rows: int, sequences: int, pages: int) -> int:
+    """Return the inputs of a step at fixed places, of few rows and of the most."""
+    few, many = (FEW_ROWS, FEW_ROWS), (rows, sequences)
+    return sum(36 * count + (8 + 4 * pages) * owners for count, owners in (few, many))
 
 
 def _masked_bytes(layer: LayerShape, step: DeviceStep) -> int:

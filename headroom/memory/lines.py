@@ -21,7 +21,7 @@ from headroom.memory.budget import (
     workspace_phases,
 )
 from headroom.memory.calibration import CPU_RUNTIME, GPU_GRAPHS, GPU_RUNTIME
-from headroom.memory.device_scratch import library_bytes
+from headroom.memory.device_scratch import inputs_bytes, library_bytes, sampler_bytes
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.precision import feature_ring_bytes, staging_bytes
 from headroom.memory.shape import LayerShape, ModelShape
@@ -55,26 +55,32 @@ def stage_lines(
         why = f"{settings.parallel} sequences x {TREE_NODES} tree nodes, f32"
         lines.append(Line("verify_scratch", verify_bytes(layers, settings), why))
     if ends:
-        rows, vocab = logits_rows(settings, rules), model.vocab
         head = head_bytes(model, settings)
-        lines.append(Line("head", head, f"{vocab} x {model.hidden}, {settings.weights}"))
-        lines.append(Line("logits", rows * vocab * F32_BYTES, f"{rows} rows x {vocab}, f32"))
+        lines.append(Line("head", head, f"{model.vocab} x {model.hidden}, {settings.weights}"))
+        lines.append(_logits_line(model, settings, rules))
     if device.kind in ("cuda", "hip"):
         lines.append(_graphs_line(model, layers, device, settings))
     return lines
+
+
+def _logits_line(model: ModelShape, settings: PlanSettings, rules: Rules) -> Line:
+    rows, vocab = logits_rows(settings, rules), model.vocab
+    size, why = rows * vocab * F32_BYTES, f"{rows} rows x {vocab}, f32"
+    if settings.kernels == "device":
+        drawing = sampler_bytes(vocab)
+        size, why = size + drawing, f"{why}, and {gib(drawing)} to draw tokens with"
+    return Line("logits", size, why)
 
 
 def _graphs_line(
     model: ModelShape, layers: Sequence[LayerShape], device: DeviceSpec, settings: PlanSettings
 ) -> Line:
     """Return what captured steps hold, and what libraries allocate for themselves in a step."""
-    size, why = GPU_GRAPHS.bytes, GPU_GRAPHS.source
+    inputs = inputs_bytes(settings.rows, settings.parallel, settings.sequence_pages)
+    size, why = GPU_GRAPHS.bytes + inputs, f"{GPU_GRAPHS.source}; inputs of steps {gib(inputs)}"
     if settings.uses_arena:
         library = library_bytes(layers, device_step(model.hidden, settings), device.sm)
-        size, why = (
-            size + library,
-            f"{why}; {gib(library)} that torch and cuBLAS allocate in a step",
-        )
+        size, why = size + library, f"{why}; torch and cuBLAS in a step {gib(library)}"
     return Line("graphs", size, why)
 
 
