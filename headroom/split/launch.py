@@ -11,6 +11,7 @@ from headroom.models.describe import ModelDescription
 from headroom.models.load import load_model
 from headroom.models.model import Model
 from headroom.split.device_stage import DeviceStage
+from headroom.split.memory_check import check_memory, open_device_memory
 from headroom.split.pipeline import Pipeline
 from headroom.split.stages import Stage
 from headroom.units import gib
@@ -29,6 +30,7 @@ def start_pipeline(plan: Plan, model: ModelDescription) -> Pipeline:
         allocated[line] += size_bytes
 
     device = plan.devices[0].name
+    open_device_memory(device)
     loaded = load_model(model.config, model.checkpoint.tensors, plan, count)
     log.info(
         "load: %d layers on %s, %s in %.1f s",
@@ -37,7 +39,9 @@ def start_pipeline(plan: Plan, model: ModelDescription) -> Pipeline:
         gib(sum(allocated.values())),
         time.perf_counter() - started,
     )
-    return Pipeline(_stage(device, loaded, plan, model), model.config.vocab, allocated)
+    stage = _stage(device, loaded, plan, model)
+    check_memory(plan, allocated)
+    return Pipeline(stage, model.config.vocab, allocated)
 
 
 def _stage(device: str, loaded: Model, plan: Plan, model: ModelDescription) -> Stage | DeviceStage:

@@ -28,20 +28,17 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def written(name: str, folder: Path, quant: str) -> Path:
-    path = folder / "m.gguf"
-    write_gguf(MODELS[name](), path, quant, fused=False, unused_keys=False)
-    return path
+@pytest.fixture(scope="module", params=MODELS)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    written = tmp_path_factory.mktemp(request.param) / "m.gguf"
+    write_gguf(MODELS[request.param](), written, "MIXED", fused=False, unused_keys=False)
+    return written
 
 
-@pytest.mark.parametrize("quant", ["Q8_0", "Q4_0"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_gpu_loads_what_its_plan_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, quant: str
-) -> None:
+def test_a_gpu_loads_what_its_plan_says(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, 64 << 10)
     settings = {"context": 512, "parallel": 3, "chunk": 100}
-    plan, _, counted = load_on_host(written(name, tmp_path, quant), **settings)
+    plan, _, counted = load_on_host(path, **settings)
     lines = plan.devices[0].allocated
     drawing = lines.pop("logits") - counted.pop("logits")
     assert counted == lines
@@ -57,12 +54,10 @@ STEPS = (
 
 
 @pytest.mark.parametrize("unpack", [32 << 10, 1 << 20])
-@pytest.mark.parametrize("name", MODELS)
 def test_steps_of_a_gpu_take_no_more_scratch_than_planned_and_not_much_less(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, unpack: int
+    path: Path, monkeypatch: pytest.MonkeyPatch, unpack: int
 ) -> None:
     pretend(monkeypatch, unpack)
-    path = written(name, tmp_path, "Q8_0")
     plan, model, _ = load_on_host(path, context=512, parallel=3, chunk=300)
     arena = model._workspace.arena
     assert arena is not None
