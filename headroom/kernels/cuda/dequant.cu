@@ -93,6 +93,6 @@ embed_tiles(const u8* table, const long long* ids, float* out, int columns, int 
         const int column = r * 256 + b * 32 + i / 2 * 16 + 4 * t;
         if (i % 2 != id % 16 / 8 || column >= columns) return;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) row[column + j] = __fmul_rn(four[j], by);
+        for (int j = 0; j < 4; ++j) row[column + j] = four[j] * by;
     });
 }
