@@ -1,7 +1,6 @@
 """Memory of a device against its plan: how torch is told to take it, and what was taken."""
 
 import logging
-import os
 from collections.abc import Mapping
 
 import torch
@@ -16,10 +15,9 @@ def open_device_memory(device: str) -> None:
     """Let torch pack a GPU's allocations closely; to be called before the first of them.
 
     By default each large one is rounded up to 2 MiB, which for the weights of a model comes to
-    some hundred MiB that no plan counts. A user's own settings stay.
+    some hundred MiB that no plan counts. Another allocator, which a user may choose, is left alone.
     """
-    own = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
-    if device.startswith("cuda") and not own:
+    if device.startswith("cuda") and torch.cuda.memory.get_allocator_backend() == "native":
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
