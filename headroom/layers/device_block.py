@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from headroom.errors import KernelError
-from headroom.kernels.cuda import attention, delta_net, prefill, small
+from headroom.kernels.cuda import attention, delta_net, prefill, scratch, small
 from headroom.kernels.cuda.attention import DecodeShape, Gate, HeadNorms, Projected
 from headroom.kernels.cuda.chunks import span_tables
 from headroom.kernels.cuda.delta_net import OutputGate
@@ -75,7 +75,7 @@ class Part(Protocol):
 
 
 class DeviceBlock:
-    """One layer: its parts one after another."""
+    """One layer: its parts one after another, each with the whole scratch to itself."""
 
     def __init__(self, *parts: Part) -> None:
         self._parts = parts
@@ -84,7 +84,8 @@ class DeviceBlock:
         """Return the residual stream after this layer, in the memory of `x`."""
         assert isinstance(batch, DeviceBatch)
         for part in self._parts:
-            part(x, batch)
+            with scratch.frame():
+                part(x, batch)
         return x
 
 
@@ -132,7 +133,7 @@ class DeviceAttention:
             outs["attn.q"], keys, outs.get("attn.v", keys), config.heads, config.head_dim
         )
         tables = batch.tables[self._pages.ring]
-        queries = torch.empty(rows, config.heads, config.head_dim, device=x.device)
+        queries = scratch.empty(rows, config.heads, config.head_dim, device=x.device)
         rope = rope_tables(config.rope, batch)
         attention.rope_write(
             projected, self._head_norms, rope, tables, self._pages.kv, queries, config.scale
@@ -144,7 +145,7 @@ class DeviceAttention:
             spans = self._pages.view(batch).spans
             mixed = prefill.prefill(queries, self._pages.kv, spans, config.window, "bf16")
             if gate is not None:
-                mixed = _apply(mixed, gate, config.heads)
+                _apply(mixed, gate, config.heads)
         add_answers(x, self._out, plain_rows(mixed), self._after)
 
     def _gate(self, outs: dict[str, torch.Tensor]) -> Gate | None:
@@ -171,20 +172,21 @@ class DeviceAttention:
             max_context=batch.context,
             window=config.window,
         )
-        scratch = torch.empty(shape.scratch_floats, device=queries.device)
-        return attention.decode(queries, self._pages.kv, tables, shape, scratch, gate)
+        partial = scratch.empty(shape.scratch_floats, device=queries.device)
+        return attention.decode(queries, self._pages.kv, tables, shape, partial, gate)
 
 
-def _apply(mixed: torch.Tensor, gate: Gate, heads: int) -> torch.Tensor:
-    """Multiply attention's output `[rows, heads * dim]` by its gates."""
-    values = (
-        gate.values.sigmoid()
-        if gate.kind == "sigmoid"
-        else torch.nn.functional.softplus(gate.values)
-    )
+def _apply(mixed: torch.Tensor, gate: Gate, heads: int) -> None:
+    """Multiply attention's output `[rows, heads * dim]` by its gates, both where they lie."""
+    values = gate.values
+    if gate.kind == "sigmoid":
+        values.sigmoid_()
+    else:
+        torch.logaddexp(values, values.new_zeros(()), out=values)  # softplus
     if values.shape[1] == mixed.shape[1]:
-        return mixed * values
-    return (mixed.view(len(mixed), heads, -1) * values[:, :, None]).flatten(1)
+        mixed.mul_(values)
+    else:
+        mixed.view(len(mixed), heads, -1).mul_(values[:, :, None])
 
 
 class DeviceDelta:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from headroom.formats.quants import BF16
-from headroom.kernels.cuda import matmul, plain, small
+from headroom.kernels.cuda import matmul, plain, scratch, small, unpacked
 from headroom.kernels.cuda.matmul import QuantisedRows, RowNorm
 from headroom.kernels.cuda.pack import PACKED, TILE_ROWS
 from headroom.kernels.reference.dequant import dequantise
@@ -45,7 +45,7 @@ def plain_rows(x: torch.Tensor) -> DeviceRows:
     """Return rows as they are."""
     if few_rows(len(x)):
         return DeviceRows(len(x), few=matmul.quantise(x), floats=lambda: x)
-    return DeviceRows(len(x), many=x.to(torch.bfloat16))
+    return DeviceRows(len(x), many=_narrow(x))
 
 
 def normed_rows(x: torch.Tensor, norm: RowNorm) -> DeviceRows:
@@ -55,20 +55,26 @@ def normed_rows(x: torch.Tensor, norm: RowNorm) -> DeviceRows:
         return DeviceRows(
             len(x), few=rounded, floats=lambda: small.rms_norm(x, norm.weight, norm.eps)
         )
-    normed = small.rms_norm(x, norm.weight, norm.eps, norm.out)
-    return DeviceRows(len(x), many=normed.to(torch.bfloat16))
+    many = scratch.empty(*x.shape, dtype=torch.bfloat16, device=x.device)
+    with scratch.frame():
+        many.copy_(small.rms_norm(x, norm.weight, norm.eps, norm.out))
+    return DeviceRows(len(x), many=many)
 
 
 def gated_rows(gate: torch.Tensor, up: torch.Tensor, activation: str) -> DeviceRows:
-    """Return `act(gate) * up`."""
-
-    def floats() -> torch.Tensor:
-        return small.gated_activation(gate, up, activation)
-
+    """Return `act(gate) * up`; many rows of it are also left in `gate`."""
     if few_rows(len(gate)):
-        rounded = matmul.quantise_gated(gate, up, activation)
-        return DeviceRows(len(gate), few=rounded, floats=floats)
-    return DeviceRows(len(gate), many=floats().bfloat16())
+        return DeviceRows(
+            len(gate),
+            few=matmul.quantise_gated(gate, up, activation),
+            floats=lambda: small.gated_activation(gate, up, activation),
+        )
+    return DeviceRows(len(gate), many=_narrow(small.gated_activation(gate, up, activation, gate)))
+
+
+def _narrow(x: torch.Tensor) -> torch.Tensor:
+    out = scratch.empty(*x.shape, dtype=torch.bfloat16, device=x.device)
+    return out.copy_(x)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,8 +88,9 @@ class Stack:
     def __call__(self, x: DeviceRows, add: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Return `[rows, its rows]` in float32 for each matrix; one alone is added to `add`."""
         device = self.weights[0].data.device
-        outs = [torch.empty(x.count, rows, device=device) for rows in self.rows]
-        if add is not None:
+        if add is None:
+            outs = [scratch.empty(x.count, rows, device=device) for rows in self.rows]
+        else:
             outs = [add]
         for weight, members in zip(self.weights, self.members, strict=True):
             _multiply(x, weight, [outs[index] for index in members], add)
@@ -96,12 +103,10 @@ def _multiply(
     if weight.layout == matmul.TILES and x.few is not None:
         matmul.products(x.few, weight, outs, add)
         return
-    if weight.layout == matmul.TILES:
-        assert x.many is not None
-        unpacked = x.many.new_empty(weight.rows, weight.columns)
-        answers = x.many @ matmul.dequantise(weight, unpacked).T
-    else:
-        answers = plain.product(x.plain, weight.data)
+    if x.many is not None:
+        unpacked.multiply(x.many, weight, outs, add is not None)
+        return
+    answers = plain.product(x.plain, weight.data)
     for out, part in zip(
         outs, torch.split(answers, [out.shape[1] for out in outs], dim=1), strict=True
     ):

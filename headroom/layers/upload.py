@@ -47,12 +47,18 @@ class Upload:
     at the end, whatever happened.
     """
 
-    def __init__(self, device: str, staging_bytes: int = STAGING_BYTES) -> None:
+    def __init__(
+        self,
+        device: str,
+        staging_bytes: int = STAGING_BYTES,
+        memory: torch.Tensor | None = None,  # uint8 on the device, lent for the buffers there
+    ) -> None:
         self._device = torch.device(device)
         self._gpu = self._device.type == "cuda"
+        self._memory = memory
         share = max(staging_bytes, LEAST_STAGING_BYTES) // SLOTS
         self._slot_bytes = share // SLOT_STEP * SLOT_STEP
-        self._slots = [self._open_slot() for _ in range(SLOTS)]
+        self._slots = [self._open_slot(number) for number in range(SLOTS)]
         self._reading: deque[tuple[_Slot, Piece, Finish]] = deque()
         self._turn = 0
         self._files: dict[Path, int] = {}
@@ -110,10 +116,13 @@ class Upload:
             if slot.stream is not None:
                 slot.stream.synchronize()
 
-    def _open_slot(self) -> _Slot:
+    def _open_slot(self, number: int) -> _Slot:
         size = self._slot_bytes
         host = torch.empty(size, dtype=torch.uint8, pin_memory=self._gpu)
-        device = self._take("the buffers of loading", (size,), torch.uint8)
+        if self._memory is not None and len(self._memory) >= SLOTS * size:
+            device = self._memory[number * size : (number + 1) * size]
+        else:
+            device = self._take("the buffers of loading", (size,), torch.uint8)
         if not self._gpu:
             return _Slot(host, device, None, None)
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -189,13 +198,19 @@ class Upload:
 
 
 @contextmanager
-def open_upload(device: str, staging_bytes: int) -> Iterator[Upload | None]:
-    """Return a way to a GPU with at most so many bytes of buffers there; None for a CPU."""
+def open_upload(
+    device: str, staging_bytes: int, memory: torch.Tensor | None = None
+) -> Iterator[Upload | None]:
+    """Return a way to a GPU with at most so many bytes of buffers there; None for a CPU.
+
+    Memory that is lent there holds the buffers, if it is large enough.
+    """
     if not device.startswith("cuda"):
         yield None
         return
     try:
-        with torch.cuda.device(device), Upload(device, min(staging_bytes, STAGING_BYTES)) as upload:
+        staging = min(staging_bytes, STAGING_BYTES)
+        with torch.cuda.device(device), Upload(device, staging, memory) as upload:
             yield upload
     except torch.OutOfMemoryError as error:
         raise _full("The model needs more", torch.device(device)) from error

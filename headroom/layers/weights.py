@@ -113,8 +113,15 @@ class WeightSource:
         stored = _stored(info).view(count, rows, -1)
         return tuple(Weight(data, info.quant, rows, columns) for data in stored)
 
-    def table(self, name: str) -> Weight:
-        """Return a matrix of which only rows are taken, as the file has it."""
+    def table(self, name: str, *, pinned: bool = False) -> Weight:
+        """Return a matrix of which only rows are taken, as the file has it.
+
+        A pinned one stays in host memory, where a GPU reads the rows that it wants.
+        """
+        if pinned:
+            weight = self.mapped(name, None)
+            self.count(self.line, weight.nbytes)
+            return replace(weight, data=weight.data.pin_memory())
         if self.upload is None or self.unpack:
             return self._kept(self.mapped(name, None))
         found = self.found(name)

@@ -1,13 +1,15 @@
 """Workspace: memory of one stage that every step uses again, allocated once."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
 from headroom.errors import CapacityError
-from headroom.layers.device_rows import FEW_ROWS
+from headroom.kernels.cuda.scratch import Arena, opened
 from headroom.memory.budget import PlanSettings
+from headroom.memory.device_scratch import FEW_ROWS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,7 +20,8 @@ class Workspace:
     outputs: torch.Tensor  # float32 [rows, hidden]: those of its rows that get logits
     embedded: torch.Tensor  # float32 [rows, hidden]: the stream before the first layer; or empty
     logits: torch.Tensor  # float32 [sequences, vocabulary]
-    scratch: torch.Tensor  # bytes for the C++ kernels; empty where others run
+    scratch: torch.Tensor  # bytes for C++ kernels or a GPU's; empty where others run
+    arena: Arena | None = None  # lends the scratch to a GPU's kernels
 
     def check(self, rows: int) -> None:
         """Refuse a step of more rows than were planned: a kernel would write beyond a buffer."""
@@ -27,6 +30,10 @@ class Workspace:
                 f"A step has {rows} rows and memory was planned for {len(self.stream)}.",
                 hint="Run it in smaller steps, or plan for a larger chunk.",
             )
+
+    def lend(self) -> AbstractContextManager[None]:
+        """Let a GPU's kernels take their buffers from the scratch."""
+        return opened(self.arena)
 
     def logits_for(self, rows: int) -> torch.Tensor:
         """Return memory for the logits of so many rows."""
@@ -48,14 +55,15 @@ def open_workspace(
     device: str = "cpu",
 ) -> Workspace:
     """Allocate what the plan's staging, logits and workspace lines say."""
-    # A captured step may have more rows than a small chunk.
-    rows = settings.rows if device == "cpu" else max(settings.rows, FEW_ROWS)
+    rows = settings.stream_rows
     stream, outputs = (torch.empty(rows, hidden, device=device) for _ in range(2))
     embedded = torch.empty(rows if keeps_embedding else 0, hidden, device=device)
-    logits = torch.empty(settings.parallel if device == "cpu" else FEW_ROWS, vocab, device=device)
-    scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
+    captured = FEW_ROWS if settings.kernels == "device" else 0
+    logits = torch.empty(max(settings.parallel, captured), vocab, device=device)
+    scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
     count("staging", stream.nbytes + outputs.nbytes + embedded.nbytes)
     count("logits", logits.nbytes)
     if scratch_bytes:
         count("workspace", scratch.nbytes)
-    return Workspace(stream, outputs, embedded, logits, scratch)
+    arena = Arena(scratch, settings.unpack_bytes) if settings.uses_arena else None
+    return Workspace(stream, outputs, embedded, logits, scratch, arena)

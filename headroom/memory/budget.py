@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headroom.memory.device_scratch import FEW_ROWS, DeviceStep, device_phases
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.precision import checked_row_bytes, type_bytes
 from headroom.memory.shape import LayerShape, ModelShape
@@ -44,11 +45,22 @@ class PlanSettings:
     threads: int
     pin_threads: bool = False  # each on a core of its own
     kernels: str = "reference"  # "native": the C++ ones of a CPU; "device", "triton": a GPU's
+    unpack_bytes: int = 0  # most bytes of weights that a GPU unpacks at a time
 
     @property
     def rows(self) -> int:
         """Rows of the largest step: one prompt chunk and one token of every sequence."""
         return self.chunk + self.parallel
+
+    @property
+    def stream_rows(self) -> int:
+        """Rows of the residual stream: a captured step may have more than a small chunk."""
+        return max(self.rows, FEW_ROWS) if self.kernels == "device" else self.rows
+
+    @property
+    def uses_arena(self) -> bool:
+        """Whether a GPU's fused kernels run the layers; their scratch is one piece of memory."""
+        return self.kernels == "device" and self.dtype == "bf16"
 
     @property
     def pages(self) -> int:
@@ -146,8 +158,12 @@ def recurrent_bytes(layer: LayerShape, settings: PlanSettings) -> int:
 
 
 def logits_rows(settings: PlanSettings, rules: Rules) -> int:
-    """Return the rows that get logits in one step: one a sequence, or one a tree node."""
-    return settings.parallel * (1 if rules.draft is None else 1 + TREE_NODES)
+    """Return the rows that get logits in one step: one a sequence, or one a tree node.
+
+    Every row of a captured step has them.
+    """
+    rows = settings.parallel * (1 if rules.draft is None else 1 + TREE_NODES)
+    return max(rows, FEW_ROWS) if settings.kernels == "device" else rows
 
 
 def snapshot_bytes(model: ModelShape, settings: PlanSettings) -> int:
@@ -191,6 +207,8 @@ def workspace_phases(
     to 12% below staging, logits and this line together with unpacked weights, 35 to 36% with
     packed ones, whose scratch is counted for the type that needs most.
     """
+    if settings.uses_arena:
+        return device_phases(layers, device_step(model.hidden, settings))
     if settings.kernels == "native":
         scratch = {
             "layer": max(native_layer_scratch(model.hidden, layer, settings) for layer in layers)
@@ -219,6 +237,17 @@ def workspace_phases(
         phases["feed-forward"] += _unpacking(model.hidden * widest)
         phases["head"] += _unpacking(model.hidden * model.vocab)
     return phases
+
+
+def device_step(hidden: int, settings: PlanSettings) -> DeviceStep:
+    """Return what the scratch of a GPU's step depends on."""
+    return DeviceStep(
+        hidden=hidden,
+        rows=settings.rows,
+        spans=settings.parallel + 1,
+        context=settings.context,
+        unpack_bytes=settings.unpack_bytes,
+    )
 
 
 def native_layer_scratch(hidden: int, layer: LayerShape, settings: PlanSettings) -> int:

@@ -10,6 +10,7 @@ from headroom.memory.budget import (
     PlanSettings,
     Rules,
     core_bytes,
+    device_step,
     head_bytes,
     kv_bytes,
     logits_rows,
@@ -20,6 +21,7 @@ from headroom.memory.budget import (
     workspace_phases,
 )
 from headroom.memory.calibration import CPU_RUNTIME, GPU_GRAPHS, GPU_RUNTIME
+from headroom.memory.device_scratch import inputs_bytes, library_bytes, sampler_bytes
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.precision import feature_ring_bytes, staging_bytes
 from headroom.memory.shape import LayerShape, ModelShape
@@ -53,11 +55,33 @@ def stage_lines(
         why = f"{settings.parallel} sequences x {TREE_NODES} tree nodes, f32"
         lines.append(Line("verify_scratch", verify_bytes(layers, settings), why))
     if ends:
-        rows, vocab = logits_rows(settings, rules), model.vocab
         head = head_bytes(model, settings)
-        lines.append(Line("head", head, f"{vocab} x {model.hidden}, {settings.weights}"))
-        lines.append(Line("logits", rows * vocab * F32_BYTES, f"{rows} rows x {vocab}, f32"))
+        lines.append(Line("head", head, f"{model.vocab} x {model.hidden}, {settings.weights}"))
+        lines.append(_logits_line(model, settings, rules))
+    if device.kind in ("cuda", "hip"):
+        lines.append(_graphs_line(model, layers, device, settings))
     return lines
+
+
+def _logits_line(model: ModelShape, settings: PlanSettings, rules: Rules) -> Line:
+    rows, vocab = logits_rows(settings, rules), model.vocab
+    size, why = rows * vocab * F32_BYTES, f"{rows} rows x {vocab}, f32"
+    if settings.kernels == "device":
+        drawing = sampler_bytes(vocab)
+        size, why = size + drawing, f"{why}, and {gib(drawing)} to draw tokens with"
+    return Line("logits", size, why)
+
+
+def _graphs_line(
+    model: ModelShape, layers: Sequence[LayerShape], device: DeviceSpec, settings: PlanSettings
+) -> Line:
+    """Return what captured steps hold, and what libraries allocate for themselves in a step."""
+    inputs = inputs_bytes(settings.rows, settings.parallel, settings.sequence_pages)
+    size, why = GPU_GRAPHS.bytes + inputs, f"{GPU_GRAPHS.source}; inputs of steps {gib(inputs)}"
+    if settings.uses_arena:
+        library = library_bytes(layers, device_step(model.hidden, settings), device.sm)
+        size, why = size + library, f"{why}; torch and cuBLAS in a step {gib(library)}"
+    return Line("graphs", size, why)
 
 
 def draft_lines(
@@ -76,9 +100,10 @@ def draft_lines(
 
 
 def _staging_line(model: ModelShape, settings: PlanSettings) -> Line:
-    rows, hidden, buffers = settings.rows, model.hidden, model.staging_buffers
-    size = staging_bytes(hidden, rows, settings.activation, buffers)
-    why = f"{buffers} buffers x {rows} rows x {hidden} values, {settings.activation}"
+    rows, hidden, buffers = settings.stream_rows, model.hidden, model.staging_buffers
+    kind = "f32" if settings.kernels == "device" else settings.activation
+    size = staging_bytes(hidden, rows, kind, buffers)
+    why = f"{buffers} buffers x {rows} rows x {hidden} values, {kind}"
     if model.side_values:
         size += rows * model.side_values * F32_BYTES
         why += f", and {model.side_values} values a row as inputs of single layers, f32"
@@ -130,7 +155,4 @@ def runtime_lines(device: DeviceSpec) -> list[Line]:
     if taken:
         why += f", {gib(taken)} held by others"
     runtime = CPU_RUNTIME if device.kind == "cpu" else GPU_RUNTIME
-    lines = [Line("runtime", runtime.bytes, runtime.source)]
-    if device.kind in ("cuda", "hip"):
-        lines.insert(0, Line("graphs", GPU_GRAPHS.bytes, GPU_GRAPHS.source))
-    return [*lines, Line("reserve", reserve + taken, why)]
+    return [Line("runtime", runtime.bytes, runtime.source), Line("reserve", reserve + taken, why)]

@@ -14,6 +14,7 @@ from headroom.memory.budget import (
     head_bytes,
 )
 from headroom.memory.cost import Prediction, predict
+from headroom.memory.device_scratch import unpack_bytes_for
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.experts import parse_expert_budget
 from headroom.memory.layout import DevicePlan, HostPlan, Layout, biggest_line, lay_out
@@ -83,7 +84,14 @@ class _Task:
             threads=options.threads or max(1, *(device.cores for device in self.devices), 1),
             pin_threads=options.pin_threads,
             kernels=self.kernels,
+            unpack_bytes=self._unpack_bytes,
         )
+
+    @property
+    def _unpack_bytes(self) -> int:
+        """What the smallest GPU may unpack at a time; CPUs do not unpack so."""
+        gpus = [x for x in self.devices if x.runs_layers and x.kind != "cpu"]
+        return min((unpack_bytes_for(gpu.total_bytes) for gpu in gpus), default=0)
 
     @property
     def kernels(self) -> str:
@@ -136,6 +144,8 @@ def make_plan(
     task = _Task(model, tuple(devices), options, precision, rules)
     if task.native:
         task = replace(task, model=model.in_panels())
+    elif task.kernels == "device":
+        task = replace(task, model=model.in_tiles())
     ranges = open_ranges(options, model.context_limit)
     weights = "packed" if options.weights == "auto" else options.weights
     chosen = task.solve(ranges, weights)

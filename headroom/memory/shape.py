@@ -8,7 +8,7 @@ LayerKind = Literal["full", "window", "recurrent"]
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """What the panels of C++ kernels add to weights: rows of zeros up to whole panels."""
+    """What a kernel's own layout adds to weights: zeros up to whole panels or tiles."""
 
     bytes: int = 0  # of weights packed as in the file
     values: int = 0
@@ -16,6 +16,23 @@ class Padding:
 
 
 NO_PADDING = Padding()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPadding:
+    """What a layout adds to one layer."""
+
+    core: Padding = NO_PADDING
+    expert_bytes: int = 0  # of one routed expert
+
+
+@dataclass(frozen=True, slots=True)
+class OuterPadding:
+    """What a layout adds to the weights that belong to no layer."""
+
+    embed: Padding = NO_PADDING
+    head: Padding = NO_PADDING
+    norm: Padding = NO_PADDING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,19 +59,22 @@ class LayerShape:
     conv_values: int = 0  # convolution inputs that one sequence keeps
     mixer_width: int = 0  # values of one token inside a recurrent mixer, all held at once
     verify_values: int = 0  # values kept for each node of a draft tree
-    padding: Padding = NO_PADDING  # of core weights
-    expert_padding: int = 0  # bytes of one routed expert
+    gate_width: int = 0  # gates of one row of attention
+    state_heads: int = 0  # value heads of a recurrent mixer
+    panels: LayerPadding = LayerPadding()  # what C++ kernels add
+    tiles: LayerPadding = LayerPadding()  # what a GPU's kernels add
 
-    def in_panels(self) -> "LayerShape":
-        """Return the layer as C++ kernels hold it."""
+    def padded(self, added: LayerPadding) -> "LayerShape":
+        """Return the layer as kernels hold it that add so much."""
+        core = added.core
         return replace(
             self,
-            core_bytes=self.core_bytes + self.padding.bytes,
-            core_values=self.core_values + self.padding.values,
-            float_values=self.float_values + self.padding.float_values,
-            expert_bytes=self.expert_bytes + self.expert_padding,
-            padding=NO_PADDING,
-            expert_padding=0,
+            core_bytes=self.core_bytes + core.bytes,
+            core_values=self.core_values + core.values,
+            float_values=self.float_values + core.float_values,
+            expert_bytes=self.expert_bytes + added.expert_bytes,
+            panels=LayerPadding(),
+            tiles=LayerPadding(),
         )
 
     @property
@@ -94,16 +114,24 @@ class ModelShape:
     side_values: int = 0  # of each token, beside the residual stream, for all layers together
     taps: int = 0  # of a draft: target layers whose outputs it reads
     tap_width: int = 0  # of a draft: values of one tapped output
-    embed_padding: Padding = NO_PADDING
-    head_padding: Padding = NO_PADDING
-    norm_padding: Padding = NO_PADDING
+    panels: OuterPadding = OuterPadding()  # what C++ kernels add
+    tiles: OuterPadding = OuterPadding()  # what a GPU's kernels add
 
     def in_panels(self) -> "ModelShape":
         """Return the model as C++ kernels hold it."""
-        embed, head, norm = self.embed_padding, self.head_padding, self.norm_padding
+        layers = tuple(layer.padded(layer.panels) for layer in self.layers)
+        return self._padded(layers, self.panels)
+
+    def in_tiles(self) -> "ModelShape":
+        """Return the model as a GPU's kernels hold it."""
+        layers = tuple(layer.padded(layer.tiles) for layer in self.layers)
+        return self._padded(layers, self.tiles)
+
+    def _padded(self, layers: tuple[LayerShape, ...], added: OuterPadding) -> "ModelShape":
+        embed, head, norm = added.embed, added.head, added.norm
         return replace(
             self,
-            layers=tuple(layer.in_panels() for layer in self.layers),
+            layers=layers,
             embed_bytes=self.embed_bytes + embed.bytes,
             embed_values=self.embed_values + embed.values,
             head_bytes=self.head_bytes + head.bytes,
@@ -111,9 +139,8 @@ class ModelShape:
             norm_bytes=self.norm_bytes + norm.bytes,
             norm_values=self.norm_values + norm.values,
             norm_matrix_values=self.norm_matrix_values + norm.values,
-            embed_padding=NO_PADDING,
-            head_padding=NO_PADDING,
-            norm_padding=NO_PADDING,
+            panels=OuterPadding(),
+            tiles=OuterPadding(),
         )
 
     @property

@@ -5,8 +5,9 @@ from math import prod
 from headroom.formats.quants import F32, QuantType
 from headroom.memory.mixes import Mix, gets_better, kept_in_f32, tensor_type
 from headroom.memory.panels import expert_padding, padding
-from headroom.memory.shape import NO_PADDING, LayerShape, ModelShape
+from headroom.memory.shape import LayerPadding, LayerShape, ModelShape, OuterPadding
 from headroom.memory.tables import LAYERS, Dims, LayerDims, outer_tensors
+from headroom.memory.tiles import expert_tile_padding, table_tile_padding, tile_padding
 
 Types = dict[str, tuple[tuple[int, ...], QuantType]]  # a file's tensors by GGUF's names
 # Of layers that read the cache of another layer.
@@ -54,15 +55,11 @@ def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
         held = [(key, *outer.pop(key)) for key in keys if key in outer]
         return sum(_held(*x) for x in held), sum(prod(shape) for _, shape, _ in held)
 
-    embedded, headed = (
-        padding({key: outer[key]} if key in outer else {})
-        for key in ("token_embd.weight", "output.weight")
-    )
+    panels, tiles = _outer_padding(dims, outer)
     embed, head = size("token_embd.weight"), size("output.weight")
     lookup = size("per_layer_token_embd.weight")
     outer.pop("rope_freqs.weight", None)  # becomes a setting
     wide = sum(prod(shape) for key, (shape, _) in outer.items() if not kept_in_f32(key, shape))
-    around = padding(outer)
     rest = size(*list(outer))
     layers = [LAYERS[dims.architecture](dims, index) for index in range(dims.layers)]
     return ModelShape(
@@ -86,9 +83,22 @@ def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
         side_values=dims.layers * dims.side_width,
         taps=dims.taps,
         tap_width=dims.hidden if dims.taps else 0,
-        embed_padding=embedded if dims.tied else NO_PADDING,  # else only rows of it are read
-        head_padding=headed,
-        norm_padding=around,
+        panels=panels,
+        tiles=tiles,
+    )
+
+
+def _outer_padding(dims: Dims, outer: Types) -> tuple[OuterPadding, OuterPadding]:
+    """Return what panels and tiles add to weights that belong to no layer."""
+    named = {"embed": "token_embd.weight", "head": "output.weight"}
+    unread = {*named.values(), "per_layer_token_embd.weight", "rope_freqs.weight"}
+    parts = {part: {key: outer[key]} for part, key in named.items() if key in outer}
+    if not dims.tied:
+        parts.pop("embed", None)  # only rows of it are read
+    parts["norm"] = {key: value for key, value in outer.items() if key not in unread}
+    return (
+        OuterPadding(**{part: padding(own) for part, own in parts.items()}),
+        OuterPadding(**{part: table_tile_padding(own) for part, own in parts.items()}),
     )
 
 
@@ -101,7 +111,12 @@ def _layer_shape(
     own = {name: types[key] for name in layer.tensors if (key := f"blk.{index}.{name}") in types}
     if not layer.owns_kv:  # files hold these, but nobody loads them
         own = {name: value for name, value in own.items() if name not in UNUSED_WHERE_SHARED}
+    gates = 0
+    if layer.kind != "recurrent" and "attn_q.weight" in own:
+        gates = own["attn_q.weight"][0][0] - layer.heads * layer.head_dim
+        gates += own["attn_gate.weight"][0][0] if "attn_gate.weight" in own else 0
     stacks = [(name, *own.pop(name)) for name in list(own) if name.endswith("_exps.weight")]
+    by_name = {name: (shape, quant) for name, shape, quant in stacks}
     experts = dims.experts if stacks else 0
     recurrent = layer.kind == "recurrent"
     channels, inner = dims.conv_channels, dims.state_width
@@ -126,8 +141,10 @@ def _layer_shape(
         conv_values=channels * (dims.conv - 1) if recurrent else 0,
         mixer_width=2 * channels + 2 * inner if recurrent else 0,
         verify_values=dims.state_key_heads * dims.state_dim + inner if recurrent else 0,
-        padding=padding(own),
-        expert_padding=expert_padding({name: (shape, quant) for name, shape, quant in stacks}),
+        gate_width=gates,
+        state_heads=layer.state_heads,
+        panels=LayerPadding(padding(own), expert_padding(by_name)),
+        tiles=LayerPadding(tile_padding(own), expert_tile_padding(by_name)),
     )
 
 

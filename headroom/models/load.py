@@ -67,34 +67,33 @@ def load_model(
     count: Callable[[str, int], None],
 ) -> Model:
     """Bring a model's weights to their device as the plan says and build its blocks."""
-    device = plan.devices[0]
-    # Steps use their workspace later: until then its bytes are free for loading.
-    with open_upload(device.name, device.allocated["workspace"]) as upload:
-        source = open_weights(
-            tensors, device.name, plan.settings, count, config.norm_offset, upload
-        )
-        return _build(config, source, plan)
-
-
-def _build(config: ModelConfig, source: WeightSource, plan: Plan) -> Model:
     settings, device = plan.settings, plan.devices[0]
     # Plain kernels take their scratch from torch, so that only the plan counts it.
-    scratch_bytes = device.allocated["workspace"] if settings.kernels == "native" else 0
+    planned = settings.kernels == "native" or settings.uses_arena
+    scratch_bytes = device.allocated["workspace"] if planned else 0
     workspace = open_workspace(
-        config.hidden, config.vocab, settings, scratch_bytes, source.count, config.keeps_embedding,
+        config.hidden, config.vocab, settings, scratch_bytes, count, config.keeps_embedding,
         device.name,
     )  # fmt: skip
+    # Steps use their scratch later: until then it is free for loading.
+    lent = workspace.scratch if settings.uses_arena else None
+    with open_upload(device.name, device.allocated["workspace"], lent) as upload:
+        source = open_weights(tensors, device.name, settings, count, config.norm_offset, upload)
+        return _build(config, source, plan, workspace)
+
+
+def _build(config: ModelConfig, source: WeightSource, plan: Plan, workspace: Workspace) -> Model:
+    settings, device = plan.settings, plan.devices[0]
     embeddings = source.at("", "embeddings")
-    # A GPU's tiles have no rows to take; a tied table is there twice.
-    shared = config.tied and source.case.device == "cpu"
-    table = embeddings("embed") if shared else embeddings.table("embed")
+    here = config.tied or "embeddings" in device.allocated
+    table = embeddings("embed") if config.tied else embeddings.table("embed", pinned=not here)
     side, routing = _side_inputs(config, source, settings), open_routing(config, device.name)
     common = Common(settings, workspace, side, routing)
     blocks = [
         build_layer(config, index, source.at(f"layers.{index}."), common)
         for index in range(len(config.layers))
     ]
-    vocabulary = table if shared else source.at("", "head")("embed" if config.tied else "head")
+    vocabulary = table if config.tied else source.at("", "head")("head")
     norm = RmsNorm(source.norm("norm"), config.norm_eps, source.case)
     head = Head(norm, vocabulary, source.case, config.softcap)
     embedding = Embedding(table, source.case, config.embed_scale)

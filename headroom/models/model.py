@@ -50,8 +50,9 @@ class Model:
             # A copy: the first layers may change the stream where it lies.
             embedded = self._workspace.embedded[: len(x)].copy_(x)
             self._side.prepare(batch.tokens, embedded)
-        for block in self._blocks:
-            x = block(x, batch)
+        with self._workspace.lend():
+            for block in self._blocks:
+                x = block(x, batch)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

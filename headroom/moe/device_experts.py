@@ -6,7 +6,7 @@ import torch
 
 from headroom.kernels.cuda import experts as cuda_experts
 from headroom.kernels.cuda import route as cuda_route
-from headroom.kernels.cuda import small
+from headroom.kernels.cuda import scratch, small
 from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles, Others
 from headroom.kernels.cuda.matmul import RowNorm
 from headroom.kernels.ops import RouterRule
@@ -65,16 +65,17 @@ class _Table:
 
     def __call__(
         self,
-        rows: tuple[DeviceRows, torch.Tensor],  # to read, and the same in float32
+        rows: DeviceRows,
         picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights
         others: Others = NO_OTHERS,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the weighted sum of each row's experts and what else it gets."""
-        (ready, floats), tiles, how = rows, self._tiles, self._activation
-        if ready.few is not None:
-            return cuda_experts.few_rows(ready.few, *picks, tiles, how, others, out)
-        return cuda_experts.many_rows(floats, *picks, tiles, how, others, out)
+        tiles, how = self._tiles, self._activation
+        if rows.few is not None:
+            return cuda_experts.few_rows(rows.few, *picks, tiles, how, others, out)
+        assert rows.many is not None
+        return cuda_experts.many_rows(rows.many, *picks, tiles, how, others, out)
 
 
 class DeviceExperts:
@@ -97,7 +98,7 @@ class DeviceExperts:
     @part_of_step("experts")
     def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
         """Add the answers of each row's experts."""
-        normed = torch.empty_like(x)
+        normed = scratch.empty(*x.shape, device=x.device)
         rows = normed_rows(x, RowNorm(self._norm, self._eps, normed))
         ids, weights, logits = self._router(normed, batch)
         others = Others(
@@ -105,7 +106,7 @@ class DeviceExperts:
             shared=self._shared_answers(rows),
             shared_logits=logits[:, self._config.experts :] if self._config.shared_gate else None,
         )
-        self._experts((rows, normed), (ids, weights), others, x)
+        self._experts(rows, (ids, weights), others, x)
 
     def _shared_answers(self, rows: DeviceRows) -> torch.Tensor | None:
         if self._shared is None:
@@ -150,8 +151,7 @@ class DeviceBeside:
         """Add the normed sum of both; the router sees the stream as it is."""
         seen = small.rms_norm(x, self._router_norm, self._eps)
         ids, weights, _ = self._router(seen, batch)
-        normed = torch.empty_like(x)
-        rows = normed_rows(x, RowNorm(self._before, self._eps, normed))
-        routed = self._experts((rows, normed), (ids, weights))
+        rows = normed_rows(x, RowNorm(self._before, self._eps))
+        routed = self._experts(rows, (ids, weights))
         total = small.norm_add(self._dense.answers(x), routed, self._experts_after, self._eps)
         small.norm_add(x, total, self._after, self._eps)

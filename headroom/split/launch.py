@@ -21,6 +21,7 @@ from headroom.models.describe import ModelDescription
 from headroom.models.load import load_model
 from headroom.models.model import Model
 from headroom.split.device_stage import DeviceStage
+from headroom.split.memory_check import check_memory, open_device_memory
 from headroom.split.pipeline import Pipeline
 from headroom.split.stages import Stage
 from headroom.units import gib
@@ -48,6 +49,7 @@ def start_pipeline(
         if line in WEIGHT_LINES:
             progress(min(sum(allocated[line] for line in WEIGHT_LINES), total), total)
 
+    open_device_memory(device.name)
     # Weights go to the current GPU, whatever its number.
     current = torch.cuda.device(device.name) if device.kind == "cuda" else nullcontext()
     with current, memory_told(device, allocated, "loading weights"):
@@ -61,6 +63,7 @@ def start_pipeline(
     else:
         with memory_told(device, allocated, "capturing steps"):
             stage = _device_stage(loaded, plan, model, allocated)
+    check_memory(plan, allocated)
     planned = sum(device.allocated.values())
     return Pipeline(stage, model.config.vocab, allocated, planned)
 
@@ -99,7 +102,7 @@ def _device_stage(
     }
     rings = frozenset(settings.window_pages(window) // settings.parallel for window in windows)
     sampler = DeviceSampler.allocate(FEW_ROWS, model.config.vocab, device)
-    allocated["sampler"] += sampler.nbytes
+    allocated["logits"] += sampler.nbytes
     stage = DeviceStage(device, loaded, settings, rings, sampler)
     started = time.perf_counter()
     stage.capture()

@@ -7,6 +7,7 @@ import torch
 
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import matmul
+from headroom.kernels.cuda.unpacked import dequantise as dequantise_tiles
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.weight import Weight
 
@@ -46,8 +47,8 @@ def check(name: str, rows: int, columns: int, tokens: int) -> None:
     real = dequantise(weight.data, weight.quant, columns).view(rows, columns).double()
     packed = matmul.prepare(weight)
     plain = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda")
-    unpacked = matmul.dequantise(packed, plain).cpu().double()
-    weight_error = float((unpacked - real).norm() / real.norm())
+    values = dequantise_tiles(packed, plain).cpu().double()
+    weight_error = float((values - real).norm() / real.norm())
     x = torch.randn(tokens, columns) * torch.rand(tokens, 1).mul(3).exp()
     wanted = x.double() @ real.T
     found = torch.full((tokens, rows), float("nan"), device="cuda")
@@ -126,7 +127,7 @@ def main() -> None:
     plain = torch.empty(17408, 5120, dtype=torch.bfloat16, device="cuda")
     x = torch.randn(2048, 5120, device="cuda", dtype=torch.bfloat16)
     for what, run in (
-        ("dequantise", lambda: matmul.dequantise(weight, plain)),
+        ("dequantise", lambda: dequantise_tiles(weight, plain)),
         ("bf16 product", lambda: x @ plain.T),
         ("both", lambda: matmul.matmul(x.float(), weight, "bf16")),
     ):

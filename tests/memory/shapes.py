@@ -3,7 +3,7 @@
 from headroom.formats.quants import Q4_1, Q8_0
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.known import known_shape
-from headroom.memory.shape import LayerShape, ModelShape
+from headroom.memory.shape import LayerPadding, LayerShape, ModelShape, OuterPadding, Padding
 from headroom.units import GIB
 
 
@@ -62,6 +62,8 @@ def smollm2() -> ModelShape:
         key_dim=64,
         value_dim=64,
         ffn_width=ffn,
+        # 576 columns are 192 short of three records of a GPU's tiles.
+        tiles=LayerPadding(Padding(4608 * Q4_1.bytes_for(192))),
     )
     return ModelShape(
         name="smollm2",
@@ -75,6 +77,7 @@ def smollm2() -> ModelShape:
         norm_bytes=hidden * 4,
         norm_values=hidden,
         ffn_width=ffn,
+        tiles=OuterPadding(embed=Padding(vocab * Q8_0.bytes_for(192))),
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 from headroom.errors import OptionError
 from headroom.formats.quants import F16, F32, Q4_K, Q5_0, Q6_K, Q8_0
 from headroom.memory.budget import PlanSettings, kv_bytes, verify_bytes
+from headroom.memory.device_scratch import sampler_bytes
 from headroom.memory.known import KNOWN, known_shape
 from headroom.memory.mixes import MIXES, find_mix, gets_better, tensor_type
 from headroom.memory.plan import make_plan
@@ -159,7 +160,7 @@ def test_a_draft_adds_its_lines_to_the_last_device() -> None:
     first, last = (device.allocated for device in plan.devices)
     assert last["draft_weights"] == shapes[1].weight_bytes
     assert last["feature_ring"] == plan.settings.rows * 25600 * 34 // 32
-    assert last["logits"] == 33 * 248320 * 4
+    assert last["logits"] == 33 * 248320 * 4 + sampler_bytes(248320)
     assert "verify_scratch" in first
     assert "draft_weights" not in first
 

@@ -38,6 +38,7 @@ def models(draw: st.DrawFn) -> ModelShape:
             expert_bytes=(10 + index % 2) * MIB if experts else 0,
             expert_values=20 * MIB if experts else 0,
             state_values=65536 if kind == "recurrent" else 0,
+            state_heads=4 if kind == "recurrent" else 0,
             mixer_width=4 * hidden if kind == "recurrent" else 0,
         )
         for index, kind in enumerate(kinds)

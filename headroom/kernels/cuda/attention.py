@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 
 from headroom.errors import KernelError
+from headroom.kernels.cuda import scratch as lent
 from headroom.kernels.cuda.compile import compile_kernel
 from headroom.kernels.ops import PagedKv, StepTables
 
@@ -143,7 +144,7 @@ def decode(
     """
     _check(shape, scratch, gate)
     if out is None:
-        out = torch.empty(shape.rows, shape.heads * shape.dim, device=queries.device)
+        out = lent.empty(shape.rows, shape.heads * shape.dim, device=queries.device)
     sums = shape.rows * shape.heads * shape.pieces * shape.dim
     parts, stats = scratch[:sums], scratch[sums:]
     defines = {

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.chunks import (
     CHUNK,
     SequenceTables,
@@ -18,6 +19,7 @@ from headroom.kernels.ops import DeltaNetWeights, RecurrentState, Span
 DIM = 128  # of keys and values; the kernels are written for it
 STEP_ROWS = 16  # a span of more goes in chunks: row after row would take longer
 CONVOLVED_ROWS = 16  # rows of a head that one warp takes, of many
+PLAIN_HEADS = 8  # that torch's products take at a time; the planner counts the same
 GROUP = 8  # rows whose scales lie together, as the products read them
 # What the norm kernels do not depend on, but their file does.
 NORM_CONSTANTS = {"HEADS": 1, "KEY_HEADS": 1, "TILED": 0, "TAPS": 4, "COLUMNS": 16}
@@ -76,7 +78,7 @@ def step(
     columns = columns or _columns_of_step(heads * sequences, qkv.device)
     constants = _constants(weights) | {"COLUMNS": columns}
     convolved = _convolve(rows, weights, state, tables, constants)
-    out = torch.empty(len(qkv), heads, DIM, device=qkv.device)
+    out = scratch.empty(len(qkv), heads, DIM, device=qkv.device)
     compile_kernel("delta_net.cu", "recur", constants)(
         (heads, DIM // columns, sequences),
         (columns * 8, 1, 1),
@@ -96,17 +98,31 @@ def prefill(
 ) -> torch.Tensor:
     """Return the answers `[rows, value heads, dim]` of many rows, chunk after chunk."""
     qkv = rows[0]
-    heads, chunks, sequences = len(weights.decay), len(tables.counts), len(tables.starts)
+    heads, sequences = len(weights.decay), len(tables.starts)
     columns = _columns_of_prefill(heads * sequences, qkv.device)
     constants = _constants(weights) | {"COLUMNS": columns}
-    convolved = _convolve(rows, weights, state, tables, constants)
-    shared = 4 * _shared_floats(columns)
-    if shared > _shared_bytes(qkv.device):
-        return _plain_prefill(qkv, convolved, weights, state, tables)
-    out = torch.empty(len(qkv), heads, DIM, device=qkv.device)
-    solved = torch.empty(heads, chunks, CHUNK, 2 * DIM, device=qkv.device)
-    scores = torch.empty(heads, chunks, CHUNK, CHUNK, device=qkv.device)
-    sums = torch.empty(heads, chunks, CHUNK, device=qkv.device)
+    out = scratch.empty(len(qkv), heads, DIM, device=qkv.device)
+    with scratch.frame():
+        convolved = _convolve(rows, weights, state, tables, constants)
+        if 4 * _shared_floats(columns) > _shared_bytes(qkv.device):
+            _plain_prefill(qkv, convolved, weights, state, tables, out)
+        else:
+            _fused_prefill(qkv, convolved, constants, state, tables, out)
+    return out
+
+
+def _fused_prefill(
+    qkv: torch.Tensor,
+    convolved: _Convolved,
+    constants: dict[str, int],
+    state: RecurrentState,
+    tables: SpanTables,
+    out: torch.Tensor,
+) -> None:
+    heads, chunks, columns = out.shape[1], len(tables.counts), constants["COLUMNS"]
+    solved = scratch.empty(heads, chunks, CHUNK, 2 * DIM, device=qkv.device)
+    scores = scratch.empty(heads, chunks, CHUNK, CHUNK, device=qkv.device)
+    sums = scratch.empty(heads, chunks, CHUNK, device=qkv.device)
     compile_kernel("delta_chunks.cu", "prepare_chunks", constants)(
         (heads, chunks, 1),
         (256, 1, 1),
@@ -117,23 +133,22 @@ def prefill(
         4 * (2 * SHARED_FLOATS + CHUNK * CHUNK + 2 * CHUNK),
     )
     compile_kernel("delta_chunks.cu", "run_chunks", constants)(
-        (heads, DIM // columns, sequences),
+        (heads, DIM // columns, len(tables.starts)),
         (256, 1, 1),
         (
             *(qkv, convolved.mixed, solved, scores, sums, tables.first_rows, tables.counts),
             *(tables.chunk_ends, tables.starts, tables.state_slots),
             *(state.memory, state.inputs, out, chunks),
         ),
-        shared,
+        4 * _shared_floats(columns),
     )
-    return out
 
 
 def gated_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """Return `weight * x / sqrt(mean(x^2) + eps) * silu(gate)` over a last axis of 128."""
-    out, heads = torch.empty_like(x), x.numel() // DIM
+    out, heads = scratch.empty(*x.shape, device=x.device), x.numel() // DIM
     kernel = compile_kernel("delta_net.cu", "gated_norm", NORM_CONSTANTS)
     kernel((-(-heads // 4), 1, 1), (128, 1, 1), (x, gate, weight, out, eps, heads))
     return out
@@ -168,8 +183,8 @@ def _convolve(
 ) -> _Convolved:
     qkv, count, heads = rows[0], len(rows[0]), len(weights.decay)
     each = 1 if count <= CHUNK else CONVOLVED_ROWS
-    mixed = torch.empty_like(qkv)
-    gates = torch.empty(count, heads, 2, device=qkv.device)
+    mixed = scratch.empty(*qkv.shape, device=qkv.device)
+    gates = scratch.empty(count, heads, 2, device=qkv.device)
     compile_kernel("delta_net.cu", "convolve", constants | {"COLUMNS": 16})(
         (-(-(2 * weights.key_heads + heads) // 4), -(-count // each), 1),
         (128, 1, 1),
@@ -188,14 +203,18 @@ def _plain_prefill(
     weights: DeltaNetWeights,
     state: RecurrentState,
     tables: SpanTables,
-) -> torch.Tensor:
-    """The chunks by torch's products, for devices whose blocks have too little shared memory."""
+    out: torch.Tensor,
+) -> None:
+    """The chunks by torch's products, for devices whose blocks have too little shared memory.
+
+    Some heads at a time: what torch allocates on the way is many times their rows.
+    """
     heads, key_heads = len(weights.decay), weights.key_heads
     head = torch.arange(heads, device=qkv.device)
     source = head % key_heads if weights.tiled else head // (heads // key_heads)
     mixed = convolved.mixed.view(len(qkv), -1, DIM)
     queries, keys, values = torch.split(mixed, [key_heads, key_heads, heads], 1)
-    out = torch.zeros(len(qkv), heads, DIM, device=qkv.device)
+    out.zero_()
     sequence, starts = tables.sequence.tolist(), tables.starts.tolist()
     for number, slot in enumerate(tables.state_slots.tolist()):
         first, count = sequence.index(number), sequence.count(number)
@@ -204,10 +223,12 @@ def _plain_prefill(
         if starts[number] == 0:
             memory.zero_()
             inputs.zero_()
-        parts = (queries[own, source], keys[own, source], values[own])
-        out[own] = run_plain_chunks(parts, convolved.gates[own], memory)
-        inputs.copy_(torch.cat((inputs, qkv[own]))[-len(inputs) :])
-    return out
+        for at in range(0, heads, PLAIN_HEADS):
+            some = slice(at, at + PLAIN_HEADS)
+            parts = (queries[own, source[some]], keys[own, source[some]], values[own, some])
+            gates = convolved.gates[own, some]
+            out[own, some] = run_plain_chunks(parts, gates, memory[some])
+        inputs.copy_(torch.cat((inputs, qkv[own][-len(inputs) :]))[-len(inputs) :])
 
 
 def _constants(weights: DeltaNetWeights) -> dict[str, int]:

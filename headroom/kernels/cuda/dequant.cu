@@ -2,54 +2,64 @@
 #include "tiles.cuh"
 #include <cuda_bf16.h>
 
+// What a lane holds of a record, block by block: put(block, i, values) gets four neighbours, for
+// i % 2 in row g + 8 instead of g, for i / 2 from column 16 + 4t of the block instead of 4t.
+template <class Put> __device__ __forceinline__ void unpack_record(const u8* record, int lane, Put put) {
+    Quants<KIND> quants;
+    Scales<KIND> scales;
+    quants.load(record, lane);
+    scales.load(record, lane / 4);
+#pragma unroll
+    for (int b = 0; b < 8; ++b) {
+        u32 a[4];
+        float2 scale, low = make_float2(0, 0), second;
+        quants.block(b, a);
+        scales.block(b, scale, low, second);
+        if constexpr (KIND != Q6_K) second = scale;
+        float2 second_low = low;
+        if constexpr (KIND == Q6_K) second_low = make_float2(-32 * second.x, -32 * second.y);
+        if constexpr (by_record(KIND)) {
+            const float2 outer = scales.outer;
+            const float2 under = has_groups(KIND)
+                ? make_float2(-scales.outer_min.x, -scales.outer_min.y) : outer;
+            scale = make_float2(scale.x * outer.x, scale.y * outer.y);
+            second = make_float2(second.x * outer.x, second.y * outer.y);
+            low = make_float2(low.x * under.x, low.y * under.y);
+            second_low = make_float2(second_low.x * under.x, second_low.y * under.y);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 s2 = i / 2 ? second : scale, l2 = i / 2 ? second_low : low;
+            const float s = i % 2 ? s2.y : s2.x, l = i % 2 ? l2.y : l2.x;
+            float four[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const u32 byte = a[i] >> 8 * j & 255;
+                const float q = KIND == Q8_0 || KIND == IQ4_NL || KIND == MXFP4
+                    ? static_cast<float>(static_cast<signed char>(byte)) : static_cast<float>(byte);
+                four[j] = fmaf(q, s, l);
+            }
+            put(b, i, four);
+        }
+    }
+}
+
 // blockIdx.x: the tile; each warp takes every WARPS-th record. `out` is [rows, columns].
 __device__ __forceinline__ void dequantise_tile(const u8* weight, __nv_bfloat16* out, int rows, int columns,
                                                 int records) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const u8* tile = weight + static_cast<size_t>(blockIdx.x) * records * Record<KIND>::bytes;
     for (int r = blockIdx.y * WARPS + warp; r < records; r += gridDim.y * WARPS) {
-        const u8* record = tile + static_cast<size_t>(r) * Record<KIND>::bytes;
-        Quants<KIND> quants;
-        Scales<KIND> scales;
-        quants.load(record, lane);
-        scales.load(record, g);
+        unpack_record(tile + static_cast<size_t>(r) * Record<KIND>::bytes, lane, [&](int b, int i, const float* four) {
+            const int row = blockIdx.x * 16 + g + i % 2 * 8;
+            const int column = r * 256 + b * 32 + i / 2 * 16 + 4 * t;
+            if (row >= rows || column >= columns) return;
+            __nv_bfloat16 narrow[4];
 #pragma unroll
-        for (int b = 0; b < 8; ++b) {
-            u32 a[4];
-            float2 scale, low = make_float2(0, 0), second;
-            quants.block(b, a);
-            scales.block(b, scale, low, second);
-            if constexpr (KIND != Q6_K) second = scale;
-            float2 second_low = low;
-            if constexpr (KIND == Q6_K) second_low = make_float2(-32 * second.x, -32 * second.y);
-            if constexpr (by_record(KIND)) {
-                const float2 outer = scales.outer;
-                const float2 under = has_groups(KIND)
-                    ? make_float2(-scales.outer_min.x, -scales.outer_min.y) : outer;
-                scale = make_float2(scale.x * outer.x, scale.y * outer.y);
-                second = make_float2(second.x * outer.x, second.y * outer.y);
-                low = make_float2(low.x * under.x, low.y * under.y);
-                second_low = make_float2(second_low.x * under.x, second_low.y * under.y);
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {  // rows g, g + 8 and columns 4t, 16 + 4t
-                const int row = blockIdx.x * 16 + g + i % 2 * 8;
-                const int column = r * 256 + b * 32 + i / 2 * 16 + 4 * t;
-                const float2 s2 = i / 2 ? second : scale, l2 = i / 2 ? second_low : low;
-                const float s = i % 2 ? s2.y : s2.x, l = i % 2 ? l2.y : l2.x;
-                if (row >= rows || column >= columns) continue;
-                __nv_bfloat16 four[4];
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    const u32 byte = a[i] >> 8 * j & 255;
-                    const float q = KIND == Q8_0 || KIND == IQ4_NL || KIND == MXFP4
-                        ? static_cast<float>(static_cast<signed char>(byte)) : static_cast<float>(byte);
-                    four[j] = __float2bfloat16(fmaf(q, s, l));
-                }
-                *reinterpret_cast<uint2*>(out + static_cast<size_t>(row) * columns + column) =
-                    *reinterpret_cast<const uint2*>(four);
-            }
-        }
+            for (int j = 0; j < 4; ++j) narrow[j] = __float2bfloat16(four[j]);
+            *reinterpret_cast<uint2*>(out + static_cast<size_t>(row) * columns + column) =
+                *reinterpret_cast<const uint2*>(narrow);
+        });
     }
 }
 
@@ -68,4 +78,21 @@ dequantise_experts(const long long* table, const int* ends, __nv_bfloat16* out, 
     if (ends[expert] == (expert ? ends[expert - 1] : 0)) return;
     dequantise_tile(reinterpret_cast<const u8*>(table[expert * 3 + part]), out + static_cast<size_t>(expert) * apart,
                     rows, columns, records);
+}
+
+// out [rows, columns] = scale * the rows `ids` of a table in tiles. blockIdx: the row, WARPS records.
+// Of a warp only the four lanes that hold the row have work.
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+embed_tiles(const u8* table, const long long* ids, float* out, int columns, int records, float by) {
+    const int r = blockIdx.y * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;
+    const long long id = ids[blockIdx.x];
+    if (r >= records || lane / 4 != id % 8) return;
+    const u8* record = table + (static_cast<size_t>(id / 16) * records + r) * Record<KIND>::bytes;
+    float* row = out + static_cast<size_t>(blockIdx.x) * columns;
+    unpack_record(record, lane, [&](int b, int i, const float* four) {
+        const int column = r * 256 + b * 32 + i / 2 * 16 + 4 * t;
+        if (i % 2 != id % 16 / 8 || column >= columns) return;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) row[column + j] = four[j] * by;
+    });
 }

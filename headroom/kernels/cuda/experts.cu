@@ -109,19 +109,22 @@ extern "C" __global__ void activate(const __nv_bfloat16* both, __nv_bfloat16* in
 }
 
 // The weighted sum of each row's answers [picks, hidden], the best expert first; blockIdx.x: row.
-// places [rows, used]: where a pick's answer stands.
-extern "C" __global__ void combine(const __nv_bfloat16* answers, const long long* places, const int* ids,
-                                   const float* weights, int used, int hidden, const float* residual,
-                                   const float* visited, const float* logits, int stride, float* out) {
+// places [rows, used]: where a pick's answer stands among all, `start` the place of the first one here;
+// picks of experts before `first` or after `last` have theirs elsewhere.
+extern "C" __global__ void combine(const __nv_bfloat16* answers, const long long* places, const int* start,
+                                   const int* ids, int first, int last, const float* weights, int used, int hidden,
+                                   const float* residual, const float* visited, const float* logits, int stride,
+                                   float* out) {
     const int row = blockIdx.x;
+    const long long before = start ? *start : 0;
     const Others others{residual, visited, logits, stride};
     for (int column = threadIdx.x * 2; column < hidden; column += blockDim.x * 2) {
         float2 sum = make_float2(0, 0);
         for (int j = 0; j < used; ++j) {
             const int pick = row * used + j;
-            if (ids[pick] < 0) continue;
-            const float2 answer = __bfloat1622float2(
-                *reinterpret_cast<const __nv_bfloat162*>(answers + places[pick] * hidden + column));
+            if (ids[pick] < first || ids[pick] > last) continue;
+            const float2 answer = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(
+                answers + (places[pick] - before) * hidden + column));
             sum = make_float2(fmaf(weights[pick], answer.x, sum.x), fmaf(weights[pick], answer.y, sum.y));
         }
         const size_t at = static_cast<size_t>(row) * hidden + column;

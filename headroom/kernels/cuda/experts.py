@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from headroom.formats.quants import QuantType
+from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import Argument, compile_kernel
 from headroom.kernels.cuda.matmul import FEW_ROWS, QuantisedRows, quantise
 from headroom.kernels.cuda.pack import PACKED, RECORD_COLUMNS, TILE_ROWS
-from headroom.kernels.cuda.picks import grouped_product, sort_picks
+from headroom.kernels.cuda.picks import ExpertGroup, expert_group, grouped_product, sort_picks
 from headroom.kernels.ops import Case
 
 GROUP = 8  # rows whose scales lie together, as `quantise` leaves them
@@ -103,8 +104,8 @@ def few_rows(
     (rows, used), device = ids.shape, ids.device
     constants = _constants(table, activation)
     records = _up(table.width, RECORD_COLUMNS)
-    values = torch.empty(rows * used, records * RECORD_COLUMNS, dtype=torch.uint8, device=device)
-    scales = torch.empty(rows * used, records * 8, device=device)
+    values = scratch.empty(rows * used, records * RECORD_COLUMNS, dtype=torch.uint8, device=device)
+    scales = scratch.empty(rows * used, records * 8, device=device)
     compile_kernel("experts.cu", "gate_up", constants)(
         (records * 8, rows * used),
         (WARPS * 32,),
@@ -135,41 +136,72 @@ def many_rows(
     others: Others = NO_OTHERS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the same for many rows: each expert unpacked once for the rows that chose it."""
-    (rows, used), width, hidden = ids.shape, table.width, table.hidden
-    count = len(table.addresses)
-    picks = sort_picks(ids, count)
+    """Return the same for many rows: each expert unpacked once for the rows that chose it.
+
+    As many experts at a time as may be unpacked; a row's sum runs over those groups in order, and
+    within one over its experts, the best first.
+    """
+    rows, used = ids.shape
+    picks = sort_picks(ids, len(table.addresses))
     constants = _constants(table, activation)
-    plain = torch.empty(count, 2 * width, hidden, dtype=torch.bfloat16, device=x.device)
-    for part in range(2):
-        _unpack(table, part, plain[:, part * width :], picks.ends)
-    both = grouped_product(x.to(torch.bfloat16)[picks.rows], plain, picks.ends)
-    inner = both.new_empty(rows * used, width)
-    compile_kernel("experts.cu", "activate", constants)(
-        (4096,), (256,), (both, inner, rows * used, width)
-    )
-    plain = plain.flatten()[: count * hidden * width].view(count, hidden, width)
-    _unpack(table, 2, plain, picks.ends)
-    answers = grouped_product(inner, plain, picks.ends)
+    narrow = x if x.dtype == torch.bfloat16 else x.to(torch.bfloat16)
     if out is None:
-        out = torch.empty(rows, hidden, device=x.device)
-    compile_kernel("experts.cu", "combine", constants)(
-        (rows,),
-        (256,),
-        (answers, picks.places, ids, weights, used, hidden, *others.arguments, out),
-    )
+        out = torch.empty(rows, table.hidden, device=x.device)
+    each = experts_at_once(len(table.addresses), table.width, table.hidden, scratch.unpack_bytes())
+    for first in range(0, len(table.addresses), each):
+        group = expert_group(picks, first, each)
+        with scratch.frame():
+            answers = _group_answers(narrow, group, table, constants)
+            compile_kernel("experts.cu", "combine", constants)(
+                (rows,),
+                (256,),
+                (
+                    *(answers, picks.places, group.start, ids, group.first, group.last),
+                    *(weights, used, table.hidden, *others.arguments, out),
+                ),
+            )
+        others = Others(residual=out)
     return out
 
 
-def _unpack(table: ExpertTiles, part: int, out: torch.Tensor, ends: torch.Tensor) -> None:
-    """Write one matrix of every chosen expert to its place in `out [experts, ...]`."""
+def experts_at_once(count: int, width: int, hidden: int, most_bytes: int) -> int:
+    """Return how many experts' gates and ups are unpacked at a time, in groups of one size."""
+    fitting = max(1, most_bytes // (4 * width * hidden))
+    return -(-count // -(-count // fitting))
+
+
+def _group_answers(
+    x: torch.Tensor, group: ExpertGroup, table: ExpertTiles, constants: dict[str, int]
+) -> torch.Tensor:
+    """Return the answers `[picks, hidden]` in bf16 of a group's experts, its own picks first."""
+    count, picks = group.last - group.first + 1, len(group.rows)
+    width, hidden = table.width, table.hidden
+    plain = scratch.empty(count, 2 * width, hidden, dtype=torch.bfloat16, device=x.device)
+    own = scratch.empty(picks, hidden, dtype=torch.bfloat16, device=x.device)
+    inner = scratch.empty(picks, width, dtype=torch.bfloat16, device=x.device)
+    for part in range(2):
+        _unpack(table, part, plain[:, part * width :], group)
+    torch.index_select(x, 0, group.rows, out=own)
+    both = grouped_product(own, plain, group.ends)
+    compile_kernel("experts.cu", "activate", constants)(
+        (4096,), (256,), (both, inner, picks, width)
+    )
+    del both  # its memory may serve the answers
+    plain = plain.flatten()[: count * hidden * width].view(count, hidden, width)
+    _unpack(table, 2, plain, group)
+    return grouped_product(inner, plain, group.ends)
+
+
+def _unpack(table: ExpertTiles, part: int, out: torch.Tensor, group: ExpertGroup) -> None:
+    """Write one matrix of every chosen expert of a group to its place in `out [experts, ...]`."""
     rows, columns = (table.hidden, table.width) if part == 2 else (table.width, table.hidden)
     tiles, records = _up(rows, TILE_ROWS), _up(columns, RECORD_COLUMNS)
     constants = {"KIND": table.kinds[part].ggml_id, "WARPS": 4}
+    addresses = table.addresses[group.first : group.last + 1]
     compile_kernel("dequant.cu", "dequantise_experts", constants)(
-        (tiles, _up(records, 4), len(table.addresses)),
+        (tiles, _up(records, 4), len(addresses)),
         (128,),
-        (table.addresses, ends, out, part, out.stride(0), rows, columns, records),
+        (addresses, group.ends, out, part, out.stride(0), rows, columns, records),
     )
 
 

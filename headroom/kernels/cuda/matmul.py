@@ -6,14 +6,14 @@ from itertools import accumulate
 
 import torch
 
+from headroom.kernels.cuda import unpacked
 from headroom.kernels.cuda.compile import compile_kernel
 from headroom.kernels.cuda.pack import PACKED, RECORD_COLUMNS, TILE_ROWS, pack, tile_bytes
 from headroom.kernels.ops import Case
 from headroom.kernels.weight import Weight
 
-TILES = "tiles"
-FEW_ROWS = 32  # the most that one pass over the weight serves
-PACK_BYTES = 64 << 20  # of a file's blocks taken apart at a time
+TILES = unpacked.TILES
+FEW_ROWS = 32  # the most that one pass over the weight serves; the planner counts the same
 QUANTISE_THREADS = 256
 MOST_OUTPUTS = 4  # of matrices that share an input
 
@@ -155,16 +155,6 @@ def warps_for_one(tiles: int, records: int) -> int:
     return wanted
 
 
-def dequantise(weight: Weight, out: torch.Tensor) -> torch.Tensor:
-    """Write a weight's values to `out`, bf16 `[rows, columns]`."""
-    records = -(-weight.columns // RECORD_COLUMNS)
-    tiles = -(-weight.rows // TILE_ROWS)
-    kernel = compile_kernel("dequant.cu", "dequantise", {"KIND": weight.quant.ggml_id, "WARPS": 4})
-    share = max(1, min(-(-records // 4), 2048 // max(1, tiles)))
-    kernel((tiles, share), (128,), (weight.data, out, weight.rows, weight.columns, records))
-    return out
-
-
 def matmul(
     x: torch.Tensor, weight: Weight, dtype: str, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -174,5 +164,5 @@ def matmul(
         out = torch.empty(rows, weight.rows, device=x.device)
     if rows <= FEW_ROWS:
         return product(quantise(x.contiguous()), weight, out)
-    plain = torch.empty(weight.rows, weight.columns, dtype=torch.bfloat16, device=x.device)
-    return out.copy_(x.to(torch.bfloat16) @ dequantise(weight, plain).T)
+    unpacked.multiply(x.to(torch.bfloat16), weight, (out,))
+    return out

@@ -25,6 +25,29 @@ def sort_picks(ids: torch.Tensor, experts: int) -> SortedPicks:
     return SortedPicks(order // ids.shape[1], places.view(ids.shape), ends)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertGroup:
+    """The picks of neighbouring experts, their own first: what follows is another group's."""
+
+    first: int  # expert
+    last: int
+    start: torch.Tensor | None  # int32 [1]: the group's first place among all; None: the very first
+    rows: torch.Tensor  # int64 [picks]
+    ends: torch.Tensor  # int32 [experts of the group], counted from `start`
+
+
+def expert_group(picks: SortedPicks, first: int, count: int) -> ExpertGroup:
+    """Return the picks of `count` experts from `first` on, without waiting for the device."""
+    ends = picks.ends[first : first + count]
+    last = first + len(ends) - 1
+    if first == 0:
+        return ExpertGroup(first, last, None, picks.rows, ends)
+    start = picks.ends[first - 1 : first]
+    places = torch.arange(len(picks.rows), device=ends.device) + start
+    rows = picks.rows[places.clamp_(max=len(picks.rows) - 1)]
+    return ExpertGroup(first, last, start, rows, ends - start)
+
+
 def grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Return rows sorted by expert times their expert's matrix, transposed, in bf16.
 

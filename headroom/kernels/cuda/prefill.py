@@ -7,6 +7,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from headroom.formats.quants import BY_NAME, QuantType
+from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import compile_kernel
 from headroom.kernels.ops import PagedKv, Span
 from headroom.kernels.weight import PLAIN_TYPES, plain_type
@@ -26,17 +27,19 @@ def prefill(
     `dtype`. Rows that belong to no span come back as zeros.
     """
     rows, heads, dim = queries.shape
-    out = torch.zeros(rows, heads, dim, device=queries.device)
+    out = scratch.empty(rows, heads, dim, device=queries.device)
+    if sum(span.rows for span in spans) < rows:
+        out.zero_()
     for span in spans:
         first = max(0, span.start - window + 1) if window else 0
         count = span.start + span.rows - first
         mine = slice(span.first_row, span.first_row + span.rows)
-        out[mine] = attend(
-            queries[mine],
-            gather(cache.keys, cache.k_type, cache.page_size, span.pages, (first, count), dtype),
-            gather(cache.values, cache.v_type, cache.page_size, span.pages, (first, count), dtype),
-            window,
-        )
+        where = (cache.page_size, span.pages, (first, count), dtype)
+        with scratch.frame():
+            keys = gather(cache.keys, cache.k_type, *where)
+            values = gather(cache.values, cache.v_type, *where)
+            wanted = scratch.empty(span.rows, heads, dim, dtype=keys.dtype, device=keys.device)
+            out[mine] = attend(wanted.copy_(queries[mine]), keys, values, window)
     return out.flatten(1)
 
 
@@ -52,7 +55,7 @@ def gather(
     first, count = part
     kv_heads, width = stored.shape[1:]
     dim = width if quant.name in PLAIN_TYPES else width // quant.block_bytes * quant.block
-    out = torch.empty(count, kv_heads, dim, dtype=plain_type(dtype), device=stored.device)
+    out = scratch.empty(count, kv_heads, dim, dtype=plain_type(dtype), device=stored.device)
     defines = {
         "DIM": dim,
         "PAGE": page_size,
@@ -69,17 +72,17 @@ def attend(
 ) -> torch.Tensor:
     """Attend from `queries [rows, heads, dim]` to keys and values `[count, kv_heads, dim]`.
 
-    Row i's own key is the one at `count - rows + i`.
+    Row i's own key is the one at `count - rows + i`. The answers have the type of the keys.
     """
     queries = queries.to(keys.dtype)
     if keys.dtype == torch.float32:
         return _in_chunks(queries, keys, values, window, _attend_plain)
     if window or queries.shape[2] > MOST_FLASH_DIM:
-        return _in_chunks(queries, keys, values, window, _attend_masked).float()
+        return _in_chunks(queries, keys, values, window, _attend_masked)
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (queries, keys, values))
     bias = causal_lower_right(queries.shape[0], keys.shape[0])
     mixed = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0, enable_gqa=True)
-    return mixed[0].transpose(0, 1).float()
+    return mixed[0].transpose(0, 1)
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -2,6 +2,7 @@
 
 import torch
 
+from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import compile_kernel
 from headroom.kernels.ops import RouterRule
 
@@ -12,9 +13,9 @@ FEW_ROWS = 32  # more are scored by the library's product
 def score(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the logits `[rows, outputs]` of rows for a float32 weight `[outputs, hidden]`."""
     (rows, hidden), outputs = x.shape, len(weight)
+    logits = scratch.empty(rows, outputs, device=x.device)
     if rows > FEW_ROWS or hidden % 4:
-        return x @ weight.T
-    logits = torch.empty(rows, outputs, device=x.device)
+        return torch.mm(x, weight.T, out=logits)
     # A sum runs in the same order however many rows share a pass over the weight.
     each = 1 if rows == 1 else 4
     kernel = compile_kernel("route.cu", "score", {"EXPERTS": 32, "SIGMOID": 0, "ROWS": each})
@@ -37,8 +38,8 @@ def route(
     rows, stride = logits.shape
     assert len(counts) <= MAX_EXPERTS
     assert rule.used <= MAX_USED
-    ids = torch.empty(rows, rule.used, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(rows, rule.used, device=logits.device)
+    ids = scratch.empty(rows, rule.used, dtype=torch.int32, device=logits.device)
+    weights = scratch.empty(rows, rule.used, device=logits.device)
     constants = {"EXPERTS": len(counts), "SIGMOID": int(rule.scores == "sigmoid")}
     compile_kernel("route.cu", "route", constants)(
         (-(-rows // 4),),

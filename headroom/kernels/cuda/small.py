@@ -4,11 +4,14 @@ import torch
 
 from headroom.errors import KernelError
 from headroom.formats.quants import Q8_K
+from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import CudaKernel, compile_kernel
+from headroom.kernels.cuda.pack import RECORD_COLUMNS
+from headroom.kernels.cuda.unpacked import TILES
 from headroom.kernels.weight import Weight
 
 NORM_THREADS = 512  # of small.cu
-EMBED_CHUNK = 2048
+EMBED_CHUNK, EMBED_WARPS = 2048, 4
 GATED_THREADS = 256
 ARGMAX_THREADS, ARGMAX_SLICES = 256, 64
 
@@ -18,7 +21,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """Return `weight * x / sqrt(mean(x^2) + eps)` over the last axis; rows may lie apart."""
     if out is None:
-        out = torch.empty(x.shape, device=x.device)
+        out = scratch.empty(*x.shape, device=x.device)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     _norm(0)(*_norm_call(rows, weight, None, out, eps))
     return out
@@ -46,7 +49,7 @@ def gated_activation(
     """Return `act(gate) * up`; rows `[rows, width]` may lie apart, as halves of one product do."""
     rows, width = gate.shape
     if out is None:
-        out = torch.empty(rows, width, device=gate.device)
+        out = scratch.empty(rows, width, device=gate.device)
     kernel = compile_kernel("small.cu", "gated", {"GELU": int(activation == "gelu")})
     grid = (-(-width // GATED_THREADS), rows)
     kernel(grid, (GATED_THREADS,), (gate, up, out, width, gate.stride(0), up.stride(0)))
@@ -56,8 +59,16 @@ def gated_activation(
 def embed(ids: torch.Tensor, table: Weight, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """Write the table's rows `ids` (int64) to `out` as float32, times `scale`.
 
-    The table is in file layout, on the device or in pinned memory of the host.
+    The table is in tiles, or in file layout on the device or in pinned memory of the host.
     """
+    if table.layout == TILES:
+        records = -(-table.columns // RECORD_COLUMNS)
+        defines = {"KIND": table.quant.ggml_id, "WARPS": EMBED_WARPS}
+        kernel = compile_kernel("dequant.cu", "embed_tiles", defines)
+        grid = (ids.shape[0], -(-records // EMBED_WARPS))
+        args = (table.data, ids, out, table.columns, records, float(scale))
+        kernel(grid, (32 * EMBED_WARPS,), args)
+        return out
     if table.quant is Q8_K or table.layout != "rows":
         raise KernelError(
             f"Rows of {table.quant} in the layout {table.layout} are not read on CUDA.",

@@ -1,0 +1,274 @@
+"""Scratch of a GPU's step: what its parts take from one arena, in the order of the code.
+
+Every function here follows the one that takes the memory: layers/device_rows.py,
+layers/device_block.py, moe/device_experts.py and the launchers in kernels/cuda. A test runs those
+on a CPU and compares.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import isqrt
+
+from headroom.memory.shape import LayerShape
+from headroom.units import GIB, MIB
+
+ALIGNMENT = 256  # of a buffer in the arena
+FEW_ROWS = 32  # rows that one pass over packed weights serves; they have captured steps
+CHUNK = 64  # rows that gated linear attention takes at once
+F32, BF16, I32 = 4, 2, 4
+UPLOAD_BYTES = 2 * 64 * MIB  # of the buffers through which weights are loaded
+_ROUNDED = 3  # bytes of a value of few rows on their way into a product, with what goes along
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """What scratch depends on beside a layer."""
+
+    hidden: int
+    rows: int
+    spans: int  # most sequences that have rows
+    context: int
+    unpack_bytes: int
+
+
+class _Tally:
+    """Counts like the arena: what was taken in a frame is free after it."""
+
+    def __init__(self) -> None:
+        self.peak = self._used = 0
+
+    def take(self, *sizes: int) -> None:
+        self._used += sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+        self.peak = max(self.peak, self._used)
+
+    @contextmanager
+    def frame(self) -> Iterator[None]:
+        before = self._used
+        yield
+        self._used = before
+
+
+def unpack_bytes_for(total_bytes: int) -> int:
+    """Return how many bytes of weights a GPU unpacks at a time for products of many rows.
+
+    A 128th of its memory: 64 MiB of 8 GiB. More than the largest matrices of today is of no use.
+    """
+    return min(max(total_bytes // 128, 64 * MIB), GIB)
+
+
+def count_pieces(context: int) -> int:
+    """Return the pieces that decoding cuts a context into, as kernels/cuda/attention.py does."""
+    pieces, first = 0, 0
+    for bound, size in ((4096, 128), (16384, 256)):
+        pieces += -(-(min(context, bound) - first) // size)
+        if context <= bound:
+            return pieces
+        first = bound
+    while context > 2 * first:
+        pieces, first = pieces + 32, 2 * first
+    return pieces + -(-(context - first) * 32 // first)
+
+
+def device_phases(layers: Sequence[LayerShape], step: DeviceStep) -> dict[str, int]:
+    """Return the scratch of each part of a step; they follow each other, so the largest counts."""
+    parts: dict[str, Callable[[_Tally, LayerShape, DeviceStep], None]] = {}
+    if any(layer.kind != "recurrent" for layer in layers):
+        parts["attention"] = _attention
+    if any(layer.kind == "recurrent" for layer in layers):
+        parts["recurrent"] = _recurrent
+    if any(not layer.experts for layer in layers):
+        parts["feed-forward"] = _feed_forward
+    if any(layer.experts for layer in layers):
+        parts["experts"] = _experts
+    phases = {name: _largest(part, layers, step) for name, part in parts.items()}
+    return phases | {"loading": UPLOAD_BYTES}
+
+
+def _largest(
+    part: Callable[[_Tally, LayerShape, DeviceStep], None],
+    layers: Sequence[LayerShape],
+    step: DeviceStep,
+) -> int:
+    """The largest layer's peak, in steps of few rows and of as many as there may be."""
+    sizes = {min(step.rows, FEW_ROWS), step.rows}
+    if step.rows > FEW_ROWS:
+        sizes.add(FEW_ROWS)
+    peak = 0
+    for layer in dict.fromkeys(layers):
+        for rows in sizes:
+            tally = _Tally()
+            part(tally, layer, DeviceStep(step.hidden, rows, min(step.spans, rows), step.context,
+                                          step.unpack_bytes))  # fmt: skip
+            peak = max(peak, tally.peak)
+    return peak
+
+
+def _rows_of(tally: _Tally, rows: int, columns: int, *, normed: bool = False) -> None:
+    """Rows on their way into a product."""
+    if rows <= FEW_ROWS:
+        if normed:
+            tally.take(F32 * rows * columns)
+        padded = -(-rows // 8) * 8 * (-(-columns // 256) * 256)
+        tally.take(_ROUNDED * padded)
+        return
+    tally.take(BF16 * rows * columns)
+    if normed:
+        with tally.frame():
+            tally.take(F32 * rows * columns)
+
+
+def _product(tally: _Tally, step: DeviceStep, outputs: int, columns: int) -> None:
+    """What a product takes beside its output: of many rows an unpacked part and its answers."""
+    fitting = max(16, step.unpack_bytes // (BF16 * columns))
+    part = min(outputs, fitting)
+    with tally.frame():
+        if step.rows > FEW_ROWS:
+            tally.take(BF16 * step.rows * part, BF16 * part * columns)
+        else:
+            tally.take(BF16 * step.rows * columns, BF16 * step.rows * part)  # of a plain weight
+
+
+def _attention(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
+    if layer.kind == "recurrent":
+        return
+    rows, width = step.rows, layer.query_heads * layer.key_dim
+    outs = [width, *layer.kv_values, layer.gate_width]
+    _rows_of(tally, rows, step.hidden, normed=True)
+    tally.take(*(F32 * rows * out for out in outs))
+    _product(tally, step, sum(outs), step.hidden)
+    tally.take(F32 * rows * width)  # queries
+    if rows <= FEW_ROWS:
+        heads, pieces = layer.query_heads, count_pieces(step.context)
+        tally.take(F32 * rows * heads * pieces * (layer.key_dim + 2), F32 * rows * width)
+    else:
+        tally.take(F32 * rows * width)
+        seen = min(step.context, layer.window + rows) if layer.window else step.context
+        with tally.frame():
+            tally.take(*(2 * [BF16 * seen * layer.kv_heads * layer.key_dim]), BF16 * rows * width)
+    _rows_of(tally, rows, width)
+    _product(tally, step, step.hidden, width)
+
+
+def _recurrent(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
+    if layer.kind != "recurrent":
+        return
+    rows, heads = step.rows, layer.state_heads
+    dim = isqrt(layer.state_values // heads)
+    inner = heads * dim
+    channels = layer.mixer_width // 2 - inner
+    outs = (channels, inner, heads, heads)
+    _rows_of(tally, rows, step.hidden, normed=True)
+    tally.take(*(F32 * rows * out for out in outs))
+    _product(tally, step, sum(outs), step.hidden)
+    tally.take(F32 * rows * inner)  # answers
+    with tally.frame():
+        tally.take(F32 * rows * channels, F32 * rows * 2 * heads)
+        if rows > FEW_ROWS:
+            chunks = rows // CHUNK + step.spans
+            tally.take(*(F32 * heads * chunks * CHUNK * width for width in (2 * dim, CHUNK, 1)))
+    if rows <= FEW_ROWS:
+        tally.take(F32 * rows * channels, F32 * rows * 2 * heads)
+    tally.take(F32 * rows * inner)  # normed and gated
+    _rows_of(tally, rows, inner)
+    _product(tally, step, step.hidden, inner)
+
+
+def _feed_forward(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
+    if layer.experts:
+        return
+    rows, width = step.rows, layer.ffn_width
+    _rows_of(tally, rows, step.hidden, normed=True)
+    _gated(tally, step, width)
+    _product(tally, step, step.hidden, width)
+
+
+def _gated(tally: _Tally, step: DeviceStep, width: int) -> None:
+    tally.take(*(2 * [F32 * step.rows * width]))
+    _product(tally, step, 2 * width, step.hidden)
+    _rows_of(tally, step.rows, width)
+
+
+def _experts(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
+    if not layer.experts:
+        return
+    rows, picks = step.rows, step.rows * layer.experts_used
+    tally.take(F32 * rows * step.hidden)  # normed
+    _rows_of(tally, rows, step.hidden)
+    tally.take(F32 * rows * (layer.experts + 1), I32 * picks, F32 * picks)
+    if layer.ffn_width:
+        _gated(tally, step, layer.ffn_width)
+        tally.take(F32 * rows * step.hidden)
+        _product(tally, step, step.hidden, layer.ffn_width)
+    if rows <= FEW_ROWS:
+        tally.take(_ROUNDED * picks * (-(-layer.expert_width // 256) * 256))
+        return
+    each = experts_at_once(layer.experts, layer.expert_width, step.hidden, step.unpack_bytes)
+    plain = 2 * BF16 * each * layer.expert_width * step.hidden
+    tally.take(plain, BF16 * picks * step.hidden, BF16 * picks * layer.expert_width)
+
+
+def experts_at_once(count: int, width: int, hidden: int, most_bytes: int) -> int:
+    """Return how many experts are unpacked at a time, as kernels/cuda/experts.py does."""
+    fitting = max(1, most_bytes // (2 * BF16 * width * hidden))
+    return -(-count // -(-count // fitting))
+
+
+def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> int:
+    """Return what torch allocates of its own beside the arena while a step runs.
+
+    The results of its attention and of its grouped products, what it sorts picks with, rotary
+    tables, and cuBLAS's workspace; on GPUs whose blocks have less than 144 KiB of shared memory
+    also gated linear attention by plain products, eight heads at a time.
+    """
+    rows, most = step.rows, 0
+    if rows <= FEW_ROWS:
+        return _cublas_bytes(sm)
+    for layer in dict.fromkeys(layers):
+        size, picks = 0, rows * layer.experts_used
+        if layer.kind != "recurrent":
+            width = layer.query_heads * layer.key_dim
+            size = BF16 * rows * width + F32 * rows * layer.query_heads
+            if layer.window or layer.key_dim > MOST_FLASH_DIM:
+                size += _masked_bytes(layer, step)
+        elif not 80 <= sm <= 80 and not 90 <= sm <= 110:
+            heads = min(PLAIN_HEADS, layer.state_heads)
+            size = PLAIN_COPIES * F32 * (rows + CHUNK) * layer.state_values // layer.state_heads
+            size = size * heads // isqrt(layer.state_values // layer.state_heads)
+        grouped = BF16 * picks * (2 * layer.expert_width + step.hidden) + PICK_BYTES * picks
+        most = max(most, size, grouped if layer.experts else 0)
+    rope = 4 * F32 * rows * max(layer.key_dim for layer in layers)
+    return most + rope + _cublas_bytes(sm)
+
+
+MOST_FLASH_DIM, MASKED_ROWS = 256, 512  # of kernels/cuda/prefill.py
+PLAIN_HEADS, PLAIN_COPIES = 8, 16  # of kernels/cuda/delta_net.py: heads at a time, copies of rows
+RECENT, BIASES, SLICES = 1024, 512, 64  # of the sampler: tokens, biases and parts of a row
+PICK_BYTES = 128  # of a pick while picks are sorted
+
+
+def sampler_bytes(vocab: int) -> int:
+    """Return what drawing tokens takes on a GPU: for each row of a captured step its settings, the
+    tokens that it looks at, and a copy of its logits with counts."""
+    settings = 72 + 8  # and the token itself
+    return FEW_ROWS * (settings + 8 * RECENT + 12 * BIASES + 16 * SLICES + 8 * vocab)
+
+
+def inputs_bytes(rows: int, sequences: int, pages: int) -> int:
+    """Return the inputs of a step at fixed places, of few rows and of the most."""
+    few, many = (FEW_ROWS, FEW_ROWS), (rows, sequences)
+    return sum(36 * count + (8 + 4 * pages) * owners for count, owners in (few, many))
+
+
+def _masked_bytes(layer: LayerShape, step: DeviceStep) -> int:
+    """Keys and values once for every query head, and the mask of some rows."""
+    seen = step.context
+    if layer.window:
+        seen = min(seen, layer.window + MASKED_ROWS)
+    rows = min(step.rows, MASKED_ROWS)
+    return 2 * BF16 * seen * layer.query_heads * layer.key_dim + 4 * rows * seen
+
+
+def _cublas_bytes(sm: int) -> int:
+    """The workspace that torch gives to cuBLAS on a stream; two streams use it."""
+    return 2 * (32 * MIB if sm >= 90 else 8 * MIB + 128 * 1024)

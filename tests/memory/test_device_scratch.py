@@ -1,0 +1,160 @@
+"""Scratch and tiles of a GPU: the planner counts as the launchers do."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headroom.formats.quants import BF16, F16, F32, Q4_K, Q8_0
+from headroom.kernels.cuda import attention, chunks, delta_net, experts, pack, prefill, unpacked
+from headroom.kernels.cuda import scratch as arena
+from headroom.kernels.cuda.matmul import FEW_ROWS
+from headroom.kernels.cuda.sampler import SLICES, SamplerScratch
+from headroom.layers.workspace import CAPTURED_ROWS
+from headroom.memory import device_scratch
+from headroom.memory.device_scratch import DeviceStep, device_phases, unpack_bytes_for
+from headroom.memory.known import known_shape
+from headroom.memory.tiles import (
+    PACKED,
+    expert_tile_padding,
+    table_tile_padding,
+    tile_bytes,
+    tile_padding,
+)
+from headroom.units import GIB, MIB
+
+
+def test_the_planner_knows_the_launchers_steps() -> None:
+    assert device_scratch.ALIGNMENT == arena.ALIGNMENT
+    assert device_scratch.FEW_ROWS == FEW_ROWS == CAPTURED_ROWS
+    assert device_scratch.CHUNK == chunks.CHUNK
+    assert device_scratch.PLAIN_HEADS == delta_net.PLAIN_HEADS
+    assert device_scratch.MOST_FLASH_DIM == prefill.MOST_FLASH_DIM
+    assert device_scratch.MASKED_ROWS == prefill.MASKED_ROWS
+    assert device_scratch.SLICES == SLICES
+    assert {quant.name for quant in pack.PACKED} == PACKED
+
+
+@given(context=st.integers(1, 1 << 20))
+def test_contexts_have_as_many_pieces_as_decoding_cuts(context: int) -> None:
+    assert device_scratch.count_pieces(context) == attention.count_pieces(context)
+
+
+@given(
+    quant=st.sampled_from(sorted(pack.PACKED, key=str)),
+    rows=st.integers(1, 5000),
+    blocks=st.integers(1, 300),
+)
+def test_bytes_of_tiles_are_those_of_the_launchers(quant: object, rows: int, blocks: int) -> None:
+    columns = blocks * quant.block  # type: ignore[attr-defined]
+    assert tile_bytes(quant, rows, columns) == pack.tile_bytes(quant, rows, columns)  # type: ignore[arg-type]
+
+
+@given(
+    count=st.integers(1, 600),
+    width=st.integers(1, 4096),
+    hidden=st.integers(1, 8192),
+    most=st.integers(1 << 10, 1 << 31),
+)
+def test_experts_are_unpacked_in_the_planned_groups(
+    count: int, width: int, hidden: int, most: int
+) -> None:
+    each = experts.experts_at_once(count, width, hidden, most)
+    assert each == device_scratch.experts_at_once(count, width, hidden, most)
+    assert each == 1 or 4 * each * width * hidden <= most
+
+
+@given(rows=st.integers(1, 300_000), columns=st.integers(1, 20_000), most=st.integers(1, 1 << 31))
+def test_parts_of_a_weight_stay_below_the_most_and_begin_with_tiles(
+    rows: int, columns: int, most: int
+) -> None:
+    each = unpacked.part_rows(rows, columns, most)
+    assert each == rows or each % 16 == 0
+    assert each <= max(16, most // (2 * columns))
+
+
+def test_tiles_fill_up_both_sides_and_plain_matrices_become_bf16() -> None:
+    assert tile_padding({"attn_q.weight": ((32, 512), Q4_K)}).bytes == 0
+    assert tile_padding({"attn_q.weight": ((30, 512), Q4_K)}).bytes == 2 * 288
+    # A record has 256 columns, of which 96 are there.
+    assert tile_padding({"attn_q.weight": ((16, 96), Q8_0)}).bytes == 16 * (272 - 102)
+    assert tile_padding({"attn_q.weight": ((3, 5), F32)}).bytes == -30
+    assert tile_padding({"attn_q.weight": ((3, 5), F16)}).bytes == 0
+    assert tile_padding({"attn_norm.weight": ((5,), F32)}).bytes == 0
+    assert tile_padding({"ffn_gate_inp.weight": ((3, 5), F32)}).bytes == 0
+    # A head or table of a plain type stays as it is.
+    assert table_tile_padding({"output.weight": ((3, 5), F32)}).bytes == 0
+    assert table_tile_padding({"output.weight": ((1, 256), Q4_K)}).bytes == 15 * 144
+    apart = dict.fromkeys(("ffn_gate_exps.weight", "ffn_up_exps.weight"), ((4, 24, 256), Q8_0))
+    fused = {"ffn_gate_up_exps.weight": ((4, 48, 256), Q8_0)}
+    assert expert_tile_padding(apart) == expert_tile_padding(fused) == 2 * 8 * 272
+    assert expert_tile_padding({"ffn_down_exps.weight": ((4, 8, 8), BF16)}) == 0
+
+
+@pytest.mark.parametrize(
+    ("total", "most"), [(4 * GIB, 64 * MIB), (24 * GIB, 192 * MIB), (139 * GIB, GIB)]
+)
+def test_larger_gpus_unpack_more_at_a_time(total: int, most: int) -> None:
+    assert unpack_bytes_for(total) == most
+
+
+def step(**changes: int) -> DeviceStep:
+    values = {"hidden": 5120, "rows": 2049, "spans": 2, "context": 8192, "unpack_bytes": 64 * MIB}
+    return DeviceStep(**(values | changes))
+
+
+def test_scratch_of_the_27b_is_bounded_by_what_is_unpacked_at_a_time() -> None:
+    layers = known_shape("qwen3.6-27b:q4_k_m").layers
+    phases = device_phases(layers, step())
+    assert phases["loading"] == 128 * MIB
+    # Normed rows, gates and ups, what goes down, a part of its weight and the part's answers.
+    rows, width = 2049, 17408
+    part = 64 * MIB // (2 * width)
+    worked = 2 * rows * (5120 + 4 * width + width + part) + 2 * part * width
+    assert 0 <= phases["feed-forward"] - worked < 5 * 256
+    whole = device_phases(layers, step(unpack_bytes=GIB))
+    assert whole["feed-forward"] - phases["feed-forward"] > 300 * MIB
+
+
+def test_scratch_of_attention_grows_with_the_context_and_that_of_others_does_not() -> None:
+    layers = known_shape("qwen3.6-27b:q4_k_m").layers
+    short, long = (device_phases(layers, step(context=context)) for context in (8192, 131072))
+    # Keys and values of one layer in bf16 beside the queries.
+    assert long["attention"] - short["attention"] > 400 * MIB
+    assert {**long, "attention": 0} == {**short, "attention": 0}
+
+
+def test_drawing_takes_what_the_sampler_allocates() -> None:
+    held = SamplerScratch.allocate(FEW_ROWS, 1000, "cpu")
+    scratch = sum(part.nbytes for part in (held.scores, held.counts, held.best, held.masses))
+    tables = FEW_ROWS * (1024 * 8 + 512 * 12 + 72 + 8)
+    assert device_scratch.sampler_bytes(1000) == scratch + tables
+
+
+def test_a_frame_gives_back_what_was_taken_within() -> None:
+    lent = arena.Arena(torch.zeros(4096, dtype=torch.uint8))
+    where = torch.device("cpu")
+    with arena.opened(lent):
+        outside = arena.empty(4, device=where)
+        with arena.frame():
+            first = arena.empty(3, 5, device=where)
+            with arena.frame():
+                second = arena.empty(7, dtype=torch.bfloat16, device=where)
+            third = arena.empty(2, dtype=torch.int64, device=where)
+    begin = first.data_ptr()
+    assert second.data_ptr() == third.data_ptr() == begin + 256
+    assert not begin <= outside.data_ptr() < begin + 4096
+    assert (lent.peak_bytes, lent.frames) == (512, 0)
+    assert arena.unpack_bytes() == arena.UNPACK_BYTES
+
+
+def test_scratch_beyond_the_plan_is_torchs_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lent = arena.Arena(torch.zeros(1024, dtype=torch.uint8))
+    with arena.opened(lent), arena.frame():
+        for _ in range(2):
+            found = arena.empty(300, device=torch.device("cpu"))
+            found.zero_()
+    assert caplog.messages == ["memory: a step needs 1280 bytes of scratch and 1024 were planned"]
+    assert lent.peak_bytes == 2560

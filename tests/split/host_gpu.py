@@ -1,0 +1,161 @@
+"""A GPU that is not there: its launchers run in host memory, with kernels that do nothing.
+
+What they take from the plan's memory is as it would be on the GPU; what is in it is not looked at.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from headroom.formats.checkpoint import open_checkpoint
+from headroom.kernels.cuda import (
+    attention,
+    delta_net,
+    experts,
+    matmul,
+    prefill,
+    route,
+    small,
+    unpacked,
+)
+from headroom.kernels.cuda.pack import PACKED, tile_bytes
+from headroom.kernels.ops import ExpertTable, Span, StepTables
+from headroom.kernels.weight import Weight
+from headroom.layers import device_block, weights
+from headroom.layers.device_block import DeviceBatch
+from headroom.layers.device_rows import Stack
+from headroom.layers.weights import WeightSource
+from headroom.memory import plan as planner
+from headroom.memory.plan import Plan, make_plan
+from headroom.models import load
+from headroom.models.describe import describe
+from headroom.models.model import Model
+from headroom.moe import device_experts
+from headroom.options import Options
+from tests.memory.shapes import gpu, host
+
+LAUNCHERS = (attention, delta_net, experts, matmul, prefill, route, small, unpacked)
+PROPERTIES = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+
+
+def no_kernel(source: str, name: str, defines: object = None) -> Callable[..., None]:
+    """Stand in for `compile_kernel`."""
+    return lambda *call, **more: None
+
+
+def in_tiles(weight: Weight) -> Weight:
+    """A weight's tiles without its values; other types as bf16."""
+    if weight.quant not in PACKED:
+        values = torch.zeros(weight.rows, weight.columns, dtype=torch.bfloat16)
+        return replace(weight, data=values)
+    size = tile_bytes(weight.quant, weight.rows, weight.columns)
+    return replace(weight, data=torch.zeros(size, dtype=torch.uint8), layout=matmul.TILES)
+
+
+def stack(get: WeightSource, names: Sequence[str], orders: object = ()) -> Stack:
+    """Every matrix for itself."""
+    made = [in_tiles(get.mapped(name)) for name in names]
+    for weight in made:
+        get.count(get.line, weight.nbytes)
+    members = tuple((index,) for index in range(len(made)))
+    return Stack(tuple(made), members, tuple(weight.rows for weight in made))
+
+
+def prepare_experts(table: ExpertTable) -> experts.ExpertTiles:
+    """Experts without addresses."""
+    gate = table.gate[0]
+    size = sum(
+        len(part) * tile_bytes(part[0].quant, part[0].rows, part[0].columns) for part in table.parts
+    )
+    where = torch.zeros(len(table.gate), experts.PARTS, dtype=torch.int64)
+    return experts.ExpertTiles(where, table.kinds, gate.rows, gate.columns, size, ())
+
+
+def table_in_tiles(get: WeightSource, name: str, rows: object = None) -> Weight:
+    """What a head's weight becomes; tables of plain types stay as they are."""
+    weight = get.mapped(name)
+    made = in_tiles(weight) if weight.quant in PACKED else weight
+    get.count(get.line, made.nbytes)
+    return made
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, unpack_bytes: int) -> None:
+    """Let launchers run in host memory, with so little memory to unpack weights into."""
+    for module in LAUNCHERS:
+        monkeypatch.setattr(module, "compile_kernel", no_kernel)
+    monkeypatch.setattr(torch, "mm", lambda first, second, out: out)
+    monkeypatch.setattr(prefill, "attend", lambda queries, *others: queries)
+    for module in (device_block, device_experts):
+        monkeypatch.setattr(module, "stack", stack)
+    monkeypatch.setattr(experts, "prepare", prepare_experts)
+    monkeypatch.setattr(weights.WeightSource, "__call__", table_in_tiles)
+    for name in ("Embedding", "Head"):
+        monkeypatch.setattr(load, name, lambda *given: None)
+    monkeypatch.setattr(load, "fits_device", lambda mixer, get: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(planner, "unpack_bytes_for", lambda total: unpack_bytes)
+
+
+def load_on_host(path: Path, **settings: object) -> tuple[Plan, Model, Counter[str]]:
+    """A model as a GPU would hold it, and the bytes that it counted."""
+    model = describe(open_checkpoint(path))
+    options = Options(model=str(path), threads=1, **settings)  # type: ignore[arg-type]
+    device = gpu(8, name="cpu", sm=90)
+    plan = make_plan([model.shape], [device, host(8)], options)
+    counted: Counter[str] = Counter()
+
+    def count(line: str, size: int) -> None:
+        counted[line] += size
+
+    return plan, load.load_model(model.config, model.checkpoint.tensors, plan, count), counted
+
+
+def run_step(plan: Plan, model: Model, spans: Sequence[tuple[int, int]]) -> None:
+    """Run the layers on spans of (rows, tokens before), each a sequence of its own."""
+    settings, made, first = plan.settings, [], 0
+    pages = torch.arange(settings.sequence_pages)
+    for slot, (rows, start) in enumerate(spans):
+        made.append(Span(first, rows, start, pages, slot % settings.parallel))
+        first += rows
+    rings = {0} | {
+        settings.window_pages(layer.window) // settings.parallel
+        for layer in describe_layers(model)
+        if layer.window
+    }
+    count = len(made)
+    table = StepTables(
+        rows=first,
+        positions=torch.zeros(first, dtype=torch.int32),
+        sequence=torch.zeros(first, dtype=torch.int32),
+        index=torch.zeros(first, dtype=torch.int32),
+        starts=torch.zeros(count, dtype=torch.int32),
+        pages=torch.zeros(count, settings.sequence_pages, dtype=torch.int32),
+        slots=torch.zeros(first, dtype=torch.int64),
+        state_slots=torch.zeros(count, dtype=torch.int32),
+    )
+    batch = DeviceBatch(
+        tokens=torch.zeros(first, dtype=torch.int64),
+        positions=torch.zeros(first, dtype=torch.int64),
+        slots=torch.zeros(first, dtype=torch.int64),
+        spans=tuple(made),
+        output_rows=torch.zeros(1, dtype=torch.int64),
+        tables=dict.fromkeys(rings, table),
+        span_rows=max(rows for rows, _ in spans),
+        context=settings.context,
+    )
+    x = model._workspace.stream[:first]
+    with torch.inference_mode(), model._workspace.lend():
+        for block in model._blocks:
+            block(x, batch)
+
+
+def describe_layers(model: Model) -> list[device_block.AttentionConfig]:
+    """The attention of a model's layers."""
+    parts = [part for block in model._blocks for part in block._parts]  # type: ignore[attr-defined]
+    return [part._config for part in parts if isinstance(part, device_block.DeviceAttention)]

@@ -1,0 +1,71 @@
+"""The memory of a GPU is held to the plan: what is loaded, and what its steps take."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from headroom.formats.checkpoint import open_checkpoint
+from headroom.memory.budget import device_step
+from headroom.memory.device_scratch import UPLOAD_BYTES, device_phases
+from headroom.models.describe import describe
+from tests import family_configs
+from tests.family_gguf import write_gguf
+from tests.split.host_gpu import load_on_host, pretend, run_step
+
+WIDE = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 64}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: family_configs.llama(**WIDE, intermediate_size=768),
+    "qwen3moe": lambda: family_configs.qwen3_moe(**WIDE, moe_intermediate_size=96),
+    "qwen35": lambda: family_configs.qwen35(
+        key_heads=2, value_heads=6, state_dim=128, intermediate_size=704, **WIDE
+    ),
+    "qwen35moe": lambda: family_configs.qwen35_moe(
+        key_heads=2, value_heads=4, state_dim=128, **WIDE
+    ),
+    "laguna": lambda: family_configs.laguna(hidden_size=256),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    written = tmp_path_factory.mktemp(request.param) / "m.gguf"
+    write_gguf(MODELS[request.param](), written, "MIXED", fused=False, unused_keys=False)
+    return written
+
+
+def test_a_gpu_loads_what_its_plan_says(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 64 << 10)
+    settings = {"context": 512, "parallel": 3, "chunk": 100}
+    plan, _, counted = load_on_host(path, **settings)
+    lines = plan.devices[0].allocated
+    drawing = lines.pop("logits") - counted.pop("logits")
+    assert counted == lines
+    assert drawing > 0  # the sampler's, which the stage allocates
+
+
+STEPS = (
+    [(300, 212), (1, 511), (1, 511), (1, 400)],  # a chunk at the end of a context, and others
+    [(33, 0)],
+    [(1, 511)] * 3,
+    [(32, 480)],
+)
+
+
+@pytest.mark.parametrize("unpack", [32 << 10, 1 << 20])
+def test_steps_of_a_gpu_take_no_more_scratch_than_planned_and_not_much_less(
+    path: Path, monkeypatch: pytest.MonkeyPatch, unpack: int
+) -> None:
+    pretend(monkeypatch, unpack)
+    plan, model, _ = load_on_host(path, context=512, parallel=3, chunk=300)
+    arena = model._workspace.arena
+    assert arena is not None
+    for spans in STEPS:
+        run_step(plan, model, spans)
+    layers = describe(open_checkpoint(path)).shape.layers
+    hidden = model._workspace.stream.shape[1]
+    phases = device_phases(layers, device_step(hidden, plan.settings))
+    assert phases.pop("loading") == UPLOAD_BYTES
+    assert 0.8 * max(phases.values()) <= arena.peak_bytes <= max(phases.values())
+    assert arena.frames == 0
