@@ -5,11 +5,11 @@ import torch
 
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import experts, matmul, picks, scratch, small, unpacked
-from headroom.kernels.cuda.pack import pack_tiles
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.weight import Weight
 from tests.gpu import check_experts
 from tests.gpu.check_matmul import random_weight
+from tests.gpu.torch_tiles import pack_tiles
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")

@@ -10,7 +10,6 @@ from headroom.kernels.cuda import attention, chunks, delta_net, experts, pack, p
 from headroom.kernels.cuda import scratch as arena
 from headroom.kernels.cuda.matmul import FEW_ROWS
 from headroom.kernels.cuda.sampler import SLICES, SamplerScratch
-from headroom.layers.workspace import CAPTURED_ROWS
 from headroom.memory import device_scratch
 from headroom.memory.device_scratch import DeviceStep, device_phases, unpack_bytes_for
 from headroom.memory.known import known_shape
@@ -26,7 +25,7 @@ from headroom.units import GIB, MIB
 
 def test_the_planner_knows_the_launchers_steps() -> None:
     assert device_scratch.ALIGNMENT == arena.ALIGNMENT
-    assert device_scratch.FEW_ROWS == FEW_ROWS == CAPTURED_ROWS
+    assert device_scratch.FEW_ROWS == FEW_ROWS
     assert device_scratch.CHUNK == chunks.CHUNK
     assert device_scratch.PLAIN_HEADS == delta_net.PLAIN_HEADS
     assert device_scratch.MOST_FLASH_DIM == prefill.MOST_FLASH_DIM

@@ -14,6 +14,7 @@ from headroom.kernels.weight import Weight
 
 TILES = unpacked.TILES
 FEW_ROWS = 32  # the most that one pass over the weight serves; the planner counts the same
+PACK_BYTES = 64 << 20  # of a file's blocks packed at a time
 QUANTISE_THREADS = 256
 MOST_OUTPUTS = 4  # of matrices that share an input
 
