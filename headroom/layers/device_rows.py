@@ -1,12 +1,12 @@
-"""Rows on a GPU on their way through packed products: a few in 8 bits, many in bf16."""
+"""Rows on a GPU on their way through packed products: a few in f16, many in bf16."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from headroom.kernels.cuda import matmul, small
-from headroom.kernels.cuda.matmul import QuantisedRows, RowNorm
+from headroom.kernels.cuda.matmul import HalfRows, RowNorm
 from headroom.kernels.cuda.pack import PACKED, TILE_ROWS, tile_bytes
 from headroom.kernels.weight import Weight
 from headroom.layers.weights import WeightSource
@@ -19,7 +19,7 @@ class DeviceRows:
     """What products read of some rows: `few` for steps of few rows, `many` for long ones."""
 
     count: int
-    few: QuantisedRows | None = None
+    few: HalfRows | None = None
     many: torch.Tensor | None = None  # bf16 [rows, columns]
     floats: torch.Tensor | None = None  # float32 [rows, columns], beside `few`, for plain weights
 
@@ -32,7 +32,7 @@ def few_rows(count: int) -> bool:
 def plain_rows(x: torch.Tensor) -> DeviceRows:
     """Return rows as they are."""
     if few_rows(len(x)):
-        return DeviceRows(len(x), few=matmul.quantise(x), floats=x)
+        return DeviceRows(len(x), few=matmul.half_rows(x), floats=x)
     return DeviceRows(len(x), many=x.to(torch.bfloat16))
 
 
@@ -40,7 +40,7 @@ def normed_rows(x: torch.Tensor, norm: RowNorm) -> DeviceRows:
     """Return rows after a norm; `norm.out` gets them in float32 where it is given."""
     if few_rows(len(x)):
         normed = torch.empty_like(x) if norm.out is None else norm.out
-        rounded = matmul.quantise(x, norm=RowNorm(norm.weight, norm.eps, normed))
+        rounded = matmul.half_rows(x, norm=RowNorm(norm.weight, norm.eps, normed))
         return DeviceRows(len(x), few=rounded, floats=normed)
     normed = small.rms_norm(x, norm.weight, norm.eps, norm.out)
     return DeviceRows(len(x), many=normed.to(torch.bfloat16))
@@ -49,7 +49,7 @@ def normed_rows(x: torch.Tensor, norm: RowNorm) -> DeviceRows:
 def gated_rows(gate: torch.Tensor, up: torch.Tensor, activation: str) -> DeviceRows:
     """Return `act(gate) * up`."""
     if few_rows(len(gate)):
-        return DeviceRows(len(gate), few=matmul.quantise_gated(gate, up, activation))
+        return DeviceRows(len(gate), few=matmul.gated_half_rows(gate, up, activation))
     return DeviceRows(len(gate), many=small.gated_activation(gate, up, activation).bfloat16())
 
 
@@ -60,7 +60,6 @@ class Stack:
     weights: tuple[Weight, ...]  # in tiles, or plain bf16 rows
     members: tuple[tuple[int, ...], ...]  # which of the matrices each weight holds
     rows: tuple[int, ...]  # of each matrix
-    kept: list[torch.Tensor] = field(default_factory=list)
 
     def __call__(self, x: DeviceRows, add: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Return `[rows, its rows]` in float32 for each matrix; one alone is added to `add`."""

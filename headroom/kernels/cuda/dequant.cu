@@ -11,7 +11,7 @@ __device__ __forceinline__ void dequantise_tile(const u8* weight, __nv_bfloat16*
         const u8* record = tile + static_cast<size_t>(r) * Record<KIND>::bytes;
         Quants<KIND> quants;
         Scales<KIND> scales;
-        quants.load(record, lane);
+        quants.load<true>(record, lane);
         scales.load(record, g);
 #pragma unroll
         for (int b = 0; b < 8; ++b) {

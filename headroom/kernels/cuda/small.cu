@@ -2,11 +2,6 @@
 #include "rank.cuh"
 #include "rows.cuh"
 
-// norm_rows: what becomes of the residual. 0: there is none; 1: x is added to it and the sum is normed;
-// 2: the normed x is added to it, and nothing else is written.
-#ifndef RESIDUAL
-#define RESIDUAL 0
-#endif
 #ifndef GELU  // gated: the activation, silu otherwise
 #define GELU 0
 #endif
@@ -19,19 +14,13 @@
 
 // out = weight * x / sqrt(mean(x^2) + eps), one block a row; width a multiple of 4.
 extern "C" __global__ void __launch_bounds__(NORM_WARPS * 32)
-norm_rows(const float* x, const float* weight, float* residual, float* out, int width, int stride, float eps) {
+norm_rows(const float* x, const float* weight, float* out, int width, int stride, float eps) {
     __shared__ float shared[NORM_WARPS];
     const size_t row = blockIdx.x;
     const float4* from = reinterpret_cast<const float4*>(x + row * stride);
-    float4* kept = reinterpret_cast<float4*>(residual + row * width);
     float squares = 0;
     for (int i = threadIdx.x; i < width / 4; i += NORM_WARPS * 32) {
-        float4 v = from[i];
-        if constexpr (RESIDUAL == 1) {
-            const float4 old = kept[i];
-            v = make_float4(old.x + v.x, old.y + v.y, old.z + v.z, old.w + v.w);
-            kept[i] = v;
-        }
+        const float4 v = from[i];
         squares += v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w);
     }
     squares = warp_sum(squares);
@@ -40,16 +29,10 @@ norm_rows(const float* x, const float* weight, float* residual, float* out, int 
     const float total = warp_sum(threadIdx.x % 32 < NORM_WARPS ? shared[threadIdx.x % 32] : 0.0f);
     const float by = 1.0f / sqrtf(total / width + eps);
     for (int i = threadIdx.x; i < width / 4; i += NORM_WARPS * 32) {
-        const float4 v = RESIDUAL == 1 ? kept[i] : from[i];
-        const float4 w = reinterpret_cast<const float4*>(weight)[i];
-        float4 y = make_float4(__fmul_rn(w.x, __fmul_rn(v.x, by)), __fmul_rn(w.y, __fmul_rn(v.y, by)),
-                               __fmul_rn(w.z, __fmul_rn(v.z, by)), __fmul_rn(w.w, __fmul_rn(v.w, by)));
-        if constexpr (RESIDUAL == 2) {
-            const float4 old = kept[i];
-            kept[i] = make_float4(old.x + y.x, old.y + y.y, old.z + y.z, old.w + y.w);
-        } else {
-            reinterpret_cast<float4*>(out + row * width)[i] = y;
-        }
+        const float4 v = from[i], w = reinterpret_cast<const float4*>(weight)[i];
+        reinterpret_cast<float4*>(out + row * width)[i] =
+            make_float4(__fmul_rn(w.x, __fmul_rn(v.x, by)), __fmul_rn(w.y, __fmul_rn(v.y, by)),
+                        __fmul_rn(w.z, __fmul_rn(v.z, by)), __fmul_rn(w.w, __fmul_rn(v.w, by)));
     }
 }
 

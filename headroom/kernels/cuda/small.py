@@ -4,7 +4,7 @@ import torch
 
 from headroom.errors import KernelError
 from headroom.formats.quants import Q8_K
-from headroom.kernels.cuda.compile import CudaKernel, compile_kernel
+from headroom.kernels.cuda.compile import compile_kernel
 from headroom.kernels.weight import Weight
 
 NORM_THREADS = 512  # of small.cu
@@ -20,24 +20,13 @@ def rms_norm(
     if out is None:
         out = torch.empty(x.shape, device=x.device)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    _norm(0)(*_norm_call(rows, weight, None, out, eps))
+    count, width = rows.shape
+    if width % 4 or rows.stride(0) % 4:
+        raise KernelError(f"Rows of {width} values are not normed on CUDA: no multiple of 4.")
+    compile_kernel("small.cu", "norm_rows")(
+        (count,), (NORM_THREADS,), (rows, weight, out, width, rows.stride(0), float(eps))
+    )
     return out
-
-
-def add_norm(
-    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
-) -> torch.Tensor:
-    """Add `x` to the residual, in place, and write the sum's norm to `out`."""
-    _norm(1)(*_norm_call(x, weight, residual, out, eps))
-    return out
-
-
-def norm_add(
-    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """Add the norm of `x` to the residual, in place."""
-    _norm(2)(*_norm_call(x, weight, residual, None, eps))
-    return residual
 
 
 def gated_activation(
@@ -98,21 +87,3 @@ def argmax(
     slices((ARGMAX_SLICES, rows), (ARGMAX_THREADS,), (x, scratch, width))
     compile_kernel("small.cu", "argmax_rows")((rows,), (64,), (scratch, out, ARGMAX_SLICES))
     return out
-
-
-def _norm(residual: int) -> CudaKernel:
-    return compile_kernel("small.cu", "norm_rows", {"RESIDUAL": residual})
-
-
-def _norm_call(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    residual: torch.Tensor | None,
-    out: torch.Tensor | None,
-    eps: float,
-) -> tuple[tuple[int], tuple[int], tuple[torch.Tensor | int | float | None, ...]]:
-    rows, width = x.shape
-    if width % 4 or x.stride(0) % 4:
-        raise KernelError(f"Rows of {width} values are not normed on CUDA: no multiple of 4.")
-    args = (x, weight, residual, out, width, x.stride(0), float(eps))
-    return (rows,), (NORM_THREADS,), args
