@@ -71,7 +71,7 @@ def check(name: str, rows: int, columns: int, tokens: int) -> bool:
     x = torch.randn(tokens, columns) * torch.randn(tokens, 1).mul(5).exp()
     found = torch.full((tokens, rows), float("nan"), device=DEVICE)
     matmul.matmul(x.to(DEVICE), to_tiles(weight), "bf16", found)
-    limit = 4e-4 if tokens <= matmul.FEW_ROWS else 5e-3
+    limit = 6e-4 if tokens <= matmul.FEW_ROWS else 5e-3
     return report(f"{name} {rows}x{columns} x{tokens}", distance(found, x.double() @ real.T), limit)
 
 
@@ -91,7 +91,7 @@ def check_outputs(name: str) -> bool:
     add = torch.randn(11, 48)
     out = add.to(DEVICE, copy=True)
     matmul.product(rows, to_tiles(parts[0]), out, add=out)
-    return report(f"outputs {name}", max(error, distance(out, add + wanted[0])), 4e-4)
+    return report(f"outputs {name}", max(error, distance(out, add + wanted[0])), 6e-4)
 
 
 def check_alone(name: str, rows: int, columns: int) -> bool:
