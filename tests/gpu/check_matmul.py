@@ -107,18 +107,19 @@ def check_alone(name: str, rows: int, columns: int) -> bool:
 
 def unpack_rows(x: HalfRows, columns: int) -> torch.Tensor:
     """Rows from their pieces, and the sums of blocks of 32 columns."""
-    groups = -(-x.rows // 8)
+    lanes, groups, own = x.lanes, x.groups, x.lanes // 4
     pieces = x.pieces.cpu().view(x.records, groups, -1)
-    powers = pieces[..., 4352:].contiguous().view(torch.float32)  # [record, group, g]
-    words = pieces[..., :4096].contiguous().view(torch.float16).double()
+    words, sums, powers, _ = pieces.split((lanes * 128, lanes * 8, lanes, -lanes % 16), dim=2)
+    words = words.contiguous().view(torch.float16).double()
     # [record, group, block, g, t, odd, half, pair] holds column 16 half + 4 t + 2 pair + odd.
-    words = words.view(x.records, groups, 8, 8, 4, 2, 2, 2)
+    words = words.view(x.records, groups, 8, own, 4, 2, 2, 2)
     words[..., 1, :] *= 16
-    values = words.permute(1, 3, 0, 2, 6, 4, 7, 5).reshape(groups * 8, x.records, 256)
-    rows = values * powers.permute(1, 2, 0).reshape(groups * 8, x.records, 1)
-    sums = pieces[..., 4096:4352].contiguous().view(torch.float16).double()
-    sums = sums.view(x.records, groups, 8, 4, 2, 2).sum(4).permute(1, 2, 0, 3, 4)
-    apart = values.view(*values.shape[:2], 8, 32).sum(-1) - sums.reshape(groups * 8, x.records, 8)
+    values = words.permute(1, 3, 0, 2, 6, 4, 7, 5).reshape(groups * own, x.records, 256)
+    powers = powers.contiguous().view(torch.float32).permute(1, 2, 0)  # [group, g, record]
+    rows = values * powers.reshape(groups * own, x.records, 1)
+    sums = sums.contiguous().view(torch.float16).double().view(x.records, groups, own, 4, 2, 2)
+    sums = sums.sum(4).permute(1, 2, 0, 3, 4).reshape(groups * own, x.records, 8)
+    apart = values.view(*values.shape[:2], 8, 32).sum(-1) - sums
     assert float(apart[: x.rows].abs().max()) <= 2**-7  # of up to 2^15
     return rows.flatten(1)[: x.rows, :columns]
 

@@ -5,6 +5,9 @@
 #ifndef GELU  // gate_rows: the activation, silu otherwise
 #define GELU 0
 #endif
+#ifndef LANES  // of a piece
+#define LANES 32
+#endif
 #define HEAD 128  // columns of a head of norm_heads
 
 // A lane's eight columns of a row; those after the last are zeros.
@@ -19,8 +22,9 @@ __device__ __forceinline__ void read_eight(const float* row, int column, int col
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] = column + i < columns ? row[column + i] : 0.0f;
 }
-__device__ __forceinline__ u8* piece_of(u8* pieces, int record, int row, int rows) {
-    return pieces + (static_cast<size_t>(record) * ((rows + 7) / 8) + row / 8) * Piece<32>::bytes;
+__device__ __forceinline__ void write_record(const float* v, u8* pieces, int record, int row, int rows) {
+    const size_t piece = static_cast<size_t>(record) * ((rows + 7) / 8) + row / 8;
+    write_halves<LANES>(v, pieces + piece * Piece<LANES>::bytes, row % 8);
 }
 __device__ __forceinline__ float squares_of(const float* v) {
     float sum = 0;
@@ -67,11 +71,11 @@ norm_rows(const float* x, const float* weight, float eps, float* normed, u8* pie
 #pragma unroll
             for (int i = 0; i < 8; ++i)
                 if (column + i < columns) normed[static_cast<size_t>(row) * columns + column + i] = v[i];
-        write_halves<32>(v, piece_of(pieces, record, row, gridDim.x), row % 8);
+        write_record(v, pieces, record, row, gridDim.x);
     }
 }
 
-// act(gate) * up; rows lie `gate_stride` and `up_stride` apart. blockIdx: the row, the share of its records.
+// act(gate) * up. blockIdx: the row, the share of its records.
 extern "C" __global__ void __launch_bounds__(256)
 gate_rows(const float* gate, const float* up, u8* pieces, int columns, int records) {
     const int row = blockIdx.x, record = blockIdx.y * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -87,7 +91,7 @@ gate_rows(const float* gate, const float* up, u8* pieces, int columns, int recor
         const float x = v[i];
         v[i] = by[i] * (GELU ? 0.5f * x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x))) : silu(x));
     }
-    write_halves<32>(v, piece_of(pieces, record, row, gridDim.x), row % 8);
+    write_record(v, pieces, record, row, gridDim.x);
 }
 
 // weight * x / rms(x) * silu(gate) of each head; rows of `columns`, a record has two heads.
@@ -108,5 +112,5 @@ norm_heads(const float* x, const float* gate, const float* weight, float eps, u8
     const float factor = rsqrtf(squares / HEAD + eps);
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] = own[i] * (v[i] * factor) * silu(by[i]);
-    write_halves<32>(v, piece_of(pieces, record, row, gridDim.x), row % 8);
+    write_record(v, pieces, record, row, gridDim.x);
 }

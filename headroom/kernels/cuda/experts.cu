@@ -1,6 +1,6 @@
 // Routed experts for a few rows: a pick is one expert chosen by one row.
 // GATE, UP, DOWN: the types of an expert's matrices; GELU: the activation, else silu; WARPS: of a
-// block, a multiple of four.
+// block, a multiple of four; LANES: of a piece of activations.
 // table [experts][3]: the addresses of an expert's tiles, on this device or mapped host memory.
 #include "tensor.cuh"
 
@@ -26,7 +26,7 @@ __device__ __forceinline__ void add_row(const u8* tile, const u8* pieces, size_t
         share = next;
         if (r + step < records)
             next.template load<true>(tile + static_cast<size_t>(r + step) * Record<K>::bytes, lane);
-        add_records<K, 32, 1, 1>(&share, pieces + r * apart, &slot, acc);
+        add_records<K, LANES, 1, 1>(&share, pieces + r * apart, &slot, acc);
     }
 }
 
@@ -51,8 +51,8 @@ gate_up(const long long* table, const int* ids, const u8* pieces, int groups, in
     float acc[1][1][4] = {};
     if (tile * 16 < width) {
         const u8* matrix = reinterpret_cast<const u8*>(table[expert * 3 + part / 2]);
-        const u8* x = pieces + row / 8 * Piece<32>::bytes;
-        const size_t at = static_cast<size_t>(tile) * records, apart = static_cast<size_t>(groups) * Piece<32>::bytes;
+        const u8* x = pieces + row / 8 * Piece<LANES>::bytes;
+        const size_t at = static_cast<size_t>(tile) * records, apart = static_cast<size_t>(groups) * Piece<LANES>::bytes;
         if (GATE == UP || part < 2)
             add_row<GATE>(matrix + at * Record<GATE>::bytes, x, apart, row, turn, WARPS / 4, records, acc);
         else

@@ -6,7 +6,7 @@ import torch
 
 from headroom.formats.quants import QuantType
 from headroom.kernels.cuda.compile import Argument, compile_kernel
-from headroom.kernels.cuda.matmul import FEW_ROWS, GROUP_ROWS, HalfRows, half_rows, pack_into
+from headroom.kernels.cuda.matmul import FEW_ROWS, HalfRows, half_rows, pack_into
 from headroom.kernels.cuda.pack import PACKED, RECORD_COLUMNS, TILE_ROWS, tile_bytes
 from headroom.kernels.cuda.picks import grouped_product, sort_picks
 from headroom.kernels.ops import Case, ExpertTable
@@ -100,13 +100,13 @@ def few_rows(
     Picks with a negative id are passed over. `out` may be the residual itself.
     """
     (rows, used), device = ids.shape, ids.device
-    constants = _constants(table, activation)
+    constants = _constants(table, activation) | {"LANES": x.lanes}
     inner = torch.empty(rows * used, table.width, device=device)
     compile_kernel("experts.cu", "gate_up", constants)(
         (_up(table.width, 32), rows * used),
         (WARPS * 32,),
         (
-            *(table.addresses, ids, x.pieces, _up(rows, GROUP_ROWS), used, table.width, x.records),
+            *(table.addresses, ids, x.pieces, x.groups, used, table.width, x.records),
             inner,
         ),
     )
@@ -179,6 +179,7 @@ def _constants(table: ExpertTiles, activation: str) -> dict[str, int]:
         "DOWN": down,
         "GELU": int(activation == "gelu"),
         "WARPS": WARPS,
+        "LANES": 4,  # any, where no rows in f16 are read
     }
 
 

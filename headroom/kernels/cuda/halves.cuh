@@ -1,6 +1,6 @@
 // Rows of activations in f16, as the second operand of tensor-core products; see mma.cuh.
 //
-// Eight rows form a group, 256 columns of a group a piece: for each block of 32 columns and each lane
+// Eight rows form a group (a single one may be of one, two or four), 256 columns of a group a piece: for each block of 32 columns and each lane
 // four words of two numbers, columns 4t and 4t + 2, 16 + 4t and 18 + 4t, then the ones after these; the
 // words of columns 16 and up hold a sixteenth of the numbers. Then for each lane the sums of blocks 2t
 // and 2t + 1, and what f16 left of them. At last a power of two for each row: a number is so many times
@@ -10,11 +10,11 @@
 // a byte come as sixteen times themselves.
 #include "types.cuh"
 
-// Offsets in a piece of LANES / 4 rows; a piece of one row has four lanes.
-template <int LANES> struct Piece {
-    static constexpr int sums = 8 * LANES * 16;
-    static constexpr int scales = sums + LANES * 8;
-    static constexpr int bytes = scales + (LANES + 15) / 16 * 16;
+// Offsets in a piece of L / 4 rows, four lanes each.
+template <int L> struct Piece {
+    static constexpr int sums = 8 * L * 16;
+    static constexpr int scales = sums + L * 8;
+    static constexpr int bytes = scales + (L + 15) / 16 * 16;
 };
 
 __device__ __forceinline__ u32 as_word(__half2 x) { return *reinterpret_cast<const u32*>(&x); }
@@ -22,7 +22,7 @@ __device__ __forceinline__ __half2 as_halves(u32 x) { return *reinterpret_cast<c
 
 // A warp writes 256 columns of row g of a piece; a lane has columns 8 * lane .. 8 * lane + 7. Sums are
 // of the rounded numbers, so that what a weight's lowest value adds and takes away is the same.
-template <int LANES> __device__ __forceinline__ void write_halves(const float* v, u8* piece, int g) {
+template <int L> __device__ __forceinline__ void write_halves(const float* v, u8* piece, int g) {
     const int lane = threadIdx.x % 32, block = lane / 4, part = lane % 4;
     float peak = 0;
 #pragma unroll
@@ -41,7 +41,7 @@ template <int LANES> __device__ __forceinline__ void write_halves(const float* v
             const __half2 both = __floats2half2_rn(v[4 * four + i] * inverse, v[4 * four + i + 2] * inverse);
             const float2 back = __half22float2(both);
             sum += back.x + back.y;
-            *reinterpret_cast<u32*>(piece + block * LANES * 16 + (4 * g + t) * 16 + (part / 2 + 2 * i) * 4) =
+            *reinterpret_cast<u32*>(piece + block * L * 16 + (4 * g + t) * 16 + (part / 2 + 2 * i) * 4) =
                 as_word(both);
         }
     }
@@ -50,10 +50,10 @@ template <int LANES> __device__ __forceinline__ void write_halves(const float* v
     sum += __shfl_xor_sync(~0u, sum, 2);
     if (part == 0) {
         const __half first = __float2half_rn(sum);
-        __half* to = reinterpret_cast<__half*>(piece + Piece<LANES>::sums + (4 * g + block / 2) * 8) + block % 2;
+        __half* to = reinterpret_cast<__half*>(piece + Piece<L>::sums + (4 * g + block / 2) * 8) + block % 2;
         to[0] = first;
         to[2] = __float2half_rn(sum - __half2float(first));
     }
     if (lane == 0)
-        reinterpret_cast<float*>(piece + Piece<LANES>::scales)[g] = __uint_as_float((exponent - 9) << 23);
+        reinterpret_cast<float*>(piece + Piece<L>::scales)[g] = __uint_as_float((exponent - 9) << 23);
 }

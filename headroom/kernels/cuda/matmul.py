@@ -21,7 +21,7 @@ from headroom.kernels.weight import Weight
 TILES = "tiles"
 FEW_ROWS = 32  # the most that one pass over the weight serves
 PACK_BYTES = 64 << 20  # of a file's blocks taken apart at a time
-GROUP_ROWS, PIECE_BYTES = 8, 4384  # of rows in f16, see halves.cuh
+GROUP_ROWS = 8  # of rows in f16, see halves.cuh
 RECORD_WARPS = 8  # of a block that makes rows ready, a record each
 SUM_PITCH = 20  # PITCH of matmul.cu
 BLOCK_OVERHEAD_BYTES = 2048  # of shared memory: what a block has besides, and what is kept back
@@ -36,6 +36,16 @@ class HalfRows:
     rows: int
     records: int
 
+    @property
+    def groups(self) -> int:
+        """Groups of eight rows."""
+        return -(-self.rows // GROUP_ROWS)
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that a piece has words for: four a row, of as many rows as there may be."""
+        return lanes_for(self.rows)
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -45,6 +55,7 @@ class Shape:
     side: int  # warps of a block with tiles of their own
     height: int  # tiles of a warp
     stages: int  # records that a warp has asked for
+    staged: bool = False  # whether activations come through shared memory, for `side` warps at once
 
     @property
     def warps(self) -> int:
@@ -56,10 +67,12 @@ class Shape:
         """Tiles that a block works on at a time."""
         return self.side * self.height
 
-    def shared_bytes(self, record: int, groups: int) -> int:
+    def shared_bytes(self, record: int, x: HalfRows) -> int:
         """Return the shared memory of a block for records of so many bytes."""
-        sums = 8 * groups * SUM_PITCH * 4
-        return self.warps * self.height * (self.stages * record + sums)
+        sums = GROUP_ROWS * x.groups * SUM_PITCH * 4
+        pieces = x.groups * piece_bytes(x.lanes) if self.staged else 0
+        own = self.warps * self.height * (self.stages * record + sums)
+        return own + self.split * self.stages * pieces
 
 
 def refuses(case: Case) -> str | None:
@@ -107,7 +120,7 @@ def half_rows(x: torch.Tensor, norm: RowNorm | None = None) -> HalfRows:
     out, columns = _empty_rows(*x.shape, x.device), x.shape[1]
     weight, eps, normed = (norm.weight, norm.eps, norm.out) if norm else (None, 0.0, None)
     warps = min(32, out.records) if norm else RECORD_WARPS
-    compile_kernel("activations.cu", "norm_rows")(
+    compile_kernel("activations.cu", "norm_rows", {"LANES": out.lanes})(
         (out.rows, 1 if norm else -(-out.records // warps)), (warps * 32,),
         (x, weight, eps, normed, out.pieces, columns, out.records), early=True,
     )  # fmt: skip
@@ -117,7 +130,8 @@ def half_rows(x: torch.Tensor, norm: RowNorm | None = None) -> HalfRows:
 def gated_half_rows(gate: torch.Tensor, up: torch.Tensor, activation: str) -> HalfRows:
     """Return `act(gate) * up` in f16."""
     out, columns = _empty_rows(*gate.shape, gate.device), gate.shape[1]
-    compile_kernel("activations.cu", "gate_rows", {"GELU": int(activation == "gelu")})(
+    defines = {"GELU": int(activation == "gelu"), "LANES": out.lanes}
+    compile_kernel("activations.cu", "gate_rows", defines)(
         (out.rows, -(-out.records // RECORD_WARPS)), (RECORD_WARPS * 32,),
         (gate, up, out.pieces, columns, out.records), early=True,
     )  # fmt: skip
@@ -130,16 +144,26 @@ def normed_head_rows(
     """Return `weight * x / sqrt(mean(x^2) + eps) * silu(gate)` of heads of 128, a row's together."""
     columns = x[0].numel()
     out = _empty_rows(len(x), columns, x.device)
-    compile_kernel("activations.cu", "norm_heads")(
+    compile_kernel("activations.cu", "norm_heads", {"LANES": out.lanes})(
         (out.rows, -(-out.records // RECORD_WARPS)), (RECORD_WARPS * 32,),
         (x, gate, weight, eps, out.pieces, columns, out.records), early=True,
     )  # fmt: skip
     return out
 
 
+def lanes_for(rows: int) -> int:
+    """Return the lanes of a piece of so many rows: of one, two, four or eight of them."""
+    return 4 << min(3, (rows - 1).bit_length())
+
+
+def piece_bytes(lanes: int) -> int:
+    """Return the bytes of a piece, see halves.cuh."""
+    return 136 * lanes + -(-lanes // 16) * 16
+
+
 def _empty_rows(rows: int, columns: int, device: torch.device) -> HalfRows:
     records = -(-columns // RECORD_COLUMNS)
-    size = -(-rows // GROUP_ROWS) * records * PIECE_BYTES
+    size = -(-rows // GROUP_ROWS) * records * piece_bytes(lanes_for(rows))
     return HalfRows(torch.empty(size, dtype=torch.uint8, device=device), rows, records)
 
 
@@ -159,15 +183,15 @@ def products(
     shape: Shape | None = None,
 ) -> None:
     """Multiply with up to four matrices that lie one after another; each has its own output."""
-    tiles, groups = -(-weight.rows // TILE_ROWS), -(-x.rows // GROUP_ROWS)
+    tiles = -(-weight.rows // TILE_ROWS)
     ends = list(accumulate(out.shape[1] for out in outs))
     rest = MOST_OUTPUTS - len(outs)
-    shape = shape or shape_for(tiles, x.records, groups)
+    shape = shape or shape_for(tiles, x.records, x.groups)
     defines = {
-        "KIND": weight.quant.ggml_id, "GROUPS": groups, "SPLIT": shape.split,
-        "SIDE": shape.side, "HEIGHT": shape.height, "STAGES": shape.stages,
+        "KIND": weight.quant.ggml_id, "GROUPS": x.groups, "LANES": x.lanes, "SPLIT": shape.split,
+        "SIDE": shape.side, "HEIGHT": shape.height, "STAGES": shape.stages, "STAGED": int(shape.staged),
     }  # fmt: skip
-    shared = shape.shared_bytes(record_bytes(weight.quant), groups)
+    shared = shape.shared_bytes(record_bytes(weight.quant), x)
     compile_kernel("matmul.cu", "product", defines)(
         (_blocks(tiles, shape, shared, weight.data.device),), (shape.warps * 32,),
         (
@@ -196,7 +220,9 @@ def _blocks(tiles: int, shape: Shape, shared: int, device: torch.device) -> int:
     """Return as many blocks as there is work for, or as the GPU holds at a time."""
     gpu = torch.cuda.get_device_properties(device)
     room = gpu.shared_memory_per_multiprocessor // (shared + BLOCK_OVERHEAD_BYTES)
-    return min(-(-tiles // shape.tiles), gpu.multi_processor_count * max(1, room))
+    wanted = -(-tiles // shape.tiles)
+    turns = -(-wanted // (gpu.multi_processor_count * max(1, room)))
+    return -(-wanted // turns)  # all blocks with as many turns
 
 
 def dequantise(weight: Weight, out: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,35 @@ __device__ __forceinline__ void wait_for_last() {
 #endif
 }
 
-// A stage holds COUNT pieces of SIZE bytes, `apart` bytes from each other in global memory.
+#if BULK
+__device__ __forceinline__ void set_barrier(u64* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void show_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void expect(u64* barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void copy_bulk(u8* to, const u8* from, int bytes, u64* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+// Waits until a barrier was completed once more than `turn` times.
+__device__ __forceinline__ void wait_barrier(u64* barrier, int turn) {
+    u32 done = 0;
+    while (!done)
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(shared_address(barrier)), "r"(turn & 1) : "memory");
+}
+#endif
+
+// One warp's own ring. A stage holds COUNT pieces of SIZE bytes, `apart` bytes from each other in global
+// memory.
 template <int DEPTH, int COUNT, int SIZE> struct Ring {
     u8* memory;
     u64* full;  // [DEPTH] barriers
@@ -32,10 +60,8 @@ template <int DEPTH, int COUNT, int SIZE> struct Ring {
     __device__ __forceinline__ void begin() {
 #if BULK
         if (lane == 0) {
-#pragma unroll
-            for (int i = 0; i < DEPTH; ++i)
-                asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(full + i)) : "memory");
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            for (int i = 0; i < DEPTH; ++i) set_barrier(full + i, 1);
+            show_barriers();
         }
         __syncwarp();
 #endif
@@ -43,19 +69,13 @@ template <int DEPTH, int COUNT, int SIZE> struct Ring {
     // All lanes have read what the stage held before. `from` null: nothing more to ask for.
     __device__ __forceinline__ void ask(int stage, const u8* from, size_t apart) {
         u8* to = memory + stage * COUNT * SIZE;
+        __syncwarp();
 #if BULK
-        __syncwarp();
         if (lane != 0 || from == nullptr) return;
-        const u32 barrier = shared_address(full + stage);
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(COUNT * SIZE)
-                     : "memory");
+        expect(full + stage, COUNT * SIZE);
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i)
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                         ::"r"(shared_address(to + i * SIZE)), "l"(from + i * apart), "r"(SIZE), "r"(barrier)
-                         : "memory");
+        for (int i = 0; i < COUNT; ++i) copy_bulk(to + i * SIZE, from + i * apart, SIZE, full + stage);
 #else
-        __syncwarp();
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
             for (int at = lane * 16; from != nullptr && at < SIZE; at += 512) {
@@ -75,11 +95,7 @@ template <int DEPTH, int COUNT, int SIZE> struct Ring {
     // Waits for a stage; `turn` counts how often it was filled before.
     __device__ __forceinline__ const u8* wait(int stage, int turn) const {
 #if BULK
-        const u32 barrier = shared_address(full + stage);
-        u32 done = 0;
-        while (!done)
-            asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                         : "=r"(done) : "r"(barrier), "r"(turn & 1) : "memory");
+        wait_barrier(full + stage, turn);
 #else
 #if !defined(HEADROOM_ON_CPU) && __CUDA_ARCH__ >= 800
         asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory");
@@ -87,5 +103,48 @@ template <int DEPTH, int COUNT, int SIZE> struct Ring {
         __syncwarp();
 #endif
         return memory + stage * COUNT * SIZE;
+    }
+};
+
+// A ring that READERS warps read and the first of them fills. Without bulk copies there is none, and all read
+// from where the pieces lie.
+template <int DEPTH, int SIZE, int READERS> struct SharedRing {
+    u8* memory;
+    u64 *full, *empty;  // [DEPTH] barriers each
+    bool fills;         // whether this lane asks for pieces
+
+    __device__ __forceinline__ void begin() {  // before a barrier of the block
+#if BULK
+        if (!fills) return;
+        for (int i = 0; i < DEPTH; ++i) {
+            set_barrier(full + i, 1);
+            set_barrier(empty + i, READERS);
+        }
+        show_barriers();
+#endif
+    }
+    __device__ __forceinline__ void ask(int stage, const u8* from) {
+#if BULK
+        if (!fills || from == nullptr) return;
+        expect(full + stage, SIZE);
+        copy_bulk(memory + stage * SIZE, from, SIZE, full + stage);
+#endif
+    }
+    __device__ __forceinline__ const u8* wait(int stage, int turn, const u8* plain) const {
+#if BULK
+        wait_barrier(full + stage, turn);
+        return memory + stage * SIZE;
+#else
+        return plain;
+#endif
+    }
+    // This warp has read a stage, which may be filled anew.
+    __device__ __forceinline__ void done(int stage, int turn, int lane, const u8* next) {
+#if BULK
+        if (lane == 0) arrive(empty + stage);
+        if (!fills || next == nullptr) return;
+        wait_barrier(empty + stage, turn);
+        ask(stage, next);
+#endif
     }
 };

@@ -114,7 +114,7 @@ struct Slot {
 };
 
 // acc += the records of M tiles times the pieces of N groups of rows.
-template <int K, int LANES, int M, int N>
+template <int K, int L, int M, int N>
 __device__ __forceinline__ void add_records(const Share<K>* share, const u8* piece, const Slot* slots,
                                             float (*acc)[N][4]) {
     float inner[M][N][4] = {};
@@ -123,7 +123,7 @@ __device__ __forceinline__ void add_records(const Share<K>* share, const u8* pie
         uint4 x[N];
 #pragma unroll
         for (int n = 0; n < N; ++n)
-            x[n] = *reinterpret_cast<const uint4*>(piece + n * Piece<LANES>::bytes + b * LANES * 16 +
+            x[n] = *reinterpret_cast<const uint4*>(piece + n * Piece<L>::bytes + b * L * 16 +
                                                    slots[n].words * 16);
 #pragma unroll
         for (int m = 0; m < M; ++m) {
@@ -149,12 +149,13 @@ __device__ __forceinline__ void add_records(const Share<K>* share, const u8* pie
     }
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-        const u8* mine = piece + n * Piece<LANES>::bytes;
-        const float* powers = reinterpret_cast<const float*>(mine + Piece<LANES>::scales);
-        const float by[2] = {powers[slots[n].scales[0]], powers[slots[n].scales[1]]};
+        const u8* mine = piece + n * Piece<L>::bytes;
+        const float* powers = reinterpret_cast<const float*>(mine + Piece<L>::scales);
+        constexpr float unit = by_record(K) ? unit_of(K) : 1.0f;
+        const float by[2] = {unit * powers[slots[n].scales[0]], unit * powers[slots[n].scales[1]]};
         uint2 sums = {0, 0};
         if constexpr (Share<K>::has_lows)
-            sums = *reinterpret_cast<const uint2*>(mine + Piece<LANES>::sums + slots[n].words * 8);
+            sums = *reinterpret_cast<const uint2*>(mine + Piece<L>::sums + slots[n].words * 8);
 #pragma unroll
         for (int m = 0; m < M; ++m) {
             float under[4] = {};
@@ -164,11 +165,14 @@ __device__ __forceinline__ void add_records(const Share<K>* share, const u8* pie
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                float value = unit_of(K) * inner[m][n][i];
-                if constexpr (by_record(K)) value *= i < 2 ? share[m].scales.outer.x : share[m].scales.outer.y;
+                float value = inner[m][n][i];
+                if constexpr (by_record(K))
+                    value *= i < 2 ? share[m].scales.outer.x : share[m].scales.outer.y;
+                else
+                    value *= unit_of(K);
                 if constexpr (has_groups(K)) {
                     const float2 least = share[m].scales.outer_min;
-                    value = fmaf(-unit_of(K) * (i < 2 ? least.x : least.y), under[i], value);
+                    value = fmaf(-(i < 2 ? least.x : least.y), under[i], value);
                 } else if constexpr (Share<K>::has_lows) {
                     value = fmaf(has_min(K) ? 1.0f : -offset_of(K), under[i], value);
                 }
