@@ -96,14 +96,14 @@ product(const u8* weight, const u8* x, const float* add, float* out0, float* out
     for (int first = blockIdx.x * TILES; first < tiles; first += gridDim.x * TILES) {
         float acc[HEIGHT][GROUPS][4] = {};
         for (int r = split; r < records; r += SPLIT) {
-            const u8* piece = x + static_cast<size_t>(r) * PIECES;
-            if (STAGED) piece = row_ring.wait(stage, turn, piece);
             const u8* record = ring.wait(stage, turn);
             Share<KIND> share[HEIGHT];
 #pragma unroll
             for (int m = 0; m < HEIGHT; ++m) share[m].template load<false>(record + m * BYTES, lane);
+            ring.ask(stage, ahead.tile(), apart);  // on its way while this one is multiplied
+            const u8* piece = x + static_cast<size_t>(r) * PIECES;
+            if (STAGED) piece = row_ring.wait(stage, turn, piece);
             add_records<KIND, LANES, HEIGHT, GROUPS>(share, piece, slots, acc);
-            ring.ask(stage, ahead.tile(), apart);
             if (STAGED) row_ring.done(stage, turn, lane, ahead.rows());
             ahead.step();
             if (++stage == STAGES) {

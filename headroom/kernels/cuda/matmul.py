@@ -220,9 +220,7 @@ def _blocks(tiles: int, shape: Shape, shared: int, device: torch.device) -> int:
     """Return as many blocks as there is work for, or as the GPU holds at a time."""
     gpu = torch.cuda.get_device_properties(device)
     room = gpu.shared_memory_per_multiprocessor // (shared + BLOCK_OVERHEAD_BYTES)
-    wanted = -(-tiles // shape.tiles)
-    turns = -(-wanted // (gpu.multi_processor_count * max(1, room)))
-    return -(-wanted // turns)  # all blocks with as many turns
+    return min(-(-tiles // shape.tiles), gpu.multi_processor_count * max(1, room))
 
 
 def dequantise(weight: Weight, out: torch.Tensor) -> torch.Tensor:

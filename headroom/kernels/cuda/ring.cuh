@@ -19,7 +19,7 @@ __device__ __forceinline__ void let_next_begin() {
 }
 __device__ __forceinline__ void wait_for_last() {
 #if BULK
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.wait; fence.proxy.async;" ::: "memory");
 #endif
 }
 
@@ -27,8 +27,9 @@ __device__ __forceinline__ void wait_for_last() {
 __device__ __forceinline__ void set_barrier(u64* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
+// Bulk copies go another way than stores do, and must be told of barriers that stores have set.
 __device__ __forceinline__ void show_barriers() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
 }
 __device__ __forceinline__ void arrive(u64* barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
@@ -141,6 +142,7 @@ template <int DEPTH, int SIZE, int READERS> struct SharedRing {
     // This warp has read a stage, which may be filled anew.
     __device__ __forceinline__ void done(int stage, int turn, int lane, const u8* next) {
 #if BULK
+        __syncwarp();
         if (lane == 0) arrive(empty + stage);
         if (!fills || next == nullptr) return;
         wait_barrier(empty + stage, turn);
