@@ -19,6 +19,7 @@ using std::min;
 #define __constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __align__(...)
 #define __CUDA_ARCH__ 750
 #define HEADROOM_ON_CPU  // a source leaves out its assembly
 

@@ -56,7 +56,7 @@ struct Walk {
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 product(const u8* weight, const u8* x, const float* add, float* out0, float* out1, float* out2, float* out3,
         int end0, int end1, int end2, int end3, int rows, int records) {
-    extern __shared__ float shared[];
+    extern __shared__ __align__(16) float shared[];
     __shared__ u64 barriers[WARPS][STAGES], row_barriers[2][SPLIT][STAGES];
     constexpr int BYTES = Record<KIND>::bytes, OWN = STAGES * HEIGHT * BYTES, PIECES = GROUPS * Piece<LANES>::bytes;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -66,7 +66,7 @@ product(const u8* weight, const u8* x, const float* add, float* out0, float* out
     float* sums = reinterpret_cast<float*>(memory + WARPS * OWN + (STAGED ? SPLIT * STAGES * PIECES : 0));
     Ring<STAGES, HEIGHT, BYTES> ring{memory + warp * OWN, barriers[warp], lane};
     SharedRing<STAGES, PIECES, SIDE> row_ring{for_rows, row_barriers[0][split], row_barriers[1][split],
-                                              side == 0 && lane == 0};
+                                              side == 0, lane};
     const size_t apart = tiles >= HEIGHT ? static_cast<size_t>(records) * BYTES : 0;
     Walk ahead{weight, x, static_cast<int>(blockIdx.x) * TILES, tiles, static_cast<int>(gridDim.x) * TILES,
                side, split, split, records};
@@ -104,7 +104,7 @@ product(const u8* weight, const u8* x, const float* add, float* out0, float* out
             const u8* piece = x + static_cast<size_t>(r) * PIECES;
             if (STAGED) piece = row_ring.wait(stage, turn, piece);
             add_records<KIND, LANES, HEIGHT, GROUPS>(share, piece, slots, acc);
-            if (STAGED) row_ring.done(stage, turn, lane, ahead.rows());
+            if (STAGED) row_ring.done(stage, turn, ahead.rows());
             ahead.step();
             if (++stage == STAGES) {
                 stage = 0;

@@ -112,11 +112,12 @@ template <int DEPTH, int COUNT, int SIZE> struct Ring {
 template <int DEPTH, int SIZE, int READERS> struct SharedRing {
     u8* memory;
     u64 *full, *empty;  // [DEPTH] barriers each
-    bool fills;         // whether this lane asks for pieces
+    bool fills;         // whether this warp asks for pieces
+    int lane;
 
     __device__ __forceinline__ void begin() {  // before a barrier of the block
 #if BULK
-        if (!fills) return;
+        if (!fills || lane != 0) return;
         for (int i = 0; i < DEPTH; ++i) {
             set_barrier(full + i, 1);
             set_barrier(empty + i, READERS);
@@ -127,6 +128,8 @@ template <int DEPTH, int SIZE, int READERS> struct SharedRing {
     __device__ __forceinline__ void ask(int stage, const u8* from) {
 #if BULK
         if (!fills || from == nullptr) return;
+        __syncwarp();
+        if (lane != 0) return;
         expect(full + stage, SIZE);
         copy_bulk(memory + stage * SIZE, from, SIZE, full + stage);
 #endif
@@ -139,8 +142,9 @@ template <int DEPTH, int SIZE, int READERS> struct SharedRing {
         return plain;
 #endif
     }
-    // This warp has read a stage, which may be filled anew.
-    __device__ __forceinline__ void done(int stage, int turn, int lane, const u8* next) {
+    // This warp has read a stage, which may be filled anew. All lanes of a warp that fills it wait together: a
+    // lane that waited alone was seen to start copies that it should not.
+    __device__ __forceinline__ void done(int stage, int turn, const u8* next) {
 #if BULK
         __syncwarp();
         if (lane == 0) arrive(empty + stage);
