@@ -105,6 +105,21 @@ def check_alone(name: str, rows: int, columns: int) -> bool:
     return report(f"alone or not {name} {rows}x{columns}, other values", other, 0)
 
 
+def check_again(name: str, rows: int, columns: int) -> bool:
+    """Products one after another, as a step has them, have the same bits every time."""
+    weights, other = copies(name, rows, columns)[:4], 0
+    for tokens in (1, 8, 16, 32):
+        x = matmul.half_rows(torch.randn(tokens, columns, device=DEVICE))
+        wanted: list[torch.Tensor] = []
+        for _ in range(20):
+            outs = [torch.full((tokens, rows), float("nan"), device=DEVICE) for _ in weights]
+            for weight, out in zip(weights, outs, strict=True):
+                matmul.product(x, weight, out)
+            wanted = wanted or outs
+            other += sum(int((a != b).sum()) for a, b in zip(outs, wanted, strict=True))
+    return report(f"again {name} {rows}x{columns}, other values", other, 0)
+
+
 def unpack_rows(x: HalfRows, columns: int) -> torch.Tensor:
     """Rows from their pieces, and the sums of blocks of 32 columns."""
     lanes, groups, own = x.lanes, x.groups, x.lanes // 4
@@ -222,6 +237,8 @@ def main() -> None:
         attempt(check_alone, name, 144, 2048)
     for tokens, columns in ((1, 5120), (9, 2048), (3, 96), (32, 17408), (8, 384)):
         attempt(check_rows, tokens, columns)
+    for name, rows, columns in REAL[:5]:
+        attempt(check_again, name, rows, columns)
     if "--bench" in sys.argv:
         for name, rows, columns in REAL:
             attempt(bench, name, rows, columns)

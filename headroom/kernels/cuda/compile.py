@@ -43,9 +43,7 @@ class _Config(ctypes.Structure):
 class CudaKernel:
     """One compiled kernel; calls go to the current stream and may be captured in a graph."""
 
-    def __init__(
-        self, name: str, module: object, function: ctypes.c_void_p, early: bool
-    ) -> None:
+    def __init__(self, name: str, module: object, function: ctypes.c_void_p, early: bool) -> None:
         self._name = name
         self._module = module  # unloaded with the last reference to it
         self._function = function

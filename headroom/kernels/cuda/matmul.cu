@@ -2,7 +2,7 @@
 // KIND: the weight's type; GROUPS: of eight rows of activations;
 // SPLIT: warps that share a tile's columns, of which the order of sums follows; HEIGHT: tiles of a warp;
 // SIDE: warps of a block with tiles of their own; STAGES: records that a warp has asked for; LANES: of a
-// piece of activations, 32 where there are several groups; STAGED: activations come through shared memory.
+// piece of activations, 32 where there are several groups.
 #include "tensor.cuh"
 #include "ring.cuh"
 
@@ -30,23 +30,21 @@ struct Outputs {
 
 // The records that one warp reads: those of its columns, tile after tile.
 struct Walk {
-    const u8 *weight, *x;
+    const u8* weight;
     int first, tiles, stride, side, record, split, records;
 
-    __device__ __forceinline__ bool ended() const { return first >= tiles || split >= records; }
-    // Tiles after the last are read as the last ones, and nothing is written of them.
-    __device__ __forceinline__ const u8* tile() const {
+    // Address of the next, null after the last.
+    __device__ __forceinline__ const u8* next() {
+        if (first >= tiles || split >= records) return nullptr;
+        // Tiles after the last are read as the last ones, and nothing is written of them.
         const int from = max(0, min(first + side * HEIGHT, tiles - HEIGHT));
-        return ended() ? nullptr : weight + (static_cast<size_t>(from) * records + record) * Record<KIND>::bytes;
-    }
-    __device__ __forceinline__ const u8* rows() const {
-        return ended() ? nullptr : x + static_cast<size_t>(record) * GROUPS * Piece<LANES>::bytes;
-    }
-    __device__ __forceinline__ void step() {
+        const u8* at = weight + (static_cast<size_t>(from) * records + record) * Record<KIND>::bytes;
         record += SPLIT;
-        if (record < records) return;
-        record = split;
-        first += stride;
+        if (record >= records) {
+            record = split;
+            first += stride;
+        }
+        return at;
     }
 };
 
@@ -57,35 +55,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
 product(const u8* weight, const u8* x, const float* add, float* out0, float* out1, float* out2, float* out3,
         int end0, int end1, int end2, int end3, int rows, int records) {
     extern __shared__ __align__(16) float shared[];
-    __shared__ u64 barriers[WARPS][STAGES], row_barriers[2][SPLIT][STAGES];
-    constexpr int BYTES = Record<KIND>::bytes, OWN = STAGES * HEIGHT * BYTES, PIECES = GROUPS * Piece<LANES>::bytes;
+    __shared__ u64 barriers[WARPS][STAGES];
+    constexpr int BYTES = Record<KIND>::bytes, OWN = STAGES * HEIGHT * BYTES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int split = warp % SPLIT, side = warp / SPLIT, tiles = (end3 + 15) / 16;
-    u8* memory = reinterpret_cast<u8*>(shared);
-    u8* for_rows = memory + WARPS * OWN + split * STAGES * PIECES;
-    float* sums = reinterpret_cast<float*>(memory + WARPS * OWN + (STAGED ? SPLIT * STAGES * PIECES : 0));
-    Ring<STAGES, HEIGHT, BYTES> ring{memory + warp * OWN, barriers[warp], lane};
-    SharedRing<STAGES, PIECES, SIDE> row_ring{for_rows, row_barriers[0][split], row_barriers[1][split],
-                                              side == 0, lane};
+    float* sums = shared + WARPS * OWN / 4;  // [warp][HEIGHT][8 * GROUPS][PITCH]
+    Ring<STAGES, HEIGHT, BYTES> ring{reinterpret_cast<u8*>(shared) + warp * OWN, barriers[warp], lane};
     const size_t apart = tiles >= HEIGHT ? static_cast<size_t>(records) * BYTES : 0;
-    Walk ahead{weight, x, static_cast<int>(blockIdx.x) * TILES, tiles, static_cast<int>(gridDim.x) * TILES,
+    Walk ahead{weight, static_cast<int>(blockIdx.x) * TILES, tiles, static_cast<int>(gridDim.x) * TILES,
                side, split, split, records};
-    Walk rows_ahead = ahead;
     ring.begin();
-    for (int i = 0; i < STAGES; ++i) {
-        ring.ask(i, ahead.tile(), apart);
-        ahead.step();
-    }
+    for (int i = 0; i < STAGES; ++i) ring.ask(i, ahead.next(), apart);
     let_next_begin();
-    if (STAGED) {
-        row_ring.begin();
-        __syncthreads();
-    }
     wait_for_last();
-    for (int i = 0; STAGED && i < STAGES; ++i) {
-        row_ring.ask(i, rows_ahead.rows());
-        rows_ahead.step();
-    }
 
     Slot slots[GROUPS];
     constexpr int last = LANES / 4 - 1;
@@ -100,12 +82,9 @@ product(const u8* weight, const u8* x, const float* add, float* out0, float* out
             Share<KIND> share[HEIGHT];
 #pragma unroll
             for (int m = 0; m < HEIGHT; ++m) share[m].template load<false>(record + m * BYTES, lane);
-            ring.ask(stage, ahead.tile(), apart);  // on its way while this one is multiplied
-            const u8* piece = x + static_cast<size_t>(r) * PIECES;
-            if (STAGED) piece = row_ring.wait(stage, turn, piece);
-            add_records<KIND, LANES, HEIGHT, GROUPS>(share, piece, slots, acc);
-            if (STAGED) row_ring.done(stage, turn, ahead.rows());
-            ahead.step();
+            add_records<KIND, LANES, HEIGHT, GROUPS>(
+                share, x + static_cast<size_t>(r) * GROUPS * Piece<LANES>::bytes, slots, acc);
+            ring.ask(stage, ahead.next(), apart);
             if (++stage == STAGES) {
                 stage = 0;
                 ++turn;

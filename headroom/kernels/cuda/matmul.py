@@ -25,6 +25,7 @@ GROUP_ROWS = 8  # of rows in f16, see halves.cuh
 RECORD_WARPS = 8  # of a block that makes rows ready, a record each
 SUM_PITCH = 20  # PITCH of matmul.cu
 BLOCK_OVERHEAD_BYTES = 2048  # of shared memory: what a block has besides, and what is kept back
+LONG_RECORD = 3072  # bytes; of Q6_K and Q8_0
 MOST_OUTPUTS = 4  # of matrices that share an input
 
 
@@ -55,7 +56,6 @@ class Shape:
     side: int  # warps of a block with tiles of their own
     height: int  # tiles of a warp
     stages: int  # records that a warp has asked for
-    staged: bool = False  # whether activations come through shared memory, for `side` warps at once
 
     @property
     def warps(self) -> int:
@@ -67,12 +67,10 @@ class Shape:
         """Tiles that a block works on at a time."""
         return self.side * self.height
 
-    def shared_bytes(self, record: int, x: HalfRows) -> int:
+    def shared_bytes(self, record: int, groups: int) -> int:
         """Return the shared memory of a block for records of so many bytes."""
-        sums = GROUP_ROWS * x.groups * SUM_PITCH * 4
-        pieces = x.groups * piece_bytes(x.lanes) if self.staged else 0
-        own = self.warps * self.height * (self.stages * record + sums)
-        return own + self.split * self.stages * pieces
+        sums = GROUP_ROWS * groups * SUM_PITCH * 4
+        return self.warps * self.height * (self.stages * record + sums)
 
 
 def refuses(case: Case) -> str | None:
@@ -180,18 +178,18 @@ def products(
     weight: Weight,
     outs: Sequence[torch.Tensor],
     add: torch.Tensor | None = None,
-    shape: Shape | None = None,
 ) -> None:
     """Multiply with up to four matrices that lie one after another; each has its own output."""
     tiles = -(-weight.rows // TILE_ROWS)
     ends = list(accumulate(out.shape[1] for out in outs))
     rest = MOST_OUTPUTS - len(outs)
-    shape = shape or shape_for(tiles, x.records, x.groups)
+    record = record_bytes(weight.quant)
+    shape = shape_for(tiles, x.records, x.groups, record)
     defines = {
         "KIND": weight.quant.ggml_id, "GROUPS": x.groups, "LANES": x.lanes, "SPLIT": shape.split,
-        "SIDE": shape.side, "HEIGHT": shape.height, "STAGES": shape.stages, "STAGED": int(shape.staged),
+        "SIDE": shape.side, "HEIGHT": shape.height, "STAGES": shape.stages,
     }  # fmt: skip
-    shared = shape.shared_bytes(record_bytes(weight.quant), x)
+    shared = shape.shared_bytes(record, x.groups)
     compile_kernel("matmul.cu", "product", defines)(
         (_blocks(tiles, shape, shared, weight.data.device),), (shape.warps * 32,),
         (
@@ -204,20 +202,21 @@ def products(
 
 def split_for(tiles: int, records: int) -> int:
     """Return how many warps share a tile's columns; it depends on the weight alone."""
-    wanted = 4 if tiles >= 512 else 8 if tiles >= 200 else 16
+    wanted = 8 if tiles >= 200 else 16
     while wanted > 1 and wanted > records:
         wanted //= 2
     return wanted
 
 
-def shape_for(tiles: int, records: int, groups: int) -> Shape:
-    """Return how a product's warps share the work; measured 2026-11-15 on an H200."""
+def shape_for(tiles: int, records: int, groups: int, record: int) -> Shape:
+    """Return how a product's warps share the work, for records of so many bytes.
+
+    Measured 2026-11-15 on an H200: two tiles a warp read activations half as often, one leaves room
+    for more warps, which matters where tiles are few or records long.
+    """
     split = split_for(tiles, records)
-    if split <= 4:
-        return Shape(split, 2, 2, 2, True) if groups <= 2 else Shape(split, 1, 2, 3)
-    if split == 8:
-        return Shape(8, 1, 1, 2) if groups == 2 else Shape(8, 1, 2, 2)
-    return Shape(split, 1, 1, 2)
+    low = split > 8 or (groups <= 2 and record > LONG_RECORD) or (groups == 2 and tiles < 512)
+    return Shape(split, max(1, 8 // split), 1 if low else 2, 2)
 
 
 def _blocks(tiles: int, shape: Shape, shared: int, device: torch.device) -> int:

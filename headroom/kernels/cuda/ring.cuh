@@ -19,20 +19,17 @@ __device__ __forceinline__ void let_next_begin() {
 }
 __device__ __forceinline__ void wait_for_last() {
 #if BULK
-    asm volatile("griddepcontrol.wait; fence.proxy.async;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
 #if BULK
-__device__ __forceinline__ void set_barrier(u64* barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+__device__ __forceinline__ void set_barrier(u64* barrier) {
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
 // Bulk copies go another way than stores do, and must be told of barriers that stores have set.
 __device__ __forceinline__ void show_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
-}
-__device__ __forceinline__ void arrive(u64* barrier) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 __device__ __forceinline__ void expect(u64* barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
@@ -61,13 +58,14 @@ template <int DEPTH, int COUNT, int SIZE> struct Ring {
     __device__ __forceinline__ void begin() {
 #if BULK
         if (lane == 0) {
-            for (int i = 0; i < DEPTH; ++i) set_barrier(full + i, 1);
+            for (int i = 0; i < DEPTH; ++i) set_barrier(full + i);
             show_barriers();
         }
         __syncwarp();
 #endif
     }
-    // All lanes have read what the stage held before. `from` null: nothing more to ask for.
+    // All lanes have used what the stage held before: a copy does not wait for loads under way. `from` null:
+    // nothing more to ask for.
     __device__ __forceinline__ void ask(int stage, const u8* from, size_t apart) {
         u8* to = memory + stage * COUNT * SIZE;
         __syncwarp();
@@ -104,53 +102,5 @@ template <int DEPTH, int COUNT, int SIZE> struct Ring {
         __syncwarp();
 #endif
         return memory + stage * COUNT * SIZE;
-    }
-};
-
-// A ring that READERS warps read and the first of them fills. Without bulk copies there is none, and all read
-// from where the pieces lie.
-template <int DEPTH, int SIZE, int READERS> struct SharedRing {
-    u8* memory;
-    u64 *full, *empty;  // [DEPTH] barriers each
-    bool fills;         // whether this warp asks for pieces
-    int lane;
-
-    __device__ __forceinline__ void begin() {  // before a barrier of the block
-#if BULK
-        if (!fills || lane != 0) return;
-        for (int i = 0; i < DEPTH; ++i) {
-            set_barrier(full + i, 1);
-            set_barrier(empty + i, READERS);
-        }
-        show_barriers();
-#endif
-    }
-    __device__ __forceinline__ void ask(int stage, const u8* from) {
-#if BULK
-        if (!fills || from == nullptr) return;
-        __syncwarp();
-        if (lane != 0) return;
-        expect(full + stage, SIZE);
-        copy_bulk(memory + stage * SIZE, from, SIZE, full + stage);
-#endif
-    }
-    __device__ __forceinline__ const u8* wait(int stage, int turn, const u8* plain) const {
-#if BULK
-        wait_barrier(full + stage, turn);
-        return memory + stage * SIZE;
-#else
-        return plain;
-#endif
-    }
-    // This warp has read a stage, which may be filled anew. All lanes of a warp that fills it wait together: a
-    // lane that waited alone was seen to start copies that it should not.
-    __device__ __forceinline__ void done(int stage, int turn, const u8* next) {
-#if BULK
-        __syncwarp();
-        if (lane == 0) arrive(empty + stage);
-        if (!fills || next == nullptr) return;
-        wait_barrier(empty + stage, turn);
-        ask(stage, next);
-#endif
     }
 };
