@@ -115,7 +115,8 @@ class RowNorm:
 
 def half_rows(x: torch.Tensor, norm: RowNorm | None = None) -> HalfRows:
     """Return rows in f16, normed first where a norm is given."""
-    out, columns = _empty_rows(*x.shape, x.device), x.shape[1]
+    columns = x.shape[1]
+    out = _empty_rows(len(x), columns, x.device)
     weight, eps, normed = (norm.weight, norm.eps, norm.out) if norm else (None, 0.0, None)
     warps = min(32, out.records) if norm else RECORD_WARPS
     compile_kernel("activations.cu", "norm_rows", {"LANES": out.lanes})(
@@ -127,7 +128,8 @@ def half_rows(x: torch.Tensor, norm: RowNorm | None = None) -> HalfRows:
 
 def gated_half_rows(gate: torch.Tensor, up: torch.Tensor, activation: str) -> HalfRows:
     """Return `act(gate) * up` in f16."""
-    out, columns = _empty_rows(*gate.shape, gate.device), gate.shape[1]
+    columns = gate.shape[1]
+    out = _empty_rows(len(gate), columns, gate.device)
     defines = {"GELU": int(activation == "gelu"), "LANES": out.lanes}
     compile_kernel("activations.cu", "gate_rows", defines)(
         (out.rows, -(-out.records // RECORD_WARPS)), (RECORD_WARPS * 32,),
@@ -139,7 +141,7 @@ def gated_half_rows(gate: torch.Tensor, up: torch.Tensor, activation: str) -> Ha
 def normed_head_rows(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> HalfRows:
-    """Return `weight * x / sqrt(mean(x^2) + eps) * silu(gate)` of heads of 128, a row's together."""
+    """Return `weight * x / sqrt(mean(x^2) + eps) * silu(gate)` of a row's heads of 128."""
     columns = x[0].numel()
     out = _empty_rows(len(x), columns, x.device)
     compile_kernel("activations.cu", "norm_heads", {"LANES": out.lanes})(
