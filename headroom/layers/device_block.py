@@ -12,8 +12,7 @@ from headroom.errors import KernelError
 from headroom.kernels.cuda import attention, delta_net, prefill, scratch, small
 from headroom.kernels.cuda.attention import DecodeShape, Gate, HeadNorms, Projected
 from headroom.kernels.cuda.chunks import span_tables
-from headroom.kernels.cuda.delta_net import OutputGate
-from headroom.kernels.cuda.matmul import RowNorm
+from headroom.kernels.cuda.matmul import RowNorm, normed_head_rows
 from headroom.kernels.ops import RecurrentState, StepTables
 from headroom.layers.attention import pair_rows, query_rows
 from headroom.layers.batch import Batch
@@ -207,7 +206,7 @@ class DeviceDelta:
         """Add the answers of the rows' states to them."""
         qkv, z, beta, alpha = self._in(normed_rows(x, self._norm))
         heads = len(self._weights.decay)
-        gate = OutputGate(z.view(len(x), heads, -1), self._head_norm, self._eps)
+        gate = (z.view(len(x), heads, -1), self._head_norm, self._eps)
         rows = (qkv, beta, alpha)
         if few_rows(len(x)):
             tables = batch.tables[0]
@@ -219,13 +218,13 @@ class DeviceDelta:
             mixed = delta_net.step(rows, self._weights, self._state, tables)
             answers = DeviceRows(
                 len(x),
-                few=delta_net.gated_norm_rounded(mixed, gate),
-                floats=lambda: delta_net.gated_norm(mixed, *gate.parts).flatten(1),
+                few=normed_head_rows(mixed, *gate),
+                floats=lambda: delta_net.gated_norm(mixed, *gate).flatten(1),
             )
         else:
             spans = batch.shared("span tables", lambda: span_tables(batch.spans, len(x), x.device))
             mixed = delta_net.prefill(rows, self._weights, self._state, spans)
-            answers = plain_rows(delta_net.gated_norm(mixed, *gate.parts).flatten(1))
+            answers = plain_rows(delta_net.gated_norm(mixed, *gate).flatten(1))
         self._out(answers, add=x)
 
 

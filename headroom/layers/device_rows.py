@@ -1,4 +1,4 @@
-"""Rows on a GPU on their way through packed products: a few in 8 bits, many in bf16."""
+"""Rows on a GPU on their way through packed products: a few in f16, many in bf16."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 
 from headroom.formats.quants import BF16
 from headroom.kernels.cuda import matmul, plain, scratch, small, unpacked
-from headroom.kernels.cuda.matmul import QuantisedRows, RowNorm
+from headroom.kernels.cuda.matmul import HalfRows, RowNorm
 from headroom.kernels.cuda.pack import PACKED, TILE_ROWS
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.weight import PLAIN_TYPES, Weight
@@ -22,7 +22,7 @@ class DeviceRows:
     """What products read of some rows: `few` for steps of few rows, `many` for long ones."""
 
     count: int
-    few: QuantisedRows | None = None
+    few: HalfRows | None = None
     many: torch.Tensor | None = None  # bf16 [rows, columns]
     # float32 [rows, columns], beside `few`; made only where weights are plain
     floats: Callable[[], torch.Tensor] | None = None
@@ -44,14 +44,14 @@ def few_rows(count: int) -> bool:
 def plain_rows(x: torch.Tensor) -> DeviceRows:
     """Return rows as they are."""
     if few_rows(len(x)):
-        return DeviceRows(len(x), few=matmul.quantise(x), floats=lambda: x)
+        return DeviceRows(len(x), few=matmul.half_rows(x), floats=lambda: x)
     return DeviceRows(len(x), many=_narrow(x))
 
 
 def normed_rows(x: torch.Tensor, norm: RowNorm) -> DeviceRows:
     """Return rows after a norm; `norm.out` gets them in float32 where it is given."""
     if few_rows(len(x)):
-        rounded = matmul.quantise(x, norm=norm)
+        rounded = matmul.half_rows(x, norm=norm)
         return DeviceRows(
             len(x), few=rounded, floats=lambda: small.rms_norm(x, norm.weight, norm.eps)
         )
@@ -66,7 +66,7 @@ def gated_rows(gate: torch.Tensor, up: torch.Tensor, activation: str) -> DeviceR
     if few_rows(len(gate)):
         return DeviceRows(
             len(gate),
-            few=matmul.quantise_gated(gate, up, activation),
+            few=matmul.gated_half_rows(gate, up, activation),
             floats=lambda: small.gated_activation(gate, up, activation),
         )
     return DeviceRows(len(gate), many=_narrow(small.gated_activation(gate, up, activation, gate)))

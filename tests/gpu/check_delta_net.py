@@ -9,7 +9,7 @@ import torch
 
 from headroom.kernels.cuda import delta_net as fast
 from headroom.kernels.cuda.chunks import SpanTables, span_tables
-from headroom.kernels.cuda.matmul import quantise
+from headroom.kernels.cuda.matmul import normed_head_rows
 from headroom.kernels.ops import DeltaNetWeights, RecurrentState, Span
 from headroom.kernels.reference import delta_net as plain
 from tests.gpu.timing import time_us
@@ -114,33 +114,6 @@ def check(
     return good
 
 
-def check_rounded(rows: int, heads: int) -> bool:
-    """The norm that rounds to 8 bits against the plain norm, then rounded."""
-    x, gate, norm = (
-        torch.randn(*size) for size in ((rows, heads, DIM), (rows, heads, DIM), (DIM,))
-    )
-    output = fast.OutputGate(gate.to(DEVICE), norm.to(DEVICE), 1e-6)
-    wanted = quantise(plain.gated_norm(x, gate, norm, 1e-6).flatten(1).to(DEVICE))
-    found = fast.gated_norm_rounded(x.to(DEVICE), output)
-    # Beside the last rows there is room that nothing fills.
-    own = torch.arange(-(-rows // 8) * 8, device=DEVICE) < rows
-    errors = []
-    for name in ("scales", "sums", "halves"):
-        mine, its = (
-            getattr(it, name).view(len(own) // 8, -1, 8).transpose(1, 2).flatten(0, 1)[own].cpu()
-            for it in (found, wanted)
-        )
-        errors.append(error(mine, its))
-    off = (found.values.view(torch.int8).int() - wanted.values.view(torch.int8).int()).abs()
-    share = float((off > 0).float().mean())
-    good = max(errors) < 1e-3 and int(off.max()) <= 1 and share < 1e-3
-    good = good and found.records == wanted.records
-    print(
-        f"{'PASS' if good else 'FAIL'} rounded norm {rows} x {heads}: {share:.1e} {max(errors):.1e}"
-    )
-    return good
-
-
 def span(first: int, rows: int, start: int, slot: int) -> Span:
     """A span without pages."""
     return Span(first, rows, start, NO_PAGES, slot)
@@ -208,7 +181,7 @@ def bench_step(
 
     def layer(table: SpanTables) -> None:
         answers = fast.step(inputs, weights, state, table, columns=columns)
-        fast.gated_norm_rounded(answers, output)
+        normed_head_rows(answers, output.gate, output.weight, output.eps)
 
     took = time_us([partial(layer, table) for table in tables])
     moved = sequences * shape.heads * DIM * DIM * 8  # each state read and written once
@@ -230,12 +203,6 @@ def main() -> None:
             check(*case)  # type: ignore[arg-type]
         except Exception:
             print("FAIL", case)
-            traceback.print_exc(limit=4)
-    for rows, heads in ((1, 48), (9, 32), (3, 5)):
-        try:
-            check_rounded(rows, heads)
-        except Exception:
-            print("FAIL rounded norm", rows, heads)
             traceback.print_exc(limit=4)
     if "--bench" in sys.argv:
         bench("27B", Shape(48, 16, False))

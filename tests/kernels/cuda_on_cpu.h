@@ -19,7 +19,9 @@ using std::min;
 #define __constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __align__(...)
 #define __CUDA_ARCH__ 750
+#define HEADROOM_ON_CPU  // a source leaves out its assembly
 
 struct uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
@@ -123,10 +125,6 @@ static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 using std::isinf;
 static int __float2int_rn(float x) { return static_cast<int>(nearbyintf(x)); }
 template <class T> T __ldcs(const T* at) { return *at; }
-static int __dp4a(int a, int b, int c) {
-    for (int i = 0; i < 32; i += 8) c += static_cast<int8_t>(a >> i) * static_cast<int8_t>(b >> i);
-    return c;
-}
 static unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
     const uint64_t both = a | static_cast<uint64_t>(b) << 32;
     unsigned found = 0;
@@ -136,6 +134,16 @@ static unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
 }
 static float __half2float(__half h) { return static_cast<float>(h); }
 static __half __float2half_rn(float x) { return static_cast<__half>(x); }
+static __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
+static __half2 __low2half2(__half2 h) { return {h.x, h.x}; }
+static __half2 __high2half2(__half2 h) { return {h.y, h.y}; }
+// A double holds every product and sum of the kernels exactly, so that one rounding is left.
+static __half rounded(double x) { return static_cast<__half>(x); }
+static __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
+    return {rounded(double(a.x) * double(b.x) + double(c.x)), rounded(double(a.y) * double(b.y) + double(c.y))};
+}
+static __half2 __hmul2(__half2 a, __half2 b) { return __hfma2(a, b, {0, 0}); }
+static __half2 __hadd2(__half2 a, __half2 b) { return __hfma2(a, {1, 1}, b); }
 static float2 __half22float2(__half2 h) { return {static_cast<float>(h.x), static_cast<float>(h.y)}; }
 static float __bfloat162float(__nv_bfloat16 b) { return __uint_as_float(b.bits << 16); }
 static __nv_bfloat16 __float2bfloat16(float x) {
@@ -146,6 +154,24 @@ static __nv_bfloat16 __float2bfloat16_rn(float x) { return __float2bfloat16(x); 
 static float2 __bfloat1622float2(__nv_bfloat162 b) { return {__bfloat162float(b.x), __bfloat162float(b.y)}; }
 static __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
     return {__float2bfloat16(x), __float2bfloat16(y)};
+}
+
+// mma.cuh: the lanes bring their parts of two matrices of f16, and take their sums.
+static __half matrices[32][2][16][16];  // of each warp: 16 rows, then 8
+static void mma(float* c, const unsigned* a, unsigned b0, unsigned b1) {
+    const int me = current % 32, g = me / 4, t = me % 4;
+    auto& mine = matrices[current / 32];
+    const auto put = [&](int which, int row, int column, unsigned word) {
+        memcpy(&mine[which][row][column], &word, 4);
+    };
+    for (int i = 0; i < 4; ++i) put(0, g + i % 2 * 8, 2 * t + i / 2 * 8, a[i]);
+    put(1, g, 2 * t, b0);
+    put(1, g, 2 * t + 8, b1);
+    wait_as(AT_WARP);
+    for (int i = 0; i < 4; ++i)
+        for (int k = 0; k < 16; ++k)
+            c[i] += static_cast<float>(mine[0][g + i / 2 * 8][k]) * static_cast<float>(mine[1][2 * t + i % 2][k]);
+    wait_as(AT_WARP);
 }
 
 static void (*body)(void*);

@@ -1,7 +1,7 @@
 """CUDA sources compiled by the C++ compiler at hand and run on the CPU, one thread at a time.
 
 It shows that a kernel's arithmetic, indices and barriers are right; speed and races between
-blocks only show on a GPU. Kernels with inline assembly cannot run here.
+blocks only show on a GPU. Inline assembly is left out or has a stand-in in cuda_on_cpu.h.
 """
 
 import ctypes
@@ -56,6 +56,7 @@ def compile_on_cpu(
         block: Sequence[int],
         args: Sequence[cuda.Argument],
         shared_bytes: int = 0,
+        early: bool = False,
     ) -> None:
         for argument in args:
             if isinstance(argument, torch.Tensor):

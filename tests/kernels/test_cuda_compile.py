@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from headroom.formats.quants import BY_NAME
+from headroom.kernels.cuda import matmul
 from headroom.kernels.cuda.compile import SOURCES
-from headroom.kernels.cuda.pack import PACKED
+from headroom.kernels.cuda.pack import PACKED, WARPS, record_bytes
 from tests.nvrtc import compile_source, missing
 
 MAIN = 90  # the GPU for which all macros are tried
@@ -32,13 +33,20 @@ def _delta(columns: int, tiled: int = 0) -> Defines:
 
 def _experts(gate: str, down: str, gelu: int) -> Defines:
     kinds = {"GATE": _id(gate), "UP": _id(gate), "DOWN": _id(down)}
-    return kinds | {"GELU": gelu, "WARPS": 8}
+    return kinds | {"GELU": gelu, "WARPS": 8, "LANES": 4 << 3 * gelu}
+
+
+def _product(kind: str, groups: int) -> Defines:
+    shape = matmul.shape_for(512, 20, groups, record_bytes(BY_NAME[kind]))
+    warps = {"SPLIT": shape.split, "SIDE": shape.side, "HEIGHT": shape.height}
+    rows = {"GROUPS": groups, "LANES": matmul.lanes_for(8 * groups)}
+    return {"KIND": _id(kind), "STAGES": shape.stages} | warps | rows
 
 
 KINDS = sorted(quant.name for quant in PACKED)
 # The macros that launchers give, by source.
 DEFINES: dict[str, list[Defines]] = {
-    "activations.cu": [{}],
+    "activations.cu": [{"LANES": 4}, {"LANES": 32, "GELU": 1}],
     "attention.cu": [
         {"DIM": 256, "PAGE": 1, "BASE2": 1, "GATE": 1, "GATE_PER_HEAD": 0},
         {"DIM": 512, "PAGE": 1, "BASE2": 0, "GATE": 2, "GATE_PER_HEAD": 1},
@@ -56,10 +64,9 @@ DEFINES: dict[str, list[Defines]] = {
     "dequant.cu": [{"KIND": _id(kind), "WARPS": 4} for kind in KINDS],
     "exact.cu": [_attention(256, "f32"), _attention(512, "q5_0"), _attention(64, "bf16")],
     "experts.cu": [_experts("q4_k", "q6_k", 0), _experts("q8_0", "q5_1", 1)],
-    "matmul.cu": [
-        {"KIND": _id(kind), "WARPS": 8, "TILES": 1 + number % 2}
-        for number, kind in enumerate(KINDS)
-    ],
+    "marker.cu": [{}],
+    "matmul.cu": [_product(kind, 1 + number % 4) for number, kind in enumerate(KINDS)],
+    "pack.cu": [{"KIND": _id(kind), "WARPS": WARPS} for kind in KINDS],
     "rope.cu": [
         {"DIM": 256, "HALF": 32, "K_KIND": _id(kind), "V_KIND": _id(kind), "Q_BF16": number % 2}
         for number, kind in enumerate(("f16", "f32", "bf16", "q8_0", "q5_1", "q4_0"))

@@ -7,7 +7,7 @@ import torch
 
 from headroom.kernels.cuda import delta_net, experts, matmul, pack, picks, route
 from headroom.kernels.ops import RouterRule
-from tests.gpu import check_delta_net, check_experts, check_route
+from tests.gpu import check_delta_net, check_experts, check_matmul, check_route
 from tests.gpu.check_delta_net import Shape, span
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 
@@ -20,9 +20,13 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     torch.manual_seed(0)
     for module in (delta_net, experts, matmul, pack, route):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
-    for check in (check_delta_net, check_experts, check_route):
+    for check in (check_delta_net, check_experts, check_matmul, check_route):
         monkeypatch.setattr(check, "DEVICE", "cpu")
-    gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+    gpu = SimpleNamespace(
+        multi_processor_count=132,
+        shared_memory_per_block_optin=227 << 10,
+        shared_memory_per_multiprocessor=228 << 10,
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     return gpu
 
@@ -31,11 +35,6 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_delta_net_row_after_row_agrees_with_the_reference(columns: int) -> None:
     spans = (span(0, 1, 7, 4), span(1, 3, 2, 1), span(4, 2, 0, 0))
     assert check_delta_net.check(Shape(4, 2, columns == 64), spans, 8, columns)
-
-
-@pytest.mark.parametrize(("rows", "heads"), [(9, 2), (3, 3)])
-def test_gated_norms_are_rounded_as_other_rows_are(rows: int, heads: int) -> None:
-    assert check_delta_net.check_rounded(rows, heads)
 
 
 @pytest.mark.parametrize("processors", [132, 1])  # narrow blocks and wide ones
@@ -91,3 +90,27 @@ def test_experts_agree_with_the_reference(
     # What stands in for a GPU here may lack bf16 products.
     monkeypatch.setattr(experts, "grouped_product", in_float32)
     assert check_experts.check(kinds, sizes, 3, 2, activation)
+
+
+@pytest.mark.parametrize("name", check_matmul.KINDS)
+def test_packed_products_agree_with_float64(name: str) -> None:
+    assert check_matmul.check(name, 40, 512, 9)
+
+
+def test_packed_products_fill_outputs_that_lie_one_after_another() -> None:
+    assert check_matmul.check_outputs("q5_k")
+
+
+def test_blocks_take_tiles_in_turns_where_the_gpu_is_small(on_the_cpu: SimpleNamespace) -> None:
+    on_the_cpu.multi_processor_count = 1
+    on_the_cpu.shared_memory_per_multiprocessor = 1
+    assert check_matmul.check("q4_k", 16 * 19, 256, 17)
+
+
+def test_a_rows_product_does_not_depend_on_other_rows() -> None:
+    assert check_matmul.check_alone("q4_k", 48, 1280)
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(9, 384), (3, 96)])
+def test_rows_in_halves_hold_what_they_stand_for(tokens: int, columns: int) -> None:
+    assert check_matmul.check_rows(tokens, columns)

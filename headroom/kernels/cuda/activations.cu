@@ -1,88 +1,116 @@
-// Rows of activations made ready for products: normed where asked, rounded to 8 bits per 32 columns.
-typedef unsigned char u8;
+// Rows of activations made ready for products: normed or gated where asked, then in f16; see halves.cuh.
+#include "halves.cuh"
+#include "ring.cuh"
 
-#define THREADS 256
+#ifndef GELU  // gate_rows: the activation, silu otherwise
+#define GELU 0
+#endif
+#ifndef LANES  // of a piece
+#define LANES 32
+#endif
+#define HEAD 128  // columns of a head of norm_heads
 
-// Where a row's scale of a block stands: rows lie in groups, so that a lane finds its two side by side.
-__device__ __forceinline__ size_t place(int row, int block, int blocks, int group) {
-    return (static_cast<size_t>(row / group) * blocks + block) * group + row % group;
+// A lane's eight columns of a row; those after the last are zeros.
+__device__ __forceinline__ void read_eight(const float* row, int column, int columns, float* v) {
+    if (columns % 4 == 0 && column + 8 <= columns) {
+        const float4 a = *reinterpret_cast<const float4*>(row + column);
+        const float4 b = *reinterpret_cast<const float4*>(row + column + 4);
+        v[0] = a.x; v[1] = a.y; v[2] = a.z; v[3] = a.w;
+        v[4] = b.x; v[5] = b.y; v[6] = b.z; v[7] = b.w;
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = column + i < columns ? row[column + i] : 0.0f;
 }
-
-__device__ __forceinline__ float sum_of_four(float v) {  // over the four lanes of a block
-    v += __shfl_xor_sync(~0u, v, 1);
-    return v + __shfl_xor_sync(~0u, v, 2);
+__device__ __forceinline__ void write_record(const float* v, u8* pieces, int record, int row, int rows) {
+    const size_t piece = static_cast<size_t>(record) * ((rows + 7) / 8) + row / 8;
+    write_halves<LANES>(v, pieces + piece * Piece<LANES>::bytes, row % 8);
 }
-__device__ __forceinline__ float max_of_four(float v) {
-    v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
-    return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+__device__ __forceinline__ float squares_of(const float* v) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum = fmaf(v[i], v[i], sum);
+    return sum;
 }
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
 
-__device__ __forceinline__ float activate(float x, int gelu) {
-    if (!gelu) return x / (1.0f + __expf(-x));
-    return 0.5f * x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
-}
-
-// blockIdx: the row, and the share of its records. `weight` may be null: then nothing is normed. `normed` may be null. Where
-// there is an `up`, a value is the activation of `x` times it, and nothing is normed.
-// The layouts of `values`, `scales`, `sums` and `halves` are those of struct Rows in matmul.cu.
-extern "C" __global__ void __launch_bounds__(THREADS)
-quantise(const float* x, const float* up, int gelu, const float* weight, float eps, float* normed,
-         u8* values, float* scales, float* sums, float* halves, int columns, int records, int group) {
-    __shared__ float partial[THREADS / 32];
-    const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+// Rows as they are, or weight * x / rms(x), which `normed` gets too where it is given; one block a row
+// then, else blockIdx.y is the share of the row's records.
+extern "C" __global__ void __launch_bounds__(1024)
+norm_rows(const float* x, const float* weight, float eps, float* normed, u8* pieces, int columns, int records) {
+    __shared__ float partial[32];
+    const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const float* from = x + static_cast<size_t>(row) * columns;
-    float factor = 1.0f;
+    let_next_begin();
+    wait_for_last();
+    float v[8], factor = 1.0f;
     if (weight != nullptr) {
         float squares = 0;
-        for (int i = threadIdx.x; i < columns; i += THREADS) squares = fmaf(from[i], from[i], squares);
-        for (int step = 16; step; step /= 2) squares += __shfl_xor_sync(~0u, squares, step);
+        for (int record = warp; record < records; record += warps) {
+            read_eight(from, record * 256 + lane * 8, columns, v);
+            squares += squares_of(v);
+        }
+#pragma unroll
+        for (int o = 16; o; o /= 2) squares += __shfl_xor_sync(~0u, squares, o);
         if (lane == 0) partial[warp] = squares;
         __syncthreads();
         float total = 0;
-        for (int i = 0; i < THREADS / 32; ++i) total += partial[i];
+        for (int i = 0; i < warps; ++i) total += partial[i];
         factor = rsqrtf(total / columns + eps);
     }
-    const int blocks = records * 8;
-    for (int record = blockIdx.y * (THREADS / 32) + warp; record < records;
-         record += gridDim.y * (THREADS / 32)) {
-        const int column = record * 256 + lane * 8, part = lane % 4, block = record * 8 + lane / 4;
-        float v[8];
+    for (int record = blockIdx.y * warps + warp; record < records; record += gridDim.y * warps) {
+        const int column = record * 256 + lane * 8;
+        read_eight(from, column, columns, v);
+        if (weight != nullptr) {
+            float by[8];
+            read_eight(weight, column, columns, by);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            v[i] = column + i < columns ? from[column + i] * factor : 0.0f;
-            if (up != nullptr && column + i < columns)
-                v[i] = activate(v[i], gelu) * up[static_cast<size_t>(row) * columns + column + i];
-            if (weight != nullptr && column + i < columns) v[i] *= weight[column + i];
-            if (normed != nullptr && column + i < columns)
-                normed[static_cast<size_t>(row) * columns + column + i] = v[i];
+            for (int i = 0; i < 8; ++i) v[i] *= factor * by[i];
         }
-        float peak = 0;
+        if (normed != nullptr)
 #pragma unroll
-        for (int i = 0; i < 8; ++i) peak = fmaxf(peak, fabsf(v[i]));
-        peak = max_of_four(peak);
-        const float scale = peak / 127.0f, inverse = peak > 0 ? 127.0f / peak : 0.0f;
-        int q[8];
-        float total = 0;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            q[i] = __float2int_rn(v[i] * inverse);
-            total += static_cast<float>(q[i]);
-        }
-        const float pair = total + __shfl_xor_sync(~0u, total, 1);  // of columns 0..15 or 16..31
-        const float whole = sum_of_four(total);
-#pragma unroll
-        for (int w = 0; w < 2; ++w) {
-            const int word = 2 * part + w;  // of the block: columns 4 * word ..
-            const int t = word % 4, half = word / 4;
-            const unsigned packed = (q[4 * w] & 255) | (q[4 * w + 1] & 255) << 8 |
-                                    (q[4 * w + 2] & 255) << 16 | (q[4 * w + 3] & 255) << 24;
-            *reinterpret_cast<unsigned*>(values + (static_cast<size_t>(row) * records + record) * 256 +
-                                         t * 64 + lane / 4 * 8 + half * 4) = packed;
-        }
-        if (part == 0) {
-            scales[place(row, block, blocks, group)] = scale;
-            sums[place(row, block, blocks, group)] = scale * whole;
-        }
-        if (part % 2 == 0) halves[place(row, 2 * block + part / 2, 2 * blocks, group)] = scale * pair;
+            for (int i = 0; i < 8; ++i)
+                if (column + i < columns) normed[static_cast<size_t>(row) * columns + column + i] = v[i];
+        write_record(v, pieces, record, row, gridDim.x);
     }
+}
+
+// act(gate) * up. blockIdx: the row, the share of its records.
+extern "C" __global__ void __launch_bounds__(256)
+gate_rows(const float* gate, const float* up, u8* pieces, int columns, int records) {
+    const int row = blockIdx.x, record = blockIdx.y * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    let_next_begin();
+    wait_for_last();
+    if (record >= records) return;
+    const size_t first = static_cast<size_t>(row) * columns;
+    float v[8], by[8];
+    read_eight(gate + first, record * 256 + lane * 8, columns, v);
+    read_eight(up + first, record * 256 + lane * 8, columns, by);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float x = v[i];
+        v[i] = by[i] * (GELU ? 0.5f * x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x))) : silu(x));
+    }
+    write_record(v, pieces, record, row, gridDim.x);
+}
+
+// weight * x / rms(x) * silu(gate) of each head; rows of `columns`, a record has two heads.
+extern "C" __global__ void __launch_bounds__(256)
+norm_heads(const float* x, const float* gate, const float* weight, float eps, u8* pieces, int columns, int records) {
+    const int row = blockIdx.x, record = blockIdx.y * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    let_next_begin();
+    wait_for_last();
+    if (record >= records) return;
+    const size_t first = static_cast<size_t>(row) * columns;
+    float v[8], by[8], own[8];
+    read_eight(x + first, record * 256 + lane * 8, columns, v);
+    read_eight(gate + first, record * 256 + lane * 8, columns, by);
+    read_eight(weight, lane * 8 % HEAD, HEAD, own);
+    float squares = squares_of(v);
+#pragma unroll
+    for (int o = 8; o; o /= 2) squares += __shfl_xor_sync(~0u, squares, o);  // over half a warp
+    const float factor = rsqrtf(squares / HEAD + eps);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = own[i] * (v[i] * factor) * silu(by[i]);
+    write_record(v, pieces, record, row, gridDim.x);
 }

@@ -15,16 +15,39 @@ _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 _MAX_DYNAMIC_SHARED = 8  # the driver's number of this attribute of a function
 _PLAIN_SHARED_BYTES = 48 << 10  # what a block may have without asking
 
+_MAY_START_EARLY = 6  # the driver's number of programmatic stream serialization
+
 Argument = torch.Tensor | int | float | None
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("number", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+    def __init__(self, number: int, value: int) -> None:
+        super().__init__(number, 0, (value,))
+
+
+class _Config(ctypes.Structure):
+    """How the driver is told to launch a kernel."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
 
 
 class CudaKernel:
     """One compiled kernel; calls go to the current stream and may be captured in a graph."""
 
-    def __init__(self, name: str, module: object, function: ctypes.c_void_p) -> None:
+    def __init__(self, name: str, module: object, function: ctypes.c_void_p, early: bool) -> None:
         self._name = name
         self._module = module  # unloaded with the last reference to it
         self._function = function
+        self._early = early  # whether the GPU can start a kernel while another runs out
         self._shared_bytes = _PLAIN_SHARED_BYTES
 
     def __call__(
@@ -33,8 +56,13 @@ class CudaKernel:
         block: Sequence[int],
         args: Sequence[Argument],
         shared_bytes: int = 0,
+        early: bool = False,
     ) -> None:
-        """Launch with tensors as pointers, None as a null pointer, ints and floats as 32 bits."""
+        """Launch with tensors as pointers, None as a null pointer, ints and floats as 32 bits.
+
+        A kernel may start `early`, while the one before it still runs, if it waits for that one
+        before it touches anything but weights.
+        """
         if 0 in grid:
             return
         if shared_bytes > self._shared_bytes:
@@ -45,9 +73,13 @@ class CudaKernel:
         values = [_value(argument) for argument in args]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        sizes = (*(*grid, 1, 1)[:3], *(*block, 1, 1)[:3])
+        attribute = _Attribute(_MAY_START_EARLY, 1)
+        config = _Config(
+            (*grid, 1, 1)[:3], (*block, 1, 1)[:3], shared_bytes, stream, ctypes.pointer(attribute),
+            int(early and self._early),
+        )  # fmt: skip
         self._check(
-            _driver().cuLaunchKernel(self._function, *sizes, shared_bytes, stream, pointers, None)
+            _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
         )
 
     def _check(self, status: int) -> None:
@@ -77,7 +109,7 @@ def _compile(
         )
     except RuntimeError as error:
         raise KernelError(f"{source} does not compile for sm_{major}{minor}: {error}") from error
-    return CudaKernel(f"{source}:{name}", compiled.module, compiled.func)
+    return CudaKernel(f"{source}:{name}", compiled.module, compiled.func, major >= 9)
 
 
 def read_source(name: str) -> str:

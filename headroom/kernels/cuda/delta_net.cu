@@ -81,37 +81,6 @@ gated_norm(const float4* x, const float4* gate, const float4* weight, float4* ou
     out[at] = gated(x[at], gate[at], weight[lane], eps);
 }
 
-// The same, rounded to 8 bits per 32 columns for the product that follows: rows of `heads` heads, an
-// even number. Layouts as in struct Rows of matmul.cu, with scales of `group` rows side by side.
-extern "C" __global__ void __launch_bounds__(128)
-gated_norm_rounded(const float4* x, const float4* gate, const float4* weight, unsigned char* values, float* scales,
-                   float* sums, float* halves, float eps, int all, int heads, int group) {
-    const int number = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (number >= all) return;
-    const size_t at = static_cast<size_t>(number) * (DIM / 4) + lane;
-    const float4 y = gated(x[at], gate[at], weight[lane], eps);
-    const int row = number / heads, head = number % heads, block = head * 4 + lane / 8, word = lane % 8;
-    float peak = fmaxf(fmaxf(fabsf(y.x), fabsf(y.y)), fmaxf(fabsf(y.z), fabsf(y.w)));
-#pragma unroll
-    for (int o = 1; o < 8; o <<= 1) peak = fmaxf(peak, __shfl_xor_sync(0xFFFFFFFFu, peak, o));
-    const float scale = peak / 127.0f, inverse = peak > 0 ? 127.0f / peak : 0.0f;
-    const int q[4] = {__float2int_rn(y.x * inverse), __float2int_rn(y.y * inverse), __float2int_rn(y.z * inverse),
-                      __float2int_rn(y.w * inverse)};
-    float half = static_cast<float>(q[0] + q[1] + q[2] + q[3]);
-    half += __shfl_xor_sync(0xFFFFFFFFu, half, 1);
-    half += __shfl_xor_sync(0xFFFFFFFFu, half, 2);
-    const float whole = half + __shfl_xor_sync(0xFFFFFFFFu, half, 4);
-    *reinterpret_cast<unsigned*>(values + static_cast<size_t>(row) * heads * DIM + block / 8 * 256 + word % 4 * 64 +
-                                 block % 8 * 8 + word / 4 * 4) =
-        (q[0] & 255) | (q[1] & 255) << 8 | (q[2] & 255) << 16 | static_cast<unsigned>(q[3] & 255) << 24;
-    const size_t first = static_cast<size_t>(row / group) * heads * 4 * group;
-    if (word == 0) {
-        scales[first + block * group + row % group] = scale;
-        sums[first + block * group + row % group] = scale * whole;
-    }
-    if (word % 4 == 0) halves[2 * first + (2 * block + word / 4) * group + row % group] = scale * half;
-}
-
 #define ACROSS (COLUMNS / 4)   // threads side by side, four columns each
 #define THREADS (COLUMNS * 8)  // 32 groups of them, four rows of the state each
 #define WARPS (THREADS / 32)

@@ -13,14 +13,12 @@ from headroom.kernels.cuda.chunks import (
     span_tables,
 )
 from headroom.kernels.cuda.compile import compile_kernel
-from headroom.kernels.cuda.matmul import QuantisedRows, quantise
 from headroom.kernels.ops import DeltaNetWeights, RecurrentState, Span
 
 DIM = 128  # of keys and values; the kernels are written for it
 STEP_ROWS = 16  # a span of more goes in chunks: row after row would take longer
 CONVOLVED_ROWS = 16  # rows of a head that one warp takes, of many
 PLAIN_HEADS = 8  # that torch's products take at a time; the planner counts the same
-GROUP = 8  # rows whose scales lie together, as the products read them
 # What the norm kernels do not depend on, but their file does.
 NORM_CONSTANTS = {"HEADS": 1, "KEY_HEADS": 1, "TILED": 0, "TAPS": 4, "COLUMNS": 16}
 SHARED_FLOATS = CHUNK * (DIM + 4)  # of 64 rows of a head in shared memory
@@ -152,26 +150,6 @@ def gated_norm(
     kernel = compile_kernel("delta_net.cu", "gated_norm", NORM_CONSTANTS)
     kernel((-(-heads // 4), 1, 1), (128, 1, 1), (x, gate, weight, out, eps, heads))
     return out
-
-
-def gated_norm_rounded(x: torch.Tensor, output: OutputGate) -> QuantisedRows:
-    """Return normed and gated answers `[rows, heads, dim]` as rows rounded to 8 bits."""
-    rows, heads, _ = x.shape
-    if heads % 2:  # a record holds two heads
-        return quantise(gated_norm(x, *output.parts).flatten(1), GROUP)
-    padded = -(-rows // GROUP) * GROUP
-    values = torch.empty(rows, heads * DIM, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(padded * heads * DIM // 32, device=x.device)
-    sums, halves = torch.empty_like(scales), torch.empty(2 * len(scales), device=x.device)
-    compile_kernel("delta_net.cu", "gated_norm_rounded", NORM_CONSTANTS)(
-        (-(-rows * heads // 4),),
-        (128,),
-        (
-            *(x, output.gate, output.weight, values, scales, sums, halves),
-            *(output.eps, rows * heads, heads, GROUP),
-        ),
-    )
-    return QuantisedRows(values, scales, sums, halves, heads // 2)
 
 
 def _convolve(

@@ -7,7 +7,7 @@
 template <class Put> __device__ __forceinline__ void unpack_record(const u8* record, int lane, Put put) {
     Quants<KIND> quants;
     Scales<KIND> scales;
-    quants.load(record, lane);
+    quants.load<true>(record, lane);
     scales.load(record, lane / 4);
 #pragma unroll
     for (int b = 0; b < 8; ++b) {

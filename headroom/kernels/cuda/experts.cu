@@ -1,8 +1,8 @@
 // Routed experts for a few rows: a pick is one expert chosen by one row.
 // GATE, UP, DOWN: the types of an expert's matrices; GELU: the activation, else silu; WARPS: of a
-// block, a multiple of four.
+// block, a multiple of four; LANES: of a piece of activations.
 // table [experts][3]: the addresses of an expert's tiles, on this device or mapped host memory.
-#include "dot.cuh"
+#include "tensor.cuh"
 
 __device__ __forceinline__ float activated(float x) {
 #if GELU
@@ -13,42 +13,62 @@ __device__ __forceinline__ float activated(float x) {
 #endif
 }
 
-// act(gate x) * up x of 32 rows of an expert, rounded to 8 bits. blockIdx: rows, pick.
-// inner_values [picks][records][t][block][2 words], inner_scales [picks][block].
+// Records `first`, first + step, ... of a tile times one row of activations, row % 8 of its pieces, which lie
+// `apart`; the next record is asked for before the work on one begins. Each column of the sums is the row's.
+template <int K>
+__device__ __forceinline__ void add_row(const u8* tile, const u8* pieces, size_t apart, int row, int first,
+                                        int step, int records, float (*acc)[1][4]) {
+    const int lane = threadIdx.x % 32, own = row % 8;
+    const Slot slot{own * 4 + lane % 4, {own, own}};
+    Share<K> share, next;
+    if (first < records) next.template load<true>(tile + static_cast<size_t>(first) * Record<K>::bytes, lane);
+    for (int r = first; r < records; r += step) {
+        share = next;
+        if (r + step < records)
+            next.template load<true>(tile + static_cast<size_t>(r + step) * Record<K>::bytes, lane);
+        add_records<K, LANES, 1, 1>(&share, pieces + r * apart, &slot, acc);
+    }
+}
+
+// The sums of rows g and g + 8 to `out [16]`.
+__device__ __forceinline__ void write_column(const float* acc, float* out) {
+    const int lane = threadIdx.x % 32;
+    if (lane % 4) return;
+    out[lane / 4] = acc[0];
+    out[lane / 4 + 8] = acc[2];
+}
+
+// inner [picks, width] = act(gate x) * up x, 32 columns a block. blockIdx: columns, pick.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-gate_up(const long long* table, const int* ids, const u8* values, const float* scales, int group, int used,
-        int width, int records, u8* inner_values, float* inner_scales, int inner_records) {
+gate_up(const long long* table, const int* ids, const u8* pieces, int groups, int used, int width, int records,
+        float* inner) {
     __shared__ float sums[WARPS][16];
-    const int pick = blockIdx.y, expert = ids[pick];
+    const int pick = blockIdx.y, row = pick / used, expert = ids[pick];
     if (expert < 0) return;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % 4, turn = warp / 4;
     // Parts of the warps: two tiles of the gate, two of up.
     const int tile = blockIdx.x * 2 + part % 2;
-    float2 sum = make_float2(0, 0);
+    float acc[1][1][4] = {};
     if (tile * 16 < width) {
         const u8* matrix = reinterpret_cast<const u8*>(table[expert * 3 + part / 2]);
-        const size_t at = static_cast<size_t>(tile) * records;
-        const Row x = row_of(values, scales, pick / used, records, group);
-        if (GATE == UP || part < 2) sum = dot_records<GATE>(matrix + at * Record<GATE>::bytes, x, turn, WARPS / 4, records);
-        else sum = dot_records<UP>(matrix + at * Record<UP>::bytes, x, turn, WARPS / 4, records);
+        const u8* x = pieces + row / 8 * Piece<LANES>::bytes;
+        const size_t at = static_cast<size_t>(tile) * records, apart = static_cast<size_t>(groups) * Piece<LANES>::bytes;
+        if (GATE == UP || part < 2)
+            add_row<GATE>(matrix + at * Record<GATE>::bytes, x, apart, row, turn, WARPS / 4, records, acc);
+        else
+            add_row<UP>(matrix + at * Record<UP>::bytes, x, apart, row, turn, WARPS / 4, records, acc);
     }
-    gather_lanes(sum, sums[warp]);
+    write_column(acc[0][0], sums[warp]);
     __syncthreads();
-    if (warp) return;
+    const int column = blockIdx.x * 32 + lane;
+    if (warp || column >= width) return;
     float gate = 0, up = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; w += 4) {
         gate += sums[w + lane / 16][lane % 16];
         up += sums[w + 2 + lane / 16][lane % 16];
     }
-    const float y = static_cast<int>(blockIdx.x) * 32 + lane < width ? activated(gate) * up : 0.0f;
-    float peak = fabsf(y);
-#pragma unroll
-    for (int o = 16; o > 0; o >>= 1) peak = fmaxf(peak, __shfl_xor_sync(0xFFFFFFFFu, peak, o));
-    const int word = lane / 4, record = blockIdx.x / 8, block = blockIdx.x % 8;
-    inner_values[(static_cast<size_t>(pick) * inner_records + record) * 256 + word % 4 * 64 + block * 8 +
-                 word / 4 * 4 + lane % 4] = __float2int_rn(peak > 0 ? y * (127.0f / peak) : 0.0f);
-    if (lane == 0) inner_scales[pick * inner_records * 8 + blockIdx.x] = peak / 127.0f;
+    inner[static_cast<size_t>(pick) * width + column] = activated(gate) * up;
 }
 
 // What every row gets besides its experts; null where there is none.
@@ -64,24 +84,39 @@ struct Others {
     }
 };
 
-// The weighted sum of a row's experts for sixteen columns of the output. blockIdx: tile, row.
+// The weighted sum of a row's experts for sixteen columns of the output. blockIdx: tile, row. Each warp
+// makes its part of an expert's inner values ready for the product by itself.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-down(const long long* table, const int* ids, const float* weights, const u8* values, const float* scales, int used,
+down(const long long* table, const int* ids, const float* weights, const float* inner, int used, int width,
      int hidden, int records, const float* residual, const float* visited, const float* logits, int stride,
      float* out) {
     __shared__ float sums[WARPS][16];
+    __shared__ uint4 pieces[WARPS][Piece<4>::bytes / 16];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.y;
     const size_t tile = static_cast<size_t>(blockIdx.x) * records;
-    float2 sum = make_float2(0, 0);
+    u8* piece = reinterpret_cast<u8*>(pieces[warp]);
+    const Slot slot{lane % 4, {0, 0}};
+    float sum[4] = {};
     for (int unit = warp; unit < used * records; unit += WARPS) {
         const int pick = row * used + unit / records, r = unit % records, expert = ids[pick];
         if (expert < 0) continue;
         Share<DOWN> share;
-        share.load(reinterpret_cast<const u8*>(table[expert * 3 + 2]) + (tile + r) * Record<DOWN>::bytes, lane);
-        const float2 more = share.dot(row_of(values, scales, pick, records, 1), r, lane);
-        sum = make_float2(fmaf(weights[pick], more.x, sum.x), fmaf(weights[pick], more.y, sum.y));
+        share.template load<true>(
+            reinterpret_cast<const u8*>(table[expert * 3 + 2]) + (tile + r) * Record<DOWN>::bytes, lane);
+        float v[8], acc[1][1][4] = {};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int column = r * 256 + lane * 8 + i;
+            v[i] = column < width ? inner[static_cast<size_t>(pick) * width + column] : 0.0f;
+        }
+        __syncwarp();  // the piece before has been read
+        write_halves<4>(v, piece, 0);
+        __syncwarp();
+        add_records<DOWN, 4, 1, 1>(&share, piece, &slot, acc);
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) sum[i] = fmaf(weights[pick], acc[0][0][i], sum[i]);
     }
-    gather_lanes(sum, sums[warp]);
+    write_column(sum, sums[warp]);
     __syncthreads();
     const int column = blockIdx.x * 16 + threadIdx.x;
     if (threadIdx.x >= 16 || column >= hidden) return;

@@ -8,12 +8,11 @@ import torch
 from headroom.formats.quants import QuantType
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import Argument, compile_kernel
-from headroom.kernels.cuda.matmul import FEW_ROWS, QuantisedRows, quantise
+from headroom.kernels.cuda.matmul import FEW_ROWS, HalfRows, half_rows
 from headroom.kernels.cuda.pack import PACKED, RECORD_COLUMNS, TILE_ROWS
 from headroom.kernels.cuda.picks import ExpertGroup, expert_group, grouped_product, sort_picks
 from headroom.kernels.ops import Case
 
-GROUP = 8  # rows whose scales lie together, as `quantise` leaves them
 WARPS = 8
 PARTS = 3  # matrices of an expert: gate, up, down
 
@@ -84,12 +83,12 @@ def experts(
 ) -> torch.Tensor:
     """Return the weighted sum of each row's experts, the best first."""
     if len(x) <= FEW_ROWS:
-        return few_rows(quantise(x.contiguous(), GROUP), ids, weights, table, activation)
+        return few_rows(half_rows(x.contiguous()), ids, weights, table, activation)
     return many_rows(x, ids, weights, table, activation)
 
 
 def few_rows(
-    x: QuantisedRows,
+    x: HalfRows,
     ids: torch.Tensor,
     weights: torch.Tensor,
     table: ExpertTiles,
@@ -97,30 +96,29 @@ def few_rows(
     others: Others = NO_OTHERS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the weighted sum of each row's experts, for rows rounded in groups of GROUP.
+    """Return the weighted sum of each row's experts, for rows in f16.
 
     Picks with a negative id are passed over. `out` may be the residual itself.
     """
     (rows, used), device = ids.shape, ids.device
-    constants = _constants(table, activation)
-    records = _up(table.width, RECORD_COLUMNS)
-    values = scratch.empty(rows * used, records * RECORD_COLUMNS, dtype=torch.uint8, device=device)
-    scales = scratch.empty(rows * used, records * 8, device=device)
+    constants = _constants(table, activation) | {"LANES": x.lanes}
+    inner = scratch.empty(rows * used, table.width, device=device)
     compile_kernel("experts.cu", "gate_up", constants)(
-        (records * 8, rows * used),
+        (_up(table.width, 32), rows * used),
         (WARPS * 32,),
         (
-            *(table.addresses, ids, x.values, x.scales, GROUP, used, table.width, x.records),
-            *(values, scales, records),
+            *(table.addresses, ids, x.pieces, x.groups, used, table.width, x.records),
+            inner,
         ),
     )
     if out is None:
         out = torch.empty(rows, table.hidden, device=device)
+    records = _up(table.width, RECORD_COLUMNS)
     compile_kernel("experts.cu", "down", constants)(
         (_up(table.hidden, TILE_ROWS), rows),
         (WARPS * 32,),
         (
-            *(table.addresses, ids, weights, values, scales, used, table.hidden, records),
+            *(table.addresses, ids, weights, inner, used, table.width, table.hidden, records),
             *(*others.arguments, out),
         ),
     )
@@ -213,6 +211,7 @@ def _constants(table: ExpertTiles, activation: str) -> dict[str, int]:
         "DOWN": down,
         "GELU": int(activation == "gelu"),
         "WARPS": WARPS,
+        "LANES": 4,  # any, where no rows in f16 are read
     }
 
 

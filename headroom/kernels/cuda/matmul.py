@@ -1,4 +1,4 @@
-"""Products with packed weights on an NVIDIA GPU: few rows on 8-bit tensor cores, many in bf16."""
+"""Products with packed weights on an NVIDIA GPU: few rows in f16 as packed, many in bf16."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,29 +6,72 @@ from itertools import accumulate
 
 import torch
 
-from headroom.kernels.cuda import unpacked
+from headroom.kernels.cuda import scratch, unpacked
 from headroom.kernels.cuda.compile import compile_kernel
-from headroom.kernels.cuda.pack import PACKED, RECORD_COLUMNS, TILE_ROWS, pack, tile_bytes
+from headroom.kernels.cuda.pack import (
+    PACKED,
+    RECORD_COLUMNS,
+    TILE_ROWS,
+    pack,
+    record_bytes,
+    tile_bytes,
+)
 from headroom.kernels.ops import Case
 from headroom.kernels.weight import Weight
 
 TILES = unpacked.TILES
 FEW_ROWS = 32  # the most that one pass over the weight serves; the planner counts the same
 PACK_BYTES = 64 << 20  # of a file's blocks packed at a time
-QUANTISE_THREADS = 256
+GROUP_ROWS = 8  # of rows in f16, see halves.cuh
+RECORD_WARPS = 8  # of a block that makes rows ready, a record each
+SUM_PITCH = 20  # PITCH of matmul.cu
+BLOCK_OVERHEAD_BYTES = 2048  # of shared memory: what a block has besides, and what is kept back
+LONG_RECORD = 3072  # bytes; of Q6_K and Q8_0
 MOST_OUTPUTS = 4  # of matrices that share an input
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantisedRows:
-    """Rows rounded to 8 bits per 32 columns, as the product kernels read them."""
+class HalfRows:
+    """Rows in f16 with a power of two per 256 columns, as the product kernels read them."""
 
-    values: torch.Tensor  # uint8 [rows, records * 256]
-    scales: torch.Tensor  # float32 [groups, blocks, group]
-    sums: torch.Tensor
-    halves: torch.Tensor
+    pieces: torch.Tensor  # uint8, see halves.cuh
+    rows: int
     records: int
-    group: int = 8  # rows whose scales lie together
+
+    @property
+    def groups(self) -> int:
+        """Groups of eight rows."""
+        return -(-self.rows // GROUP_ROWS)
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that a piece has words for: four a row, of as many rows as there may be."""
+        return lanes_for(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How warps share a product; sums are taken in an order that follows from `split` alone."""
+
+    split: int  # warps that share a tile's columns
+    side: int  # warps of a block with tiles of their own
+    height: int  # tiles of a warp
+    stages: int  # records that a warp has asked for
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.split * self.side
+
+    @property
+    def tiles(self) -> int:
+        """Tiles that a block works on at a time."""
+        return self.side * self.height
+
+    def shared_bytes(self, record: int, groups: int) -> int:
+        """Return the shared memory of a block for records of so many bytes."""
+        sums = GROUP_ROWS * groups * SUM_PITCH * 4
+        return self.warps * self.height * (self.stages * record + sums)
 
 
 def refuses(case: Case) -> str | None:
@@ -67,40 +110,62 @@ class RowNorm:
     out: torch.Tensor | None = None  # gets the normed rows as float32
 
 
-def quantise(x: torch.Tensor, group: int = 8, norm: RowNorm | None = None) -> QuantisedRows:
-    """Round rows to 8 bits, normed first where a norm is given."""
+def half_rows(x: torch.Tensor, norm: RowNorm | None = None) -> HalfRows:
+    """Return rows in f16, normed first where a norm is given."""
+    columns = x.shape[1]
+    out = _empty_rows(len(x), columns, x.device)
     weight, eps, normed = (norm.weight, norm.eps, norm.out) if norm else (None, 0.0, None)
-    return _quantise(x, None, 0, (weight, eps, normed), group)
-
-
-def quantise_gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> QuantisedRows:
-    """Round `act(gate) * up` to 8 bits."""
-    return _quantise(gate, up, int(activation == "gelu"), (None, 0.0, None), 8)
-
-
-def _quantise(
-    x: torch.Tensor,
-    up: torch.Tensor | None,
-    gelu: int,
-    norm: tuple[torch.Tensor | None, float, torch.Tensor | None],
-    group: int,
-) -> QuantisedRows:
-    rows, columns = x.shape
-    records = -(-columns // RECORD_COLUMNS)
-    padded = -(-rows // group) * group
-    values = torch.empty(rows, records * RECORD_COLUMNS, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(padded * records * 8, device=x.device)
-    sums, halves = torch.empty_like(scales), torch.empty(2 * len(scales), device=x.device)
-    kernel = compile_kernel("activations.cu", "quantise")
-    kernel(
-        (rows, -(-records // (QUANTISE_THREADS // 32))), (QUANTISE_THREADS,),
-        (x, up, gelu, *norm, values, scales, sums, halves, columns, records, group),
+    warps = min(32, out.records) if norm else RECORD_WARPS
+    compile_kernel("activations.cu", "norm_rows", {"LANES": out.lanes})(
+        (out.rows, 1 if norm else -(-out.records // warps)), (warps * 32,),
+        (x, weight, eps, normed, out.pieces, columns, out.records), early=True,
     )  # fmt: skip
-    return QuantisedRows(values, scales, sums, halves, records, group)
+    return out
+
+
+def gated_half_rows(gate: torch.Tensor, up: torch.Tensor, activation: str) -> HalfRows:
+    """Return `act(gate) * up` in f16."""
+    columns = gate.shape[1]
+    out = _empty_rows(len(gate), columns, gate.device)
+    defines = {"GELU": int(activation == "gelu"), "LANES": out.lanes}
+    compile_kernel("activations.cu", "gate_rows", defines)(
+        (out.rows, -(-out.records // RECORD_WARPS)), (RECORD_WARPS * 32,),
+        (gate, up, out.pieces, columns, out.records), early=True,
+    )  # fmt: skip
+    return out
+
+
+def normed_head_rows(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> HalfRows:
+    """Return `weight * x / sqrt(mean(x^2) + eps) * silu(gate)` of a row's heads of 128."""
+    columns = x[0].numel()
+    out = _empty_rows(len(x), columns, x.device)
+    compile_kernel("activations.cu", "norm_heads", {"LANES": out.lanes})(
+        (out.rows, -(-out.records // RECORD_WARPS)), (RECORD_WARPS * 32,),
+        (x, gate, weight, eps, out.pieces, columns, out.records), early=True,
+    )  # fmt: skip
+    return out
+
+
+def lanes_for(rows: int) -> int:
+    """Return the lanes of a piece of so many rows: of one, two, four or eight of them."""
+    return 4 << min(3, (rows - 1).bit_length())
+
+
+def piece_bytes(lanes: int) -> int:
+    """Return the bytes of a piece, see halves.cuh."""
+    return 136 * lanes + -(-lanes // 16) * 16
+
+
+def _empty_rows(rows: int, columns: int, device: torch.device) -> HalfRows:
+    records = -(-columns // RECORD_COLUMNS)
+    size = -(-rows // GROUP_ROWS) * records * piece_bytes(lanes_for(rows))
+    return HalfRows(scratch.empty(size, dtype=torch.uint8, device=device), rows, records)
 
 
 def product(
-    x: QuantisedRows, weight: Weight, out: torch.Tensor, add: torch.Tensor | None = None
+    x: HalfRows, weight: Weight, out: torch.Tensor, add: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Write `x` times the weight's transpose to `out [rows, weight.rows]`, plus `add`."""
     products(x, weight, (out,), add)
@@ -108,52 +173,56 @@ def product(
 
 
 def products(
-    x: QuantisedRows,
+    x: HalfRows,
     weight: Weight,
     outs: Sequence[torch.Tensor],
     add: torch.Tensor | None = None,
 ) -> None:
     """Multiply with up to four matrices that lie one after another; each has its own output."""
-    rows, tiles = outs[0].shape[0], -(-weight.rows // TILE_ROWS)
+    tiles = -(-weight.rows // TILE_ROWS)
     ends = list(accumulate(out.shape[1] for out in outs))
     rest = MOST_OUTPUTS - len(outs)
-    where = (*outs, *[None] * rest, *ends, *[ends[-1]] * rest)
-    warps = warps_for(tiles, x.records)
-    if rows == 1:
-        warps = warps_for_one(tiles, x.records)
-    defines = {"KIND": weight.quant.ggml_id, "WARPS": warps}
-    if rows == 1:
-        kernel = compile_kernel("matmul.cu", "product_one", defines | {"TILES": 1})
-        kernel(
-            (tiles,), (warps * 32,),
-            (weight.data, x.values, x.scales, x.group, add, *where, x.records),
-        )  # fmt: skip
-        return
-    groups = 1 if rows <= 8 else 2  # of eight rows that share a pass over the weight
-    kernel = compile_kernel("matmul.cu", "product", defines | {"TILES": groups})
-    kernel(
-        (tiles, -(-rows // (8 * groups))), (warps * 32,),
-        (weight.data, x.values, x.scales, x.sums, x.halves, add, *where, rows, x.records),
+    record = record_bytes(weight.quant)
+    shape = shape_for(tiles, x.records, x.groups, record)
+    defines = {
+        "KIND": weight.quant.ggml_id, "GROUPS": x.groups, "LANES": x.lanes, "SPLIT": shape.split,
+        "SIDE": shape.side, "HEIGHT": shape.height, "STAGES": shape.stages,
+    }  # fmt: skip
+    shared = shape.shared_bytes(record, x.groups)
+    compile_kernel("matmul.cu", "product", defines)(
+        (_blocks(tiles, shape, shared, weight.data.device),), (shape.warps * 32,),
+        (
+            *(weight.data, x.pieces, add, *outs, *[None] * rest, *ends, *[ends[-1]] * rest),
+            *(x.rows, x.records),
+        ),
+        shared, early=True,
     )  # fmt: skip
 
 
-def warps_for(tiles: int, records: int) -> int:
-    """Return how many warps share a tile's columns; it depends on the weight alone.
+def split_for(tiles: int, records: int) -> int:
+    """Return how many warps share a tile's columns; it depends on the weight alone."""
+    wanted = 8 if tiles >= 200 else 16
+    while wanted > 1 and wanted > records:
+        wanted //= 2
+    return wanted
 
-    Measured 2026-11-15 on an H200: four, or more where there are too few tiles to fill it.
+
+def shape_for(tiles: int, records: int, groups: int, record: int) -> Shape:
+    """Return how a product's warps share the work, for records of so many bytes.
+
+    Measured 2026-11-15 on an H200: two tiles a warp read activations half as often, one leaves room
+    for more warps, which matters where tiles are few or records long.
     """
-    wanted = 4 if tiles >= 256 else 8 if tiles >= 160 else 16
-    while wanted > 2 and wanted > records:
-        wanted //= 2
-    return wanted
+    split = split_for(tiles, records)
+    low = split > 8 or (groups <= 2 and record > LONG_RECORD) or (groups == 2 and tiles < 512)
+    return Shape(split, max(1, 8 // split), 1 if low else 2, 2)
 
 
-def warps_for_one(tiles: int, records: int) -> int:
-    """Return the same for a single row, whose warps finish sooner (measured likewise)."""
-    wanted = 4 if tiles >= 1024 else 8 if tiles >= 200 else 16
-    while wanted > 2 and wanted > records:
-        wanted //= 2
-    return wanted
+def _blocks(tiles: int, shape: Shape, shared: int, device: torch.device) -> int:
+    """Return as many blocks as there is work for, or as the GPU holds at a time."""
+    gpu = torch.cuda.get_device_properties(device)
+    room = gpu.shared_memory_per_multiprocessor // (shared + BLOCK_OVERHEAD_BYTES)
+    return min(-(-tiles // shape.tiles), gpu.multi_processor_count * max(1, room))
 
 
 def matmul(
@@ -164,6 +233,6 @@ def matmul(
     if out is None:
         out = torch.empty(rows, weight.rows, device=x.device)
     if rows <= FEW_ROWS:
-        return product(quantise(x.contiguous()), weight, out)
+        return product(half_rows(x.contiguous()), weight, out)
     unpacked.multiply(x.to(torch.bfloat16), weight, (out,))
     return out

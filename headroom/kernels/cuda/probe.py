@@ -24,8 +24,10 @@ class Probe:
 
 _HEADS = {"DIM": 128, "K_KIND": BF16, "V_KIND": BF16}
 _PAGED = _HEADS | {"GROUP": 4, "PAGE": 64}
-_EXPERTS = {"GATE": Q4_K, "UP": Q4_K, "DOWN": Q4_K, "GELU": 0, "WARPS": 8}
-_FEW = {"KIND": Q4_K, "WARPS": 4, "TILES": 1}
+_EXPERTS = {"GATE": Q4_K, "UP": Q4_K, "DOWN": Q4_K, "GELU": 0, "WARPS": 8, "LANES": 4}
+_FEW = {
+    "KIND": Q4_K, "GROUPS": 1, "LANES": 4, "SPLIT": 8, "SIDE": 1, "HEIGHT": 2, "STAGES": 2,
+}  # fmt: skip
 _DELTA = {"HEADS": 32, "KEY_HEADS": 16, "TILED": 0, "TAPS": 4, "COLUMNS": 16}
 PROBES = (
     Probe("products of few rows", "matmul.cu", "product", _FEW, 80),
@@ -34,7 +36,7 @@ PROBES = (
     Probe("attention in float32", "exact.cu", "decode_exact", _PAGED),
     Probe("rotation and cache", "rope.cu", "rope_write", _HEADS | {"HALF": 64, "Q_BF16": 0}),
     Probe("norms", "small.cu", "norm_rows", {"RESIDUAL": 0}),
-    Probe("rounding to 8 bits", "activations.cu", "quantise", {}),
+    Probe("rows in f16", "activations.cu", "norm_rows", {"LANES": 4}),
     Probe("routers", "route.cu", "score", {"EXPERTS": 32, "SIGMOID": 0, "ROWS": 1}),
     Probe("experts", "experts.cu", "gate_up", _EXPERTS),
     Probe("gated linear attention, steps", "delta_net.cu", "recur", _DELTA),

@@ -2,27 +2,8 @@
 // Every value is computed in the order of the plain kernels, so that it has the same bits.
 #ifndef HEADROOM_ROWS
 #define HEADROOM_ROWS
+#include "types.cuh"
 #include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-#define F32 0
-#define F16 1
-#define Q4_0 2
-#define Q4_1 3
-#define Q5_0 6
-#define Q5_1 7
-#define Q8_0 8
-#define Q4_K 12
-#define Q5_K 13
-#define Q6_K 14
-#define IQ4_NL 20
-#define BF16 30
-#define MXFP4 39
 
 __host__ __device__ constexpr bool is_plain(int k) { return k == F32 || k == F16 || k == BF16; }
 __host__ __device__ constexpr int block_values(int k) {

@@ -14,25 +14,7 @@
 //   mins     [g] the same, where the type has mins
 //
 // Nothing is rounded: a record holds exactly the numbers of the file, in as many bytes.
-#include <cuda_fp16.h>
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-
-#define F32 0
-#define F16 1
-#define Q4_0 2
-#define Q4_1 3
-#define Q5_0 6
-#define Q5_1 7
-#define Q8_0 8
-#define Q4_K 12
-#define Q5_K 13
-#define Q6_K 14
-#define IQ4_NL 20
-#define BF16 30
-#define MXFP4 39
+#include "types.cuh"
 
 __host__ __device__ constexpr bool has_min(int k) { return k == Q4_1 || k == Q5_1 || k == Q4_K || k == Q5_K; }
 __host__ __device__ constexpr bool has_groups(int k) { return k == Q4_K || k == Q5_K; }
@@ -72,19 +54,24 @@ template <int K> struct Quants {
     uint4 words[wide ? 8 : 4];
     uint4 high[K == Q6_K ? 2 : 1];
 
-    __device__ __forceinline__ void load(const u8* record, int lane) {
+    // STREAMED: the record lies in global memory, and no cache needs to keep it.
+    template <bool STREAMED> __device__ __forceinline__ void load(const u8* record, int lane) {
 #pragma unroll
         for (int i = 0; i < (wide ? 8 : 4); ++i)
-            words[i] = __ldcs(reinterpret_cast<const uint4*>(record) + i * 32 + lane);
+            words[i] = read<STREAMED>(reinterpret_cast<const uint4*>(record) + i * 32 + lane);
         const uint4* bits = reinterpret_cast<const uint4*>(record + Record<K>::high);
-        if constexpr (one_high_bit(K)) high[0] = __ldcs(bits + lane);
+        if constexpr (one_high_bit(K)) high[0] = read<STREAMED>(bits + lane);
         if constexpr (K == Q6_K) {
-            high[0] = __ldcs(bits + 2 * lane);
-            high[1] = __ldcs(bits + 2 * lane + 1);
+            high[0] = read<STREAMED>(bits + 2 * lane);
+            high[1] = read<STREAMED>(bits + 2 * lane + 1);
         }
     }
+    template <bool STREAMED> static __device__ __forceinline__ uint4 read(const uint4* at) {
+        if constexpr (STREAMED) return __ldcs(at);
+        return *at;
+    }
 
-    // Block b as the first operand of an 8-bit tensor-core product.
+    // Block b in bytes: columns 4t .. of rows g and g + 8, then columns 16 + 4t .. of both.
     __device__ __forceinline__ void block(int b, u32* a) const {
         if constexpr (wide) {
             a[0] = words[b].x;

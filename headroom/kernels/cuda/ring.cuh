@@ -1,0 +1,109 @@
+// Records on their way into shared memory: each warp has a ring of stages, asked for well ahead.
+#ifndef HEADROOM_ON_CPU
+__device__ __forceinline__ u32 shared_address(const void* at) {
+    return static_cast<u32>(__cvta_generic_to_shared(at));
+}
+#endif
+#if !defined(HEADROOM_ON_CPU) && __CUDA_ARCH__ >= 900
+#define EARLY 1  // kernels may start while the one before runs out
+#else
+#define EARLY 0
+#endif
+#ifndef BULK  // records come by bulk copies, else lane by lane
+#define BULK EARLY
+#endif
+
+// Lets the next kernel of the stream begin, and waits for the one before; nothing before the wait may
+// read what another kernel writes.
+__device__ __forceinline__ void let_next_begin() {
+#if EARLY
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_last() {
+#if EARLY
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+#if BULK
+__device__ __forceinline__ void set_barrier(u64* barrier) {
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+// Bulk copies go another way than stores do, and must be told of barriers that stores have set.
+__device__ __forceinline__ void show_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void expect(u64* barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void copy_bulk(u8* to, const u8* from, int bytes, u64* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+// Waits until a barrier was completed once more than `turn` times.
+__device__ __forceinline__ void wait_barrier(u64* barrier, int turn) {
+    u32 done = 0;
+    while (!done)
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(shared_address(barrier)), "r"(turn & 1) : "memory");
+}
+#endif
+
+// One warp's own ring. A stage holds COUNT pieces of SIZE bytes, `apart` bytes from each other in global
+// memory.
+template <int DEPTH, int COUNT, int SIZE> struct Ring {
+    u8* memory;
+    u64* full;  // [DEPTH] barriers
+    int lane;
+
+    __device__ __forceinline__ void begin() {
+#if BULK
+        if (lane == 0) {
+            for (int i = 0; i < DEPTH; ++i) set_barrier(full + i);
+            show_barriers();
+        }
+        __syncwarp();
+#endif
+    }
+    // All lanes have used what the stage held before: a copy does not wait for loads under way. `from` null:
+    // nothing more to ask for.
+    __device__ __forceinline__ void ask(int stage, const u8* from, size_t apart) {
+        u8* to = memory + stage * COUNT * SIZE;
+        __syncwarp();
+#if BULK
+        if (lane != 0 || from == nullptr) return;
+        expect(full + stage, COUNT * SIZE);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) copy_bulk(to + i * SIZE, from + i * apart, SIZE, full + stage);
+#else
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            for (int at = lane * 16; from != nullptr && at < SIZE; at += 512) {
+#if defined(HEADROOM_ON_CPU) || __CUDA_ARCH__ < 800
+                *reinterpret_cast<uint4*>(to + i * SIZE + at) =
+                    *reinterpret_cast<const uint4*>(from + i * apart + at);
+#else
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to + i * SIZE + at)),
+                             "l"(from + i * apart + at) : "memory");
+#endif
+            }
+#if !defined(HEADROOM_ON_CPU) && __CUDA_ARCH__ >= 800
+        asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+#endif
+    }
+    // Waits for a stage; `turn` counts how often it was filled before.
+    __device__ __forceinline__ const u8* wait(int stage, int turn) const {
+#if BULK
+        wait_barrier(full + stage, turn);
+#else
+#if !defined(HEADROOM_ON_CPU) && __CUDA_ARCH__ >= 800
+        asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory");
+#endif
+        __syncwarp();
+#endif
+        return memory + stage * COUNT * SIZE;
+    }
+};

@@ -1,0 +1,183 @@
+// Sixteen rows of a packed weight times rows of activations on the tensor cores. Weights are whole
+// numbers in f16; their scales come in f32, after a record for the K types and after a block for others.
+#include "tiles.cuh"
+#include "halves.cuh"
+#include "mma.cuh"
+
+// What stored weights count: nibbles are read as f16 numbers below the normal range, in steps of 2^-24.
+__host__ __device__ constexpr float unit_of(int k) {
+    return k == Q8_0 || k == IQ4_NL ? 1.0f : k == MXFP4 ? 32768.0f : 16777216.0f;
+}
+__host__ __device__ constexpr bool in_bytes(int k) { return k == Q8_0 || k == IQ4_NL; }
+
+// Two columns of the lower and of the upper nibbles, these sixteen times, with their high bits.
+template <int K> __device__ __forceinline__ void nibble_pairs(u32 word, u32 high, u32& lower, u32& upper) {
+    lower = word & 0x000F000Fu;
+    upper = word & 0x00F000F0u;
+    if constexpr (one_high_bit(K)) {
+        lower |= high << 4 & 0x00100010u;
+        upper |= high << 7 & 0x01000100u;
+    }
+    if constexpr (K == Q6_K) {
+        lower |= high << 4 & 0x00300030u;
+        upper |= high << 6 & 0x03000300u;
+    }
+    if constexpr (K == MXFP4) {  // sign, exponent and mantissa where f16 has them: 2^-14 of the value
+        lower = (word << 12 & 0x80008000u) | (word << 9 & 0x0E000E00u);
+        upper = (word << 8 & 0x80008000u) | (word << 5 & 0x0E000E00u);
+        upper = as_word(__hmul2(as_halves(upper), as_halves(0x4C004C00u)));
+    }
+}
+// Bytes 0 and 2, or 1 and 3, of a word as f16; `sixteen` times where asked.
+__device__ __forceinline__ u32 byte_pair(u32 word, bool odd, bool sixteen) {
+    const u32 shifted = __byte_perm(word ^ 0x80808080u, 0x64646464u, odd ? 0x4341 : 0x4240);  // 1152 + byte
+    return as_word(__hfma2(as_halves(shifted), as_halves(sixteen ? 0x4C004C00u : 0x3C003C00u),
+                           as_halves(sixteen ? 0xF480F480u : 0xE480E480u)));
+}
+
+// What a lane holds of a record.
+template <int K> struct Share {
+    Quants<K> quants;
+    Scales<K> scales;
+    u32 lows[2];  // of rows g and g + 8: the mins or offsets' scales of blocks 2t and 2t + 1 in f16
+
+    static constexpr bool has_lows = has_min(K) || (offset_of(K) != 0 && K != Q6_K);
+
+    template <bool STREAMED> __device__ __forceinline__ void load(const u8* record, int lane) {
+        const int g = lane / 4, t = lane % 4;
+        quants.template load<STREAMED>(record, lane);
+        scales.load(record, g);
+        if constexpr (has_groups(K)) {
+            const u32 both = *reinterpret_cast<const u32*>(record + Record<K>::groups + 16 * g + 4 * t);
+            const u32 high = *reinterpret_cast<const u16*>(record + Record<K>::lows + 8 * g + 2 * t);
+            lows[0] = (both >> 6 & 0x00030003u) | (high & 15) << 2 | (high & 0xF0) << 14;
+            lows[1] = (both >> 14 & 0x00030003u) | (high >> 6 & 0x3C) | (high & 0xF000) << 6;
+        } else if constexpr (has_lows) {
+            constexpr int plane = has_min(K) ? Record<K>::mins : Record<K>::scales;
+            const uint2 both = *reinterpret_cast<const uint2*>(record + plane + 32 * g + 8 * t);
+            lows[0] = __byte_perm(both.x, both.y, 0x5410);
+            lows[1] = __byte_perm(both.x, both.y, 0x7632);
+        }
+    }
+
+    // Block b as the first operands of two products.
+    __device__ __forceinline__ void block(int b, u32 (*a)[4]) const {
+        if constexpr (in_bytes(K)) {
+            u32 bytes[4];
+            quants.block(b, bytes);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = byte_pair(bytes[i % 4], i / 4, i % 4 >= 2);
+            return;
+        }
+        u32 high = 0;
+        if constexpr (one_high_bit(K)) high = Quants<K>::word(quants.high[0], b / 2) >> (b % 2 * 4);
+        if constexpr (K == Q6_K) high = Quants<K>::word(quants.high[b / 4], b % 4);
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const u32 word = Quants<K>::word(quants.words[b / 2], b % 2 * 2 + row);
+            const u32 bits = high >> (K == Q6_K ? 4 * row : 2 * row);
+            nibble_pairs<K>(word, bits, a[0][row], a[0][row + 2]);
+            nibble_pairs<K>(word >> 8, bits >> 8, a[1][row], a[1][row + 2]);
+        }
+        if constexpr (has_groups(K)) {
+            const u32 both = Quants<K>::word(scales.blocks[0], b / 2) & 0x3F3F3F3Fu;
+            const __half2 by = __hadd2(as_halves(__byte_perm(both, 0x64646464u, b % 2 ? 0x4342 : 0x4140)),
+                                       as_halves(0xE400E400u));
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                a[i / 4][i % 4] = as_word(__hmul2(as_halves(a[i / 4][i % 4]),
+                                                  i % 2 ? __high2half2(by) : __low2half2(by)));
+        }
+        if constexpr (K == Q6_K) {
+            const u32 four = Quants<K>::word(scales.blocks[b / 4], b % 4) ^ 0x80808080u;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const __half2 by = __hadd2(as_halves(__byte_perm(four, 0x64646464u, half ? 0x4342 : 0x4140)),
+                                           as_halves(0xE480E480u));
+                const __half2 low = __hmul2(by, as_halves(half ? 0x82008200u : 0x80208020u));  // of 32
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    u32& at = a[i / 2][i % 2 + 2 * half];
+                    at = as_word(i % 2 ? __hfma2(as_halves(at), __high2half2(by), __high2half2(low))
+                                       : __hfma2(as_halves(at), __low2half2(by), __low2half2(low)));
+                }
+            }
+        }
+    }
+};
+
+// Where a lane finds rows of activations: its slot of a piece, and the powers of two of the rows whose
+// sums it holds. Where a row is missing any other will do: no row's sums depend on another's.
+struct Slot {
+    int words;
+    int scales[2];
+};
+
+// acc += the records of M tiles times the pieces of N groups of rows.
+template <int K, int L, int M, int N>
+__device__ __forceinline__ void add_records(const Share<K>* share, const u8* piece, const Slot* slots,
+                                            float (*acc)[N][4]) {
+    float inner[M][N][4] = {};
+#pragma unroll
+    for (int b = 0; b < 8; ++b) {
+        uint4 x[N];
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+            x[n] = *reinterpret_cast<const uint4*>(piece + n * Piece<L>::bytes + b * L * 16 +
+                                                   slots[n].words * 16);
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+            u32 a[2][4];
+            share[m].block(b, a);
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                if constexpr (by_record(K)) {
+                    mma(inner[m][n], a[0], x[n].x, x[n].y);
+                    mma(inner[m][n], a[1], x[n].z, x[n].w);
+                } else {
+                    float c[4] = {};
+                    float2 scale, low, second;
+                    mma(c, a[0], x[n].x, x[n].y);
+                    mma(c, a[1], x[n].z, x[n].w);
+                    share[m].scales.block(b, scale, low, second);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        inner[m][n][i] = fmaf(i < 2 ? scale.x : scale.y, c[i], inner[m][n][i]);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        const u8* mine = piece + n * Piece<L>::bytes;
+        const float* powers = reinterpret_cast<const float*>(mine + Piece<L>::scales);
+        constexpr float unit = by_record(K) ? unit_of(K) : 1.0f;
+        const float by[2] = {unit * powers[slots[n].scales[0]], unit * powers[slots[n].scales[1]]};
+        uint2 sums = {0, 0};
+        if constexpr (Share<K>::has_lows)
+            sums = *reinterpret_cast<const uint2*>(mine + Piece<L>::sums + slots[n].words * 8);
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+            float under[4] = {};
+            if constexpr (Share<K>::has_lows) {
+                const u32 a[4] = {share[m].lows[0], share[m].lows[1], share[m].lows[0], share[m].lows[1]};
+                mma(under, a, sums.x, sums.y);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float value = inner[m][n][i];
+                if constexpr (by_record(K))
+                    value *= i < 2 ? share[m].scales.outer.x : share[m].scales.outer.y;
+                else
+                    value *= unit_of(K);
+                if constexpr (has_groups(K)) {
+                    const float2 least = share[m].scales.outer_min;
+                    value = fmaf(-(i < 2 ? least.x : least.y), under[i], value);
+                } else if constexpr (Share<K>::has_lows) {
+                    value = fmaf(has_min(K) ? 1.0f : -offset_of(K), under[i], value);
+                }
+                acc[m][n][i] = fmaf(by[i % 2], value, acc[m][n][i]);
+            }
+        }
+    }
+}
