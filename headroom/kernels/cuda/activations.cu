@@ -41,12 +41,15 @@ norm_rows(const float* x, const float* weight, float eps, float* normed, u8* pie
     __shared__ float partial[32];
     const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const float* from = x + static_cast<size_t>(row) * columns;
+    const int own = blockIdx.y * warps + warp;  // the warp's first record, and mostly its only one
+    float kept[8], by[8], factor = 1.0f;
     let_next_begin();
+    if (weight != nullptr) read_eight(weight, own * 256 + lane * 8, columns, by);
     wait_for_last();
-    float v[8], factor = 1.0f;
+    read_eight(from, own * 256 + lane * 8, columns, kept);
     if (weight != nullptr) {
-        float squares = 0;
-        for (int record = warp; record < records; record += warps) {
+        float squares = squares_of(kept), v[8];
+        for (int record = own + warps; record < records; record += warps) {
             read_eight(from, record * 256 + lane * 8, columns, v);
             squares += squares_of(v);
         }
@@ -58,20 +61,20 @@ norm_rows(const float* x, const float* weight, float eps, float* normed, u8* pie
         for (int i = 0; i < warps; ++i) total += partial[i];
         factor = rsqrtf(total / columns + eps);
     }
-    for (int record = blockIdx.y * warps + warp; record < records; record += gridDim.y * warps) {
+    for (int record = own; record < records; record += gridDim.y * warps) {
         const int column = record * 256 + lane * 8;
-        read_eight(from, column, columns, v);
-        if (weight != nullptr) {
-            float by[8];
-            read_eight(weight, column, columns, by);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) v[i] *= factor * by[i];
+        if (record != own) {
+            read_eight(from, column, columns, kept);
+            if (weight != nullptr) read_eight(weight, column, columns, by);
         }
+        if (weight != nullptr)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) kept[i] *= factor * by[i];
         if (normed != nullptr)
 #pragma unroll
             for (int i = 0; i < 8; ++i)
-                if (column + i < columns) normed[static_cast<size_t>(row) * columns + column + i] = v[i];
-        write_record(v, pieces, record, row, gridDim.x);
+                if (column + i < columns) normed[static_cast<size_t>(row) * columns + column + i] = kept[i];
+        write_record(kept, pieces, record, row, gridDim.x);
     }
 }
 

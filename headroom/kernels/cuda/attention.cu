@@ -4,6 +4,7 @@
 // merge: BASE2: weights of pieces are powers of 2, not of e; GATE: 0 none, 1 sigmoid, 2 softplus,
 // 3 the number itself; GATE_PER_HEAD: one gate a head, not one a value.
 // gather: KIND: type of the cache; OUT_KIND: F32, F16 or BF16.
+#include "early.cuh"
 #include "attention.cuh"
 
 // A kernel is compiled with the defines of its own; the others have these.
@@ -33,6 +34,7 @@ __device__ __forceinline__ float gate_of(float x) {
 extern "C" __global__ void __launch_bounds__(TEAMS * CHUNK / 4)
 merge(const float* parts, const float2* stats, const int* sequence, const int* index, const int* starts,
       const float* gates, float* out, int gate_stride, int window, int pieces) {
+    begin_after_last();
     __shared__ float4 shared[TEAMS][CHUNK / 4];
     __shared__ float2 shared_stats[TEAMS];
     const int head = blockIdx.x, row = blockIdx.y, heads = gridDim.x;

@@ -124,7 +124,7 @@ def rope_write(
         *(int(norms.values), float(norms.eps), float(scale)),
     )
     jobs = projected.heads + 2 * kv_heads
-    kernel((-(-jobs // WARPS), tables.rows), (32 * WARPS,), args)
+    kernel((-(-jobs // WARPS), tables.rows), (32 * WARPS,), args, early=True)
     return queries
 
 
@@ -173,7 +173,7 @@ def decode(
         keys = 32 if shape.dim > 256 else 64
         shared = 2 * (2 * keys + 16 * tiles) * (shape.dim + 8)
         kernel = compile_kernel("decode.cu", "decode", defines | {"TILES": tiles})
-        kernel(grid, (2 * keys * tiles,), args, shared)
+        kernel(grid, (2 * keys * tiles,), args, shared, early=True)
     _merge(shape, tables, (parts, stats), exact, gate, out)
     return out
 
@@ -205,7 +205,7 @@ def _merge(
         *(shape.window, shape.pieces),
     )
     grid = (shape.heads, shape.rows, -(-shape.dim // MERGE_CHUNK))
-    compile_kernel("attention.cu", "merge", defines)(grid, (MERGE_THREADS,), args)
+    compile_kernel("attention.cu", "merge", defines)(grid, (MERGE_THREADS,), args, early=True)
 
 
 def _check(shape: DecodeShape, scratch: torch.Tensor, gate: Gate | None) -> None:

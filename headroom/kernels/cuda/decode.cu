@@ -9,6 +9,7 @@
 // take, and a lane's sums all belong to the same two queries.
 // Queries and probabilities go in as two numbers of 16 bits each, a value and what rounding took
 // from it, so that nothing but the cache's own type limits how exact the result is.
+#include "early.cuh"
 #include "attention.cuh"
 
 #define PARTS (DIM > 256 ? 2 : 4)
@@ -105,6 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 decode(const float* queries, const u8* keys, const u8* values, const int* sequence, const int* index,
        const int* starts, const int* pages, const long long* trees, float* parts, float2* stats, int rows,
        int kv_heads, int max_pages, int groups, int window, int pieces) {
+    begin_after_last();
     extern __shared__ uint4 memory[];
     u16* key_tile = reinterpret_cast<u16*>(memory);
     u16* value_tile = key_tile + KEYS * STRIDE;

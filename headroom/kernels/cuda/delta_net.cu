@@ -1,5 +1,6 @@
 // Gated linear attention, one row after another: for steps with a few rows of each sequence.
 // COLUMNS: of a head's values in one block of `recur`, 16 to 128.
+#include "early.cuh"
 #include "delta_net.cuh"
 
 __device__ __forceinline__ void add(float4& to, float by, const float4& x) {
@@ -16,6 +17,7 @@ extern "C" __global__ void __launch_bounds__(128)
 convolve(const float* qkv, const float* beta, const float* alpha, const float* conv, const float* decay,
          const float* dt_bias, const float* inputs, const int* sequence, const int* index, const int* starts,
          const int* slots, float* mixed, float2* gates, int rows, int each) {
+    begin_after_last();
     const int unit = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (unit >= 2 * KEY_HEADS + HEADS) return;
     const int channel = unit * DIM + lane * 4;
@@ -90,6 +92,7 @@ gated_norm(const float4* x, const float4* gate, const float4* weight, float4* ou
 extern "C" __global__ void __launch_bounds__(THREADS)
 recur(const float* qkv, const float* mixed, const float2* gates, float* memory, float* inputs,
       const int* sequence, const int* starts, const int* slots, float* out, int rows) {
+    begin_after_last();
     __shared__ float part[WARPS][2][COLUMNS];
     __shared__ float products[WARPS];
     __shared__ float total[2][COLUMNS];

@@ -84,6 +84,7 @@ def step(
             *(qkv, convolved.mixed, convolved.gates, state.memory, state.inputs),
             *(tables.sequence, tables.starts, tables.state_slots, out, len(qkv)),
         ),
+        early=True,
     )
     return out
 
@@ -171,6 +172,7 @@ def _convolve(
             *(tables.sequence, tables.index, tables.starts, tables.state_slots),
             *(mixed, gates, count, each),
         ),
+        early=True,
     )
     return _Convolved(mixed, gates)
 

@@ -2,6 +2,7 @@
 // GATE, UP, DOWN: the types of an expert's matrices; GELU: the activation, else silu; WARPS: of a
 // block, a multiple of four; LANES: of a piece of activations.
 // table [experts][3]: the addresses of an expert's tiles, on this device or mapped host memory.
+#include "early.cuh"
 #include "tensor.cuh"
 
 __device__ __forceinline__ float activated(float x) {
@@ -42,6 +43,7 @@ __device__ __forceinline__ void write_column(const float* acc, float* out) {
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 gate_up(const long long* table, const int* ids, const u8* pieces, int groups, int used, int width, int records,
         float* inner) {
+    begin_after_last();
     __shared__ float sums[WARPS][16];
     const int pick = blockIdx.y, row = pick / used, expert = ids[pick];
     if (expert < 0) return;
@@ -90,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
 down(const long long* table, const int* ids, const float* weights, const float* inner, int used, int width,
      int hidden, int records, const float* residual, const float* visited, const float* logits, int stride,
      float* out) {
+    begin_after_last();
     __shared__ float sums[WARPS][16];
     __shared__ uint4 pieces[WARPS][Piece<4>::bytes / 16];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.y;

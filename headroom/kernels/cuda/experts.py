@@ -110,6 +110,7 @@ def few_rows(
             *(table.addresses, ids, x.pieces, x.groups, used, table.width, x.records),
             inner,
         ),
+        early=True,
     )
     if out is None:
         out = torch.empty(rows, table.hidden, device=device)
@@ -121,6 +122,7 @@ def few_rows(
             *(table.addresses, ids, weights, inner, used, table.width, table.hidden, records),
             *(*others.arguments, out),
         ),
+        early=True,
     )
     return out
 

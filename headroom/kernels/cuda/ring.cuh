@@ -1,30 +1,14 @@
 // Records on their way into shared memory: each warp has a ring of stages, asked for well ahead.
+#include "early.cuh"
+
 #ifndef HEADROOM_ON_CPU
 __device__ __forceinline__ u32 shared_address(const void* at) {
     return static_cast<u32>(__cvta_generic_to_shared(at));
 }
 #endif
-#if !defined(HEADROOM_ON_CPU) && __CUDA_ARCH__ >= 900
-#define EARLY 1  // kernels may start while the one before runs out
-#else
-#define EARLY 0
-#endif
 #ifndef BULK  // records come by bulk copies, else lane by lane
 #define BULK EARLY
 #endif
-
-// Lets the next kernel of the stream begin, and waits for the one before; nothing before the wait may
-// read what another kernel writes.
-__device__ __forceinline__ void let_next_begin() {
-#if EARLY
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void wait_for_last() {
-#if EARLY
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 #if BULK
 __device__ __forceinline__ void set_barrier(u64* barrier) {

@@ -1,6 +1,7 @@
 // Norms of heads, rotation, and the way of new keys and values into the cache, in one pass.
 // DIM: values of a head; HALF: rotary pairs; K_KIND, V_KIND: types of the cache; Q_BF16: type of
 // the queries that are written. One warp a head: query heads, then key heads, then value heads.
+#include "early.cuh"
 #include "rows.cuh"
 
 #define WARPS 4
@@ -81,6 +82,7 @@ rope_write(const float* q, const float* k, const float* v, const float* cos, con
            const float* q_norm, const float* k_norm, const int* sequence, const long long* slots, u8* keys,
            u8* values, void* queries, int heads, int kv_heads, int q_stride, int k_stride, int v_stride,
            int norm_values, float eps, float scale) {
+    begin_after_last();
     __shared__ float shared[WARPS][DIM];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.y;
     const int job = blockIdx.x * WARPS + warp, kv = (job - heads) % max(kv_heads, 1);

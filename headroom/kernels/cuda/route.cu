@@ -1,5 +1,6 @@
 // Routers: which experts a row visits.
 // EXPERTS: up to 1024; SIGMOID: scores are sigmoids of the logits, else their softmax.
+#include "early.cuh"
 #define NUMBERS ((EXPERTS + 31) / 32)  // that a lane holds: experts lane, lane + 32, ...
 #define ALL 0xFFFFFFFFu
 
@@ -16,6 +17,7 @@ __device__ __forceinline__ float sum_of_warp(float x) {
 #endif
 extern "C" __global__ void __launch_bounds__(128)
 score(const float* x, const float* weight, float* logits, int rows, int outputs, int hidden) {
+    begin_after_last();
     __shared__ float part[4][ROWS];
     const int output = blockIdx.x, first = blockIdx.y * ROWS, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const float4* w = reinterpret_cast<const float4*>(weight + static_cast<size_t>(output) * hidden);
@@ -62,6 +64,7 @@ __device__ __forceinline__ unsigned min_of_warp(unsigned x) { return ~max_of_war
 extern "C" __global__ void __launch_bounds__(128)
 route(const float* logits, int stride, const float* bias, const int* sequence, int* ids, float* weights,
       unsigned long long* counts, int rows, int used, int normalise, float scale, float softcap) {
+    begin_after_last();
     const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
     if (sequence && sequence[row] < 0) {

@@ -19,7 +19,9 @@ def score(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     # A sum runs in the same order however many rows share a pass over the weight.
     each = 1 if rows == 1 else 4
     kernel = compile_kernel("route.cu", "score", {"EXPERTS": 32, "SIGMOID": 0, "ROWS": each})
-    kernel((outputs, -(-rows // each)), (128,), (x, weight, logits, rows, outputs, hidden))
+    kernel(
+        (outputs, -(-rows // each)), (128,), (x, weight, logits, rows, outputs, hidden), early=True
+    )
     return logits
 
 
@@ -48,5 +50,6 @@ def route(
             *(logits, stride, bias, sequence, ids, weights, counts, rows),
             *(rule.used, int(rule.normalise), float(rule.scale), float(rule.softcap)),
         ),
+        early=True,
     )
     return ids, weights

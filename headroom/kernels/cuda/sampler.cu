@@ -2,6 +2,7 @@
 // top-k, top-p, min-p, draw. Probabilities are float64, not normalised; the likeliest token has 1.
 // The number that engine/sampler.py adds in some order is added in that order here where few tokens
 // can be drawn; over the whole vocabulary sums are made in another order, fixed too.
+#include "early.cuh"
 #include "rank.cuh"
 
 #define SLICES 64
@@ -15,6 +16,7 @@
 extern "C" __global__ void penalise(float* scores, int* counts, const long long* recent, const long long* bias_ids,
                                     const float* bias, const float* repetition, const double* frequency,
                                     const float* presence, int vocabulary, int most_recent, int most_bias) {
+    begin_after_last();
     const size_t row = blockIdx.x;
     scores += row * vocabulary;
     counts += row * vocabulary;
@@ -67,6 +69,7 @@ __device__ __forceinline__ int slice_size(int vocabulary) { return (vocabulary +
 
 // best [rows, SLICES]: the likeliest token of each slice. blockIdx: the slice, the row.
 extern "C" __global__ void peaks(const float* scores, u64* best, int vocabulary) {
+    begin_after_last();
     const int size = slice_size(vocabulary), first = blockIdx.x * size, end = min(first + size, vocabulary);
     const float* row = scores + static_cast<size_t>(blockIdx.y) * vocabulary;
     u64 mine = 0;
@@ -91,6 +94,7 @@ __device__ __forceinline__ u64 best_of(const u64* best, int row) {
 // masses [rows, SLICES]: the sum of each slice's probabilities, where anything needs them.
 extern "C" __global__ void masses(const float* scores, const u64* best, const double* temperature,
                                   const long long* top_k, double* mass, int vocabulary) {
+    begin_after_last();
     const int row = blockIdx.y;
     const double t = temperature[row];
     if (t == 0 || (top_k[row] > 0 && top_k[row] <= THREADS)) return;
@@ -212,6 +216,65 @@ __device__ int draw_wide(const Row& row, u64 cut, double least, double share, do
     return token;
 }
 
+// A token among all, none left out: the slice is found by the slices' sums, the token within it.
+__device__ int draw_any(const Row& row, const double* masses, double share, double* shared) {
+    __shared__ double sums[SLICES], point;
+    __shared__ int slice, token;
+    if (threadIdx.x < SLICES) sums[threadIdx.x] = masses[threadIdx.x];
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        double total = 0, before = 0;
+        for (int i = 0; i < SLICES; ++i) total += sums[i];
+        slice = 0;
+        for (int i = 0; i < SLICES; ++i) {
+            if (sums[i] <= 0) continue;
+            slice = i;  // the last one with any chance, where rounding puts the point on the end
+            if (before + sums[i] > share * total) break;
+            before += sums[i];
+        }
+        point = share * total - before;
+    }
+    __syncthreads();
+    const int size = slice_size(row.vocabulary), begin = slice * size;
+    const int stop = min(begin + size, row.vocabulary), each = (size + THREADS - 1) / THREADS;
+    const int first = min(begin + static_cast<int>(threadIdx.x) * each, stop), end = min(first + each, stop);
+    double sum = 0;
+    int last = -1;
+    for (int i = first; i < end; ++i)
+        if (const double p = row.odds.of(row.scores[i]); p > 0) {
+            sum += p;
+            last = i;
+        }
+    // Sums of all threads before: within a warp by shuffles, then over the warps.
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    double upto = sum;
+    for (int o = 1; o < 32; o *= 2) {
+        const double other = __shfl_up_sync(0xFFFFFFFFu, upto, o);
+        if (lane >= o) upto += other;
+    }
+    if (lane == 31) shared[warp] = upto;
+    last = static_cast<int>(block_best(static_cast<u64>(last + 1))) - 1;  // also a barrier
+    if (threadIdx.x == 0) token = last;
+    __syncthreads();
+    const double earlier = __shfl_up_sync(0xFFFFFFFFu, upto, 1);
+    double bound = 0;
+    for (int i = 0; i < warp; ++i) bound += shared[i];
+    const double after = bound + upto;
+    if (lane) bound += earlier;  // where the thread before ends
+    if (sum > 0 && bound <= point && point < after) {
+        int chosen = first;
+        for (int i = first; i < end && bound <= point; ++i) {
+            const double p = row.odds.of(row.scores[i]);
+            if (p == 0) continue;
+            bound += p;
+            chosen = i;
+        }
+        token = chosen;
+    }
+    __syncthreads();
+    return token;
+}
+
 // A token among the first `keep` of a sorted list, in the order of ids, as the engine's sampler adds.
 __device__ int draw_listed(u64* list, double* odds, int keep, double share) {
     __shared__ int token;
@@ -241,6 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 choose(const float* scores, const u64* best, const double* mass, const double* temperature, const double* top_p,
        const double* min_p, const long long* top_k, const long long* seed, const long long* position,
        const long long* draw, long long* ids, int vocabulary) {
+    begin_after_last();
     extern __shared__ u64 memory[];
     u64* list = memory;                                    // [MOST]
     double* odds = reinterpret_cast<double*>(list + MOST);  // [MOST]
@@ -315,6 +379,11 @@ choose(const float* scores, const u64* best, const double* mass, const double* t
                 return;
             }
         }
+    }
+    if (!limited && p >= 1 && least <= 0) {
+        const int token = draw_any(row, mass + at * SLICES, share, reinterpret_cast<double*>(memory));
+        if (threadIdx.x == 0) ids[at] = token;
+        return;
     }
     u64 cut = 0;
     if (limited) {

@@ -156,11 +156,12 @@ def sample_fast(
             *(tables.repetition, tables.frequency, tables.presence),
             *(vocabulary, tables.recent.shape[1], tables.bias_ids.shape[1]),
         ),
+        early=True,
     )
     slices = ((SLICES, rows), (SLICE_THREADS,))
-    compile_kernel("sampler.cu", "peaks")(*slices, (scores, scratch.best, vocabulary))
+    compile_kernel("sampler.cu", "peaks")(*slices, (scores, scratch.best, vocabulary), early=True)
     args = (scores, scratch.best, tables.temperature, tables.top_k, scratch.masses, vocabulary)
-    compile_kernel("sampler.cu", "masses")(*slices, args)
+    compile_kernel("sampler.cu", "masses")(*slices, args, early=True)
     compile_kernel("sampler.cu", "choose")(
         (rows,),
         (CHOOSE_THREADS,),
@@ -170,5 +171,6 @@ def sample_fast(
             *(out, vocabulary),
         ),
         shared_bytes=MOST_CANDIDATES * 16,
+        early=True,
     )
     return out
