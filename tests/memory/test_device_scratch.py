@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headroom.formats.quants import BF16, F16, F32, Q4_K, Q8_0, Q8_K
-from headroom.kernels.cuda import attention, chunks, delta_net, experts, pack, prefill, unpacked
+from headroom.kernels.cuda import (
+    attention,
+    chunks,
+    delta_net,
+    experts,
+    matmul,
+    pack,
+    prefill,
+    unpacked,
+)
 from headroom.kernels.cuda import scratch as arena
 from headroom.kernels.cuda.matmul import FEW_ROWS
 from headroom.kernels.cuda.sampler import SLICES, SamplerScratch
@@ -37,6 +46,12 @@ def test_the_planner_knows_the_launchers_steps() -> None:
 @given(context=st.integers(1, 1 << 20))
 def test_contexts_have_as_many_pieces_as_decoding_cuts(context: int) -> None:
     assert device_scratch.count_pieces(context) == attention.count_pieces(context)
+
+
+@given(rows=st.integers(1, FEW_ROWS), columns=st.integers(1, 5000))
+def test_few_rows_take_as_much_as_their_pieces(rows: int, columns: int) -> None:
+    made = matmul._empty_rows(rows, columns, torch.device("cpu"))
+    assert device_scratch.half_rows_bytes(rows, columns) == made.pieces.nbytes
 
 
 @given(
