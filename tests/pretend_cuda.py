@@ -5,9 +5,10 @@ that the C++ compiler can build run as they are; the others are stood in for.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -129,10 +130,21 @@ def _check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let this machine have a GPU, for as long as the block runs."""
     properties = SimpleNamespace(
-        multi_processor_count=132, shared_memory_per_block_optin=227 << 10, major=9, minor=0
+        multi_processor_count=132,
+        shared_memory_per_block_optin=227 << 10,
+        shared_memory_per_multiprocessor=228 << 10,
+        major=9,
+        minor=0,
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    # Its work is done when it is asked for: streams and events have nothing to wait for.
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda device=None: MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: None, raising=False)
     with Pretence():
         yield
 
@@ -143,7 +155,9 @@ def kernels_on_cpu(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
     def compiled(source: str, name: str, defines: dict[str, int] | None = None) -> Any:
         kernel = compile_kernel(source, name, defines)
 
-        def launch(grid: Any, block: Any, args: Any, shared_bytes: int = 0) -> None:
+        def launch(
+            grid: Any, block: Any, args: Any, shared_bytes: int = 0, early: bool = False
+        ) -> None:
             if any(isinstance(x, torch.Tensor) and not isinstance(x, OnCuda) for x in args):
                 raise PretendedError(f"{source}:{name} is given a tensor of the host")
             kernel(grid, block, [plain(x) for x in args], shared_bytes)

@@ -13,7 +13,6 @@ from headroom.layers.batch import Batch
 from headroom.layers.cache import KvPages
 from headroom.layers.config import AttentionConfig
 from headroom.layers.device_block import DeviceBatch
-from headroom.layers.device_rows import FEW_ROWS
 from headroom.memory.devices import DeviceSpec, detect_cpu
 from headroom.memory.plan import Plan, make_plan
 from headroom.models.describe import ModelDescription, describe
@@ -44,7 +43,8 @@ class PretendedStage:
         """Run a step; return the logits of its output rows, in host memory."""
         x = self.model.run(self._there(batch))
         wanted = x.index_select(0, batch.output_rows.to("cuda"))
-        return torch.cat([self.model.logits(rows).cpu() for rows in wanted.split(FEW_ROWS)])
+        most = self._plan.settings.parallel
+        return torch.cat([self.model.logits(rows).cpu() for rows in wanted.split(most)])
 
     def _there(self, batch: Batch) -> DeviceBatch:
         spans = tuple(replace(span, pages=span.pages.to("cuda")) for span in batch.spans)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from headroom.engine.engine import Engine
 from headroom.formats.checkpoint import open_checkpoint
-from headroom.memory.plan import Plan, make_plan
+from headroom.memory.plan import Plan
 from headroom.memory.shape import ModelShape
-from headroom.memory.targets import plan_devices
 from headroom.models.describe import ModelDescription, describe
 from headroom.options import Options
+from headroom.split.choice import make_run_plan
 from headroom.split.launch import start_pipeline
 from headroom.split.pipeline import Pipeline
 
@@ -44,7 +44,7 @@ def read_model(path: Path) -> ModelDescription:
 def open_model(model: ModelDescription, options: Options) -> Opened:
     """Plan and load a model as every command does."""
     started = time.perf_counter()
-    plan = make_plan([model.shape], plan_devices(options), options)
+    plan = make_run_plan(model.shape, options)
     pipeline = start_pipeline(plan, model)
     engine = Engine(pipeline, plan.settings, options.queue)
     return Opened(engine, pipeline, plan, model.shape, time.perf_counter() - started)

@@ -20,10 +20,9 @@ from headroom.bench.resources import (
 )
 from headroom.bench.speeds import SpeedBench
 from headroom.memory.budget import PAGE_SIZE
-from headroom.memory.plan import make_plan
 from headroom.memory.shape import ModelShape
-from headroom.memory.targets import plan_devices
 from headroom.options import Options
+from headroom.split.choice import make_run_plan
 
 CPU_CHUNK = 512
 Say = Callable[[str], None]
@@ -40,10 +39,10 @@ def run_bench(
 ) -> Report:
     """Measure a model; `say` is told what is being done."""
     model = read_model(path)
-    options = filled(options, settings, model.shape)
+    options = filled(on_device(options, model.shape), settings, model.shape)
     if peer is not None:
         check_comparable(path)
-    plan = make_plan([model.shape], plan_devices(options), options)
+    plan = make_run_plan(model.shape, options)
     # The peer runs while our model is not in memory, before it and after.
     runs: list[PeerRun] = []
     if peer is not None:
@@ -62,6 +61,13 @@ def run_bench(
         say("llama-bench, second time")
         runs.append(peer.run(path, plan, settings))
     return replace(report, peer=tuple(runs))
+
+
+def on_device(options: Options, shape: ModelShape) -> Options:
+    """Return options that name a device: where none is given, the one that a run would choose."""
+    if options.device is not None:
+        return options
+    return replace(options, device=make_run_plan(shape, options).devices[0].name)
 
 
 def filled(options: Options, settings: BenchSettings, shape: ModelShape) -> Options:

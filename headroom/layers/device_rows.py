@@ -106,7 +106,8 @@ def _multiply(
     if x.many is not None:
         unpacked.multiply(x.many, weight, outs, add is not None)
         return
-    answers = plain.product(x.plain, weight.data)
+    with scratch.frame():
+        answers = plain.product(x.plain, weight.data)
     for out, part in zip(
         outs, torch.split(answers, [out.shape[1] for out in outs], dim=1), strict=True
     ):

@@ -12,11 +12,11 @@ from types import TracebackType
 
 import torch
 
-from headroom.errors import FormatError, PlanError
+from headroom.errors import FormatError
 from headroom.kernels.cuda.pack import TILE_ROWS, pack, tile_bytes
 from headroom.kernels.weight import PLAIN_TYPES
 from headroom.layers.pieces import FileMatrices, Piece, pieces
-from headroom.units import MIB, gib
+from headroom.units import MIB
 
 STAGING_BYTES = 128 * MIB  # on the device; more does not load faster
 LEAST_STAGING_BYTES = 16 * MIB  # sixteen rows of any real matrix fit into half a slot of it
@@ -82,7 +82,7 @@ class Upload:
     def tiles(self, parts: Sequence[FileMatrices]) -> torch.Tensor:
         """Return the tiles of matrices, one after another in uint8 `[bytes]`."""
         sizes = [part.count * tile_bytes(part.quant, part.rows, part.columns) for part in parts]
-        out = self._take(parts[0].name, (sum(sizes),), torch.uint8)
+        out = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         for part, room in zip(parts, torch.split(out, sizes), strict=True):
             matrix = tile_bytes(part.quant, part.rows, part.columns)
             tile = tile_bytes(part.quant, TILE_ROWS, part.columns)
@@ -97,7 +97,7 @@ class Upload:
         plain = PLAIN_TYPES.get(source.quant.name)
         wanted = dtype or plain or torch.uint8
         columns = source.columns if plain else source.row_bytes
-        out = self._take(source.name, (source.rows, columns), wanted)
+        out = torch.empty(source.rows, columns, dtype=wanted, device=self._device)
         # Rows in another order are put in order within the buffer, which needs twice the room.
         capacity = self._slot_bytes if source.order is None else self._slot_bytes // 2
         for piece in pieces(source, capacity, 1 if source.order is None else TILE_ROWS):
@@ -122,18 +122,11 @@ class Upload:
         if self._memory is not None and len(self._memory) >= SLOTS * size:
             device = self._memory[number * size : (number + 1) * size]
         else:
-            device = self._take("the buffers of loading", (size,), torch.uint8)
+            device = torch.empty(size, dtype=torch.uint8, device=self._device)
         if not self._gpu:
             return _Slot(host, device, None, None)
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return _Slot(host, device, stream, torch.cuda.Event())  # type: ignore[no-untyped-call]
-
-    def _take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        try:
-            return torch.empty(shape, dtype=dtype, device=self._device)
-        except torch.OutOfMemoryError as error:
-            needed = torch.Size(shape).numel() * dtype.itemsize
-            raise _full(f"{name} needs {gib(needed)}", self._device) from error
 
     def _send(self, source: FileMatrices, piece: Piece, finish: Finish) -> None:
         """Begin to read a piece; it goes on to the device in its turn."""
@@ -208,20 +201,9 @@ def open_upload(
     if not device.startswith("cuda"):
         yield None
         return
-    try:
-        staging = min(staging_bytes, STAGING_BYTES)
-        with torch.cuda.device(device), Upload(device, staging, memory) as upload:
-            yield upload
-    except torch.OutOfMemoryError as error:
-        raise _full("The model needs more", torch.device(device)) from error
-
-
-def _full(what: str, device: torch.device) -> PlanError:
-    free, total = torch.cuda.mem_get_info(device)
-    return PlanError(
-        f"{what} and {device} has {gib(free)} free of {gib(total)}.",
-        hint="Other programs took memory since the plan was made: end them, or plan again.",
-    )
+    staging = min(staging_bytes, STAGING_BYTES)
+    with torch.cuda.device(device), Upload(device, staging, memory) as upload:
+        yield upload
 
 
 def _read(file: int, room: memoryview, offset: int, source: FileMatrices) -> None:

@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from headroom.formats.quants import BY_NAME, F32
+from headroom.formats.quants import BF16, BY_NAME, F32
 from headroom.formats.tensor import TensorInfo
 from headroom.kernels.cuda.matmul import TILES
 from headroom.kernels.ops import Case, ExpertTable
@@ -49,6 +49,9 @@ class WeightSource:
         kernel = pick("matmul", replace(self.case, quant=found.quant))
         if kernel.backend == "cuda":
             weight = Weight(upload.tiles([found]), found.quant, found.rows, found.columns, TILES)
+        elif kernel.backend == "cuda-plain":  # in its type at once: no second copy beside it
+            values = upload.rows(found, torch.bfloat16)
+            weight = Weight(values, BF16, found.rows, found.columns)
         else:
             weight = Weight(upload.rows(found), found.quant, found.rows, found.columns)
             upload.wait()  # what prepares it may read it

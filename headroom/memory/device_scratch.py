@@ -18,7 +18,7 @@ FEW_ROWS = 32  # rows that one pass over packed weights serves; they have captur
 CHUNK = 64  # rows that gated linear attention takes at once
 F32, BF16, I32 = 4, 2, 4
 UPLOAD_BYTES = 2 * 64 * MIB  # of the buffers through which weights are loaded
-_ROUNDED = 3  # bytes of a value of few rows on their way into a product, with what goes along
+GROUP_ROWS, RECORD_COLUMNS = 8, 256  # of rows in f16
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,8 @@ def _largest(
     layers: Sequence[LayerShape],
     step: DeviceStep,
 ) -> int:
-    """The largest layer's peak, in steps of few rows and of as many as there may be."""
-    sizes = {min(step.rows, FEW_ROWS), step.rows}
-    if step.rows > FEW_ROWS:
-        sizes.add(FEW_ROWS)
+    """The largest layer's peak, in the largest captured steps and in those of the most rows."""
+    sizes = {FEW_ROWS, max(step.rows, FEW_ROWS)}
     peak = 0
     for layer in dict.fromkeys(layers):
         for rows in sizes:
@@ -104,13 +102,17 @@ def _largest(
     return peak
 
 
+def half_rows_bytes(rows: int, columns: int) -> int:
+    """Return the bytes of few rows in f16 with their scales, as kernels/cuda/matmul.py does."""
+    lanes = 4 << min(3, (rows - 1).bit_length())
+    piece = 136 * lanes + -(-lanes // 16) * 16
+    return -(-rows // GROUP_ROWS) * -(-columns // RECORD_COLUMNS) * piece
+
+
 def _rows_of(tally: _Tally, rows: int, columns: int, *, normed: bool = False) -> None:
     """Rows on their way into a product."""
     if rows <= FEW_ROWS:
-        if normed:
-            tally.take(F32 * rows * columns)
-        padded = -(-rows // 8) * 8 * (-(-columns // 256) * 256)
-        tally.take(_ROUNDED * padded)
+        tally.take(half_rows_bytes(rows, columns))
         return
     tally.take(BF16 * rows * columns)
     if normed:
@@ -126,7 +128,7 @@ def _product(tally: _Tally, step: DeviceStep, outputs: int, columns: int) -> Non
         if step.rows > FEW_ROWS:
             tally.take(BF16 * step.rows * part, BF16 * part * columns)
         else:
-            tally.take(BF16 * step.rows * columns, BF16 * step.rows * part)  # of a plain weight
+            tally.take(F32 * step.rows * columns)  # which a plain weight reads
 
 
 def _attention(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
@@ -147,7 +149,14 @@ def _attention(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
         with tally.frame():
             tally.take(*(2 * [BF16 * seen * layer.kv_heads * layer.key_dim]), BF16 * rows * width)
     _rows_of(tally, rows, width)
+    _answers(tally, layer, step)
     _product(tally, step, step.hidden, width)
+
+
+def _answers(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
+    """What a part answers, where it is normed before it is added."""
+    if layer.post_norms:
+        tally.take(F32 * step.rows * step.hidden)
 
 
 def _recurrent(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
@@ -169,7 +178,8 @@ def _recurrent(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
             tally.take(*(F32 * heads * chunks * CHUNK * width for width in (2 * dim, CHUNK, 1)))
     if rows <= FEW_ROWS:
         tally.take(F32 * rows * channels, F32 * rows * 2 * heads)
-    tally.take(F32 * rows * inner)  # normed and gated
+    else:
+        tally.take(F32 * rows * inner)  # normed and gated
     _rows_of(tally, rows, inner)
     _product(tally, step, step.hidden, inner)
 
@@ -180,6 +190,7 @@ def _feed_forward(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
     rows, width = step.rows, layer.ffn_width
     _rows_of(tally, rows, step.hidden, normed=True)
     _gated(tally, step, width)
+    _answers(tally, layer, step)
     _product(tally, step, step.hidden, width)
 
 
@@ -193,19 +204,32 @@ def _experts(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
     if not layer.experts:
         return
     rows, picks = step.rows, step.rows * layer.experts_used
-    tally.take(F32 * rows * step.hidden)  # normed
-    _rows_of(tally, rows, step.hidden)
+    tally.take(F32 * rows * step.hidden)  # normed, as the router reads it
+    _rows_of(tally, rows, step.hidden, normed=layer.post_norms)
     tally.take(F32 * rows * (layer.experts + 1), I32 * picks, F32 * picks)
+    if layer.post_norms:  # beside a dense part, whose answers come after theirs
+        tally.take(F32 * rows * step.hidden)
+        _routed(tally, layer, step)
+        _rows_of(tally, rows, step.hidden, normed=True)
+        tally.take(F32 * rows * step.hidden)
     if layer.ffn_width:
         _gated(tally, step, layer.ffn_width)
         tally.take(F32 * rows * step.hidden)
         _product(tally, step, step.hidden, layer.ffn_width)
-    if rows <= FEW_ROWS:
-        tally.take(_ROUNDED * picks * (-(-layer.expert_width // 256) * 256))
+    if not layer.post_norms:
+        _routed(tally, layer, step)
+
+
+def _routed(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
+    """What the products of each row's experts take."""
+    picks = step.rows * layer.experts_used
+    if step.rows <= FEW_ROWS:
+        tally.take(F32 * picks * layer.expert_width)
         return
     each = experts_at_once(layer.experts, layer.expert_width, step.hidden, step.unpack_bytes)
     plain = 2 * BF16 * each * layer.expert_width * step.hidden
-    tally.take(plain, BF16 * picks * step.hidden, BF16 * picks * layer.expert_width)
+    with tally.frame():
+        tally.take(plain, BF16 * picks * step.hidden, BF16 * picks * layer.expert_width)
 
 
 def experts_at_once(count: int, width: int, hidden: int, most_bytes: int) -> int:

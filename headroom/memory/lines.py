@@ -57,16 +57,18 @@ def stage_lines(
     if ends:
         head = head_bytes(model, settings)
         lines.append(Line("head", head, f"{model.vocab} x {model.hidden}, {settings.weights}"))
-        lines.append(_logits_line(model, settings, rules))
+        lines.append(_logits_line(model, device, settings, rules))
     if device.kind in ("cuda", "hip"):
         lines.append(_graphs_line(model, layers, device, settings))
     return lines
 
 
-def _logits_line(model: ModelShape, settings: PlanSettings, rules: Rules) -> Line:
+def _logits_line(
+    model: ModelShape, device: DeviceSpec, settings: PlanSettings, rules: Rules
+) -> Line:
     rows, vocab = logits_rows(settings, rules), model.vocab
     size, why = rows * vocab * F32_BYTES, f"{rows} rows x {vocab}, f32"
-    if settings.kernels == "device":
+    if device.kind != "cpu":  # whatever kernels run its layers
         drawing = sampler_bytes(vocab)
         size, why = size + drawing, f"{why}, and {gib(drawing)} to draw tokens with"
     return Line("logits", size, why)

@@ -144,8 +144,10 @@ def make_plan(
     task = _Task(model, tuple(devices), options, precision, rules)
     if task.native:
         task = replace(task, model=model.in_panels())
-    elif task.kernels == "device":
-        task = replace(task, model=model.in_tiles())
+    elif task.kernels == "device" and (options.dtype or precision.activation) == "bf16":
+        task = replace(
+            task, model=model.in_tiles()
+        )  # other types run on weights as files have them
     ranges = open_ranges(options, model.context_limit)
     weights = "packed" if options.weights == "auto" else options.weights
     chosen = task.solve(ranges, weights)

@@ -61,6 +61,7 @@ class LayerShape:
     verify_values: int = 0  # values kept for each node of a draft tree
     gate_width: int = 0  # gates of one row of attention
     state_heads: int = 0  # value heads of a recurrent mixer
+    post_norms: bool = False  # what its parts answer is normed before it is added
     panels: LayerPadding = LayerPadding()  # what C++ kernels add
     tiles: LayerPadding = LayerPadding()  # what a GPU's kernels add
 

@@ -143,6 +143,7 @@ def _layer_shape(
         verify_values=dims.state_key_heads * dims.state_dim + inner if recurrent else 0,
         gate_width=gates,
         state_heads=layer.state_heads,
+        post_norms="post_ffw_norm.weight" in own,
         panels=LayerPadding(padding(own), expert_padding(by_name)),
         tiles=LayerPadding(tile_padding(own), expert_tile_padding(by_name)),
     )

@@ -10,6 +10,8 @@ PACKED = frozenset(
     ("q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1", "q8_0", "mxfp4", "q4_k", "q5_k", "q6_k")
 )
 
+PLAIN = frozenset(("f32", "f16", "bf16"))
+
 
 def tile_bytes(quant: QuantType, rows: int, columns: int) -> int:
     """Return the bytes of a matrix in tiles; both sides are filled up with zeros."""
@@ -29,9 +31,13 @@ def tile_padding(tensors: Tensors) -> Padding:
 
 
 def table_tile_padding(tensors: Tensors) -> Padding:
-    """Return the same for matrices outside of layers, whose plain types stay as they are."""
+    """Return the same for matrices outside of layers; those of other types stay as they are."""
     return tile_padding(
-        {name: (shape, quant) for name, (shape, quant) in tensors.items() if quant.name in PACKED}
+        {
+            name: (shape, quant)
+            for name, (shape, quant) in tensors.items()
+            if quant.name in PACKED or quant.name in PLAIN
+        }
     )
 
 

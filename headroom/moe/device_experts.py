@@ -152,6 +152,7 @@ class DeviceBeside:
         seen = small.rms_norm(x, self._router_norm, self._eps)
         ids, weights, _ = self._router(seen, batch)
         rows = normed_rows(x, RowNorm(self._before, self._eps))
-        routed = self._experts(rows, (ids, weights))
+        answers = scratch.empty(*x.shape, device=x.device)
+        routed = self._experts(rows, (ids, weights), out=answers)
         total = small.norm_add(self._dense.answers(x), routed, self._experts_after, self._eps)
         small.norm_add(x, total, self._after, self._eps)

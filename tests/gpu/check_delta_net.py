@@ -97,7 +97,8 @@ def check(
         convolved = fast._convolve(
             packed, to_device(weights), mine, tables, fast._constants(weights)
         )
-        found = fast._plain_prefill(packed[0], convolved, to_device(weights), mine, tables)
+        found = torch.empty(rows, shape.heads, DIM, device=DEVICE)
+        fast._plain_prefill(packed[0], convolved, to_device(weights), mine, tables, found)
     else:
         found = fast.step(packed, to_device(weights), mine, tables, columns)
     wanted = plain.gated_norm(wanted, gate, norm, 1e-6)

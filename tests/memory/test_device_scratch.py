@@ -5,8 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headroom.formats.quants import BF16, F16, F32, Q4_K, Q8_0
-from headroom.kernels.cuda import attention, chunks, delta_net, experts, pack, prefill, unpacked
+from headroom.formats.quants import BF16, F16, F32, Q4_K, Q8_0, Q8_K
+from headroom.kernels.cuda import (
+    attention,
+    chunks,
+    delta_net,
+    experts,
+    matmul,
+    pack,
+    prefill,
+    unpacked,
+)
 from headroom.kernels.cuda import scratch as arena
 from headroom.kernels.cuda.matmul import FEW_ROWS
 from headroom.kernels.cuda.sampler import SLICES, SamplerScratch
@@ -37,6 +46,12 @@ def test_the_planner_knows_the_launchers_steps() -> None:
 @given(context=st.integers(1, 1 << 20))
 def test_contexts_have_as_many_pieces_as_decoding_cuts(context: int) -> None:
     assert device_scratch.count_pieces(context) == attention.count_pieces(context)
+
+
+@given(rows=st.integers(1, FEW_ROWS), columns=st.integers(1, 5000))
+def test_few_rows_take_as_much_as_their_pieces(rows: int, columns: int) -> None:
+    made = matmul._empty_rows(rows, columns, torch.device("cpu"))
+    assert device_scratch.half_rows_bytes(rows, columns) == made.pieces.nbytes
 
 
 @given(
@@ -81,8 +96,10 @@ def test_tiles_fill_up_both_sides_and_plain_matrices_become_bf16() -> None:
     assert tile_padding({"attn_q.weight": ((3, 5), F16)}).bytes == 0
     assert tile_padding({"attn_norm.weight": ((5,), F32)}).bytes == 0
     assert tile_padding({"ffn_gate_inp.weight": ((3, 5), F32)}).bytes == 0
-    # A head or table of a plain type stays as it is.
-    assert table_tile_padding({"output.weight": ((3, 5), F32)}).bytes == 0
+    assert table_tile_padding({"output.weight": ((3, 5), F32)}).bytes == -30
+    # A head or table of a type without tiles stays as it is; a layer's matrix does not.
+    assert table_tile_padding({"output.weight": ((1, 256), Q8_K)}).bytes == 0
+    assert tile_padding({"attn_q.weight": ((1, 256), Q8_K)}).bytes == 512 - 292
     assert table_tile_padding({"output.weight": ((1, 256), Q4_K)}).bytes == 15 * 144
     apart = dict.fromkeys(("ffn_gate_exps.weight", "ffn_up_exps.weight"), ((4, 24, 256), Q8_0))
     fused = {"ffn_gate_up_exps.weight": ((4, 48, 256), Q8_0)}

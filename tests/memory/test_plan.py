@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from headroom.errors import OptionError, PlanError
+from headroom.memory.device_scratch import sampler_bytes
 from headroom.memory.known import known_shape
 from headroom.memory.plan import DoesNotFitError, Plan, make_plan
 from headroom.options import Options
@@ -157,6 +158,20 @@ def test_all_experts_are_hot_where_they_fit() -> None:
     assert plan.devices[0].hot_experts == plan.devices[0].total_experts == 9984
     assert plan.settings.k_type == "bf16"
     assert "cold_experts" not in {line.name for line in plan.host.lines}
+
+
+def test_weights_lie_in_tiles_only_where_packed_products_run() -> None:
+    shape = smollm2()
+    fixed = {"context": 4096, "parallel": 2, "chunk": 512}
+    tiled, plain, separate = (
+        lines(make_plan([shape], [gpu(8), host(8)], Options(**fixed, **more)))
+        for more in ({}, {"dtype": "f32"}, {"kernels": "reference", "dtype": "bf16"})
+    )
+    held = sum(layer.core_bytes for layer in shape.layers) + shape.norm_bytes
+    assert plain["core_weights"] == separate["core_weights"] == held
+    assert tiled["core_weights"] > held
+    # Whatever kernels run, tokens are drawn there.
+    assert separate["logits"] == 2 * shape.vocab * 4 + sampler_bytes(shape.vocab)
 
 
 def test_experts_that_do_not_fit_lie_in_host_memory() -> None:

@@ -108,9 +108,9 @@ def _route(logits: Any, rule: Any, bias: Any, counts: Any, sequence: Any) -> Any
     return plain_route.route(logits[:, : len(counts)], rule, bias, counts)
 
 
-def _tables(table: Any) -> Any:
+def _tables(get: Any, count: int) -> Any:
     with torch.device("cuda"):
-        return plain_experts.prepare(table)
+        return plain_experts.prepare(get.experts(count))
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(device_block, "plain_rows", _rows)
     for name in ("few_rows", "many_rows"):
         monkeypatch.setattr(device_experts.cuda_experts, name, _experts)
-    monkeypatch.setattr(device_experts.cuda_experts, "prepare", _tables)
+    monkeypatch.setattr(device_experts, "upload_experts", _tables)
     monkeypatch.setattr(device_experts.cuda_route, "score", lambda x, weight: x @ weight.T)
     monkeypatch.setattr(device_experts.cuda_route, "route", _route)
     with pretend_cuda(monkeypatch):

@@ -24,7 +24,7 @@ from headroom.kernels.cuda import (
     unpacked,
 )
 from headroom.kernels.cuda.pack import PACKED, tile_bytes
-from headroom.kernels.ops import ExpertTable, Span, StepTables
+from headroom.kernels.ops import Span, StepTables
 from headroom.kernels.weight import Weight
 from headroom.layers import device_block, weights
 from headroom.layers.device_block import DeviceBatch
@@ -40,7 +40,11 @@ from headroom.options import Options
 from tests.memory.shapes import gpu, host
 
 LAUNCHERS = (attention, delta_net, experts, matmul, prefill, route, small, unpacked)
-PROPERTIES = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+PROPERTIES = SimpleNamespace(
+    multi_processor_count=132,
+    shared_memory_per_block_optin=227 << 10,
+    shared_memory_per_multiprocessor=228 << 10,
+)
 
 
 def no_kernel(source: str, name: str, defines: object = None) -> Callable[..., None]:
@@ -66,14 +70,16 @@ def stack(get: WeightSource, names: Sequence[str], orders: object = ()) -> Stack
     return Stack(tuple(made), members, tuple(weight.rows for weight in made))
 
 
-def prepare_experts(table: ExpertTable) -> experts.ExpertTiles:
-    """Experts without addresses."""
-    gate = table.gate[0]
+def experts_in_tiles(get: WeightSource, count: int) -> experts.ExpertTiles:
+    """A layer's experts in tiles without their values, and without addresses."""
+    parts = get.found_experts(count)
+    gate = parts[0][0]
     size = sum(
-        len(part) * tile_bytes(part[0].quant, part[0].rows, part[0].columns) for part in table.parts
+        one.count * tile_bytes(one.quant, one.rows, one.columns) for part in parts for one in part
     )
-    where = torch.zeros(len(table.gate), experts.PARTS, dtype=torch.int64)
-    return experts.ExpertTiles(where, table.kinds, gate.rows, gate.columns, size, ())
+    where = torch.zeros(count, experts.PARTS, dtype=torch.int64)
+    kinds = tuple(part[0].quant for part in parts)
+    return experts.ExpertTiles(where, kinds, gate.rows, gate.columns, size, ())
 
 
 def table_in_tiles(get: WeightSource, name: str, rows: object = None) -> Weight:
@@ -92,11 +98,12 @@ def pretend(monkeypatch: pytest.MonkeyPatch, unpack_bytes: int) -> None:
     monkeypatch.setattr(prefill, "attend", lambda queries, *others: queries)
     for module in (device_block, device_experts):
         monkeypatch.setattr(module, "stack", stack)
-    monkeypatch.setattr(experts, "prepare", prepare_experts)
+    monkeypatch.setattr(device_experts, "upload_experts", experts_in_tiles)
     monkeypatch.setattr(weights.WeightSource, "__call__", table_in_tiles)
     for name in ("Embedding", "Head"):
         monkeypatch.setattr(load, name, lambda *given: None)
     monkeypatch.setattr(load, "fits_device", lambda mixer, get: True)
+    monkeypatch.setattr(load, "experts_fit", lambda config, get: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(planner, "unpack_bytes_for", lambda total: unpack_bytes)

@@ -1,6 +1,6 @@
 """The memory of a GPU is held to the plan: what is loaded, and what its steps take."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         key_heads=2, value_heads=4, state_dim=128, **WIDE
     ),
     "laguna": lambda: family_configs.laguna(hidden_size=256),
+    "gemma4-31b": lambda: family_configs.gemma4(hidden_size=256, num_hidden_layers=6),
+    "gemma4-26b": lambda: family_configs.gemma4_moe(hidden_size=256),
 }
 
 
@@ -45,23 +47,31 @@ def test_a_gpu_loads_what_its_plan_says(path: Path, monkeypatch: pytest.MonkeyPa
     assert drawing > 0  # the sampler's, which the stage allocates
 
 
-STEPS = (
+MANY = (
     [(300, 212), (1, 511), (1, 511), (1, 400)],  # a chunk at the end of a context, and others
     [(33, 0)],
     [(1, 511)] * 3,
     [(32, 480)],
 )
+FEW = ([(1, 511)] * 3, [(9, 100)], [(32, 480)])  # a captured step may have more rows than a chunk
 
 
-@pytest.mark.parametrize("unpack", [32 << 10, 1 << 20])
+@pytest.mark.parametrize(
+    ("chunk", "steps", "unpack"),
+    [(300, MANY, 32 << 10), (300, MANY, 1 << 20), (16, FEW, 1 << 20)],
+)
 def test_steps_of_a_gpu_take_no_more_scratch_than_planned_and_not_much_less(
-    path: Path, monkeypatch: pytest.MonkeyPatch, unpack: int
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    chunk: int,
+    steps: Sequence[Sequence[tuple[int, int]]],
+    unpack: int,
 ) -> None:
     pretend(monkeypatch, unpack)
-    plan, model, _ = load_on_host(path, context=512, parallel=3, chunk=300)
+    plan, model, _ = load_on_host(path, context=512, parallel=3, chunk=chunk)
     arena = model._workspace.arena
     assert arena is not None
-    for spans in STEPS:
+    for spans in steps:
         run_step(plan, model, spans)
     layers = describe(open_checkpoint(path)).shape.layers
     hidden = model._workspace.stream.shape[1]

@@ -34,6 +34,7 @@ def test_the_end_of_memory_while_loading_is_an_error_with_numbers(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr("headroom.split.launch.load_model", fail)
+    monkeypatch.setattr("headroom.split.launch.open_device_memory", lambda name: None)
     monkeypatch.setattr("torch.cuda.device", lambda name: nullcontext())
     monkeypatch.setattr("headroom.split.launch.gpu_memory", lambda name: (GIB // 2, 24 * GIB))
     message = "cuda:0 ran out of memory while loading weights: 1.00 GiB of .* planned were"
