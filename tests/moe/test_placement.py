@@ -102,8 +102,8 @@ def test_a_budget_below_the_floor_is_refused_with_both_numbers() -> None:
         place_experts([LayerExperts(256, 1 << 20)] * 40, None, 100 << 20, 8)
     assert str(refused.value) == (
         "8 hot experts in each of 40 layers need 320.0 MiB and the budget for experts is "
-        "100.0 MiB. Raise --expert-budget, free memory with a smaller --context, or keep all experts "
-        "cold with --expert-budget 0%."
+        "100.0 MiB. Raise --expert-budget, free memory with a smaller --context, or keep "
+        "all experts cold with --expert-budget 0%."
     )
 
 
