@@ -2,6 +2,7 @@
 // Every row is computed by the same operations in the same order however many share a call.
 #include "kernels.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <type_traits>
@@ -890,14 +891,15 @@ void attend(const AttentionJob& job, int64_t from, int64_t to, Partial* partials
 }  // namespace headroom
 
 #include "delta_net.inl"
+#include "tiles.inl"
 
 namespace headroom {
 namespace {
 
 constexpr Kernels make_kernels(const char* name) {
-    return {name,     quantise,      sum_columns,   read_bytes, panel_int8, panel_float,
-            rms_norm, silu_multiply, gelu_multiply, rope,       store_head, attend,
-            convolve, delta_rows,    gated_norm};
+    return {name,          quantise, sum_columns,   read_bytes,    panel_int8, panel_float,
+            tile_to_panel, rms_norm, silu_multiply, gelu_multiply, rope,       store_head,
+            attend,        convolve, delta_rows,    gated_norm};
 }
 
 }  // namespace
