@@ -9,6 +9,7 @@ from pathlib import Path
 
 from headroom.errors import FormatError
 from headroom.memory.devices import DeviceSpec
+from headroom.memory.files import replace_text
 from headroom.units import MIB
 
 
@@ -62,11 +63,8 @@ def load_speeds(path: Path) -> dict[str, Speeds]:
 
 def save_speeds(path: Path, speeds: Mapping[str, Speeds]) -> None:
     """Keep measured speeds, in one step, so that a reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     table = {"version": 1, "devices": {name: asdict(row) for name, row in speeds.items()}}
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
-    draft.replace(path)
+    replace_text(path, json.dumps(table, indent=1, sort_keys=True) + "\n")
 
 
 def with_speeds(devices: Sequence[DeviceSpec], speeds: Mapping[str, Speeds]) -> list[DeviceSpec]:

@@ -29,8 +29,9 @@ Kind checked_kind(int kind) {
     return static_cast<Kind>(kind);
 }
 
-Matrix make_matrix(Address data, int kind, int64_t rows, int64_t columns) {
-    return {at<const uint8_t>(data), checked_kind(kind), rows, columns};
+Matrix make_matrix(Address data, int kind, int64_t rows, int64_t columns, bool tiles = false) {
+    if (tiles && is_plain(checked_kind(kind))) throw std::invalid_argument("plain weights have no tiles");
+    return {at<const uint8_t>(data), checked_kind(kind), rows, columns, tiles};
 }
 
 // Spans come as a table [count, 5]: first row, rows, start, where its pages begin in `pages` and its
@@ -180,9 +181,9 @@ NB_MODULE(_native, m) {
                                       kv_heads, page_size));
     });
     nb::class_<Matrix>(m, "Matrix").def("__init__", [](Matrix* self, Address data, int kind,
-                                                       int64_t rows, int64_t columns) {
-        new (self) Matrix(make_matrix(data, kind, rows, columns));
-    });
+                                                       int64_t rows, int64_t columns, bool tiles) {
+        new (self) Matrix(make_matrix(data, kind, rows, columns, tiles));
+    }, "data"_a, "kind"_a, "rows"_a, "columns"_a, "tiles"_a = false);
     bind_ops(m);
     nb::class_<Layer>(m, "Layer")
         .def("__init__", [](Layer* self, std::vector<Matrix> w, Address attention_norm,

@@ -19,21 +19,23 @@ void Ops::experts(const Matrix& gate, const Matrix& up, const Matrix& down,
                   const ExpertWeights* table, int64_t expert_count, const int32_t* ids,
                   const float* weights, int64_t per_token, const float* x, int64_t tokens, Gate act,
                   bool int8, float* out, Scratch scratch) {
-    const int64_t hidden = gate.columns, width = gate.rows, picks = tokens * per_token;
+    const int64_t hidden = gate.columns, width = gate.rows, asked = tokens * per_token;
     // Sort the picks by expert: starts[e] .. starts[e + 1] are those of expert e, tokens in order.
     int32_t* starts = scratch.take<int32_t>(expert_count + 1);
-    int32_t* order = scratch.take<int32_t>(picks);   // pick at each sorted place
+    int32_t* order = scratch.take<int32_t>(asked);   // pick at each sorted place
     std::memset(starts, 0, (expert_count + 1) * sizeof(int32_t));
-    for (int64_t i = 0; i < picks; ++i) {
-        if (ids[i] < 0 || ids[i] >= expert_count) throw std::out_of_range("no such expert");
-        ++starts[ids[i] + 1];
+    for (int64_t i = 0; i < asked; ++i) {
+        if (ids[i] >= expert_count) throw std::out_of_range("no such expert");
+        if (ids[i] >= 0) ++starts[ids[i] + 1];
     }
     for (int64_t e = 0; e < expert_count; ++e) starts[e + 1] += starts[e];
-    int32_t* chosen = scratch.take<int32_t>(picks);  // experts with any pick, in order
+    int32_t* chosen = scratch.take<int32_t>(asked);  // experts with any pick, in order
     int64_t chosen_count = 0;
     for (int32_t e = 0; e < expert_count; ++e)
         if (starts[e + 1] > starts[e]) chosen[chosen_count++] = e;
-    for (int64_t i = picks - 1; i >= 0; --i) order[--starts[ids[i] + 1]] = static_cast<int32_t>(i);
+    const int64_t picks = starts[expert_count];
+    for (int64_t i = asked - 1; i >= 0; --i)
+        if (ids[i] >= 0) order[--starts[ids[i] + 1]] = static_cast<int32_t>(i);
     // The loop above left starts[e + 1] at the first pick of e; shift back.
     for (int64_t e = 0; e < expert_count; ++e) starts[e] = starts[e + 1];
     starts[expert_count] = static_cast<int32_t>(picks);
@@ -50,7 +52,7 @@ void Ops::experts(const Matrix& gate, const Matrix& up, const Matrix& down,
         }
     });
     const auto matrix_of = [](const Matrix& like, const uint8_t* data) {
-        return Matrix{data, like.kind, like.rows, like.columns};
+        return Matrix{data, like.kind, like.rows, like.columns, like.tiles};
     };
     const int64_t gate_panels = gate.panels();
     pool_.parallel(chosen_count * gate_panels, panel_grain(gate),

@@ -23,6 +23,7 @@ class PanelTable:
     kinds: Sequence[QuantType]
     shapes: Sequence[Shape]
     blobs: torch.Tensor  # the memory that the addresses point into: gate, up, down of each expert
+    tiles: bool = False  # the matrices lie as a GPU reads them, not in panels
 
     @classmethod
     def of_blobs(
@@ -91,7 +92,10 @@ def experts(
     dtype: str,
     scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the weighted sum of each row's experts, those with lower ids first."""
+    """Return the weighted sum of each row's experts, those with lower ids first.
+
+    Picks with a negative id are passed over.
+    """
     (rows, used), (width, hidden) = ids.shape, table.shapes[0]
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     out = torch.empty(rows, hidden)
@@ -99,7 +103,7 @@ def experts(
     if scratch is None:
         scratch = torch.empty(size, dtype=torch.uint8)
     like = [
-        MODULE.Matrix(0, kind.ggml_id, *shape)
+        MODULE.Matrix(0, kind.ggml_id, *shape, table.tiles)
         for kind, shape in zip(table.kinds, table.shapes, strict=True)
     ]
     MODULE.experts(

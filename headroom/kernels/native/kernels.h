@@ -55,6 +55,8 @@ struct Kernels {
     // One panel times all rows: out [rows, 16].
     void (*panel_int8)(const Matrix& w, int64_t panel, QuantisedRows x, int64_t rows, float* out);
     void (*panel_float)(const Matrix& w, int64_t panel, FloatRows x, int64_t rows, float* out);
+    // Sixteen rows from a GPU's layout into a panel.
+    void (*tile_to_panel)(Kind kind, int64_t columns, const uint8_t* tile, uint8_t* panel);
     void (*rms_norm)(const float* x, const float* weight, int64_t columns, float eps, float* out);
     void (*silu_multiply)(const float* gate, const float* up, int64_t count, float* out);
     void (*gelu_multiply)(const float* gate, const float* up, int64_t count, float* out);

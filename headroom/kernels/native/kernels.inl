@@ -12,13 +12,15 @@
 
 #include "delta_net.inl"
 
+#include "gpu_tiles.inl"
+
 namespace headroom {
 namespace {
 
 constexpr Kernels make_kernels(const char* name) {
-    return {name,     quantise,      sum_columns,   read_bytes, panel_int8, panel_float,
-            rms_norm, silu_multiply, gelu_multiply, rope,       store_head, attend,
-            convolve, delta_rows,    gated_norm};
+    return {name,          quantise, sum_columns,   read_bytes,    panel_int8, panel_float,
+            tile_to_panel, rms_norm, silu_multiply, gelu_multiply, rope,       store_head,
+            attend,        convolve, delta_rows,    gated_norm};
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 namespace headroom {
 
@@ -43,6 +44,14 @@ void Ops::prepare_row(const Input& input, int64_t row) {
 }
 
 void Ops::panel(const Matrix& w, int64_t index, const Input& input, float* out) {
+    if (w.tiles) {
+        thread_local std::vector<uint8_t> memory;  // of one panel, aligned below
+        memory.resize(panel_size(w.kind, w.columns) + 64);
+        uint8_t* turned = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+        const size_t at = static_cast<size_t>(index) * tile_size(w.kind, w.columns);
+        kernels_.tile_to_panel(w.kind, w.columns, w.data + at, turned);
+        return panel({turned, w.kind, PANEL_ROWS, w.columns}, 0, input, out);
+    }
     if (input.int8) kernels_.panel_int8(w, index, input.quantised, input.rows, out);
     else kernels_.panel_float(w, index, input.floats, input.rows, out);
 }

@@ -112,6 +112,7 @@ class Ops {
                Scratch scratch);
     size_t layer_scratch(const LayerWeights& w, const StepView& step);
 
+    // Picks with a negative id are passed over.
     // out [tokens, hidden] = sum over each token's experts of weight * down(act(gate x) * up x).
     void experts(const Matrix& gate, const Matrix& up, const Matrix& down, const ExpertWeights* table,
                  int64_t expert_count, const int32_t* ids, const float* weights, int64_t per_token,

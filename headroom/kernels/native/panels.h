@@ -87,11 +87,18 @@ HEADROOM_INLINE constexpr size_t panel_size(Kind kind, int64_t columns) {
     return (blocks * info.block_bytes * PANEL_ROWS + 63) / 64 * 64;
 }
 
-// A matrix in panels.
+// Bytes of the same sixteen rows where they lie as a GPU reads them: records are all whole.
+HEADROOM_INLINE constexpr size_t tile_size(Kind kind, int64_t columns) {
+    const KindInfo info = kind_info(kind);
+    return static_cast<size_t>((columns + 255) / 256) * (256 / info.block * info.block_bytes) * PANEL_ROWS;
+}
+
+// A matrix in panels, or in tiles.
 struct Matrix {
     const uint8_t* data;  // aligned to 64 bytes
     Kind kind;
     int64_t rows, columns;
+    bool tiles = false;  // it lies as a GPU reads it, see gpu_tiles.inl
 
     HEADROOM_INLINE int64_t panels() const { return (rows + PANEL_ROWS - 1) / PANEL_ROWS; }
 };

@@ -1,0 +1,293 @@
+// Weights that lie as a GPU reads them (kernels/cuda/tiles.cuh), turned into panels on their way
+// into a product: a host can so compute with experts that a GPU may also read where they are.
+// Both layouts are records of sixteen rows and 256 columns with the same numbers in as many bytes;
+// a tile's last record is always whole.
+
+#include <algorithm>
+
+namespace headroom {
+namespace {
+
+// Planes of a tile's record. Row i is g + 8h; block b is 32 columns, of which a lane 4g + t holds
+// 4t .. 4t+3 and 16+4t .. 16+4t+3.
+template <Kind K> struct TileShape {
+    static constexpr int high = K == Q8_0 ? 4096 : 2048;
+    static constexpr int groups = high + (has_high_bit(K) ? 512 : K == Q6_K ? 1024 : 0);
+    static constexpr int lows = groups + (has_groups(K) ? 128 : K == Q6_K ? 256 : 0);
+    static constexpr int scales = lows + (has_groups(K) ? 64 : 0);
+    static constexpr int mins = scales + (by_record(K) ? 32 : K == MXFP4 ? 128 : 256);
+    static constexpr int bytes = mins + (!has_min(K) ? 0 : by_record(K) ? 32 : 256);
+};
+
+inline uint32_t word_at(const uint8_t* p, int index) {
+    uint32_t word;
+    std::memcpy(&word, p + 4 * index, 4);
+    return word;
+}
+inline void put_word(uint8_t* p, int index, uint32_t word) { std::memcpy(p + 4 * index, &word, 4); }
+
+#if defined(__AVX512F__)
+// Words [g][t][x][y] as vectors out[x][t] of sixteen rows [y][g].
+inline void rows_together(const __m512i* z, __m512i (*out)[4]) {
+    __m512i four[2][4];  // by x: rows 0..3, 4..7 of y = 0, then of y = 1; 128 bits for each t
+    for (int i = 0; i < 2; ++i) {
+        const __m512i* q = z + 4 * i;
+        const __m512i a = _mm512_unpacklo_epi32(q[0], q[1]), b = _mm512_unpacklo_epi32(q[2], q[3]);
+        const __m512i c = _mm512_unpackhi_epi32(q[0], q[1]), d = _mm512_unpackhi_epi32(q[2], q[3]);
+        four[0][i] = _mm512_unpacklo_epi64(a, b);
+        four[0][i + 2] = _mm512_unpackhi_epi64(a, b);
+        four[1][i] = _mm512_unpacklo_epi64(c, d);
+        four[1][i + 2] = _mm512_unpackhi_epi64(c, d);
+    }
+    for (int x = 0; x < 2; ++x) {
+        const __m512i even0 = _mm512_shuffle_i32x4(four[x][0], four[x][1], 0x88);
+        const __m512i even1 = _mm512_shuffle_i32x4(four[x][2], four[x][3], 0x88);
+        const __m512i odd0 = _mm512_shuffle_i32x4(four[x][0], four[x][1], 0xDD);
+        const __m512i odd1 = _mm512_shuffle_i32x4(four[x][2], four[x][3], 0xDD);
+        out[x][0] = _mm512_shuffle_i32x4(even0, even1, 0x88);
+        out[x][2] = _mm512_shuffle_i32x4(even0, even1, 0xDD);
+        out[x][1] = _mm512_shuffle_i32x4(odd0, odd1, 0x88);
+        out[x][3] = _mm512_shuffle_i32x4(odd0, odd1, 0xDD);
+    }
+}
+#endif
+
+// Two neighbouring blocks of four-bit values: `cells` has 256 bytes for each.
+inline void four_bit_pair(const uint8_t* pair, uint8_t* cells) {
+#if defined(__AVX512F__)
+    __m512i z[8], turned[2][4];
+    for (int g = 0; g < 8; ++g) z[g] = _mm512_loadu_si512(pair + 64 * g);
+    rows_together(z, turned);
+    const __m512i mask = _mm512_set1_epi8(15), upper = _mm512_set1_epi8(-16);
+    for (int b = 0; b < 2; ++b)
+        for (int i = 0; i < 2; ++i) {
+            const __m512i first = turned[b][2 * i], second = turned[b][2 * i + 1];
+            const __m512i lows = _mm512_or_si512(
+                _mm512_and_si512(first, mask), _mm512_and_si512(_mm512_slli_epi16(second, 4), upper));
+            const __m512i highs = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(first, 4), mask),
+                                                  _mm512_and_si512(second, upper));
+            _mm512_storeu_si512(cells + 256 * b + 64 * i, lows);
+            _mm512_storeu_si512(cells + 256 * b + 64 * (i + 2), highs);
+        }
+#else
+    constexpr uint32_t MASK = 0x0F0F0F0Fu;
+    for (int b = 0; b < 2; ++b)
+        for (int row = 0; row < PANEL_ROWS; ++row)
+            for (int i = 0; i < 2; ++i) {
+                const int at = 16 * (row % 8) + 8 * i + 2 * b + row / 8;
+                const uint32_t first = word_at(pair, at), second = word_at(pair, at + 4);
+                uint8_t* cell = cells + 256 * b;
+                put_word(cell, 16 * i + row, (first & MASK) | (second & MASK) << 4);
+                put_word(cell, 16 * (i + 2) + row, (first >> 4 & MASK) | (second & ~MASK));
+            }
+#endif
+}
+
+// Values of eight bits, stored + 128 in panels.
+inline void eight_bit_block(const uint8_t* block, uint8_t* cell) {
+#if defined(__AVX512F__)
+    __m512i z[8], turned[2][4];
+    for (int g = 0; g < 8; ++g)  // [t][h][half] becomes [t][half][h]
+        z[g] = _mm512_shuffle_epi32(_mm512_loadu_si512(block + 64 * g), _MM_PERM_DBCA);
+    rows_together(z, turned);
+    const __m512i sign = _mm512_set1_epi8(-128);
+    for (int i = 0; i < 8; ++i)
+        _mm512_storeu_si512(cell + 64 * i, _mm512_xor_si512(turned[i / 4][i % 4], sign));
+#else
+    for (int row = 0; row < PANEL_ROWS; ++row)
+        for (int half = 0; half < 2; ++half)
+            for (int t = 0; t < 4; ++t)
+                put_word(cell, 16 * (4 * half + t) + row,
+                         word_at(block, 4 * (4 * (row % 8) + t) + 2 * (row / 8) + half) ^ 0x80808080u);
+#endif
+}
+
+// The words of eight groups of lanes: `words [g][t][n]` becomes `out [t][n][g]`.
+template <int n> inline void lanes_together(const uint8_t* words, uint32_t* out) {
+#if defined(__AVX512F__)
+    // Eight columns of eight rows at a time, wherever in [t][n] they begin.
+    for (int first = 0; first < 4 * n; first += 8) {
+        __m256i r[8], a[8], b[8];
+        for (int g = 0; g < 8; ++g)
+            r[g] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words + 4 * (4 * n * g + first)));
+        for (int i = 0; i < 4; ++i) {
+            a[2 * i] = _mm256_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+            a[2 * i + 1] = _mm256_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+        }
+        for (int i = 0; i < 2; ++i)
+            for (int j = 0; j < 2; ++j) {
+                b[4 * i + 2 * j] = _mm256_unpacklo_epi64(a[4 * i + j], a[4 * i + j + 2]);
+                b[4 * i + 2 * j + 1] = _mm256_unpackhi_epi64(a[4 * i + j], a[4 * i + j + 2]);
+            }
+        for (int c = 0; c < 4; ++c) {
+            __m256i* to = reinterpret_cast<__m256i*>(out + 8 * (first + c));
+            _mm256_storeu_si256(to, _mm256_permute2x128_si256(b[c], b[c + 4], 0x20));
+            _mm256_storeu_si256(to + 4, _mm256_permute2x128_si256(b[c], b[c + 4], 0x31));
+        }
+    }
+#else
+    for (int g = 0; g < 8; ++g)
+        for (int i = 0; i < 4 * n; ++i) out[8 * i + g] = word_at(words, 4 * n * g + i);
+#endif
+}
+
+// The fifth bits of all blocks: in a panel a mask for each four columns, a bit for each row and
+// column. A word of a tile has two blocks, four bits of a byte each: h, half.
+inline void fifth_bits(const uint8_t* high, int cells, uint8_t* masks) {
+    alignas(64) uint32_t words[4 * 4 * 8];  // [t][pair][g]
+    lanes_together<4>(high, words);
+    for (int b = 0; b < cells; ++b)
+        for (int half = 0; half < 2; ++half)
+            for (int t = 0; t < 4; ++t) {
+                const uint32_t* eight = words + 8 * (4 * t + b / 2);
+                uint64_t mask = 0;
+                for (int g = 0; g < 8; ++g)
+                    for (int h = 0; h < 2; ++h) {
+                        const uint32_t bits = eight[g] >> (4 * (b % 2) + 2 * h + half) & 0x01010101u;
+                        // One bit of each byte, gathered into four neighbouring ones.
+                        mask |= static_cast<uint64_t>(bits * 0x01020408u >> 24 & 15) << (4 * (8 * h + g));
+                    }
+                std::memcpy(masks + 64 * b + 8 * (4 * half + t), &mask, 8);
+            }
+}
+
+// Bits five and six of Q6_K: a word of a tile has one block, two bits for each h and half.
+inline void two_more_bits(const uint8_t* high, int cells, uint8_t* out) {
+    alignas(64) uint32_t words[4 * 8 * 8];  // [t][block][g]
+    lanes_together<8>(high, words);
+    for (int b = 0; b < cells; ++b)
+        for (int half = 0; half < 2; ++half) {
+#if defined(__AVX512F__)
+            __m512i joined = _mm512_setzero_si512();
+            for (int t = 0; t < 4; ++t) {
+                const __m256i w = _mm256_load_si256(
+                    reinterpret_cast<const __m256i*>(words + 8 * (8 * t + b)));
+                const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(w),
+                                                        _mm256_srli_epi32(w, 4), 1);
+                const __m512i two = _mm512_and_si512(
+                    _mm512_srl_epi32(both, _mm_cvtsi32_si128(2 * half)), _mm512_set1_epi8(3));
+                joined = _mm512_or_si512(joined, _mm512_sll_epi32(two, _mm_cvtsi32_si128(2 * t)));
+            }
+            _mm512_storeu_si512(out + 128 * b + 64 * half, joined);
+#else
+            for (int row = 0; row < PANEL_ROWS; ++row) {
+                uint32_t four = 0;
+                for (int t = 0; t < 4; ++t)
+                    four |= (words[8 * (8 * t + b) + row % 8] >> (4 * (row / 8) + 2 * half) &
+                             0x03030303u) << 2 * t;
+                put_word(out + 128 * b + 64 * half, row, four);
+            }
+#endif
+        }
+}
+
+// Where 16-bit number i of the result comes from: [g][of][inner] becomes [of][inner][g].
+template <int of, int inner> struct ByRow {
+    static constexpr int count = 8 * of * inner;
+    uint16_t from[count < 32 ? 32 : count];
+    constexpr ByRow() : from() {
+        for (int b = 0; b < of; ++b)
+            for (int h = 0; h < inner; ++h)
+                for (int g = 0; g < 8; ++g)
+                    from[(b * inner + h) * 8 + g] = static_cast<uint16_t>((g * of + b) * inner + h);
+    }
+};
+
+template <int of, int inner> inline void reorder(const uint8_t* plane, uint8_t* out) {
+    static constexpr ByRow<of, inner> order;
+    constexpr int count = ByRow<of, inner>::count;
+#if defined(__AVX512BW__)
+    if constexpr (count >= 32) {
+        __m512i from[count / 32];
+        for (int i = 0; i < count / 32; ++i) from[i] = _mm512_loadu_si512(plane + 64 * i);
+        for (int i = 0; i < count / 32; ++i) {
+            const __m512i index = _mm512_loadu_si512(order.from + 32 * i);
+            __m512i found = _mm512_permutexvar_epi16(index, from[0]);
+            if constexpr (count >= 64) found = _mm512_permutex2var_epi16(from[0], index, from[1]);
+            if constexpr (count == 128) {
+                const __m512i rest = _mm512_permutex2var_epi16(from[2], index, from[3]);
+                const __mmask32 later = _mm512_cmpge_epu16_mask(index, _mm512_set1_epi16(64));
+                found = _mm512_mask_mov_epi16(found, later, rest);
+            }
+            _mm512_storeu_si512(out + 64 * i, found);
+        }
+        return;
+    }
+#endif
+    for (int i = 0; i < count; ++i) std::memcpy(out + 2 * i, plane + 2 * order.from[i], 2);
+}
+
+// Single bytes of rows g and g + 8, side by side: [g][of][h] becomes [of][row].
+template <int of> inline void bytes_by_row(const uint8_t* plane, uint8_t* out) {
+    alignas(64) uint8_t pairs[16 * of];  // [of][g][h]
+    reorder<of, 1>(plane, pairs);
+    for (int b = 0; b < of; ++b)
+        for (int h = 0; h < 2; ++h)
+            for (int g = 0; g < 8; ++g) out[16 * b + 8 * h + g] = pairs[16 * b + 2 * g + h];
+}
+
+// The scales or mins of all blocks of a record.
+template <Kind K> inline void scales_by_row(const uint8_t* plane, int cells, uint8_t* out) {
+    if constexpr (by_record(K)) {
+        reorder<1, 2>(plane, out);
+    } else {
+        alignas(64) uint8_t all[256];
+        if constexpr (K == MXFP4) bytes_by_row<8>(plane, all);
+        else reorder<8, 2>(plane, all);
+        std::memcpy(out, all, static_cast<size_t>(cells * kind_info(K).scale_bytes));
+    }
+}
+
+template <Kind K> void record_to_panel(const uint8_t* tile, int cells, uint8_t* panel) {
+    using From = TileShape<K>;
+    const RecordShape to = RecordShape::of(K, cells);
+    if constexpr (K == Q8_0) {
+        for (int b = 0; b < cells; ++b) eight_bit_block(tile + 512 * b, panel + 512 * b);
+    } else {
+        for (int b = 0; b + 1 < cells; b += 2) four_bit_pair(tile + 256 * b, panel + 256 * b);
+        if (cells % 2) {
+            uint8_t both[512];
+            four_bit_pair(tile + 256 * (cells - 1), both);
+            std::memcpy(panel + 256 * (cells - 1), both, 256);
+        }
+    }
+    if constexpr (has_high_bit(K)) fifth_bits(tile + From::high, cells, panel + to.high);
+    if constexpr (K == Q6_K) two_more_bits(tile + From::high, cells, panel + to.high);
+    if constexpr (has_groups(K)) {
+        bytes_by_row<8>(tile + From::groups, panel + to.groups);
+        bytes_by_row<4>(tile + From::lows, panel + to.groups + RECORD * PANEL_ROWS);
+    }
+    if constexpr (K == Q6_K) bytes_by_row<16>(tile + From::groups, panel + to.groups);
+    scales_by_row<K>(tile + From::scales, cells, panel + to.scales);
+    if constexpr (has_min(K)) scales_by_row<K>(tile + From::mins, cells, panel + to.mins);
+}
+
+template <Kind K> void all_records(int64_t columns, const uint8_t* tile, uint8_t* panel) {
+    for (int64_t column = 0; column < columns; column += RECORD * CELL) {
+        const int cells = static_cast<int>(std::min<int64_t>(RECORD, (columns - column) / CELL));
+        // The record after the next: conversion is quick enough to wait for memory.
+        prefetch(tile + 2 * TileShape<K>::bytes, TileShape<K>::bytes);
+        record_to_panel<K>(tile, cells, panel);
+        tile += TileShape<K>::bytes;
+        panel += RecordShape::of(K, cells).bytes;
+    }
+}
+
+void tile_to_panel(Kind kind, int64_t columns, const uint8_t* tile, uint8_t* panel) {
+    switch (kind) {
+        case Q4_0: return all_records<Q4_0>(columns, tile, panel);
+        case Q4_1: return all_records<Q4_1>(columns, tile, panel);
+        case Q5_0: return all_records<Q5_0>(columns, tile, panel);
+        case Q5_1: return all_records<Q5_1>(columns, tile, panel);
+        case Q8_0: return all_records<Q8_0>(columns, tile, panel);
+        case IQ4_NL: return all_records<IQ4_NL>(columns, tile, panel);
+        case MXFP4: return all_records<MXFP4>(columns, tile, panel);
+        case Q4_K: return all_records<Q4_K>(columns, tile, panel);
+        case Q5_K: return all_records<Q5_K>(columns, tile, panel);
+        case Q6_K: return all_records<Q6_K>(columns, tile, panel);
+        case F32: case F16: case BF16: return;  // have no tiles
+    }
+}
+
+}  // namespace
+}  // namespace headroom

@@ -1,0 +1,172 @@
+"""ExpertPlacement: which experts are hot, from statistics and a byte budget; saved and loaded."""
+
+import heapq
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from headroom.errors import FormatError, PlanError
+from headroom.memory.files import replace_text
+from headroom.units import gib
+
+VERSION = 1
+Counts = Sequence[Sequence[float]]  # choices by layer and expert; a dense layer has none
+
+
+@dataclass(frozen=True, slots=True)
+class LayerExperts:
+    """The routed experts of one layer; a dense layer has none."""
+
+    experts: int
+    expert_bytes: int  # of each, as it is held
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlacement:
+    """The hot experts of every layer; all others are cold."""
+
+    hot: tuple[tuple[int, ...], ...]  # ids by layer, ascending
+    source: str  # "even", "statistics" or the file that it was read from
+
+    @property
+    def total(self) -> int:
+        """Hot experts of all layers."""
+        return sum(len(ids) for ids in self.hot)
+
+    def hot_bytes(self, layers: Sequence[LayerExperts]) -> int:
+        """Return the bytes of all hot experts."""
+        return sum(
+            len(ids) * layer.expert_bytes for ids, layer in zip(self.hot, layers, strict=True)
+        )
+
+
+def place_experts(
+    layers: Sequence[LayerExperts], counts: Counts | None, budget: int, floor: int
+) -> ExpertPlacement:
+    """Return the hot experts that a budget of bytes holds.
+
+    Every layer with experts gets `floor` of them first. With statistics the rest goes to the most
+    choices per byte, ties to more choices, then to the lower layer; without, every layer gets the
+    same number. A budget of nothing keeps all experts cold, whatever the floor.
+    """
+    if budget == 0:
+        return ExpertPlacement(tuple(() for _ in layers), "even")
+    floors = [min(floor, layer.experts) for layer in layers]
+    needed = sum(n * layer.expert_bytes for n, layer in zip(floors, layers, strict=True))
+    if needed > budget:
+        raise PlanError(
+            f"{floor} hot experts in each of {sum(map(bool, floors))} layers need {gib(needed)} "
+            f"and the budget for experts is {gib(budget)}.",
+            hint="Raise --expert-budget, free memory with a smaller --context, "
+            "or keep all experts cold with --expert-budget 0%.",
+        )
+    if counts is None:
+        return ExpertPlacement(_spread(layers, floors, budget), "even")
+    check_counts(layers, counts)
+    return ExpertPlacement(_greedy(layers, counts, floors, budget - needed), "statistics")
+
+
+def check_counts(layers: Sequence[LayerExperts], counts: Counts) -> None:
+    """Refuse statistics of other layers or other numbers of experts."""
+    found, wanted = [len(row) for row in counts], [layer.experts for layer in layers]
+    if found != wanted:
+        raise FormatError(
+            f"The routing statistics are for {_described(found)}, the model has "
+            f"{_described(wanted)}.",
+            hint="Make new ones with headroom profile, or leave out --routing-stats.",
+        )
+
+
+def ranked(counts: Sequence[float]) -> list[int]:
+    """Return the experts of a layer, the most chosen first, the lower id on ties."""
+    return sorted(range(len(counts)), key=lambda expert: (-counts[expert], expert))
+
+
+def _greedy(
+    layers: Sequence[LayerExperts], counts: Counts, floors: Sequence[int], left: int
+) -> tuple[tuple[int, ...], ...]:
+    orders = [ranked(row) for row in counts]
+    taken = list(floors)
+
+    def bid(index: int) -> tuple[Fraction, float, int]:
+        count = counts[index][orders[index][taken[index]]]
+        return -Fraction(count) / max(1, layers[index].expert_bytes), -count, index
+
+    bids = [bid(index) for index, layer in enumerate(layers) if taken[index] < layer.experts]
+    heapq.heapify(bids)
+    while bids:
+        _, _, index = heapq.heappop(bids)
+        # What does not fit now never will: experts of a layer are all of one size.
+        if layers[index].expert_bytes <= left:
+            left -= layers[index].expert_bytes
+            taken[index] += 1
+            if taken[index] < layers[index].experts:
+                heapq.heappush(bids, bid(index))
+    return tuple(tuple(sorted(order[:number])) for order, number in zip(orders, taken, strict=True))
+
+
+def _spread(
+    layers: Sequence[LayerExperts], floors: Sequence[int], budget: int
+) -> tuple[tuple[int, ...], ...]:
+    taken = list(floors)
+    left = budget - sum(n * layer.expert_bytes for n, layer in zip(taken, layers, strict=True))
+    # Layer after layer gets one more, until nobody's next one fits.
+    growing = [index for index, layer in enumerate(layers) if taken[index] < layer.experts]
+    while growing:
+        still = []
+        for index in growing:
+            layer = layers[index]
+            if layer.expert_bytes <= left:
+                left -= layer.expert_bytes
+                taken[index] += 1
+                if taken[index] < layer.experts:
+                    still.append(index)
+        growing = still
+    return tuple(tuple(range(number)) for number in taken)
+
+
+def save_placement(path: Path, placement: ExpertPlacement, identity: str) -> None:
+    """Keep a placement with the identity of its model."""
+    table = {"version": VERSION, "model": identity, "hot": placement.hot}
+    replace_text(path, json.dumps(table) + "\n")
+
+
+def load_placement(path: Path, identity: str, layers: Sequence[LayerExperts]) -> ExpertPlacement:
+    """Return a saved placement of this model, or refuse the file."""
+    table = read_table(path, "placement", identity)
+    hot = table.get("hot")
+    if not isinstance(hot, list) or len(hot) != len(layers):
+        raise FormatError(f"{path}: hot experts are listed for other layers than the model's.")
+    for index, (ids, layer) in enumerate(zip(hot, layers, strict=True)):
+        numbers = isinstance(ids, list) and all(type(expert) is int for expert in ids)
+        if not numbers or len(set(ids)) != len(ids):
+            raise FormatError(f"{path}: the hot experts of layer {index} are not distinct numbers.")
+        if wrong := [expert for expert in ids if not 0 <= expert < layer.experts]:
+            raise FormatError(
+                f"{path}: layer {index} has no expert {wrong[0]}, only {layer.experts}."
+            )
+    return ExpertPlacement(tuple(tuple(sorted(ids)) for ids in hot), str(path))
+
+
+def read_table(path: Path, what: str, identity: str) -> Mapping[str, object]:
+    """Return the JSON object of a file that belongs to one model, or refuse it."""
+    try:
+        table = json.loads(path.read_text())
+        if not isinstance(table, dict) or table.get("version") != VERSION:
+            raise ValueError(f"it has no version {VERSION}")
+    except (OSError, ValueError) as error:
+        raise FormatError(
+            f"{path} is not a {what} file: {error}.", hint="Delete it, or name another."
+        ) from error
+    if table.get("model") != identity:
+        raise FormatError(
+            f"{path} is of another model ({table.get('model')}, not {identity}).",
+            hint="Name the file of this model, or delete it.",
+        )
+    return table
+
+
+def _described(experts: Sequence[int]) -> str:
+    return f"{len(experts)} layers with {'/'.join(map(str, sorted(set(experts))))} experts"

@@ -1,0 +1,83 @@
+"""Swaps: plan_swaps() finds cold experts that should change places with hot ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from headroom.moe.placement import Counts, ExpertPlacement, LayerExperts, check_counts, ranked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapPolicy:
+    """When an exchange is worth its copies."""
+
+    min_gain: float = 1.0  # choices that the cold expert must have more, at least
+    hysteresis: float = 0.25  # and by this share of the hot one's, so that equals do not alternate
+    per_layer: int = 1  # exchanges of one layer in a round
+    most: int | None = None  # exchanges of a round; None: as many as the bytes allow
+    most_bytes: int | None = None  # that a round may copy, both ways together
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Two experts of one layer that change places."""
+
+    layer: int
+    promoted: int  # cold until now
+    demoted: int  # hot until now
+    gain: float  # choices that become hot
+    copied_bytes: int  # both ways
+
+
+def plan_swaps(
+    placement: ExpertPlacement,
+    counts: Counts,
+    layers: Sequence[LayerExperts],
+    policy: SwapPolicy,
+) -> list[Swap]:
+    """Return the exchanges of one round, the most gained first, the lower layer on ties."""
+    check_counts(layers, counts)
+    found = [
+        swap
+        for index, layer in enumerate(layers)
+        for swap in _of_layer(index, placement.hot[index], counts[index], layer, policy)
+    ]
+    found.sort(key=lambda swap: (-swap.gain, swap.layer))
+    chosen: list[Swap] = []
+    left = policy.most_bytes
+    for swap in found[: policy.most]:
+        if left is not None:
+            if swap.copied_bytes > left:
+                continue  # a smaller one may still fit
+            left -= swap.copied_bytes
+        chosen.append(swap)
+    return chosen
+
+
+def _of_layer(
+    index: int,
+    hot: Sequence[int],
+    counts: Sequence[float],
+    layer: LayerExperts,
+    policy: SwapPolicy,
+) -> list[Swap]:
+    """Pair the weakest hot experts with the strongest cold ones, as long as it pays."""
+    order = ranked(counts)
+    resident = set(hot)
+    weakest = [expert for expert in reversed(order) if expert in resident]
+    strongest = [expert for expert in order if expert not in resident]
+    swaps = []
+    for demoted, promoted in list(zip(weakest, strongest, strict=False))[: policy.per_layer]:
+        gain = counts[promoted] - counts[demoted]
+        if gain < policy.min_gain or gain <= policy.hysteresis * counts[demoted]:
+            break
+        swaps.append(Swap(index, promoted, demoted, gain, 2 * layer.expert_bytes))
+    return swaps
+
+
+def swapped(placement: ExpertPlacement, swaps: Sequence[Swap]) -> ExpertPlacement:
+    """Return the placement after exchanges; as many experts of each layer are hot as before."""
+    hot = [set(ids) for ids in placement.hot]
+    for swap in swaps:
+        hot[swap.layer].remove(swap.demoted)
+        hot[swap.layer].add(swap.promoted)
+    return replace(placement, hot=tuple(tuple(sorted(ids)) for ids in hot))
