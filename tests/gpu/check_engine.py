@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from benchmarks.gpu import synth
 
 from headroom.engine.request import SamplingParams
 from headroom.llm import LLM, Completion
+from tests.gpu.running import synth
 
 SETTINGS = {"context": 1536, "parallel": 8, "chunk": 256}
 LONG = {"max_tokens": 40, "ignore_eos": True}

@@ -48,7 +48,7 @@ def random_weight(name: str, rows: int, columns: int) -> Weight:
 
 
 def to_tiles(weight: Weight) -> Weight:
-    """What `prepare` gives, without a GPU too."""
+    """The weight as the loader packs it, without a GPU too."""
     tiles = pack_tiles(weight.data.to(DEVICE), weight.quant, weight.columns)
     return Weight(tiles, weight.quant, weight.rows, weight.columns, matmul.TILES)
 

@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 
 import torch
-from benchmarks.gpu import MODELS, decoding, open_pipeline, sequence, step_seconds, synth
 
 from headroom.engine.scheduler import Turn
 from headroom.memory.budget import NOT_ALLOCATED
 from headroom.units import MIB
+from tests.gpu.running import MODELS, decoding, open_pipeline, sequence, step_seconds, synth
 
 CONTEXTS = (8192, 131072)
 

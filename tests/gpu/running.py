@@ -6,7 +6,11 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+
+from headroom.engine.batching import make_batch
 from headroom.engine.request import GenerationRequest, SamplingParams
+from headroom.engine.scheduler import Turn
 from headroom.engine.sequence import Sequence
 from headroom.formats.checkpoint import open_checkpoint
 from headroom.memory.plan import Plan, make_plan
@@ -15,6 +19,8 @@ from headroom.models.describe import describe
 from headroom.options import Options
 from headroom.split.launch import start_pipeline
 from headroom.split.pipeline import Pipeline
+
+MODELS = {"27b": ("qwen35", "qwen3.5-27b"), "35b": ("qwen35moe", "qwen3.5-35b-a3b")}
 
 
 def synth(family: str, out: Path, *more: str) -> Path:
@@ -45,3 +51,24 @@ def sequence(tokens: Iterable[int], pages: Iterable[int], slot: int = 0) -> Sequ
         stop_ids=frozenset(),
     )
     return Sequence(request, lambda event: None, limit=10**6, order=0, pages=list(pages), slot=slot)
+
+
+def decoding(context: int, pages: int, slot: int) -> Sequence:
+    """A sequence that has `context` tokens in the cache and decodes the next."""
+    one = sequence([7] * (context + 1), range(pages), slot)
+    one.cached = context
+    return one
+
+
+def step_seconds(pipeline: Pipeline, turns: list[Turn], count: int) -> float:
+    """The mean time of a step, after a few to warm up."""
+    step = make_batch(turns, 64)
+    with torch.inference_mode():
+        for _ in range(2):
+            pipeline.forward(step)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(count):
+            pipeline.forward(step)
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) / count
