@@ -47,6 +47,8 @@ def step_traffic(
     """
     if settings.kernels == "native":
         model = model.in_panels()
+    elif settings.kernels == "device":
+        model = model.in_tiles()
     batch, last = len(contexts), (embed_bytes if model.tied else head_bytes)(model, settings)
     tables = embed_bytes(model, settings) + lookup_bytes(model, settings)
     state = sum(layer.state_values + layer.conv_values for layer in model.layers)
