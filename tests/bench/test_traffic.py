@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headroom.bench.traffic import step_traffic, token_operations, visited_experts
 from headroom.memory.budget import PlanSettings
-from headroom.memory.shape import LayerShape, ModelShape, Padding
+from headroom.memory.shape import LayerPadding, LayerShape, ModelShape, Padding
 
 SETTINGS = PlanSettings(
     context=4096, parallel=16, chunk=512, cache_tokens=65536, k_type="f16", v_type="f16",
@@ -61,10 +61,13 @@ def test_windows_states_and_shared_caches_are_counted_as_they_are_read() -> None
 
 
 def test_kernels_that_pad_weights_read_the_padding() -> None:
-    padded = replace(FULL, padding=Padding(bytes=24))
+    panels, tiles = (LayerPadding(Padding(bytes=size), expert_bytes=size) for size in (24, 40))
+    padded = replace(EXPERTS, panels=panels, tiles=tiles)
     assert step_traffic(model(padded), SETTINGS, [0]).weights == 1000 + 7 + 6400
-    native = replace(SETTINGS, kernels="native")
-    assert step_traffic(model(padded), native, [0]).weights == 1024 + 7 + 6400
+    for kernels, added in (("native", 24), ("device", 40), ("triton", 0)):
+        found = step_traffic(model(padded), replace(SETTINGS, kernels=kernels), [0])
+        assert found.weights == 1000 + added + 7 + 6400
+        assert found.experts == pytest.approx(2 * (64 + added))
 
 
 def test_one_token_visits_as_many_experts_as_the_model_uses() -> None:

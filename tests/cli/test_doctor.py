@@ -48,7 +48,8 @@ def test_a_missing_package_names_the_extra_that_brings_it(monkeypatch: pytest.Mo
 
 
 def test_people_read_what_the_cpp_kernels_run_on() -> None:
-    report = {"versions": versions(), "cpu": cpu(), "devices": [], "models": models(Options())}
+    report = {"versions": versions(), "cpu": cpu(), "devices": [], "gpus": []}
+    report["models"] = models(Options())
     for pinned, told in ((False, ""), (True, ", each pinned to a core")):
         native = {"isa": "amx", "threads": 2, "pinned": pinned}
         shown = readable({**report, "kernels": {"operations": {}, "native": native}})

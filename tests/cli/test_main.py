@@ -34,7 +34,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     ("command", "told"),
     [
         ("synth", "the .gguf file, or the folder"),
-        ("bench", "what to measure"),
+        ("bench", "the default model if left out"),
         ("plan", "a file, a folder or a known name"),
     ],
 )

@@ -26,6 +26,7 @@ from tests.gpu.weight_file import WeightFile
 DEVICE = "cuda"
 EXPERTS = (256, 512, 2048)  # of one layer of Qwen3.5-35B-A3B: 151 MB in Q4_K
 DENSE = (17408, 5120)  # of Qwen3.5-27B: 50 MB
+STAGINGS = (16 * MIB, 128 * MIB)
 
 
 def check(name: str, rows: int, columns: int, matrices: int = 1, ordered: bool = False) -> bool:
@@ -161,15 +162,18 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+def packings() -> list[tuple[str, int, int, int, bool]]:
+    """Types, sizes and numbers of matrices, and whether their rows come in another order."""
+    sizes = ((64, 512, 1, False), (37, 5120, 1, True), (100, 768, 7, False), (1, 256, 1, False))
+    cases = [(name, *size) for name in KINDS for size in sizes]
+    return cases + [(name, 48, 320, 3, False) for name in ("q8_0", "q4_1", "mxfp4")]
+
+
 def main(folder: Path) -> None:
     """Run every case, then the times if asked for."""
     torch.manual_seed(0)
-    cases: list[Callable[[], object]] = []
-    for name in KINDS:
-        cases += [partial(check, name, 64, 512), partial(check, name, 37, 5120, ordered=True)]
-        cases += [partial(check, name, 100, 768, matrices=7), partial(check, name, 1, 256)]
-    cases += [partial(check, name, 48, 320, matrices=3) for name in ("q8_0", "q4_1", "mxfp4")]
-    cases += [partial(check_upload, folder, size * MIB) for size in (16, 128)]
+    cases: list[Callable[[], object]] = [partial(check, *case) for case in packings()]
+    cases += [partial(check_upload, folder, size) for size in STAGINGS]
     if "--bench" in sys.argv:
         given = sys.argv[sys.argv.index("--bench") + 1 :]
         cases.append(partial(bench, folder, int(float(given[0] if given else 4) * 1e9)))

@@ -28,6 +28,8 @@ REAL = (
     ("q8_0", 17408, 5120),
 )  # fmt: skip
 
+ROWS = ((1, 5120), (9, 2048), (3, 96), (32, 17408), (8, 384))
+
 
 def random_weight(name: str, rows: int, columns: int) -> Weight:
     """Random blocks with small scales."""
@@ -48,7 +50,7 @@ def random_weight(name: str, rows: int, columns: int) -> Weight:
 
 
 def to_tiles(weight: Weight) -> Weight:
-    """What `prepare` gives, without a GPU too."""
+    """The weight as the loader packs it, without a GPU too."""
     tiles = pack_tiles(weight.data.to(DEVICE), weight.quant, weight.columns)
     return Weight(tiles, weight.quant, weight.rows, weight.columns, matmul.TILES)
 
@@ -235,7 +237,7 @@ def main() -> None:
                 attempt(check, name, rows, columns, tokens)
         attempt(check_outputs, name)
         attempt(check_alone, name, 144, 2048)
-    for tokens, columns in ((1, 5120), (9, 2048), (3, 96), (32, 17408), (8, 384)):
+    for tokens, columns in ROWS:
         attempt(check_rows, tokens, columns)
     for name, rows, columns in REAL[:5]:
         attempt(check_again, name, rows, columns)

@@ -3,6 +3,7 @@
 import contextlib
 import io
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.gpu import (
     check_attention,
     check_delta_net,
     check_experts,
+    check_load,
     check_matmul,
     check_route,
     check_sampler,
@@ -67,6 +69,38 @@ def assert_passes(check: Callable[..., object], *case: object) -> None:
 @pytest.mark.parametrize("case", MATMULS, ids=str)
 def test_products_agree_with_the_reference(case: tuple[object, ...]) -> None:
     assert_passes(check_matmul.check, *case)
+
+
+@pytest.mark.parametrize("kind", check_matmul.KINDS)
+def test_products_fill_outputs_that_lie_one_after_another_and_add(kind: str) -> None:
+    assert_passes(check_matmul.check_outputs, kind)
+
+
+@pytest.mark.parametrize("kind", check_matmul.KINDS)
+def test_a_rows_product_does_not_depend_on_other_rows(kind: str) -> None:
+    assert_passes(check_matmul.check_alone, kind, 144, 2048)
+
+
+@pytest.mark.parametrize("case", check_matmul.REAL[:5], ids=str)
+def test_products_one_after_another_have_the_same_bits_every_time(
+    case: tuple[str, int, int],
+) -> None:
+    assert_passes(check_matmul.check_again, *case)
+
+
+@pytest.mark.parametrize("case", check_matmul.ROWS, ids=str)
+def test_rows_in_halves_hold_what_they_stand_for(case: tuple[int, int]) -> None:
+    assert_passes(check_matmul.check_rows, *case)
+
+
+@pytest.mark.parametrize("case", check_load.packings(), ids=str)
+def test_packed_matrices_have_the_bytes_of_each_by_itself(case: tuple[object, ...]) -> None:
+    assert_passes(check_load.check, *case)
+
+
+@pytest.mark.parametrize("staging", check_load.STAGINGS)
+def test_weights_arrive_through_buffers_smaller_than_they_are(tmp_path: Path, staging: int) -> None:
+    assert_passes(check_load.check_upload, tmp_path, staging)
 
 
 @pytest.mark.parametrize("case", EXPERTS, ids=str)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import experts, matmul, picks, scratch, small, unpacked
+from headroom.kernels.cuda import experts, matmul, pack, picks, scratch, small, unpacked
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.weight import Weight
 from tests.gpu import check_experts
@@ -24,7 +24,7 @@ def in_float32(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> torc
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launchers run their kernels here."""
     torch.manual_seed(0)
-    for module in (experts, matmul, small, unpacked):
+    for module in (experts, matmul, pack, small, unpacked):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     monkeypatch.setattr(check_experts, "DEVICE", "cpu")
     monkeypatch.setattr(torch, "mm", in_float32)

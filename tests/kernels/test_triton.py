@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headroom.formats.quants import BY_NAME
+from headroom.formats.quants import BY_NAME, F32
 from headroom.kernels.ops import Case, Kernel, Span
 from headroom.kernels.registry import KERNELS, pick
 from headroom.kernels.triton import attention, delta_net, experts, launch, matmul
@@ -25,6 +25,7 @@ from tests.kernels.cases import (
     random_weight,
 )
 from tests.kernels.test_attention import filled_cache
+from tests.kernels.test_extremes import apart
 from tests.kernels.test_kernels import results
 
 SHARE = 1e-5  # of the largest value of the result: float32 sums in another order
@@ -106,6 +107,35 @@ def test_triton_agrees_with_the_reference(sized: Sized) -> None:
     ours = prepared(kernel, make_inputs(sized))
     for result, expected in zip(results(sized, ours, kernel.run(*ours)), wanted, strict=True):
         compare(result, expected)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("sized", "places"),
+    [
+        (Sized("matmul", Case(), (3, 37, 48)), (0,)),
+        (Sized("embed", Case(), (5, 37, 48)), (0,)),
+        (Sized("rms_norm", Case(), (7, 33)), (0, 1)),
+        (Sized("rope", Case(), (7, 3, 10, 4)), (0, 1, 2)),
+        (Sized("gated_activation", Case(), (7, 33, 0)), (0, 1)),
+        (Sized("gated_norm", Case(), (7, 6, 33)), (0, 1, 2)),
+        (Sized("kv_write", Case(), (3, 1, 33)), (1, 2, 3)),
+        (Sized("attention", Case(), (6, 2, 64, 5, 1)), (0, 2)),
+        (Sized("route", Case(), (7, 8, 1, 1)), (0, 2)),
+        (Sized("experts", Case(experts=(F32,) * 3), (5, 32, 96, 0)), (0, 1, 2)),
+        (Sized("delta_net", Case(), (2, 6, 16, 1, 1)), (0, 1, 2)),
+    ],
+    ids=str,
+)
+def test_inputs_of_triton_may_lie_apart_in_memory(sized: Sized, places: tuple[int, ...]) -> None:
+    kernel = next(kernel for kernel in TRITON if kernel.op == sized.op)
+    together, scattered = (prepared(kernel, make_inputs(sized)) for _ in range(2))
+    scattered = tuple(apart(x) if n in places else x for n, x in enumerate(scattered))
+    wanted = results(sized, together, kernel.run(*together))
+    for result, expected in zip(
+        results(sized, scattered, kernel.run(*scattered)), wanted, strict=True
+    ):
+        assert torch.equal(result, expected)
 
 
 @interpreted
@@ -200,7 +230,9 @@ def test_cuda_comes_before_triton_unless_triton_is_asked_for(
     gpu = Case(device="cuda", quant=BY_NAME["q4_k"], dtype="bf16")
     assert pick("matmul", gpu).backend == "cuda"
     for op in {kernel.op for kernel in KERNELS}:
-        assert pick(op, replace(gpu, triton=True)).backend == "triton"
+        for name in ("q4_k", "bf16", "f32"):
+            case = replace(gpu, quant=BY_NAME[name], triton=True)
+            assert pick(op, case).backend == "triton"
 
 
 def test_layers_of_triton_kernels_are_not_fused_for_cuda() -> None:

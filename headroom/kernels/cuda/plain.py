@@ -17,6 +17,8 @@ def refuses(case: Case) -> str | None:
         return f"runs on cuda, not {case.device}"
     if case.reference:
         return "plain kernels were asked for"
+    if case.triton:
+        return "Triton's kernels were asked for"
     if case.quant.name not in PLAIN_TYPES:
         return f"{case.quant} is packed"
     return None if case.dtype == "bf16" else f"computes in bf16, not {case.dtype}"

@@ -30,6 +30,7 @@ def write_kv(cache: PagedKv, slots: torch.Tensor, keys: torch.Tensor, values: to
     rows, width = len(keys), keys[0].numel() if len(keys) else 0
     if not rows:
         return
+    slots = slots.contiguous()
     parts = ((keys, cache.keys, cache.k_type), (values, cache.values, cache.v_type))
     for given, stored, quant in parts:
         find_kernel("cache", "write")[(rows,)](

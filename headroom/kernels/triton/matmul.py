@@ -109,8 +109,9 @@ def embed(ids: torch.Tensor, table: Weight, out: torch.Tensor) -> torch.Tensor:
     assert out.stride(1) == 1
     if not len(ids):
         return out
+    ids = ids.to(table.data.device).contiguous()
     find_kernel("products", "embed")[blocks(table.columns, EMBED_BLOCK), len(ids)](
-        *(table.data, ids.to(table.data.device), out, table.data.stride(0), table.columns),
+        *(table.data, ids, out, table.data.stride(0), table.columns),
         *(out.stride(0), table.quant.ggml_id, EMBED_BLOCK),
     )
     return out
