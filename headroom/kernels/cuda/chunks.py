@@ -41,6 +41,7 @@ class SpanTables:
     chunk_ends: torch.Tensor  # [sequences]: the chunk after a sequence's last
     first_rows: torch.Tensor  # [chunks]
     counts: torch.Tensor  # [chunks]: rows, CHUNK but for a span's last
+    spans: tuple[Span, ...]  # the same for the host, which then need not wait for the device
 
 
 def span_tables(spans: tuple[Span, ...], rows: int, device: torch.device) -> SpanTables:
@@ -63,7 +64,7 @@ def span_tables(spans: tuple[Span, ...], rows: int, device: torch.device) -> Spa
     joined = torch.tensor([number for part in parts for number in part], dtype=torch.int32)
     if device.type != "cpu":  # from pinned memory nothing waits for the copy
         joined = joined.pin_memory().to(device, non_blocking=True)
-    return SpanTables(*torch.split(joined, [len(part) for part in parts]))
+    return SpanTables(*torch.split(joined, [len(part) for part in parts]), spans)
 
 
 def run_plain_chunks(

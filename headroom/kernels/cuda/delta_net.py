@@ -195,12 +195,10 @@ def _plain_prefill(
     mixed = convolved.mixed.view(len(qkv), -1, DIM)
     queries, keys, values = torch.split(mixed, [key_heads, key_heads, heads], 1)
     out.zero_()
-    sequence, starts = tables.sequence.tolist(), tables.starts.tolist()
-    for number, slot in enumerate(tables.state_slots.tolist()):
-        first, count = sequence.index(number), sequence.count(number)
-        own = slice(first, first + count)
-        memory, inputs = state.memory[slot], state.inputs[slot]
-        if starts[number] == 0:
+    for span in tables.spans:
+        own = slice(span.first_row, span.first_row + span.rows)
+        memory, inputs = state.memory[span.slot], state.inputs[span.slot]
+        if span.start == 0:
             memory.zero_()
             inputs.zero_()
         for at in range(0, heads, PLAIN_HEADS):
