@@ -34,6 +34,7 @@ class SequenceTables(Protocol):
 class SpanTables:
     """The spans of a step, and their rows in chunks counted from each span's first row."""
 
+    spans: tuple[Span, ...]  # for the host, which then need not wait for the device
     sequence: torch.Tensor  # [rows]
     index: torch.Tensor  # [rows]
     starts: torch.Tensor  # [sequences]
@@ -41,7 +42,6 @@ class SpanTables:
     chunk_ends: torch.Tensor  # [sequences]: the chunk after a sequence's last
     first_rows: torch.Tensor  # [chunks]
     counts: torch.Tensor  # [chunks]: rows, CHUNK but for a span's last
-    spans: tuple[Span, ...]  # the same for the host, which then need not wait for the device
 
 
 def span_tables(spans: tuple[Span, ...], rows: int, device: torch.device) -> SpanTables:
@@ -64,7 +64,7 @@ def span_tables(spans: tuple[Span, ...], rows: int, device: torch.device) -> Spa
     joined = torch.tensor([number for part in parts for number in part], dtype=torch.int32)
     if device.type != "cpu":  # from pinned memory nothing waits for the copy
         joined = joined.pin_memory().to(device, non_blocking=True)
-    return SpanTables(*torch.split(joined, [len(part) for part in parts]), spans)
+    return SpanTables(spans, *torch.split(joined, [len(part) for part in parts]))
 
 
 def run_plain_chunks(
