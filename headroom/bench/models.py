@@ -5,6 +5,7 @@ from pathlib import Path
 
 from headroom.errors import OptionError
 from headroom.memory.known import KNOWN
+from headroom.models.describe import FAMILIES
 from headroom.models.synth.recipe import TINY, Recipe, find_recipe
 from headroom.models.synth.write import mix_name
 
@@ -34,13 +35,16 @@ def parse_synth(text: str) -> SynthModel | None:
     size, _, quant = text[len(PREFIX) :].lower().partition(":")
     mix = mix_name(quant or DEFAULT_MIX)
     family, _, name = size.partition("/")
-    if size in KNOWN:
+    # Drafts are written, too, and do not run alone.
+    known = [model for model, dims in KNOWN.items() if dims.architecture in FAMILIES]
+    tiny = [model for model in TINY if model in FAMILIES]
+    if size in known:
         return SynthModel(find_recipe(KNOWN[size].architecture, size), mix)
-    if family in TINY:
+    if family in tiny:
         return SynthModel(find_recipe(family, name or "tiny"), mix)
     raise OptionError(
-        f"{size!r} is no model to synthesise.",
-        hint=f"Write synth:SIZE or synth:SIZE:QUANT with a family ({', '.join(TINY)}) "
-        f"or one of {', '.join(KNOWN)}.",
+        f"{size!r} is no model to synthesise and run.",
+        hint=f"Write synth:SIZE or synth:SIZE:QUANT with a family ({', '.join(tiny)}) "
+        f"or one of {', '.join(known)}.",
         param="model",
     )

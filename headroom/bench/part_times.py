@@ -56,7 +56,8 @@ def _measure(
     try:
         with recording(MarkerRecorder()):
             answer()  # captures steps with their markers
-            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            # Without acc_events torch warns that a second cycle, which there is none of, forgets.
+            with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
                 answer()
                 torch.cuda.synchronize(opened.device)
     finally:

@@ -28,7 +28,7 @@ NEEDED = (
 )  # fmt: skip
 EXTRAS = {
     "server": ("fastapi", "pydantic", "uvicorn", "prometheus-client"),
-    "gpu": ("triton", "cuda-core"),
+    "gpu": ("triton",),
 }
 BACKENDS = ("cuda", "triton", "native", "reference")
 # Instruction sets that decide how fast matrix products are; Linux's names for them.

@@ -218,7 +218,8 @@ def workspace_phases(
                 native_experts_scratch(model.hidden, layer, settings) for layer in layers
             )
         return scratch
-    plain = device.kind == "cpu"  # plain kernels keep more copies than fused ones
+    # Plain kernels keep more copies than a GPU's own.
+    plain = device.kind == "cpu" or settings.kernels == "reference"
     row = F32_BYTES * settings.rows
     phases = {
         "mixer": row * max(mixer_width(layer, plain) for layer in layers),

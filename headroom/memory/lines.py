@@ -20,7 +20,7 @@ from headroom.memory.budget import (
     verify_bytes,
     workspace_phases,
 )
-from headroom.memory.calibration import CPU_RUNTIME, GPU_GRAPHS, GPU_RUNTIME
+from headroom.memory.calibration import CPU_RUNTIME, GPU_EAGER, GPU_GRAPHS, GPU_RUNTIME
 from headroom.memory.device_scratch import inputs_bytes, library_bytes, sampler_bytes
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.precision import feature_ring_bytes, staging_bytes
@@ -83,6 +83,8 @@ def _graphs_line(
     if settings.uses_arena:
         library = library_bytes(layers, device_step(model.hidden, settings), device.sm)
         size, why = size + library, f"{why}; torch and cuBLAS in a step {gib(library)}"
+    else:  # single operations, which allocate what they need
+        size, why = size + GPU_EAGER.bytes, f"{why}; {gib(GPU_EAGER.bytes)}: {GPU_EAGER.source}"
     return Line("graphs", size, why)
 
 

@@ -18,7 +18,9 @@ def open_device_memory(device: str) -> None:
     some hundred MiB that no plan counts. Another allocator, which a user may choose, is left alone.
     """
     if device.startswith("cuda") and torch.cuda.memory.get_allocator_backend() == "native":
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        # torch 2.11 and later have another name for it, and warn of the older one.
+        newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (newer or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
 def check_memory(plan: Plan, allocated: Mapping[str, int]) -> None:

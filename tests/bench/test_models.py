@@ -29,8 +29,11 @@ def test_other_names_are_no_synthesised_models() -> None:
 
 
 def test_what_cannot_be_made_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"'gpt' is no model to synthesise\. .*qwen3\.5-27b"):
+    with pytest.raises(OptionError, match=r"'gpt' is no model .* run\. .*qwen3\.5-27b"):
         parse_synth("synth:gpt")
+    for draft in ("dflash", "qwen3.5-27b-dflash"):
+        with pytest.raises(OptionError, match=f"'{draft}' is no model to synthesise and run"):
+            parse_synth(f"synth:{draft}")
     with pytest.raises(OptionError, match="'q3' is no quantisation"):
         parse_synth("synth:llama:q3")
     with pytest.raises(OptionError, match="'huge' is no size of llama"):

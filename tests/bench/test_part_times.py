@@ -43,7 +43,8 @@ class FakeGpu:
     def forget_captures(self) -> None:
         self.forgotten += 1
 
-    def profile(self, activities: Any) -> Any:
+    def profile(self, activities: Any, acc_events: bool) -> Any:
+        assert acc_events  # or torch warns
         return FakeProfile(self)
 
 

@@ -64,8 +64,14 @@ def test_kernels_that_pad_weights_read_the_padding() -> None:
     panels, tiles = (LayerPadding(Padding(bytes=size), expert_bytes=size) for size in (24, 40))
     padded = replace(EXPERTS, panels=panels, tiles=tiles)
     assert step_traffic(model(padded), SETTINGS, [0]).weights == 1000 + 7 + 6400
-    for kernels, added in (("native", 24), ("device", 40), ("triton", 0)):
-        found = step_traffic(model(padded), replace(SETTINGS, kernels=kernels), [0])
+    for kernels, dtype, added in (
+        ("native", "f32", 24),
+        ("device", "bf16", 40),
+        ("device", "f32", 0),  # weights as files have them
+        ("triton", "bf16", 0),
+    ):
+        running = replace(SETTINGS, kernels=kernels, dtype=dtype)
+        found = step_traffic(model(padded), running, [0])
         assert found.weights == 1000 + added + 7 + 6400
         assert found.experts == pytest.approx(2 * (64 + added))
 

@@ -98,7 +98,7 @@ def test_the_tables_show_speeds_parts_memory_and_what_is_left_out(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["synth:gpt"], "'gpt' is no model to synthesise."),
+        (["synth:gpt"], "'gpt' is no model to synthesise and run."),
         (["--batch", "1,x"], "--batch is '1,x'. Write whole numbers with commas"),
         (["--tokens", "0"], "--tokens is 0. Write whole numbers above 0."),
         (["--compare", "llama-bench", "/none"], "There is no program /none."),

@@ -88,9 +88,9 @@ def check(kinds: Kinds, sizes: tuple[int, int, int], rows: int, used: int, activ
 
     errors = [
         distance(fast.many_rows(*moved, tiles, activation, others), wanted + more),
-        distance(fast.experts(*moved, tiles, activation, "bf16"), wanted),
+        distance(fast.many_rows(*moved, tiles, activation), wanted),
     ]
-    good = errors[0] < 0.015 and errors[1] < 0.05
+    good = max(errors) < 0.015
     if rows <= 32:
         few = fast.few_rows(half_rows(moved[0]), *moved[1:], tiles, activation, others)
         errors.append(distance(few, wanted + more))

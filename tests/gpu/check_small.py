@@ -44,6 +44,13 @@ def check_norm(rows: int, width: int) -> None:
     report(f"rms_norm {rows}x{width}", difference(found, expected), 1e-6)
 
 
+def check_added_norm(rows: int, width: int) -> None:
+    x, weight, residual = torch.randn(rows, width) * 5, torch.randn(width), torch.randn(rows, width)
+    expected = residual + norms.rms_norm(x.double(), weight.double(), 1e-6)
+    found = small.norm_add(residual.cuda(), x.cuda(), weight.cuda(), 1e-6)
+    report(f"norm_add {rows}x{width}", difference(found, expected), 1e-6)
+
+
 def check_heads() -> None:
     x, weight = torch.randn(7, 6, 128), torch.randn(128)
     found = small.rms_norm(x.cuda(), weight.cuda(), 1e-6)
@@ -86,36 +93,12 @@ def check_embed(kind: str, columns: int, pinned: bool) -> None:
     report(f"embed {kind} x{columns} pinned={pinned}, values other than plain", other, 0)
 
 
-def check_rope_tables() -> None:
-    positions = torch.tensor([0, 1, 77, 4096, 131071, 262143], dtype=torch.int32)
-    frequency = 1.0 / 1e7 ** (torch.arange(0, 64, 2) / 64)
-    out = torch.empty(6, 32, device="cuda"), torch.empty(6, 32, device="cuda")
-    small.rope_tables(positions.cuda(), frequency.cuda(), 1.25, out)
-    angles = positions[:, None].float() * frequency
-    report("rope cos", difference(out[0], angles.cos() * 1.25), 3e-7)
-    report("rope sin", difference(out[1], angles.sin() * 1.25), 3e-7)
-
-
-def check_argmax(rows: int, width: int) -> None:
-    x = torch.randn(rows, width).round(decimals=1)
-    x[0] = -0.0
-    x[0, width // 2] = 0.0
-    found = small.argmax(x.cuda()).cpu()
-    expected = torch.from_numpy(x.numpy().argmax(1))
-    report(f"argmax {rows}x{width}", float((found != expected).sum()), 0)
-
-
 def bench() -> None:
     for rows, width in ((1, 5120), (16, 5120), (1, 2048), (2048, 5120)):
         x = torch.randn(rows, width, device="cuda")
         weight, out = torch.randn(width, device="cuda"), torch.empty(rows, width, device="cuda")
         us = time_us([lambda a=x, w=weight, o=out: small.rms_norm(a, w, 1e-6, o)] * 20)
         print(f"BENCH rms_norm {rows}x{width}: {us:.1f} us {rows * width * 8 / us / 1e3:.0f} GB/s")
-    for rows in (1, 16):
-        logits = [torch.randn(rows, 248320, device="cuda") for _ in range(80 // rows)]
-        out = torch.empty(rows, dtype=torch.int64, device="cuda")
-        us = time_us([lambda x=x, o=out: small.argmax(x, o) for x in logits])
-        print(f"BENCH argmax {rows}x248320: {us:.1f} us {rows * 248320 * 4 / us / 1e3:.0f} GB/s")
     table = random_table("q4_k", 1000, 5120)
     placed = Weight(table.data.pin_memory(), table.quant, 1000, 5120)
     ids, out = torch.tensor([5], device="cuda"), torch.empty(1, 5120, device="cuda")
@@ -132,15 +115,13 @@ def main() -> None:
     torch.manual_seed(0)
     for rows, width in ((1, 64), (3, 2048), (17, 5120), (2, 100)):
         attempt(check_norm, rows, width)
+        attempt(check_added_norm, rows, width)
     attempt(check_heads)
     attempt(check_gated, "silu")
     attempt(check_gated, "gelu")
     for kind in TYPES:
         for columns, pinned in ((256, False), (2304, False), (5120, True)):
             attempt(check_embed, kind, columns, pinned)
-    attempt(check_rope_tables)
-    for rows, width in ((1, 248320), (5, 1000), (3, 7)):
-        attempt(check_argmax, rows, width)
     if "--bench" in sys.argv:
         attempt(bench)
 

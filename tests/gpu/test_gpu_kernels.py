@@ -140,6 +140,7 @@ def test_tokens_are_those_that_the_engine_draws(case: tuple[object, ...]) -> Non
 @pytest.mark.parametrize("case", [(1, 64), (3, 2048), (17, 5120), (2, 100)], ids=str)
 def test_norms_agree_with_the_reference(case: tuple[int, int]) -> None:
     assert_passes(check_small.check_norm, *case)
+    assert_passes(check_small.check_added_norm, *case)
 
 
 def test_norms_of_heads_agree_with_the_reference() -> None:
@@ -155,12 +156,3 @@ def test_gated_activations_agree_with_the_reference(activation: str) -> None:
 @pytest.mark.parametrize(("columns", "pinned"), [(256, False), (2304, False), (5120, True)])
 def test_rows_of_tables_have_the_same_bits(kind: str, columns: int, pinned: bool) -> None:
     assert_passes(check_small.check_embed, kind, columns, pinned)
-
-
-def test_rotary_tables_agree_with_the_reference() -> None:
-    assert_passes(check_small.check_rope_tables)
-
-
-@pytest.mark.parametrize("case", [(1, 248320), (5, 1000), (3, 7)], ids=str)
-def test_the_lowest_of_equal_tokens_is_the_likeliest(case: tuple[int, int]) -> None:
-    assert_passes(check_small.check_argmax, *case)

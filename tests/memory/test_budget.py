@@ -132,11 +132,17 @@ def test_scratch_never_grows_with_the_context() -> None:
 
 def test_a_gpu_holds_fewer_copies_and_two_cold_experts_on_their_way() -> None:
     model = laguna()
-    phases = workspace_phases(model, model.layers, gpu(22), settings())
+    phases = workspace_phases(model, model.layers, gpu(22), settings(kernels="triton"))
     assert phases == {
         "mixer": 513 * 4 * (2 * 64 * 128 + 2 * 8 * 128),
         "feed-forward": 513 * 4 * 2 * 8192 + 2 * 2_039_808,
     }
+
+
+def test_plain_kernels_keep_as_many_copies_on_a_gpu_as_on_a_cpu() -> None:
+    model, asked = smollm2(), settings(kernels="reference")
+    on_cpu, on_gpu = (workspace_phases(model, model.layers, x, asked) for x in (cpu(8), gpu(8)))
+    assert on_gpu == on_cpu
 
 
 def test_the_planner_knows_the_plain_kernels_steps() -> None:

@@ -45,6 +45,18 @@ def test_every_line_of_smollm2_is_the_sum_of_its_parts() -> None:
     assert total + plan.devices[0].free_bytes == 24 * GIB
 
 
+def test_layers_without_fused_kernels_leave_room_for_what_their_operations_take() -> None:
+    options = Options(context=512, parallel=1, chunk=64)
+    for eager in (replace(options, dtype="f32"), replace(options, kernels="triton")):
+        plan = make_plan([smollm2()], [gpu(8), host(8)], eager)
+        line = next(line for line in plan.devices[0].lines if line.name == "graphs")
+        assert (64 + 192) * MIB < line.bytes < (64 + 193) * MIB
+        assert "torch and cuBLAS without fused layers" in line.why
+    fused = make_plan([smollm2()], [gpu(8), host(8)], options)
+    line = next(line for line in fused.devices[0].lines if line.name == "graphs")
+    assert "torch and cuBLAS in a step" in line.why
+
+
 def test_packed_weights_keep_the_bytes_of_the_file() -> None:
     held = lines(plan_on_cpu(24, weights="packed"))
     assert held["core_weights"] + held["embeddings"] == smollm2().weight_bytes

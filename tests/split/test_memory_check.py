@@ -54,9 +54,12 @@ def test_a_peak_is_told_in_readable_sizes(caplog: pytest.LogCaptureFixture) -> N
     assert caplog.messages == ["memory: cuda:0 has held 3.00 GiB, planned were 2.00 GiB"]
 
 
+SET_NEWER, SET_OLDER = "_accelerator_setAllocatorSettings", "_set_allocator_settings"
+
+
 def test_another_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str] = []
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", given.append)
+    monkeypatch.setattr(torch._C, SET_NEWER, given.append, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
     open_device_memory("cpu")
     assert given == []
@@ -65,3 +68,12 @@ def test_another_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "cudaMallocAsync")
     open_device_memory("cuda:0")
     assert len(given) == 1
+
+
+def test_an_older_torch_is_told_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+    monkeypatch.delattr(torch._C, SET_NEWER, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, SET_OLDER, given.append)
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
+    open_device_memory("cuda:0")
+    assert given == ["expandable_segments:True"]

@@ -34,6 +34,7 @@ class SequenceTables(Protocol):
 class SpanTables:
     """The spans of a step, and their rows in chunks counted from each span's first row."""
 
+    spans: tuple[Span, ...]  # for the host, which then need not wait for the device
     sequence: torch.Tensor  # [rows]
     index: torch.Tensor  # [rows]
     starts: torch.Tensor  # [sequences]
@@ -63,7 +64,7 @@ def span_tables(spans: tuple[Span, ...], rows: int, device: torch.device) -> Spa
     joined = torch.tensor([number for part in parts for number in part], dtype=torch.int32)
     if device.type != "cpu":  # from pinned memory nothing waits for the copy
         joined = joined.pin_memory().to(device, non_blocking=True)
-    return SpanTables(*torch.split(joined, [len(part) for part in parts]))
+    return SpanTables(spans, *torch.split(joined, [len(part) for part in parts]))
 
 
 def run_plain_chunks(

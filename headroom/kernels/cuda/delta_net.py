@@ -10,13 +10,11 @@ from headroom.kernels.cuda.chunks import (
     SequenceTables,
     SpanTables,
     run_plain_chunks,
-    span_tables,
 )
 from headroom.kernels.cuda.compile import compile_kernel
-from headroom.kernels.ops import DeltaNetWeights, RecurrentState, Span
+from headroom.kernels.ops import DeltaNetWeights, RecurrentState
 
 DIM = 128  # of keys and values; the kernels are written for it
-STEP_ROWS = 16  # a span of more goes in chunks: row after row would take longer
 CONVOLVED_ROWS = 16  # rows of a head that one warp takes, of many
 PLAIN_HEADS = 8  # that torch's products take at a time; the planner counts the same
 # What the norm kernels do not depend on, but their file does.
@@ -25,38 +23,9 @@ SHARED_FLOATS = CHUNK * (DIM + 4)  # of 64 rows of a head in shared memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OutputGate:
-    """What norms and gates a layer's answers."""
-
-    gate: torch.Tensor  # [rows, value heads, dim]
-    weight: torch.Tensor  # [dim]
-    eps: float
-
-    @property
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """Gate, weight and eps, as the norm takes them."""
-        return self.gate, self.weight, self.eps
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _Convolved:
     mixed: torch.Tensor  # [rows, channels]: queries, keys, values
     gates: torch.Tensor  # [rows, value heads, 2]: logarithm of the decay, strength
-
-
-def delta_net(
-    qkv: torch.Tensor,
-    beta: torch.Tensor,
-    alpha: torch.Tensor,
-    weights: DeltaNetWeights,
-    state: RecurrentState,
-    spans: tuple[Span, ...],
-) -> torch.Tensor:
-    """Run every span's rows through its sequence's state, which is left after the last row."""
-    tables = span_tables(spans, len(qkv), qkv.device)
-    if max(span.rows for span in spans) > STEP_ROWS:
-        return prefill((qkv, beta, alpha), weights, state, tables)
-    return step((qkv, beta, alpha), weights, state, tables)
 
 
 def step(
@@ -68,8 +37,8 @@ def step(
 ) -> torch.Tensor:
     """Return the answers `[rows, value heads, dim]` of a few rows, row after row.
 
-    `rows` holds qkv, beta and alpha as for `delta_net`; rows of a sequence are adjacent. `columns`
-    of a head run in one block; 0: as fits.
+    `rows` holds qkv, beta and alpha, as everywhere; rows of a sequence are adjacent. `columns` of
+    a head run in one block; 0: as fits.
     """
     qkv = rows[0]
     heads, sequences = len(weights.decay), len(tables.starts)
@@ -195,12 +164,10 @@ def _plain_prefill(
     mixed = convolved.mixed.view(len(qkv), -1, DIM)
     queries, keys, values = torch.split(mixed, [key_heads, key_heads, heads], 1)
     out.zero_()
-    sequence, starts = tables.sequence.tolist(), tables.starts.tolist()
-    for number, slot in enumerate(tables.state_slots.tolist()):
-        first, count = sequence.index(number), sequence.count(number)
-        own = slice(first, first + count)
-        memory, inputs = state.memory[slot], state.inputs[slot]
-        if starts[number] == 0:
+    for span in tables.spans:
+        own = slice(span.first_row, span.first_row + span.rows)
+        memory, inputs = state.memory[span.slot], state.inputs[span.slot]
+        if span.start == 0:
             memory.zero_()
             inputs.zero_()
         for at in range(0, heads, PLAIN_HEADS):

@@ -8,7 +8,7 @@ import torch
 from headroom.formats.quants import QuantType
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import Argument, compile_kernel
-from headroom.kernels.cuda.matmul import FEW_ROWS, HalfRows, half_rows
+from headroom.kernels.cuda.matmul import HalfRows
 from headroom.kernels.cuda.pack import PACKED, RECORD_COLUMNS, TILE_ROWS
 from headroom.kernels.cuda.picks import ExpertGroup, expert_group, grouped_product, sort_picks
 from headroom.kernels.ops import Case
@@ -70,21 +70,6 @@ def table_of(
     nbytes = sum(piece.nbytes for piece in pieces)
     addresses = where.to(pieces[0].device)
     return ExpertTiles(addresses, kinds, width, hidden, nbytes, tuple(pieces))
-
-
-def experts(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    table: ExpertTiles,
-    activation: str,
-    dtype: str,
-    scratch: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the weighted sum of each row's experts, the best first."""
-    if len(x) <= FEW_ROWS:
-        return few_rows(half_rows(x.contiguous()), ids, weights, table, activation)
-    return many_rows(x, ids, weights, table, activation)
 
 
 def few_rows(

@@ -1,9 +1,7 @@
 // The small operations between products. Each kernel is compiled with the defines of its own.
-#include "rank.cuh"
 #include "rows.cuh"
 
-// norm_rows: what becomes of the residual. 0: there is none; 1: x is added to it and the sum is normed;
-// 2: the normed x is added to it, and nothing else is written.
+// norm_rows: whether there is a residual, to which the normed x is added; nothing else is written then.
 #ifndef RESIDUAL
 #define RESIDUAL 0
 #endif
@@ -26,12 +24,7 @@ norm_rows(const float* x, const float* weight, float* residual, float* out, int 
     float4* kept = reinterpret_cast<float4*>(residual + row * width);
     float squares = 0;
     for (int i = threadIdx.x; i < width / 4; i += NORM_WARPS * 32) {
-        float4 v = from[i];
-        if constexpr (RESIDUAL == 1) {
-            const float4 old = kept[i];
-            v = make_float4(old.x + v.x, old.y + v.y, old.z + v.z, old.w + v.w);
-            kept[i] = v;
-        }
+        const float4 v = from[i];
         squares += v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w);
     }
     squares = warp_sum(squares);
@@ -40,11 +33,11 @@ norm_rows(const float* x, const float* weight, float* residual, float* out, int 
     const float total = warp_sum(threadIdx.x % 32 < NORM_WARPS ? shared[threadIdx.x % 32] : 0.0f);
     const float by = 1.0f / sqrtf(total / width + eps);
     for (int i = threadIdx.x; i < width / 4; i += NORM_WARPS * 32) {
-        const float4 v = RESIDUAL == 1 ? kept[i] : from[i];
+        const float4 v = from[i];
         const float4 w = reinterpret_cast<const float4*>(weight)[i];
-        float4 y = make_float4(__fmul_rn(w.x, __fmul_rn(v.x, by)), __fmul_rn(w.y, __fmul_rn(v.y, by)),
+        const float4 y = make_float4(__fmul_rn(w.x, __fmul_rn(v.x, by)), __fmul_rn(w.y, __fmul_rn(v.y, by)),
                                __fmul_rn(w.z, __fmul_rn(v.z, by)), __fmul_rn(w.w, __fmul_rn(v.w, by)));
-        if constexpr (RESIDUAL == 2) {
+        if constexpr (RESIDUAL) {
             const float4 old = kept[i];
             kept[i] = make_float4(old.x + y.x, old.y + y.y, old.z + y.z, old.w + y.w);
         } else {
@@ -91,42 +84,4 @@ embed(const u8* table, const long long* ids, float* out, int columns, float scal
     __syncthreads();
     for (int i = threadIdx.x; i < count; i += 256)
         out[static_cast<size_t>(blockIdx.y) * columns + first + i] = __fmul_rn(value_at<KIND>(bytes, i), scale);
-}
-
-// cos and sin [rows, half] of positions times frequencies, times `scale`. blockIdx.x: the row.
-extern "C" __global__ void rope_tables(const int* positions, const float* frequency, float* cos, float* sin,
-                                       int half, float scale) {
-    for (int i = threadIdx.x; i < half; i += blockDim.x) {
-        const float angle = __fmul_rn(static_cast<float>(positions[blockIdx.x]), frequency[i]);
-        cos[blockIdx.x * half + i] = cosf(angle) * scale;
-        sin[blockIdx.x * half + i] = sinf(angle) * scale;
-    }
-}
-
-__device__ __forceinline__ u64 block_best(u64 best) {
-    __shared__ u64 shared[32];
-#pragma unroll
-    for (int by = 16; by; by /= 2) best = max(best, __shfl_xor_sync(~0u, best, by));
-    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = best;
-    __syncthreads();
-    for (int i = 0; i < blockDim.x / 32; ++i) best = max(best, shared[i]);
-    return best;
-}
-
-// best [rows, slices]: the best of each slice. blockIdx: the slice, the row.
-extern "C" __global__ void argmax_slices(const float* x, u64* best, int width) {
-    const float* row = x + static_cast<size_t>(blockIdx.y) * width;
-    u64 mine = 0;
-#pragma unroll 4
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < width; i += gridDim.x * blockDim.x)
-        mine = max(mine, rank_of(row[i], i));
-    mine = block_best(mine);
-    if (threadIdx.x == 0) best[blockIdx.y * gridDim.x + blockIdx.x] = mine;
-}
-// ids [rows]: the best of all slices. blockIdx.x: the row.
-extern "C" __global__ void argmax_rows(const u64* best, long long* ids, int slices) {
-    u64 mine = 0;
-    for (int i = threadIdx.x; i < slices; i += blockDim.x) mine = max(mine, best[blockIdx.x * slices + i]);
-    mine = block_best(mine);
-    if (threadIdx.x == 0) ids[blockIdx.x] = id_of(mine);
 }

@@ -13,7 +13,6 @@ from headroom.kernels.weight import Weight
 NORM_THREADS = 512  # of small.cu
 EMBED_CHUNK, EMBED_WARPS = 2048, 4
 GATED_THREADS = 256
-ARGMAX_THREADS, ARGMAX_SLICES = 256, 64
 
 
 def rms_norm(
@@ -27,19 +26,11 @@ def rms_norm(
     return out
 
 
-def add_norm(
-    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
-) -> torch.Tensor:
-    """Add `x` to the residual, in place, and write the sum's norm to `out`."""
-    _norm(1)(*_norm_call(x, weight, residual, out, eps))
-    return out
-
-
 def norm_add(
     residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """Add the norm of `x` to the residual, in place."""
-    _norm(2)(*_norm_call(x, weight, residual, None, eps))
+    _norm(1)(*_norm_call(x, weight, residual, None, eps))
     return residual
 
 
@@ -77,37 +68,6 @@ def embed(ids: torch.Tensor, table: Weight, out: torch.Tensor, scale: float = 1.
     kernel = compile_kernel("small.cu", "embed", {"KIND": table.quant.ggml_id})
     grid = (-(-table.columns // EMBED_CHUNK), ids.shape[0])
     kernel(grid, (256,), (table.data, ids, out, table.columns, float(scale)))
-    return out
-
-
-def rope_tables(
-    positions: torch.Tensor,
-    frequency: torch.Tensor,
-    scale: float,
-    out: tuple[torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write cos and sin `[rows, half]` of int32 positions times `frequency [half]`, scaled."""
-    half = frequency.shape[0]
-    kernel = compile_kernel("small.cu", "rope_tables")
-    kernel((positions.shape[0],), (128,), (positions, frequency, *out, half, float(scale)))
-    return out
-
-
-def argmax(
-    x: torch.Tensor, out: torch.Tensor | None = None, scratch: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return each row's largest value's place (int64), the lowest among equals.
-
-    `scratch` holds `rows * ARGMAX_SLICES` int64 numbers.
-    """
-    rows, width = x.shape
-    if out is None:
-        out = torch.empty(rows, dtype=torch.int64, device=x.device)
-    if scratch is None:
-        scratch = torch.empty(rows * ARGMAX_SLICES, dtype=torch.int64, device=x.device)
-    slices = compile_kernel("small.cu", "argmax_slices")
-    slices((ARGMAX_SLICES, rows), (ARGMAX_THREADS,), (x, scratch, width))
-    compile_kernel("small.cu", "argmax_rows")((rows,), (64,), (scratch, out, ARGMAX_SLICES))
     return out
 
 

@@ -1,0 +1,61 @@
+"""Kernels that start before the last one has ended, and GPUs whose torch compiles none."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from headroom.kernels.cuda import probe
+from headroom.kernels.cuda.compile import SOURCES, read_source
+
+WAITS = ("wait_for_last();", "begin_after_last();")
+
+
+def compiled(call: ast.expr, around: ast.FunctionDef) -> tuple[str, str]:
+    """The source and name of the kernel that an expression in a function stands for."""
+    if isinstance(call, ast.Name):
+        (call,) = (
+            found.value
+            for found in ast.walk(around)
+            if isinstance(found, ast.Assign)
+            and isinstance(found.targets[0], ast.Name)
+            and found.targets[0].id == call.id
+        )
+    assert isinstance(call, ast.Call)
+    source, name = (ast.literal_eval(word) for word in call.args[:2])
+    return source, name
+
+
+def early_launches(path: Path) -> Iterator[tuple[str, str]]:
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for call in ast.walk(function):
+            if isinstance(call, ast.Call) and any(x.arg == "early" for x in call.keywords):
+                yield compiled(call.func, function)
+
+
+EARLY = sorted({launch for path in SOURCES.glob("*.py") for launch in early_launches(path)})
+
+
+def test_the_launches_that_may_be_early_are_found() -> None:
+    assert {("matmul.cu", "product"), ("decode.cu", "decode"), ("sampler.cu", "choose")} < {*EARLY}
+
+
+@pytest.mark.parametrize(("source", "name"), EARLY, ids=str)
+def test_a_kernel_that_starts_early_waits_and_no_thread_leaves_before(
+    source: str, name: str
+) -> None:
+    kernels = read_source(source).split('extern "C" __global__')
+    (body,) = (kernel for kernel in kernels[1:] if re.search(rf"\b{name}\(", kernel.split("{")[0]))
+    before = min(body.find(wait) for wait in WAITS if wait in body)
+    assert "return" not in body[:before]
+
+
+def test_a_torch_that_compiles_no_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cuda, "_compile_kernel", raising=False)
+    wanted = f"torch {torch.__version__} does not compile the kernels of others, 2.9 does"
+    assert probe.try_compiler(0) == wanted
