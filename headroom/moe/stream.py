@@ -1,0 +1,361 @@
+"""Cold experts in steps of many rows: streamed through buffers on the GPU while it computes.
+
+Experts are summed in the same groups, whatever is cold: streamed ones give the same bits as hot
+ones. Those that are left to the CPU are rounded as its kernels round.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Protocol
+
+import torch
+
+from headroom.kernels.cuda import experts as cuda_experts
+from headroom.kernels.cuda import scratch
+from headroom.kernels.cuda.experts import (
+    NO_OTHERS,
+    ChosenRows,
+    ExpertTiles,
+    Others,
+    SomeExperts,
+    group_bounds,
+    unpack_some,
+)
+from headroom.kernels.cuda.picks import ExpertGroup
+from headroom.kernels.native import experts as native_experts
+from headroom.kernels.native.experts import PanelTable
+from headroom.kernels.native.module import MODULE
+from headroom.memory.staging import BUFFERS, buffer_bytes
+from headroom.moe.copies import (
+    BouncedCopies,
+    CopyQueue,
+    CudaCopies,
+    StagingRing,
+    pinned_empty,
+    pinned_like,
+    read_back,
+)
+from headroom.moe.stream_rule import (
+    ColdRates,
+    ExpertSize,
+    cut_pieces,
+    expert_flops,
+    left_to_cpu,
+    pays_to_count,
+    runs,
+)
+
+
+class ColdExperts(Protocol):
+    """What is read of a layer's store."""
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert: gate, up and down."""
+
+    @property
+    def cold(self) -> torch.Tensor:
+        """The cold experts `[cold, expert_bytes]` in host memory."""
+
+    @property
+    def host_addresses(self) -> torch.Tensor:
+        """Addresses `[experts, 3]` of cold experts in `cold`; 0 of hot ones."""
+
+
+@dataclass(slots=True)
+class StreamCounts:
+    """What became of cold experts since it was last asked."""
+
+    layers: int = 0  # that ran with cold experts
+    streamed: int = 0  # experts
+    streamed_bytes: int = 0
+    left_to_cpu: int = 0  # experts
+    unused: int = 0  # experts that nobody chose, where that was known in time
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """Cold experts that are copied at once."""
+
+    which: torch.Tensor  # int32, counted from their group's first, on the GPU
+    sources: tuple[torch.Tensor, ...]  # runs of cold memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _GroupExperts:
+    """The experts of one group."""
+
+    hot: torch.Tensor  # int32, counted from its first, on the GPU
+    pieces: tuple[_Piece, ...]
+
+
+@dataclass(slots=True)
+class _Plans:
+    """How a layer streams all its cold experts, as long as they lie where they lie."""
+
+    bounds: list[tuple[int, int]] = field(default_factory=list)
+    lies: torch.Tensor | None = None  # the addresses it was made for
+    groups: list[_GroupExperts] = field(default_factory=list)
+
+
+class ColdStream:
+    """The way of a GPU's cold experts to it; its layers use it one after another."""
+
+    def __init__(
+        self,
+        staging: torch.Tensor,  # uint8 on the GPU, of staging_bytes()
+        expert_bytes: int,  # the most of any layer
+        queue: CopyQueue,
+        rates: ColdRates | None = None,  # None: nothing is left to the CPU
+        cpu_dtype: str = "int8",  # that it computes in
+    ) -> None:
+        size = buffer_bytes(expert_bytes)
+        self.buffer_bytes = size
+        self.downs = staging[BUFFERS * size :]
+        self.queue, self.cpu_dtype = queue, cpu_dtype
+        self.rates = rates if MODULE is not None else None
+        self.layers: list[StreamedLayer] = []  # in the order of the model
+        self.counts = StreamCounts()
+        self._ring = StagingRing(queue, staging[: BUFFERS * size].view(BUFFERS, -1).unbind())
+        self._coming: deque[_Piece] = deque()  # in the order of their use
+        self._sent = 0  # of those
+
+    def add(self, tiles: ExpertTiles, store: ColdExperts) -> "StreamedLayer":
+        """Return a further layer's experts; its first copies begin while the one before works."""
+        layer = StreamedLayer(self, len(self.layers), tiles, store)
+        self.layers.append(layer)
+        return layer
+
+    def take_counts(self) -> StreamCounts:
+        """Return what happened since the last call."""
+        taken, self.counts = self.counts, StreamCounts()
+        return taken
+
+    def begin(self, pieces: Sequence[_Piece], ahead: Sequence[_Piece]) -> None:
+        """Let a layer's pieces come, if they are not on their way yet, and then those ahead."""
+        known = len(self._coming) == len(pieces) and all(
+            a is b for a, b in zip(self._coming, pieces, strict=True)
+        )
+        if not known:
+            self._ring.forget()
+            self._coming, self._sent = deque(pieces), 0
+        self._coming.extend(ahead)
+        self._send()
+
+    def unpack(
+        self, piece: _Piece, tiles: ExpertTiles, group: ExpertGroup, rooms: Sequence[torch.Tensor]
+    ) -> None:
+        """Unpack the piece that comes next, and let a later one take its buffer."""
+        assert self._coming[0] is piece
+        gates_and_ups, downs = rooms
+        some = SomeExperts(piece.which, self._ring.first())
+        unpack_some(tiles, some, group, gates_and_ups, downs)
+        self._ring.release()
+        self._coming.popleft()
+        self._sent -= 1
+        self._send()
+
+    def _send(self) -> None:
+        while self._ring.has_room and self._sent < len(self._coming):
+            piece = self._coming[self._sent]
+            self._ring.send(piece.sources)
+            self._sent += 1
+            self.counts.streamed += len(piece.which)
+            self.counts.streamed_bytes += sum(source.numel() for source in piece.sources)
+
+
+class StreamedLayer:
+    """One layer's experts, some or all of them cold, for steps of many rows."""
+
+    def __init__(
+        self, stream: ColdStream, number: int, tiles: ExpertTiles, store: ColdExperts
+    ) -> None:
+        self._stream, self._number = stream, number
+        self._tiles, self._store = tiles, store
+        self._plans = _Plans()
+
+    def __call__(
+        self,
+        x: torch.Tensor,  # [rows, hidden], many of them
+        picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights
+        activation: str,
+        others: Others = NO_OTHERS,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the weighted sum of each row's experts and what else it gets."""
+        stream, tiles = self._stream, self._tiles
+        chosen = ChosenRows(x if x.dtype == torch.bfloat16 else x.bfloat16(), *picks)
+        stream.counts.layers += 1
+        if self.counts_picks(picks[0].numel()):
+            return self._counted(chosen, activation, others, out)
+        groups = self.plan()
+        stream.begin(_pieces(groups), self._ahead(picks[0].numel()))
+        arriving = _Arriving(stream, tiles, groups)
+        return cuda_experts.sum_groups(chosen, tiles, activation, arriving, others, out)
+
+    def counts_picks(self, picks: int) -> bool:
+        """Tell whether a step waits to hear which experts were chosen."""
+        return pays_to_count(picks, len(self._tiles.addresses), self._stream.rates is not None)
+
+    def plan(self) -> list[_GroupExperts]:
+        """Return how all cold experts are streamed."""
+        plans, bounds = self._plans, group_bounds(self._tiles)
+        lies = self._store.host_addresses
+        if bounds != plans.bounds or plans.lies is None or not torch.equal(lies, plans.lies):
+            every = self._cold_rows()
+            groups = self._groups(every, bounds)
+            self._plans = plans = _Plans(bounds, lies.clone(), groups)
+        return plans.groups
+
+    def _ahead(self, picks: int) -> list[_Piece]:
+        """The pieces of the next layer; it reads the same rows, so that it chooses as often."""
+        following = self._stream.layers[self._number + 1 :][:1]
+        return [
+            piece
+            for layer in following
+            if not layer.counts_picks(picks)
+            for piece in _pieces(layer.plan())
+        ]
+
+    def _cold_rows(self) -> dict[int, int]:
+        """Where each cold expert lies in cold memory."""
+        first, size = self._store.cold.data_ptr(), self._store.expert_bytes
+        places = self._store.host_addresses[:, 0].tolist()
+        return {expert: (at - first) // size for expert, at in enumerate(places) if at}
+
+    def _groups(
+        self, cold: dict[int, int], bounds: Sequence[tuple[int, int]]
+    ) -> list[_GroupExperts]:
+        """Groups that stream the given cold experts; every expert not cold at all is hot."""
+        is_hot = (self._store.host_addresses[:, 0] == 0).tolist()
+        by_row = {row: expert for expert, row in cold.items()}
+        most = self._stream.buffer_bytes // self._store.expert_bytes
+        lists: list[list[int]] = []  # of experts, brought to the GPU by one copy
+        rows: list[list[list[int]]] = []  # of cold memory, by group and piece
+        for first, count in bounds:
+            lists.append([expert for expert in range(count) if is_hot[first + expert]])
+            group = [cold[expert] for expert in range(first, first + count) if expert in cold]
+            rows.append(cut_pieces(group, most))
+            lists += [[by_row[row] - first for row in part] for part in rows[-1]]
+        on_gpu = iter(self._on_gpu(lists))
+        groups = []
+        for parts in rows:
+            hot = next(on_gpu)
+            pieces = tuple(_Piece(next(on_gpu), self._sources(part)) for part in parts)
+            groups.append(_GroupExperts(hot, pieces))
+        return groups
+
+    def _sources(self, rows: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        return tuple(self._store.cold[first:end] for first, end in runs(rows))
+
+    def _on_gpu(self, lists: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
+        flat = torch.tensor([number for numbers in lists for number in numbers], dtype=torch.int32)
+        moved = flat.to(self._tiles.addresses.device)
+        return torch.split(moved, [len(numbers) for numbers in lists])
+
+    def _counted(
+        self, chosen: ChosenRows, activation: str, others: Others, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Wait for the numbers of picks; stream what pays, and leave the rest to the CPU."""
+        stream, tiles, cold = self._stream, self._tiles, self._cold_rows()
+        read = [count_picks(chosen.ids, len(tiles.addresses))]
+        if stream.rates is not None:
+            read += [chosen.x, chosen.ids, chosen.weights]
+        counts, *rows = read_back(read)
+        by_expert = counts.tolist()
+        used = {expert: by_expert[expert] for expert in cold if by_expert[expert]}
+        size = ExpertSize(self._store.expert_bytes, expert_flops(tiles.width, tiles.hidden))
+        left = left_to_cpu(used, size, stream.rates)
+        groups = self._groups(
+            {expert: cold[expert] for expert in used if expert not in left}, group_bounds(tiles)
+        )
+        stream.counts.unused += len(cold) - len(used)
+        stream.counts.left_to_cpu += len(left)
+        stream.begin(_pieces(groups), ())
+        if not left:
+            arriving = _Arriving(stream, tiles, groups)
+            return cuda_experts.sum_groups(chosen, tiles, activation, arriving, others, out)
+        theirs = torch.zeros(len(by_expert), dtype=torch.bool)
+        theirs[list(left)] = True
+        kept = chosen.ids.masked_fill(theirs.to(chosen.ids.device)[chosen.ids.long()], -1)
+        out = cuda_experts.sum_groups(
+            ChosenRows(chosen.x, kept, chosen.weights),
+            *(tiles, activation, _Arriving(stream, tiles, groups), others, out),
+        )
+        # All the GPU's work was asked for: it goes on meanwhile.
+        answers = self._cpu_answers(ChosenRows(*rows), theirs, activation)
+        return out.add_(pinned_like(answers).to(out.device, non_blocking=True))
+
+    def _cpu_answers(
+        self, chosen: ChosenRows, theirs: torch.Tensor, activation: str
+    ) -> torch.Tensor:
+        """The sums of the experts that are the CPU's."""
+        tiles, store = self._tiles, self._store
+        width, hidden = tiles.width, tiles.hidden
+        shapes = [(width, hidden), (width, hidden), (hidden, width)]
+        table = PanelTable(store.host_addresses, tiles.kinds, shapes, store.cold, tiles=True)
+        ids = chosen.ids.masked_fill(~theirs[chosen.ids.long()] | (chosen.ids < 0), -1)
+        return native_experts.experts(
+            chosen.x.float(), ids, chosen.weights, table, activation, self._stream.cpu_dtype
+        )
+
+
+class _Arriving:
+    """Unpacks a group's hot experts from their slots and its cold ones as they come."""
+
+    def __init__(
+        self, stream: ColdStream, tiles: ExpertTiles, groups: Sequence[_GroupExperts]
+    ) -> None:
+        self._stream, self._tiles = stream, tiles
+        self._left = deque(groups)
+        self._downs: torch.Tensor | None = None
+
+    def gates_and_ups(self, group: ExpertGroup) -> torch.Tensor:
+        """Unpack all of a group's experts, and return gates and ups."""
+        tiles, experts = self._tiles, self._left.popleft()
+        plain = cuda_experts.empty_gates_and_ups(tiles, group)
+        self._downs = downs = self._room_for_downs(len(plain))
+        if len(experts.hot):
+            unpack_some(tiles, SomeExperts(experts.hot), group, plain, downs)
+        for piece in experts.pieces:
+            self._stream.unpack(piece, tiles, group, (plain, downs))
+        return plain
+
+    def downs(self, group: ExpertGroup) -> torch.Tensor:
+        """Return downs, unpacked before."""
+        assert self._downs is not None
+        return self._downs
+
+    def _room_for_downs(self, count: int) -> torch.Tensor:
+        tiles = self._tiles
+        shape = count, tiles.hidden, tiles.width
+        room = self._stream.downs.view(torch.bfloat16)[: prod(shape)]
+        if len(room) < prod(shape):  # more than planned: the scratch says so
+            return scratch.empty(*shape, dtype=torch.bfloat16, device=room.device)
+        return room.view(shape)
+
+
+def open_stream(
+    staging: torch.Tensor, expert_bytes: int, pinned: bool, rates: ColdRates | None = None
+) -> ColdStream:
+    """Return the way of cold experts to the GPU that holds the buffers."""
+    queue: CopyQueue = CudaCopies(staging.device)
+    if not pinned:
+        size = buffer_bytes(expert_bytes)
+        buffers = [pinned_empty((size,), torch.uint8) for _ in range(BUFFERS)]
+        queue = BouncedCopies(queue, buffers)
+    return ColdStream(staging, expert_bytes, queue, rates)
+
+
+def count_picks(ids: torch.Tensor, experts: int) -> torch.Tensor:
+    """Return the picks int32 `[experts]` of each expert, without waiting for the device."""
+    flat = ids.flatten().long()
+    counts = torch.zeros(experts + 1, dtype=torch.int32, device=ids.device)
+    ones = torch.ones_like(flat, dtype=torch.int32)
+    return counts.scatter_add_(0, torch.where(flat < 0, experts, flat), ones)[:experts]
+
+
+def _pieces(groups: Sequence[_GroupExperts]) -> list[_Piece]:
+    return [piece for group in groups for piece in group.pieces]
