@@ -5,7 +5,7 @@ ones. Those that are left to the CPU are rounded as its kernels round.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Protocol
@@ -27,6 +27,7 @@ from headroom.kernels.cuda.picks import ExpertGroup
 from headroom.kernels.native import experts as native_experts
 from headroom.kernels.native.experts import PanelTable
 from headroom.kernels.native.module import MODULE
+from headroom.memory.device_scratch import ALIGNMENT
 from headroom.memory.staging import BUFFERS, buffer_bytes
 from headroom.moe.copies import (
     BouncedCopies,
@@ -47,6 +48,9 @@ from headroom.moe.stream_rule import (
     runs,
 )
 
+# A row of cold memory that is none, and no neighbour of one.
+ELSEWHERE = -2
+
 
 class ColdExperts(Protocol):
     """What is read of a layer's store."""
@@ -61,7 +65,10 @@ class ColdExperts(Protocol):
 
     @property
     def host_addresses(self) -> torch.Tensor:
-        """Addresses `[experts, 3]` of cold experts in `cold`; 0 of hot ones."""
+        """Addresses `[experts, 3]` of cold experts; 0 of hot ones."""
+
+    def cold_of(self, expert: int) -> torch.Tensor | None:
+        """Return an expert's bytes in host memory; None where it has none."""
 
 
 @dataclass(slots=True)
@@ -111,10 +118,12 @@ class ColdStream:
         rates: ColdRates | None = None,  # None: nothing is left to the CPU
         cpu_dtype: str = "int8",  # that it computes in
     ) -> None:
-        size = buffer_bytes(expert_bytes)
+        staging = staging.view(-1)
+        size = min(buffer_bytes(expert_bytes), len(staging) // BUFFERS // ALIGNMENT * ALIGNMENT)
+        assert size >= expert_bytes
         self.buffer_bytes = size
         self.downs = staging[BUFFERS * size :]
-        self.queue, self.cpu_dtype = queue, cpu_dtype
+        self.cpu_dtype = cpu_dtype
         self.rates = rates if MODULE is not None else None
         self.layers: list[StreamedLayer] = []  # in the order of the model
         self.counts = StreamCounts()
@@ -122,9 +131,11 @@ class ColdStream:
         self._coming: deque[_Piece] = deque()  # in the order of their use
         self._sent = 0  # of those
 
-    def add(self, tiles: ExpertTiles, store: ColdExperts) -> "StreamedLayer":
+    def add(self, tiles: ExpertTiles, store: ColdExperts, activation: str) -> "StreamedLayer":
         """Return a further layer's experts; its first copies begin while the one before works."""
-        layer = StreamedLayer(self, len(self.layers), tiles, store)
+        layer = StreamedLayer(self, tiles, store, activation)
+        if self.layers:
+            self.layers[-1].following = layer
         self.layers.append(layer)
         return layer
 
@@ -170,30 +181,27 @@ class StreamedLayer:
     """One layer's experts, some or all of them cold, for steps of many rows."""
 
     def __init__(
-        self, stream: ColdStream, number: int, tiles: ExpertTiles, store: ColdExperts
+        self, stream: ColdStream, tiles: ExpertTiles, store: ColdExperts, activation: str
     ) -> None:
-        self._stream, self._number = stream, number
+        self.following: StreamedLayer | None = None  # that comes next in a step
+        self._stream, self._activation = stream, activation
         self._tiles, self._store = tiles, store
         self._plans = _Plans()
 
-    def __call__(
+    def many_rows(
         self,
-        x: torch.Tensor,  # [rows, hidden], many of them
-        picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights
-        activation: str,
+        x: torch.Tensor,  # [rows, hidden]
+        picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights [rows, used]
         others: Others = NO_OTHERS,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the weighted sum of each row's experts and what else it gets."""
-        stream, tiles = self._stream, self._tiles
         chosen = ChosenRows(x if x.dtype == torch.bfloat16 else x.bfloat16(), *picks)
-        stream.counts.layers += 1
+        self._stream.counts.layers += 1
         if self.counts_picks(picks[0].numel()):
-            return self._counted(chosen, activation, others, out)
+            return self._counted(chosen, others, out)
         groups = self.plan()
-        stream.begin(_pieces(groups), self._ahead(picks[0].numel()))
-        arriving = _Arriving(stream, tiles, groups)
-        return cuda_experts.sum_groups(chosen, tiles, activation, arriving, others, out)
+        return self._streamed(chosen, groups, self._ahead(picks[0].numel()), others, out)
 
     def counts_picks(self, picks: int) -> bool:
         """Tell whether a step waits to hear which experts were chosen."""
@@ -209,21 +217,32 @@ class StreamedLayer:
             self._plans = plans = _Plans(bounds, lies.clone(), groups)
         return plans.groups
 
+    def _streamed(
+        self,
+        chosen: ChosenRows,
+        groups: Sequence[_GroupExperts],
+        ahead: Sequence[_Piece],
+        others: Others,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        stream, tiles = self._stream, self._tiles
+        stream.begin(_pieces(groups), ahead)
+        arriving = _Arriving(stream, tiles, groups)
+        return cuda_experts.sum_groups(chosen, tiles, self._activation, arriving, others, out)
+
     def _ahead(self, picks: int) -> list[_Piece]:
-        """The pieces of the next layer; it reads the same rows, so that it chooses as often."""
-        following = self._stream.layers[self._number + 1 :][:1]
-        return [
-            piece
-            for layer in following
-            if not layer.counts_picks(picks)
-            for piece in _pieces(layer.plan())
-        ]
+        """The pieces of the next layer, unless it waits to hear which experts were chosen."""
+        following = self.following
+        if following is None or following.counts_picks(picks):
+            return []
+        return _pieces(following.plan())
 
     def _cold_rows(self) -> dict[int, int]:
-        """Where each cold expert lies in cold memory."""
-        first, size = self._store.cold.data_ptr(), self._store.expert_bytes
+        """Where each cold expert lies in cold memory; ELSEWHERE after an exchange that failed."""
+        cold, size = self._store.cold, self._store.expert_bytes
         places = self._store.host_addresses[:, 0].tolist()
-        return {expert: (at - first) // size for expert, at in enumerate(places) if at}
+        rows = {e: (at - cold.data_ptr()) // size for e, at in enumerate(places) if at}
+        return {e: row if 0 <= row < len(cold) else ELSEWHERE for e, row in rows.items()}
 
     def _groups(
         self, cold: dict[int, int], bounds: Sequence[tuple[int, int]]
@@ -243,12 +262,20 @@ class StreamedLayer:
         groups = []
         for parts in rows:
             hot = next(on_gpu)
-            pieces = tuple(_Piece(next(on_gpu), self._sources(part)) for part in parts)
+            pieces = tuple(_Piece(next(on_gpu), self._sources(part, by_row)) for part in parts)
             groups.append(_GroupExperts(hot, pieces))
         return groups
 
-    def _sources(self, rows: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        return tuple(self._store.cold[first:end] for first, end in runs(rows))
+    def _sources(self, rows: Sequence[int], by_row: Mapping[int, int]) -> tuple[torch.Tensor, ...]:
+        sources = []
+        for first, end in runs(rows):
+            blobs = self._store.cold[first:end]
+            if first == ELSEWHERE:
+                found = self._store.cold_of(by_row[ELSEWHERE])
+                assert found is not None
+                blobs = found
+            sources.append(blobs)
+        return tuple(sources)
 
     def _on_gpu(self, lists: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
         flat = torch.tensor([number for numbers in lists for number in numbers], dtype=torch.int32)
@@ -256,7 +283,7 @@ class StreamedLayer:
         return torch.split(moved, [len(numbers) for numbers in lists])
 
     def _counted(
-        self, chosen: ChosenRows, activation: str, others: Others, out: torch.Tensor | None
+        self, chosen: ChosenRows, others: Others, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Wait for the numbers of picks; stream what pays, and leave the rest to the CPU."""
         stream, tiles, cold = self._stream, self._tiles, self._cold_rows()
@@ -268,38 +295,30 @@ class StreamedLayer:
         used = {expert: by_expert[expert] for expert in cold if by_expert[expert]}
         size = ExpertSize(self._store.expert_bytes, expert_flops(tiles.width, tiles.hidden))
         left = left_to_cpu(used, size, stream.rates)
-        groups = self._groups(
-            {expert: cold[expert] for expert in used if expert not in left}, group_bounds(tiles)
-        )
+        streamed = {expert: cold[expert] for expert in used if expert not in left}
         stream.counts.unused += len(cold) - len(used)
         stream.counts.left_to_cpu += len(left)
-        stream.begin(_pieces(groups), ())
+        groups = self._groups(streamed, group_bounds(tiles))
         if not left:
-            arriving = _Arriving(stream, tiles, groups)
-            return cuda_experts.sum_groups(chosen, tiles, activation, arriving, others, out)
+            return self._streamed(chosen, groups, (), others, out)
         theirs = torch.zeros(len(by_expert), dtype=torch.bool)
         theirs[list(left)] = True
-        kept = chosen.ids.masked_fill(theirs.to(chosen.ids.device)[chosen.ids.long()], -1)
-        out = cuda_experts.sum_groups(
-            ChosenRows(chosen.x, kept, chosen.weights),
-            *(tiles, activation, _Arriving(stream, tiles, groups), others, out),
-        )
+        ids = _without(chosen.ids, theirs.to(chosen.ids.device))
+        kept = ChosenRows(chosen.x, ids, chosen.weights)
+        out = self._streamed(kept, groups, (), others, out)
         # All the GPU's work was asked for: it goes on meanwhile.
-        answers = self._cpu_answers(ChosenRows(*rows), theirs, activation)
+        answers = self._cpu_answers(ChosenRows(*rows), theirs)
         return out.add_(pinned_like(answers).to(out.device, non_blocking=True))
 
-    def _cpu_answers(
-        self, chosen: ChosenRows, theirs: torch.Tensor, activation: str
-    ) -> torch.Tensor:
+    def _cpu_answers(self, chosen: ChosenRows, theirs: torch.Tensor) -> torch.Tensor:
         """The sums of the experts that are the CPU's."""
         tiles, store = self._tiles, self._store
         width, hidden = tiles.width, tiles.hidden
         shapes = [(width, hidden), (width, hidden), (hidden, width)]
         table = PanelTable(store.host_addresses, tiles.kinds, shapes, store.cold, tiles=True)
-        ids = chosen.ids.masked_fill(~theirs[chosen.ids.long()] | (chosen.ids < 0), -1)
-        return native_experts.experts(
-            chosen.x.float(), ids, chosen.weights, table, activation, self._stream.cpu_dtype
-        )
+        ids, how = _without(chosen.ids, ~theirs), self._stream.cpu_dtype
+        x = chosen.x.float()
+        return native_experts.experts(x, ids, chosen.weights, table, self._activation, how)
 
 
 class _Arriving:
@@ -355,6 +374,11 @@ def count_picks(ids: torch.Tensor, experts: int) -> torch.Tensor:
     counts = torch.zeros(experts + 1, dtype=torch.int32, device=ids.device)
     ones = torch.ones_like(flat, dtype=torch.int32)
     return counts.scatter_add_(0, torch.where(flat < 0, experts, flat), ones)[:experts]
+
+
+def _without(ids: torch.Tensor, passed_over: torch.Tensor) -> torch.Tensor:
+    """Return ids with -1 for picks of some experts; picks of nobody stay so."""
+    return ids.masked_fill(passed_over[ids.long()], -1)
 
 
 def _pieces(groups: Sequence[_GroupExperts]) -> list[_Piece]:

@@ -29,6 +29,13 @@ class Layer:
     cold: torch.Tensor
     host_addresses: torch.Tensor
     expert_bytes: int
+    spare: torch.Tensor | None = None  # of an expert that is between two places
+
+    def cold_of(self, expert: int) -> torch.Tensor | None:
+        """The spare one: others are found by their rows."""
+        assert self.spare is not None
+        assert self.host_addresses[expert, 0] == self.spare.data_ptr()
+        return self.spare
 
 
 def make_blobs(experts: int, width: int, hidden: int) -> tuple[ExpertTable, torch.Tensor]:
@@ -97,9 +104,7 @@ class LateCopies:
         self.marks += 1
         return FakeMark(self.marks)
 
-    def copy(
-        self, out: torch.Tensor, sources: Sequence[torch.Tensor], after: FakeMark
-    ) -> FakeMark:
+    def copy(self, out: torch.Tensor, sources: Sequence[torch.Tensor], after: FakeMark) -> FakeMark:
         where = out.data_ptr()
         assert after.number > self.read_at.get(where, 0), "the buffer may be read still"
         out.fill_(0xFF)

@@ -15,7 +15,7 @@ from headroom.moe.stream import ColdStream, StreamedLayer, count_picks
 from headroom.moe.stream_rule import ColdRates
 from tests.gpu.check_experts import wanted_sum
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
-from tests.moe.cold_layer import Layer, LateCopies, make_blobs, split_layer
+from tests.moe.cold_layer import LateCopies, Layer, make_blobs, split_layer
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 EXPERTS, WIDTH, HIDDEN, ROWS, USED = 10, 32, 64, 34, 2
@@ -67,7 +67,7 @@ def open_stream(
         )
         queue = LateCopies()
         stream = ColdStream(staging, size, queue, rates, "f32")  # type: ignore[arg-type]
-    return stream, [stream.add(layer.tiles, layer) for layer in layers], queue
+    return stream, [stream.add(layer.tiles, layer, "silu") for layer in layers], queue
 
 
 def copied(layer: Layer, queue: LateCopies) -> list[int]:
@@ -99,7 +99,7 @@ def test_streamed_experts_give_the_bits_of_hot_ones(  # type: ignore[no-untyped-
     layer = split_layer(*layer_of, COLD[cold])
     stream, (streamed,), queue = open_stream([layer], each)
     x, chosen, others = inputs
-    found = streamed(x, chosen, "silu", others)
+    found = streamed.many_rows(x, chosen, others)
     assert torch.equal(found, all_hot(layer_of, inputs))
     assert sorted(copied(layer, queue)) == list(range(len(COLD[cold])))  # each once
     counts = stream.take_counts()
@@ -109,7 +109,7 @@ def test_streamed_experts_give_the_bits_of_hot_ones(  # type: ignore[no-untyped-
 
 
 def test_the_hot_sum_is_the_references(layer_of, inputs) -> None:  # type: ignore[no-untyped-def]
-    x, chosen, others = inputs
+    x, chosen, _ = inputs
     wanted = wanted_sum((x.float(), *chosen), layer_of[0], "silu")
     found = many_rows(x, *chosen, split_layer(*layer_of, ()).tiles, "silu")
     assert float((found - wanted).norm() / wanted.norm()) < 0.015
@@ -120,14 +120,14 @@ def test_the_next_layers_first_experts_come_while_a_layer_works(  # type: ignore
 ) -> None:
     never_count(monkeypatch)
     layers = [split_layer(*layer_of, COLD[70]), split_layer(*layer_of, COLD[30])]
-    stream, (first, second), queue = open_stream(layers, 1)
+    _, (first, second), queue = open_stream(layers, 1)
     x, chosen, others = inputs
     wanted = all_hot(layer_of, inputs)
     for _ in range(2):  # steps
         queue.sources.clear()
-        assert torch.equal(first(x, chosen, "silu", others), wanted)
+        assert torch.equal(first.many_rows(x, chosen, others), wanted)
         assert copied(layers[1], queue) == [0, 1]  # both buffers hold what comes next
-        assert torch.equal(second(x, chosen, "silu", others), wanted)
+        assert torch.equal(second.many_rows(x, chosen, others), wanted)
         assert copied(layers[0], queue) == list(range(7))
         assert copied(layers[1], queue) == [0, 1, 2]
 
@@ -137,12 +137,12 @@ def test_what_was_fetched_ahead_is_forgotten_where_a_step_ended_early(  # type: 
 ) -> None:
     never_count(monkeypatch)
     layers = [split_layer(*layer_of, COLD[30]), split_layer(*layer_of, COLD[70])]
-    stream, (first, second), queue = open_stream(layers, 2)
+    _, (first, second), _ = open_stream(layers, 2)
     x, chosen, others = inputs
     wanted = all_hot(layer_of, inputs)
-    first(x, chosen, "silu", others)
-    assert torch.equal(first(x, chosen, "silu", others), wanted)
-    assert torch.equal(second(x, chosen, "silu", others), wanted)
+    first.many_rows(x, chosen, others)
+    assert torch.equal(first.many_rows(x, chosen, others), wanted)
+    assert torch.equal(second.many_rows(x, chosen, others), wanted)
 
 
 def test_experts_that_changed_places_are_found_where_they_are(  # type: ignore[no-untyped-def]
@@ -150,10 +150,10 @@ def test_experts_that_changed_places_are_found_where_they_are(  # type: ignore[n
 ) -> None:
     never_count(monkeypatch)
     layer, swapped = (split_layer(*layer_of, order) for order in ((1, 4, 9), (9, 4, 2)))
-    stream, (streamed,), queue = open_stream([layer], 2)
+    _, (streamed,), _ = open_stream([layer], 2)
     x, chosen, others = inputs
     wanted = all_hot(layer_of, inputs)
-    streamed(x, chosen, "silu", others)
+    streamed.many_rows(x, chosen, others)
     # In place, as an exchange of experts does it; rows of cold memory are in no order then.
     layer.cold.copy_(swapped.cold)
     layer.tiles.memory[0].copy_(swapped.tiles.memory[0])
@@ -163,7 +163,20 @@ def test_experts_that_changed_places_are_found_where_they_are(  # type: ignore[n
     apart = layer.cold.data_ptr() - swapped.cold.data_ptr()
     there = swapped.host_addresses
     layer.host_addresses.copy_(torch.where(there == 0, 0, there + apart))
-    assert torch.equal(streamed(x, chosen, "silu", others), wanted)
+    assert torch.equal(streamed.many_rows(x, chosen, others), wanted)
+
+
+def test_an_expert_whose_exchange_failed_comes_from_the_spare_buffer(  # type: ignore[no-untyped-def]
+    monkeypatch, layer_of, inputs
+) -> None:
+    never_count(monkeypatch)
+    layer = split_layer(*layer_of, (1, 4, 9))
+    layer.spare = layer.cold[1].clone()
+    layer.host_addresses[4] += layer.spare.data_ptr() - layer.cold[1].data_ptr()
+    layer.cold[1] = 255
+    _, (streamed,), _ = open_stream([layer], 2)
+    x, chosen, others = inputs
+    assert torch.equal(streamed.many_rows(x, chosen, others), all_hot(layer_of, inputs))
 
 
 @pytest.mark.parametrize("group", [10, 4])
@@ -176,7 +189,7 @@ def test_small_steps_copy_only_experts_that_were_chosen(  # type: ignore[no-unty
     ids = torch.where((ids == 4) | (ids == 7), -1, ids)
     layer = split_layer(*layer_of, COLD[70])
     stream, (streamed,), queue = open_stream([layer], 2)
-    found = streamed(x, (ids, weights), "silu", others)
+    found = streamed.many_rows(x, (ids, weights), others)
     hot = split_layer(*layer_of, ()).tiles
     assert torch.equal(found, many_rows(x, ids, weights, hot, "silu", others))
     assert sorted(copied(layer, queue)) == [0, 1, 2, 4, 6]  # 4 and 7 lie in rows 3 and 5
@@ -193,7 +206,7 @@ def test_experts_with_few_picks_may_be_left_to_the_cpu(  # type: ignore[no-untyp
     layer = split_layer(*layer_of, COLD[70])
     stream, (streamed,), queue = open_stream([layer], 2, rates)
     x, chosen, others = inputs
-    found = streamed(x, chosen, "silu", others)
+    found = streamed.many_rows(x, chosen, others)
     counts = stream.take_counts()
     assert counts.left_to_cpu + counts.streamed == 7
     assert len(copied(layer, queue)) == counts.streamed
@@ -213,7 +226,7 @@ def test_more_downs_than_planned_are_the_scratchs(  # type: ignore[no-untyped-de
     arena = scratch.Arena(torch.empty(1 << 20, dtype=torch.uint8))
     x, chosen, others = inputs
     with scratch.opened(arena):
-        found = streamed(x, chosen, "silu", others)
+        found = streamed.many_rows(x, chosen, others)
     assert torch.equal(found, all_hot(layer_of, inputs))
 
 
