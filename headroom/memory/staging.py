@@ -29,9 +29,10 @@ def staging_bytes(layers: Sequence[LayerShape], hidden: int, unpack_bytes: int) 
     Layers are as its kernels hold them, padding included.
     """
     routed = [layer for layer in layers if layer.experts]
-    buffers = max((buffer_bytes(layer.expert_bytes) for layer in routed), default=0)
-    downs = max(
-        (downs_bytes(layer.experts, layer.expert_width, hidden, unpack_bytes) for layer in routed),
-        default=0,
+    if not routed:
+        return 0
+    largest = max(layer.expert_bytes for layer in routed)
+    downs = (
+        downs_bytes(layer.experts, layer.expert_width, hidden, unpack_bytes) for layer in routed
     )
-    return BUFFERS * buffers + downs
+    return BUFFERS * buffer_bytes(largest) + max(downs)

@@ -5,10 +5,9 @@ ones. Those that are left to the CPU are rounded as its kernels round.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 import torch
 
@@ -20,7 +19,6 @@ from headroom.kernels.cuda.experts import (
     ExpertTiles,
     Others,
     SomeExperts,
-    group_bounds,
     unpack_some,
 )
 from headroom.kernels.cuda.picks import ExpertGroup
@@ -38,37 +36,14 @@ from headroom.moe.copies import (
     pinned_like,
     read_back,
 )
+from headroom.moe.stream_pieces import ColdExperts, ColdPieces, GroupExperts, Piece, pieces_of
 from headroom.moe.stream_rule import (
     ColdRates,
     ExpertSize,
-    cut_pieces,
     expert_flops,
     left_to_cpu,
     pays_to_count,
-    runs,
 )
-
-# A row of cold memory that is none, and no neighbour of one.
-ELSEWHERE = -2
-
-
-class ColdExperts(Protocol):
-    """What is read of a layer's store."""
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert: gate, up and down."""
-
-    @property
-    def cold(self) -> torch.Tensor:
-        """The cold experts `[cold, expert_bytes]` in host memory."""
-
-    @property
-    def host_addresses(self) -> torch.Tensor:
-        """Addresses `[experts, 3]` of cold experts; 0 of hot ones."""
-
-    def cold_of(self, expert: int) -> torch.Tensor | None:
-        """Return an expert's bytes in host memory; None where it has none."""
 
 
 @dataclass(slots=True)
@@ -80,31 +55,6 @@ class StreamCounts:
     streamed_bytes: int = 0
     left_to_cpu: int = 0  # experts
     unused: int = 0  # experts that nobody chose, where that was known in time
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
-    """Cold experts that are copied at once."""
-
-    which: torch.Tensor  # int32, counted from their group's first, on the GPU
-    sources: tuple[torch.Tensor, ...]  # runs of cold memory
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _GroupExperts:
-    """The experts of one group."""
-
-    hot: torch.Tensor  # int32, counted from its first, on the GPU
-    pieces: tuple[_Piece, ...]
-
-
-@dataclass(slots=True)
-class _Plans:
-    """How a layer streams all its cold experts, as long as they lie where they lie."""
-
-    bounds: list[tuple[int, int]] = field(default_factory=list)
-    lies: torch.Tensor | None = None  # the addresses it was made for
-    groups: list[_GroupExperts] = field(default_factory=list)
 
 
 class ColdStream:
@@ -128,7 +78,7 @@ class ColdStream:
         self.layers: list[StreamedLayer] = []  # in the order of the model
         self.counts = StreamCounts()
         self._ring = StagingRing(queue, staging[: BUFFERS * size].view(BUFFERS, -1).unbind())
-        self._coming: deque[_Piece] = deque()  # in the order of their use
+        self._coming: deque[Piece] = deque()  # in the order of their use
         self._sent = 0  # of those
 
     def add(self, tiles: ExpertTiles, store: ColdExperts, activation: str) -> "StreamedLayer":
@@ -144,7 +94,7 @@ class ColdStream:
         taken, self.counts = self.counts, StreamCounts()
         return taken
 
-    def begin(self, pieces: Sequence[_Piece], ahead: Sequence[_Piece]) -> None:
+    def begin(self, pieces: Sequence[Piece], ahead: Sequence[Piece]) -> None:
         """Let a layer's pieces come, if they are not on their way yet, and then those ahead."""
         known = len(self._coming) == len(pieces) and all(
             a is b for a, b in zip(self._coming, pieces, strict=True)
@@ -156,7 +106,7 @@ class ColdStream:
         self._send()
 
     def unpack(
-        self, piece: _Piece, tiles: ExpertTiles, group: ExpertGroup, rooms: Sequence[torch.Tensor]
+        self, piece: Piece, tiles: ExpertTiles, group: ExpertGroup, rooms: Sequence[torch.Tensor]
     ) -> None:
         """Unpack the piece that comes next, and let a later one take its buffer."""
         assert self._coming[0] is piece
@@ -186,7 +136,7 @@ class StreamedLayer:
         self.following: StreamedLayer | None = None  # that comes next in a step
         self._stream, self._activation = stream, activation
         self._tiles, self._store = tiles, store
-        self._plans = _Plans()
+        self._pieces = ColdPieces(tiles, store, stream.buffer_bytes // store.expert_bytes)
 
     def many_rows(
         self,
@@ -200,93 +150,38 @@ class StreamedLayer:
         self._stream.counts.layers += 1
         if self.counts_picks(picks[0].numel()):
             return self._counted(chosen, others, out)
-        groups = self.plan()
+        groups = self._pieces.all_groups()
         return self._streamed(chosen, groups, self._ahead(picks[0].numel()), others, out)
 
     def counts_picks(self, picks: int) -> bool:
         """Tell whether a step waits to hear which experts were chosen."""
         return pays_to_count(picks, len(self._tiles.addresses), self._stream.rates is not None)
 
-    def plan(self) -> list[_GroupExperts]:
-        """Return how all cold experts are streamed."""
-        plans, bounds = self._plans, group_bounds(self._tiles)
-        lies = self._store.host_addresses
-        if bounds != plans.bounds or plans.lies is None or not torch.equal(lies, plans.lies):
-            every = self._cold_rows()
-            groups = self._groups(every, bounds)
-            self._plans = plans = _Plans(bounds, lies.clone(), groups)
-        return plans.groups
-
     def _streamed(
         self,
         chosen: ChosenRows,
-        groups: Sequence[_GroupExperts],
-        ahead: Sequence[_Piece],
+        groups: Sequence[GroupExperts],
+        ahead: Sequence[Piece],
         others: Others,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         stream, tiles = self._stream, self._tiles
-        stream.begin(_pieces(groups), ahead)
+        stream.begin(pieces_of(groups), ahead)
         arriving = _Arriving(stream, tiles, groups)
         return cuda_experts.sum_groups(chosen, tiles, self._activation, arriving, others, out)
 
-    def _ahead(self, picks: int) -> list[_Piece]:
+    def _ahead(self, picks: int) -> list[Piece]:
         """The pieces of the next layer, unless it waits to hear which experts were chosen."""
         following = self.following
         if following is None or following.counts_picks(picks):
             return []
-        return _pieces(following.plan())
-
-    def _cold_rows(self) -> dict[int, int]:
-        """Where each cold expert lies in cold memory; ELSEWHERE after an exchange that failed."""
-        cold, size = self._store.cold, self._store.expert_bytes
-        places = self._store.host_addresses[:, 0].tolist()
-        rows = {e: (at - cold.data_ptr()) // size for e, at in enumerate(places) if at}
-        return {e: row if 0 <= row < len(cold) else ELSEWHERE for e, row in rows.items()}
-
-    def _groups(
-        self, cold: dict[int, int], bounds: Sequence[tuple[int, int]]
-    ) -> list[_GroupExperts]:
-        """Groups that stream the given cold experts; every expert not cold at all is hot."""
-        is_hot = (self._store.host_addresses[:, 0] == 0).tolist()
-        by_row = {row: expert for expert, row in cold.items()}
-        most = self._stream.buffer_bytes // self._store.expert_bytes
-        lists: list[list[int]] = []  # of experts, brought to the GPU by one copy
-        rows: list[list[list[int]]] = []  # of cold memory, by group and piece
-        for first, count in bounds:
-            lists.append([expert for expert in range(count) if is_hot[first + expert]])
-            group = [cold[expert] for expert in range(first, first + count) if expert in cold]
-            rows.append(cut_pieces(group, most))
-            lists += [[by_row[row] - first for row in part] for part in rows[-1]]
-        on_gpu = iter(self._on_gpu(lists))
-        groups = []
-        for parts in rows:
-            hot = next(on_gpu)
-            pieces = tuple(_Piece(next(on_gpu), self._sources(part, by_row)) for part in parts)
-            groups.append(_GroupExperts(hot, pieces))
-        return groups
-
-    def _sources(self, rows: Sequence[int], by_row: Mapping[int, int]) -> tuple[torch.Tensor, ...]:
-        sources = []
-        for first, end in runs(rows):
-            blobs = self._store.cold[first:end]
-            if first == ELSEWHERE:
-                found = self._store.cold_of(by_row[ELSEWHERE])
-                assert found is not None
-                blobs = found
-            sources.append(blobs)
-        return tuple(sources)
-
-    def _on_gpu(self, lists: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
-        flat = torch.tensor([number for numbers in lists for number in numbers], dtype=torch.int32)
-        moved = flat.to(self._tiles.addresses.device)
-        return torch.split(moved, [len(numbers) for numbers in lists])
+        return pieces_of(following._pieces.all_groups())
 
     def _counted(
         self, chosen: ChosenRows, others: Others, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Wait for the numbers of picks; stream what pays, and leave the rest to the CPU."""
-        stream, tiles, cold = self._stream, self._tiles, self._cold_rows()
+        stream, tiles, cold = self._stream, self._tiles, self._pieces.rows()
         read = [count_picks(chosen.ids, len(tiles.addresses))]
         if stream.rates is not None:
             read += [chosen.x, chosen.ids, chosen.weights]
@@ -298,7 +193,7 @@ class StreamedLayer:
         streamed = {expert: cold[expert] for expert in used if expert not in left}
         stream.counts.unused += len(cold) - len(used)
         stream.counts.left_to_cpu += len(left)
-        groups = self._groups(streamed, group_bounds(tiles))
+        groups = self._pieces.some_groups(streamed)
         if not left:
             return self._streamed(chosen, groups, (), others, out)
         theirs = torch.zeros(len(by_expert), dtype=torch.bool)
@@ -325,7 +220,7 @@ class _Arriving:
     """Unpacks a group's hot experts from their slots and its cold ones as they come."""
 
     def __init__(
-        self, stream: ColdStream, tiles: ExpertTiles, groups: Sequence[_GroupExperts]
+        self, stream: ColdStream, tiles: ExpertTiles, groups: Sequence[GroupExperts]
     ) -> None:
         self._stream, self._tiles = stream, tiles
         self._left = deque(groups)
@@ -379,7 +274,3 @@ def count_picks(ids: torch.Tensor, experts: int) -> torch.Tensor:
 def _without(ids: torch.Tensor, passed_over: torch.Tensor) -> torch.Tensor:
     """Return ids with -1 for picks of some experts; picks of nobody stay so."""
     return ids.masked_fill(passed_over[ids.long()], -1)
-
-
-def _pieces(groups: Sequence[_GroupExperts]) -> list[_Piece]:
-    return [piece for group in groups for piece in group.pieces]
