@@ -1,6 +1,7 @@
 """Cold experts that stream through buffers give the same bits as hot ones."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from headroom.moe.stream_rule import ColdRates
 from tests.gpu.check_experts import wanted_sum
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 from tests.moe.cold_layer import LateCopies, Layer, make_blobs, split_layer
+from tests.pretend_cuda import kernels_on_cpu, pretend_cuda
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 EXPERTS, WIDTH, HIDDEN, ROWS, USED = 10, 32, 64, 34, 2
@@ -214,6 +216,31 @@ def test_experts_with_few_picks_may_be_left_to_the_cpu(  # type: ignore[no-untyp
     wanted = all_hot(layer_of, inputs)
     routed = many_rows(x, *chosen, split_layer(*layer_of, ()).tiles, "silu")
     assert float((found - wanted).norm() / routed.norm()) < 0.01  # bf16 on one side
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_nothing_on_the_gpu_meets_host_memory_but_by_copies(  # type: ignore[no-untyped-def]
+    monkeypatch, layer_of, inputs, counted: bool
+) -> None:
+    monkeypatch.setattr(stream_module, "pays_to_count", lambda *sizes: counted)
+    monkeypatch.setattr(stream_rule, "HAND_OVER_S", 0.0)
+    layer = split_layer(*layer_of, COLD[70])
+    wanted = all_hot(layer_of, inputs)
+    x, (ids, weights), others = inputs
+    monkeypatch.setattr(experts, "compile_kernel", kernels_on_cpu(compile_small))
+    with pretend_cuda(monkeypatch):
+        tiles = replace(layer.tiles, addresses=layer.tiles.addresses.to("cuda"))
+        staging = torch.zeros(200_000, dtype=torch.uint8, device="cuda")
+        stream = stream_module.open_stream(staging, layer.expert_bytes, False, FAST_CPU)
+        streamed = stream.add(tiles, layer, "silu")
+        parts = (others.residual, others.shared, others.shared_logits)
+        moved = Others(*(part.to("cuda") for part in parts))
+        chosen = ids.to("cuda"), weights.to("cuda")
+        found = streamed.many_rows(x.to("cuda"), chosen, moved).cpu()
+    if counted and MODULE is not None:
+        torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05 * float(wanted.std()))
+    else:
+        assert torch.equal(found, wanted)
 
 
 def test_more_downs_than_planned_are_the_scratchs(  # type: ignore[no-untyped-def]
