@@ -80,6 +80,18 @@ dequantise_experts(const long long* table, const int* ends, __nv_bfloat16* out, 
                     rows, columns, records);
 }
 
+// The same for some experts of a group, which[blockIdx.z] of it each. With `staged` they lie there one after
+// another, `blob` bytes apart, from this matrix of the first one on; else where the table says.
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+dequantise_some(const int* which, const u8* staged, int blob, const long long* table, const int* ends,
+                __nv_bfloat16* out, int part, int apart, int rows, int columns, int records) {
+    const int expert = which[blockIdx.z];
+    if (ends[expert] == (expert ? ends[expert - 1] : 0)) return;
+    const u8* weight = staged ? staged + static_cast<size_t>(blockIdx.z) * blob
+                              : reinterpret_cast<const u8*>(table[expert * 3 + part]);
+    dequantise_tile(weight, out + static_cast<size_t>(expert) * apart, rows, columns, records);
+}
+
 // out [rows, columns] = scale * the rows `ids` of a table in tiles. blockIdx: the row, WARPS records.
 // Of a warp only the four lanes that hold the row have work.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -9,7 +10,7 @@ from headroom.formats.quants import QuantType
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import Argument, compile_kernel
 from headroom.kernels.cuda.matmul import HalfRows
-from headroom.kernels.cuda.pack import PACKED, RECORD_COLUMNS, TILE_ROWS
+from headroom.kernels.cuda.pack import PACKED, RECORD_COLUMNS, TILE_ROWS, tile_bytes
 from headroom.kernels.cuda.picks import ExpertGroup, expert_group, grouped_product, sort_picks
 from headroom.kernels.ops import Case
 
@@ -112,6 +113,23 @@ def few_rows(
     return out
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ChosenRows:
+    """Many rows and the experts that each of them chose."""
+
+    x: torch.Tensor  # bf16 [rows, hidden]
+    ids: torch.Tensor  # int32 [rows, used], negative: none
+    weights: torch.Tensor  # [rows, used]
+
+
+class Unpacked(Protocol):
+    """Brings a group's experts to bf16 `[experts, ...]`, asked in this order within a frame."""
+
+    def gates_and_ups(self, group: ExpertGroup) -> torch.Tensor: ...
+
+    def downs(self, group: ExpertGroup) -> torch.Tensor: ...
+
+
 def many_rows(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -121,22 +139,35 @@ def many_rows(
     others: Others = NO_OTHERS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the same for many rows: each expert unpacked once for the rows that chose it.
+    """Return the same for many rows: each expert unpacked once for the rows that chose it."""
+    narrow = x if x.dtype == torch.bfloat16 else x.to(torch.bfloat16)
+    rows = ChosenRows(narrow, ids, weights)
+    return sum_groups(rows, table, activation, _ByAddress(table), others, out)
+
+
+def sum_groups(
+    chosen: ChosenRows,
+    table: ExpertTiles,
+    activation: str,
+    unpacked: Unpacked,
+    others: Others = NO_OTHERS,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the weighted sum of each row's experts, however they come to be unpacked.
 
     As many experts at a time as may be unpacked; a row's sum runs over those groups in order, and
     within one over its experts, the best first.
     """
+    ids, weights = chosen.ids, chosen.weights
     rows, used = ids.shape
     picks = sort_picks(ids, len(table.addresses))
     constants = _constants(table, activation)
-    narrow = x if x.dtype == torch.bfloat16 else x.to(torch.bfloat16)
     if out is None:
-        out = torch.empty(rows, table.hidden, device=x.device)
-    each = experts_at_once(len(table.addresses), table.width, table.hidden, scratch.unpack_bytes())
-    for first in range(0, len(table.addresses), each):
+        out = torch.empty(rows, table.hidden, device=ids.device)
+    for first, each in group_bounds(table):
         group = expert_group(picks, first, each)
         with scratch.frame():
-            answers = _group_answers(narrow, group, table, constants)
+            answers = _group_answers(chosen.x, group, table.width, constants, unpacked)
             compile_kernel("experts.cu", "combine", constants)(
                 (rows,),
                 (256,),
@@ -149,6 +180,13 @@ def many_rows(
     return out
 
 
+def group_bounds(table: ExpertTiles) -> list[tuple[int, int]]:
+    """Return the first expert and the size of every group; the last may be smaller."""
+    count = len(table.addresses)
+    each = experts_at_once(count, table.width, table.hidden, scratch.unpack_bytes())
+    return [(first, min(each, count - first)) for first in range(0, count, each)]
+
+
 def experts_at_once(count: int, width: int, hidden: int, most_bytes: int) -> int:
     """Return how many experts' gates and ups are unpacked at a time, in groups of one size."""
     fitting = max(1, most_bytes // (4 * width * hidden))
@@ -156,30 +194,104 @@ def experts_at_once(count: int, width: int, hidden: int, most_bytes: int) -> int
 
 
 def _group_answers(
-    x: torch.Tensor, group: ExpertGroup, table: ExpertTiles, constants: dict[str, int]
+    x: torch.Tensor,
+    group: ExpertGroup,
+    width: int,
+    constants: dict[str, int],
+    unpacked: Unpacked,
 ) -> torch.Tensor:
     """Return the answers `[picks, hidden]` in bf16 of a group's experts, its own picks first."""
-    count, picks = group.last - group.first + 1, len(group.rows)
-    width, hidden = table.width, table.hidden
-    plain = scratch.empty(count, 2 * width, hidden, dtype=torch.bfloat16, device=x.device)
+    picks, hidden = len(group.rows), x.shape[1]
+    plain = unpacked.gates_and_ups(group)
     own = scratch.empty(picks, hidden, dtype=torch.bfloat16, device=x.device)
     inner = scratch.empty(picks, width, dtype=torch.bfloat16, device=x.device)
-    for part in range(2):
-        _unpack(table, part, plain[:, part * width :], group)
     torch.index_select(x, 0, group.rows, out=own)
     both = grouped_product(own, plain, group.ends)
     compile_kernel("experts.cu", "activate", constants)(
         (4096,), (256,), (both, inner, picks, width)
     )
     del both  # its memory may serve the answers
-    plain = plain.flatten()[: count * hidden * width].view(count, hidden, width)
-    _unpack(table, 2, plain, group)
-    return grouped_product(inner, plain, group.ends)
+    return grouped_product(inner, unpacked.downs(group), group.ends)
+
+
+class _ByAddress:
+    """Unpacks all experts of a group from where they lie; downs take the place of gates and ups."""
+
+    def __init__(self, table: ExpertTiles) -> None:
+        self._table = table
+        self._room: torch.Tensor | None = None  # of the group at hand
+
+    def gates_and_ups(self, group: ExpertGroup) -> torch.Tensor:
+        width = self._table.width
+        self._room = plain = empty_gates_and_ups(self._table, group)
+        for part in range(2):
+            _unpack(self._table, part, plain[:, part * width :], group)
+        return plain
+
+    def downs(self, group: ExpertGroup) -> torch.Tensor:
+        assert self._room is not None
+        count, width, hidden = len(self._room), self._table.width, self._table.hidden
+        plain = self._room.flatten()[: count * hidden * width].view(count, hidden, width)
+        _unpack(self._table, 2, plain, group)
+        return plain
+
+
+def empty_gates_and_ups(table: ExpertTiles, group: ExpertGroup) -> torch.Tensor:
+    """Return room for a group's gates and ups, until the frame around the call is left."""
+    count = group.last - group.first + 1
+    return scratch.empty(
+        count, 2 * table.width, table.hidden, dtype=torch.bfloat16, device=table.addresses.device
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SomeExperts:
+    """Experts of a group that are unpacked at once."""
+
+    which: torch.Tensor  # int32 [n], counted from the group's first, on the GPU
+    # uint8: all of gate, up and down of one expert after another; None: they lie where the table
+    # says.
+    staged: torch.Tensor | None = None
+
+
+def unpack_some(
+    table: ExpertTiles,
+    some: SomeExperts,
+    group: ExpertGroup,
+    gates_and_ups: torch.Tensor,
+    downs: torch.Tensor,
+) -> None:
+    """Write all matrices of those experts that were chosen to their places in a group."""
+    sizes = matrix_bytes(table.kinds, table.width, table.hidden)
+    outs = (gates_and_ups, gates_and_ups[:, table.width :], downs)
+    for part, out in enumerate(outs):
+        rows, columns = _sides(table, part)
+        tiles, records = _up(rows, TILE_ROWS), _up(columns, RECORD_COLUMNS)
+        constants = {"KIND": table.kinds[part].ggml_id, "WARPS": 4}
+        staged = None if some.staged is None else some.staged[sum(sizes[:part]) :]
+        compile_kernel("dequant.cu", "dequantise_some", constants)(
+            (tiles, _up(records, 4), len(some.which)),
+            (128,),
+            (
+                *(some.which, staged, sum(sizes), table.addresses[group.first :], group.ends),
+                *(out, part, out.stride(0), rows, columns, records),
+            ),
+        )
+
+
+def matrix_bytes(kinds: Sequence[QuantType], width: int, hidden: int) -> tuple[int, int, int]:
+    """Return the bytes of an expert's gate, up and down in tiles."""
+    gate, up, down = kinds
+    return (
+        tile_bytes(gate, width, hidden),
+        tile_bytes(up, width, hidden),
+        tile_bytes(down, hidden, width),
+    )
 
 
 def _unpack(table: ExpertTiles, part: int, out: torch.Tensor, group: ExpertGroup) -> None:
     """Write one matrix of every chosen expert of a group to its place in `out [experts, ...]`."""
-    rows, columns = (table.hidden, table.width) if part == 2 else (table.width, table.hidden)
+    rows, columns = _sides(table, part)
     tiles, records = _up(rows, TILE_ROWS), _up(columns, RECORD_COLUMNS)
     constants = {"KIND": table.kinds[part].ggml_id, "WARPS": 4}
     addresses = table.addresses[group.first : group.last + 1]
@@ -188,6 +300,11 @@ def _unpack(table: ExpertTiles, part: int, out: torch.Tensor, group: ExpertGroup
         (128,),
         (addresses, group.ends, out, part, out.stride(0), rows, columns, records),
     )
+
+
+def _sides(table: ExpertTiles, part: int) -> tuple[int, int]:
+    """Rows and columns of one of an expert's matrices."""
+    return (table.hidden, table.width) if part == 2 else (table.width, table.hidden)
 
 
 def _constants(table: ExpertTiles, activation: str) -> dict[str, int]:

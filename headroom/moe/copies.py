@@ -1,0 +1,152 @@
+"""Copies beside the work of a GPU: through buffers that are filled and read in turn."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+Mark = torch.cuda.Event  # a point in a queue of work
+
+
+class CopyQueue(Protocol):
+    """Copies that run beside the computing of a device, in the order that they were asked for."""
+
+    def mark(self) -> Mark:
+        """Return where the computing stands now."""
+
+    def copy(self, out: torch.Tensor, sources: Sequence[torch.Tensor], after: Mark) -> Mark:
+        """Copy to `out`, one source after another, when `after` is reached; return the end."""
+
+    def wait(self, mark: Mark) -> None:
+        """Let the computing go on when `mark` is reached."""
+
+
+class CudaCopies:
+    """Copies to a GPU on a stream of their own; sources should be pinned."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> Mark:
+        """Return where the computing stands now."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def copy(self, out: torch.Tensor, sources: Sequence[torch.Tensor], after: Mark) -> Mark:
+        """Copy to `out`, one source after another, when `after` is reached; return the end."""
+        self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            copy_all(out, sources)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        return done
+
+    def wait(self, mark: Mark) -> None:
+        """Let the computing go on when `mark` is reached."""
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+
+class BouncedCopies:
+    """Copies from memory that is not pinned: the host brings each to a pinned buffer first.
+
+    A copy by the driver itself would hold up whoever asks for it until it is done.
+    """
+
+    def __init__(self, queue: CopyQueue, buffers: Sequence[torch.Tensor]) -> None:
+        self._queue, self._buffers = queue, buffers
+        self._sent: list[Mark | None] = [None] * len(buffers)
+        self._turn = 0
+
+    def mark(self) -> Mark:
+        """Return where the computing stands now."""
+        return self._queue.mark()
+
+    def copy(self, out: torch.Tensor, sources: Sequence[torch.Tensor], after: Mark) -> Mark:
+        """Copy to `out`, one source after another, when `after` is reached; return the end."""
+        turn, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
+        if (sent := self._sent[turn]) is not None:
+            sent.synchronize()  # what it held is on the device
+        size = copy_all(self._buffers[turn], sources)
+        done = self._queue.copy(out, [self._buffers[turn][:size]], after)
+        self._sent[turn] = done
+        return done
+
+    def wait(self, mark: Mark) -> None:
+        """Let the computing go on when `mark` is reached."""
+        self._queue.wait(mark)
+
+
+def copy_all(out: torch.Tensor, sources: Sequence[torch.Tensor]) -> int:
+    """Copy sources in uint8 one after another, and return their bytes; nothing waits."""
+    at = 0
+    for source in sources:
+        out[at : at + source.numel()].copy_(source.flatten(), non_blocking=True)
+        at += source.numel()
+    return at
+
+
+class StagingRing:
+    """Buffers of a device that copies fill and the computing reads, each in its turn."""
+
+    def __init__(self, queue: CopyQueue, buffers: Sequence[torch.Tensor]) -> None:
+        self._queue, self._buffers = queue, buffers
+        now = queue.mark()  # the memory may have had another use before
+        self._free: list[Mark] = [now] * len(buffers)
+        self._filled: deque[tuple[int, Mark]] = deque()  # buffers, and when they are
+        self._turn = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a buffer is neither filled nor on its way."""
+        return len(self._filled) < len(self._buffers)
+
+    def send(self, sources: Sequence[torch.Tensor]) -> None:
+        """Fill the next buffer as soon as it has been read."""
+        assert self.has_room
+        turn, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
+        done = self._queue.copy(self._buffers[turn], sources, self._free[turn])
+        self._filled.append((turn, done))
+
+    def first(self) -> torch.Tensor:
+        """Return the buffer that was filled longest ago; the computing waits for it."""
+        turn, done = self._filled[0]
+        self._queue.wait(done)
+        return self._buffers[turn]
+
+    def release(self) -> None:
+        """Give that buffer back: all work that reads it has been asked for."""
+        turn, _ = self._filled.popleft()
+        self._free[turn] = self._queue.mark()
+
+    def forget(self) -> None:
+        """Let everything that was sent and not read be overwritten."""
+        # Later copies run after these; a step that failed may have begun to read one.
+        self._filled.clear()
+        self._free = [self._queue.mark()] * len(self._buffers)
+
+
+def read_back(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors in host memory; this waits for the device."""
+    if not tensors[0].is_cuda:
+        return list(tensors)
+    found = [pinned_empty(tuple(x.shape), x.dtype) for x in tensors]
+    for host, x in zip(found, tensors, strict=True):
+        host.copy_(x, non_blocking=True)
+    torch.cuda.current_stream(tensors[0].device).synchronize()
+    return found
+
+
+def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return host memory, pinned where the system allows it."""
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+    except RuntimeError:  # copies from it take longer, and give the same
+        return torch.empty(shape, dtype=dtype)
+
+
+def pinned_like(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory from which others do not hold up who asks for them."""
+    return pinned_empty(tuple(x.shape), x.dtype).copy_(x)

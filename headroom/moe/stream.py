@@ -1,0 +1,276 @@
+"""Cold experts in steps of many rows: streamed through buffers on the GPU while it computes.
+
+Experts are summed in the same groups, whatever is cold: streamed ones give the same bits as hot
+ones. Those that are left to the CPU are rounded as its kernels round.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from headroom.kernels.cuda import experts as cuda_experts
+from headroom.kernels.cuda import scratch
+from headroom.kernels.cuda.experts import (
+    NO_OTHERS,
+    ChosenRows,
+    ExpertTiles,
+    Others,
+    SomeExperts,
+    unpack_some,
+)
+from headroom.kernels.cuda.picks import ExpertGroup
+from headroom.kernels.native import experts as native_experts
+from headroom.kernels.native.experts import PanelTable
+from headroom.kernels.native.module import MODULE
+from headroom.memory.device_scratch import ALIGNMENT
+from headroom.memory.staging import BUFFERS, buffer_bytes
+from headroom.moe.copies import (
+    BouncedCopies,
+    CopyQueue,
+    CudaCopies,
+    StagingRing,
+    pinned_empty,
+    pinned_like,
+    read_back,
+)
+from headroom.moe.stream_pieces import ColdExperts, ColdPieces, GroupExperts, Piece, pieces_of
+from headroom.moe.stream_rule import (
+    ColdRates,
+    ExpertSize,
+    expert_flops,
+    left_to_cpu,
+    pays_to_count,
+)
+
+
+@dataclass(slots=True)
+class StreamCounts:
+    """What became of cold experts since it was last asked."""
+
+    layers: int = 0  # that ran with cold experts
+    streamed: int = 0  # experts
+    streamed_bytes: int = 0
+    left_to_cpu: int = 0  # experts
+    unused: int = 0  # experts that nobody chose, where that was known in time
+
+
+class ColdStream:
+    """The way of a GPU's cold experts to it; its layers use it one after another."""
+
+    def __init__(
+        self,
+        staging: torch.Tensor,  # uint8 on the GPU, of staging_bytes()
+        expert_bytes: int,  # the most of any layer
+        queue: CopyQueue,
+        rates: ColdRates | None = None,  # None: nothing is left to the CPU
+        cpu_dtype: str = "int8",  # that it computes in
+    ) -> None:
+        staging = staging.view(-1)
+        size = min(buffer_bytes(expert_bytes), len(staging) // BUFFERS // ALIGNMENT * ALIGNMENT)
+        assert size >= expert_bytes
+        self.buffer_bytes = size
+        self.downs = staging[BUFFERS * size :]
+        self.cpu_dtype = cpu_dtype
+        self.rates = rates if MODULE is not None else None
+        self.layers: list[StreamedLayer] = []  # in the order of the model
+        self.counts = StreamCounts()
+        self._ring = StagingRing(queue, staging[: BUFFERS * size].view(BUFFERS, -1).unbind())
+        self._coming: deque[Piece] = deque()  # in the order of their use
+        self._sent = 0  # of those
+
+    def add(self, tiles: ExpertTiles, store: ColdExperts, activation: str) -> "StreamedLayer":
+        """Return a further layer's experts; its first copies begin while the one before works."""
+        layer = StreamedLayer(self, tiles, store, activation)
+        if self.layers:
+            self.layers[-1].following = layer
+        self.layers.append(layer)
+        return layer
+
+    def take_counts(self) -> StreamCounts:
+        """Return what happened since the last call."""
+        taken, self.counts = self.counts, StreamCounts()
+        return taken
+
+    def begin(self, pieces: Sequence[Piece], ahead: Sequence[Piece]) -> None:
+        """Let a layer's pieces come, if they are not on their way yet, and then those ahead."""
+        known = len(self._coming) == len(pieces) and all(
+            a is b for a, b in zip(self._coming, pieces, strict=True)
+        )
+        if not known:
+            self._ring.forget()
+            self._coming, self._sent = deque(pieces), 0
+        self._coming.extend(ahead)
+        self._send()
+
+    def unpack(
+        self, piece: Piece, tiles: ExpertTiles, group: ExpertGroup, rooms: Sequence[torch.Tensor]
+    ) -> None:
+        """Unpack the piece that comes next, and let a later one take its buffer."""
+        assert self._coming[0] is piece
+        gates_and_ups, downs = rooms
+        some = SomeExperts(piece.which, self._ring.first())
+        unpack_some(tiles, some, group, gates_and_ups, downs)
+        self._ring.release()
+        self._coming.popleft()
+        self._sent -= 1
+        self._send()
+
+    def _send(self) -> None:
+        while self._ring.has_room and self._sent < len(self._coming):
+            piece = self._coming[self._sent]
+            self._ring.send(piece.sources)
+            self._sent += 1
+            self.counts.streamed += len(piece.which)
+            self.counts.streamed_bytes += sum(source.numel() for source in piece.sources)
+
+
+class StreamedLayer:
+    """One layer's experts, some or all of them cold, for steps of many rows."""
+
+    def __init__(
+        self, stream: ColdStream, tiles: ExpertTiles, store: ColdExperts, activation: str
+    ) -> None:
+        self.following: StreamedLayer | None = None  # that comes next in a step
+        self._stream, self._activation = stream, activation
+        self._tiles, self._store = tiles, store
+        self._pieces = ColdPieces(tiles, store, stream.buffer_bytes // store.expert_bytes)
+
+    def many_rows(
+        self,
+        x: torch.Tensor,  # [rows, hidden]
+        picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights [rows, used]
+        others: Others = NO_OTHERS,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the weighted sum of each row's experts and what else it gets."""
+        chosen = ChosenRows(x if x.dtype == torch.bfloat16 else x.bfloat16(), *picks)
+        self._stream.counts.layers += 1
+        if self.counts_picks(picks[0].numel()):
+            return self._counted(chosen, others, out)
+        groups = self._pieces.all_groups()
+        return self._streamed(chosen, groups, self._ahead(picks[0].numel()), others, out)
+
+    def counts_picks(self, picks: int) -> bool:
+        """Tell whether a step waits to hear which experts were chosen."""
+        return pays_to_count(picks, len(self._tiles.addresses), self._stream.rates is not None)
+
+    def _streamed(
+        self,
+        chosen: ChosenRows,
+        groups: Sequence[GroupExperts],
+        ahead: Sequence[Piece],
+        others: Others,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        stream, tiles = self._stream, self._tiles
+        stream.begin(pieces_of(groups), ahead)
+        arriving = _Arriving(stream, tiles, groups)
+        return cuda_experts.sum_groups(chosen, tiles, self._activation, arriving, others, out)
+
+    def _ahead(self, picks: int) -> list[Piece]:
+        """The pieces of the next layer, unless it waits to hear which experts were chosen."""
+        following = self.following
+        if following is None or following.counts_picks(picks):
+            return []
+        return pieces_of(following._pieces.all_groups())
+
+    def _counted(
+        self, chosen: ChosenRows, others: Others, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Wait for the numbers of picks; stream what pays, and leave the rest to the CPU."""
+        stream, tiles, cold = self._stream, self._tiles, self._pieces.rows()
+        read = [count_picks(chosen.ids, len(tiles.addresses))]
+        if stream.rates is not None:
+            read += [chosen.x, chosen.ids, chosen.weights]
+        counts, *rows = read_back(read)
+        by_expert = counts.tolist()
+        used = {expert: by_expert[expert] for expert in cold if by_expert[expert]}
+        size = ExpertSize(self._store.expert_bytes, expert_flops(tiles.width, tiles.hidden))
+        left = left_to_cpu(used, size, stream.rates)
+        streamed = {expert: cold[expert] for expert in used if expert not in left}
+        stream.counts.unused += len(cold) - len(used)
+        stream.counts.left_to_cpu += len(left)
+        groups = self._pieces.some_groups(streamed)
+        if not left:
+            return self._streamed(chosen, groups, (), others, out)
+        theirs = torch.zeros(len(by_expert), dtype=torch.bool)
+        theirs[list(left)] = True
+        ids = _without(chosen.ids, theirs.to(chosen.ids.device))
+        kept = ChosenRows(chosen.x, ids, chosen.weights)
+        out = self._streamed(kept, groups, (), others, out)
+        # All the GPU's work was asked for: it goes on meanwhile.
+        answers = self._cpu_answers(ChosenRows(*rows), theirs)
+        return out.add_(pinned_like(answers).to(out.device, non_blocking=True))
+
+    def _cpu_answers(self, chosen: ChosenRows, theirs: torch.Tensor) -> torch.Tensor:
+        """The sums of the experts that are the CPU's."""
+        tiles, store = self._tiles, self._store
+        width, hidden = tiles.width, tiles.hidden
+        shapes = [(width, hidden), (width, hidden), (hidden, width)]
+        table = PanelTable(store.host_addresses, tiles.kinds, shapes, store.cold, tiles=True)
+        ids, how = _without(chosen.ids, ~theirs), self._stream.cpu_dtype
+        x = chosen.x.float()
+        return native_experts.experts(x, ids, chosen.weights, table, self._activation, how)
+
+
+class _Arriving:
+    """Unpacks a group's hot experts from their slots and its cold ones as they come."""
+
+    def __init__(
+        self, stream: ColdStream, tiles: ExpertTiles, groups: Sequence[GroupExperts]
+    ) -> None:
+        self._stream, self._tiles = stream, tiles
+        self._left = deque(groups)
+        self._downs: torch.Tensor | None = None
+
+    def gates_and_ups(self, group: ExpertGroup) -> torch.Tensor:
+        """Unpack all of a group's experts, and return gates and ups."""
+        tiles, experts = self._tiles, self._left.popleft()
+        plain = cuda_experts.empty_gates_and_ups(tiles, group)
+        self._downs = downs = self._room_for_downs(len(plain))
+        if len(experts.hot):
+            unpack_some(tiles, SomeExperts(experts.hot), group, plain, downs)
+        for piece in experts.pieces:
+            self._stream.unpack(piece, tiles, group, (plain, downs))
+        return plain
+
+    def downs(self, group: ExpertGroup) -> torch.Tensor:
+        """Return downs, unpacked before."""
+        assert self._downs is not None
+        return self._downs
+
+    def _room_for_downs(self, count: int) -> torch.Tensor:
+        tiles = self._tiles
+        shape = count, tiles.hidden, tiles.width
+        room = self._stream.downs.view(torch.bfloat16)[: prod(shape)]
+        if len(room) < prod(shape):  # more than planned: the scratch says so
+            return scratch.empty(*shape, dtype=torch.bfloat16, device=room.device)
+        return room.view(shape)
+
+
+def open_stream(
+    staging: torch.Tensor, expert_bytes: int, pinned: bool, rates: ColdRates | None = None
+) -> ColdStream:
+    """Return the way of cold experts to the GPU that holds the buffers."""
+    queue: CopyQueue = CudaCopies(staging.device)
+    if not pinned:
+        size = buffer_bytes(expert_bytes)
+        buffers = [pinned_empty((size,), torch.uint8) for _ in range(BUFFERS)]
+        queue = BouncedCopies(queue, buffers)
+    return ColdStream(staging, expert_bytes, queue, rates)
+
+
+def count_picks(ids: torch.Tensor, experts: int) -> torch.Tensor:
+    """Return the picks int32 `[experts]` of each expert, without waiting for the device."""
+    flat = ids.flatten().long()
+    counts = torch.zeros(experts + 1, dtype=torch.int32, device=ids.device)
+    ones = torch.ones_like(flat, dtype=torch.int32)
+    return counts.scatter_add_(0, torch.where(flat < 0, experts, flat), ones)[:experts]
+
+
+def _without(ids: torch.Tensor, passed_over: torch.Tensor) -> torch.Tensor:
+    """Return ids with -1 for picks of some experts; picks of nobody stay so."""
+    return ids.masked_fill(passed_over[ids.long()], -1)

@@ -1,0 +1,127 @@
+"""The pieces in which a layer's cold experts are copied to the GPU, group by group."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from headroom.kernels.cuda.experts import ExpertTiles, group_bounds
+from headroom.moe.stream_rule import cut_pieces, runs
+
+# A row of cold memory that is none, and no neighbour of one.
+ELSEWHERE = -2
+
+
+class ColdExperts(Protocol):
+    """What is read of a layer's store."""
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert: gate, up and down."""
+
+    @property
+    def cold(self) -> torch.Tensor:
+        """The cold experts `[cold, expert_bytes]` in host memory."""
+
+    @property
+    def host_addresses(self) -> torch.Tensor:
+        """Addresses `[experts, 3]` of cold experts; 0 of hot ones."""
+
+    def cold_of(self, expert: int) -> torch.Tensor | None:
+        """Return an expert's bytes in host memory; None where it has none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Cold experts that are copied at once."""
+
+    which: torch.Tensor  # int32, counted from their group's first, on the GPU
+    sources: tuple[torch.Tensor, ...]  # runs of cold memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupExperts:
+    """The experts of one group."""
+
+    hot: torch.Tensor  # int32, counted from its first, on the GPU
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(slots=True)
+class _Plans:
+    """How a layer streams all its cold experts, as long as they lie where they lie."""
+
+    bounds: list[tuple[int, int]] = field(default_factory=list)
+    lies: torch.Tensor | None = None  # the addresses it was made for
+    groups: list[GroupExperts] = field(default_factory=list)
+
+
+class ColdPieces:
+    """Cuts the cold experts of one layer into pieces of at most so many."""
+
+    def __init__(self, tiles: ExpertTiles, store: ColdExperts, most: int) -> None:
+        self._tiles, self._store, self._most = tiles, store, most
+        self._plans = _Plans()
+
+    def all_groups(self) -> list[GroupExperts]:
+        """Return how all cold experts are streamed."""
+        plans, bounds = self._plans, group_bounds(self._tiles)
+        lies = self._store.host_addresses
+        if bounds != plans.bounds or plans.lies is None or not torch.equal(lies, plans.lies):
+            groups = self._groups(self.rows(), bounds)
+            self._plans = plans = _Plans(bounds, lies.clone(), groups)
+        return plans.groups
+
+    def some_groups(self, cold: Mapping[int, int]) -> list[GroupExperts]:
+        """Return how some cold experts are streamed, given with their rows of cold memory."""
+        return self._groups(cold, group_bounds(self._tiles))
+
+    def rows(self) -> dict[int, int]:
+        """Where each cold expert lies in cold memory; ELSEWHERE after an exchange that failed."""
+        cold, size = self._store.cold, self._store.expert_bytes
+        places = self._store.host_addresses[:, 0].tolist()
+        rows = {e: (at - cold.data_ptr()) // size for e, at in enumerate(places) if at}
+        return {e: row if 0 <= row < len(cold) else ELSEWHERE for e, row in rows.items()}
+
+    def _groups(
+        self, cold: Mapping[int, int], bounds: Sequence[tuple[int, int]]
+    ) -> list[GroupExperts]:
+        """Groups that stream the given cold experts; every expert not cold at all is hot."""
+        is_hot = (self._store.host_addresses[:, 0] == 0).tolist()
+        by_row = {row: expert for expert, row in cold.items()}
+        lists: list[list[int]] = []  # of experts, brought to the GPU by one copy
+        rows: list[list[list[int]]] = []  # of cold memory, by group and piece
+        for first, count in bounds:
+            lists.append([expert for expert in range(count) if is_hot[first + expert]])
+            group = [cold[expert] for expert in range(first, first + count) if expert in cold]
+            rows.append(cut_pieces(group, self._most))
+            lists += [[by_row[row] - first for row in part] for part in rows[-1]]
+        on_gpu = iter(self._on_gpu(lists))
+        groups = []
+        for parts in rows:
+            hot = next(on_gpu)
+            pieces = tuple(Piece(next(on_gpu), self._sources(part, by_row)) for part in parts)
+            groups.append(GroupExperts(hot, pieces))
+        return groups
+
+    def _sources(self, rows: Sequence[int], by_row: Mapping[int, int]) -> tuple[torch.Tensor, ...]:
+        sources = []
+        for first, end in runs(rows):
+            blobs = self._store.cold[first:end]
+            if first == ELSEWHERE:
+                found = self._store.cold_of(by_row[ELSEWHERE])
+                assert found is not None
+                blobs = found
+            sources.append(blobs)
+        return tuple(sources)
+
+    def _on_gpu(self, lists: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
+        flat = torch.tensor([number for numbers in lists for number in numbers], dtype=torch.int32)
+        moved = flat.to(self._tiles.addresses.device)
+        return torch.split(moved, [len(numbers) for numbers in lists])
+
+
+def pieces_of(groups: Sequence[GroupExperts]) -> list[Piece]:
+    """Return the pieces of all groups in the order of their use."""
+    return [piece for group in groups for piece in group.pieces]

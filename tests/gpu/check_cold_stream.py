@@ -1,0 +1,197 @@
+"""Compares streamed cold experts with hot ones on a GPU; --bench times layers and the link."""
+
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from headroom.formats.quants import BY_NAME
+from headroom.kernels.cuda import scratch
+from headroom.kernels.cuda.experts import Others, many_rows, matrix_bytes
+from headroom.kernels.cuda.pack import pack, tile_bytes
+from headroom.kernels.native.module import MODULE
+from headroom.memory import staging
+from headroom.moe import stream as stream_module
+from headroom.moe.stream import ColdStream, open_stream
+from headroom.moe.stream_rule import ColdRates
+from headroom.units import GIB, MIB
+from tests.gpu.check_experts import make_table, pick_experts
+from tests.gpu.check_matmul import random_weight
+from tests.moe.cold_layer import Layer, blobs_of, split_layer
+
+DEVICE = torch.device("cuda")
+KINDS = ("q4_k", "q4_k", "q6_k")
+SIZES = (24, 256, 512)  # of the small layer: experts, width, hidden
+USED = 4
+
+
+def open_layers(
+    layers: list[Layer], experts_a_buffer: int, pinned: bool, rates: ColdRates | None
+) -> ColdStream:
+    """A stream with buffers of so many experts."""
+    size, tiles = layers[0].expert_bytes, layers[0].tiles
+    staging.BUFFER_BYTES = experts_a_buffer * size
+    downs = staging.downs_bytes(
+        len(tiles.addresses), tiles.width, tiles.hidden, scratch.unpack_bytes()
+    )
+    total = staging.BUFFERS * staging.buffer_bytes(size) + downs
+    memory = torch.empty(total, dtype=torch.uint8, device=DEVICE)
+    stream = open_stream(memory, size, pinned, rates)
+    for layer in layers:
+        stream.add(layer.tiles, layer, "silu")
+    return stream
+
+
+def check(cold_share: float, rows: int, counted: bool, pinned: bool, on_cpu: bool) -> bool:
+    """Two layers in turn, again and again, so that copies and computing run into each other."""
+    stream_module.pays_to_count = lambda *sizes: counted  # type: ignore[assignment]
+    count, width, hidden = SIZES
+    tables = [make_table(KINDS, count, width, hidden) for _ in range(2)]
+    blobs = [blobs_of(table) for table in tables]
+    cold = [torch.randperm(count)[: round(count * cold_share)].tolist() for _ in tables]
+    halves = [
+        split_layer(*both, order, "cuda")
+        for both, order in zip(zip(tables, blobs, strict=True), cold, strict=True)
+    ]
+    if not pinned:
+        for layer in halves:
+            apart = layer.cold.clone()
+            shift = apart.data_ptr() - layer.cold.data_ptr()
+            layer.host_addresses[layer.host_addresses != 0] += shift
+            layer.cold = apart
+    hot = [split_layer(*both, (), "cuda") for both in zip(tables, blobs, strict=True)]
+    rates = ColdRates(1e7, 2e7, 1e12) if on_cpu else None
+    # Three groups a layer.
+    arena = scratch.Arena(
+        torch.empty(64 * MIB, dtype=torch.uint8, device=DEVICE), 4 * width * hidden * 8
+    )
+    good, worst = True, 0.0
+    with scratch.opened(arena):
+        stream = open_layers(halves, 3, pinned, rates)
+        for _ in range(10):
+            x = torch.randn(rows, hidden, device=DEVICE).bfloat16()
+            weights = torch.rand(rows, USED, device=DEVICE)
+            ids = pick_experts(rows, count, USED)
+            ids[torch.rand(ids.shape, device=DEVICE) < 0.1] = -1
+            others = Others(torch.randn(rows, hidden, device=DEVICE))
+            found = [layer.many_rows(x, (ids, weights), others) for layer in stream.layers]
+            wanted = [many_rows(x, ids, weights, layer.tiles, "silu", others) for layer in hot]
+            for a, b in zip(found, wanted, strict=True):
+                apart = float((a - b).norm() / b.norm())
+                worst = max(worst, apart if apart == apart else float("inf"))
+                good = good and (worst < 0.02 if on_cpu else torch.equal(a, b))
+    counts = stream.take_counts()
+    good = good and (counts.left_to_cpu > 0 or not on_cpu)
+    what = f"cold {cold_share:.0%} x{rows} counted={counted} pinned={pinned} cpu={on_cpu}"
+    print(f"{'PASS' if good else 'FAIL'} {what}: {worst:.1e} {counts}", flush=True)
+    return good
+
+
+def real_layer(cold_share: float) -> Layer:
+    """A layer of Qwen3.5-35B-A3B; every expert is the same."""
+    count, width, hidden = 256, 512, 2048
+    shapes = ((width, hidden), (width, hidden), (hidden, width))
+    parts = []
+    for kind, shape in zip(KINDS, shapes, strict=True):
+        one = random_weight(kind, *shape)
+        packed = torch.empty(tile_bytes(one.quant, *shape), dtype=torch.uint8, device=DEVICE)
+        pack(one.data.to(DEVICE), one.quant, *shape, packed)
+        parts.append(packed)
+    blob = torch.cat(parts)
+    kinds = tuple(BY_NAME[kind] for kind in KINDS)
+    sizes = matrix_bytes(kinds, width, hidden)
+    cold = round(count * cold_share)
+    slots = blob.repeat(count - cold).view(count - cold, len(blob))
+    rows = torch.empty(cold, len(blob), dtype=torch.uint8, pin_memory=True)
+    rows.copy_(blob.cpu().expand(cold, -1))
+    starts = torch.tensor([0, sizes[0], sizes[0] + sizes[1]])
+    order = torch.randperm(count)  # any placement
+    hot, host = torch.zeros(count, 3, dtype=torch.int64), torch.zeros(count, 3, dtype=torch.int64)
+    for place, expert in enumerate(sorted(order[: count - cold].tolist())):
+        hot[expert] = slots[place].data_ptr() + starts
+    for place, expert in enumerate(sorted(order[count - cold :].tolist())):
+        host[expert] = rows[place].data_ptr() + starts
+    tiles = stream_module.ExpertTiles(hot.to(DEVICE), kinds, width, hidden, slots.nbytes, (slots,))
+    return Layer(tiles, rows, host, len(blob))
+
+
+def seconds(work: Callable[[], object], repeats: int = 5) -> float:
+    """The median time of some work, launches included."""
+    work()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return sorted(times)[repeats // 2]
+
+
+def bench(cold_share: float, unpack_bytes: int, buffer_bytes: int) -> None:
+    """Four layers, one after another, as a chunk runs them, but for all that is no expert."""
+    layers = [real_layer(cold_share) for _ in range(4)]
+    size = layers[0].expert_bytes
+    arena = scratch.Arena(
+        torch.empty(unpack_bytes + GIB // 2, dtype=torch.uint8, device=DEVICE), unpack_bytes
+    )
+    stream_module.pays_to_count = lambda *sizes: False  # type: ignore[assignment]
+    with scratch.opened(arena):
+        stream = open_layers(layers, buffer_bytes // size, True, None)
+        for rows in (512, 2048):
+            x = torch.randn(rows, 2048, device=DEVICE).bfloat16()
+            picks = pick_experts(rows, 256, 8), torch.rand(rows, 8, device=DEVICE)
+            out = torch.zeros(rows, 2048, device=DEVICE)
+
+            def chunk(x=x, picks=picks, out=out) -> None:  # type: ignore[no-untyped-def]
+                for layer in stream.layers:
+                    layer.many_rows(x, picks, Others(residual=out), out)
+
+            took = seconds(chunk) / len(layers)
+            moved = sum(layer.cold.nbytes for layer in layers) / len(layers)
+            print(
+                f"BENCH cold {cold_share:.0%} x{rows}, {unpack_bytes >> 20} MiB unpacked, buffers "
+                f"of {buffer_bytes >> 20} MiB: {took * 1e6:.0f} us a layer, link "
+                f"{moved / took / 1e9:.1f} GB/s, 40 layers {rows / took / 40:.0f} tok/s",
+                flush=True,
+            )
+
+
+def bench_link() -> None:
+    """Copies from pinned memory, nothing else running."""
+    source = torch.empty(64 * MIB, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(64 * MIB, dtype=torch.uint8, device=DEVICE)
+    took = seconds(lambda: [target.copy_(source, non_blocking=True) for _ in range(16)]) / 16
+    print(f"BENCH link: {len(source) / took / 1e9:.1f} GB/s")
+
+
+def main() -> None:
+    """Run every case, then the times if asked for."""
+    torch.manual_seed(0)
+    cases = [
+        (share, rows, counted, True, False)
+        for share in (0.0, 0.3, 0.6, 1.0)
+        for rows in (40, 300)
+        for counted in (False, True)
+    ]
+    cases += [(0.6, 300, False, False, False), (1.0, 100, True, False, False)]
+    if MODULE is not None:
+        cases += [(0.6, 40, True, True, True), (1.0, 100, True, False, True)]
+    for case in cases:
+        try:
+            check(*case)
+        except Exception:
+            print("FAIL", case)
+            traceback.print_exc(limit=6)
+    if "--bench" in sys.argv:
+        bench_link()
+        for share in (1.0, 0.4, 0.0):
+            bench(share, GIB, 64 * MIB)
+        bench(0.4, GIB, 32 * MIB)
+        bench(0.4, 96 * MIB, 64 * MIB)
+
+
+if __name__ == "__main__":
+    main()
