@@ -1,4 +1,4 @@
-"""Layers with cold experts for tests: packed experts of which some are told to be in host memory."""
+"""Layers with cold experts for tests: packed experts, some of them said to be in host memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

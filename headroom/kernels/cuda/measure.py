@@ -48,9 +48,9 @@ def _round_seconds(worker: ColdWorker, box: Mailbox, hot: int, device: str) -> f
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    times = []
+    times: list[float] = []
     for _ in range(TRIES):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = _event(), _event()
         worker.begin_step()
         start.record()
         graph.replay()
@@ -58,3 +58,7 @@ def _round_seconds(worker: ColdWorker, box: Mailbox, hot: int, device: str) -> f
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3 / ROUNDS)
     return sorted(times)[TRIES // 2]
+
+
+def _event() -> "torch.cuda.Event":
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
