@@ -75,7 +75,7 @@ class ColdCompute:
         self,
         device: str,
         *,
-        int8: bool = True,
+        int8: bool = False,  # rows rounded to 8 bits: quicker where many rows share an expert
         limit_ms: int = LIMIT_MS,
         ops: Any = None,  # threads of the C++ module; those of this process where None
     ) -> None:

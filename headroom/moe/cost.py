@@ -32,7 +32,7 @@ def speeds_of(
 
     `readable`: the GPU's kernels read the host memory that cold experts lie in.
     """
-    own, cpu = measured.get(gpu.name), measured.get(host.name)
+    own, cpu = measured.get(gpu.name), measured.get("cpu")
     link = own.link_read if own and own.link_read else gpu.link * LISTED_SHARE
     experts = cpu.experts if cpu and cpu.experts else host.bandwidth * LISTED_SHARE
     return ColdSpeeds(

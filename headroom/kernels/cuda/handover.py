@@ -9,7 +9,7 @@ from headroom.kernels.cuda.compile import compile_kernel
 MOST_ROWS, MOST_USED = 32, 32  # of a step, and experts of a row
 LIMIT_MS = 10_000  # the longest that a GPU waits for an answer
 _LINE = 32  # words of a cache line, twice over: words that two sides write lie apart
-_WORDS = {
+WORDS = {
     "REQUEST": 0,
     "ANSWER": _LINE,
     "LAYER": 2 * _LINE,
@@ -20,7 +20,7 @@ _WORDS = {
     "WEIGHTS": 5 * _LINE + MOST_ROWS * MOST_USED,
     "INPUTS": 5 * _LINE + 2 * MOST_ROWS * MOST_USED,
 }
-_OWN_WORDS = 8 + MOST_ROWS
+_OWNWORDS = 8 + MOST_ROWS
 COUNTS = ("hot_ns", "wait_ns", "cpu_picks", "gpu_picks", "hot_picks")  # of each layer
 
 
@@ -38,20 +38,20 @@ class Mailbox:
     def allocate(cls, hidden: int, layers: int, device: str) -> "Mailbox":
         """Return an empty mailbox."""
         pinned = torch.device(device).type == "cuda"
-        size = _WORDS["INPUTS"] + MOST_ROWS * hidden
+        size = WORDS["INPUTS"] + MOST_ROWS * hidden
         return cls(
             hidden,
             torch.zeros(size, dtype=torch.int32, pin_memory=pinned),
             torch.zeros(MOST_ROWS, hidden, pin_memory=pinned),
-            torch.zeros(_OWN_WORDS, dtype=torch.int32, device=device),
+            torch.zeros(_OWNWORDS, dtype=torch.int32, device=device),
             torch.zeros(layers, len(COUNTS), dtype=torch.int64, device=device),
         )
 
     @property
     def addresses(self) -> list[int]:
-        """Where its parts lie in host memory, in the order of `_WORDS`, then the answers."""
+        """Where its parts lie in host memory, in the order of `WORDS`, then the answers."""
         first = self.words.data_ptr()
-        return [*(first + 4 * word for word in _WORDS.values()), self.answers.data_ptr()]
+        return [*(first + 4 * word for word in WORDS.values()), self.answers.data_ptr()]
 
     @property
     def pinned_bytes(self) -> int:
@@ -61,7 +61,7 @@ class Mailbox:
     @property
     def failed(self) -> bool:
         """Whether a GPU gave up waiting, or a thread of the host failed."""
-        return bool(self.words[_WORDS["FAILED"]])
+        return bool(self.words[WORDS["FAILED"]])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +87,7 @@ def publish(
     assert hidden == box.hidden
     assert ids.is_contiguous()
     assert weights.is_contiguous()
-    compile_kernel("handover.cu", "publish", _WORDS)(
+    compile_kernel("handover.cu", "publish", WORDS)(
         (1,),
         (MOST_ROWS * 32,),
         (
@@ -107,7 +107,7 @@ def collect(
     """
     rows, hidden = out.shape
     assert out.is_contiguous()
-    compile_kernel("handover.cu", "collect", _WORDS)(
+    compile_kernel("handover.cu", "collect", WORDS)(
         (rows,),
         (512,),
         (
@@ -121,13 +121,13 @@ def collect(
 def drop(ids: torch.Tensor, weights: torch.Tensor, is_hot: torch.Tensor) -> None:
     """Leave cold picks out, in place: the others' weights grow so that a row's sum stays."""
     rows, used = ids.shape
-    compile_kernel("handover.cu", "drop", _WORDS)(
+    compile_kernel("handover.cu", "drop", WORDS)(
         (-(-rows // 4),), (128,), (ids, weights, is_hot, rows, used), early=True
     )
 
 
 def read_all(data: torch.Tensor, out: torch.Tensor) -> None:
     """Read all bytes of pinned memory by a kernel, to see how fast that is."""
-    compile_kernel("handover.cu", "read_all", _WORDS)(
+    compile_kernel("handover.cu", "read_all", WORDS)(
         (4 * 132,), (512,), (data, data.nbytes // 16, out)
     )
