@@ -160,12 +160,11 @@ class DeviceBeside:
         seen = small.rms_norm(x, self._router_norm, self._eps)
         ids, weights, _ = self._router(seen, batch)
         cold = self.cold if few_rows(len(x)) else None
-        normed = None if cold is None else scratch.empty(*x.shape, device=x.device)
-        rows = normed_rows(x, RowNorm(self._before, self._eps, normed))
-        if cold is not None:
-            assert normed is not None
-            cold.before(normed, ids, weights)
         answers = scratch.empty(*x.shape, device=x.device)
+        # What the CPU is to read lies where the answers will.
+        rows = normed_rows(x, RowNorm(self._before, self._eps, None if cold is None else answers))
+        if cold is not None:
+            cold.before(answers, ids, weights)
         routed = self._experts(rows, (ids, weights), out=answers)
         dense = self._dense.answers(x)
         if cold is not None:
