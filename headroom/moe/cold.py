@@ -98,6 +98,19 @@ class ColdCompute:
         self._layers.append(part)
         return part
 
+    def part(self, store: ColdStore, used: int, activation: str, choice: Choice) -> ColdPart | None:
+        """Return what a layer does about its cold experts; None: the GPU's kernels read them."""
+        if choice.path == "gpu":
+            return None
+        if choice.path == "drop":
+            return Dropped(store.is_hot)
+        return self.add(store, used, activation, choice)
+
+    @property
+    def asks(self) -> bool:
+        """Whether any layer asks the CPU: only then is there anything to start."""
+        return bool(self._layers)
+
     def start(self) -> None:
         """Start the thread; no layer is added after this."""
         tables = [layer.table for layer in self._layers]

@@ -206,3 +206,13 @@ def test_dropped_picks_give_their_weight_to_the_others() -> None:
     torch.testing.assert_close(
         weights, torch.tensor([[0.75, 0.0], [0.7, 0.3], [0.0, 0.0], [0.0, 0.0]])
     )
+
+
+def test_a_layer_gets_the_part_of_its_path() -> None:
+    store = split_store(("q8_0",) * 3, (4, 32, 32), [1])
+    compute = ColdCompute("cpu")
+    assert compute.part(store, 2, "silu", Choice("gpu", (0, 1, 2), 0.0)) is None
+    assert isinstance(compute.part(store, 2, "silu", Choice("drop", (0, 0, 0), 0.0)), Dropped)
+    assert not compute.asks
+    assert isinstance(compute.part(store, 2, "silu", Choice("cpu", (0, 0, 1), 0.0)), CpuShared)
+    assert compute.asks

@@ -263,13 +263,10 @@ template <Kind K> void record_to_panel(const uint8_t* tile, int cells, uint8_t* 
 }
 
 template <Kind K> void all_records(int64_t columns, const uint8_t* tile, uint8_t* panel) {
-    const int64_t apart = static_cast<int64_t>(tile_size(K, columns));
     for (int64_t column = 0; column < columns; column += RECORD * CELL) {
         const int cells = static_cast<int>(std::min<int64_t>(RECORD, (columns - column) / CELL));
-        // The record after the next: conversion is quick enough to wait for memory. And this record of the
-        // next tile: while a product runs on what was converted, nothing else asks memory for anything.
+        // The record after the next: conversion is quick enough to wait for memory.
         prefetch(tile + 2 * TileShape<K>::bytes, TileShape<K>::bytes);
-        for (int64_t i = 0; i < TileShape<K>::bytes; i += 64) __builtin_prefetch(tile + apart + i, 0, 2);
         record_to_panel<K>(tile, cells, panel);
         tile += TileShape<K>::bytes;
         panel += RecordShape::of(K, cells).bytes;
