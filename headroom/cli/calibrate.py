@@ -37,4 +37,10 @@ def described(speeds: Speeds) -> str:
     parts = [f"memory {speeds.bandwidth / 1e9:.1f} GB/s"]
     if speeds.link:
         parts.append(f"link {speeds.link / 1e9:.1f} GB/s")
+    if speeds.link_read:
+        parts.append(f"link read by kernels {speeds.link_read / 1e9:.1f} GB/s")
+    if speeds.handover_s:
+        parts.append(f"hand-over {speeds.handover_s * 1e6:.1f} us")
+    if speeds.experts:
+        parts.append(f"experts {speeds.experts / 1e9:.1f} GB/s")
     return ", ".join([*parts, f"arithmetic {speeds.flops / 1e12:.2f} TFLOP/s"])

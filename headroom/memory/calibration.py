@@ -46,6 +46,9 @@ class Speeds:
     link: float  # bytes/s to host memory
     flops: float  # operations per second at its compute type
     date: str  # of the measurement, as 2026-11-15
+    link_read: float = 0.0  # bytes/s of a GPU's kernels that read host memory; 0: not measured
+    handover_s: float = 0.0  # a GPU's request of the CPU inside a step, and its answer; 0: not
+    experts: float = 0.0  # bytes/s of a CPU's expert kernels on a GPU's layout; 0: not measured
 
 
 def speeds_path(home: Path) -> Path:
@@ -59,7 +62,7 @@ def load_speeds(path: Path) -> dict[str, Speeds]:
     try:
         table = json.loads(path.read_text())
         speeds = {name: Speeds(**row) for name, row in table["devices"].items()}
-        if any(min(row.bandwidth, row.flops) <= 0 or row.link < 0 for row in speeds.values()):
+        if any(min(row.bandwidth, row.flops) <= 0 or _least(row) < 0 for row in speeds.values()):
             raise ValueError("a speed is not positive")
         return speeds
     except FileNotFoundError:
@@ -68,6 +71,10 @@ def load_speeds(path: Path) -> dict[str, Speeds]:
         raise FormatError(
             f"{path} is not a calibration file: {error}.", hint="Delete it and measure again."
         ) from error
+
+
+def _least(row: Speeds) -> float:
+    return min(row.link, row.link_read, row.handover_s, row.experts)
 
 
 def save_speeds(path: Path, speeds: Mapping[str, Speeds]) -> None:

@@ -6,6 +6,11 @@ from datetime import date
 
 import torch
 
+from headroom.errors import KernelError
+from headroom.kernels.cuda.handover import read_all
+from headroom.kernels.cuda.measure import handover_seconds
+from headroom.kernels.native.measure import expert_bytes, expert_speed
+from headroom.kernels.native.module import MODULE, POOL
 from headroom.memory.calibration import Speeds
 from headroom.memory.devices import DeviceSpec, detect_cpu
 from headroom.memory.precision import cuda_precision
@@ -43,7 +48,19 @@ def measure_cpu(cpu: DeviceSpec, sample_bytes: int = SAMPLE_BYTES) -> Speeds:
         link=0.0,
         flops=2 * square.shape[0] ** 3 / product_s,
         date=date.today().isoformat(),
+        experts=_experts(cpu, sample_bytes),
     )
+
+
+def _experts(cpu: DeviceSpec, sample_bytes: int) -> float:
+    """Return the bytes of experts a second; 0 where there are no kernels or too little room."""
+    if MODULE is None or sample_bytes < SAMPLE_BYTES or 2 * expert_bytes() > cpu.available_bytes:
+        return 0.0
+    POOL.set(max(1, cpu.cores))
+    try:
+        return 1e9 * expert_speed(tiles=True)
+    finally:
+        POOL.set(torch.get_num_threads())
 
 
 def measure_cuda(device: torch.device) -> Speeds:
@@ -63,12 +80,29 @@ def measure_cuda(device: torch.device) -> Speeds:
     copy_s = fastest(lambda: target.copy_(source), wait)
     link_s = fastest(lambda: target[: size // 2].copy_(pinned, non_blocking=True), wait)
     product_s = fastest(lambda: square @ square, wait)
+    with torch.cuda.device(device):
+        read_s, handover_s = _cold_seconds(pinned, wait)
     return Speeds(
         bandwidth=2 * size / copy_s,  # each byte is read and written
         link=pinned.nbytes / link_s,
         flops=2 * square.shape[0] ** 3 / product_s,
         date=date.today().isoformat(),
+        link_read=pinned.nbytes / read_s if read_s else 0.0,
+        handover_s=handover_s,
     )
+
+
+def _cold_seconds(pinned: torch.Tensor, wait: Callable[[], None]) -> tuple[float, float]:
+    """Return the times of reading pinned memory by a kernel, and of an empty hand-over.
+
+    0 where there is no compiler for kernels, or no C++ module.
+    """
+    out = torch.zeros(1, dtype=torch.int32, device="cuda")
+    try:
+        read_s = fastest(lambda: read_all(pinned, out), wait)
+        return read_s, handover_seconds("cuda") if MODULE is not None else 0.0
+    except (KernelError, RuntimeError, OSError):
+        return 0.0, 0.0
 
 
 def fastest(work: Callable[[], object], wait: Callable[[], None] = lambda: None) -> float:

@@ -9,6 +9,7 @@ from headroom.layers.embedding import Embedding, Head
 from headroom.layers.parts import begin_step
 from headroom.layers.side import SideInputs
 from headroom.layers.workspace import Workspace
+from headroom.moe.cold import ColdCompute
 from headroom.moe.stats import RoutingStats
 
 
@@ -30,6 +31,7 @@ class Model:
         self._blocks = blocks
         self._head = head
         self.routing = routing  # of all layers; None where there are no experts
+        self.cold: ColdCompute | None = None  # where the CPU computes cold experts for a GPU
 
     @property
     def capturable(self) -> bool:

@@ -12,9 +12,10 @@ from headroom.kernels.cuda.matmul import RowNorm
 from headroom.kernels.ops import RouterRule
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.device_block import DeviceBatch, DeviceMlp
-from headroom.layers.device_rows import DeviceRows, gated_rows, normed_rows, stack
+from headroom.layers.device_rows import DeviceRows, few_rows, gated_rows, normed_rows, stack
 from headroom.layers.parts import part_of_step
 from headroom.layers.weights import WeightSource
+from headroom.moe.cold import ColdPart
 
 
 def experts_fit(config: ExpertsConfig, get: WeightSource) -> bool:
@@ -85,6 +86,7 @@ class DeviceExperts:
         self, config: ExpertsConfig, eps: float, get: WeightSource, counts: torch.Tensor
     ) -> None:
         self._config, self._eps = config, eps
+        self.cold: ColdPart | None = None  # what is done about cold experts, but reading them
         self._norm = get.norm("ffn.norm")
         self._router = DeviceRouter(config, get, counts)
         self._experts = _Table(config, get)
@@ -101,12 +103,17 @@ class DeviceExperts:
         normed = scratch.empty(*x.shape, device=x.device)
         rows = normed_rows(x, RowNorm(self._norm, self._eps, normed))
         ids, weights, logits = self._router(normed, batch)
+        cold = self.cold if rows.few is not None else None
+        if cold is not None:  # before all else that a CPU can run beside
+            cold.before(normed, ids, weights)
         others = Others(
             residual=x,
             shared=self._shared_answers(rows),
             shared_logits=logits[:, self._config.experts :] if self._config.shared_gate else None,
         )
         self._experts(rows, (ids, weights), others, x)
+        if cold is not None:
+            cold.after(x)
 
     def _shared_answers(self, rows: DeviceRows) -> torch.Tensor | None:
         if self._shared is None:
@@ -138,6 +145,7 @@ class DeviceBeside:
         counts: torch.Tensor,
     ) -> None:
         self._dense, self._eps = dense, eps
+        self.cold: ColdPart | None = None  # what is done about cold experts, but reading them
         # What the router's scale and the root of the width do is a norm's weight.
         scale = get.vector("ffn.router_scale")
         self._router_norm = scale.mul_(len(scale) ** -0.5)
@@ -151,8 +159,15 @@ class DeviceBeside:
         """Add the normed sum of both; the router sees the stream as it is."""
         seen = small.rms_norm(x, self._router_norm, self._eps)
         ids, weights, _ = self._router(seen, batch)
-        rows = normed_rows(x, RowNorm(self._before, self._eps))
+        cold = self.cold if few_rows(len(x)) else None
         answers = scratch.empty(*x.shape, device=x.device)
+        # What the CPU is to read lies where the answers will.
+        rows = normed_rows(x, RowNorm(self._before, self._eps, None if cold is None else answers))
+        if cold is not None:
+            cold.before(answers, ids, weights)
         routed = self._experts(rows, (ids, weights), out=answers)
-        total = small.norm_add(self._dense.answers(x), routed, self._experts_after, self._eps)
+        dense = self._dense.answers(x)
+        if cold is not None:
+            cold.after(routed)
+        total = small.norm_add(dense, routed, self._experts_after, self._eps)
         small.norm_add(x, total, self._after, self._eps)

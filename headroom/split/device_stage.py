@@ -77,8 +77,10 @@ class DeviceResult:
         logits: Callable[[Sequence[int]], torch.Tensor],
         read: _Read,
         rows: tuple[int, dict[int, int]],
+        check: Callable[[], None] = lambda: None,  # raises if what was read is not to be trusted
     ) -> None:
         self._hidden, self._logits, self._read = hidden, logits, read
+        self._check = check
         self._outputs, self.places = rows  # output rows, and where the drawn ones' tokens are
 
     def tokens(self) -> list[int | None]:
@@ -86,6 +88,7 @@ class DeviceResult:
         found: list[int | None] = [None] * self._outputs
         if self.places:
             read = self._read.wait()
+            self._check()
             for at, place in self.places.items():
                 found[at] = read[place]
         return found
@@ -171,6 +174,8 @@ class DeviceStage:
 
         An error inside a kernel comes up at any later call and never goes away.
         """
+        if self._model.cold is not None and (reason := self._model.cold.failure()):
+            return reason
         try:
             if self._on_cuda:
                 torch.cuda.synchronize(self.device)
@@ -199,6 +204,7 @@ class DeviceStage:
         where: list[int] = batch.output_rows.tolist()
         self._few.fill(batch)
         self._sampler.fill([(where[at], draw) for at, draw in drawn])
+        self._begin_few()
         step.graph.replay()
         read = self._next_read()
         if drawn:
@@ -209,6 +215,7 @@ class DeviceStage:
             logits=lambda rows: pick_rows(step.logits, [where[row] for row in rows]),
             read=read,
             rows=(len(where), {at: where[at] for at, _ in drawn}),
+            check=self._check_cold,
         )
 
     def _run(self, batch: Batch, drawn: list[DrawnRow]) -> DeviceResult:
@@ -247,6 +254,16 @@ class DeviceStage:
                 self._sampler.tokens.copy_(drawn)
         return self._captured[kind]
 
+    def _begin_few(self) -> None:
+        """Let the CPU's threads be awake for the step that comes; none may follow a bad one."""
+        if self._model.cold is not None:
+            self._model.cold.check()
+            self._model.cold.begin_step()
+
+    def _check_cold(self) -> None:
+        if self._model.cold is not None:
+            self._model.cold.check()
+
     def _run_few(self, kind: StepKind) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a step of few rows on what the inputs hold; its tokens go to the sampler's place."""
         hidden = self._model.run(self._few.batch((), self._rings, kind, kind.rows))
@@ -260,6 +277,7 @@ class DeviceStage:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
+                self._begin_few()
                 self._run_few(kind)
         torch.cuda.current_stream().wait_stream(side)
         if self._pool is None:

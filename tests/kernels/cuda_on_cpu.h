@@ -1,4 +1,6 @@
 // Enough of CUDA to run a kernel on a CPU: one fiber for each thread of a block, blocks in turn.
+#include <sched.h>
+#include <time.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -125,6 +127,7 @@ static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 using std::isinf;
 static int __float2int_rn(float x) { return static_cast<int>(nearbyintf(x)); }
 template <class T> T __ldcs(const T* at) { return *at; }
+template <class T> T __ldcv(const T* at) { return *at; }
 static unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
     const uint64_t both = a | static_cast<uint64_t>(b) << 32;
     unsigned found = 0;
@@ -173,6 +176,17 @@ static void mma(float* c, const unsigned* a, unsigned b0, unsigned b1) {
             c[i] += static_cast<float>(mine[0][g + i / 2 * 8][k]) * static_cast<float>(mine[1][2 * t + i % 2][k]);
     wait_as(AT_WARP);
 }
+
+// handover.cu: the words that a thread of the host writes, and a clock.
+static void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+static unsigned load_acquire(const unsigned* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
+static void store_release(unsigned* at, unsigned value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
+static unsigned long long now_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ull + now.tv_nsec;
+}
+static void rest() { sched_yield(); }
 
 static void (*body)(void*);
 static void* body_call;

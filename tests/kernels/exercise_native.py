@@ -5,6 +5,7 @@ Needs no torch, whose own threads and memory would drown what a sanitizer has to
 
 import importlib.util
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -145,6 +146,39 @@ def experts(native, ops) -> None:
     assert counts.sum() == 41 * used
 
 
+def cold(native, ops) -> None:
+    """Ask a thread for cold experts, step after step, with sleeps between some."""
+    count, used, hidden, width, most = 10, 3, 256, 64, 8
+    size = 8 * 34 * 16  # of sixteen rows and 256 columns in tiles
+    sizes = (width // 16 * size, width // 16 * size, hidden // 16 * size)
+    parts = [[aligned(part) for part in sizes] for _ in range(count)]
+    for part in (part for expert in parts for part in expert):
+        part[:] = RANDOM.integers(0, 0x3B, part.size, dtype=np.uint8)
+    table = np.array([[address(w) for w in expert] for expert in parts], dtype=np.int64)
+    shapes = [(width, hidden), (width, hidden), (hidden, width)]
+    like = [native.Matrix(0, 8, *shape, True) for shape in shapes]
+    layer = native.ColdLayer(like, address(table), (count, used), False, True)
+    flags = np.zeros((6, 32), dtype=np.uint32)  # request, answer, layer, rows, done, failed
+    ids = np.zeros((most, used), dtype=np.int32)
+    weights, x = np.ones((most, used), dtype=np.float32), floats(most * hidden)
+    out = np.zeros((most, hidden), dtype=np.float32)
+    where = [address(array) for array in (*flags, ids, weights, x, out)]
+    worker = native.ColdWorker(ops, where, [layer], most)
+    for step in range(1, 40):
+        if step % 10 == 0:
+            time.sleep(0.005)  # long enough to fall asleep
+        worker.begin_step()
+        flags[3, 0] = 1 + step % most
+        ids[:] = RANDOM.integers(-1, count, ids.shape)
+        flags[0, 0] = step
+        while flags[1, 0] != step:
+            time.sleep(0)
+        assert np.isfinite(out[: 1 + step % most]).all()
+        assert len(worker.counts()) == 6
+        flags[4, 0] = step
+    assert worker.failure() == ""
+
+
 def states(native, ops) -> None:
     """Run gated linear attention: prompts and single tokens, with whole and broken vectors."""
     for keys, heads, dim, taps in ((2, 6, 33, 4), (1, 1, 128, 1), (4, 4, 16, 4)):
@@ -179,6 +213,7 @@ def main() -> None:
         products(native, ops)
         layers(native, ops)
         experts(native, ops)
+        cold(native, ops)
         states(native, ops)
     sys.stdout.write("exercised\n")
 

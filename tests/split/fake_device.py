@@ -32,6 +32,7 @@ class FakeModel:
     """Logits that depend on a row's token and position, and on nothing else."""
 
     routing = None
+    cold = None
 
     def __init__(self, capturable: bool = True) -> None:
         self.capturable = capturable

@@ -7,6 +7,7 @@ import torch
 
 from headroom.errors import KernelError
 from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.cuda.handover import WORDS
 
 Q4_K, BF16 = 12, 30  # types by their numbers in files
 
@@ -39,6 +40,7 @@ PROBES = (
     Probe("rows in f16", "activations.cu", "norm_rows", {"LANES": 4}),
     Probe("routers", "route.cu", "score", {"EXPERTS": 32, "SIGMOID": 0, "ROWS": 1}),
     Probe("experts", "experts.cu", "gate_up", _EXPERTS),
+    Probe("experts of the CPU", "handover.cu", "publish", WORDS),
     Probe("gated linear attention, steps", "delta_net.cu", "recur", _DELTA),
     Probe("gated linear attention, prompts", "delta_chunks.cu", "run_chunks", _DELTA),
     Probe("sampler", "sampler.cu", "choose", {}),

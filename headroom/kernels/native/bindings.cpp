@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "cold.h"
 #include "ops.h"
 
 namespace nb = nanobind;
@@ -159,6 +160,38 @@ void bind_ops(nb::module_& m) {
         });
 }
 
+ColdLayer make_cold_layer(const std::vector<Matrix>& like, Address table, std::array<int64_t, 2> sizes,
+                          bool gelu, bool int8) {
+    if (like.size() != 3) throw std::invalid_argument("an expert has three matrices");
+    return {like[0], like[1], like[2], at<const ExpertWeights>(table), sizes[0], sizes[1],
+            gelu ? Gate::gelu : Gate::silu, int8};
+}
+
+void bind_cold(nb::module_& m) {
+    nb::class_<ColdLayer>(m, "ColdLayer")
+        .def("__init__", [](ColdLayer* self, std::vector<Matrix> like, Address table,
+                            std::array<int64_t, 2> sizes, bool gelu, bool int8) {
+            new (self) ColdLayer(make_cold_layer(like, table, sizes, gelu, int8));
+        });
+    nb::class_<ColdWorker>(m, "ColdWorker")
+        .def("__init__", [](ColdWorker* self, Ops& ops, std::array<Address, 10> words,
+                            std::vector<ColdLayer> layers, int64_t most_rows) {
+            new (self) ColdWorker(ops, {at<uint32_t>(words[0]), at<uint32_t>(words[1]),
+                                        at<const int32_t>(words[2]), at<const int32_t>(words[3]),
+                                        at<uint32_t>(words[4]), at<uint32_t>(words[5]),
+                                        at<const int32_t>(words[6]), at<const float>(words[7]),
+                                        at<const float>(words[8]), at<float>(words[9])},
+                                  std::move(layers), most_rows);
+        }, nb::keep_alive<1, 2>())
+        .def("begin_step", &ColdWorker::begin_step)
+        .def("failure", &ColdWorker::failure)
+        .def("counts", [](const ColdWorker& self) {
+            const ColdCounts& found = self.counts();
+            return std::vector<int64_t>{found.requests, found.picks, found.experts, found.bytes,
+                                        found.busy_ns, found.sleeps};
+        });
+}
+
 }  // namespace
 }  // namespace headroom
 
@@ -222,4 +255,5 @@ NB_MODULE(_native, m) {
                     Lent{scratch, bytes}.open());
     });
     m.def("experts_scratch", &Ops::experts_scratch);
+    bind_cold(m);
 }

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -65,15 +65,34 @@ def product_speed(quant: QuantType, *, int8: bool) -> float:
     return best_speed(multiply, count * size)
 
 
-def expert_speed() -> float:
-    """Return the gigabytes of expert weights that one token's layer reads in a second."""
-    kinds = (BY_NAME["q4_k"], BY_NAME["q4_k"], BY_NAME["q6_k"])
-    shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
+_SHAPES = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
+
+
+def _kinds() -> tuple[QuantType, ...]:
+    return BY_NAME["q4_k"], BY_NAME["q4_k"], BY_NAME["q6_k"]
+
+
+def expert_bytes() -> int:
+    """Return the bytes of the layer that `expert_speed` makes."""
+    sizes = (
+        MODULE.panel_bytes(kind.ggml_id, EXPERTS * rows, columns)
+        for kind, (rows, columns) in zip(_kinds(), _SHAPES, strict=True)
+    )
+    return sum(sizes)
+
+
+def expert_speed(*, tiles: bool = False) -> float:
+    """Return the gigabytes of expert weights that one token's layer reads in a second.
+
+    `tiles`: they lie as a GPU reads them; at these sizes that takes as many bytes.
+    """
+    kinds = _kinds()
     parts = [
         random_panels(kind, EXPERTS * rows, columns).view(EXPERTS, -1)
-        for kind, (rows, columns) in zip(kinds, shapes, strict=True)
+        for kind, (rows, columns) in zip(kinds, _SHAPES, strict=True)
     ]
-    layer = experts.PanelTable.of_blobs(torch.cat(parts, dim=1), kinds, shapes)
+    layer = experts.PanelTable.of_blobs(torch.cat(parts, dim=1), kinds, _SHAPES)
+    layer = replace(layer, tiles=tiles)
     one = layer.blobs.shape[1]
     rounds = max(1, TOUCHED_BYTES // (EXPERTS_USED * one))
     x, weights = torch.randn(1, HIDDEN), torch.rand(1, EXPERTS_USED)

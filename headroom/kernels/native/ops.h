@@ -86,6 +86,8 @@ class Ops {
 
     const Kernels& kernels() const { return kernels_; }
     int threads() const { return pool_.size(); }
+    // Lets threads that sleep wake up, so that the next operation finds them.
+    void wake() { pool_.parallel(threads(), 1, [](int64_t, int64_t) {}); }
 
     void pack(Kind kind, int64_t rows, int64_t columns, const uint8_t* file, uint8_t* panels);
     void unpack(const Matrix& w, const int64_t* rows, int64_t count, float* out);

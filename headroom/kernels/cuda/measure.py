@@ -1,0 +1,64 @@
+"""How quick a CPU answers a GPU from inside a captured step."""
+
+import torch
+
+from headroom.formats.quants import BY_NAME
+from headroom.kernels.cuda import handover
+from headroom.kernels.cuda.handover import Mailbox, Takers
+from headroom.kernels.cuda.pack import tile_bytes
+from headroom.kernels.native.cold import ColdTable, ColdWorker
+
+HIDDEN, WIDTH, USED, ROUNDS, TRIES = 256, 32, 8, 100, 5
+
+
+def handover_seconds(device: str) -> float:
+    """Return the time of a request with next to no work and of its answer, beside an empty one."""
+    kind = BY_NAME["q8_0"]
+    size = tile_bytes(kind, WIDTH, HIDDEN)
+    blob = torch.zeros(2 * size + tile_bytes(kind, HIDDEN, WIDTH), dtype=torch.uint8)
+    where = blob.data_ptr() + size * torch.arange(3, dtype=torch.int64)
+    table = ColdTable(where.repeat(USED, 1), (kind,) * 3, WIDTH, HIDDEN, USED, "silu", True)
+    box = Mailbox.allocate(HIDDEN, 1, device)
+    worker = ColdWorker(box.addresses, [table], handover.MOST_ROWS)
+    try:
+        asked, unasked = (_round_seconds(worker, box, hot, device) for hot in (0, 1))
+    finally:
+        worker.close()
+    return max(asked - unasked, 1e-7)
+
+
+def _round_seconds(worker: ColdWorker, box: Mailbox, hot: int, device: str) -> float:
+    """Return the median time of one hand-over in a captured run of many."""
+    x, out = (torch.ones(1, HIDDEN, device=device) for _ in range(2))
+    weights = torch.ones(1, USED, device=device)
+    is_hot = torch.full((USED,), hot, dtype=torch.int32, device=device)
+    is_hot[1:] = 1  # one expert at the most
+    takers = Takers(is_hot, torch.zeros(USED + 1, dtype=torch.int32, device=device))
+    picks = [torch.arange(USED, dtype=torch.int32, device=device)[None] for _ in range(ROUNDS)]
+
+    def work() -> None:
+        for turn, ids in enumerate(picks):
+            ids[0, 0] = 0
+            handover.publish(x, ids, weights, takers, box, 0)
+            handover.collect(out, box, 0, last=turn == ROUNDS - 1)
+
+    worker.begin_step()
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    times: list[float] = []
+    for _ in range(TRIES):
+        start, end = _event(), _event()
+        worker.begin_step()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / ROUNDS)
+    return sorted(times)[TRIES // 2]
+
+
+def _event() -> "torch.cuda.Event":
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

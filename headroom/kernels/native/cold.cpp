@@ -1,0 +1,163 @@
+#include "cold.h"
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <stdexcept>
+
+namespace headroom {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::microseconds;
+
+// Between layers of a step the pool's threads are kept from sleeping as long as a layer may take;
+// behind a long prompt the GPU comes later, and the worker looks now and then only.
+constexpr auto KEEP_AWAKE = microseconds(100), PATIENCE = microseconds(3000);
+constexpr auto LOOK_AGAIN = microseconds(30);
+constexpr auto LINGER = microseconds(1000);  // after a step: the next one follows soon, mostly
+constexpr auto GIVE_UP = std::chrono::seconds(30);  // on a step that was begun and never came
+
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// The words are plain memory that another device writes, too; C++ has no atomics over such.
+uint32_t load_acquire(const uint32_t* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
+void store_release(uint32_t* at, uint32_t value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
+
+}  // namespace
+
+ColdWorker::ColdWorker(Ops& ops, const ColdMail& mail, std::vector<ColdLayer> layers, int64_t most_rows)
+    : ops_(ops), mail_(mail), layers_(std::move(layers)), most_rows_(most_rows) {
+    size_t bytes = 0, picks = 0;
+    for (const ColdLayer& layer : layers_) {
+        bytes = std::max(bytes, Ops::experts_scratch(most_rows, layer.used, layer.gate.columns,
+                                                     layer.gate.rows, layer.experts));
+        picks = std::max(picks, static_cast<size_t>(most_rows * layer.used));
+    }
+    ids_.resize(picks);
+    scratch_.resize(bytes + 64);
+    begun_.store(load_acquire(mail_.done), std::memory_order_relaxed);
+    thread_ = std::thread([this] { run(); });
+}
+
+ColdWorker::~ColdWorker() {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        stop_.store(true);
+    }
+    wake_.notify_all();
+    thread_.join();
+}
+
+void ColdWorker::begin_step() {
+    // Steps that nobody announced have ended, too: they must not count for this one.
+    const uint32_t done = load_acquire(mail_.done), begun = begun_.load(std::memory_order_relaxed);
+    begun_.store((static_cast<int32_t>(done - begun) > 0 ? done : begun) + 1, std::memory_order_seq_cst);
+    if (!asleep_.load(std::memory_order_seq_cst)) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    wake_.notify_all();
+}
+
+std::string ColdWorker::failure() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return failure_;
+}
+
+bool ColdWorker::in_step() const {
+    const uint32_t begun = begun_.load(std::memory_order_seq_cst);
+    return static_cast<int32_t>(begun - load_acquire(mail_.done)) > 0;
+}
+
+void ColdWorker::run() {
+    uint32_t seen = load_acquire(mail_.answer);
+    Clock::time_point since = Clock::now(), kept = since;
+    for (int64_t spins = 0; !stop_.load(std::memory_order_relaxed); ++spins) {
+        const uint32_t number = load_acquire(mail_.request);
+        if (number != seen) {
+            serve(number);
+            seen = number;
+            since = kept = Clock::now();
+            continue;
+        }
+        relax();
+        if (spins % 32 != 0) continue;
+        const Clock::time_point now = Clock::now();
+        const bool expected = in_step();
+        if (now - since > (expected ? Clock::duration(GIVE_UP) : Clock::duration(LINGER))) {
+            sleep();
+            since = kept = Clock::now();
+            ops_.wake();
+        } else if (expected && now - since > PATIENCE) {
+            std::this_thread::sleep_for(LOOK_AGAIN);
+        } else if (expected && now - kept > KEEP_AWAKE) {
+            ops_.wake();
+            kept = now;
+        }
+    }
+}
+
+void ColdWorker::sleep() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const uint32_t begun = begun_.load(std::memory_order_seq_cst);
+    // A step that never came is forgotten: only a new one wakes.
+    const bool forgotten = in_step();
+    asleep_.store(true, std::memory_order_seq_cst);
+    counts_.sleeps.fetch_add(1, std::memory_order_relaxed);
+    wake_.wait(lock, [&] {
+        return stop_.load() || (forgotten ? begun_.load(std::memory_order_seq_cst) != begun : in_step());
+    });
+    asleep_.store(false, std::memory_order_seq_cst);
+}
+
+void ColdWorker::serve(uint32_t number) {
+    const Clock::time_point start = Clock::now();
+    try {
+        answer_layer();
+    } catch (const std::exception& error) {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            if (failure_.empty()) failure_ = error.what();
+        }
+        store_release(mail_.failed, 1);
+    }
+    store_release(mail_.answer, number);  // a failure too: the GPU must not wait for it
+    const auto spent = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start);
+    counts_.requests.fetch_add(1, std::memory_order_relaxed);
+    counts_.busy_ns.fetch_add(spent.count(), std::memory_order_relaxed);
+}
+
+void ColdWorker::answer_layer() {
+    const int64_t index = *mail_.layer, rows = *mail_.rows;
+    if (index < 0 || index >= static_cast<int64_t>(layers_.size()) || rows < 1 || rows > most_rows_)
+        throw std::out_of_range("a request names a layer or rows that there are not");
+    const ColdLayer& layer = layers_[index];
+    // A copy: what is checked here must be what is computed.
+    const int64_t picks = rows * layer.used;
+    int64_t asked = 0, experts = 0;
+    for (int64_t i = 0; i < picks; ++i) {
+        const int32_t id = ids_[i] = mail_.ids[i];
+        if (id < 0) continue;
+        if (id >= layer.experts || !layer.table[id].gate)
+            throw std::out_of_range("a request names an expert that is not in host memory");
+        ++asked;
+        experts += std::find(ids_.begin(), ids_.begin() + i, id) == ids_.begin() + i;
+    }
+    uint8_t* aligned = scratch_.data() + (64 - reinterpret_cast<uintptr_t>(scratch_.data()) % 64) % 64;
+    ops_.experts(layer.gate, layer.up, layer.down, layer.table, layer.experts, ids_.data(), mail_.weights,
+                 layer.used, mail_.x, rows, layer.act, layer.int8, mail_.out,
+                 Scratch(aligned, scratch_.size() - 64));
+    int64_t bytes = 0;
+    for (const Matrix* part : {&layer.gate, &layer.up, &layer.down})
+        bytes += part->panels() * static_cast<int64_t>(tile_size(part->kind, part->columns));
+    counts_.picks.fetch_add(asked, std::memory_order_relaxed);
+    counts_.experts.fetch_add(experts, std::memory_order_relaxed);
+    counts_.bytes.fetch_add(experts * bytes, std::memory_order_relaxed);
+}
+
+}  // namespace headroom

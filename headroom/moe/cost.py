@@ -1,0 +1,111 @@
+"""Cost of a layer's cold experts: read by the GPU, computed by the CPU, or shared between them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
+from typing import Literal
+
+from headroom.memory.calibration import Speeds
+from headroom.memory.cost import LISTED_SHARE
+from headroom.memory.devices import DeviceSpec
+
+ColdPath = Literal["gpu", "cpu", "drop"]
+
+ASSUMED_HANDOVER_S = 10e-6  # until the machine is measured
+KERNELS_S = 4e-6  # of the two kernels that ask the CPU and take its answers, whatever they carry
+
+
+@dataclass(frozen=True, slots=True)
+class ColdSpeeds:
+    """What a machine reaches with experts, in bytes per second, and how quick an answer is."""
+
+    gpu: float  # of the GPU's own memory
+    link: float  # kernels of the GPU that read host memory; 0: they cannot
+    cpu: float  # the CPU's expert kernels on host memory; 0: there are none
+    handover_s: float  # an empty request of the CPU and its answer
+
+
+def speeds_of(
+    gpu: DeviceSpec, host: DeviceSpec, measured: Mapping[str, Speeds], *, readable: bool = True
+) -> ColdSpeeds:
+    """Return what was measured, and what is to be expected where it was not.
+
+    `readable`: the GPU's kernels read the host memory that cold experts lie in.
+    """
+    own, cpu = measured.get(gpu.name), measured.get("cpu")
+    link = own.link_read if own and own.link_read else gpu.link * LISTED_SHARE
+    experts = cpu.experts if cpu and cpu.experts else host.bandwidth * LISTED_SHARE
+    return ColdSpeeds(
+        gpu=gpu.bandwidth,
+        link=link if readable else 0.0,
+        cpu=experts if host.native else 0.0,
+        handover_s=own.handover_s if own and own.handover_s else ASSUMED_HANDOVER_S,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who computes a layer's cold picks."""
+
+    path: ColdPath
+    left: tuple[int, ...]  # of so many cold picks of a row, those that the GPU reads in place
+    seconds: float  # of the layer's experts in a step of one row, expected
+
+
+def row_seconds(speeds: ColdSpeeds, expert_bytes: int, hot: int, cold: int, left: int) -> float:
+    """Return the time of one row's experts when the GPU takes `left` of the cold ones."""
+    asked = cold - left
+    if (asked and not speeds.cpu) or (left and not speeds.link):
+        return float("inf")
+    gpu_s = hot * expert_bytes / speeds.gpu
+    if left:
+        gpu_s += left * expert_bytes / speeds.link
+    cpu_s = speeds.handover_s + asked * expert_bytes / speeds.cpu if asked else 0.0
+    return max(gpu_s, cpu_s)
+
+
+def best_left(speeds: ColdSpeeds, expert_bytes: int, used: int) -> tuple[int, ...]:
+    """Return for 0, 1, ... `used` cold picks of a row how many of them the GPU should read."""
+    return tuple(
+        min(
+            range(cold + 1),
+            key=lambda left: row_seconds(speeds, expert_bytes, used - cold, cold, left),
+        )
+        for cold in range(used + 1)
+    )
+
+
+def expected_seconds(
+    speeds: ColdSpeeds, expert_bytes: int, hit_rate: float, left: Sequence[int]
+) -> float:
+    """Return the expected time of one row's experts, each pick hot with probability `hit_rate`."""
+    used = len(left) - 1
+    chances = (
+        comb(used, cold) * (1 - hit_rate) ** cold * hit_rate ** (used - cold)
+        for cold in range(used + 1)
+    )
+    return sum(
+        chance * row_seconds(speeds, expert_bytes, used - cold, cold, left[cold])
+        for cold, chance in enumerate(chances)
+        if chance
+    )
+
+
+def choose(speeds: ColdSpeeds, expert_bytes: int, used: int, hit_rate: float) -> Choice:
+    """Return the quickest way for a layer: all by the GPU, or the CPU with the GPU's help."""
+    everything = tuple(range(used + 1))
+    by_gpu = expected_seconds(speeds, expert_bytes, hit_rate, everything)
+    shared = best_left(speeds, expert_bytes, used)
+    by_both = KERNELS_S + expected_seconds(speeds, expert_bytes, hit_rate, shared)
+    if by_both < by_gpu:
+        return Choice("cpu", shared, by_both)
+    return Choice("gpu", everything, by_gpu)
+
+
+def forced(path: ColdPath, speeds: ColdSpeeds, expert_bytes: int, used: int) -> Choice:
+    """Return a path that was asked for, all cold picks by it; its time where all are cold."""
+    left = tuple(range(used + 1)) if path == "gpu" else (0,) * (used + 1)
+    if path == "drop":
+        return Choice(path, left, 0.0)
+    extra = KERNELS_S if path == "cpu" else 0.0
+    return Choice(path, left, extra + row_seconds(speeds, expert_bytes, 0, used, left[used]))

@@ -1,0 +1,175 @@
+"""The thread that computes cold experts, asked by a thread that stands in for a GPU."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from headroom.formats.quants import BY_NAME
+from headroom.kernels.cuda.handover import MOST_ROWS, Mailbox
+from headroom.kernels.native import experts as native_experts
+from headroom.kernels.native.cold import ColdTable, ColdWorker
+from headroom.kernels.native.module import MODULE
+from tests.kernels.cases import random_choice, random_experts
+from tests.kernels.test_host_tiles import tile_table
+
+pytestmark = pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+EXPERTS, USED, HIDDEN, WIDTH = 6, 2, 64, 32
+REQUEST, ANSWER, LAYER, ROWS, DONE, FAILED, IDS, WEIGHTS, INPUTS = (
+    *(0, 32, 64, 65, 96, 128),
+    *(160, 160 + 1024, 160 + 2048),
+)
+WAIT_S = 20.0
+
+
+class StandIn:
+    """A GPU's side of the mailbox, with plain writes in their order."""
+
+    def __init__(self, box: Mailbox) -> None:
+        self._box, self._words, self.number = box, box.words.numpy(), 0
+
+    def ask(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """Put a request."""
+        floats = self._words.view("float32")
+        self._words[LAYER], self._words[ROWS] = layer, len(x)
+        self._words[IDS : IDS + ids.numel()] = ids.flatten().numpy()
+        floats[WEIGHTS : WEIGHTS + weights.numel()] = weights.flatten().numpy()
+        floats[INPUTS : INPUTS + x.numel()] = x.flatten().numpy()
+        self.number += 1
+        self._words[REQUEST] = self.number
+
+    def answer(self, rows: int) -> torch.Tensor:
+        """Wait for the answer to the last request."""
+        until = time.monotonic() + WAIT_S
+        while self._words[ANSWER] != self.number:
+            assert time.monotonic() < until, "no answer"
+            time.sleep(0)
+        return self._box.answers[:rows].clone()
+
+    def end_step(self) -> None:
+        """Tell that a step has ended."""
+        self._words[DONE] += 1
+
+
+@pytest.fixture
+def layers() -> list[native_experts.PanelTable]:
+    """Two layers of random experts in tiles."""
+    torch.manual_seed(0)
+    kinds = (BY_NAME["q8_0"],) * 3
+    return [tile_table(random_experts(kinds, EXPERTS, HIDDEN, WIDTH)) for _ in range(2)]
+
+
+@pytest.fixture
+def box() -> Mailbox:
+    return Mailbox.allocate(HIDDEN, 2, "cpu")
+
+
+@pytest.fixture
+def worker(layers: list[native_experts.PanelTable], box: Mailbox) -> Iterator[ColdWorker]:
+    """A worker that knows both layers."""
+    tables = [
+        ColdTable(layer.addresses, layer.kinds, WIDTH, HIDDEN, USED, "silu", int8=False)
+        for layer in layers
+    ]
+    made = ColdWorker(box.addresses, tables, MOST_ROWS)
+    yield made
+    made.close()
+
+
+def test_requests_of_many_steps_are_answered(
+    worker: ColdWorker, layers: list[native_experts.PanelTable], box: Mailbox
+) -> None:
+    gpu, wrong = StandIn(box), []
+
+    def run() -> None:
+        for step in range(50):
+            worker.begin_step()
+            for index, layer in enumerate(layers):
+                rows = 1 + step % MOST_ROWS
+                x, (ids, weights) = torch.randn(rows, HIDDEN), random_choice(rows, EXPERTS, USED)
+                gpu.ask(index, x, ids, weights)
+                found = gpu.answer(rows)
+                wanted = native_experts.experts(x, ids, weights, layer, "silu", "f32")
+                if not torch.equal(found, wanted):
+                    wrong.append((step, index))
+            gpu.end_step()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert gpu.number == 100
+    assert not wrong
+    assert (worker.counts.requests, worker.failure) == (100, "")
+    assert worker.counts.busy_ns > 0
+
+
+def test_a_worker_sleeps_between_steps_and_wakes_for_the_next(
+    worker: ColdWorker, layers: list[native_experts.PanelTable], box: Mailbox
+) -> None:
+    gpu = StandIn(box)
+    for step in range(1, 4):
+        until = time.monotonic() + WAIT_S
+        while worker.counts.sleeps < step and time.monotonic() < until:
+            time.sleep(0.001)
+        assert worker.counts.sleeps == step
+        worker.begin_step()
+        gpu.ask(0, torch.ones(1, HIDDEN), *random_choice(1, EXPERTS, USED))
+        assert gpu.answer(1).any()
+        gpu.end_step()
+
+
+def test_steps_that_nobody_announced_do_not_end_later_ones(
+    worker: ColdWorker, box: Mailbox
+) -> None:
+    gpu = StandIn(box)
+    for _ in range(3):
+        gpu.end_step()
+    worker.begin_step()
+    time.sleep(0.05)  # long enough to fall asleep, were the step thought to have ended
+    slept = worker.counts.sleeps
+    gpu.ask(1, torch.ones(2, HIDDEN), *random_choice(2, EXPERTS, USED))
+    gpu.answer(2)
+    assert worker.counts.sleeps == slept
+
+
+@pytest.mark.parametrize(
+    ("layer", "expert", "reason"),
+    [
+        (2, 0, "a request names a layer or rows that there are not"),
+        (-1, 0, "a request names a layer or rows that there are not"),
+        (0, EXPERTS, "a request names an expert that is not in host memory"),
+        (1, 3, "a request names an expert that is not in host memory"),
+    ],
+)
+def test_a_bad_request_is_answered_and_remembered(
+    worker: ColdWorker,
+    layers: list[native_experts.PanelTable],
+    box: Mailbox,
+    layer: int,
+    expert: int,
+    reason: str,
+) -> None:
+    layers[1].addresses[3] = 0
+    gpu = StandIn(box)
+    worker.begin_step()
+    gpu.ask(layer, torch.ones(1, HIDDEN), torch.tensor([[-1, expert]]).int(), torch.ones(1, USED))
+    gpu.answer(1)
+    assert worker.failure == reason
+    assert box.failed
+
+
+def test_experts_are_counted_once_a_request(
+    worker: ColdWorker, layers: list[native_experts.PanelTable], box: Mailbox
+) -> None:
+    gpu = StandIn(box)
+    worker.begin_step()
+    ids = torch.tensor([[1, 4], [4, -1], [-1, -1]]).int()
+    gpu.ask(0, torch.ones(3, HIDDEN), ids, torch.ones(3, USED))
+    assert not gpu.answer(3)[2].any()
+    counts = worker.counts
+    while not counts.busy_ns:
+        counts = worker.counts
+    assert (counts.picks, counts.experts) == (3, 2)
+    assert counts.read_bytes == 2 * layers[0].blobs.shape[1]

@@ -1,0 +1,76 @@
+"""A stage whose CPU computes cold experts: its threads are told of steps, its failures end all."""
+
+import queue
+
+import pytest
+import torch
+
+from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
+from headroom.errors import DeviceError
+from headroom.layers.batch import Span
+from tests.split.fake_device import FakeModel, FakeStage, device_engine, settings
+from tests.split.test_step_inputs import make, pages
+
+
+class FakeCold:
+    """Counts steps, and fails when told to."""
+
+    def __init__(self) -> None:
+        self.begun, self.reason = 0, ""
+
+    def begin_step(self) -> None:
+        """Count one."""
+        self.begun += 1
+
+    def failure(self) -> str:
+        """What was told."""
+        return self.reason
+
+    def check(self) -> None:
+        """Raise what was told."""
+        if self.reason:
+            raise DeviceError(self.reason)
+
+
+def test_threads_are_told_of_steps_of_few_rows_only() -> None:
+    model = FakeModel()
+    cold = model.cold = FakeCold()  # type: ignore[assignment]
+    stage = FakeStage(model, settings())
+    with torch.inference_mode():
+        stage.step(make([Span(0, 3, 9, pages(1))]))
+        assert cold.begun == 1
+        stage.step(make([Span(0, 40, 0, pages(1))]))
+    assert cold.begun == 1
+
+
+def test_no_step_follows_one_that_the_cpu_failed() -> None:
+    model = FakeModel()
+    cold = model.cold = FakeCold()  # type: ignore[assignment]
+    stage = FakeStage(model, settings())
+    cold.reason = "no answer"
+    with torch.inference_mode(), pytest.raises(DeviceError, match="no answer"):
+        stage.step(make([Span(0, 3, 9, pages(1))]))
+    assert stage.lost() == "no answer"
+
+
+def test_tokens_of_a_failed_step_are_not_used() -> None:
+    model = FakeModel()
+    cold = model.cold = FakeCold()  # type: ignore[assignment]
+    engine, _ = device_engine(model, settings())
+    begin = cold.begin_step
+
+    def begin_and_fail() -> None:
+        begin()
+        cold.reason = "no answer"  # found out while the step runs
+
+    cold.begin_step = begin_and_fail  # type: ignore[method-assign]
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    request = GenerationRequest(
+        id="a", prompt=(1, 2), params=SamplingParams(), stop_ids=frozenset()
+    )
+    engine.submit(request, events.put)
+    last = events.get(timeout=30)
+    engine._thread.join(30)
+    assert last.finish_reason == "error"
+    assert not engine.alive
+    assert "cpu is lost: no answer" in str(engine._failure)
