@@ -37,7 +37,7 @@ class Engine:
         upkeep: ExpertUpkeep | None = None,
     ) -> None:
         self._pipeline = pipeline
-        self._upkeep = upkeep
+        self.upkeep = upkeep  # of experts; other threads may call it when the engine is closed
         self._settings = settings
         self.vocab = pipeline.vocab
         self.capacity = settings.parallel + queue  # requests that may run or wait
@@ -89,7 +89,7 @@ class Engine:
         with self._changed:
             live = len(self._live)
         memory = self._pipeline.memory()
-        experts = self._upkeep.latest if self._upkeep is not None else None
+        experts = self.upkeep.latest if self.upkeep is not None else None
         return self._counters.snapshot(self._scheduler, self._pool, live, memory, experts)
 
     @property
@@ -132,8 +132,8 @@ class Engine:
                 flying = self._look_after(flying)
             for sequence in list(self._live.values()):
                 self._finish(sequence, "cancelled")
-            if self._upkeep is not None:
-                self._upkeep.close()
+            if self.upkeep is not None:
+                self.upkeep.close()
         except BaseException as error:
             # Steps and readers have nets of their own: what comes here is a broken engine.
             log.critical("engine: stopped by an error", exc_info=True)
@@ -168,22 +168,22 @@ class Engine:
 
     def _idle_s(self) -> float | None:
         """Return how long to wait for requests; None: as long as it takes."""
-        return None if self._upkeep is None else self._upkeep.idle_s(self._counters.tokens)
+        return None if self.upkeep is None else self.upkeep.idle_s(self._counters.tokens)
 
     def _look_after(self, flying: Flight | None) -> Flight | None:
         """Do what is due between steps; then no step is left to be read."""
-        if self._upkeep is None:
+        if self.upkeep is None:
             return flying
         # Whoever gave way for want of pages is in the middle of an answer, too.
         resting = not self._scheduler.running and not any(
             sequence.started_at for sequence in self._scheduler.waiting
         )
         tokens = self._counters.tokens
-        if not self._upkeep.due(tokens, resting):
+        if not self.upkeep.due(tokens, resting):
             return flying
         with torch.inference_mode():
             self._step([], flying)
-            self._upkeep.run(tokens, resting)
+            self.upkeep.run(tokens, resting)
         return None
 
     def _step(self, turns: list[Turn], flying: Flight | None) -> Flight | None:
@@ -297,14 +297,14 @@ class Engine:
     def _mark(self, turns: list[Turn]) -> None:
         """Note what cold experts did before the first step of a request."""
         for turn in turns:
-            if self._upkeep is not None and turn.sequence.experts_before is None:
-                turn.sequence.experts_before = self._upkeep.begin_request()
+            if self.upkeep is not None and turn.sequence.experts_before is None:
+                turn.sequence.experts_before = self.upkeep.begin_request()
 
     def _with_experts(self, sequence: Sequence, event: TokenEvent) -> TokenEvent:
         """Return a request's last event with what its cold experts cost."""
-        if self._upkeep is None or event.timings is None or event.finish_reason == "error":
+        if self.upkeep is None or event.timings is None or event.finish_reason == "error":
             return event
-        experts = self._upkeep.end_request(sequence.experts_before)
+        experts = self.upkeep.end_request(sequence.experts_before)
         return replace(event, timings=replace(event.timings, experts=experts))
 
     def _tell(self, sequence: Sequence, event: TokenEvent) -> None:

@@ -63,7 +63,7 @@ def open_stats(wanted: str | None, model: StatsModel, home: Path, now: float) ->
     if wanted is not None:
         return _named(Path(wanted).expanduser(), model, empty)
     beside, at_home = default_paths(model, home)
-    save_to = next((path for path in (beside, at_home) if _writable(path)), None)
+    save_to = next((path for path in (beside, at_home) if writable(path)), None)
     found = next((path for path in (beside, at_home) if path.is_file()), None)
     if found is None:
         return StatsFile(save_to, empty)
@@ -82,7 +82,7 @@ def default_paths(model: StatsModel, home: Path) -> tuple[Path, Path]:
 
 def _named(path: Path, model: StatsModel, empty: RoutingHistory) -> StatsFile:
     history = _read(path, model, empty.saved_at) if path.exists() else empty
-    if _writable(path):
+    if writable(path):
         return StatsFile(path, history)
     if not path.exists():
         raise OptionError(
@@ -100,7 +100,7 @@ def _read(path: Path, model: StatsModel, now: float) -> RoutingHistory:
     return history
 
 
-def _writable(path: Path) -> bool:
+def writable(path: Path) -> bool:
     """Whether a file may be put there; folders that are missing are made."""
     if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
         return False

@@ -9,6 +9,7 @@ import torch
 
 from headroom.errors import OptionError
 from headroom.moe.placement import save_placement
+from headroom.moe.stats import RoutingHistory
 from headroom.moe.stats_file import OFF, HistoryKeeper, StatsFile, StatsModel
 from headroom.moe.swap import Swappable, SwapPolicy, apply_swaps, plan_swaps, recent
 from headroom.moe.telemetry import ExpertTelemetry, HitCounter
@@ -114,6 +115,10 @@ class ExpertUpkeep:
         self.latest = self._hits.reading(self._meter, self._swaps)
         return self.latest
 
+    def history(self) -> RoutingHistory:
+        """Return all choices, those of earlier days included."""
+        return self._history.take(self._routing.counts().tolist(), time.time())
+
     def begin_request(self) -> ExpertTelemetry | None:
         """Return what the end of a request is compared with; None where all experts are hot."""
         return self.read() if self._experts is not None else None
@@ -164,7 +169,7 @@ class ExpertUpkeep:
 
     def _save(self) -> None:
         if self._history.saves:
-            self._history.take(self._routing.counts().tolist(), time.time())
+            self.history()
             self._history.save()
 
     def _swap(self) -> None:
@@ -172,8 +177,9 @@ class ExpertUpkeep:
         assert self._experts is not None
         counts = self._routing.counts()
         self._hits.count(counts)
+        experts = self._experts
         swaps = plan_swaps(
-            self._experts.placement(), self._seen(counts), self._model.layers, self._rules.policy
+            experts.placement(), self._seen(counts), experts.layers(), self._rules.policy
         )
         done, error = apply_swaps(self._experts, swaps)
         self._swaps += done
