@@ -2,7 +2,6 @@
 
 import logging
 import queue
-import time
 import uuid
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
@@ -25,11 +24,11 @@ from headroom.formats.checkpoint import Checkpoint, open_checkpoint
 from headroom.formats.hub import ALIASES, KNOWN_MODELS, find_model
 from headroom.memory.plan import Plan
 from headroom.models.describe import describe
-from headroom.moe.stats_file import open_stats, stats_model
 from headroom.options import Options, load_options
 from headroom.split.choice import make_run_plan
+from headroom.split.expert_records import read_records
 from headroom.split.launch import Progress, start_pipeline
-from headroom.split.upkeep import open_upkeep, upkeep_rules
+from headroom.split.upkeep import open_upkeep
 from headroom.text.answer import AnswerText
 from headroom.text.chat_template import ChatTemplate
 from headroom.text.reasoning import find_reasoning
@@ -48,10 +47,7 @@ def open_engine(
 ) -> tuple[Engine, Plan]:
     """Go the whole way from a checkpoint to an engine that takes requests."""
     model = describe(checkpoint)  # headers only
-    counted = stats_model(checkpoint.path, checkpoint.identity, model.shape)
-    # Bad settings and files are told before minutes of loading, not after.
-    rules = upkeep_rules(options)
-    stats = open_stats(options.routing_stats, counted, options.home_path, time.time())
+    records = read_records(model, options)  # which experts were chosen, on earlier days
     plan = make_run_plan(model.shape, options)  # what the machine is, and what goes where
     for device in plan.devices:
         log.info(
@@ -64,7 +60,7 @@ def open_engine(
             plan.settings.parallel,
         )
     pipeline = start_pipeline(plan, model, progress)  # weights on devices
-    upkeep = open_upkeep(pipeline, counted, stats, rules)  # experts, between steps
+    upkeep = open_upkeep(pipeline, records)  # of experts, between steps
     return Engine(pipeline, plan.settings, options.queue, upkeep), plan  # requests in, tokens out
 
 

@@ -15,11 +15,6 @@ class LayerSkew:
     choices: float
     top: tuple[float, ...]  # share of choices that the most chosen SHARES of experts get
 
-    @property
-    def even(self) -> tuple[float, ...]:
-        """What `top` would be if all experts were chosen as often."""
-        return tuple(top_experts(self.experts, share) / self.experts for share in SHARES)
-
 
 def top_experts(experts: int, share: float) -> int:
     """Return how many experts a share of them is: at least one."""

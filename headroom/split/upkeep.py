@@ -2,78 +2,37 @@
 
 import logging
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
-from headroom.errors import OptionError
 from headroom.moe.placement import save_placement
 from headroom.moe.stats import RoutingHistory
-from headroom.moe.stats_file import OFF, HistoryKeeper, StatsFile, StatsModel
-from headroom.moe.swap import Swappable, SwapPolicy, apply_swaps, plan_swaps, recent
+from headroom.moe.stats_file import HistoryKeeper
+from headroom.moe.swap import Swappable, apply_swaps, plan_swaps, recent
 from headroom.moe.telemetry import ExpertTelemetry, HitCounter
-from headroom.options import Options
+from headroom.split.expert_records import ExpertRecords
 from headroom.split.pipeline import Pipeline
-from headroom.units import gib, parse_size
+from headroom.units import gib
 
-__all__ = ["ExpertTelemetry", "ExpertUpkeep", "UpkeepRules", "open_upkeep", "upkeep_rules"]
+__all__ = ["ExpertTelemetry", "ExpertUpkeep", "open_upkeep"]  # the figures are moe's own
 
 log = logging.getLogger(__name__)
 
-SAVE_EVERY_S = 600.0
 WINDOW = 8192  # tokens that swaps look back, about
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpkeepRules:
-    """When experts are swapped, and what is saved."""
-
-    swap_every: int | None = 0  # tokens; 0: only between requests; None: never
-    policy: SwapPolicy = field(default_factory=SwapPolicy)
-    save_every_s: float = SAVE_EVERY_S
-    placement_path: Path | None = None  # where the placement goes in the end
-
-
-def upkeep_rules(options: Options) -> UpkeepRules:
-    """Return what the settings say, or refuse them."""
-    text = options.swap_every
-    if text != OFF and not text.isdecimal():
-        raise OptionError(
-            f"--swap-every is {text!r}.",
-            hint=f"Write a number of tokens, 0 for swaps only between requests, or {OFF}.",
-            param="swap_every",
-        )
-    policy = SwapPolicy(
-        min_gain=options.swap_min_gain,
-        per_layer=options.swap_per_layer,
-        most_bytes=parse_size(options.swap_bytes),
-    )
-    path = options.save_placement
-    return UpkeepRules(
-        swap_every=None if text == OFF else int(text),
-        policy=policy,
-        placement_path=Path(path).expanduser() if path else None,
-    )
-
-
-def open_upkeep(
-    pipeline: Pipeline, model: StatsModel, file: StatsFile, rules: UpkeepRules
-) -> "ExpertUpkeep | None":
+def open_upkeep(pipeline: Pipeline, records: ExpertRecords) -> "ExpertUpkeep | None":
     """Return the upkeep of a loaded model; None where it has no experts."""
-    if pipeline.routing is None:
-        return None
-    return ExpertUpkeep(pipeline, model, file, rules)
+    return None if pipeline.routing is None else ExpertUpkeep(pipeline, records)
 
 
 class ExpertUpkeep:
     """Called by the engine's thread alone, between steps; other threads may look at `latest`."""
 
-    def __init__(
-        self, pipeline: Pipeline, model: StatsModel, file: StatsFile, rules: UpkeepRules
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, records: ExpertRecords) -> None:
         assert pipeline.routing is not None
         self._routing, self._meter = pipeline.routing, pipeline.meter
+        model, file, rules = records.model, records.file, records.rules
         self._model, self._rules = model, rules
         self._history = HistoryKeeper(file, model.identity)
         self._view = recent(file.history.counts, model.used, WINDOW)  # what swaps go by

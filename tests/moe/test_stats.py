@@ -55,6 +55,15 @@ def test_counts_of_prefill_and_decode_equal_a_hand_count(
     assert stats.counts().sum(1).tolist() == [(13 + 7) * 3] * len(expected)
 
 
+def test_rows_that_check_guesses_are_counted_like_any_others(checkpoint: Checkpoint) -> None:
+    pipeline = open_pipeline(checkpoint)
+    assert pipeline.routing is not None
+    sequence = running(PROMPT, [0, 1])
+    for rows in (8, 1, 4, 1):  # a prompt, a token, four guessed ones, a token
+        step(pipeline, Turn(sequence, rows))
+    assert torch.equal(pipeline.routing.counts(), hand_count(checkpoint, PROMPT[:14]))
+
+
 def test_a_model_without_experts_has_no_statistics(tiny_path: Path) -> None:
     assert open_pipeline(open_checkpoint(tiny_path)).routing is None
 
