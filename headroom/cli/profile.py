@@ -56,7 +56,7 @@ def profile(
     """
     asked = read_prompts(prompts)
     model = counted_model(options)
-    path = out or target_path(options, model)
+    path = target_path(out, options, model)
     # The engine itself keeps nothing: neither old choices nor half of the new ones.
     with open_llm(replace(options, routing_stats="off", swap_every="off")) as llm:
         generated = run_prompts(llm, asked, tokens, raw)
@@ -83,14 +83,22 @@ def counted_model(options: Options) -> "StatsModel":
     return model
 
 
-def target_path(options: Options, model: "StatsModel") -> Path:
-    """Return the file that an engine with the same settings would save to."""
+def target_path(out: Path | None, options: Options, model: "StatsModel") -> Path:
+    """Return the file to write, or refuse it; by default that of an engine of these settings."""
     from headroom.moe.stats_file import OFF, default_paths, writable
 
-    if options.routing_stats not in (None, OFF):
-        return Path(str(options.routing_stats)).expanduser()
-    paths = default_paths(model, options.home_path)
-    return next((path for path in paths if writable(path)), paths[-1])
+    if out is not None:
+        paths: tuple[Path, ...] = (out,)
+    elif options.routing_stats not in (None, OFF):
+        paths = (Path(str(options.routing_stats)).expanduser(),)
+    else:
+        paths = default_paths(model, options.home_path)
+    for path in paths:
+        if writable(path):
+            return path
+    raise OptionError(
+        f"{paths[-1]} cannot be written.", hint="Name a file with --out.", param="out"
+    )
 
 
 def run_prompts(llm: "LLM", asked: Sequence[FilePrompt], tokens: int, raw: bool) -> int:
