@@ -93,10 +93,7 @@ class ExpertUpkeep:
         """Save what is to be saved; a failure is told and nothing more."""
         try:
             self._save()
-            if self._rules.placement_path is not None and self._experts is not None:
-                path, placement = self._rules.placement_path, self._experts.placement()
-                save_placement(path, placement, self._model.identity)
-                log.info("experts: placement saved to %s", path)
+            self._save_placement()
         except Exception as error:
             log.warning("experts: not saved: %s", error)
 
@@ -130,6 +127,14 @@ class ExpertUpkeep:
         if self._history.saves:
             self.history()
             self._history.save()
+
+    def _save_placement(self) -> None:
+        path = self._rules.placement_path
+        if path is not None and self._experts is None:
+            log.info("experts: all are hot, so that there is no placement to save")
+        elif path is not None and self._experts is not None:
+            save_placement(path, self._experts.placement(), self._model.identity)
+            log.info("experts: placement saved to %s", path)
 
     def _swap(self) -> None:
         """Do one round; after a failure there are no more."""

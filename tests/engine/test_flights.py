@@ -97,7 +97,6 @@ class Often:
 
 def test_nothing_is_on_its_way_while_experts_are_looked_after() -> None:
     plan, answers = settings(), []
-    engine, _ = device_engine(FakeModel(), plan)
     upkeep = Often(lambda: sum(one.unread for one in engine._scheduler.running))
     for looked_after in (False, True):
         engine, _ = device_engine(FakeModel(), plan)
