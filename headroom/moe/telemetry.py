@@ -1,6 +1,6 @@
 """ExpertTelemetry: how often the chosen experts were hot, and what the cold ones cost."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,12 +11,58 @@ from headroom.moe.placement import ExpertPlacement
 TIMES = ("hot", "cold", "wait")  # keys of `seconds`
 
 
-class ColdMeter(Protocol):
+@dataclass(frozen=True, slots=True)
+class ColdFigures:
     """Totals since the start that only those know who compute experts."""
 
-    def cold_bytes(self) -> Mapping[str, int]: ...  # by path: "gpu", "cpu", "stream"
+    read_bytes: Mapping[str, int] = field(default_factory=dict)  # by path: "gpu", "cpu", "stream"
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by TIMES; empty: not measured
 
-    def seconds(self) -> Mapping[str, float]: ...  # by TIMES; empty where nobody measured
+
+class ColdMeter(Protocol):
+    """Asked between steps by the engine's thread; may wait for a GPU."""
+
+    def figures(self) -> ColdFigures: ...
+
+
+class WorkerCounts(Protocol):
+    """What is known of decode steps whose cold experts a CPU computes."""
+
+    @property
+    def cpu_bytes(self) -> int: ...
+
+    @property
+    def gpu_bytes(self) -> int: ...
+
+    @property
+    def hot_s(self) -> float: ...
+
+    @property
+    def cold_s(self) -> float: ...
+
+    @property
+    def wait_s(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedMeter:
+    """Fills ColdMeter from those who compute: a worker on the CPU, a stream of long steps."""
+
+    worker: Callable[[], WorkerCounts] | None = None
+    streamed_bytes: Callable[[], int] | None = None
+
+    def figures(self) -> ColdFigures:
+        """Return the figures of both as one."""
+        sizes: dict[str, int] = {}
+        seconds: dict[str, float] = {}
+        if self.worker is not None:
+            counts = self.worker()
+            sizes = {"gpu": counts.gpu_bytes, "cpu": counts.cpu_bytes}
+            times = (counts.hot_s, counts.cold_s, counts.wait_s)
+            seconds = dict(zip(TIMES, times, strict=True))
+        if self.streamed_bytes is not None:
+            sizes["stream"] = self.streamed_bytes()
+        return ColdFigures(sizes, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +141,13 @@ class HitCounter:
         """Return all totals so far."""
         picks = self._seen.sum(1).tolist()
         rows = (n // used for n, used in zip(picks, self._used, strict=True) if used)
+        cold = meter.figures() if meter is not None else ColdFigures()
         return ExpertTelemetry(
             picks=tuple(picks),
             hits=tuple(self._hits.tolist()),
             tokens=next(rows, 0),
-            cold_bytes=dict(meter.cold_bytes()) if meter else {},
-            seconds=dict(meter.seconds()) if meter else {},
+            cold_bytes=cold.read_bytes,
+            seconds=cold.seconds,
             swaps=swaps,
         )
 

@@ -1,8 +1,9 @@
 """Experts that only note where they are: they change places, and read nothing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from headroom.moe.placement import ExpertPlacement, LayerExperts
+from headroom.moe.telemetry import ColdFigures
 
 
 class PretendedExperts:
@@ -36,8 +37,6 @@ class PretendedExperts:
         self._hot[layer].add(promoted)
         self.exchanged.append((layer, promoted, demoted))
 
-    def cold_bytes(self) -> Mapping[str, int]:
-        return {"gpu": 1000 * len(self.exchanged), "cpu": 0}
-
-    def seconds(self) -> Mapping[str, float]:
-        return {"hot": 0.5, "cold": 0.25, "wait": 0.0}
+    def figures(self) -> ColdFigures:
+        sizes = {"gpu": 1000 * len(self.exchanged), "cpu": 0}
+        return ColdFigures(sizes, {"hot": 0.5, "cold": 0.25, "wait": 0.0})

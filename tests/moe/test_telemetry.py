@@ -1,9 +1,11 @@
 """Figures of experts: hits go by the placement that was valid when they were counted."""
 
+from types import SimpleNamespace
+
 import torch
 
 from headroom.moe.placement import ExpertPlacement, LayerExperts
-from headroom.moe.telemetry import HitCounter
+from headroom.moe.telemetry import ColdFigures, HitCounter, JoinedMeter
 from tests.moe.pretended import PretendedExperts
 
 
@@ -53,3 +55,12 @@ def test_the_figures_of_a_time_are_what_was_added_in_it() -> None:
         "ms": {"hot": 0.0, "cold": 0.0, "wait": 0.0},
         "swaps": 1,
     }
+
+
+def test_figures_of_all_who_compute_are_joined() -> None:
+    assert JoinedMeter().figures() == ColdFigures({}, {})
+    counts = SimpleNamespace(cpu_bytes=5, gpu_bytes=6, hot_s=1.0, cold_s=2.0, wait_s=3.0)
+    found = JoinedMeter(lambda: counts, lambda: 7).figures()
+    assert found.read_bytes == {"gpu": 6, "cpu": 5, "stream": 7}
+    assert found.seconds == {"hot": 1.0, "cold": 2.0, "wait": 3.0}
+    assert JoinedMeter(streamed_bytes=lambda: 7).figures() == ColdFigures({"stream": 7})
