@@ -26,7 +26,9 @@ from headroom.memory.plan import Plan
 from headroom.models.describe import describe
 from headroom.options import Options, load_options
 from headroom.split.choice import make_run_plan
+from headroom.split.expert_records import read_records
 from headroom.split.launch import Progress, start_pipeline
+from headroom.split.upkeep import open_upkeep
 from headroom.text.answer import AnswerText
 from headroom.text.chat_template import ChatTemplate
 from headroom.text.reasoning import find_reasoning
@@ -45,6 +47,7 @@ def open_engine(
 ) -> tuple[Engine, Plan]:
     """Go the whole way from a checkpoint to an engine that takes requests."""
     model = describe(checkpoint)  # headers only
+    records = read_records(model, options)  # which experts were chosen, on earlier days
     plan = make_run_plan(model.shape, options)  # what the machine is, and what goes where
     for device in plan.devices:
         log.info(
@@ -57,7 +60,8 @@ def open_engine(
             plan.settings.parallel,
         )
     pipeline = start_pipeline(plan, model, progress)  # weights on devices
-    return Engine(pipeline, plan.settings, options.queue), plan  # requests in, tokens out
+    upkeep = open_upkeep(pipeline, records)  # of experts, between steps
+    return Engine(pipeline, plan.settings, options.queue, upkeep), plan  # requests in, tokens out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

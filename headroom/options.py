@@ -79,6 +79,22 @@ class Options:
         "keep weights packed as in the file, or unpack them at load",
         choices=("auto", "packed", "unpacked"),
     )
+    routing_stats: str | None = option(
+        None,
+        "file of routing statistics, or off (default: MODEL.routing.json beside the model, "
+        "else in the home folder)",
+    )
+    swap_every: str = option(
+        "0", "tokens between rounds of expert swaps; 0: only between requests; off: never"
+    )
+    swap_bytes: str = option("256MiB", "most that a round of swaps copies")
+    swap_min_gain: float = option(
+        16.0, "choices of the last 8192 tokens that a swap must gain", minimum=0
+    )
+    swap_per_layer: int = option(2, "swaps of one layer in a round", minimum=1)
+    save_placement: str | None = option(
+        None, "file that gets the placement of experts when the engine ends"
+    )
     ram: str | None = option(None, "host memory to plan for, as in 64GiB", group="plan")
     expert_budget: str | None = option(
         None, "most that devices hold of routed experts: 8GiB or 60%", group="plan"

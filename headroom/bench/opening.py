@@ -11,8 +11,10 @@ from headroom.memory.shape import ModelShape
 from headroom.models.describe import ModelDescription, describe
 from headroom.options import Options
 from headroom.split.choice import make_run_plan
+from headroom.split.expert_records import read_records
 from headroom.split.launch import start_pipeline
 from headroom.split.pipeline import Pipeline
+from headroom.split.upkeep import open_upkeep
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +47,9 @@ def open_model(model: ModelDescription, options: Options) -> Opened:
     """Plan and load a model as every command does."""
     started = time.perf_counter()
     plan = make_run_plan(model.shape, options)
+    # Random prompts are no sign of what people ask: choices are counted and not saved.
+    records = read_records(model, options, measuring=True)
     pipeline = start_pipeline(plan, model)
-    engine = Engine(pipeline, plan.settings, options.queue)
+    upkeep = open_upkeep(pipeline, records)
+    engine = Engine(pipeline, plan.settings, options.queue, upkeep)
     return Opened(engine, pipeline, plan, model.shape, time.perf_counter() - started)

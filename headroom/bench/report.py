@@ -11,6 +11,7 @@ from headroom.bench.peer import PeerRun, ratios
 from headroom.bench.resources import Bandwidth
 from headroom.memory.plan import Plan
 from headroom.memory.report import plan_json
+from headroom.split.upkeep import ExpertTelemetry
 
 JSON_VERSION = 1
 NOTES = (
@@ -35,6 +36,7 @@ class Report:
     figures: Figures
     bandwidth: Bandwidth
     memory: dict[str, Any]
+    experts: ExpertTelemetry | None = None  # of prompts and answers; None: the model has none
     peer: tuple[PeerRun, ...] = ()
 
     def ratios(self) -> list[dict[str, Any]]:
@@ -76,6 +78,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "verify": None if verify is None else asdict(verify) | {"ratio": verify.ratio},
         "parts": [_part_json(figure) for figure in figures.parts],
         "memory": report.memory,
+        "experts": None if report.experts is None else _experts_json(report.experts),
         "left_out": figures.left_out,
         "notes": list(NOTES),
         "plan": plan_json(report.plan),
@@ -83,6 +86,10 @@ def report_json(report: Report) -> dict[str, Any]:
     if report.peer:
         result["compare"] = {"peer": report.peer[0].build, "figures": report.ratios()}
     return result
+
+
+def _experts_json(experts: ExpertTelemetry) -> dict[str, Any]:
+    return {**experts.summary(), "layer_hit_rates": experts.layer_hit_rates}
 
 
 def _decode_json(figure: DecodeFigure, report: Report) -> dict[str, Any]:

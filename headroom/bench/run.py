@@ -89,6 +89,8 @@ def _measure(path: Path, opened: Opened, settings: BenchSettings, parts: bool, s
     say("prompts and answers")
     figures = SpeedBench(opened, settings).run()
     memory = memory_use(opened)  # before the profiler takes some
+    upkeep = opened.engine.upkeep  # no request runs now
+    experts = None if upkeep is None else upkeep.latest or upkeep.read()
     if parts:
         say("parts of a step")
         measure_parts(opened, figures, settings)
@@ -102,6 +104,7 @@ def _measure(path: Path, opened: Opened, settings: BenchSettings, parts: bool, s
         figures=figures,
         bandwidth=measure_bandwidth(opened),
         memory=memory,
+        experts=experts,
     )
 
 

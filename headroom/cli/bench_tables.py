@@ -8,6 +8,7 @@ from rich.table import Table
 from headroom.bench.figures import PartFigure
 from headroom.bench.report import NOTES, Report
 from headroom.layers.parts import PARTS
+from headroom.split.upkeep import ExpertTelemetry
 from headroom.units import gib
 
 LONGEST = 3  # kernels of each part that are named
@@ -23,6 +24,8 @@ def report_tables(report: Report) -> Iterator[RenderableType]:
     if report.peer:
         yield _peer_table(report)
     yield _memory_text(report)
+    if report.experts is not None:
+        yield _experts_text(report.experts)
     for text in report.figures.left_out:
         yield f"left out: {text}"
     for text in NOTES:
@@ -102,6 +105,16 @@ def _peer_table(report: Report) -> Table:
         ours, theirs = f"{row['tokens_per_s']:.1f}", f"{row['peer_tokens_per_s']:.1f}"
         table.add_row(row["what"], ours, theirs, f"{row['ratio']:.2f} x")
     return table
+
+
+def _experts_text(experts: ExpertTelemetry) -> str:
+    tokens = max(1, experts.tokens)
+    text = f"experts: {100 * (experts.hit_rate or 0.0):.1f} % of choices hot"
+    for path, size in experts.cold_bytes.items():
+        text += f", {gib(size / tokens)} cold a token by {path}"
+    for word, seconds in experts.seconds.items():
+        text += f", {word} {1e3 * seconds / tokens:.3f} ms a token"
+    return f"{text}, {experts.swaps} swaps" if experts.swaps else text
 
 
 def _memory_text(report: Report) -> str:

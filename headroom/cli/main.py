@@ -24,7 +24,7 @@ EPILOG = (
 
 COMMANDS = (
     "pull", "run", "chat", "serve", "plan", "tokenize", "doctor", "bench", "calibrate",
-    "synth",
+    "profile", "experts", "synth",
 )  # fmt: skip
 
 

@@ -102,6 +102,9 @@ def show(pieces: "Iterable[Piece]") -> None:
 def completion_json(completion: "Completion", params: SamplingParams) -> dict[str, Any]:
     """Return an answer as `--json` prints it."""
     decode_s = completion.timings.decode_s
+    times = asdict(completion.timings)
+    if times["experts"] is None:  # told only where a model has cold ones
+        del times["experts"]
     rate = (completion.generated_tokens - 1) / decode_s if decode_s > 0 else None
     return {
         "text": completion.text,
@@ -112,6 +115,6 @@ def completion_json(completion: "Completion", params: SamplingParams) -> dict[st
             "completion_tokens": completion.generated_tokens,
             "total_tokens": completion.prompt_tokens + completion.generated_tokens,
         },
-        "timings": {**asdict(completion.timings), "decode_tokens_per_s": rate},
+        "timings": {**times, "decode_tokens_per_s": rate},
         "seed": params.seed,
     }

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -20,6 +21,7 @@ from headroom.engine.stats import Counters, EngineStats
 from headroom.errors import CapacityError, DeviceError, RequestError
 from headroom.memory.budget import PlanSettings
 from headroom.split.pipeline import Pipeline
+from headroom.split.upkeep import ExpertUpkeep
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +29,15 @@ log = logging.getLogger(__name__)
 class Engine:
     """Takes requests from any thread; one thread of its own turns them into tokens."""
 
-    def __init__(self, pipeline: Pipeline, settings: PlanSettings, queue: int) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        settings: PlanSettings,
+        queue: int,
+        upkeep: ExpertUpkeep | None = None,
+    ) -> None:
         self._pipeline = pipeline
+        self.upkeep = upkeep  # of experts; other threads may call it when the engine is closed
         self._settings = settings
         self.vocab = pipeline.vocab
         self.capacity = settings.parallel + queue  # requests that may run or wait
@@ -80,7 +89,8 @@ class Engine:
         with self._changed:
             live = len(self._live)
         memory = self._pipeline.memory()
-        return self._counters.snapshot(self._scheduler, self._pool, live, memory)
+        experts = self.upkeep.latest if self.upkeep is not None else None
+        return self._counters.snapshot(self._scheduler, self._pool, live, memory, experts)
 
     @property
     def alive(self) -> bool:
@@ -119,8 +129,11 @@ class Engine:
                 with torch.inference_mode():
                     flying = self._step(self._scheduler.next_turns(), flying)
                 self._counters.step_s += time.perf_counter() - started
+                flying = self._look_after(flying)
             for sequence in list(self._live.values()):
                 self._finish(sequence, "cancelled")
+            if self.upkeep is not None:
+                self.upkeep.close()
         except BaseException as error:
             # Steps and readers have nets of their own: what comes here is a broken engine.
             log.critical("engine: stopped by an error", exc_info=True)
@@ -141,7 +154,8 @@ class Engine:
         """Wait for something to do and take in what came; False when it is time to stop."""
         with self._changed:
             while not (self._live or self._closing):
-                self._changed.wait()
+                if not self._changed.wait(self._idle_s()):
+                    return True  # nobody came, and there is something else to do
             while self._inbox:
                 self._scheduler.add(self._inbox.popleft())
             ended = [self._live[name] for name in self._cancelled if name in self._live]
@@ -151,6 +165,26 @@ class Engine:
         for sequence in ended:
             self._finish(sequence, "cancelled")
         return True
+
+    def _idle_s(self) -> float | None:
+        """Return how long to wait for requests; None: as long as it takes."""
+        return None if self.upkeep is None else self.upkeep.idle_s(self._counters.tokens)
+
+    def _look_after(self, flying: Flight | None) -> Flight | None:
+        """Do what is due between steps; then no step is left to be read."""
+        if self.upkeep is None:
+            return flying
+        # Whoever gave way for want of pages is in the middle of an answer, too.
+        resting = not self._scheduler.running and not any(
+            sequence.started_at for sequence in self._scheduler.waiting
+        )
+        tokens = self._counters.tokens
+        if not self.upkeep.due(tokens, resting):
+            return flying
+        with torch.inference_mode():
+            self._step([], flying)
+            self.upkeep.run(tokens, resting)
+        return None
 
     def _step(self, turns: list[Turn], flying: Flight | None) -> Flight | None:
         """Launch a step, then read the one before; return what is still to be read."""
@@ -169,6 +203,7 @@ class Engine:
         for turn in turns:
             turn.sequence.started_at = turn.sequence.started_at or now
         try:
+            self._mark(turns)
             outputs = list_outputs(turns)
             batch = make_batch(turns, self._settings.page_size)
             flight = Flight(turns, outputs, self._pipeline.step(batch, list_draws(outputs)))
@@ -252,11 +287,25 @@ class Engine:
         if event.finish_reason is not None:
             self._scheduler.remove(sequence)
             self._counters.finished[event.finish_reason] += 1
+            event = self._with_experts(sequence, event)
             with self._changed:
                 self._live.pop(sequence.request.id, None)
                 # An order that came too late must not hit the next request of that id.
                 self._cancelled.discard(sequence.request.id)
         self._tell(sequence, event)
+
+    def _mark(self, turns: list[Turn]) -> None:
+        """Note what cold experts did before the first step of a request."""
+        for turn in turns:
+            if self.upkeep is not None and turn.sequence.experts_before is None:
+                turn.sequence.experts_before = self.upkeep.begin_request()
+
+    def _with_experts(self, sequence: Sequence, event: TokenEvent) -> TokenEvent:
+        """Return a request's last event with what its cold experts cost."""
+        if self.upkeep is None or event.timings is None or event.finish_reason == "error":
+            return event
+        experts = self.upkeep.end_request(sequence.experts_before)
+        return replace(event, timings=replace(event.timings, experts=experts))
 
     def _tell(self, sequence: Sequence, event: TokenEvent) -> None:
         try:

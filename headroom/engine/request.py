@@ -87,6 +87,8 @@ class Timings:
     queue_s: float  # from submission to its first step
     prefill_s: float  # from its first step to its first token
     decode_s: float  # from its first token to its last
+    # With the last event, where a model has cold experts: what they cost while the request ran.
+    experts: Mapping[str, object] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

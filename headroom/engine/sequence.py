@@ -14,6 +14,7 @@ from headroom.engine.request import (
     TokenLogprobs,
 )
 from headroom.layers.draws import DrawSettings
+from headroom.split.upkeep import ExpertTelemetry
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +37,7 @@ class Sequence:
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float | None = None  # of its first step
     first_token_at: float | None = None
+    experts_before: ExpertTelemetry | None = None  # at its first step, where some are cold
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from headroom.engine.pages import PagePool
 from headroom.engine.scheduler import Scheduler
 from headroom.split.pipeline import DeviceMemory
+from headroom.split.upkeep import ExpertTelemetry
 
-__all__ = ["Counters", "DeviceMemory", "EngineStats"]  # the memory is the pipeline's own report
+# The memory is the pipeline's own report, the experts' figures are their upkeep's.
+__all__ = ["Counters", "DeviceMemory", "EngineStats", "ExpertTelemetry"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,7 @@ class EngineStats:
     cache_pages_total: int
     started_at: float  # seconds since the epoch
     memory: DeviceMemory
+    experts: ExpertTelemetry | None = None  # at the last request's end; None where not watched
 
 
 @dataclass(slots=True)
@@ -41,8 +44,18 @@ class Counters:
     step_s: float = 0.0
     started_at: float = field(default_factory=time.time)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens read and generated."""
+        return self.prompt_tokens + self.generated_tokens
+
     def snapshot(
-        self, scheduler: Scheduler, pool: PagePool, live: int, memory: DeviceMemory
+        self,
+        scheduler: Scheduler,
+        pool: PagePool,
+        live: int,
+        memory: DeviceMemory,
+        experts: ExpertTelemetry | None = None,
     ) -> EngineStats:
         """Return the totals as they are now; `live` requests have not ended yet."""
         running = len(scheduler.running)
@@ -59,4 +72,5 @@ class Counters:
             cache_pages_total=pool.total,
             started_at=self.started_at,
             memory=memory,
+            experts=experts,
         )

@@ -1,6 +1,7 @@
 """RoutingStats: how often each expert is chosen; RoutingHistory: the same over days, in a file."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,12 +88,14 @@ def load_history(path: Path, identity: str, layers: Sequence[LayerExperts]) -> R
     """Return the saved history of this model, or refuse the file."""
     table = read_table(path, "routing statistics", identity)
     counts, saved_at = table.get("counts"), table.get("saved_at")
-    if not isinstance(saved_at, int | float) or not _rows_of_counts(counts):
+    dated = isinstance(saved_at, int | float) and math.isfinite(saved_at)
+    if not dated or not _rows_of_counts(counts):
         raise FormatError(
             f"{path} is not a routing statistics file: its counts are not rows of numbers from 0.",
             hint="Delete it, or name another.",
         )
     assert isinstance(counts, list)
+    assert isinstance(saved_at, int | float)
     check_counts(layers, counts)
     return RoutingHistory(tuple(tuple(map(float, row)) for row in counts), float(saved_at))
 

@@ -1,7 +1,8 @@
-"""Swaps: plan_swaps() finds cold experts that should change places with hot ones."""
+"""Swaps: plan_swaps() finds cold experts that should be hot; apply_swaps() lets them change."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from headroom.moe.placement import Counts, ExpertPlacement, LayerExperts, check_counts, ranked
 
@@ -81,3 +82,39 @@ def swapped(placement: ExpertPlacement, swaps: Sequence[Swap]) -> ExpertPlacemen
         hot[swap.layer].remove(swap.demoted)
         hot[swap.layer].add(swap.promoted)
     return replace(placement, hot=tuple(tuple(sorted(ids)) for ids in hot))
+
+
+class Swappable(Protocol):
+    """Experts that can change places; only between steps, and by the engine's thread."""
+
+    @property
+    def same_bits(self) -> bool: ...  # hot and cold give the same results, bit by bit
+
+    def placement(self) -> ExpertPlacement: ...  # as it is now
+
+    def layers(self) -> Sequence[LayerExperts]: ...  # of the whole model
+
+    def exchange(self, layer: int, promoted: int, demoted: int) -> None: ...
+
+
+def apply_swaps(experts: Swappable, swaps: Sequence[Swap]) -> tuple[int, Exception | None]:
+    """Exchange experts in order; return how many were, and what stopped it if anything did.
+
+    An exchange that fails leaves its layer as it was; those before it stay done.
+    """
+    for done, swap in enumerate(swaps):
+        try:
+            experts.exchange(swap.layer, swap.promoted, swap.demoted)
+        except Exception as error:
+            return done, error
+    return len(swaps), None
+
+
+def recent(counts: Counts, used: Sequence[int], tokens: int) -> tuple[tuple[float, ...], ...]:
+    """Return counts that are worth at most so many tokens, so that new choices soon matter."""
+    scaled = []
+    for row, each in zip(counts, used, strict=True):
+        total = sum(row)
+        share = min(1.0, tokens * each / total) if total else 1.0
+        scaled.append(tuple(count * share for count in row))
+    return tuple(scaled)

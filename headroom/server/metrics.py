@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headroom.engine.engine import Engine
 from headroom.engine.request import Timings
+from headroom.engine.stats import ExpertTelemetry
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
@@ -54,6 +55,40 @@ class EngineCollector(Collector):
         for reason, count in stats.requests_finished.items():
             finished.add_metric([reason], count)
         yield finished
+        if stats.experts is not None:
+            yield from expert_metrics(stats.experts)
+
+
+def expert_metrics(experts: ExpertTelemetry) -> Iterable[Metric]:
+    """Yield how often experts were hot and what the cold ones cost, as of the last request."""
+    rates = GaugeMetricFamily(
+        "headroom_expert_hit_rate", "Share of chosen experts that were hot", labels=["layer"]
+    )
+    picks = CounterMetricFamily("headroom_expert_picks", "Experts chosen", labels=["layer"])
+    for layer, rate in enumerate(experts.layer_hit_rates):
+        if rate is not None:
+            rates.add_metric([str(layer)], rate)
+            picks.add_metric([str(layer)], experts.picks[layer])
+    yield rates
+    yield picks
+    yield CounterMetricFamily(
+        "headroom_cold_expert_picks", "Chosen experts that were cold", value=experts.cold_picks
+    )
+    yield CounterMetricFamily(
+        "headroom_expert_swaps", "Experts that became hot while running", value=experts.swaps
+    )
+    read = CounterMetricFamily(
+        "headroom_cold_bytes", "Bytes of cold experts read, by path", labels=["path"]
+    )
+    for path, size in experts.cold_bytes.items():
+        read.add_metric([path], size)
+    yield read
+    times = CounterMetricFamily(
+        "headroom_expert_seconds", "Seconds of experts: hot, cold, waiting", labels=["what"]
+    )
+    for what, seconds in experts.seconds.items():
+        times.add_metric([what], seconds)
+    yield times
 
 
 class Metrics:

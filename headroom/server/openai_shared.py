@@ -194,13 +194,16 @@ def usage_and_timings(ends: Sequence[AnswerEnd], choices_per_prompt: int) -> dic
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
     }
-    timings = {
+    timings: dict[str, Any] = {
         "queue_ms": round(1000 * max(end.timings.queue_s for end in ends), 3),
         "prefill_ms": round(1000 * prefill_s, 3),
         "prefill_tokens_per_second": _rate(sum(end.prompt_tokens for end in ends), prefill_s),
         "decode_ms": round(1000 * decode_s, 3),
         "decode_tokens_per_second": _rate(decoded, decode_s),
     }
+    longest = max(ends, key=lambda end: end.timings.decode_s)  # all run in its time, more or less
+    if longest.timings.experts is not None:
+        timings["experts"] = longest.timings.experts
     return {"usage": usage, "timings": timings}
 
 

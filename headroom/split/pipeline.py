@@ -9,6 +9,8 @@ from headroom.layers.batch import Batch
 from headroom.layers.draws import Draw
 from headroom.layers.parts import part_of_step
 from headroom.moe.stats import RoutingStats
+from headroom.moe.swap import Swappable
+from headroom.moe.telemetry import ColdMeter
 from headroom.split.device_stage import DeviceStage
 from headroom.split.results import StepResult
 from headroom.split.stages import Stage
@@ -32,11 +34,15 @@ class Pipeline:
         vocab: int,
         allocated: Mapping[str, int],
         planned_bytes: int = 0,
+        experts: Swappable | None = None,
+        meter: ColdMeter | None = None,
     ) -> None:
         self._stage = stage
         self.vocab = vocab
         self.allocated = allocated  # bytes by the plan's line
         self._planned_bytes = planned_bytes
+        self.experts = experts  # None where all of them are hot
+        self.meter = meter  # of the cold ones
 
     @property
     def device(self) -> str:

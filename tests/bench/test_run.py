@@ -96,8 +96,14 @@ def test_the_report_is_one_json_object_with_all_figures(report: Report) -> None:
     assert memory["peak_bytes"] > 0
     assert memory["planned_bytes"] == sum(memory["lines"].values())
     assert "reserve" not in memory["lines"]
+    assert found["experts"]["hit_rate"] == 1.0  # of a CPU all are hot
+    assert found["experts"]["layer_hit_rates"] == [1.0] * 4
     assert "gaps" in found["parts"][0]["parts"]
     assert "compare" not in found
+
+
+def test_measuring_leaves_no_statistics_behind(report: Report) -> None:
+    assert [file.name for file in report.path.parent.iterdir()] == ["qwen35moe.gguf"]
 
 
 def test_layers_that_one_call_runs_are_one_part(tmp_path: Path) -> None:
@@ -105,6 +111,7 @@ def test_layers_that_one_call_runs_are_one_part(tmp_path: Path) -> None:
     options = Options(model=str(path), threads=1)
     native = read_model(path).config.layers[0].plain and measure.MODULE is not None
     report = run_bench(path, options, replace(SMALL, contexts=(8,), batches=(1,), prompts=(16,)))
+    assert report_json(report)["experts"] is None
     parts = set(report.figures.parts[0].times.parts)
     layer = {"fused"} if native else {"attention", "dense"}
     assert parts == layer | {"head", "sampling", "other"}

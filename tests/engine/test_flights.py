@@ -66,6 +66,51 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_read(
     assert order == ["launch", "launch", "read", "launch", "read", "launch", "read", "read"]
 
 
+class Often:
+    """An upkeep that is due every third token, and notes what is still to be read then."""
+
+    latest = None
+
+    def __init__(self, unread: Callable[[], int]) -> None:
+        self._unread, self._last = unread, 0
+        self.seen: list[tuple[int, bool]] = []  # unread tokens, and whether nothing ran
+
+    def due(self, tokens: int, resting: bool) -> bool:
+        return tokens - self._last >= 3
+
+    def run(self, tokens: int, resting: bool) -> None:
+        self.seen.append((self._unread(), resting))
+        self._last = tokens
+
+    def idle_s(self, tokens: int) -> float | None:
+        return None
+
+    def begin_request(self) -> None:
+        return None
+
+    def end_request(self, began: object) -> None:
+        return None
+
+    def close(self) -> None:
+        self.seen.append((self._unread(), True))
+
+
+def test_nothing_is_on_its_way_while_experts_are_looked_after() -> None:
+    plan, answers = settings(), []
+    upkeep = Often(lambda: sum(one.unread for one in engine._scheduler.running))
+    for looked_after in (False, True):
+        engine, _ = device_engine(FakeModel(), plan)
+        if looked_after:
+            engine.upkeep = upkeep  # type: ignore[assignment]
+        running = [submit(engine, "x" * n, PARAMS) for n in (1, 2)]
+        answers.append([told(wait(events)) for events in running])
+        engine.close()
+    assert answers[0] == answers[1]
+    assert len(upkeep.seen) > 20
+    assert {unread for unread, _ in upkeep.seen} == {0}
+    assert (0, False) in upkeep.seen
+
+
 def test_preempted_sequences_go_on_with_tokens_that_were_on_their_way() -> None:
     plan = settings(cache_tokens=320, context=256, chunk=32)
     answers, counts = [], []

@@ -66,6 +66,15 @@ def test_routes_agree_with_the_reference(rule: RouterRule, biased: bool, ties: b
     assert check_route.check(60, 7, rule, biased, ties)
 
 
+def test_logits_that_are_no_numbers_change_nobody_elses_counts() -> None:
+    counts = torch.zeros(3, 40, dtype=torch.int64)
+    for number in (float("nan"), float("inf"), -float("inf")):
+        logits = torch.full((2, 41), number)
+        ids, _ = route.route(logits, RouterRule(4, "softmax", True, 1.0), None, counts[1], None)
+        assert ((ids >= 0) & (ids < 40)).all()
+    assert counts.sum(1).tolist() == [0, 3 * 2 * 4, 0]
+
+
 def test_scores_do_not_depend_on_other_rows() -> None:
     assert check_route.check_scores(9, 72)
 

@@ -46,6 +46,7 @@ def test_a_clock_that_went_back_changes_nothing() -> None:
         ({"counts": [[1, 2], []]}, "are for 2 layers with 0/2 experts, the model has 2 layers"),
         ({"counts": [[1, -2, 3], []]}, "its counts are not rows of numbers from 0"),
         ({"counts": [[1, "2", 3], []]}, "its counts are not rows of numbers from 0"),
+        ({"saved_at": float("inf")}, "its counts are not rows of numbers from 0"),
         ({"saved_at": None}, "its counts are not rows of numbers from 0"),
     ],
 )
@@ -62,6 +63,7 @@ def test_statistics_of_something_else_are_refused(
 
 def test_a_corrupt_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.routing.json"
-    path.write_bytes(b"\x00\xff")
-    with pytest.raises(FormatError, match="is not a routing statistics file"):
-        load_history(path, "abc", LAYERS)
+    for content in (b"\x00\xff", b"[" * 100_000, b"", b"[]"):
+        path.write_bytes(content)
+        with pytest.raises(FormatError, match="is not a routing statistics file"):
+            load_history(path, "abc", LAYERS)

@@ -8,6 +8,8 @@ import torch
 from headroom.engine.batching import make_batch
 from headroom.engine.scheduler import Turn
 from headroom.formats.checkpoint import Checkpoint, open_checkpoint
+from headroom.kernels.ops import Case, RouterRule
+from headroom.kernels.registry import pick
 from headroom.moe.stats import RoutingStats
 from headroom.split.pipeline import Pipeline
 from tests.families import PROMPT, variant
@@ -55,8 +57,30 @@ def test_counts_of_prefill_and_decode_equal_a_hand_count(
     assert stats.counts().sum(1).tolist() == [(13 + 7) * 3] * len(expected)
 
 
+def test_rows_that_check_guesses_are_counted_like_any_others(checkpoint: Checkpoint) -> None:
+    pipeline = open_pipeline(checkpoint)
+    assert pipeline.routing is not None
+    sequence = running(PROMPT, [0, 1])
+    for rows in (8, 1, 4, 1):  # a prompt, a token, four guessed ones, a token
+        step(pipeline, Turn(sequence, rows))
+    assert torch.equal(pipeline.routing.counts(), hand_count(checkpoint, PROMPT[:14]))
+
+
 def test_a_model_without_experts_has_no_statistics(tiny_path: Path) -> None:
     assert open_pipeline(open_checkpoint(tiny_path)).routing is None
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("reference", [False, True])
+def test_logits_that_are_no_numbers_change_nobody_elses_counts(
+    number: float, reference: bool
+) -> None:
+    stats = RoutingStats(layers=3, experts=5, device="cpu")
+    route = pick("route", Case(device="cpu", dtype="f32", reference=reference)).run
+    logits = torch.full((2, 5), number)
+    ids, _ = route(logits, RouterRule(3, "softmax", True, 1.0), None, stats.of_layer(1))
+    assert ((ids >= 0) & (ids < 5)).all()
+    assert stats.counts().sum(1).tolist() == [0, 6, 0]
 
 
 def test_counts_are_a_copy_that_later_steps_leave_alone() -> None:

@@ -17,7 +17,7 @@ from headroom.engine.request import (
     TokenEvent,
     TokenLogprobs,
 )
-from headroom.engine.stats import DeviceMemory, EngineStats
+from headroom.engine.stats import DeviceMemory, EngineStats, ExpertTelemetry
 from headroom.errors import CapacityError
 from headroom.llm import LLM
 from headroom.options import Options
@@ -65,6 +65,8 @@ class FakeEngine:
         self.pause_s = 0.0
         self.prefill_s = 0.0
         self.fails_after: int | None = None  # tokens
+        self.experts: ExpertTelemetry | None = None
+        self.timings = TIMINGS
         self.takes: int | None = None  # requests; those beyond are refused
         self.requests: list[GenerationRequest] = []
         self.finished: Counter[str] = Counter()
@@ -98,6 +100,7 @@ class FakeEngine:
             cache_pages_used=1,
             cache_pages_total=8,
             memory=DeviceMemory("cuda:0", 4096, 1024),
+            experts=self.experts,
             started_at=0.0,
         )
 
@@ -130,7 +133,7 @@ class FakeEngine:
             error="The step failed." if reason == "error" else "",
             prompt_tokens=len(request.prompt),
             generated_tokens=count,
-            timings=TIMINGS,
+            timings=self.timings,
         )
 
     def _token(self, request: GenerationRequest, token: int, count: int) -> TokenEvent:
@@ -146,7 +149,7 @@ class FakeEngine:
             finish_reason=reason,
             prompt_tokens=len(request.prompt),
             generated_tokens=count,
-            timings=TIMINGS,
+            timings=self.timings,
         )
 
     def _logprobs(self, token: int, params: SamplingParams) -> TokenLogprobs:

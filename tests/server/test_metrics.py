@@ -2,6 +2,9 @@
 
 import httpx
 
+from headroom.engine.stats import ExpertTelemetry
+from tests.server.fakes import FakeLLM
+
 USER = {"role": "user", "content": "hi"}
 
 
@@ -45,3 +48,28 @@ def test_unknown_paths_share_one_label(client: httpx.Client) -> None:
 def test_each_server_has_a_registry_of_its_own(client: httpx.Client, shared: httpx.Client) -> None:
     shared.get("/health")
     assert 'endpoint="/health"' not in client.get("/metrics").text
+
+
+def test_experts_are_told_by_layer_and_path(client: httpx.Client, llm: FakeLLM) -> None:
+    assert "expert" not in client.get("/metrics").text
+    llm.engine.experts = ExpertTelemetry(
+        picks=(0, 8, 4),
+        hits=(0, 6, 4),
+        tokens=4,
+        cold_bytes={"gpu": 2048, "cpu": 100},
+        seconds={"hot": 0.5, "cold": 0.25, "wait": 0.125},
+        swaps=3,
+    )
+    lines = client.get("/metrics").text.splitlines()
+    for line in (
+        'headroom_expert_hit_rate{layer="1"} 0.75',
+        'headroom_expert_hit_rate{layer="2"} 1.0',
+        'headroom_expert_picks_total{layer="1"} 8.0',
+        "headroom_cold_expert_picks_total 2.0",
+        "headroom_expert_swaps_total 3.0",
+        'headroom_cold_bytes_total{path="gpu"} 2048.0',
+        'headroom_cold_bytes_total{path="cpu"} 100.0',
+        'headroom_expert_seconds_total{what="wait"} 0.125',
+    ):
+        assert line in lines
+    assert not any(line.startswith('headroom_expert_hit_rate{layer="0"}') for line in lines)

@@ -1,11 +1,12 @@
 """/v1/chat/completions over a model that says what it is told to."""
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.fakes import FakeLLM, events_of, wait_until
+from tests.server.fakes import TIMINGS, FakeLLM, events_of, wait_until
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
@@ -40,6 +41,13 @@ def test_an_answer_has_text_reason_counts_and_times(client: httpx.Client) -> Non
         "decode_ms": 3.0,
         "decode_tokens_per_second": 4333.333,
     }
+
+
+def test_what_cold_experts_cost_stands_among_the_times(client: httpx.Client, llm: FakeLLM) -> None:
+    llm.engine.timings = replace(TIMINGS, experts={"hit_rate": 0.9, "cold_picks": 7})
+    answer = ask(client)
+    assert answer["timings"]["experts"] == {"hit_rate": 0.9, "cold_picks": 7}
+    assert stream(client)[-2]["timings"]["experts"]["hit_rate"] == 0.9
 
 
 def test_a_stream_names_the_speaker_then_the_text_then_the_reason(client: httpx.Client) -> None:

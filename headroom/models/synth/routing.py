@@ -34,6 +34,11 @@ class Skew:
     quieted: tuple[str, ...] = ("attn_output", "ssm_out", "ffn_down")
 
     @property
+    def shines(self) -> bool:
+        """Whether embeddings hold a beacon; a bias of the router makes it needless."""
+        return self.family != "laguna"
+
+    @property
     def beacon(self) -> float:
         """The value of the beacon's channels in the embedding."""
         return float((BEACON_POWER * self.width / self.channels) ** 0.5)

@@ -67,8 +67,9 @@ class Source:
         source = random_source(self.seed, zlib.crc32(entry.name.encode()), slab, index)
         width = entry.shape[-1]
         made = random_bytes(entry.quant, rows * width, self.spread(entry.name, width), source)
-        if self.skew is not None and entry.name == "token_embd.weight":
-            _overwrite(made.reshape(rows, -1), entry.quant, self.skew)
+        skew = self.skew
+        if skew is not None and skew.shines and entry.name == "token_embd.weight":
+            _overwrite(made.reshape(rows, -1), entry.quant, skew)
         return made
 
     def spread(self, name: str, fan_in: int) -> float:

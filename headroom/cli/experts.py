@@ -1,0 +1,175 @@
+"""`headroom experts`: which experts are chosen, and which of them a plan keeps in fast memory."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from headroom.cli.loading import ready_model
+from headroom.cli.settings import with_settings
+from headroom.errors import ModelError, OptionError
+from headroom.options import Options
+
+if TYPE_CHECKING:
+    from headroom.moe.placement import ExpertPlacement
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """The choices of a model's experts, and where a plan keeps these."""
+
+    model: str
+    device: str
+    counts: tuple[tuple[float, ...], ...]
+    placement: "ExpertPlacement"
+    counted: bool  # False: there are no statistics
+
+    def hit_rate(self, layer: int) -> float | None:
+        """The share of a layer's choices that would be hot; None without choices."""
+        row = self.counts[layer]
+        total = sum(row)
+        return sum(row[expert] for expert in self.placement.hot[layer]) / total if total else None
+
+    @property
+    def total_hit_rate(self) -> float | None:
+        """The same of all layers."""
+        total = sum(map(sum, self.counts))
+        hot = sum(
+            row[expert]
+            for row, ids in zip(self.counts, self.placement.hot, strict=True)
+            for expert in ids
+        )
+        return hot / total if total else None
+
+
+@with_settings("model", "engine", "plan", "program", log_level="warning")
+def experts(
+    options: Options,
+    svg: Annotated[
+        Path | None,
+        typer.Option("--svg", metavar="FILE", help="draw layers and experts into a file"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Show which experts are chosen and which would be hot; nothing is loaded.
+
+    Choices come from the routing statistics of the model, where there are any; hot are those that
+    a plan for --device and --expert-budget has room for.
+    """
+    found = find_residency(options)
+    if svg is not None:
+        draw(found, svg)
+    if as_json:
+        print(json.dumps(residency_json(found)))
+    elif svg is None:
+        Console().print(residency_table(found))
+    else:
+        print(f"{found.model}: {summary(found)}, drawn into {svg}")
+
+
+def find_residency(options: Options) -> Residency:
+    """Plan a model and place its experts by the statistics that an engine would use."""
+    # torch takes seconds to import; --help must not wait for it.
+    from headroom.formats.checkpoint import open_checkpoint
+    from headroom.memory.plan import make_plan
+    from headroom.memory.targets import plan_devices
+    from headroom.models.describe import describe
+    from headroom.moe.placement import ExpertPlacement
+    from headroom.moe.planned import planned_placement
+    from headroom.moe.stats_file import open_stats, stats_model
+
+    checkpoint = open_checkpoint(ready_model(options))
+    shape = describe(checkpoint).shape
+    if not shape.total_experts:
+        raise ModelError(f"{checkpoint.path} has no routed experts.")
+    model = stats_model(checkpoint.path, checkpoint.identity, shape)
+    counts = open_stats(options.routing_stats, model, options.home_path, time.time()).counts
+    plan = make_plan([shape], plan_devices(options), options)
+    hot: list[set[int]] = [set() for _ in shape.layers]
+    for device in plan.devices:
+        placed = planned_placement(device, model, counts)
+        for own, ids in zip(hot, placed.hot, strict=True):
+            own |= set(ids)
+    nothing = tuple((0.0,) * layer.experts for layer in model.layers)
+    return Residency(
+        model=plan.model,
+        device=" + ".join(device.name for device in plan.devices),
+        counts=counts or nothing,
+        placement=ExpertPlacement(
+            tuple(tuple(sorted(ids)) for ids in hot), "statistics" if counts else "even"
+        ),
+        counted=counts is not None,
+    )
+
+
+def draw(found: Residency, path: Path) -> None:
+    """Draw the heat map into a file."""
+    from headroom.moe.picture import experts_svg
+
+    title = f"{found.model} on {found.device}: {summary(found)}"
+    try:
+        path.write_text(experts_svg(title, found.counts, found.placement), "utf-8")
+    except OSError as error:
+        raise OptionError(f"Cannot write {path}: {error.strerror}.", param="svg") from error
+
+
+def summary(found: Residency) -> str:
+    """Return the main figures in one line."""
+    total = sum(map(len, found.counts))
+    text = f"{found.placement.total} of {total} experts hot"
+    if (rate := found.total_hit_rate) is not None:
+        return f"{text}, {100 * rate:.1f} % of choices"
+    return f"{text}, no statistics"
+
+
+def residency_json(found: Residency) -> dict[str, Any]:
+    """Return all layers with experts as plain data."""
+    return {
+        "model": found.model,
+        "device": found.device,
+        "source": found.placement.source,
+        "hit_rate": found.total_hit_rate,
+        "layers": [
+            {
+                "layer": layer,
+                "experts": len(row),
+                "choices": sum(row),
+                "hit_rate": found.hit_rate(layer),
+                "hot": list(found.placement.hot[layer]),
+                "counts": list(row),
+            }
+            for layer, row in enumerate(found.counts)
+            if row
+        ],
+    }
+
+
+def residency_table(found: Residency) -> Table:
+    """Return one line for each layer with experts."""
+    from headroom.moe.skew import SHARES, measure_skew
+
+    heads = [f"top {100 * share:.0f} % take" for share in SHARES]
+    title = f"{found.model} on {found.device}: {summary(found)}"
+    table = Table("layer", "experts", "hot", "choices", "hit rate", *heads, title=title)
+    skews = {skew.layer: skew.top for skew in measure_skew(found.counts)}
+    for layer, row in enumerate(found.counts):
+        if row:
+            cells = [_percent(share) for share in skews.get(layer, (None,) * len(SHARES))]
+            table.add_row(
+                str(layer),
+                str(len(row)),
+                str(len(found.placement.hot[layer])),
+                f"{sum(row):.0f}",
+                _percent(found.hit_rate(layer)),
+                *cells,
+            )
+    return table
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"

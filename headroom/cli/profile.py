@@ -1,0 +1,178 @@
+"""`headroom profile`: run prompts and keep which experts were chosen."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from headroom.cli.loading import open_llm, ready_model
+from headroom.cli.prompts import FilePrompt, read_prompts
+from headroom.cli.settings import with_settings
+from headroom.engine.request import SamplingParams
+from headroom.errors import ModelError, OptionError
+from headroom.options import Options
+
+if TYPE_CHECKING:
+    from headroom.llm import LLM
+    from headroom.moe.skew import LayerSkew
+    from headroom.moe.stats import RoutingHistory
+    from headroom.moe.stats_file import StatsModel
+
+DEFAULT_TOKENS = 128
+
+
+@with_settings("model", "engine", "program", log_level="warning")
+def profile(
+    options: Options,
+    prompts: Annotated[
+        Path,
+        typer.Option(
+            help='text with one prompt a line, or JSON lines with "prompt" or "messages"',
+            show_default=False,
+        ),
+    ],
+    tokens: Annotated[
+        int, typer.Option(help="tokens to generate after each prompt", min=1)
+    ] = DEFAULT_TOKENS,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="file to write (default: where an engine looks: beside the model, else in the "
+            "home folder)"
+        ),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Run prompts and write the statistics of their routing, which place experts.
+
+    The file is written anew: what stood there is not added to.
+    """
+    asked = read_prompts(prompts)
+    model = counted_model(options)
+    path = target_path(out, options, model)
+    # The engine itself keeps nothing: neither old choices nor half of the new ones.
+    with open_llm(replace(options, routing_stats="off", swap_every="off")) as llm:
+        generated = run_prompts(llm, asked, tokens, raw)
+    assert llm.engine.upkeep is not None
+    history = llm.engine.upkeep.history()
+    write(path, history, model.identity)
+    found = {"path": str(path), "model": llm.name, "prompts": len(asked), "tokens": generated}
+    show(found, history, as_json)
+
+
+def counted_model(options: Options) -> "StatsModel":
+    """Return the model whose choices are counted, or refuse one that has none."""
+    # torch takes seconds to import; --help must not wait for it.
+    from headroom.formats.checkpoint import open_checkpoint
+    from headroom.models.describe import describe
+    from headroom.moe.stats_file import stats_model
+
+    checkpoint = open_checkpoint(ready_model(options))
+    model = stats_model(checkpoint.path, checkpoint.identity, describe(checkpoint).shape)
+    if not model.has_experts:
+        raise ModelError(
+            f"{checkpoint.path} has no routed experts.", hint="Dense models need no statistics."
+        )
+    return model
+
+
+def target_path(out: Path | None, options: Options, model: "StatsModel") -> Path:
+    """Return the file to write, or refuse it; by default that of an engine of these settings."""
+    from headroom.moe.stats_file import OFF, default_paths, writable
+
+    if out is not None:
+        paths: tuple[Path, ...] = (out,)
+    elif options.routing_stats not in (None, OFF):
+        paths = (Path(str(options.routing_stats)).expanduser(),)
+    else:
+        paths = default_paths(model, options.home_path)
+    for path in paths:
+        if writable(path):
+            return path
+    raise OptionError(
+        f"{paths[-1]} cannot be written.", hint="Name a file with --out.", param="out"
+    )
+
+
+def run_prompts(llm: "LLM", asked: Sequence[FilePrompt], tokens: int, raw: bool) -> int:
+    """Run all prompts and return how many tokens were read and generated."""
+    whole = not raw and llm.template is not None
+    ids = []
+    for prompt in asked:
+        if prompt.text is None or whole:
+            encoded = llm.encode_chat(prompt.messages)
+        else:
+            encoded = llm.tokenizer.encode(prompt.text)
+        if not 0 < len(encoded) < llm.context:
+            raise OptionError(
+                f"The prompt of line {prompt.line} has {len(encoded)} tokens and the context "
+                f"holds {llm.context}.",
+                hint="Shorten it, or raise --context.",
+                param="prompts",
+            )
+        ids.append(encoded)
+    with Console(stderr=True).status(f"running {len(ids)} prompts"):
+        answers = llm.generate(ids, SamplingParams(max_tokens=tokens))
+    return sum(answer.prompt_tokens + answer.generated_tokens for answer in answers)
+
+
+def write(path: Path, history: "RoutingHistory", identity: str) -> None:
+    """Write the statistics in one step."""
+    from headroom.moe.stats import save_history
+
+    try:
+        save_history(path, replace(history, saved_at=time.time()), identity)
+    except OSError as error:
+        raise OptionError(f"Cannot write {path}: {error.strerror}.", param="out") from error
+
+
+def show(found: dict[str, Any], history: "RoutingHistory", as_json: bool) -> None:
+    """Print how uneven the choices were."""
+    from headroom.moe.skew import measure_skew
+
+    layers = measure_skew(history.counts)
+    if as_json:
+        rows = [layer_json(layer) for layer in layers]
+        print(json.dumps({**found, "choices": history.total, "layers": rows}))
+        return
+    Console().print(skew_table(layers))
+    print(
+        f"{found['prompts']} prompts, {found['tokens']} tokens, {history.total:.0f} choices, "
+        f"kept in {found['path']}"
+    )
+
+
+def layer_json(layer: "LayerSkew") -> dict[str, Any]:
+    """Return one layer's skew as plain data; keys of `top` are percents of its experts."""
+    from headroom.moe.skew import SHARES
+
+    top = {f"{100 * share:.0f}": value for share, value in zip(SHARES, layer.top, strict=True)}
+    return {
+        "layer": layer.layer,
+        "experts": layer.experts,
+        "choices": layer.choices,
+        "top": top,
+    }
+
+
+def skew_table(layers: "Sequence[LayerSkew]") -> Table:
+    """Return the skew of all layers, and their mean, as a table."""
+    from headroom.moe.skew import SHARES
+
+    heads = [f"top {100 * share:.0f} % take" for share in SHARES]
+    table = Table("layer", "experts", "choices", *heads, title="choices of experts")
+    for layer in layers:
+        cells = [f"{100 * share:.1f} %" for share in layer.top]
+        table.add_row(str(layer.layer), str(layer.experts), f"{layer.choices:.0f}", *cells)
+    if layers:
+        means = [sum(column) / len(layers) for column in zip(*(x.top for x in layers), strict=True)]
+        table.add_section()
+        table.add_row("mean", "", "", *(f"{100 * mean:.1f} %" for mean in means))
+    return table

@@ -1,0 +1,160 @@
+"""ExpertTelemetry: how often the chosen experts were hot, and what the cold ones cost."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from headroom.moe.placement import ExpertPlacement
+
+TIMES = ("hot", "cold", "wait")  # keys of `seconds`
+
+
+@dataclass(frozen=True, slots=True)
+class ColdFigures:
+    """Totals since the start that only those know who compute experts."""
+
+    read_bytes: Mapping[str, int] = field(default_factory=dict)  # by path: "gpu", "cpu", "stream"
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by TIMES; empty: not measured
+
+
+class ColdMeter(Protocol):
+    """Asked between steps by the engine's thread; may wait for a GPU."""
+
+    def figures(self) -> ColdFigures: ...
+
+
+class WorkerCounts(Protocol):
+    """What is known of decode steps whose cold experts a CPU computes."""
+
+    @property
+    def cpu_bytes(self) -> int: ...
+
+    @property
+    def gpu_bytes(self) -> int: ...
+
+    @property
+    def hot_s(self) -> float: ...
+
+    @property
+    def cold_s(self) -> float: ...
+
+    @property
+    def wait_s(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedMeter:
+    """Fills ColdMeter from those who compute: a worker on the CPU, a stream of long steps."""
+
+    worker: Callable[[], WorkerCounts] | None = None
+    streamed_bytes: Callable[[], int] | None = None
+
+    def figures(self) -> ColdFigures:
+        """Return the figures of both as one."""
+        sizes: dict[str, int] = {}
+        seconds: dict[str, float] = {}
+        if self.worker is not None:
+            counts = self.worker()
+            sizes = {"gpu": counts.gpu_bytes, "cpu": counts.cpu_bytes}
+            times = (counts.hot_s, counts.cold_s, counts.wait_s)
+            seconds = dict(zip(TIMES, times, strict=True))
+        if self.streamed_bytes is not None:
+            sizes["stream"] = self.streamed_bytes()
+        return ColdFigures(sizes, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTelemetry:
+    """Totals of all layers over some time; a layer without experts has zeros."""
+
+    picks: tuple[int, ...]  # experts chosen, by layer
+    hits: tuple[int, ...]  # of them, those that were hot
+    tokens: int  # rows that went through the routers, prompts included
+    cold_bytes: Mapping[str, int] = field(default_factory=dict)  # read, by path
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by TIMES
+    swaps: int = 0
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of choices that were hot; None before the first."""
+        return _share(sum(self.hits), sum(self.picks))
+
+    @property
+    def layer_hit_rates(self) -> tuple[float | None, ...]:
+        """The same by layer; None where a layer chose nothing."""
+        return tuple(map(_share, self.hits, self.picks))
+
+    @property
+    def cold_picks(self) -> int:
+        """Choices that were cold."""
+        return sum(self.picks) - sum(self.hits)
+
+    def since(self, earlier: "ExpertTelemetry") -> "ExpertTelemetry":
+        """Return what happened after an earlier reading."""
+        return ExpertTelemetry(
+            picks=tuple(a - b for a, b in zip(self.picks, earlier.picks, strict=True)),
+            hits=tuple(a - b for a, b in zip(self.hits, earlier.hits, strict=True)),
+            tokens=self.tokens - earlier.tokens,
+            cold_bytes={x: n - earlier.cold_bytes.get(x, 0) for x, n in self.cold_bytes.items()},
+            seconds={x: s - earlier.seconds.get(x, 0.0) for x, s in self.seconds.items()},
+            swaps=self.swaps - earlier.swaps,
+        )
+
+    def summary(self) -> dict[str, object]:
+        """Return the figures as plain data, for a request's timings and for reports."""
+        tokens = max(1, self.tokens)
+        return {
+            "hit_rate": _rounded(self.hit_rate),
+            "cold_picks": self.cold_picks,
+            "cold_bytes_per_token": {
+                path: round(size / tokens) for path, size in self.cold_bytes.items()
+            },
+            "ms": {word: round(1000 * s, 3) for word, s in self.seconds.items()},
+            "swaps": self.swaps,
+        }
+
+
+class HitCounter:
+    """Keeps picks and hits while the placement changes under the counts."""
+
+    def __init__(self, used: Sequence[int], experts: int) -> None:
+        layers = len(used)
+        self._used = used
+        self._seen = torch.zeros(layers, experts, dtype=torch.int64)
+        self._hits = torch.zeros(layers, dtype=torch.int64)
+        self._hot = torch.ones(layers, experts, dtype=torch.int64)  # until a placement is known
+
+    def place(self, placement: ExpertPlacement) -> None:
+        """Take a placement as valid for all choices that are counted from now on."""
+        self._hot.zero_()
+        for layer, ids in enumerate(placement.hot):
+            self._hot[layer, list(ids)] = 1
+
+    def count(self, counts: torch.Tensor) -> None:
+        """Take the totals `[layers, experts]` as they are now."""
+        self._hits += ((counts - self._seen) * self._hot).sum(1)
+        self._seen = counts
+
+    def reading(self, meter: ColdMeter | None = None, swaps: int = 0) -> ExpertTelemetry:
+        """Return all totals so far."""
+        picks = self._seen.sum(1).tolist()
+        rows = (n // used for n, used in zip(picks, self._used, strict=True) if used)
+        cold = meter.figures() if meter is not None else ColdFigures()
+        return ExpertTelemetry(
+            picks=tuple(picks),
+            hits=tuple(self._hits.tolist()),
+            tokens=next(rows, 0),
+            cold_bytes=cold.read_bytes,
+            seconds=cold.seconds,
+            swaps=swaps,
+        )
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 4)

@@ -1,0 +1,71 @@
+"""ExpertRecords: what is known of a model's experts before it is loaded, and how they are kept."""
+
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from headroom.errors import OptionError
+from headroom.models.describe import ModelDescription
+from headroom.moe.stats_file import OFF, StatsFile, StatsModel, open_stats, stats_model
+from headroom.moe.swap import SwapPolicy
+from headroom.options import Options
+from headroom.units import parse_size
+
+SAVE_EVERY_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpkeepRules:
+    """When experts are swapped, and what is saved."""
+
+    swap_every: int | None = 0  # tokens; 0: only between requests; None: never
+    policy: SwapPolicy = field(default_factory=SwapPolicy)
+    save_every_s: float = SAVE_EVERY_S
+    placement_path: Path | None = None  # where the placement goes in the end
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRecords:
+    """A model's routing statistics, and what is done with its experts between steps."""
+
+    model: StatsModel
+    file: StatsFile
+    rules: UpkeepRules
+
+
+def read_records(
+    model: ModelDescription, options: Options, *, measuring: bool = False
+) -> ExpertRecords:
+    """Read what the settings name, or refuse it.
+
+    While speeds are measured nothing is saved, and experts stay where they are.
+    """
+    rules = upkeep_rules(options)
+    checkpoint = model.checkpoint
+    counted = stats_model(checkpoint.path, checkpoint.identity, model.shape)
+    file = open_stats(options.routing_stats, counted, options.home_path, time.time())
+    if measuring:
+        rules, file = UpkeepRules(swap_every=None), replace(file, path=None)
+    return ExpertRecords(counted, file, rules)
+
+
+def upkeep_rules(options: Options) -> UpkeepRules:
+    """Return what the settings say, or refuse them."""
+    text = options.swap_every
+    if text != OFF and not text.isdecimal():
+        raise OptionError(
+            f"--swap-every is {text!r}.",
+            hint=f"Write a number of tokens, 0 for swaps only between requests, or {OFF}.",
+            param="swap_every",
+        )
+    policy = SwapPolicy(
+        min_gain=options.swap_min_gain,
+        per_layer=options.swap_per_layer,
+        most_bytes=parse_size(options.swap_bytes),
+    )
+    path = options.save_placement
+    return UpkeepRules(
+        swap_every=None if text == OFF else int(text),
+        policy=policy,
+        placement_path=Path(path).expanduser() if path else None,
+    )

@@ -1,0 +1,168 @@
+"""ExpertUpkeep: what is done for a model's experts between steps: count, save, swap, measure."""
+
+import logging
+import time
+
+import torch
+
+from headroom.moe.placement import save_placement
+from headroom.moe.stats import RoutingHistory
+from headroom.moe.stats_file import HistoryKeeper
+from headroom.moe.swap import Swappable, apply_swaps, plan_swaps, recent
+from headroom.moe.telemetry import ExpertTelemetry, HitCounter
+from headroom.split.expert_records import ExpertRecords
+from headroom.split.pipeline import Pipeline
+from headroom.units import gib
+
+__all__ = ["ExpertTelemetry", "ExpertUpkeep", "open_upkeep"]  # the figures are moe's own
+
+log = logging.getLogger(__name__)
+
+WINDOW = 8192  # tokens that swaps look back, about
+
+
+def open_upkeep(pipeline: Pipeline, records: ExpertRecords) -> "ExpertUpkeep | None":
+    """Return the upkeep of a loaded model; None where it has no experts."""
+    return None if pipeline.routing is None else ExpertUpkeep(pipeline, records)
+
+
+class ExpertUpkeep:
+    """Called by the engine's thread alone, between steps; other threads may look at `latest`."""
+
+    def __init__(self, pipeline: Pipeline, records: ExpertRecords) -> None:
+        assert pipeline.routing is not None
+        self._routing, self._meter = pipeline.routing, pipeline.meter
+        model, file, rules = records.model, records.file, records.rules
+        self._model, self._rules = model, rules
+        self._history = HistoryKeeper(file, model.identity)
+        self._view = recent(file.history.counts, model.used, WINDOW)  # what swaps go by
+        counts = self._routing.counts()
+        self._viewed = counts
+        self._hits = HitCounter(model.used, counts.shape[1])
+        self._experts: Swappable | None = pipeline.experts
+        self._swapping = self._experts is not None and rules.swap_every is not None
+        if self._experts is not None:
+            self._hits.place(self._experts.placement())
+        # On a GPU whose experts are all hot, a look at the counts is not worth waiting for.
+        self._watched = self._experts is not None or pipeline.device == "cpu"
+        self._swaps, self._unfinished = 0, False
+        self._round_tokens = self._saved_tokens = 0
+        self._saved_at = time.monotonic()
+        self.latest: ExpertTelemetry | None = self.read() if self._watched else None
+        self._tell_when()
+
+    def due(self, tokens: int, resting: bool) -> bool:
+        """Whether `run` has anything to do after so many tokens; `resting`: no request runs."""
+        return self._swap_due(tokens, resting) or self._save_in(tokens) == 0.0
+
+    def idle_s(self, tokens: int) -> float | None:
+        """Return how long an engine without requests may sleep; None: until one comes."""
+        return 0.0 if self._swap_due(tokens, True) else self._save_in(tokens)
+
+    def run(self, tokens: int, resting: bool) -> None:
+        """Swap and save as is due; no step may be running."""
+        if self._swap_due(tokens, resting):
+            self._swap()
+            self._round_tokens = tokens
+        if self._save_in(tokens) == 0.0:
+            self._save()
+            self._saved_tokens, self._saved_at = tokens, time.monotonic()
+
+    def read(self) -> ExpertTelemetry:
+        """Return all totals so far; waits for steps that run."""
+        self._hits.count(self._routing.counts())
+        self.latest = self._hits.reading(self._meter, self._swaps)
+        return self.latest
+
+    def history(self) -> RoutingHistory:
+        """Return all choices, those of earlier days included."""
+        return self._history.take(self._routing.counts().tolist(), time.time())
+
+    def begin_request(self) -> ExpertTelemetry | None:
+        """Return what the end of a request is compared with; None where all experts are hot."""
+        return self.read() if self._experts is not None else None
+
+    def end_request(self, began: ExpertTelemetry | None) -> dict[str, object] | None:
+        """Return what cold experts cost while a request ran, other requests' share included."""
+        if not self._watched:
+            return None
+        now = self.read()
+        return now.since(began).summary() if began is not None else None
+
+    def close(self) -> None:
+        """Save what is to be saved; a failure is told and nothing more."""
+        try:
+            self._save()
+            self._save_placement()
+        except Exception as error:
+            log.warning("experts: not saved: %s", error)
+
+    def _tell_when(self) -> None:
+        if self._swapping and self._rules.swap_every and not self._within_requests:
+            log.info(
+                "swaps: hot and cold experts differ in their last bits here, so that swaps wait "
+                "for the ends of requests"
+            )
+
+    @property
+    def _within_requests(self) -> bool:
+        """Whether a swap is invisible to a request that runs."""
+        return self._experts is not None and self._experts.same_bits
+
+    def _swap_due(self, tokens: int, resting: bool) -> bool:
+        if not self._swapping:
+            return False
+        if resting:
+            return self._unfinished or tokens != self._round_tokens
+        every = self._rules.swap_every
+        return bool(every) and self._within_requests and tokens - self._round_tokens >= (every or 0)
+
+    def _save_in(self, tokens: int) -> float | None:
+        """Return the seconds until the statistics are saved; None where nothing is new."""
+        if not self._history.saves or tokens == self._saved_tokens:
+            return None
+        return max(0.0, self._saved_at + self._rules.save_every_s - time.monotonic())
+
+    def _save(self) -> None:
+        if self._history.saves:
+            self.history()
+            self._history.save()
+
+    def _save_placement(self) -> None:
+        path = self._rules.placement_path
+        if path is not None and self._experts is None:
+            log.info("experts: all are hot, so that there is no placement to save")
+        elif path is not None and self._experts is not None:
+            save_placement(path, self._experts.placement(), self._model.identity)
+            log.info("experts: placement saved to %s", path)
+
+    def _swap(self) -> None:
+        """Do one round; after a failure there are no more."""
+        assert self._experts is not None
+        counts = self._routing.counts()
+        self._hits.count(counts)
+        experts = self._experts
+        swaps = plan_swaps(
+            experts.placement(), self._seen(counts), experts.layers(), self._rules.policy
+        )
+        done, error = apply_swaps(self._experts, swaps)
+        self._swaps += done
+        self._unfinished = bool(swaps)
+        self._hits.place(self._experts.placement())
+        if done:
+            copied = sum(swap.copied_bytes for swap in swaps[:done])
+            log.info("swaps: %d experts became hot, %s copied", done, gib(copied))
+        if error is not None:
+            self._swapping = False
+            log.error("swaps: one failed and there are no more", exc_info=error)
+
+    def _seen(self, counts: torch.Tensor) -> tuple[tuple[float, ...], ...]:
+        """Return the choices of late, the new ones included."""
+        new = (counts - self._viewed).tolist()
+        self._viewed = counts
+        grown = [
+            tuple(old + fresh for old, fresh in zip(row, added, strict=False))
+            for row, added in zip(self._view, new, strict=True)
+        ]
+        self._view = recent(grown, self._model.used, WINDOW)
+        return self._view

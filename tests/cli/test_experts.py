@@ -1,0 +1,97 @@
+"""`headroom experts`: what is chosen and what would be hot, as a table, as JSON and drawn."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headroom.cli.main import run_command
+from headroom.formats.checkpoint import open_checkpoint
+from headroom.moe.stats import RoutingHistory, save_history
+from tests.synth_models import MODELS, write_model
+
+DIMS = MODELS["laguna"].dims
+SPACE = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("laguna", "q8_0", tmp_path_factory.mktemp("m"))
+
+
+@pytest.fixture
+def stats(path: Path, tmp_path: Path) -> Path:
+    """Statistics in which the last experts of every layer are chosen most."""
+    row = tuple(float(expert * expert) for expert in range(DIMS.experts))
+    rows = ((), *(row for _ in range(DIMS.layers - 1)))
+    kept = tmp_path / "stats.json"
+    save_history(kept, RoutingHistory(rows, 4e9), open_checkpoint(path).identity)
+    return kept
+
+
+def shown(capsys: pytest.CaptureFixture[str], *line: object) -> dict[str, Any]:
+    assert run_command(["experts", *map(str, line), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_on_a_cpu_all_experts_are_hot(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = shown(capsys, path, "--device", "cpu", "--routing-stats", "off")
+    assert [len(layer["hot"]) for layer in found["layers"]] == [DIMS.experts] * (DIMS.layers - 1)
+    assert (found["source"], found["hit_rate"]) == ("even", None)
+
+
+def test_a_budget_holds_the_most_chosen_ones(
+    path: Path, stats: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = (path, "--device", "2GiB", "--expert-budget", "50%", "--routing-stats", stats)
+    found = shown(capsys, *line)
+    assert found["source"] == "statistics"
+    half = DIMS.experts // 2
+    for layer in found["layers"]:
+        assert layer["hot"] == list(range(half, DIMS.experts))
+        expected = sum(layer["counts"][half:]) / sum(layer["counts"])
+        assert layer["hit_rate"] == pytest.approx(expected)
+    assert 0.8 < found["hit_rate"] < 1
+
+
+def test_the_picture_shows_the_same(
+    path: Path, stats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "experts.svg"
+    line = ["experts", str(path), "--device", "2GiB", "--expert-budget", "50%"]
+    line += ["--routing-stats", str(stats), "--svg", str(picture)]
+    assert run_command(line) == 0
+    assert f"drawn into {picture}" in capsys.readouterr().out
+    boxes = list(ElementTree.parse(picture).getroot().iter(f"{SPACE}rect"))
+    assert len(boxes) == DIMS.experts * (DIMS.layers - 1)
+    words = [box.get("class") for box in boxes[: DIMS.experts]]
+    assert words == ["cold"] * (DIMS.experts // 2) + ["hot"] * (DIMS.experts // 2)
+
+
+def test_the_table_has_a_line_for_each_layer_with_experts(
+    path: Path, stats: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run_command(["experts", str(path), "--device", "cpu", "--routing-stats", str(stats)]) == 0
+    )
+    text = capsys.readouterr().out
+    assert "100.0 % of choices" in text
+    assert sum(line.startswith("│ ") for line in text.splitlines()) == DIMS.layers - 1
+
+
+def test_what_cannot_be_shown_is_refused(
+    path: Path, tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["experts", str(tiny_path), "--device", "cpu"]) == 1
+    assert capsys.readouterr().err == f"error: {tiny_path} has no routed experts.\n"
+    line = ["experts", str(path), "--device", "cpu"]
+    assert run_command([*line, "--svg", str(tmp_path / "none" / "x.svg")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    assert run_command([*line, "--routing-stats", str(bad)]) == 1
+    assert "is not a routing statistics file" in capsys.readouterr().err

@@ -1,0 +1,109 @@
+"""`headroom profile`: prompts in, statistics out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headroom.cli.main import run_command
+from headroom.models.synth.recipe import Recipe, find_recipe
+from headroom.models.synth.routing import make_skew
+from headroom.models.synth.values import Source
+from headroom.models.synth.write import write_gguf
+
+SHARE, HOT = 0.9, 0.6  # of the choices go to so many experts
+FEW = ("--threads", "1", "--context", "256", "--chunk", "64", "--parallel", "2")
+
+
+@pytest.fixture(scope="module")
+def skewed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Recipe]:
+    recipe = find_recipe("laguna", "tiny", 4)
+    path = tmp_path_factory.mktemp("skewed") / "m.gguf"
+    write_gguf(Source(recipe, 2, make_skew(recipe, SHARE, HOT)), path, "q8_0")
+    return path, recipe
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("What is a mixture of experts, and who mixes it?\nTell me about the sea.\n")
+    return path
+
+
+def profiled(capsys: pytest.CaptureFixture[str], *line: object) -> dict[str, Any]:
+    assert run_command(["profile", *map(str, line), *FEW, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_skew_of_a_skewed_model_is_found(
+    skewed: tuple[Path, Recipe], prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, recipe = skewed
+    found = profiled(capsys, path, "--prompts", prompts, "--tokens", 60)
+    kept = path.with_name("m.gguf.routing.json")
+    assert (found["path"], found["prompts"]) == (str(kept), 2)
+    table = json.loads(kept.read_text())
+    assert table["counts"][0] == []  # a dense layer
+    hot = round(HOT * recipe.dims.experts)
+    for row, layer in zip(table["counts"][1:], found["layers"], strict=True):
+        assert sum(row[:hot]) / sum(row) == pytest.approx(SHARE, abs=0.08)
+        assert layer["top"]["60"] >= sum(row[:hot]) / sum(row)
+        assert layer["top"]["10"] < layer["top"]["30"] < layer["top"]["60"]
+    rows = found["tokens"] - 2  # the last token of an answer is not read again
+    assert found["choices"] == rows * recipe.dims.experts_used * len(found["layers"])
+
+
+def test_a_profile_is_written_anew_where_told_and_as_a_table(
+    skewed: tuple[Path, Recipe], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = skewed
+    asked, out = tmp_path / "p.jsonl", tmp_path / "sub" / "mine.json"
+    asked.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n{"prompt": "you"}\n')
+    totals = []
+    for _ in range(2):
+        found = profiled(capsys, path, "--prompts", asked, "--tokens", 3, "--out", out)
+        totals.append((found["choices"], json.loads(out.read_text())["counts"]))
+    assert sum(map(sum, totals[0][1])) == totals[0][0]
+    assert totals[1][0] == totals[0][0]
+    line = ["profile", str(path), "--prompts", str(asked), "--out", str(out), "--tokens", "2"]
+    asked.write_text("only text\n")
+    assert run_command([*line, "--raw", *FEW]) == 0
+    shown = capsys.readouterr().out
+    assert "top 10 % take" in shown
+    assert f"kept in {out}" in shown.replace("\n", "")
+
+
+def test_a_dense_model_is_refused_before_it_is_loaded(
+    tiny_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["profile", str(tiny_path), "--prompts", str(prompts)]) == 1
+    error = capsys.readouterr().err
+    assert error == (
+        f"error: {tiny_path} has no routed experts. Dense models need no statistics.\n"
+    )
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_its_line(
+    skewed: tuple[Path, Recipe], prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts.write_text("short\n" + "long " * 400 + "\n")
+    assert run_command(["profile", str(skewed[0]), "--prompts", str(prompts), *FEW]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: The prompt of line 2 has ")
+    assert "and the context holds 256." in error
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_model_is_loaded(
+    skewed: tuple[Path, Recipe],
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = prompts / "below-a-file.json"
+    monkeypatch.delattr("headroom.llm.LLM.__init__")
+    line = ["profile", str(skewed[0]), "--prompts", str(prompts), "--tokens", "1"]
+    assert run_command([*line, "--out", str(out), *FEW]) == 2
+    assert capsys.readouterr().err == (f"error: {out} cannot be written. Name a file with --out.\n")

@@ -1,0 +1,149 @@
+"""The engine looks after experts between steps, and answers stay what they are."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headroom import llm as llm_module
+from headroom.engine.request import SamplingParams
+from headroom.llm import LLM
+from headroom.models.describe import ModelDescription
+from headroom.moe.placement import LayerExperts
+from headroom.split.pipeline import Pipeline
+from tests.moe.pretended import PretendedExperts
+from tests.synth_models import MODELS, write_model
+
+SETTINGS: dict[str, Any] = {"context": 128, "parallel": 2, "chunk": 16, "threads": 1}
+USED = MODELS["qwen3moe"].dims.experts_used
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, seed=4)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small mixture of experts, all of them hot."""
+    return write_model("qwen3moe", "q8_0", tmp_path_factory.mktemp("m"))
+
+
+class Watched(PretendedExperts):
+    """Notes how many requests ran at each exchange."""
+
+    engine: Any
+    running: list[int]
+
+    def exchange(self, layer: int, promoted: int, demoted: int) -> None:
+        super().exchange(layer, promoted, demoted)
+        self.running.append(self.engine.stats().requests_running)
+
+
+@pytest.fixture
+def half_cold(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """Let every model that is opened take the upper half of its experts for cold."""
+    made = Watched([], [])
+    made.running = []
+    start = llm_module.start_pipeline
+
+    def start_cold(plan: Any, model: ModelDescription, *more: Any) -> Pipeline:
+        pipeline = start(plan, model, *more)
+        layers = [LayerExperts(x.experts, x.expert_bytes) for x in model.shape.layers]
+        made._layers = layers
+        made._hot = [set(range(layer.experts // 2)) for layer in layers]
+        pipeline.experts = pipeline.meter = made
+        return pipeline
+
+    monkeypatch.setattr(llm_module, "start_pipeline", start_cold)
+    return made
+
+
+def answers(path: Path, half_cold: Watched | None = None, **settings: Any) -> list[Any]:
+    given = SETTINGS | {"routing_stats": "off"} | settings
+    with LLM(str(path), **given) as llm:
+        if half_cold is not None:
+            half_cold.engine = llm.engine
+        return [llm.generate(prompt, PARAMS)[0] for prompt in ("one", "two", "three")]
+
+
+def test_choices_are_saved_when_the_engine_ends_and_added_to_the_next_time(path: Path) -> None:
+    beside = path.with_name(path.name + ".routing.json")
+    for times in (1, 2):
+        with LLM(str(path), **SETTINGS) as llm:
+            done = llm.generate("hello", PARAMS)[0]
+        rows = done.prompt_tokens + done.generated_tokens - 1  # the last token is not read again
+        counts = json.loads(beside.read_text())["counts"]
+        assert [sum(row) for row in counts] == pytest.approx([times * rows * USED] * len(counts))
+    beside.unlink()
+
+
+def test_an_idle_engine_saves_too(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = llm_module.read_records
+
+    def hasty(*given: Any) -> Any:
+        records = rules(*given)
+        return replace(records, rules=replace(records.rules, save_every_s=0.05))
+
+    monkeypatch.setattr(llm_module, "read_records", hasty)
+    kept = tmp_path / "kept.json"
+    with LLM(str(path), routing_stats=str(kept), **SETTINGS) as llm:
+        llm.generate("hello", PARAMS)
+        deadline = time.monotonic() + 30
+        while not kept.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert kept.exists()
+
+
+def test_swaps_come_between_requests_and_change_no_answer(path: Path, half_cold: Watched) -> None:
+    settings = {"swap_min_gain": 1.0, "swap_bytes": "1GiB"}
+    moved = answers(path, half_cold, **settings)
+    assert half_cold.exchanged
+    assert set(half_cold.running) == {0}
+    count = len(half_cold.exchanged)
+    still = answers(path, half_cold, swap_every="off")
+    assert len(half_cold.exchanged) == count
+    assert [x.token_ids for x in moved] == [x.token_ids for x in still]
+
+
+def test_swaps_every_few_tokens_come_while_a_request_runs(path: Path, half_cold: Watched) -> None:
+    half_cold.same_bits = True
+    moved = answers(path, half_cold, swap_every="4", swap_min_gain=1.0)
+    assert 1 in half_cold.running
+    still = answers(path, half_cold, swap_every="off")
+    assert [x.token_ids for x in moved] == [x.token_ids for x in still]
+
+
+def test_a_swap_that_fails_ends_no_request(path: Path, half_cold: Watched) -> None:
+    half_cold.fails_after = 2
+    found = answers(path, half_cold, swap_min_gain=1.0)
+    assert [done.finish_reason for done in found] == ["length"] * 3
+    assert len(half_cold.exchanged) == 2
+
+
+def test_an_answer_tells_what_cold_experts_cost(path: Path, half_cold: Watched) -> None:
+    for done in answers(path, swap_every="off"):
+        told = done.timings.experts
+        assert told is not None
+        assert 0 < told["hit_rate"] < 1
+        assert set(told["cold_bytes_per_token"]) == {"gpu", "cpu"}
+        assert set(told["ms"]) == {"hot", "cold", "wait"}
+
+
+def test_where_all_are_hot_answers_tell_nothing_and_the_engine_knows(path: Path) -> None:
+    with LLM(str(path), routing_stats="off", **SETTINGS) as llm:
+        done = llm.generate("hello", PARAMS)[0]
+        told = llm.engine.stats().experts
+    assert done.timings.experts is None
+    assert told is not None
+    assert set(told.layer_hit_rates) == {1.0}
+    assert told.tokens == done.prompt_tokens + done.generated_tokens - 1
+
+
+def test_a_dense_model_has_nothing_to_look_after(tiny_path: Path) -> None:
+    with LLM(str(tiny_path), **SETTINGS) as llm:
+        llm.generate("hello", PARAMS)
+        assert llm.engine.upkeep is None
+        assert llm.engine.stats().experts is None
+    assert not tiny_path.with_name(tiny_path.name + ".routing.json").exists()

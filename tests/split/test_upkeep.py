@@ -1,0 +1,193 @@
+"""Between steps: when experts change places, when statistics are saved, what is told."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headroom.moe.placement import LayerExperts, load_placement
+from headroom.moe.stats import RoutingHistory, RoutingStats, load_history
+from headroom.moe.stats_file import StatsFile, StatsModel
+from headroom.moe.swap import SwapPolicy
+from headroom.split.expert_records import ExpertRecords, UpkeepRules
+from headroom.split.pipeline import Pipeline
+from headroom.split.stages import Stage
+from headroom.split.upkeep import ExpertUpkeep, open_upkeep
+from tests.moe.pretended import PretendedExperts
+
+LAYERS = (LayerExperts(0, 0), LayerExperts(4, 10), LayerExperts(4, 10))
+USED = (0, 2, 2)
+POLICY = SwapPolicy(min_gain=2.0, per_layer=1)
+
+
+class PretendedStage(Stage):
+    """A stage of which only the statistics are there."""
+
+    def __init__(self, routing: RoutingStats | None, device: str = "cpu") -> None:
+        self.device, self._routing = device, routing
+
+    @property
+    def routing(self) -> RoutingStats | None:
+        return self._routing
+
+
+class Case:
+    """An upkeep, and hands to change what it looks at."""
+
+    def __init__(
+        self, path: Path | None, experts: PretendedExperts | None, rules: UpkeepRules, **more: str
+    ) -> None:
+        self.routing = RoutingStats(3, 4, "cpu")
+        self.experts = experts
+        stage = PretendedStage(self.routing, **more)
+        self.pipeline = Pipeline(stage, 10, {}, experts=experts, meter=experts)
+        file = StatsFile(path, RoutingHistory.empty(LAYERS, 0.0))
+        self.records = ExpertRecords(StatsModel(Path("m"), "abc", LAYERS, USED), file, rules)
+        self.upkeep = ExpertUpkeep(self.pipeline, self.records)
+
+    def choose(self, layer: int, expert: int, times: int) -> None:
+        self.routing.of_layer(layer)[expert] += times
+
+
+def cold_half(**more: object) -> PretendedExperts:
+    return PretendedExperts(LAYERS, [(), (0, 1), (0, 1)], **more)  # type: ignore[arg-type]
+
+
+def test_a_model_without_experts_needs_no_upkeep() -> None:
+    case = Case(None, None, UpkeepRules())
+    assert open_upkeep(case.pipeline, case.records) is not None
+    dense = Pipeline(PretendedStage(None), 10, {})
+    assert open_upkeep(dense, case.records) is None
+
+
+def test_between_requests_the_more_chosen_experts_become_hot() -> None:
+    case = Case(None, cold_half(), UpkeepRules(policy=POLICY))
+    case.choose(1, 3, 9)
+    case.choose(1, 2, 5)
+    case.choose(2, 0, 9)
+    assert case.upkeep.due(7, resting=True)
+    assert case.upkeep.idle_s(7) == 0.0
+    case.upkeep.run(7, resting=True)
+    assert case.experts is not None
+    assert case.experts.exchanged == [(1, 3, 1)]
+    case.upkeep.run(7, resting=True)  # there was something to do, so there may be more
+    assert case.experts.exchanged == [(1, 3, 1), (1, 2, 0)]
+    case.upkeep.run(7, resting=True)
+    assert not case.upkeep.due(7, resting=True)
+    assert case.upkeep.idle_s(7) is None
+    assert case.upkeep.due(8, resting=True)  # new tokens, new choices
+
+
+def test_a_running_request_sees_no_swap_where_bits_would_change(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        case = Case(None, cold_half(), UpkeepRules(swap_every=4, policy=POLICY))
+    assert "swaps wait for the ends of requests" in caplog.text
+    case.choose(1, 3, 9)
+    assert not case.upkeep.due(400, resting=False)
+    assert case.upkeep.due(400, resting=True)
+
+
+def test_where_bits_are_the_same_swaps_come_every_so_many_tokens() -> None:
+    case = Case(None, cold_half(same_bits=True), UpkeepRules(swap_every=4, policy=POLICY))
+    case.choose(1, 3, 9)
+    assert not case.upkeep.due(3, resting=False)
+    assert case.upkeep.due(4, resting=False)
+    case.upkeep.run(4, resting=False)
+    assert case.experts is not None
+    assert case.experts.exchanged == [(1, 3, 1)]
+    assert not case.upkeep.due(7, resting=False)
+    assert case.upkeep.due(8, resting=False)
+
+
+def test_zero_tokens_means_only_between_requests_and_off_means_never() -> None:
+    between = Case(None, cold_half(same_bits=True), UpkeepRules(swap_every=0))
+    assert not between.upkeep.due(10**6, resting=False)
+    never = Case(None, cold_half(same_bits=True), UpkeepRules(swap_every=None))
+    assert not never.upkeep.due(10**6, resting=True)
+
+
+def test_a_failing_exchange_is_told_and_is_the_last(caplog: pytest.LogCaptureFixture) -> None:
+    case = Case(None, cold_half(fails_after=1), UpkeepRules(policy=replace(POLICY, per_layer=2)))
+    case.choose(1, 3, 9)
+    case.choose(2, 3, 8)
+    case.upkeep.run(5, resting=True)
+    assert "swaps: one failed and there are no more" in caplog.text
+    assert case.experts is not None
+    assert case.experts.placement().hot == ((), (0, 3), (0, 1))
+    assert not case.upkeep.due(99, resting=True)
+    assert case.upkeep.read().swaps == 1
+
+
+def test_new_choices_matter_after_a_long_history() -> None:
+    experts = cold_half()
+    case = Case(None, experts, UpkeepRules(policy=POLICY))
+    old = RoutingHistory(((), (1e9, 1e9, 0.0, 0.0), (0.0,) * 4), 0.0)
+    records = replace(case.records, file=StatsFile(None, old))
+    upkeep = ExpertUpkeep(case.pipeline, records)
+    case.choose(1, 3, 60_000)
+    upkeep.run(30_000, resting=True)
+    assert experts.exchanged == [(1, 3, 1)]
+
+
+def test_statistics_are_saved_after_a_while_and_in_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    patient = Case(path, None, UpkeepRules())
+    patient.choose(1, 2, 5)
+    assert not patient.upkeep.due(5, resting=False)
+    wait = patient.upkeep.idle_s(5)
+    assert wait is not None
+    assert 0 < wait <= 600
+    patient.upkeep.close()
+    assert load_history(path, "abc", LAYERS).counts[1] == (0.0, 0.0, 5.0, 0.0)
+    hasty = Case(path, None, UpkeepRules(save_every_s=0.0))
+    hasty.choose(1, 2, 7)
+    assert hasty.upkeep.due(5, resting=False)
+    hasty.upkeep.run(5, resting=False)
+    assert load_history(path, "abc", LAYERS).counts[1] == (0.0, 0.0, 7.0, 0.0)
+    assert not hasty.upkeep.due(5, resting=False)
+    assert hasty.upkeep.idle_s(5) is None
+
+
+def test_the_placement_is_saved_in_the_end_where_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "placed.json"
+    case = Case(None, cold_half(), UpkeepRules(policy=POLICY, placement_path=path))
+    case.choose(1, 3, 9)
+    case.upkeep.run(5, resting=True)
+    case.upkeep.close()
+    assert load_placement(path, "abc", LAYERS).hot == ((), (0, 3), (0, 1))
+
+
+def test_a_placement_that_cannot_be_saved_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    rules = UpkeepRules(placement_path=tmp_path / "file" / "placed.json")
+    Case(None, cold_half(), rules).upkeep.close()
+    assert "experts: not saved" in caplog.text
+
+
+def test_a_request_is_told_of_its_own_time_where_experts_are_cold() -> None:
+    case = Case(None, cold_half(), UpkeepRules())
+    case.choose(1, 3, 9)
+    began = case.upkeep.begin_request()
+    case.choose(1, 0, 3)
+    case.choose(1, 2, 1)
+    told = case.upkeep.end_request(began)
+    assert told is not None
+    assert (told["hit_rate"], told["cold_picks"]) == (0.75, 1)
+    assert case.upkeep.latest is not None
+    assert case.upkeep.latest.cold_picks == 10
+
+
+def test_where_all_are_hot_requests_are_told_nothing_and_a_gpu_is_not_asked() -> None:
+    case = Case(None, None, UpkeepRules())
+    case.choose(1, 3, 9)
+    assert case.upkeep.end_request(case.upkeep.begin_request()) is None
+    assert case.upkeep.latest is not None
+    assert case.upkeep.latest.hit_rate == 1.0
+    on_gpu = Case(None, None, UpkeepRules(), device="cuda:0")
+    assert on_gpu.upkeep.end_request(None) is None
+    assert on_gpu.upkeep.latest is None
