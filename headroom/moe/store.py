@@ -173,7 +173,7 @@ class LayerStore:
 
     def parts(self, blobs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the gates, ups and downs `[..., bytes]` of experts `[..., bytes]`."""
-        return blobs.split(self.sizes, dim=-1)
+        return torch.split(blobs, list(self.sizes), dim=-1)
 
     def exchange(self, promoted: int, demoted: int) -> None:
         """Make a cold expert hot and a hot one cold; no step may run meanwhile.
