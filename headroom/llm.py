@@ -27,6 +27,7 @@ from headroom.models.describe import describe
 from headroom.options import Options, load_options
 from headroom.split.choice import make_run_plan
 from headroom.split.launch import Progress, start_pipeline
+from headroom.split.placing import find_placement
 from headroom.text.answer import AnswerText
 from headroom.text.chat_template import ChatTemplate
 from headroom.text.reasoning import find_reasoning
@@ -56,7 +57,8 @@ def open_engine(
             plan.settings.context,
             plan.settings.parallel,
         )
-    pipeline = start_pipeline(plan, model, progress)  # weights on devices
+    placement = find_placement(model.shape, plan, options, checkpoint.identity)
+    pipeline = start_pipeline(plan, model, progress, placement)  # weights on devices
     return Engine(pipeline, plan.settings, options.queue), plan  # requests in, tokens out
 
 

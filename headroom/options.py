@@ -79,6 +79,15 @@ class Options:
         "keep weights packed as in the file, or unpack them at load",
         choices=("auto", "packed", "unpacked"),
     )
+    cold: str = option(
+        "auto",
+        "who computes experts that are not in GPU memory; drop leaves them out, which is lossy",
+        choices=("auto", "gpu", "cpu", "drop"),
+    )
+    no_pin: bool = option(False, "do not lock the memory of cold experts for the GPU to read")
+    keep_host_copy: bool = option(False, "keep hot experts in host memory, too")
+    placement: str | None = option(None, "file that says which experts are hot")
+    save_placement: str | None = option(None, "file to keep the experts that are hot in")
     ram: str | None = option(None, "host memory to plan for, as in 64GiB", group="plan")
     expert_budget: str | None = option(
         None, "most that devices hold of routed experts: 8GiB or 60%", group="plan"

@@ -36,12 +36,13 @@ class HostMemory:
 
 def register(memory: torch.Tensor) -> str:
     """Lock memory in place for GPUs; return why that was refused, "" if it was not."""
-    cudart = torch.cuda.cudart()
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     result = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, REGISTER_FLAGS))
     return "" if result == 0 else str(cudart.cudaGetErrorString(cudart.cudaError(result)))
 
 
 def _unregister(memory: torch.Tensor) -> None:
-    result = int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    result = int(cudart.cudaHostUnregister(memory.data_ptr()))
     if result:
         log.warning("memory: %s of host memory stay pinned (error %d)", gib(memory.nbytes), result)

@@ -134,10 +134,11 @@ class Upload:
 
     def _capacity(self, part: FileMatrices, back: TilesBack) -> int:
         """How many bytes of a file go at once, if their tiles must fit into a room."""
-        tile = tile_bytes(part.quant, TILE_ROWS, part.columns)
-        rows = back.rooms.shape[1] // tile * TILE_ROWS
-        matrices = back.rooms.shape[1] // tile_bytes(part.quant, part.rows, part.columns)
-        return min(self._slot_bytes, max(matrices * part.rows, rows) * part.row_bytes)
+        room = back.rooms.shape[1]
+        if matrices := room // tile_bytes(part.quant, part.rows, part.columns):
+            return min(self._slot_bytes, matrices * part.matrix_bytes)
+        tiles = room // tile_bytes(part.quant, TILE_ROWS, part.columns)
+        return min(self._slot_bytes, tiles * TILE_ROWS * part.row_bytes)
 
     def rows(self, source: FileMatrices, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a matrix as its file has it, plain types as floats or, if given, in `dtype`."""

@@ -10,6 +10,7 @@ from headroom.layers.parts import begin_step
 from headroom.layers.side import SideInputs
 from headroom.layers.workspace import Workspace
 from headroom.moe.stats import RoutingStats
+from headroom.moe.store import ExpertStore
 
 
 class Model:
@@ -23,6 +24,7 @@ class Model:
         workspace: Workspace,
         routing: RoutingStats | None = None,
         side: SideInputs | None = None,
+        store: ExpertStore | None = None,
     ) -> None:
         self._workspace = workspace
         self._embedding = embedding
@@ -30,6 +32,7 @@ class Model:
         self._blocks = blocks
         self._head = head
         self.routing = routing  # of all layers; None where there are no experts
+        self.store = store  # None where no expert is cold
 
     @property
     def capturable(self) -> bool:
