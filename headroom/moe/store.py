@@ -240,9 +240,14 @@ class LayerStore:
         addresses, flags = _table_views(table)
         addresses.copy_(torch.where(is_hot[:, None], slot[:, None] + starts, readable))
         flags.copy_(is_hot)
-        self.host_addresses.copy_(torch.where(is_hot[:, None], self.host_addresses, cold))
-        copy_bytes(self._device_table, table)
-        self._wait()
+        before = self.host_addresses.clone()
+        self.host_addresses.copy_(torch.where(is_hot[:, None], before, cold))
+        try:
+            copy_bytes(self._device_table, table)
+            self._wait()
+        except BaseException:
+            self.host_addresses.copy_(before)
+            raise
         self.host_addresses.copy_(cold)
         self._residence = residence
 
