@@ -12,6 +12,8 @@ from headroom.layers.config import ExpertsConfig
 from headroom.layers.pinned import HostMemory
 from headroom.layers.upload import SLOTS, TilesBack
 from headroom.layers.weights import WeightSource
+from headroom.memory.cgroups import read_limits
+from headroom.memory.devices import pinnable_bytes
 from headroom.memory.experts import STAGING_BUFFERS
 from headroom.moe.placement import ExpertPlacement
 from headroom.moe.store import BlobLayout, ColdPath, ExpertStore, LayerStore, Spare
@@ -115,20 +117,27 @@ def cold_path(wanted: str, memory: HostMemory) -> ColdPath:
     if memory.refused and wanted == "gpu":
         raise DeviceError(
             f"The GPU's driver does not pin {gib(len(memory))} of host memory for cold experts: "
-            f"{memory.refused}.",
-            hint="Free host memory or raise the limit of its control group, keep more experts on "
-            "the GPU, or let the CPU compute cold ones with --cold cpu.",
+            f"{memory.refused}{_limits()}.",
+            hint="Free host memory, raise ulimit -l or the limit of the control group, keep more "
+            "experts on the GPU, or let the CPU compute cold ones with --cold cpu.",
         )
     if memory.refused:
         log.warning(
-            "experts: %s of cold experts are not pinned (%s): the CPU computes them, and long "
+            "experts: %s of cold experts are not pinned (%s%s): the CPU computes them, and long "
             "prompts copy them twice",
             gib(len(memory)),
             memory.refused,
+            _limits(),
         )
     if wanted == "drop":
         return "drop"
     return "gpu" if memory.pinned and wanted != "cpu" else "cpu"
+
+
+def _limits() -> str:
+    """Say how much memory this process may lock, where that is limited."""
+    limit = pinnable_bytes(read_limits())
+    return "" if limit is None else f"; ulimit -l and its control group allow {gib(limit)}"
 
 
 def fill_tiles(store: LayerStore, get: WeightSource, rooms: torch.Tensor) -> None:

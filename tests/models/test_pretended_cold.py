@@ -11,7 +11,6 @@ from tests.families import PROMPT, variant
 from tests.pretend_cuda import pretend_cuda
 from tests.pretend_stage import PretendedStage, run_pretended
 
-
 PROMPTS = [PROMPT[:7], PROMPT[3:10]]
 PIECES = [5, 1, 1]
 FAMILIES = ("qwen3moe", "qwen3moe-fused", "qwen35moe", "laguna", "gemma4-26b")

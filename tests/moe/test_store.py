@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from headroom.errors import DeviceError
 from headroom.layers.pinned import HostMemory
+from headroom.moe import load_store
 from headroom.moe import store as stores
 from headroom.moe.load_store import cold_path
 from headroom.moe.store import drop_cold
@@ -170,6 +171,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     made.cudaHostRegister = lambda address, size, flags: made.result
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(load_store, "pinnable_bytes", lambda limits: 8 << 20)
     return made
 
 
@@ -194,7 +196,7 @@ def test_a_driver_that_does_not_pin_leaves_cold_experts_to_the_cpu_and_says_so(
     assert store.layers[0] is not None
     assert store.layers[0].path == "cpu"
     check_layer(store, 0)
-    assert "384 bytes of cold experts are not pinned (out of memory): the CPU" in caplog.text
+    assert "384 B of cold experts are not pinned (out of memory; ulimit -l" in caplog.text
 
 
 def test_a_gpu_that_must_read_what_is_not_pinned_is_refused(driver: SimpleNamespace) -> None:
@@ -202,9 +204,10 @@ def test_a_gpu_that_must_read_what_is_not_pinned_is_refused(driver: SimpleNamesp
     with pytest.raises(DeviceError) as refused:
         cold_path("gpu", HostMemory(3 << 30, pin=True))
     assert str(refused.value) == (
-        "The GPU's driver does not pin 3.00 GiB of host memory for cold experts: out of memory. "
-        "Free host memory or raise the limit of its control group, keep more experts on the GPU, "
-        "or let the CPU compute cold ones with --cold cpu."
+        "The GPU's driver does not pin 3.00 GiB of host memory for cold experts: out of memory; "
+        "ulimit -l and its control group allow 8.0 MiB. Free host memory, raise ulimit -l or the "
+        "limit of the control group, keep more experts on the GPU, or let the CPU compute cold "
+        "ones with --cold cpu."
     )
 
 
