@@ -7,12 +7,11 @@ from typing import Literal
 
 import torch
 
-from headroom.formats.quants import QuantType
+from headroom.kernels.cuda.experts import PARTS, Kinds
 from headroom.layers.pinned import HostMemory
 from headroom.moe.placement import ExpertPlacement
 
 ColdPath = Literal["gpu", "cpu", "drop"]  # who computes cold experts in small steps, if anybody
-PARTS = 3  # matrices of an expert: gate, up, down
 NOWHERE, SPARE = -1, -2  # instead of a row: not on this side; in this side's spare buffer
 
 
@@ -21,7 +20,7 @@ class BlobLayout:
     """How each expert of a layer lies in memory: gate, up and down, one after another."""
 
     experts: int
-    kinds: tuple[QuantType, ...]
+    kinds: Kinds
     width: int
     hidden: int
     sizes: tuple[int, ...]  # bytes of each matrix
@@ -124,7 +123,7 @@ class LayerStore:
         return self.blobs.experts
 
     @property
-    def kinds(self) -> tuple[QuantType, ...]:
+    def kinds(self) -> Kinds:
         """The types of an expert's gate, up and down."""
         return self.blobs.kinds
 
