@@ -13,6 +13,7 @@ from headroom.options import Options
 from headroom.split.choice import make_run_plan
 from headroom.split.launch import start_pipeline
 from headroom.split.pipeline import Pipeline
+from headroom.split.placing import find_placement
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +46,7 @@ def open_model(model: ModelDescription, options: Options) -> Opened:
     """Plan and load a model as every command does."""
     started = time.perf_counter()
     plan = make_run_plan(model.shape, options)
-    pipeline = start_pipeline(plan, model)
+    placement = find_placement(model.shape, plan, options, model.checkpoint.identity)
+    pipeline = start_pipeline(plan, model, placement=placement)
     engine = Engine(pipeline, plan.settings, options.queue)
     return Opened(engine, pipeline, plan, model.shape, time.perf_counter() - started)

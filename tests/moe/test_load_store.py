@@ -14,6 +14,7 @@ from headroom.layers.config import ExpertsConfig
 from headroom.layers.upload import Upload
 from headroom.moe.load_store import StoreRequest, blob_layout, fill_rows, fill_tiles, open_store
 from headroom.moe.placement import ExpertPlacement
+from tests.gpu import check_cold_store
 from tests.gpu.torch_tiles import pack_tiles
 from tests.gpu.weight_file import WeightFile
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
@@ -90,3 +91,12 @@ def test_every_expert_lies_where_a_placement_puts_it(
         for place in places:
             assert place is None or torch.equal(place, layer.blob(expert, tiles))
     assert (stored.width, stored.hidden, stored.experts) == (64, 256, 5)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("kinds", [("q8_0", "q8_0", "q8_0"), ("mxfp4", "mxfp4", "q5_0")])
+def test_the_check_for_a_gpu_passes_where_the_cpu_stands_in(
+    kinds: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_cold_store, "DEVICE", "cpu")
+    assert check_cold_store.check(kinds, (6, 96, 288), pin=False)
