@@ -10,6 +10,7 @@ from headroom.units import MIB, parse_size
 STAGING_BUFFERS = 2  # one is filled while the other is read
 # Of each: long enough that a copy runs at the link's full speed, short enough to begin soon.
 STAGING_BUFFER_BYTES = 32 * MIB
+ALIGNMENT = 64  # of every buffer, in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,12 @@ def expert_staging_bytes(layers: Sequence[LayerShape]) -> int:
     largest = largest_expert(layers)
     most = max((layer.all_expert_bytes for layer in layers), default=0)
     group = max(largest, min(most, STAGING_BUFFER_BYTES))
-    return STAGING_BUFFERS * group + largest
+    return STAGING_BUFFERS * aligned(group) + aligned(largest)
+
+
+def aligned(size_bytes: int) -> int:
+    """Return a size filled up so that what follows is aligned."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _bytes(layers: Sequence[LayerShape], each: int) -> int:

@@ -14,14 +14,12 @@ from headroom.layers.upload import SLOTS, TilesBack
 from headroom.layers.weights import WeightSource
 from headroom.memory.cgroups import read_limits
 from headroom.memory.devices import pinnable_bytes
-from headroom.memory.experts import STAGING_BUFFERS
+from headroom.memory.experts import ALIGNMENT, STAGING_BUFFERS, aligned
 from headroom.moe.placement import ExpertPlacement
 from headroom.moe.store import BlobLayout, ColdPath, ExpertStore, LayerStore, Spare
 from headroom.units import gib
 
 log = logging.getLogger(__name__)
-
-ALIGNMENT = 64  # of a layer's first expert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +78,8 @@ def open_store(
         )
         for index, layout in enumerate(layouts)
     )
-    each = (len(staging) - largest) // STAGING_BUFFERS // ALIGNMENT * ALIGNMENT
-    rooms = staging[len(staging) - STAGING_BUFFERS * each :].view(STAGING_BUFFERS, each)
+    each = (len(staging) - aligned(largest)) // STAGING_BUFFERS // ALIGNMENT * ALIGNMENT
+    rooms = staging[aligned(largest) :][: STAGING_BUFFERS * each].view(STAGING_BUFFERS, each)
     store = ExpertStore(layers, request.placement, rooms, spare, memory)
     count("expert_staging", staging.nbytes)
     count("expert_spare", largest)
@@ -147,9 +145,9 @@ def fill_tiles(store: LayerStore, get: WeightSource, rooms: torch.Tensor) -> Non
     each = rooms.numel() // SLOTS
     quarters = rooms.view(-1)[: SLOTS * each].view(SLOTS, each)
     starts, sizes = store.blobs.starts, store.sizes
+    blobs = [store.cold_of(expert) for expert in range(store.experts)]
     for number, part in enumerate(get.found_experts(store.experts)):
         begin, size = starts[number], sizes[number]
-        blobs = [store.cold_of(expert) for expert in range(store.experts)]
         places = [None if blob is None else blob[begin : begin + size] for blob in blobs]
         get.upload.tiles_at(part, only_hot[:, number], TilesBack(quarters, places))
     _count(store, get)
@@ -173,9 +171,7 @@ def _count(store: LayerStore, get: WeightSource) -> None:
 def _needed(layouts: Sequence[BlobLayout | None], experts: Sequence[int]) -> int:
     """Return the bytes of so many experts of each layer, each layer's aligned."""
     return sum(
-        -(-x.nbytes * n // ALIGNMENT) * ALIGNMENT
-        for x, n in zip(layouts, experts, strict=True)
-        if x is not None
+        aligned(x.nbytes * n) for x, n in zip(layouts, experts, strict=True) if x is not None
     )
 
 
@@ -187,5 +183,5 @@ def _cut(
     for layout, number in zip(layouts, experts, strict=True):
         size = 0 if layout is None else layout.nbytes
         cut.append(memory[at : at + number * size].view(number, size))
-        at += -(-number * size // ALIGNMENT) * ALIGNMENT
+        at += aligned(number * size)
     return cut

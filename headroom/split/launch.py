@@ -90,7 +90,8 @@ def memory_told(device: DevicePlan, allocated: Mapping[str, int], while_: str) -
     try:
         yield
     except torch.OutOfMemoryError as error:
-        planned, held = sum(device.allocated.values()), sum(allocated.values())
+        lines = device.allocated
+        planned, held = sum(lines.values()), sum(allocated.get(line, 0) for line in lines)
         told = out_of_memory(while_, device.name, planned, held, gpu_memory(device.name))
         raise DeviceError(told.message, hint=told.hint) from error
 
