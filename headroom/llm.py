@@ -28,6 +28,7 @@ from headroom.options import Options, load_options
 from headroom.split.choice import make_run_plan
 from headroom.split.expert_records import read_records
 from headroom.split.launch import Progress, start_pipeline
+from headroom.split.placing import find_placement
 from headroom.split.upkeep import open_upkeep
 from headroom.text.answer import AnswerText
 from headroom.text.chat_template import ChatTemplate
@@ -59,7 +60,8 @@ def open_engine(
             plan.settings.context,
             plan.settings.parallel,
         )
-    pipeline = start_pipeline(plan, model, progress)  # weights on devices
+    placement = find_placement(model.shape, plan, options, checkpoint.identity, records.file.counts)
+    pipeline = start_pipeline(plan, model, progress, placement)  # weights on devices
     upkeep = open_upkeep(pipeline, records)  # of experts, between steps
     return Engine(pipeline, plan.settings, options.queue, upkeep), plan  # requests in, tokens out
 

@@ -95,6 +95,14 @@ class Options:
     save_placement: str | None = option(
         None, "file that gets the placement of experts when the engine ends"
     )
+    cold: str = option(
+        "auto",
+        "who computes experts that are not in GPU memory; drop leaves them out, which is lossy",
+        choices=("auto", "gpu", "cpu", "drop"),
+    )
+    no_pin: bool = option(False, "do not lock the memory of cold experts for the GPU to read")
+    keep_host_copy: bool = option(False, "keep hot experts in host memory, too")
+    placement: str | None = option(None, "file that says which experts are hot")
     ram: str | None = option(None, "host memory to plan for, as in 64GiB", group="plan")
     expert_budget: str | None = option(
         None, "most that devices hold of routed experts: 8GiB or 60%", group="plan"

@@ -94,6 +94,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kwargs.pop("pin_memory", None)
+    if func is torch.Tensor.pin_memory:  # all of the host's memory is, here
+        return args[0].clone()
     return args[0] if func is torch.Tensor.cuda else func(*args, **kwargs)
 
 
@@ -144,6 +146,10 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(torch.cuda, name, lambda device=None: MagicMock())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    driver = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: 0, cudaHostUnregister=lambda address: 0
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: None, raising=False)
     with Pretence():
         yield

@@ -1,7 +1,9 @@
 """Models on the pretended GPU, step by step and without captured graphs."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
 
 import torch
 
@@ -17,6 +19,7 @@ from headroom.memory.devices import DeviceSpec, detect_cpu
 from headroom.memory.plan import Plan, make_plan
 from headroom.models.describe import ModelDescription, describe
 from headroom.models.load import load_model
+from headroom.moe.placement import ExpertPlacement
 from headroom.options import Options
 from headroom.units import GIB
 from tests.running import PAGE_SIZE, running
@@ -36,8 +39,20 @@ class PretendedStage:
         host = replace(detect_cpu(), name="host", runs_layers=False)
         self._plan = make_plan([model.shape], [GPU, host], options)
         tensors = model.checkpoint.tensors
-        self.model = load_model(model.config, tensors, self._plan, lambda line, size: None)
+        self.counted: Counter[str] = Counter()
+        self.model = load_model(
+            model.config, tensors, self._plan, self._count, _some_hot(self._plan)
+        )
         self._rings = _rings(model, self._plan)
+
+    @property
+    def planned(self) -> dict[str, int]:
+        """The plan's bytes of the device's lines and the host's, by name."""
+        lines = (*self._plan.devices[0].lines, *self._plan.host.lines)
+        return {line.name: line.bytes for line in lines}
+
+    def _count(self, line: str, size: int) -> None:
+        self.counted[line] += size
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Run a step; return the logits of its output rows, in host memory."""
@@ -59,6 +74,16 @@ class PretendedStage:
             span_rows=max(span.rows for span in spans),
             context=self._plan.settings.context,
         )
+
+
+def _some_hot(plan: Plan) -> ExpertPlacement | None:
+    """As many hot experts as planned, in no order; None where all are."""
+    device, draw = plan.devices[0], Random(0)
+    if device.hot_experts == device.total_experts:
+        return None
+    each = device.total_experts // sum(map(bool, device.hot_by_layer)) if device.hot_experts else 0
+    hot = (draw.sample(range(each), count) for count in device.hot_by_layer)
+    return ExpertPlacement(tuple(tuple(sorted(ids)) for ids in hot), "drawn")
 
 
 def _rings(model: ModelDescription, plan: Plan) -> set[int]:
@@ -96,6 +121,7 @@ def run_pretended(
     checkpoint: Checkpoint,
     prompts: Sequence[Sequence[int]],
     pieces: Sequence[int],
+    after_step: Callable[[PretendedStage], None] = lambda stage: None,
     **settings: object,
 ) -> list[torch.Tensor]:
     """Read prompts together in pieces of the same sizes; return logits of all their rows."""
@@ -108,6 +134,7 @@ def run_pretended(
     for rows in pieces:
         with torch.inference_mode():
             logits = stage.logits(make_batch([Turn(one, rows) for one in sequences], PAGE_SIZE))
+        after_step(stage)
         for index, one in enumerate(sequences):
             found[index].append(logits[index * rows : (index + 1) * rows])
             one.cached += rows

@@ -14,6 +14,7 @@ from headroom.split.choice import make_run_plan
 from headroom.split.expert_records import read_records
 from headroom.split.launch import start_pipeline
 from headroom.split.pipeline import Pipeline
+from headroom.split.placing import find_placement
 from headroom.split.upkeep import open_upkeep
 
 
@@ -49,7 +50,10 @@ def open_model(model: ModelDescription, options: Options) -> Opened:
     plan = make_run_plan(model.shape, options)
     # Random prompts are no sign of what people ask: choices are counted and not saved.
     records = read_records(model, options, measuring=True)
-    pipeline = start_pipeline(plan, model)
+    placement = find_placement(
+        model.shape, plan, options, model.checkpoint.identity, records.file.counts
+    )
+    pipeline = start_pipeline(plan, model, placement=placement)
     upkeep = open_upkeep(pipeline, records)
     engine = Engine(pipeline, plan.settings, options.queue, upkeep)
     return Opened(engine, pipeline, plan, model.shape, time.perf_counter() - started)

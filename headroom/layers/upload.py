@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 
 from headroom.errors import FormatError
-from headroom.kernels.cuda.pack import TILE_ROWS, pack, tile_bytes
+from headroom.kernels.cuda.pack import TILE_ROWS, pack, pack_at, tile_bytes
 from headroom.kernels.weight import PLAIN_TYPES
 from headroom.layers.pieces import FileMatrices, Piece, pieces
 from headroom.units import MIB
@@ -38,6 +38,29 @@ class _Slot:
     stream: torch.cuda.Stream | None
     sent: torch.cuda.Event | None  # done when both sides are free again
     reads: list[Future[None]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TilesBack:
+    """How tiles come back to host memory, which only a GPU's kernels make."""
+
+    rooms: torch.Tensor  # uint8 [SLOTS, bytes] on the device, to pack them in
+    places: Sequence[torch.Tensor | None]  # of each matrix in host memory; None: it does not
+
+    def take(
+        self, first: int, room: torch.Tensor, part: FileMatrices, piece: Piece, staged: torch.Tensor
+    ) -> None:
+        """Pack a piece that begins with matrix `first`, and copy what comes back to its place."""
+        wanted = self.places[first : first + piece.matrices]
+        if all(place is None for place in wanted):
+            return
+        size = tile_bytes(part.quant, piece.rows, part.columns)
+        tiles = room[: piece.matrices * size]
+        pack(staged, part.quant, piece.rows, part.columns, tiles)
+        at = piece.row // TILE_ROWS * tile_bytes(part.quant, TILE_ROWS, part.columns)
+        for place, matrix in zip(wanted, tiles.view(piece.matrices, size), strict=True):
+            if place is not None:
+                place[at : at + size].copy_(matrix, non_blocking=True)
 
 
 class Upload:
@@ -91,6 +114,31 @@ class Upload:
                 at = piece.matrix * matrix + piece.row // TILE_ROWS * tile
                 self._send(part, piece, partial(_pack, part, piece.rows, room[at : at + size]))
         return out
+
+    def tiles_at(
+        self, parts: Sequence[FileMatrices], addresses: torch.Tensor, back: TilesBack
+    ) -> None:
+        """Bring the tiles of matrices to addresses of their own, some of them back to the host.
+
+        `addresses`, int64 `[matrices]` on the device, are 0 for those that go back.
+        """
+        first = 0
+        for part in parts:
+            for piece in pieces(part, self._capacity(part, back), TILE_ROWS):
+                begin = first + piece.matrix
+                where = addresses[begin : begin + piece.matrices]
+                room = back.rooms[self._turn % SLOTS]  # that of the buffer whose turn it is
+                finish = partial(_spread, part, piece, where, partial(back.take, begin, room))
+                self._send(part, piece, finish)
+            first += part.count
+
+    def _capacity(self, part: FileMatrices, back: TilesBack) -> int:
+        """How many bytes of a file go at once, if their tiles must fit into a room."""
+        room = back.rooms.shape[1]
+        if matrices := room // tile_bytes(part.quant, part.rows, part.columns):
+            return min(self._slot_bytes, matrices * part.matrix_bytes)
+        tiles = room // tile_bytes(part.quant, TILE_ROWS, part.columns)
+        return min(self._slot_bytes, tiles * TILE_ROWS * part.row_bytes)
 
     def rows(self, source: FileMatrices, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a matrix as its file has it, plain types as floats or, if given, in `dtype`."""
@@ -234,6 +282,19 @@ def _pack(
     order: torch.Tensor | None,
 ) -> None:
     pack(staged, part.quant, rows, part.columns, out, order)
+
+
+def _spread(
+    part: FileMatrices,
+    piece: Piece,
+    addresses: torch.Tensor,
+    back: Callable[[FileMatrices, Piece, torch.Tensor], None],
+    staged: torch.Tensor,
+    order: torch.Tensor | None,
+) -> None:
+    first_tile = piece.row // TILE_ROWS
+    pack_at(staged, part.quant, piece.rows, part.columns, addresses, first_tile)
+    back(part, piece, staged)
 
 
 def _place(

@@ -46,6 +46,9 @@ class PlanSettings:
     pin_threads: bool = False  # each on a core of its own
     kernels: str = "reference"  # "native": the C++ ones of a CPU; "device", "triton": a GPU's
     unpack_bytes: int = 0  # most bytes of weights that a GPU unpacks at a time
+    cold: str = "auto"  # who computes cold experts: "gpu", "cpu" or, by "drop", nobody
+    pin_experts: bool = True  # cold ones, so that a GPU reads them where they lie
+    keep_host_copy: bool = False  # of hot experts, too
 
     @property
     def rows(self) -> int:
@@ -92,6 +95,8 @@ class Rules:
     draft: ModelShape | None = None
     feature_type: str = "f32"
     snapshot_bytes: int = 0  # host memory for saved prefixes
+    pin: bool = True  # the memory of cold experts
+    keep_copy: bool = False  # of hot experts in host memory
 
 
 def pages_for(tokens: int) -> int:

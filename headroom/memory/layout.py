@@ -1,7 +1,7 @@
 """Layout: which device holds what, for settings that are all decided."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headroom.memory.budget import (
     NOT_ALLOCATED,
@@ -13,7 +13,12 @@ from headroom.memory.budget import (
     snapshot_bytes,
 )
 from headroom.memory.devices import DeviceKind, DeviceSpec
-from headroom.memory.experts import HotExperts, spread_experts
+from headroom.memory.experts import (
+    HotExperts,
+    expert_staging_bytes,
+    largest_expert,
+    spread_experts,
+)
 from headroom.memory.lines import draft_lines, layer_bytes, runtime_lines, stage_lines
 from headroom.memory.shape import ModelShape
 from headroom.memory.sharing import FixedBytes, SpanJudge, layer_times, share_layers
@@ -191,6 +196,9 @@ class _Builder:
         ]
         host_lines = self._host_lines(stages, hot)
         for own, kept in zip(lines, hot, strict=True):
+            if kept.staging:
+                why = "cold experts on their way: two buffers, and one for an exchange"
+                own.insert(1, Line("expert_staging", kept.staging, why))
             if kept.total:
                 own.insert(1, Line("hot_experts", kept.bytes, f"{kept.total} routed experts"))
         self._move_embeddings(stages, lines, host_lines)
@@ -227,18 +235,22 @@ class _Builder:
         total = sum(layer.all_expert_bytes for layer in layers)
         if device.holds_all:
             return HotExperts(tuple(layer.experts for layer in layers), total)
-        room = device.total_bytes - sum(line.bytes for line in lines)
+        room, most = device.total_bytes - sum(line.bytes for line in lines), total
         if self.rules.expert_bytes is not None and self.model.expert_bytes:
-            room = min(room, self.rules.expert_bytes * total // self.model.expert_bytes)
-        return spread_experts(layers, max(0, room))
+            most = self.rules.expert_bytes * total // self.model.expert_bytes
+        hot = spread_experts(layers, max(0, min(room, most)))
+        if hot.bytes == total:
+            return hot
+        staging = expert_staging_bytes(layers)
+        fewer = spread_experts(layers, max(0, min(room - staging, most)))
+        return replace(fewer, staging=staging)
 
     def _host_lines(self, stages: Sequence[DeviceSpec], hot: Sequence[HotExperts]) -> list[Line]:
         lines = []
         cold_bytes = self.model.expert_bytes - sum(kept.bytes for kept in hot)
         cold = self.model.total_experts - sum(kept.total for kept in hot)
         if cold:
-            why = f"{cold} routed experts, {self._pinned(cold_bytes)}"
-            lines.append(Line("cold_experts", cold_bytes, why))
+            lines += self._cold_lines(cold, cold_bytes)
         if budget := self.rules.snapshot_bytes:
             each = snapshot_bytes(self.model, self.settings)
             why = f"saved prefixes: {budget // each} of a whole context, {gib(each)} each"
@@ -251,8 +263,21 @@ class _Builder:
             lines.append(Line("embeddings", lookup, "tables of which the host reads rows"))
         return lines
 
+    def _cold_lines(self, cold: int, cold_bytes: int) -> list[Line]:
+        """Return what the host holds for devices that do not hold all their experts."""
+        what = f"{cold} routed experts"
+        if self.rules.keep_copy:
+            cold_bytes = self.model.expert_bytes
+            what += " and copies of the hot ones"
+        return [
+            Line("cold_experts", cold_bytes, f"{what}, {self._pinned(cold_bytes)}"),
+            Line("expert_spare", largest_expert(self.model.layers), "for an exchange"),
+        ]
+
     def _pinned(self, size: int) -> str:
         """Say whether so much host memory may be pinned, which devices read without a copy."""
+        if not self.rules.pin:
+            return "not pinned: --no-pin"
         host = next((device for device in self.devices if device.kind == "cpu"), None)
         limit = host.pinnable_bytes if host else None
         if limit is None or size <= limit:

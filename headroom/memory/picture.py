@@ -10,6 +10,7 @@ from headroom.units import gib
 WIDTH, BAR_HEIGHT, MARGIN, ROW = 960, 36, 20, 18  # pixels
 _COLOURS = {
     "core_weights": "#3b6fb5", "hot_experts": "#2a9d8f", "cold_experts": "#8fd3c8",
+    "expert_staging": "#e8c24f", "expert_spare": "#e8c24f",
     "embeddings": "#6fa0dd", "head": "#89b4e8", "kv": "#57a639", "recurrent_state": "#8cc870",
     "verify_scratch": "#c9a227", "staging": "#e0b93c", "workspace": "#f0cf65",
     "logits": "#f6e09a", "draft_weights": "#9d5bb5", "draft_kv": "#b985cc",

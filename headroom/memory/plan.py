@@ -85,6 +85,9 @@ class _Task:
             pin_threads=options.pin_threads,
             kernels=self.kernels,
             unpack_bytes=self._unpack_bytes,
+            cold=options.cold,
+            pin_experts=not options.no_pin,
+            keep_host_copy=options.keep_host_copy,
         )
 
     @property
@@ -173,6 +176,8 @@ def _rules(model: ModelShape, draft: ModelShape | None, stages: int, options: Op
         draft=draft,
         feature_type=options.feature_dtype,
         snapshot_bytes=parse_size(options.snapshots) if options.snapshots else 0,
+        pin=not options.no_pin,
+        keep_copy=options.keep_host_copy,
     )
 
 
@@ -186,19 +191,21 @@ def _plan(task: _Task, chosen: Candidate, weights: str) -> Plan:
         devices=layout.devices,
         host=layout.host,
         precision=task.precision,
-        lossy=tuple(_lossy(settings)),
+        lossy=tuple(_lossy(settings, layout)),
         notes=tuple(_notes(task, settings, layout)),
         predicted=predict(task.model, task.devices, settings, layout),
     )
 
 
-def _lossy(settings: PlanSettings) -> Iterable[str]:
+def _lossy(settings: PlanSettings, layout: Layout) -> Iterable[str]:
     """Yield the choices that round more than the model's own arithmetic does."""
     for word, name in (("keys", settings.k_type), ("values", settings.v_type)):
         if BY_NAME[name].bytes_for(32) < BY_NAME[settings.activation].bytes_for(32):
             yield f"cached {word} are kept in {name}"
     if settings.dtype == "int8":
         yield "products round their activations to 8 bits per 32 columns"
+    if settings.cold == "drop" and any(x.name == "cold_experts" for x in layout.host.lines):
+        yield "cold experts are left out, and the weights of a row's hot ones grow instead"
 
 
 def _notes(task: _Task, settings: PlanSettings, layout: Layout) -> Iterable[str]:
@@ -208,7 +215,12 @@ def _notes(task: _Task, settings: PlanSettings, layout: Layout) -> Iterable[str]
         "kernel gives back when memory is short"
     )
     names = {line.name: line.why for line in layout.host.lines}
-    if "not pinned" in names.get("cold_experts", ""):
+    if "--no-pin" in names.get("cold_experts", ""):
+        yield (
+            "cold experts are not pinned: only the CPU reads them in place, and long prompts copy "
+            "them twice"
+        )
+    elif "not pinned" in names.get("cold_experts", ""):
         yield "cold experts that are not pinned are copied twice; ulimit -l unlimited avoids it"
     if task.kernels == "reference" and task.options.kernels == "auto" and settings.dtype != "f32":
         yield (

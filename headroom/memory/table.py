@@ -15,6 +15,7 @@ from headroom.units import gib
 BAR_WIDTH = 60  # columns of a memory map
 _COLOURS = {
     "core_weights": "blue", "hot_experts": "cyan", "cold_experts": "bright_cyan",
+    "expert_staging": "bright_yellow", "expert_spare": "bright_yellow",
     "embeddings": "bright_blue", "head": "bright_blue", "kv": "green",
     "recurrent_state": "bright_green", "verify_scratch": "yellow", "staging": "yellow",
     "workspace": "bright_yellow", "logits": "yellow", "draft_weights": "magenta",

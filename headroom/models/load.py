@@ -44,9 +44,12 @@ from headroom.memory.plan import Plan
 from headroom.models.config import LayerConfig, ModelConfig
 from headroom.models.model import Model
 from headroom.moe.beside import BesideExperts
-from headroom.moe.device_experts import DeviceBeside, DeviceExperts, experts_fit
+from headroom.moe.device_experts import DeviceBeside, DeviceExperts, Place, experts_fit
 from headroom.moe.experts_ffn import ExpertsFfn
+from headroom.moe.load_store import StoreRequest, blob_layout, open_store
+from headroom.moe.placement import ExpertPlacement
 from headroom.moe.stats import RoutingStats
+from headroom.moe.store import ExpertStore, LayerStore
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +60,7 @@ class Common:
     workspace: Workspace
     side: SideInputs | None
     routing: RoutingStats | None
+    store: ExpertStore | None = None  # where some experts are cold
     caches: dict[int, KvPages] = field(default_factory=dict)  # by the layer that owns them
 
 
@@ -65,8 +69,12 @@ def load_model(
     tensors: Mapping[str, TensorInfo],
     plan: Plan,
     count: Callable[[str, int], None],
+    placement: ExpertPlacement | None = None,
 ) -> Model:
-    """Bring a model's weights to their device as the plan says and build its blocks."""
+    """Bring a model's weights to their device as the plan says and build its blocks.
+
+    With a placement some experts are cold; without one the device holds all of them.
+    """
     settings, device = plan.settings, plan.devices[0]
     # Plain kernels take their scratch from torch, so that only the plan counts it.
     planned = settings.kernels == "native" or settings.uses_arena
@@ -79,16 +87,24 @@ def load_model(
     lent = workspace.scratch if settings.uses_arena else None
     with open_upload(device.name, device.allocated["workspace"], lent) as upload:
         source = open_weights(tensors, device.name, settings, count, config.norm_offset, upload)
-        return _build(config, source, plan, workspace)
+        return _build(config, source, plan, workspace, placement)
 
 
-def _build(config: ModelConfig, source: WeightSource, plan: Plan, workspace: Workspace) -> Model:
+def _build(
+    config: ModelConfig,
+    source: WeightSource,
+    plan: Plan,
+    workspace: Workspace,
+    placement: ExpertPlacement | None,
+) -> Model:
     settings, device = plan.settings, plan.devices[0]
+    # First of all: memory that is refused is told before anything is read.
+    store = None if placement is None else _open_store(config, source, plan, placement)
     embeddings = source.at("", "embeddings")
     here = config.tied or "embeddings" in device.allocated
     table = embeddings("embed") if config.tied else embeddings.table("embed", pinned=not here)
     side, routing = _side_inputs(config, source, settings), open_routing(config, device.name)
-    common = Common(settings, workspace, side, routing)
+    common = Common(settings, workspace, side, routing, store)
     blocks = [
         build_layer(config, index, source.at(f"layers.{index}."), common)
         for index in range(len(config.layers))
@@ -97,7 +113,30 @@ def _build(config: ModelConfig, source: WeightSource, plan: Plan, workspace: Wor
     norm = RmsNorm(source.norm("norm"), config.norm_eps, source.case)
     head = Head(norm, vocabulary, source.case, config.softcap)
     embedding = Embedding(table, source.case, config.embed_scale)
-    return Model(embedding, blocks, head, workspace, routing, side)
+    return Model(embedding, blocks, head, workspace, routing, side, store)
+
+
+def _open_store(
+    config: ModelConfig, source: WeightSource, plan: Plan, placement: ExpertPlacement
+) -> ExpertStore:
+    """Return memory for the experts of all layers that have cold ones."""
+    settings, device = plan.settings, plan.devices[0]
+    layouts = []
+    for index, layer in enumerate(config.layers):
+        get = source.at(f"layers.{index}.")
+        layouts.append(
+            None
+            if layer.experts is None
+            else blob_layout(layer.experts, get, tiles=_fits_device(layer, get))
+        )
+    request = StoreRequest(
+        placement=placement,
+        cold=settings.cold,
+        pin=settings.pin_experts,
+        keep_copy=settings.keep_host_copy,
+        staging_bytes=device.allocated["expert_staging"],
+    )
+    return open_store(layouts, request, device.name, source.count)
 
 
 def _side_inputs(
@@ -168,12 +207,12 @@ def _device_ffn(config: ModelConfig, index: int, get: WeightSource, common: Comm
     layer, eps = config.layers[index], config.norm_eps
     if layer.experts is not None and not layer.post_norms:
         counts = _counts(layer.experts, index, common)
-        return DeviceExperts(layer.experts, eps, get, counts)
+        return DeviceExperts(layer.experts, eps, get, counts, _place(index, common))
     assert layer.ffn is not None
     if layer.experts is not None:
         dense = DeviceMlp(layer.ffn, eps, get, RowNorm(get.norm("ffn.dense_post_norm"), eps))
         counts = _counts(layer.experts, index, common)
-        return DeviceBeside(dense, layer.experts, eps, get, counts)
+        return DeviceBeside(dense, layer.experts, eps, get, counts, _place(index, common))
     after = RowNorm(get.norm("ffn.post_norm"), eps) if layer.post_norms else None
     return DeviceMlp(layer.ffn, eps, get, after)
 
@@ -218,7 +257,10 @@ def _sandwiched_ffn(config: ModelConfig, index: int, get: WeightSource, common: 
         return NormedFfn(before, dense, after)
     beside = NormedFfn(before, dense, _norm(get, "ffn.dense_post_norm", eps))
     counts, scratch = _counts(layer.experts, index, common), common.workspace.scratch
-    return PostNormed(BesideExperts(beside, layer.experts, get, eps, counts, scratch), after)
+    experts = BesideExperts(
+        beside, layer.experts, get, eps, counts, scratch, _stored(index, common)
+    )
+    return PostNormed(experts, after)
 
 
 def _pages(mixer: AttentionConfig, index: int, get: WeightSource, common: Common) -> KvPages:
@@ -235,9 +277,21 @@ def _ffn(layer: LayerConfig, index: int, get: WeightSource, common: Common) -> F
     """Build a layer's feed-forward part: dense, or experts instead."""
     if layer.experts is not None:
         counts = _counts(layer.experts, index, common)
-        return ExpertsFfn(layer.experts, get, counts, common.workspace.scratch)
+        scratch = common.workspace.scratch
+        return ExpertsFfn(layer.experts, get, counts, scratch, _stored(index, common))
     assert layer.ffn is not None
     return Mlp(get, layer.ffn.activation)
+
+
+def _stored(index: int, common: Common) -> LayerStore | None:
+    """Return where a layer's experts are, if some are cold."""
+    return None if common.store is None else common.store.layers[index]
+
+
+def _place(index: int, common: Common) -> Place | None:
+    """Return the same with the buffers that cold experts come to a GPU through."""
+    stored = _stored(index, common)
+    return None if common.store is None or stored is None else (stored, common.store.staging)
 
 
 def _counts(experts: ExpertsConfig, index: int, common: Common) -> torch.Tensor:

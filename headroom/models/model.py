@@ -11,6 +11,7 @@ from headroom.layers.side import SideInputs
 from headroom.layers.workspace import Workspace
 from headroom.moe.cold import ColdCompute
 from headroom.moe.stats import RoutingStats
+from headroom.moe.store import ExpertStore
 
 
 class Model:
@@ -24,6 +25,7 @@ class Model:
         workspace: Workspace,
         routing: RoutingStats | None = None,
         side: SideInputs | None = None,
+        store: ExpertStore | None = None,
     ) -> None:
         self._workspace = workspace
         self._embedding = embedding
@@ -32,6 +34,7 @@ class Model:
         self._head = head
         self.routing = routing  # of all layers; None where there are no experts
         self.cold: ColdCompute | None = None  # where the CPU computes cold experts for a GPU
+        self.store = store  # None where no expert is cold
 
     @property
     def capturable(self) -> bool:

@@ -7,8 +7,9 @@ from headroom.layers.config import ExpertsConfig
 from headroom.layers.norm import RmsNorm
 from headroom.layers.parts import part_of_step
 from headroom.layers.weights import WeightSource
-from headroom.moe.experts_ffn import RoutedExperts
+from headroom.moe.experts_ffn import routed_experts
 from headroom.moe.router import Router
+from headroom.moe.store import LayerStore
 
 
 class BesideExperts:
@@ -22,6 +23,7 @@ class BesideExperts:
         eps: float,
         counts: torch.Tensor,  # this layer's row of RoutingStats
         scratch: torch.Tensor,  # of the stage; layers use it one after another
+        store: LayerStore | None = None,  # where some of the experts are cold
     ) -> None:
         self._dense = dense
         # What the router's scale and the root of the width do is a norm's weight.
@@ -29,7 +31,7 @@ class BesideExperts:
         self._router_norm = RmsNorm(scale.mul_(len(scale) ** -0.5), eps, get.case)
         self._router = Router(config, get, counts)
         self._before = RmsNorm(get.norm("ffn.experts_norm"), eps, get.case)
-        self._experts = RoutedExperts(config, get, scratch)
+        self._experts = routed_experts(config, get, scratch, store)
         self._after = RmsNorm(get.norm("ffn.experts_post_norm"), eps, get.case)
 
     @part_of_step("experts")

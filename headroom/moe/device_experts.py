@@ -1,14 +1,16 @@
 """Routed experts on a GPU: instead of a dense part, or beside one."""
 
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
+from headroom.errors import PlanError
 from headroom.kernels.cuda import experts as cuda_experts
 from headroom.kernels.cuda import route as cuda_route
 from headroom.kernels.cuda import scratch, small
 from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles, Others
-from headroom.kernels.cuda.matmul import RowNorm
+from headroom.kernels.cuda.matmul import HalfRows, RowNorm
 from headroom.kernels.ops import RouterRule
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.device_block import DeviceBatch, DeviceMlp
@@ -16,6 +18,11 @@ from headroom.layers.device_rows import DeviceRows, few_rows, gated_rows, normed
 from headroom.layers.parts import part_of_step
 from headroom.layers.weights import WeightSource
 from headroom.moe.cold import ColdPart
+from headroom.moe.load_store import fill_tiles
+from headroom.moe.store import LayerStore
+
+Picks = tuple[torch.Tensor, torch.Tensor]  # ids and weights [rows, used]
+Place = tuple[LayerStore, torch.Tensor]  # and the buffers for cold experts on their way
 
 
 def experts_fit(config: ExpertsConfig, get: WeightSource) -> bool:
@@ -56,40 +63,103 @@ class DeviceRouter:
         return ids, weights if self._scales is None else weights * self._scales[ids], logits
 
 
-class _Table:
-    """A layer's experts, all of them in GPU memory."""
+class ExpertSteps(Protocol):
+    """How steps run on the experts of a layer, wherever those are.
 
-    def __init__(self, config: ExpertsConfig, get: WeightSource) -> None:
-        self._tiles = upload_experts(get, config.experts)
-        get.count("hot_experts", self._tiles.nbytes)
-        self._activation = config.activation
+    `picks` are ids and weights `[rows, used]`; `out` may be the residual of `others`.
+    """
+
+    def few_rows(
+        self, x: HalfRows, picks: Picks, others: Others, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the weighted sum of each row's experts and others, inside a captured step."""
+        ...
+
+    def many_rows(
+        self, x: torch.Tensor, picks: Picks, others: Others, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the same for more rows; never captured."""
+        ...
+
+
+class ReadInPlace:
+    """The GPU reads experts where they lie, in its own memory or over its link."""
+
+    def __init__(self, tiles: ExpertTiles, activation: str) -> None:
+        self._tiles, self._activation = tiles, activation
+
+    def few_rows(
+        self, x: HalfRows, picks: Picks, others: Others, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the weighted sum of each row's experts and others."""
+        return cuda_experts.few_rows(x, *picks, self._tiles, self._activation, others, out)
+
+    def many_rows(
+        self, x: torch.Tensor, picks: Picks, others: Others, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the same; each expert that was chosen is read once."""
+        return cuda_experts.many_rows(x, *picks, self._tiles, self._activation, others, out)
+
+
+def open_steps(config: ExpertsConfig, get: WeightSource, place: Place | None) -> ExpertSteps:
+    """Load the experts of a layer, all to GPU memory or as a store places them."""
+    if place is None:
+        tiles = upload_experts(get, config.experts)
+        get.count("hot_experts", tiles.nbytes)
+        return ReadInPlace(tiles, config.activation)
+    store, staging = place
+    fill_tiles(store, get, staging)
+    if store.path == "gpu":
+        return ReadInPlace(stored_tiles(store), config.activation)
+    raise PlanError(
+        f"Cold experts cannot go the way --cold {store.path} in {get.case.dtype} yet.",
+        hint="Leave out --cold and --no-pin, or choose --dtype f32.",
+    )
+
+
+def stored_tiles(store: LayerStore) -> ExpertTiles:
+    """Return the experts of a store as kernels find them; exchanges change what they find."""
+    memory = (store.slots, store.cold)
+    nbytes = sum(piece.nbytes for piece in memory)
+    return ExpertTiles(store.addresses, store.kinds, store.width, store.hidden, nbytes, memory)
+
+
+class _Table:
+    """A layer's experts, for rows as the layer has them."""
+
+    def __init__(self, config: ExpertsConfig, get: WeightSource, place: Place | None) -> None:
+        self._steps = open_steps(config, get, place)
 
     def __call__(
         self,
         rows: DeviceRows,
-        picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights
+        picks: Picks,
         others: Others = NO_OTHERS,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the weighted sum of each row's experts and what else it gets."""
-        tiles, how = self._tiles, self._activation
         if rows.few is not None:
-            return cuda_experts.few_rows(rows.few, *picks, tiles, how, others, out)
+            return self._steps.few_rows(rows.few, picks, others, out)
         assert rows.many is not None
-        return cuda_experts.many_rows(rows.many, *picks, tiles, how, others, out)
+        return self._steps.many_rows(rows.many, picks, others, out)
 
 
 class DeviceExperts:
     """The feed-forward part of a layer with routed experts, and one that every row visits."""
 
     def __init__(
-        self, config: ExpertsConfig, eps: float, get: WeightSource, counts: torch.Tensor
+        self,
+        config: ExpertsConfig,
+        eps: float,
+        get: WeightSource,
+        counts: torch.Tensor,
+        place: Place | None = None,  # where some of the experts are cold
     ) -> None:
         self._config, self._eps = config, eps
         self.cold: ColdPart | None = None  # what is done about cold experts, but reading them
         self._norm = get.norm("ffn.norm")
         self._router = DeviceRouter(config, get, counts)
-        self._experts = _Table(config, get)
+        self._experts = _Table(config, get, place)
         self._shared = None
         if config.shared_width:
             self._shared = (
@@ -143,6 +213,7 @@ class DeviceBeside:
         eps: float,
         get: WeightSource,
         counts: torch.Tensor,
+        place: Place | None = None,  # where some of the experts are cold
     ) -> None:
         self._dense, self._eps = dense, eps
         self.cold: ColdPart | None = None  # what is done about cold experts, but reading them
@@ -151,7 +222,7 @@ class DeviceBeside:
         self._router_norm = scale.mul_(len(scale) ** -0.5)
         self._router = DeviceRouter(config, get, counts)
         self._before = get.norm("ffn.experts_norm")
-        self._experts = _Table(config, get)
+        self._experts = _Table(config, get, place)
         self._experts_after = get.norm("ffn.experts_post_norm")
         self._after = get.norm("ffn.post_norm")
 

@@ -12,6 +12,8 @@ from headroom.layers.mlp import Mlp
 from headroom.layers.parts import part_of_step
 from headroom.layers.weights import WeightSource
 from headroom.moe.router import Router
+from headroom.moe.split_experts import SplitExperts
+from headroom.moe.store import LayerStore
 
 
 class RoutedExperts:
@@ -33,6 +35,15 @@ class RoutedExperts:
         return self._experts(
             x, ids, weights, self._table, self._activation, self._dtype, self._scratch
         )
+
+
+def routed_experts(
+    config: ExpertsConfig, get: WeightSource, scratch: torch.Tensor, store: LayerStore | None
+) -> "RoutedExperts | SplitExperts":
+    """Return the experts of a layer: all on one device, or where a store holds them."""
+    if store is None:
+        return RoutedExperts(config, get, scratch)
+    return SplitExperts(config, get, store)
 
 
 class SharedExpert:
@@ -58,9 +69,10 @@ class ExpertsFfn:
         get: WeightSource,
         counts: torch.Tensor,  # this layer's row of RoutingStats
         scratch: torch.Tensor,  # of the stage; layers use it one after another
+        store: LayerStore | None = None,  # where some of the experts are cold
     ) -> None:
         self._router = Router(config, get, counts)
-        self._experts = RoutedExperts(config, get, scratch)
+        self._experts = routed_experts(config, get, scratch, store)
         self._shared = SharedExpert(config, get) if config.shared_width else None
 
     @part_of_step("experts")

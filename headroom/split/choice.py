@@ -13,6 +13,7 @@ from headroom.memory.readiness import GpuFacts, Refusal, refuse_gpu, refuse_memo
 from headroom.memory.shape import ModelShape
 from headroom.memory.targets import is_local, plan_devices
 from headroom.options import Options
+from headroom.split.placing import even_placement
 from headroom.units import gib
 
 log = logging.getLogger(__name__)
@@ -100,12 +101,8 @@ def _refuse(device: DeviceSpec, options: Options) -> Refusal | None:
 def _plan(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Plan:
     plan = make_plan([shape], devices, options)
     device = plan.devices[0]
-    if cold := device.total_experts - device.hot_experts:
-        raise PlanError(
-            f"{cold} of {device.total_experts} experts do not fit {device.name} and would stay in "
-            "host memory, where an engine does not run them yet.",
-            hint="Try a smaller --context or --parallel, --kv-type q8_0, or --device cpu.",
-        )
+    if device.hot_experts < device.total_experts:
+        _check_cold(shape, plan, options)
     if device.kind == "cuda":
         needed = sum(line.bytes for line in device.lines if line.name not in NOT_NEEDED)
         memory = gpu_memory(device.name)
@@ -113,3 +110,14 @@ def _plan(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Pla
         if refusal := refuse_memory(device.name, needed, memory, holders):
             raise DeviceError(refusal.message, hint=refusal.hint, param="device")
     return plan
+
+
+def _check_cold(shape: ModelShape, plan: Plan, options: Options) -> None:
+    """Refuse what cold experts cannot have."""
+    if options.no_pin and options.cold == "gpu":
+        raise OptionError(
+            "--cold gpu needs pinned memory: a GPU does not read what --no-pin leaves in place.",
+            hint="Leave out --no-pin, or choose --cold cpu.",
+            param="cold",
+        )
+    even_placement(shape, plan)  # refuses a budget below the floor

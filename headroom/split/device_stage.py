@@ -14,6 +14,7 @@ from headroom.layers.draws import DeviceSampler, Draw, copy_event
 from headroom.memory.budget import PlanSettings
 from headroom.models.model import Model
 from headroom.moe.stats import RoutingStats
+from headroom.moe.store import ExpertStore
 from headroom.split.results import pick_rows
 from headroom.split.step_inputs import StepInputs, StepKind, kind_of
 
@@ -131,6 +132,11 @@ class DeviceStage:
     def routing(self) -> RoutingStats | None:
         """How often this stage's experts were chosen; None where it has none."""
         return self._model.routing
+
+    @property
+    def store(self) -> ExpertStore | None:
+        """Where this stage's experts are; None where none is cold."""
+        return self._model.store
 
     def capture(self) -> None:
         """Run what requests need once, so that no kernel is compiled while one waits.

@@ -20,28 +20,40 @@ from headroom.memory.readiness import out_of_memory
 from headroom.models.describe import ModelDescription
 from headroom.models.load import load_model
 from headroom.models.model import Model
+from headroom.moe.placement import ExpertPlacement
+from headroom.moe.store_swaps import StoreSwaps
 from headroom.split.device_stage import DeviceStage
 from headroom.split.memory_check import check_memory, open_device_memory
 from headroom.split.pipeline import Pipeline
+from headroom.split.placing import even_placement, expert_layers
 from headroom.split.stages import Stage
 from headroom.units import gib
 
 log = logging.getLogger(__name__)
 
-WEIGHT_LINES = ("core_weights", "embeddings", "head", "hot_experts")  # that files fill
+# That files fill.
+WEIGHT_LINES = ("core_weights", "embeddings", "head", "hot_experts", "cold_experts")
 Progress = Callable[[int, int], None]  # told the bytes of weights that are loaded, and of all
 
 
 def start_pipeline(
-    plan: Plan, model: ModelDescription, progress: Progress = lambda done, total: None
+    plan: Plan,
+    model: ModelDescription,
+    progress: Progress = lambda done, total: None,
+    placement: ExpertPlacement | None = None,
 ) -> Pipeline:
-    """Load the model as the plan says, and tell how far it is."""
+    """Load the model as the plan says, and tell how far it is.
+
+    Where the plan leaves experts cold, a placement says which; the even one if none is given.
+    """
     started = time.perf_counter()
     set_threads(plan.settings.threads, pin=plan.settings.pin_threads)
     warn_of_slow_kernels(plan.devices[0].name)
     allocated: Counter[str] = Counter()
     device = plan.devices[0]
-    lines = device.allocated
+    if placement is None and device.hot_experts < device.total_experts:
+        placement = even_placement(model.shape, plan)
+    lines = device.allocated | {line.name: line.bytes for line in plan.host.lines}
     total = sum(lines.get(line, 0) for line in WEIGHT_LINES)
 
     def count(line: str, size_bytes: int) -> None:
@@ -54,7 +66,7 @@ def start_pipeline(
     current = torch.cuda.device(device.name) if device.kind == "cuda" else nullcontext()
     with current, memory_told(device, allocated, "loading weights"):
         progress(0, total)
-        loaded = load_model(model.config, model.checkpoint.tensors, plan, count)
+        loaded = load_model(model.config, model.checkpoint.tensors, plan, count, placement)
         progress(total, total)
     weights = sum(allocated[line] for line in WEIGHT_LINES)
     _log_load(device.name, weights, time.perf_counter() - started)
@@ -65,7 +77,10 @@ def start_pipeline(
             stage = _device_stage(loaded, plan, model, allocated)
     check_memory(plan, allocated)
     planned = sum(device.allocated.values())
-    return Pipeline(stage, model.config.vocab, allocated, planned)
+    swaps = None
+    if loaded.store is not None:
+        swaps = StoreSwaps(loaded.store, expert_layers(model.shape, plan))
+    return Pipeline(stage, model.config.vocab, allocated, planned, swaps)
 
 
 def _log_load(device: str, size_bytes: int, seconds: float) -> None:
@@ -79,7 +94,8 @@ def memory_told(device: DevicePlan, allocated: Mapping[str, int], while_: str) -
     try:
         yield
     except torch.OutOfMemoryError as error:
-        planned, held = sum(device.allocated.values()), sum(allocated.values())
+        lines = device.allocated
+        planned, held = sum(lines.values()), sum(allocated.get(line, 0) for line in lines)
         told = out_of_memory(while_, device.name, planned, held, gpu_memory(device.name))
         raise DeviceError(told.message, hint=told.hint) from error
 

@@ -31,9 +31,8 @@ def check_memory(plan: Plan, allocated: Mapping[str, int]) -> None:
     """
     device = plan.devices[0]
     planned = device.allocated
-    log.info(
-        "memory: planned %s, allocated %s", gib(sum(planned.values())), gib(sum(allocated.values()))
-    )
+    here = sum(size for line, size in allocated.items() if line in planned)
+    log.info("memory: planned %s, allocated %s", gib(sum(planned.values())), gib(here))
     on_host = {line.name: line.bytes for line in plan.host.lines}
     for line, size in allocated.items():
         most = planned.get(line, on_host.get(line, 0))

@@ -9,6 +9,7 @@ from headroom.layers.batch import Batch
 from headroom.layers.draws import Draw
 from headroom.layers.parts import part_of_step
 from headroom.moe.stats import RoutingStats
+from headroom.moe.store import ExpertStore
 from headroom.moe.swap import Swappable
 from headroom.moe.telemetry import ColdMeter
 from headroom.split.device_stage import DeviceStage
@@ -53,6 +54,11 @@ class Pipeline:
     def routing(self) -> RoutingStats | None:
         """How often each expert was chosen; None where the model has none."""
         return self._stage.routing
+
+    @property
+    def store(self) -> ExpertStore | None:
+        """Where experts are; None where none is cold."""
+        return self._stage.store
 
     def memory(self) -> DeviceMemory:
         """Return what was planned and what is held now, from any thread."""

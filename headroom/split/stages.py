@@ -8,6 +8,7 @@ from headroom.layers.batch import Batch
 from headroom.layers.draws import Draw
 from headroom.models.model import Model
 from headroom.moe.stats import RoutingStats
+from headroom.moe.store import ExpertStore
 from headroom.split.results import HostResult
 
 
@@ -22,6 +23,11 @@ class Stage:
     def routing(self) -> RoutingStats | None:
         """How often this stage's experts were chosen; None where it has none."""
         return self._model.routing
+
+    @property
+    def store(self) -> ExpertStore | None:
+        """Where this stage's experts are; None where none is cold."""
+        return self._model.store
 
     def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> HostResult:
         """Run one step; its tokens are drawn by whoever asked for them."""

@@ -360,3 +360,31 @@ def test_triton_kernels_are_planned_for_gpus_alone() -> None:
     with pytest.raises(PlanError, match=told) as refused:
         make_plan([smollm2()], [cpu(8)], Options(kernels="triton"))
     assert refused.value.hint == "Leave out --kernels triton, or choose a GPU as --device."
+
+
+def test_cold_experts_have_buffers_on_both_sides_and_hot_ones_alone_have_none() -> None:
+    model = laguna()
+    largest = max(layer.expert_bytes for layer in model.layers)
+    plan = make_plan([model], [gpu(12), host(64)], Options(dtype="f32"))
+    spare = {line.name: line.bytes for line in plan.host.lines}["expert_spare"]
+    assert (lines(plan)["expert_staging"], spare) == (
+        2 * 32 * MIB + -(-largest // 64) * 64,
+        largest,
+    )
+    full = make_plan([model], [gpu(24), host(64)], Options())
+    assert "expert_staging" not in lines(full)
+
+
+def test_what_becomes_of_cold_experts_is_told() -> None:
+    given = [laguna()], [gpu(12), host(64)]
+    dropped = make_plan(*given, Options(cold="drop"))
+    assert dropped.lossy == (
+        "cold experts are left out, and the weights of a row's hot ones grow instead",
+    )
+    whole = make_plan([laguna()], [gpu(24), host(64)], Options(cold="drop"))
+    assert whole.lossy == ()
+    loose = make_plan(*given, Options(no_pin=True, keep_host_copy=True))
+    (cold,) = (line for line in loose.host.lines if line.name == "cold_experts")
+    assert cold.why.endswith("routed experts and copies of the hot ones, not pinned: --no-pin")
+    assert cold.bytes == sum(layer.all_expert_bytes for layer in laguna().in_tiles().layers)
+    assert any("only the CPU reads them in place" in note for note in loose.notes)

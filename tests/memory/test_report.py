@@ -22,6 +22,7 @@ LINE_NAMES = {
     "core_weights", "hot_experts", "cold_experts", "embeddings", "head", "kv", "recurrent_state",
     "verify_scratch", "staging", "workspace", "logits", "draft_weights", "draft_kv",
     "feature_ring", "graphs", "runtime", "reserve", "snapshots",
+    "expert_staging", "expert_spare",
 }  # fmt: skip
 
 

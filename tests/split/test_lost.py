@@ -29,7 +29,9 @@ def test_the_end_of_memory_while_loading_is_an_error_with_numbers(
     model = describe(open_checkpoint(tiny_path))
     plan = make_plan([model.shape], [GPU], Options(context=256, parallel=1))
 
-    def fail(config: object, tensors: object, plan: object, count: object) -> None:
+    def fail(
+        config: object, tensors: object, plan: object, count: object, placement: object
+    ) -> None:
         count("core_weights", GIB)  # type: ignore[operator]
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 

@@ -16,6 +16,7 @@ from headroom.kernels.ops import Case
 
 WARPS = 8
 PARTS = 3  # matrices of an expert: gate, up, down
+Kinds = tuple[QuantType, ...]  # of those
 
 
 @dataclass(frozen=True, slots=True, eq=False)

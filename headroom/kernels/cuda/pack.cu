@@ -118,14 +118,12 @@ __device__ __forceinline__ void pack_scales(const RowPart* rows, u8* record, int
     }
 }
 
-// blockIdx.x: the tile of a matrix; blockIdx.z: the matrix; each warp takes every WARPS-th record.
-// `source` [matrices * rows][row_bytes]; order [rows], if given, is the row of `source` that comes
-// to each place of the only matrix; `blocks` of the file make a row.
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
-pack(const u8* source, const int* order, u8* tiles, int rows, int blocks, int records) {
+// Tile blockIdx.x of matrix blockIdx.z; each warp takes every WARPS-th record. `source`
+// [matrices * rows][row_bytes]; order [rows], if given, is the row of `source` that comes to each place of
+// the only matrix; `blocks` of the file make a row.
+__device__ __forceinline__ void pack_tile(const u8* source, const int* order, u8* tile, int rows, int blocks, int records) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
     const size_t row_bytes = static_cast<size_t>(blocks) * BLOCK_BYTES;
-    u8* tile = tiles + (static_cast<size_t>(blockIdx.z) * gridDim.x + blockIdx.x) * records * Record<KIND>::bytes;
     const u8* starts[2];
     for (int h = 0; h < 2; ++h) {
         const int row = blockIdx.x * 16 + g + 8 * h;
@@ -142,4 +140,21 @@ pack(const u8* source, const int* order, u8* tiles, int rows, int blocks, int re
         pack_quants(parts, record, lane);
         pack_scales(parts, record, lane);
     }
+}
+
+// Matrices one after another.
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+pack(const u8* source, const int* order, u8* tiles, int rows, int blocks, int records) {
+    u8* tile = tiles + (static_cast<size_t>(blockIdx.z) * gridDim.x + blockIdx.x) * records * Record<KIND>::bytes;
+    pack_tile(source, order, tile, rows, blocks, records);
+}
+
+// Each matrix at an address of its own, `apart` numbers from the next one's, and there from a tile on;
+// addresses of 0 are passed over. They may be in host memory.
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+pack_at(const u8* source, const long long* addresses, int apart, int first_tile, int rows, int blocks, int records) {
+    u8* matrix = reinterpret_cast<u8*>(addresses[static_cast<size_t>(blockIdx.z) * apart]);
+    if (matrix == nullptr) return;
+    const size_t tile = first_tile + blockIdx.x;
+    pack_tile(source, nullptr, matrix + tile * records * Record<KIND>::bytes, rows, blocks, records);
 }

@@ -37,11 +37,37 @@ def pack(
     device. `order`, int32 `[rows]`, says which row of `source` comes to each place of a single
     matrix.
     """
-    records, count = -(-columns // RECORD_COLUMNS), -(-rows // TILE_ROWS)
     matrices = tiles.numel() // tile_bytes(quant, rows, columns)
-    shares = max(1, min(-(-records // WARPS), 2048 // (count * matrices)))
+    grid, records = _grid(rows, columns, matrices)
     kernel = compile_kernel("pack.cu", "pack", {"KIND": quant.ggml_id, "WARPS": WARPS})
     kernel(
-        (count, shares, matrices), (WARPS * 32,),
-        (source, order, tiles, rows, columns // quant.block, records),
+        grid, (WARPS * 32,), (source, order, tiles, rows, columns // quant.block, records),
     )  # fmt: skip
+
+
+def pack_at(
+    source: torch.Tensor,
+    quant: QuantType,
+    rows: int,
+    columns: int,
+    addresses: torch.Tensor,
+    first_tile: int = 0,
+) -> None:
+    """Write the tiles of matrices of `rows` each to an address of its own.
+
+    `addresses`, int64 `[matrices]` on the device, may be a column of a table; those of 0 are
+    passed over. The rows come to the tiles of their matrix from `first_tile` on.
+    """
+    grid, records = _grid(rows, columns, len(addresses))
+    kernel = compile_kernel("pack.cu", "pack_at", {"KIND": quant.ggml_id, "WARPS": WARPS})
+    kernel(
+        grid, (WARPS * 32,),
+        (source, addresses, addresses.stride(0), first_tile, rows, columns // quant.block, records),
+    )  # fmt: skip
+
+
+def _grid(rows: int, columns: int, matrices: int) -> tuple[tuple[int, int, int], int]:
+    """Return the blocks of a launch, and the records of a tile."""
+    records, count = -(-columns // RECORD_COLUMNS), -(-rows // TILE_ROWS)
+    shares = max(1, min(-(-records // WARPS), 2048 // (count * matrices)))
+    return (count, shares, matrices), records

@@ -21,12 +21,12 @@ class Arena:
         """Return `size` bytes that nothing was written to, aligned for vectors."""
         start = -(-self._used // ALIGNMENT) * ALIGNMENT
         if start + size > len(self._chunk):
-            self._chunk, start = _large_pages(max(size, CHUNK_BYTES)), 0
+            self._chunk, start = large_pages(max(size, CHUNK_BYTES)), 0
         self._used = start + size
         return self._chunk[start : self._used]
 
 
-def _large_pages(size: int) -> torch.Tensor:
+def large_pages(size: int) -> torch.Tensor:
     """Return memory of its own, in large pages where the system has them."""
     memory = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -1,0 +1,187 @@
+"""open_store(): memory for hot and cold experts as the plan says; fill_*(): experts into it."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headroom.errors import DeviceError
+from headroom.kernels.cuda.pack import tile_bytes
+from headroom.layers.config import ExpertsConfig
+from headroom.layers.pinned import HostMemory
+from headroom.layers.upload import SLOTS, TilesBack
+from headroom.layers.weights import WeightSource
+from headroom.memory.cgroups import read_limits
+from headroom.memory.devices import pinnable_bytes
+from headroom.memory.experts import ALIGNMENT, STAGING_BUFFERS, aligned
+from headroom.moe.placement import ExpertPlacement
+from headroom.moe.store import BlobLayout, ColdPath, ExpertStore, LayerStore, Spare
+from headroom.units import gib
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreRequest:
+    """What a store is to hold, and how."""
+
+    placement: ExpertPlacement
+    cold: str  # "auto", or a ColdPath
+    pin: bool
+    keep_copy: bool  # of hot experts in host memory
+    staging_bytes: int  # of both buffers for cold experts on their way, and of the spare one
+
+
+def blob_layout(config: ExpertsConfig, get: WeightSource, *, tiles: bool) -> BlobLayout:
+    """Return how the experts of a layer lie in memory: in tiles, or as in the file."""
+    parts = [part[0] for part in get.found_experts(config.experts)]
+    gate = parts[0]
+    return BlobLayout(
+        experts=config.experts,
+        kinds=tuple(part.quant for part in parts),
+        width=gate.rows,
+        hidden=gate.columns,
+        sizes=tuple(
+            tile_bytes(x.quant, x.rows, x.columns) if tiles else x.matrix_bytes for x in parts
+        ),
+        tiles=tiles,
+    )
+
+
+def open_store(
+    layouts: Sequence[BlobLayout | None],  # by layer; None where it has no experts
+    request: StoreRequest,
+    device: str,
+    count: Callable[[str, int], None],
+) -> ExpertStore:
+    """Allocate the slots, the cold experts' memory and the buffers between them."""
+    hot_ids = request.placement.hot
+    hot = [len(ids) for ids in hot_ids]
+    cold = [
+        0 if x is None or n == x.experts else x.experts - (0 if request.keep_copy else n)
+        for x, n in zip(layouts, hot, strict=True)
+    ]
+    largest = max(x.nbytes for x, n in zip(layouts, cold, strict=True) if x is not None and n)
+    memory = HostMemory(_needed(layouts, cold) + largest, pin=request.pin)
+    path = cold_path(request.cold, memory)
+    slots = [n if cold[index] else 0 for index, n in enumerate(hot)]  # others are loaded apart
+    slab = torch.empty(_needed(layouts, slots), dtype=torch.uint8, device=device)
+    staging = torch.empty(request.staging_bytes, dtype=torch.uint8, device=device)
+    spare = Spare(staging[:largest], memory.bytes[len(memory) - largest :])
+    slot_rows, cold_rows = _cut(slab, layouts, slots), _cut(memory.bytes, layouts, cold)
+    layers = tuple(
+        None
+        if layout is None or not cold[index]
+        else LayerStore(
+            layout, hot_ids[index], slot_rows[index], cold_rows[index], spare, memory, path
+        )
+        for index, layout in enumerate(layouts)
+    )
+    each = (len(staging) - aligned(largest)) // STAGING_BUFFERS // ALIGNMENT * ALIGNMENT
+    rooms = staging[aligned(largest) :][: STAGING_BUFFERS * each].view(STAGING_BUFFERS, each)
+    store = ExpertStore(layers, request.placement, rooms, spare, memory)
+    count("expert_staging", staging.nbytes)
+    count("expert_spare", largest)
+    _log(store, layouts, path, device)
+    return store
+
+
+def _log(
+    store: ExpertStore, layouts: Sequence[BlobLayout | None], path: ColdPath, device: str
+) -> None:
+    hot = store.placement.total
+    total = sum(x.experts for x in layouts if x is not None)
+    hot_bytes = sum(
+        x.nbytes * len(ids)
+        for x, ids in zip(layouts, store.placement.hot, strict=True)
+        if x is not None
+    )
+    log.info(
+        "experts: %d hot (%s on %s), %d cold (%s of host memory, %s), placement: %s, cold: %s",
+        hot,
+        gib(hot_bytes),
+        device,
+        total - hot,
+        gib(store.cold_bytes),
+        "pinned" if store.pinned else "not pinned",
+        store.source,
+        path,
+    )
+
+
+def cold_path(wanted: str, memory: HostMemory) -> ColdPath:
+    """Return who computes cold experts; a GPU only where it can read them."""
+    if memory.refused and wanted == "gpu":
+        raise DeviceError(
+            f"The GPU's driver does not pin {gib(len(memory))} of host memory for cold experts: "
+            f"{memory.refused}{_limits()}.",
+            hint="Free host memory, raise ulimit -l or the limit of the control group, keep more "
+            "experts on the GPU, or let the CPU compute cold ones with --cold cpu.",
+        )
+    if memory.refused:
+        log.warning(
+            "experts: %s of cold experts are not pinned (%s%s): the CPU computes them, and long "
+            "prompts copy them twice",
+            gib(len(memory)),
+            memory.refused,
+            _limits(),
+        )
+    if wanted == "drop":
+        return "drop"
+    return "gpu" if memory.pinned and wanted != "cpu" else "cpu"
+
+
+def _limits() -> str:
+    """Say how much memory this process may lock, where that is limited."""
+    limit = pinnable_bytes(read_limits())
+    return "" if limit is None else f"; ulimit -l and its control group allow {gib(limit)}"
+
+
+def fill_tiles(store: LayerStore, get: WeightSource, rooms: torch.Tensor) -> None:
+    """Bring all experts of a layer to their places in tiles; `rooms` are the staging buffers."""
+    assert get.upload is not None
+    only_hot = store.addresses * store.is_hot[:, None]
+    each = rooms.numel() // SLOTS
+    quarters = rooms.view(-1)[: SLOTS * each].view(SLOTS, each)
+    starts, sizes = store.blobs.starts, store.sizes
+    blobs = [store.cold_of(expert) for expert in range(store.experts)]
+    for number, part in enumerate(get.found_experts(store.experts)):
+        begin, size = starts[number], sizes[number]
+        places = [None if blob is None else blob[begin : begin + size] for blob in blobs]
+        get.upload.tiles_at(part, only_hot[:, number], TilesBack(quarters, places))
+    _count(store, get)
+
+
+def fill_rows(store: LayerStore, get: WeightSource) -> None:
+    """Copy all experts of a layer to their places as the file has them."""
+    for expert, parts in enumerate(zip(*get.experts(store.experts).parts, strict=True)):
+        for blob in (store.slot_of(expert), store.cold_of(expert)):
+            if blob is not None:
+                for room, weight in zip(store.parts(blob), parts, strict=True):
+                    room.copy_(weight.data.reshape(-1).view(torch.uint8))
+    _count(store, get)
+
+
+def _count(store: LayerStore, get: WeightSource) -> None:
+    get.count("hot_experts", store.slots.nbytes)
+    get.count("cold_experts", store.cold.nbytes)
+
+
+def _needed(layouts: Sequence[BlobLayout | None], experts: Sequence[int]) -> int:
+    """Return the bytes of so many experts of each layer, each layer's aligned."""
+    return sum(
+        aligned(x.nbytes * n) for x, n in zip(layouts, experts, strict=True) if x is not None
+    )
+
+
+def _cut(
+    memory: torch.Tensor, layouts: Sequence[BlobLayout | None], experts: Sequence[int]
+) -> list[torch.Tensor]:
+    """Return each layer's experts `[experts, bytes]` in one piece of memory."""
+    cut, at = [], 0
+    for layout, number in zip(layouts, experts, strict=True):
+        size = 0 if layout is None else layout.nbytes
+        cut.append(memory[at : at + number * size].view(number, size))
+        at += aligned(number * size)
+    return cut

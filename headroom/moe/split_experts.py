@@ -1,0 +1,57 @@
+"""SplitExperts: hot experts computed on the GPU, cold ones on the CPU, by plain kernels."""
+
+import torch
+
+from headroom.kernels.reference.matmul import matmul
+from headroom.kernels.reference.norms import gated_activation
+from headroom.kernels.weight import PLAIN_TYPES, Weight
+from headroom.layers.config import ExpertsConfig
+from headroom.layers.weights import WeightSource
+from headroom.moe.load_store import fill_rows
+from headroom.moe.store import LayerStore, drop_cold
+
+
+class SplitExperts:
+    """The experts of one layer as their file has them, for types without a GPU's own kernels.
+
+    Every answer is summed where all-hot experts would be: the same tokens, whatever is hot.
+    """
+
+    def __init__(self, config: ExpertsConfig, get: WeightSource, store: LayerStore) -> None:
+        fill_rows(store, get)
+        self._store, self._activation, self._dtype = store, config.activation, get.case.dtype
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of each row's experts; `ids` and `weights` `[rows, used]`."""
+        drops = self._store.path == "drop"
+        if drops:
+            weights = drop_cold(ids, weights, self._store.is_hot)
+        answers = torch.zeros(*ids.shape, x.shape[1], device=x.device)
+        for expert in torch.bincount(ids.flatten()).nonzero().flatten().tolist():
+            blob = self._store.slot_of(expert)
+            if blob is None and not drops:
+                blob = self._store.cold_of(expert)
+            if blob is not None:
+                row, rank = torch.nonzero(ids == expert, as_tuple=True)
+                answers[row, rank] = self._answers(x[row], blob).to(x.device)
+        out = torch.zeros_like(x)
+        for answer, weight in zip(answers.unbind(1), weights.unbind(1), strict=True):
+            out += weight[:, None] * answer
+        return out
+
+    def _answers(self, x: torch.Tensor, blob: torch.Tensor) -> torch.Tensor:
+        """One expert's answers, where it lies."""
+        here = x.to(blob.device)
+        gate, up, down = self._weights(blob)
+        inner = gated_activation(
+            matmul(here, gate, self._dtype), matmul(here, up, self._dtype), self._activation
+        )
+        return matmul(inner, down, self._dtype)
+
+    def _weights(self, blob: torch.Tensor) -> list[Weight]:
+        layout = self._store.blobs
+        parts = zip(self._store.parts(blob), layout.kinds, layout.shapes, strict=True)
+        return [
+            Weight(part.view(PLAIN_TYPES.get(kind.name, torch.uint8)).view(rows, -1), kind, rows, n)
+            for part, kind, (rows, n) in parts
+        ]

@@ -1,0 +1,338 @@
+"""ExpertStore: hot experts in slots of GPU memory, cold ones in host memory, found by address."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
+
+import torch
+
+from headroom.kernels.cuda.experts import PARTS, Kinds
+from headroom.layers.pinned import HostMemory
+from headroom.moe.placement import ExpertPlacement
+
+ColdPath = Literal["gpu", "cpu", "drop"]  # who computes cold experts in small steps, if anybody
+NOWHERE, SPARE = -1, -2  # instead of a row: not on this side; in this side's spare buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlobLayout:
+    """How each expert of a layer lies in memory: gate, up and down, one after another."""
+
+    experts: int
+    kinds: Kinds
+    width: int
+    hidden: int
+    sizes: tuple[int, ...]  # bytes of each matrix
+    tiles: bool  # in tiles for the tensor cores, not as in the file
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of an expert."""
+        return sum(self.sizes)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where each matrix begins."""
+        return tuple(accumulate(self.sizes[:-1], initial=0))
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of each matrix."""
+        inner = (self.width, self.hidden)
+        return inner, inner, (self.hidden, self.width)
+
+
+@dataclass(slots=True, eq=False)
+class Spare:
+    """Room for one expert on each side, shared by all layers of a device."""
+
+    device: torch.Tensor  # uint8 [bytes]
+    host: torch.Tensor
+    exchange: "Exchange | None" = None  # that uses it
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """Two experts of a layer that are changing places."""
+
+    layer: "LayerStore"
+    promoted: int
+    demoted: int
+    slot: int  # that the one comes to
+    row: int  # that the other comes to
+    in_table: bool = False  # the table finds both in the spare buffers by now
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Residence:
+    """Which row of either side each expert is in; hot ones may have one of both."""
+
+    slot: torch.Tensor  # int64 [experts]
+    row: torch.Tensor  # int64 [experts]
+
+    @property
+    def is_hot(self) -> torch.Tensor:
+        """Which experts are hot."""
+        return self.slot != NOWHERE
+
+    def with_moved(self, slots: dict[int, int], rows: dict[int, int]) -> "Residence":
+        """Return where all are when these experts have other slots and rows."""
+        slot, row = self.slot.clone(), self.row.clone()
+        for expert, place in slots.items():
+            slot[expert] = place
+        for expert, place in rows.items():
+            row[expert] = place
+        return Residence(slot, row)
+
+
+class LayerStore:
+    """The experts of one layer; `exchange` moves them, and nothing else does.
+
+    At any moment every expert is found whole by the table: one is written to a place only while
+    no address points there.
+    """
+
+    def __init__(
+        self,
+        blobs: BlobLayout,
+        hot: Sequence[int],
+        slots: torch.Tensor,
+        cold: torch.Tensor,
+        spare: Spare,
+        memory: HostMemory,
+        path: ColdPath,
+    ) -> None:
+        self.blobs, self.path = blobs, path
+        self.slots = slots  # uint8 [hot, bytes] on the GPU
+        # uint8 [cold, bytes] in host memory; [experts, bytes] where hot ones have a copy there.
+        self.cold = cold
+        self.keeps_copy = bool(len(slots)) and len(cold) == blobs.experts
+        self._spare, self._memory = spare, memory
+        self._residence = _first_residence(blobs.experts, sorted(hot), self.keeps_copy)
+        # One piece, so that one copy changes all of it.
+        table = torch.empty(blobs.experts * (8 * PARTS + 4), dtype=torch.uint8)
+        self._device_table = table.to(slots.device, copy=True)
+        self.addresses, self.is_hot = _table_views(self._device_table)
+        self.host_addresses = torch.zeros(blobs.experts, PARTS, dtype=torch.int64)
+        self._publish(self._residence)
+
+    @property
+    def experts(self) -> int:
+        """Experts of the layer."""
+        return self.blobs.experts
+
+    @property
+    def kinds(self) -> Kinds:
+        """The types of an expert's gate, up and down."""
+        return self.blobs.kinds
+
+    @property
+    def width(self) -> int:
+        """Values between an expert's up and down."""
+        return self.blobs.width
+
+    @property
+    def hidden(self) -> int:
+        """Values of a row of the residual stream."""
+        return self.blobs.hidden
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of an expert's gate, up and down."""
+        return self.blobs.sizes
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of an expert."""
+        return self.blobs.nbytes
+
+    @property
+    def readable(self) -> bool:
+        """Whether the GPU reads cold experts where they lie."""
+        return self._memory.pinned
+
+    @property
+    def hot(self) -> tuple[int, ...]:
+        """The hot experts, ascending."""
+        return tuple(self._residence.is_hot.nonzero().flatten().tolist())
+
+    @property
+    def all_hot(self) -> bool:
+        """Whether no expert is cold."""
+        return len(self.slots) == self.experts
+
+    def slot_of(self, expert: int) -> torch.Tensor | None:
+        """Return a hot expert's bytes on the GPU; None of a cold one."""
+        return self._bytes(self.slots, self._spare.device, int(self._residence.slot[expert]))
+
+    def cold_of(self, expert: int) -> torch.Tensor | None:
+        """Return an expert's bytes in host memory; None where it has none."""
+        return self._bytes(self.cold, self._spare.host, int(self._residence.row[expert]))
+
+    def parts(self, blobs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the gates, ups and downs `[..., bytes]` of experts `[..., bytes]`."""
+        return torch.split(blobs, list(self.sizes), dim=-1)
+
+    def exchange(self, promoted: int, demoted: int) -> None:
+        """Make a cold expert hot and a hot one cold; no step may run meanwhile.
+
+        Where a copy fails, the error goes to the caller and every expert is still found.
+        """
+        self.begin_exchange(promoted, demoted)
+        self.finish_exchange()
+
+    def begin_exchange(self, promoted: int, demoted: int) -> None:
+        """Copy both to the spare buffers on the current stream; steps may run meanwhile.
+
+        One exchange of a device at a time: an earlier one that was not finished is forgotten.
+        """
+        hot = self._residence.is_hot
+        if not 0 <= promoted < self.experts or not 0 <= demoted < self.experts:
+            raise IndexError(f"experts {promoted} and {demoted} of {self.experts}")
+        if hot[promoted] or not hot[demoted]:
+            raise ValueError(f"expert {promoted} must be cold and {demoted} hot")
+        spare = self._spare
+        if spare.exchange is not None and spare.exchange.in_table:
+            spare.exchange.layer.finish_exchange()
+        spare.exchange = None
+        coming, going = self.cold_of(promoted), self.slot_of(demoted)
+        assert coming is not None
+        assert going is not None
+        copy_bytes(spare.device[: self.expert_bytes], coming)
+        if not self.keeps_copy:
+            copy_bytes(spare.host[: self.expert_bytes], going)
+        slot, row = int(self._residence.slot[demoted]), int(self._residence.row[promoted])
+        spare.exchange = Exchange(self, promoted, demoted, slot, row)
+
+    def finish_exchange(self) -> None:
+        """Bring both from the spare buffers to their places; what an error ended is taken up."""
+        spare, exchange = self._spare, self._spare.exchange
+        if exchange is None or exchange.layer is not self:
+            raise ValueError("no exchange of this layer was begun")
+        promoted, demoted = exchange.promoted, exchange.demoted
+        rows = {} if self.keeps_copy else {promoted: NOWHERE, demoted: SPARE}
+        if not exchange.in_table:
+            self._wait()
+            self._publish(self._residence.with_moved({promoted: SPARE, demoted: NOWHERE}, rows))
+            exchange.in_table = True
+        copy_bytes(self.slots[exchange.slot], spare.device[: self.expert_bytes])
+        if not self.keeps_copy:
+            copy_bytes(self.cold[exchange.row], spare.host[: self.expert_bytes])
+            rows = {demoted: exchange.row}
+        self._wait()
+        self._publish(self._residence.with_moved({promoted: exchange.slot}, rows))
+        spare.exchange = None
+
+    def _publish(self, residence: Residence) -> None:
+        """Let the tables tell where experts are.
+
+        New cold experts have an address in host memory before the GPU's table says that they are
+        cold, and new hot ones keep theirs until it says that they are hot.
+        """
+        slot = _addresses(residence.slot, self.slots, self._spare.device)
+        row = _addresses(residence.row, self.cold, self._spare.host)
+        starts, is_hot = torch.tensor(self.blobs.starts), residence.is_hot
+        cold = torch.where(is_hot[:, None], 0, row[:, None] + starts)
+        readable = cold if self.readable else torch.zeros_like(cold)
+        table = torch.empty(self._device_table.shape, dtype=torch.uint8)
+        addresses, flags = _table_views(table)
+        addresses.copy_(torch.where(is_hot[:, None], slot[:, None] + starts, readable))
+        flags.copy_(is_hot)
+        before = self.host_addresses.clone()
+        self.host_addresses.copy_(torch.where(is_hot[:, None], before, cold))
+        try:
+            copy_bytes(self._device_table, table)
+            self._wait()
+        except BaseException:
+            self.host_addresses.copy_(before)
+            raise
+        self.host_addresses.copy_(cold)
+        self._residence = residence
+
+    def _bytes(self, side: torch.Tensor, spare: torch.Tensor, row: int) -> torch.Tensor | None:
+        if row == NOWHERE:
+            return None
+        return spare[: self.expert_bytes] if row == SPARE else side[row]
+
+    def _wait(self) -> None:
+        """Wait for the copies of this thread's stream."""
+        if self.slots.device.type == "cuda":
+            torch.cuda.current_stream(self.slots.device).synchronize()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertStore:
+    """The experts of all layers of a device, some of which are cold."""
+
+    layers: tuple[LayerStore | None, ...]  # by layer of the model; None: dense, or all hot
+    placement: ExpertPlacement  # as it was loaded
+    staging: torch.Tensor  # uint8 [2, bytes] on the device, for cold experts on their way
+    spare: Spare
+    memory: HostMemory
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the GPU reads cold experts where they lie."""
+        return self.memory.pinned
+
+    @property
+    def source(self) -> str:
+        """Where the placement came from."""
+        return self.placement.source
+
+    @property
+    def hot_bytes(self) -> int:
+        """Bytes of all experts in slots."""
+        return sum(layer.slots.nbytes for layer in self.layers if layer is not None)
+
+    @property
+    def cold_bytes(self) -> int:
+        """Bytes of all experts in host memory."""
+        return sum(layer.cold.nbytes for layer in self.layers if layer is not None)
+
+    def residence(self) -> ExpertPlacement:
+        """Return which experts are hot now."""
+        hot = tuple(
+            loaded if layer is None else layer.hot
+            for loaded, layer in zip(self.placement.hot, self.layers, strict=True)
+        )
+        return replace(self.placement, hot=hot)
+
+
+def copy_bytes(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Begin to copy; the current stream waits for it, the host does not."""
+    to.copy_(source, non_blocking=True)
+
+
+def drop_cold(ids: torch.Tensor, weights: torch.Tensor, is_hot: torch.Tensor) -> torch.Tensor:
+    """Return weights `[rows, used]` without those of cold experts; a row's sum stays the same.
+
+    A row all of whose experts are cold gets nothing from them.
+    """
+    kept = weights * is_hot[ids]
+    share = kept.sum(1, keepdim=True)
+    grown = kept * (weights.sum(1, keepdim=True) / share)
+    return torch.where(share == 0, kept, grown)
+
+
+def _first_residence(experts: int, hot: Sequence[int], keeps_copy: bool) -> Residence:
+    slot = torch.full((experts,), NOWHERE)
+    slot[list(hot)] = torch.arange(len(hot))
+    if keeps_copy:
+        return Residence(slot, torch.arange(experts))
+    is_cold = slot == NOWHERE
+    return Residence(slot, torch.where(is_cold, is_cold.cumsum(0) - 1, NOWHERE))
+
+
+def _addresses(rows: torch.Tensor, side: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
+    apart = side.shape[1]
+    return torch.where(rows == SPARE, spare.data_ptr(), side.data_ptr() + rows * apart)
+
+
+def _table_views(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Addresses int64 [experts, PARTS] and flags int32 [experts] in one piece of memory."""
+    experts = len(table) // (8 * PARTS + 4)
+    end = 8 * PARTS * experts
+    addresses = table[:end].view(torch.int64).view(experts, PARTS)
+    return addresses, table[end:].view(torch.int32)

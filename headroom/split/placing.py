@@ -1,0 +1,110 @@
+"""find_placement(): which experts of a planned model are hot, and why those."""
+
+import logging
+from pathlib import Path
+
+from headroom.errors import PlanError
+from headroom.memory.plan import Plan
+from headroom.memory.shape import ModelShape
+from headroom.moe.placement import (
+    Counts,
+    ExpertPlacement,
+    LayerExperts,
+    load_placement,
+    place_experts,
+    save_placement,
+)
+from headroom.options import Options
+from headroom.units import gib
+
+log = logging.getLogger(__name__)
+
+
+def expert_layers(shape: ModelShape, plan: Plan) -> list[LayerExperts]:
+    """Return every layer's experts with their bytes as the planned device holds them."""
+    held = shape.in_tiles() if plan.settings.uses_arena else shape
+    return [LayerExperts(layer.experts, layer.expert_bytes) for layer in held.layers]
+
+
+def even_placement(shape: ModelShape, plan: Plan) -> ExpertPlacement:
+    """Return the placement of a plan without statistics; refuse a budget below the floor."""
+    return place_experts(expert_layers(shape, plan), None, _budget(plan), _floor(shape))
+
+
+def find_placement(
+    shape: ModelShape,
+    plan: Plan,
+    options: Options,
+    identity: str,
+    counts: Counts | None = None,  # choices of earlier runs
+) -> ExpertPlacement | None:
+    """Return which experts are hot, checked against the plan; None where no device has cold ones.
+
+    A file that the options name comes first, then statistics.
+    """
+    device = plan.devices[0]
+    if not device.total_experts or device.holds_all:
+        return None
+    if device.hot_experts == device.total_experts:
+        log.info("experts: all %d fit in GPU memory, no hybrid parts", device.total_experts)
+        return None
+    layers = expert_layers(shape, plan)
+    if options.placement:
+        placement = load_placement(Path(options.placement), identity, layers)
+    elif counts is not None:
+        placement = place_experts(layers, counts, _budget(plan), _floor(shape))
+    else:
+        placement = even_placement(shape, plan)
+    _check(placement, layers, plan)
+    if options.save_placement:
+        save_placement(Path(options.save_placement), placement, identity)
+    _log_memory(plan)
+    return placement
+
+
+def _check(placement: ExpertPlacement, layers: list[LayerExperts], plan: Plan) -> None:
+    """Refuse a placement that needs more of either memory than the plan has."""
+    hot, budget = placement.hot_bytes(layers), _budget(plan)
+    if hot > budget:
+        raise PlanError(
+            f"{placement.source} keeps {placement.total} experts hot, {gib(hot)}, and the plan has "
+            f"{gib(budget)} for them.",
+            hint="Leave out --placement, or free memory with a smaller --context or --parallel.",
+        )
+    cold = sum(layer.experts * layer.expert_bytes for layer in layers) - hot
+    missing = cold - _host_bytes(plan) - plan.host.free_bytes
+    if missing > 0:
+        raise PlanError(
+            f"{placement.source} leaves {gib(cold)} of experts to host memory, and {gib(missing)} "
+            "of that do not fit.",
+            hint="Leave out --placement, or free host memory.",
+        )
+
+
+def _log_memory(plan: Plan) -> None:
+    """Say what the memory of the device goes to, and what that leaves for experts."""
+    device = plan.devices[0]
+    sizes = {line.name: line.bytes for line in device.lines}
+    log.info(
+        "experts: %s has %s: weights without experts %s, cache %s, reserve %s, budget for "
+        "experts %s of %s",
+        device.name,
+        gib(device.total_bytes),
+        gib(sizes.get("core_weights", 0) + sizes.get("head", 0) + sizes.get("embeddings", 0)),
+        gib(sizes.get("kv", 0) + sizes.get("recurrent_state", 0)),
+        gib(sizes.get("reserve", 0)),
+        gib(_budget(plan)),
+        gib(_budget(plan) + _host_bytes(plan)),
+    )
+
+
+def _budget(plan: Plan) -> int:
+    return plan.devices[0].allocated.get("hot_experts", 0)
+
+
+def _host_bytes(plan: Plan) -> int:
+    return sum(line.bytes for line in plan.host.lines if line.name == "cold_experts")
+
+
+def _floor(shape: ModelShape) -> int:
+    return max(layer.experts_used for layer in shape.layers)

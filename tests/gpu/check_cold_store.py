@@ -1,0 +1,159 @@
+"""Checks a store of hot and cold experts on a GPU: its bytes, its kernels, its exchanges.
+
+With --bench it times loading and exchanges of experts as large as those of Qwen3.5-35B-A3B.
+"""
+
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from headroom.formats.quants import BY_NAME
+from headroom.kernels.cuda import experts as fast
+from headroom.kernels.cuda.matmul import half_rows
+from headroom.layers.config import ExpertsConfig
+from headroom.layers.upload import Upload
+from headroom.moe.device_experts import stored_tiles, upload_experts
+from headroom.moe.load_store import StoreRequest, blob_layout, fill_tiles, open_store
+from headroom.moe.placement import ExpertPlacement
+from headroom.moe.store import ExpertStore, LayerStore
+from headroom.units import MIB
+from tests.gpu.torch_tiles import pack_tiles
+from tests.gpu.weight_file import WeightFile
+
+DEVICE = "cuda"
+Kinds = tuple[str, str, str]
+CASES: list[tuple[Kinds, int, int, int]] = [
+    (("q4_k", "q4_k", "q6_k"), 16, 512, 2048),
+    (("q8_0", "q8_0", "q8_0"), 8, 64, 256),
+    (("mxfp4", "mxfp4", "q5_0"), 9, 96, 288),
+]
+
+
+class Layer:
+    """A layer's experts in a file, and the store that was filled from it."""
+
+    def __init__(self, folder: Path, kinds: Kinds, sizes: tuple[int, int, int]) -> None:
+        self.experts, self.width, self.hidden = sizes
+        self.kinds = kinds
+        self.file = WeightFile(folder / "weights")
+        shapes = ((self.width, self.hidden), (self.width, self.hidden), (self.hidden, self.width))
+        self.parts = [
+            self.file.add(f"ffn.experts.{name}", kind, self.experts, *shape)
+            for name, kind, shape in zip(("gate", "up", "down"), kinds, shapes, strict=True)
+        ]
+
+    def open(self, hot: tuple[int, ...], pin: bool) -> tuple[ExpertStore, LayerStore]:
+        """Load it with some experts hot."""
+        request = StoreRequest(
+            placement=ExpertPlacement((hot,), "drawn"),
+            cold="auto" if pin else "cpu",
+            pin=pin,
+            keep_copy=False,
+            staging_bytes=66 * MIB,
+        )
+        with Upload(DEVICE) as way:
+            get = self.file.source(way)
+            config = ExpertsConfig(experts=self.experts, used=2, width=self.width)
+            layout = blob_layout(config, get, tiles=True)
+            store = open_store([layout], request, DEVICE, lambda line, size: None)
+            layer = store.layers[0]
+            assert layer is not None
+            fill_tiles(layer, get, store.staging)
+        return store, layer
+
+    def tiles(self) -> fast.ExpertTiles:
+        """The same, all in GPU memory."""
+        with Upload(DEVICE) as way:
+            return upload_experts(self.file.source(way), self.experts)
+
+    def blob(self, expert: int) -> torch.Tensor:
+        """The bytes that an expert must have."""
+        columns = (self.hidden, self.hidden, self.width)
+        parts = zip(self.parts, self.kinds, columns, strict=True)
+        return torch.cat([pack_tiles(x[expert], BY_NAME[kind], n) for x, kind, n in parts])
+
+
+def wrong_experts(layer: Layer, stored: LayerStore) -> list[int]:
+    """The experts that a store does not hold as it should."""
+    wrong = []
+    for expert in range(layer.experts):
+        blob = stored.slot_of(expert)
+        blob = stored.cold_of(expert) if blob is None else blob
+        if blob is None or not torch.equal(blob.cpu(), layer.blob(expert)):
+            wrong.append(expert)
+    return wrong
+
+
+def same_answers(layer: Layer, stored: LayerStore, rows: int) -> bool:
+    """Whether kernels give the same bits for cold experts as for hot ones."""
+    used = 2
+    x = torch.randn(rows, layer.hidden, device=DEVICE)
+    ids = torch.stack([torch.randperm(layer.experts)[:used] for _ in range(rows)]).int().to(DEVICE)
+    weights = torch.rand(rows, used, device=DEVICE)
+    outs = []
+    for table in (layer.tiles(), stored_tiles(stored)):
+        if rows <= 32:
+            outs.append(fast.few_rows(half_rows(x), ids, weights, table, "silu"))
+        else:
+            outs.append(fast.many_rows(x, ids, weights, table, "silu"))
+    return torch.equal(*outs)
+
+
+def check(kinds: Kinds, sizes: tuple[int, int, int], pin: bool) -> bool:
+    """Load with every second expert hot, compute, exchange, compute again."""
+    with tempfile.TemporaryDirectory() as folder:
+        layer = Layer(Path(folder), kinds, sizes)
+        _, stored = layer.open(tuple(range(0, sizes[0], 2)), pin)
+        good = not wrong_experts(layer, stored)
+        rows = (1, 5, 70) if pin and DEVICE == "cuda" else ()
+        good &= all(same_answers(layer, stored, count) for count in rows)
+        for promoted, demoted in ((1, 0), (3, 4), (0, 1), (5, 2)):
+            stored.exchange(promoted, demoted)
+        good &= not wrong_experts(layer, stored)
+        return good and all(same_answers(layer, stored, count) for count in rows)
+
+
+def bench() -> None:
+    """Time loading and exchanges at the size of a real layer."""
+    with tempfile.TemporaryDirectory() as folder:
+        layer = Layer(Path(folder), ("q4_k", "q4_k", "q6_k"), (256, 512, 2048))
+        for share in (0.0, 0.6, 1 - 1 / 256):
+            hot = tuple(range(int(256 * share)))
+            started = time.perf_counter()
+            _, stored = layer.open(hot, pin=True)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
+            size = layer.experts * stored.expert_bytes
+            print(f"load {len(hot)} of 256 hot: {seconds:.3f} s, {size / seconds / 1e9:.1f} GB/s")
+        times = []
+        for number in range(20):
+            started = time.perf_counter()
+            stored.exchange(255 if number % 2 == 0 else 0, 0 if number % 2 == 0 else 255)
+            times.append(time.perf_counter() - started)
+        print(f"exchange: {sorted(times)[10] * 1e6:.0f} us, {stored.expert_bytes} bytes each way")
+
+
+def main() -> int:
+    """Run all checks; return the number of failures."""
+    torch.manual_seed(0)
+    failures = 0
+    for kinds, *sizes in CASES:
+        for pin in (True, False):
+            try:
+                good = check(kinds, (sizes[0], sizes[1], sizes[2]), pin)
+            except Exception:
+                traceback.print_exc()
+                good = False
+            failures += not good
+            print(f"{'PASS' if good else 'FAIL'} {'/'.join(kinds)} {sizes} pinned {pin}")
+    if "--bench" in sys.argv:
+        bench()
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())

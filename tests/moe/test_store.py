@@ -1,0 +1,219 @@
+"""The store: every expert is found whole, whatever moves and whatever fails."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headroom.errors import DeviceError
+from headroom.layers.pinned import HostMemory
+from headroom.moe import load_store
+from headroom.moe import store as stores
+from headroom.moe.load_store import cold_path
+from headroom.moe.store import drop_cold
+from tests.moe.stores import blob_layout, check_layer, small_store
+
+Moves = list[tuple[int, int, int]]  # layer, and which of its cold and hot experts
+
+
+class CopyError(RuntimeError):
+    """A copy that did not happen."""
+
+
+class FailingCopies:
+    """Copies that fail at some number, counted from the first."""
+
+    def __init__(self, fail_at: int) -> None:
+        self.left = fail_at
+
+    def __call__(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        self.left -= 1
+        if self.left == 0:
+            to.view(-1)[: to.numel() // 2] = 0  # half of it was written, even
+            raise CopyError
+        to.copy_(source)
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Layers of some experts, of which some are hot; a layer may have none, or all hot."""
+    experts = draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
+    hot = [tuple(sorted(draw(st.sets(st.sampled_from(range(n)))))) if n else () for n in experts]
+    if all(len(ids) == n for n, ids in zip(experts, hot, strict=True)):
+        experts, hot = [*experts, 2], [*hot, (1,)]
+    return experts, hot
+
+
+moves = st.lists(st.tuples(*(st.integers(0, 9),) * 3), max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(placements(), moves, st.booleans())
+def test_exchanges_lose_no_expert_and_hold_none_twice(
+    placement: tuple[list[int], list[tuple[int, ...]]], moves: Moves, keep_copy: bool
+) -> None:
+    experts, hot = placement
+    sizes = [(48, 48, 32), (64, 64, 64), (16, 32, 32), (48, 48, 32)]
+    layouts = [blob_layout(n, sizes[i]) if n else None for i, n in enumerate(experts)]
+    store = small_store(layouts, hot, keep_copy=keep_copy)
+    mixed = [index for index, layer in enumerate(store.layers) if layer is not None]
+    for index in mixed:
+        check_layer(store, index)
+    for choice, promoted, demoted in moves:
+        index = mixed[choice % len(mixed)]
+        layer = store.layers[index]
+        assert layer is not None
+        cold = [expert for expert in range(layer.experts) if expert not in layer.hot]
+        if not layer.hot:
+            continue
+        pair = cold[promoted % len(cold)], layer.hot[demoted % len(layer.hot)]
+        layer.exchange(*pair)
+        assert pair[0] in layer.hot
+        assert pair[1] not in layer.hot
+        for each in mixed:
+            check_layer(store, each)
+    assert store.residence().total == sum(map(len, hot))
+
+
+@pytest.mark.parametrize("keep_copy", [False, True])
+@pytest.mark.parametrize("fail_at", range(1, 7))
+def test_a_copy_that_fails_leaves_every_expert_where_its_table_says(
+    fail_at: int, keep_copy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts = [blob_layout(5), blob_layout(4)]
+    store = small_store(layouts, [(0, 2, 4), (1,)], keep_copy=keep_copy)
+    first, second = store.layers
+    assert first is not None
+    assert second is not None
+    copies = FailingCopies(fail_at)
+    table, flags = first.addresses.clone(), first.is_hot.clone()
+
+    def copied(to: torch.Tensor, source: torch.Tensor) -> None:
+        if to is first._device_table and copies.left == 1:
+            copies.left = 0
+            raise CopyError  # of a table: one copy, all of it or nothing
+        copies(to, source)
+
+    monkeypatch.setattr(stores, "copy_bytes", copied)
+    failed = False
+    try:
+        first.exchange(1, 2)
+    except CopyError:
+        failed = True
+    copies.left = 0  # nothing fails from here on
+    assert failed == (fail_at <= (4 if keep_copy else 6))
+    check_layer(store, 0)
+    check_layer(store, 1)
+    if fail_at <= (2 if keep_copy else 3):  # before any table was written
+        assert torch.equal(first.addresses, table)
+        assert torch.equal(first.is_hot, flags)
+    # What another layer, or the same one, does next takes it up.
+    second.exchange(3, 1)
+    if 1 not in first.hot:
+        first.exchange(1, 2)
+    for index in range(2):
+        check_layer(store, index)
+    assert (first.hot, second.hot) == ((0, 1, 4), (3,))
+    assert store.spare.exchange is None
+
+
+def test_only_a_cold_expert_comes_and_only_a_hot_one_goes() -> None:
+    layer = small_store([blob_layout(3)], [(0,)]).layers[0]
+    assert layer is not None
+    with pytest.raises(ValueError, match="expert 0 must be cold and 1 hot"):
+        layer.exchange(0, 1)
+    with pytest.raises(IndexError, match="experts 3 and 0 of 3"):
+        layer.exchange(3, 0)
+    with pytest.raises(ValueError, match="no exchange of this layer was begun"):
+        layer.finish_exchange()
+
+
+def test_an_exchange_that_was_only_begun_changes_nothing() -> None:
+    store = small_store([blob_layout(3)], [(0,)])
+    layer = store.layers[0]
+    assert layer is not None
+    layer.begin_exchange(1, 0)
+    check_layer(store, 0)
+    layer.begin_exchange(2, 0)
+    layer.finish_exchange()
+    check_layer(store, 0)
+    assert layer.hot == (2,)
+
+
+def test_layers_whose_experts_are_all_hot_are_not_in_the_store() -> None:
+    store = small_store([None, blob_layout(2), blob_layout(3)], [(), (0, 1), (2,)])
+    assert [layer is None for layer in store.layers] == [True, True, False]
+    assert store.residence().hot == ((), (0, 1), (2,))
+    assert (store.hot_bytes, store.cold_bytes) == (128, 2 * 128)
+
+
+def test_host_memory_holds_only_cold_experts_unless_a_copy_is_kept() -> None:
+    plain, copies = (
+        small_store([blob_layout(5)], [(1, 3)], keep_copy=keep).layers[0] for keep in (False, True)
+    )
+    assert plain is not None
+    assert copies is not None
+    assert (len(plain.cold), len(copies.cold)) == (3, 5)
+    assert plain.cold_of(1) is None
+    assert copies.cold_of(1) is not None
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The part of CUDA that pins memory."""
+    made = SimpleNamespace(
+        result=0,
+        cudaHostUnregister=lambda address: 0,
+        cudaError=lambda number: number,
+        cudaGetErrorString=lambda error: "out of memory",
+    )
+    made.cudaHostRegister = lambda address, size, flags: made.result
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(load_store, "pinnable_bytes", lambda limits: 8 << 20)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("wanted", "path"), [("auto", "gpu"), ("gpu", "gpu"), ("cpu", "cpu"), ("drop", "drop")]
+)
+def test_pinned_experts_are_read_by_the_gpu(
+    wanted: str, path: str, driver: SimpleNamespace
+) -> None:
+    store = small_store([blob_layout(3)], [(0,)], cold=wanted, pin=True)
+    assert store.pinned
+    assert store.layers[0] is not None
+    assert store.layers[0].path == path
+    check_layer(store, 0)
+
+
+def test_a_driver_that_does_not_pin_leaves_cold_experts_to_the_cpu_and_says_so(
+    driver: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver.result = 2
+    store = small_store([blob_layout(3)], [(0,)], cold="auto", pin=True)
+    assert store.layers[0] is not None
+    assert store.layers[0].path == "cpu"
+    check_layer(store, 0)
+    assert "384 B of cold experts are not pinned (out of memory; ulimit -l" in caplog.text
+
+
+def test_a_gpu_that_must_read_what_is_not_pinned_is_refused(driver: SimpleNamespace) -> None:
+    driver.result = 2
+    with pytest.raises(DeviceError) as refused:
+        cold_path("gpu", HostMemory(3 << 30, pin=True))
+    assert str(refused.value) == (
+        "The GPU's driver does not pin 3.00 GiB of host memory for cold experts: out of memory; "
+        "ulimit -l and its control group allow 8.0 MiB. Free host memory, raise ulimit -l or the "
+        "limit of the control group, keep more experts on the GPU, or let the CPU compute cold "
+        "ones with --cold cpu."
+    )
+
+
+def test_dropped_experts_leave_their_share_to_the_hot_ones_of_a_row() -> None:
+    is_hot = torch.tensor([1, 0, 1, 0], dtype=torch.int32)
+    ids = torch.tensor([[0, 1], [0, 2], [1, 3]])
+    weights = torch.tensor([[0.6, 0.2], [0.5, 0.5], [0.7, 0.3]])
+    wanted = torch.tensor([[0.8, 0.0], [0.5, 0.5], [0.0, 0.0]])
+    torch.testing.assert_close(drop_cold(ids, weights, is_hot), wanted)

@@ -1,0 +1,104 @@
+"""Which experts of a planned model are hot: from a file, from statistics, or as many of each."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headroom.errors import FormatError, PlanError
+from headroom.memory.plan import Plan, make_plan
+from headroom.moe.placement import ExpertPlacement, save_placement
+from headroom.options import Options
+from headroom.split.placing import expert_layers, find_placement
+from tests.memory.shapes import cpu, gpu, host, laguna
+
+MODEL = laguna()
+DENSE_FIRST = [()] + [(0, 1)] * 39  # the first layer has no experts
+
+
+def planned(budget: str = "30%", **more: object) -> tuple[Plan, Options]:
+    options = Options(context=2048, parallel=1, expert_budget=budget, **more)  # type: ignore[arg-type]
+    return make_plan([MODEL], [gpu(24), host(64)], options), options
+
+
+def test_without_statistics_every_layer_gets_as_many_and_the_log_tells_the_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plan, options = planned()
+    with caplog.at_level(logging.INFO):
+        placement = find_placement(MODEL, plan, options, "abc")
+    assert placement is not None
+    assert placement.source == "even"
+    counts = [len(ids) for ids in placement.hot]
+    assert counts[0] == 0
+    assert max(counts[1:]) - min(counts[1:]) <= 1
+    assert (
+        placement.hot_bytes(expert_layers(MODEL, plan)) <= plan.devices[0].allocated["hot_experts"]
+    )
+    assert "experts: cuda:0 has 24.00 GiB: weights without experts " in caplog.text
+    assert ", cache " in caplog.text
+    assert ", reserve 512.0 MiB, budget for experts " in caplog.text
+
+
+def test_statistics_decide_where_there_are_some() -> None:
+    plan, options = planned()
+    counts = [[float(i) for i in range(layer.experts)] for layer in MODEL.layers]
+    placement = find_placement(MODEL, plan, options, "abc", counts)
+    assert placement is not None
+    assert placement.source == "statistics"
+    assert placement.hot[5][-1] == 255
+
+
+def test_all_hot_is_told_in_one_line_and_a_cpu_has_nothing_to_tell(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert find_placement(MODEL, *planned("100%"), "abc") is None
+        assert [row.message for row in caplog.records] == [
+            "experts: all 9984 fit in GPU memory, no hybrid parts"
+        ]
+        plan = make_plan([MODEL], [cpu(64)], Options())
+        assert find_placement(MODEL, plan, Options(), "abc") is None
+    assert len(caplog.records) == 1
+
+
+def test_a_saved_placement_is_used_again(tmp_path: Path) -> None:
+    path = tmp_path / "placement.json"
+    plan, options = planned(save_placement=str(path))
+    made = find_placement(MODEL, plan, options, "abc")
+    found = find_placement(MODEL, plan, replace(options, placement=str(path)), "abc")
+    assert made is not None
+    assert found is not None
+    assert (found.hot, found.source) == (made.hot, str(path))
+
+
+def test_a_placement_of_another_model_or_a_corrupt_one_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "placement.json"
+    plan, options = planned(placement=str(path))
+    save_placement(path, ExpertPlacement(tuple(DENSE_FIRST), "even"), "other")
+    with pytest.raises(FormatError, match=r"is of another model \(other, not abc\)"):
+        find_placement(MODEL, plan, options, "abc")
+    path.write_text(json.dumps({"version": 1})[:-3])
+    with pytest.raises(FormatError, match=r"placement\.json is not a placement file"):
+        find_placement(MODEL, plan, options, "abc")
+
+
+def test_a_placement_larger_than_the_plan_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "placement.json"
+    hot = [()] + [tuple(range(200))] * 39
+    save_placement(path, ExpertPlacement(tuple(hot), "even"), "abc")
+    with pytest.raises(
+        PlanError, match=r"keeps 7800 experts hot, 13\.\d+ GiB, and the plan has 5\."
+    ):
+        find_placement(MODEL, *planned(placement=str(path)), "abc")
+
+
+def test_a_placement_that_leaves_too_much_to_the_host_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "placement.json"
+    save_placement(path, ExpertPlacement(tuple(DENSE_FIRST), "even"), "abc")
+    options = Options(context=2048, parallel=1, expert_budget="90%", placement=str(path))
+    plan = make_plan([MODEL], [gpu(24), host(8)], options)
+    with pytest.raises(PlanError, match=r"leaves 17\.\d+ GiB of experts to host memory, and 1\d"):
+        find_placement(MODEL, plan, options, "abc")
