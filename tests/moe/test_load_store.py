@@ -1,6 +1,7 @@
 """Experts on their way from the file to their places; the CPU stands in for the GPU."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import pack
+from headroom.kernels.cuda import experts, matmul, pack
 from headroom.layers import upload
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.upload import Upload
@@ -99,4 +100,9 @@ def test_the_check_for_a_gpu_passes_where_the_cpu_stands_in(
     kinds: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_cold_store, "DEVICE", "cpu")
-    assert check_cold_store.check(kinds, (6, 96, 288), pin=False)
+    monkeypatch.setattr(check_cold_store, "ROWS", (3,))
+    for module in (experts, matmul):
+        monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
+    driver = SimpleNamespace(cudaHostRegister=lambda *given: 0, cudaHostUnregister=lambda at: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    assert check_cold_store.check(kinds, (6, 96, 288), pin=True)
