@@ -5,6 +5,7 @@ from headroom.formats.quants import Q8_K
 from headroom.kernels.cuda import matmul as cuda_matmul
 from headroom.kernels.cuda import plain as cuda_plain
 from headroom.kernels.cuda import small as cuda_small
+from headroom.kernels.cuda.compile import refuses_device
 from headroom.kernels.native import attention as native_attention
 from headroom.kernels.native import delta_net as native_delta_net
 from headroom.kernels.native import experts as native_experts
@@ -32,18 +33,10 @@ def _takes_rows(case: Case) -> str | None:
     return _takes_any(case) if case.layout == "rows" else f"reads rows, not {case.layout}"
 
 
-def _refuses_cuda(case: Case) -> str | None:
-    if case.device != "cuda":
-        return f"runs on cuda, not {case.device}"
-    if case.triton:
-        return "Triton's kernels were asked for"
-    return "plain kernels were asked for" if case.reference else None
-
-
 def _refuses_cuda_table(case: Case) -> str | None:
     if case.quant is Q8_K:
         return f"reads no rows of {case.quant}"
-    return _refuses_cuda(case)
+    return refuses_device(case)
 
 
 def _takes_plain_products(case: Case) -> str | None:
@@ -63,8 +56,8 @@ KERNELS = (
     Kernel("embed", "cuda", cuda_small.embed, _refuses_cuda_table),
     Kernel("matmul", "cuda", cuda_matmul.matmul, cuda_matmul.refuses, cuda_matmul.prepare),
     Kernel("matmul", "cuda-plain", cuda_plain.matmul, cuda_plain.refuses, cuda_plain.prepare),
-    Kernel("rms_norm", "cuda", cuda_small.rms_norm, _refuses_cuda),
-    Kernel("gated_activation", "cuda", cuda_small.gated_activation, _refuses_cuda),
+    Kernel("rms_norm", "cuda", cuda_small.rms_norm, refuses_device),
+    Kernel("gated_activation", "cuda", cuda_small.gated_activation, refuses_device),
     Kernel("embed", "triton", triton_matmul.embed, triton_matmul.refuses_table),
     Kernel("matmul", "triton", triton_matmul.matmul, triton_matmul.refuses),
     Kernel("rms_norm", "triton", triton_rows.rms_norm, triton_launch.refuses),

@@ -9,7 +9,7 @@ from headroom.memory.calibration import Speeds
 from headroom.memory.cost import LISTED_SHARE
 from headroom.memory.devices import DeviceSpec
 
-ColdPath = Literal["gpu", "cpu", "drop"]
+ColdPath = Literal["gpu", "cpu", "drop"]  # who computes cold experts in small steps, if anybody
 
 ASSUMED_HANDOVER_S = 10e-6  # until the machine is measured
 KERNELS_S = 4e-6  # of the two kernels that ask the CPU and take its answers, whatever they carry

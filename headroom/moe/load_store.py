@@ -15,8 +15,9 @@ from headroom.layers.weights import WeightSource
 from headroom.memory.cgroups import read_limits
 from headroom.memory.devices import pinnable_bytes
 from headroom.memory.experts import ALIGNMENT, STAGING_BUFFERS, aligned
+from headroom.moe.cost import ColdPath
 from headroom.moe.placement import ExpertPlacement
-from headroom.moe.store import BlobLayout, ColdPath, ExpertStore, LayerStore, Spare
+from headroom.moe.store import BlobLayout, ExpertStore, LayerStore, Spare
 from headroom.units import gib
 
 log = logging.getLogger(__name__)

@@ -3,15 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
 
 import torch
 
 from headroom.kernels.cuda.experts import PARTS, Kinds
 from headroom.layers.pinned import HostMemory
+from headroom.moe.cost import ColdPath
 from headroom.moe.placement import ExpertPlacement
 
-ColdPath = Literal["gpu", "cpu", "drop"]  # who computes cold experts in small steps, if anybody
 NOWHERE, SPARE = -1, -2  # instead of a row: not on this side; in this side's spare buffer
 
 

@@ -117,7 +117,15 @@ def _check_cold(shape: ModelShape, plan: Plan, options: Options) -> None:
     if options.no_pin and options.cold == "gpu":
         raise OptionError(
             "--cold gpu needs pinned memory: a GPU does not read what --no-pin leaves in place.",
-            hint="Leave out --no-pin, or choose --cold cpu.",
+            hint="Leave out --no-pin, or choose --cold cpu with --dtype f32.",
             param="cold",
+        )
+    if plan.settings.uses_arena and (options.no_pin or options.cold in ("cpu", "drop")):
+        asked = "--no-pin" if options.no_pin else f"--cold {options.cold}"
+        raise OptionError(
+            f"{asked} does not run cold experts in {plan.settings.dtype} yet; the GPU reads them "
+            "in pinned memory.",
+            hint="Leave it out, or choose --dtype f32.",
+            param="no_pin" if options.no_pin else "cold",
         )
     even_placement(shape, plan)  # refuses a budget below the floor

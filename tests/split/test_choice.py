@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -148,8 +149,29 @@ def test_a_gpu_does_not_read_what_is_not_pinned(machine: Machine) -> None:
         choice.make_run_plan(EXPERTS, options)
     assert str(refused.value) == (
         "--cold gpu needs pinned memory: a GPU does not read what --no-pin leaves in place. "
-        "Leave out --no-pin, or choose --cold cpu."
+        "Leave out --no-pin, or choose --cold cpu with --dtype f32."
     )
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"cold": "cpu"}, "--cold cpu"),
+        ({"cold": "drop"}, "--cold drop"),
+        ({"no_pin": True}, "--no-pin"),
+    ],
+)
+def test_ways_of_cold_experts_that_bf16_lacks_are_refused_before_loading(
+    machine: Machine, asked: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(OptionError) as refused:
+        choice.make_run_plan(EXPERTS, machine.options("cuda:0", expert_budget="60%", **asked))
+    assert str(refused.value) == (
+        f"{words} does not run cold experts in bf16 yet; the GPU reads them in pinned memory. "
+        "Leave it out, or choose --dtype f32."
+    )
+    exact = machine.options("cuda:0", expert_budget="60%", dtype="f32", **asked)
+    assert choice.make_run_plan(EXPERTS, exact)
 
 
 def test_memory_that_went_since_planning_is_refused_with_who_holds_it(machine: Machine) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from headroom.errors import KernelError
+from headroom.kernels.ops import Case
 
 SOURCES = Path(__file__).parent
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
@@ -89,6 +90,17 @@ class CudaKernel:
         _driver().cuGetErrorString(status, ctypes.byref(text))
         reason = text.value.decode() if text.value else f"error {status}"
         raise KernelError(f"The CUDA kernel {self._name} could not be started: {reason}.")
+
+
+def refuses_device(case: Case) -> str | None:
+    """Say why no CUDA kernel runs a case, whatever its types."""
+    if case.device != "cuda":
+        return f"runs on cuda, not {case.device}"
+    if case.reference:
+        return "plain kernels were asked for"
+    if case.triton:
+        return "Triton's kernels were asked for"
+    return None
 
 
 def compile_kernel(source: str, name: str, defines: Mapping[str, int] | None = None) -> CudaKernel:

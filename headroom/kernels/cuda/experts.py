@@ -8,7 +8,7 @@ import torch
 
 from headroom.formats.quants import QuantType
 from headroom.kernels.cuda import scratch
-from headroom.kernels.cuda.compile import Argument, compile_kernel
+from headroom.kernels.cuda.compile import Argument, compile_kernel, refuses_device
 from headroom.kernels.cuda.matmul import HalfRows
 from headroom.kernels.cuda.pack import PACKED, RECORD_COLUMNS, TILE_ROWS, tile_bytes
 from headroom.kernels.cuda.picks import ExpertGroup, expert_group, grouped_product, sort_picks
@@ -51,12 +51,8 @@ NO_OTHERS = Others()
 
 def refuses(case: Case) -> str | None:
     """Say why a case cannot run here."""
-    if case.device != "cuda":
-        return f"runs on cuda, not {case.device}"
-    if case.reference:
-        return "plain kernels were asked for"
-    if case.triton:
-        return "Triton's kernels were asked for"
+    if reason := refuses_device(case):
+        return reason
     if strange := [str(kind) for kind in case.experts if kind not in PACKED]:
         return f"{strange[0]} is not a packed type of the tensor cores"
     return None if case.dtype == "bf16" else f"computes in bf16, not {case.dtype}"

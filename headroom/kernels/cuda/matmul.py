@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 
 from headroom.kernels.cuda import scratch, unpacked
-from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.cuda.compile import compile_kernel, refuses_device
 from headroom.kernels.cuda.pack import (
     PACKED,
     RECORD_COLUMNS,
@@ -76,12 +76,8 @@ class Shape:
 
 def refuses(case: Case) -> str | None:
     """Say why a case cannot run here."""
-    if case.device != "cuda":
-        return f"runs on cuda, not {case.device}"
-    if case.reference:
-        return "plain kernels were asked for"
-    if case.triton:
-        return "Triton's kernels were asked for"
+    if reason := refuses_device(case):
+        return reason
     if case.quant not in PACKED:
         return f"{case.quant} is not a packed type of the tensor cores"
     return None if case.dtype == "bf16" else f"computes in bf16, not {case.dtype}"

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from headroom.formats.quants import BF16
+from headroom.kernels.cuda.compile import refuses_device
 from headroom.kernels.ops import Case
 from headroom.kernels.weight import PLAIN_TYPES, Weight
 
@@ -13,12 +14,8 @@ PADDED_ROWS = 32  # the library sums in an order of the rows' number: few are fi
 
 def refuses(case: Case) -> str | None:
     """Say why a case cannot run here."""
-    if case.device != "cuda":
-        return f"runs on cuda, not {case.device}"
-    if case.reference:
-        return "plain kernels were asked for"
-    if case.triton:
-        return "Triton's kernels were asked for"
+    if reason := refuses_device(case):
+        return reason
     if case.quant.name not in PLAIN_TYPES:
         return f"{case.quant} is packed"
     return None if case.dtype == "bf16" else f"computes in bf16, not {case.dtype}"
