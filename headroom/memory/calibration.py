@@ -94,6 +94,9 @@ def with_speeds(devices: Sequence[DeviceSpec], speeds: Mapping[str, Speeds]) -> 
                 bandwidth=found.bandwidth,
                 link=found.link,
                 flops=found.flops,
+                link_read=found.link_read,
+                handover_s=found.handover_s,
+                experts=found.experts,
                 measured=True,
             )
         measured.append(device)

@@ -35,6 +35,10 @@ class DeviceSpec:
     native: bool = False  # a CPU whose C++ kernels were built: they read packed weights
     unified: bool = False  # shares its memory with the host
     runs_layers: bool = True  # False: only lends its memory to other devices
+    # Of cold experts, where that was measured; 0 where not.
+    link_read: float = 0.0  # bytes/s of a GPU's kernels that read host memory
+    handover_s: float = 0.0  # a GPU's request of the CPU inside a step, and its answer
+    experts: float = 0.0  # bytes/s of a CPU's expert kernels
     measured: bool = False  # whether its speeds were measured or are only listed
     pinnable_bytes: int | None = None  # host memory that may be locked; None: no limit is known
 

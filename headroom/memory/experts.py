@@ -5,12 +5,9 @@ from dataclasses import dataclass
 
 from headroom.errors import OptionError
 from headroom.memory.shape import LayerShape
-from headroom.units import MIB, parse_size
+from headroom.units import parse_size
 
-STAGING_BUFFERS = 2  # one is filled while the other is read
-# Of each: long enough that a copy runs at the link's full speed, short enough to begin soon.
-STAGING_BUFFER_BYTES = 32 * MIB
-ALIGNMENT = 64  # of every buffer, in bytes
+ALIGNMENT = 256  # of every buffer, in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +66,6 @@ def spread_experts(layers: Sequence[LayerShape], budget: int) -> HotExperts:
 def largest_expert(layers: Sequence[LayerShape]) -> int:
     """Return the bytes of the largest expert of some layers."""
     return max((layer.expert_bytes for layer in layers if layer.experts), default=0)
-
-
-def expert_staging_bytes(layers: Sequence[LayerShape]) -> int:
-    """Return what a device with cold experts needs for those on their way to it.
-
-    Two buffers of a group of experts each, and a spare one for an expert that changes places.
-    """
-    largest = largest_expert(layers)
-    most = max((layer.all_expert_bytes for layer in layers), default=0)
-    group = max(largest, min(most, STAGING_BUFFER_BYTES))
-    return STAGING_BUFFERS * aligned(group) + aligned(largest)
 
 
 def aligned(size_bytes: int) -> int:

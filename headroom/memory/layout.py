@@ -15,7 +15,6 @@ from headroom.memory.budget import (
 from headroom.memory.devices import DeviceKind, DeviceSpec
 from headroom.memory.experts import (
     HotExperts,
-    expert_staging_bytes,
     largest_expert,
     spread_experts,
 )
@@ -29,6 +28,7 @@ from headroom.memory.spans import (
     split_by_filling,
     split_by_weights,
 )
+from headroom.memory.staging import expert_staging_bytes
 from headroom.units import gib
 
 
@@ -197,7 +197,7 @@ class _Builder:
         host_lines = self._host_lines(stages, hot)
         for own, kept in zip(lines, hot, strict=True):
             if kept.staging:
-                why = "cold experts on their way: two buffers, and one for an exchange"
+                why = "cold experts on their way: buffers, and one for an exchange"
                 own.insert(1, Line("expert_staging", kept.staging, why))
             if kept.total:
                 own.insert(1, Line("hot_experts", kept.bytes, f"{kept.total} routed experts"))
@@ -241,7 +241,8 @@ class _Builder:
         hot = spread_experts(layers, max(0, min(room, most)))
         if hot.bytes == total:
             return hot
-        staging = expert_staging_bytes(layers)
+        unpacks = self.settings.unpack_bytes if self.settings.uses_arena else 0
+        staging = expert_staging_bytes(layers, self.model.hidden, unpacks)
         fewer = spread_experts(layers, max(0, min(room - staging, most)))
         return replace(fewer, staging=staging)
 

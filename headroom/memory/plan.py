@@ -13,6 +13,7 @@ from headroom.memory.budget import (
     embed_bytes,
     head_bytes,
 )
+from headroom.memory.cold_speeds import ColdSpeeds, speeds_of
 from headroom.memory.cost import Prediction, predict
 from headroom.memory.device_scratch import unpack_bytes_for
 from headroom.memory.devices import DeviceSpec
@@ -33,6 +34,9 @@ from headroom.memory.spans import parse_split
 from headroom.options import Options
 from headroom.units import gib, parse_size
 
+COLD_CHUNKS = (2048, 1024, 512, 256)  # rows of a prompt's step where experts are cold
+KEPT_FOR_CHUNK = 0.95  # of the hot experts, by a longer chunk
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -47,6 +51,7 @@ class Plan:
     lossy: tuple[str, ...]  # named choices that change results
     notes: tuple[str, ...]  # what a reader should know and no line says
     predicted: Prediction
+    cold_speeds: ColdSpeeds | None = None  # where some experts are cold
 
 
 class DoesNotFitError(PlanError):
@@ -81,7 +86,7 @@ class _Task:
             dtype=options.dtype or activation,
             activation=activation,
             weights=weights,
-            threads=options.threads or max(1, *(device.cores for device in self.devices), 1),
+            threads=options.threads or self._threads,
             pin_threads=options.pin_threads,
             kernels=self.kernels,
             unpack_bytes=self._unpack_bytes,
@@ -89,6 +94,13 @@ class _Task:
             pin_experts=not options.no_pin,
             keep_host_copy=options.keep_host_copy,
         )
+
+    @property
+    def _threads(self) -> int:
+        """All cores of the host; beside a GPU one is left to the thread that feeds it."""
+        cores = max((device.cores for device in self.devices), default=0)
+        fed = any(device.runs_layers and device.kind != "cpu" for device in self.devices)
+        return max(1, cores - 1 if fed else cores)
 
     @property
     def _unpack_bytes(self) -> int:
@@ -118,7 +130,32 @@ class _Task:
             layout = self.lay_out(candidate, weights)
             return layout.hot_experts if layout.fits else None
 
-        return solve(ranges, judge)
+        found = solve(ranges, judge)
+        if found is None or self.options.chunk is not None:
+            return found
+        return self._with_longer_chunk(found, weights)
+
+    def _with_longer_chunk(self, found: Candidate, weights: str) -> Candidate:
+        """Return the longest chunk that costs few hot experts, where some are cold.
+
+        Every chunk waits for all cold experts, so that prompts take as many times longer as their
+        chunks are shorter; tokens after it hardly feel one hot expert in twenty.
+        """
+        hot = self.lay_out(found, weights).hot_experts
+        if not self._may_have_cold or hot == self.model.total_experts:
+            return found
+        floor = min(hot, sum(layer.experts_used for layer in self.model.layers))
+        for chunk in COLD_CHUNKS:
+            if found.chunk < chunk <= found.context:
+                layout = self.lay_out(replace(found, chunk=chunk), weights)
+                if layout.fits and layout.hot_experts >= max(floor, KEPT_FOR_CHUNK * hot):
+                    return replace(found, chunk=chunk)
+        return found
+
+    @property
+    def _may_have_cold(self) -> bool:
+        stages = [device for device in self.devices if device.runs_layers]
+        return bool(self.model.total_experts) and not any(device.holds_all for device in stages)
 
 
 def make_plan(
@@ -194,7 +231,17 @@ def _plan(task: _Task, chosen: Candidate, weights: str) -> Plan:
         lossy=tuple(_lossy(settings, layout)),
         notes=tuple(_notes(task, settings, layout)),
         predicted=predict(task.model, task.devices, settings, layout),
+        cold_speeds=_cold_speeds(task.devices, layout),
     )
+
+
+def _cold_speeds(devices: Sequence[DeviceSpec], layout: Layout) -> ColdSpeeds | None:
+    """Return how fast the cold experts of the first device are, where it has some."""
+    host = next((device for device in devices if device.kind == "cpu"), None)
+    first = layout.devices[0]
+    if host is None or first.holds_all or first.hot_experts == first.total_experts:
+        return None
+    return speeds_of(next(device for device in devices if device.name == first.name), host)
 
 
 def _lossy(settings: PlanSettings, layout: Layout) -> Iterable[str]:

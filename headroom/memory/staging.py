@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from headroom.memory.device_scratch import ALIGNMENT, BF16, experts_at_once
+from headroom.memory.device_scratch import BF16, experts_at_once
+from headroom.memory.experts import aligned, largest_expert
 from headroom.memory.shape import LayerShape
 from headroom.units import MIB
 
@@ -11,28 +12,36 @@ BUFFERS = 2  # one is read while the other is filled
 BUFFER_BYTES = 64 * MIB
 
 
-def buffer_bytes(expert_bytes: int) -> int:
-    """Return the bytes of one buffer: whole experts, at least one."""
-    whole = max(1, BUFFER_BYTES // expert_bytes) * expert_bytes
-    return -(-whole // ALIGNMENT) * ALIGNMENT
+def buffer_bytes(expert_bytes: int, experts: int) -> int:
+    """Return the bytes of one buffer: whole experts, at least one, at most all of a layer."""
+    whole = min(experts, max(1, BUFFER_BYTES // expert_bytes)) * expert_bytes
+    return aligned(whole)
 
 
 def downs_bytes(experts: int, width: int, hidden: int, unpack_bytes: int) -> int:
     """Return the bytes of a group's unpacked downs: a cold expert is unpacked as a whole."""
     each = experts_at_once(experts, width, hidden, unpack_bytes)
-    return -(-BF16 * each * width * hidden // ALIGNMENT) * ALIGNMENT
+    return aligned(BF16 * each * width * hidden)
 
 
-def staging_bytes(layers: Sequence[LayerShape], hidden: int, unpack_bytes: int) -> int:
-    """Return what a GPU needs beside its scratch to stream cold experts of these layers.
+def expert_staging_bytes(layers: Sequence[LayerShape], hidden: int, unpack_bytes: int) -> int:
+    """Return what a GPU with cold experts needs for those on their way to it.
 
-    Layers are as its kernels hold them, padding included.
+    Layers are as its kernels hold them, padding included; room for one expert that changes places
+    is in. Kernels that unpack nothing (`unpack_bytes` is 0) take one expert at a time.
     """
+    spare = aligned(largest_expert(layers))
+    if not unpack_bytes:
+        return spare + spare
+    return spare + _stream_bytes(layers, hidden, unpack_bytes)
+
+
+def _stream_bytes(layers: Sequence[LayerShape], hidden: int, unpack_bytes: int) -> int:
     routed = [layer for layer in layers if layer.experts]
     if not routed:
         return 0
-    largest = max(layer.expert_bytes for layer in routed)
+    most = max(layer.experts for layer in routed)
     downs = (
         downs_bytes(layer.experts, layer.expert_width, hidden, unpack_bytes) for layer in routed
     )
-    return BUFFERS * buffer_bytes(largest) + max(downs)
+    return BUFFERS * buffer_bytes(largest_expert(routed), most) + max(downs)

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import torch
-
 from headroom.formats.tensor import TensorInfo
 from headroom.layers.attention import Attention
 from headroom.layers.block import (
@@ -44,12 +42,19 @@ from headroom.memory.plan import Plan
 from headroom.models.config import LayerConfig, ModelConfig
 from headroom.models.model import Model
 from headroom.moe.beside import BesideExperts
-from headroom.moe.device_experts import DeviceBeside, DeviceExperts, Place, experts_fit
+from headroom.moe.device_experts import (
+    Counts,
+    DeviceBeside,
+    DeviceExperts,
+    Place,
+    experts_fit,
+)
 from headroom.moe.experts_ffn import ExpertsFfn
+from headroom.moe.hybrid import Hybrid
 from headroom.moe.load_store import StoreRequest, blob_layout, open_store
 from headroom.moe.placement import ExpertPlacement
 from headroom.moe.stats import RoutingStats
-from headroom.moe.store import ExpertStore, LayerStore
+from headroom.moe.store import LayerStore
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +65,7 @@ class Common:
     workspace: Workspace
     side: SideInputs | None
     routing: RoutingStats | None
-    store: ExpertStore | None = None  # where some experts are cold
+    hybrid: Hybrid | None = None  # where some experts are cold
     caches: dict[int, KvPages] = field(default_factory=dict)  # by the layer that owns them
 
 
@@ -99,12 +104,12 @@ def _build(
 ) -> Model:
     settings, device = plan.settings, plan.devices[0]
     # First of all: memory that is refused is told before anything is read.
-    store = None if placement is None else _open_store(config, source, plan, placement)
+    hybrid = None if placement is None else _open_hybrid(config, source, plan, placement)
     embeddings = source.at("", "embeddings")
     here = config.tied or "embeddings" in device.allocated
     table = embeddings("embed") if config.tied else embeddings.table("embed", pinned=not here)
     side, routing = _side_inputs(config, source, settings), open_routing(config, device.name)
-    common = Common(settings, workspace, side, routing, store)
+    common = Common(settings, workspace, side, routing, hybrid)
     blocks = [
         build_layer(config, index, source.at(f"layers.{index}."), common)
         for index in range(len(config.layers))
@@ -113,14 +118,15 @@ def _build(
     norm = RmsNorm(source.norm("norm"), config.norm_eps, source.case)
     head = Head(norm, vocabulary, source.case, config.softcap)
     embedding = Embedding(table, source.case, config.embed_scale)
-    return Model(embedding, blocks, head, workspace, routing, side, store)
+    return Model(embedding, blocks, head, workspace, routing, side, hybrid)
 
 
-def _open_store(
+def _open_hybrid(
     config: ModelConfig, source: WeightSource, plan: Plan, placement: ExpertPlacement
-) -> ExpertStore:
-    """Return memory for the experts of all layers that have cold ones."""
+) -> Hybrid:
+    """Return memory for the experts of all layers that have cold ones, and who computes those."""
     settings, device = plan.settings, plan.devices[0]
+    assert plan.cold_speeds is not None
     layouts = []
     for index, layer in enumerate(config.layers):
         get = source.at(f"layers.{index}.")
@@ -132,11 +138,13 @@ def _open_store(
     request = StoreRequest(
         placement=placement,
         cold=settings.cold,
+        speeds=plan.cold_speeds,
         pin=settings.pin_experts,
         keep_copy=settings.keep_host_copy,
         staging_bytes=device.allocated["expert_staging"],
     )
-    return open_store(layouts, request, device.name, source.count)
+    store = open_store(layouts, request, device.name, source.count)
+    return Hybrid(store, device.name, plan.cold_speeds, settings.cold)
 
 
 def _side_inputs(
@@ -256,7 +264,7 @@ def _sandwiched_ffn(config: ModelConfig, index: int, get: WeightSource, common: 
     if layer.experts is None:
         return NormedFfn(before, dense, after)
     beside = NormedFfn(before, dense, _norm(get, "ffn.dense_post_norm", eps))
-    counts, scratch = _counts(layer.experts, index, common), common.workspace.scratch
+    (counts, _), scratch = _counts(layer.experts, index, common), common.workspace.scratch
     experts = BesideExperts(
         beside, layer.experts, get, eps, counts, scratch, _stored(index, common)
     )
@@ -276,7 +284,7 @@ def _pages(mixer: AttentionConfig, index: int, get: WeightSource, common: Common
 def _ffn(layer: LayerConfig, index: int, get: WeightSource, common: Common) -> Ffn:
     """Build a layer's feed-forward part: dense, or experts instead."""
     if layer.experts is not None:
-        counts = _counts(layer.experts, index, common)
+        counts, _ = _counts(layer.experts, index, common)
         scratch = common.workspace.scratch
         return ExpertsFfn(layer.experts, get, counts, scratch, _stored(index, common))
     assert layer.ffn is not None
@@ -285,19 +293,20 @@ def _ffn(layer: LayerConfig, index: int, get: WeightSource, common: Common) -> F
 
 def _stored(index: int, common: Common) -> LayerStore | None:
     """Return where a layer's experts are, if some are cold."""
-    return None if common.store is None else common.store.layers[index]
+    return None if common.hybrid is None else common.hybrid.store.layers[index]
 
 
 def _place(index: int, common: Common) -> Place | None:
-    """Return the same with the buffers that cold experts come to a GPU through."""
+    """Return the same with what is done about cold ones."""
     stored = _stored(index, common)
-    return None if common.store is None or stored is None else (stored, common.store.staging)
+    return None if common.hybrid is None or stored is None else (common.hybrid, stored)
 
 
-def _counts(experts: ExpertsConfig, index: int, common: Common) -> torch.Tensor:
-    """Return the layer's row of the statistics, which may be longer than its experts are many."""
+def _counts(experts: ExpertsConfig, index: int, common: Common) -> Counts:
+    """Return the layer's rows of the statistics, which may be longer than its experts are many."""
     assert common.routing is not None
-    return common.routing.of_layer(index)[: experts.experts]
+    few, many = (common.routing.of_layer(index, many=many) for many in (False, True))
+    return few[: experts.experts], many[: experts.experts]
 
 
 def _norm(get: WeightSource, name: str, eps: float) -> RmsNorm:

@@ -10,6 +10,7 @@ from headroom.layers.parts import begin_step
 from headroom.layers.side import SideInputs
 from headroom.layers.workspace import Workspace
 from headroom.moe.cold import ColdCompute
+from headroom.moe.hybrid import Hybrid
 from headroom.moe.stats import RoutingStats
 from headroom.moe.store import ExpertStore
 
@@ -25,7 +26,7 @@ class Model:
         workspace: Workspace,
         routing: RoutingStats | None = None,
         side: SideInputs | None = None,
-        store: ExpertStore | None = None,
+        hybrid: Hybrid | None = None,
     ) -> None:
         self._workspace = workspace
         self._embedding = embedding
@@ -33,8 +34,14 @@ class Model:
         self._blocks = blocks
         self._head = head
         self.routing = routing  # of all layers; None where there are no experts
-        self.cold: ColdCompute | None = None  # where the CPU computes cold experts for a GPU
-        self.store = store  # None where no expert is cold
+        self.hybrid = hybrid  # None where no expert is cold
+        # Where the CPU computes cold experts for a GPU.
+        self.cold: ColdCompute | None = None if hybrid is None else hybrid.start()
+
+    @property
+    def store(self) -> ExpertStore | None:
+        """Where experts are; None where none is cold."""
+        return None if self.hybrid is None else self.hybrid.store
 
     @property
     def capturable(self) -> bool:

@@ -40,20 +40,6 @@ class ColdPart(Protocol):
         """Add what was taken to the experts' answers `[rows, hidden]`."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Dropped:
-    """Cold picks are left out, which changes what a model says."""
-
-    is_hot: torch.Tensor
-
-    def before(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Give the weights of cold picks to a row's other ones."""
-        handover.drop(ids, weights, self.is_hot)
-
-    def after(self, out: torch.Tensor) -> None:
-        """Add nothing."""
-
-
 @dataclass(frozen=True, slots=True)
 class ColdCounts:
     """Picks, bytes and times of steps of few rows in layers that ask the CPU."""
@@ -97,14 +83,6 @@ class ColdCompute:
         part = CpuShared(self, len(self._layers), takers, table, store.expert_bytes)
         self._layers.append(part)
         return part
-
-    def part(self, store: ColdStore, used: int, activation: str, choice: Choice) -> ColdPart | None:
-        """Return what a layer does about its cold experts; None: the GPU's kernels read them."""
-        if choice.path == "gpu":
-            return None
-        if choice.path == "drop":
-            return Dropped(store.is_hot)
-        return self.add(store, used, activation, choice)
 
     @property
     def asks(self) -> bool:

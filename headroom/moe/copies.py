@@ -93,8 +93,8 @@ class StagingRing:
 
     def __init__(self, queue: CopyQueue, buffers: Sequence[torch.Tensor]) -> None:
         self._queue, self._buffers = queue, buffers
-        now = queue.mark()  # the memory may have had another use before
-        self._free: list[Mark] = [now] * len(buffers)
+        # None until its first use: the memory may have another use before.
+        self._free: list[Mark | None] = [None] * len(buffers)
         self._filled: deque[tuple[int, Mark]] = deque()  # buffers, and when they are
         self._turn = 0
 
@@ -107,7 +107,8 @@ class StagingRing:
         """Fill the next buffer as soon as it has been read."""
         assert self.has_room
         turn, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
-        done = self._queue.copy(self._buffers[turn], sources, self._free[turn])
+        free = self._free[turn] or self._queue.mark()
+        done = self._queue.copy(self._buffers[turn], sources, free)
         self._filled.append((turn, done))
 
     def first(self) -> torch.Tensor:

@@ -1,46 +1,15 @@
 """Cost of a layer's cold experts: read by the GPU, computed by the CPU, or shared between them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
 from typing import Literal
 
-from headroom.memory.calibration import Speeds
-from headroom.memory.cost import LISTED_SHARE
-from headroom.memory.devices import DeviceSpec
+from headroom.memory.cold_speeds import ColdSpeeds
 
 ColdPath = Literal["gpu", "cpu", "drop"]  # who computes cold experts in small steps, if anybody
 
-ASSUMED_HANDOVER_S = 10e-6  # until the machine is measured
 KERNELS_S = 4e-6  # of the two kernels that ask the CPU and take its answers, whatever they carry
-
-
-@dataclass(frozen=True, slots=True)
-class ColdSpeeds:
-    """What a machine reaches with experts, in bytes per second, and how quick an answer is."""
-
-    gpu: float  # of the GPU's own memory
-    link: float  # kernels of the GPU that read host memory; 0: they cannot
-    cpu: float  # the CPU's expert kernels on host memory; 0: there are none
-    handover_s: float  # an empty request of the CPU and its answer
-
-
-def speeds_of(
-    gpu: DeviceSpec, host: DeviceSpec, measured: Mapping[str, Speeds], *, readable: bool = True
-) -> ColdSpeeds:
-    """Return what was measured, and what is to be expected where it was not.
-
-    `readable`: the GPU's kernels read the host memory that cold experts lie in.
-    """
-    own, cpu = measured.get(gpu.name), measured.get("cpu")
-    link = own.link_read if own and own.link_read else gpu.link * LISTED_SHARE
-    experts = cpu.experts if cpu and cpu.experts else host.bandwidth * LISTED_SHARE
-    return ColdSpeeds(
-        gpu=gpu.bandwidth,
-        link=link if readable else 0.0,
-        cpu=experts if host.native else 0.0,
-        handover_s=own.handover_s if own and own.handover_s else ASSUMED_HANDOVER_S,
-    )
 
 
 @dataclass(frozen=True, slots=True)

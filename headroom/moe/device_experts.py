@@ -1,16 +1,14 @@
 """Routed experts on a GPU: instead of a dense part, or beside one."""
 
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
-from headroom.errors import PlanError
 from headroom.kernels.cuda import experts as cuda_experts
 from headroom.kernels.cuda import route as cuda_route
 from headroom.kernels.cuda import scratch, small
 from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles, Others
-from headroom.kernels.cuda.matmul import HalfRows, RowNorm
+from headroom.kernels.cuda.matmul import RowNorm
 from headroom.kernels.ops import RouterRule
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.device_block import DeviceBatch, DeviceMlp
@@ -18,11 +16,12 @@ from headroom.layers.device_rows import DeviceRows, few_rows, gated_rows, normed
 from headroom.layers.parts import part_of_step
 from headroom.layers.weights import WeightSource
 from headroom.moe.cold import ColdPart
-from headroom.moe.load_store import fill_tiles
+from headroom.moe.expert_steps import ExpertSteps, Picks, ReadInPlace
+from headroom.moe.hybrid import Hybrid
 from headroom.moe.store import LayerStore
 
-Picks = tuple[torch.Tensor, torch.Tensor]  # ids and weights [rows, used]
-Place = tuple[LayerStore, torch.Tensor]  # and the buffers for cold experts on their way
+Place = tuple[Hybrid, LayerStore]
+Counts = tuple[torch.Tensor, torch.Tensor]  # of choices, in steps of few rows and of many
 
 
 def experts_fit(config: ExpertsConfig, get: WeightSource) -> bool:
@@ -36,7 +35,7 @@ def experts_fit(config: ExpertsConfig, get: WeightSource) -> bool:
 class DeviceRouter:
     """Scores all experts, and an expert that every row visits where it has a score."""
 
-    def __init__(self, config: ExpertsConfig, get: WeightSource, counts: torch.Tensor) -> None:
+    def __init__(self, config: ExpertsConfig, get: WeightSource, counts: Counts) -> None:
         self._counts = counts
         self._weight = get.vector("ffn.router")
         if config.shared_gate:  # scored with the experts, in one go
@@ -57,91 +56,39 @@ class DeviceRouter:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return ids and weights `[rows, used]` of rows as the router sees them, and its logits."""
         logits = cuda_route.score(x, self._weight)
-        sequence = batch.tables[0].sequence
-        ids, weights = cuda_route.route(logits, self._rule, self._bias, self._counts, sequence)
+        counts, sequence = self._counts[not few_rows(len(x))], batch.tables[0].sequence
+        ids, weights = cuda_route.route(logits, self._rule, self._bias, counts, sequence)
         # Rows of padding have ids of -1 and weights of 0: any scale will do for them.
         return ids, weights if self._scales is None else weights * self._scales[ids], logits
 
 
-class ExpertSteps(Protocol):
-    """How steps run on the experts of a layer, wherever those are.
+def open_steps(
+    config: ExpertsConfig, get: WeightSource, place: Place | None
+) -> tuple[ExpertSteps, ColdPart | None]:
+    """Load the experts of a layer, all to GPU memory or as a store places them.
 
-    `picks` are ids and weights `[rows, used]`; `out` may be the residual of `others`.
+    Return how steps run on them, and what else is done about cold ones.
     """
-
-    def few_rows(
-        self, x: HalfRows, picks: Picks, others: Others, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the weighted sum of each row's experts and others, inside a captured step."""
-        ...
-
-    def many_rows(
-        self, x: torch.Tensor, picks: Picks, others: Others, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the same for more rows; never captured."""
-        ...
+    if place is not None:
+        hybrid, stored = place
+        return hybrid.load(stored, config, get)
+    tiles = upload_experts(get, config.experts)
+    get.count("hot_experts", tiles.nbytes)
+    return ReadInPlace(tiles, config.activation), None
 
 
-class ReadInPlace:
-    """The GPU reads experts where they lie, in its own memory or over its link."""
-
-    def __init__(self, tiles: ExpertTiles, activation: str) -> None:
-        self._tiles, self._activation = tiles, activation
-
-    def few_rows(
-        self, x: HalfRows, picks: Picks, others: Others, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the weighted sum of each row's experts and others."""
-        return cuda_experts.few_rows(x, *picks, self._tiles, self._activation, others, out)
-
-    def many_rows(
-        self, x: torch.Tensor, picks: Picks, others: Others, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the same; each expert that was chosen is read once."""
-        return cuda_experts.many_rows(x, *picks, self._tiles, self._activation, others, out)
-
-
-def open_steps(config: ExpertsConfig, get: WeightSource, place: Place | None) -> ExpertSteps:
-    """Load the experts of a layer, all to GPU memory or as a store places them."""
-    if place is None:
-        tiles = upload_experts(get, config.experts)
-        get.count("hot_experts", tiles.nbytes)
-        return ReadInPlace(tiles, config.activation)
-    store, staging = place
-    fill_tiles(store, get, staging)
-    if store.path == "gpu":
-        return ReadInPlace(stored_tiles(store), config.activation)
-    raise PlanError(
-        f"Cold experts cannot go the way --cold {store.path} in {get.case.dtype} yet.",
-        hint="Leave out --cold and --no-pin, or choose --dtype f32.",
-    )
-
-
-def stored_tiles(store: LayerStore) -> ExpertTiles:
-    """Return the experts of a store as kernels find them; exchanges change what they find."""
-    memory = (store.slots, store.cold)
-    nbytes = sum(piece.nbytes for piece in memory)
-    return ExpertTiles(store.addresses, store.kinds, store.width, store.hidden, nbytes, memory)
-
-
-class _Table:
-    """A layer's experts, for rows as the layer has them."""
-
-    def __init__(self, config: ExpertsConfig, get: WeightSource, place: Place | None) -> None:
-        self._steps = open_steps(config, get, place)
-
-    def __call__(
-        self,
-        rows: DeviceRows,
-        picks: Picks,
-        others: Others = NO_OTHERS,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the weighted sum of each row's experts and what else it gets."""
-        if rows.few is not None:
-            return self._steps.few_rows(rows.few, picks, others, out)
-        assert rows.many is not None
-        return self._steps.many_rows(rows.many, picks, others, out)
+def _run(
+    steps: ExpertSteps,
+    rows: DeviceRows,
+    picks: Picks,
+    others: Others = NO_OTHERS,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the weighted sum of each row's experts, for rows as a layer has them."""
+    if rows.few is not None:
+        return steps.few_rows(rows.few, picks, others, out)
+    assert rows.many is not None
+    return steps.many_rows(rows.many, picks, others, out)
 
 
 class DeviceExperts:
@@ -152,14 +99,13 @@ class DeviceExperts:
         config: ExpertsConfig,
         eps: float,
         get: WeightSource,
-        counts: torch.Tensor,
+        counts: Counts,
         place: Place | None = None,  # where some of the experts are cold
     ) -> None:
         self._config, self._eps = config, eps
-        self.cold: ColdPart | None = None  # what is done about cold experts, but reading them
         self._norm = get.norm("ffn.norm")
         self._router = DeviceRouter(config, get, counts)
-        self._experts = _Table(config, get, place)
+        self._experts, self.cold = open_steps(config, get, place)
         self._shared = None
         if config.shared_width:
             self._shared = (
@@ -181,7 +127,7 @@ class DeviceExperts:
             shared=self._shared_answers(rows),
             shared_logits=logits[:, self._config.experts :] if self._config.shared_gate else None,
         )
-        self._experts(rows, (ids, weights), others, x)
+        _run(self._experts, rows, (ids, weights), others, x)
         if cold is not None:
             cold.after(x)
 
@@ -212,17 +158,16 @@ class DeviceBeside:
         config: ExpertsConfig,
         eps: float,
         get: WeightSource,
-        counts: torch.Tensor,
+        counts: Counts,
         place: Place | None = None,  # where some of the experts are cold
     ) -> None:
         self._dense, self._eps = dense, eps
-        self.cold: ColdPart | None = None  # what is done about cold experts, but reading them
         # What the router's scale and the root of the width do is a norm's weight.
         scale = get.vector("ffn.router_scale")
         self._router_norm = scale.mul_(len(scale) ** -0.5)
         self._router = DeviceRouter(config, get, counts)
         self._before = get.norm("ffn.experts_norm")
-        self._experts = _Table(config, get, place)
+        self._experts, self.cold = open_steps(config, get, place)
         self._experts_after = get.norm("ffn.experts_post_norm")
         self._after = get.norm("ffn.post_norm")
 
@@ -236,7 +181,7 @@ class DeviceBeside:
         rows = normed_rows(x, RowNorm(self._before, self._eps, None if cold is None else answers))
         if cold is not None:
             cold.before(answers, ids, weights)
-        routed = self._experts(rows, (ids, weights), out=answers)
+        routed = _run(self._experts, rows, (ids, weights), out=answers)
         dense = self._dense.answers(x)
         if cold is not None:
             cold.after(routed)

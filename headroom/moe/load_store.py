@@ -1,8 +1,10 @@
 """open_store(): memory for hot and cold experts as the plan says; fill_*(): experts into it."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
@@ -13,9 +15,10 @@ from headroom.layers.pinned import HostMemory
 from headroom.layers.upload import SLOTS, TilesBack
 from headroom.layers.weights import WeightSource
 from headroom.memory.cgroups import read_limits
+from headroom.memory.cold_speeds import ColdSpeeds
 from headroom.memory.devices import pinnable_bytes
-from headroom.memory.experts import ALIGNMENT, STAGING_BUFFERS, aligned
-from headroom.moe.cost import ColdPath
+from headroom.memory.experts import ALIGNMENT, aligned
+from headroom.moe.cost import Choice, ColdPath, choose, forced
 from headroom.moe.placement import ExpertPlacement
 from headroom.moe.store import BlobLayout, ExpertStore, LayerStore, Spare
 from headroom.units import gib
@@ -29,9 +32,10 @@ class StoreRequest:
 
     placement: ExpertPlacement
     cold: str  # "auto", or a ColdPath
+    speeds: ColdSpeeds  # that "auto" goes by
     pin: bool
     keep_copy: bool  # of hot experts in host memory
-    staging_bytes: int  # of both buffers for cold experts on their way, and of the spare one
+    staging_bytes: int  # of the buffers for cold experts on their way, and of the spare one
 
 
 def blob_layout(config: ExpertsConfig, get: WeightSource, *, tiles: bool) -> BlobLayout:
@@ -43,6 +47,7 @@ def blob_layout(config: ExpertsConfig, get: WeightSource, *, tiles: bool) -> Blo
         kinds=tuple(part.quant for part in parts),
         width=gate.rows,
         hidden=gate.columns,
+        used=config.used,
         sizes=tuple(
             tile_bytes(x.quant, x.rows, x.columns) if tiles else x.matrix_bytes for x in parts
         ),
@@ -65,32 +70,48 @@ def open_store(
     ]
     largest = max(x.nbytes for x, n in zip(layouts, cold, strict=True) if x is not None and n)
     memory = HostMemory(_needed(layouts, cold) + largest, pin=request.pin)
-    path = cold_path(request.cold, memory)
+    choices = _choices(layouts, request, memory)
     slots = [n if cold[index] else 0 for index, n in enumerate(hot)]  # others are loaded apart
     slab = torch.empty(_needed(layouts, slots), dtype=torch.uint8, device=device)
     staging = torch.empty(request.staging_bytes, dtype=torch.uint8, device=device)
-    spare = Spare(staging[:largest], memory.bytes[len(memory) - largest :])
+    on_host = memory.bytes[len(memory) - largest :]
+    spare = Spare(staging[:largest], on_host, staging[aligned(largest) :])
     slot_rows, cold_rows = _cut(slab, layouts, slots), _cut(memory.bytes, layouts, cold)
     layers = tuple(
         None
-        if layout is None or not cold[index]
+        if layout is None or choice is None or not cold[index]
         else LayerStore(
-            layout, hot_ids[index], slot_rows[index], cold_rows[index], spare, memory, path
+            layout, hot_ids[index], slot_rows[index], cold_rows[index], spare, memory, choice
         )
-        for index, layout in enumerate(layouts)
+        for index, (layout, choice) in enumerate(zip(layouts, choices, strict=True))
     )
-    each = (len(staging) - aligned(largest)) // STAGING_BUFFERS // ALIGNMENT * ALIGNMENT
-    rooms = staging[aligned(largest) :][: STAGING_BUFFERS * each].view(STAGING_BUFFERS, each)
-    store = ExpertStore(layers, request.placement, rooms, spare, memory)
+    store = ExpertStore(layers, request.placement, spare, memory)
     count("expert_staging", staging.nbytes)
     count("expert_spare", largest)
-    _log(store, layouts, path, device)
+    _log(store, layouts, device)
     return store
 
 
-def _log(
-    store: ExpertStore, layouts: Sequence[BlobLayout | None], path: ColdPath, device: str
-) -> None:
+def _choices(
+    layouts: Sequence[BlobLayout | None], request: StoreRequest, memory: HostMemory
+) -> list[Choice | None]:
+    """Return who computes the cold experts of each layer; None where it has no experts."""
+    tiles = any(layout is not None and layout.tiles for layout in layouts)
+    speeds = _check_paths(request, memory, tiles)
+    choices: list[Choice | None] = []
+    for index, layout in enumerate(layouts):
+        if layout is None:
+            choices.append(None)
+        elif request.cold == "auto":
+            hits = request.placement.hit_rate(index, layout.experts)
+            choices.append(choose(speeds, layout.nbytes, layout.used, hits))
+        else:
+            path = cast(ColdPath, request.cold)
+            choices.append(forced(path, speeds, layout.nbytes, layout.used))
+    return choices
+
+
+def _log(store: ExpertStore, layouts: Sequence[BlobLayout | None], device: str) -> None:
     hot = store.placement.total
     total = sum(x.experts for x in layouts if x is not None)
     hot_bytes = sum(
@@ -107,12 +128,29 @@ def _log(
         gib(store.cold_bytes),
         "pinned" if store.pinned else "not pinned",
         store.source,
-        path,
+        _described(store),
     )
 
 
-def cold_path(wanted: str, memory: HostMemory) -> ColdPath:
-    """Return who computes cold experts; a GPU only where it can read them."""
+def _described(store: ExpertStore) -> str:
+    """Say who computes cold experts, and in how many layers where they differ."""
+    words = {"gpu": "read by the GPU", "cpu": "computed by the CPU", "drop": "left out"}
+    found = Counter(
+        f"{words[x.path]}{' and read by the GPU' if x.path == 'cpu' and any(x.choice.left) else ''}"
+        for x in store.layers
+        if x is not None
+    )
+    if len(found) == 1:
+        return next(iter(found))
+    return ", ".join(f"{what} in {count} layers" for what, count in found.items())
+
+
+def _check_paths(request: StoreRequest, memory: HostMemory, tiles: bool) -> ColdSpeeds:
+    """Refuse a way that this memory or machine has not; return the speeds of those it has.
+
+    `tiles`, which the GPU's own kernels read, only the C++ kernels of a CPU read as well.
+    """
+    wanted, speeds = request.cold, request.speeds
     if memory.refused and wanted == "gpu":
         raise DeviceError(
             f"The GPU's driver does not pin {gib(len(memory))} of host memory for cold experts: "
@@ -128,9 +166,14 @@ def cold_path(wanted: str, memory: HostMemory) -> ColdPath:
             memory.refused,
             _limits(),
         )
-    if wanted == "drop":
-        return "drop"
-    return "gpu" if memory.pinned and wanted != "cpu" else "cpu"
+    nobody = tiles and not memory.pinned and not speeds.cpu
+    if nobody and wanted != "drop":
+        raise DeviceError(
+            f"{gib(len(memory))} of cold experts are not pinned, and only the CPU could compute "
+            "them, and its C++ kernels were not built.",
+            hint="Free host memory or raise ulimit -l, or build the kernels; see headroom doctor.",
+        )
+    return speeds if memory.pinned else replace(speeds, link=0.0)
 
 
 def _limits() -> str:
@@ -143,8 +186,8 @@ def fill_tiles(store: LayerStore, get: WeightSource, rooms: torch.Tensor) -> Non
     """Bring all experts of a layer to their places in tiles; `rooms` are the staging buffers."""
     assert get.upload is not None
     only_hot = store.addresses * store.is_hot[:, None]
-    each = rooms.numel() // SLOTS
-    quarters = rooms.view(-1)[: SLOTS * each].view(SLOTS, each)
+    each = len(rooms) // SLOTS // ALIGNMENT * ALIGNMENT
+    quarters = rooms[: SLOTS * each].view(SLOTS, each)
     starts, sizes = store.blobs.starts, store.sizes
     blobs = [store.cold_of(expert) for expert in range(store.experts)]
     for number, part in enumerate(get.found_experts(store.experts)):

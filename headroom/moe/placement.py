@@ -3,7 +3,7 @@
 import heapq
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
@@ -29,11 +29,17 @@ class ExpertPlacement:
 
     hot: tuple[tuple[int, ...], ...]  # ids by layer, ascending
     source: str  # "even", "statistics" or the file that it was read from
+    # The share of past choices that these would have hit, by layer; empty without statistics.
+    past_hits: tuple[float, ...] = field(default=(), compare=False)
 
     @property
     def total(self) -> int:
         """Hot experts of all layers."""
         return sum(len(ids) for ids in self.hot)
+
+    def hit_rate(self, layer: int, experts: int) -> float:
+        """Return the share of a layer's choices that will be hot, even ones if nothing is known."""
+        return self.past_hits[layer] if self.past_hits else len(self.hot[layer]) / experts
 
     def hot_bytes(self, layers: Sequence[LayerExperts]) -> int:
         """Return the bytes of all hot experts."""
@@ -65,7 +71,16 @@ def place_experts(
     if counts is None:
         return ExpertPlacement(_spread(layers, floors, budget), "even")
     check_counts(layers, counts)
-    return ExpertPlacement(_greedy(layers, counts, floors, budget - needed), "statistics")
+    hot = _greedy(layers, counts, floors, budget - needed)
+    return ExpertPlacement(hot, "statistics", tuple(map(_hits, hot, counts)))
+
+
+def _hits(hot: Sequence[int], counts: Sequence[float]) -> float:
+    """Return the share of a layer's choices that its hot experts got."""
+    total = sum(counts)
+    if not total:
+        return len(hot) / max(1, len(counts))
+    return sum(counts[expert] for expert in hot) / total
 
 
 def check_counts(layers: Sequence[LayerExperts], counts: Counts) -> None:

@@ -1,4 +1,4 @@
-"""SplitExperts: hot experts computed on the GPU, cold ones on the CPU, by plain kernels."""
+"""SplitExperts: hot experts computed on the GPU, cold ones where the store says, plainly."""
 
 import torch
 
@@ -20,6 +20,8 @@ class SplitExperts:
     def __init__(self, config: ExpertsConfig, get: WeightSource, store: LayerStore) -> None:
         fill_rows(store, get)
         self._store, self._activation, self._dtype = store, config.activation, get.case.dtype
+        # Of so many cold picks of a row, those whose experts come to the GPU.
+        self._left = torch.tensor(store.choice.left, device=get.case.device)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each row's experts; `ids` and `weights` `[rows, used]`."""
@@ -27,17 +29,35 @@ class SplitExperts:
         if drops:
             weights = drop_cold(ids, weights, self._store.is_hot)
         answers = torch.zeros(*ids.shape, x.shape[1], device=x.device)
+        comes = self._comes(ids)
         for expert in torch.bincount(ids.flatten()).nonzero().flatten().tolist():
-            blob = self._store.slot_of(expert)
-            if blob is None and not drops:
-                blob = self._store.cold_of(expert)
-            if blob is not None:
-                row, rank = torch.nonzero(ids == expert, as_tuple=True)
-                answers[row, rank] = self._answers(x[row], blob).to(x.device)
+            own, slot, cold = ids == expert, *self._places(expert)
+            if slot is not None:
+                self._answer(answers, x, own, slot)
+            elif not drops and cold is not None:
+                if (here := own & comes).any():
+                    self._answer(answers, x, here, self._store.bring(cold))
+                self._answer(answers, x, own & ~comes, cold)
         out = torch.zeros_like(x)
         for answer, weight in zip(answers.unbind(1), weights.unbind(1), strict=True):
             out += weight[:, None] * answer
         return out
+
+    def _places(self, expert: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return self._store.slot_of(expert), self._store.cold_of(expert)
+
+    def _comes(self, ids: torch.Tensor) -> torch.Tensor:
+        """Whether a cold pick `[rows, used]` is one whose expert comes to the GPU."""
+        cold = self._store.is_hot[ids] == 0
+        return cold & (cold.cumsum(1) <= self._left[cold.sum(1)][:, None])
+
+    def _answer(
+        self, answers: torch.Tensor, x: torch.Tensor, picks: torch.Tensor, blob: torch.Tensor
+    ) -> None:
+        """Fill in one expert's answers for some picks, computed where it lies."""
+        row, rank = torch.nonzero(picks, as_tuple=True)
+        if len(row):
+            answers[row, rank] = self._answers(x[row], blob).to(x.device)
 
     def _answers(self, x: torch.Tensor, blob: torch.Tensor) -> torch.Tensor:
         """One expert's answers, where it lies."""

@@ -19,18 +19,23 @@ class RoutingStats:
     """Counts of choices, kept where the routers run; every step adds to them."""
 
     def __init__(self, layers: int, experts: int, device: str) -> None:
-        self._counts = torch.zeros(layers, experts, dtype=torch.int64, device=device)
+        # Of steps of few rows, and of those of many, whose cold experts go other ways.
+        self._counts = torch.zeros(2, layers, experts, dtype=torch.int64, device=device)
 
-    def of_layer(self, index: int) -> torch.Tensor:
+    def of_layer(self, index: int, *, many: bool = False) -> torch.Tensor:
         """Return a layer's counts `[experts]`, for its router to add to."""
-        return self._counts[index]
+        return self._counts[int(many), index]
 
     def counts(self) -> torch.Tensor:
         """Return the choices so far, `[layers, experts]`, copied to host memory.
 
         Layers without experts have zeros.
         """
-        return self._counts.to("cpu", copy=True)
+        return self._counts.cpu().sum(0)
+
+    def few_rows(self) -> torch.Tensor:
+        """Return the choices in steps of few rows alone."""
+        return self._counts[0].to("cpu", copy=True)
 
     def clear(self) -> None:
         """Forget all choices, those of rows that only warmed a device up."""

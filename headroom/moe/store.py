@@ -8,7 +8,7 @@ import torch
 
 from headroom.kernels.cuda.experts import PARTS, Kinds
 from headroom.layers.pinned import HostMemory
-from headroom.moe.cost import ColdPath
+from headroom.moe.cost import Choice, ColdPath
 from headroom.moe.placement import ExpertPlacement
 
 NOWHERE, SPARE = -1, -2  # instead of a row: not on this side; in this side's spare buffer
@@ -22,6 +22,7 @@ class BlobLayout:
     kinds: Kinds
     width: int
     hidden: int
+    used: int  # of the experts, by each row
     sizes: tuple[int, ...]  # bytes of each matrix
     tiles: bool  # in tiles for the tensor cores, not as in the file
 
@@ -44,10 +45,11 @@ class BlobLayout:
 
 @dataclass(slots=True, eq=False)
 class Spare:
-    """Room for one expert on each side, shared by all layers of a device."""
+    """Room for one expert on each side, shared by all layers of a device, and for more."""
 
     device: torch.Tensor  # uint8 [bytes]
     host: torch.Tensor
+    staging: torch.Tensor  # uint8 on the device, for cold experts on their way
     exchange: "Exchange | None" = None  # that uses it
 
 
@@ -100,9 +102,10 @@ class LayerStore:
         cold: torch.Tensor,
         spare: Spare,
         memory: HostMemory,
-        path: ColdPath,
+        choice: Choice,
     ) -> None:
-        self.blobs, self.path = blobs, path
+        self.blobs = blobs
+        self.choice = choice  # who computes the cold ones in steps of few rows
         self.slots = slots  # uint8 [hot, bytes] on the GPU
         # uint8 [cold, bytes] in host memory; [experts, bytes] where hot ones have a copy there.
         self.cold = cold
@@ -147,6 +150,11 @@ class LayerStore:
         return self.blobs.nbytes
 
     @property
+    def path(self) -> ColdPath:
+        """Who computes the cold ones, where there is one answer."""
+        return self.choice.path
+
+    @property
     def readable(self) -> bool:
         """Whether the GPU reads cold experts where they lie."""
         return self._memory.pinned
@@ -172,6 +180,12 @@ class LayerStore:
     def parts(self, blobs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the gates, ups and downs `[..., bytes]` of experts `[..., bytes]`."""
         return torch.split(blobs, list(self.sizes), dim=-1)
+
+    def bring(self, blob: torch.Tensor) -> torch.Tensor:
+        """Return a cold expert's bytes in GPU memory, until the next call."""
+        room = self._spare.staging[: self.expert_bytes]
+        copy_bytes(room, blob)
+        return room
 
     def exchange(self, promoted: int, demoted: int) -> None:
         """Make a cold expert hot and a hot one cold; no step may run meanwhile.
@@ -266,7 +280,6 @@ class ExpertStore:
 
     layers: tuple[LayerStore | None, ...]  # by layer of the model; None: dense, or all hot
     placement: ExpertPlacement  # as it was loaded
-    staging: torch.Tensor  # uint8 [2, bytes] on the device, for cold experts on their way
     spare: Spare
     memory: HostMemory
 
@@ -279,6 +292,21 @@ class ExpertStore:
     def source(self) -> str:
         """Where the placement came from."""
         return self.placement.source
+
+    @property
+    def staging(self) -> torch.Tensor:
+        """Memory of the device for cold experts on their way."""
+        return self.spare.staging
+
+    @property
+    def largest(self) -> int:
+        """The bytes of the largest expert."""
+        return max(layer.expert_bytes for layer in self.layers if layer is not None)
+
+    @property
+    def most_experts(self) -> int:
+        """The most experts of a layer."""
+        return max(layer.experts for layer in self.layers if layer is not None)
 
     @property
     def hot_bytes(self) -> int:

@@ -13,9 +13,6 @@ class StoredLayer(Protocol):
     @property
     def expert_bytes(self) -> int: ...
 
-    @property
-    def path(self) -> str: ...  # "gpu", "cpu" or "drop": who computes the cold ones
-
     def exchange(self, promoted: int, demoted: int) -> None: ...
 
 
@@ -31,17 +28,18 @@ class Stored(Protocol):
 class StoreSwaps:
     """Fills Swappable."""
 
-    def __init__(self, store: Stored, layers: Sequence[LayerExperts]) -> None:
-        self._store = store
+    def __init__(
+        self,
+        store: Stored,
+        layers: Sequence[LayerExperts],
+        *,
+        same_bits: bool,  # whether hot and cold experts give the same
+    ) -> None:
+        self._store, self.same_bits = store, same_bits
         self._layers = tuple(
             layer if stored is None else replace(layer, expert_bytes=stored.expert_bytes)
             for layer, stored in zip(layers, store.layers, strict=True)
         )
-
-    @property
-    def same_bits(self) -> bool:
-        """Whether hot and cold give the same bits: where one kernel of the GPU reads both."""
-        return all(layer is None or layer.path == "gpu" for layer in self._store.layers)
 
     def placement(self) -> ExpertPlacement:
         """Return which experts are hot now."""

@@ -48,7 +48,7 @@ from headroom.moe.stream_rule import (
 
 @dataclass(slots=True)
 class StreamCounts:
-    """What became of cold experts since it was last asked."""
+    """What became of cold experts so far."""
 
     layers: int = 0  # that ran with cold experts
     streamed: int = 0  # experts
@@ -62,15 +62,14 @@ class ColdStream:
 
     def __init__(
         self,
-        staging: torch.Tensor,  # uint8 on the GPU, of staging_bytes()
-        expert_bytes: int,  # the most of any layer
+        staging: torch.Tensor,  # uint8 on the GPU
+        most: tuple[int, int],  # bytes of an expert, and experts, of any layer
         queue: CopyQueue,
         rates: ColdRates | None = None,  # None: nothing is left to the CPU
-        cpu_dtype: str = "int8",  # that it computes in
+        cpu_dtype: str = "f32",  # that it computes in
     ) -> None:
-        staging = staging.view(-1)
-        size = min(buffer_bytes(expert_bytes), len(staging) // BUFFERS // ALIGNMENT * ALIGNMENT)
-        assert size >= expert_bytes
+        size = min(buffer_bytes(*most), len(staging) // BUFFERS // ALIGNMENT * ALIGNMENT)
+        assert size >= most[0]
         self.buffer_bytes = size
         self.downs = staging[BUFFERS * size :]
         self.cpu_dtype = cpu_dtype
@@ -88,11 +87,6 @@ class ColdStream:
             self.layers[-1].following = layer
         self.layers.append(layer)
         return layer
-
-    def take_counts(self) -> StreamCounts:
-        """Return what happened since the last call."""
-        taken, self.counts = self.counts, StreamCounts()
-        return taken
 
     def begin(self, pieces: Sequence[Piece], ahead: Sequence[Piece]) -> None:
         """Let a layer's pieces come, if they are not on their way yet, and then those ahead."""
@@ -252,15 +246,15 @@ class _Arriving:
 
 
 def open_stream(
-    staging: torch.Tensor, expert_bytes: int, pinned: bool, rates: ColdRates | None = None
+    staging: torch.Tensor, most: tuple[int, int], pinned: bool, rates: ColdRates | None = None
 ) -> ColdStream:
     """Return the way of cold experts to the GPU that holds the buffers."""
     queue: CopyQueue = CudaCopies(staging.device)
     if not pinned:
-        size = buffer_bytes(expert_bytes)
+        size = buffer_bytes(*most)
         buffers = [pinned_empty((size,), torch.uint8) for _ in range(BUFFERS)]
         queue = BouncedCopies(queue, buffers)
-    return ColdStream(staging, expert_bytes, queue, rates)
+    return ColdStream(staging, most, queue, rates)
 
 
 def count_picks(ids: torch.Tensor, experts: int) -> torch.Tensor:

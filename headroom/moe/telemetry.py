@@ -1,7 +1,7 @@
 """ExpertTelemetry: how often the chosen experts were hot, and what the cold ones cost."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -21,6 +21,11 @@ class ColdFigures:
 
 class ColdMeter(Protocol):
     """Asked between steps by the engine's thread; may wait for a GPU."""
+
+    @property
+    def pick_bytes(self) -> Sequence[int]:
+        """Bytes that nobody counts: those that a GPU alone reads in place, of a cold choice in a
+        step of few rows, by layer; empty where there are none."""
 
     def figures(self) -> ColdFigures: ...
 
@@ -50,6 +55,7 @@ class JoinedMeter:
 
     worker: Callable[[], WorkerCounts] | None = None
     streamed_bytes: Callable[[], int] | None = None
+    pick_bytes: tuple[int, ...] = ()
 
     def figures(self) -> ColdFigures:
         """Return the figures of both as one."""
@@ -123,7 +129,9 @@ class HitCounter:
         layers = len(used)
         self._used = used
         self._seen = torch.zeros(layers, experts, dtype=torch.int64)
+        self._few_seen = torch.zeros(layers, experts, dtype=torch.int64)
         self._hits = torch.zeros(layers, dtype=torch.int64)
+        self._few_misses = torch.zeros(layers, dtype=torch.int64)
         self._hot = torch.ones(layers, experts, dtype=torch.int64)  # until a placement is known
 
     def place(self, placement: ExpertPlacement) -> None:
@@ -132,16 +140,17 @@ class HitCounter:
         for layer, ids in enumerate(placement.hot):
             self._hot[layer, list(ids)] = 1
 
-    def count(self, counts: torch.Tensor) -> None:
-        """Take the totals `[layers, experts]` as they are now."""
+    def count(self, counts: torch.Tensor, few_rows: torch.Tensor) -> None:
+        """Take the totals `[layers, experts]` as they are now, and those of steps of few rows."""
         self._hits += ((counts - self._seen) * self._hot).sum(1)
-        self._seen = counts
+        self._few_misses += ((few_rows - self._few_seen) * (1 - self._hot)).sum(1)
+        self._seen, self._few_seen = counts, few_rows
 
     def reading(self, meter: ColdMeter | None = None, swaps: int = 0) -> ExpertTelemetry:
         """Return all totals so far."""
         picks = self._seen.sum(1).tolist()
         rows = (n // used for n, used in zip(picks, self._used, strict=True) if used)
-        cold = meter.figures() if meter is not None else ColdFigures()
+        cold = self._with_picks(meter) if meter is not None else ColdFigures()
         return ExpertTelemetry(
             picks=tuple(picks),
             hits=tuple(self._hits.tolist()),
@@ -150,6 +159,15 @@ class HitCounter:
             seconds=cold.seconds,
             swaps=swaps,
         )
+
+    def _with_picks(self, meter: ColdMeter) -> ColdFigures:
+        """A meter's figures, with what a GPU has read in place for the choices seen here."""
+        found = meter.figures()
+        if not meter.pick_bytes:
+            return found
+        sizes = zip(self._few_misses.tolist(), meter.pick_bytes, strict=True)
+        by_gpu = found.read_bytes.get("gpu", 0) + sum(picks * size for picks, size in sizes)
+        return replace(found, read_bytes={**found.read_bytes, "gpu": by_gpu})
 
 
 def _share(part: int, whole: int) -> float | None:

@@ -117,15 +117,16 @@ def _check_cold(shape: ModelShape, plan: Plan, options: Options) -> None:
     if options.no_pin and options.cold == "gpu":
         raise OptionError(
             "--cold gpu needs pinned memory: a GPU does not read what --no-pin leaves in place.",
-            hint="Leave out --no-pin, or choose --cold cpu with --dtype f32.",
+            hint="Leave out --no-pin, or choose --cold cpu.",
             param="cold",
         )
-    if plan.settings.uses_arena and (options.no_pin or options.cold in ("cpu", "drop")):
-        asked = "--no-pin" if options.no_pin else f"--cold {options.cold}"
+    by_cpu = options.cold == "cpu" or (options.no_pin and options.cold == "auto")
+    speeds = plan.cold_speeds
+    if by_cpu and plan.settings.uses_arena and speeds is not None and not speeds.cpu:
+        asked = "--cold cpu" if options.cold == "cpu" else "--no-pin"
         raise OptionError(
-            f"{asked} does not run cold experts in {plan.settings.dtype} yet; the GPU reads them "
-            "in pinned memory.",
-            hint="Leave it out, or choose --dtype f32.",
-            param="no_pin" if options.no_pin else "cold",
+            f"{asked} leaves cold experts to the CPU, whose C++ kernels were not built here.",
+            hint="Leave it out: the GPU reads cold experts in pinned memory. See headroom doctor.",
+            param="cold" if options.cold == "cpu" else "no_pin",
         )
     even_placement(shape, plan)  # refuses a budget below the floor

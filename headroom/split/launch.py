@@ -77,10 +77,11 @@ def start_pipeline(
             stage = _device_stage(loaded, plan, model, allocated)
     check_memory(plan, allocated)
     planned = sum(device.allocated.values())
-    swaps = None
-    if loaded.store is not None:
-        swaps = StoreSwaps(loaded.store, expert_layers(model.shape, plan))
-    return Pipeline(stage, model.config.vocab, allocated, planned, swaps)
+    swaps, meter = None, None
+    if (hybrid := loaded.hybrid) is not None:
+        layers, meter = expert_layers(model.shape, plan), hybrid.meter
+        swaps = StoreSwaps(hybrid.store, layers, same_bits=hybrid.same_bits)
+    return Pipeline(stage, model.config.vocab, allocated, planned, swaps, meter)
 
 
 def _log_load(device: str, size_bytes: int, seconds: float) -> None:

@@ -70,7 +70,7 @@ class ExpertUpkeep:
 
     def read(self) -> ExpertTelemetry:
         """Return all totals so far; waits for steps that run."""
-        self._hits.count(self._routing.counts())
+        self._hits.count(self._routing.counts(), self._routing.few_rows())
         self.latest = self._hits.reading(self._meter, self._swaps)
         return self.latest
 
@@ -140,7 +140,7 @@ class ExpertUpkeep:
         """Do one round; after a failure there are no more."""
         assert self._experts is not None
         counts = self._routing.counts()
-        self._hits.count(counts)
+        self._hits.count(counts, self._routing.few_rows())
         experts = self._experts
         swaps = plan_swaps(
             experts.placement(), self._seen(counts), experts.layers(), self._rules.policy

@@ -17,8 +17,9 @@ from headroom.kernels.cuda import handover
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.cuda.measure import handover_seconds
 from headroom.kernels.native.module import MODULE, POOL
-from headroom.moe.cold import ColdCompute, CpuShared, Dropped
-from headroom.moe.cost import Choice, ColdSpeeds, best_left
+from headroom.memory.cold_speeds import ColdSpeeds
+from headroom.moe.cold import ColdCompute, CpuShared
+from headroom.moe.cost import Choice, best_left
 from tests.gpu.check_experts import Kinds, make_table, to_tiles
 from tests.moe.cold_layers import SplitStore
 
@@ -110,7 +111,7 @@ def check_drop() -> bool:
     """Cold picks are left out."""
     ids = torch.tensor([[0, 1], [1, 1]], dtype=torch.int32, device=DEVICE)
     weights = torch.tensor([[0.25, 0.5], [0.5, 0.5]], device=DEVICE)
-    Dropped(torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)).before(weights, ids, weights)
+    handover.drop(ids, weights, torch.tensor([1, 0], dtype=torch.int32, device=DEVICE))
     good = ids.tolist() == [[0, -1], [-1, -1]] and weights.tolist() == [[0.75, 0.0], [0.0, 0.0]]
     print(f"{'PASS' if good else 'FAIL'} drop", flush=True)
     return good

@@ -16,7 +16,9 @@ from headroom.kernels.cuda import experts as fast
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.upload import Upload
-from headroom.moe.device_experts import stored_tiles, upload_experts
+from headroom.memory.cold_speeds import ColdSpeeds
+from headroom.moe.device_experts import upload_experts
+from headroom.moe.expert_steps import stored_tiles
 from headroom.moe.load_store import StoreRequest, blob_layout, fill_tiles, open_store
 from headroom.moe.placement import ExpertPlacement
 from headroom.moe.store import ExpertStore, LayerStore
@@ -51,7 +53,8 @@ class Layer:
         """Load it with some experts hot."""
         request = StoreRequest(
             placement=ExpertPlacement((hot,), "drawn"),
-            cold="auto" if pin else "cpu",
+            cold="gpu" if pin else "cpu",
+            speeds=ColdSpeeds(1e12, 1e10, 1e10, 1e-5),
             pin=pin,
             keep_copy=False,
             staging_bytes=66 * MIB,

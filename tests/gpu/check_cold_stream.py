@@ -36,9 +36,9 @@ def open_layers(
     downs = staging.downs_bytes(
         len(tiles.addresses), tiles.width, tiles.hidden, scratch.unpack_bytes()
     )
-    total = staging.BUFFERS * staging.buffer_bytes(size) + downs
+    total = staging.BUFFERS * staging.buffer_bytes(size, len(tiles.addresses)) + downs
     memory = torch.empty(total, dtype=torch.uint8, device=DEVICE)
-    stream = open_stream(memory, size, pinned, rates)
+    stream = open_stream(memory, (size, len(tiles.addresses)), pinned, rates)
     for layer in layers:
         stream.add(layer.tiles, layer, "silu")
     return stream
@@ -82,7 +82,7 @@ def check(cold_share: float, rows: int, counted: bool, pinned: bool, on_cpu: boo
                 apart = float((a - b).norm() / b.norm())
                 worst = max(worst, apart if apart == apart else float("inf"))
                 good = good and (worst < 0.02 if on_cpu else torch.equal(a, b))
-    counts = stream.take_counts()
+    counts = stream.counts
     good = good and (counts.left_to_cpu > 0 or not on_cpu)
     what = f"cold {cold_share:.0%} x{rows} counted={counted} pinned={pinned} cpu={on_cpu}"
     print(f"{'PASS' if good else 'FAIL'} {what}: {worst:.1e} {counts}", flush=True)

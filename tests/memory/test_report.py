@@ -139,9 +139,10 @@ def test_the_picture_is_sound_and_its_boxes_fill_the_bar() -> None:
 def test_the_nearest_llama_server_command_keeps_the_settings() -> None:
     command = llama_server_command(hybrid_plan(), "laguna.gguf")
     assert command.startswith(
-        "llama-server -m laguna.gguf -c 8192 -np 1 -b 128 -ub 128 -ctk bf16 -ctv bf16 -t 8 -ngl 41"
+        "llama-server -m laguna.gguf -c 8192 -np 1 -b 1024 -ub 1024 -ctk bf16 -ctv bf16 -t 7 "
+        "-ngl 41"
     )
-    assert command.endswith("--n-cpu-moe 19")
+    assert command.endswith("--n-cpu-moe 20")
     on_cpu = make_plan([smollm2()], [cpu(24)], Options())
     assert llama_server_command(on_cpu, "m.gguf") == (
         "llama-server -m m.gguf -c 32768 -np 4 -b 512 -ub 512 -ctk f32 -ctv f32 -t 4 -ngl 0"

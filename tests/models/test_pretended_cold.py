@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from headroom.formats.checkpoint import open_checkpoint
+from headroom.moe import load_store
+from headroom.moe.cost import Choice
+from headroom.moe.store import LayerStore
 from tests.families import PROMPT, variant
 from tests.pretend_cuda import pretend_cuda
 from tests.pretend_stage import PretendedStage, run_pretended
@@ -35,11 +38,32 @@ def test_whatever_is_hot_the_answers_are_the_same(
     checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf", "F32"))
     with pretend_cuda(monkeypatch):
         wanted = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference")
-        for share in ("0%", "30%", "60%"):
+        for share, cold in (("0%", "cpu"), ("30%", "auto"), ("60%", "gpu")):
             found = run_pretended(
-                checkpoint, PROMPTS, PIECES, kernels="reference", expert_budget=share
+                checkpoint, PROMPTS, PIECES, kernels="reference", expert_budget=share, cold=cold
             )
             assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", ["qwen35moe", "gemma4-26b"])
+def test_cold_experts_of_a_layer_may_be_shared_between_both_sides(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf", "F32"))
+    monkeypatch.setattr(
+        load_store, "choose", lambda speeds, size, used, hits: Choice("cpu", (0, *range(used)), 0.0)
+    )
+    brought: list[int] = []
+    bring = LayerStore.bring
+    monkeypatch.setattr(
+        LayerStore, "bring", lambda store, blob: brought.append(1) or bring(store, blob)
+    )
+
+    with pretend_cuda(monkeypatch):
+        wanted = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference")
+        found = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference", expert_budget="30%")
+    assert brought
+    assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("more", [{}, {"keep_host_copy": True}, {"no_pin": True}])

@@ -22,6 +22,7 @@ class PretendedExperts:
         self.same_bits = same_bits
         self.fails_after = fails_after
         self.exchanged: list[tuple[int, int, int]] = []
+        self.pick_bytes = ()
 
     def placement(self) -> ExpertPlacement:
         return ExpertPlacement(tuple(tuple(sorted(ids)) for ids in self._hot), "even")

@@ -3,6 +3,7 @@
 import torch
 
 from headroom.formats.quants import BY_NAME
+from headroom.memory.cold_speeds import ColdSpeeds
 from headroom.moe.load_store import StoreRequest, open_store
 from headroom.moe.placement import ExpertPlacement
 from headroom.moe.store import BlobLayout, ExpertStore, LayerStore
@@ -15,6 +16,7 @@ def blob_layout(experts: int, sizes: tuple[int, ...] = (48, 48, 32)) -> BlobLayo
         kinds=(BY_NAME["q8_0"],) * 3,
         width=1,
         hidden=1,
+        used=1,
         sizes=sizes,
         tiles=True,
     )
@@ -24,7 +26,10 @@ def small_store(
     layouts: list[BlobLayout | None], hot: list[tuple[int, ...]], **request: object
 ) -> ExpertStore:
     """A store whose every expert is filled with bytes of its own."""
-    given = {"cold": "cpu", "pin": False, "keep_copy": False, "staging_bytes": 1024} | request
+    speeds = ColdSpeeds(gpu=1e12, link=1e10, cpu=1e11, handover_s=1e-5)
+    given = {
+        "cold": "cpu", "speeds": speeds, "pin": False, "keep_copy": False, "staging_bytes": 1024,
+    } | request  # fmt: skip
     placement = ExpertPlacement(tuple(hot), "drawn")
     made = StoreRequest(placement=placement, **given)  # type: ignore[arg-type]
     store = open_store(layouts, made, "cpu", lambda line, size: None)

@@ -13,7 +13,7 @@ from headroom.kernels.cuda.pack import PACKED
 from headroom.kernels.native import experts as native_experts
 from headroom.kernels.native.experts import PanelTable
 from headroom.kernels.native.module import MODULE
-from headroom.moe.cold import ColdCompute, CpuShared, Dropped
+from headroom.moe.cold import ColdCompute, CpuShared
 from headroom.moe.cost import Choice
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 from tests.moe.cold_layers import SplitStore, random_picks, split_store
@@ -64,7 +64,7 @@ def all_hot(store: SplitStore, x: torch.Tensor, picks: tuple[torch.Tensor, ...])
 
 
 def run_layer(
-    part: CpuShared | Dropped,
+    part: CpuShared,
     store: SplitStore,
     x: torch.Tensor,
     picks: tuple[torch.Tensor, torch.Tensor],
@@ -201,18 +201,8 @@ def test_dropped_picks_give_their_weight_to_the_others() -> None:
     is_hot = torch.tensor([1, 0, 1, 0], dtype=torch.int32)
     ids = torch.tensor([[0, 1], [2, 0], [1, 3], [-1, -1]], dtype=torch.int32)
     weights = torch.tensor([[0.25, 0.5], [0.7, 0.3], [0.6, 0.4], [0.0, 0.0]])
-    Dropped(is_hot).before(torch.zeros(4, 8), ids, weights)
+    handover.drop(ids, weights, is_hot)
     assert ids.tolist() == [[0, -1], [2, 0], [-1, -1], [-1, -1]]
     torch.testing.assert_close(
         weights, torch.tensor([[0.75, 0.0], [0.7, 0.3], [0.0, 0.0], [0.0, 0.0]])
     )
-
-
-def test_a_layer_gets_the_part_of_its_path() -> None:
-    store = split_store(("q8_0",) * 3, (4, 32, 32), [1])
-    compute = ColdCompute("cpu")
-    assert compute.part(store, 2, "silu", Choice("gpu", (0, 1, 2), 0.0)) is None
-    assert isinstance(compute.part(store, 2, "silu", Choice("drop", (0, 0, 0), 0.0)), Dropped)
-    assert not compute.asks
-    assert isinstance(compute.part(store, 2, "silu", Choice("cpu", (0, 0, 1), 0.0)), CpuShared)
-    assert compute.asks

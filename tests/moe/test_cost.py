@@ -6,16 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headroom.memory.calibration import Speeds
+from headroom.memory.calibration import Speeds, with_speeds
+from headroom.memory.cold_speeds import ColdSpeeds, speeds_of
 from headroom.moe.cost import (
     KERNELS_S,
-    ColdSpeeds,
     best_left,
     choose,
     expected_seconds,
     forced,
     row_seconds,
-    speeds_of,
 )
 from tests.memory.shapes import gpu, host
 
@@ -81,15 +80,16 @@ def test_the_choice_is_never_slower_than_either_path(
 
 def test_what_was_measured_comes_before_what_is_listed() -> None:
     card = gpu(80)
-    cpu = replace(host(64), native=True, bandwidth=100e9)
-    guessed = speeds_of(card, cpu, {})
-    assert guessed.link == pytest.approx(card.link * 0.7)
+    cpu = replace(host(64), native=True, bandwidth=100e9, flops=1e12)
+    guessed = speeds_of(card, cpu)
+    assert guessed.link == guessed.copy == pytest.approx(card.link * 0.7)
     assert guessed.cpu == pytest.approx(70e9)
     rows = {
-        card.name: Speeds(1.0, 2.0, 3.0, "", link_read=48e9, handover_s=7e-6),
-        "cpu": Speeds(1.0, 0.0, 3.0, "", experts=110e9),
+        card.name: Speeds(1.0, 52e9, 3.0, "", link_read=48e9, handover_s=7e-6),
+        "cpu": Speeds(1.0, 0.0, 2e12, "", experts=110e9),
     }
-    found = speeds_of(card, cpu, rows)
+    card, cpu = with_speeds([card, cpu], rows)
+    found = speeds_of(card, cpu)
     assert (found.link, found.cpu, found.handover_s) == (48e9, 110e9, 7e-6)
-    assert speeds_of(card, cpu, rows, readable=False).link == 0.0
-    assert speeds_of(card, replace(cpu, native=False), rows).cpu == 0.0
+    assert (found.copy, found.cpu_flops) == (52e9, 2e12)
+    assert speeds_of(card, replace(cpu, native=False)).cpu == 0.0

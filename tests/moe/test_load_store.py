@@ -13,6 +13,7 @@ from headroom.kernels.cuda import experts, matmul, pack
 from headroom.layers import upload
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.upload import Upload
+from headroom.memory.cold_speeds import ColdSpeeds
 from headroom.moe.load_store import StoreRequest, blob_layout, fill_rows, fill_tiles, open_store
 from headroom.moe.placement import ExpertPlacement
 from tests.gpu import check_cold_store
@@ -73,7 +74,12 @@ def test_every_expert_lies_where_a_placement_puts_it(
 ) -> None:
     placement = ExpertPlacement((hot,), "drawn")
     made = StoreRequest(
-        placement=placement, cold="cpu", pin=False, keep_copy=keep_copy, staging_bytes=150_000
+        placement=placement,
+        cold="cpu",
+        speeds=ColdSpeeds(1e12, 1e10, 1e11, 1e-5),
+        pin=False,
+        keep_copy=keep_copy,
+        staging_bytes=150_000,
     )
     with Upload("cpu", staging) as way:
         get = layer.file.source(way)

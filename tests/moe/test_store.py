@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headroom.errors import DeviceError
-from headroom.layers.pinned import HostMemory
 from headroom.moe import load_store
 from headroom.moe import store as stores
-from headroom.moe.load_store import cold_path
 from headroom.moe.store import drop_cold
 from tests.moe.stores import blob_layout, check_layer, small_store
 
@@ -202,9 +200,9 @@ def test_a_driver_that_does_not_pin_leaves_cold_experts_to_the_cpu_and_says_so(
 def test_a_gpu_that_must_read_what_is_not_pinned_is_refused(driver: SimpleNamespace) -> None:
     driver.result = 2
     with pytest.raises(DeviceError) as refused:
-        cold_path("gpu", HostMemory(3 << 30, pin=True))
+        small_store([blob_layout(3)], [(0,)], cold="gpu", pin=True)
     assert str(refused.value) == (
-        "The GPU's driver does not pin 3.00 GiB of host memory for cold experts: out of memory; "
+        "The GPU's driver does not pin 384 B of host memory for cold experts: out of memory; "
         "ulimit -l and its control group allow 8.0 MiB. Free host memory, raise ulimit -l or the "
         "limit of the control group, keep more experts on the GPU, or let the CPU compute cold "
         "ones with --cold cpu."

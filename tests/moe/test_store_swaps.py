@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import pytest
-
 from headroom.moe.placement import ExpertPlacement, LayerExperts
 from headroom.moe.store_swaps import StoreSwaps
 from headroom.moe.swap import SwapPolicy, apply_swaps, plan_swaps
@@ -14,7 +12,6 @@ LAYERS = (LayerExperts(0, 0), LayerExperts(2, 7), LayerExperts(3, 7))  # dense, 
 @dataclass
 class OneLayer:
     hot: set[int]
-    path: str = "gpu"
     expert_bytes: int = 11
 
     def exchange(self, promoted: int, demoted: int) -> None:
@@ -32,15 +29,10 @@ class Store:
 
 
 def test_only_layers_with_cold_experts_change() -> None:
-    swaps = StoreSwaps(Store(OneLayer({0})), LAYERS)
+    swaps = StoreSwaps(Store(OneLayer({0})), LAYERS, same_bits=True)
     assert swaps.layers()[2] == LayerExperts(3, 11)  # as the store holds it
     planned = plan_swaps(
         swaps.placement(), [[], [0, 9], [0, 0, 9]], swaps.layers(), SwapPolicy(most_bytes=22)
     )
     assert apply_swaps(swaps, planned) == (1, None)
     assert swaps.placement().hot == ((), (0, 1), (2,))
-
-
-@pytest.mark.parametrize(("path", "same"), [("gpu", True), ("cpu", False), ("drop", False)])
-def test_bits_are_the_same_where_the_gpu_reads_both(path: str, same: bool) -> None:
-    assert StoreSwaps(Store(OneLayer({0}, path)), LAYERS).same_bits is same

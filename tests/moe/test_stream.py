@@ -65,10 +65,10 @@ def open_stream(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headroom.memory.staging.BUFFER_BYTES", each * size)
         staging = torch.zeros(
-            BUFFERS * buffer_bytes(size) + 2 * EXPERTS * WIDTH * HIDDEN, dtype=torch.uint8
+            BUFFERS * buffer_bytes(size, EXPERTS) + 2 * EXPERTS * WIDTH * HIDDEN, dtype=torch.uint8
         )
         queue = LateCopies()
-        stream = ColdStream(staging, size, queue, rates, "f32")  # type: ignore[arg-type]
+        stream = ColdStream(staging, (size, EXPERTS), queue, rates)  # type: ignore[arg-type]
     return stream, [stream.add(layer.tiles, layer, "silu") for layer in layers], queue
 
 
@@ -104,10 +104,9 @@ def test_streamed_experts_give_the_bits_of_hot_ones(  # type: ignore[no-untyped-
     found = streamed.many_rows(x, chosen, others)
     assert torch.equal(found, all_hot(layer_of, inputs))
     assert sorted(copied(layer, queue)) == list(range(len(COLD[cold])))  # each once
-    counts = stream.take_counts()
+    counts = stream.counts
     assert (counts.layers, counts.streamed) == (1, len(COLD[cold]))
     assert counts.streamed_bytes == layer.cold.nbytes
-    assert stream.take_counts().layers == 0
 
 
 def test_the_hot_sum_is_the_references(layer_of, inputs) -> None:  # type: ignore[no-untyped-def]
@@ -195,7 +194,7 @@ def test_small_steps_copy_only_experts_that_were_chosen(  # type: ignore[no-unty
     hot = split_layer(*layer_of, ()).tiles
     assert torch.equal(found, many_rows(x, ids, weights, hot, "silu", others))
     assert sorted(copied(layer, queue)) == [0, 1, 2, 4, 6]  # 4 and 7 lie in rows 3 and 5
-    counts = stream.take_counts()
+    counts = stream.counts
     assert (counts.streamed, counts.unused, counts.left_to_cpu) == (5, 2, 0)
 
 
@@ -209,7 +208,7 @@ def test_experts_with_few_picks_may_be_left_to_the_cpu(  # type: ignore[no-untyp
     stream, (streamed,), queue = open_stream([layer], 2, rates)
     x, chosen, others = inputs
     found = streamed.many_rows(x, chosen, others)
-    counts = stream.take_counts()
+    counts = stream.counts
     assert counts.left_to_cpu + counts.streamed == 7
     assert len(copied(layer, queue)) == counts.streamed
     assert counts.left_to_cpu == 7 if rates is FAST_CPU else 0 < counts.left_to_cpu < 7
@@ -231,7 +230,7 @@ def test_nothing_on_the_gpu_meets_host_memory_but_by_copies(  # type: ignore[no-
     with pretend_cuda(monkeypatch):
         tiles = replace(layer.tiles, addresses=layer.tiles.addresses.to("cuda"))
         staging = torch.zeros(200_000, dtype=torch.uint8, device="cuda")
-        stream = stream_module.open_stream(staging, layer.expert_bytes, False, FAST_CPU)
+        stream = stream_module.open_stream(staging, (layer.expert_bytes, EXPERTS), False, FAST_CPU)
         streamed = stream.add(tiles, layer, "silu")
         parts = (others.residual, others.shared, others.shared_logits)
         moved = Others(*(part.to("cuda") for part in parts))

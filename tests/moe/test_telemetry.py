@@ -8,6 +8,8 @@ from headroom.moe.placement import ExpertPlacement, LayerExperts
 from headroom.moe.telemetry import ColdFigures, HitCounter, JoinedMeter
 from tests.moe.pretended import PretendedExperts
 
+NONE = torch.zeros(1, 3, dtype=torch.int64)  # in steps of few rows
+
 
 def placed(*hot: tuple[int, ...]) -> ExpertPlacement:
     return ExpertPlacement(hot, "even")
@@ -15,7 +17,7 @@ def placed(*hot: tuple[int, ...]) -> ExpertPlacement:
 
 def test_without_a_placement_all_experts_are_hot() -> None:
     counter = HitCounter((2, 0), 3)
-    counter.count(torch.tensor([[4, 2, 2], [0, 0, 0]]))
+    counter.count(torch.tensor([[4, 2, 2], [0, 0, 0]]), NONE)
     found = counter.reading()
     assert (found.hit_rate, found.layer_hit_rates, found.cold_picks) == (1.0, (1.0, None), 0)
     assert found.tokens == 4
@@ -24,9 +26,9 @@ def test_without_a_placement_all_experts_are_hot() -> None:
 def test_hits_go_by_the_placement_of_their_time() -> None:
     counter = HitCounter((0, 1), 3)
     counter.place(placed((), (0,)))
-    counter.count(torch.tensor([[0, 0, 0], [3, 1, 0]]))
+    counter.count(torch.tensor([[0, 0, 0], [3, 1, 0]]), NONE)
     counter.place(placed((), (1,)))  # swapped
-    counter.count(torch.tensor([[0, 0, 0], [5, 5, 0]]))
+    counter.count(torch.tensor([[0, 0, 0], [5, 5, 0]]), NONE)
     found = counter.reading()
     assert (found.picks, found.hits) == ((0, 10), (0, 3 + 4))
     assert (found.layer_hit_rates, found.hit_rate, found.cold_picks) == ((None, 0.7), 0.7, 3)
@@ -43,10 +45,10 @@ def test_the_figures_of_a_time_are_what_was_added_in_it() -> None:
     meter = PretendedExperts([LayerExperts(3, 10)], [(0,)])
     counter = HitCounter((1,), 3)
     counter.place(meter.placement())
-    counter.count(torch.tensor([[6, 2, 0]]))
+    counter.count(torch.tensor([[6, 2, 0]]), NONE)
     earlier = counter.reading(meter, swaps=1)
     meter.exchange(0, 2, 0)
-    counter.count(torch.tensor([[7, 5, 0]]))
+    counter.count(torch.tensor([[7, 5, 0]]), NONE)
     found = counter.reading(meter, swaps=2).since(earlier)
     assert found.summary() == {
         "hit_rate": 0.25,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from headroom.errors import DeviceError, OptionError, PlanError
+from headroom.memory import devices
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.known import known_shape
 from headroom.memory.readiness import GpuFacts, Holder, TorchFacts
@@ -149,29 +150,28 @@ def test_a_gpu_does_not_read_what_is_not_pinned(machine: Machine) -> None:
         choice.make_run_plan(EXPERTS, options)
     assert str(refused.value) == (
         "--cold gpu needs pinned memory: a GPU does not read what --no-pin leaves in place. "
-        "Leave out --no-pin, or choose --cold cpu with --dtype f32."
+        "Leave out --no-pin, or choose --cold cpu."
     )
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"cold": "cpu"}, "--cold cpu"),
-        ({"cold": "drop"}, "--cold drop"),
-        ({"no_pin": True}, "--no-pin"),
-    ],
+    ("asked", "words"), [({"cold": "cpu"}, "--cold cpu"), ({"no_pin": True}, "--no-pin")]
 )
-def test_ways_of_cold_experts_that_bf16_lacks_are_refused_before_loading(
-    machine: Machine, asked: dict[str, Any], words: str
+def test_what_only_the_cpu_can_compute_needs_its_kernels(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], words: str
 ) -> None:
+    options = machine.options("cuda:0", expert_budget="60%", **asked)
+    assert choice.make_run_plan(EXPERTS, options)
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
     with pytest.raises(OptionError) as refused:
-        choice.make_run_plan(EXPERTS, machine.options("cuda:0", expert_budget="60%", **asked))
+        choice.make_run_plan(EXPERTS, options)
     assert str(refused.value) == (
-        f"{words} does not run cold experts in bf16 yet; the GPU reads them in pinned memory. "
-        "Leave it out, or choose --dtype f32."
+        f"{words} leaves cold experts to the CPU, whose C++ kernels were not built here. Leave it "
+        "out: the GPU reads cold experts in pinned memory. See headroom doctor."
     )
-    exact = machine.options("cuda:0", expert_budget="60%", dtype="f32", **asked)
-    assert choice.make_run_plan(EXPERTS, exact)
+    for possible in ({"dtype": "f32"}, {"cold": "drop"}):
+        other = machine.options("cuda:0", expert_budget="60%", **asked | possible)
+        assert choice.make_run_plan(EXPERTS, other)
 
 
 def test_memory_that_went_since_planning_is_refused_with_who_holds_it(machine: Machine) -> None:

@@ -1,0 +1,95 @@
+"""ExpertSteps: how a GPU's steps run on the experts of a layer, wherever those are."""
+
+from typing import Protocol
+
+import torch
+
+from headroom.kernels.cuda import experts as cuda_experts
+from headroom.kernels.cuda import handover
+from headroom.kernels.cuda.experts import ExpertTiles, Others
+from headroom.kernels.cuda.matmul import HalfRows
+from headroom.moe.store import LayerStore
+from headroom.moe.stream import StreamedLayer
+
+Picks = tuple[torch.Tensor, torch.Tensor]  # ids and weights [rows, used]
+
+
+class ExpertSteps(Protocol):
+    """Runs a layer's experts; picks with a negative id are passed over.
+
+    `out` may be the residual of `others`.
+    """
+
+    def few_rows(
+        self, x: HalfRows, picks: Picks, others: Others, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the weighted sum of each row's experts and others, inside a captured step."""
+        ...
+
+    def many_rows(
+        self, x: torch.Tensor, picks: Picks, others: Others, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the same for more rows; never captured."""
+        ...
+
+
+class ReadInPlace:
+    """The GPU reads experts where they lie, in its own memory or over its link."""
+
+    def __init__(self, tiles: ExpertTiles, activation: str) -> None:
+        self._tiles, self._activation = tiles, activation
+
+    def few_rows(
+        self, x: HalfRows, picks: Picks, others: Others, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the weighted sum of each row's experts and others."""
+        return cuda_experts.few_rows(x, *picks, self._tiles, self._activation, others, out)
+
+    def many_rows(
+        self, x: torch.Tensor, picks: Picks, others: Others, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the same; each expert that was chosen is read once."""
+        return cuda_experts.many_rows(x, *picks, self._tiles, self._activation, others, out)
+
+
+class Streamed(ReadInPlace):
+    """The same, but that many rows get cold experts through buffers on the GPU."""
+
+    def __init__(self, tiles: ExpertTiles, activation: str, stream: StreamedLayer) -> None:
+        super().__init__(tiles, activation)
+        self._stream = stream
+
+    def many_rows(
+        self, x: torch.Tensor, picks: Picks, others: Others, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the same; each cold expert is copied at most once."""
+        return self._stream.many_rows(x, picks, others, out)
+
+
+class WithoutCold(ReadInPlace):
+    """Only hot experts run, which changes what a model says."""
+
+    def __init__(self, tiles: ExpertTiles, activation: str, is_hot: torch.Tensor) -> None:
+        super().__init__(tiles, activation)
+        self._is_hot = is_hot
+
+    def few_rows(
+        self, x: HalfRows, picks: Picks, others: Others, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the sum of each row's hot experts, whose weights grow, and others."""
+        handover.drop(*picks, self._is_hot)
+        return super().few_rows(x, picks, others, out)
+
+    def many_rows(
+        self, x: torch.Tensor, picks: Picks, others: Others, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the same."""
+        handover.drop(*picks, self._is_hot)
+        return super().many_rows(x, picks, others, out)
+
+
+def stored_tiles(store: LayerStore) -> ExpertTiles:
+    """Return the experts of a store as kernels find them; exchanges change what they find."""
+    memory = (store.slots, store.cold)
+    nbytes = sum(piece.nbytes for piece in memory)
+    return ExpertTiles(store.addresses, store.kinds, store.width, store.hidden, nbytes, memory)

@@ -1,0 +1,74 @@
+"""Hybrid: what the layers of a GPU do together about their cold experts."""
+
+from headroom.layers.config import ExpertsConfig
+from headroom.layers.weights import WeightSource
+from headroom.memory.cold_speeds import ColdSpeeds
+from headroom.moe.cold import ColdCompute, ColdPart
+from headroom.moe.expert_steps import (
+    ExpertSteps,
+    ReadInPlace,
+    Streamed,
+    WithoutCold,
+    stored_tiles,
+)
+from headroom.moe.load_store import fill_tiles
+from headroom.moe.store import ExpertStore, LayerStore
+from headroom.moe.stream import open_stream
+from headroom.moe.stream_rule import ColdRates
+from headroom.moe.telemetry import JoinedMeter
+
+
+class Hybrid:
+    """One CPU worker and one stream of copies for all layers; they are added in a step's order."""
+
+    def __init__(self, store: ExpertStore, device: str, speeds: ColdSpeeds, cold: str) -> None:
+        self.store = store
+        self._compute = ColdCompute(device)
+        # Who asks for the GPU, or leaves cold experts out, wants nothing of the CPU.
+        rates = None
+        if cold in ("auto", "cpu") and speeds.cpu:
+            rates = ColdRates(speeds.copy, speeds.cpu, speeds.cpu_flops)
+        self._stream = None  # layers without fused kernels bring experts one by one
+        if any(layer is not None and layer.blobs.tiles for layer in store.layers):
+            most = store.largest, store.most_experts
+            self._stream = open_stream(store.staging, most, store.pinned, rates)
+
+    def load(
+        self, layer: LayerStore, config: ExpertsConfig, get: WeightSource
+    ) -> tuple[ExpertSteps, ColdPart | None]:
+        """Bring a layer's experts to their places; return how its steps run on them."""
+        fill_tiles(layer, get, self.store.staging)
+        tiles, activation = stored_tiles(layer), config.activation
+        if layer.path == "drop":
+            return WithoutCold(tiles, activation, layer.is_hot), None
+        assert self._stream is not None
+        stream = self._stream.add(tiles, layer, activation)
+        steps: ReadInPlace = Streamed(tiles, activation, stream)
+        if layer.path == "gpu":
+            return steps, None
+        return steps, self._compute.add(layer, layer.blobs.used, activation, layer.choice)
+
+    def start(self) -> ColdCompute | None:
+        """Start the CPU's worker once all layers are there; None where no layer asks it."""
+        if not self._compute.asks:
+            return None
+        self._compute.start()
+        return self._compute
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether hot and cold give the same bits: where a GPU's kernels alone compute them."""
+        on_gpu = all(layer is None or layer.path == "gpu" for layer in self.store.layers)
+        return on_gpu and (self._stream is None or self._stream.rates is None)
+
+    @property
+    def meter(self) -> JoinedMeter:
+        """What cold experts have cost so far."""
+        worker = self._compute.counts if self._compute.asks else None
+        in_place = tuple(
+            layer.expert_bytes if layer is not None and layer.path == "gpu" else 0
+            for layer in self.store.layers
+        )
+        stream = self._stream
+        streamed = None if stream is None else lambda: stream.counts.streamed_bytes
+        return JoinedMeter(worker, streamed, in_place)
