@@ -12,7 +12,7 @@ from headroom.bench.opening import Opened
 from headroom.kernels.native.measure import read_bandwidth
 from headroom.kernels.native.module import MODULE
 from headroom.memory.devices import detect_cpu
-from headroom.memory.measure import SAMPLE_BYTES, fastest, measure_cpu
+from headroom.memory.measure import copy_bandwidth, measure_cpu
 
 _STATUS, _CPUS = Path("/proc/self/status"), Path("/proc/cpuinfo")
 _READS = 3  # of a CPU's memory; the fastest counts
@@ -29,21 +29,14 @@ class Bandwidth:
 def measure_bandwidth(opened: Opened) -> Bandwidth:
     """Return the bandwidth that shares are taken of."""
     if opened.on_gpu:
-        return Bandwidth(_copy_bandwidth(opened.device), "copies within the GPU, read and written")
+        device = torch.device(opened.device)
+        return Bandwidth(copy_bandwidth(device), "copies within the GPU, read and written")
     threads = opened.plan.settings.threads
     if MODULE is None:
         speeds = measure_cpu(detect_cpu())
         return Bandwidth(speeds.bandwidth, "products of one row in torch")
     speed = max(read_bandwidth() for _ in range(_READS)) * 1e9
     return Bandwidth(speed, f"reads of memory by {threads} threads")
-
-
-def _copy_bandwidth(device: str) -> float:
-    free, _ = torch.cuda.mem_get_info(device)
-    source = torch.empty(min(SAMPLE_BYTES, free // 4), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    seconds = fastest(lambda: target.copy_(source), lambda: torch.cuda.synchronize(device))
-    return 2 * source.nbytes / seconds
 
 
 def start_counting(device: str) -> None:

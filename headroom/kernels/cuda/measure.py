@@ -2,6 +2,7 @@
 
 import torch
 
+from headroom.errors import KernelError
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import handover
 from headroom.kernels.cuda.handover import Mailbox, Takers
@@ -22,6 +23,8 @@ def handover_seconds(device: str) -> float:
     worker = ColdWorker(box.addresses, [table], handover.MOST_ROWS)
     try:
         asked, unasked = (_round_seconds(worker, box, hot, device) for hot in (0, 1))
+        if box.failed or worker.failure:
+            raise KernelError(f"The CPU did not answer a GPU: {worker.failure or 'in time'}.")
     finally:
         worker.close()
     return max(asked - unasked, 1e-7)
