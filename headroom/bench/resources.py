@@ -12,7 +12,7 @@ from headroom.bench.opening import Opened
 from headroom.kernels.native.measure import read_bandwidth
 from headroom.kernels.native.module import MODULE
 from headroom.memory.devices import detect_cpu
-from headroom.memory.measure import copy_bandwidth, measure_cpu
+from headroom.memory.measure import copy_bandwidth, measure_cpu, measure_link
 
 _STATUS, _CPUS = Path("/proc/self/status"), Path("/proc/cpuinfo")
 _READS = 3  # of a CPU's memory; the fastest counts
@@ -39,11 +39,29 @@ def measure_bandwidth(opened: Opened) -> Bandwidth:
     return Bandwidth(speed, f"reads of memory by {threads} threads")
 
 
+def cold_bandwidths(opened: Opened) -> dict[str, float]:
+    """Return the bytes a second of each way that cold experts are read; empty where none is cold.
+
+    "gpu": kernels that read host memory, "stream": copies from it, "cpu": reads by all threads.
+    """
+    if opened.pipeline.store is None or not opened.on_gpu:
+        return {}
+    link = measure_link(torch.device(opened.device))
+    host = 1e9 * max(read_bandwidth() for _ in range(_READS)) if MODULE is not None else 0.0
+    return {"gpu": link.read, "stream": link.copy, "cpu": host}
+
+
 def start_counting(device: str) -> None:
     """Forget what was allocated before; call it before a model is loaded."""
     if device != "cpu":
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def lift_limit(device: str) -> None:
+    """Let what only measures take memory that the model may not."""
+    if device != "cpu":
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def memory_use(opened: Opened) -> dict[str, Any]:

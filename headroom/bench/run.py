@@ -7,13 +7,16 @@ from pathlib import Path
 
 import torch
 
+from headroom.bench.expert_use import ExpertReport, find_residency
 from headroom.bench.figures import BenchSettings
 from headroom.bench.opening import Opened, open_model, read_model
 from headroom.bench.part_times import measure_parts
 from headroom.bench.peer import LlamaBench, PeerRun, check_comparable
 from headroom.bench.report import Report
 from headroom.bench.resources import (
+    cold_bandwidths,
     device_facts,
+    lift_limit,
     measure_bandwidth,
     memory_use,
     start_counting,
@@ -89,12 +92,17 @@ def _measure(path: Path, opened: Opened, settings: BenchSettings, parts: bool, s
     say("prompts and answers")
     figures = SpeedBench(opened, settings).run()
     memory = memory_use(opened)  # before the profiler takes some
+    lift_limit(opened.device)
     upkeep = opened.engine.upkeep  # no request runs now
-    experts = None if upkeep is None else upkeep.latest or upkeep.read()
-    if parts:
+    totals = None if upkeep is None else upkeep.read()
+    if parts and "parts" in settings.only:
         say("parts of a step")
         measure_parts(opened, figures, settings)
     say("bandwidth")
+    residency = find_residency(opened)
+    experts = None
+    if residency is not None and totals is not None:
+        experts = ExpertReport(residency, totals, cold_bandwidths(opened))
     return Report(
         path=path,
         settings=settings,
