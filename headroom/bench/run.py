@@ -22,6 +22,7 @@ from headroom.bench.resources import (
     start_counting,
 )
 from headroom.bench.speeds import SpeedBench
+from headroom.errors import HeadroomError
 from headroom.memory.budget import PAGE_SIZE
 from headroom.memory.shape import ModelShape
 from headroom.options import Options
@@ -97,7 +98,10 @@ def _measure(path: Path, opened: Opened, settings: BenchSettings, parts: bool, s
     totals = None if upkeep is None else upkeep.read()
     if parts and "parts" in settings.only:
         say("parts of a step")
-        measure_parts(opened, figures, settings)
+        try:
+            measure_parts(opened, figures, settings)
+        except (HeadroomError, RuntimeError) as error:  # of the profiler: other figures are there
+            figures.left_out.append(f"parts: {error}")
     say("bandwidth")
     residency = find_residency(opened)
     experts = None
