@@ -147,8 +147,8 @@ class Bench:
             self._say(f"{what}: {path} is there")
             return True
         if what == "profile":
-            letters = random.Random(0).choices(string.ascii_letters, k=16 * PROFILED)
-            lines = ["".join(letters[at::PROFILED]) for at in range(PROFILED)]
+            draw = random.Random(0).choices
+            lines = ["".join(draw(string.ascii_letters, k=16)) for _ in range(PROFILED)]
             (self._folder / "prompts.txt").write_text("\n".join(lines) + "\n")
         result = self._child(what, self._commands(what), LIMIT_S)
         self.prepared.append(result)
@@ -306,17 +306,16 @@ def described(report: Mapping[str, Any] | None) -> str:
         return "" if report is None else json.dumps(report)[:300]
     prompts = [f"{x['tokens_per_s']:.0f} ({x['tokens']})" for x in report["prompts"]]
     decode = decode_of(report)
-    hits = _percent((decode.get("experts") or {}).get("hit_rate"))
-    speed = decode.get("tokens_per_s", 0.0)
-    return f"decode {speed:.1f} tok/s, prompts {', '.join(prompts)}, hits {hits}"
+    hits, speed = (decode.get("experts") or {}).get("hit_rate"), decode.get("tokens_per_s", 0.0)
+    return f"decode {speed:.1f} tok/s, prompts {', '.join(prompts)}, hits {_percent(hits)}"
 
 
 def _beside(speed: float | None, config: Config, at: int) -> str:
     """Return a speed with what it must be and what is aimed at."""
     if speed is None:
         return ""
-    wanted = [f"{what} {row[at]}" for what, row in (("must", config.must), ("aim", config.aim))
-              if at < len(row)]  # fmt: skip
+    both = (("must", config.must), ("aim", config.aim))
+    wanted = [f"{what} {speeds[at]}" for what, speeds in both if at < len(speeds)]
     shown = f"{speed:.1f}" if at == 0 else f"{speed:.0f}"
     return f"{shown} ({', '.join(wanted)})" if wanted else shown
 
