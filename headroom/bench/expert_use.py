@@ -102,29 +102,12 @@ class ExpertUse:
         }
 
 
-def decode_use(before: Reading, after: Reading, residency: Residency) -> ExpertUse:
-    """Return what experts did in decode steps between two readings.
-
-    Those who compute count what they read, but for layers whose cold experts the GPU reads like
-    hot ones: these are counted here by their choices.
-    """
+def use_between(before: Reading, after: Reading, seconds: float | None = None) -> ExpertUse:
+    """Return what experts did between two readings; in all of that time where none is given."""
     change = after.totals.since(before.totals)
-    read = dict(change.cold_bytes)
-    rows = zip(change.picks, change.hits, residency.expert_bytes, residency.paths, strict=True)
-    in_place = sum((picks - hits) * size for picks, hits, size, path in rows if path == "gpu")
-    if in_place:
-        read["gpu"] = read.get("gpu", 0) + in_place
-    return _use(change, after.began - before.ended, read)
-
-
-def prompt_use(before: Reading, after: Reading, seconds: float) -> ExpertUse:
-    """Return what experts did in prompts of so many seconds between two readings."""
-    change = after.totals.since(before.totals)
-    return _use(change, seconds, change.cold_bytes)
-
-
-def _use(change: ExpertTelemetry, seconds: float, read: Mapping[str, int]) -> ExpertUse:
-    return ExpertUse(change, max(1e-9, seconds), {path: n for path, n in read.items() if n})
+    taken = after.began - before.ended if seconds is None else seconds
+    read = {path: size for path, size in change.cold_bytes.items() if size}
+    return ExpertUse(change, max(1e-9, taken), read)
 
 
 @dataclass(frozen=True, slots=True)

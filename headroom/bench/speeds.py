@@ -3,13 +3,7 @@
 import statistics
 
 from headroom.bench.crowd import Answer, Crowd, Decoded, random_prompt
-from headroom.bench.expert_use import (
-    Reading,
-    decode_use,
-    find_residency,
-    prompt_use,
-    read_experts,
-)
+from headroom.bench.expert_use import Reading, read_experts, use_between
 from headroom.bench.figures import (
     SHORT_CONTEXT,
     BenchSettings,
@@ -32,7 +26,6 @@ class SpeedBench:
         self._settings = settings
         self._plan = opened.plan.settings
         self._params = SamplingParams(temperature=settings.temperature, ignore_eos=True)
-        self._residency = find_residency(opened)
         self.figures = Figures()
 
     def run(self) -> Figures:
@@ -71,7 +64,7 @@ class SpeedBench:
                 tokens=tokens,
                 seconds=statistics.median(times[1:]),
                 operations=operations,
-                experts=prompt_use(before, after, sum(times[1:])) if before and after else None,
+                experts=use_between(before, after, sum(times[1:])) if before and after else None,
             )
         )
 
@@ -116,7 +109,7 @@ class SpeedBench:
             self._opened.engine, context, batches[0], self._params
         )  # fmt: skip
         measured = []
-        read = self._read_now if self._residency is not None else None
+        read = None if self._opened.engine.upkeep is None else self._read_now
         try:
             crowd.start()
             for batch in batches:
@@ -131,10 +124,7 @@ class SpeedBench:
     def _figure(
         self, context: int, batch: int, decoded: Decoded, chances: Chances | None
     ) -> DecodeFigure:
-        opened, mean, residency = self._opened, decoded.mean_context, self._residency
-        use = None
-        if residency is not None and decoded.readings is not None:
-            use = decode_use(*decoded.readings, residency)
+        opened, mean = self._opened, decoded.mean_context
         return DecodeFigure(
             batch=batch,
             context=context,
@@ -142,7 +132,7 @@ class SpeedBench:
             step_s=decoded.step_s,
             pipeline_s=step_seconds(opened, round(mean), batch=batch),
             traffic=step_traffic(opened.shape, self._plan, [mean] * batch, chances),
-            experts=use,
+            experts=None if decoded.readings is None else use_between(*decoded.readings),
         )
 
     def _read(self) -> Reading | None:

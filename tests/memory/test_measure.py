@@ -14,7 +14,6 @@ from headroom.memory.known import known_shape
 from headroom.memory.measure import fastest, measure_cpu, measure_cuda
 from headroom.memory.plan import make_plan
 from headroom.memory.targets import plan_devices
-from headroom.moe.cost import choose, speeds_of
 from headroom.options import Options
 from headroom.units import MIB
 from tests.memory.shapes import cpu, gpu
@@ -144,21 +143,11 @@ def test_what_kernels_cannot_measure_is_told_and_loses_nothing_else(
     ]  # fmt: skip
 
 
-def test_measured_speeds_choose_who_computes_cold_experts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cold_experts_go_by_is_kept(tmp_path: Path) -> None:
     path = speeds_path(tmp_path)
-    slow, quick = 5e9, 500e9
-    for experts, way in ((slow, "gpu"), (quick, "cpu")):
-        save_speeds(
-            path,
-            {
-                "cpu": Speeds(1e11, 0.0, 1e12, "2026-11-15", experts=experts),
-                "cuda:0": Speeds(4e12, 5e10, 7e14, "2026-11-15", link_read=4e10, handover_s=8e-6),
-            },
-        )
-        here = replace(gpu(12), name="cuda:0")
-        behind = replace(cpu(64), native=True)
-        speeds = speeds_of(here, behind, load_speeds(path))
-        assert (speeds.link, speeds.cpu, speeds.handover_s) == (4e10, experts, 8e-6)
-        assert choose(speeds, 2 * MIB, 8, 0.6).path == way
+    kept = {
+        "cpu": Speeds(1e11, 0.0, 1e12, "2026-11-15", experts=7e10),
+        "cuda:0": Speeds(4e12, 5e10, 7e14, "2026-11-15", link_read=4e10, handover_s=8e-6),
+    }
+    save_speeds(path, kept)
+    assert load_speeds(path) == kept
