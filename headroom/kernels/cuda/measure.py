@@ -41,7 +41,7 @@ def _round_seconds(worker: ColdWorker, box: Mailbox, hot: int, device: str) -> f
 
     def work() -> None:
         for turn, ids in enumerate(picks):
-            ids[0, 0] = 0
+            ids[:, :1].zero_()  # a single number would be copied from the host
             handover.publish(x, ids, weights, takers, box, 0)
             handover.collect(out, box, 0, last=turn == ROUNDS - 1)
 
