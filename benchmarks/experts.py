@@ -29,7 +29,7 @@ PROMPTS, CONTEXT = (512, 2048), 32
 PREPARE_S = {"calibrate": 20.0, "uniform": 20.0, "skewed": 20.0, "profile": 30.0}
 FIRST_S, USUAL_S = 60.0, 35.0  # the first run of a machine also compiles every kernel
 LIMIT_S = 100.0  # of one child
-PROFILED = 32  # short prompts: statistics are of the many tokens that are drawn after them
+PROFILED = 24  # short prompts: statistics are of the many tokens that are drawn after them
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +142,9 @@ class Bench:
 
     def prepare(self, what: str) -> bool:
         """Measure the machine, write a model or count its choices; tell whether that worked."""
-        path = self._stats if what == "profile" else self._model(what)
-        if what != "calibrate" and path.exists():
+        made = {"profile": self._stats, "calibrate": self._folder / "calibration"}
+        path = made.get(what, self._model(what))
+        if path.exists():
             self._say(f"{what}: {path} is there")
             return True
         if what == "profile":
@@ -181,8 +182,8 @@ class Bench:
         if what == "profile":
             return [
                 "profile", str(self._model("skewed")), "--prompts",
-                str(self._folder / "prompts.txt"), "--tokens", "192", "--raw", "--json",
-                "--out", str(self._stats), "--context", "256", "--parallel", "16", *self._where(),
+                str(self._folder / "prompts.txt"), "--tokens", "128", "--raw", "--json",
+                "--out", str(self._stats), "--context", "256", "--parallel", "4", *self._where(),
             ]  # fmt: skip
         skew = ["--routing-skew", SKEW] if what == "skewed" else []
         model = str(self._model(what))
