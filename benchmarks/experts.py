@@ -297,8 +297,7 @@ def row(config: Config, report: Mapping[str, Any]) -> list[str]:
 
 def decode_of(report: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the figure of one sequence that decodes; empty where there is none."""
-    alone = [figure for figure in report["decodes"] if figure["batch"] == 1]
-    return alone[0] if alone else {}
+    return next((figure for figure in report["decodes"] if figure["batch"] == 1), {})
 
 
 def described(report: Mapping[str, Any] | None) -> str:
