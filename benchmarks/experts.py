@@ -134,6 +134,7 @@ class Bench:
         self._given, self._say = given, say
         self._folder = Path(given.folder)
         self._end = time.monotonic() + given.seconds
+        self._again = self._parts = True
         self.prepared: list[Result] = []  # and what was tried again
 
     def left_s(self) -> float:
@@ -156,12 +157,15 @@ class Bench:
         return result.status == "done"
 
     def run(self, config: Config) -> Result:
-        """Measure one configuration; once more and less of it where that fails."""
+        """Measure one configuration; the first that fails once more, without parts of a step."""
+        config = replace(config, parts=config.parts and self._parts)
         result = self._child(config.name, self._bench(config), LIMIT_S)
-        if result.status != "done" and config.parts and self.left_s() > USUAL_S:
-            self.prepared.append(result)
-            result = self._child(config.name, self._bench(replace(config, parts=False)), LIMIT_S)
-        return result
+        if result.status == "done" or not (config.parts and self._again):
+            return result
+        self.prepared.append(result)
+        again = self._child(config.name, self._bench(replace(config, parts=False)), LIMIT_S)
+        self._again, self._parts = False, again.status != "done"  # are they to blame?
+        return again
 
     def _bench(self, config: Config) -> list[str]:
         given = self._given
@@ -218,12 +222,9 @@ def run_child(name: str, command: Sequence[str], limit_s: float) -> Result:
         result.status, stderr = "too long", error.stderr or b""
         result.log = _tail(stderr.decode(errors="replace") if isinstance(stderr, bytes) else stderr)
     else:
-        result.log = _tail(done.stderr)
+        result.log = [*_tail(done.stderr), f"exit code {done.returncode}"]
         result.report = last_json(done.stdout)
-        if done.returncode == 0:
-            result.status = "done"
-        else:
-            result.log.append(f"exit code {done.returncode}")
+        result.status = "failed" if done.returncode else "done"
     result.seconds = time.monotonic() - began
     return result
 
@@ -356,11 +357,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=500.0, help="that all may take")
     parser.add_argument("--only", default="", help="names of configurations, with commas")
     parser.add_argument("--flags", default="", help="more flags of headroom bench")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--family", default="qwen35moe")
-    parser.add_argument("--size", default="qwen3.5-35b-a3b")
-    parser.add_argument("--quant", default="Q4_K_M")
-    parser.add_argument("--prompts", default=",".join(map(str, PROMPTS)))
+    model = {"family": "qwen35moe", "size": "qwen3.5-35b-a3b", "quant": "Q4_K_M"}
+    others = {"device": "cuda:0", "prompts": ",".join(map(str, PROMPTS))}
+    for name, value in (model | others).items():
+        parser.add_argument(f"--{name}", default=value)
     parser.add_argument("--tokens", type=int, default=128)
     return parser.parse_args()
 

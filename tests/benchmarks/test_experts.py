@@ -209,17 +209,38 @@ def test_every_flag_is_one_of_its_command(commands: tuple[Bench, list[list[str]]
         assert {word for word in command if word.startswith("--")} <= known
 
 
-def test_a_run_that_fails_is_tried_again_without_its_parts(
+def kinds(seen: list[list[str]]) -> list[str]:
+    return [command[command.index("--only") + 1] for command in seen]
+
+
+ALL, FEWER = "prompts,decode,parts", "prompts,decode"
+
+
+def test_the_first_run_that_fails_is_tried_again_without_its_parts(
     commands: tuple[Bench, list[list[str]]],
 ) -> None:
     made, seen = commands
+    assert made.run(CONFIGS[6]).status == "failed"  # which looks into no step
     assert made.run(CONFIGS[0]).status == "failed"
-    assert [command[command.index("--only") + 1] for command in seen] == [
-        "prompts,decode,parts", "prompts,decode",
-    ]  # fmt: skip
-    assert made.run(CONFIGS[6]).status == "failed"
-    assert len(seen) == 3
+    assert kinds(seen) == [FEWER, ALL, FEWER]
+    assert [one.name for one in made.prepared] == [CONFIGS[0].name]
     assert seen[0][seen[0].index("--routing-stats") + 1] == "off"
+    made.run(CONFIGS[1])  # something else was to blame
+    assert kinds(seen) == [FEWER, ALL, FEWER, ALL]
+
+
+def test_parts_that_are_to_blame_for_a_failure_are_left_out_from_then_on(
+    commands: tuple[Bench, list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, seen = commands
+
+    def child(name: str, command: list[str], limit_s: float) -> Result:
+        seen.append(command)
+        return Result(name, "too long" if ALL in command else "done")
+
+    monkeypatch.setattr(experts, "run_child", child)
+    assert [made.run(config).status for config in CONFIGS[:2]] == ["done", "done"]
+    assert kinds(seen) == [ALL, FEWER, FEWER]
 
 
 def test_what_is_there_already_is_used(commands: tuple[Bench, list[list[str]]]) -> None:
