@@ -275,7 +275,7 @@ def row(config: Config, report: Mapping[str, Any]) -> list[str]:
     """Return what a report says of one configuration, as cells behind the first two."""
     decode, prompts = decode_of(report), {x["tokens"]: x for x in report["prompts"]}
     longest = prompts[max(prompts)] if prompts else {}
-    busy = {part["what"]: part.get("gpu_share") for part in report["parts"]}
+    busy = [part.get("gpu_share") for part in report["parts"]]  # of decoding, then of the prompt
     use, memory = decode.get("experts") or {}, report["memory"]
     wait = use.get("ms_per_token", {}).get("wait")
     step_ms = 1e3 * decode["step_s"] if decode else 0.0
@@ -287,7 +287,7 @@ def row(config: Config, report: Mapping[str, Any]) -> list[str]:
         _paths(config, report),
         *(_beside(speed, config, at) for at, speed in enumerate(speeds)),
         _percent(use.get("hit_rate")),
-        " / ".join(_percent(busy.get(what)) for what in ("decode", "prompt")) if busy else "",
+        " / ".join(_percent(share) for share in busy if share is not None),
         "" if wait is None or not step_ms else _percent(wait / step_ms),
         _rate(use, "gpu"),
         _rate(longest.get("experts") or {}, "stream"),
