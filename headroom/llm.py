@@ -28,6 +28,7 @@ from headroom.options import Options, load_options
 from headroom.split.choice import make_run_plan
 from headroom.split.expert_records import read_records
 from headroom.split.launch import Progress, start_pipeline
+from headroom.split.memory_check import limit_memory
 from headroom.split.placing import find_placement
 from headroom.split.upkeep import open_upkeep
 from headroom.text.answer import AnswerText
@@ -61,6 +62,7 @@ def open_engine(
             plan.settings.parallel,
         )
     placement = find_placement(model.shape, plan, options, checkpoint.identity, records.file.counts)
+    limit_memory(plan, options.device_memory)
     pipeline = start_pipeline(plan, model, progress, placement)  # weights on devices
     upkeep = open_upkeep(pipeline, records)  # of experts, between steps
     return Engine(pipeline, plan.settings, options.queue, upkeep), plan  # requests in, tokens out

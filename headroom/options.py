@@ -95,6 +95,12 @@ class Options:
     save_placement: str | None = option(
         None, "file that gets the placement of experts when the engine ends"
     )
+    device_memory: str | None = option(
+        None, "most that an engine takes of each GPU's memory, as in 12GiB (default: all)"
+    )
+    expert_budget: str | None = option(
+        None, "most that devices hold of routed experts: 8GiB or 60%"
+    )
     cold: str = option(
         "auto",
         "who computes experts that are not in GPU memory; drop leaves them out, which is lossy",
@@ -104,9 +110,6 @@ class Options:
     keep_host_copy: bool = option(False, "keep hot experts in host memory, too")
     placement: str | None = option(None, "file that says which experts are hot")
     ram: str | None = option(None, "host memory to plan for, as in 64GiB", group="plan")
-    expert_budget: str | None = option(
-        None, "most that devices hold of routed experts: 8GiB or 60%", group="plan"
-    )
     draft: str | None = option(None, "model that guesses ahead", group="plan")
     snapshots: str | None = option(None, "host memory for saved prefixes, as in 4GiB", group="plan")
     split: str | None = option(None, "share of layers for each device, as in 2,1", group="plan")

@@ -4,8 +4,10 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from headroom.bench.expert_use import Reading
 from headroom.engine.engine import Engine
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
 from headroom.errors import HeadroomError
@@ -33,6 +35,7 @@ class Answer:
             stop_ids=frozenset(),
         )
         self._wanted = 0
+        self._call: Callable[[], None] | None = None
 
     def submit(self) -> None:
         """Hand the request to the engine."""
@@ -48,6 +51,12 @@ class Answer:
             reason = self.last.error or self.last.finish_reason
             raise HeadroomError(f"An answer ended after {len(self.times)} tokens: {reason}.")
 
+    def at_next(self, call: Callable[[], None]) -> int:
+        """Let the engine's thread do something at the next token; return the tokens before it."""
+        with self._changed:
+            self._call = call
+            return len(self.times)
+
     def end(self) -> None:
         """Cancel the request if it still runs, and return when it has ended."""
         self._engine.cancel(self.request.id)
@@ -59,11 +68,24 @@ class Answer:
         with self._changed:
             if event.token is not None:
                 self.times.append(now)
+                call, self._call = self._call, None
+                if call is not None:
+                    call()
             if event.finish_reason is not None:
                 self.last = event
             # Waking the other thread at every token would take time from the engine's.
             if self.last is not None or len(self.times) == self._wanted:
                 self._changed.notify()
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Some steps in which all of a crowd decoded."""
+
+    step_s: float
+    mean_context: float  # tokens in each one's cache
+    # Of experts, where there are any: before these steps and a few others, and after them.
+    readings: tuple[Reading, Reading] | None = None
 
 
 class Crowd:
@@ -84,18 +106,27 @@ class Crowd:
         for answer in self.answers:
             answer.wait(1)
 
-    def decode(self, tokens: int, warm: int) -> tuple[float, float]:
+    def decode(self, tokens: int, warm: int, read: Callable[[], Reading] | None = None) -> Decoded:
         """Let each write `warm` tokens, then measure `tokens` more.
 
-        Return the seconds of a step and the mean number of tokens in each one's cache.
+        Experts are read by the engine's thread, before and after what is measured.
         """
         # The last to begin had its first token when all others were running already.
         slow = max(self.answers, key=lambda answer: answer.times[0])
-        first = len(slow.times) + warm
+        readings: list[Reading] = []
+
+        def take() -> None:
+            if read is not None:
+                readings.append(read())
+
+        first = slow.at_next(take) + 1 + warm
         slow.wait(first + tokens)
         elapsed = slow.times[first + tokens - 1] - slow.times[first - 1]
         written = sum(len(answer.times) for answer in self.answers) / len(self.answers)
-        return elapsed / tokens, self._prompt_tokens + written - tokens / 2
+        slow.wait(slow.at_next(take) + 1)
+        mean = self._prompt_tokens + written - tokens / 2
+        pair = (readings[0], readings[1]) if readings else None
+        return Decoded(elapsed / tokens, mean, pair)
 
     def shrink(self, batch: int) -> None:
         """End all but the first so many."""

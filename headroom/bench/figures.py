@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field
 
+from headroom.bench.expert_use import ExpertUse
 from headroom.bench.timeline import PartTimes
 from headroom.bench.traffic import Traffic
 from headroom.errors import OptionError
 
+KINDS = ("prompts", "decode", "verify", "parts")  # of figures
 SHORT_CONTEXT = 512  # up to here a context is cheap enough to be made anew for every batch
 
 
@@ -23,8 +25,13 @@ class BenchSettings:
     verify_rows: int = 16
     temperature: float = 1.0  # 0: sequences may fall into loops, which visit few experts
     patience_s: float = 300.0  # the most that the prompts of one context may take
+    only: tuple[str, ...] = KINDS  # what is measured of all that
 
     def __post_init__(self) -> None:
+        if unknown := [kind for kind in self.only if kind not in KINDS]:
+            raise OptionError(
+                f"--only has {unknown[0]!r}.", hint=f"Known: {', '.join(KINDS)}.", param="only"
+            )
         for name in ("prompts", "contexts", "batches", "tokens", "rounds"):
             value = getattr(self, name)
             values = value if isinstance(value, tuple) else (value,)
@@ -58,6 +65,7 @@ class PromptFigure:
     tokens: int
     seconds: float
     operations: float  # of the whole prompt's products
+    experts: ExpertUse | None = None  # None: the model has none
 
     @property
     def tokens_per_s(self) -> float:
@@ -75,6 +83,7 @@ class DecodeFigure:
     step_s: float  # from token to token, all of the engine included
     pipeline_s: float  # of the network alone, from tables to logits
     traffic: Traffic  # of one step
+    experts: ExpertUse | None = None  # None: the model has none
 
     @property
     def tokens_per_s(self) -> float:
@@ -115,6 +124,16 @@ class PartFigure:
     def gaps_s(self) -> float:
         """What no part accounts for."""
         return max(0.0, self.step_s - self.times.busy_s)
+
+    @property
+    def gpu_share(self) -> float | None:
+        """The share of a step in which a GPU ran kernels, waiting ones too; None on a CPU."""
+        return min(1.0, self.times.kernel_s / self.step_s) if self.times.kernel_s else None
+
+    @property
+    def link_share(self) -> float:
+        """The share of a step in which something was copied over the link."""
+        return min(1.0, self.times.link_s / self.step_s)
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from headroom.options import Options
 from headroom.split.choice import make_run_plan
 from headroom.split.expert_records import read_records
 from headroom.split.launch import start_pipeline
+from headroom.split.memory_check import limit_memory
 from headroom.split.pipeline import Pipeline
 from headroom.split.placing import find_placement
 from headroom.split.upkeep import open_upkeep
@@ -53,6 +54,7 @@ def open_model(model: ModelDescription, options: Options) -> Opened:
     placement = find_placement(
         model.shape, plan, options, model.checkpoint.identity, records.file.counts
     )
+    limit_memory(plan, options.device_memory)
     pipeline = start_pipeline(plan, model, placement=placement)
     upkeep = open_upkeep(pipeline, records)
     engine = Engine(pipeline, plan.settings, options.queue, upkeep)

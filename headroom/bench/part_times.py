@@ -22,7 +22,7 @@ def measure_parts(opened: Opened, figures: Figures, settings: BenchSettings) -> 
     # Of prompts that take several steps, some answers would end before others begin.
     many = [figure for figure in decodes if figure.batch * figure.context <= chunk]
     most = [max(many, key=lambda figure: figure.batch)] if many else []
-    for figure in dict.fromkeys([*alone, *most]):
+    for figure in [*alone, *(one for one in most if one not in alone)]:
         times = _measure(opened, figure.context, figure.batch, settings)
         # A clock's own steps; on a GPU the markers took time, so the undisturbed step counts.
         step_s = figure.step_s if opened.on_gpu else times.step_s

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from headroom import __version__
-from headroom.bench.figures import BenchSettings, DecodeFigure, Figures, PartFigure
+from headroom.bench.expert_use import ExpertReport
+from headroom.bench.figures import BenchSettings, DecodeFigure, Figures, PartFigure, PromptFigure
 from headroom.bench.peer import PeerRun, ratios
 from headroom.bench.resources import Bandwidth
 from headroom.memory.plan import Plan
 from headroom.memory.report import plan_json
-from headroom.split.upkeep import ExpertTelemetry
 
 JSON_VERSION = 1
 NOTES = (
@@ -36,7 +36,7 @@ class Report:
     figures: Figures
     bandwidth: Bandwidth
     memory: dict[str, Any]
-    experts: ExpertTelemetry | None = None  # of prompts and answers; None: the model has none
+    experts: ExpertReport | None = None  # None: the model has none
     peer: tuple[PeerRun, ...] = ()
 
     def ratios(self) -> list[dict[str, Any]]:
@@ -65,20 +65,12 @@ def report_json(report: Report) -> dict[str, Any]:
         "settings": asdict(report.settings),
         "load_s": report.load_s,
         "bandwidth": asdict(report.bandwidth),
-        "prompts": [
-            {
-                "tokens": figure.tokens,
-                "seconds": figure.seconds,
-                "tokens_per_s": figure.tokens_per_s,
-                "operations_per_s": figure.operations / figure.seconds,
-            }
-            for figure in figures.prompts
-        ],
+        "prompts": [_prompt_json(figure, report) for figure in figures.prompts],
         "decodes": [_decode_json(figure, report) for figure in figures.decodes],
         "verify": None if verify is None else asdict(verify) | {"ratio": verify.ratio},
         "parts": [_part_json(figure) for figure in figures.parts],
         "memory": report.memory,
-        "experts": None if report.experts is None else _experts_json(report.experts),
+        "experts": None if report.experts is None else report.experts.as_json(),
         "left_out": figures.left_out,
         "notes": list(NOTES),
         "plan": plan_json(report.plan),
@@ -88,8 +80,14 @@ def report_json(report: Report) -> dict[str, Any]:
     return result
 
 
-def _experts_json(experts: ExpertTelemetry) -> dict[str, Any]:
-    return {**experts.summary(), "layer_hit_rates": experts.layer_hit_rates}
+def _prompt_json(figure: PromptFigure, report: Report) -> dict[str, Any]:
+    return {
+        "tokens": figure.tokens,
+        "seconds": figure.seconds,
+        "tokens_per_s": figure.tokens_per_s,
+        "operations_per_s": figure.operations / figure.seconds,
+        "experts": report.experts and report.experts.use_json(figure.experts),
+    }
 
 
 def _decode_json(figure: DecodeFigure, report: Report) -> dict[str, Any]:
@@ -104,6 +102,7 @@ def _decode_json(figure: DecodeFigure, report: Report) -> dict[str, Any]:
         "step_bytes": asdict(figure.traffic) | {"total": figure.traffic.total},
         "limit_tokens_per_s": figure.limit(report.bandwidth.bytes_per_s),
         "share": report.share(figure),
+        "experts": report.experts and report.experts.use_json(figure.experts),
     }
 
 
@@ -116,5 +115,7 @@ def _part_json(figure: PartFigure) -> dict[str, Any]:
         "parts": figure.times.parts | {"gaps": figure.gaps_s},
         "steps": figure.times.steps,
         "recorded_step_s": figure.times.step_s,
+        "gpu_share": figure.gpu_share,
+        "link_share": figure.link_share,
         "kernels": figure.times.kernels,
     }

@@ -12,7 +12,7 @@ from headroom.bench.opening import Opened
 from headroom.kernels.native.measure import read_bandwidth
 from headroom.kernels.native.module import MODULE
 from headroom.memory.devices import detect_cpu
-from headroom.memory.measure import SAMPLE_BYTES, fastest, measure_cpu
+from headroom.memory.measure import copy_bandwidth, measure_cpu, measure_link
 
 _STATUS, _CPUS = Path("/proc/self/status"), Path("/proc/cpuinfo")
 _READS = 3  # of a CPU's memory; the fastest counts
@@ -29,7 +29,8 @@ class Bandwidth:
 def measure_bandwidth(opened: Opened) -> Bandwidth:
     """Return the bandwidth that shares are taken of."""
     if opened.on_gpu:
-        return Bandwidth(_copy_bandwidth(opened.device), "copies within the GPU, read and written")
+        device = torch.device(opened.device)
+        return Bandwidth(copy_bandwidth(device), "copies within the GPU, read and written")
     threads = opened.plan.settings.threads
     if MODULE is None:
         speeds = measure_cpu(detect_cpu())
@@ -38,12 +39,16 @@ def measure_bandwidth(opened: Opened) -> Bandwidth:
     return Bandwidth(speed, f"reads of memory by {threads} threads")
 
 
-def _copy_bandwidth(device: str) -> float:
-    free, _ = torch.cuda.mem_get_info(device)
-    source = torch.empty(min(SAMPLE_BYTES, free // 4), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    seconds = fastest(lambda: target.copy_(source), lambda: torch.cuda.synchronize(device))
-    return 2 * source.nbytes / seconds
+def cold_bandwidths(opened: Opened) -> dict[str, float]:
+    """Return the bytes a second of each way that cold experts are read; empty where none is cold.
+
+    "gpu": kernels that read host memory, "stream": copies from it, "cpu": reads by all threads.
+    """
+    if opened.pipeline.store is None or not opened.on_gpu:
+        return {}
+    link = measure_link(torch.device(opened.device))
+    host = 1e9 * max(read_bandwidth() for _ in range(_READS)) if MODULE is not None else 0.0
+    return {"gpu": link.read, "stream": link.copy, "cpu": host}
 
 
 def start_counting(device: str) -> None:
@@ -51,6 +56,12 @@ def start_counting(device: str) -> None:
     if device != "cpu":
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def lift_limit(device: str) -> None:
+    """Let what only measures take memory that the model may not."""
+    if device != "cpu":
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def memory_use(opened: Opened) -> dict[str, Any]:

@@ -7,18 +7,22 @@ from pathlib import Path
 
 import torch
 
+from headroom.bench.expert_use import ExpertReport, find_residency
 from headroom.bench.figures import BenchSettings
 from headroom.bench.opening import Opened, open_model, read_model
 from headroom.bench.part_times import measure_parts
 from headroom.bench.peer import LlamaBench, PeerRun, check_comparable
 from headroom.bench.report import Report
 from headroom.bench.resources import (
+    cold_bandwidths,
     device_facts,
+    lift_limit,
     measure_bandwidth,
     memory_use,
     start_counting,
 )
 from headroom.bench.speeds import SpeedBench
+from headroom.errors import HeadroomError
 from headroom.memory.budget import PAGE_SIZE
 from headroom.memory.shape import ModelShape
 from headroom.options import Options
@@ -89,12 +93,20 @@ def _measure(path: Path, opened: Opened, settings: BenchSettings, parts: bool, s
     say("prompts and answers")
     figures = SpeedBench(opened, settings).run()
     memory = memory_use(opened)  # before the profiler takes some
+    lift_limit(opened.device)
     upkeep = opened.engine.upkeep  # no request runs now
-    experts = None if upkeep is None else upkeep.latest or upkeep.read()
-    if parts:
+    totals = None if upkeep is None else upkeep.read()
+    if parts and "parts" in settings.only:
         say("parts of a step")
-        measure_parts(opened, figures, settings)
+        try:
+            measure_parts(opened, figures, settings)
+        except (HeadroomError, RuntimeError) as error:  # of the profiler: other figures are there
+            figures.left_out.append(f"parts: {error}")
     say("bandwidth")
+    residency = find_residency(opened)
+    experts = None
+    if residency is not None and totals is not None:
+        experts = ExpertReport(residency, totals, cold_bandwidths(opened))
     return Report(
         path=path,
         settings=settings,

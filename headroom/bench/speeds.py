@@ -2,7 +2,8 @@
 
 import statistics
 
-from headroom.bench.crowd import Answer, Crowd, random_prompt
+from headroom.bench.crowd import Answer, Crowd, Decoded, random_prompt
+from headroom.bench.expert_use import Reading, read_experts, use_between
 from headroom.bench.figures import (
     SHORT_CONTEXT,
     BenchSettings,
@@ -29,11 +30,14 @@ class SpeedBench:
 
     def run(self) -> Figures:
         """Measure prompts, decoding and a step of several rows."""
-        for tokens in self._settings.prompts:
-            self._prompt(tokens)
-        for context in self._settings.contexts:
-            self._decode(context)
-        if self.figures.decodes:
+        only = self._settings.only
+        if "prompts" in only:
+            for tokens in self._settings.prompts:
+                self._prompt(tokens)
+        if "decode" in only:
+            for context in self._settings.contexts:
+                self._decode(context)
+        if "verify" in only and self.figures.decodes:
             self._verify(self.figures.decodes[0])
         return self.figures
 
@@ -42,8 +46,11 @@ class SpeedBench:
             self._leave_out(f"prompt of {tokens}", f"the context holds {self._plan.context}")
             return
         engine, times = self._opened.engine, []
+        before: Reading | None = None
         params = SamplingParams(temperature=self._settings.temperature, max_tokens=1)
         for seed in range(self._settings.rounds + 1):  # the first one warms up
+            if seed == 1:
+                before = self._read()
             answer = Answer(engine, random_prompt(tokens, engine.vocab, seed), params)
             answer.submit()
             answer.wait(1)
@@ -51,10 +58,14 @@ class SpeedBench:
             assert answer.last is not None
             assert answer.last.timings is not None
             times.append(answer.last.timings.prefill_s)
-        operations = tokens * token_operations(self._opened.shape)
-        seconds = statistics.median(times[1:])
+        operations, after = tokens * token_operations(self._opened.shape), self._read()
         self.figures.prompts.append(
-            PromptFigure(tokens=tokens, seconds=seconds, operations=operations)
+            PromptFigure(
+                tokens=tokens,
+                seconds=statistics.median(times[1:]),
+                operations=operations,
+                experts=use_between(before, after, sum(times[1:])) if before and after else None,
+            )
         )
 
     def _decode(self, context: int) -> None:
@@ -98,29 +109,39 @@ class SpeedBench:
             self._opened.engine, context, batches[0], self._params
         )  # fmt: skip
         measured = []
+        read = None if self._opened.engine.upkeep is None else self._read_now
         try:
             crowd.start()
             for batch in batches:
                 crowd.shrink(batch)
-                seconds, mean = crowd.decode(self._settings.tokens, self._settings.warm)
-                measured.append((batch, seconds, mean))
+                decoded = crowd.decode(self._settings.tokens, self._settings.warm, read)
+                measured.append((batch, decoded))
         finally:
             crowd.close()
         chances = self._chances(before)
         return [self._figure(context, *one, chances) for one in measured]
 
     def _figure(
-        self, context: int, batch: int, step_s: float, mean: float, chances: Chances | None
+        self, context: int, batch: int, decoded: Decoded, chances: Chances | None
     ) -> DecodeFigure:
-        opened = self._opened
+        opened, mean = self._opened, decoded.mean_context
         return DecodeFigure(
             batch=batch,
             context=context,
             mean_context=mean,
-            step_s=step_s,
+            step_s=decoded.step_s,
             pipeline_s=step_seconds(opened, round(mean), batch=batch),
             traffic=step_traffic(opened.shape, self._plan, [mean] * batch, chances),
+            experts=None if decoded.readings is None else use_between(*decoded.readings),
         )
+
+    def _read(self) -> Reading | None:
+        """Read experts while no request runs; None where there are none."""
+        return None if self._opened.engine.upkeep is None else self._read_now()
+
+    def _read_now(self) -> Reading:
+        assert self._opened.engine.upkeep is not None
+        return read_experts(self._opened.engine.upkeep)
 
     def _counts(self) -> list[list[int]]:
         routing = self._opened.pipeline.routing

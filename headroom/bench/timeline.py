@@ -9,6 +9,7 @@ from headroom.errors import HeadroomError
 from headroom.layers.parts import MARKER, STEP
 
 _MARKED = re.compile(rf"\b{MARKER}(\w+)")
+_OVER_LINK = re.compile(r"Memcpy (HtoD|DtoH)")  # as the profiler calls them
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class PartTimes:
     step_s: float  # from the start of one to the start of the next
     parts: dict[str, float]
     kernels: dict[str, dict[str, float]]  # by part: its kernels, the longest first; on a GPU
+    kernel_s: float = 0.0  # in which a GPU ran any kernel
+    link_s: float = 0.0  # in which anything was copied between it and the host
 
     @property
     def busy_s(self) -> float:
@@ -66,6 +69,8 @@ def part_times(timeline: Sequence[KernelTime], chosen: slice) -> PartTimes:
             names = by_part.setdefault(part, {})
             names[kernel.name] = names.get(kernel.name, 0.0) + own
         done = max(done, kernel.end)
+    working = [kernel for kernel in kernels[first:end] if not marked(kernel.name)]
+    over_link = [kernel for kernel in working if _OVER_LINK.match(kernel.name)]
     return PartTimes(
         steps=count,
         step_s=(kernels[end].start - kernels[first].start) / count,
@@ -74,4 +79,15 @@ def part_times(timeline: Sequence[KernelTime], chosen: slice) -> PartTimes:
             part: {name: names[name] / count for name in sorted(names, key=lambda x: -names[x])}
             for part, names in by_part.items()
         },
+        kernel_s=covered([x for x in working if not _OVER_LINK.match(x.name)]) / count,
+        link_s=covered(over_link) / count,
     )
+
+
+def covered(kernels: Sequence[KernelTime]) -> float:
+    """Return the time in which any of some kernels ran; they are in the order of their starts."""
+    total, done = 0.0, float("-inf")
+    for kernel in kernels:
+        total += max(0.0, kernel.end - max(kernel.start, done))
+        done = max(done, kernel.end)
+    return total

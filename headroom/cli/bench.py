@@ -43,6 +43,10 @@ class BenchFlags:
         float | None,
         typer.Option(help="seconds that the prompts of a context may take (300)", min=0),
     ] = None
+    only: Annotated[
+        str | None,
+        typer.Option(help="measure only some: prompts,decode,verify,parts", metavar="KIND,KIND"),
+    ] = None
     quick: Annotated[
         bool, typer.Option("--quick", help="short prompts and contexts, few tokens")
     ] = False
@@ -100,6 +104,7 @@ def bench_settings(given: BenchFlags) -> "BenchSettings":
         "rounds": given.rounds,
         "temperature": given.temperature,
         "patience_s": given.patience,
+        "only": tuple(word.strip() for word in given.only.split(",")) if given.only else None,
     }
     base = QUICK if given.quick else BenchSettings()
     return replace(base, **{name: value for name, value in changes.items() if value is not None})

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.table import Table
 
-from headroom.bench.figures import PartFigure
+from headroom.bench.expert_use import ExpertReport, ExpertUse
+from headroom.bench.figures import DecodeFigure, PartFigure, PromptFigure
 from headroom.bench.report import NOTES, Report
 from headroom.layers.parts import PARTS
-from headroom.split.upkeep import ExpertTelemetry
 from headroom.units import gib
 
 LONGEST = 3  # kernels of each part that are named
@@ -26,6 +26,8 @@ def report_tables(report: Report) -> Iterator[RenderableType]:
     yield _memory_text(report)
     if report.experts is not None:
         yield _experts_text(report.experts)
+        if report.experts.residency.cold:
+            yield _experts_table(report, report.experts)
     for text in report.figures.left_out:
         yield f"left out: {text}"
     for text in NOTES:
@@ -107,14 +109,47 @@ def _peer_table(report: Report) -> Table:
     return table
 
 
-def _experts_text(experts: ExpertTelemetry) -> str:
-    tokens = max(1, experts.tokens)
-    text = f"experts: {100 * (experts.hit_rate or 0.0):.1f} % of choices hot"
-    for path, size in experts.cold_bytes.items():
-        text += f", {gib(size / tokens)} cold a token by {path}"
-    for word, seconds in experts.seconds.items():
-        text += f", {word} {1e3 * seconds / tokens:.3f} ms a token"
-    return f"{text}, {experts.swaps} swaps" if experts.swaps else text
+def _experts_text(experts: ExpertReport) -> str:
+    where, totals = experts.residency, experts.totals
+    text = f"experts: {sum(where.hot)} hot, {where.cold} cold"
+    if where.cold:
+        pinned = "pinned" if where.pinned else "not pinned"
+        ways = ", ".join(f"{path} in {n} layers" for path, n in where.layers_by_path.items())
+        text += f" ({gib(where.cold_bytes)}, {pinned}), placement: {where.source}, cold: {ways}"
+    text += f"; {100 * (totals.hit_rate or 0.0):.1f} % of all choices hot"
+    return f"{text}, {totals.swaps} swaps" if totals.swaps else text
+
+
+def _experts_table(report: Report, experts: ExpertReport) -> Table:
+    """A row for each figure: how often choices were hot, and what the cold ones cost."""
+    ways = [path for path, speed in experts.bandwidths.items() if speed]
+    heads = [f"{path} MB a token, GB/s of {experts.bandwidths[path] / 1e9:.0f}" for path in ways]
+    table = Table("", "hot", *heads, "ms a token", "GPU busy", title="cold experts")
+    figures: list[tuple[str, DecodeFigure | PromptFigure]] = [
+        *((f"prompt of {x.tokens}", x) for x in report.figures.prompts),
+        *((f"decode, {x.batch} after {x.context}", x) for x in report.figures.decodes),
+    ]
+    busy = {_name(part): part.gpu_share for part in report.figures.parts}
+    for name, figure in figures:
+        if (use := figure.experts) is not None:
+            share = busy.get(name)
+            cells = [_way(use, path) for path in ways]
+            shown = "" if share is None else f"{100 * share:.0f} %"
+            hot = f"{100 * (use.change.hit_rate or 0.0):.1f} %"
+            table.add_row(name, hot, *cells, _times(use), shown)
+    return table
+
+
+def _way(use: ExpertUse, path: str) -> str:
+    size = use.read_bytes.get(path, 0)
+    if not size:
+        return ""
+    return f"{size / use.tokens / 1e6:.2f}, {size / use.seconds / 1e9:.1f}"
+
+
+def _times(use: ExpertUse) -> str:
+    times = use.change.seconds.items()
+    return ", ".join(f"{word} {1e3 * seconds / use.tokens:.3f}" for word, seconds in times)
 
 
 def _memory_text(report: Report) -> str:

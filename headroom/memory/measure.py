@@ -1,7 +1,9 @@
 """Measure: what this machine's memory, links and arithmetic reach, by the work of a model."""
 
+import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import date
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from headroom.errors import KernelError
 from headroom.kernels.cuda.handover import read_all
 from headroom.kernels.cuda.measure import handover_seconds
+from headroom.kernels.native.cold import worker_threads
 from headroom.kernels.native.measure import expert_bytes, expert_speed
 from headroom.kernels.native.module import MODULE, POOL
 from headroom.memory.calibration import Speeds
@@ -16,18 +19,34 @@ from headroom.memory.devices import DeviceSpec, detect_cpu
 from headroom.memory.precision import cuda_precision
 from headroom.units import MIB
 
+log = logging.getLogger(__name__)
+
 ROW = 4096  # values of a weight's row
 SAMPLE_BYTES = 512 * MIB  # read in one go: far more than any processor's cache
 MATRIX = 2048  # rows and columns of the products that measure arithmetic
-LEAST_S, TRIES = 0.2, 3
+LINK_BYTES = 256 * MIB
+LEAST_S, TRIES, MOST_RUNS = 0.2, 3, 1000
 _TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeeds:
+    """What goes from pinned host memory to a GPU, in bytes per second."""
+
+    copy: float
+    read: float  # by kernels that read it where it lies; 0: there is no compiler for them
 
 
 def measure_machine() -> dict[str, Speeds]:
     """Return the speeds of the CPU and of every GPU that torch sees, by device name."""
-    speeds = {"cpu": measure_cpu(detect_cpu())}
-    for index in range(torch.cuda.device_count()):
-        speeds[f"cuda:{index}"] = measure_cuda(torch.device("cuda", index))
+    cpu = detect_cpu()
+    speeds = {"cpu": measure_cpu(cpu)}
+    POOL.set(worker_threads(cpu.cores))  # as while a GPU waits for them
+    try:
+        for index in range(torch.cuda.device_count()):
+            speeds[f"cuda:{index}"] = measure_cuda(torch.device("cuda", index))
+    finally:
+        POOL.set(torch.get_num_threads())
     return speeds
 
 
@@ -56,9 +75,10 @@ def _experts(cpu: DeviceSpec, sample_bytes: int) -> float:
     """Return the bytes of experts a second; 0 where there are no kernels or too little room."""
     if MODULE is None or sample_bytes < SAMPLE_BYTES or 2 * expert_bytes() > cpu.available_bytes:
         return 0.0
-    POOL.set(max(1, cpu.cores))
+    POOL.set(worker_threads(cpu.cores))
     try:
-        return 1e9 * expert_speed(tiles=True)
+        # As cold experts are computed: rows stay floats.
+        return 1e9 * expert_speed(tiles=True, int8=False)
     finally:
         POOL.set(torch.get_num_threads())
 
@@ -67,54 +87,78 @@ def measure_cuda(device: torch.device) -> Speeds:
     """Return a GPU's speeds: copies within it and from pinned memory, and matrix products."""
     major, minor = torch.cuda.get_device_capability(device)
     kind = _TYPES[cuda_precision(10 * major + minor).activation]
-    free, _ = torch.cuda.mem_get_info(device)
-    size = min(SAMPLE_BYTES, free // 4)
-    source = torch.empty(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    pinned = torch.empty(size // 2, dtype=torch.uint8, pin_memory=True)
     square = torch.ones(2 * MATRIX, 2 * MATRIX, dtype=kind, device=device)
+    product_s = fastest(lambda: square @ square, lambda: torch.cuda.synchronize(device))
+    link = measure_link(device)
+    return Speeds(
+        bandwidth=copy_bandwidth(device),
+        link=link.copy,
+        flops=2 * square.shape[0] ** 3 / product_s,
+        date=date.today().isoformat(),
+        link_read=link.read,
+        handover_s=_handover(device),
+    )
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Return the bytes a second that copies within a GPU read and write."""
+    free, _ = torch.cuda.mem_get_info(device)
+    source = torch.empty(min(SAMPLE_BYTES, free // 4), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = fastest(lambda: target.copy_(source), lambda: torch.cuda.synchronize(device))
+    return 2 * source.nbytes / seconds
+
+
+def measure_link(device: torch.device) -> LinkSpeeds:
+    """Return the speeds of copies from pinned memory, and of kernels that read it."""
+    free, _ = torch.cuda.mem_get_info(device)
+    pinned = torch.zeros(min(LINK_BYTES, free // 4 // MIB * MIB), dtype=torch.uint8).pin_memory()
+    target = torch.empty_like(pinned, device=device)
+    out = torch.zeros(1, dtype=torch.int32, device=device)
 
     def wait() -> None:
         torch.cuda.synchronize(device)
 
-    copy_s = fastest(lambda: target.copy_(source), wait)
-    link_s = fastest(lambda: target[: size // 2].copy_(pinned, non_blocking=True), wait)
-    product_s = fastest(lambda: square @ square, wait)
+    copy_s = fastest(lambda: target.copy_(pinned, non_blocking=True), wait)
     with torch.cuda.device(device):
-        read_s, handover_s = _cold_seconds(pinned, wait)
-    return Speeds(
-        bandwidth=2 * size / copy_s,  # each byte is read and written
-        link=pinned.nbytes / link_s,
-        flops=2 * square.shape[0] ** 3 / product_s,
-        date=date.today().isoformat(),
-        link_read=pinned.nbytes / read_s if read_s else 0.0,
-        handover_s=handover_s,
-    )
+        read_s = _or_none(
+            "reads of host memory", lambda: fastest(lambda: read_all(pinned, out), wait)
+        )
+    return LinkSpeeds(pinned.nbytes / copy_s, pinned.nbytes / read_s if read_s else 0.0)
 
 
-def _cold_seconds(pinned: torch.Tensor, wait: Callable[[], None]) -> tuple[float, float]:
-    """Return the times of reading pinned memory by a kernel, and of an empty hand-over.
+def _handover(device: torch.device) -> float:
+    """Return the time of an empty hand-over; 0 without a C++ module or a compiler of kernels."""
+    if MODULE is None:
+        return 0.0
+    with torch.cuda.device(device):
+        return _or_none("hand-overs to the CPU", lambda: handover_seconds(str(device)))
 
-    0 where there is no compiler for kernels, or no C++ module.
-    """
-    out = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+def _or_none(what: str, measure: Callable[[], float]) -> float:
+    """Return what is measured, or 0 and a warning where kernels do not run."""
     try:
-        read_s = fastest(lambda: read_all(pinned, out), wait)
-        return read_s, handover_seconds("cuda") if MODULE is not None else 0.0
-    except (KernelError, RuntimeError, OSError):
-        return 0.0, 0.0
+        return measure()
+    except (KernelError, RuntimeError, OSError, AttributeError) as error:
+        log.warning("calibrate: %s are not measured: %s", what, error)
+        return 0.0
 
 
 def fastest(work: Callable[[], object], wait: Callable[[], None] = lambda: None) -> float:
     """Return the least seconds that one run of the work takes; others only make it slower."""
     work()
     wait()
+    start = time.perf_counter()
+    work()
+    wait()
+    once = max(1e-9, time.perf_counter() - start)
+    # Fixed before: a GPU takes orders for many seconds of work in no time.
+    runs = max(1, min(MOST_RUNS, int(LEAST_S / TRIES / once)))
     best = float("inf")
     for _ in range(TRIES):
-        runs, start = 0, time.perf_counter()
-        while runs == 0 or time.perf_counter() - start < LEAST_S / TRIES:
+        start = time.perf_counter()
+        for _ in range(runs):
             work()
-            runs += 1
         wait()
         best = min(best, (time.perf_counter() - start) / runs)
     return best

@@ -29,6 +29,8 @@ def plan_devices(options: Options) -> list[DeviceSpec]:
     names = [name.strip() for name in (options.device or "cpu").split(",")]
     host = _host(options.ram)
     devices = [host if name == "cpu" else parse_device(name) for name in names]
+    if options.device_memory is not None:
+        devices = [_limited(device, options.device_memory) for device in devices]
     if len([device for device in devices if device.kind == "cpu"]) > 1:
         raise OptionError("--device names cpu twice.", hint="Name it once.", param="device")
     devices = _unique(devices)
@@ -73,6 +75,22 @@ def _unknown_gpu(text: str) -> DeviceSpec:
         link=UNKNOWN_LINK,
         flops=UNKNOWN_FLOPS,
         sm=80,  # the oldest one that computes in bf16
+    )
+
+
+def _limited(device: DeviceSpec, text: str) -> DeviceSpec:
+    """Return a GPU as if it had no more memory than an engine may take of it."""
+    limit = parse_size(text)
+    if limit <= 0:
+        raise OptionError(
+            f"--device-memory is {text!r}.", hint="Write 12GiB.", param="device_memory"
+        )
+    if device.kind == "cpu":
+        return device
+    return replace(
+        device,
+        total_bytes=min(device.total_bytes, limit),
+        available_bytes=min(device.available_bytes, limit),
     )
 
 

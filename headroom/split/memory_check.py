@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from headroom.memory.plan import Plan
-from headroom.units import gib
+from headroom.units import gib, parse_size
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +21,20 @@ def open_device_memory(device: str) -> None:
         # torch 2.11 and later have another name for it, and warn of the older one.
         newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         (newer or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+
+
+def limit_memory(plan: Plan, device_memory: str | None) -> None:
+    """Let torch refuse what would take more of a GPU than `--device-memory` says.
+
+    What the driver takes beside torch counts, too: as much as the plan has for it.
+    """
+    device = plan.devices[0]
+    if device_memory is None or device.kind != "cuda":
+        return
+    most = parse_size(device_memory) - _line(plan, "runtime")
+    total = torch.cuda.get_device_properties(device.name).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device.name)
+    log.info("memory: torch may take %s of %s", gib(most), device.name)
 
 
 def check_memory(plan: Plan, allocated: Mapping[str, int]) -> None:

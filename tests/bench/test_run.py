@@ -162,6 +162,8 @@ def test_numbers_below_one_are_refused() -> None:
         replace(QUICK, tokens=0)
     with pytest.raises(OptionError, match="--prompts is empty"):
         replace(QUICK, prompts=())
+    with pytest.raises(OptionError, match=r"--only has 'speed'\. Known: prompts, decode, verify"):
+        replace(QUICK, only=("decode", "speed"))
 
 
 def test_limits_and_gaps_are_what_is_left_of_a_step() -> None:
@@ -174,3 +176,8 @@ def test_limits_and_gaps_are_what_is_left_of_a_step() -> None:
     times = PartTimes(1, 0.6, {"attention": 0.1, "head": 0.3}, {})
     assert PartFigure("decode", 1, 8, 0.5, times).gaps_s == pytest.approx(0.1)
     assert PartFigure("decode", 1, 8, 0.3, times).gaps_s == 0  # kernels overlapped
+    assert PartFigure("decode", 1, 8, 0.5, times).gpu_share is None  # of a CPU
+    seen = replace(times, kernel_s=0.4, link_s=0.1)
+    assert PartFigure("decode", 1, 8, 0.5, seen).gpu_share == pytest.approx(0.8)
+    assert PartFigure("decode", 1, 8, 0.5, seen).link_share == pytest.approx(0.2)
+    assert PartFigure("decode", 1, 8, 0.3, seen).gpu_share == 1.0

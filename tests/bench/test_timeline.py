@@ -87,3 +87,17 @@ def test_parts_together_are_all_that_kernels_took(steps: list[list[tuple[str, fl
     assert times.busy_s <= times.step_s
     for part, kernels in times.kernels.items():
         assert sum(kernels.values()) == pytest.approx(times.parts[part])
+
+
+def test_copies_over_the_link_do_not_keep_a_gpu_busy() -> None:
+    kernels = [
+        KernelTime(MARKER + "step", 0.0, 0.5),
+        KernelTime("Memcpy HtoD (Pinned -> Device)", 1.0, 4.0),
+        KernelTime("product", 2.0, 3.0),
+        KernelTime("other product", 2.5, 3.5),
+        KernelTime("Memcpy DtoD (Device -> Device)", 5.0, 6.0),
+        KernelTime(MARKER + "step", 8.0, 8.5),
+    ]
+    times = part_times(kernels, ALL)
+    assert times.kernel_s == 2.5
+    assert times.link_s == 3.0

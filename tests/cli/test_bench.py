@@ -126,3 +126,5 @@ def test_flags_change_what_the_defaults_measure() -> None:
     assert quick.batches == (3,)
     assert quick.patience_s == 7.0
     assert max(quick.contexts) < 16384
+    assert usual.only == quick.only == ("prompts", "decode", "verify", "parts")
+    assert bench_settings(BenchFlags(only="decode, parts")).only == ("decode", "parts")

@@ -4,18 +4,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from headroom.errors import FormatError
-from headroom.memory import targets
+from headroom.errors import FormatError, KernelError
+from headroom.memory import measure, targets
 from headroom.memory.calibration import Speeds, load_speeds, save_speeds, speeds_path
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.known import known_shape
-from headroom.memory.measure import fastest, measure_cpu
+from headroom.memory.measure import fastest, measure_cpu, measure_cuda
 from headroom.memory.plan import make_plan
 from headroom.memory.targets import plan_devices
 from headroom.options import Options
 from headroom.units import MIB
 from tests.memory.shapes import cpu, gpu
+from tests.pretend_cuda import pretend_cuda
 
 
 def test_a_cpu_reads_and_multiplies_at_a_speed_that_machines_have() -> None:
@@ -82,3 +84,70 @@ def test_speeds_that_are_not_positive_are_refused(tmp_path: Path) -> None:
     save_speeds(path, {"cpu": Speeds(0.0, 0.0, 1e11, "2026-11-15")})
     with pytest.raises(FormatError, match="is not a calibration file: a speed is not positive"):
         load_speeds(path)
+
+
+def test_a_gpu_does_no_more_work_than_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, queue = [0.0], [0.0]  # seconds, and seconds of work that was asked for
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+
+    def work() -> None:
+        clock[0] += 1e-6  # to ask for it
+        queue[0] += 0.01
+
+    def wait() -> None:
+        clock[0] += queue[0]
+        queue[0] = 0.0
+
+    assert fastest(work, wait) == pytest.approx(0.01, rel=1e-2)
+    assert clock[0] < 0.3
+
+
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure small things on a GPU that is not there."""
+    for name in ("SAMPLE_BYTES", "LINK_BYTES"):
+        monkeypatch.setattr(measure, name, MIB)
+    monkeypatch.setattr(measure, "MATRIX", 32)
+    # Not every CPU has products in bf16 that torch takes it for.
+    monkeypatch.setattr(measure, "_TYPES", {"bf16": torch.float32})
+    monkeypatch.setattr(measure, "LEAST_S", 0.0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * MIB, 9 * MIB))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(measure, "read_all", lambda data, out: None)
+    monkeypatch.setattr(measure, "MODULE", object())
+    monkeypatch.setattr(measure, "handover_seconds", lambda device: 7e-6)
+
+
+def test_a_gpu_has_its_links_and_its_hand_over_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretended(monkeypatch)
+    with pretend_cuda(monkeypatch):
+        speeds = measure_cuda(torch.device("cuda", 0))
+    assert min(speeds.bandwidth, speeds.link, speeds.flops, speeds.link_read) > 0
+    assert speeds.handover_s == 7e-6
+
+
+def test_what_kernels_cannot_measure_is_told_and_loses_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*given: object) -> float:
+        raise KernelError("handover.cu does not compile for sm_90.")
+
+    pretended(monkeypatch)
+    monkeypatch.setattr(measure, "read_all", refuse)
+    with pretend_cuda(monkeypatch):
+        speeds = measure_cuda(torch.device("cuda", 0))
+    assert (speeds.link_read, speeds.handover_s) == (0.0, 7e-6)
+    assert speeds.link > 0
+    assert caplog.messages == [
+        "calibrate: reads of host memory are not measured: "
+        "handover.cu does not compile for sm_90."
+    ]  # fmt: skip
+
+
+def test_what_cold_experts_go_by_is_kept(tmp_path: Path) -> None:
+    path = speeds_path(tmp_path)
+    kept = {
+        "cpu": Speeds(1e11, 0.0, 1e12, "2026-11-15", experts=7e10),
+        "cuda:0": Speeds(4e12, 5e10, 7e14, "2026-11-15", link_read=4e10, handover_s=8e-6),
+    }
+    save_speeds(path, kept)
+    assert load_speeds(path) == kept

@@ -178,3 +178,22 @@ def test_memory_that_went_since_planning_is_refused_with_who_holds_it(machine: M
     machine.free = 2 * GIB
     with pytest.raises(DeviceError, match=r"cuda:0 has 2.00 GiB of 141.00 GiB free and the plan"):
         choice.make_run_plan(MODEL, machine.options("cuda:0"))
+
+
+def test_a_gpu_of_which_little_may_be_taken_is_planned_as_a_small_one(machine: Machine) -> None:
+    options = machine.options("cuda:0", device_memory="12GiB", chunk=512)
+    plan = choice.make_run_plan(EXPERTS, options)
+    device = plan.devices[0]
+    assert device.total_bytes == 12 * GIB
+    assert 0 < device.hot_experts < device.total_experts
+    assert 0 <= device.free_bytes < 0.1 * GIB
+    roomy = machine.options("cuda:0", device_memory="999GiB", chunk=512)
+    assert choice.make_run_plan(EXPERTS, roomy).devices[0].total_bytes == 141 * GIB
+    with pytest.raises(OptionError, match=r"--device-memory is '0GiB'\. Write 12GiB\."):
+        choice.make_run_plan(EXPERTS, machine.options("cuda:0", device_memory="0GiB"))
+
+
+def test_a_budget_of_nothing_keeps_all_experts_cold(machine: Machine) -> None:
+    plan = choice.make_run_plan(EXPERTS, machine.options("cuda:0", expert_budget="0%"))
+    assert plan.devices[0].hot_experts == 0
+    assert {line.name for line in plan.host.lines} >= {"cold_experts", "expert_spare"}

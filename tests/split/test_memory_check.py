@@ -1,13 +1,19 @@
 """What was allocated is compared with the plan, line by line."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from headroom.memory.plan import Plan, make_plan
 from headroom.options import Options
-from headroom.split.memory_check import check_memory, open_device_memory, warn_above
+from headroom.split.memory_check import (
+    check_memory,
+    limit_memory,
+    open_device_memory,
+    warn_above,
+)
 from headroom.units import GIB, gib
 from tests.memory.shapes import cpu, gpu, host, smollm2
 
@@ -77,3 +83,26 @@ def test_an_older_torch_is_told_by_its_own_name(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
     open_device_memory("cuda:0")
     assert given == ["expandable_segments:True"]
+
+
+def test_an_engine_that_may_take_a_part_of_a_gpu_is_stopped_there(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    told: list[tuple[float, str]] = []
+    properties = SimpleNamespace(total_memory=32 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *given: told.append(given)
+    )
+    plan = make_plan([smollm2()], [gpu(8), host(8)], Options(context=512, parallel=1, chunk=64))
+    limit_memory(plan, None)
+    limit_memory(plan_for_a_cpu(), "8GiB")
+    assert told == []
+    limit_memory(plan, "8GiB")
+    name = plan.devices[0].name
+    runtime = next(line.bytes for line in plan.devices[0].lines if line.name == "runtime")
+    assert told == [((8 * GIB - runtime) / (32 * GIB), name)]
+    assert caplog.messages == [f"memory: torch may take {gib(8 * GIB - runtime)} of {name}"]
+    limit_memory(plan, "64GiB")
+    assert told[-1] == (1.0, name)

@@ -2,6 +2,7 @@
 
 import torch
 
+from headroom.errors import KernelError
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import handover
 from headroom.kernels.cuda.handover import Mailbox, Takers
@@ -22,6 +23,8 @@ def handover_seconds(device: str) -> float:
     worker = ColdWorker(box.addresses, [table], handover.MOST_ROWS)
     try:
         asked, unasked = (_round_seconds(worker, box, hot, device) for hot in (0, 1))
+        if box.failed or worker.failure:
+            raise KernelError(f"The CPU did not answer a GPU: {worker.failure or 'in time'}.")
     finally:
         worker.close()
     return max(asked - unasked, 1e-7)
@@ -38,7 +41,7 @@ def _round_seconds(worker: ColdWorker, box: Mailbox, hot: int, device: str) -> f
 
     def work() -> None:
         for turn, ids in enumerate(picks):
-            ids[0, 0] = 0
+            ids[:, :1].zero_()  # a single number would be copied from the host
             handover.publish(x, ids, weights, takers, box, 0)
             handover.collect(out, box, 0, last=turn == ROUNDS - 1)
 

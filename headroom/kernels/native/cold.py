@@ -10,6 +10,14 @@ from headroom.formats.quants import QuantType
 from headroom.kernels.native.module import MODULE, POOL
 
 
+def worker_threads(cores: int) -> int:
+    """Return the threads that compute cold experts: one core is left to who launches steps.
+
+    A thread that must wait for a core makes all others wait, for each layer anew.
+    """
+    return max(1, cores - 1)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ColdTable:
     """One layer's experts in tiles in host memory."""

@@ -81,10 +81,11 @@ def expert_bytes() -> int:
     return sum(sizes)
 
 
-def expert_speed(*, tiles: bool = False) -> float:
+def expert_speed(*, tiles: bool = False, int8: bool = True) -> float:
     """Return the gigabytes of expert weights that one token's layer reads in a second.
 
-    `tiles`: they lie as a GPU reads them; at these sizes that takes as many bytes.
+    `tiles`: they lie as a GPU reads them; at these sizes that takes as many bytes. `int8`: the
+    token's values are rounded to 8 bits.
     """
     kinds = _kinds()
     parts = [
@@ -100,7 +101,7 @@ def expert_speed(*, tiles: bool = False) -> float:
 
     def answer() -> None:
         for ids in picks:
-            experts.experts(x, ids, weights, layer, "silu", "int8")
+            experts.experts(x, ids, weights, layer, "silu", "int8" if int8 else "f32")
 
     return best_speed(answer, rounds * EXPERTS_USED * one)
 
