@@ -242,8 +242,7 @@ def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> in
     """Return what torch allocates of its own beside the arena while a step runs.
 
     The results of its attention and of its grouped products, what it sorts picks with, rotary
-    tables, and cuBLAS's workspace; on GPUs whose blocks have less than 144 KiB of shared memory
-    also gated linear attention by plain products, eight heads at a time.
+    tables, and cuBLAS's workspace. Gated linear attention takes nothing of torch's.
     """
     rows, most = step.rows, 0
     if rows <= FEW_ROWS:
@@ -255,10 +254,6 @@ def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> in
             size = BF16 * rows * width + F32 * rows * layer.query_heads
             if layer.window or layer.key_dim > MOST_FLASH_DIM:
                 size += _masked_bytes(layer, step)
-        elif not 80 <= sm <= 80 and not 90 <= sm <= 110:
-            heads = min(PLAIN_HEADS, layer.state_heads)
-            size = PLAIN_COPIES * F32 * (rows + CHUNK) * layer.state_values // layer.state_heads
-            size = size * heads // isqrt(layer.state_values // layer.state_heads)
         grouped = BF16 * picks * (2 * layer.expert_width + step.hidden) + PICK_BYTES * picks
         most = max(most, size, grouped if layer.experts else 0)
     rope = 4 * F32 * rows * max(layer.key_dim for layer in layers)
@@ -266,7 +261,6 @@ def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> in
 
 
 MOST_FLASH_DIM, MASKED_ROWS = 256, 512  # of kernels/cuda/prefill.py
-PLAIN_HEADS, PLAIN_COPIES = 8, 16  # of kernels/cuda/delta_net.py: heads at a time, copies of rows
 RECENT, BIASES, SLICES = 1024, 512, 64  # of the sampler: tokens, biases and parts of a row
 PICK_BYTES = 128  # of a pick while picks are sorted
 

@@ -9,6 +9,7 @@ import torch
 
 from headroom.kernels.cuda import delta_net as fast
 from headroom.kernels.cuda.chunks import SpanTables, span_tables
+from headroom.kernels.cuda.delta_net import ChunkBlocks
 from headroom.kernels.cuda.matmul import normed_head_rows
 from headroom.kernels.ops import DeltaNetWeights, RecurrentState, Span
 from headroom.kernels.reference import delta_net as plain
@@ -17,6 +18,9 @@ from tests.gpu.timing import time_us
 DEVICE = "cuda"
 DIM = 128
 NO_PAGES = torch.zeros(0, dtype=torch.int64)
+# All that a GPU with much shared memory can run; others run those that fit.
+BLOCKS = tuple(ChunkBlocks(columns, held) for held in (DIM, DIM // 2) for columns in (64, 32))
+SMALL = BLOCKS[-1]  # which every GPU can run
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +82,19 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return distance if distance == distance else float("inf")
 
 
+def fitting_blocks() -> tuple[ChunkBlocks, ...]:
+    """The divisions of a prefill that this GPU can run."""
+    room = torch.cuda.get_device_properties(DEVICE).shared_memory_per_block_optin
+    return tuple(blocks for blocks in BLOCKS if blocks.run_bytes <= room)
+
+
 def check(
-    shape: Shape, spans: tuple[Span, ...], rows: int, columns: int = 0, how: str = "step"
+    shape: Shape, spans: tuple[Span, ...], rows: int, how: int | ChunkBlocks | None = None
 ) -> bool:
-    """One step with gaps of padding against the plain kernel, answers and states."""
+    """One step with gaps of padding against the plain kernel, answers and states.
+
+    `how`: the columns of a step's blocks, or the blocks of a prefill; None: a prefill as fits.
+    """
     weights, state, inputs = make_weights(shape), make_state(shape, 6), make_rows(shape, rows)
     mine = RecurrentState(state.memory.to(DEVICE, copy=True), state.inputs.to(DEVICE, copy=True))
     wanted = plain.delta_net(*inputs, weights, state, spans)
@@ -91,16 +104,10 @@ def check(
     tables = span_tables(spans, rows, torch.device(DEVICE))
     packed = tuple(x.to(DEVICE) for x in inputs)
     gate, norm = torch.randn(rows, shape.heads, DIM), torch.randn(DIM)
-    if how == "prefill":
-        found = fast.prefill(packed, to_device(weights), mine, tables)
-    elif how == "plain prefill":
-        convolved = fast._convolve(
-            packed, to_device(weights), mine, tables, fast._constants(weights)
-        )
-        found = torch.empty(rows, shape.heads, DIM, device=DEVICE)
-        fast._plain_prefill(packed[0], convolved, to_device(weights), mine, tables, found)
+    if isinstance(how, int):
+        found = fast.step(packed, to_device(weights), mine, tables, how)
     else:
-        found = fast.step(packed, to_device(weights), mine, tables, columns)
+        found = fast.prefill(packed, to_device(weights), mine, tables, how)
     wanted = plain.gated_norm(wanted, gate, norm, 1e-6)
     found = fast.gated_norm(found, gate.to(DEVICE), norm.to(DEVICE), 1e-6)
     errors = (
@@ -111,7 +118,27 @@ def check(
     good = max(errors) < 2e-5 and torch.equal(mine.inputs.cpu(), state.inputs)
     text = " ".join(f"{e:.1e}" for e in errors)
     lengths = [(span.start, span.rows) for span in spans]
-    print(f"{'PASS' if good else 'FAIL'} {how} {columns} {shape} {lengths}: {text}", flush=True)
+    print(f"{'PASS' if good else 'FAIL'} {how} {shape} {lengths}: {text}", flush=True)
+    return good
+
+
+def check_blocks(shape: Shape, spans: tuple[Span, ...], rows: int) -> bool:
+    """However a prefill is divided, and whoever else is in the step: the same bits."""
+    weights, state = to_device(make_weights(shape)), make_state(shape, 6)
+    inputs = tuple(x.to(DEVICE) for x in make_rows(shape, rows))
+    wanted, good = None, True
+    for blocks in (None, *fitting_blocks()):
+        for some in (spans, spans[:1]):
+            mine = RecurrentState(
+                state.memory.to(DEVICE, copy=True), state.inputs.to(DEVICE, copy=True)
+            )
+            tables = span_tables(some, rows, torch.device(DEVICE))
+            answers = fast.prefill(inputs, weights, mine, tables, blocks)
+            first = slice(some[0].first_row, some[0].first_row + some[0].rows)
+            found = (answers[first], mine.memory[some[0].slot])
+            wanted = wanted or found
+            good = good and all(map(torch.equal, found, wanted))
+    print("PASS" if good else "FAIL", "bits of", len(fitting_blocks()), "divisions", shape)
     return good
 
 
@@ -120,28 +147,31 @@ def span(first: int, rows: int, start: int, slot: int) -> Span:
     return Span(first, rows, start, NO_PAGES, slot)
 
 
-def cases(small: bool) -> list[tuple[object, ...]]:
-    """Every kind of step; fewer heads where a CPU stands in for the GPU."""
-    shapes = [Shape(4, 2, False), Shape(6, 2, True)]
-    if not small:
-        shapes += [Shape(48, 16, False), Shape(32, 16, True)]
+SHAPES = (
+    Shape(4, 2, False),
+    Shape(6, 2, True),
+    Shape(48, 16, False),
+    Shape(32, 16, True),
+)
+PREFILLS = (
+    ((span(0, 64, 0, 1),), 64),
+    ((span(0, 150, 3, 1),), 150),
+    ((span(0, 65, 0, 3), span(65, 17, 100, 0), span(90, 2, 0, 5)), 96),
+    ((span(0, 700, 0, 1), span(700, 324, 64, 2)), 1024),
+)
+
+
+def cases() -> list[tuple[object, ...]]:
+    """Every kind of step."""
     found: list[tuple[object, ...]] = []
-    for shape in shapes:
+    for shape in SHAPES:
         for columns in (16, 32, 64, 128):
             found.append((shape, (span(0, 1, 0, 2),), 1, columns))
             found.append(
                 (shape, (span(0, 1, 7, 4), span(1, 5, 2, 1), span(6, 2, 0, 0)), 10, columns)
             )
-        prefills = [
-            ((span(0, 64, 0, 1),), 64),
-            ((span(0, 150, 3, 1),), 150),
-            ((span(0, 65, 0, 3), span(65, 17, 100, 0), span(90, 2, 0, 5)), 96),
-        ]
-        if not small:
-            prefills.append(((span(0, 700, 0, 1), span(700, 324, 64, 2)), 1024))
-        for spans, rows in prefills:
-            found.append((shape, spans, rows, 0, "prefill"))
-        found.append((shape, prefills[2][0], 96, 0, "plain prefill"))
+        found += [(shape, *prefill, None) for prefill in PREFILLS]
+        found.append((shape, *PREFILLS[2], SMALL))
     return found
 
 
@@ -156,14 +186,29 @@ def bench(name: str, shape: Shape) -> None:
         for columns in (16, 32, 64, 128):
             bench_step(name, shape, weights, state, (sequences, rows, columns))
     for rows in (256, 2048):
-        inputs = tuple(x.to(DEVICE) for x in make_rows(shape, rows))
-        table = span_tables((span(0, rows, 0, 0),), rows, torch.device(DEVICE))
-        constants = fast._constants(weights)
-        took = time_us([partial(fast.prefill, inputs, weights, state, table)])
-        convolve = time_us([partial(fast._convolve, inputs, weights, state, table, constants)])
-        print(
-            f"BENCH {name} prefill {rows} rows: {took:.0f} us, {convolve:.0f} of them convolution"
-        )
+        for blocks in (None, *fitting_blocks()):
+            bench_prefill(name, shape, (weights, state), rows, blocks)
+
+
+def bench_prefill(
+    name: str,
+    shape: Shape,
+    layer: tuple[DeltaNetWeights, RecurrentState],
+    rows: int,
+    blocks: ChunkBlocks | None,
+) -> None:
+    """The time of a prefill of one sequence, and of its parts, by how it is divided."""
+    inputs = tuple(x.to(DEVICE) for x in make_rows(shape, rows))
+    table = span_tables((span(0, rows, 0, 0),), rows, torch.device(DEVICE))
+    took = time_us([partial(fast.prefill, inputs, *layer, table, blocks)])
+    what = f"{rows} rows, {blocks or 'as fits'}: {took:.0f} us"
+    if blocks:
+        constants = fast._constants(layer[0])
+        convolve = partial(fast._convolve, inputs, *layer, table, constants)
+        constants |= {"COLUMNS": blocks.columns, "HELD": blocks.held}
+        prepare = partial(fast._prepare_chunks, convolve(), blocks, constants, table)
+        what += f", {time_us([convolve]):.0f} of them convolution, {time_us([prepare]):.0f} before"
+    print(f"BENCH {name} prefill {what}")
 
 
 def bench_step(
@@ -199,11 +244,14 @@ def _tables(sequences: int, rows: int, slot: int) -> SpanTables:
 def main() -> None:
     """Run every case, then the times if asked for."""
     torch.manual_seed(0)
-    for case in cases(small=DEVICE == "cpu"):
+    checks = [partial(check, *case) for case in cases()]  # type: ignore[arg-type]
+    for shape in SHAPES:
+        checks.append(partial(check_blocks, shape, *PREFILLS[-1]))
+    for one in checks:
         try:
-            check(*case)  # type: ignore[arg-type]
+            one()
         except Exception:
-            print("FAIL", case)
+            print("FAIL", one.args)
             traceback.print_exc(limit=4)
     if "--bench" in sys.argv:
         bench("27B", Shape(48, 16, False))

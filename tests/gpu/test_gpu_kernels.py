@@ -113,9 +113,14 @@ def test_attention_agrees_with_the_reference(name: str) -> None:
     assert_passes(ATTENTION[name])
 
 
-@pytest.mark.parametrize("case", check_delta_net.cases(small=False), ids=str)
+@pytest.mark.parametrize("case", check_delta_net.cases(), ids=str)
 def test_delta_net_agrees_with_the_reference(case: tuple[object, ...]) -> None:
     assert_passes(check_delta_net.check, *case)
+
+
+@pytest.mark.parametrize("shape", check_delta_net.SHAPES, ids=str)
+def test_delta_net_has_the_same_bits_however_it_is_divided(shape: check_delta_net.Shape) -> None:
+    assert_passes(check_delta_net.check_blocks, shape, *check_delta_net.PREFILLS[-1])
 
 
 @pytest.mark.parametrize("rows", [3, 37])

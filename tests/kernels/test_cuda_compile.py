@@ -59,7 +59,12 @@ DEFINES: dict[str, list[Defines]] = {
         _attention(64, "q8_0", TILES=4),
         _attention(80, "q5_1", TILES=1),
     ],
-    "delta_chunks.cu": [_delta(64), _delta(32, tiled=1)],
+    "delta_chunks.cu": [
+        _delta(64) | {"HELD": 64},
+        _delta(32, tiled=1) | {"HELD": 64},
+        _delta(64, tiled=1) | {"HELD": 128},
+        _delta(32) | {"HELD": 128},
+    ],
     "delta_net.cu": [_delta(16), _delta(128, tiled=1)],
     "dequant.cu": [{"KIND": _id(kind), "WARPS": 4} for kind in KINDS],
     "exact.cu": [_attention(256, "f32"), _attention(512, "q5_0"), _attention(64, "bf16")],

@@ -1,11 +1,13 @@
 """CUDA kernels on the CPU against the plain ones: the checks of tests/gpu with small sizes."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from headroom.kernels.cuda import delta_net, experts, matmul, pack, picks, route
+from headroom.kernels.cuda.delta_net import ChunkBlocks
 from headroom.kernels.ops import RouterRule
 from tests.gpu import check_delta_net, check_experts, check_matmul, check_route
 from tests.gpu.check_delta_net import Shape, span
@@ -37,21 +39,53 @@ def test_delta_net_row_after_row_agrees_with_the_reference(columns: int) -> None
     assert check_delta_net.check(Shape(4, 2, columns == 64), spans, 8, columns)
 
 
-@pytest.mark.parametrize("processors", [132, 1])  # narrow blocks and wide ones
+@pytest.mark.parametrize("room", [227, 99, 64])  # KiB of shared memory: H200, RTX 30 to 50, RTX 20
+@pytest.mark.parametrize("processors", [132, 1])  # narrow blocks and wide ones, where they fit
 def test_delta_net_in_chunks_agrees_with_the_reference(
-    on_the_cpu: SimpleNamespace, processors: int
+    on_the_cpu: SimpleNamespace, processors: int, room: int
 ) -> None:
     on_the_cpu.multi_processor_count = processors
+    on_the_cpu.shared_memory_per_block_optin = room << 10
     spans = (span(0, 65, 0, 3), span(65, 17, 100, 0), span(90, 2, 0, 5))
-    assert check_delta_net.check(Shape(2, 1, tiled=True), spans, 96, how="prefill")
+    assert check_delta_net.check(Shape(4, 2, tiled=processors > 1), spans, 96)
 
 
-def test_delta_net_in_chunks_runs_where_blocks_have_little_shared_memory(
-    on_the_cpu: SimpleNamespace,
+def test_delta_net_in_chunks_has_the_same_bits_however_it_is_divided() -> None:
+    assert check_delta_net.fitting_blocks() == check_delta_net.BLOCKS
+    spans = (span(0, 70, 9, 1), span(71, 7, 2, 0))
+    assert check_delta_net.check_blocks(Shape(4, 2, tiled=True), spans, 79)
+
+
+@pytest.mark.parametrize("blocks", check_delta_net.BLOCKS[1::2], ids=str)
+def test_decays_that_leave_nothing_do_not_overflow_within_a_chunk(
+    monkeypatch: pytest.MonkeyPatch, blocks: ChunkBlocks
 ) -> None:
-    on_the_cpu.shared_memory_per_block_optin = 64 << 10
-    spans = (span(0, 65, 0, 3), span(65, 17, 100, 0))
-    assert check_delta_net.check(Shape(2, 1, tiled=True), spans, 82, how="prefill")
+    shape = Shape(4, 2, tiled=True)
+    made = check_delta_net.make_weights(shape)
+    forgetful = replace(made, decay=torch.tensor([-80.0, -1e-3, -80.0, -5.0]))
+    monkeypatch.setattr(check_delta_net, "make_weights", lambda shape: forgetful)
+    assert check_delta_net.check(shape, (span(0, 70, 5, 0),), 70, blocks)
+
+
+@pytest.mark.parametrize(
+    ("states", "processors", "room", "blocks"),
+    [
+        (48, 132, 227, (64, 128)),  # the 27B on an H200
+        (32, 132, 227, (32, 128)),  # the 35B-A3B
+        (48, 108, 163, (64, 64)),  # A100
+        (16, 108, 163, (32, 128)),
+        (48, 128, 99, (64, 64)),  # RTX 4090
+        (32, 128, 99, (32, 64)),
+        (32, 28, 99, (64, 64)),  # RTX 3060
+        (48, 46, 64, (32, 64)),  # RTX 2080
+    ],
+)
+def test_blocks_in_chunks_are_those_that_fit_a_gpu(
+    states: int, processors: int, room: int, blocks: tuple[int, int]
+) -> None:
+    found = delta_net.blocks_for(states, processors, room << 10)
+    assert found == ChunkBlocks(*blocks)
+    assert max(found.run_bytes, found.prepare_bytes) <= room << 10
 
 
 @pytest.mark.parametrize(

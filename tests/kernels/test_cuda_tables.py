@@ -1,9 +1,8 @@
 """What the launchers of CUDA kernels compute with torch alone."""
 
-import pytest
 import torch
 
-from headroom.kernels.cuda.chunks import CHUNK, run_plain_chunks, span_tables
+from headroom.kernels.cuda.chunks import CHUNK, span_tables
 from headroom.kernels.cuda.picks import grouped_product, sort_picks
 from headroom.kernels.ops import Span
 
@@ -21,35 +20,6 @@ def test_rows_of_no_span_are_padding_and_chunks_begin_with_their_span() -> None:
     assert tables.first_rows.tolist() == [0, CHUNK, CHUNK + 1]
     assert tables.counts.tolist() == [CHUNK, 1, 2]
     assert tables.chunk_ends.tolist() == [2, 3]
-
-
-@pytest.mark.parametrize("rows", [1, CHUNK, CHUNK + 7])
-def test_chunks_give_what_the_recurrence_gives(rows: int) -> None:
-    torch.manual_seed(rows)
-    heads, dim = 2, 16
-    queries, keys, values = torch.randn(3, rows, heads, dim, dtype=torch.float64)
-    keys = torch.nn.functional.normalize(keys, dim=-1)
-    decay, strength = -torch.rand(rows, heads) * 3, torch.rand(rows, heads)
-    gates = torch.stack((decay, strength), -1).double()
-    memory = torch.randn(heads, dim, dim, dtype=torch.float64)
-    state, wanted = memory.clone(), torch.empty_like(values)
-    for row in range(rows):
-        state *= gates[row, :, 0].exp()[:, None, None]
-        known = torch.einsum("hkv,hk->hv", state, keys[row])
-        change = gates[row, :, 1:] * (values[row] - known)
-        state += keys[row][:, :, None] * change[:, None, :]
-        wanted[row] = torch.einsum("hkv,hk->hv", state, queries[row])
-    found = run_plain_chunks((queries, keys, values), gates, memory)
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(memory, state)
-
-
-def test_equal_keys_do_not_overflow_within_a_chunk() -> None:
-    rows = torch.ones(CHUNK, 1, 4) / 2  # of length one: the worst case for a triangular inverse
-    gates = torch.stack((torch.full((CHUNK, 1), -80.0), torch.ones(CHUNK, 1)), -1)
-    memory = torch.zeros(1, 4, 4)
-    found = run_plain_chunks((rows, rows, rows), gates, memory)
-    torch.testing.assert_close(found, rows)
 
 
 def test_picks_come_sorted_by_expert_and_each_knows_its_place() -> None:

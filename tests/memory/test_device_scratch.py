@@ -9,7 +9,6 @@ from headroom.formats.quants import BF16, F16, F32, Q4_K, Q8_0, Q8_K
 from headroom.kernels.cuda import (
     attention,
     chunks,
-    delta_net,
     experts,
     matmul,
     pack,
@@ -36,7 +35,6 @@ def test_the_planner_knows_the_launchers_steps() -> None:
     assert device_scratch.ALIGNMENT == arena.ALIGNMENT
     assert device_scratch.FEW_ROWS == FEW_ROWS
     assert device_scratch.CHUNK == chunks.CHUNK
-    assert device_scratch.PLAIN_HEADS == delta_net.PLAIN_HEADS
     assert device_scratch.MOST_FLASH_DIM == prefill.MOST_FLASH_DIM
     assert device_scratch.MASKED_ROWS == prefill.MASKED_ROWS
     assert device_scratch.SLICES == SLICES
@@ -138,6 +136,15 @@ def test_scratch_of_attention_grows_with_the_context_and_that_of_others_does_not
     # Keys and values of one layer in bf16 beside the queries.
     assert long["attention"] - short["attention"] > 400 * MIB
     assert {**long, "attention": 0} == {**short, "attention": 0}
+
+
+def test_torch_takes_as_much_on_every_gpu_but_for_the_workspace_of_its_products() -> None:
+    layers = known_shape("qwen3.6-27b:q4_k_m").layers
+    server = device_scratch.library_bytes(layers, step(), 90)
+    for sm in (75, 80, 86, 89):
+        beside = server - device_scratch.library_bytes(layers, step(), sm)
+        assert beside == 2 * (32 * MIB - 8 * MIB - 128 * 1024)
+    assert device_scratch.library_bytes(layers, step(), 120) == server
 
 
 def test_drawing_takes_what_the_sampler_allocates() -> None:

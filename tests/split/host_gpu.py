@@ -42,11 +42,6 @@ from tests.memory.shapes import gpu, host
 
 LAUNCHERS = (attention, delta_net, experts, matmul, prefill, route, small, unpacked)
 ROUTE = route.route
-PROPERTIES = SimpleNamespace(
-    multi_processor_count=132,
-    shared_memory_per_block_optin=227 << 10,
-    shared_memory_per_multiprocessor=228 << 10,
-)
 
 
 def no_kernel(source: str, name: str, defines: object = None) -> Callable[..., None]:
@@ -98,8 +93,18 @@ def table_in_tiles(get: WeightSource, name: str, rows: object = None) -> Weight:
     return made
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, unpack_bytes: int) -> None:
-    """Let launchers run in host memory, with so little memory to unpack weights into."""
+def pretend(
+    monkeypatch: pytest.MonkeyPatch, unpack_bytes: int, shared_bytes: int = 227 << 10
+) -> None:
+    """Let launchers run in host memory, with so little memory to unpack weights into.
+
+    `shared_bytes` is what a block of the GPU may have.
+    """
+    properties = SimpleNamespace(
+        multi_processor_count=132,
+        shared_memory_per_block_optin=shared_bytes,
+        shared_memory_per_multiprocessor=shared_bytes + (1 << 10),
+    )
     for module in LAUNCHERS:
         monkeypatch.setattr(module, "compile_kernel", no_kernel)
     monkeypatch.setattr(route, "route", route_to_first)
@@ -113,7 +118,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, unpack_bytes: int) -> None:
         monkeypatch.setattr(load, name, lambda *given: None)
     monkeypatch.setattr(load, "fits_device", lambda mixer, get: True)
     monkeypatch.setattr(load, "experts_fit", lambda config, get: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(planner, "unpack_bytes_for", lambda total: unpack_bytes)
 

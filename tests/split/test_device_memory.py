@@ -2,16 +2,24 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
 from headroom.formats.checkpoint import open_checkpoint
+from headroom.kernels.cuda import delta_net
+from headroom.kernels.cuda.chunks import span_tables
+from headroom.kernels.cuda.scratch import Arena, frame, opened
 from headroom.memory.budget import device_step
 from headroom.memory.device_scratch import UPLOAD_BYTES, device_phases
 from headroom.models.describe import describe
 from tests import family_configs
 from tests.family_gguf import write_gguf
+from tests.gpu import check_delta_net
 from tests.split.host_gpu import load_on_host, pretend, run_step
 
 WIDE = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 64}
@@ -57,8 +65,13 @@ FEW = ([(1, 511)] * 3, [(9, 100)], [(32, 480)])  # a captured step may have more
 
 
 @pytest.mark.parametrize(
-    ("chunk", "steps", "unpack"),
-    [(300, MANY, 32 << 10), (300, MANY, 1 << 20), (16, FEW, 1 << 20)],
+    ("chunk", "steps", "unpack", "shared"),
+    [
+        (300, MANY, 32 << 10, 227 << 10),
+        (300, MANY, 1 << 20, 227 << 10),
+        (300, MANY, 1 << 20, 99 << 10),  # the blocks of GPUs that are not for servers
+        (16, FEW, 1 << 20, 227 << 10),
+    ],
 )
 def test_steps_of_a_gpu_take_no_more_scratch_than_planned_and_not_much_less(
     path: Path,
@@ -66,8 +79,9 @@ def test_steps_of_a_gpu_take_no_more_scratch_than_planned_and_not_much_less(
     chunk: int,
     steps: Sequence[Sequence[tuple[int, int]]],
     unpack: int,
+    shared: int,
 ) -> None:
-    pretend(monkeypatch, unpack)
+    pretend(monkeypatch, unpack, shared)
     plan, model, _ = load_on_host(path, context=512, parallel=3, chunk=chunk)
     arena = model._workspace.arena
     assert arena is not None
@@ -79,3 +93,34 @@ def test_steps_of_a_gpu_take_no_more_scratch_than_planned_and_not_much_less(
     assert phases.pop("loading") == UPLOAD_BYTES
     assert 0.8 * max(phases.values()) <= arena.peak_bytes <= max(phases.values())
     assert arena.frames == 0
+
+
+class Results(TorchDispatchMode):
+    """Notes in which memory the results of torch's operations are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor)]
+        self.found |= {x.untyped_storage().data_ptr() for x in tensors}
+        return result
+
+
+@pytest.mark.parametrize("shared", [227 << 10, 99 << 10, 64 << 10])
+def test_gated_linear_attention_takes_nothing_of_torchs(
+    monkeypatch: pytest.MonkeyPatch, shared: int
+) -> None:
+    pretend(monkeypatch, 1 << 20, shared)
+    shape, rows = check_delta_net.Shape(6, 2, tiled=False), 200
+    weights, state = check_delta_net.make_weights(shape), check_delta_net.make_state(shape, 1)
+    inputs = check_delta_net.make_rows(shape, rows)
+    tables = span_tables((check_delta_net.span(0, rows, 3, 0),), rows, torch.device("cpu"))
+    memory = torch.zeros(16 << 20, dtype=torch.uint8)
+    with opened(Arena(memory)), frame(), Results() as results:
+        delta_net.prefill(inputs, weights, state, tables)
+    assert results.found == {memory.untyped_storage().data_ptr()}

@@ -1,4 +1,4 @@
-"""Spans as tables on a device, and gated linear attention in chunks as plain batched products."""
+"""Spans as tables on a device, with their rows in chunks."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -65,45 +65,3 @@ def span_tables(spans: tuple[Span, ...], rows: int, device: torch.device) -> Spa
     if device.type != "cpu":  # from pinned memory nothing waits for the copy
         joined = joined.pin_memory().to(device, non_blocking=True)
     return SpanTables(spans, *torch.split(joined, [len(part) for part in parts]))
-
-
-def run_plain_chunks(
-    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    gates: torch.Tensor,
-    memory: torch.Tensor,
-) -> torch.Tensor:
-    """Return the answers `[rows, heads, dim]` of one span; `memory [heads, dim, dim]` goes on.
-
-    `rows` holds queries, keys and values `[rows, heads, dim]`, `gates [rows, heads, 2]` the
-    logarithm of the decay and the strength of the change.
-    """
-    count = len(gates)
-    queries, keys, values = (_in_chunks(part) for part in rows)  # [chunks, heads, CHUNK, dim]
-    decay, strength = _in_chunks(gates).unbind(-1)  # [chunks, heads, CHUNK]
-    sums = decay.cumsum(-1)
-    apart = sums[..., :, None] - sums[..., None, :]
-    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=gates.device).tril()
-    # Above the diagonal the exponent is positive and may overflow.
-    kept = apart.masked_fill(~lower, float("-inf")).exp()
-    factors = strength[..., None] * (keys @ keys.mT) * kept
-    wanted = strength[..., None] * torch.cat((values, sums.exp()[..., None] * keys), -1)
-    # Only what is under the diagonal is read: the diagonal counts as ones.
-    solved = torch.linalg.solve_triangular(factors, wanted, upper=False, unitriangular=True)
-    targets, known = solved.chunk(2, -1)
-    scores = (queries @ keys.mT) * kept
-    queries = sums.exp()[..., None] * queries
-    keys = (sums[..., -1:] - sums).exp()[..., None] * keys
-    keep = sums[..., -1, None, None].exp()
-    answers = torch.empty_like(values)
-    for chunk in range(len(values)):
-        changes = targets[chunk] - known[chunk] @ memory
-        answers[chunk] = queries[chunk] @ memory + scores[chunk] @ changes
-        memory.copy_(keep[chunk] * memory + keys[chunk].mT @ changes)
-    return answers.transpose(1, 2).flatten(0, 1)[:count]
-
-
-def _in_chunks(x: torch.Tensor) -> torch.Tensor:
-    """Rows `[rows, heads, n]` as `[chunks, heads, CHUNK, n]`, zeros after the last."""
-    padding = -len(x) % CHUNK
-    padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding))
-    return padded.reshape(-1, CHUNK, *x.shape[1:]).transpose(1, 2)

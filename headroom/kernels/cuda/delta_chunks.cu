@@ -1,5 +1,7 @@
 // Gated linear attention in chunks of 64 rows: for steps with many rows of a sequence.
 // COLUMNS: of a head's values in one block of `run_chunks`, 32 or 64.
+// HELD: channels of keys and queries in a block's shared memory: all 128, or 64 where it is small;
+// then parts of a chunk take turns there.
 //
 // With a_i the sum of a chunk's gates up to row i, b the strengths, D_ij = exp(a_i - a_j) where
 // j <= i, and S the state before the chunk:
@@ -8,26 +10,47 @@
 #include "delta_net.cuh"
 
 #define CHUNK 64
+#define WHOLE (HELD == DIM)
 #define LONG (DIM + 4)     // a row's stride in shared memory, so that rows begin in other banks
 #define SHORT (CHUNK + 4)
+#define STRIDE (HELD + 4)
 
 __device__ __forceinline__ float dot(const float4& a, const float4& b, float to) {
     return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, to))));
 }
 __device__ __forceinline__ const float4& four_at(const float* p) { return *reinterpret_cast<const float4*>(p); }
 
-// 64 rows of 128 channels to shared memory, each times its factor; zeros after the chunk's end.
+// 64 rows of HELD channels to shared memory, each times its factor; zeros after the chunk's end.
 __device__ __forceinline__ void load_rows(const float* from, int stride, int count, const float* factors, float* to) {
 #pragma unroll
-    for (int n = 0; n < CHUNK * DIM / 4 / 256; ++n) {
-        const int at = n * 256 + threadIdx.x, row = at / (DIM / 4), column = at % (DIM / 4) * 4;
+    for (int n = 0; n < CHUNK * HELD / 4 / 256; ++n) {
+        const int at = n * 256 + threadIdx.x, row = at / (HELD / 4), column = at % (HELD / 4) * 4;
         float4 x = make_float4(0, 0, 0, 0);
         if (row < count) x = four_at(from + static_cast<size_t>(row) * stride + column);
         if (factors) {
             const float by = factors[row];
             x = make_float4(by * x.x, by * x.y, by * x.z, by * x.w);
         }
-        *reinterpret_cast<float4*>(to + row * LONG + column) = x;
+        *reinterpret_cast<float4*>(to + row * STRIDE + column) = x;
+    }
+}
+
+// The same in two steps, so that rows are on their way while others are used.
+__device__ __forceinline__ void fetch_rows(const float* from, int stride, int count, float4* rows) {
+#pragma unroll
+    for (int n = 0; n < CHUNK * HELD / 4 / 256; ++n) {
+        const int at = n * 256 + threadIdx.x, row = at / (HELD / 4), column = at % (HELD / 4) * 4;
+        rows[n] = make_float4(0, 0, 0, 0);
+        if (row < count) rows[n] = four_at(from + static_cast<size_t>(row) * stride + column);
+    }
+}
+__device__ __forceinline__ void put_rows(const float4* rows, const float* factors, float* to, int stride) {
+#pragma unroll
+    for (int n = 0; n < CHUNK * HELD / 4 / 256; ++n) {
+        const int at = n * 256 + threadIdx.x, row = at / (HELD / 4), column = at % (HELD / 4) * 4;
+        const float by = factors ? factors[row] : 1.0f;
+        *reinterpret_cast<float4*>(to + row * stride + column) =
+            make_float4(by * rows[n].x, by * rows[n].y, by * rows[n].z, by * rows[n].w);
     }
 }
 
@@ -39,9 +62,9 @@ prepare_chunks(const float* mixed, const float2* gates, const int* first_rows, c
                float* scores, float* sums) {
     extern __shared__ float shared[];
     float* keys = shared;
-    float* queries = keys + CHUNK * LONG;
-    float* factors = queries + CHUNK * LONG;  // strict lower, [64][64]
-    float* sum = factors + CHUNK * CHUNK;
+    float* queries = keys + CHUNK * STRIDE;
+    float* factors = WHOLE ? queries + CHUNK * STRIDE : queries;  // strict lower, [64][64]
+    float* sum = WHOLE ? factors + CHUNK * CHUNK : queries + CHUNK * STRIDE;
     float* strength = sum + CHUNK;
     const int head = blockIdx.x, chunk = blockIdx.y, thread = threadIdx.x;
     const int first = first_rows[chunk], count = counts[chunk];
@@ -68,22 +91,31 @@ prepare_chunks(const float* mixed, const float2* gates, const int* first_rows, c
 
     const int tx = thread % 16, ty = thread / 16;
     float kk[4][4] = {}, qk[4][4] = {};
+    for (int part = 0; part < DIM; part += HELD) {
+        if (part) {
+            __syncthreads();
+            load_rows(own + part, CHANNELS, count, nullptr, queries);
+            load_rows(own + KEY_HEADS * DIM + part, CHANNELS, count, nullptr, keys);
+            __syncthreads();
+        }
 #pragma unroll 4
-    for (int d = 0; d < DIM; d += 4) {
-        float4 other[4];
+        for (int d = 0; d < HELD; d += 4) {
+            float4 other[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) other[j] = four_at(keys + (tx + 16 * j) * LONG + d);
+            for (int j = 0; j < 4; ++j) other[j] = four_at(keys + (tx + 16 * j) * STRIDE + d);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float4 key = four_at(keys + (ty + 16 * i) * LONG + d);
-            const float4 query = four_at(queries + (ty + 16 * i) * LONG + d);
+            for (int i = 0; i < 4; ++i) {
+                const float4 key = four_at(keys + (ty + 16 * i) * STRIDE + d);
+                const float4 query = four_at(queries + (ty + 16 * i) * STRIDE + d);
 #pragma unroll
-            for (int j = 0; j <= i; ++j) {  // squares above the diagonal are not wanted
-                kk[i][j] = dot(key, other[j], kk[i][j]);
-                qk[i][j] = dot(query, other[j], qk[i][j]);
+                for (int j = 0; j <= i; ++j) {  // squares above the diagonal are not wanted
+                    kk[i][j] = dot(key, other[j], kk[i][j]);
+                    qk[i][j] = dot(query, other[j], qk[i][j]);
+                }
             }
         }
     }
+    if (!WHOLE) __syncthreads();  // factors take the queries' place
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
@@ -104,9 +136,15 @@ prepare_chunks(const float* mixed, const float2* gates, const int* first_rows, c
         for (int i = 0; i < CHUNK; ++i) u[i] = i < count ? values[static_cast<size_t>(i) * CHANNELS] : 0.0f;
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i) u[i] *= strength[i];
-    } else {
+    } else if (WHOLE) {
 #pragma unroll
-        for (int i = 0; i < CHUNK; ++i) u[i] = strength[i] * expf(sum[i]) * keys[i * LONG + thread - DIM];
+        for (int i = 0; i < CHUNK; ++i) u[i] = strength[i] * expf(sum[i]) * keys[i * STRIDE + thread - DIM];
+    } else {
+        const float* channel = own + KEY_HEADS * DIM + thread - DIM;
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) u[i] = i < count ? channel[static_cast<size_t>(i) * CHANNELS] : 0.0f;
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) u[i] *= strength[i] * expf(sum[i]);
     }
     float* to = solved + place * CHUNK * 2 * DIM + thread;
 #pragma unroll
@@ -157,11 +195,11 @@ run_chunks(const float* qkv, const float* mixed, const float* solved, const floa
     float* state = shared;                     // [128][COLUMNS]
     float* changes = state + DIM * COLUMNS;    // U: [64][COLUMNS]
     float* known = changes + CHUNK * COLUMNS;  // Wk
-    float* queries = known + CHUNK * LONG;
-    float* keys = queries + CHUNK * LONG;
-    float* score = keys + CHUNK * LONG;        // [64][SHORT]
-    float* grown = score + CHUNK * SHORT;      // exp(a)
-    float* left = grown + CHUNK;               // exp(a_n - a)
+    float* queries = known + CHUNK * STRIDE;
+    float* keys = WHOLE ? queries + CHUNK * STRIDE : known;  // [64][LONG]
+    float* score = WHOLE ? keys + CHUNK * LONG : known;      // [64][SHORT]
+    float* grown = WHOLE ? score + CHUNK * SHORT : queries + CHUNK * STRIDE;  // exp(a)
+    float* left = grown + CHUNK;                                              // exp(a_n - a)
     const int head = blockIdx.x, s = blockIdx.z, thread = threadIdx.x;
     const int begin = s ? chunk_ends[s - 1] : 0, end = chunk_ends[s];
     if (begin == end) return;
@@ -180,6 +218,12 @@ run_chunks(const float* qkv, const float* mixed, const float* solved, const floa
         const float* own = mixed + static_cast<size_t>(first) * CHANNELS + key_head(head) * DIM;
         const float* from = solved + place * CHUNK * 2 * DIM;
         const float last = sums[place * CHUNK + CHUNK - 1];  // rows after the end have gates of 0
+        // Where parts take turns, the next ones are on their way while those at hand are used.
+        float4 one[CHUNK * HELD / 4 / 256], other[CHUNK * HELD / 4 / 256];
+        if (!WHOLE) {
+            fetch_rows(from + DIM, 2 * DIM, CHUNK, one);
+            fetch_rows(own, CHANNELS, count, other);
+        }
         __syncthreads();  // the last chunk's readers are done
         if (thread < CHUNK) {
             const float a = sums[place * CHUNK + thread];
@@ -187,25 +231,42 @@ run_chunks(const float* qkv, const float* mixed, const float* solved, const floa
             left[thread] = expf(last - a);
         }
         __syncthreads();
-        load_rows(from + DIM, 2 * DIM, CHUNK, nullptr, known);
-        load_rows(own, CHANNELS, count, grown, queries);
-        load_rows(own + KEY_HEADS * DIM, CHANNELS, count, left, keys);
+        if (WHOLE) {
+            load_rows(from + DIM, 2 * DIM, CHUNK, nullptr, known);
+            load_rows(own, CHANNELS, count, grown, queries);
+            load_rows(own + KEY_HEADS * DIM, CHANNELS, count, left, keys);
 #pragma unroll
-        for (int n = 0; n < CHUNK * CHUNK / 4 / 256; ++n) {
-            const int at = n * 256 + thread, row = at / (CHUNK / 4), j = at % (CHUNK / 4) * 4;
-            *reinterpret_cast<float4*>(score + row * SHORT + j) =
-                four_at(scores + place * CHUNK * CHUNK + row * CHUNK + j);
+            for (int n = 0; n < CHUNK * CHUNK / 4 / 256; ++n) {
+                const int at = n * 256 + thread, row = at / (CHUNK / 4), j = at % (CHUNK / 4) * 4;
+                *reinterpret_cast<float4*>(score + row * SHORT + j) =
+                    four_at(scores + place * CHUNK * CHUNK + row * CHUNK + j);
+            }
+            __syncthreads();
         }
-        __syncthreads();
 
         float remembered[ROWS][4] = {}, answer[ROWS][4] = {};
-#pragma unroll 4
-        for (int d = 0; d < DIM; d += 4) {
-            float4 right[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) right[i] = four_at(state + (d + i) * COLUMNS + four);
-            add_product(remembered, known + ty * ROWS * LONG + d, LONG, right);
-            add_product(answer, queries + ty * ROWS * LONG + d, LONG, right);
+        for (int part = 0; part < DIM; part += HELD) {
+            if (!WHOLE) {
+                if (part) __syncthreads();
+                put_rows(one, nullptr, known, STRIDE);
+                put_rows(other, grown, queries, STRIDE);
+                __syncthreads();
+                if (part + HELD < DIM) {
+                    fetch_rows(from + DIM + part + HELD, 2 * DIM, CHUNK, one);
+                    fetch_rows(own + part + HELD, CHANNELS, count, other);
+                } else {
+                    fetch_rows(scores + place * CHUNK * CHUNK, CHUNK, CHUNK, one);
+                }
+            }
+#pragma unroll 4
+            for (int d = 0; d < HELD; d += 4) {
+                float4 right[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) right[i] = four_at(state + (part + d + i) * COLUMNS + four);
+                add_product(remembered, known + ty * ROWS * STRIDE + d, STRIDE, right);
+                add_product(answer, queries + ty * ROWS * STRIDE + d, STRIDE, right);
+            }
         }
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
@@ -214,6 +275,12 @@ run_chunks(const float* qkv, const float* mixed, const float* solved, const floa
             *reinterpret_cast<float4*>(changes + row * COLUMNS + four) =
                 make_float4(target.x - remembered[i][0], target.y - remembered[i][1], target.z - remembered[i][2],
                             target.w - remembered[i][3]);
+        }
+        if (!WHOLE) {
+            __syncthreads();
+            put_rows(one, nullptr, score, SHORT);
+            fetch_rows(own + KEY_HEADS * DIM, CHANNELS, count, one);
+            fetch_rows(own + KEY_HEADS * DIM + HELD, CHANNELS, count, other);
         }
         __syncthreads();
         for (int j = 0; j < (ty + 1) * ROWS; j += 4) {  // scores above the diagonal are zeros
@@ -228,6 +295,12 @@ run_chunks(const float* qkv, const float* mixed, const float* solved, const floa
             if (row < count)
                 *reinterpret_cast<float4*>(out + (static_cast<size_t>(first + row) * HEADS + head) * DIM + column) =
                     make_float4(answer[i][0], answer[i][1], answer[i][2], answer[i][3]);
+        }
+        if (!WHOLE) {
+            __syncthreads();
+            put_rows(one, left, keys, LONG);
+            put_rows(other, left, keys + HELD, LONG);
+            __syncthreads();
         }
         // The state: 2 * ROWS rows of four columns each, a tile that only this thread writes.
         float tile[2 * ROWS][4];

@@ -1,25 +1,55 @@
 """Gated linear attention on a GPU: row after row for few rows, in chunks for many."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from headroom.kernels.cuda import scratch
-from headroom.kernels.cuda.chunks import (
-    CHUNK,
-    SequenceTables,
-    SpanTables,
-    run_plain_chunks,
-)
+from headroom.kernels.cuda.chunks import CHUNK, SequenceTables, SpanTables
 from headroom.kernels.cuda.compile import compile_kernel
 from headroom.kernels.ops import DeltaNetWeights, RecurrentState
 
 DIM = 128  # of keys and values; the kernels are written for it
 CONVOLVED_ROWS = 16  # rows of a head that one warp takes, of many
-PLAIN_HEADS = 8  # that torch's products take at a time; the planner counts the same
 # What the norm kernels do not depend on, but their file does.
 NORM_CONSTANTS = {"HEADS": 1, "KEY_HEADS": 1, "TILED": 0, "TAPS": 4, "COLUMNS": 16}
-SHARED_FLOATS = CHUNK * (DIM + 4)  # of 64 rows of a head in shared memory
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBlocks:
+    """How the kernels for chunks divide their work, by what a GPU's blocks have."""
+
+    columns: int  # of a head's values in a block of `run_chunks`: 32 or 64
+    held: int  # channels of keys and queries in shared memory: all, or half of them in turns
+
+    @property
+    def prepare_bytes(self) -> int:
+        """Shared memory of a block of `prepare_chunks`."""
+        factors = CHUNK * CHUNK if self.held == DIM else 0  # else they come where queries were
+        return 4 * (2 * _padded(self.held) + factors + 2 * CHUNK)
+
+    @property
+    def run_bytes(self) -> int:
+        """Shared memory of a block of `run_chunks`."""
+        kept = (DIM + CHUNK) * self.columns + 2 * CHUNK
+        # Half rows of keys and scores come where those of the others were.
+        beside = _padded(DIM) + _padded(CHUNK) if self.held == DIM else 0
+        return 4 * (kept + 2 * _padded(self.held) + beside)
+
+
+def blocks_for(states: int, processors: int, shared_bytes: int) -> ChunkBlocks:
+    """Return the blocks for so many states on a GPU of so many processors.
+
+    Fewer columns to a block where all blocks then still run at once, or where no more fit.
+    """
+    wide = states * 4 > processors and ChunkBlocks(64, DIM // 2).run_bytes <= shared_bytes
+    whole = ChunkBlocks(64 if wide else 32, DIM)
+    return whole if whole.run_bytes <= shared_bytes else replace(whole, held=DIM // 2)
+
+
+def _padded(width: int) -> int:
+    """Floats of a chunk's rows in shared memory, where rows begin in other banks."""
+    return CHUNK * (width + 4)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,34 +93,41 @@ def prefill(
     weights: DeltaNetWeights,
     state: RecurrentState,
     tables: SpanTables,
+    blocks: ChunkBlocks | None = None,
 ) -> torch.Tensor:
-    """Return the answers `[rows, value heads, dim]` of many rows, chunk after chunk."""
-    qkv = rows[0]
+    """Return the answers `[rows, value heads, dim]` of many rows, chunk after chunk.
+
+    The work is divided into `blocks`; None: as fits.
+    """
+    qkv, device = rows[0], rows[0].device
     heads, sequences = len(weights.decay), len(tables.starts)
-    columns = _columns_of_prefill(heads * sequences, qkv.device)
-    constants = _constants(weights) | {"COLUMNS": columns}
-    out = scratch.empty(len(qkv), heads, DIM, device=qkv.device)
+    blocks = blocks or blocks_for(heads * sequences, _processors(device), _shared_bytes(device))
+    constants = _constants(weights) | {"COLUMNS": blocks.columns, "HELD": blocks.held}
+    out = scratch.empty(len(qkv), heads, DIM, device=device)
     with scratch.frame():
-        convolved = _convolve(rows, weights, state, tables, constants)
-        if 4 * _shared_floats(columns) > _shared_bytes(qkv.device):
-            _plain_prefill(qkv, convolved, weights, state, tables, out)
-        else:
-            _fused_prefill(qkv, convolved, constants, state, tables, out)
+        convolved = _convolve(rows, weights, state, tables, _constants(weights))
+        solved = _prepare_chunks(convolved, blocks, constants, tables)
+        compile_kernel("delta_chunks.cu", "run_chunks", constants)(
+            (heads, DIM // blocks.columns, sequences),
+            (256, 1, 1),
+            (
+                *(qkv, convolved.mixed, *solved, tables.first_rows, tables.counts),
+                *(tables.chunk_ends, tables.starts, tables.state_slots),
+                *(state.memory, state.inputs, out, len(tables.counts)),
+            ),
+            blocks.run_bytes,
+        )
     return out
 
 
-def _fused_prefill(
-    qkv: torch.Tensor,
-    convolved: _Convolved,
-    constants: dict[str, int],
-    state: RecurrentState,
-    tables: SpanTables,
-    out: torch.Tensor,
-) -> None:
-    heads, chunks, columns = out.shape[1], len(tables.counts), constants["COLUMNS"]
-    solved = scratch.empty(heads, chunks, CHUNK, 2 * DIM, device=qkv.device)
-    scores = scratch.empty(heads, chunks, CHUNK, CHUNK, device=qkv.device)
-    sums = scratch.empty(heads, chunks, CHUNK, device=qkv.device)
+def _prepare_chunks(
+    convolved: _Convolved, blocks: ChunkBlocks, constants: dict[str, int], tables: SpanTables
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What of chunks does not depend on the state: solved right sides, scores, sums of gates."""
+    heads, chunks, device = constants["HEADS"], len(tables.counts), convolved.mixed.device
+    solved = scratch.empty(heads, chunks, CHUNK, 2 * DIM, device=device)
+    scores = scratch.empty(heads, chunks, CHUNK, CHUNK, device=device)
+    sums = scratch.empty(heads, chunks, CHUNK, device=device)
     compile_kernel("delta_chunks.cu", "prepare_chunks", constants)(
         (heads, chunks, 1),
         (256, 1, 1),
@@ -98,18 +135,9 @@ def _fused_prefill(
             *(convolved.mixed, convolved.gates, tables.first_rows, tables.counts),
             *(solved, scores, sums),
         ),
-        4 * (2 * SHARED_FLOATS + CHUNK * CHUNK + 2 * CHUNK),
+        blocks.prepare_bytes,
     )
-    compile_kernel("delta_chunks.cu", "run_chunks", constants)(
-        (heads, DIM // columns, len(tables.starts)),
-        (256, 1, 1),
-        (
-            *(qkv, convolved.mixed, solved, scores, sums, tables.first_rows, tables.counts),
-            *(tables.chunk_ends, tables.starts, tables.state_slots),
-            *(state.memory, state.inputs, out, chunks),
-        ),
-        4 * _shared_floats(columns),
-    )
+    return solved, scores, sums
 
 
 def gated_norm(
@@ -146,38 +174,6 @@ def _convolve(
     return _Convolved(mixed, gates)
 
 
-def _plain_prefill(
-    qkv: torch.Tensor,
-    convolved: _Convolved,
-    weights: DeltaNetWeights,
-    state: RecurrentState,
-    tables: SpanTables,
-    out: torch.Tensor,
-) -> None:
-    """The chunks by torch's products, for devices whose blocks have too little shared memory.
-
-    Some heads at a time: what torch allocates on the way is many times their rows.
-    """
-    heads, key_heads = len(weights.decay), weights.key_heads
-    head = torch.arange(heads, device=qkv.device)
-    source = head % key_heads if weights.tiled else head // (heads // key_heads)
-    mixed = convolved.mixed.view(len(qkv), -1, DIM)
-    queries, keys, values = torch.split(mixed, [key_heads, key_heads, heads], 1)
-    out.zero_()
-    for span in tables.spans:
-        own = slice(span.first_row, span.first_row + span.rows)
-        memory, inputs = state.memory[span.slot], state.inputs[span.slot]
-        if span.start == 0:
-            memory.zero_()
-            inputs.zero_()
-        for at in range(0, heads, PLAIN_HEADS):
-            some = slice(at, at + PLAIN_HEADS)
-            parts = (queries[own, source[some]], keys[own, source[some]], values[own, some])
-            gates = convolved.gates[own, some]
-            out[own, some] = run_plain_chunks(parts, gates, memory[some])
-        inputs.copy_(torch.cat((inputs, qkv[own][-len(inputs) :]))[-len(inputs) :])
-
-
 def _constants(weights: DeltaNetWeights) -> dict[str, int]:
     return {
         "HEADS": len(weights.decay),
@@ -196,19 +192,7 @@ def _columns_of_step(states: int, device: torch.device) -> int:
     return DIM if states >= 2 * _processors(device) else 16
 
 
-def _columns_of_prefill(states: int, device: torch.device) -> int:
-    """Fewer to a block where all blocks then still run at once, or where no more fit."""
-    fits = 4 * _shared_floats(64) <= _shared_bytes(device)
-    return 64 if fits and states * 4 > _processors(device) else 32
-
-
 def _shared_bytes(device: torch.device) -> int:
     """Shared memory that a block can have."""
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", 48 << 10))
-
-
-def _shared_floats(columns: int) -> int:
-    """Floats of shared memory that a block of `run_chunks` takes."""
-    rows = 3 * SHARED_FLOATS + CHUNK * (CHUNK + 4) + 2 * CHUNK
-    return (DIM + CHUNK) * columns + rows

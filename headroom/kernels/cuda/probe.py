@@ -30,6 +30,7 @@ _FEW = {
     "KIND": Q4_K, "GROUPS": 1, "LANES": 4, "SPLIT": 8, "SIDE": 1, "HEIGHT": 2, "STAGES": 2,
 }  # fmt: skip
 _DELTA = {"HEADS": 32, "KEY_HEADS": 16, "TILED": 0, "TAPS": 4, "COLUMNS": 16}
+_CHUNKS = _DELTA | {"COLUMNS": 32, "HELD": 64}
 PROBES = (
     Probe("products of few rows", "matmul.cu", "product", _FEW, 80),
     Probe("products of many rows", "dequant.cu", "dequantise", {"KIND": Q4_K, "WARPS": 4}),
@@ -42,7 +43,7 @@ PROBES = (
     Probe("experts", "experts.cu", "gate_up", _EXPERTS),
     Probe("experts of the CPU", "handover.cu", "publish", WORDS),
     Probe("gated linear attention, steps", "delta_net.cu", "recur", _DELTA),
-    Probe("gated linear attention, prompts", "delta_chunks.cu", "run_chunks", _DELTA),
+    Probe("gated linear attention, prompts", "delta_chunks.cu", "run_chunks", _CHUNKS),
     Probe("sampler", "sampler.cu", "choose", {}),
 )  # fmt: skip
 
