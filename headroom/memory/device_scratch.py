@@ -241,9 +241,9 @@ def experts_at_once(count: int, width: int, hidden: int, most_bytes: int) -> int
 def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> int:
     """Return what torch allocates of its own beside the arena while a step runs.
 
-    The results of its attention and of its grouped products, what it sorts picks with, rotary
-    tables, and cuBLAS's workspace; on GPUs whose blocks have less than 144 KiB of shared memory
-    also gated linear attention by plain products, eight heads at a time.
+    The results of its attention and of grouped products, whoever computes these, what it sorts
+    picks with, rotary tables, and cuBLAS's workspace; on GPUs without large blocks also gated
+    linear attention by plain products, eight heads at a time.
     """
     rows, most = step.rows, 0
     if rows <= FEW_ROWS:
@@ -255,7 +255,7 @@ def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> in
             size = BF16 * rows * width + F32 * rows * layer.query_heads
             if layer.window or layer.key_dim > MOST_FLASH_DIM:
                 size += _masked_bytes(layer, step)
-        elif not 80 <= sm <= 80 and not 90 <= sm <= 110:
+        elif sm not in LARGE_BLOCKS:
             heads = min(PLAIN_HEADS, layer.state_heads)
             size = PLAIN_COPIES * F32 * (rows + CHUNK) * layer.state_values // layer.state_heads
             size = size * heads // isqrt(layer.state_values // layer.state_heads)
@@ -265,6 +265,9 @@ def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> in
     return most + rope + _cublas_bytes(sm)
 
 
+# GPUs whose blocks may have the shared memory that gated linear attention in chunks takes, 141 KiB:
+# they have 163 KiB or more. All others have 99 KiB or less, or are not known.
+LARGE_BLOCKS = frozenset({80, 87, 90, 100, 101, 103, 110})
 MOST_FLASH_DIM, MASKED_ROWS = 256, 512  # of kernels/cuda/prefill.py
 PLAIN_HEADS, PLAIN_COPIES = 8, 16  # of kernels/cuda/delta_net.py: heads at a time, copies of rows
 RECENT, BIASES, SLICES = 1024, 512, 64  # of the sampler: tokens, biases and parts of a row

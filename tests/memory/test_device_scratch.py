@@ -11,6 +11,7 @@ from headroom.kernels.cuda import (
     chunks,
     delta_net,
     experts,
+    grouped,
     matmul,
     pack,
     prefill,
@@ -20,7 +21,12 @@ from headroom.kernels.cuda import scratch as arena
 from headroom.kernels.cuda.matmul import FEW_ROWS
 from headroom.kernels.cuda.sampler import SLICES, SamplerScratch
 from headroom.memory import device_scratch
-from headroom.memory.device_scratch import DeviceStep, device_phases, unpack_bytes_for
+from headroom.memory.device_scratch import (
+    DeviceStep,
+    device_phases,
+    library_bytes,
+    unpack_bytes_for,
+)
 from headroom.memory.known import known_shape
 from headroom.memory.tiles import (
     PACKED,
@@ -138,6 +144,38 @@ def test_scratch_of_attention_grows_with_the_context_and_that_of_others_does_not
     # Keys and values of one layer in bf16 beside the queries.
     assert long["attention"] - short["attention"] > 400 * MIB
     assert {**long, "attention": 0} == {**short, "attention": 0}
+
+
+# KiB of shared memory that a block may have, by compute capability.
+BLOCKS = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99}
+
+
+@pytest.mark.parametrize("sm", BLOCKS)
+def test_gpus_with_small_blocks_are_given_memory_for_plain_products(sm: int) -> None:
+    large = 4 * delta_net._shared_floats(32) <= BLOCKS[sm] << 10
+    assert large == (sm in device_scratch.LARGE_BLOCKS)
+    layers = [layer for layer in known_shape("qwen3.6-27b:q4_k_m").layers if layer.state_heads]
+    taken = library_bytes(layers, step(), sm) - device_scratch._cublas_bytes(sm)
+    rope = 4 * 4 * 2049 * layers[0].key_dim
+    heads = 8 * 128 * 4 * (2049 + 64)
+    assert taken == rope + (0 if large else 16 * heads)
+
+
+def test_results_of_grouped_products_are_planned_as_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "compile_kernel", lambda *given: lambda *call: None)
+    layers = [layer for layer in known_shape("qwen3.6-35b-a3b:q4_k_m").layers if layer.state_heads]
+    rows, width, hidden = 64, layers[0].expert_width, 2048
+    picks, results = rows * layers[0].experts_used, 0
+    lent = arena.Arena(torch.zeros(0, dtype=torch.uint8))
+    with arena.opened(lent), arena.frame():
+        for outputs, columns in ((2 * width, hidden), (hidden, width)):
+            x = torch.zeros(picks, columns, dtype=torch.bfloat16)
+            weights = torch.zeros(2, outputs, columns, dtype=torch.bfloat16)
+            results += grouped.product(x, weights, torch.zeros(2, dtype=torch.int32), 64).nbytes
+    assert lent.peak_bytes == 0  # no scratch of the step
+    taken = library_bytes(layers, step(hidden=hidden, rows=rows), 90)
+    beside = device_scratch._cublas_bytes(90) + 4 * 4 * rows * layers[0].key_dim
+    assert taken == results + device_scratch.PICK_BYTES * picks + beside
 
 
 def test_drawing_takes_what_the_sampler_allocates() -> None:
