@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headroom.kernels.cuda import delta_net, experts, grouped, matmul, pack, picks, route
+from headroom.kernels.cuda import delta_net, experts, grouped, matmul, pack, route
 from headroom.kernels.ops import RouterRule
 from tests.gpu import check_delta_net, check_experts, check_matmul, check_route
 from tests.gpu.check_delta_net import Shape, span
@@ -88,13 +88,15 @@ def test_scores_do_not_depend_on_other_rows() -> None:
     ids=str,
 )
 def test_experts_agree_with_the_reference(
-    monkeypatch: pytest.MonkeyPatch,
     kinds: tuple[str, str, str],
     sizes: tuple[int, int, int],
     activation: str,
 ) -> None:
-    monkeypatch.setattr(picks, "product_way", lambda device: "own")
-    assert check_experts.check(kinds, sizes, 3, 2, activation)
+    assert check_experts.check(kinds, sizes, 3, 2, activation, "own")
+
+
+def test_grouped_products_agree_with_float64() -> None:
+    assert check_experts.check_grouped((5, 40, 72), 90, 2)
 
 
 @pytest.mark.parametrize("name", check_matmul.KINDS)
