@@ -105,6 +105,23 @@ def test_rows_meet_their_experts_matrix(shape: tuple[list[int], int, int], rows:
         first = end
 
 
+def test_many_outputs_come_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "BESIDE", 2)  # of five tiles
+    x, weights, ends = make([3, 2], 520, 16)
+    found = grouped.product(x, weights, ends, 64).double()
+    for rows, matrix in ((slice(0, 3), weights[0]), (slice(3, 5), weights[1])):
+        wanted = x[rows].double() @ matrix.double().T
+        torch.testing.assert_close(found[rows], wanted, rtol=2**-8, atol=1e-4)
+
+
+@given(tiles=st.integers(1, 500))
+def test_turns_are_as_few_as_can_be_and_of_one_size(tiles: int) -> None:
+    beside, turns = grouped._spread(tiles)
+    assert beside <= grouped.BESIDE
+    assert turns == -(-tiles // grouped.BESIDE)
+    assert 0 <= beside * turns - tiles < turns
+
+
 def test_rows_after_the_last_expert_are_left_alone() -> None:
     x, weights, ends = make([3, 62], 24, 40)
     out = torch.full((len(x), 24), 7.0, dtype=torch.bfloat16)

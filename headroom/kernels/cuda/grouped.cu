@@ -130,13 +130,16 @@ __device__ __forceinline__ void multiply_tile(const u16* x, const u16* weight, u
 }
 
 // x [picks, columns], weights [experts, width, columns], out [picks, width]; ends [experts]: the row after an
-// expert's last. Columns and width are multiples of 8. blockIdx: 128 outputs, the number of a tile.
+// expert's last. Columns and width are multiples of 8. blockIdx: 128 outputs, the number of a tile's rows, and
+// gridDim.x times 128 outputs: tiles that follow each other have rows and an expert's outputs in common, so
+// that a cache serves most of what they read.
 extern "C" __global__ void __launch_bounds__(THREADS, ROWS == 64 ? 3 : 2)
 grouped(const u16* x, const u16* weights, const int* ends, u16* out, int experts, int width, int columns) {
     extern __shared__ __align__(128) float shared[];
+    const int first = (blockIdx.z * gridDim.x + blockIdx.x) * OUTPUTS, outputs = min(OUTPUTS, width - first);
+    if (outputs <= 0) return;
     const Tile tile = find_tile(ends, experts, blockIdx.y);
     if (tile.rows == 0) return;
-    const int first = blockIdx.x * OUTPUTS, outputs = min(OUTPUTS, width - first);
     x += static_cast<size_t>(tile.first) * columns;
     weights += (static_cast<size_t>(tile.expert) * width + first) * columns;
     out += static_cast<size_t>(tile.first) * width + first;

@@ -11,6 +11,7 @@ OUTPUTS = 128  # of a tile
 STAGES = {64: 4, 128: 3}  # of parts in shared memory, by the most rows of a tile: 48 KiB of them
 PART_BYTES = 64  # of a row
 THREADS = 128
+BESIDE = 16  # most tiles of the same rows that run together
 
 
 def product(
@@ -33,8 +34,9 @@ def product(
         rows: compile_kernel("grouped.cu", "grouped", {"ROWS": rows, "STAGES": stages})
         for rows, stages in STAGES.items()
     }
+    beside, turns = _spread(-(-outputs // OUTPUTS))
     kernels[tile_rows](
-        (-(-outputs // OUTPUTS), most_tiles(picks, experts, tile_rows)),
+        (beside, most_tiles(picks, experts, tile_rows), turns),
         (THREADS,),
         (x, weights, ends, out, experts, outputs, columns),
         STAGES[tile_rows] * (tile_rows + OUTPUTS) * PART_BYTES,
@@ -54,3 +56,9 @@ def most_tiles(picks: int, experts: int, rows: int) -> int:
     Each expert with picks may have one tile that is not full.
     """
     return (picks + min(picks, experts) * (rows - 1)) // rows
+
+
+def _spread(tiles: int) -> tuple[int, int]:
+    """Cut the tiles of some rows into turns of one size; the last may be smaller."""
+    turns = -(-tiles // BESIDE)
+    return -(-tiles // turns), turns
