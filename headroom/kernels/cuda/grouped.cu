@@ -68,20 +68,27 @@ template <int COUNT> struct Source {
     }
     __device__ __forceinline__ void ask(u8* stage, bool there) {
 #pragma unroll
-        for (int i = 0; i < TURNS; ++i, next[i - 1] += PART) ask16(stage + to + i * STEP * LINE, next[i], there);
+        for (int i = 0; i < TURNS; ++i) {
+            ask16(stage + to + i * STEP * LINE, next[i], there);
+            next[i] += PART;
+        }
     }
 };
 
+struct Product {  // of a tile
+    const u16 *x, *weight;  // [rows, columns], [outputs, columns]
+    u16* out;               // [rows, outputs], rows `width` apart
+    int rows, outputs, columns, width;
+};
+
 // 16 * LIVE rows of a tile times the warp's 32 outputs.
-template <int LIVE>
-__device__ __forceinline__ void multiply_tile(const u16* x, const u16* weight, u16* out, int rows, int outputs,
-                                              int columns, int width, u8* memory) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, parts = (columns + PART - 1) / PART;
-    Source<16 * LIVE> of_x(x, rows, columns);
-    Source<OUTPUTS> of_weight(weight, outputs, columns);
+template <int LIVE> __device__ __forceinline__ void multiply_tile(const Product& p, u8* memory) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, parts = (p.columns + PART - 1) / PART;
+    Source<16 * LIVE> of_x(p.x, p.rows, p.columns);
+    Source<OUTPUTS> of_weight(p.weight, p.outputs, p.columns);
     const auto ask = [&](int stage, int part) {
         if (part < parts) {
-            const bool there = part * PART + static_cast<int>(threadIdx.x) % 4 * 8 < columns;  // else zeros
+            const bool there = part * PART + static_cast<int>(threadIdx.x) % 4 * 8 < p.columns;  // else zeros
             of_x.ask(memory + stage * STAGE_BYTES, there);
             of_weight.ask(memory + stage * STAGE_BYTES + ROWS * LINE, there);
         }
@@ -119,13 +126,13 @@ __device__ __forceinline__ void multiply_tile(const u16* x, const u16* weight, u
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const float* pair = sums[i][j / 2] + j % 2 * 2;
-            *reinterpret_cast<__nv_bfloat162*>(own + (i * 16 + j % 2 * 8 + lane / 4) * ANSWER + j / 2 * 16 + lane % 4 * 4) =
-                __floats2bfloat162_rn(pair[0], pair[1]);
+            u8* to = own + (i * 16 + j % 2 * 8 + lane / 4) * ANSWER + j / 2 * 16 + lane % 4 * 4;
+            *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(pair[0], pair[1]);
         }
     __syncwarp();
     const int column = 32 * warp + lane % 4 * 8;
-    for (int row = lane / 4; row < rows && column < outputs; row += 8)
-        *reinterpret_cast<uint4*>(out + static_cast<size_t>(row) * width + column) =
+    for (int row = lane / 4; row < p.rows && column < p.outputs; row += 8)
+        *reinterpret_cast<uint4*>(p.out + static_cast<size_t>(row) * p.width + column) =
             *reinterpret_cast<const uint4*>(own + row * ANSWER + lane % 4 * 16);
 }
 
@@ -140,13 +147,13 @@ grouped(const u16* x, const u16* weights, const int* ends, u16* out, int experts
     if (outputs <= 0) return;
     const Tile tile = find_tile(ends, experts, blockIdx.y);
     if (tile.rows == 0) return;
-    x += static_cast<size_t>(tile.first) * columns;
-    weights += (static_cast<size_t>(tile.expert) * width + first) * columns;
-    out += static_cast<size_t>(tile.first) * width + first;
+    const size_t row = tile.first, output = static_cast<size_t>(tile.expert) * width + first;
+    const Product p{x + row * columns, weights + output * columns, out + row * width + first,
+                    tile.rows, outputs, columns, width};
     u8* memory = reinterpret_cast<u8*>(shared);
     constexpr int QUARTER = ROWS / 64;  // of a tile's rows, in sixteens
-    if (tile.rows <= ROWS / 4) multiply_tile<QUARTER>(x, weights, out, tile.rows, outputs, columns, width, memory);
-    else if (tile.rows <= ROWS / 2) multiply_tile<2 * QUARTER>(x, weights, out, tile.rows, outputs, columns, width, memory);
-    else if (tile.rows <= ROWS / 4 * 3) multiply_tile<3 * QUARTER>(x, weights, out, tile.rows, outputs, columns, width, memory);
-    else multiply_tile<4 * QUARTER>(x, weights, out, tile.rows, outputs, columns, width, memory);
+    if (p.rows <= ROWS / 4) multiply_tile<QUARTER>(p, memory);
+    else if (p.rows <= ROWS / 2) multiply_tile<2 * QUARTER>(p, memory);
+    else if (p.rows <= ROWS / 4 * 3) multiply_tile<3 * QUARTER>(p, memory);
+    else multiply_tile<4 * QUARTER>(p, memory);
 }
