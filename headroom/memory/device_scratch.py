@@ -241,8 +241,9 @@ def experts_at_once(count: int, width: int, hidden: int, most_bytes: int) -> int
 def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> int:
     """Return what torch allocates of its own beside the arena while a step runs.
 
-    The results of its attention and of its grouped products, what it sorts picks with, rotary
-    tables, and cuBLAS's workspace. Gated linear attention takes nothing of torch's.
+    The results of its attention and of grouped products, whoever computes these, what it sorts
+    picks with, rotary tables, and cuBLAS's workspace. Gated linear attention takes nothing of
+    torch's.
     """
     rows, most = step.rows, 0
     if rows <= FEW_ROWS:

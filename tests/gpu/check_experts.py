@@ -2,12 +2,15 @@
 
 import sys
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from unittest.mock import patch
 
 import torch
 
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import experts as fast
+from headroom.kernels.cuda import grouped, picks
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.cuda.pack import pack, tile_bytes
 from headroom.kernels.ops import ExpertTable
@@ -17,6 +20,17 @@ from tests.gpu.timing import time_us
 
 DEVICE = "cuda"
 Kinds = tuple[str, str, str]
+# Of our grouped product: experts, outputs and columns; rows; experts of a row.
+GROUPED = [
+    ((256, 1024, 2048), 2048, 8),
+    ((256, 2048, 512), 2048, 8),
+    ((256, 1024, 2048), 33, 8),
+    ((128, 1536, 2048), 2048, 8),
+    ((8, 136, 72), 500, 2),
+    ((60, 40, 424), 37, 4),
+    ((1, 264, 40), 1000, 1),
+    ((1000, 8, 8), 3000, 6),
+]
 
 
 def make_table(kinds: Kinds, experts: int, width: int, hidden: int) -> ExpertTable:
@@ -66,7 +80,21 @@ def wanted_sum(
     return out
 
 
-def check(kinds: Kinds, sizes: tuple[int, int, int], rows: int, used: int, activation: str) -> bool:
+def forced(way: str) -> AbstractContextManager[object]:
+    """Let one way of grouped products be taken on every GPU; "": each GPU's own."""
+    if not way:
+        return nullcontext()
+    return patch.object(picks, "product_way", lambda device: way)
+
+
+def check(
+    kinds: Kinds,
+    sizes: tuple[int, int, int],
+    rows: int,
+    used: int,
+    activation: str,
+    way: str = "",
+) -> bool:
     """One layer with missing picks, a residual and a shared expert."""
     experts, width, hidden = sizes
     table = make_table(kinds, experts, width, hidden)
@@ -86,19 +114,69 @@ def check(kinds: Kinds, sizes: tuple[int, int, int], rows: int, used: int, activ
         apart = float((found.cpu() - from_).norm() / wanted.norm())
         return apart if apart == apart else float("inf")
 
-    errors = [
-        distance(fast.many_rows(*moved, tiles, activation, others), wanted + more),
-        distance(fast.many_rows(*moved, tiles, activation), wanted),
-    ]
+    with forced(way):
+        errors = [
+            distance(fast.many_rows(*moved, tiles, activation, others), wanted + more),
+            distance(fast.many_rows(*moved, tiles, activation), wanted),
+        ]
     good = max(errors) < 0.015
     if rows <= 32:
         few = fast.few_rows(half_rows(moved[0]), *moved[1:], tiles, activation, others)
         errors.append(distance(few, wanted + more))
         good = good and errors[2] < 0.001
     text = " ".join(f"{e:.1e}" for e in errors)
-    case = f"{kinds} {sizes} x{rows} used {used} {activation}"
+    case = f"{kinds} {sizes} x{rows} used {used} {activation} {way}"
     print(f"{'PASS' if good else 'FAIL'} {case}: {text}", flush=True)
     return good
+
+
+def check_grouped(sizes: tuple[int, int, int], rows: int, used: int) -> bool:
+    """Our grouped product in tiles of each size: near float64, and with the same bits."""
+    experts, outputs, columns = sizes
+    ids = pick_experts(rows, experts, used)
+    ids[torch.rand(ids.shape, device=DEVICE) < 0.1] = -1
+    order = picks.sort_picks(ids, experts)
+    x = torch.randn(rows, columns, device=DEVICE).bfloat16()[order.rows]
+    weights = torch.randn(experts, outputs, columns, device=DEVICE).bfloat16()
+    small, large = (grouped.product(x, weights, order.ends, size) for size in grouped.STAGES)
+    again = grouped.product(x, weights, order.ends, next(iter(grouped.STAGES)))
+    worst, first = 0.0, 0
+    ends = order.ends.tolist()
+    for matrix, end in zip(weights, ends, strict=True):
+        wanted = x[first:end].double() @ matrix.double().T
+        apart = (small[first:end] - wanted).abs() / (wanted.abs() + columns**0.5 / 16)
+        worst = max(worst, float(apart.max())) if end > first else worst
+        first = end
+    same = torch.equal(small[:first], large[:first]) and torch.equal(small[:first], again[:first])
+    good = worst < 2**-8 and same
+    bits = "same bits" if same else "DIFFERENT BITS"
+    print(f"{'PASS' if good else 'FAIL'} grouped {sizes} x{rows} used {used}: {worst:.1e} {bits}")
+    return good
+
+
+def bench_grouped(name: str, sizes: tuple[int, int, int], rows: int, used: int) -> None:
+    """Times of one grouped product by torch, by ours, and expert by expert."""
+    experts, outputs, columns = sizes
+    order = picks.sort_picks(pick_experts(rows, experts, used), experts)
+    x = torch.randn(rows * used, columns, device=DEVICE).bfloat16()
+    weights = torch.randn(experts, outputs, columns, device=DEVICE, dtype=torch.bfloat16)
+    out, ends = x.new_empty(len(x), outputs), order.ends.tolist()
+
+    def by_expert() -> None:
+        for expert, (first, end) in enumerate(zip((0, *ends), ends, strict=False)):
+            if end > first:
+                torch.mm(x[first:end], weights[expert].T, out=out[first:end])
+
+    ways = {"torch.mm of each expert": by_expert}
+    for size in grouped.STAGES:
+        ways[f"ours, {size} rows"] = partial(grouped.product, x, weights, order.ends, size)
+    if picks.product_way(torch.device(DEVICE)) == "library":
+        ways["torch._grouped_mm"] = partial(torch._grouped_mm, x, weights.mT, offs=order.ends)
+    work, moved = 2 * len(x) * outputs * columns, 2 * weights.numel()
+    for way, run in ways.items():
+        took = time_us([run])
+        speed = f"{work / took / 1e6:.0f} TFLOP/s {moved / took / 1e3:.0f} GB/s of weights"
+        print(f"BENCH {name} {sizes} x{rows}, {way}: {took:.0f} us {speed}", flush=True)
 
 
 def bench(name: str, kinds: Kinds, sizes: tuple[int, int, int], used: int) -> None:
@@ -157,13 +235,19 @@ def main() -> None:
             (mixed, (32, 512, 2048), 32, 8, "silu"),
             (mixed, (16, 768, 2048), 100, 8, "silu"),
         ]
-    for case in cases:
+    runs = [partial(check, *case) for case in cases]
+    runs += [partial(check, *case, "own") for case in cases]
+    runs += [partial(check_grouped, *case) for case in GROUPED if not small]
+    for run in runs:
         try:
-            check(*case)
+            run()
         except Exception:
-            print("FAIL", case)
+            print("FAIL", run.args)
             traceback.print_exc(limit=4)
     if "--bench" in sys.argv:
+        for rows in (64, 512, 2048, 8192):
+            bench_grouped("gates and ups", (256, 1024, 2048), rows, 8)
+            bench_grouped("downs", (256, 2048, 512), rows, 8)
         bench("35B-A3B q4_k q6_k", mixed, (256, 512, 2048), 8)
         bench("35B-A3B q4_k", ("q4_k", "q4_k", "q4_k"), (256, 512, 2048), 8)
 

@@ -108,6 +108,22 @@ def test_experts_agree_with_the_reference(case: tuple[object, ...]) -> None:
     assert_passes(check_experts.check, *case)
 
 
+@pytest.mark.parametrize("case", EXPERTS, ids=str)
+def test_experts_of_many_rows_agree_by_our_own_product_too(case: tuple[object, ...]) -> None:
+    if torch.cuda.get_device_capability()[0] < 8:
+        pytest.skip("the product is of later GPUs")
+    assert_passes(check_experts.check, *case, "own")
+
+
+@pytest.mark.parametrize("case", check_experts.GROUPED, ids=str)
+def test_grouped_products_are_near_and_have_the_same_bits_in_all_tiles(
+    case: tuple[object, ...],
+) -> None:
+    if torch.cuda.get_device_capability()[0] < 8:
+        pytest.skip("the product is of later GPUs")
+    assert_passes(check_experts.check_grouped, *case)
+
+
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_agrees_with_the_reference(name: str) -> None:
     assert_passes(ATTENTION[name])

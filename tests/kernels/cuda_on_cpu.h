@@ -177,6 +177,55 @@ static void mma(float* c, const unsigned* a, unsigned b0, unsigned b1) {
     wait_as(AT_WARP);
 }
 
+// fragments.cuh: copies come as late as they may, and what was at their places is gone when they are asked
+// for, so that a part that is read too early or too late has no numbers.
+struct Copy {
+    void* to;
+    const void* from;  // null: zeros
+};
+static std::vector<std::vector<Copy>> groups[1024];  // of each thread; the last one is still open
+static void ask16(void* to, const void* from, bool there) {
+    if (groups[current].empty()) groups[current].emplace_back();
+    groups[current].back().push_back({to, there ? from : nullptr});
+    memset(to, 255, 16);
+}
+static void end_group() {
+    if (groups[current].empty()) groups[current].emplace_back();
+    groups[current].emplace_back();
+}
+template <int N> void await_groups() {
+    auto& mine = groups[current];
+    for (; mine.size() > N + 1; mine.erase(mine.begin()))
+        for (const Copy& copy : mine.front())
+            if (copy.from) memcpy(copy.to, copy.from, 16);
+            else memset(copy.to, 0, 16);
+}
+static void load_four(unsigned* to, const void* from) {
+    const int lane = current % 32;
+    exchanged[current] = reinterpret_cast<uint64_t>(from);
+    wait_as(AT_WARP);
+    for (int i = 0; i < 4; ++i) {
+        const uint64_t row = exchanged[current - lane + 8 * i + lane / 4];
+        memcpy(to + i, reinterpret_cast<const char*>(row) + lane % 4 * 4, 4);
+    }
+    wait_as(AT_WARP);
+}
+static void mma_bf16(float* c, const unsigned* a, const unsigned* b) {
+    static float all[32][24][16];  // of each warp: 16 rows, then 8
+    const int me = current % 32, g = me / 4, t = me % 4;
+    auto& mine = all[current / 32];
+    const auto put = [&](int row, int column, unsigned word) {
+        mine[row][column] = __uint_as_float(word << 16);
+        mine[row][column + 1] = __uint_as_float(word & 0xFFFF0000u);
+    };
+    for (int i = 0; i < 4; ++i) put(g + i % 2 * 8, 2 * t + i / 2 * 8, a[i]);
+    for (int i = 0; i < 2; ++i) put(16 + g, 2 * t + i * 8, b[i]);
+    wait_as(AT_WARP);
+    for (int i = 0; i < 4; ++i)
+        for (int k = 0; k < 16; ++k) c[i] += mine[g + i / 2 * 8][k] * mine[16 + 2 * t + i % 2][k];
+    wait_as(AT_WARP);
+}
+
 // handover.cu: the words that a thread of the host writes, and a clock.
 static void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 static unsigned load_acquire(const unsigned* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
@@ -227,6 +276,7 @@ static void run_block(int threads) {
         fiber->context.uc_stack.ss_size = fiber->stack.size();
         makecontext(&fiber->context, fiber_main, 0);
         fiber->state = RUNS;
+        groups[i].clear();
     }
     for (int done = 0; done < threads;) {
         for (int first = 0; first < threads; first += 32) run_warp(first, min(first + 32, threads));

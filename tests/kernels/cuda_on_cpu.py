@@ -30,10 +30,10 @@ def build_folder() -> Path:
 
 
 @cache
-def build(source: str, name: str, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
-    """Compile one kernel as a library with an entry `run`."""
+def build(source: str, name: str, defines: tuple[tuple[str, int], ...], more: str) -> ctypes.CDLL:
+    """Compile one kernel as a library with an entry `run`; `more` is code after the source's."""
     assert COMPILER is not None
-    text = re.sub(r"#include <.*>", "", cuda.read_source(source))
+    text = re.sub(r"#include <.*>", "", cuda.read_source(source) + more)
     text = text.replace("extern __shared__", "extern").replace("__shared__", "static")
     macros = "".join(f"#define {key} {value}\n" for key, value in defines)
     entry = f'extern "C" void run(const int* g, int t, void** a) {{ launch({name}, g, t, a); }}\n'
@@ -47,10 +47,10 @@ def build(source: str, name: str, defines: tuple[tuple[str, int], ...]) -> ctype
 
 
 def compile_on_cpu(
-    source: str, name: str, defines: Mapping[str, int] | None = None
+    source: str, name: str, defines: Mapping[str, int] | None = None, more: str = ""
 ) -> Callable[..., None]:
-    """Stand in for `compile_kernel`, for tensors in host memory."""
-    library = build(source, name, tuple(sorted((defines or {}).items())))
+    """Stand in for `compile_kernel`, for tensors in host memory; `more` may hold the kernel."""
+    library = build(source, name, tuple(sorted((defines or {}).items())), more)
 
     def call(
         grid: Sequence[int],

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import handover, matmul
+from headroom.kernels.cuda import grouped, handover, matmul
 from headroom.kernels.cuda.compile import SOURCES
 from headroom.kernels.cuda.pack import PACKED, WARPS, record_bytes
 from tests.nvrtc import compile_source, missing
@@ -14,7 +14,7 @@ from tests.nvrtc import compile_source, missing
 MAIN = 90  # the GPU for which all macros are tried
 OTHERS = (75, 80, 86, 89, 120)
 # Their tensor-core products are of later GPUs: sm_75 computes in f16 or f32, without them.
-TENSOR_CORES = {"decode.cu", "matmul.cu"}
+TENSOR_CORES = {"decode.cu", "grouped.cu", "matmul.cu"}
 
 Defines = dict[str, int]
 
@@ -69,6 +69,7 @@ DEFINES: dict[str, list[Defines]] = {
     "dequant.cu": [{"KIND": _id(kind), "WARPS": 4} for kind in KINDS],
     "exact.cu": [_attention(256, "f32"), _attention(512, "q5_0"), _attention(64, "bf16")],
     "experts.cu": [_experts("q4_k", "q6_k", 0), _experts("q8_0", "q5_1", 1)],
+    "grouped.cu": [{"ROWS": rows, "STAGES": stages} for rows, stages in grouped.STAGES.items()],
     "handover.cu": [handover.WORDS],
     "marker.cu": [{}],
     "matmul.cu": [_product(kind, 1 + number % 4) for number, kind in enumerate(KINDS)],

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headroom.kernels.cuda import delta_net, experts, matmul, pack, picks, route
+from headroom.kernels.cuda import delta_net, experts, grouped, matmul, pack, route
 from headroom.kernels.cuda.delta_net import ChunkBlocks
 from headroom.kernels.ops import RouterRule
 from tests.gpu import check_delta_net, check_experts, check_matmul, check_route
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Let the launchers run their kernels here, as if on a GPU of the properties returned."""
     torch.manual_seed(0)
-    for module in (delta_net, experts, matmul, pack, route):
+    for module in (delta_net, experts, grouped, matmul, pack, route):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     for check in (check_delta_net, check_experts, check_matmul, check_route):
         monkeypatch.setattr(check, "DEVICE", "cpu")
@@ -122,17 +122,15 @@ def test_scores_do_not_depend_on_other_rows() -> None:
     ids=str,
 )
 def test_experts_agree_with_the_reference(
-    monkeypatch: pytest.MonkeyPatch,
     kinds: tuple[str, str, str],
     sizes: tuple[int, int, int],
     activation: str,
 ) -> None:
-    def in_float32(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return picks.grouped_product(x.float(), weights.float(), ends).bfloat16()
+    assert check_experts.check(kinds, sizes, 3, 2, activation, "own")
 
-    # What stands in for a GPU here may lack bf16 products.
-    monkeypatch.setattr(experts, "grouped_product", in_float32)
-    assert check_experts.check(kinds, sizes, 3, 2, activation)
+
+def test_grouped_products_agree_with_float64() -> None:
+    assert check_experts.check_grouped((5, 40, 72), 90, 2)
 
 
 @pytest.mark.parametrize("name", check_matmul.KINDS)

@@ -35,7 +35,7 @@ def test_each_row_meets_its_own_experts_matrix() -> None:
     ids = torch.tensor([[2, 0], [-1, 2], [0, 3]], dtype=torch.int32)
     x, weights = torch.randn(3, 8), torch.randn(5, 16, 8)
     picks = sort_picks(ids, 5)
-    found = grouped_product(x[picks.rows], weights, picks.ends)[picks.places]
+    found = grouped_product(x[picks.rows], weights, picks.ends, 5)[picks.places]
     for row, rank in ((0, 0), (0, 1), (1, 1), (2, 0), (2, 1)):
         wanted = weights[ids[row, rank]] @ x[row]
         torch.testing.assert_close(found[row, rank], wanted)

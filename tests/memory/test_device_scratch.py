@@ -10,6 +10,7 @@ from headroom.kernels.cuda import (
     attention,
     chunks,
     experts,
+    grouped,
     matmul,
     pack,
     prefill,
@@ -19,7 +20,12 @@ from headroom.kernels.cuda import scratch as arena
 from headroom.kernels.cuda.matmul import FEW_ROWS
 from headroom.kernels.cuda.sampler import SLICES, SamplerScratch
 from headroom.memory import device_scratch
-from headroom.memory.device_scratch import DeviceStep, device_phases, unpack_bytes_for
+from headroom.memory.device_scratch import (
+    DeviceStep,
+    device_phases,
+    library_bytes,
+    unpack_bytes_for,
+)
 from headroom.memory.known import known_shape
 from headroom.memory.tiles import (
     PACKED,
@@ -145,6 +151,23 @@ def test_torch_takes_as_much_on_every_gpu_but_for_the_workspace_of_its_products(
         beside = server - device_scratch.library_bytes(layers, step(), sm)
         assert beside == 2 * (32 * MIB - 8 * MIB - 128 * 1024)
     assert device_scratch.library_bytes(layers, step(), 120) == server
+
+
+def test_results_of_grouped_products_are_planned_as_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "compile_kernel", lambda *given: lambda *call: None)
+    layers = [layer for layer in known_shape("qwen3.6-35b-a3b:q4_k_m").layers if layer.state_heads]
+    rows, width, hidden = 64, layers[0].expert_width, 2048
+    picks, results = rows * layers[0].experts_used, 0
+    lent = arena.Arena(torch.zeros(0, dtype=torch.uint8))
+    with arena.opened(lent), arena.frame():
+        for outputs, columns in ((2 * width, hidden), (hidden, width)):
+            x = torch.zeros(picks, columns, dtype=torch.bfloat16)
+            weights = torch.zeros(2, outputs, columns, dtype=torch.bfloat16)
+            results += grouped.product(x, weights, torch.zeros(2, dtype=torch.int32), 64).nbytes
+    assert lent.peak_bytes == 0  # no scratch of the step
+    taken = library_bytes(layers, step(hidden=hidden, rows=rows), 90)
+    beside = device_scratch._cublas_bytes(90) + 4 * 4 * rows * layers[0].key_dim
+    assert taken == results + device_scratch.PICK_BYTES * picks + beside
 
 
 def test_drawing_takes_what_the_sampler_allocates() -> None:

@@ -54,7 +54,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (pack, matmul, handover, experts):
         monkeypatch.setattr(module, "compile_kernel", compile_small)
     monkeypatch.setattr(upload, "SLOT_STEP", 32)
-    monkeypatch.setattr(picks, "_has_grouped_product", lambda device: False)
+    monkeypatch.setattr(picks, "product_way", lambda device: "loop")
     monkeypatch.setattr(torch, "mm", _in_float32)
     monkeypatch.setattr(stream, "CudaCopies", lambda device: LateCopies())
     monkeypatch.setattr(stream_rule, "HAND_OVER_S", 0.0)

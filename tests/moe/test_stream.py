@@ -39,7 +39,7 @@ def compile_small(source: str, name: str, defines: dict[str, int]) -> Callable[.
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(experts, "compile_kernel", compile_small)
-    monkeypatch.setattr(picks, "_has_grouped_product", lambda device: False)
+    monkeypatch.setattr(picks, "product_way", lambda device: "loop")
     monkeypatch.setattr(torch, "mm", in_float32)
 
 

@@ -18,7 +18,9 @@ from headroom.kernels.cuda import (
     attention,
     delta_net,
     experts,
+    grouped,
     matmul,
+    picks,
     prefill,
     route,
     small,
@@ -40,7 +42,7 @@ from headroom.moe import device_experts
 from headroom.options import Options
 from tests.memory.shapes import gpu, host
 
-LAUNCHERS = (attention, delta_net, experts, matmul, prefill, route, small, unpacked)
+LAUNCHERS = (attention, delta_net, experts, grouped, matmul, prefill, route, small, unpacked)
 ROUTE = route.route
 
 
@@ -108,6 +110,7 @@ def pretend(
     for module in LAUNCHERS:
         monkeypatch.setattr(module, "compile_kernel", no_kernel)
     monkeypatch.setattr(route, "route", route_to_first)
+    monkeypatch.setattr(picks, "product_way", lambda device: "own")
     monkeypatch.setattr(torch, "mm", lambda first, second, out: out)
     monkeypatch.setattr(prefill, "attend", lambda queries, *others: queries)
     for module in (device_block, device_experts):

@@ -203,12 +203,12 @@ def _group_answers(
     own = scratch.empty(picks, hidden, dtype=torch.bfloat16, device=x.device)
     inner = scratch.empty(picks, width, dtype=torch.bfloat16, device=x.device)
     torch.index_select(x, 0, group.rows, out=own)
-    both = grouped_product(own, plain, group.ends)
+    both = grouped_product(own, plain, group.ends, group.among)
     compile_kernel("experts.cu", "activate", constants)(
         (4096,), (256,), (both, inner, picks, width)
     )
     del both  # its memory may serve the answers
-    return grouped_product(inner, unpacked.downs(group), group.ends)
+    return grouped_product(inner, unpacked.downs(group), group.ends, group.among)
 
 
 class _ByAddress:

@@ -1,8 +1,13 @@
 """Picks in the order of their experts, and the products of each expert's own rows."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+from headroom.kernels.cuda import grouped
+
+LIBRARYS_SM_100 = "2.13"  # the version of torch from which its grouped product runs on sm_100 too
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +39,7 @@ class ExpertGroup:
     start: torch.Tensor | None  # int32 [1]: the group's first place among all; None: the very first
     rows: torch.Tensor  # int64 [picks]
     ends: torch.Tensor  # int32 [experts of the group], counted from `start`
+    among: int  # experts of all groups, over which the picks spread
 
 
 def expert_group(picks: SortedPicks, first: int, count: int) -> ExpertGroup:
@@ -41,21 +47,27 @@ def expert_group(picks: SortedPicks, first: int, count: int) -> ExpertGroup:
     ends = picks.ends[first : first + count]
     last = first + len(ends) - 1
     if first == 0:
-        return ExpertGroup(first, last, None, picks.rows, ends)
+        return ExpertGroup(first, last, None, picks.rows, ends, len(picks.ends))
     start = picks.ends[first - 1 : first]
     places = torch.arange(len(picks.rows), device=ends.device) + start
     rows = picks.rows[places.clamp_(max=len(picks.rows) - 1)]
-    return ExpertGroup(first, last, start, rows, ends - start)
+    return ExpertGroup(first, last, start, rows, ends - start, len(picks.ends))
 
 
-def grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_product(
+    x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, among: int
+) -> torch.Tensor:
     """Return rows sorted by expert times their expert's matrix, transposed, in bf16.
 
     `x [picks, columns]` and `weights [experts, rows, columns]` are bf16, columns and rows divisible
-    by 8 for the library's 16-byte strides; rows after the last expert's end have no meaning.
+    by 8 for 16-byte strides; rows after the last expert's end have no meaning. The picks spread
+    over `among` experts, of which `weights` may be some. All but the loop leave the host free.
     """
-    if _has_grouped_product(x.device):
+    way = product_way(x.device)
+    if way == "library":
         return torch._grouped_mm(x, weights.mT, offs=ends)
+    if way == "own":
+        return grouped.product(x, weights, ends, grouped.fitting_rows(len(x), among))
     out = x.new_zeros(len(x), weights.shape[1])
     first = 0
     for matrix, end in zip(weights, ends.tolist(), strict=True):
@@ -65,5 +77,15 @@ def grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) 
     return out
 
 
-def _has_grouped_product(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+def product_way(device: torch.device) -> Literal["library", "own", "loop"]:
+    """Return who multiplies on a device: torch in one go, our kernel, or torch expert by expert.
+
+    Torch has a grouped product of its own for two generations only; on others it would wait for
+    the device to hear where experts end, as the loop does.
+    """
+    if device.type != "cuda":
+        return "loop"
+    major, _ = torch.cuda.get_device_capability(device)
+    if major == 9 or (major == 10 and torch.__version__ >= LIBRARYS_SM_100):
+        return "library"
+    return "own" if major >= 8 else "loop"

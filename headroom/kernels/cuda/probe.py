@@ -41,6 +41,7 @@ PROBES = (
     Probe("rows in f16", "activations.cu", "norm_rows", {"LANES": 4}),
     Probe("routers", "route.cu", "score", {"EXPERTS": 32, "SIGMOID": 0, "ROWS": 1}),
     Probe("experts", "experts.cu", "gate_up", _EXPERTS),
+    Probe("experts of many rows", "grouped.cu", "grouped", {"ROWS": 64, "STAGES": 4}, 80),
     Probe("experts of the CPU", "handover.cu", "publish", WORDS),
     Probe("gated linear attention, steps", "delta_net.cu", "recur", _DELTA),
     Probe("gated linear attention, prompts", "delta_chunks.cu", "run_chunks", _CHUNKS),

@@ -1,0 +1,159 @@
+// Rows sorted by expert times their experts' matrices, in bf16 with sums in f32; for sm_80 and later.
+// ROWS: most rows of a tile, 64 or 128; STAGES: parts of a tile in shared memory.
+//
+// A tile is up to ROWS rows of one expert and OUTPUTS of its outputs. Where an expert's rows end only the
+// device knows: the grid has as many tiles as there can be, and each block looks for its own. Tiles come
+// in parts of 32 columns. A warp takes all rows of a tile for a quarter of its outputs, so that rows that
+// a tile lacks cost no warp anything. Sums run over the columns in one order, sixteen at a time: a row's
+// bits are the same in every tile.
+#include "types.cuh"
+#include "fragments.cuh"
+#include <cuda_bf16.h>
+
+#define OUTPUTS 128
+#define WARPS 4
+#define THREADS (32 * WARPS)
+#define PART 32                            // columns
+#define LINE (2 * PART)                    // bytes of a row in shared memory
+#define STAGE_BYTES ((ROWS + OUTPUTS) * LINE)
+#define ANSWER 80                          // bytes of a row of a warp's answers: rows begin in other banks
+
+struct Tile {
+    int expert, first, rows;  // of the sorted rows, its first and how many; 0: there is no such tile
+};
+
+// The tile of a number; all lanes of a warp call it and get the same. Each looks at its share of the
+// experts, of which those without rows have no tiles.
+__device__ __forceinline__ Tile find_tile(const int* ends, int experts, int number) {
+    const int lane = threadIdx.x % 32, each = (experts + 31) / 32;
+    const int begin = min(lane * each, experts), end = min(begin + each, experts);
+    int tiles = 0, before = begin ? ends[begin - 1] : 0;
+    for (int expert = begin; expert < end; ++expert) {
+        tiles += (ends[expert] - before + ROWS - 1) / ROWS;
+        before = ends[expert];
+    }
+    int after = tiles;  // of this lane and those before it
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+        const int others = __shfl_up_sync(~0u, after, by);
+        if (lane >= by) after += others;
+    }
+    const u32 reached = __ballot_sync(~0u, after > number);
+    if (!reached) return {0, 0, 0};
+    const int owner = __ffs(reached) - 1;
+    int left = number - __shfl_sync(~0u, after - tiles, owner);
+    for (int expert = owner * each;; ++expert) {
+        const int first = expert ? ends[expert - 1] : 0, rows = ends[expert] - first;
+        if (left * ROWS < rows) return {expert, first + left * ROWS, min(ROWS, rows - left * ROWS)};
+        left -= (rows + ROWS - 1) / ROWS;
+    }
+}
+
+// Where 16 bytes of a row are in a stage: eight rows' same columns, and two rows' all columns, are in
+// different banks.
+__device__ __forceinline__ int place_of(int row, int chunk) { return row * LINE + (chunk ^ row / 2 % 4) * 16; }
+
+// A thread's 16 bytes of every part of up to COUNT rows. Where a tile has fewer, the last comes again.
+template <int COUNT> struct Source {
+    static constexpr int STEP = THREADS / 4, TURNS = (COUNT + STEP - 1) / STEP;
+    const u16* next[TURNS];
+    int to;
+
+    __device__ __forceinline__ Source(const u16* from, int rows, int columns) {
+        const int row = threadIdx.x / 4, chunk = threadIdx.x % 4;
+        to = place_of(row, chunk);
+#pragma unroll
+        for (int i = 0; i < TURNS; ++i)
+            next[i] = from + static_cast<size_t>(min(row + i * STEP, rows - 1)) * columns + chunk * 8;
+    }
+    __device__ __forceinline__ void ask(u8* stage, bool there) {
+#pragma unroll
+        for (int i = 0; i < TURNS; ++i) {
+            ask16(stage + to + i * STEP * LINE, next[i], there);
+            next[i] += PART;
+        }
+    }
+};
+
+struct Product {  // of a tile
+    const u16 *x, *weight;  // [rows, columns], [outputs, columns]
+    u16* out;               // [rows, outputs], rows `width` apart
+    int rows, outputs, columns, width;
+};
+
+// 16 * LIVE rows of a tile times the warp's 32 outputs.
+template <int LIVE> __device__ __forceinline__ void multiply_tile(const Product& p, u8* memory) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, parts = (p.columns + PART - 1) / PART;
+    Source<16 * LIVE> of_x(p.x, p.rows, p.columns);
+    Source<OUTPUTS> of_weight(p.weight, p.outputs, p.columns);
+    const auto ask = [&](int stage, int part) {
+        if (part < parts) {
+            const bool there = part * PART + static_cast<int>(threadIdx.x) % 4 * 8 < p.columns;  // else zeros
+            of_x.ask(memory + stage * STAGE_BYTES, there);
+            of_weight.ask(memory + stage * STAGE_BYTES + ROWS * LINE, there);
+        }
+        end_group();  // also an empty one, so that the same number is always under way
+    };
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; ++stage) ask(stage, stage);
+    // Lanes' rows and columns in what `load_four` takes: 16 rows by 16 columns, and twice 8 by 16.
+    const int of_rows = place_of(lane % 16, lane / 16);
+    const int of_outputs = (ROWS + 32 * warp) * LINE + place_of(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    float sums[LIVE][4][4] = {};
+    for (int part = 0, stage = 0; part < parts; ++part, stage = stage + 1 == STAGES ? 0 : stage + 1) {
+        await_groups<STAGES - 2>();
+        __syncthreads();  // the part is there for all, and all are done with the one before it
+        ask(stage ? stage - 1 : STAGES - 1, part + STAGES - 1);
+        const u8* here = memory + stage * STAGE_BYTES;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32 b[4][2];
+            load_four(b[0], here + (of_outputs ^ half * 32));
+            load_four(b[2], here + (of_outputs ^ half * 32) + 16 * LINE);
+#pragma unroll
+            for (int i = 0; i < LIVE; ++i) {
+                u32 a[4];
+                load_four(a, here + (of_rows ^ half * 32) + i * 16 * LINE);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) mma_bf16(sums[i][j], a, b[j]);
+            }
+        }
+    }
+    __syncthreads();  // all are done with the last part
+    u8* own = memory + warp * ROWS * ANSWER;
+#pragma unroll
+    for (int i = 0; i < LIVE; ++i)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const float* pair = sums[i][j / 2] + j % 2 * 2;
+            u8* to = own + (i * 16 + j % 2 * 8 + lane / 4) * ANSWER + j / 2 * 16 + lane % 4 * 4;
+            *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(pair[0], pair[1]);
+        }
+    __syncwarp();
+    const int column = 32 * warp + lane % 4 * 8;
+    for (int row = lane / 4; row < p.rows && column < p.outputs; row += 8)
+        *reinterpret_cast<uint4*>(p.out + static_cast<size_t>(row) * p.width + column) =
+            *reinterpret_cast<const uint4*>(own + row * ANSWER + lane % 4 * 16);
+}
+
+// x [picks, columns], weights [experts, width, columns], out [picks, width]; ends [experts]: the row after an
+// expert's last. Columns and width are multiples of 8. blockIdx: 128 outputs, the number of a tile's rows, and
+// gridDim.x times 128 outputs: tiles that follow each other have rows and an expert's outputs in common, so
+// that a cache serves most of what they read.
+extern "C" __global__ void __launch_bounds__(THREADS, ROWS == 64 ? 3 : 2)
+grouped(const u16* x, const u16* weights, const int* ends, u16* out, int experts, int width, int columns) {
+    extern __shared__ __align__(128) float shared[];
+    const int first = (blockIdx.z * gridDim.x + blockIdx.x) * OUTPUTS, outputs = min(OUTPUTS, width - first);
+    if (outputs <= 0) return;
+    const Tile tile = find_tile(ends, experts, blockIdx.y);
+    if (tile.rows == 0) return;
+    const size_t row = tile.first, output = static_cast<size_t>(tile.expert) * width + first;
+    const Product p{x + row * columns, weights + output * columns, out + row * width + first,
+                    tile.rows, outputs, columns, width};
+    u8* memory = reinterpret_cast<u8*>(shared);
+    constexpr int QUARTER = ROWS / 64;  // of a tile's rows, in sixteens
+    if (p.rows <= ROWS / 4) multiply_tile<QUARTER>(p, memory);
+    else if (p.rows <= ROWS / 2) multiply_tile<2 * QUARTER>(p, memory);
+    else if (p.rows <= ROWS / 4 * 3) multiply_tile<3 * QUARTER>(p, memory);
+    else multiply_tile<4 * QUARTER>(p, memory);
+}

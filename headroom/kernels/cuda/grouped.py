@@ -1,0 +1,64 @@
+"""Products of rows with their experts' matrices in one launch, for GPUs from sm_80 on.
+
+How many rows an expert has only the device knows: nothing here waits to hear it.
+"""
+
+import torch
+
+from headroom.kernels.cuda.compile import compile_kernel
+
+OUTPUTS = 128  # of a tile
+STAGES = {64: 4, 128: 3}  # of parts in shared memory, by the most rows of a tile: 48 KiB of them
+PART_BYTES = 64  # of a row
+THREADS = 128
+BESIDE = 16  # most tiles of the same rows that run together
+
+
+def product(
+    x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, tile_rows: int
+) -> torch.Tensor:
+    """Return bf16 rows sorted by expert times their expert's matrix, transposed, in bf16.
+
+    `x [picks, columns]`, `weights [experts, outputs, columns]` and `ends int32 [experts]` are as
+    `grouped_product` has them, `tile_rows` is one of STAGES. Every row has the same bits whatever
+    rows it comes with, and whatever the tiles' size.
+    """
+    picks, (experts, outputs, columns) = len(x), weights.shape
+    assert x.is_contiguous()
+    assert weights.is_contiguous()
+    assert outputs % 8 == 0
+    assert columns % 8 == 0
+    out = x.new_empty(picks, outputs)
+    # All are compiled when one is asked for: long steps come when a request waits.
+    kernels = {
+        rows: compile_kernel("grouped.cu", "grouped", {"ROWS": rows, "STAGES": stages})
+        for rows, stages in STAGES.items()
+    }
+    beside, turns = _spread(-(-outputs // OUTPUTS))
+    kernels[tile_rows](
+        (beside, most_tiles(picks, experts, tile_rows), turns),
+        (THREADS,),
+        (x, weights, ends, out, experts, outputs, columns),
+        STAGES[tile_rows] * (tile_rows + OUTPUTS) * PART_BYTES,
+    )
+    return out
+
+
+def fitting_rows(picks: int, experts: int) -> int:
+    """Return the most rows of a tile: few where that is what an expert has on average."""
+    small, large = STAGES
+    return small if picks <= small * experts else large
+
+
+def most_tiles(picks: int, experts: int, rows: int) -> int:
+    """Return how many tiles of `rows` there can be, however picks spread over the experts.
+
+    Each expert with picks may have one tile that is not full.
+    """
+    return (picks + min(picks, experts) * (rows - 1)) // rows
+
+
+def _spread(tiles: int) -> tuple[int, int]:
+    """Cut the tiles of some rows into turns of one size; the last may be smaller."""
+    turns = -(-tiles // BESIDE)
+    return -(-tiles // turns), turns
