@@ -126,7 +126,7 @@ def _refuse_compiler(gpu: GpuFacts) -> Refusal | None:
         return None
     return Refusal(
         f"Kernels cannot be compiled for {gpu.name}: {gpu.compiler.rstrip('.')}.",
-        "NVRTC comes with CUDA builds of torch 2.9 and later; see headroom doctor --kernels.",
+        "NVRTC comes with CUDA builds of torch; see headroom doctor --kernels.",
     )
 
 

@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 
 from headroom.errors import DeviceError, OptionError, PlanError
-from headroom.layers.gpu import gpu_memory, read_gpu, read_torch
+from headroom.layers.gpu import gpu_memory, keep_code, read_gpu, read_torch
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.drivers import gpu_facts, gpu_holders
 from headroom.memory.gpus import detect_gpus
@@ -27,6 +27,7 @@ def make_run_plan(shape: ModelShape, options: Options) -> Plan:
 
     Where no device is named it is a GPU that runs the kernels and holds the model, else the CPU.
     """
+    keep_code(options.home_path)
     if options.device is not None:
         devices = plan_devices(options)
         check_devices(devices, options)
