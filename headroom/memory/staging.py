@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from headroom.memory.device_scratch import ALIGNMENT, BF16, experts_at_once
+from headroom.kernels.cuda.sizes import ALIGNMENT, experts_at_once
+from headroom.memory.device_scratch import BF16
 from headroom.memory.shape import LayerShape
 from headroom.units import MIB
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from headroom.errors import DeviceError
-from headroom.kernels.cuda.pack import tile_bytes
+from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.pinned import HostMemory
 from headroom.layers.upload import SLOTS, TilesBack
