@@ -15,8 +15,8 @@ WARPS = 4  # of rope.cu
 MERGE_CHUNK, MERGE_THREADS = 64, 256  # of attention.cu
 MOST_DIM = 512
 
-GateKind = Literal["sigmoid", "softplus", "plain"]
-_GATES: dict[GateKind, int] = {"sigmoid": 1, "softplus": 2, "plain": 3}
+GateKind = Literal["sigmoid", "softplus"]
+_GATES: dict[GateKind, int] = {"sigmoid": 1, "softplus": 2}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
