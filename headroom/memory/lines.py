@@ -155,11 +155,11 @@ def runtime_lines(device: DeviceSpec) -> list[Line]:
     """Return what a device loses to libraries and to caution; the engine allocates none of it."""
     reserve = min(512 * MIB, device.total_bytes // 16)
     taken = max(0, device.total_bytes - device.available_bytes)
-    others = taken - device.driver_bytes
+    driver = min(taken, device.driver_bytes)
     why = f"{gib(reserve)} kept free"
-    if device.driver_bytes:
-        why += f", {gib(device.driver_bytes)} held by an idle driver, an estimate"
-    if others > 0:
-        why += f", {gib(others)} held by others"
+    if driver:
+        why += f", {gib(driver)} held by an idle driver, an estimate"
+    if taken > driver:
+        why += f", {gib(taken - driver)} held by others"
     runtime = CPU_RUNTIME if device.kind == "cpu" else GPU_RUNTIME
     return [Line("runtime", runtime.bytes, runtime.source), Line("reserve", reserve + taken, why)]
