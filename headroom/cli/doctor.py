@@ -127,7 +127,14 @@ def kernels(options: Options) -> Section:
     if not MISSING:
         threads = options.threads or usable_cores(read_limits())
         native = {"isa": POOL.ops.isa, "threads": threads, "pinned": options.pin_threads}
-    return {"operations": operations, "native": native}
+    return {"operations": operations, "native": native, "code": compiled_code(options.home_path)}
+
+
+def compiled_code(home: Path) -> Section:
+    """Return where the machine code of a GPU's kernels is kept, and how much of it there is."""
+    from headroom.kernels.cuda.code_cache import code_folder, kept_bytes
+
+    return {"folder": str(code_folder(home)), "bytes": kept_bytes(home)}
 
 
 def models(options: Options) -> Section:
@@ -165,7 +172,8 @@ def readable(report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             backend: ", ".join(ops) or "none in this version"
             for backend, ops in report["kernels"]["operations"].items()
         }
-        | {"C++ module": _native_text(report["kernels"]["native"])},
+        | {"C++ module": _native_text(report["kernels"]["native"])}
+        | {"compiled code": _code_text(report["kernels"]["code"])},
         "models": {
             "folder": report["models"]["home"],
             "default model": report["models"]["default_model"] or "missing; headroom pull gets it",
@@ -188,6 +196,10 @@ def _native_text(native: Section) -> str:
         pinned = ", each pinned to a core" if native["pinned"] else ""
         return f"built; runs {isa} instructions here on {native['threads']} threads{pinned}"
     return f"{native['missing']}; products run on the slow reference kernels"
+
+
+def _code_text(code: Section) -> str:
+    return f"{gib(code['bytes'])} of GPU kernels kept in {code['folder']}"
 
 
 def _device_text(row: Section) -> str:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from headroom.errors import FormatError
+from headroom.errors import FormatError, OptionError
 from headroom.formats.hub import ALIASES, DEFAULT_MODEL, find_model, pull
+from headroom.memory.known import is_known
 from headroom.options import Options
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def progress_bar(what: str) -> Iterator[Show]:
 
 def pull_model(name: str, home: Path) -> Path:
     """Fetch a model with a progress bar, and return its path."""
+    refuse_synth(name, home)
     with progress_bar(f"pulling {name or DEFAULT_MODEL}") as show:
         return pull(name, home, show)
 
@@ -47,8 +49,29 @@ def is_default(name: str) -> bool:
     return ALIASES.get(name.lower(), name.lower()) == DEFAULT_MODEL
 
 
+def refuse_synth(name: str, home: Path) -> None:
+    """Refuse a model that is to be synthesised, which only `headroom bench` does by itself."""
+    if not name.lower().startswith("synth:"):
+        return
+    from headroom.bench.models import parse_synth  # torch, for what is an error in any case
+
+    model = parse_synth(name)  # says what names there are where this is none
+    assert model is not None
+    path, recipe = model.path(home), model.recipe
+    flags = f"--size {recipe.name} --quant {model.mix}"
+    make = f"Write it with: headroom synth {recipe.family} FILE {flags}; then name the file."
+    if is_known(recipe.name):
+        make += f" A plan needs no file: headroom plan {recipe.name}:{model.mix}"
+    raise OptionError(
+        f"{name} is a model that only headroom bench writes by itself.",
+        hint=f"It has written {path}: name that file." if path.is_file() else make,
+        param="model",
+    )
+
+
 def ready_model(options: Options) -> Path:
     """Return the path of the chosen model; the default model is fetched where it is missing."""
+    refuse_synth(options.model, options.home_path)
     try:
         return find_model(options.model, options.home_path)
     except FormatError:

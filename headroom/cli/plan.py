@@ -88,9 +88,10 @@ def read_shapes(options: Options) -> list[ModelShape]:
     if is_known(options.model) and options.draft is None:
         return [known_shape(options.model)]
     # Readers of files bring numpy along, which a built-in model need not wait for.
-    from headroom.cli.loading import is_default, ready_model
+    from headroom.cli.loading import is_default, ready_model, refuse_synth
     from headroom.memory.sources import draft_shape, find_shape
 
+    refuse_synth(options.model, options.home_path)
     name = str(ready_model(options)) if is_default(options.model) else options.model
     shapes = [find_shape(name, options.home_path)]
     if options.draft:

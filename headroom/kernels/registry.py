@@ -15,7 +15,7 @@ from headroom.kernels.native import norms as native_norms
 from headroom.kernels.native import route as native_route
 from headroom.kernels.ops import Case, Kernel
 from headroom.kernels.reference import attention, delta_net, experts, matmul, norms, route
-from headroom.kernels.reference.quantise import CACHE_TYPES
+from headroom.kernels.reference.quantise import refuses_cache
 from headroom.kernels.triton import attention as triton_attention
 from headroom.kernels.triton import delta_net as triton_delta_net
 from headroom.kernels.triton import experts as triton_experts
@@ -43,13 +43,6 @@ def _takes_plain_products(case: Case) -> str | None:
     if case.dtype not in PLAIN_TYPES:
         return f"computes in {', '.join(PLAIN_TYPES)}, not {case.dtype}"
     return _takes_any(case)
-
-
-def _takes_cache_types(case: Case) -> str | None:
-    for kind in (case.k_type, case.v_type):
-        if kind not in CACHE_TYPES:
-            return f"{kind} is not a cache type ({', '.join(CACHE_TYPES)})"
-    return None
 
 
 KERNELS = (
@@ -99,9 +92,9 @@ KERNELS = (
     Kernel("gated_activation", "native", native_norms.gated_activation, module.refuses),
     Kernel("gated_activation", "reference", norms.gated_activation, _takes_any),
     Kernel("kv_write", "native", native_attention.write_kv, native_attention.refuses),
-    Kernel("kv_write", "reference", attention.write_kv, _takes_cache_types),
+    Kernel("kv_write", "reference", attention.write_kv, refuses_cache),
     Kernel("attention", "native", native_attention.attention, native_attention.refuses),
-    Kernel("attention", "reference", attention.attention, _takes_cache_types),
+    Kernel("attention", "reference", attention.attention, refuses_cache),
     Kernel("route", "native", native_route.route, module.refuses),
     Kernel("route", "reference", route.route, _takes_any),
     Kernel(

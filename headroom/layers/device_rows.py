@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import torch
 
 from headroom.formats.quants import BF16
-from headroom.kernels.cuda import matmul, plain, scratch, small, unpacked
+from headroom.kernels.cuda import matmul, plain, scratch, sizes, small, unpacked
 from headroom.kernels.cuda.matmul import HalfRows, RowNorm
-from headroom.kernels.cuda.pack import PACKED, TILE_ROWS
+from headroom.kernels.cuda.sizes import PACKED, TILE_ROWS
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.weight import PLAIN_TYPES, Weight
 from headroom.layers.pieces import FileMatrices
 from headroom.layers.weights import WeightSource
 
-FEW_ROWS = matmul.FEW_ROWS  # the most of a step that one pass over packed weights serves
+FEW_ROWS = sizes.FEW_ROWS  # the most of a step that one pass over packed weights serves
 
 
 @dataclass(frozen=True, slots=True, eq=False)

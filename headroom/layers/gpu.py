@@ -2,13 +2,15 @@
 
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+from headroom.kernels.cuda.compile import CODE
 from headroom.kernels.cuda.probe import try_compiler, try_kernels
 from headroom.memory.readiness import GpuFacts, TorchFacts
 
-__all__ = ["gpu_memory", "read_gpu", "read_torch", "try_kernels"]
+__all__ = ["gpu_memory", "keep_code", "read_gpu", "read_torch", "try_kernels"]
 
 
 def read_torch() -> TorchFacts:
@@ -39,6 +41,11 @@ def read_gpu(known: GpuFacts, torch_facts: TorchFacts) -> GpuFacts:
         sm=10 * major + minor,
         compiler=try_compiler(index),
     )
+
+
+def keep_code(home: Path) -> None:
+    """Let kernels that are compiled from now on be kept in a home folder, and found there."""
+    CODE.open(home)
 
 
 def gpu_memory(name: str) -> tuple[int, int]:

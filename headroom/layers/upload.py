@@ -13,7 +13,8 @@ from types import TracebackType
 import torch
 
 from headroom.errors import FormatError
-from headroom.kernels.cuda.pack import TILE_ROWS, pack, pack_at, tile_bytes
+from headroom.kernels.cuda.pack import pack, pack_at
+from headroom.kernels.cuda.sizes import TILE_ROWS, tile_bytes
 from headroom.kernels.weight import PLAIN_TYPES
 from headroom.layers.pieces import FileMatrices, Piece, pieces
 from headroom.units import MIB

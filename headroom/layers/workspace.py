@@ -8,8 +8,8 @@ import torch
 
 from headroom.errors import CapacityError
 from headroom.kernels.cuda.scratch import Arena, opened
+from headroom.kernels.cuda.sizes import FEW_ROWS
 from headroom.memory.budget import PlanSettings
-from headroom.memory.device_scratch import FEW_ROWS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headroom.memory.device_scratch import FEW_ROWS, DeviceStep, device_phases
+from headroom.kernels.cuda.sizes import FEW_ROWS
+from headroom.memory.device_scratch import DeviceStep, device_phases
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.precision import checked_row_bytes, type_bytes
 from headroom.memory.shape import LayerShape, ModelShape

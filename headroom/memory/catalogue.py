@@ -1,10 +1,11 @@
 """The catalogue: GPUs and unified-memory machines that a plan can be made for unseen.
 
 The figures are those of the makers' data sheets, written down from knowledge of them and measured
-by nobody here: predictions made from them are estimates. A size in a name counts as GiB; drivers
-report up to 2% less, which `--device cuda:0` sees on the machine itself. Links count one direction:
-PCIe 3, 4 and 5 with 16 lanes move 16, 32 and 63 GB/s, half of that with 8 lanes. Arithmetic is the
-dense 16-bit rate with f32 sums where the device has it, and only serves the speed of prefill.
+by nobody here: predictions made from them are estimates. A size in a name counts as GiB, and what
+an idle driver keeps of it is estimated; `--device cuda:0` sees the truth on the machine itself.
+Links count one direction: PCIe 3, 4 and 5 with 16 lanes move 16, 32 and 63 GB/s, half of that with
+8 lanes. Arithmetic is the dense 16-bit rate with f32 sums where the device has it, and only serves
+the speed of prefill.
 """
 
 import difflib
@@ -13,7 +14,14 @@ from typing import NamedTuple
 
 from headroom.errors import OptionError
 from headroom.memory.devices import DeviceKind, DeviceSpec
-from headroom.units import GIB
+from headroom.units import GIB, MIB
+
+# What NVIDIA's idle driver does not give away, without a display: reports of cards say 0.22 GiB of
+# 8, 0.31 to 0.45 of 24, 0.74 to 0.8 of 80 and 1.2 of 141.
+DRIVER_BYTES, DRIVER_SHARE = 192 * MIB, 128  # so much, and one part in so many
+# Cards whose GDDR memory holds its own check bits, as delivered: T4s report 15.0 GiB, L4s 22.5.
+CHECKED = frozenset(("t4-16gb", "a10-24gb", "l4-24gb", "l40s-48gb"))
+CHECK_SHARE = 16
 
 
 class Entry(NamedTuple):
@@ -151,8 +159,17 @@ def find_device(text: str) -> DeviceSpec:
     )
 
 
-def _spec(entry: Entry) -> DeviceSpec:
+def driver_bytes(entry: Entry) -> int:
+    """Return what a card's driver keeps of its memory; 0 where nothing is known of that."""
+    if not entry.arch.startswith("sm") or entry.link == 0:
+        return 0
     capacity = entry.gibibytes * GIB
+    checks = capacity // CHECK_SHARE if entry.name in CHECKED else 0
+    return DRIVER_BYTES + capacity // DRIVER_SHARE + checks
+
+
+def _spec(entry: Entry) -> DeviceSpec:
+    capacity, kept = entry.gibibytes * GIB, driver_bytes(entry)
     kind: DeviceKind = "metal"
     if entry.arch.startswith("sm"):
         kind = "cuda"
@@ -162,7 +179,8 @@ def _spec(entry: Entry) -> DeviceSpec:
         name=entry.name,
         kind=kind,
         total_bytes=capacity,
-        available_bytes=capacity,
+        available_bytes=capacity - kept,
+        driver_bytes=kept,
         bandwidth=entry.bandwidth * 1e9,
         link=entry.link * 1e9,
         flops=entry.tera * 1e12,

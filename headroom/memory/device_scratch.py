@@ -10,15 +10,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isqrt
 
+from headroom.kernels.cuda.sizes import (
+    ALIGNMENT,
+    FEW_ROWS,
+    count_pieces,
+    experts_at_once,
+    half_rows_bytes,
+)
 from headroom.memory.shape import LayerShape
 from headroom.units import GIB, MIB
 
-ALIGNMENT = 256  # of a buffer in the arena
-FEW_ROWS = 32  # rows that one pass over packed weights serves; they have captured steps
 CHUNK = 64  # rows that gated linear attention takes at once
 F32, BF16, I32 = 4, 2, 4
 UPLOAD_BYTES = 2 * 64 * MIB  # of the buffers through which weights are loaded
-GROUP_ROWS, RECORD_COLUMNS = 8, 256  # of rows in f16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +61,6 @@ def unpack_bytes_for(total_bytes: int) -> int:
     return min(max(total_bytes // 128, 64 * MIB), GIB)
 
 
-def count_pieces(context: int) -> int:
-    """Return the pieces that decoding cuts a context into, as kernels/cuda/attention.py does."""
-    pieces, first = 0, 0
-    for bound, size in ((4096, 128), (16384, 256)):
-        pieces += -(-(min(context, bound) - first) // size)
-        if context <= bound:
-            return pieces
-        first = bound
-    while context > 2 * first:
-        pieces, first = pieces + 32, 2 * first
-    return pieces + -(-(context - first) * 32 // first)
-
-
 def device_phases(layers: Sequence[LayerShape], step: DeviceStep) -> dict[str, int]:
     """Return the scratch of each part of a step; they follow each other, so the largest counts."""
     parts: dict[str, Callable[[_Tally, LayerShape, DeviceStep], None]] = {}
@@ -100,13 +91,6 @@ def _largest(
                                           step.unpack_bytes))  # fmt: skip
             peak = max(peak, tally.peak)
     return peak
-
-
-def half_rows_bytes(rows: int, columns: int) -> int:
-    """Return the bytes of few rows in f16 with their scales, as kernels/cuda/matmul.py does."""
-    lanes = 4 << min(3, (rows - 1).bit_length())
-    piece = 136 * lanes + -(-lanes // 16) * 16
-    return -(-rows // GROUP_ROWS) * -(-columns // RECORD_COLUMNS) * piece
 
 
 def _rows_of(tally: _Tally, rows: int, columns: int, *, normed: bool = False) -> None:
@@ -230,12 +214,6 @@ def _routed(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
     plain = 2 * BF16 * each * layer.expert_width * step.hidden
     with tally.frame():
         tally.take(plain, BF16 * picks * step.hidden, BF16 * picks * layer.expert_width)
-
-
-def experts_at_once(count: int, width: int, hidden: int, most_bytes: int) -> int:
-    """Return how many experts are unpacked at a time, as kernels/cuda/experts.py does."""
-    fitting = max(1, most_bytes // (2 * BF16 * width * hidden))
-    return -(-count // -(-count // fitting))
 
 
 def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> int:

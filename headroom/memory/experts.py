@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headroom.errors import OptionError
+from headroom.kernels.cuda.sizes import ALIGNMENT
 from headroom.memory.shape import LayerShape
 from headroom.units import parse_size
-
-ALIGNMENT = 256  # of every buffer, in bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,8 +155,11 @@ def runtime_lines(device: DeviceSpec) -> list[Line]:
     """Return what a device loses to libraries and to caution; the engine allocates none of it."""
     reserve = min(512 * MIB, device.total_bytes // 16)
     taken = max(0, device.total_bytes - device.available_bytes)
+    driver = min(taken, device.driver_bytes)
     why = f"{gib(reserve)} kept free"
-    if taken:
-        why += f", {gib(taken)} held by others"
+    if driver:
+        why += f", {gib(driver)} held by an idle driver, an estimate"
+    if taken > driver:
+        why += f", {gib(taken - driver)} held by others"
     runtime = CPU_RUNTIME if device.kind == "cpu" else GPU_RUNTIME
     return [Line("runtime", runtime.bytes, runtime.source), Line("reserve", reserve + taken, why)]

@@ -1,6 +1,6 @@
 """Panels: what weights weigh as the C++ kernels lay them out, in whole panels of rows."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from headroom.formats.quants import F32, QuantType
 from headroom.memory.mixes import kept_in_f32
@@ -34,13 +34,21 @@ def padding(tensors: Tensors) -> Padding:
     return Padding(size_bytes, values, floats)
 
 
-def expert_padding(stacks: Tensors) -> int:
-    """Return the bytes that panels add to one expert; gate and up lie apart even if fused."""
+def expert_padding(stacks: Tensors, added: Callable[[QuantType, int, int], int]) -> int:
+    """Return the bytes that a layout adds to one expert, by what it adds to a matrix.
+
+    Gate and up lie apart even if the file has them fused.
+    """
     total = 0
     for name, (shape, quant) in stacks.items():
         matrices = 2 if "gate_up" in name else 1
-        total += matrices * _added(quant, shape[1] // matrices, shape[2])
+        total += matrices * added(quant, shape[1] // matrices, shape[2])
     return total
+
+
+def expert_panel_padding(stacks: Tensors) -> int:
+    """Return the bytes that panels add to one expert."""
+    return expert_padding(stacks, _added)
 
 
 def _added(quant: QuantType, rows: int, columns: int) -> int:

@@ -126,7 +126,7 @@ def _refuse_compiler(gpu: GpuFacts) -> Refusal | None:
         return None
     return Refusal(
         f"Kernels cannot be compiled for {gpu.name}: {gpu.compiler.rstrip('.')}.",
-        "NVRTC comes with CUDA builds of torch 2.9 and later; see headroom doctor --kernels.",
+        "NVRTC comes with CUDA builds of torch; see headroom doctor --kernels.",
     )
 
 
@@ -149,12 +149,25 @@ def refuse_memory(
     free, total = memory
     if needed <= free:
         return None
-    held = ", ".join(f"{who.name} (pid {who.pid}) {gib(who.bytes)}" for who in holders)
+    held = _told(holders)
     return Refusal(
         f"{name} has {gib(free)} of {gib(total)} free and the plan needs {gib(needed)}; "
         f"{held + ' hold the rest' if held else 'who holds the rest is not known'}.",
         "End what holds it, or plan again with a smaller --context, --parallel or --chunk.",
     )
+
+
+def held_by_others(name: str, held: int, holders: Sequence[Holder]) -> Refusal:
+    """Say that a model would fit a GPU if others did not hold so many bytes of it."""
+    return Refusal(
+        f"It would fit if others did not hold {gib(held)} of {name}: "
+        f"{_told(holders) or 'who they are is not known'}.",
+        "End what holds it.",
+    )
+
+
+def _told(holders: Sequence[Holder]) -> str:
+    return ", ".join(f"{who.name} (pid {who.pid}) {gib(who.bytes)}" for who in holders)
 
 
 def out_of_memory(

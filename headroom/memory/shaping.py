@@ -4,7 +4,7 @@ from math import prod
 
 from headroom.formats.quants import F32, QuantType
 from headroom.memory.mixes import Mix, gets_better, kept_in_f32, tensor_type
-from headroom.memory.panels import expert_padding, padding
+from headroom.memory.panels import expert_panel_padding, padding
 from headroom.memory.shape import LayerPadding, LayerShape, ModelShape, OuterPadding
 from headroom.memory.tables import LAYERS, Dims, LayerDims, outer_tensors
 from headroom.memory.tiles import expert_tile_padding, table_tile_padding, tile_padding
@@ -144,7 +144,7 @@ def _layer_shape(
         gate_width=gates,
         state_heads=layer.state_heads,
         post_norms="post_ffw_norm.weight" in own,
-        panels=LayerPadding(padding(own), expert_padding(by_name)),
+        panels=LayerPadding(padding(own), expert_panel_padding(by_name)),
         tiles=LayerPadding(tile_padding(own), expert_tile_padding(by_name)),
     )
 

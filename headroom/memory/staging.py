@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from headroom.memory.device_scratch import BF16, experts_at_once
+from headroom.kernels.cuda.sizes import experts_at_once
+from headroom.memory.device_scratch import BF16
 from headroom.memory.experts import aligned, largest_expert
 from headroom.memory.shape import LayerShape
 from headroom.units import MIB

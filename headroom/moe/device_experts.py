@@ -9,7 +9,6 @@ from headroom.kernels.cuda import route as cuda_route
 from headroom.kernels.cuda import scratch, small
 from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles, Others
 from headroom.kernels.cuda.matmul import RowNorm
-from headroom.kernels.ops import RouterRule
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.device_block import DeviceBatch, DeviceMlp
 from headroom.layers.device_rows import DeviceRows, few_rows, gated_rows, normed_rows, stack
@@ -18,6 +17,7 @@ from headroom.layers.weights import WeightSource
 from headroom.moe.cold import ColdPart
 from headroom.moe.expert_steps import ExpertSteps, Picks, ReadInPlace
 from headroom.moe.hybrid import Hybrid
+from headroom.moe.router import router_rule
 from headroom.moe.store import LayerStore
 
 Place = tuple[Hybrid, LayerStore]
@@ -41,13 +41,7 @@ class DeviceRouter:
         if config.shared_gate:  # scored with the experts, in one go
             shared = get.vector("ffn.shared.router").view(1, -1)
             self._weight = torch.cat((self._weight, shared))
-        self._rule = RouterRule(
-            used=config.used,
-            scores=config.scores,
-            normalise=config.normalise,
-            scale=config.scale,
-            softcap=config.softcap,
-        )
+        self._rule = router_rule(config)
         self._bias = get.vector("ffn.score_bias") if config.bias else None
         self._scales = get.vector("ffn.experts_scale") if config.expert_scales else None
 

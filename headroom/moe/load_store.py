@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from headroom.errors import DeviceError
-from headroom.kernels.cuda.pack import tile_bytes
+from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.pinned import HostMemory
 from headroom.layers.upload import SLOTS, TilesBack
@@ -17,7 +17,7 @@ from headroom.layers.weights import WeightSource
 from headroom.memory.cgroups import read_limits
 from headroom.memory.cold_speeds import ColdSpeeds
 from headroom.memory.devices import pinnable_bytes
-from headroom.memory.experts import ALIGNMENT, aligned
+from headroom.memory.experts import aligned
 from headroom.moe.cost import Choice, ColdPath, choose, forced
 from headroom.moe.placement import ExpertPlacement
 from headroom.moe.store import BlobLayout, ExpertStore, LayerStore, Spare

@@ -22,10 +22,10 @@ from headroom.kernels.cuda.experts import (
     unpack_some,
 )
 from headroom.kernels.cuda.picks import ExpertGroup
+from headroom.kernels.cuda.sizes import ALIGNMENT
 from headroom.kernels.native import experts as native_experts
 from headroom.kernels.native.experts import PanelTable
 from headroom.kernels.native.module import MODULE
-from headroom.memory.device_scratch import ALIGNMENT
 from headroom.memory.staging import BUFFERS, buffer_bytes
 from headroom.moe.copies import (
     BouncedCopies,

@@ -4,22 +4,29 @@ import logging
 from dataclasses import replace
 
 from headroom.errors import DeviceError, OptionError, PlanError
-from headroom.layers.gpu import gpu_memory, read_gpu, read_torch
+from headroom.layers.gpu import gpu_memory, keep_code, read_gpu, read_torch
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.drivers import gpu_facts, gpu_holders
 from headroom.memory.gpus import detect_gpus
 from headroom.memory.plan import Plan, make_plan
-from headroom.memory.readiness import GpuFacts, Refusal, refuse_gpu, refuse_memory
+from headroom.memory.readiness import (
+    GpuFacts,
+    Refusal,
+    held_by_others,
+    refuse_gpu,
+    refuse_memory,
+)
 from headroom.memory.shape import ModelShape
 from headroom.memory.targets import is_local, plan_devices
 from headroom.options import Options
 from headroom.split.placing import even_placement
-from headroom.units import gib
+from headroom.units import GIB, gib
 
 log = logging.getLogger(__name__)
 
 # Lines that take no memory after CUDA has started: its own, and what is kept free.
 NOT_NEEDED = frozenset({"runtime", "reserve"})
+NOTICEABLE_BYTES = GIB  # of a GPU, held by others; an idle driver alone holds less, mostly
 
 
 def make_run_plan(shape: ModelShape, options: Options) -> Plan:
@@ -27,6 +34,7 @@ def make_run_plan(shape: ModelShape, options: Options) -> Plan:
 
     Where no device is named it is a GPU that runs the kernels and holds the model, else the CPU.
     """
+    keep_code(options.home_path)
     if options.device is not None:
         devices = plan_devices(options)
         check_devices(devices, options)
@@ -99,10 +107,14 @@ def _refuse(device: DeviceSpec, options: Options) -> Refusal | None:
 
 
 def _plan(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Plan:
-    plan = make_plan([shape], devices, options)
+    try:
+        plan = _checked_plan(shape, devices, options)
+    except PlanError as error:
+        if (told := _blame(shape, devices, options)) is None:
+            raise
+        message, hint = f"{error.message} {told.message}", f"{told.hint} {error.hint}"
+        raise PlanError(message, hint=hint, param=error.param) from error
     device = plan.devices[0]
-    if device.hot_experts < device.total_experts:
-        _check_cold(shape, plan, options)
     if device.kind == "cuda":
         needed = sum(line.bytes for line in device.lines if line.name not in NOT_NEEDED)
         memory = gpu_memory(device.name)
@@ -110,6 +122,26 @@ def _plan(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Pla
         if refusal := refuse_memory(device.name, needed, memory, holders):
             raise DeviceError(refusal.message, hint=refusal.hint, param="device")
     return plan
+
+
+def _checked_plan(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Plan:
+    plan = make_plan([shape], devices, options)
+    if plan.devices[0].hot_experts < plan.devices[0].total_experts:
+        _check_cold(shape, plan, options)
+    return plan
+
+
+def _blame(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Refusal | None:
+    """Say who holds a GPU's memory, where a plan fails that would not fail without them."""
+    gpu, *others = devices
+    held = gpu.total_bytes - gpu.available_bytes
+    if gpu.kind != "cuda" or held <= NOTICEABLE_BYTES:
+        return None
+    try:
+        _checked_plan(shape, [replace(gpu, available_bytes=gpu.total_bytes), *others], options)
+    except PlanError:
+        return None
+    return held_by_others(gpu.name, held, gpu_holders(gpu.name))
 
 
 def _check_cold(shape: ModelShape, plan: Plan, options: Options) -> None:

@@ -10,6 +10,8 @@ from headroom.cli.doctor import cpu, installed, kernels, models, readable, versi
 from headroom.cli.main import run_command
 from headroom.options import Options
 
+CODE = {"folder": "/home/me/kernels", "bytes": 3 << 20}
+
 
 def test_json_has_every_section(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run_command(["doctor", "--json", "--home", str(tmp_path)]) == 0
@@ -19,6 +21,7 @@ def test_json_has_every_section(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert report["devices"][0]["name"] == "cpu"
     assert 0 < report["devices"][0]["available_bytes"] <= report["devices"][0]["total_bytes"]
     assert report["models"] == {"home": str(tmp_path), "default_model": None}
+    assert report["kernels"]["code"] == {"folder": str(tmp_path / "kernels"), "bytes": 0}
 
 
 def test_people_read_what_is_missing_and_how_to_get_it(
@@ -39,7 +42,11 @@ def test_a_missing_package_names_the_extra_that_brings_it(monkeypatch: pytest.Mo
     assert found["missing_extras"] == ["server"]
     report = {"versions": found, "cpu": cpu(), "devices": [], "gpus": []}
     report["models"] = models(Options())
-    unbuilt = {"operations": {"native": []}, "native": {"missing": "It was not built"}}
+    unbuilt = {
+        "operations": {"native": []},
+        "native": {"missing": "It was not built"},
+        "code": CODE,
+    }
     told = readable({**report, "kernels": unbuilt})
     assert told["versions"]["uvicorn"] == "not installed"
     assert told["versions"]["extra server"] == "incomplete; pip install 'headroom[server]'"
@@ -52,9 +59,12 @@ def test_people_read_what_the_cpp_kernels_run_on() -> None:
     report["models"] = models(Options())
     for pinned, told in ((False, ""), (True, ", each pinned to a core")):
         native = {"isa": "amx", "threads": 2, "pinned": pinned}
-        shown = readable({**report, "kernels": {"operations": {}, "native": native}})
+        kernels = {"operations": {}, "native": native, "code": CODE}
+        shown = readable({**report, "kernels": kernels})
         text = f"built; runs amx instructions here on 2 threads{told}"
         assert shown["kernels"]["C++ module"] == text
+        kept = "3.0 MiB of GPU kernels kept in /home/me/kernels"
+        assert shown["kernels"]["compiled code"] == kept
 
 
 def test_a_package_that_is_not_there_has_no_version() -> None:

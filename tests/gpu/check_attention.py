@@ -122,11 +122,7 @@ def check_gates() -> None:
     shape = shape_of(heads, tables, spans)
     queries = torch.randn(tables.rows, 8, 64) * 0.2
     plain = wanted(queries, cache, tables, shape)
-    for kind, act in (
-        ("sigmoid", torch.sigmoid),
-        ("softplus", torch.nn.functional.softplus),
-        ("plain", lambda x: x),
-    ):
+    for kind, act in (("sigmoid", torch.sigmoid), ("softplus", torch.nn.functional.softplus)):
         for width in (8, 512):
             projected = torch.randn(tables.rows, 512 + width)
             gate = Gate(projected.cuda()[:, 512:], kind)

@@ -10,7 +10,8 @@ import torch
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.experts import Others, many_rows, matrix_bytes
-from headroom.kernels.cuda.pack import pack, tile_bytes
+from headroom.kernels.cuda.pack import pack
+from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.native.module import MODULE
 from headroom.memory import staging
 from headroom.moe import stream as stream_module

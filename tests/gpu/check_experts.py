@@ -12,7 +12,8 @@ from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import experts as fast
 from headroom.kernels.cuda import grouped, picks
 from headroom.kernels.cuda.matmul import half_rows
-from headroom.kernels.cuda.pack import pack, tile_bytes
+from headroom.kernels.cuda.pack import pack
+from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.ops import ExpertTable
 from headroom.kernels.reference.dequant import dequantise
 from tests.gpu.check_matmul import random_weight

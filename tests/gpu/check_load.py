@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from headroom.kernels.cuda.pack import pack, tile_bytes
+from headroom.kernels.cuda.pack import pack
+from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.layers import upload as loading
 from headroom.layers.device_rows import stack
 from headroom.layers.upload import Upload

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from headroom.formats.quants import QuantType
-from headroom.kernels.cuda.pack import RECORD_COLUMNS, TILE_ROWS
+from headroom.kernels.cuda.sizes import RECORD_COLUMNS, TILE_ROWS
 
 BLOCK = 32
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from headroom.formats.quants import F32
-from headroom.kernels.cuda.attention import DecodeShape, count_pieces
+from headroom.kernels.cuda.attention import DecodeShape
 from headroom.kernels.cuda.prefill import attend
+from headroom.kernels.cuda.sizes import count_pieces
 from headroom.kernels.ops import PagedKv, Span
 from headroom.kernels.reference.attention import attention
 

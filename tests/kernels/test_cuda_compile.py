@@ -8,7 +8,8 @@ import pytest
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import grouped, handover, matmul
 from headroom.kernels.cuda.compile import SOURCES
-from headroom.kernels.cuda.pack import PACKED, WARPS, record_bytes
+from headroom.kernels.cuda.pack import WARPS
+from headroom.kernels.cuda.sizes import PACKED, lanes_for, record_bytes
 from tests.nvrtc import compile_source, missing
 
 MAIN = 90  # the GPU for which all macros are tried
@@ -39,7 +40,7 @@ def _experts(gate: str, down: str, gelu: int) -> Defines:
 def _product(kind: str, groups: int) -> Defines:
     shape = matmul.shape_for(512, 20, groups, record_bytes(BY_NAME[kind]))
     warps = {"SPLIT": shape.split, "SIDE": shape.side, "HEIGHT": shape.height}
-    rows = {"GROUPS": groups, "LANES": matmul.lanes_for(8 * groups)}
+    rows = {"GROUPS": groups, "LANES": lanes_for(8 * groups)}
     return {"KIND": _id(kind), "STAGES": shape.stages} | warps | rows
 
 

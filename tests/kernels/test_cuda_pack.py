@@ -5,6 +5,7 @@ import torch
 
 from headroom.kernels.cuda import matmul, pack, unpacked
 from headroom.kernels.cuda.matmul import TILES
+from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.weight import Weight
 from tests.gpu import check_load
@@ -38,7 +39,7 @@ def test_rows_that_do_not_fill_a_record_are_filled_up_with_zeros(name: str) -> N
 @pytest.mark.parametrize("name", KINDS)
 def test_tiles_have_the_values_of_the_file(name: str) -> None:
     weight = random_weight(name, 19, 512)
-    tiles = torch.empty(pack.tile_bytes(weight.quant, 19, 512), dtype=torch.uint8)
+    tiles = torch.empty(tile_bytes(weight.quant, 19, 512), dtype=torch.uint8)
     pack.pack(weight.data, weight.quant, 19, 512, tiles)
     found = torch.full((19, 512), float("nan"), dtype=torch.bfloat16)
     unpacked.dequantise(Weight(tiles, weight.quant, 19, 512, TILES), found)

@@ -7,6 +7,7 @@ import pytest
 from headroom.errors import OptionError
 from headroom.memory.catalogue import CATALOGUE, find_device
 from headroom.memory.gpus import find_gpu, gfx_name, read_amd, read_nvidia
+from headroom.memory.lines import runtime_lines
 from headroom.memory.targets import parse_device, plan_devices
 from headroom.options import Options
 from headroom.units import GIB, MIB
@@ -43,6 +44,35 @@ def test_known_devices_have_their_architecture() -> None:
     assert find_device("rtx2080ti-22gb").sm == 75
     assert find_device("rx7900xtx").gfx == "gfx1100"
     assert find_device("strixhalo-128gb").unified
+
+
+@pytest.mark.parametrize(
+    ("name", "free_mib"),  # of cards without a display, as drivers report them
+    [("rtx3070-8gb", 7965), ("rtx3090-24gb", 24259), ("rtx4090-24gb", 24210), ("l4-24gb", 22479),
+     ("t4-16gb", 14935), ("l40s-48gb", 45377), ("a100-80gb", 81158), ("h100-80gb", 81106)],
+)  # fmt: skip
+def test_what_an_idle_driver_keeps_is_not_planned_with(name: str, free_mib: int) -> None:
+    device = find_device(name)
+    assert device.available_bytes == device.total_bytes - device.driver_bytes
+    assert abs(device.available_bytes - free_mib * MIB) < device.total_bytes / 128
+
+
+def test_drivers_of_which_nothing_is_known_are_thought_to_keep_nothing() -> None:
+    for name in ("rx7900xtx", "gb10-128gb", "m4max-128gb"):
+        device = find_device(name)
+        assert (device.driver_bytes, device.available_bytes) == (0, device.total_bytes)
+
+
+def test_a_plan_tells_what_the_driver_keeps_apart_from_what_others_hold() -> None:
+    card = find_device("rtx3060-12gb")
+    (_, reserve) = runtime_lines(card)
+    told = "512.0 MiB kept free, 288.0 MiB held by an idle driver, an estimate"
+    assert (reserve.bytes, reserve.why) == (800 * MIB, told)
+    (seen,) = read_nvidia("0, NVIDIA GeForce RTX 3060, 12288, 11000, 8.6")
+    (_, reserve) = runtime_lines(seen)
+    assert reserve.why == "512.0 MiB kept free, 1.26 GiB held by others"
+    (_, reserve) = runtime_lines(parse_device("12GiB"))
+    assert reserve.why == "512.0 MiB kept free"
 
 
 def test_a_name_of_several_devices_lists_them() -> None:

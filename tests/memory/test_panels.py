@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from headroom.formats.quants import BF16, F32, Q4_K, Q8_0, QuantType
 from headroom.kernels.native.matmul import KINDS
 from headroom.kernels.native.module import MODULE
-from headroom.memory.panels import expert_padding, padding, panel_bytes
+from headroom.memory.panels import expert_panel_padding, padding, panel_bytes
 from headroom.memory.shape import Padding
 
 
@@ -39,7 +39,7 @@ def test_rows_are_filled_up_where_tensors_are_multiplied_by() -> None:
 def test_gate_and_up_of_experts_are_filled_up_apart() -> None:
     apart = dict.fromkeys(("ffn_gate_exps.weight", "ffn_up_exps.weight"), ((4, 24, 64), Q8_0))
     fused = {"ffn_gate_up_exps.weight": ((4, 48, 64), Q8_0)}
-    assert expert_padding(apart) == expert_padding(fused) == 2 * 8 * 68
+    assert expert_panel_padding(apart) == expert_panel_padding(fused) == 2 * 8 * 68
     # Panels begin at multiples of 64 bytes.
-    assert expert_padding({"ffn_down_exps.weight": ((4, 16, 1), F32)}) == 0
-    assert expert_padding({"ffn_down_exps.weight": ((4, 16, 1), BF16)}) == 32
+    assert expert_panel_padding({"ffn_down_exps.weight": ((4, 16, 1), F32)}) == 0
+    assert expert_panel_padding({"ffn_down_exps.weight": ((4, 16, 1), BF16)}) == 32

@@ -9,7 +9,7 @@ from headroom.errors import DeviceError
 from headroom.kernels.cuda import experts as cuda_experts
 from headroom.kernels.cuda import handover, matmul
 from headroom.kernels.cuda.handover import Mailbox
-from headroom.kernels.cuda.pack import PACKED
+from headroom.kernels.cuda.sizes import PACKED
 from headroom.kernels.native import experts as native_experts
 from headroom.kernels.native.experts import PanelTable
 from headroom.kernels.native.module import MODULE

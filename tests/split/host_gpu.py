@@ -26,7 +26,7 @@ from headroom.kernels.cuda import (
     small,
     unpacked,
 )
-from headroom.kernels.cuda.pack import PACKED, tile_bytes
+from headroom.kernels.cuda.sizes import PACKED, tile_bytes
 from headroom.kernels.ops import Span, StepTables
 from headroom.kernels.weight import Weight
 from headroom.layers import device_block, weights

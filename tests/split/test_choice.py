@@ -197,3 +197,44 @@ def test_a_budget_of_nothing_keeps_all_experts_cold(machine: Machine) -> None:
     plan = choice.make_run_plan(EXPERTS, machine.options("cuda:0", expert_budget="0%"))
     assert plan.devices[0].hot_experts == 0
     assert {line.name for line in plan.host.lines} >= {"cold_experts", "expert_spare"}
+
+
+def test_a_model_that_others_leave_no_room_for_is_refused_with_who_they_are(
+    machine: Machine,
+) -> None:
+    machine.gpus = [gpu("cuda:0", 10 * GIB)]
+    with pytest.raises(PlanError) as refused:
+        choice.make_run_plan(MODEL, machine.options("cuda:0"))
+    assert "does not fit: cuda:0 has 141.00 GiB and " in refused.value.message
+    assert refused.value.message.endswith(
+        "It would fit if others did not hold 131.00 GiB of cuda:0: python3 (pid 4711) 1.00 GiB."
+    )
+    assert refused.value.hint.startswith("End what holds it. Try ")
+
+
+def test_hidden_holders_are_told_as_such(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choice, "gpu_holders", lambda name: [])
+    machine.gpus = [gpu("cuda:0", 10 * GIB)]
+    assert choice.make_run_plan(MODEL, machine.options()).devices[0].name == "cpu"
+    assert "hold 131.00 GiB of cuda:0: who they are is not known." in caplog.text
+
+
+def test_experts_below_the_floor_are_blamed_on_who_holds_the_memory(machine: Machine) -> None:
+    machine.gpus = [gpu("cuda:0", 3 * GIB)]
+    with pytest.raises(PlanError, match=r"8 hot experts in each .* It would fit if others did not"):
+        choice.make_run_plan(EXPERTS, machine.options("cuda:0", context=512, chunk=16))
+
+
+@pytest.mark.parametrize(
+    ("free", "settings"),
+    [(140.5, {"context": 1 << 24}), (80, {"context": 1 << 24}), (10, {"context": 1 << 24})],
+)
+def test_nobody_is_blamed_where_the_model_does_not_fit_an_idle_gpu(
+    machine: Machine, free: float, settings: dict[str, Any]
+) -> None:
+    machine.gpus = [gpu("cuda:0", int(free * GIB))]
+    with pytest.raises(PlanError) as refused:
+        choice.make_run_plan(MODEL, machine.options("cuda:0", **settings))
+    assert "others did not hold" not in str(refused.value)

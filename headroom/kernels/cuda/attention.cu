@@ -1,8 +1,8 @@
 // What stands around the attention kernels: merging a context's pieces, and gathering a sequence's
 // keys and values for products over whole prompts.
 // DIM: values of a head; PAGE: slots of a page.
-// merge: BASE2: weights of pieces are powers of 2, not of e; GATE: 0 none, 1 sigmoid, 2 softplus,
-// 3 the number itself; GATE_PER_HEAD: one gate a head, not one a value.
+// merge: BASE2: weights of pieces are powers of 2, not of e; GATE: 0 none, 1 sigmoid, 2 softplus;
+// GATE_PER_HEAD: one gate a head, not one a value.
 // gather: KIND: type of the cache; OUT_KIND: F32, F16 or BF16.
 #include "early.cuh"
 #include "attention.cuh"
@@ -26,8 +26,7 @@
 __device__ __forceinline__ float power(float x) { return BASE2 ? exp2f(x) : expf(x); }
 __device__ __forceinline__ float gate_of(float x) {
     if constexpr (GATE == 1) return 1.0f / (1.0f + expf(-x));
-    if constexpr (GATE == 2) return x > 20.0f ? x : log1pf(expf(x));
-    return x;
+    return x > 20.0f ? x : log1pf(expf(x));
 }
 
 // out [rows, heads * DIM]. blockIdx: the head, the row, the chunk. Padding rows become zeros.

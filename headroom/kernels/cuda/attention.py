@@ -8,17 +8,15 @@ import torch
 from headroom.errors import KernelError
 from headroom.kernels.cuda import scratch as lent
 from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.cuda.sizes import count_pieces
 from headroom.kernels.ops import PagedKv, StepTables
 
 WARPS = 4  # of rope.cu
 MERGE_CHUNK, MERGE_THREADS = 64, 256  # of attention.cu
 MOST_DIM = 512
-# A piece of the context ends at the first of these bounds beyond it: (bound, keys of a piece).
-_SMALL_PIECES = ((4096, 128), (16384, 256))
-_PIECES_OF_DOUBLING = 32
 
-GateKind = Literal["sigmoid", "softplus", "plain"]
-_GATES: dict[GateKind, int] = {"sigmoid": 1, "softplus": 2, "plain": 3}
+GateKind = Literal["sigmoid", "softplus"]
+_GATES: dict[GateKind, int] = {"sigmoid": 1, "softplus": 2}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,20 +71,6 @@ class DecodeShape:
     def scratch_floats(self) -> int:
         """The float32 numbers that a step needs besides its result."""
         return self.rows * self.heads * self.pieces * (self.dim + 2)
-
-
-def count_pieces(context: int) -> int:
-    """Return how many pieces a context of so many tokens has; attention.cuh cuts it alike."""
-    pieces = first = 0
-    for bound, size in _SMALL_PIECES:
-        pieces += -(-(min(context, bound) - first) // size)
-        if context <= bound:
-            return pieces
-        first = bound
-    while context > 2 * first:
-        pieces += _PIECES_OF_DOUBLING
-        first *= 2
-    return pieces + -(-(context - first) * _PIECES_OF_DOUBLING // first)
 
 
 def rope_write(

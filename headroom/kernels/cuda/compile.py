@@ -1,6 +1,7 @@
-"""CUDA C++ sources compiled for the GPU at hand by NVRTC, each once in a process."""
+"""CUDA C++ sources compiled for the GPU at hand by NVRTC, each once and then kept on disk."""
 
 import ctypes
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -9,16 +10,22 @@ from pathlib import Path
 import torch
 
 from headroom.errors import KernelError
+from headroom.kernels.cuda.code_cache import CodeCache, code_key
+from headroom.kernels.cuda.driver import check, driver, find_function, load_module
+from headroom.kernels.cuda.nvrtc import FLAGS, open_nvrtc
 from headroom.kernels.ops import Case
 
+log = logging.getLogger(__name__)
+
+CODE = CodeCache()  # of this process, as the compiled kernels are
 SOURCES = Path(__file__).parent
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 _MAX_DYNAMIC_SHARED = 8  # the driver's number of this attribute of a function
 _PLAIN_SHARED_BYTES = 48 << 10  # what a block may have without asking
-
 _MAY_START_EARLY = 6  # the driver's number of programmatic stream serialization
 
 Argument = torch.Tensor | int | float | None
+Defines = tuple[tuple[str, int], ...]  # macros and their values, sorted
 
 
 class _Attribute(ctypes.Structure):
@@ -44,9 +51,8 @@ class _Config(ctypes.Structure):
 class CudaKernel:
     """One compiled kernel; calls go to the current stream and may be captured in a graph."""
 
-    def __init__(self, name: str, module: object, function: ctypes.c_void_p, early: bool) -> None:
+    def __init__(self, name: str, function: ctypes.c_void_p, early: bool) -> None:
         self._name = name
-        self._module = module  # unloaded with the last reference to it
         self._function = function
         self._early = early  # whether the GPU can start a kernel while another runs out
         self._shared_bytes = _PLAIN_SHARED_BYTES
@@ -68,7 +74,7 @@ class CudaKernel:
             return
         if shared_bytes > self._shared_bytes:
             self._check(
-                _driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared_bytes)
+                driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared_bytes)
             )
             self._shared_bytes = shared_bytes
         values = [_value(argument) for argument in args]
@@ -79,17 +85,10 @@ class CudaKernel:
             (*grid, 1, 1)[:3], (*block, 1, 1)[:3], shared_bytes, stream, ctypes.pointer(attribute),
             int(early and self._early),
         )  # fmt: skip
-        self._check(
-            _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
-        )
+        self._check(driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
 
     def _check(self, status: int) -> None:
-        if status == 0:
-            return
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(status, ctypes.byref(text))
-        reason = text.value.decode() if text.value else f"error {status}"
-        raise KernelError(f"The CUDA kernel {self._name} could not be started: {reason}.")
+        check(status, f"The CUDA kernel {self._name} could not be started")
 
 
 def refuses_device(case: Case) -> str | None:
@@ -106,22 +105,42 @@ def refuses_device(case: Case) -> str | None:
 def compile_kernel(source: str, name: str, defines: Mapping[str, int] | None = None) -> CudaKernel:
     """Return a kernel of a source file, compiled with the given macros."""
     key = tuple(sorted((defines or {}).items()))
-    return _compile(source, name, key, torch.cuda.current_device())
+    return _find_kernel(source, name, key, torch.cuda.current_device())
 
 
 @cache
-def _compile(
-    source: str, name: str, defines: tuple[tuple[str, int], ...], device: int
-) -> CudaKernel:
-    macros = "".join(f"#define {key} {value}\n" for key, value in defines)
+def _find_kernel(source: str, name: str, defines: Defines, device: int) -> CudaKernel:
+    module = _load_source(source, defines, device)
+    early = torch.cuda.get_device_capability(device) >= (9, 0)
+    return CudaKernel(f"{source}:{name}", find_function(module, name), early)
+
+
+@cache
+def _load_source(source: str, defines: Defines, device: int) -> ctypes.c_void_p:
+    """Return the module of all kernels of a source, which the compiler makes at once."""
     major, minor = torch.cuda.get_device_capability(device)
-    try:
-        compiled = torch.cuda._compile_kernel(
-            macros + read_source(source), name, compute_capability=f"{major}{minor}"
-        )
-    except RuntimeError as error:
-        raise KernelError(f"{source} does not compile for sm_{major}{minor}: {error}") from error
-    return CudaKernel(f"{source}:{name}", compiled.module, compiled.func, major >= 9)
+    text = with_macros(source, dict(defines))
+    return load_code(source, text, 10 * major + minor, device)
+
+
+def load_code(source: str, text: str, sm: int, device: int) -> ctypes.c_void_p:
+    """Load a text's machine code onto a GPU: as kept from earlier days, or compiled now."""
+    nvrtc = open_nvrtc()
+    key = code_key(text, f"sm_{sm}", nvrtc.version, *FLAGS)
+    if (code := CODE.load(key)) is not None:
+        try:
+            return load_module(code, device)
+        except KernelError as error:  # a driver that is older than the one it was kept under
+            log.debug("kernels: kept code of %s does not load: %s", source, error)
+    code = nvrtc.compile(text, source, sm)
+    CODE.save(key, code)
+    return load_module(code, device)
+
+
+def with_macros(source: str, defines: Mapping[str, int]) -> str:
+    """Return all that the compiler reads of a source."""
+    macros = "".join(f"#define {key} {value}\n" for key, value in defines.items())
+    return macros + read_source(source)
 
 
 def read_source(name: str) -> str:
@@ -138,8 +157,3 @@ def _value(argument: Argument) -> "ctypes.c_void_p | ctypes.c_int | ctypes.c_flo
     if isinstance(argument, int):
         return ctypes.c_int(argument)
     return ctypes.c_float(argument)
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")

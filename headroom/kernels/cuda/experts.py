@@ -10,8 +10,14 @@ from headroom.formats.quants import QuantType
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import Argument, compile_kernel, refuses_device
 from headroom.kernels.cuda.matmul import HalfRows
-from headroom.kernels.cuda.pack import PACKED, RECORD_COLUMNS, TILE_ROWS, tile_bytes
 from headroom.kernels.cuda.picks import ExpertGroup, expert_group, grouped_product, sort_picks
+from headroom.kernels.cuda.sizes import (
+    PACKED,
+    RECORD_COLUMNS,
+    TILE_ROWS,
+    experts_at_once,
+    tile_bytes,
+)
 from headroom.kernels.ops import Case
 
 WARPS = 8
@@ -182,12 +188,6 @@ def group_bounds(table: ExpertTiles) -> list[tuple[int, int]]:
     count = len(table.addresses)
     each = experts_at_once(count, table.width, table.hidden, scratch.unpack_bytes())
     return [(first, min(each, count - first)) for first in range(0, count, each)]
-
-
-def experts_at_once(count: int, width: int, hidden: int, most_bytes: int) -> int:
-    """Return how many experts' gates and ups are unpacked at a time, in groups of one size."""
-    fitting = max(1, most_bytes // (4 * width * hidden))
-    return -(-count // -(-count // fitting))
 
 
 def _group_answers(

@@ -8,11 +8,15 @@ import torch
 
 from headroom.kernels.cuda import scratch, unpacked
 from headroom.kernels.cuda.compile import compile_kernel, refuses_device
-from headroom.kernels.cuda.pack import (
+from headroom.kernels.cuda.pack import pack
+from headroom.kernels.cuda.sizes import (
+    FEW_ROWS,
+    GROUP_ROWS,
     PACKED,
     RECORD_COLUMNS,
     TILE_ROWS,
-    pack,
+    half_rows_bytes,
+    lanes_for,
     record_bytes,
     tile_bytes,
 )
@@ -20,9 +24,7 @@ from headroom.kernels.ops import Case
 from headroom.kernels.weight import Weight
 
 TILES = unpacked.TILES
-FEW_ROWS = 32  # the most that one pass over the weight serves; the planner counts the same
 PACK_BYTES = 64 << 20  # of a file's blocks packed at a time
-GROUP_ROWS = 8  # of rows in f16, see halves.cuh
 RECORD_WARPS = 8  # of a block that makes rows ready, a record each
 SUM_PITCH = 20  # PITCH of matmul.cu
 BLOCK_OVERHEAD_BYTES = 2048  # of shared memory: what a block has besides, and what is kept back
@@ -144,20 +146,9 @@ def normed_head_rows(
     return out
 
 
-def lanes_for(rows: int) -> int:
-    """Return the lanes of a piece of so many rows: of one, two, four or eight of them."""
-    return 4 << min(3, (rows - 1).bit_length())
-
-
-def piece_bytes(lanes: int) -> int:
-    """Return the bytes of a piece, see halves.cuh."""
-    return 136 * lanes + -(-lanes // 16) * 16
-
-
 def _empty_rows(rows: int, columns: int, device: torch.device) -> HalfRows:
-    records = -(-columns // RECORD_COLUMNS)
-    size = -(-rows // GROUP_ROWS) * records * piece_bytes(lanes_for(rows))
-    return HalfRows(scratch.empty(size, dtype=torch.uint8, device=device), rows, records)
+    pieces = scratch.empty(half_rows_bytes(rows, columns), dtype=torch.uint8, device=device)
+    return HalfRows(pieces, rows, -(-columns // RECORD_COLUMNS))
 
 
 def product(

@@ -6,7 +6,7 @@ from headroom.errors import KernelError
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import handover
 from headroom.kernels.cuda.handover import Mailbox, Takers
-from headroom.kernels.cuda.pack import tile_bytes
+from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.native.cold import ColdTable, ColdWorker
 
 HIDDEN, WIDTH, USED, ROUNDS, TRIES = 256, 32, 8, 100, 5

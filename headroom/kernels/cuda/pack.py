@@ -2,25 +2,11 @@
 
 import torch
 
-from headroom.formats.quants import BY_NAME, QuantType
+from headroom.formats.quants import QuantType
 from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.cuda.sizes import RECORD_COLUMNS, TILE_ROWS, tile_bytes
 
-TILE_ROWS, RECORD_COLUMNS = 16, 256
 WARPS = 4
-PACKED = frozenset(
-    BY_NAME[name]
-    for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "mxfp4", "q4_k", "q5_k", "q6_k")
-)
-
-
-def record_bytes(quant: QuantType) -> int:
-    """Return the bytes of sixteen rows of 256 columns."""
-    return quant.bytes_for(RECORD_COLUMNS) * TILE_ROWS
-
-
-def tile_bytes(quant: QuantType, rows: int, columns: int) -> int:
-    """Return the bytes of a weight in tiles, both sides filled up to whole tiles."""
-    return -(-rows // TILE_ROWS) * -(-columns // RECORD_COLUMNS) * record_bytes(quant)
 
 
 def pack(

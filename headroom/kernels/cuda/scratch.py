@@ -13,9 +13,10 @@ from math import prod
 
 import torch
 
+from headroom.kernels.cuda.sizes import ALIGNMENT
+
 log = logging.getLogger(__name__)
 
-ALIGNMENT = 256  # bytes at which a buffer begins; the planner counts the same
 UNPACK_BYTES = 64 << 20  # of weights unpacked at a time, where no plan says so
 
 

@@ -6,7 +6,7 @@ from headroom.errors import KernelError
 from headroom.formats.quants import Q8_K
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import CudaKernel, compile_kernel
-from headroom.kernels.cuda.pack import RECORD_COLUMNS
+from headroom.kernels.cuda.sizes import RECORD_COLUMNS
 from headroom.kernels.cuda.unpacked import TILES
 from headroom.kernels.weight import Weight
 

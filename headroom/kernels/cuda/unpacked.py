@@ -7,7 +7,7 @@ import torch
 
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import compile_kernel
-from headroom.kernels.cuda.pack import RECORD_COLUMNS, TILE_ROWS, tile_bytes
+from headroom.kernels.cuda.sizes import RECORD_COLUMNS, TILE_ROWS, tile_bytes
 from headroom.kernels.weight import Weight
 
 TILES = "tiles"

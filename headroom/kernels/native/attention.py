@@ -6,19 +6,13 @@ from headroom.formats.quants import QuantType
 from headroom.kernels.native import module
 from headroom.kernels.native.module import MODULE, POOL
 from headroom.kernels.ops import Case, PagedKv, Span
+from headroom.kernels.reference.quantise import refuses_cache
 from headroom.kernels.weight import PLAIN_TYPES
-
-CACHE_TYPES = (*PLAIN_TYPES, "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 
 def refuses(case: Case) -> str | None:
     """Say why a case cannot run here."""
-    if (reason := module.refuses(case)) is not None:
-        return reason
-    for kind in (case.k_type, case.v_type):
-        if kind not in CACHE_TYPES:
-            return f"{kind} is not a cache type ({', '.join(CACHE_TYPES)})"
-    return None
+    return module.refuses(case) or refuses_cache(case)
 
 
 def write_kv(cache: PagedKv, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -18,14 +18,6 @@ constexpr auto LOOK_AGAIN = microseconds(30);
 constexpr auto LINGER = microseconds(1000);  // after a step: the next one follows soon, mostly
 constexpr auto GIVE_UP = std::chrono::seconds(30);  // on a step that was begun and never came
 
-inline void relax() {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
 // The words are plain memory that another device writes, too; C++ has no atomics over such.
 uint32_t load_acquire(const uint32_t* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
 void store_release(uint32_t* at, uint32_t value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }

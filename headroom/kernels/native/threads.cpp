@@ -18,14 +18,6 @@ constexpr uint64_t OPEN = uint64_t{1} << 31, WORKERS = OPEN - 1;
 
 uint64_t number_of(uint64_t round) { return round >> 32; }
 
-inline void relax() {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
 void pin_to(int index) {
 #if defined(__linux__)
     cpu_set_t allowed, one;

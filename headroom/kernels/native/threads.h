@@ -11,6 +11,15 @@
 
 namespace headroom {
 
+// What a thread does between two looks at a word that another one writes.
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
 class ThreadPool {
   public:
     // `pin` binds thread i to the i-th CPU that this process may use.

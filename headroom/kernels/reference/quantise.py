@@ -9,10 +9,19 @@ import torch
 
 from headroom.errors import KernelError
 from headroom.formats.quants import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, QuantType
+from headroom.kernels.ops import Case
 from headroom.kernels.weight import PLAIN_TYPES
 
 BLOCK = 32
 CACHE_TYPES = (*PLAIN_TYPES, *(quant.name for quant in (Q8_0, Q5_1, Q5_0, Q4_1, Q4_0)))
+
+
+def refuses_cache(case: Case) -> str | None:
+    """Say why nothing is cached in the types of a case."""
+    for kind in (case.k_type, case.v_type):
+        if kind not in CACHE_TYPES:
+            return f"{kind} is not a cache type ({', '.join(CACHE_TYPES)})"
+    return None
 
 
 def quantise(x: torch.Tensor, quant: QuantType) -> torch.Tensor:

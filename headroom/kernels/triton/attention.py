@@ -3,11 +3,10 @@
 import torch
 
 from headroom.kernels.ops import Case, PagedKv, Span
+from headroom.kernels.reference.quantise import refuses_cache
 from headroom.kernels.triton import launch
 from headroom.kernels.triton.launch import blocks, find_kernel, power_of_2
-from headroom.kernels.weight import PLAIN_TYPES
 
-CACHE_TYPES = (*PLAIN_TYPES, "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 LEAST_SIDE = 16  # of a matrix product's tiles
 LONG_SPAN = 32  # rows from which a sequence's keys are not cut into pieces
 SHORT_QUERIES, LONG_QUERIES = 16, 64  # rows times heads of a tile without and with such ones
@@ -17,12 +16,7 @@ BLOCK_KEYS, BLOCK_VALUES = 64, 8192  # most keys of a block, and most times thei
 
 def refuses(case: Case) -> str | None:
     """Say why a case cannot run here."""
-    if (reason := launch.refuses(case)) is not None:
-        return reason
-    for kind in (case.k_type, case.v_type):
-        if kind not in CACHE_TYPES:
-            return f"{kind} is not a cache type ({', '.join(CACHE_TYPES)})"
-    return None
+    return launch.refuses(case) or refuses_cache(case)
 
 
 def write_kv(cache: PagedKv, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

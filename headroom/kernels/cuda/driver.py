@@ -1,0 +1,51 @@
+"""NVIDIA's driver, as far as kernels need it: modules of machine code and their functions."""
+
+import ctypes
+from functools import cache
+
+from headroom.errors import KernelError
+
+
+@cache
+def driver() -> ctypes.CDLL:
+    """Return the driver's library, which every machine with a GPU of NVIDIA has."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def check(status: int, what: str) -> None:
+    """Raise what has failed, and why, unless the driver says that all is well."""
+    if status == 0:
+        return
+    text = ctypes.c_char_p()
+    driver().cuGetErrorString(status, ctypes.byref(text))
+    reason = text.value.decode() if text.value else f"error {status}"
+    raise KernelError(f"{what}: {reason}.")
+
+
+def load_module(code: bytes, device: int) -> ctypes.c_void_p:
+    """Load machine code onto a GPU, for as long as this process runs."""
+    _make_current(device)
+    module = ctypes.c_void_p()
+    check(driver().cuModuleLoadData(ctypes.byref(module), code), "Kernels could not be loaded")
+    return module
+
+
+def find_function(module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
+    """Return a kernel of a module."""
+    function = ctypes.c_void_p()
+    status = driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+    check(status, f"There is no kernel {name}")
+    return function
+
+
+def _make_current(device: int) -> None:
+    """Give this thread the context that torch uses on a GPU, which torch makes only at need."""
+    cuda, current, wanted = driver(), ctypes.c_int(), ctypes.c_int()
+    check(cuda.cuInit(0), "CUDA does not start")
+    check(cuda.cuDeviceGet(ctypes.byref(wanted), device), f"There is no cuda:{device}")
+    if cuda.cuCtxGetDevice(ctypes.byref(current)) == 0 and current.value == wanted.value:
+        return
+    context = ctypes.c_void_p()
+    status = cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), wanted)
+    check(status, f"cuda:{device} does not start")
+    check(cuda.cuCtxSetCurrent(context), f"cuda:{device} does not start")

@@ -1,0 +1,129 @@
+"""NVIDIA's run-time compiler, wherever torch or another package has put it; it needs no GPU."""
+
+import ctypes
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from headroom.errors import KernelError
+
+# The kernels say when they convert; these keep NVIDIA's headers from doing so by themselves.
+FLAGS = (
+    "--std=c++17",
+    "-D__CUDA_NO_HALF_OPERATORS__",
+    "-D__CUDA_NO_HALF_CONVERSIONS__",
+    "-D__CUDA_NO_HALF2_OPERATORS__",
+    "-D__CUDA_NO_BFLOAT16_CONVERSIONS__",
+)
+_HEADER = "cuda_fp16.h"
+_TOOLKITS = (Path("/usr/local/cuda"), Path("/opt/cuda"), Path("/usr"))
+
+
+class Nvrtc:
+    """The compiler: text to machine code; threads may compile at the same time."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    @property
+    def version(self) -> str:
+        """The compiler's version: other versions make other code."""
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._check(self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+        return f"{major.value}.{minor.value}"
+
+    def compile(self, text: str, name: str, sm: int) -> bytes:
+        """Return the machine code of a source for `sm_<sm>`, or raise what the compiler says."""
+        flags = (f"--gpu-architecture=sm_{sm}", *FLAGS, f"-I{find_headers(self.version)}")
+        options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
+        program = ctypes.c_void_p()
+        self._check(
+            self._library.nvrtcCreateProgram(
+                ctypes.byref(program), text.encode(), name.encode(), 0, None, None
+            )
+        )
+        try:
+            if self._library.nvrtcCompileProgram(program, len(flags), options) != 0:
+                said = self._read(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+                raise KernelError(f"{name} does not compile for sm_{sm}: {said.strip()}")
+            return self._read(program, "CUBIN")
+        finally:
+            self._library.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _read(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._check(getattr(self._library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        found = ctypes.create_string_buffer(size.value)
+        self._check(getattr(self._library, f"nvrtcGet{what}")(program, found))
+        return found.raw
+
+    def _check(self, status: int) -> None:
+        if status != 0:
+            self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            reason = self._library.nvrtcGetErrorString(status).decode()
+            raise KernelError(f"NVRTC fails: {reason}.")
+
+
+@cache
+def open_nvrtc() -> Nvrtc:
+    """Return the compiler that goes with torch; of any version where torch is built for CPUs."""
+    wanted = (torch.version.cuda or "").partition(".")[0]
+    if wanted:
+        try:
+            # By its bare name it is the one that torch has loaded already, or the system's.
+            return Nvrtc(ctypes.CDLL(f"libnvrtc.so.{wanted}"))
+        except OSError:
+            pass  # then it is in a folder that the loader does not know
+    for folder in _folders():
+        for lib in ("lib", "lib64"):
+            if found := sorted(folder.glob(f"{lib}/libnvrtc.so.{wanted or '1'}*")):
+                return Nvrtc(ctypes.CDLL(str(found[0])))
+    raise KernelError(
+        f"There is no libnvrtc.so{f'.{wanted}' if wanted else ''}, which compiles kernels.",
+        hint="pip install nvidia-cuda-nvrtc, or a CUDA toolkit, in the version torch is built for.",
+    )
+
+
+@cache
+def find_headers(version: str) -> Path:
+    """Return the folder of NVIDIA's headers, if possible of the compiler's own major version."""
+    folders = [folder / "include" for folder in _folders()]
+    found = [folder for folder in folders if (folder / _HEADER).is_file()]
+    if not found:
+        raise KernelError(
+            f"There is no {_HEADER}, which kernels include.",
+            hint="pip install nvidia-cuda-runtime, or a CUDA toolkit.",
+        )
+    major = int(version.partition(".")[0])
+    return next((folder for folder in found if _major(folder) == major), found[0])
+
+
+def _major(headers: Path) -> int:
+    """Return the CUDA version that a folder of headers is of; 0 where they do not say."""
+    try:
+        said = re.search(r"#define CUDA_VERSION (\d+)", (headers / "cuda.h").read_text("latin-1"))
+    except OSError:
+        return 0
+    return int(said[1]) // 1000 if said else 0
+
+
+def _folders() -> Iterator[Path]:
+    """Folders with `lib` and `include`: of wheels, of this environment, of a toolkit."""
+    for place in map(Path, sys.path):
+        yield from sorted(place.glob("nvidia/*/"))
+    yield Path(sys.prefix)
+    yield from sorted(Path(sys.prefix).glob("targets/*/"))
+    if nvcc := shutil.which("nvcc"):
+        yield Path(nvcc).resolve().parents[1]
+    yield from _TOOLKITS
+    try:  # slow to import and the last to ask: it knows CUDA_HOME
+        from torch.utils.cpp_extension import CUDA_HOME
+    except ImportError:
+        return
+    if CUDA_HOME:
+        yield Path(CUDA_HOME)

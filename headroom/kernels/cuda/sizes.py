@@ -1,0 +1,59 @@
+"""Sizes of what the launchers take and make: plain numbers, which the planner counts with, too."""
+
+from headroom.formats.quants import BY_NAME, QuantType
+
+ALIGNMENT = 256  # bytes at which a buffer of a step's scratch begins
+FEW_ROWS = 32  # the most that one pass over packed weights serves; they have captured steps
+GROUP_ROWS = 8  # of rows in f16, see halves.cuh
+TILE_ROWS, RECORD_COLUMNS = 16, 256  # of packed weights, see tiles.cuh
+PACKED = frozenset(
+    BY_NAME[name]
+    for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "mxfp4", "q4_k", "q5_k", "q6_k")
+)
+
+# A piece of the context ends at the first of these bounds beyond it: (bound, keys of a piece).
+_SMALL_PIECES = ((4096, 128), (16384, 256))
+_PIECES_OF_DOUBLING = 32
+_BF16_BYTES = 2
+
+
+def count_pieces(context: int) -> int:
+    """Return how many pieces a context of so many tokens has; attention.cuh cuts it alike."""
+    pieces = first = 0
+    for bound, size in _SMALL_PIECES:
+        pieces += -(-(min(context, bound) - first) // size)
+        if context <= bound:
+            return pieces
+        first = bound
+    while context > 2 * first:
+        pieces += _PIECES_OF_DOUBLING
+        first *= 2
+    return pieces + -(-(context - first) * _PIECES_OF_DOUBLING // first)
+
+
+def lanes_for(rows: int) -> int:
+    """Return the lanes of a piece of so many rows: of one, two, four or eight of them."""
+    return 4 << min(3, (rows - 1).bit_length())
+
+
+def half_rows_bytes(rows: int, columns: int) -> int:
+    """Return the bytes of few rows in f16 with their scales, in the pieces of halves.cuh."""
+    lanes = lanes_for(rows)
+    piece = 136 * lanes + -(-lanes // 16) * 16
+    return -(-rows // GROUP_ROWS) * -(-columns // RECORD_COLUMNS) * piece
+
+
+def experts_at_once(count: int, width: int, hidden: int, most_bytes: int) -> int:
+    """Return how many experts' gates and ups are unpacked at a time, in groups of one size."""
+    fitting = max(1, most_bytes // (2 * _BF16_BYTES * width * hidden))
+    return -(-count // -(-count // fitting))
+
+
+def record_bytes(quant: QuantType) -> int:
+    """Return the bytes of sixteen rows of 256 columns."""
+    return quant.bytes_for(RECORD_COLUMNS) * TILE_ROWS
+
+
+def tile_bytes(quant: QuantType, rows: int, columns: int) -> int:
+    """Return the bytes of a matrix in tiles, both sides filled up to whole tiles by zeros."""
+    return -(-rows // TILE_ROWS) * -(-columns // RECORD_COLUMNS) * record_bytes(quant)

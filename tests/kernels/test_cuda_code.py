@@ -1,0 +1,213 @@
+"""Compiled kernels kept on disk: found again, made anew where they must be, never in the way."""
+
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from headroom.errors import KernelError
+from headroom.kernels.cuda import compile as compiling
+from headroom.kernels.cuda.code_cache import CodeCache, code_folder, code_key, kept_bytes
+
+FLAGS = ("--one", "--two")
+
+
+@dataclass
+class FakeGpu:
+    """A compiler whose code says what it was made from, and a driver that takes it."""
+
+    version: str = "13.0"
+    compiled: list[str] = field(default_factory=list)
+    loaded: list[bytes] = field(default_factory=list)
+    refused: bytes = b""  # code that the driver does not take
+
+    def compile(self, text: str, name: str, sm: int) -> bytes:
+        if text == "wrong":
+            raise KernelError(f"{name} does not compile for sm_{sm}: wrong")
+        self.compiled.append(text)
+        return f"{text} for {sm} by {self.version}".encode()
+
+    def load_module(self, code: bytes, device: int) -> Any:
+        if code == self.refused:
+            self.refused = b""
+            raise KernelError("Kernels could not be loaded: no kernel image is available.")
+        self.loaded.append(code)
+        return device
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    fake = FakeGpu()
+    monkeypatch.setattr(compiling, "open_nvrtc", lambda: fake)
+    monkeypatch.setattr(compiling, "load_module", fake.load_module)
+    monkeypatch.setattr(compiling, "FLAGS", FLAGS)
+    return fake
+
+
+def start(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    """What a new process begins with."""
+    cache = CodeCache()
+    cache.open(home)
+    monkeypatch.setattr(compiling, "CODE", cache)
+
+
+def load(text: str = "kernel", sm: int = 90) -> None:
+    compiling.load_code("some.cu", text, sm, 0)
+
+
+def files(home: Path) -> list[Path]:
+    return sorted(code_folder(home).iterdir())
+
+
+def test_a_second_process_finds_what_the_first_compiled(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for _ in range(3):
+        start(monkeypatch, tmp_path)
+        load()
+    assert gpu.compiled == ["kernel"]
+    assert gpu.loaded == [b"kernel for 90 by 13.0"] * 3
+    assert [path.suffix for path in files(tmp_path)] == [".cubin"]
+    assert kept_bytes(tmp_path) == files(tmp_path)[0].stat().st_size > 0
+
+
+def test_another_source_gpu_version_or_flag_is_compiled_for_itself(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start(monkeypatch, tmp_path)
+    load()
+    load("other kernel")
+    load(sm=86)
+    gpu.version = "13.1"
+    load()
+    monkeypatch.setattr(compiling, "FLAGS", ("--one",))
+    load()
+    assert len(gpu.compiled) == len(files(tmp_path)) == 5
+    assert gpu.loaded[2:4] == [b"kernel for 86 by 13.0", b"kernel for 90 by 13.1"]
+
+
+def test_parts_of_a_key_do_not_run_into_each_other() -> None:
+    keys = {code_key("ab", "c"), code_key("a", "bc"), code_key("abc"), code_key("abc", "")}
+    assert len(keys) == 4
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", b"\0" * 32, b"\0" * 99], ids=len)
+def test_damaged_code_is_compiled_anew_and_replaced(
+    gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    damage: bytes,
+) -> None:
+    start(monkeypatch, tmp_path)
+    load()
+    (path,) = files(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(damage)
+    load()
+    assert gpu.loaded == [b"kernel for 90 by 13.0"] * 2
+    assert path.read_bytes() == whole
+    assert f"{path.name} is damaged" in caplog.text
+
+
+def test_code_that_the_driver_does_not_take_is_compiled_anew(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start(monkeypatch, tmp_path)
+    load()
+    gpu.refused = b"kernel for 90 by 13.0"
+    load()
+    assert len(gpu.compiled) == len(gpu.loaded) == 2
+
+
+def test_a_source_that_does_not_compile_is_an_error_and_leaves_nothing(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start(monkeypatch, tmp_path)
+    with pytest.raises(KernelError, match=r"^some\.cu does not compile for sm_90: wrong$"):
+        load("wrong")
+    assert not code_folder(tmp_path).exists()
+
+
+def test_a_home_that_is_no_folder_is_said_once_and_no_error(
+    gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    home = tmp_path / "file"
+    home.write_text("not a folder")
+    start(monkeypatch, home)
+    load()
+    load("other kernel")
+    assert gpu.compiled == ["kernel", "other kernel"]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert kept_bytes(home) == 0
+
+
+def test_a_folder_that_may_only_be_read_is_read(
+    gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise PermissionError(13, "Permission denied")
+
+    start(monkeypatch, tmp_path)
+    load()
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    start(monkeypatch, tmp_path)
+    load()
+    assert gpu.compiled == ["kernel"]
+    assert caplog.records == []
+    load("other kernel")
+    load("third kernel")
+    assert gpu.compiled == ["kernel", "other kernel", "third kernel"]
+    (record,) = caplog.records
+    folder = code_folder(tmp_path)
+    told = f"kernels: code in {folder} is of no use: [Errno 13] Permission denied"
+    assert record.getMessage() == told
+    assert len(files(tmp_path)) == 1
+
+
+def test_a_full_folder_loses_what_was_not_used_for_longest(tmp_path: Path) -> None:
+    cache = CodeCache(max_bytes=3 * (32 + 100))
+    cache.open(tmp_path)
+    for number in range(3):
+        cache.save(str(number), b"x" * 100)
+        os.utime(code_folder(tmp_path) / f"{number}.cubin", (1000 + number, 1000 + number))
+    assert cache.load("0") == b"x" * 100  # used now, and so the newest
+    cache.save("3", b"y" * 100)
+    assert [cache.load(str(number)) is None for number in range(4)] == [False, True, False, False]
+    assert kept_bytes(tmp_path) == 3 * (32 + 100)
+
+
+def test_writers_at_the_same_time_leave_whole_code_and_nothing_else(tmp_path: Path) -> None:
+    cache = CodeCache()
+    cache.open(tmp_path)
+
+    def work(number: int) -> bytes | None:
+        cache.save("same", b"z" * 10_000)
+        return cache.load("same")
+
+    with ThreadPoolExecutor(8) as threads:
+        found = set(threads.map(work, range(64)))
+    assert found == {b"z" * 10_000}
+    assert [path.name for path in files(tmp_path)] == ["same.cubin"]
+
+
+def test_without_a_home_nothing_is_kept(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compiling, "CODE", CodeCache())
+    load()
+    load()
+    assert len(gpu.compiled) == 2
+    assert list(tmp_path.iterdir()) == []
