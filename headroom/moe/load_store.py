@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from headroom.errors import DeviceError
-from headroom.kernels.cuda.sizes import tile_bytes
+from headroom.kernels.cuda.sizes import ALIGNMENT, tile_bytes
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.pinned import HostMemory
 from headroom.layers.upload import SLOTS, TilesBack
