@@ -32,7 +32,7 @@ def child(home: Path) -> None:
 def main() -> None:
     """Start two processes with one home, then two at the same time with another."""
     nvrtc = open_nvrtc()
-    print(f"NVRTC {nvrtc.version}, headers in {find_headers(nvrtc.version)}")
+    print(f"NVRTC {nvrtc.version}, headers in {[*map(str, find_headers(nvrtc.version))]}")
     command = [sys.executable, "-m", "tests.gpu.check_code_cache"]
     with TemporaryDirectory() as first, TemporaryDirectory() as second:
         for start in ("compiled", "found"):

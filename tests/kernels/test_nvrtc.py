@@ -68,8 +68,11 @@ def test_headers_of_the_compilers_version_come_before_others(
 ) -> None:
     with pytest.raises(KernelError, match=r"There is no cuda_fp16\.h"):
         nvrtc.find_headers("13.0")
-    old, new = headers(tmp_path / "old", 12080), headers(tmp_path / "new", 13000)
-    nowhere += [tmp_path / "old", tmp_path / "new"]
-    assert nvrtc.find_headers("12.4") == old
-    assert nvrtc.find_headers("13.1") == new
-    assert nvrtc.find_headers("14.0") == old  # better than none
+    versions = {"12.8": 12080, "13.0": 13000, "13.1": 13010}
+    at = {name: headers(tmp_path / name, number) for name, number in versions.items()}
+    (tmp_path / "empty").mkdir()
+    nowhere += [tmp_path / name for name in ("empty", *versions, "13.1")]
+    assert nvrtc.find_headers("12.4") == (at["12.8"],)
+    assert nvrtc.find_headers("13.0") == (at["13.0"], at["13.1"])
+    assert nvrtc.find_headers("13.1") == (at["13.1"], at["13.0"])
+    assert nvrtc.find_headers("14.0") == tuple(at.values())  # better than none

@@ -39,7 +39,8 @@ class Nvrtc:
 
     def compile(self, text: str, name: str, sm: int) -> bytes:
         """Return the machine code of a source for `sm_<sm>`, or raise what the compiler says."""
-        flags = (f"--gpu-architecture=sm_{sm}", *FLAGS, f"-I{find_headers(self.version)}")
+        headers = (f"-I{folder}" for folder in find_headers(self.version))
+        flags = (f"--gpu-architecture=sm_{sm}", *FLAGS, *headers)
         options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
         program = ctypes.c_void_p()
         self._check(
@@ -90,26 +91,31 @@ def open_nvrtc() -> Nvrtc:
 
 
 @cache
-def find_headers(version: str) -> Path:
-    """Return the folder of NVIDIA's headers, if possible of the compiler's own major version."""
-    folders = [folder / "include" for folder in _folders()]
-    found = [folder for folder in folders if (folder / _HEADER).is_file()]
+def find_headers(version: str) -> tuple[Path, ...]:
+    """Return the folders of NVIDIA's headers, those of the compiler's own version first.
+
+    A wheel may lack some that another folder has. Those of another major version only serve where
+    there are no others: the compiler defines what its own headers rely on.
+    """
+    folders = dict.fromkeys(folder / "include" for folder in _folders())
+    found = {folder: _version(folder) for folder in folders if (folder / _HEADER).is_file()}
     if not found:
         raise KernelError(
             f"There is no {_HEADER}, which kernels include.",
             hint="pip install nvidia-cuda-runtime, or a CUDA toolkit.",
         )
-    major = int(version.partition(".")[0])
-    return next((folder for folder in found if _major(folder) == major), found[0])
+    major = version.partition(".")[0]
+    alike = [folder for folder in found if found[folder].partition(".")[0] == major]
+    return tuple(sorted(alike or found, key=lambda folder: found[folder] != version))
 
 
-def _major(headers: Path) -> int:
-    """Return the CUDA version that a folder of headers is of; 0 where they do not say."""
+def _version(headers: Path) -> str:
+    """Return the CUDA version that a folder of headers is of; "" where they do not say."""
     try:
         said = re.search(r"#define CUDA_VERSION (\d+)", (headers / "cuda.h").read_text("latin-1"))
     except OSError:
-        return 0
-    return int(said[1]) // 1000 if said else 0
+        return ""
+    return f"{int(said[1]) // 1000}.{int(said[1]) % 1000 // 10}" if said else ""
 
 
 def _folders() -> Iterator[Path]:
