@@ -18,6 +18,7 @@ class ColdSpeeds:
     handover_s: float  # an empty request of the CPU and its answer
     copy: float = 0.0  # copies from host memory to the GPU
     cpu_flops: float = 0.0  # operations per second of the CPU's products
+    measured: bool = False  # on this machine, by headroom calibrate
 
 
 def speeds_of(gpu: DeviceSpec, host: DeviceSpec) -> ColdSpeeds:
@@ -31,4 +32,5 @@ def speeds_of(gpu: DeviceSpec, host: DeviceSpec) -> ColdSpeeds:
         handover_s=gpu.handover_s or ASSUMED_HANDOVER_S,
         copy=copy,
         cpu_flops=host.flops if host.measured else host.flops * LISTED_SHARE,
+        measured=bool(gpu.link_read and host.experts),
     )

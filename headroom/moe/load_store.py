@@ -89,6 +89,11 @@ def open_store(
     count("expert_staging", staging.nbytes)
     count("expert_spare", largest)
     _log(store, layouts, device)
+    if request.cold == "auto" and not request.speeds.measured:
+        log.info(
+            "experts: who computes cold ones is chosen by listed speeds; headroom calibrate "
+            "measures those of this machine"
+        )
     return store
 
 

@@ -227,6 +227,8 @@ class DeviceStage:
     def _run(self, batch: Batch, drawn: list[DrawnRow]) -> DeviceResult:
         """Run a step of any size as it is; only its output rows get logits."""
         count, settings = len(batch.tokens), self._settings
+        if count <= FEW_ROWS:  # of a model some of whose layers cannot be captured
+            self._begin_few()
         self._many.fill(batch)
         kind = kind_of(batch, count, settings.context, settings.page_size)
         spans = self._many.spans(batch)
@@ -245,6 +247,7 @@ class DeviceStage:
             logits=lambda rows: self.logits(pick_rows(hidden, rows)),
             read=read,
             rows=(len(hidden), {at: row for row, (at, _) in enumerate(drawn)}),
+            check=self._check_cold,
         )
 
     def _next_read(self) -> _Read:

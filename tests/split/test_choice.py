@@ -93,7 +93,7 @@ def test_products_in_8_bits_stay_on_the_cpu(machine: Machine) -> None:
 def test_a_model_that_does_not_fit_the_found_gpu_runs_on_the_cpu_and_says_so(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    machine.gpus = [gpu("cuda:0", 3 * GIB)]
+    machine.gpus = [gpu("cuda:0", int(3.3 * GIB))]
     assert choice.make_run_plan(EXPERTS, machine.options()).devices[0].name == "cpu"
     assert "device: cpu, not cuda:0:" in caplog.text
 
@@ -222,7 +222,7 @@ def test_hidden_holders_are_told_as_such(
 
 
 def test_experts_below_the_floor_are_blamed_on_who_holds_the_memory(machine: Machine) -> None:
-    machine.gpus = [gpu("cuda:0", 3 * GIB)]
+    machine.gpus = [gpu("cuda:0", int(3.3 * GIB))]
     with pytest.raises(PlanError, match=r"8 hot experts in each .* It would fit if others did not"):
         choice.make_run_plan(EXPERTS, machine.options("cuda:0", context=512, chunk=16))
 

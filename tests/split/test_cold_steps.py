@@ -32,8 +32,9 @@ class FakeCold:
             raise DeviceError(self.reason)
 
 
-def test_threads_are_told_of_steps_of_few_rows_only() -> None:
-    model = FakeModel()
+@pytest.mark.parametrize("capturable", [True, False])
+def test_threads_are_told_of_steps_of_few_rows_only(capturable: bool) -> None:
+    model = FakeModel(capturable)
     cold = model.cold = FakeCold()  # type: ignore[assignment]
     stage = FakeStage(model, settings())
     with torch.inference_mode():

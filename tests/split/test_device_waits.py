@@ -14,7 +14,7 @@ from headroom.kernels.cuda import picks
 from headroom.kernels.cuda.prefill import attend
 from tests import family_configs
 from tests.family_gguf import write_gguf
-from tests.split.host_gpu import PROPERTIES, load_on_host, pretend, run_step
+from tests.split.host_gpu import load_on_host, pretend, run_step
 
 WIDE = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 64}
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -70,8 +70,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_no_layer_waits_for_the_device(
     path: Path, monkeypatch: pytest.MonkeyPatch, unpack: int, shared: int
 ) -> None:
-    pretend(monkeypatch, unpack)
-    monkeypatch.setattr(PROPERTIES, "shared_memory_per_block_optin", shared)
+    pretend(monkeypatch, unpack, shared)
     plan, model, _ = load_on_host(path, context=512, parallel=3, chunk=300)
     with NoWaits():
         run_step(plan, model, [(300, 212), (1, 511), (1, 400)])
