@@ -17,7 +17,6 @@ from headroom.moe.stream import open_stream
 from headroom.moe.stream_rule import ColdRates
 from headroom.moe.telemetry import JoinedMeter
 
-
 # Of the speed of large plain products, what a CPU's expert kernels reach on tiles of four bits with
 # eight rows each: 26 of 144 GFLOP/s of one core.
 EXPERTS_SHARE = 0.2
