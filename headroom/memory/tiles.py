@@ -20,7 +20,7 @@ def tile_bytes(quant: QuantType, rows: int, columns: int) -> int:
 
 
 def tile_padding(tensors: Tensors) -> Padding:
-    """Return what tiles add to a layer's matrices; those of plain types are held in bf16."""
+    """Return what tiles add to a layer's matrices; those of plain types are held in 16 bits."""
     return Padding(
         bytes=sum(
             _added(quant, *shape)

@@ -11,6 +11,7 @@ from headroom.kernels.cuda import route as cuda_route
 from headroom.kernels.cuda import scratch, small
 from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles, Others
 from headroom.kernels.cuda.matmul import HalfRows, RowNorm
+from headroom.kernels.cuda.narrow import NarrowRows, narrow_type
 from headroom.kernels.ops import RouterRule
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.device_block import DeviceBatch, DeviceMlp
@@ -76,7 +77,7 @@ class ExpertSteps(Protocol):
         ...
 
     def many_rows(
-        self, x: torch.Tensor, picks: Picks, others: Others, out: torch.Tensor | None
+        self, x: NarrowRows, picks: Picks, others: Others, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the same for more rows; never captured."""
         ...
@@ -95,7 +96,7 @@ class ReadInPlace:
         return cuda_experts.few_rows(x, *picks, self._tiles, self._activation, others, out)
 
     def many_rows(
-        self, x: torch.Tensor, picks: Picks, others: Others, out: torch.Tensor | None
+        self, x: NarrowRows, picks: Picks, others: Others, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the same; each expert that was chosen is read once."""
         return cuda_experts.many_rows(x, *picks, self._tiles, self._activation, others, out)
@@ -155,7 +156,7 @@ class DeviceExperts:
         counts: torch.Tensor,
         place: Place | None = None,  # where some of the experts are cold
     ) -> None:
-        self._config, self._eps = config, eps
+        self._config, self._eps, self._narrow = config, eps, narrow_type(get.case.dtype)
         self.cold: ColdPart | None = None  # what is done about cold experts, but reading them
         self._norm = get.norm("ffn.norm")
         self._router = DeviceRouter(config, get, counts)
@@ -171,7 +172,7 @@ class DeviceExperts:
     def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
         """Add the answers of each row's experts."""
         normed = scratch.empty(*x.shape, device=x.device)
-        rows = normed_rows(x, RowNorm(self._norm, self._eps, normed))
+        rows = normed_rows(x, RowNorm(self._norm, self._eps, normed), self._narrow)
         ids, weights, logits = self._router(normed, batch)
         cold = self.cold if rows.few is not None else None
         if cold is not None:  # before all else that a CPU can run beside
@@ -190,7 +191,7 @@ class DeviceExperts:
             return None
         both, down = self._shared
         gate, up = both(rows)
-        return down(gated_rows(gate, up, self._config.activation))[0]
+        return down(gated_rows(gate, up, self._config.activation, self._narrow))[0]
 
 
 def upload_experts(get: WeightSource, count: int) -> ExpertTiles:
@@ -215,7 +216,7 @@ class DeviceBeside:
         counts: torch.Tensor,
         place: Place | None = None,  # where some of the experts are cold
     ) -> None:
-        self._dense, self._eps = dense, eps
+        self._dense, self._eps, self._narrow = dense, eps, narrow_type(get.case.dtype)
         self.cold: ColdPart | None = None  # what is done about cold experts, but reading them
         # What the router's scale and the root of the width do is a norm's weight.
         scale = get.vector("ffn.router_scale")
@@ -233,7 +234,8 @@ class DeviceBeside:
         cold = self.cold if few_rows(len(x)) else None
         answers = scratch.empty(*x.shape, device=x.device)
         # What the CPU is to read lies where the answers will.
-        rows = normed_rows(x, RowNorm(self._before, self._eps, None if cold is None else answers))
+        before = RowNorm(self._before, self._eps, None if cold is None else answers)
+        rows = normed_rows(x, before, self._narrow)
         if cold is not None:
             cold.before(answers, ids, weights)
         routed = self._experts(rows, (ids, weights), out=answers)

@@ -103,6 +103,12 @@ def refuses_device(case: Case) -> str | None:
     return None
 
 
+def shared_bytes_of(device: torch.device) -> int:
+    """Return the most bytes of shared memory that a block may have on a GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", _PLAIN_SHARED_BYTES))
+
+
 def compile_kernel(source: str, name: str, defines: Mapping[str, int] | None = None) -> CudaKernel:
     """Return a kernel of a source file, compiled with the given macros."""
     key = tuple(sorted((defines or {}).items()))

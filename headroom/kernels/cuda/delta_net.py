@@ -11,7 +11,7 @@ from headroom.kernels.cuda.chunks import (
     SpanTables,
     run_plain_chunks,
 )
-from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.cuda.compile import compile_kernel, shared_bytes_of
 from headroom.kernels.ops import DeltaNetWeights, RecurrentState
 
 DIM = 128  # of keys and values; the kernels are written for it
@@ -72,7 +72,7 @@ def prefill(
     out = scratch.empty(len(qkv), heads, DIM, device=qkv.device)
     with scratch.frame():
         convolved = _convolve(rows, weights, state, tables, constants)
-        if 4 * _shared_floats(columns) > _shared_bytes(qkv.device):
+        if 4 * _shared_floats(columns) > shared_bytes_of(qkv.device):
             _plain_prefill(qkv, convolved, weights, state, tables, out)
         else:
             _fused_prefill(qkv, convolved, constants, state, tables, out)
@@ -198,14 +198,8 @@ def _columns_of_step(states: int, device: torch.device) -> int:
 
 def _columns_of_prefill(states: int, device: torch.device) -> int:
     """Fewer to a block where all blocks then still run at once, or where no more fit."""
-    fits = 4 * _shared_floats(64) <= _shared_bytes(device)
+    fits = 4 * _shared_floats(64) <= shared_bytes_of(device)
     return 64 if fits and states * 4 > _processors(device) else 32
-
-
-def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that a block can have."""
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", 48 << 10))
 
 
 def _shared_floats(columns: int) -> int:

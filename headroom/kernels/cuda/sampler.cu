@@ -7,7 +7,9 @@
 
 #define SLICES 64
 #define THREADS 1024   // of choose
-#define MOST 4096      // candidates that are sorted in shared memory
+#ifndef MOST           // candidates that are sorted in shared memory
+#define MOST 4096
+#endif
 #define USUAL 512      // likeliest tokens that usually hold all that top-p and min-p leave
 
 
