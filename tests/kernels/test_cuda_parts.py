@@ -92,14 +92,16 @@ def test_rows_beyond_f16_are_multiplied_in_it(add: bool) -> None:
     assert apart.max() < 1e-3
 
 
-def test_rows_in_f16_hold_what_f16_can_and_nothing_is_lost_of_others_of_their_size() -> None:
+def test_rows_in_f16_have_its_precision_whatever_their_size() -> None:
     x = torch.randn(5, 300) * torch.tensor([1e-30, 1e-3, 1.0, 1e6, 1e30])[:, None]
     x[1] = 0
     x[2, 7] = 70000.0
     rows = narrow.narrow_rows(x[:, :290], torch.float16)
     assert rows.powers is not None
     found = rows.values.float() * rows.powers[:, None]
-    torch.testing.assert_close(found, x[:, :290], rtol=2**-11, atol=0.0, msg=None)
+    wanted = x[:, :290]
+    step = torch.maximum(wanted.abs() * 2**-11, wanted.abs().amax(1, keepdim=True) * 2**-33)
+    assert ((found - wanted).abs() <= step).all()
     assert (rows.values.abs().amax(1) < 1024).all()
 
 
