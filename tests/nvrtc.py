@@ -44,22 +44,39 @@ def missing() -> str:
 
 def compile_source(source: str, defines: Mapping[str, int], arch: int) -> str:
     """Compile a source for `sm_<arch>`; return the compiler's complaints, "" where it has none."""
+    return _compile(source, defines, f"sm_{arch}")[1]
+
+
+def compile_ptx(source: str, defines: Mapping[str, int], arch: int) -> bytes:
+    """Compile a source to code that a GPU of `arch` and every later one runs."""
+    ptx, complaints = _compile(source, defines, f"compute_{arch}")
+    assert not complaints, complaints
+    return ptx
+
+
+def _compile(source: str, defines: Mapping[str, int], arch: str) -> tuple[bytes, str]:
     nvrtc, program = _load(), ctypes.c_void_p()
     macros = "".join(f"#define {key} {value}\n" for key, value in defines.items())
     text = (macros + read_source(source)).encode()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.encode(), 0, None, None)
-    flags = (f"--gpu-architecture=sm_{arch}", "--std=c++17", f"-I{find_headers()}")
+    flags = (f"--gpu-architecture={arch}", "--std=c++17", f"-I{find_headers()}")
     options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
     try:
         if nvrtc.nvrtcCompileProgram(program, len(flags), options) == 0:
-            return ""
-        size = ctypes.c_size_t()
-        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value)
-        nvrtc.nvrtcGetProgramLog(program, log)
-        return log.value.decode(errors="replace") or "it failed and says nothing"
+            return _read(program, "PTX"), ""
+        log = _read(program, "ProgramLog").decode(errors="replace")
+        return b"", log or "it failed and says nothing"
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _read(program: ctypes.c_void_p, what: str) -> bytes:
+    """What the compiler has made: `PTX` or `ProgramLog`."""
+    nvrtc, size = _load(), ctypes.c_size_t()
+    getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    room = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc, f"nvrtcGet{what}")(program, room)
+    return room.value
 
 
 @cache
