@@ -36,7 +36,6 @@ def as_older(sm: int = 75) -> Iterator[None]:
         known = {name: getattr(own, name) for name in ("name", "multi_processor_count")}
         return SimpleNamespace(**known, total_memory=own.total_memory, **limits)
 
-    cuda._compile.cache_clear()
     with ExitStack() as stack:
         put = stack.enter_context
         put(patch.object(cuda, "_compile", _compiler(sm)))
@@ -62,7 +61,7 @@ def _compiler(sm: int) -> Any:
 
 def _load(ptx: bytes, told: str, name: str) -> cuda.CudaKernel:
     driver = cuda._driver()
-    torch.cuda.current_stream()  # the driver has a context from here on
+    torch.zeros(1, device="cuda")  # the driver has a context from here on
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     status = driver.cuModuleLoadData(ctypes.byref(module), ctypes.c_char_p(ptx))
     assert status == 0, f"{told} is not loaded: error {status} of the driver"
