@@ -60,8 +60,8 @@ decode(const float* queries, const u8* keys, const u8* values, const int* sequen
        const int* starts, const int* pages, const long long* trees, float* parts, float2* stats, int rows,
        int kv_heads, int max_pages, int groups, int window, int pieces) {
     begin_after_last();
-    extern __shared__ __align__(16) float shared[];
-    u16* key_tile = reinterpret_cast<u16*>(shared);
+    extern __shared__ uint4 memory[];
+    u16* key_tile = reinterpret_cast<u16*>(memory);
     u16* value_tile = key_tile + KEYS * STRIDE;
     u16* query_tile = value_tile + KEYS * STRIDE;  // [TILES][2][8][STRIDE]: values, what rounding took
     const Step step{sequence, index, starts, pages, trees, rows, max_pages};
@@ -180,7 +180,7 @@ decode(const float* queries, const u8* keys, const u8* values, const int* sequen
     // Merge the parts in order: each in turn hands its sums to the first.
     await_copies<0>();
     __syncthreads();
-    float* handed = shared + tile * (8 * DIM + 16);
+    float* handed = reinterpret_cast<float*>(memory) + tile * (8 * DIM + 16);
     for (int from_part = 1; from_part < PARTS; ++from_part) {
         if (part == from_part) {
 #pragma unroll
@@ -232,6 +232,6 @@ decode(const float* queries, const u8* keys, const u8* values, const int* sequen
         if (q >= count * GROUP) continue;
         const size_t row = first_row + q / GROUP, head = kv * GROUP + q % GROUP;
         parts[((row * heads + head) * pieces + piece) * DIM + i % DIM] =
-            shared[query / 8 * (8 * DIM + 16) + query % 8 * DIM + i % DIM];
+            reinterpret_cast<float*>(memory)[query / 8 * (8 * DIM + 16) + query % 8 * DIM + i % DIM];
     }
 }

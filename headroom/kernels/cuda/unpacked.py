@@ -46,8 +46,7 @@ def multiply(
                 answers = scratch.empty(len(rows), count, device=rows.device)
                 plain = _plain_part(weight, first, count, rows.dtype)
                 torch.mm(rows, plain.T, out_dtype=torch.float32, out=answers)
-                answers.mul_(x.powers[:, None])
-            _spread(answers, first, outs, add)
+            _spread(answers, first, outs, add, x.powers)
 
 
 def dequantise(weight: Weight, out: torch.Tensor) -> torch.Tensor:
@@ -74,12 +73,22 @@ def _plain_part(weight: Weight, first: int, count: int, dtype: torch.dtype) -> t
     return dequantise(replace(weight, data=tiles, rows=count), out)
 
 
-def _spread(answers: torch.Tensor, first: int, outs: Sequence[torch.Tensor], add: bool) -> None:
+def _spread(
+    answers: torch.Tensor,
+    first: int,
+    outs: Sequence[torch.Tensor],
+    add: bool,
+    powers: torch.Tensor | None,
+) -> None:
     """Bring the answers of rows `first` and on of a weight to the outputs that they belong to."""
     at, end = 0, first + answers.shape[1]
     for out in outs:
         begin, stop = max(first, at), min(end, at + out.shape[1])
         if begin < stop:
             part, target = answers[:, begin - first : stop - first], out[:, begin - at : stop - at]
-            target.add_(part) if add else target.copy_(part)
+            if powers is not None:
+                by = powers[:, None]
+                target.addcmul_(part, by) if add else torch.mul(part, by, out=target)
+            else:
+                target.add_(part) if add else target.copy_(part)
         at += out.shape[1]
