@@ -35,7 +35,9 @@ LAUNCHERS = (
 )
 PROMPT = torch.randint(300, 1000, (35,), generator=torch.Generator().manual_seed(1)).tolist()
 PIECES = [33, 2]  # the first is longer than what goes as few rows
-LIMIT = 0.01  # of logits, relative
+# Of logits, relative; 0.0004 to 0.0014 were measured. Random weights of Gemma make ten times as
+# much of what is rounded.
+LIMIT, GEMMA_LIMIT = 0.005, 0.03
 
 
 def _product(
@@ -73,7 +75,8 @@ def on_sm_75(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("llama", "q8_0", "f16"),
         ("qwen3moe", "q8_0", "q8_0"),
         pytest.param("qwen35-wide", "q4_k_m", "bf16", marks=pytest.mark.slow),
-        pytest.param("gemma4-moe", "bf16", "f16", marks=pytest.mark.slow),
+        pytest.param("gemma4", "q8_0", "f16", marks=pytest.mark.slow),
+        pytest.param("qwen3", "bf16", "f16", marks=pytest.mark.slow),
     ],
 )
 def test_logits_in_f16_on_sm_75_are_near_the_exact_ones(
@@ -83,4 +86,5 @@ def test_logits_in_f16_on_sm_75_are_near_the_exact_ones(
     exact = run_steps(checkpoint, [PROMPT], [PIECES], kernels="reference")[0]
     settings = {"gpu": replace(GPU, sm=75), "dtype": "f16", "kv_type": kv_type}
     logits = run_pretended(checkpoint, [PROMPT], PIECES, **settings)[0]  # type: ignore[arg-type]
-    assert float((logits - exact).norm() / exact.norm()) < LIMIT
+    limit = GEMMA_LIMIT if "gemma" in name else LIMIT
+    assert float((logits - exact).norm() / exact.norm()) < limit

@@ -1,5 +1,6 @@
 """Routed experts of many rows in f16: rows have powers of two, sums of products are float32."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -27,8 +28,10 @@ def add_group(
     rest: tuple[Argument, ...],  # what rows get besides, and the output
 ) -> None:
     """Write the weighted sums of the answers of a group's experts, and what rows get besides."""
-    inner = _inner_rows(x, group, unpacked.gates_and_ups(group), activation)
-    answers = grouped_product(inner.values, unpacked.downs(group), group.ends)
+    plain = unpacked.gates_and_ups(group)
+    ends = group.ends.tolist()  # the host waits to hear which rows an expert has
+    inner = _inner_rows(x, group, ends, plain, activation)
+    answers = grouped_product(inner.values, unpacked.downs(group), ends)
     sorted_, ids, weights = picks
     rows, used = ids.shape
     compile_kernel("half_experts.cu", "combine", _constants(activation))(
@@ -42,7 +45,11 @@ def add_group(
 
 
 def _inner_rows(
-    x: NarrowRows, group: ExpertGroup, gates_and_ups: torch.Tensor, activation: str
+    x: NarrowRows,
+    group: ExpertGroup,
+    ends: Sequence[int],
+    gates_and_ups: torch.Tensor,
+    activation: str,
 ) -> NarrowRows:
     """`act(gate) * up` of a group's picks, its own first; those of others have no meaning."""
     picks, width = len(group.rows), gates_and_ups.shape[1] // 2
@@ -51,22 +58,21 @@ def _inner_rows(
     values = scratch.empty(picks, width, dtype=torch.float16, device=device)
     powers = scratch.empty(picks, device=device)
     torch.index_select(x.values, 0, group.rows, out=own)
-    both = grouped_product(own, gates_and_ups, group.ends)
+    both = grouped_product(own, gates_and_ups, ends)
     compile_kernel("half_experts.cu", "activate", _constants(activation))(
         (picks,), (POWER_THREADS,), (both, x.powers, group.rows, values, powers, width)
     )
     return NarrowRows(values, powers)
 
 
-def grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
     """Return rows sorted by expert times their expert's matrix, transposed, in float32.
 
-    One product after another: the host waits for the device to hear which rows an expert has.
-    Rows after the last expert's end have no meaning.
+    One product after another; rows after the last expert's end have no meaning.
     """
     out = torch.empty(len(x), weights.shape[1], device=x.device)
     first = 0
-    for matrix, end in zip(weights, ends.tolist(), strict=True):
+    for matrix, end in zip(weights, ends, strict=True):
         if end > first:
             torch.mm(x[first:end], matrix.T, out_dtype=torch.float32, out=out[first:end])
         first = end
