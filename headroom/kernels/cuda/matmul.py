@@ -214,9 +214,9 @@ def shape_for(
     """Return how a product's warps share the work, for records of so many bytes.
 
     Measured 2026-11-15 on an H200: two tiles a warp read activations half as often, one leaves room
-    for more warps, which matters where tiles are few or records long. With little shared memory
-    there are fewer tiles, then fewer stages; where a copy is done when it was asked for (sm_75, the
-    only GPU whose blocks have no more than that), a second stage is of no use.
+    for more warps, which matters where tiles are few or records long. With less shared memory a
+    warp has one tile, then one stage. On sm_75, whose blocks have 64 KiB, a copy is done when it
+    was asked for: a second stage is of no use there.
     """
     split = split_for(tiles, records, record, shared_bytes)
     low = split > 8 or (groups <= 2 and record > LONG_RECORD) or (groups == 2 and tiles < 512)
