@@ -23,7 +23,7 @@ from headroom.kernels.cuda import (
 )
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 from tests.pretend_cuda import kernels_on_cpu, pretend_cuda
-from tests.pretend_stage import GPU, run_pretended
+from tests.pretend_stage import GPU, PretendedStage, run_pretended
 from tests.running import run_steps
 from tests.synth_models import write_model
 
@@ -85,6 +85,10 @@ def test_logits_in_f16_on_sm_75_are_near_the_exact_ones(
     checkpoint = open_checkpoint(write_model(name, mix, tmp_path))
     exact = run_steps(checkpoint, [PROMPT], [PIECES], kernels="reference")[0]
     settings = {"gpu": replace(GPU, sm=75), "dtype": "f16", "kv_type": kv_type}
-    logits = run_pretended(checkpoint, [PROMPT], PIECES, **settings)[0]  # type: ignore[arg-type]
+
+    def fused(stage: PretendedStage) -> None:
+        assert stage.model.capturable
+
+    logits = run_pretended(checkpoint, [PROMPT], PIECES, fused, **settings)[0]
     limit = GEMMA_LIMIT if "gemma" in name else LIMIT
     assert float((logits - exact).norm() / exact.norm()) < limit
