@@ -19,7 +19,7 @@ def missing() -> str:
 def compile_source(source: str, defines: Mapping[str, int], arch: int) -> str:
     """Compile a source for `sm_<arch>`; return the compiler's complaints, "" where it has none."""
     try:
-        open_nvrtc().compile(with_macros(source, defines), source, arch)
+        open_nvrtc().compile(with_macros(source, defines), source, f"sm_{arch}")
     except KernelError as error:
         return str(error)
     return ""

@@ -129,17 +129,18 @@ def _check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 @contextmanager
-def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def pretend_cuda(monkeypatch: pytest.MonkeyPatch, sm: int = 90) -> Iterator[None]:
     """Let this machine have a GPU, for as long as the block runs."""
+    shared = {75: (64 << 10, 64 << 10), 90: (227 << 10, 228 << 10)}[sm]
     properties = SimpleNamespace(
         multi_processor_count=132,
-        shared_memory_per_block_optin=227 << 10,
-        shared_memory_per_multiprocessor=228 << 10,
-        major=9,
-        minor=0,
+        shared_memory_per_block_optin=shared[0],
+        shared_memory_per_multiprocessor=shared[1],
+        major=sm // 10,
+        minor=sm % 10,
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: divmod(sm, 10))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     # Its work is done when it is asked for: streams and events have nothing to wait for.
     for name in ("Stream", "Event", "current_stream"):

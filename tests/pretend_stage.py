@@ -32,12 +32,12 @@ GPU = DeviceSpec(
 class PretendedStage:
     """A model whose tensors lie on the pretended GPU."""
 
-    def __init__(self, checkpoint: Checkpoint, **settings: object) -> None:
+    def __init__(self, checkpoint: Checkpoint, gpu: DeviceSpec = GPU, **settings: object) -> None:
         given = {"context": 256, "parallel": 4, "kv_type": "f32", "dtype": "f32"} | settings
         options = Options(device="cuda:0", **given)  # type: ignore[arg-type]
         model = describe(checkpoint)
         host = replace(detect_cpu(), name="host", runs_layers=False)
-        self._plan = make_plan([model.shape], [GPU, host], options)
+        self._plan = make_plan([model.shape], [gpu, host], options)
         tensors = model.checkpoint.tensors
         self.counted: Counter[str] = Counter()
         self.model = load_model(

@@ -52,15 +52,22 @@ def gpu_row(device: DeviceSpec, facts: GpuFacts, torch: TorchFacts) -> Section:
         "compiler": "" if refused else "NVRTC compiles",
         "activation_type": precision.activation,
         "refused": refused,
-        "kernels": {} if refused else families(facts.sm),
+        "kernels": {} if refused else families(),
+        "slower": "" if refused else _slower(facts.sm),
     }
 
 
-def families(sm: int) -> dict[str, str]:
+def families() -> dict[str, str]:
     """Return each kernel family with why a GPU does not run it, "" where it may."""
     from headroom.kernels.cuda.probe import PROBES
 
-    return {probe.family: f"needs sm_{probe.sm}" if sm < probe.sm else "" for probe in PROBES}
+    return {probe.family: "" for probe in PROBES}
+
+
+def _slower(sm: int) -> str:
+    from headroom.kernels.cuda.probe import slower_on
+
+    return slower_on(sm)
 
 
 def gpu_texts(rows: list[Section]) -> dict[str, str]:
@@ -72,6 +79,8 @@ def gpu_texts(rows: list[Section]) -> dict[str, str]:
             runs = len(row["kernels"]) - len(lacking)
             told[f"{row['name']} kernels"] = f"{runs} of {len(row['kernels'])} families run"
         told |= {f"{row['name']} {family}": why for family, why in lacking.items()}
+        if row["slower"]:
+            told[f"{row['name']} sm_{row['sm']}"] = row["slower"]
     return told or {"none": "no driver lists one; layers run on the CPU"}
 
 

@@ -49,6 +49,13 @@ KERNELS = (
     Kernel("embed", "cuda", cuda_small.embed, _refuses_cuda_table),
     Kernel("matmul", "cuda", cuda_matmul.matmul, cuda_matmul.refuses, cuda_matmul.prepare),
     Kernel("matmul", "cuda-plain", cuda_plain.matmul, cuda_plain.refuses, cuda_plain.prepare),
+    Kernel(
+        "matmul",
+        "cuda-plain-f16",
+        cuda_plain.matmul,
+        cuda_plain.refuses_f16,
+        cuda_plain.prepare_f16,
+    ),
     Kernel("rms_norm", "cuda", cuda_small.rms_norm, refuses_device),
     Kernel("gated_activation", "cuda", cuda_small.gated_activation, refuses_device),
     Kernel("embed", "triton", triton_matmul.embed, triton_matmul.refuses_table),

@@ -12,7 +12,9 @@ from headroom.errors import KernelError
 from headroom.kernels.cuda import attention, delta_net, prefill, scratch, small
 from headroom.kernels.cuda.attention import DecodeShape, Gate, HeadNorms, Projected
 from headroom.kernels.cuda.chunks import span_tables
+from headroom.kernels.cuda.compile import refuses_device
 from headroom.kernels.cuda.matmul import RowNorm, normed_head_rows
+from headroom.kernels.cuda.narrow import narrow_type, refuses_type
 from headroom.kernels.ops import RecurrentState, StepTables
 from headroom.layers.attention import pair_rows, query_rows
 from headroom.layers.batch import Batch
@@ -60,7 +62,7 @@ class DeviceBatch(Batch):
 def fits_device(mixer: AttentionConfig | DeltaNetConfig, get: WeightSource) -> bool:
     """Tell whether a GPU's fused kernels run layers with this mixer."""
     case = get.case
-    if case.device != "cuda" or case.dtype != "bf16" or case.reference or case.triton:
+    if refuses_device(case) or refuses_type(case.dtype):
         return False
     if isinstance(mixer, DeltaNetConfig):
         return mixer.head_dim == delta_net.DIM
@@ -100,6 +102,7 @@ class DeviceAttention:
         after: RowNorm | None = None,  # of the part's answers
     ) -> None:
         self._config, self._pages, self._after = config, pages, after
+        self._dtype, self._narrow = get.case.dtype, narrow_type(get.case.dtype)
         self._norm = RowNorm(get.norm("attn.norm"), eps)
         names, orders = ["attn.q"], [query_rows(config)]
         if config.shares is None:
@@ -126,7 +129,8 @@ class DeviceAttention:
     def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
         """Add the attention of each row to it."""
         config, rows = self._config, len(x)
-        outs = dict(zip(self._names, self._in(normed_rows(x, self._norm)), strict=True))
+        normed = normed_rows(x, self._norm, self._narrow)
+        outs = dict(zip(self._names, self._in(normed), strict=True))
         keys = outs.get("attn.k")
         projected = Projected(
             outs["attn.q"], keys, outs.get("attn.v", keys), config.heads, config.head_dim
@@ -142,10 +146,10 @@ class DeviceAttention:
             mixed = self._decode(queries, batch, tables, gate)
         else:
             spans = self._pages.view(batch).spans
-            mixed = prefill.prefill(queries, self._pages.kv, spans, config.window, "bf16")
+            mixed = prefill.prefill(queries, self._pages.kv, spans, config.window, self._dtype)
             if gate is not None:
                 _apply(mixed, gate, config.heads)
-        add_answers(x, self._out, plain_rows(mixed), self._after)
+        add_answers(x, self._out, plain_rows(mixed, self._narrow), self._after)
 
     def _gate(self, outs: dict[str, torch.Tensor]) -> Gate | None:
         config = self._config
@@ -194,7 +198,7 @@ class DeviceDelta:
     def __init__(
         self, config: DeltaNetConfig, eps: float, get: WeightSource, state: RecurrentState
     ) -> None:
-        self._state, self._eps = state, eps
+        self._state, self._eps, self._narrow = state, eps, narrow_type(get.case.dtype)
         self._norm = RowNorm(get.norm("attn.norm"), eps)
         self._in = stack(get, ["delta.qkv", "delta.z", "delta.beta", "delta.alpha"])
         self._out = stack(get, ["delta.out"])
@@ -204,7 +208,7 @@ class DeviceDelta:
     @part_of_step("recurrent")
     def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
         """Add the answers of the rows' states to them."""
-        qkv, z, beta, alpha = self._in(normed_rows(x, self._norm))
+        qkv, z, beta, alpha = self._in(normed_rows(x, self._norm, self._narrow))
         heads = len(self._weights.decay)
         gate = (z.view(len(x), heads, -1), self._head_norm, self._eps)
         rows = (qkv, beta, alpha)
@@ -224,7 +228,7 @@ class DeviceDelta:
         else:
             spans = batch.shared("span tables", lambda: span_tables(batch.spans, len(x), x.device))
             mixed = delta_net.prefill(rows, self._weights, self._state, spans)
-            answers = plain_rows(delta_net.gated_norm(mixed, *gate).flatten(1))
+            answers = plain_rows(delta_net.gated_norm(mixed, *gate).flatten(1), self._narrow)
         self._out(answers, add=x)
 
 
@@ -238,6 +242,7 @@ class DeviceMlp:
         self._in = stack(get, ["ffn.gate", "ffn.up"])
         self._down = stack(get, ["ffn.down"])
         self._activation, self._after = config.activation, after
+        self._narrow = narrow_type(get.case.dtype)
 
     @part_of_step("dense")
     def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
@@ -252,15 +257,15 @@ class DeviceMlp:
         return small.rms_norm(found, self._after.weight, self._after.eps)
 
     def _inner(self, x: torch.Tensor) -> DeviceRows:
-        gate, up = self._in(normed_rows(x, self._norm))
-        return gated_rows(gate, up, self._activation)
+        gate, up = self._in(normed_rows(x, self._norm, self._narrow))
+        return gated_rows(gate, up, self._activation, self._narrow)
 
 
 class DeviceSide:
     """The part of a layer that reads its side inputs, gated by the residual stream."""
 
     def __init__(self, inputs: SideInputs, layer: int, get: WeightSource, eps: float) -> None:
-        self._inputs, self._layer = inputs, layer
+        self._inputs, self._layer, self._narrow = inputs, layer, narrow_type(get.case.dtype)
         self._gate = stack(get, ["side.gate"])
         self._proj = stack(get, ["side.proj"])
         self._after = RowNorm(get.norm("side.norm"), eps)
@@ -268,8 +273,9 @@ class DeviceSide:
     def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
         """Add the part's answers."""
         inputs = self._inputs.of(self._layer, len(x)).contiguous()
-        gate = self._gate(plain_rows(x))[0]
-        add_answers(x, self._proj, gated_rows(gate, inputs, "gelu"), self._after)
+        gate = self._gate(plain_rows(x, self._narrow))[0]
+        inner = gated_rows(gate, inputs, "gelu", self._narrow)
+        add_answers(x, self._proj, inner, self._after)
 
 
 class DeviceScale:

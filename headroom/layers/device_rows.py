@@ -1,13 +1,20 @@
-"""Rows on a GPU on their way through packed products: a few in f16, many in bf16."""
+"""Rows on a GPU on their way through packed products: a few in f16, many in bf16 or f16."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from headroom.formats.quants import BF16
 from headroom.kernels.cuda import matmul, plain, scratch, sizes, small, unpacked
 from headroom.kernels.cuda.matmul import HalfRows, RowNorm
+from headroom.kernels.cuda.narrow import (
+    QUANTS,
+    NarrowRows,
+    empty_rows,
+    fill_rows,
+    narrow_rows,
+    narrow_type,
+)
 from headroom.kernels.cuda.sizes import PACKED, TILE_ROWS
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.weight import PLAIN_TYPES, Weight
@@ -23,17 +30,9 @@ class DeviceRows:
 
     count: int
     few: HalfRows | None = None
-    many: torch.Tensor | None = None  # bf16 [rows, columns]
+    many: NarrowRows | None = None
     # float32 [rows, columns], beside `few`; made only where weights are plain
     floats: Callable[[], torch.Tensor] | None = None
-
-    @property
-    def plain(self) -> torch.Tensor:
-        """The rows as plain weights read them."""
-        if self.many is not None:
-            return self.many
-        assert self.floats is not None
-        return self.floats()
 
 
 def few_rows(count: int) -> bool:
@@ -41,27 +40,29 @@ def few_rows(count: int) -> bool:
     return count <= FEW_ROWS
 
 
-def plain_rows(x: torch.Tensor) -> DeviceRows:
-    """Return rows as they are."""
+def plain_rows(x: torch.Tensor, narrow: torch.dtype) -> DeviceRows:
+    """Return rows as they are; `narrow` is here and below the type of many rows."""
     if few_rows(len(x)):
         return DeviceRows(len(x), few=matmul.half_rows(x), floats=lambda: x)
-    return DeviceRows(len(x), many=_narrow(x))
+    return DeviceRows(len(x), many=narrow_rows(x, narrow))
 
 
-def normed_rows(x: torch.Tensor, norm: RowNorm) -> DeviceRows:
+def normed_rows(x: torch.Tensor, norm: RowNorm, narrow: torch.dtype) -> DeviceRows:
     """Return rows after a norm; `norm.out` gets them in float32 where it is given."""
     if few_rows(len(x)):
         rounded = matmul.half_rows(x, norm=norm)
         return DeviceRows(
             len(x), few=rounded, floats=lambda: small.rms_norm(x, norm.weight, norm.eps)
         )
-    many = scratch.empty(*x.shape, dtype=torch.bfloat16, device=x.device)
+    many = empty_rows(x.shape, narrow, x.device)
     with scratch.frame():
-        many.copy_(small.rms_norm(x, norm.weight, norm.eps, norm.out))
+        fill_rows(many, small.rms_norm(x, norm.weight, norm.eps, norm.out))
     return DeviceRows(len(x), many=many)
 
 
-def gated_rows(gate: torch.Tensor, up: torch.Tensor, activation: str) -> DeviceRows:
+def gated_rows(
+    gate: torch.Tensor, up: torch.Tensor, activation: str, narrow: torch.dtype
+) -> DeviceRows:
     """Return `act(gate) * up`; many rows of it are also left in `gate`."""
     if few_rows(len(gate)):
         return DeviceRows(
@@ -69,19 +70,15 @@ def gated_rows(gate: torch.Tensor, up: torch.Tensor, activation: str) -> DeviceR
             few=matmul.gated_half_rows(gate, up, activation),
             floats=lambda: small.gated_activation(gate, up, activation),
         )
-    return DeviceRows(len(gate), many=_narrow(small.gated_activation(gate, up, activation, gate)))
-
-
-def _narrow(x: torch.Tensor) -> torch.Tensor:
-    out = scratch.empty(*x.shape, dtype=torch.bfloat16, device=x.device)
-    return out.copy_(x)
+    inner = small.gated_activation(gate, up, activation, gate)
+    return DeviceRows(len(gate), many=narrow_rows(inner, narrow))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stack:
     """Matrices with one input; those of one type lie one after another and are read in one go."""
 
-    weights: tuple[Weight, ...]  # in tiles, or plain bf16 rows
+    weights: tuple[Weight, ...]  # in tiles, or plain rows in bf16 or f16
     members: tuple[tuple[int, ...], ...]  # which of the matrices each weight holds
     rows: tuple[int, ...]  # of each matrix
 
@@ -106,8 +103,9 @@ def _multiply(
     if x.many is not None:
         unpacked.multiply(x.many, weight, outs, add is not None)
         return
+    assert x.floats is not None
     with scratch.frame():
-        answers = plain.product(x.plain, weight.data)
+        answers = plain.product(x.floats(), weight.data)
     for out, part in zip(
         outs, torch.split(answers, [out.shape[1] for out in outs], dim=1), strict=True
     ):
@@ -156,19 +154,21 @@ def _may_join(first: FileMatrices, second: FileMatrices) -> bool:
 
 
 def _brought(get: WeightSource, names: Sequence[str], parts: Sequence[FileMatrices]) -> Weight:
-    """Bring one weight to the GPU: matrices of one packed type in tiles, any other in bf16."""
+    """Bring one weight to the GPU: matrices of one packed type in tiles, any other in 16 bits."""
     first, rows = parts[0], sum(part.rows for part in parts)
     if get.unpack or not (first.quant in PACKED or first.quant.name in PLAIN_TYPES):
-        return _plain(get.mapped(names[0], first.order))
+        return _plain(get.mapped(names[0], first.order), get.case.dtype)
     assert get.upload is not None
     if first.quant in PACKED:
         return Weight(get.upload.tiles(parts), first.quant, rows, first.columns, matmul.TILES)
-    return Weight(get.upload.rows(first, torch.bfloat16), BF16, rows, first.columns)
+    dtype = get.case.dtype
+    values = get.upload.rows(first, narrow_type(dtype))
+    return Weight(values, QUANTS[dtype], rows, first.columns)
 
 
-def _plain(weight: Weight) -> Weight:
-    """Return a weight that has no tiles in bf16 on the GPU."""
+def _plain(weight: Weight, dtype: str) -> Weight:
+    """Return a weight that has no tiles in bf16 or f16 on the GPU."""
     there = weight.data.to("cuda")
     if weight.quant.name not in PLAIN_TYPES:
         there = dequantise(there, weight.quant, weight.columns)
-    return Weight(there.to(torch.bfloat16), BF16, weight.rows, weight.columns)
+    return Weight(there.to(narrow_type(dtype)), QUANTS[dtype], weight.rows, weight.columns)

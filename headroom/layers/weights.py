@@ -7,9 +7,10 @@ from math import prod
 
 import torch
 
-from headroom.formats.quants import BF16, BY_NAME, F32
+from headroom.formats.quants import BY_NAME, F32
 from headroom.formats.tensor import TensorInfo
 from headroom.kernels.cuda.matmul import TILES
+from headroom.kernels.cuda.narrow import QUANTS, narrow_type
 from headroom.kernels.ops import Case, ExpertTable
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.registry import pick
@@ -49,9 +50,9 @@ class WeightSource:
         kernel = pick("matmul", replace(self.case, quant=found.quant))
         if kernel.backend == "cuda":
             weight = Weight(upload.tiles([found]), found.quant, found.rows, found.columns, TILES)
-        elif kernel.backend == "cuda-plain":  # in its type at once: no second copy beside it
-            values = upload.rows(found, torch.bfloat16)
-            weight = Weight(values, BF16, found.rows, found.columns)
+        elif kernel.backend.startswith("cuda-plain"):  # in its type at once: no copy beside it
+            values = upload.rows(found, narrow_type(self.case.dtype))
+            weight = Weight(values, QUANTS[self.case.dtype], found.rows, found.columns)
         else:
             weight = Weight(upload.rows(found), found.quant, found.rows, found.columns)
             upload.wait()  # what prepares it may read it

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headroom.kernels.cuda.sizes import FEW_ROWS
-from headroom.memory.device_scratch import DeviceStep, device_phases
+from headroom.memory.device_scratch import NARROW_TYPES, DeviceStep, device_phases
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.precision import checked_row_bytes, type_bytes
 from headroom.memory.shape import LayerShape, ModelShape
@@ -64,7 +64,7 @@ class PlanSettings:
     @property
     def uses_arena(self) -> bool:
         """Whether a GPU's fused kernels run the layers; their scratch is one piece of memory."""
-        return self.kernels == "device" and self.dtype == "bf16"
+        return self.kernels == "device" and self.dtype in NARROW_TYPES
 
     @property
     def pages(self) -> int:
@@ -254,6 +254,7 @@ def device_step(hidden: int, settings: PlanSettings) -> DeviceStep:
         spans=settings.parallel + 1,
         context=settings.context,
         unpack_bytes=settings.unpack_bytes,
+        halves=settings.dtype == "f16",
     )
 
 

@@ -7,7 +7,7 @@ on a CPU and compares.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 
 from headroom.kernels.cuda.sizes import (
@@ -22,6 +22,7 @@ from headroom.units import GIB, MIB
 
 CHUNK = 64  # rows that gated linear attention takes at once
 F32, BF16, I32 = 4, 2, 4
+NARROW_TYPES = ("bf16", "f16")  # that a GPU's fused kernels compute many rows in
 UPLOAD_BYTES = 2 * 64 * MIB  # of the buffers through which weights are loaded
 
 
@@ -34,6 +35,7 @@ class DeviceStep:
     spans: int  # most sequences that have rows
     context: int
     unpack_bytes: int
+    halves: bool = False  # many rows are f16: with powers of two, and answers in float32
 
 
 class _Tally:
@@ -87,18 +89,18 @@ def _largest(
     for layer in dict.fromkeys(layers):
         for rows in sizes:
             tally = _Tally()
-            part(tally, layer, DeviceStep(step.hidden, rows, min(step.spans, rows), step.context,
-                                          step.unpack_bytes))  # fmt: skip
+            part(tally, layer, replace(step, rows=rows, spans=min(step.spans, rows)))
             peak = max(peak, tally.peak)
     return peak
 
 
-def _rows_of(tally: _Tally, rows: int, columns: int, *, normed: bool = False) -> None:
+def _rows_of(tally: _Tally, step: DeviceStep, columns: int, *, normed: bool = False) -> None:
     """Rows on their way into a product."""
+    rows = step.rows
     if rows <= FEW_ROWS:
         tally.take(half_rows_bytes(rows, columns))
         return
-    tally.take(BF16 * rows * columns)
+    tally.take(BF16 * rows * columns, *([F32 * rows] if step.halves else []))
     if normed:
         with tally.frame():
             tally.take(F32 * rows * columns)
@@ -110,7 +112,8 @@ def _product(tally: _Tally, step: DeviceStep, outputs: int, columns: int) -> Non
     part = min(outputs, fitting)
     with tally.frame():
         if step.rows > FEW_ROWS:
-            tally.take(BF16 * step.rows * part, BF16 * part * columns)
+            answer = F32 if step.halves else BF16
+            tally.take(answer * step.rows * part, BF16 * part * columns)
         else:
             tally.take(F32 * step.rows * columns)  # which a plain weight reads
 
@@ -120,7 +123,7 @@ def _attention(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
         return
     rows, width = step.rows, layer.query_heads * layer.key_dim
     outs = [width, *layer.kv_values, layer.gate_width]
-    _rows_of(tally, rows, step.hidden, normed=True)
+    _rows_of(tally, step, step.hidden, normed=True)
     tally.take(*(F32 * rows * out for out in outs))
     _product(tally, step, sum(outs), step.hidden)
     tally.take(F32 * rows * width)  # queries
@@ -132,7 +135,7 @@ def _attention(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
         seen = min(step.context, layer.window + rows) if layer.window else step.context
         with tally.frame():
             tally.take(*(2 * [BF16 * seen * layer.kv_heads * layer.key_dim]), BF16 * rows * width)
-    _rows_of(tally, rows, width)
+    _rows_of(tally, step, width)
     _answers(tally, layer, step)
     _product(tally, step, step.hidden, width)
 
@@ -151,7 +154,7 @@ def _recurrent(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
     inner = heads * dim
     channels = layer.mixer_width // 2 - inner
     outs = (channels, inner, heads, heads)
-    _rows_of(tally, rows, step.hidden, normed=True)
+    _rows_of(tally, step, step.hidden, normed=True)
     tally.take(*(F32 * rows * out for out in outs))
     _product(tally, step, sum(outs), step.hidden)
     tally.take(F32 * rows * inner)  # answers
@@ -164,15 +167,15 @@ def _recurrent(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
         tally.take(F32 * rows * channels, F32 * rows * 2 * heads)
     else:
         tally.take(F32 * rows * inner)  # normed and gated
-    _rows_of(tally, rows, inner)
+    _rows_of(tally, step, inner)
     _product(tally, step, step.hidden, inner)
 
 
 def _feed_forward(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
     if layer.experts:
         return
-    rows, width = step.rows, layer.ffn_width
-    _rows_of(tally, rows, step.hidden, normed=True)
+    width = layer.ffn_width
+    _rows_of(tally, step, step.hidden, normed=True)
     _gated(tally, step, width)
     _answers(tally, layer, step)
     _product(tally, step, step.hidden, width)
@@ -181,7 +184,7 @@ def _feed_forward(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
 def _gated(tally: _Tally, step: DeviceStep, width: int) -> None:
     tally.take(*(2 * [F32 * step.rows * width]))
     _product(tally, step, 2 * width, step.hidden)
-    _rows_of(tally, step.rows, width)
+    _rows_of(tally, step, width)
 
 
 def _experts(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
@@ -189,12 +192,12 @@ def _experts(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
         return
     rows, picks = step.rows, step.rows * layer.experts_used
     tally.take(F32 * rows * step.hidden)  # normed, as the router reads it
-    _rows_of(tally, rows, step.hidden, normed=layer.post_norms)
+    _rows_of(tally, step, step.hidden, normed=layer.post_norms)
     tally.take(F32 * rows * (layer.experts + 1), I32 * picks, F32 * picks)
     if layer.post_norms:  # beside a dense part, whose answers come after theirs
         tally.take(F32 * rows * step.hidden)
         _routed(tally, layer, step)
-        _rows_of(tally, rows, step.hidden, normed=True)
+        _rows_of(tally, step, step.hidden, normed=True)
         tally.take(F32 * rows * step.hidden)
     if layer.ffn_width:
         _gated(tally, step, layer.ffn_width)
@@ -214,6 +217,7 @@ def _routed(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
     plain = 2 * BF16 * each * layer.expert_width * step.hidden
     with tally.frame():
         tally.take(plain, BF16 * picks * step.hidden, BF16 * picks * layer.expert_width)
+        tally.take(F32 * picks if step.halves else 0)
 
 
 def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> int:
@@ -231,9 +235,10 @@ def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> in
         if layer.kind != "recurrent":
             width = layer.query_heads * layer.key_dim
             size = BF16 * rows * width + F32 * rows * layer.query_heads
-            if layer.window or layer.key_dim > MOST_FLASH_DIM:
+            if layer.window or (layer.key_dim > MOST_FLASH_DIM and not step.halves):
                 size += _masked_bytes(layer, step)
-        grouped = BF16 * picks * (2 * layer.expert_width + step.hidden) + PICK_BYTES * picks
+        answer = F32 if step.halves else BF16
+        grouped = answer * picks * (2 * layer.expert_width + step.hidden) + PICK_BYTES * picks
         most = max(most, size, grouped if layer.experts else 0)
     rope = 4 * F32 * rows * max(layer.key_dim for layer in layers)
     return most + rope + _cublas_bytes(sm)

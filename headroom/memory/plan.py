@@ -15,7 +15,7 @@ from headroom.memory.budget import (
 )
 from headroom.memory.cold_speeds import ColdSpeeds, speeds_of
 from headroom.memory.cost import Prediction, predict
-from headroom.memory.device_scratch import unpack_bytes_for
+from headroom.memory.device_scratch import NARROW_TYPES, unpack_bytes_for
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.experts import parse_expert_budget
 from headroom.memory.layout import DevicePlan, HostPlan, Layout, biggest_line, lay_out
@@ -184,7 +184,7 @@ def make_plan(
     task = _Task(model, tuple(devices), options, precision, rules)
     if task.native:
         task = replace(task, model=model.in_panels())
-    elif task.kernels == "device" and (options.dtype or precision.activation) == "bf16":
+    elif task.kernels == "device" and (options.dtype or precision.activation) in NARROW_TYPES:
         task = replace(
             task, model=model.in_tiles()
         )  # other types run on weights as files have them

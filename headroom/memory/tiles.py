@@ -10,7 +10,7 @@ PLAIN = frozenset((F32, F16, BF16))
 
 
 def tile_padding(tensors: Tensors) -> Padding:
-    """Return what tiles add to a layer's matrices; those of plain types are held in bf16."""
+    """Return what tiles add to a layer's matrices; those of plain types are held in 16 bits."""
     return Padding(
         bytes=sum(
             _added(quant, *shape)

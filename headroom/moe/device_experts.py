@@ -9,6 +9,7 @@ from headroom.kernels.cuda import route as cuda_route
 from headroom.kernels.cuda import scratch, small
 from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles, Others
 from headroom.kernels.cuda.matmul import RowNorm
+from headroom.kernels.cuda.narrow import narrow_type
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.device_block import DeviceBatch, DeviceMlp
 from headroom.layers.device_rows import DeviceRows, few_rows, gated_rows, normed_rows, stack
@@ -96,7 +97,7 @@ class DeviceExperts:
         counts: Counts,
         place: Place | None = None,  # where some of the experts are cold
     ) -> None:
-        self._config, self._eps = config, eps
+        self._config, self._eps, self._narrow = config, eps, narrow_type(get.case.dtype)
         self._norm = get.norm("ffn.norm")
         self._router = DeviceRouter(config, get, counts)
         self._experts, self.cold = open_steps(config, get, place)
@@ -111,7 +112,7 @@ class DeviceExperts:
     def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
         """Add the answers of each row's experts."""
         normed = scratch.empty(*x.shape, device=x.device)
-        rows = normed_rows(x, RowNorm(self._norm, self._eps, normed))
+        rows = normed_rows(x, RowNorm(self._norm, self._eps, normed), self._narrow)
         ids, weights, logits = self._router(normed, batch)
         cold = self.cold if rows.few is not None else None
         if cold is not None:  # before all else that a CPU can run beside
@@ -130,7 +131,7 @@ class DeviceExperts:
             return None
         both, down = self._shared
         gate, up = both(rows)
-        return down(gated_rows(gate, up, self._config.activation))[0]
+        return down(gated_rows(gate, up, self._config.activation, self._narrow))[0]
 
 
 def upload_experts(get: WeightSource, count: int) -> ExpertTiles:
@@ -155,7 +156,7 @@ class DeviceBeside:
         counts: Counts,
         place: Place | None = None,  # where some of the experts are cold
     ) -> None:
-        self._dense, self._eps = dense, eps
+        self._dense, self._eps, self._narrow = dense, eps, narrow_type(get.case.dtype)
         # What the router's scale and the root of the width do is a norm's weight.
         scale = get.vector("ffn.router_scale")
         self._router_norm = scale.mul_(len(scale) ** -0.5)
@@ -172,7 +173,8 @@ class DeviceBeside:
         cold = self.cold if few_rows(len(x)) else None
         answers = scratch.empty(*x.shape, device=x.device)
         # What the CPU is to read lies where the answers will.
-        rows = normed_rows(x, RowNorm(self._before, self._eps, None if cold is None else answers))
+        before = RowNorm(self._before, self._eps, None if cold is None else answers)
+        rows = normed_rows(x, before, self._narrow)
         if cold is not None:
             cold.before(answers, ids, weights)
         routed = _run(self._experts, rows, (ids, weights), out=answers)

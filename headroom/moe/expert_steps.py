@@ -8,6 +8,7 @@ from headroom.kernels.cuda import experts as cuda_experts
 from headroom.kernels.cuda import handover
 from headroom.kernels.cuda.experts import ExpertTiles, Others
 from headroom.kernels.cuda.matmul import HalfRows
+from headroom.kernels.cuda.narrow import NarrowRows
 from headroom.moe.store import LayerStore
 from headroom.moe.stream import StreamedLayer
 
@@ -27,7 +28,7 @@ class ExpertSteps(Protocol):
         ...
 
     def many_rows(
-        self, x: torch.Tensor, picks: Picks, others: Others, out: torch.Tensor | None
+        self, x: NarrowRows, picks: Picks, others: Others, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the same for more rows; never captured."""
         ...
@@ -46,7 +47,7 @@ class ReadInPlace:
         return cuda_experts.few_rows(x, *picks, self._tiles, self._activation, others, out)
 
     def many_rows(
-        self, x: torch.Tensor, picks: Picks, others: Others, out: torch.Tensor | None
+        self, x: NarrowRows, picks: Picks, others: Others, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the same; each expert that was chosen is read once."""
         return cuda_experts.many_rows(x, *picks, self._tiles, self._activation, others, out)
@@ -60,7 +61,7 @@ class Streamed(ReadInPlace):
         self._stream = stream
 
     def many_rows(
-        self, x: torch.Tensor, picks: Picks, others: Others, out: torch.Tensor | None
+        self, x: NarrowRows, picks: Picks, others: Others, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the same; each cold expert is copied at most once."""
         return self._stream.many_rows(x, picks, others, out)
@@ -81,7 +82,7 @@ class WithoutCold(ReadInPlace):
         return super().few_rows(x, picks, others, out)
 
     def many_rows(
-        self, x: torch.Tensor, picks: Picks, others: Others, out: torch.Tensor | None
+        self, x: NarrowRows, picks: Picks, others: Others, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the same."""
         handover.drop(*picks, self._is_hot)

@@ -21,6 +21,7 @@ from headroom.kernels.cuda.experts import (
     SomeExperts,
     unpack_some,
 )
+from headroom.kernels.cuda.narrow import NarrowRows, as_narrow
 from headroom.kernels.cuda.picks import ExpertGroup
 from headroom.kernels.cuda.sizes import ALIGNMENT
 from headroom.kernels.native import experts as native_experts
@@ -134,13 +135,14 @@ class StreamedLayer:
 
     def many_rows(
         self,
-        x: torch.Tensor,  # [rows, hidden]
+        x: torch.Tensor | NarrowRows,  # [rows, hidden]
         picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights [rows, used]
         others: Others = NO_OTHERS,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the weighted sum of each row's experts and what else it gets."""
-        chosen = ChosenRows(x if x.dtype == torch.bfloat16 else x.bfloat16(), *picks)
+        rows = as_narrow(x)
+        chosen = ChosenRows(rows.values, *picks, rows.powers)
         self._stream.counts.layers += 1
         if self.counts_picks(picks[0].numel()):
             return self._counted(chosen, others, out)
@@ -161,7 +163,7 @@ class StreamedLayer:
     ) -> torch.Tensor:
         stream, tiles = self._stream, self._tiles
         stream.begin(pieces_of(groups), ahead)
-        arriving = _Arriving(stream, tiles, groups)
+        arriving = _Arriving(stream, tiles, groups, chosen.x.dtype)
         return cuda_experts.sum_groups(chosen, tiles, self._activation, arriving, others, out)
 
     def _ahead(self, picks: int) -> list[Piece]:
@@ -178,7 +180,7 @@ class StreamedLayer:
         stream, tiles, cold = self._stream, self._tiles, self._pieces.rows()
         read = [count_picks(chosen.ids, len(tiles.addresses))]
         if stream.rates is not None:
-            read += [chosen.x, chosen.ids, chosen.weights]
+            read += [_floats(chosen), chosen.ids, chosen.weights]
         counts, *rows = read_back(read)
         by_expert = counts.tolist()
         used = {expert: by_expert[expert] for expert in cold if by_expert[expert]}
@@ -193,7 +195,7 @@ class StreamedLayer:
         theirs = torch.zeros(len(by_expert), dtype=torch.bool)
         theirs[list(left)] = True
         ids = _without(chosen.ids, theirs.to(chosen.ids.device))
-        kept = ChosenRows(chosen.x, ids, chosen.weights)
+        kept = ChosenRows(chosen.x, ids, chosen.weights, chosen.powers)
         out = self._streamed(kept, groups, (), others, out)
         # All the GPU's work was asked for: it goes on meanwhile.
         answers = self._cpu_answers(ChosenRows(*rows), theirs)
@@ -214,16 +216,20 @@ class _Arriving:
     """Unpacks a group's hot experts from their slots and its cold ones as they come."""
 
     def __init__(
-        self, stream: ColdStream, tiles: ExpertTiles, groups: Sequence[GroupExperts]
+        self,
+        stream: ColdStream,
+        tiles: ExpertTiles,
+        groups: Sequence[GroupExperts],
+        dtype: torch.dtype,  # that they are unpacked to
     ) -> None:
-        self._stream, self._tiles = stream, tiles
+        self._stream, self._tiles, self._dtype = stream, tiles, dtype
         self._left = deque(groups)
         self._downs: torch.Tensor | None = None
 
     def gates_and_ups(self, group: ExpertGroup) -> torch.Tensor:
         """Unpack all of a group's experts, and return gates and ups."""
         tiles, experts = self._tiles, self._left.popleft()
-        plain = cuda_experts.empty_gates_and_ups(tiles, group)
+        plain = cuda_experts.empty_gates_and_ups(tiles, group, self._dtype)
         self._downs = downs = self._room_for_downs(len(plain))
         if len(experts.hot):
             unpack_some(tiles, SomeExperts(experts.hot), group, plain, downs)
@@ -239,9 +245,9 @@ class _Arriving:
     def _room_for_downs(self, count: int) -> torch.Tensor:
         tiles = self._tiles
         shape = count, tiles.hidden, tiles.width
-        room = self._stream.downs.view(torch.bfloat16)[: prod(shape)]
+        room = self._stream.downs.view(self._dtype)[: prod(shape)]
         if len(room) < prod(shape):  # more than planned: the scratch says so
-            return scratch.empty(*shape, dtype=torch.bfloat16, device=room.device)
+            return scratch.empty(*shape, dtype=self._dtype, device=room.device)
         return room.view(shape)
 
 
@@ -263,6 +269,11 @@ def count_picks(ids: torch.Tensor, experts: int) -> torch.Tensor:
     counts = torch.zeros(experts + 1, dtype=torch.int32, device=ids.device)
     ones = torch.ones_like(flat, dtype=torch.int32)
     return counts.scatter_add_(0, torch.where(flat < 0, experts, flat), ones)[:experts]
+
+
+def _floats(chosen: ChosenRows) -> torch.Tensor:
+    """Rows as a CPU reads them: as they are in bf16, or times their powers."""
+    return chosen.x if chosen.powers is None else chosen.x * chosen.powers[:, None]
 
 
 def _without(ids: torch.Tensor, passed_over: torch.Tensor) -> torch.Tensor:

@@ -21,16 +21,29 @@ def test_a_gpu_is_told_with_memory_driver_and_kernels() -> None:
         "NVIDIA H200, sm_90, 20.00 GiB of 24.00 GiB free, driver 580.65.06, torch for CUDA 13.0, "
         "computes in bf16, NVRTC compiles"
     )
-    count = len(families(90))
+    count = len(families())
     assert told["cuda:0 kernels"] == f"{count} of {count} families run"
+    assert set(told) == {"cuda:0", "cuda:0 kernels"}
+
+
+def test_what_an_older_gpu_runs_in_another_way_is_told() -> None:
+    facts = GpuFacts(name="cuda:0", product="Tesla T4", sm=75, driver="580.65.06")
+    told = gpu_texts([gpu_row(spec("cuda", 75), facts, TORCH)])
+    assert told["cuda:0 kernels"].endswith("families run")
+    assert told["cuda:0 sm_75"] == (
+        "products and attention compute in f16; in prompts, the experts of a layer are multiplied "
+        "one after another and the host waits for each layer"
+    )
 
 
 def test_families_that_a_gpu_cannot_run_are_told_with_the_reason() -> None:
-    facts = GpuFacts(name="cuda:0", product="Tesla T4", sm=75, driver="580.65.06")
-    told = gpu_texts([gpu_row(spec("cuda", 75), facts, TORCH)])
-    assert told["cuda:0 attention of few rows"] == "needs sm_80"
-    assert told["cuda:0 products of few rows"] == "needs sm_80"
-    assert "cuda:0 sampler" not in told
+    facts = GpuFacts(name="cuda:0", product="NVIDIA H200", sm=90)
+    row = gpu_row(spec("cuda", 90), facts, TORCH)
+    row["kernels"]["sampler"] = "sampler.cu does not compile for sm_90"
+    told = gpu_texts([row])
+    count = len(families())
+    assert told["cuda:0 kernels"] == f"{count - 1} of {count} families run"
+    assert told["cuda:0 sampler"] == "sampler.cu does not compile for sm_90"
 
 
 def test_a_refused_gpu_says_why_and_lists_no_kernels() -> None:

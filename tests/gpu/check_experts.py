@@ -12,6 +12,7 @@ from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import experts as fast
 from headroom.kernels.cuda import grouped, picks
 from headroom.kernels.cuda.matmul import half_rows
+from headroom.kernels.cuda.narrow import NarrowRows, narrow_rows
 from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.ops import ExpertTable
@@ -121,10 +122,14 @@ def check(
             distance(fast.many_rows(*moved, tiles, activation), wanted),
         ]
     good = max(errors) < 0.015
+    halves = narrow_rows(moved[0] * 2**18, torch.float16)  # beyond what f16 itself holds
+    halves = NarrowRows(halves.values, halves.powers / 2**18)
+    errors.append(distance(fast.many_rows(halves, *moved[1:], tiles, activation), wanted))
+    good = good and errors[-1] < 0.003
     if rows <= 32:
         few = fast.few_rows(half_rows(moved[0]), *moved[1:], tiles, activation, others)
         errors.append(distance(few, wanted + more))
-        good = good and errors[2] < 0.001
+        good = good and errors[-1] < 0.001
     text = " ".join(f"{e:.1e}" for e in errors)
     case = f"{kinds} {sizes} x{rows} used {used} {activation} {way}"
     print(f"{'PASS' if good else 'FAIL'} {case}: {text}", flush=True)

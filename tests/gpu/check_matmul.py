@@ -66,15 +66,16 @@ def report(name: str, error: float, limit: float) -> bool:
     return error <= limit
 
 
-def check(name: str, rows: int, columns: int, tokens: int) -> bool:
-    """One product against float64."""
+def check(name: str, rows: int, columns: int, tokens: int, dtype: str = "bf16") -> bool:
+    """One product against float64; many tokens are multiplied in `dtype`."""
     weight = random_weight(name, rows, columns)
     real = dequantise(weight.data, weight.quant, columns).view(rows, columns).double()
     x = torch.randn(tokens, columns) * torch.randn(tokens, 1).mul(5).exp()
     found = torch.full((tokens, rows), float("nan"), device=DEVICE)
-    matmul.matmul(x.to(DEVICE), to_tiles(weight), "bf16", found)
-    limit = 6e-4 if tokens <= matmul.FEW_ROWS else 5e-3
-    return report(f"{name} {rows}x{columns} x{tokens}", distance(found, x.double() @ real.T), limit)
+    matmul.matmul(x.to(DEVICE), to_tiles(weight), dtype, found)
+    limit = 6e-4 if tokens <= matmul.FEW_ROWS or dtype == "f16" else 5e-3
+    error = distance(found, x.double() @ real.T)
+    return report(f"{name} {rows}x{columns} x{tokens} {dtype}", error, limit)
 
 
 def check_outputs(name: str) -> bool:
@@ -235,6 +236,7 @@ def main() -> None:
         for rows, columns, tokens in SIZES:
             if columns % BY_NAME[name].block == 0:
                 attempt(check, name, rows, columns, tokens)
+        attempt(check, name, 33, 768, 40, "f16")
         attempt(check_outputs, name)
         attempt(check_alone, name, 144, 2048)
     for tokens, columns in ROWS:

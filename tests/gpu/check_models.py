@@ -24,14 +24,14 @@ def all_logits(pipeline: Pipeline, tokens: list[int], pieces: list[int]) -> torc
     return torch.cat(found)
 
 
-def compare(name: str, path: Path) -> None:
+def compare(name: str, path: Path, **given: object) -> None:
     """Prompts read whole, in chunks, token by token and in small pieces."""
     torch.manual_seed(1)
     settings = {"context": 512, "parallel": 4, "chunk": 256}
     cpu, _ = open_pipeline(path, device="cpu", dtype="f32", kv_type="f32", **settings)
     tokens = torch.randint(0, min(cpu.vocab, 1000), (100,)).tolist()
     wanted = all_logits(cpu, tokens, [100])
-    gpu, _ = open_pipeline(path, device="cuda:0", **settings)
+    gpu, _ = open_pipeline(path, device="cuda:0", **settings, **given)
     for label, pieces in (
         ("prefill", [100]),
         ("chunks", [40, 3, 57]),
@@ -49,18 +49,21 @@ def compare(name: str, path: Path) -> None:
             traceback.print_exc(limit=6)
 
 
-def main(folder: Path) -> None:
+MODELS = (
+    ("llama", "llama", ["--quant", "Q8_0"]),
+    ("qwen3", "qwen3", ["--quant", "Q4_K_M"]),
+    ("qwen3moe", "qwen3moe", ["--quant", "Q4_K_M"]),
+    ("laguna", "laguna", ["--quant", "Q8_0"]),
+    ("27b-4", "qwen35", ["--size", "qwen3.5-27b", "--layers", "4", "--quant", "Q4_K_M"]),
+    ("35b-4", "qwen35moe", ["--size", "qwen3.5-35b-a3b", "--layers", "4", "--quant", "Q4_K_M"]),
+)
+
+
+def main(folder: Path, **given: object) -> None:
     """Every family that the fused parts cover, small or with four layers of true width."""
-    for name, family, more in (
-        ("llama", "llama", ["--quant", "Q8_0"]),
-        ("qwen3", "qwen3", ["--quant", "Q4_K_M"]),
-        ("qwen3moe", "qwen3moe", ["--quant", "Q4_K_M"]),
-        ("laguna", "laguna", ["--quant", "Q8_0"]),
-        ("27b-4", "qwen35", ["--size", "qwen3.5-27b", "--layers", "4", "--quant", "Q4_K_M"]),
-        ("35b-4", "qwen35moe", ["--size", "qwen3.5-35b-a3b", "--layers", "4", "--quant", "Q4_K_M"]),
-    ):
+    for name, family, more in MODELS:
         try:
-            compare(name, synth(family, folder / f"{name}.gguf", *more))
+            compare(name, synth(family, folder / f"{name}.gguf", *more), **given)
         except Exception:
             print("FAIL", name)
             traceback.print_exc(limit=8)
@@ -69,3 +72,4 @@ def main(folder: Path) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made:
         main(Path(made))
+        main(Path(made), dtype="f16", kv_type="f16")

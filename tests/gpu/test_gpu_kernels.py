@@ -33,6 +33,7 @@ MATMULS = [
     for size in check_matmul.SIZES
     if size[1] % BY_NAME[kind].block == 0
 ]
+MATMULS += [(kind, 33, 768, 40, "f16") for kind in check_matmul.KINDS]
 EXPERTS = [
     (MIXED, (6, 256, 512), 1, 3, "silu"),
     (MIXED, (6, 256, 256), 5, 2, "gelu"),

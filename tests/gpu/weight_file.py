@@ -51,9 +51,9 @@ class WeightFile:
             for name, (offset, kind, shape) in self._tensors.items()
         }
 
-    def source(self, upload: Upload) -> WeightSource:
+    def source(self, upload: Upload, dtype: str = "bf16") -> WeightSource:
         """The weights as a GPU gets them."""
-        case = Case(device="cuda", dtype="bf16")
+        case = Case(device="cuda", dtype=dtype)
         return WeightSource(self.tensors, case, False, self._count, upload=upload)
 
     def _count(self, line: str, size: int) -> None:

@@ -40,7 +40,8 @@ static float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 static dim3 threadIdx, blockIdx, blockDim, gridDim;
-alignas(64) float shared[1 << 16];  // dynamic shared memory goes by this name in every kernel
+alignas(64) float shared[1 << 16];  // dynamic shared memory goes by one of these names in every kernel
+extern uint4 memory[1 << 14] __attribute__((alias("shared")));
 
 enum State { RUNS, AT_WARP, AT_BLOCK, DONE };
 struct Fiber {
@@ -90,6 +91,7 @@ static unsigned __ballot_sync(unsigned, bool mine) {
     wait_as(AT_WARP);
     return found;
 }
+static bool __any_sync(unsigned mask, bool mine) { return __ballot_sync(mask, mine); }
 static int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 static int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
@@ -160,19 +162,16 @@ static __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
 }
 
 // mma.cuh: the lanes bring their parts of two matrices of f16, and take their sums.
-static __half matrices[32][2][16][16];  // of each warp: 16 rows, then 8
-static void mma(float* c, const unsigned* a, unsigned b0, unsigned b1) {
+static __half matrices[32][2][16][8];  // of each warp: 16 rows, then 8
+static void mma_k8(float* c, unsigned a0, unsigned a1, unsigned b) {
     const int me = current % 32, g = me / 4, t = me % 4;
     auto& mine = matrices[current / 32];
-    const auto put = [&](int which, int row, int column, unsigned word) {
-        memcpy(&mine[which][row][column], &word, 4);
-    };
-    for (int i = 0; i < 4; ++i) put(0, g + i % 2 * 8, 2 * t + i / 2 * 8, a[i]);
-    put(1, g, 2 * t, b0);
-    put(1, g, 2 * t + 8, b1);
+    memcpy(&mine[0][g][2 * t], &a0, 4);
+    memcpy(&mine[0][g + 8][2 * t], &a1, 4);
+    memcpy(&mine[1][g][2 * t], &b, 4);
     wait_as(AT_WARP);
     for (int i = 0; i < 4; ++i)
-        for (int k = 0; k < 16; ++k)
+        for (int k = 0; k < 8; ++k)
             c[i] += static_cast<float>(mine[0][g + i / 2 * 8][k]) * static_cast<float>(mine[1][2 * t + i % 2][k]);
     wait_as(AT_WARP);
 }
@@ -224,6 +223,30 @@ static void mma_bf16(float* c, const unsigned* a, const unsigned* b) {
     for (int i = 0; i < 4; ++i)
         for (int k = 0; k < 16; ++k) c[i] += mine[g + i / 2 * 8][k] * mine[16 + 2 * t + i % 2][k];
     wait_as(AT_WARP);
+}
+
+// matrices.cuh: each lane says where a row of eight is, and takes two neighbours of each matrix.
+static const uint16_t* places[32][32];
+template <bool TURN> void load_matrices(unsigned* to, const uint16_t* from) {
+    const int me = current % 32, g = me / 4, t = me % 4;
+    const auto* mine = places[current / 32];
+    places[current / 32][me] = from;
+    wait_as(AT_WARP);
+    for (int i = 0; i < 4; ++i) {
+        const auto* rows = mine + 8 * i;
+        to[i] = TURN ? rows[2 * t][g] | rows[2 * t + 1][g] << 16 : rows[g][2 * t] | rows[g][2 * t + 1] << 16;
+    }
+    wait_as(AT_WARP);
+}
+static unsigned turn(unsigned x) {
+    const int me = current % 32, g = me / 4, t = me % 4;
+    static uint16_t held[32][8][8];  // of each warp
+    auto& mine = held[current / 32];
+    memcpy(&mine[g][2 * t], &x, 4);
+    wait_as(AT_WARP);
+    const unsigned turned = mine[2 * t][g] | mine[2 * t + 1][g] << 16;
+    wait_as(AT_WARP);
+    return turned;
 }
 
 // handover.cu: the words that a thread of the host writes, and a clock.

@@ -14,8 +14,10 @@ from tests.nvrtc import compile_source, missing
 
 MAIN = 90  # the GPU for which all macros are tried
 OTHERS = (75, 80, 86, 89, 120)
-# Their tensor-core products are of later GPUs: sm_75 computes in f16 or f32, without them.
-TENSOR_CORES = {"decode.cu", "grouped.cu", "matmul.cu"}
+# Its products of sorted rows are of later GPUs.
+LATER = {"grouped.cu"}
+# The oldest GPU takes ways of its own, so that all macros are tried for it, too, of these.
+OLDEST, OWN_WAYS = 75, ("decode.cu", "matmul.cu", "experts.cu", "activations.cu")
 
 Defines = dict[str, int]
 
@@ -55,10 +57,11 @@ DEFINES: dict[str, list[Defines]] = {
         {"DIM": 64, "PAGE": 64, "KIND": _id("q4_1"), "OUT_KIND": _id("f32")},
     ],
     "decode.cu": [
-        _attention(256, "f16", TILES=2),
-        _attention(512, "bf16", TILES=2),
-        _attention(64, "q8_0", TILES=4),
-        _attention(80, "q5_1", TILES=1),
+        _attention(256, "f16", TILES=2, PARTS=4),
+        _attention(512, "bf16", TILES=2, PARTS=2),
+        _attention(64, "q8_0", TILES=4, PARTS=4),
+        _attention(80, "q5_1", TILES=1, PARTS=2),
+        _attention(512, "f16", TILES=1, PARTS=1),
     ],
     "delta_chunks.cu": [
         _delta(64) | {"HELD": 64},
@@ -67,13 +70,17 @@ DEFINES: dict[str, list[Defines]] = {
         _delta(32) | {"HELD": 128},
     ],
     "delta_net.cu": [_delta(16), _delta(128, tiled=1)],
-    "dequant.cu": [{"KIND": _id(kind), "WARPS": 4} for kind in KINDS],
+    "dequant.cu": [
+        {"KIND": _id(kind), "WARPS": 4, "OUT_F16": number % 2} for number, kind in enumerate(KINDS)
+    ],
     "exact.cu": [_attention(256, "f32"), _attention(512, "q5_0"), _attention(64, "bf16")],
     "experts.cu": [_experts("q4_k", "q6_k", 0), _experts("q8_0", "q5_1", 1)],
     "grouped.cu": [{"ROWS": rows, "STAGES": stages} for rows, stages in grouped.STAGES.items()],
+    "half_experts.cu": [{"GELU": 0}, {"GELU": 1}],
     "handover.cu": [handover.WORDS],
     "marker.cu": [{}],
     "matmul.cu": [_product(kind, 1 + number % 4) for number, kind in enumerate(KINDS)],
+    "narrow.cu": [{}],
     "pack.cu": [{"KIND": _id(kind), "WARPS": WARPS} for kind in KINDS],
     "rope.cu": [
         {"DIM": 256, "HALF": 32, "K_KIND": _id(kind), "V_KIND": _id(kind), "Q_BF16": number % 2}
@@ -84,7 +91,7 @@ DEFINES: dict[str, list[Defines]] = {
         {"EXPERTS": 60, "SIGMOID": 1},
         {"EXPERTS": 32, "SIGMOID": 0, "ROWS": 4},
     ],
-    "sampler.cu": [{}],
+    "sampler.cu": [{}, {"MOST": 2048}],
     "small.cu": [
         {"RESIDUAL": number % 2, "GELU": number % 2, "KIND": _id(kind)}
         for number, kind in enumerate(("f32", "f16", "bf16", *KINDS))
@@ -113,11 +120,19 @@ def test_a_source_compiles_with_all_macros(source: str) -> None:
         assert [said for said in found if said] == []
 
 
+@pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
+@pytest.mark.parametrize("source", OWN_WAYS)
+def test_a_source_compiles_with_all_macros_for_the_oldest_gpu(source: str) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        found = threads.map(lambda defines: complaints_of(source, defines, OLDEST), DEFINES[source])
+        assert [said for said in found if said] == []
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
-@pytest.mark.parametrize("arch", OTHERS)
-@pytest.mark.parametrize("source", DEFINES)
+@pytest.mark.parametrize(
+    ("source", "arch"),
+    [(x, arch) for x in DEFINES for arch in OTHERS if arch > OLDEST or x not in LATER],
+)
 def test_a_source_compiles_for_every_gpu(source: str, arch: int) -> None:
-    if arch < 80 and source in TENSOR_CORES:
-        pytest.skip("runs on later GPUs")
     assert complaints_of(source, DEFINES[source][0], arch) == ""

@@ -6,8 +6,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headroom.kernels.cuda import delta_net, experts, grouped, matmul, pack, route
+from headroom.kernels.cuda import (
+    delta_net,
+    experts,
+    grouped,
+    half_experts,
+    matmul,
+    narrow,
+    pack,
+    route,
+)
 from headroom.kernels.cuda.delta_net import ChunkBlocks
+from headroom.kernels.cuda.sizes import PACKED, record_bytes
 from headroom.kernels.ops import RouterRule
 from tests.gpu import check_delta_net, check_experts, check_matmul, check_route
 from tests.gpu.check_delta_net import Shape, span
@@ -20,7 +30,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Let the launchers run their kernels here, as if on a GPU of the properties returned."""
     torch.manual_seed(0)
-    for module in (delta_net, experts, grouped, matmul, pack, route):
+    for module in (delta_net, experts, grouped, half_experts, matmul, narrow, pack, route):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     for check in (check_delta_net, check_experts, check_matmul, check_route):
         monkeypatch.setattr(check, "DEVICE", "cpu")
@@ -146,6 +156,27 @@ def test_blocks_take_tiles_in_turns_where_the_gpu_is_small(on_the_cpu: SimpleNam
     on_the_cpu.multi_processor_count = 1
     on_the_cpu.shared_memory_per_multiprocessor = 1
     assert check_matmul.check("q4_k", 16 * 19, 256, 17)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("q8_0", 40), ("q4_k", 16 * 201)])
+def test_packed_products_run_where_blocks_have_little_shared_memory(
+    on_the_cpu: SimpleNamespace, name: str, rows: int
+) -> None:
+    on_the_cpu.shared_memory_per_block_optin = 64 << 10
+    assert check_matmul.check(name, rows, 1280 if rows == 40 else 256, 25)
+
+
+@pytest.mark.parametrize("limit", [64 << 10, 99 << 10, 163 << 10, 227 << 10])
+def test_products_fit_into_the_shared_memory_of_a_block(limit: int) -> None:
+    for record in map(record_bytes, PACKED):
+        for tiles, records in ((10, 1), (10, 5), (199, 20), (200, 20), (600, 68)):
+            shapes = [
+                matmul.shape_for(tiles, records, groups, record, limit) for groups in (1, 2, 3, 4)
+            ]
+            for groups, shape in enumerate(shapes, start=1):
+                barriers = 8 * shape.warps * shape.stages
+                assert shape.shared_bytes(record, groups) + barriers <= limit
+            assert len({shape.split for shape in shapes}) == 1  # sums follow from it
 
 
 def test_a_rows_product_does_not_depend_on_other_rows() -> None:

@@ -4,7 +4,18 @@ import pytest
 import torch
 
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import experts, matmul, pack, picks, scratch, small, unpacked
+from headroom.kernels.cuda import (
+    experts,
+    half_experts,
+    matmul,
+    narrow,
+    pack,
+    picks,
+    scratch,
+    small,
+    unpacked,
+)
+from headroom.kernels.cuda.narrow import NarrowRows
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.weight import Weight
 from tests.gpu import check_experts
@@ -15,8 +26,14 @@ from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
-def in_float32(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def in_float32(
+    x: torch.Tensor,
+    matrix: torch.Tensor,
+    out: torch.Tensor,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """A product whose result is rounded as a GPU's is; not every CPU multiplies bf16."""
+    assert out.dtype == (out_dtype or x.dtype)
     return out.copy_(torch.matmul(x.float(), matrix.float()))
 
 
@@ -24,7 +41,7 @@ def in_float32(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> torc
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launchers run their kernels here."""
     torch.manual_seed(0)
-    for module in (experts, matmul, pack, small, unpacked):
+    for module in (experts, half_experts, matmul, narrow, pack, small, unpacked):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     monkeypatch.setattr(check_experts, "DEVICE", "cpu")
     monkeypatch.setattr(torch, "mm", in_float32)
@@ -56,11 +73,36 @@ def test_a_product_by_parts_is_that_of_the_whole(most: int, add: bool) -> None:
     outs = [part.clone() for part in torch.split(before, [50, 40], dim=1)]
     arena = scratch.Arena(torch.empty(1 << 20, dtype=torch.uint8), unpack_bytes=most)
     with scratch.opened(arena), scratch.frame():
-        unpacked.multiply(x, weight, outs, add)
+        unpacked.multiply(NarrowRows(x), weight, outs, add)
     wanted = x.float() @ values.T + (before if add else 0)
     torch.testing.assert_close(torch.cat(outs, dim=1), wanted, rtol=0.02, atol=0.02 * wanted.std())
     parts = 90 * 256 * 2 + 5 * 90 * 2
     assert (arena.peak_bytes < parts) == (most < 1 << 20)
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_rows_beyond_f16_are_multiplied_in_it(add: bool) -> None:
+    weight, values = tiled("q4_k", 90, 256)
+    x = torch.randn(6, 256) * 10.0 ** torch.arange(-20, 28, 8)[:, None]
+    before = x.abs().amax(1, keepdim=True) * torch.randn(6, 90)
+    outs = [part.clone() for part in torch.split(before, [50, 40], dim=1)]
+    unpacked.multiply(narrow.narrow_rows(x, torch.float16), weight, outs, add)
+    wanted = x.double() @ values.T.double() + (before if add else 0)
+    apart = (torch.cat(outs, dim=1) - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert apart.max() < 1e-3
+
+
+def test_rows_in_f16_have_its_precision_whatever_their_size() -> None:
+    x = torch.randn(5, 300) * torch.tensor([1e-30, 1e-3, 1.0, 1e6, 1e30])[:, None]
+    x[1] = 0
+    x[2, 7] = 70000.0
+    rows = narrow.narrow_rows(x[:, :290], torch.float16)
+    assert rows.powers is not None
+    found = rows.values.float() * rows.powers[:, None]
+    wanted = x[:, :290]
+    step = torch.maximum(wanted.abs() * 2**-11, wanted.abs().amax(1, keepdim=True) * 2**-33)
+    assert ((found - wanted).abs() <= step).all()
+    assert (rows.values.abs().amax(1) < 1024).all()
 
 
 @pytest.mark.parametrize("each", [1, 2, 5])

@@ -52,3 +52,8 @@ def test_random_numbers_are_the_engines() -> None:
     assert sampler.uniform(seeds, positions, draws).tolist() == [
         uniform(*place) for place in places
     ]
+
+
+def test_blocks_sort_as_many_candidates_as_their_shared_memory_holds() -> None:
+    assert sampler.candidates_for(64 << 10) == 2048  # sm_75
+    assert sampler.candidates_for(99 << 10) == sampler.candidates_for(227 << 10) == 4096

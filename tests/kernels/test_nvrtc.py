@@ -36,11 +36,11 @@ def test_a_kernel_becomes_machine_code_that_is_the_same_every_time() -> None:
         '#include <cuda_fp16.h>\nextern "C" __global__ void one(half* x) { *x = __int2half_rn(1); }'
     )
     compiler = nvrtc.open_nvrtc()
-    code = compiler.compile(text, "one.cu", 90)
+    code = compiler.compile(text, "one.cu", "sm_90")
     assert code[:4] == b"\x7fELF"
     assert b"one" in code
-    assert compiler.compile(text, "one.cu", 90) == code
-    assert compiler.compile(text, "one.cu", 80) != code
+    assert compiler.compile(text, "one.cu", "sm_90") == code
+    assert compiler.compile(text, "one.cu", "sm_80") != code
 
 
 @needs_nvrtc
@@ -48,9 +48,9 @@ def test_a_wrong_source_is_told_with_its_line() -> None:
     with pytest.raises(
         KernelError, match=r"bad\.cu does not compile for sm_90: bad\.cu\(2\): error"
     ):
-        nvrtc.open_nvrtc().compile("\nint x = y;", "bad.cu", 90)
+        nvrtc.open_nvrtc().compile("\nint x = y;", "bad.cu", "sm_90")
     with pytest.raises(KernelError, match=r"sm_12"):
-        nvrtc.open_nvrtc().compile("", "old.cu", 12)
+        nvrtc.open_nvrtc().compile("", "old.cu", "sm_12")
 
 
 def test_a_machine_without_the_compiler_says_what_to_install(

@@ -1,5 +1,7 @@
 """Scratch and tiles of a GPU: the planner counts as the launchers do."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,7 @@ from headroom.formats.quants import BF16, F16, F32, Q4_K, Q8_0, Q8_K
 from headroom.kernels.cuda import (
     chunks,
     grouped,
+    narrow,
     prefill,
     unpacked,
 )
@@ -16,6 +19,7 @@ from headroom.kernels.cuda import scratch as arena
 from headroom.kernels.cuda.sampler import SLICES, SamplerScratch
 from headroom.kernels.cuda.sizes import FEW_ROWS, experts_at_once, half_rows_bytes
 from headroom.memory import device_scratch
+from headroom.memory.catalogue import find_device
 from headroom.memory.device_scratch import (
     DeviceStep,
     device_phases,
@@ -23,8 +27,11 @@ from headroom.memory.device_scratch import (
     unpack_bytes_for,
 )
 from headroom.memory.known import known_shape
+from headroom.memory.plan import make_plan
 from headroom.memory.tiles import expert_tile_padding, table_tile_padding, tile_padding
+from headroom.options import Options
 from headroom.units import GIB, MIB
+from tests.memory.shapes import host
 
 
 def test_the_planner_knows_the_launchers_steps() -> None:
@@ -182,3 +189,34 @@ def test_scratch_beyond_the_plan_is_torchs_with_one_warning(
             found.zero_()
     assert caplog.messages == ["memory: a step needs 1280 bytes of scratch and 1024 were planned"]
     assert lent.peak_bytes == 2560
+
+
+def test_the_types_of_many_rows_are_the_launchers() -> None:
+    assert set(device_scratch.NARROW_TYPES) == set(narrow.QUANTS)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-27b:q4_k_m", "qwen3.6-35b-a3b:q4_k_m"])
+def test_a_gpu_without_bf16_runs_the_fused_kernels_in_f16(name: str) -> None:
+    card, fixed = find_device("rtx2080ti-22gb"), {"context": 4096, "parallel": 2, "chunk": 512}
+    shape = known_shape(name)
+    older = make_plan([shape], [card, host(64)], Options(**fixed))  # type: ignore[arg-type]
+    assert (older.settings.dtype, older.settings.k_type) == ("f16", "f16")
+    assert older.settings.uses_arena
+    later = make_plan([shape], [replace(card, sm=86), host(64)], Options(**fixed))  # type: ignore[arg-type]
+    assert later.settings.dtype == "bf16"
+    mine, its = (plan.devices[0].allocated for plan in (older, later))
+    for line in ("core_weights", "kv", "recurrent_state", "head", "logits", "staging"):
+        assert mine[line] == its[line]  # tiles, and 16 bits a value
+    # Answers are float32 until they are summed, and rows have powers of two.
+    assert its["workspace"] < mine["workspace"] < 2 * its["workspace"]
+
+
+def test_experts_in_f16_are_multiplied_to_float32() -> None:
+    layers = known_shape("qwen3.6-35b-a3b:q4_k_m").layers
+    step = DeviceStep(2048, 512, 5, 4096, 64 * MIB)
+    picks, width = 512 * layers[0].experts_used, layers[0].expert_width
+    narrow_, wide = (
+        device_scratch.library_bytes(layers, replace(step, halves=halves), 80)
+        for halves in (False, True)
+    )
+    assert wide - narrow_ == 2 * picks * (2 * width + 2048)

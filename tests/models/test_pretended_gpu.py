@@ -58,7 +58,7 @@ def test_separate_operations_stay_on_the_device(
     _assert_near(found, wanted)
 
 
-def _rows(x: torch.Tensor) -> DeviceRows:
+def _rows(x: torch.Tensor, narrow: object = None) -> DeviceRows:
     """Rows as they are, whatever a kernel would round them to."""
     return DeviceRows(len(x), few=x) if few_rows(len(x)) else DeviceRows(len(x), many=x)  # type: ignore[arg-type]
 
@@ -67,12 +67,14 @@ def _floats(rows: DeviceRows) -> Any:
     return rows.many if rows.few is None else rows.few
 
 
-def _normed_rows(x: torch.Tensor, norm: Any) -> DeviceRows:
+def _normed_rows(x: torch.Tensor, norm: Any, narrow: object) -> DeviceRows:
     normed = norms.rms_norm(x, norm.weight, norm.eps)
     return _rows(normed if norm.out is None else norm.out.copy_(normed))
 
 
-def _gated_rows(gate: torch.Tensor, up: torch.Tensor, activation: str) -> DeviceRows:
+def _gated_rows(
+    gate: torch.Tensor, up: torch.Tensor, activation: str, narrow: object
+) -> DeviceRows:
     return _rows(norms.gated_activation(gate, up, activation))
 
 
@@ -131,6 +133,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, "stack", _Matrices)
         monkeypatch.setattr(module, "normed_rows", _normed_rows)
         monkeypatch.setattr(module, "gated_rows", _gated_rows)
+        monkeypatch.setattr(module, "narrow_type", lambda dtype: torch.float32)
     monkeypatch.setattr(device_block, "plain_rows", _rows)
     for name in ("few_rows", "many_rows"):
         monkeypatch.setattr(device_experts.cuda_experts, name, _experts)

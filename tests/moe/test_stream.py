@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headroom.kernels.cuda import experts, picks, scratch
+from headroom.kernels.cuda import experts, half_experts, narrow, picks, scratch
 from headroom.kernels.cuda.experts import Others, many_rows
 from headroom.kernels.native.module import MODULE
 from headroom.memory.staging import BUFFERS, buffer_bytes
@@ -25,7 +25,9 @@ COLD = {0: (), 30: (1, 4, 9), 70: (0, 2, 3, 4, 6, 7, 9), 100: tuple(range(10))}
 FAST_CPU = ColdRates(link=1e3, cpu_bandwidth=1e12, cpu_flops=1e15)
 
 
-def in_float32(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def in_float32(
+    x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor, out_dtype: object = None
+) -> torch.Tensor:
     return out.copy_(torch.matmul(x.float(), matrix.float()))
 
 
@@ -39,6 +41,8 @@ def compile_small(source: str, name: str, defines: dict[str, int]) -> Callable[.
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(experts, "compile_kernel", compile_small)
+    for module in (half_experts, narrow):
+        monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     monkeypatch.setattr(picks, "product_way", lambda device: "loop")
     monkeypatch.setattr(torch, "mm", in_float32)
 
@@ -107,6 +111,21 @@ def test_streamed_experts_give_the_bits_of_hot_ones(  # type: ignore[no-untyped-
     counts = stream.counts
     assert (counts.layers, counts.streamed) == (1, len(COLD[cold]))
     assert counts.streamed_bytes == layer.cold.nbytes
+
+
+def test_streamed_experts_give_the_bits_of_hot_ones_in_f16(  # type: ignore[no-untyped-def]
+    monkeypatch, layer_of, inputs
+) -> None:
+    monkeypatch.setattr(experts, "experts_at_once", lambda *sizes: 4)
+    never_count(monkeypatch)
+    _, (streamed,), _ = open_stream([split_layer(*layer_of, COLD[70])], 3)
+    wide, chosen, _ = inputs
+    x = narrow.narrow_rows(wide.float(), torch.float16)
+    found = streamed.many_rows(x, chosen)
+    hot = many_rows(x, *chosen, split_layer(*layer_of, ()).tiles, "silu")
+    assert torch.equal(found, hot)
+    wanted = wanted_sum((wide.float(), *chosen), layer_of[0], "silu")
+    assert float((found - wanted).norm() / wanted.norm()) < 0.002
 
 
 def test_the_hot_sum_is_the_references(layer_of, inputs) -> None:  # type: ignore[no-untyped-def]

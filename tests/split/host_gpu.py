@@ -19,7 +19,9 @@ from headroom.kernels.cuda import (
     delta_net,
     experts,
     grouped,
+    half_experts,
     matmul,
+    narrow,
     picks,
     prefill,
     route,
@@ -42,7 +44,10 @@ from headroom.moe import device_experts
 from headroom.options import Options
 from tests.memory.shapes import gpu, host
 
-LAUNCHERS = (attention, delta_net, experts, grouped, matmul, prefill, route, small, unpacked)
+LAUNCHERS = (
+    *(attention, delta_net, experts, grouped, half_experts, matmul, narrow, prefill, route, small),
+    unpacked,
+)
 ROUTE = route.route
 
 
@@ -58,7 +63,7 @@ def route_to_first(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tenso
 
 
 def in_tiles(weight: Weight) -> Weight:
-    """A weight's tiles without its values; other types as bf16."""
+    """A weight's tiles without its values; other types in 16 bits."""
     if weight.quant not in PACKED:
         values = torch.zeros(weight.rows, weight.columns, dtype=torch.bfloat16)
         return replace(weight, data=values)
@@ -111,7 +116,7 @@ def pretend(
         monkeypatch.setattr(module, "compile_kernel", no_kernel)
     monkeypatch.setattr(route, "route", route_to_first)
     monkeypatch.setattr(picks, "product_way", lambda device: "own")
-    monkeypatch.setattr(torch, "mm", lambda first, second, out: out)
+    monkeypatch.setattr(torch, "mm", lambda first, second, out_dtype=None, out=None: out)
     monkeypatch.setattr(prefill, "attend", lambda queries, *others: queries)
     for module in (device_block, device_experts):
         monkeypatch.setattr(module, "stack", stack)
@@ -126,11 +131,11 @@ def pretend(
     monkeypatch.setattr(planner, "unpack_bytes_for", lambda total: unpack_bytes)
 
 
-def load_on_host(path: Path, **settings: object) -> tuple[Plan, Model, Counter[str]]:
+def load_on_host(path: Path, sm: int = 90, **settings: object) -> tuple[Plan, Model, Counter[str]]:
     """A model as a GPU would hold it, and the bytes that it counted."""
     model = describe(open_checkpoint(path))
     options = Options(model=str(path), threads=1, **settings)  # type: ignore[arg-type]
-    device = gpu(8, name="cpu", sm=90)
+    device = gpu(8, name="cpu", sm=sm)
     plan = make_plan([model.shape], [device, host(8)], options)
     counted: Counter[str] = Counter()
 

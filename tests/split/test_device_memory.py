@@ -45,10 +45,14 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return written
 
 
-def test_a_gpu_loads_what_its_plan_says(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("sm", "dtype"), [(90, "bf16"), (75, "f16")])
+def test_a_gpu_loads_what_its_plan_says(
+    path: Path, monkeypatch: pytest.MonkeyPatch, sm: int, dtype: str
+) -> None:
     pretend(monkeypatch, 64 << 10)
     settings = {"context": 512, "parallel": 3, "chunk": 100}
-    plan, _, counted = load_on_host(path, **settings)
+    plan, _, counted = load_on_host(path, sm, **settings)
+    assert plan.settings.dtype == dtype
     lines = plan.devices[0].allocated
     drawing = lines.pop("logits") - counted.pop("logits")
     assert counted == lines
@@ -65,24 +69,27 @@ FEW = ([(1, 511)] * 3, [(9, 100)], [(32, 480)])  # a captured step may have more
 
 
 @pytest.mark.parametrize(
-    ("chunk", "steps", "unpack", "shared"),
+    ("sm", "chunk", "steps", "unpack", "shared"),
     [
-        (300, MANY, 32 << 10, 227 << 10),
-        (300, MANY, 1 << 20, 227 << 10),
-        (300, MANY, 1 << 20, 99 << 10),  # the blocks of GPUs that are not for servers
-        (16, FEW, 1 << 20, 227 << 10),
+        (90, 300, MANY, 32 << 10, 227 << 10),
+        (90, 300, MANY, 1 << 20, 227 << 10),
+        (90, 300, MANY, 1 << 20, 99 << 10),  # the blocks of GPUs that are not for servers
+        (90, 16, FEW, 1 << 20, 227 << 10),
+        (75, 300, MANY, 32 << 10, 64 << 10),
+        (75, 300, MANY, 1 << 20, 64 << 10),
     ],
 )
 def test_steps_of_a_gpu_take_no_more_scratch_than_planned_and_not_much_less(
     path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    sm: int,
     chunk: int,
     steps: Sequence[Sequence[tuple[int, int]]],
     unpack: int,
     shared: int,
 ) -> None:
     pretend(monkeypatch, unpack, shared)
-    plan, model, _ = load_on_host(path, context=512, parallel=3, chunk=chunk)
+    plan, model, _ = load_on_host(path, sm, context=512, parallel=3, chunk=chunk)
     arena = model._workspace.arena
     assert arena is not None
     for spans in steps:
@@ -91,7 +98,9 @@ def test_steps_of_a_gpu_take_no_more_scratch_than_planned_and_not_much_less(
     hidden = model._workspace.stream.shape[1]
     phases = device_phases(layers, device_step(hidden, plan.settings))
     assert phases.pop("loading") == UPLOAD_BYTES
-    assert 0.8 * max(phases.values()) <= arena.peak_bytes <= max(phases.values())
+    # Matrices that a GPU multiplies together come one by one here; in f16 answers are float32.
+    least = 0.8 if plan.settings.dtype == "bf16" else 0.7
+    assert least * max(phases.values()) <= arena.peak_bytes <= max(phases.values())
     assert arena.frames == 0
 
 

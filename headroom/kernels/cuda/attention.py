@@ -7,7 +7,7 @@ import torch
 
 from headroom.errors import KernelError
 from headroom.kernels.cuda import scratch as lent
-from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.cuda.compile import compile_kernel, shared_bytes_of
 from headroom.kernels.cuda.sizes import count_pieces
 from headroom.kernels.ops import PagedKv, StepTables
 
@@ -71,6 +71,30 @@ class DecodeShape:
     def scratch_floats(self) -> int:
         """The float32 numbers that a step needs besides its result."""
         return self.rows * self.heads * self.pieces * (self.dim + 2)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBlock:
+    """How warps share a piece; sums are taken in an order that follows from `parts` alone."""
+
+    parts: int  # warps that share the keys of a tile, sixteen each
+    tiles: int  # groups of eight queries
+
+    def shared_bytes(self, dim: int) -> int:
+        """Return the shared memory of a block for heads of so many values."""
+        return 2 * (2 * 16 * self.parts + 16 * self.tiles) * (dim + 8)
+
+
+def decode_block(dim: int, groups: int, shared_bytes: int) -> DecodeBlock:
+    """Return how a block takes `groups` groups of queries, with so much shared memory at most."""
+    parts = 2 if dim > 256 else 4
+    while parts > 1 and DecodeBlock(parts, 1).shared_bytes(dim) > shared_bytes:
+        parts //= 2
+    most = 2 if dim > 256 else 4
+    tiles = 1 if groups == 1 else min(most, 2 if groups == 2 else 4)
+    while tiles > 1 and DecodeBlock(parts, tiles).shared_bytes(dim) > shared_bytes:
+        tiles //= 2
+    return DecodeBlock(parts, tiles)
 
 
 def rope_write(
@@ -138,10 +162,10 @@ def decode(
         "V_KIND": cache.v_type.ggml_id,
         "PAGE": cache.page_size,
     }
-    exact = _runs_exact(shape, cache, queries.device)
+    exact = shape.exact or "f32" in (cache.k_type.name, cache.v_type.name)
     groups = -(-shape.span_rows * defines["GROUP"] // 8)  # of eight queries
-    most = 2 if shape.dim > 256 else 4  # of them in a block: shared memory holds no more
-    tiles = 1 if exact or groups == 1 else min(most, 2 if groups == 2 else 4)
+    block = decode_block(shape.dim, 1 if exact else groups, shared_bytes_of(queries.device))
+    tiles = block.tiles
     blocks = -(-groups // tiles)
     args = (
         *(queries, cache.keys, cache.values, tables.sequence, tables.index, tables.starts),
@@ -154,18 +178,11 @@ def decode(
         shared = 4 * (keys * (shape.dim + 1) + 8 * shape.dim + 8 * keys + 24)
         compile_kernel("exact.cu", "decode_exact", defines)(grid, (128,), args, shared)
     else:
-        keys = 32 if shape.dim > 256 else 64
-        shared = 2 * (2 * keys + 16 * tiles) * (shape.dim + 8)
-        kernel = compile_kernel("decode.cu", "decode", defines | {"TILES": tiles})
-        kernel(grid, (2 * keys * tiles,), args, shared, early=True)
+        defines |= {"TILES": tiles, "PARTS": block.parts}
+        kernel = compile_kernel("decode.cu", "decode", defines)
+        kernel(grid, (32 * block.parts * tiles,), args, block.shared_bytes(shape.dim), early=True)
     _merge(shape, tables, (parts, stats), exact, gate, out)
     return out
-
-
-def _runs_exact(shape: DecodeShape, cache: PagedKv, device: torch.device) -> bool:
-    """Tell whether float32 was asked for, or nothing else will do."""
-    plain = "f32" in (cache.k_type.name, cache.v_type.name)
-    return shape.exact or plain or torch.cuda.get_device_capability(device)[0] < 8
 
 
 def _merge(

@@ -102,6 +102,12 @@ def refuses_device(case: Case) -> str | None:
     return None
 
 
+def shared_bytes_of(device: torch.device) -> int:
+    """Return the most bytes of shared memory that a block may have on a GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", _PLAIN_SHARED_BYTES))
+
+
 def compile_kernel(source: str, name: str, defines: Mapping[str, int] | None = None) -> CudaKernel:
     """Return a kernel of a source file, compiled with the given macros."""
     key = tuple(sorted((defines or {}).items()))
@@ -126,13 +132,14 @@ def _load_source(source: str, defines: Defines, device: int) -> ctypes.c_void_p:
 def load_code(source: str, text: str, sm: int, device: int) -> ctypes.c_void_p:
     """Load a text's machine code onto a GPU: as kept from earlier days, or compiled now."""
     nvrtc = open_nvrtc()
-    key = code_key(text, f"sm_{sm}", nvrtc.version, *FLAGS)
+    target = f"sm_{sm}"
+    key = code_key(text, target, nvrtc.version, *FLAGS)
     if (code := CODE.load(key)) is not None:
         try:
             return load_module(code, device)
         except KernelError as error:  # a driver that is older than the one it was kept under
             log.debug("kernels: kept code of %s does not load: %s", source, error)
-    code = nvrtc.compile(text, source, sm)
+    code = nvrtc.compile(text, source, target)
     CODE.save(key, code)
     return load_module(code, device)
 

@@ -1,6 +1,7 @@
 // Attention of a few rows a sequence over its cached keys and values, on the tensor cores.
 // DIM: values of a head; GROUP: query heads of a key head; K_KIND, V_KIND: types of the cache (not
-// F32); PAGE: slots of a page; TILES: groups of eight queries in a block.
+// F32); PAGE: slots of a page; TILES: groups of eight queries in a block; PARTS: warps that share a tile's
+// keys, of which the order of sums follows.
 //
 // A block takes one piece of one sequence's context for one key head and 8 * TILES queries. Keys and
 // values come in tiles of 16 * PARTS keys. A warp takes eight queries and sixteen keys of each tile;
@@ -11,66 +12,17 @@
 // from it, so that nothing but the cache's own type limits how exact the result is.
 #include "early.cuh"
 #include "attention.cuh"
+#include "matrices.cuh"
 
-#define PARTS (DIM > 256 ? 2 : 4)
 #define KEYS (16 * PARTS)
 #define THREADS (32 * PARTS * TILES)
 #define STRIDE (DIM + 8)  // values of a row in shared memory: rows begin 4 banks apart
 #define LOG2E 1.4426950408889634f
 #define HIDDEN __int_as_float(0xff800000)  // minus infinity, the score of a key that is not seen
 
-#define K_BF16 (K_KIND == BF16)
-#define V_BF16 (V_KIND == BF16)
-
-template <bool BF> __device__ __forceinline__ u32 pack(float a, float b) {
-    if constexpr (BF) {
-        const __nv_bfloat162 both = __floats2bfloat162_rn(a, b);
-        return *reinterpret_cast<const u32*>(&both);
-    } else {
-        const __half2 both = __floats2half2_rn(a, b);
-        return *reinterpret_cast<const u32*>(&both);
-    }
-}
-template <bool BF> __device__ __forceinline__ float2 unpack(u32 both) {
-    if constexpr (BF) return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&both));
-    else return __half22float2(*reinterpret_cast<const __half2*>(&both));
-}
-
-template <bool BF> __device__ __forceinline__ void multiply(float* c, const u32* a, u32 b0, u32 b1) {
-    if constexpr (BF)
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-                     "{%8,%9}, {%0,%1,%2,%3};"
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    else
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-                     "{%8,%9}, {%0,%1,%2,%3};"
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-template <bool TURN> __device__ __forceinline__ void load_matrices(u32* to, const u16* from) {
-    const u32 at = static_cast<u32>(__cvta_generic_to_shared(from));
-    if constexpr (TURN)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at) : "memory");
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at) : "memory");
-}
-__device__ __forceinline__ u32 turn(u32 x) {
-    u32 turned;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(x));
-    return turned;
-}
-__device__ __forceinline__ void copy16(u16* to, const u8* from, bool there) {
-    const u32 at = static_cast<u32>(__cvta_generic_to_shared(to));
-    const int bytes = there ? 16 : 0;  // the rest becomes zeros
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void await_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
+// A cache in bf16 is multiplied as it is where tensor cores take that, and in f16 where they do not.
+#define K_BF16 (K_KIND == BF16 && HAS_BF16)
+#define V_BF16 (V_KIND == BF16 && HAS_BF16)
 
 struct Place {  // of a sequence's keys, or values, that a block reads
     const Step& step;
@@ -88,11 +40,12 @@ template <int K> __device__ __forceinline__ void load_tile(u16* to, const u8* ca
         const size_t slot = in.step.slot(in.s, there ? first + key : in.end - 1);
         const u8* row = cache + (slot * in.kv_heads + in.kv) * row_bytes(K, DIM);
         u16* place = to + key * STRIDE + at;
-        if constexpr (is_plain(K)) {
+        if constexpr (K == F16 || (K == BF16 && HAS_BF16)) {
             copy16(place, row + 2 * at, there);
         } else {
             float x[8] = {};
-            if (there) eight_values<K>(row, at, x);
+            if constexpr (K == BF16) eight_of_bf16(row + 2 * at, there, x);
+            else if (there) eight_values<K>(row, at, x);
             *reinterpret_cast<uint4*>(place) = make_uint4(pack<false>(x[0], x[1]), pack<false>(x[2], x[3]),
                                                           pack<false>(x[4], x[5]), pack<false>(x[6], x[7]));
         }

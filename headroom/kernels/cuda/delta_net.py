@@ -6,7 +6,7 @@ import torch
 
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.chunks import CHUNK, SequenceTables, SpanTables
-from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.cuda.compile import compile_kernel, shared_bytes_of
 from headroom.kernels.ops import DeltaNetWeights, RecurrentState
 
 DIM = 128  # of keys and values; the kernels are written for it
@@ -101,7 +101,7 @@ def prefill(
     """
     qkv, device = rows[0], rows[0].device
     heads, sequences = len(weights.decay), len(tables.starts)
-    blocks = blocks or blocks_for(heads * sequences, _processors(device), _shared_bytes(device))
+    blocks = blocks or blocks_for(heads * sequences, _processors(device), shared_bytes_of(device))
     constants = _constants(weights) | {"COLUMNS": blocks.columns, "HELD": blocks.held}
     out = scratch.empty(len(qkv), heads, DIM, device=device)
     with scratch.frame():
@@ -190,9 +190,3 @@ def _processors(device: torch.device) -> int:
 def _columns_of_step(states: int, device: torch.device) -> int:
     """A whole state to a block where there are enough of them, else a part, to use the chip."""
     return DIM if states >= 2 * _processors(device) else 16
-
-
-def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that a block can have."""
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", 48 << 10))

@@ -1,6 +1,17 @@
-// A packed weight in tiles as plain bf16 rows, for the products of many rows.
+// A packed weight in tiles as plain rows in bf16, or in f16 with OUT_F16, for the products of many rows.
 #include "tiles.cuh"
 #include <cuda_bf16.h>
+
+#ifndef OUT_F16
+#define OUT_F16 0
+#endif
+#if OUT_F16
+typedef __half Narrow;
+__device__ __forceinline__ Narrow narrowed(float x) { return __float2half_rn(x); }
+#else
+typedef __nv_bfloat16 Narrow;
+__device__ __forceinline__ Narrow narrowed(float x) { return __float2bfloat16(x); }
+#endif
 
 // What a lane holds of a record, block by block: put(block, i, values) gets four neighbours, for
 // i % 2 in row g + 8 instead of g, for i / 2 from column 16 + 4t of the block instead of 4t.
@@ -45,7 +56,7 @@ template <class Put> __device__ __forceinline__ void unpack_record(const u8* rec
 }
 
 // blockIdx.x: the tile; each warp takes every WARPS-th record. `out` is [rows, columns].
-__device__ __forceinline__ void dequantise_tile(const u8* weight, __nv_bfloat16* out, int rows, int columns,
+__device__ __forceinline__ void dequantise_tile(const u8* weight, Narrow* out, int rows, int columns,
                                                 int records) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const u8* tile = weight + static_cast<size_t>(blockIdx.x) * records * Record<KIND>::bytes;
@@ -54,9 +65,9 @@ __device__ __forceinline__ void dequantise_tile(const u8* weight, __nv_bfloat16*
             const int row = blockIdx.x * 16 + g + i % 2 * 8;
             const int column = r * 256 + b * 32 + i / 2 * 16 + 4 * t;
             if (row >= rows || column >= columns) return;
-            __nv_bfloat16 narrow[4];
+            Narrow narrow[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) narrow[j] = __float2bfloat16(four[j]);
+            for (int j = 0; j < 4; ++j) narrow[j] = narrowed(four[j]);
             *reinterpret_cast<uint2*>(out + static_cast<size_t>(row) * columns + column) =
                 *reinterpret_cast<const uint2*>(narrow);
         });
@@ -64,7 +75,7 @@ __device__ __forceinline__ void dequantise_tile(const u8* weight, __nv_bfloat16*
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-dequantise(const u8* weight, __nv_bfloat16* out, int rows, int columns, int records) {
+dequantise(const u8* weight, Narrow* out, int rows, int columns, int records) {
     dequantise_tile(weight, out, rows, columns, records);
 }
 
@@ -72,7 +83,7 @@ dequantise(const u8* weight, __nv_bfloat16* out, int rows, int columns, int reco
 // `part` is the matrix's place; ends [experts]: the pick after an expert's last, in sorted order.
 // An expert's matrix is `apart` values after the one before it.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-dequantise_experts(const long long* table, const int* ends, __nv_bfloat16* out, int part, int apart, int rows,
+dequantise_experts(const long long* table, const int* ends, Narrow* out, int part, int apart, int rows,
                    int columns, int records) {
     const int expert = blockIdx.z;
     if (ends[expert] == (expert ? ends[expert - 1] : 0)) return;
@@ -84,7 +95,7 @@ dequantise_experts(const long long* table, const int* ends, __nv_bfloat16* out, 
 // another, `blob` bytes apart, from this matrix of the first one on; else where the table says.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 dequantise_some(const int* which, const u8* staged, int blob, const long long* table, const int* ends,
-                __nv_bfloat16* out, int part, int apart, int rows, int columns, int records) {
+                Narrow* out, int part, int apart, int rows, int columns, int records) {
     const int expert = which[blockIdx.z];
     if (ends[expert] == (expert ? ends[expert - 1] : 0)) return;
     const u8* weight = staged ? staged + static_cast<size_t>(blockIdx.z) * blob

@@ -4,15 +4,7 @@
 // table [experts][3]: the addresses of an expert's tiles, on this device or mapped host memory.
 #include "early.cuh"
 #include "tensor.cuh"
-
-__device__ __forceinline__ float activated(float x) {
-#if GELU
-    const float inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-    return 0.5f * x * (1.0f + tanhf(inner));
-#else
-    return x / (1.0f + __expf(-x));
-#endif
-}
+#include "experts.cuh"
 
 // Records `first`, first + step, ... of a tile times one row of activations, row % 8 of its pieces, which lie
 // `apart`; the next record is asked for before the work on one begins. Each column of the sums is the row's.
@@ -72,19 +64,6 @@ gate_up(const long long* table, const int* ids, const u8* pieces, int groups, in
     }
     inner[static_cast<size_t>(pick) * width + column] = activated(gate) * up;
 }
-
-// What every row gets besides its experts; null where there is none.
-struct Others {
-    const float* residual;  // [rows, hidden]
-    const float* visited;   // [rows, hidden]: of the expert that every row visits
-    const float* logits;    // of that expert's weight, `stride` apart
-    int stride;
-
-    __device__ __forceinline__ float add(float x, int row, size_t at) const {
-        if (visited) x += visited[at] * (logits ? 1.0f / (1.0f + expf(-logits[row * stride])) : 1.0f);
-        return residual ? residual[at] + x : x;
-    }
-};
 
 // The weighted sum of a row's experts for sixteen columns of the output. blockIdx: tile, row. Each warp
 // makes its part of an expert's inner values ready for the product by itself.

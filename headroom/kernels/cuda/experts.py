@@ -1,15 +1,16 @@
-"""Routed experts on a GPU: packed products for few rows, bf16 products of sorted rows for many."""
+"""Routed experts on a GPU: packed products for few rows, products of sorted rows for many."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from headroom.formats.quants import QuantType
-from headroom.kernels.cuda import scratch
+from headroom.kernels.cuda import half_experts, scratch
 from headroom.kernels.cuda.compile import Argument, compile_kernel, refuses_device
+from headroom.kernels.cuda.half_experts import Unpacked
 from headroom.kernels.cuda.matmul import HalfRows
+from headroom.kernels.cuda.narrow import NarrowRows, as_narrow, refuses_type
 from headroom.kernels.cuda.picks import ExpertGroup, expert_group, grouped_product, sort_picks
 from headroom.kernels.cuda.sizes import (
     PACKED,
@@ -18,6 +19,7 @@ from headroom.kernels.cuda.sizes import (
     experts_at_once,
     tile_bytes,
 )
+from headroom.kernels.cuda.unpacked import unpack_defines
 from headroom.kernels.ops import Case
 
 WARPS = 8
@@ -61,7 +63,7 @@ def refuses(case: Case) -> str | None:
         return reason
     if strange := [str(kind) for kind in case.experts if kind not in PACKED]:
         return f"{strange[0]} is not a packed type of the tensor cores"
-    return None if case.dtype == "bf16" else f"computes in bf16, not {case.dtype}"
+    return refuses_type(case.dtype)
 
 
 def table_of(
@@ -120,21 +122,14 @@ def few_rows(
 class ChosenRows:
     """Many rows and the experts that each of them chose."""
 
-    x: torch.Tensor  # bf16 [rows, hidden]
+    x: torch.Tensor  # bf16 or f16 [rows, hidden]
     ids: torch.Tensor  # int32 [rows, used], negative: none
     weights: torch.Tensor  # [rows, used]
-
-
-class Unpacked(Protocol):
-    """Brings a group's experts to bf16 `[experts, ...]`, asked in this order within a frame."""
-
-    def gates_and_ups(self, group: ExpertGroup) -> torch.Tensor: ...
-
-    def downs(self, group: ExpertGroup) -> torch.Tensor: ...
+    powers: torch.Tensor | None = None  # [rows], of rows in f16
 
 
 def many_rows(
-    x: torch.Tensor,
+    x: torch.Tensor | NarrowRows,
     ids: torch.Tensor,
     weights: torch.Tensor,
     table: ExpertTiles,
@@ -143,9 +138,10 @@ def many_rows(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the same for many rows: each expert unpacked once for the rows that chose it."""
-    narrow = x if x.dtype == torch.bfloat16 else x.to(torch.bfloat16)
-    rows = ChosenRows(narrow, ids, weights)
-    return sum_groups(rows, table, activation, _ByAddress(table), others, out)
+    narrow = as_narrow(x)
+    rows = ChosenRows(narrow.values, ids, weights, narrow.powers)
+    unpacked = _ByAddress(table, narrow.values.dtype)
+    return sum_groups(rows, table, activation, unpacked, others, out)
 
 
 def sum_groups(
@@ -170,6 +166,11 @@ def sum_groups(
     for first, each in group_bounds(table):
         group = expert_group(picks, first, each)
         with scratch.frame():
+            if chosen.powers is not None:
+                x, rest = NarrowRows(chosen.x, chosen.powers), (*others.arguments, out)
+                half_experts.add_group(x, group, unpacked, activation, (picks, ids, weights), rest)
+                others = Others(residual=out)
+                continue
             answers = _group_answers(chosen.x, group, table.width, constants, unpacked)
             compile_kernel("experts.cu", "combine", constants)(
                 (rows,),
@@ -214,13 +215,13 @@ def _group_answers(
 class _ByAddress:
     """Unpacks all experts of a group from where they lie; downs take the place of gates and ups."""
 
-    def __init__(self, table: ExpertTiles) -> None:
-        self._table = table
+    def __init__(self, table: ExpertTiles, dtype: torch.dtype = torch.bfloat16) -> None:
+        self._table, self._dtype = table, dtype
         self._room: torch.Tensor | None = None  # of the group at hand
 
     def gates_and_ups(self, group: ExpertGroup) -> torch.Tensor:
         width = self._table.width
-        self._room = plain = empty_gates_and_ups(self._table, group)
+        self._room = plain = empty_gates_and_ups(self._table, group, self._dtype)
         for part in range(2):
             _unpack(self._table, part, plain[:, part * width :], group)
         return plain
@@ -233,11 +234,13 @@ class _ByAddress:
         return plain
 
 
-def empty_gates_and_ups(table: ExpertTiles, group: ExpertGroup) -> torch.Tensor:
+def empty_gates_and_ups(
+    table: ExpertTiles, group: ExpertGroup, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
     """Return room for a group's gates and ups, until the frame around the call is left."""
     count = group.last - group.first + 1
     return scratch.empty(
-        count, 2 * table.width, table.hidden, dtype=torch.bfloat16, device=table.addresses.device
+        count, 2 * table.width, table.hidden, dtype=dtype, device=table.addresses.device
     )
 
 
@@ -264,7 +267,7 @@ def unpack_some(
     for part, out in enumerate(outs):
         rows, columns = _sides(table, part)
         tiles, records = _up(rows, TILE_ROWS), _up(columns, RECORD_COLUMNS)
-        constants = {"KIND": table.kinds[part].ggml_id, "WARPS": 4}
+        constants = unpack_defines(table.kinds[part], out.dtype)
         staged = None if some.staged is None else some.staged[sum(sizes[:part]) :]
         compile_kernel("dequant.cu", "dequantise_some", constants)(
             (tiles, _up(records, 4), len(some.which)),
@@ -290,7 +293,7 @@ def _unpack(table: ExpertTiles, part: int, out: torch.Tensor, group: ExpertGroup
     """Write one matrix of every chosen expert of a group to its place in `out [experts, ...]`."""
     rows, columns = _sides(table, part)
     tiles, records = _up(rows, TILE_ROWS), _up(columns, RECORD_COLUMNS)
-    constants = {"KIND": table.kinds[part].ggml_id, "WARPS": 4}
+    constants = unpack_defines(table.kinds[part], out.dtype)
     addresses = table.addresses[group.first : group.last + 1]
     compile_kernel("dequant.cu", "dequantise_experts", constants)(
         (tiles, _up(records, 4), len(addresses)),

@@ -1,4 +1,4 @@
-"""Products with packed weights on an NVIDIA GPU: few rows in f16 as packed, many in bf16."""
+"""Products with packed weights on an NVIDIA GPU: few rows in f16 as packed, many unpacked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +7,8 @@ from itertools import accumulate
 import torch
 
 from headroom.kernels.cuda import scratch, unpacked
-from headroom.kernels.cuda.compile import compile_kernel, refuses_device
+from headroom.kernels.cuda.compile import compile_kernel, refuses_device, shared_bytes_of
+from headroom.kernels.cuda.narrow import narrow_rows, narrow_type, refuses_type
 from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.sizes import (
     FEW_ROWS,
@@ -28,6 +29,8 @@ PACK_BYTES = 64 << 20  # of a file's blocks packed at a time
 RECORD_WARPS = 8  # of a block that makes rows ready, a record each
 SUM_PITCH = 20  # PITCH of matmul.cu
 BLOCK_OVERHEAD_BYTES = 2048  # of shared memory: what a block has besides, and what is kept back
+BARRIER_BYTES = 256  # of shared memory that matmul.cu has at fixed places, at most
+SMALL_BLOCK_BYTES, LARGE_BLOCK_BYTES = 64 << 10, 227 << 10  # of shared memory, on sm_75 and sm_90
 LONG_RECORD = 3072  # bytes; of Q6_K and Q8_0
 MOST_OUTPUTS = 4  # of matrices that share an input
 
@@ -82,7 +85,7 @@ def refuses(case: Case) -> str | None:
         return reason
     if case.quant not in PACKED:
         return f"{case.quant} is not a packed type of the tensor cores"
-    return None if case.dtype == "bf16" else f"computes in bf16, not {case.dtype}"
+    return refuses_type(case.dtype)
 
 
 def prepare(weight: Weight) -> Weight:
@@ -170,7 +173,8 @@ def products(
     ends = list(accumulate(out.shape[1] for out in outs))
     rest = MOST_OUTPUTS - len(outs)
     record = record_bytes(weight.quant)
-    shape = shape_for(tiles, x.records, x.groups, record)
+    limit = shared_bytes_of(weight.data.device)
+    shape = shape_for(tiles, x.records, x.groups, record, limit)
     defines = {
         "KIND": weight.quant.ggml_id, "GROUPS": x.groups, "LANES": x.lanes, "SPLIT": shape.split,
         "SIDE": shape.side, "HEIGHT": shape.height, "STAGES": shape.stages,
@@ -186,23 +190,34 @@ def products(
     )  # fmt: skip
 
 
-def split_for(tiles: int, records: int) -> int:
-    """Return how many warps share a tile's columns; it depends on the weight alone."""
-    wanted = 8 if tiles >= 200 else 16
+def split_for(tiles: int, records: int, record: int, shared_bytes: int) -> int:
+    """Return how many warps share a tile's columns; it depends on the weight and the GPU alone."""
+    smallest = Shape(16, 1, 1, 1).shared_bytes(record, -(-FEW_ROWS // GROUP_ROWS))
+    wanted = 8 if tiles >= 200 or smallest > shared_bytes - BARRIER_BYTES else 16
     while wanted > 1 and wanted > records:
         wanted //= 2
     return wanted
 
 
-def shape_for(tiles: int, records: int, groups: int, record: int) -> Shape:
+def shape_for(
+    tiles: int, records: int, groups: int, record: int, shared_bytes: int = LARGE_BLOCK_BYTES
+) -> Shape:
     """Return how a product's warps share the work, for records of so many bytes.
 
     Measured 2026-11-15 on an H200: two tiles a warp read activations half as often, one leaves room
-    for more warps, which matters where tiles are few or records long.
+    for more warps, which matters where tiles are few or records long. With less shared memory a
+    warp has one tile, then one stage. On sm_75, whose blocks have 64 KiB, a copy is done when it
+    was asked for: a second stage is of no use there.
     """
-    split = split_for(tiles, records)
+    split = split_for(tiles, records, record, shared_bytes)
     low = split > 8 or (groups <= 2 and record > LONG_RECORD) or (groups == 2 and tiles < 512)
-    return Shape(split, max(1, 8 // split), 1 if low else 2, 2)
+    side = max(1, 8 // split)
+    wanted = [Shape(split, side, 1 if low else 2, 2), Shape(split, side, 1, 2)]
+    if shared_bytes > SMALL_BLOCK_BYTES:
+        for shape in wanted:
+            if shape.shared_bytes(record, groups) <= shared_bytes - BARRIER_BYTES:
+                return shape
+    return Shape(split, side, 1, 1)
 
 
 def _blocks(tiles: int, shape: Shape, shared: int, device: torch.device) -> int:
@@ -221,5 +236,5 @@ def matmul(
         out = torch.empty(rows, weight.rows, device=x.device)
     if rows <= FEW_ROWS:
         return product(half_rows(x.contiguous()), weight, out)
-    unpacked.multiply(x.to(torch.bfloat16), weight, (out,))
+    unpacked.multiply(narrow_rows(x, narrow_type(dtype)), weight, (out,))
     return out

@@ -37,10 +37,13 @@ class Nvrtc:
         self._check(self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
         return f"{major.value}.{minor.value}"
 
-    def compile(self, text: str, name: str, sm: int) -> bytes:
-        """Return the machine code of a source for `sm_<sm>`, or raise what the compiler says."""
+    def compile(self, text: str, name: str, target: str) -> bytes:
+        """Return the machine code of a source for `sm_90`, or raise what the compiler says.
+
+        For `compute_90` it is what the driver of any later GPU makes machine code of.
+        """
         headers = (f"-I{folder}" for folder in find_headers(self.version))
-        flags = (f"--gpu-architecture=sm_{sm}", *FLAGS, *headers)
+        flags = (f"--gpu-architecture={target}", *FLAGS, *headers)
         options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
         program = ctypes.c_void_p()
         self._check(
@@ -51,8 +54,8 @@ class Nvrtc:
         try:
             if self._library.nvrtcCompileProgram(program, len(flags), options) != 0:
                 said = self._read(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
-                raise KernelError(f"{name} does not compile for sm_{sm}: {said.strip()}")
-            return self._read(program, "CUBIN")
+                raise KernelError(f"{name} does not compile for {target}: {said.strip()}")
+            return self._read(program, "CUBIN" if target.startswith("sm") else "PTX")
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
 

@@ -1,11 +1,11 @@
-"""Products with plain weights on a GPU: operands in bf16, sums in float32."""
+"""Products with plain weights on a GPU: operands in bf16 or f16, sums in float32."""
 
 from dataclasses import replace
 
 import torch
 
-from headroom.formats.quants import BF16
 from headroom.kernels.cuda.compile import refuses_device
+from headroom.kernels.cuda.narrow import QUANTS, NarrowRows, fill_rows, narrow_type
 from headroom.kernels.ops import Case
 from headroom.kernels.weight import PLAIN_TYPES, Weight
 
@@ -21,9 +21,21 @@ def refuses(case: Case) -> str | None:
     return None if case.dtype == "bf16" else f"computes in bf16, not {case.dtype}"
 
 
-def prepare(weight: Weight) -> Weight:
-    """Return a plain weight in bf16, where it lies."""
-    return replace(weight, data=weight.data.to(torch.bfloat16), quant=BF16)
+def refuses_f16(case: Case) -> str | None:
+    """Say why a case cannot run here in f16."""
+    if case.dtype == "f16":
+        return refuses(replace(case, dtype="bf16"))
+    return f"computes in f16, not {case.dtype}"
+
+
+def prepare(weight: Weight, dtype: str = "bf16") -> Weight:
+    """Return a plain weight in bf16 or f16, where it lies."""
+    return replace(weight, data=weight.data.to(narrow_type(dtype)), quant=QUANTS[dtype])
+
+
+def prepare_f16(weight: Weight) -> Weight:
+    """Return a plain weight in f16, where it lies."""
+    return prepare(weight, "f16")
 
 
 def matmul(
@@ -35,10 +47,25 @@ def matmul(
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return `x [rows, columns]` times bf16 `weight [outputs, columns]`, transposed, in float32."""
+    """Return `x [rows, columns]` times narrow `weight [outputs, columns]`, transposed, as float32.
+
+    `weight` is bf16 or f16.
+    """
+    if weight.dtype == torch.float16:
+        return _half_product(x, weight)
     rows, rounded = len(x), x.to(torch.bfloat16)
     if rows < PADDED_ROWS:
         rounded = torch.nn.functional.pad(rounded, (0, 0, 0, PADDED_ROWS - rows))
     if hasattr(torch.ops.aten.mm, "dtype"):  # older versions of torch have no such sums
         return torch.mm(rounded, weight.T, out_dtype=torch.float32)[:rows]
     return (rounded @ weight.T)[:rows].float()
+
+
+def _half_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The same in f16, each row divided by its power of two."""
+    rows = max(len(x), PADDED_ROWS)
+    padded = NarrowRows(weight.new_zeros(rows, x.shape[1]), x.new_zeros(rows))
+    fill_rows(padded, x)
+    assert padded.powers is not None
+    answers = torch.mm(padded.values, weight.T, out_dtype=torch.float32)
+    return answers.mul_(padded.powers[:, None])[: len(x)]

@@ -77,12 +77,34 @@ def attend(
     queries = queries.to(keys.dtype)
     if keys.dtype == torch.float32:
         return _in_chunks(queries, keys, values, window, _attend_plain)
-    if window or queries.shape[2] > MOST_FLASH_DIM:
+    half = keys.dtype == torch.float16
+    if window or (queries.shape[2] > MOST_FLASH_DIM and not half):
         return _in_chunks(queries, keys, values, window, _attend_masked)
+    if half:
+        return _attend_by_key_head(queries, keys, values)
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (queries, keys, values))
     bias = causal_lower_right(queries.shape[0], keys.shape[0])
     mixed = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0, enable_gqa=True)
     return mixed[0].transpose(0, 1)
+
+
+def _attend_by_key_head(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """The heads of a key head as those of one sequence, all with the same keys where they lie.
+
+    Of torch's fused kernels only the one for sm_80 and later knows of groups; the one that older
+    GPUs have takes any head's keys by their address, so that nothing is repeated.
+    """
+    (rows, heads, dim), (count, kv_heads, _) = queries.shape, keys.shape
+    group = heads // kv_heads
+    q = queries.view(rows, kv_heads, group, dim).permute(1, 2, 0, 3)
+    k, v = (
+        part.transpose(0, 1)[:, None].expand(kv_heads, group, count, dim) for part in (keys, values)
+    )
+    bias = causal_lower_right(rows, count)
+    mixed = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+    return mixed.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -10,6 +10,7 @@ from headroom.kernels.cuda.compile import compile_kernel
 from headroom.kernels.cuda.handover import WORDS
 
 Q4_K, BF16 = 12, 30  # types by their numbers in files
+BF16_SM = 80  # the least compute capability whose tensor cores take bf16
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Probe:
     source: str
     kernel: str
     defines: Mapping[str, int]
-    sm: int = 75  # the least compute capability that it runs on; older ones take another path
+    sm: int = 75  # the least compute capability that it is for
 
 
 _HEADS = {"DIM": 128, "K_KIND": BF16, "V_KIND": BF16}
@@ -32,9 +33,10 @@ _FEW = {
 _DELTA = {"HEADS": 32, "KEY_HEADS": 16, "TILED": 0, "TAPS": 4, "COLUMNS": 16}
 _CHUNKS = _DELTA | {"COLUMNS": 32, "HELD": 64}
 PROBES = (
-    Probe("products of few rows", "matmul.cu", "product", _FEW, 80),
+    Probe("products of few rows", "matmul.cu", "product", _FEW),
     Probe("products of many rows", "dequant.cu", "dequantise", {"KIND": Q4_K, "WARPS": 4}),
-    Probe("attention of few rows", "decode.cu", "decode", _PAGED | {"TILES": 1}, 80),
+    Probe("many rows in f16", "narrow.cu", "narrow_rows", {}),
+    Probe("attention of few rows", "decode.cu", "decode", _PAGED | {"TILES": 1, "PARTS": 4}),
     Probe("attention in float32", "exact.cu", "decode_exact", _PAGED),
     Probe("rotation and cache", "rope.cu", "rope_write", _HEADS | {"HALF": 64, "Q_BF16": 0}),
     Probe("norms", "small.cu", "norm_rows", {"RESIDUAL": 0}),
@@ -42,6 +44,7 @@ PROBES = (
     Probe("routers", "route.cu", "score", {"EXPERTS": 32, "SIGMOID": 0, "ROWS": 1}),
     Probe("experts", "experts.cu", "gate_up", _EXPERTS),
     Probe("experts of many rows", "grouped.cu", "grouped", {"ROWS": 64, "STAGES": 4}, 80),
+    Probe("experts of many rows in f16", "half_experts.cu", "activate", {"GELU": 0}),
     Probe("experts of the CPU", "handover.cu", "publish", WORDS),
     Probe("gated linear attention, steps", "delta_net.cu", "recur", _DELTA),
     Probe("gated linear attention, prompts", "delta_chunks.cu", "run_chunks", _CHUNKS),
@@ -52,12 +55,18 @@ PROBES = (
 def try_kernels(device: int) -> dict[str, str]:
     """Compile a kernel of every family for a GPU; return why it does not run, "" where it does."""
     major, minor = torch.cuda.get_device_capability(device)
-    sm = 10 * major + minor
     with torch.cuda.device(device):
-        return {
-            probe.family: f"needs sm_{probe.sm}" if sm < probe.sm else _try(probe)
-            for probe in PROBES
-        }
+        return {x.family: _try(x) for x in PROBES if x.sm <= 10 * major + minor}
+
+
+def slower_on(sm: int) -> str:
+    """Say what a GPU of an older compute capability runs in another way; "" where nothing."""
+    if sm >= BF16_SM:
+        return ""
+    return (
+        "products and attention compute in f16; in prompts, the experts of a layer are multiplied "
+        "one after another and the host waits for each layer"
+    )
 
 
 def try_compiler(device: int) -> str:

@@ -61,23 +61,33 @@ template <int DEPTH, int COUNT, int SIZE> struct Ring {
         expect(full + stage, COUNT * SIZE);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) copy_bulk(to + i * SIZE, from + i * apart, SIZE, full + stage);
-#else
+#elif !defined(HEADROOM_ON_CPU) && __CUDA_ARCH__ >= 800
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
-            for (int at = lane * 16; from != nullptr && at < SIZE; at += 512) {
-#if defined(HEADROOM_ON_CPU) || __CUDA_ARCH__ < 800
-                *reinterpret_cast<uint4*>(to + i * SIZE + at) =
-                    *reinterpret_cast<const uint4*>(from + i * apart + at);
-#else
+            for (int at = lane * 16; from != nullptr && at < SIZE; at += 512)
                 asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to + i * SIZE + at)),
                              "l"(from + i * apart + at) : "memory");
-#endif
-            }
-#if !defined(HEADROOM_ON_CPU) && __CUDA_ARCH__ >= 800
         asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
+#else
+        if (from != nullptr) load(to, from, apart);
 #endif
     }
+#if !BULK && (defined(HEADROOM_ON_CPU) || __CUDA_ARCH__ < 800)
+    // Copies that take their way through registers: all are read before the first is written, so that they
+    // are under way together.
+    __device__ __forceinline__ void load(u8* to, const u8* from, size_t apart) {
+        constexpr int each = (SIZE + 511) / 512;
+        uint4 words[COUNT * each];
+#pragma unroll
+        for (int i = 0; i < COUNT * each; ++i)
+            if (const int at = i % each * 512 + lane * 16; at < SIZE)
+                words[i] = *reinterpret_cast<const uint4*>(from + i / each * apart + at);
+#pragma unroll
+        for (int i = 0; i < COUNT * each; ++i)
+            if (const int at = i % each * 512 + lane * 16; at < SIZE)
+                *reinterpret_cast<uint4*>(to + i / each * SIZE + at) = words[i];
+    }
+#endif
     // Waits for a stage; `turn` counts how often it was filled before.
     __device__ __forceinline__ const u8* wait(int stage, int turn) const {
 #if BULK

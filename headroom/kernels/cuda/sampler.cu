@@ -5,7 +5,9 @@
 #include "early.cuh"
 #include "draws.cuh"
 
-#define MOST 4096      // candidates that are sorted in shared memory
+#ifndef MOST           // candidates that are sorted in shared memory
+#define MOST 4096
+#endif
 #define USUAL 512      // likeliest tokens that usually hold all that top-p and min-p leave
 
 // scores [rows, vocabulary] in place. counts [rows, vocabulary] are zeros before and after.

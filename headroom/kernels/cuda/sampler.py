@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.cuda.compile import compile_kernel, shared_bytes_of
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -17,7 +17,8 @@ _ROUNDS = 10
 
 SLICES = 64  # of a row, summed and searched by a block each
 PENALTY_THREADS, SLICE_THREADS, CHOOSE_THREADS = 512, 256, 1024
-MOST_CANDIDATES = 4096  # that sampler.cu sorts in shared memory, 16 bytes each
+# That sampler.cu sorts in shared memory, 16 bytes each, and besides has KEPT_BYTES of.
+MOST_CANDIDATES, KEPT_BYTES = 4096, 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,7 +163,8 @@ def sample_fast(
     compile_kernel("sampler.cu", "peaks")(*slices, (scores, scratch.best, vocabulary), early=True)
     args = (scores, scratch.best, tables.temperature, tables.top_k, scratch.masses, vocabulary)
     compile_kernel("sampler.cu", "masses")(*slices, args, early=True)
-    compile_kernel("sampler.cu", "choose")(
+    most = candidates_for(shared_bytes_of(logits.device))
+    compile_kernel("sampler.cu", "choose", {"MOST": most})(
         (rows,),
         (CHOOSE_THREADS,),
         (
@@ -170,7 +172,13 @@ def sample_fast(
             *(tables.min_p, tables.top_k, tables.seed, tables.position, tables.draw),
             *(out, vocabulary),
         ),
-        shared_bytes=MOST_CANDIDATES * 16,
+        shared_bytes=most * 16,
         early=True,
     )
     return out
+
+
+def candidates_for(shared_bytes: int) -> int:
+    """Return how many candidates a block can sort; where there are more it takes a longer way."""
+    fits = shared_bytes >= 16 * MOST_CANDIDATES + KEPT_BYTES
+    return MOST_CANDIDATES if fits else MOST_CANDIDATES // 2

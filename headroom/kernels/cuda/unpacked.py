@@ -1,12 +1,14 @@
-"""Products of many rows: packed weights are unpacked to bf16 part by part and multiplied there."""
+"""Products of many rows: packed weights are unpacked part by part, to bf16 or f16."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from headroom.formats.quants import QuantType
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.cuda.narrow import NarrowRows
 from headroom.kernels.cuda.sizes import RECORD_COLUMNS, TILE_ROWS, tile_bytes
 from headroom.kernels.weight import Weight
 
@@ -26,46 +28,67 @@ def part_rows(rows: int, columns: int, most_bytes: int) -> int:
 
 
 def multiply(
-    x: torch.Tensor, weight: Weight, outs: Sequence[torch.Tensor], add: bool = False
+    x: NarrowRows, weight: Weight, outs: Sequence[torch.Tensor], add: bool = False
 ) -> None:
-    """Write bf16 `x` times the weight's transpose to float32 `outs`, or add it to them.
+    """Write `x` times the weight's transpose to float32 `outs`, or add it to them.
 
     The outputs are of matrices that lie one after another in the weight.
     """
+    rows = x.values
     each = part_rows(weight.rows, weight.columns, scratch.unpack_bytes())
     for first in range(0, weight.rows, each):
         count = min(each, weight.rows - first)
         with scratch.frame():
-            answers = scratch.empty(len(x), count, dtype=torch.bfloat16, device=x.device)
-            torch.mm(x, _plain_part(weight, first, count).T, out=answers)
-            _spread(answers, first, outs, add)
+            if x.powers is None:
+                answers = scratch.empty(len(rows), count, dtype=rows.dtype, device=rows.device)
+                torch.mm(rows, _plain_part(weight, first, count, rows.dtype).T, out=answers)
+            else:
+                answers = scratch.empty(len(rows), count, device=rows.device)
+                plain = _plain_part(weight, first, count, rows.dtype)
+                torch.mm(rows, plain.T, out_dtype=torch.float32, out=answers)
+            _spread(answers, first, outs, add, x.powers)
 
 
 def dequantise(weight: Weight, out: torch.Tensor) -> torch.Tensor:
-    """Write a weight's values to `out`, bf16 `[rows, columns]`."""
+    """Write a weight's values to `out [rows, columns]`, bf16 or f16."""
     records = -(-weight.columns // RECORD_COLUMNS)
     tiles = -(-weight.rows // TILE_ROWS)
-    kernel = compile_kernel("dequant.cu", "dequantise", {"KIND": weight.quant.ggml_id, "WARPS": 4})
+    kernel = compile_kernel("dequant.cu", "dequantise", unpack_defines(weight.quant, out.dtype))
     share = max(1, min(-(-records // 4), 2048 // max(1, tiles)))
     kernel((tiles, share), (128,), (weight.data, out, weight.rows, weight.columns, records))
     return out
 
 
-def _plain_part(weight: Weight, first: int, count: int) -> torch.Tensor:
-    """Some rows of a weight in bf16; they begin with a tile."""
+def unpack_defines(quant: QuantType, dtype: torch.dtype) -> dict[str, int]:
+    """Return what dequant.cu is compiled with to unpack a type of weights to another."""
+    return {"KIND": quant.ggml_id, "WARPS": 4, "OUT_F16": int(dtype == torch.float16)}
+
+
+def _plain_part(weight: Weight, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Some rows of a weight as products read them; they begin with a tile."""
     if weight.layout != TILES:
         return weight.data[first : first + count]
-    out = scratch.empty(count, weight.columns, dtype=torch.bfloat16, device=weight.data.device)
+    out = scratch.empty(count, weight.columns, dtype=dtype, device=weight.data.device)
     tiles = weight.data[tile_bytes(weight.quant, first, weight.columns) :]
     return dequantise(replace(weight, data=tiles, rows=count), out)
 
 
-def _spread(answers: torch.Tensor, first: int, outs: Sequence[torch.Tensor], add: bool) -> None:
+def _spread(
+    answers: torch.Tensor,
+    first: int,
+    outs: Sequence[torch.Tensor],
+    add: bool,
+    powers: torch.Tensor | None,
+) -> None:
     """Bring the answers of rows `first` and on of a weight to the outputs that they belong to."""
     at, end = 0, first + answers.shape[1]
     for out in outs:
         begin, stop = max(first, at), min(end, at + out.shape[1])
         if begin < stop:
             part, target = answers[:, begin - first : stop - first], out[:, begin - at : stop - at]
-            target.add_(part) if add else target.copy_(part)
+            if powers is not None:
+                by = powers[:, None]
+                target.addcmul_(part, by) if add else torch.mul(part, by, out=target)
+            else:
+                target.add_(part) if add else target.copy_(part)
         at += out.shape[1]
