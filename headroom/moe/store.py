@@ -289,7 +289,7 @@ class LayerStore:
         readable = cold if self.readable else torch.zeros_like(cold)
         spare = self._spare
         if spare.told is not None:
-            spare.told.synchronize()  # long reached: copies were waited for since
+            spare.told.synchronize()  # not reached yet only while layers are being loaded
         table = spare.table[: len(self._device_table)]
         addresses, flags = table_views(table)
         addresses.copy_(torch.where(is_hot[:, None], slot[:, None] + starts, readable))

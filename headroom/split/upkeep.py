@@ -79,17 +79,18 @@ class ExpertUpkeep:
     def run(self, tokens: int, resting: bool) -> None:
         """Swap and save as is due; no step may be running.
 
-        While requests run, this waits for no copy; if none does, for those of one expert.
+        While requests run, this waits for no copy. If none does, it waits for those of one swap:
+        so every pause brings one, and a request that comes is not held up by more.
         """
+        if self._swap_due(tokens, resting):
+            self._begin_round()
+            self._round_tokens = tokens
         if self._round is not None and self._turn_due(resting):
             if self._round.turned:
                 self._end_swap(self._round)
-            else:
+            if not self._round.over:
                 self._turn_swap(self._round)
             self._note(self._round)
-        elif self._swap_due(tokens, resting):
-            self._begin_round()
-            self._round_tokens = tokens
         if self._save_in(tokens) == 0.0:
             self._save()
             self._saved_tokens, self._saved_at = tokens, time.monotonic()
