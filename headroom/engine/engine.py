@@ -133,7 +133,8 @@ class Engine:
             for sequence in list(self._live.values()):
                 self._finish(sequence, "cancelled")
             if self.upkeep is not None:
-                self.upkeep.close()
+                with torch.inference_mode():
+                    self.upkeep.close()
         except BaseException as error:
             # Steps and readers have nets of their own: what comes here is a broken engine.
             log.critical("engine: stopped by an error", exc_info=True)

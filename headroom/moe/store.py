@@ -245,7 +245,10 @@ class LayerStore:
         self._spare.exchange = None
 
     def finish_exchange(self) -> None:
-        """Do all that is left of an exchange, what failed included; no step may run meanwhile."""
+        """Do all that is left of an exchange, what failed included.
+
+        No step may run, unless the two have changed sides already.
+        """
         exchange = self._under_way()
         if not exchange.in_table:
             self.turn_exchange()

@@ -120,6 +120,7 @@ class ExpertUpkeep:
         """Save what is to be saved; a failure is told and nothing more."""
         if self._round is not None:
             self._round.stop()
+            self._note(self._round)
         try:
             self._save()
             self._save_placement()
