@@ -32,6 +32,7 @@ from tests.gpu.weight_file import WeightFile
 
 DEVICE = "cuda"
 ROWS = (1, 5, 70)  # of steps
+BESIDE = 3  # steps that are launched between two looks at an exchange
 Kinds = tuple[str, str, str]
 CASES: list[tuple[Kinds, int, int, int]] = [
     (("q4_k", "q4_k", "q6_k"), 16, 512, 2048),
@@ -143,7 +144,7 @@ def overlapped(layer: Layer, opened: tuple[ExpertStore, LayerStore], rows: int) 
     swaps = SwapRound(StoreSwaps(store, [LayerExperts(layer.experts, 1)], same_bits=True), planned)
     outs, beside = [], 0
     while not swaps.over:
-        outs += [run() for _ in range(3)]
+        outs += [run() for _ in range(BESIDE)]
         if not swaps.ready():
             beside += 1
         elif swaps.turned:
@@ -156,7 +157,7 @@ def overlapped(layer: Layer, opened: tuple[ExpertStore, LayerStore], rows: int) 
             outs = [out for out in outs if not torch.equal(out, wanted)]
     torch.cuda.synchronize()
     good = all(torch.equal(out, wanted) for out in outs)
-    print(f"  {rows} rows: {len(swaps.done)} swaps, copies under way after {3 * beside} steps")
+    print(f"  {rows} rows: {len(swaps.done)} swaps, copies under way after {BESIDE * beside} steps")
     return good and swaps.error is None and swaps.done == planned
 
 
