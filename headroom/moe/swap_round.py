@@ -77,6 +77,5 @@ class SwapRound:
             act()
         except Exception as error:
             self.error, self._now = error, None
-            self._left.clear()
             return False
         return True

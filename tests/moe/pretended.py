@@ -16,7 +16,7 @@ class PretendedExperts:
         *,
         same_bits: bool = False,
         fails_after: int | None = None,  # exchanges
-        fails_in: str = "turn",  # or "begin", "ready", "end"
+        fails_in: str = "turn",  # or "begin", "ready", "end"; "move": when sides have changed
         slow: int = 0,  # times that copies are asked for in vain
     ) -> None:
         self._layers = list(layers)
@@ -63,6 +63,7 @@ class PretendedExperts:
         self._hot[layer].remove(demoted)
         self._hot[layer].add(promoted)
         self._turned, self._late = True, self.slow
+        self._check("move")
 
     def end(self) -> None:
         assert self._now is not None

@@ -56,7 +56,7 @@ def test_a_round_without_swaps_is_over() -> None:
     assert SwapRound(half_hot(), []).over
 
 
-@pytest.mark.parametrize("where", ["begin", "ready", "turn", "end"])
+@pytest.mark.parametrize("where", ["begin", "ready", "turn", "move", "end"])
 def test_a_failure_ends_the_round_and_keeps_the_swaps_before_it(where: str) -> None:
     experts = half_hot(fails_after=1, fails_in=where)
     swaps = SwapRound(experts, plan(experts))

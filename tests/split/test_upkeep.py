@@ -200,6 +200,15 @@ def test_a_failing_exchange_is_told_and_is_the_last(caplog: pytest.LogCaptureFix
     assert case.upkeep.read().swaps == 1
 
 
+def test_choices_after_a_failure_are_hits_by_where_it_left_experts() -> None:
+    case = Case(None, cold_half(fails_after=0, fails_in="move"), UpkeepRules(policy=POLICY))
+    case.choose(1, 3, 9)
+    case.rest(5)
+    case.choose(1, 3, 2)
+    assert case.upkeep.read().hits == (0, 2, 0)
+    assert case.upkeep.read().swaps == 0
+
+
 def test_new_choices_matter_after_a_long_history() -> None:
     experts = cold_half()
     case = Case(None, experts, UpkeepRules(policy=POLICY))
