@@ -133,7 +133,8 @@ class Engine:
             for sequence in list(self._live.values()):
                 self._finish(sequence, "cancelled")
             if self.upkeep is not None:
-                self.upkeep.close()
+                with torch.inference_mode():
+                    self.upkeep.close()
         except BaseException as error:
             # Steps and readers have nets of their own: what comes here is a broken engine.
             log.critical("engine: stopped by an error", exc_info=True)
@@ -171,7 +172,7 @@ class Engine:
         return None if self.upkeep is None else self.upkeep.idle_s(self._counters.tokens)
 
     def _look_after(self, flying: Flight | None) -> Flight | None:
-        """Do what is due between steps; then no step is left to be read."""
+        """Do what is due between steps; where that must not run beside one, none is left."""
         if self.upkeep is None:
             return flying
         # Whoever gave way for want of pages is in the middle of an answer, too.
@@ -179,9 +180,10 @@ class Engine:
             sequence.started_at for sequence in self._scheduler.waiting
         )
         tokens = self._counters.tokens
-        if not self.upkeep.due(tokens, resting):
-            return flying
         with torch.inference_mode():
+            self.upkeep.go_on(resting)
+            if not self.upkeep.due(tokens, resting):
+                return flying
             self._step([], flying)
             self.upkeep.run(tokens, resting)
         return None

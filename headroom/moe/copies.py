@@ -2,11 +2,19 @@
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
-Mark = torch.cuda.Event  # a point in a queue of work
+
+class Mark(Protocol):
+    """A point in a queue of work; a GPU's events are such."""
+
+    def query(self) -> bool:
+        """Tell whether it is reached."""
+
+    def synchronize(self) -> None:
+        """Wait until it is reached."""
 
 
 class CopyQueue(Protocol):
@@ -23,7 +31,7 @@ class CopyQueue(Protocol):
 
 
 class CudaCopies:
-    """Copies to a GPU on a stream of their own; sources should be pinned."""
+    """Copies to and from a GPU on a stream of their own; the host's memory should be pinned."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,7 +45,7 @@ class CudaCopies:
 
     def copy(self, out: torch.Tensor, sources: Sequence[torch.Tensor], after: Mark) -> Mark:
         """Copy to `out`, one source after another, when `after` is reached; return the end."""
-        self._stream.wait_event(after)
+        self._stream.wait_event(cast(torch.cuda.Event, after))
         with torch.cuda.stream(self._stream):
             copy_all(out, sources)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -46,7 +54,38 @@ class CudaCopies:
 
     def wait(self, mark: Mark) -> None:
         """Let the computing go on when `mark` is reached."""
-        torch.cuda.current_stream(self._device).wait_event(mark)
+        torch.cuda.current_stream(self._device).wait_event(cast(torch.cuda.Event, mark))
+
+
+class HostCopies:
+    """Copies within the host's memory, done when they are asked for."""
+
+    def mark(self) -> Mark:
+        """Return where the computing stands now."""
+        return _Reached()
+
+    def copy(self, out: torch.Tensor, sources: Sequence[torch.Tensor], after: Mark) -> Mark:
+        """Copy to `out`, one source after another, when `after` is reached; return the end."""
+        after.synchronize()
+        copy_all(out, sources)
+        return _Reached()
+
+    def wait(self, mark: Mark) -> None:
+        """Let the computing go on when `mark` is reached."""
+        mark.synchronize()
+
+
+class _Reached:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+def open_copies(device: torch.device) -> CopyQueue:
+    """Return a queue of copies beside the computing of a device."""
+    return CudaCopies(device) if device.type == "cuda" else HostCopies()
 
 
 class BouncedCopies:

@@ -18,8 +18,10 @@ from headroom.memory.cgroups import read_limits
 from headroom.memory.cold_speeds import ColdSpeeds
 from headroom.memory.devices import pinnable_bytes
 from headroom.memory.experts import aligned
+from headroom.moe.copies import open_copies, pinned_empty
 from headroom.moe.cost import Choice, ColdPath, choose, forced
 from headroom.moe.placement import ExpertPlacement
+from headroom.moe.residence import table_bytes
 from headroom.moe.store import BlobLayout, ExpertStore, LayerStore, Spare
 from headroom.units import gib
 
@@ -75,7 +77,9 @@ def open_store(
     slab = torch.empty(_needed(layouts, slots), dtype=torch.uint8, device=device)
     staging = torch.empty(request.staging_bytes, dtype=torch.uint8, device=device)
     on_host = memory.bytes[len(memory) - largest :]
-    spare = Spare(staging[:largest], on_host, staging[aligned(largest) :])
+    table = pinned_empty((max(table_bytes(x.experts) for x in layouts if x),), torch.uint8)
+    copies = open_copies(torch.device(device))
+    spare = Spare(staging[:largest], on_host, staging[aligned(largest) :], table, copies)
     slot_rows, cold_rows = _cut(slab, layouts, slots), _cut(memory.bytes, layouts, cold)
     layers = tuple(
         None

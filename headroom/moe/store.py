@@ -8,10 +8,18 @@ import torch
 
 from headroom.kernels.cuda.experts import PARTS, Kinds
 from headroom.layers.pinned import HostMemory
+from headroom.moe.copies import CopyQueue, Mark
 from headroom.moe.cost import Choice, ColdPath
 from headroom.moe.placement import ExpertPlacement
-
-NOWHERE, SPARE = -1, -2  # instead of a row: not on this side; in this side's spare buffer
+from headroom.moe.residence import (
+    NOWHERE,
+    SPARE,
+    Residence,
+    addresses_of,
+    first_residence,
+    table_bytes,
+    table_views,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +58,10 @@ class Spare:
     device: torch.Tensor  # uint8 [bytes]
     host: torch.Tensor
     staging: torch.Tensor  # uint8 on the device, for cold experts on their way
+    table: torch.Tensor  # uint8 in host memory, pinned: the next that a layer gets
+    copies: CopyQueue  # of exchanges, beside steps
     exchange: "Exchange | None" = None  # that uses it
+    told: Mark | None = None  # when the table there has been read
 
 
 @dataclass(slots=True, eq=False)
@@ -62,36 +73,17 @@ class Exchange:
     demoted: int
     slot: int  # that the one comes to
     row: int  # that the other comes to
+    copied: Mark  # when both are in the spare buffers
     in_table: bool = False  # the table finds both in the spare buffers by now
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Residence:
-    """Which row of either side each expert is in; hot ones may have one of both."""
-
-    slot: torch.Tensor  # int64 [experts]
-    row: torch.Tensor  # int64 [experts]
-
-    @property
-    def is_hot(self) -> torch.Tensor:
-        """Which experts are hot."""
-        return self.slot != NOWHERE
-
-    def with_moved(self, slots: dict[int, int], rows: dict[int, int]) -> "Residence":
-        """Return where all are when these experts have other slots and rows."""
-        slot, row = self.slot.clone(), self.row.clone()
-        for expert, place in slots.items():
-            slot[expert] = place
-        for expert, place in rows.items():
-            row[expert] = place
-        return Residence(slot, row)
+    tried: bool = False  # to bring them to their places
+    moved: Mark | None = None  # when they are there; None: that was not asked for, or it failed
 
 
 class LayerStore:
-    """The experts of one layer; `exchange` moves them, and nothing else does.
+    """The experts of one layer; exchanges move them, and nothing else does.
 
     At any moment every expert is found whole by the table: one is written to a place only while
-    no address points there.
+    no address points there, and after the steps that were launched when one did.
     """
 
     def __init__(
@@ -111,11 +103,11 @@ class LayerStore:
         self.cold = cold
         self.keeps_copy = bool(len(slots)) and len(cold) == blobs.experts
         self._spare, self._memory = spare, memory
-        self._residence = _first_residence(blobs.experts, sorted(hot), self.keeps_copy)
+        self._residence = first_residence(blobs.experts, sorted(hot), self.keeps_copy)
         # One piece, so that one copy changes all of it.
-        table = torch.empty(blobs.experts * (8 * PARTS + 4), dtype=torch.uint8)
-        self._device_table = table.to(slots.device, copy=True)
-        self.addresses, self.is_hot = _table_views(self._device_table)
+        size = table_bytes(blobs.experts)
+        self._device_table = torch.empty(size, dtype=torch.uint8, device=slots.device)
+        self.addresses, self.is_hot = table_views(self._device_table)
         self.host_addresses = torch.zeros(blobs.experts, PARTS, dtype=torch.int64)
         self._publish(self._residence)
 
@@ -196,9 +188,9 @@ class LayerStore:
         self.finish_exchange()
 
     def begin_exchange(self, promoted: int, demoted: int) -> None:
-        """Copy both to the spare buffers on the current stream; steps may run meanwhile.
+        """Ask for copies of both in the spare buffers; steps run meanwhile and see nothing of it.
 
-        One exchange of a device at a time: an earlier one that was not finished is forgotten.
+        One exchange of a device at a time: an earlier one that was only begun is forgotten.
         """
         hot = self._residence.is_hot
         if not 0 <= promoted < self.experts or not 0 <= demoted < self.experts:
@@ -212,54 +204,101 @@ class LayerStore:
         coming, going = self.cold_of(promoted), self.slot_of(demoted)
         assert coming is not None
         assert going is not None
-        copy_bytes(spare.device[: self.expert_bytes], coming)
+        copied = self._copy_beside(spare.device[: self.expert_bytes], coming)
         if not self.keeps_copy:
-            copy_bytes(spare.host[: self.expert_bytes], going)
+            copied = self._copy_beside(spare.host[: self.expert_bytes], going)
         slot, row = int(self._residence.slot[demoted]), int(self._residence.row[promoted])
-        spare.exchange = Exchange(self, promoted, demoted, slot, row)
+        spare.exchange = Exchange(self, promoted, demoted, slot, row, copied)
 
-    def finish_exchange(self) -> None:
-        """Bring both from the spare buffers to their places; what an error ended is taken up."""
-        spare, exchange = self._spare, self._spare.exchange
-        if exchange is None or exchange.layer is not self:
-            raise ValueError("no exchange of this layer was begun")
+    @property
+    def exchange_mark(self) -> Mark:
+        """When the copies are there that the exchange asked for last."""
+        exchange = self._under_way()
+        return exchange.copied if exchange.moved is None else exchange.moved
+
+    def turn_exchange(self) -> None:
+        """Let the table find both in the spare buffers; ask for copies to their places.
+
+        No step may run when it is called: one would find the two on other sides than it began
+        with, and a CPU that computes cold experts would look for one that is hot by now.
+        """
+        exchange = self._under_way()
+        exchange.copied.synchronize()
         promoted, demoted = exchange.promoted, exchange.demoted
         rows = {} if self.keeps_copy else {promoted: NOWHERE, demoted: SPARE}
+        self._publish(self._residence.with_moved({promoted: SPARE, demoted: NOWHERE}, rows))
+        exchange.in_table = True
+        self._move(exchange)
+
+    def end_exchange(self) -> None:
+        """Let the table find both at their places.
+
+        Steps may run. Nobody changes sides, and a spare buffer and the place hold the same: a step
+        finds an expert whole in either. The next exchange writes to the buffers after those steps.
+        """
+        exchange = self._under_way()
+        moved, exchange.moved = exchange.moved, None
+        assert moved is not None
+        moved.synchronize()
+        rows = {} if self.keeps_copy else {exchange.demoted: exchange.row}
+        self._publish(self._residence.with_moved({exchange.promoted: exchange.slot}, rows))
+        self._spare.exchange = None
+
+    def finish_exchange(self) -> None:
+        """Do all that is left of an exchange, what failed included.
+
+        No step may run, unless the two have changed sides already.
+        """
+        exchange = self._under_way()
         if not exchange.in_table:
-            self._wait()
-            self._publish(self._residence.with_moved({promoted: SPARE, demoted: NOWHERE}, rows))
-            exchange.in_table = True
-        copy_bytes(self.slots[exchange.slot], spare.device[: self.expert_bytes])
+            self.turn_exchange()
+        elif exchange.moved is None:
+            self._move(exchange)
+        self.end_exchange()
+
+    def _under_way(self) -> Exchange:
+        exchange = self._spare.exchange
+        if exchange is None or exchange.layer is not self:
+            raise ValueError("no exchange of this layer was begun")
+        return exchange
+
+    def _move(self, exchange: Exchange) -> None:
+        """Ask for copies of both to their places, where no table finds anything now."""
+        spare, slot = self._spare, self.slots[exchange.slot]
         if not self.keeps_copy:
-            copy_bytes(self.cold[exchange.row], spare.host[: self.expert_bytes])
-            rows = {demoted: exchange.row}
-        self._wait()
-        self._publish(self._residence.with_moved({promoted: exchange.slot}, rows))
-        spare.exchange = None
+            # From its old slot, since a copy within host memory would hold up this thread. A copy
+            # that failed may have left the slot to the other one.
+            going = spare.host[: self.expert_bytes] if exchange.tried else slot
+            exchange.tried = True
+            self._copy_beside(self.cold[exchange.row], going)
+        exchange.moved = self._copy_beside(slot, spare.device[: self.expert_bytes])
+
+    def _copy_beside(self, to: torch.Tensor, source: torch.Tensor) -> Mark:
+        """Ask for a copy beside the steps to come, after those that were launched."""
+        copies = self._spare.copies
+        return copies.copy(to, [source], copies.mark())
 
     def _publish(self, residence: Residence) -> None:
-        """Let the tables tell where experts are.
+        """Let the tables tell where experts are: the GPU's to all steps launched from now on.
 
-        New cold experts have an address in host memory before the GPU's table says that they are
-        cold, and new hot ones keep theirs until it says that they are hot.
+        The host's changes at once, while steps may run. The CPU that computes for them reads it,
+        and finds what it needs if no expert changes sides and old places still hold theirs. Those
+        who copy cold experts for long steps read it when they launch them.
         """
-        slot = _addresses(residence.slot, self.slots, self._spare.device)
-        row = _addresses(residence.row, self.cold, self._spare.host)
+        slot = addresses_of(residence.slot, self.slots, self._spare.device)
+        row = addresses_of(residence.row, self.cold, self._spare.host)
         starts, is_hot = torch.tensor(self.blobs.starts), residence.is_hot
         cold = torch.where(is_hot[:, None], 0, row[:, None] + starts)
         readable = cold if self.readable else torch.zeros_like(cold)
-        table = torch.empty(self._device_table.shape, dtype=torch.uint8)
-        addresses, flags = _table_views(table)
+        spare = self._spare
+        if spare.told is not None:
+            spare.told.synchronize()  # not reached yet only while layers are being loaded
+        table = spare.table[: len(self._device_table)]
+        addresses, flags = table_views(table)
         addresses.copy_(torch.where(is_hot[:, None], slot[:, None] + starts, readable))
         flags.copy_(is_hot)
-        before = self.host_addresses.clone()
-        self.host_addresses.copy_(torch.where(is_hot[:, None], before, cold))
-        try:
-            copy_bytes(self._device_table, table)
-            self._wait()
-        except BaseException:
-            self.host_addresses.copy_(before)
-            raise
+        copy_bytes(self._device_table, table)
+        spare.told = spare.copies.mark()
         self.host_addresses.copy_(cold)
         self._residence = residence
 
@@ -267,11 +306,6 @@ class LayerStore:
         if row == NOWHERE:
             return None
         return spare[: self.expert_bytes] if row == SPARE else side[row]
-
-    def _wait(self) -> None:
-        """Wait for the copies of this thread's stream."""
-        if self.slots.device.type == "cuda":
-            torch.cuda.current_stream(self.slots.device).synchronize()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -341,25 +375,3 @@ def drop_cold(ids: torch.Tensor, weights: torch.Tensor, is_hot: torch.Tensor) ->
     share = kept.sum(1, keepdim=True)
     grown = kept * (weights.sum(1, keepdim=True) / share)
     return torch.where(share == 0, kept, grown)
-
-
-def _first_residence(experts: int, hot: Sequence[int], keeps_copy: bool) -> Residence:
-    slot = torch.full((experts,), NOWHERE)
-    slot[list(hot)] = torch.arange(len(hot))
-    if keeps_copy:
-        return Residence(slot, torch.arange(experts))
-    is_cold = slot == NOWHERE
-    return Residence(slot, torch.where(is_cold, is_cold.cumsum(0) - 1, NOWHERE))
-
-
-def _addresses(rows: torch.Tensor, side: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
-    apart = side.shape[1]
-    return torch.where(rows == SPARE, spare.data_ptr(), side.data_ptr() + rows * apart)
-
-
-def _table_views(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Addresses int64 [experts, PARTS] and flags int32 [experts] in one piece of memory."""
-    experts = len(table) // (8 * PARTS + 4)
-    end = 8 * PARTS * experts
-    addresses = table[:end].view(torch.int64).view(experts, PARTS)
-    return addresses, table[end:].view(torch.int32)

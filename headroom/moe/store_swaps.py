@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from headroom.moe.copies import Mark
 from headroom.moe.placement import ExpertPlacement, LayerExperts
 
 
@@ -13,7 +14,14 @@ class StoredLayer(Protocol):
     @property
     def expert_bytes(self) -> int: ...
 
-    def exchange(self, promoted: int, demoted: int) -> None: ...
+    @property
+    def exchange_mark(self) -> Mark: ...  # when the copies are there that were asked for
+
+    def begin_exchange(self, promoted: int, demoted: int) -> None: ...
+
+    def turn_exchange(self) -> None: ...
+
+    def end_exchange(self) -> None: ...
 
 
 class Stored(Protocol):
@@ -36,6 +44,7 @@ class StoreSwaps:
         same_bits: bool,  # whether hot and cold experts give the same
     ) -> None:
         self._store, self.same_bits = store, same_bits
+        self._changing: StoredLayer | None = None  # the layer of the exchange that was begun last
         self._layers = tuple(
             layer if stored is None else replace(layer, expert_bytes=stored.expert_bytes)
             for layer, stored in zip(layers, store.layers, strict=True)
@@ -49,8 +58,28 @@ class StoreSwaps:
         """Return all layers with the bytes that their experts have in the store."""
         return self._layers
 
-    def exchange(self, layer: int, promoted: int, demoted: int) -> None:
-        """Let two experts of a layer change places."""
-        stored = self._store.layers[layer]
-        assert stored is not None, f"layer {layer} has no cold experts"
-        stored.exchange(promoted, demoted)
+    def begin(self, layer: int, promoted: int, demoted: int) -> None:
+        """Ask for the copies of two experts of a layer."""
+        self._changing = self._store.layers[layer]
+        self._layer.begin_exchange(promoted, demoted)
+
+    def ready(self) -> bool:
+        """Tell whether the copies are there that were asked for last."""
+        return self._layer.exchange_mark.query()
+
+    def wait(self) -> None:
+        """Wait for them."""
+        self._layer.exchange_mark.synchronize()
+
+    def turn(self) -> None:
+        """Let the two change sides and ask for copies to their places."""
+        self._layer.turn_exchange()
+
+    def end(self) -> None:
+        """Let them be at their places."""
+        self._layer.end_exchange()
+
+    @property
+    def _layer(self) -> StoredLayer:
+        assert self._changing is not None, "only layers with cold experts change"
+        return self._changing

@@ -1,4 +1,4 @@
-"""Swaps: plan_swaps() finds cold experts that should be hot; apply_swaps() lets them change."""
+"""Swaps: plan_swaps() finds cold experts that should be hot; Swappable lets them change."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -85,7 +85,7 @@ def swapped(placement: ExpertPlacement, swaps: Sequence[Swap]) -> ExpertPlacemen
 
 
 class Swappable(Protocol):
-    """Experts that can change places; only between steps, and by the engine's thread."""
+    """Experts that can change places, two at a time; called by the engine's thread alone."""
 
     @property
     def same_bits(self) -> bool: ...  # hot and cold give the same results, bit by bit
@@ -94,20 +94,20 @@ class Swappable(Protocol):
 
     def layers(self) -> Sequence[LayerExperts]: ...  # of the whole model
 
-    def exchange(self, layer: int, promoted: int, demoted: int) -> None: ...
+    def begin(self, layer: int, promoted: int, demoted: int) -> None:
+        """Ask for the copies of two experts; steps may run, and until `turn` nothing changes."""
 
+    def ready(self) -> bool:
+        """Tell whether the copies are there that were asked for last."""
 
-def apply_swaps(experts: Swappable, swaps: Sequence[Swap]) -> tuple[int, Exception | None]:
-    """Exchange experts in order; return how many were, and what stopped it if anything did.
+    def wait(self) -> None:
+        """Wait for them."""
 
-    An exchange that fails leaves its layer as it was; those before it stay done.
-    """
-    for done, swap in enumerate(swaps):
-        try:
-            experts.exchange(swap.layer, swap.promoted, swap.demoted)
-        except Exception as error:
-            return done, error
-    return len(swaps), None
+    def turn(self) -> None:
+        """Let the two change sides and ask for copies to their places; no step may run."""
+
+    def end(self) -> None:
+        """Let them be at their places; steps may run."""
 
 
 def recent(counts: Counts, used: Sequence[int], tokens: int) -> tuple[tuple[float, ...], ...]:

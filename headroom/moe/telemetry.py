@@ -140,6 +140,10 @@ class HitCounter:
         for layer, ids in enumerate(placement.hot):
             self._hot[layer, list(ids)] = 1
 
+    def move(self, layer: int, promoted: int, demoted: int) -> None:
+        """Take a swap as done for all choices that are counted from now on."""
+        self._hot[layer, promoted], self._hot[layer, demoted] = 1, 0
+
     def count(self, counts: torch.Tensor, few_rows: torch.Tensor) -> None:
         """Take the totals `[layers, experts]` as they are now, and those of steps of few rows."""
         self._hits += ((counts - self._seen) * self._hot).sum(1)

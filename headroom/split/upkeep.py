@@ -8,7 +8,8 @@ import torch
 from headroom.moe.placement import save_placement
 from headroom.moe.stats import RoutingHistory
 from headroom.moe.stats_file import HistoryKeeper
-from headroom.moe.swap import Swappable, apply_swaps, plan_swaps, recent
+from headroom.moe.swap import Swappable, plan_swaps, recent
+from headroom.moe.swap_round import SwapRound
 from headroom.moe.telemetry import ExpertTelemetry, HitCounter
 from headroom.split.expert_records import ExpertRecords
 from headroom.split.pipeline import Pipeline
@@ -41,6 +42,7 @@ class ExpertUpkeep:
         self._hits = HitCounter(model.used, counts.shape[1])
         self._experts: Swappable | None = pipeline.experts
         self._swapping = self._experts is not None and rules.swap_every is not None
+        self._round: SwapRound | None = None  # that is under way
         if self._experts is not None:
             self._hits.place(self._experts.placement())
         # On a GPU whose experts are all hot, a look at the counts is not worth waiting for.
@@ -53,24 +55,49 @@ class ExpertUpkeep:
 
     def due(self, tokens: int, resting: bool) -> bool:
         """Whether `run` has anything to do after so many tokens; `resting`: no request runs."""
-        return self._swap_due(tokens, resting) or self._save_in(tokens) == 0.0
+        swapping = self._turn_due(resting) or self._swap_due(tokens, resting)
+        return swapping or self._save_in(tokens) == 0.0
 
     def idle_s(self, tokens: int) -> float | None:
         """Return how long an engine without requests may sleep; None: until one comes."""
-        return 0.0 if self._swap_due(tokens, True) else self._save_in(tokens)
+        swapping = self._turn_due(True) or self._swap_due(tokens, True)
+        return 0.0 if swapping else self._save_in(tokens)
+
+    def go_on(self, resting: bool) -> None:
+        """Do what is due about swaps while steps may run; without any under way, nothing.
+
+        Where swaps may be seen, one that has not turned gives way to requests.
+        """
+        if self._round is None:
+            return
+        if not self._may_turn(resting):
+            self._round.give_way()
+        if self._round.turned and self._round.ready():
+            self._end_swap(self._round)
+        self._note(self._round)
 
     def run(self, tokens: int, resting: bool) -> None:
-        """Swap and save as is due; no step may be running."""
+        """Swap and save as is due; no step may be running.
+
+        While requests run, this waits for no copy. If none does, it waits for those of one swap:
+        so every pause brings one, and a request that comes is not held up by more.
+        """
         if self._swap_due(tokens, resting):
-            self._swap()
+            self._begin_round()
             self._round_tokens = tokens
+        if self._round is not None and self._turn_due(resting):
+            if self._round.turned:
+                self._end_swap(self._round)
+            if not self._round.over:
+                self._turn_swap(self._round)
+            self._note(self._round)
         if self._save_in(tokens) == 0.0:
             self._save()
             self._saved_tokens, self._saved_at = tokens, time.monotonic()
 
     def read(self) -> ExpertTelemetry:
         """Return all totals so far; waits for steps that run."""
-        self._hits.count(self._routing.counts(), self._routing.few_rows())
+        self._count_hits()
         self.latest = self._hits.reading(self._meter, self._swaps)
         return self.latest
 
@@ -91,6 +118,9 @@ class ExpertUpkeep:
 
     def close(self) -> None:
         """Save what is to be saved; a failure is told and nothing more."""
+        if self._round is not None:
+            self._round.stop()
+            self._note(self._round)
         try:
             self._save()
             self._save_placement()
@@ -109,13 +139,25 @@ class ExpertUpkeep:
         """Whether a swap is invisible to a request that runs."""
         return self._experts is not None and self._experts.same_bits
 
+    def _may_turn(self, resting: bool) -> bool:
+        """Whether experts may change sides now."""
+        return resting or (bool(self._rules.swap_every) and self._within_requests)
+
+    def _turn_due(self, resting: bool) -> bool:
+        """Whether a round goes on with no step running; one that rests may as well wait for it."""
+        if self._round is None:
+            return False
+        return resting or (
+            self._may_turn(resting) and not self._round.turned and self._round.ready()
+        )
+
     def _swap_due(self, tokens: int, resting: bool) -> bool:
-        if not self._swapping:
+        """Whether a new round begins."""
+        if not self._swapping or self._round is not None or not self._may_turn(resting):
             return False
         if resting:
             return self._unfinished or tokens != self._round_tokens
-        every = self._rules.swap_every
-        return bool(every) and self._within_requests and tokens - self._round_tokens >= (every or 0)
+        return tokens - self._round_tokens >= (self._rules.swap_every or 0)
 
     def _save_in(self, tokens: int) -> float | None:
         """Return the seconds until the statistics are saved; None where nothing is new."""
@@ -136,25 +178,48 @@ class ExpertUpkeep:
             save_placement(path, self._experts.placement(), self._model.identity)
             log.info("experts: placement saved to %s", path)
 
-    def _swap(self) -> None:
-        """Do one round; after a failure there are no more."""
+    def _begin_round(self) -> None:
+        """Plan a round, and ask for its first copies."""
         assert self._experts is not None
-        counts = self._routing.counts()
-        self._hits.count(counts, self._routing.few_rows())
+        counts = self._count_hits()
         experts = self._experts
         swaps = plan_swaps(
             experts.placement(), self._seen(counts), experts.layers(), self._rules.policy
         )
-        done, error = apply_swaps(self._experts, swaps)
-        self._swaps += done
         self._unfinished = bool(swaps)
-        self._hits.place(self._experts.placement())
-        if done:
-            copied = sum(swap.copied_bytes for swap in swaps[:done])
-            log.info("swaps: %d experts became hot, %s copied", done, gib(copied))
-        if error is not None:
+        if swaps:
+            self._round = SwapRound(experts, swaps)
+            self._note(self._round)
+
+    def _turn_swap(self, swaps: SwapRound) -> None:
+        self._count_hits()
+        if (swap := swaps.turn()) is not None:
+            self._hits.move(swap.layer, swap.promoted, swap.demoted)
+
+    def _end_swap(self, swaps: SwapRound) -> None:
+        before = len(swaps.done)
+        swaps.end()
+        self._swaps += len(swaps.done) - before
+
+    def _note(self, swaps: SwapRound) -> None:
+        """Tell of a round that is over; after a failure there are no more."""
+        if not swaps.over:
+            return
+        self._round = None
+        if swaps.done:
+            copied = sum(swap.copied_bytes for swap in swaps.done)
+            log.info("swaps: %d experts became hot, %s copied", len(swaps.done), gib(copied))
+        if swaps.error is not None:
+            assert self._experts is not None
             self._swapping = False
-            log.error("swaps: one failed and there are no more", exc_info=error)
+            self._hits.place(self._experts.placement())
+            log.error("swaps: one failed and there are no more", exc_info=swaps.error)
+
+    def _count_hits(self) -> torch.Tensor:
+        """Count the choices so far as hits or not, before experts move; return them."""
+        counts = self._routing.counts()
+        self._hits.count(counts, self._routing.few_rows())
+        return counts
 
     def _seen(self, counts: torch.Tensor) -> tuple[tuple[float, ...], ...]:
         """Return the choices of late, the new ones included."""

@@ -74,6 +74,10 @@ class Often:
     def __init__(self, unread: Callable[[], int]) -> None:
         self._unread, self._last = unread, 0
         self.seen: list[tuple[int, bool]] = []  # unread tokens, and whether nothing ran
+        self.beside: set[int] = set()  # unread tokens where steps may run
+
+    def go_on(self, resting: bool) -> None:
+        self.beside.add(self._unread())
 
     def due(self, tokens: int, resting: bool) -> bool:
         return tokens - self._last >= 3
@@ -109,6 +113,7 @@ def test_nothing_is_on_its_way_while_experts_are_looked_after() -> None:
     assert len(upkeep.seen) > 20
     assert {unread for unread, _ in upkeep.seen} == {0}
     assert (0, False) in upkeep.seen
+    assert max(upkeep.beside) > 0  # what may be done beside steps waits for none
 
 
 def test_preempted_sequences_go_on_with_tokens_that_were_on_their_way() -> None:

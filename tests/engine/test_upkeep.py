@@ -29,21 +29,28 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Watched(PretendedExperts):
-    """Notes how many requests ran at each exchange."""
+    """Notes how many requests ran when experts changed sides, and at which step."""
 
     engine: Any
     running: list[int]
+    begun_at: int
+    beside: list[int]  # steps between the begin of a swap and its turn
 
-    def exchange(self, layer: int, promoted: int, demoted: int) -> None:
-        super().exchange(layer, promoted, demoted)
+    def begin(self, layer: int, promoted: int, demoted: int) -> None:
+        super().begin(layer, promoted, demoted)
+        self.begun_at = self.engine.stats().steps
+
+    def turn(self) -> None:
+        super().turn()
         self.running.append(self.engine.stats().requests_running)
+        self.beside.append(self.engine.stats().steps - self.begun_at)
 
 
 @pytest.fixture
 def half_cold(monkeypatch: pytest.MonkeyPatch) -> Watched:
     """Let every model that is opened take the upper half of its experts for cold."""
     made = Watched([], [])
-    made.running = []
+    made.running, made.beside = [], []
     start = llm_module.start_pipeline
 
     def start_cold(plan: Any, model: ModelDescription, *more: Any) -> Pipeline:
@@ -108,9 +115,10 @@ def test_swaps_come_between_requests_and_change_no_answer(path: Path, half_cold:
 
 
 def test_swaps_every_few_tokens_come_while_a_request_runs(path: Path, half_cold: Watched) -> None:
-    half_cold.same_bits = True
+    half_cold.same_bits, half_cold.slow = True, 2
     moved = answers(path, half_cold, swap_every="4", swap_min_gain=1.0)
     assert 1 in half_cold.running
+    assert max(half_cold.beside) >= 2  # steps ran while experts were copied
     still = answers(path, half_cold, swap_every="off")
     assert [x.token_ids for x in moved] == [x.token_ids for x in still]
 

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,14 +21,18 @@ from headroom.memory.cold_speeds import ColdSpeeds
 from headroom.moe.device_experts import upload_experts
 from headroom.moe.expert_steps import stored_tiles
 from headroom.moe.load_store import StoreRequest, blob_layout, fill_tiles, open_store
-from headroom.moe.placement import ExpertPlacement
+from headroom.moe.placement import ExpertPlacement, LayerExperts
 from headroom.moe.store import ExpertStore, LayerStore
+from headroom.moe.store_swaps import StoreSwaps
+from headroom.moe.swap import Swap
+from headroom.moe.swap_round import SwapRound
 from headroom.units import MIB
 from tests.gpu.torch_tiles import pack_tiles
 from tests.gpu.weight_file import WeightFile
 
 DEVICE = "cuda"
 ROWS = (1, 5, 70)  # of steps
+BESIDE = 3  # steps that are launched between two looks at an exchange
 Kinds = tuple[str, str, str]
 CASES: list[tuple[Kinds, int, int, int]] = [
     (("q4_k", "q4_k", "q6_k"), 16, 512, 2048),
@@ -92,33 +97,85 @@ def wrong_experts(layer: Layer, stored: LayerStore) -> list[int]:
     return wrong
 
 
-def same_answers(layer: Layer, stored: LayerStore, rows: int) -> bool:
-    """Whether kernels give the same bits for cold experts as for hot ones."""
+def make_step(layer: Layer, rows: int) -> Callable[[fast.ExpertTiles], torch.Tensor]:
+    """A step of drawn rows, on experts wherever they are."""
     used = 2
     x = torch.randn(rows, layer.hidden, device=DEVICE)
     ids = torch.stack([torch.randperm(layer.experts)[:used] for _ in range(rows)]).int().to(DEVICE)
     weights = torch.rand(rows, used, device=DEVICE)
-    outs = []
-    for table in (layer.tiles(), stored_tiles(stored)):
-        if rows <= 32:
-            outs.append(fast.few_rows(half_rows(x), ids, weights, table, "silu"))
+    if rows <= 32:
+        return lambda table: fast.few_rows(half_rows(x), ids, weights, table, "silu")
+    return lambda table: fast.many_rows(x, ids, weights, table, "silu")
+
+
+def same_answers(layer: Layer, stored: LayerStore, rows: int) -> bool:
+    """Whether kernels give the same bits for cold experts as for hot ones."""
+    step = make_step(layer, rows)
+    return torch.equal(step(layer.tiles()), step(stored_tiles(stored)))
+
+
+def captured(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """The same step as a graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+
+    def run() -> torch.Tensor:
+        graph.replay()
+        return out.clone()
+
+    return run
+
+
+def overlapped(layer: Layer, opened: tuple[ExpertStore, LayerStore], rows: int) -> bool:
+    """Whether steps that are launched beside exchanges give the bits of all-hot ones."""
+    store, stored = opened
+    step = make_step(layer, rows)
+    wanted, tiles = step(layer.tiles()), stored_tiles(stored)
+    run = captured(lambda: step(tiles)) if rows <= 32 else lambda: step(tiles)
+    cold = [expert for expert in range(layer.experts) if expert not in stored.hot]
+    pairs = list(zip(cold, stored.hot, strict=False))
+    planned = [Swap(0, *pair, 1.0, 2 * stored.expert_bytes) for pair in pairs]
+    swaps = SwapRound(StoreSwaps(store, [LayerExperts(layer.experts, 1)], same_bits=True), planned)
+    outs, beside = [], 0
+    while not swaps.over:
+        outs += [run() for _ in range(BESIDE)]
+        if not swaps.ready():
+            beside += 1
+        elif swaps.turned:
+            swaps.end()
         else:
-            outs.append(fast.many_rows(x, ids, weights, table, "silu"))
-    return torch.equal(*outs)
+            torch.cuda.synchronize()
+            swaps.turn()
+        if len(outs) >= 300:
+            torch.cuda.synchronize()
+            outs = [out for out in outs if not torch.equal(out, wanted)]
+    torch.cuda.synchronize()
+    good = all(torch.equal(out, wanted) for out in outs)
+    print(f"  {rows} rows: {len(swaps.done)} swaps, copies under way after {BESIDE * beside} steps")
+    return good and swaps.error is None and swaps.done == planned
 
 
 def check(kinds: Kinds, sizes: tuple[int, int, int], pin: bool) -> bool:
-    """Load with every second expert hot, compute, exchange, compute again."""
+    """Load with every second expert hot, compute, exchange, compute again and meanwhile."""
     with tempfile.TemporaryDirectory() as folder:
         layer = Layer(Path(folder), kinds, sizes)
-        _, stored = layer.open(tuple(range(0, sizes[0], 2)), pin)
+        opened = layer.open(tuple(range(0, sizes[0], 2)), pin)
+        stored = opened[1]
         good = not wrong_experts(layer, stored)
         rows = ROWS if pin else ()
         good &= all(same_answers(layer, stored, count) for count in rows)
         for promoted, demoted in ((1, 0), (3, 4), (0, 1), (5, 2)):
             stored.exchange(promoted, demoted)
         good &= not wrong_experts(layer, stored)
-        return good and all(same_answers(layer, stored, count) for count in rows)
+        good &= all(same_answers(layer, stored, count) for count in rows)
+        good &= all(overlapped(layer, opened, count) for count in rows)
+        return good and not wrong_experts(layer, stored)
 
 
 def bench() -> None:

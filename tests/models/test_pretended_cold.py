@@ -1,5 +1,7 @@
 """Every family with experts, some of them cold, on a GPU that is not there."""
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -9,14 +11,26 @@ import torch
 from headroom.formats.checkpoint import open_checkpoint
 from headroom.moe import load_store
 from headroom.moe.cost import Choice
+from headroom.moe.placement import LayerExperts
 from headroom.moe.store import LayerStore
+from headroom.moe.store_swaps import StoreSwaps
+from headroom.moe.swap import Swap
+from headroom.moe.swap_round import SwapRound
 from tests.families import PROMPT, variant
+from tests.moe.late_gpu import LateGpu
 from tests.pretend_cuda import pretend_cuda
 from tests.pretend_stage import PretendedStage, run_pretended
 
 PROMPTS = [PROMPT[:5]]
 PIECES = [4, 1]
 FAMILIES = ("qwen3moe", "qwen3moe-fused", "qwen35moe", "laguna", "gemma4-26b")
+
+
+@pytest.fixture(autouse=True)
+def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give memory back to the pretended driver that lent it."""
+    yield
+    gc.collect()
 
 
 def _exchange_all(stage: PretendedStage) -> None:
@@ -77,6 +91,52 @@ def test_experts_that_change_places_between_steps_change_no_answer(
             checkpoint, PROMPTS, PIECES, _exchange_all,
             kernels="reference", expert_budget="50%", **more,
         )  # fmt: skip
+    assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
+
+
+class Overlapped:
+    """After each step, goes on with copies that other steps run beside, and with their swaps."""
+
+    def __init__(self) -> None:
+        self.gpu = LateGpu()
+        self.swaps: SwapRound | None = None
+
+    def __call__(self, stage: PretendedStage) -> None:
+        if self.swaps is None:
+            self.swaps = self._begin(stage)
+        for _ in range(3):  # half a copy may be left
+            self.gpu.copy_on()
+        if not self.swaps.over and self.swaps.ready():
+            self.swaps.end() if self.swaps.turned else self.swaps.turn()
+
+    def _begin(self, stage: PretendedStage) -> SwapRound:
+        store = stage.model.store
+        assert store is not None
+        store.spare.copies = self.gpu
+        planned = []
+        for index, layer in enumerate(store.layers):
+            if layer is not None:
+                cold = [expert for expert in range(layer.experts) if expert not in layer.hot]
+                planned.append(Swap(index, cold[0], layer.hot[0], 1.0, 2))
+        layers = [LayerExperts(0, 0)] * len(store.layers)
+        return SwapRound(StoreSwaps(store, layers, same_bits=True), planned)
+
+
+@pytest.mark.parametrize("more", [{}, {"keep_host_copy": True}])
+def test_steps_beside_the_copies_of_swaps_answer_the_same(
+    more: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(variant("qwen3moe").save_gguf(tmp_path / "m.gguf", "MIXED"))
+    prompts, pieces, overlapped = [PROMPT[:9]], [1] * 9, Overlapped()
+    with pretend_cuda(monkeypatch):
+        wanted = run_pretended(checkpoint, prompts, pieces, kernels="reference")
+        found = run_pretended(
+            checkpoint, prompts, pieces, overlapped,
+            kernels="reference", expert_budget="50%", **more,
+        )  # fmt: skip
+    assert overlapped.swaps is not None
+    assert overlapped.swaps.error is None
+    assert len(overlapped.swaps.done) >= 2
     assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
 
 

@@ -107,8 +107,11 @@ def test_the_check_for_a_gpu_passes_where_the_cpu_stands_in(
 ) -> None:
     monkeypatch.setattr(check_cold_store, "DEVICE", "cpu")
     monkeypatch.setattr(check_cold_store, "ROWS", (3,))
+    monkeypatch.setattr(check_cold_store, "BESIDE", 1)
     for module in (experts, matmul):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     driver = SimpleNamespace(cudaHostRegister=lambda *given: 0, cudaHostUnregister=lambda at: 0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(check_cold_store, "captured", lambda step: step)
     assert check_cold_store.check(kinds, (6, 96, 288), pin=True)

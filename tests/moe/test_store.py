@@ -1,5 +1,6 @@
 """The store: every expert is found whole, whatever moves and whatever fails."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from headroom.errors import DeviceError
 from headroom.moe import load_store
 from headroom.moe import store as stores
+from headroom.moe.copies import HostCopies, Mark
 from headroom.moe.store import drop_cold
 from tests.moe.stores import blob_layout, check_layer, small_store
 
@@ -20,17 +22,23 @@ class CopyError(RuntimeError):
     """A copy that did not happen."""
 
 
-class FailingCopies:
+class FailingCopies(HostCopies):
     """Copies that fail at some number, counted from the first."""
 
     def __init__(self, fail_at: int) -> None:
         self.left = fail_at
 
-    def __call__(self, to: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, out: torch.Tensor, sources: Sequence[torch.Tensor], after: Mark) -> Mark:
         self.left -= 1
         if self.left == 0:
-            to.view(-1)[: to.numel() // 2] = 0  # half of it was written, even
+            out.view(-1)[: out.numel() // 2] = 0  # half of it was written, even
             raise CopyError
+        return super().copy(out, sources, after)
+
+    def copy_table(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise CopyError  # of a table: one copy, all of it or nothing
         to.copy_(source)
 
 
@@ -85,16 +93,9 @@ def test_a_copy_that_fails_leaves_every_expert_where_its_table_says(
     first, second = store.layers
     assert first is not None
     assert second is not None
-    copies = FailingCopies(fail_at)
+    copies = store.spare.copies = FailingCopies(fail_at)
     table, flags = first.addresses.clone(), first.is_hot.clone()
-
-    def copied(to: torch.Tensor, source: torch.Tensor) -> None:
-        if to is first._device_table and copies.left == 1:
-            copies.left = 0
-            raise CopyError  # of a table: one copy, all of it or nothing
-        copies(to, source)
-
-    monkeypatch.setattr(stores, "copy_bytes", copied)
+    monkeypatch.setattr(stores, "copy_bytes", copies.copy_table)
     failed = False
     try:
         first.exchange(1, 2)

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from headroom.moe.copies import HostCopies, Mark
 from headroom.moe.placement import ExpertPlacement, LayerExperts
 from headroom.moe.store_swaps import StoreSwaps
-from headroom.moe.swap import SwapPolicy, apply_swaps, plan_swaps
+from headroom.moe.swap import SwapPolicy, plan_swaps
 
 LAYERS = (LayerExperts(0, 0), LayerExperts(2, 7), LayerExperts(3, 7))  # dense, all hot, some cold
 
@@ -13,9 +14,23 @@ LAYERS = (LayerExperts(0, 0), LayerExperts(2, 7), LayerExperts(3, 7))  # dense, 
 class OneLayer:
     hot: set[int]
     expert_bytes: int = 11
+    told: tuple[object, ...] = ()
 
-    def exchange(self, promoted: int, demoted: int) -> None:
+    @property
+    def exchange_mark(self) -> Mark:
+        return HostCopies().mark()
+
+    def begin_exchange(self, promoted: int, demoted: int) -> None:
+        self.told += ("begin",)
+        self.pair = promoted, demoted
+
+    def turn_exchange(self) -> None:
+        self.told += ("turn",)
+        promoted, demoted = self.pair
         self.hot = self.hot - {demoted} | {promoted}
+
+    def end_exchange(self) -> None:
+        self.told += ("end",)
 
 
 class Store:
@@ -29,10 +44,17 @@ class Store:
 
 
 def test_only_layers_with_cold_experts_change() -> None:
-    swaps = StoreSwaps(Store(OneLayer({0})), LAYERS, same_bits=True)
+    layer = OneLayer({0})
+    swaps = StoreSwaps(Store(layer), LAYERS, same_bits=True)
     assert swaps.layers()[2] == LayerExperts(3, 11)  # as the store holds it
     planned = plan_swaps(
         swaps.placement(), [[], [0, 9], [0, 0, 9]], swaps.layers(), SwapPolicy(most_bytes=22)
     )
-    assert apply_swaps(swaps, planned) == (1, None)
+    assert len(planned) == 1
+    swaps.begin(planned[0].layer, planned[0].promoted, planned[0].demoted)
+    assert swaps.ready()
+    swaps.turn()
+    swaps.wait()
+    swaps.end()
+    assert layer.told == ("begin", "turn", "end")
     assert swaps.placement().hot == ((), (0, 1), (2,))

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headroom.moe.placement import ExpertPlacement, LayerExperts, place_experts
-from headroom.moe.swap import SwapPolicy, apply_swaps, plan_swaps, recent, swapped
-from tests.moe.pretended import PretendedExperts
+from headroom.moe.swap import SwapPolicy, plan_swaps, recent, swapped
 
 Problem = tuple[list[LayerExperts], list[list[int]], ExpertPlacement, SwapPolicy]
 
@@ -78,25 +77,6 @@ def test_equals_do_not_change_places() -> None:
     placement = place_experts(layers, [[101, 100]], 10, 1)
     assert plan_swaps(placement, [[100, 102]], layers, SwapPolicy()) == []
     assert len(plan_swaps(placement, [[100, 126]], layers, SwapPolicy())) == 1
-
-
-def test_applied_swaps_are_those_that_were_planned() -> None:
-    experts = PretendedExperts([LayerExperts(4, 10)] * 2, [(0, 1), (2, 3)])
-    counts = [[0, 0, 9, 8], [7, 9, 0, 0]]
-    swaps = plan_swaps(experts.placement(), counts, experts.layers(), SwapPolicy(per_layer=2))
-    expected = swapped(experts.placement(), swaps)
-    assert apply_swaps(experts, swaps) == (4, None)
-    assert experts.placement().hot == expected.hot == ((2, 3), (0, 1))
-
-
-def test_a_failing_exchange_ends_the_round_and_keeps_those_before_it() -> None:
-    experts = PretendedExperts([LayerExperts(4, 10)] * 2, [(0, 1), (2, 3)], fails_after=1)
-    swaps = plan_swaps(
-        experts.placement(), [[0, 0, 0, 9], [8, 0, 0, 0]], experts.layers(), SwapPolicy()
-    )
-    done, error = apply_swaps(experts, swaps)
-    assert (done, str(error)) == (1, "the copy failed")
-    assert experts.placement().hot == ((0, 3), (2, 3))
 
 
 def test_recent_counts_are_worth_so_many_tokens_at_most() -> None:

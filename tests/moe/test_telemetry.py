@@ -47,7 +47,9 @@ def test_the_figures_of_a_time_are_what_was_added_in_it() -> None:
     counter.place(meter.placement())
     counter.count(torch.tensor([[6, 2, 0]]), NONE)
     earlier = counter.reading(meter, swaps=1)
-    meter.exchange(0, 2, 0)
+    meter.begin(0, 2, 0)
+    meter.turn()
+    meter.end()
     counter.count(torch.tensor([[7, 5, 0]]), NONE)
     found = counter.reading(meter, swaps=2).since(earlier)
     assert found.summary() == {

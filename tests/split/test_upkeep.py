@@ -49,6 +49,19 @@ class Case:
     def choose(self, layer: int, expert: int, times: int) -> None:
         self.routing.of_layer(layer)[expert] += times
 
+    def look_after(self, tokens: int, *, resting: bool) -> bool:
+        """Do as the engine does between steps; tell whether steps had to be waited for."""
+        self.upkeep.go_on(resting)
+        if not self.upkeep.due(tokens, resting):
+            return False
+        self.upkeep.run(tokens, resting)
+        return True
+
+    def rest(self, tokens: int) -> None:
+        """As an engine without requests, until there is nothing to do."""
+        while self.look_after(tokens, resting=True):
+            pass
+
 
 def cold_half(**more: object) -> PretendedExperts:
     return PretendedExperts(LAYERS, [(), (0, 1), (0, 1)], **more)  # type: ignore[arg-type]
@@ -68,12 +81,9 @@ def test_between_requests_the_more_chosen_experts_become_hot() -> None:
     case.choose(2, 0, 9)
     assert case.upkeep.due(7, resting=True)
     assert case.upkeep.idle_s(7) == 0.0
-    case.upkeep.run(7, resting=True)
+    case.rest(7)  # a round that found something is followed by another
     assert case.experts is not None
-    assert case.experts.exchanged == [(1, 3, 1)]
-    case.upkeep.run(7, resting=True)  # there was something to do, so there may be more
     assert case.experts.exchanged == [(1, 3, 1), (1, 2, 0)]
-    case.upkeep.run(7, resting=True)
     assert not case.upkeep.due(7, resting=True)
     assert case.upkeep.idle_s(7) is None
     assert case.upkeep.due(8, resting=True)  # new tokens, new choices
@@ -91,15 +101,84 @@ def test_a_running_request_sees_no_swap_where_bits_would_change(
 
 
 def test_where_bits_are_the_same_swaps_come_every_so_many_tokens() -> None:
-    case = Case(None, cold_half(same_bits=True), UpkeepRules(swap_every=4, policy=POLICY))
+    experts = cold_half(same_bits=True, slow=1)
+    case = Case(None, experts, UpkeepRules(swap_every=4, policy=POLICY))
     case.choose(1, 3, 9)
-    assert not case.upkeep.due(3, resting=False)
-    assert case.upkeep.due(4, resting=False)
-    case.upkeep.run(4, resting=False)
-    assert case.experts is not None
-    assert case.experts.exchanged == [(1, 3, 1)]
-    assert not case.upkeep.due(7, resting=False)
-    assert case.upkeep.due(8, resting=False)
+    assert not case.look_after(3, resting=False)
+    assert case.look_after(4, resting=False)  # begins
+    assert case.look_after(5, resting=False)  # turns
+    assert not case.look_after(6, resting=False)
+    assert not case.look_after(7, resting=False)  # ends
+    assert experts.exchanged == [(1, 3, 1)]
+    assert case.look_after(8, resting=False)
+
+
+def test_while_requests_run_nobody_waits_for_copies() -> None:
+    experts = cold_half(same_bits=True, slow=3)
+    case = Case(None, experts, UpkeepRules(swap_every=4, policy=POLICY))
+    case.choose(1, 3, 9)
+    case.choose(2, 3, 8)
+    waited = [case.look_after(tokens, resting=False) for tokens in range(4, 21)]
+    assert experts.exchanged == [(1, 3, 1), (2, 3, 1)]
+    assert experts.waits == 0
+    # Steps are waited for only to plan a round, and when two experts change sides.
+    assert [n for n, steps in enumerate(waited) if steps] == [0, 3, 10, 14]
+    assert case.upkeep.read().swaps == 2
+
+
+def test_a_request_that_comes_waits_for_one_swap_and_none_turns_before_its_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    experts = cold_half(slow=3)
+    case = Case(None, experts, UpkeepRules(policy=POLICY))
+    for layer in (1, 2):
+        case.choose(layer, 3, 9)
+    case.look_after(7, resting=True)
+    assert experts.placement().hot == ((), (0, 3), (0, 1))
+    assert experts.exchanged == []
+    with caplog.at_level(logging.INFO):
+        waited = [case.look_after(tokens, resting=False) for tokens in range(8, 14)]
+    assert waited == [False] * 6
+    assert experts.exchanged == [(1, 3, 1)]  # what had turned came to its end
+    assert "swaps: 1 experts became hot, 20 B copied" in caplog.text
+    assert len(experts.begun) == 1
+    case.rest(14)
+    assert experts.exchanged == [(1, 3, 1), (2, 3, 1)]
+
+
+def test_swaps_within_requests_give_way_where_a_request_would_see_them() -> None:
+    experts = cold_half(same_bits=True, slow=1)
+    case = Case(None, experts, UpkeepRules(swap_every=4, policy=POLICY))
+    case.choose(1, 3, 9)
+    case.look_after(4, resting=False)
+    experts.same_bits = False
+    assert not case.look_after(5, resting=False)
+    assert experts.begun == [(1, 3, 1)]
+    assert experts.placement().hot == ((), (0, 1), (0, 1))
+    case.rest(6)
+    assert experts.exchanged == [(1, 3, 1)]
+
+
+def test_choices_are_hits_by_what_was_hot_when_they_were_made() -> None:
+    experts = cold_half(same_bits=True, slow=1)
+    case = Case(None, experts, UpkeepRules(swap_every=4, policy=POLICY))
+    case.choose(1, 3, 9)
+    case.look_after(4, resting=False)
+    case.choose(1, 3, 5)  # it is on its way
+    case.look_after(5, resting=False)
+    case.choose(1, 3, 2)  # it has turned
+    case.choose(1, 1, 1)
+    assert case.upkeep.read().hits == (0, 2, 0)
+    assert case.upkeep.read().cold_picks == 9 + 5 + 1
+
+
+def test_an_engine_that_ends_waits_for_copies() -> None:
+    experts = cold_half(slow=3)
+    case = Case(None, experts, UpkeepRules(policy=POLICY))
+    case.choose(1, 3, 9)
+    case.look_after(5, resting=True)
+    case.upkeep.close()
+    assert experts.exchanged == [(1, 3, 1)]
 
 
 def test_zero_tokens_means_only_between_requests_and_off_means_never() -> None:
@@ -113,7 +192,7 @@ def test_a_failing_exchange_is_told_and_is_the_last(caplog: pytest.LogCaptureFix
     case = Case(None, cold_half(fails_after=1), UpkeepRules(policy=replace(POLICY, per_layer=2)))
     case.choose(1, 3, 9)
     case.choose(2, 3, 8)
-    case.upkeep.run(5, resting=True)
+    case.rest(5)
     assert "swaps: one failed and there are no more" in caplog.text
     assert case.experts is not None
     assert case.experts.placement().hot == ((), (0, 3), (0, 1))
@@ -121,14 +200,23 @@ def test_a_failing_exchange_is_told_and_is_the_last(caplog: pytest.LogCaptureFix
     assert case.upkeep.read().swaps == 1
 
 
+def test_choices_after_a_failure_are_hits_by_where_it_left_experts() -> None:
+    case = Case(None, cold_half(fails_after=0, fails_in="move"), UpkeepRules(policy=POLICY))
+    case.choose(1, 3, 9)
+    case.rest(5)
+    case.choose(1, 3, 2)
+    assert case.upkeep.read().hits == (0, 2, 0)
+    assert case.upkeep.read().swaps == 0
+
+
 def test_new_choices_matter_after_a_long_history() -> None:
     experts = cold_half()
     case = Case(None, experts, UpkeepRules(policy=POLICY))
     old = RoutingHistory(((), (1e9, 1e9, 0.0, 0.0), (0.0,) * 4), 0.0)
     records = replace(case.records, file=StatsFile(None, old))
-    upkeep = ExpertUpkeep(case.pipeline, records)
+    case.upkeep = ExpertUpkeep(case.pipeline, records)
     case.choose(1, 3, 60_000)
-    upkeep.run(30_000, resting=True)
+    case.rest(30_000)
     assert experts.exchanged == [(1, 3, 1)]
 
 
@@ -155,7 +243,7 @@ def test_the_placement_is_saved_in_the_end_where_asked_for(tmp_path: Path) -> No
     path = tmp_path / "placed.json"
     case = Case(None, cold_half(), UpkeepRules(policy=POLICY, placement_path=path))
     case.choose(1, 3, 9)
-    case.upkeep.run(5, resting=True)
+    case.rest(5)
     case.upkeep.close()
     assert load_placement(path, "abc", LAYERS).hot == ((), (0, 3), (0, 1))
 
