@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -132,10 +133,9 @@ def all_cases(folder: Path) -> Iterator[Case]:
     yield from worker_cases(paths["qwen35moe-wide"])
     mixed = cases.model_file("qwen35moe", folder)
     yield "some layers fused, others plain", partial(mixed_case, mixed)
-    for make in (bf16_cases, f32_cases):
-        families = [list(make(name, path)) for name, path in paths.items()]
-        for cases_of_all in zip(*families, strict=True):
-            yield from cases_of_all
+    made = [make(*model) for make in (bf16_cases, f32_cases) for model in paths.items()]
+    for cases_of_all in zip_longest(*made):
+        yield from filter(None, cases_of_all)
 
 
 def main() -> None:
