@@ -158,6 +158,10 @@ class ColdCompute:
         if self._worker is not None:
             self._worker.close()
 
+    def __del__(self) -> None:
+        # Layers refer to each other in circles, which are taken apart in any order after this.
+        self.close()
+
 
 class CpuShared:
     """Cold picks that the CPU takes, all or all but some that the GPU reads in place."""
