@@ -166,6 +166,7 @@ class DeviceStage:
     def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> DeviceResult:
         """Run one step and draw the tokens whose draws fit the tables of a device."""
         drawn = [(at, draw) for at, draw in enumerate(draws) if draw is not None and draw.fits]
+        self._check_cold()
         with self._here():
             if self._model.capturable and len(batch.tokens) <= FEW_ROWS:
                 return self._replay(batch, drawn)
@@ -243,11 +244,9 @@ class DeviceStage:
     def _run(self, batch: Batch, drawn: list[DrawnRow]) -> DeviceResult:
         """Run a step of any size as it is; only its output rows get logits."""
         count, settings = len(batch.tokens), self._settings
-        self._many.fill(batch)
-        if count <= FEW_ROWS:
+        if count <= FEW_ROWS:  # of a model some of whose layers cannot be captured
             self._begin_few()
-        else:
-            self._check_cold()
+        self._many.fill(batch)
         kind = kind_of(batch, count, settings.context, settings.page_size)
         spans = self._many.spans(batch)
         x = self._model.run(self._many.batch(spans, self._rings, kind, len(spans)))
@@ -283,7 +282,6 @@ class DeviceStage:
 
     def _begin_few(self) -> None:
         """Let the CPU's threads be awake for the step that comes."""
-        self._check_cold()
         if self._model.cold is not None:
             self._model.cold.begin_step()
 
