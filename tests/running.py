@@ -59,6 +59,7 @@ def run_steps(
             logits[index].append(rows[: turn.rows])
             rows = rows[turn.rows :]
             turn.sequence.cached += turn.rows
+    pipeline.close()
     return [torch.cat(parts) for parts in logits]
 
 

@@ -103,6 +103,7 @@ class Engine:
             self._closing = True
             self._changed.notify()
         self._thread.join()
+        self._pipeline.close()
 
     def _check(self, request: GenerationRequest) -> None:
         prompt, context = request.prompt, self._settings.context

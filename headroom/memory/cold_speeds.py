@@ -1,11 +1,13 @@
 """ColdSpeeds: how fast a machine works off experts that are not in GPU memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from headroom.memory.cost import LISTED_SHARE
-from headroom.memory.devices import DeviceSpec
+from headroom.memory.devices import LISTED_SHARE, DeviceSpec
 
 ASSUMED_HANDOVER_S = 10e-6  # until the machine is measured
+
+Worker = Literal["link", "cpu", "both"]  # who is busy with cold experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +36,25 @@ def speeds_of(gpu: DeviceSpec, host: DeviceSpec) -> ColdSpeeds:
         cpu_flops=host.flops if host.measured else host.flops * LISTED_SHARE,
         measured=bool(gpu.link_read and host.experts),
     )
+
+
+def usable_speeds(speeds: ColdSpeeds, cold: str, pinned: bool) -> ColdSpeeds:
+    """Return the speeds of those who may compute cold experts in small steps, 0 of the others."""
+    link = speeds.link if pinned and cold != "cpu" else 0.0
+    return replace(speeds, link=link, cpu=0.0 if cold == "gpu" else speeds.cpu)
+
+
+def layer_seconds(speeds: ColdSpeeds, cold_bytes: float) -> tuple[Worker, float]:
+    """Return who works off a layer's cold experts in a step of one row, and how long.
+
+    Both work at once, so that their rates add up from the time when the CPU was reached.
+    """
+    if not speeds.cpu:
+        return "link", cold_bytes / (speeds.link or speeds.copy)
+    if not speeds.link:
+        return "cpu", speeds.handover_s + cold_bytes / speeds.cpu
+    alone = cold_bytes / speeds.link
+    if alone <= speeds.handover_s:
+        return "link", alone
+    reached = speeds.cpu * speeds.handover_s
+    return "both", (cold_bytes + reached) / (speeds.link + speeds.cpu)

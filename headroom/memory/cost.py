@@ -11,12 +11,10 @@ from headroom.memory.budget import (
     head_bytes,
     kv_token_bytes,
 )
-from headroom.memory.devices import DeviceSpec
+from headroom.memory.cold_speeds import ColdSpeeds, layer_seconds, speeds_of, usable_speeds
+from headroom.memory.devices import LISTED_SHARE, DeviceSpec
 from headroom.memory.layout import DevicePlan, Layout
 from headroom.memory.shape import LayerShape, ModelShape
-
-# Share of a listed bandwidth or peak that real kernels reach, until the machine is measured.
-LISTED_SHARE = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +33,17 @@ def predict(
     """Return the speed of a layout; layers run one after the other, so times add up."""
     by_name = {device.name: device for device in devices}
     host = next((device for device in devices if device.kind == "cpu"), None)
+    pinned = not any("not pinned" in line.why for line in layout.host.lines)
     decode: dict[str, float] = {}
     prefill_s = 0.0
     for plan in layout.devices:
         device = by_name[plan.name]
         work = _StageWork(model, plan, settings)
-        for name, seconds in _decode_parts(work, device, host).items():
+        speeds = speeds_of(device, host or device)
+        small = usable_speeds(speeds, settings.cold, pinned)
+        for name, seconds in _decode_parts(work, device, small).items():
             decode[name] = decode.get(name, 0.0) + seconds
-        prefill_s += _prefill_seconds(work, device, host)
+        prefill_s += _prefill_seconds(work, device, speeds)
     used = {plan.name for plan in layout.devices}
     if host is not None and any(line.name == "cold_experts" for line in layout.host.lines):
         used.add(host.name)
@@ -91,16 +92,38 @@ class _StageWork:
             total += 2 * (layer.state_values + layer.conv_values) * F32_BYTES  # read and written
         return total
 
-    def experts(self, *, hot: bool, every: bool) -> float:
-        """Return the bytes of experts that one token visits, or of every expert."""
+    def hot_experts(self, *, every: bool) -> float:
+        """Return the bytes of hot experts that one token visits, or of every one."""
+        return sum(
+            hot / layer.experts * layer.expert_bytes * (layer.experts if every else used)
+            for layer, hot, used in self._routed()
+        )
+
+    def cold_experts(self) -> list[float]:
+        """Return the bytes of cold experts that one token visits, by layer that has some.
+
+        All experts are taken to be chosen equally often.
+        """
+        if self.settings.cold == "drop":
+            return []
+        shares = ((layer, 1 - hot / layer.experts, used) for layer, hot, used in self._routed())
+        return [share * used * layer.expert_bytes for layer, share, used in shares if share]
+
+    def cold_of_chunk(self) -> float:
+        """Return the bytes of cold experts that the rows of a chunk visit, each of them once."""
+        if self.settings.cold == "drop":
+            return 0.0
         total = 0.0
-        counts = self.plan.hot_by_layer or (0,) * len(self.layers)
-        for layer, count in zip(self.layers, counts, strict=True):
-            if layer.experts:
-                share = (count if hot else layer.experts - count) / layer.experts
-                visited = layer.experts if every else layer.experts_used
-                total += share * visited * layer.expert_bytes
+        for layer, hot, used in self._routed():
+            unused = (1 - used / layer.experts) ** self.settings.chunk
+            total += (layer.experts - hot) * layer.expert_bytes * (1 - unused)
         return total
+
+    def _routed(self) -> list[tuple[LayerShape, int, int]]:
+        """Layers with experts, how many of those are hot, and how many a token visits."""
+        counts = self.plan.hot_by_layer or (0,) * len(self.layers)
+        both = zip(self.layers, counts, strict=True)
+        return [(layer, hot, layer.experts_used) for layer, hot in both if layer.experts]
 
     def operations(self) -> float:
         """Return the multiplications and additions of one token."""
@@ -108,30 +131,33 @@ class _StageWork:
         return 2.0 * values
 
 
-def _decode_parts(
-    work: _StageWork, device: DeviceSpec, host: DeviceSpec | None
-) -> dict[str, float]:
+def _decode_parts(work: _StageWork, device: DeviceSpec, speeds: ColdSpeeds) -> dict[str, float]:
     """Return the seconds of one token by what they are spent on."""
     unpacking = _unpacks(device, work.settings)
     own = work.weights(unpacking=unpacking) + work.remembered()
-    own_s = (own + work.experts(hot=True, every=False)) / _reached(device, device.bandwidth)
+    own_s = (own + work.hot_experts(every=False)) / _reached(device, device.bandwidth)
     parts = {f"memory of {device.name}": own_s}
-    cold = work.experts(hot=False, every=False)
-    if cold:
-        by_link = cold / _reached(device, device.link)
-        by_host = cold / _reached(host, host.bandwidth) if host else by_link
-        name = f"link of {device.name}" if by_link <= by_host else "memory of the host"
-        parts[name] = min(by_link, by_host)
+    names = {
+        "link": f"link of {device.name}",
+        "cpu": "memory of the host",
+        "both": f"link of {device.name} and memory of the host",
+    }
+    for cold_bytes in work.cold_experts():
+        worker, seconds = layer_seconds(speeds, cold_bytes)
+        parts[names[worker]] = parts.get(names[worker], 0.0) + seconds
     return parts
 
 
-def _prefill_seconds(work: _StageWork, device: DeviceSpec, host: DeviceSpec | None) -> float:
-    """Return the seconds of one chunk: the slowest of memory, link and arithmetic."""
+def _prefill_seconds(work: _StageWork, device: DeviceSpec, speeds: ColdSpeeds) -> float:
+    """Return the seconds of one chunk: the slowest of memory, link and arithmetic.
+
+    Cold experts are copied to the device while it computes.
+    """
     unpacking = _unpacks(device, work.settings)
-    moved = work.weights(unpacking=unpacking) + work.experts(hot=True, every=True)
+    moved = work.weights(unpacking=unpacking) + work.hot_experts(every=True)
     times = [moved / _reached(device, device.bandwidth)]
-    if cold := work.experts(hot=False, every=True):
-        times.append(cold / _reached(device, device.link))
+    if cold := work.cold_of_chunk():
+        times.append(cold / speeds.copy)
     if device.flops:
         times.append(work.settings.chunk * work.operations() / _reached(device, device.flops))
     return max(times)

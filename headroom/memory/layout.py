@@ -28,7 +28,7 @@ from headroom.memory.spans import (
     split_by_filling,
     split_by_weights,
 )
-from headroom.memory.staging import expert_staging_bytes
+from headroom.memory.staging import bounce_bytes, expert_staging_bytes
 from headroom.units import gib
 
 
@@ -270,9 +270,14 @@ class _Builder:
         if self.rules.keep_copy:
             cold_bytes = self.model.expert_bytes
             what += " and copies of the hot ones"
+        pinned = self._pinned(cold_bytes)
+        spare, why = largest_expert(self.model.layers), "for an exchange"
+        if pinned != "pinned" and self.settings.uses_arena:
+            spare += bounce_bytes(self.model.layers)
+            why += ", and pinned buffers that experts pass which are not"
         return [
-            Line("cold_experts", cold_bytes, f"{what}, {self._pinned(cold_bytes)}"),
-            Line("expert_spare", largest_expert(self.model.layers), "for an exchange"),
+            Line("cold_experts", cold_bytes, f"{what}, {pinned}"),
+            Line("expert_spare", spare, why),
         ]
 
     def _pinned(self, size: int) -> str:

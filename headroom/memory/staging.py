@@ -37,6 +37,12 @@ def expert_staging_bytes(layers: Sequence[LayerShape], hidden: int, unpack_bytes
     return spare + _stream_bytes(layers, hidden, unpack_bytes)
 
 
+def bounce_bytes(layers: Sequence[LayerShape]) -> int:
+    """Return the pinned host memory between experts that are not pinned and a GPU's buffers."""
+    most = max((layer.experts for layer in layers), default=0)
+    return BUFFERS * buffer_bytes(largest_expert(layers), most) if most else 0
+
+
 def _stream_bytes(layers: Sequence[LayerShape], hidden: int, unpack_bytes: int) -> int:
     routed = [layer for layer in layers if layer.experts]
     if not routed:

@@ -154,10 +154,13 @@ class ColdCompute:
         )
 
     def close(self) -> None:
-        """End the thread; no step may be under way."""
+        """End the thread, before the memory goes that it reads; no step may be under way."""
         if self._worker is not None:
             self._worker.close()
-            self._worker = None
+
+    def __del__(self) -> None:
+        # Layers refer to each other in circles, which are taken apart in any order after this.
+        self.close()
 
 
 class CpuShared:

@@ -74,5 +74,7 @@ class Hybrid:
             for layer in self.store.layers
         )
         stream = self._stream
-        streamed = None if stream is None else lambda: stream.counts.streamed_bytes
-        return JoinedMeter(worker, streamed, in_place)
+        if stream is None:
+            return JoinedMeter(worker, pick_bytes=in_place)
+        by_cpu = None if stream.rates is None else lambda: stream.counts.cpu_bytes
+        return JoinedMeter(worker, lambda: stream.counts.streamed_bytes, by_cpu, in_place)

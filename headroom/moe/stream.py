@@ -55,6 +55,7 @@ class StreamCounts:
     streamed: int = 0  # experts
     streamed_bytes: int = 0
     left_to_cpu: int = 0  # experts
+    cpu_bytes: int = 0  # of those
     unused: int = 0  # experts that nobody chose, where that was known in time
 
 
@@ -189,6 +190,7 @@ class StreamedLayer:
         streamed = {expert: cold[expert] for expert in used if expert not in left}
         stream.counts.unused += len(cold) - len(used)
         stream.counts.left_to_cpu += len(left)
+        stream.counts.cpu_bytes += len(left) * size.bytes
         groups = self._pieces.some_groups(streamed)
         if not left:
             return self._streamed(chosen, groups, (), others, out)

@@ -1,6 +1,7 @@
 """DeviceStage: layers on a GPU; small steps are captured once and replayed, long ones run."""
 
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from headroom.moe.stats import RoutingStats
 from headroom.moe.store import ExpertStore
 from headroom.split.results import pick_rows
 from headroom.split.step_inputs import StepInputs, StepKind, kind_of
+
+log = logging.getLogger(__name__)
 
 BUCKETS = (1, 2, 4, 8, 16, FEW_ROWS)  # rows of captured steps
 WARM_UPS = 2  # runs before a capture: kernels are compiled and memory is taken then
@@ -101,7 +104,9 @@ class DeviceResult:
 
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """Return logits of some output rows in host memory."""
-        return self._logits(rows).float().cpu()
+        found = self._logits(rows).float().cpu()
+        self._check()
+        return found
 
 
 class DeviceStage:
@@ -161,6 +166,7 @@ class DeviceStage:
     def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> DeviceResult:
         """Run one step and draw the tokens whose draws fit the tables of a device."""
         drawn = [(at, draw) for at, draw in enumerate(draws) if draw is not None and draw.fits]
+        self._check_cold()
         with self._here():
             if self._model.capturable and len(batch.tokens) <= FEW_ROWS:
                 return self._replay(batch, drawn)
@@ -174,6 +180,17 @@ class DeviceStage:
     def held_bytes(self) -> int | None:
         """Return the bytes of the GPU that this process holds, those in graphs included."""
         return torch.cuda.memory_reserved(self.device) if self._on_cuda else None
+
+    def close(self) -> None:
+        """Wait for steps under way and end the CPU's thread that they may ask; none follows."""
+        if self._model.cold is None:
+            return
+        try:
+            if self._on_cuda:
+                torch.cuda.synchronize(self.device)
+        except RuntimeError as error:  # a GPU that is lost asks nobody
+            log.warning("close: %s: %s", self.device, str(error).partition("\n")[0])
+        self._model.cold.close()
 
     def lost(self) -> str:
         """Return why the GPU runs nothing any more; "" while it does.
@@ -264,12 +281,12 @@ class DeviceStage:
         return self._captured[kind]
 
     def _begin_few(self) -> None:
-        """Let the CPU's threads be awake for the step that comes; none may follow a bad one."""
+        """Let the CPU's threads be awake for the step that comes."""
         if self._model.cold is not None:
-            self._model.cold.check()
             self._model.cold.begin_step()
 
     def _check_cold(self) -> None:
+        """Refuse what follows a step that the CPU failed."""
         if self._model.cold is not None:
             self._model.cold.check()
 

@@ -70,6 +70,10 @@ class Pipeline:
         """Return why the device runs nothing any more; "" while it does."""
         return self._stage.lost()
 
+    def close(self) -> None:
+        """End what runs beside the engine's thread; no step follows."""
+        self._stage.close()
+
     def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> StepResult:
         """Run one step; `draws` says for each output row how its token is drawn, if one is.
 

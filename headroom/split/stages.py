@@ -40,6 +40,9 @@ class Stage:
     def forget_captures(self) -> None:
         """Do nothing: steps of a CPU are not captured."""
 
+    def close(self) -> None:
+        """Do nothing: no thread runs beside the engine's."""
+
     def held_bytes(self) -> int | None:
         """Return None: what a process holds of host memory is not its layers' alone."""
         return None

@@ -120,6 +120,30 @@ def test_a_worker_sleeps_between_steps_and_wakes_for_the_next(
         gpu.end_step()
 
 
+@pytest.mark.slow
+def test_no_step_is_slept_through(worker: ColdWorker, box: Mailbox) -> None:
+    gpu, x, picks = StandIn(box), torch.ones(1, HIDDEN), random_choice(1, EXPERTS, USED)
+    for step in range(8000):  # each begins about when the worker falls asleep
+        until = time.perf_counter() + (0.9 + 0.3 * (step % 97) / 97) / 1000
+        while time.perf_counter() < until:
+            pass
+        worker.begin_step()
+        gpu.ask(0, x, *picks)
+        gpu.answer(1)
+        gpu.end_step()
+    assert worker.counts.sleeps > 100
+
+
+def test_what_was_counted_outlives_the_thread(worker: ColdWorker, box: Mailbox) -> None:
+    gpu = StandIn(box)
+    worker.begin_step()
+    gpu.ask(0, torch.ones(1, HIDDEN), *random_choice(1, EXPERTS, USED))
+    gpu.answer(1)
+    worker.close()
+    worker.close()
+    assert (worker.counts.picks, worker.failure) == (2, "")
+
+
 def test_steps_that_nobody_announced_do_not_end_later_ones(
     worker: ColdWorker, box: Mailbox
 ) -> None:

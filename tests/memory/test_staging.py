@@ -6,13 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headroom.memory.known import known_shape
+from headroom.memory.plan import make_plan
 from headroom.memory.staging import (
     BUFFER_BYTES,
+    bounce_bytes,
     buffer_bytes,
     downs_bytes,
     expert_staging_bytes,
 )
+from headroom.options import Options
 from headroom.units import GIB, MIB
+from tests.memory.shapes import gpu, host, laguna
 
 LAYERS = known_shape("qwen3.6-27b:q4_k_m").layers
 
@@ -49,3 +53,14 @@ def test_a_group_of_one_has_room_however_little_may_be_unpacked() -> None:
 
 def test_dense_layers_stage_nothing() -> None:
     assert expert_staging_bytes(LAYERS, 2048, GIB) == 0
+    assert bounce_bytes(LAYERS) == 0
+
+
+def test_experts_that_are_not_pinned_pass_two_more_buffers_in_host_memory() -> None:
+    spare = {}
+    for no_pin in (False, True):
+        options = Options(no_pin=no_pin, expert_budget="30%")
+        plan = make_plan([laguna()], [gpu(12), host(64)], options)
+        spare[no_pin] = next(x.bytes for x in plan.host.lines if x.name == "expert_spare")
+    each = spare[False]
+    assert spare[True] == each + 2 * buffer_bytes(each, 256)

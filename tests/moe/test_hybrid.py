@@ -183,6 +183,21 @@ def test_a_shared_layer_asks_both_sides_and_says_how_much(file: WeightFile) -> N
     layer.compute.close()
 
 
+def test_what_the_cpu_reads_for_prompts_is_counted(
+    file: WeightFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "pays_to_count", lambda *sizes: True)
+    layer = Layer(file, ())
+    assert layer.compute is not None
+    assert layer.hybrid is not None
+    x, (ids, weights) = inputs(33)
+    layer.run(x, (ids, weights))
+    found, size = layer.hybrid.meter.figures().read_bytes, layer.store.expert_bytes
+    assert found["cpu"] > 0
+    assert found["cpu"] + found["stream"] == EXPERTS * size
+    layer.compute.close()
+
+
 def test_what_a_gpu_alone_reads_in_place_is_counted_by_choices(file: WeightFile) -> None:
     layer = Layer(file, HOT[30], "gpu")
     assert layer.hybrid is not None

@@ -16,7 +16,11 @@ class FakeCold:
     """Counts steps, and fails when told to."""
 
     def __init__(self) -> None:
-        self.begun, self.reason = 0, ""
+        self.begun, self.reason, self.closed = 0, "", False
+
+    def close(self) -> None:
+        """Note it."""
+        self.closed = True
 
     def begin_step(self) -> None:
         """Count one."""
@@ -42,6 +46,54 @@ def test_threads_are_told_of_steps_of_few_rows_only(capturable: bool) -> None:
         assert cold.begun == 1
         stage.step(make([Span(0, 40, 0, pages(1))]))
     assert cold.begun == 1
+
+
+def test_steps_of_few_rows_that_are_not_captured_are_told_too() -> None:
+    model = FakeModel(capturable=False)  # some layers are plain, and others ask the CPU
+    cold = model.cold = FakeCold()  # type: ignore[assignment]
+    stage = FakeStage(model, settings())
+    with torch.inference_mode():
+        stage.step(make([Span(0, 3, 9, pages(1))]))
+    assert cold.begun == 1
+
+
+def test_a_chunk_of_few_rows_is_told_when_it_is_warmed_up() -> None:
+    model = FakeModel()
+    cold = model.cold = FakeCold()  # type: ignore[assignment]
+    stage = FakeStage(model, settings(chunk=16))
+    stage.capture()
+    assert len(model.seen[-1].tokens) == 20
+    assert cold.begun == 1  # by the warm-up alone: these captures run nothing that asks
+
+
+def test_no_long_step_follows_one_that_the_cpu_failed() -> None:
+    model = FakeModel()
+    cold = model.cold = FakeCold()  # type: ignore[assignment]
+    stage = FakeStage(model, settings())
+    cold.reason = "no answer"
+    with torch.inference_mode(), pytest.raises(DeviceError, match="no answer"):
+        stage.step(make([Span(0, 40, 0, pages(1))]))
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_logits_of_a_failed_step_are_not_used(rows: int) -> None:
+    model = FakeModel()
+    cold = model.cold = FakeCold()  # type: ignore[assignment]
+    stage = FakeStage(model, settings())
+    with torch.inference_mode():
+        result = stage.step(make([Span(0, rows, 0, pages(1))]))
+        cold.reason = "no answer"
+        with pytest.raises(DeviceError, match="no answer"):
+            result.logits([0])
+
+
+def test_an_engine_ends_the_thread_before_its_memory_goes() -> None:
+    model = FakeModel()
+    cold = model.cold = FakeCold()  # type: ignore[assignment]
+    engine, _ = device_engine(model, settings())
+    assert not cold.closed
+    engine.close()
+    assert cold.closed
 
 
 def test_no_step_follows_one_that_the_cpu_failed() -> None:

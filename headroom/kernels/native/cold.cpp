@@ -14,9 +14,9 @@ using std::chrono::microseconds;
 // Between layers of a step the pool's threads are kept from sleeping as long as a layer may take;
 // behind a long prompt the GPU comes later, and the worker looks now and then only.
 constexpr auto KEEP_AWAKE = microseconds(100), PATIENCE = microseconds(3000);
-constexpr auto LOOK_AGAIN = microseconds(30);
+constexpr auto LOOK_AGAIN = microseconds(30), LOOK_RARELY = microseconds(1000);
 constexpr auto LINGER = microseconds(1000);  // after a step: the next one follows soon, mostly
-constexpr auto GIVE_UP = std::chrono::seconds(30);  // on a step that was begun and never came
+constexpr auto LATE = std::chrono::seconds(1);  // of a step that was begun: it may never come
 
 // The words are plain memory that another device writes, too; C++ has no atomics over such.
 uint32_t load_acquire(const uint32_t* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
@@ -61,15 +61,12 @@ std::string ColdWorker::failure() {
     return failure_;
 }
 
-bool ColdWorker::in_step() const {
-    const uint32_t begun = begun_.load(std::memory_order_seq_cst);
-    return static_cast<int32_t>(begun - load_acquire(mail_.done)) > 0;
-}
-
 void ColdWorker::run() {
     uint32_t seen = load_acquire(mail_.answer);
     Clock::time_point since = Clock::now(), kept = since;
     for (int64_t spins = 0; !stop_.load(std::memory_order_relaxed); ++spins) {
+        // Steps are looked at before requests: one that has ended has asked for all that it will.
+        const uint32_t begun = begun_.load(std::memory_order_seq_cst), done = load_acquire(mail_.done);
         const uint32_t number = load_acquire(mail_.request);
         if (number != seen) {
             serve(number);
@@ -80,30 +77,26 @@ void ColdWorker::run() {
         relax();
         if (spins % 32 != 0) continue;
         const Clock::time_point now = Clock::now();
-        const bool expected = in_step();
-        if (now - since > (expected ? Clock::duration(GIVE_UP) : Clock::duration(LINGER))) {
-            sleep();
+        if (static_cast<int32_t>(begun - done) <= 0) {
+            if (now - since <= LINGER) continue;
+            sleep(begun);
             since = kept = Clock::now();
             ops_.wake();
-        } else if (expected && now - since > PATIENCE) {
-            std::this_thread::sleep_for(LOOK_AGAIN);
-        } else if (expected && now - kept > KEEP_AWAKE) {
+        } else if (now - since > PATIENCE) {
+            std::this_thread::sleep_for(now - since > LATE ? LOOK_RARELY : LOOK_AGAIN);
+        } else if (now - kept > KEEP_AWAKE) {
             ops_.wake();
             kept = now;
         }
     }
 }
 
-void ColdWorker::sleep() {
+void ColdWorker::sleep(uint32_t begun) {
     std::unique_lock<std::mutex> lock(mutex_);
-    const uint32_t begun = begun_.load(std::memory_order_seq_cst);
-    // A step that never came is forgotten: only a new one wakes.
-    const bool forgotten = in_step();
     asleep_.store(true, std::memory_order_seq_cst);
     counts_.sleeps.fetch_add(1, std::memory_order_relaxed);
-    wake_.wait(lock, [&] {
-        return stop_.load() || (forgotten ? begun_.load(std::memory_order_seq_cst) != begun : in_step());
-    });
+    // Any step but those that were known when it was decided to sleep.
+    wake_.wait(lock, [&] { return stop_.load() || begun_.load(std::memory_order_seq_cst) != begun; });
     asleep_.store(false, std::memory_order_seq_cst);
 }
 

@@ -55,8 +55,7 @@ class ColdWorker {
     void run();
     void serve(uint32_t number);
     void answer_layer();
-    void sleep();
-    bool in_step() const;
+    void sleep(uint32_t begun);
 
     Ops& ops_;
     ColdMail mail_;

@@ -68,6 +68,7 @@ class ColdWorker:
             layers.append(MODULE.ColdLayer(like, where, sizes, gelu, table.int8))
         self._tables = tuple(tables)  # their memory is read as long as the thread lives
         self._worker = MODULE.ColdWorker(ops or POOL.ops, words, layers, most_rows)
+        self._end: tuple[str, WorkerCounts] | None = None  # what there was to tell when it ended
 
     def begin_step(self) -> None:
         """Wake the thread: a step is about to run that may ask it."""
@@ -76,14 +77,16 @@ class ColdWorker:
     @property
     def failure(self) -> str:
         """What went wrong; "" while nothing did."""
-        found: str = self._worker.failure()
+        found: str = self._end[0] if self._end is not None else self._worker.failure()
         return found
 
     @property
     def counts(self) -> WorkerCounts:
         """What was done so far."""
-        return WorkerCounts(*self._worker.counts())
+        return self._end[1] if self._end is not None else WorkerCounts(*self._worker.counts())
 
     def close(self) -> None:
-        """End the thread."""
-        self._worker = None
+        """End the thread; what it counted can still be asked."""
+        if self._end is None:
+            self._end = self.failure, self.counts
+            self._worker = None

@@ -1,0 +1,162 @@
+"""Cold experts through the whole engine on a GPU: tokens, logits, long runs, memory.
+
+python -m tests.gpu.check_cold_engine [--only WORD] [--seconds 85]
+
+Needs the C++ module. What does not fit into the seconds is left out, and said.
+"""
+
+import argparse
+import faulthandler
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+
+from headroom.kernels.native.module import MISSING, MODULE
+from tests.gpu import cold_cases as cases
+
+Case = tuple[str, Callable[[], str]]
+CPU_COLD = {"expert_budget": "30%", "cold": "cpu"}
+
+
+class Run:
+    """Runs cases one after another and counts what became of them."""
+
+    def __init__(self, only: str, seconds: float) -> None:
+        self._only, self._until = only, time.monotonic() + seconds
+        self.counts = {"PASS": 0, "FAIL": 0, "LEFT OUT": 0}
+
+    def __call__(self, name: str, work: Callable[[], str]) -> None:
+        """Run a case and print its verdict."""
+        if self._only not in name:
+            return
+        if time.monotonic() > self._until:
+            self._tell("LEFT OUT", name)
+            return
+        started = time.perf_counter()
+        try:
+            wrong = work()
+        except Exception:
+            wrong = traceback.format_exc(limit=-6)
+        spent = f"({time.perf_counter() - started:.1f} s)"
+        self._tell("FAIL" if wrong else "PASS", f"{name}: {wrong} {spent}" if wrong else
+                   f"{name} {spent}")  # fmt: skip
+
+    def _tell(self, verdict: str, what: str) -> None:
+        self.counts[verdict] += 1
+        print(f"{verdict} {what}", flush=True)
+
+
+class Once:
+    """What several cases need, made when the first asks for it."""
+
+    def __init__(self, make: Callable[[], object]) -> None:
+        self._make, self._made = make, None
+
+    def __call__(self) -> object:
+        """Return it."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+
+def worker_cases(path: Path) -> Iterator[Case]:
+    """Captured steps that ask the CPU, in one engine."""
+    settings = {"device": cases.GPU, "context": 2048, **CPU_COLD}
+
+    def all_of() -> str:
+        with cases.opened(path, **settings) as llm:
+            parts = (cases.told_experts, cases.long_answers, cases.with_pauses, cases.cancels)
+            return "; ".join(f"{part.__name__}: {wrong}" for part in parts if (wrong := part(llm)))
+
+    yield "worker: figures, long answers, pauses, cancelling", all_of
+    yield "worker: closing when idle", partial(cases.closes, path, busy=False)
+    yield "worker: closing in a step", partial(cases.closes, path, busy=True)
+
+
+def bf16_cases(name: str, path: Path) -> Iterator[Case]:
+    """Logits against those of all-hot experts."""
+    wanted, limit = Once(partial(cases.logits, path)), cases.LIMITS[name]
+
+    def against(case: Callable[..., str], *more: object, **settings: object) -> str:
+        return case(path, wanted(), *more, **settings)
+
+    for share in cases.SHARES:
+        yield f"{name} bf16 gpu {share}", partial(against, cases.same_bits, share)
+        shared = partial(against, cases.near_when_shared, limit, share)
+        yield f"{name} bf16 shared {share}", shared
+    ways: dict[str, dict[str, object]] = {
+        "cpu 0%": {"expert_budget": "0%", "cold": "cpu"},
+        "cpu 30%": CPU_COLD,
+        "auto 60%": {"expert_budget": "60%", "cold": "auto"},
+        "no-pin 30%": {"expert_budget": "30%", "no_pin": True},
+        "copies 30%": {"expert_budget": "30%", "keep_host_copy": True},
+    }
+    for way, settings in ways.items():
+        yield f"{name} bf16 {way}", partial(against, cases.near, limit, **settings)
+    yield f"{name} bf16 drop", partial(cases.drops, path)
+
+
+def f32_cases(name: str, path: Path) -> Iterator[Case]:
+    """Tokens against those of the CPU's plain kernels."""
+    wanted = Once(partial(cases.exact_answers, path))
+
+    def same(share: str, cold: str) -> str:
+        return cases.same_tokens(path, wanted(), expert_budget=share, cold=cold)  # type: ignore[arg-type]
+
+    yield f"{name} f32 all hot", partial(same, "100%", "auto")
+    for share, cold in [(share, cold) for share in cases.SHARES for cold in cases.PATHS]:
+        yield f"{name} f32 {cold} {share}", partial(same, share, cold)
+    yield f"{name} f32 drop", partial(cases.drops, path, **cases.EXACT)
+
+
+def mixed_case(path: Path) -> str:
+    """A model of which some layers are fused and others plain asks the CPU outside of captures."""
+    with cases.opened(path, device=cases.GPU, **CPU_COLD) as llm:
+        found = cases.ask(llm)
+    right = [len(tokens) for tokens in found] == [cases.GREEDY.max_tokens] * len(found)
+    return "" if right else f"{found}"
+
+
+def all_cases(folder: Path) -> Iterator[Case]:
+    """The cases, the most telling first; of every family before the next of one."""
+    paths = {name: cases.model_file(name, folder) for name in cases.LIMITS}
+    for cold in ("cpu", "gpu"):
+        memory = partial(cases.keeps_to_plan, paths["qwen3moe"], expert_budget="30%", cold=cold)
+        yield f"memory of a small card, {cold}", memory
+    yield from worker_cases(paths["qwen35moe-wide"])
+    mixed = cases.model_file("qwen35moe", folder)
+    yield "some layers fused, others plain", partial(mixed_case, mixed)
+    made = [make(*model) for make in (bf16_cases, f32_cases) for model in paths.items()]
+    for cases_of_all in zip_longest(*made):
+        yield from filter(None, cases_of_all)
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="cases whose name has this word")
+    parser.add_argument("--seconds", type=float, default=85.0, help="no case begins after this")
+    parser.add_argument("--folder", type=Path, help="of models, to use them again")
+    given = parser.parse_args()
+    if MODULE is None:
+        print(f"FAIL the C++ module is {MISSING}")
+        sys.exit(1)
+    faulthandler.dump_traceback_later(given.seconds + 60, exit=True)  # a hang tells where
+    torch.manual_seed(0)
+    run = Run(given.only, given.seconds)
+    with tempfile.TemporaryDirectory() as made:
+        for name, work in all_cases(given.folder or Path(made)):
+            run(name, work)
+    print(" ".join(f"{verdict} {count}" for verdict, count in run.counts.items()), flush=True)
+    sys.exit(bool(run.counts["FAIL"]))
+
+
+if __name__ == "__main__":
+    main()
