@@ -197,6 +197,7 @@ void bind_cold(nb::module_& m) {
 
 NB_MODULE(_native, m) {
     using namespace headroom;
+    nb::set_leak_warnings(false);  // a process that ends while somebody holds a pool has lost nothing
     m.def("isas", [] {
         std::vector<std::string> names;
         for (const char* name : ISAS)
