@@ -15,6 +15,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from tests.pinned import pretend_pinning
+
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 # Both places may meet in these.
@@ -147,10 +149,7 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch, sm: int = 90) -> Iterator[None
         monkeypatch.setattr(torch.cuda, name, lambda device=None: MagicMock())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    driver = SimpleNamespace(
-        cudaHostRegister=lambda address, size, flags: 0, cudaHostUnregister=lambda address: 0
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    pretend_pinning(monkeypatch)
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: None, raising=False)
     with Pretence():
         yield

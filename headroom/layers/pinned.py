@@ -5,12 +5,11 @@ import weakref
 
 import torch
 
+from headroom.kernels.cuda.driver import lock_pages, unlock_pages
 from headroom.kernels.native.memory import large_pages
 from headroom.units import gib
 
 log = logging.getLogger(__name__)
-
-REGISTER_FLAGS = 3  # for all GPUs, and at addresses that kernels can read
 
 
 class HostMemory:
@@ -24,25 +23,18 @@ class HostMemory:
         self.refused = ""  # why it is not pinned although that was asked for
         self.pinned = False
         if pin and size:
-            self.refused = register(self.bytes)
+            device = torch.cuda.current_device()
+            self.refused = lock_pages(self.bytes.data_ptr(), size, device)
             self.pinned = not self.refused
-        if self.pinned:
-            # The memory stays until the driver has let go of it; a process that ends needs neither.
-            weakref.finalize(self, _unregister, self.bytes).atexit = False
+            if self.pinned:
+                # The memory stays until the driver has let go of it; a process that ends needs
+                # neither.
+                weakref.finalize(self, _give_back, self.bytes, device).atexit = False
 
     def __len__(self) -> int:
         return len(self.bytes)
 
 
-def register(memory: torch.Tensor) -> str:
-    """Lock memory in place for GPUs; return why that was refused, "" if it was not."""
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    result = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, REGISTER_FLAGS))
-    return "" if result == 0 else str(cudart.cudaGetErrorString(cudart.cudaError(result)))
-
-
-def _unregister(memory: torch.Tensor) -> None:
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    result = int(cudart.cudaHostUnregister(memory.data_ptr()))
-    if result:
-        log.warning("memory: %s of host memory stay pinned (error %d)", gib(memory.nbytes), result)
+def _give_back(memory: torch.Tensor, device: int) -> None:
+    if reason := unlock_pages(memory.data_ptr(), device):
+        log.warning("memory: %s of host memory stay pinned: %s", gib(memory.nbytes), reason)

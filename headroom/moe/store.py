@@ -156,11 +156,6 @@ class LayerStore:
         """The hot experts, ascending."""
         return tuple(self._residence.is_hot.nonzero().flatten().tolist())
 
-    @property
-    def all_hot(self) -> bool:
-        """Whether no expert is cold."""
-        return len(self.slots) == self.experts
-
     def slot_of(self, expert: int) -> torch.Tensor | None:
         """Return a hot expert's bytes on the GPU; None of a cold one."""
         return self._bytes(self.slots, self._spare.device, int(self._residence.slot[expert]))
@@ -341,11 +336,6 @@ class ExpertStore:
     def most_experts(self) -> int:
         """The most experts of a layer."""
         return max(layer.experts for layer in self.layers if layer is not None)
-
-    @property
-    def hot_bytes(self) -> int:
-        """Bytes of all experts in slots."""
-        return sum(layer.slots.nbytes for layer in self.layers if layer is not None)
 
     @property
     def cold_bytes(self) -> int:

@@ -68,13 +68,11 @@ class ColdStream:
         most: tuple[int, int],  # bytes of an expert, and experts, of any layer
         queue: CopyQueue,
         rates: ColdRates | None = None,  # None: nothing is left to the CPU
-        cpu_dtype: str = "f32",  # that it computes in
     ) -> None:
         size = min(buffer_bytes(*most), len(staging) // BUFFERS // ALIGNMENT * ALIGNMENT)
         assert size >= most[0]
         self.buffer_bytes = size
         self.downs = staging[BUFFERS * size :]
-        self.cpu_dtype = cpu_dtype
         self.rates = rates if MODULE is not None else None
         self.layers: list[StreamedLayer] = []  # in the order of the model
         self.counts = StreamCounts()
@@ -209,9 +207,9 @@ class StreamedLayer:
         width, hidden = tiles.width, tiles.hidden
         shapes = [(width, hidden), (width, hidden), (hidden, width)]
         table = PanelTable(store.host_addresses, tiles.kinds, shapes, store.cold, tiles=True)
-        ids, how = _without(chosen.ids, ~theirs), self._stream.cpu_dtype
+        ids = _without(chosen.ids, ~theirs)
         x = chosen.x.float()
-        return native_experts.experts(x, ids, chosen.weights, table, self._activation, how)
+        return native_experts.experts(x, ids, chosen.weights, table, self._activation, "f32")
 
 
 class _Arriving:

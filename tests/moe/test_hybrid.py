@@ -4,7 +4,6 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +28,7 @@ from headroom.moe.telemetry import HitCounter
 from tests.gpu.weight_file import WeightFile
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 from tests.moe.cold_layer import LateCopies
+from tests.pinned import pretend_pinning
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
@@ -58,10 +58,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "mm", _in_float32)
     monkeypatch.setattr(stream, "CudaCopies", lambda device: LateCopies())
     monkeypatch.setattr(stream_rule, "HAND_OVER_S", 0.0)
-    driver = SimpleNamespace(
-        cudaHostRegister=lambda address, size, flags: 0, cudaHostUnregister=lambda address: 0
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    pretend_pinning(monkeypatch)
     yield
     gc.collect()  # memory is given back to the driver that lent it
 

@@ -1,7 +1,6 @@
 """Experts on their way from the file to their places; the CPU stands in for the GPU."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from tests.gpu import check_cold_store
 from tests.gpu.torch_tiles import pack_tiles
 from tests.gpu.weight_file import WeightFile
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.pinned import pretend_pinning
 
 CONFIG = ExpertsConfig(experts=5, used=2, width=40)
 KINDS, COLUMNS = ("q4_k", "q4_k", "q8_0"), (256, 256, 64)
@@ -110,8 +110,7 @@ def test_the_check_for_a_gpu_passes_where_the_cpu_stands_in(
     monkeypatch.setattr(check_cold_store, "BESIDE", 1)
     for module in (experts, matmul):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
-    driver = SimpleNamespace(cudaHostRegister=lambda *given: 0, cudaHostUnregister=lambda at: 0)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    pretend_pinning(monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(check_cold_store, "captured", lambda step: step)
     assert check_cold_store.check(kinds, (6, 96, 288), pin=True)

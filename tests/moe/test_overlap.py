@@ -2,10 +2,8 @@
 
 import gc
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +16,7 @@ from headroom.moe.swap import Swap, swapped
 from headroom.moe.swap_round import SwapRound
 from tests.moe.late_gpu import CopyError, LateGpu
 from tests.moe.stores import blob_layout, check_layer, small_store
+from tests.pinned import pretend_pinning
 
 EXPERTS = (5, 4)
 HOT = [(0, 2, 4), (1,)]
@@ -30,11 +29,8 @@ COPIES = 4 * len(SWAPS) + 2 * len(SWAPS)  # of experts, and of tables
 @pytest.fixture(scope="module", autouse=True)
 def pinned() -> Iterator[None]:
     """Memory that is taken for pinned, so that both sides read cold experts in place."""
-    driver = SimpleNamespace(
-        cudaHostRegister=lambda address, size, flags: 0, cudaHostUnregister=lambda address: 0
-    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "cudart", lambda: driver)
+        pretend_pinning(patch)
         yield
         gc.collect()  # memory is given back to the driver that lent it
 

@@ -1,7 +1,7 @@
 """The store: every expert is found whole, whatever moves and whatever fails."""
 
-from collections.abc import Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from headroom.moe import store as stores
 from headroom.moe.copies import HostCopies, Mark
 from headroom.moe.store import drop_cold
 from tests.moe.stores import blob_layout, check_layer, small_store
+from tests.pinned import pretend_pinning
 
 Moves = list[tuple[int, int, int]]  # layer, and which of its cold and hot experts
 
@@ -145,7 +146,7 @@ def test_layers_whose_experts_are_all_hot_are_not_in_the_store() -> None:
     store = small_store([None, blob_layout(2), blob_layout(3)], [(), (0, 1), (2,)])
     assert [layer is None for layer in store.layers] == [True, True, False]
     assert store.residence().hot == ((), (0, 1), (2,))
-    assert (store.hot_bytes, store.cold_bytes) == (128, 2 * 128)
+    assert store.cold_bytes == 2 * 128
 
 
 def test_host_memory_holds_only_cold_experts_unless_a_copy_is_kept() -> None:
@@ -160,25 +161,18 @@ def test_host_memory_holds_only_cold_experts_unless_a_copy_is_kept() -> None:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The part of CUDA that pins memory."""
-    made = SimpleNamespace(
-        result=0,
-        cudaHostUnregister=lambda address: 0,
-        cudaError=lambda number: number,
-        cudaGetErrorString=lambda error: "out of memory",
-    )
-    made.cudaHostRegister = lambda address, size, flags: made.result
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+def pinning(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """The part of the driver that pins memory, or refuses to for a reason."""
     monkeypatch.setattr(load_store, "pinnable_bytes", lambda limits: 8 << 20)
-    return made
+    pretend_pinning(monkeypatch)
+    return partial(pretend_pinning, monkeypatch)
 
 
 @pytest.mark.parametrize(
     ("wanted", "path"), [("auto", "gpu"), ("gpu", "gpu"), ("cpu", "cpu"), ("drop", "drop")]
 )
 def test_pinned_experts_are_read_by_the_gpu(
-    wanted: str, path: str, driver: SimpleNamespace
+    wanted: str, path: str, pinning: Callable[[str], None]
 ) -> None:
     store = small_store([blob_layout(3)], [(0,)], cold=wanted, pin=True)
     assert store.pinned
@@ -188,9 +182,9 @@ def test_pinned_experts_are_read_by_the_gpu(
 
 
 def test_a_driver_that_does_not_pin_leaves_cold_experts_to_the_cpu_and_says_so(
-    driver: SimpleNamespace, caplog: pytest.LogCaptureFixture
+    pinning: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    driver.result = 2
+    pinning("out of memory")
     store = small_store([blob_layout(3)], [(0,)], cold="auto", pin=True)
     assert store.layers[0] is not None
     assert store.layers[0].path == "cpu"
@@ -198,8 +192,8 @@ def test_a_driver_that_does_not_pin_leaves_cold_experts_to_the_cpu_and_says_so(
     assert "384 B of cold experts are not pinned (out of memory; ulimit -l" in caplog.text
 
 
-def test_a_gpu_that_must_read_what_is_not_pinned_is_refused(driver: SimpleNamespace) -> None:
-    driver.result = 2
+def test_a_gpu_that_must_read_what_is_not_pinned_is_refused(pinning: Callable[[str], None]) -> None:
+    pinning("out of memory")
     with pytest.raises(DeviceError) as refused:
         small_store([blob_layout(3)], [(0,)], cold="gpu", pin=True)
     assert str(refused.value) == (

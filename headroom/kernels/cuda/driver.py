@@ -5,6 +5,8 @@ from functools import cache
 
 from headroom.errors import KernelError
 
+_FOR_ALL_KERNELS = 3  # pinned for all GPUs, and at addresses that kernels can read
+
 
 @cache
 def driver() -> ctypes.CDLL:
@@ -14,12 +16,25 @@ def driver() -> ctypes.CDLL:
 
 def check(status: int, what: str) -> None:
     """Raise what has failed, and why, unless the driver says that all is well."""
-    if status == 0:
-        return
-    text = ctypes.c_char_p()
-    driver().cuGetErrorString(status, ctypes.byref(text))
-    reason = text.value.decode() if text.value else f"error {status}"
-    raise KernelError(f"{what}: {reason}.")
+    if reason := _reason(status):
+        raise KernelError(f"{what}: {reason}.")
+
+
+def lock_pages(address: int, size: int, device: int) -> str:
+    """Lock host memory in place for GPUs; return why that was refused, "" if it was not.
+
+    By the driver itself: a refusal of the runtime library would be taken for one of torch's next
+    kernel.
+    """
+    _make_current(device)
+    place, count = ctypes.c_void_p(address), ctypes.c_size_t(size)
+    return _reason(driver().cuMemHostRegister_v2(place, count, _FOR_ALL_KERNELS))
+
+
+def unlock_pages(address: int, device: int) -> str:
+    """Give back what `lock_pages` has locked; return why that failed, "" if it did not."""
+    _make_current(device)
+    return _reason(driver().cuMemHostUnregister(ctypes.c_void_p(address)))
 
 
 def load_module(code: bytes, device: int) -> ctypes.c_void_p:
@@ -36,6 +51,15 @@ def find_function(module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
     status = driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode())
     check(status, f"There is no kernel {name}")
     return function
+
+
+def _reason(status: int) -> str:
+    """Return the driver's words for what went wrong, "" where nothing did."""
+    if status == 0:
+        return ""
+    text = ctypes.c_char_p()
+    driver().cuGetErrorString(status, ctypes.byref(text))
+    return text.value.decode() if text.value else f"error {status}"
 
 
 def _make_current(device: int) -> None:
