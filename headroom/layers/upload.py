@@ -85,6 +85,7 @@ class Upload:
         self._slots = [self._open_slot(number) for number in range(SLOTS)]
         self._reading: deque[tuple[_Slot, Piece, Finish]] = deque()
         self._turn = 0
+        self._addresses: list[torch.Tensor] = []  # that kernels of other streams have yet to read
         self._files: dict[Path, int] = {}
         self._pool = ThreadPoolExecutor(min(READERS, os.cpu_count() or 1), "upload")
 
@@ -123,6 +124,7 @@ class Upload:
 
         `addresses`, int64 `[matrices]` on the device, are 0 for those that go back.
         """
+        self._addresses.append(addresses)
         first = 0
         for part in parts:
             for piece in pieces(part, self._capacity(part, back), TILE_ROWS):
@@ -159,6 +161,7 @@ class Upload:
         while self._reading:
             self._pass_on()
         self._synchronize()
+        self._addresses.clear()
 
     def _synchronize(self) -> None:
         for slot in self._slots:
@@ -229,6 +232,7 @@ class Upload:
         for file in self._files.values():
             os.close(file)
         self._synchronize()
+        self._addresses.clear()
         self._reading.clear()
         self._slots.clear()
         if self._gpu:

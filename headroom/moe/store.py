@@ -214,10 +214,11 @@ class LayerStore:
     def turn_exchange(self) -> None:
         """Let the table find both in the spare buffers; ask for copies to their places.
 
-        No step may run when it is called: one would find the two on other sides than it began
-        with, and a CPU that computes cold experts would look for one that is hot by now.
+        Steps that run are waited for: one would find the two on other sides than it began with,
+        and a CPU that computes cold experts would look for one that is hot by now.
         """
         exchange = self._under_way()
+        self._spare.copies.mark().synchronize()
         exchange.copied.synchronize()
         promoted, demoted = exchange.promoted, exchange.demoted
         rows = {} if self.keeps_copy else {promoted: NOWHERE, demoted: SPARE}

@@ -4,8 +4,8 @@ passed over; pure."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Picks of a mean expert, hot or cold, below which it pays to wait for the numbers of picks: without a CPU
-# there are only unused experts to pass over, of which three picks each leave one in twenty.
+# Picks of a mean expert, hot or cold, below which it pays to wait for the numbers of picks: without
+# a CPU there are only unused experts to pass over, of which three picks each leave one in twenty.
 COUNTED_PICKS = 3
 COUNTED_PICKS_CPU = 8
 HAND_OVER_S = 300e-6  # rows to the CPU and its answers back

@@ -1,9 +1,10 @@
 """DeviceStage: layers on a GPU; small steps are captured once and replayed, long ones run."""
 
 import contextlib
+import gc
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +26,18 @@ BUCKETS = (1, 2, 4, 8, 16, FEW_ROWS)  # rows of captured steps
 WARM_UPS = 2  # runs before a capture: kernels are compiled and memory is taken then
 
 DrawnRow = tuple[int, Draw]  # a place among a step's output rows, and how its token is drawn
+
+
+@contextlib.contextmanager
+def no_finalizers() -> Iterator[None]:
+    """Keep Python's collector away: what it ends may call the driver, which spoils a capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def bucket_of(count: int) -> int:
@@ -309,6 +322,6 @@ class DeviceStage:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with no_finalizers(), torch.cuda.graph(graph, pool=self._pool):
             hidden, logits = self._run_few(kind)
         return Captured(graph, hidden, logits)

@@ -1,4 +1,4 @@
-"""All that a GPU is to show, in one go: `gpu` tests side by side, then scripts that measure.
+"""All that a GPU is to show, in one go: scripts that measure, then `gpu` tests side by side.
 
     python -m tests.gpu.check_all [--seconds 500] [--bench] [--only WORD] [--out LOG]
 
@@ -6,6 +6,7 @@ One log with everything that was printed; a summary at the end. Exits with 1 if 
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -15,7 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-PYTEST = ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-o", "addopts=", "-q")
+PYTEST = (
+    "-m",
+    "pytest",
+    "-m",
+    "gpu",
+    "-p",
+    "no:cacheprovider",
+    "-o",
+    "addopts=",
+    "-v",
+    "--tb=short",
+)
 FAMILIES = (
     "llama",
     "qwen3 or qwen3-",
@@ -30,6 +42,8 @@ KERNELS = (
     "attention or delta",
     "not (products or experts or attention or delta)",
 )
+# What check_cold_engine runs alone: its CPU threads want all cores.
+LEFT_OUT = {"test_gpu_cold"}
 # Measured alone: what runs beside them would take from the GPU and from the host's cores.
 MEASURING = {"check_cold_engine", "check_memory", "check_models"}
 
@@ -62,7 +76,7 @@ def jobs(only: str, bench: bool) -> tuple[list[Job], list[Job]]:
     """Return what may run side by side, and what must run alone."""
     beside: list[Job] = []
     alone: list[Job] = []
-    for name in sorted(path.stem for path in FOLDER.glob("test_gpu_*.py")):
+    for name in sorted({path.stem for path in FOLDER.glob("test_gpu_*.py")} - LEFT_OUT):
         path = str(FOLDER.relative_to(Path.cwd()) / f"{name}.py")
         words = {"test_gpu_families": FAMILIES, "test_gpu_kernels": KERNELS}.get(name, ("",))
         for word in words:
@@ -78,8 +92,8 @@ def jobs(only: str, bench: bool) -> tuple[list[Job], list[Job]]:
     return [x for x in beside if only in x.name], [x for x in alone if only in x.name]
 
 
-def run(job: Job, until: float) -> Outcome:
-    """Run one process, at most until a time."""
+def run(job: Job, until: float, threads: int = 0) -> Outcome:
+    """Run one process, at most until a time, with so many threads; 0: as many as it likes."""
     started = time.monotonic()
     left = until - started
     if left <= 0:
@@ -88,6 +102,7 @@ def run(job: Job, until: float) -> Outcome:
         done = subprocess.run(
             [sys.executable, "-u", *job.arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=left, check=False,
+            env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
         )  # fmt: skip
         code, printed = done.returncode, done.stdout
     except subprocess.TimeoutExpired as error:
@@ -98,11 +113,12 @@ def run(job: Job, until: float) -> Outcome:
 def outcomes(
     beside: Sequence[Job], alone: Sequence[Job], until: float, most: int
 ) -> Iterator[Outcome]:
-    """Yield how processes ended, those that run side by side first."""
-    with ThreadPoolExecutor(most) as pool:
-        yield from pool.map(lambda job: run(job, until), beside)
+    """Yield how processes ended: those that are measured first, then those side by side."""
     for job in alone:
         yield run(job, until)
+    threads = max(1, (os.cpu_count() or 1) // most)
+    with ThreadPoolExecutor(most) as pool:
+        yield from pool.map(lambda job: run(job, until, threads), beside)
 
 
 def main() -> int:

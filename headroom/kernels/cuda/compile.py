@@ -162,5 +162,6 @@ def _value(argument: Argument) -> "ctypes.c_void_p | ctypes.c_int | ctypes.c_flo
     if isinstance(argument, torch.Tensor):
         return ctypes.c_void_p(argument.data_ptr())
     if isinstance(argument, int):
+        assert -(1 << 31) <= argument < 1 << 31
         return ctypes.c_int(argument)
     return ctypes.c_float(argument)
