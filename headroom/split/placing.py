@@ -10,6 +10,8 @@ from headroom.moe.placement import (
     Counts,
     ExpertPlacement,
     LayerExperts,
+    check_floor,
+    even_experts,
     load_placement,
     place_experts,
     save_placement,
@@ -27,8 +29,9 @@ def expert_layers(shape: ModelShape, plan: Plan) -> list[LayerExperts]:
 
 
 def even_placement(shape: ModelShape, plan: Plan) -> ExpertPlacement:
-    """Return the placement of a plan without statistics; refuse a budget below the floor."""
-    return place_experts(expert_layers(shape, plan), None, _budget(plan), _floor(shape))
+    """Return as many hot experts of each layer as the plan has; refuse too few of them."""
+    check_floor(expert_layers(shape, plan), _budget(plan), _floor(shape))
+    return even_experts(plan.devices[0].hot_by_layer)
 
 
 def find_placement(

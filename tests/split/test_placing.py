@@ -34,12 +34,20 @@ def test_without_statistics_every_layer_gets_as_many_and_the_log_tells_the_memor
     counts = [len(ids) for ids in placement.hot]
     assert counts[0] == 0
     assert max(counts[1:]) - min(counts[1:]) <= 1
-    assert (
-        placement.hot_bytes(expert_layers(MODEL, plan)) <= plan.devices[0].allocated["hot_experts"]
-    )
     assert "experts: cuda:0 has 24.00 GiB: weights without experts " in caplog.text
     assert ", cache " in caplog.text
     assert ", reserve 512.0 MiB, budget for experts " in caplog.text
+
+
+@pytest.mark.parametrize("budget", ["10%", "31%", "50%", "77.7%", "0%"])
+def test_without_statistics_as_many_are_hot_as_the_plan_says(budget: str) -> None:
+    plan, options = planned(budget)
+    placement = find_placement(MODEL, plan, options, "abc")
+    assert placement is not None
+    device = plan.devices[0]
+    assert tuple(len(ids) for ids in placement.hot) == device.hot_by_layer
+    hot_bytes = placement.hot_bytes(expert_layers(MODEL, plan))
+    assert hot_bytes == device.allocated.get("hot_experts", 0)
 
 
 def test_statistics_decide_where_there_are_some() -> None:
