@@ -63,11 +63,11 @@ def place_experts(
     """
     check_counts(layers, counts)
     if budget == 0:
-        return even_experts([0] * len(layers)).judged_by(counts)
+        return even_experts([0] * len(layers))
     needed = check_floor(layers, budget, floor)
     floors = [min(floor, layer.experts) for layer in layers]
     hot = _greedy(layers, counts, floors, budget - needed)
-    return ExpertPlacement(hot, "statistics").judged_by(counts)
+    return ExpertPlacement(hot, "statistics")
 
 
 def even_experts(numbers: Sequence[int]) -> ExpertPlacement:
