@@ -168,6 +168,8 @@ def read_table(path: Path, what: str, identity: str) -> Mapping[str, object]:
         table = json.loads(path.read_text())
         if not isinstance(table, dict) or table.get("version") != VERSION:
             raise ValueError(f"it has no version {VERSION}")
+    except FileNotFoundError as error:
+        raise FormatError(f"There is no {what} file {path}.", hint="Name another.") from error
     except (OSError, ValueError, RecursionError) as error:
         raise FormatError(
             f"{path} is not a {what} file: {error}.", hint="Delete it, or name another."

@@ -116,7 +116,7 @@ def test_where_all_are_hot_a_named_file_is_read_and_not_used(
     devices = [gpu(48), host(64)] if where == "gpu" else [cpu(64)]
     plan = make_plan([MODEL], devices, options)
     with pytest.raises(
-        FormatError, match=r"placement\.json is not a placement file: .*No such file"
+        FormatError, match=r"There is no placement file .*placement\.json\. Name another"
     ):
         find_placement(MODEL, plan, options, "abc")
     save_placement(path, ExpertPlacement(tuple(DENSE_FIRST), "even"), "abc")
