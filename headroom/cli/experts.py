@@ -1,7 +1,6 @@
 """`headroom experts`: which experts are chosen, and which of them a plan keeps in fast memory."""
 
 import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +26,6 @@ class Residency:
     device: str
     counts: tuple[tuple[float, ...], ...]
     placement: "ExpertPlacement"
-    counted: bool  # False: there are no statistics
 
     def hit_rate(self, layer: int) -> float | None:
         """The share of a layer's choices that would be hot; None without choices."""
@@ -59,7 +57,7 @@ def experts(
     """Show which experts are chosen and which would be hot; nothing is loaded.
 
     Choices come from the routing statistics of the model, where there are any; hot are those that
-    a plan for --device and --expert-budget has room for.
+    a run with the same options would have, on this machine or on the --device of a plan.
     """
     found = find_residency(options)
     if svg is not None:
@@ -73,37 +71,28 @@ def experts(
 
 
 def find_residency(options: Options) -> Residency:
-    """Plan a model and place its experts by the statistics that an engine would use."""
+    """Plan a model and place its experts as an engine of these settings would."""
     # torch takes seconds to import; --help must not wait for it.
     from headroom.formats.checkpoint import open_checkpoint
-    from headroom.memory.plan import make_plan
-    from headroom.memory.targets import plan_devices
     from headroom.models.describe import describe
     from headroom.moe.placement import ExpertPlacement
-    from headroom.moe.planned import planned_placement
-    from headroom.moe.stats_file import open_stats, stats_model
+    from headroom.split.choice import make_trial_plan
+    from headroom.split.expert_records import read_records
+    from headroom.split.placing import find_placement
 
     checkpoint = open_checkpoint(ready_model(options))
-    shape = describe(checkpoint).shape
-    if not shape.total_experts:
+    model = describe(checkpoint)
+    if not model.shape.total_experts:
         raise ModelError(f"{checkpoint.path} has no routed experts.")
-    model = stats_model(checkpoint.path, checkpoint.identity, shape)
-    counts = open_stats(options.routing_stats, model, options.home_path, time.time()).counts
-    plan = make_plan([shape], plan_devices(options), options)
-    hot: list[set[int]] = [set() for _ in shape.layers]
-    for device in plan.devices:
-        placed = planned_placement(device, model, counts)
-        for own, ids in zip(hot, placed.hot, strict=True):
-            own |= set(ids)
-    nothing = tuple((0.0,) * layer.experts for layer in model.layers)
+    counts = read_records(model, options, measuring=True).file.counts
+    plan = make_trial_plan(model.shape, options)
+    placement = find_placement(model.shape, plan, options, checkpoint.identity, counts)
+    layers = [layer.experts for layer in model.shape.layers]
     return Residency(
         model=plan.model,
-        device=" + ".join(device.name for device in plan.devices),
-        counts=counts or nothing,
-        placement=ExpertPlacement(
-            tuple(tuple(sorted(ids)) for ids in hot), "statistics" if counts else "even"
-        ),
-        counted=counts is not None,
+        device=plan.devices[0].name,
+        counts=counts or tuple((0.0,) * experts for experts in layers),
+        placement=placement or ExpertPlacement(tuple(tuple(range(x)) for x in layers), "all"),
     )
 
 

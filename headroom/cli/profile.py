@@ -85,12 +85,21 @@ def counted_model(options: Options) -> "StatsModel":
 
 def target_path(out: Path | None, options: Options, model: "StatsModel") -> Path:
     """Return the file to write, or refuse it; by default that of an engine of these settings."""
-    from headroom.moe.stats_file import OFF, default_paths, writable
+    from headroom.moe.stats_file import OFF, check_folder, default_paths, writable
 
+    named = options.routing_stats
     if out is not None:
-        paths: tuple[Path, ...] = (out,)
-    elif options.routing_stats not in (None, OFF):
-        paths = (Path(str(options.routing_stats)).expanduser(),)
+        paths: tuple[Path, ...] = (out.expanduser(),)
+        check_folder(paths[0], "out")
+    elif named == OFF:
+        raise OptionError(
+            f"--routing-stats {OFF} keeps no statistics, and a profile is nothing else.",
+            hint="Leave it out, or name a file with --out.",
+            param="routing_stats",
+        )
+    elif named is not None:
+        paths = (Path(named).expanduser(),)
+        check_folder(paths[0], "routing_stats")
     else:
         paths = default_paths(model, options.home_path)
     for path in paths:

@@ -3,7 +3,7 @@
 import heapq
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -41,6 +41,10 @@ class ExpertPlacement:
         """Return the share of a layer's choices that will be hot, even ones if nothing is known."""
         return self.past_hits[layer] if self.past_hits else len(self.hot[layer]) / experts
 
+    def judged_by(self, counts: Counts) -> "ExpertPlacement":
+        """Return the same with what earlier choices promise of it."""
+        return replace(self, past_hits=tuple(map(_hits, self.hot, counts)))
+
     def hot_bytes(self, layers: Sequence[LayerExperts]) -> int:
         """Return the bytes of all hot experts."""
         return sum(
@@ -49,30 +53,43 @@ class ExpertPlacement:
 
 
 def place_experts(
-    layers: Sequence[LayerExperts], counts: Counts | None, budget: int, floor: int
+    layers: Sequence[LayerExperts], counts: Counts, budget: int, floor: int
 ) -> ExpertPlacement:
-    """Return the hot experts that a budget of bytes holds.
+    """Return the hot experts that a budget of bytes holds, by statistics.
 
-    Every layer with experts gets `floor` of them first. With statistics the rest goes to the most
-    choices per byte, ties to more choices, then to the lower layer; without, every layer gets the
-    same number. A budget of nothing keeps all experts cold, whatever the floor.
+    Every layer with experts gets `floor` of them first. The rest goes to the most choices per
+    byte, ties to more choices, then to the lower layer. A budget of nothing keeps all experts
+    cold, whatever the floor.
     """
+    check_counts(layers, counts)
     if budget == 0:
-        return ExpertPlacement(tuple(() for _ in layers), "even")
+        return even_experts([0] * len(layers))
+    needed = check_floor(layers, budget, floor)
+    floors = [min(floor, layer.experts) for layer in layers]
+    hot = _greedy(layers, counts, floors, budget - needed)
+    return ExpertPlacement(hot, "statistics")
+
+
+def even_experts(numbers: Sequence[int]) -> ExpertPlacement:
+    """Return the placement without statistics: so many experts of each layer, the first ones."""
+    return ExpertPlacement(tuple(tuple(range(number)) for number in numbers), "even")
+
+
+def check_floor(layers: Sequence[LayerExperts], budget: int, floor: int) -> int:
+    """Return the bytes of `floor` experts in each layer; refuse a budget that is below them.
+
+    A budget of nothing is in order: all experts are cold then.
+    """
     floors = [min(floor, layer.experts) for layer in layers]
     needed = sum(n * layer.expert_bytes for n, layer in zip(floors, layers, strict=True))
-    if needed > budget:
+    if needed > budget > 0:
         raise PlanError(
             f"{floor} hot experts in each of {sum(map(bool, floors))} layers need {gib(needed)} "
             f"and the budget for experts is {gib(budget)}.",
             hint="Raise --expert-budget, free memory with a smaller --context, "
             "or keep all experts cold with --expert-budget 0%.",
         )
-    if counts is None:
-        return ExpertPlacement(_spread(layers, floors, budget), "even")
-    check_counts(layers, counts)
-    hot = _greedy(layers, counts, floors, budget - needed)
-    return ExpertPlacement(hot, "statistics", tuple(map(_hits, hot, counts)))
+    return needed
 
 
 def _hits(hot: Sequence[int], counts: Sequence[float]) -> float:
@@ -122,26 +139,6 @@ def _greedy(
     return tuple(tuple(sorted(order[:number])) for order, number in zip(orders, taken, strict=True))
 
 
-def _spread(
-    layers: Sequence[LayerExperts], floors: Sequence[int], budget: int
-) -> tuple[tuple[int, ...], ...]:
-    taken = list(floors)
-    left = budget - sum(n * layer.expert_bytes for n, layer in zip(taken, layers, strict=True))
-    # Layer after layer gets one more, until nobody's next one fits.
-    growing = [index for index, layer in enumerate(layers) if taken[index] < layer.experts]
-    while growing:
-        still = []
-        for index in growing:
-            layer = layers[index]
-            if layer.expert_bytes <= left:
-                left -= layer.expert_bytes
-                taken[index] += 1
-                if taken[index] < layer.experts:
-                    still.append(index)
-        growing = still
-    return tuple(tuple(range(number)) for number in taken)
-
-
 def save_placement(path: Path, placement: ExpertPlacement, identity: str) -> None:
     """Keep a placement with the identity of its model."""
     table = {"version": VERSION, "model": identity, "hot": placement.hot}
@@ -171,6 +168,8 @@ def read_table(path: Path, what: str, identity: str) -> Mapping[str, object]:
         table = json.loads(path.read_text())
         if not isinstance(table, dict) or table.get("version") != VERSION:
             raise ValueError(f"it has no version {VERSION}")
+    except FileNotFoundError as error:
+        raise FormatError(f"There is no {what} file {path}.", hint="Name another.") from error
     except (OSError, ValueError, RecursionError) as error:
         raise FormatError(
             f"{path} is not a {what} file: {error}.", hint="Delete it, or name another."

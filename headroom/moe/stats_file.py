@@ -80,7 +80,18 @@ def default_paths(model: StatsModel, home: Path) -> tuple[Path, Path]:
     return beside, home / "routing" / f"{model.path.stem}-{model.identity}{SUFFIX}"
 
 
+def check_folder(path: Path, param: str) -> None:
+    """Refuse a file that the user names in a folder that is not there: mostly a slip."""
+    if not path.absolute().parent.exists():
+        raise OptionError(
+            f"--{param.replace('_', '-')} {path} is in a folder that does not exist.",
+            hint="Make the folder, or name another file.",
+            param=param,
+        )
+
+
 def _named(path: Path, model: StatsModel, empty: RoutingHistory) -> StatsFile:
+    check_folder(path, "routing_stats")
     history = _read(path, model, empty.saved_at) if path.exists() else empty
     if writable(path):
         return StatsFile(path, history)

@@ -50,6 +50,16 @@ def make_run_plan(shape: ModelShape, options: Options) -> Plan:
     return _plan(shape, plan_devices(on_cpu), on_cpu)
 
 
+def make_trial_plan(shape: ModelShape, options: Options) -> Plan:
+    """Return the plan that a run would have, here or on a device that is not at hand."""
+    names = [name.strip() for name in (options.device or "cpu").split(",")]
+    if all(name == "cpu" or is_local(name) for name in names):
+        return make_run_plan(shape, options)
+    devices = plan_devices(options)
+    _check_number(devices)
+    return _checked_plan(shape, devices, options)
+
+
 def find_device(options: Options) -> str:
     """Return the name of the GPU with most memory free if it can run layers, else cpu."""
     if options.dtype == "int8":
@@ -82,14 +92,19 @@ def check_devices(devices: list[DeviceSpec], options: Options) -> None:
                 hint="Try headroom plan with it; an engine runs on cpu or cuda:0.",
                 param="device",
             )
-    if len(stages) > 1:
+    _check_number(devices)
+    if stages[0].kind != "cpu" and (refusal := _refuse(stages[0], options)):
+        raise DeviceError(refusal.message, hint=refusal.hint, param="device")
+
+
+def _check_number(devices: list[DeviceSpec]) -> None:
+    """Refuse more than one device for layers."""
+    if (number := sum(device.runs_layers for device in devices)) > 1:
         raise OptionError(
-            f"--device names {len(stages)} devices, and an engine runs on one.",
+            f"--device names {number} devices, and an engine runs on one.",
             hint="Name one of them; headroom plan shows how layers would be split.",
             param="device",
         )
-    if stages[0].kind != "cpu" and (refusal := _refuse(stages[0], options)):
-        raise DeviceError(refusal.message, hint=refusal.hint, param="device")
 
 
 def _refuse(device: DeviceSpec, options: Options) -> Refusal | None:

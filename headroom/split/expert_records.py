@@ -6,7 +6,14 @@ from pathlib import Path
 
 from headroom.errors import OptionError
 from headroom.models.describe import ModelDescription
-from headroom.moe.stats_file import OFF, StatsFile, StatsModel, open_stats, stats_model
+from headroom.moe.stats_file import (
+    OFF,
+    StatsFile,
+    StatsModel,
+    check_folder,
+    open_stats,
+    stats_model,
+)
 from headroom.moe.swap import SwapPolicy
 from headroom.options import Options
 from headroom.units import parse_size
@@ -63,9 +70,11 @@ def upkeep_rules(options: Options) -> UpkeepRules:
         per_layer=options.swap_per_layer,
         most_bytes=parse_size(options.swap_bytes),
     )
-    path = options.save_placement
+    path = Path(options.save_placement).expanduser() if options.save_placement else None
+    if path is not None:
+        check_folder(path, "save_placement")
     return UpkeepRules(
         swap_every=None if text == OFF else int(text),
         policy=policy,
-        placement_path=Path(path).expanduser() if path else None,
+        placement_path=path,
     )

@@ -10,9 +10,10 @@ from headroom.moe.placement import (
     Counts,
     ExpertPlacement,
     LayerExperts,
+    check_floor,
+    even_experts,
     load_placement,
     place_experts,
-    save_placement,
 )
 from headroom.options import Options
 from headroom.units import gib
@@ -27,8 +28,9 @@ def expert_layers(shape: ModelShape, plan: Plan) -> list[LayerExperts]:
 
 
 def even_placement(shape: ModelShape, plan: Plan) -> ExpertPlacement:
-    """Return the placement of a plan without statistics; refuse a budget below the floor."""
-    return place_experts(expert_layers(shape, plan), None, _budget(plan), _floor(shape))
+    """Return as many hot experts of each layer as the plan has; refuse too few of them."""
+    check_floor(expert_layers(shape, plan), _budget(plan), _floor(shape))
+    return even_experts(plan.devices[0].hot_by_layer)
 
 
 def find_placement(
@@ -43,23 +45,32 @@ def find_placement(
     A file that the options name comes first, then statistics.
     """
     device = plan.devices[0]
-    if not device.total_experts or device.holds_all:
-        return None
-    if device.hot_experts == device.total_experts:
-        log.info("experts: all %d fit in GPU memory, no hybrid parts", device.total_experts)
+    if not device.total_experts:
         return None
     layers = expert_layers(shape, plan)
-    if options.placement:
-        placement = load_placement(Path(options.placement), identity, layers)
+    named = _named_placement(options.placement, identity, layers)
+    if device.hot_experts == device.total_experts:
+        if not device.holds_all:
+            log.info("experts: all %d fit in GPU memory, no hybrid parts", device.total_experts)
+        if named is not None:
+            log.info("experts: all are hot, so that %s is not used", named.source)
+        return None
+    if named is not None:
+        placement = named
     elif counts is not None:
         placement = place_experts(layers, counts, _budget(plan), _floor(shape))
     else:
         placement = even_placement(shape, plan)
     _check(placement, layers, plan)
-    if options.save_placement:
-        save_placement(Path(options.save_placement), placement, identity)
-    _log_memory(plan)
-    return placement
+    _log_memory(plan, layers)
+    return placement if counts is None else placement.judged_by(counts)
+
+
+def _named_placement(
+    name: str | None, identity: str, layers: list[LayerExperts]
+) -> ExpertPlacement | None:
+    """Read the file that the options name, or refuse it."""
+    return load_placement(Path(name).expanduser(), identity, layers) if name else None
 
 
 def _check(placement: ExpertPlacement, layers: list[LayerExperts], plan: Plan) -> None:
@@ -71,7 +82,7 @@ def _check(placement: ExpertPlacement, layers: list[LayerExperts], plan: Plan) -
             f"{gib(budget)} for them.",
             hint="Leave out --placement, or free memory with a smaller --context or --parallel.",
         )
-    cold = sum(layer.experts * layer.expert_bytes for layer in layers) - hot
+    cold = _all_bytes(layers) - hot
     missing = cold - _host_bytes(plan) - plan.host.free_bytes
     if missing > 0:
         raise PlanError(
@@ -81,7 +92,7 @@ def _check(placement: ExpertPlacement, layers: list[LayerExperts], plan: Plan) -
         )
 
 
-def _log_memory(plan: Plan) -> None:
+def _log_memory(plan: Plan, layers: list[LayerExperts]) -> None:
     """Say what the memory of the device goes to, and what that leaves for experts."""
     device = plan.devices[0]
     sizes = {line.name: line.bytes for line in device.lines}
@@ -94,12 +105,16 @@ def _log_memory(plan: Plan) -> None:
         gib(sizes.get("kv", 0) + sizes.get("recurrent_state", 0)),
         gib(sizes.get("reserve", 0)),
         gib(_budget(plan)),
-        gib(_budget(plan) + _host_bytes(plan)),
+        gib(_all_bytes(layers)),
     )
 
 
 def _budget(plan: Plan) -> int:
     return plan.devices[0].allocated.get("hot_experts", 0)
+
+
+def _all_bytes(layers: list[LayerExperts]) -> int:
+    return sum(layer.experts * layer.expert_bytes for layer in layers)
 
 
 def _host_bytes(plan: Plan) -> int:

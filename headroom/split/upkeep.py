@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -73,7 +74,7 @@ class ExpertUpkeep:
         if not self._may_turn(resting):
             self._round.give_way()
         if self._round.turned and self._round.ready():
-            self._end_swap(self._round)
+            self._count_done(self._round, self._round.end)
         self._note(self._round)
 
     def run(self, tokens: int, resting: bool) -> None:
@@ -87,7 +88,7 @@ class ExpertUpkeep:
             self._round_tokens = tokens
         if self._round is not None and self._turn_due(resting):
             if self._round.turned:
-                self._end_swap(self._round)
+                self._count_done(self._round, self._round.end)
             if not self._round.over:
                 self._turn_swap(self._round)
             self._note(self._round)
@@ -119,7 +120,7 @@ class ExpertUpkeep:
     def close(self) -> None:
         """Save what is to be saved; a failure is told and nothing more."""
         if self._round is not None:
-            self._round.stop()
+            self._count_done(self._round, self._round.stop)
             self._note(self._round)
         try:
             self._save()
@@ -196,9 +197,10 @@ class ExpertUpkeep:
         if (swap := swaps.turn()) is not None:
             self._hits.move(swap.layer, swap.promoted, swap.demoted)
 
-    def _end_swap(self, swaps: SwapRound) -> None:
+    def _count_done(self, swaps: SwapRound, act: Callable[[], None]) -> None:
+        """Do what may bring a swap to its end, and count it then."""
         before = len(swaps.done)
-        swaps.end()
+        act()
         self._swaps += len(swaps.done) - before
 
     def _note(self, swaps: SwapRound) -> None:

@@ -41,7 +41,7 @@ def shown(capsys: pytest.CaptureFixture[str], *line: object) -> dict[str, Any]:
 def test_on_a_cpu_all_experts_are_hot(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = shown(capsys, path, "--device", "cpu", "--routing-stats", "off")
     assert [len(layer["hot"]) for layer in found["layers"]] == [DIMS.experts] * (DIMS.layers - 1)
-    assert (found["source"], found["hit_rate"]) == ("even", None)
+    assert (found["source"], found["hit_rate"]) == ("all", None)
 
 
 def test_a_budget_holds_the_most_chosen_ones(
@@ -95,3 +95,46 @@ def test_what_cannot_be_shown_is_refused(
     bad.write_text("{}")
     assert run_command([*line, "--routing-stats", str(bad)]) == 1
     assert "is not a routing statistics file" in capsys.readouterr().err
+
+
+def test_without_statistics_the_plans_numbers_are_shown(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = [str(path), "--device", "2GiB", "--expert-budget", "40%"]
+    found = shown(capsys, *line, "--routing-stats", "off")
+    assert found["source"] == "even"
+    assert run_command(["plan", *line, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["devices"][0]["hot_experts"]
+    assert sum(len(layer["hot"]) for layer in found["layers"]) == planned > 0
+
+
+def test_a_placement_file_is_shown_and_drawn_or_refused_as_in_a_run(
+    path: Path, stats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placed = tmp_path / "placed.json"
+    hot = [[], *([[0, 3]] * (DIMS.layers - 1))]
+    table = {"version": 1, "model": open_checkpoint(path).identity, "hot": hot}
+    placed.write_text(json.dumps(table))
+    line = [path, "--device", "2GiB", "--expert-budget", "50%", "--routing-stats", stats]
+    found = shown(capsys, *line, "--placement", placed)
+    assert found["source"] == str(placed)
+    assert [layer["hot"] for layer in found["layers"]] == hot[1:]
+    placed.write_text(json.dumps(table | {"model": "other"}))
+    assert run_command(["experts", *map(str, line), "--placement", str(placed)]) == 1
+    assert "is of another model" in capsys.readouterr().err
+
+
+def test_what_a_run_refuses_is_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["experts", str(path), "--device", "2GiB", "--routing-stats", "off"]
+    assert run_command([*line, "--expert-budget", "1%"]) == 3
+    assert "hot experts in each of" in capsys.readouterr().err
+    assert run_command([*line, "--device", "cpu"]) == 2
+    assert "--device names 2 devices, and an engine runs on one." in capsys.readouterr().err
+
+
+def test_without_a_name_it_is_the_device_of_a_run(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("headroom.split.choice.detect_gpus", list)
+    found = shown(capsys, path, "--routing-stats", "off")
+    assert (found["device"], found["source"]) == ("cpu", "all")

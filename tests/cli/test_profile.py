@@ -60,7 +60,7 @@ def test_a_profile_is_written_anew_where_told_and_as_a_table(
     skewed: tuple[Path, Recipe], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, _ = skewed
-    asked, out = tmp_path / "p.jsonl", tmp_path / "sub" / "mine.json"
+    asked, out = tmp_path / "p.jsonl", tmp_path / "mine.json"
     asked.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n{"prompt": "you"}\n')
     totals = []
     for _ in range(2):
@@ -74,6 +74,43 @@ def test_a_profile_is_written_anew_where_told_and_as_a_table(
     shown = capsys.readouterr().out
     assert "top 10 % take" in shown
     assert f"kept in {out}" in shown.replace("\n", "")
+
+
+def test_statistics_that_are_off_are_not_written_over(
+    skewed: tuple[Path, Recipe],
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delattr("headroom.llm.LLM.__init__")
+    kept = skewed[0].with_name("m.gguf.routing.json")
+    before = kept.read_text() if kept.exists() else None
+    line = ["profile", str(skewed[0]), "--prompts", str(prompts), *FEW]
+    assert run_command([*line, "--routing-stats", "off"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --routing-stats off keeps no statistics, and a profile is nothing else. Leave it "
+        "out, or name a file with --out.\n"
+    )
+    assert (kept.read_text() if kept.exists() else None) == before
+
+
+@pytest.mark.parametrize("flag", ["--out", "--routing-stats"])
+def test_a_file_in_a_folder_that_is_not_there_is_refused(
+    flag: str,
+    skewed: tuple[Path, Recipe],
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delattr("headroom.llm.LLM.__init__")
+    lost = prompts.parent / "nowhere" / "x.json"
+    line = ["profile", str(skewed[0]), "--prompts", str(prompts), flag, str(lost)]
+    assert run_command([*line, *FEW]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {flag} {lost} is in a folder that does not exist. Make the folder, or name "
+        "another file.\n"
+    )
+    assert not lost.parent.exists()
 
 
 def test_a_dense_model_is_refused_before_it_is_loaded(

@@ -92,8 +92,13 @@ def test_a_named_file_that_is_bad_is_refused(model: StatsModel, home: Path, tmp_
 def test_a_named_file_may_be_new_but_must_be_possible(
     model: StatsModel, home: Path, tmp_path: Path
 ) -> None:
-    new = tmp_path / "new" / "mine.json"
+    new = tmp_path / "mine.json"
     assert open_stats(str(new), model, home, 0.0).path == new
+    lost = tmp_path / "new" / "mine.json"
+    text = f"--routing-stats {lost} is in a folder that does not exist. Make the folder, or name"
+    with pytest.raises(OptionError, match=re.escape(text)):
+        open_stats(str(lost), model, home, 0.0)
+    assert not lost.parent.exists()
     (tmp_path / "file").write_text("")
     impossible = tmp_path / "file" / "mine.json"
     text = f"--routing-stats {impossible} cannot be written. Name another file, or off for none."

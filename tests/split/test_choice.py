@@ -116,6 +116,15 @@ def test_devices_that_cannot_run_are_refused_by_name(
         choice.make_run_plan(MODEL, machine.options(device))
 
 
+def test_a_trial_takes_the_device_of_a_run_or_one_that_is_not_here(machine: Machine) -> None:
+    assert choice.make_trial_plan(EXPERTS, machine.options()).devices[0].name == "cuda:0"
+    there = choice.make_trial_plan(EXPERTS, machine.options("rtx3060-12gb")).devices[0]
+    assert there.name == "rtx3060-12gb"
+    assert 0 < there.hot_experts < there.total_experts
+    with pytest.raises(PlanError, match="8 hot experts in each of 40 layers"):
+        choice.make_trial_plan(EXPERTS, machine.options("rtx3060-12gb", expert_budget="1%"))
+
+
 def test_a_named_gpu_that_is_too_old_is_refused(machine: Machine) -> None:
     machine.gpus = [gpu("cuda:0", 24 * GIB, sm=61)]
     with pytest.raises(DeviceError, match="sm_61; the kernels need sm_75, and bf16 sm_80"):

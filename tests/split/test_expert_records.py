@@ -35,6 +35,20 @@ def test_settings_become_rules() -> None:
     assert upkeep_rules(Options(swap_every="off")).swap_every is None
 
 
+def test_a_placement_is_saved_in_a_folder_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    rules = upkeep_rules(Options(save_placement="~/placed.json"))
+    assert rules.placement_path == tmp_path / "placed.json"
+    with pytest.raises(OptionError) as refused:
+        upkeep_rules(Options(save_placement="~/nowhere/placed.json"))
+    assert str(refused.value) == (
+        f"--save-placement {tmp_path}/nowhere/placed.json is in a folder that does not exist. "
+        "Make the folder, or name another file."
+    )
+
+
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "never"])
 def test_a_number_of_tokens_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(OptionError) as refused:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from headroom.memory.plan import Plan, make_plan
 from headroom.moe.placement import ExpertPlacement, save_placement
 from headroom.options import Options
 from headroom.split.placing import expert_layers, find_placement
+from headroom.units import gib
 from tests.memory.shapes import cpu, gpu, host, laguna
 
 MODEL = laguna()
@@ -34,12 +34,20 @@ def test_without_statistics_every_layer_gets_as_many_and_the_log_tells_the_memor
     counts = [len(ids) for ids in placement.hot]
     assert counts[0] == 0
     assert max(counts[1:]) - min(counts[1:]) <= 1
-    assert (
-        placement.hot_bytes(expert_layers(MODEL, plan)) <= plan.devices[0].allocated["hot_experts"]
-    )
     assert "experts: cuda:0 has 24.00 GiB: weights without experts " in caplog.text
     assert ", cache " in caplog.text
     assert ", reserve 512.0 MiB, budget for experts " in caplog.text
+
+
+@pytest.mark.parametrize("budget", ["10%", "31%", "50%", "77.7%", "0%"])
+def test_without_statistics_as_many_are_hot_as_the_plan_says(budget: str) -> None:
+    plan, options = planned(budget)
+    placement = find_placement(MODEL, plan, options, "abc")
+    assert placement is not None
+    device = plan.devices[0]
+    assert tuple(len(ids) for ids in placement.hot) == device.hot_by_layer
+    hot_bytes = placement.hot_bytes(expert_layers(MODEL, plan))
+    assert hot_bytes == device.allocated.get("hot_experts", 0)
 
 
 def test_statistics_decide_where_there_are_some() -> None:
@@ -64,14 +72,57 @@ def test_all_hot_is_told_in_one_line_and_a_cpu_has_nothing_to_tell(
     assert len(caplog.records) == 1
 
 
-def test_a_saved_placement_is_used_again(tmp_path: Path) -> None:
+def test_a_file_comes_before_statistics_and_these_tell_what_it_will_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "placement.json"
-    plan, options = planned(save_placement=str(path))
-    made = find_placement(MODEL, plan, options, "abc")
-    found = find_placement(MODEL, plan, replace(options, placement=str(path)), "abc")
-    assert made is not None
+    save_placement(path, ExpertPlacement(tuple(DENSE_FIRST), "even"), "abc")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    plan, options = planned(placement="~/placement.json")
+    found = find_placement(MODEL, plan, options, "abc")
     assert found is not None
-    assert (found.hot, found.source) == (made.hot, str(path))
+    assert (found.hot, found.source) == (tuple(DENSE_FIRST), str(path))
+    assert found.hit_rate(1, 256) == 2 / 256
+    counts = [[1.0] * layer.experts for layer in MODEL.layers]
+    counts[1][:2] = [127.0, 127.0]
+    found = find_placement(MODEL, plan, options, "abc", counts)
+    assert found is not None
+    assert found.hot == tuple(DENSE_FIRST)
+    assert found.hit_rate(1, 256) == 0.5
+
+
+def test_finding_a_placement_saves_none(tmp_path: Path) -> None:
+    path = tmp_path / "placement.json"
+    assert find_placement(MODEL, *planned(save_placement=str(path)), "abc") is not None
+    assert not path.exists()
+
+
+def test_the_log_tells_all_bytes_of_experts_whatever_the_host_keeps(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plan, options = planned(keep_host_copy=True)
+    with caplog.at_level(logging.INFO):
+        find_placement(MODEL, plan, options, "abc")
+    total = sum(layer.experts * layer.expert_bytes for layer in expert_layers(MODEL, plan))
+    assert f" GiB of {gib(total)}" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["gpu", "cpu"])
+def test_where_all_are_hot_a_named_file_is_read_and_not_used(
+    where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "placement.json"
+    options = Options(context=2048, parallel=1, placement=str(path))
+    devices = [gpu(48), host(64)] if where == "gpu" else [cpu(64)]
+    plan = make_plan([MODEL], devices, options)
+    with pytest.raises(
+        FormatError, match=r"There is no placement file .*placement\.json\. Name another"
+    ):
+        find_placement(MODEL, plan, options, "abc")
+    save_placement(path, ExpertPlacement(tuple(DENSE_FIRST), "even"), "abc")
+    with caplog.at_level(logging.INFO):
+        assert find_placement(MODEL, plan, options, "abc") is None
+    assert f"experts: all are hot, so that {path} is not used" in caplog.text
 
 
 def test_a_placement_of_another_model_or_a_corrupt_one_is_refused(tmp_path: Path) -> None:

@@ -172,13 +172,15 @@ def test_choices_are_hits_by_what_was_hot_when_they_were_made() -> None:
     assert case.upkeep.read().cold_picks == 9 + 5 + 1
 
 
-def test_an_engine_that_ends_waits_for_copies() -> None:
+def test_an_engine_that_ends_waits_for_copies_and_counts_their_swap() -> None:
     experts = cold_half(slow=3)
     case = Case(None, experts, UpkeepRules(policy=POLICY))
     case.choose(1, 3, 9)
     case.look_after(5, resting=True)
+    assert case.upkeep.read().swaps == 0
     case.upkeep.close()
     assert experts.exchanged == [(1, 3, 1)]
+    assert case.upkeep.read().swaps == 1
 
 
 def test_zero_tokens_means_only_between_requests_and_off_means_never() -> None:
