@@ -32,10 +32,18 @@ def parse_expert_budget(text: str, expert_bytes: int) -> int:
             percent = -1.0
         if not 0 <= percent <= 100:
             raise OptionError(
-                f"--expert-budget is {text!r}.", hint="Write 0% to 100%, or a size as 8GiB."
+                f"--expert-budget is {text!r}.",
+                hint="Write 0% to 100%, or a size as 8GiB.",
+                param="expert_budget",
             )
         return int(expert_bytes * percent / 100)
-    return min(parse_size(text), expert_bytes)
+    if text.strip().isdecimal() and int(text):
+        raise OptionError(
+            f"--expert-budget is {text!r}, a number without a unit.",
+            hint=f"Write {text.strip()}% or {text.strip()}GiB.",
+            param="expert_budget",
+        )
+    return min(parse_size(text, "expert_budget"), expert_bytes)
 
 
 def check_expert_budget(layers: Sequence[LayerShape], budget: int) -> None:

@@ -230,7 +230,7 @@ def _rules(model: ModelShape, draft: ModelShape | None, stages: int, options: Op
         published_activation=options.activation_model == "published",
         draft=draft,
         feature_type=options.feature_dtype,
-        snapshot_bytes=parse_size(options.snapshots) if options.snapshots else 0,
+        snapshot_bytes=parse_size(options.snapshots, "snapshots") if options.snapshots else 0,
         pin=not options.no_pin,
         keep_copy=options.keep_host_copy,
     )

@@ -61,7 +61,7 @@ def upkeep_rules(options: Options) -> UpkeepRules:
     policy = SwapPolicy(
         min_gain=options.swap_min_gain,
         per_layer=options.swap_per_layer,
-        most_bytes=parse_size(options.swap_bytes),
+        most_bytes=parse_size(options.swap_bytes, "swap_bytes"),
     )
     path = options.save_placement
     return UpkeepRules(

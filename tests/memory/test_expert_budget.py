@@ -6,6 +6,7 @@ from headroom.errors import OptionError, PlanError
 from headroom.memory.known import known_shape
 from headroom.memory.plan import Plan, make_plan
 from headroom.memory.shape import ModelShape
+from headroom.memory.targets import plan_devices
 from headroom.options import Options
 from headroom.split.placing import even_placement
 from tests.memory.shapes import cpu, gpu, host, laguna
@@ -68,3 +69,42 @@ def test_a_gpu_does_not_read_what_is_not_pinned() -> None:
         planned(laguna(), 12, **asked)
     assert refused.value.param == "cold"
     assert planned(laguna(), 24, **asked).fits  # nothing is cold
+
+
+@pytest.mark.parametrize(
+    ("budget", "told"),
+    [
+        ("60", "--expert-budget is '60', a number without a unit. Write 60% or 60GiB."),
+        ("120%", "--expert-budget is '120%'. Write 0% to 100%, or a size as 8GiB."),
+        (
+            "lots",
+            "--expert-budget is 'lots', which is not a size. "
+            "Write a number and a unit, as in 24GiB, 512MiB or 8GB.",
+        ),
+    ],
+)
+def test_a_budget_that_is_none_is_refused_by_its_name(budget: str, told: str) -> None:
+    with pytest.raises(OptionError) as refused:
+        planned(laguna(), 24, expert_budget=budget)
+    assert (str(refused.value), refused.value.param) == (told, "expert_budget")
+
+
+def test_nothing_needs_no_unit() -> None:
+    assert planned(laguna(), 24, expert_budget="0").devices[0].hot_experts == 0
+
+
+@pytest.mark.parametrize("setting", ["ram", "device", "device_memory"])
+def test_sizes_of_devices_are_refused_by_their_names(setting: str) -> None:
+    flag = setting.replace("_", "-")
+    for text, told in (("24", "a number without a unit"), ("24 XB", "which is not a size")):
+        with pytest.raises(OptionError, match=f"--{flag} is '{text}', {told}") as refused:
+            plan_devices(Options(**{setting: text}))
+        assert refused.value.param == setting
+
+
+def test_a_size_of_snapshots_is_refused_by_its_name() -> None:
+    with pytest.raises(
+        OptionError, match=r"--snapshots is '4', a number without a unit"
+    ) as refused:
+        planned(laguna(), 24, snapshots="4")
+    assert refused.value.param == "snapshots"
