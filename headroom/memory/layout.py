@@ -284,7 +284,7 @@ class _Builder:
         limit = host.pinnable_bytes if host else None
         if limit is None or size <= limit:
             return "pinned"
-        return f"not pinned: ulimit -l or the group allows {gib(limit)}"
+        return f"not pinned: the control group allows {gib(limit)}"
 
     def _move_embeddings(
         self, stages: Sequence[DeviceSpec], lines: list[list[Line]], host_lines: list[Line]

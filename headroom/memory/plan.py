@@ -286,7 +286,10 @@ def _notes(task: _Task, settings: PlanSettings, layout: Layout) -> Iterable[str]
             "them twice"
         )
     elif "not pinned" in names.get("cold_experts", ""):
-        yield "cold experts that are not pinned are copied twice; ulimit -l unlimited avoids it"
+        yield (
+            "cold experts that are not pinned are copied twice; more memory for the control group "
+            "avoids it"
+        )
     if task.rules.expert_bytes != 0 and "cold_experts" in names and not layout.hot_experts:
         yield (
             "all experts are cold: as many as one token visits would take "
