@@ -24,13 +24,25 @@ def gib(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B"
 
 
-def parse_size(text: str) -> int:
-    """Return the bytes that a size like `24GiB`, `512M` or `1.5 gb` stands for."""
+def parse_size(text: str, setting: str | None = None) -> int:
+    """Return the bytes that a size like `24GiB`, `512M` or `1.5 gb` stands for.
+
+    Errors name the setting that it is of. Those need a unit: nobody means 24 bytes by `24`.
+    """
+    flag = f"--{setting.replace('_', '-')} is " if setting else ""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     unit = _SIZE_UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise OptionError(
-            f"{text!r} is not a size.",
+            f"{flag}{text!r}, which is not a size." if flag else f"{text!r} is not a size.",
             hint="Write a number and a unit, as in 24GiB, 512MiB or 8GB.",
+            param=setting,
         )
-    return int(float(match[1]) * unit)
+    number = float(match[1])
+    if flag and number and not match[2]:
+        raise OptionError(
+            f"{flag}{text!r}, a number without a unit.",
+            hint=f"Write {match[1]}GiB, {match[1]}MiB, or {match[1]}B for bytes.",
+            param=setting,
+        )
+    return int(number * unit)

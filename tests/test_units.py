@@ -52,6 +52,28 @@ def test_what_is_not_a_size_is_refused_with_an_example(text: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "lots",
+            "--swap-bytes is 'lots', which is not a size. "
+            "Write a number and a unit, as in 24GiB, 512MiB or 8GB.",
+        ),
+        (
+            "64",
+            "--swap-bytes is '64', a number without a unit. Write 64GiB, 64MiB, or 64B for bytes.",
+        ),
+    ],
+)
+def test_a_setting_is_named_by_its_error_and_needs_a_unit(text: str, told: str) -> None:
+    with pytest.raises(OptionError) as refused:
+        parse_size(text, "swap_bytes")
+    assert str(refused.value) == told
+    assert refused.value.param == "swap_bytes"
+    assert (parse_size("0", "swap_bytes"), parse_size("64B", "swap_bytes")) == (0, 64)
+
+
 @given(st.integers(0, 1 << 44))
 def test_a_size_that_is_shown_reads_back_within_its_last_digit(size: int) -> None:
     assert abs(parse_size(gib(size)) - size) <= max(1, size / 20)

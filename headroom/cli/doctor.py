@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +17,7 @@ from headroom.cli.doctor_gpus import gpu_texts, gpus
 from headroom.cli.settings import with_settings
 from headroom.errors import FormatError
 from headroom.formats.hub import find_model
+from headroom.memory.calibration import load_speeds, speeds_path
 from headroom.memory.cgroups import read_limits
 from headroom.memory.devices import DeviceSpec, detect_cpu, usable_cores
 from headroom.memory.precision import device_precision
@@ -49,11 +50,13 @@ def doctor(
     ] = False,
 ) -> None:
     """Show what this machine has and what headroom can use of it."""
+    found = gpus(compile_all=all_kernels)
     report = {
         "versions": versions(),
         "cpu": cpu(),
         "devices": [device_row(detect_cpu())],
-        "gpus": gpus(compile_all=all_kernels),
+        "gpus": found,
+        "calibration": calibration(options.home_path, ["cpu", *(row["name"] for row in found)]),
         "kernels": kernels(options),
         "models": models(options),
     }
@@ -114,6 +117,17 @@ def device_row(device: DeviceSpec) -> Section:
     }
 
 
+def calibration(home: Path, names: Sequence[str]) -> Section:
+    """Return when each device of this machine was measured, None where it was not."""
+    path = speeds_path(home)
+    try:
+        speeds, problem = load_speeds(path), ""
+    except FormatError as error:
+        speeds, problem = {}, str(error)
+    dates = {name: speeds[name].date if name in speeds else None for name in names}
+    return {"path": str(path), "measured": dates, "problem": problem}
+
+
 def kernels(options: Options) -> Section:
     """Return the operations that each backend has kernels for, and what the C++ ones run on."""
     from headroom.kernels.native.module import MISSING, POOL  # torch: only this command needs it
@@ -168,6 +182,7 @@ def readable(report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         },
         "devices": {row["name"]: _device_text(row) for row in report["devices"]},
         "GPUs": gpu_texts(report["gpus"]),
+        "calibration": _calibration_texts(report["calibration"]),
         "kernels": {
             backend: ", ".join(ops) or "none in this version"
             for backend, ops in report["kernels"]["operations"].items()
@@ -189,6 +204,17 @@ def make_table(title: str, rows: Mapping[str, str]) -> Table:
     for name, text in rows.items():
         table.add_row(f"  {name}", text.replace("[", r"\["))
     return table
+
+
+def _calibration_texts(found: Section) -> dict[str, str]:
+    if found["problem"]:
+        return {"file": found["problem"]}
+    return {
+        name: "not measured: speeds are estimates; headroom calibrate measures them once"
+        if date is None
+        else f"measured {date}, kept in {found['path']}"
+        for name, date in found["measured"].items()
+    }
 
 
 def _native_text(native: Section) -> str:

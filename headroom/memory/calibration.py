@@ -1,11 +1,13 @@
 """Calibration: speeds and overheads that were measured, with where and when."""
 
 import json
+import math
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from headroom.errors import FormatError
 from headroom.memory.devices import DeviceSpec
@@ -51,6 +53,9 @@ class Speeds:
     experts: float = 0.0  # bytes/s of a CPU's expert kernels on a GPU's layout; 0: not measured
 
 
+_POSITIVE = ("bandwidth", "flops")  # others may be missing, as 0
+
+
 def speeds_path(home: Path) -> Path:
     """Return where this machine's speeds are kept; a home may be shared by several machines."""
     machine = re.sub(r"[^A-Za-z0-9_.-]+", "-", platform.node()) or "machine"
@@ -60,21 +65,42 @@ def speeds_path(home: Path) -> Path:
 def load_speeds(path: Path) -> dict[str, Speeds]:
     """Return the measured speeds by device name; empty where nothing was measured yet."""
     try:
-        table = json.loads(path.read_text())
-        speeds = {name: Speeds(**row) for name, row in table["devices"].items()}
-        if any(min(row.bandwidth, row.flops) <= 0 or _least(row) < 0 for row in speeds.values()):
-            raise ValueError("a speed is not positive")
-        return speeds
+        return _parse(path.read_text())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FormatError(
-            f"{path} is not a calibration file: {error}.", hint="Delete it and measure again."
+            f"{path} is not a calibration file: {error}.",
+            hint="Delete it and run headroom calibrate.",
         ) from error
 
 
-def _least(row: Speeds) -> float:
-    return min(row.link, row.link_read, row.handover_s, row.experts)
+def _parse(text: str) -> dict[str, Speeds]:
+    table = json.loads(text)
+    devices = table.get("devices") if isinstance(table, dict) else None
+    if not isinstance(devices, dict):
+        raise ValueError("it lists no devices")
+    return {name: _read_row(name, row) for name, row in devices.items()}
+
+
+def _read_row(name: str, row: object) -> Speeds:
+    """Return one device's speeds, or raise a ValueError that says what is wrong with them."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{name} has no speeds")
+    known = [setting.name for setting in fields(Speeds)]
+    if unknown := sorted(row.keys() - set(known)):
+        raise ValueError(f"{name} has {unknown[0]!r}, which is not known")
+    for key in known:
+        value = row.get(key, 0.0)
+        if key == "date":
+            if not isinstance(value, str):
+                raise ValueError(f"{name} has no date")
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{key} of {name} is not a number")
+        elif not math.isfinite(value) or value < 0 or (key in _POSITIVE and value == 0):
+            raise ValueError(f"{key} of {name} is {value}; it must be positive")
+    filled: dict[str, Any] = {"link": 0.0, **row}
+    return Speeds(**filled)
 
 
 def save_speeds(path: Path, speeds: Mapping[str, Speeds]) -> None:

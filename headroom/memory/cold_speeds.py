@@ -25,15 +25,17 @@ class ColdSpeeds:
 
 def speeds_of(gpu: DeviceSpec, host: DeviceSpec) -> ColdSpeeds:
     """Return what was measured, and what is to be expected where it was not."""
-    copy = gpu.link if gpu.measured else gpu.link * LISTED_SHARE
-    experts = host.experts or host.bandwidth * (1.0 if host.measured else LISTED_SHARE)
+    device_share = 1.0 if gpu.measured else LISTED_SHARE
+    host_share = 1.0 if host.measured else LISTED_SHARE
+    copy = gpu.link * device_share
+    experts = host.experts or host.bandwidth * host_share
     return ColdSpeeds(
-        gpu=gpu.bandwidth,
+        gpu=gpu.bandwidth * device_share,
         link=gpu.link_read or copy,
         cpu=experts if host.native else 0.0,
         handover_s=gpu.handover_s or ASSUMED_HANDOVER_S,
         copy=copy,
-        cpu_flops=host.flops if host.measured else host.flops * LISTED_SHARE,
+        cpu_flops=host.flops * host_share,
         measured=bool(gpu.link_read and host.experts),
     )
 

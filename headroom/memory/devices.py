@@ -2,7 +2,6 @@
 
 import math
 import os
-import resource
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,7 +42,7 @@ class DeviceSpec:
     handover_s: float = 0.0  # a GPU's request of the CPU inside a step, and its answer
     experts: float = 0.0  # bytes/s of a CPU's expert kernels
     measured: bool = False  # whether its speeds were measured or are only listed
-    pinnable_bytes: int | None = None  # host memory that may be locked; None: no limit is known
+    pinnable_bytes: int | None = None  # host memory that may be pinned; None: no limit is known
 
     @property
     def holds_all(self) -> bool:
@@ -74,12 +73,11 @@ def detect_cpu(proc: Path = Path("/proc"), limits: GroupLimits | None = None) ->
 
 
 def pinnable_bytes(limits: GroupLimits) -> int | None:
-    """Return how much memory this process may lock, by `ulimit -l` and its groups."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    found = [] if soft == resource.RLIM_INFINITY else [soft]
-    if limits.memory_bytes is not None:
-        found.append(limits.memory_bytes)
-    return min(found, default=None)
+    """Return how much memory may be pinned for a GPU; None where no group limits it.
+
+    `ulimit -l` is none of the limits: a GPU's driver locks the pages itself and does not ask it.
+    """
+    return limits.memory_bytes
 
 
 def usable_cores(limits: GroupLimits) -> int:

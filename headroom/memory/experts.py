@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headroom.errors import OptionError
+from headroom.errors import OptionError, PlanError
 from headroom.kernels.cuda.sizes import ALIGNMENT
 from headroom.memory.shape import LayerShape
-from headroom.units import parse_size
+from headroom.units import gib, parse_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,43 @@ def parse_expert_budget(text: str, expert_bytes: int) -> int:
             percent = -1.0
         if not 0 <= percent <= 100:
             raise OptionError(
-                f"--expert-budget is {text!r}.", hint="Write 0% to 100%, or a size as 8GiB."
+                f"--expert-budget is {text!r}.",
+                hint="Write 0% to 100%, or a size as 8GiB.",
+                param="expert_budget",
             )
         return int(expert_bytes * percent / 100)
-    return min(parse_size(text), expert_bytes)
+    if text.strip().isdecimal() and int(text):
+        raise OptionError(
+            f"--expert-budget is {text!r}, a number without a unit.",
+            hint=f"Write {text.strip()}% or {text.strip()}GiB.",
+            param="expert_budget",
+        )
+    return min(parse_size(text, "expert_budget"), expert_bytes)
+
+
+def check_expert_budget(layers: Sequence[LayerShape], budget: int) -> None:
+    """Refuse a budget that holds some experts and not as many as one token visits."""
+    needed = floor_bytes(layers)
+    if 0 < budget < needed:
+        raise PlanError(
+            f"{_floor(layers)} hot experts in each of {sum(bool(x.experts) for x in layers)} "
+            f"layers need {gib(needed)} and the budget for experts is {gib(budget)}.",
+            hint="Raise --expert-budget, or keep all experts cold with --expert-budget 0%.",
+            param="expert_budget",
+        )
+
+
+def keep_experts(layers: Sequence[LayerShape], budget: int) -> HotExperts:
+    """Return the experts that a budget keeps hot: none where it is below the floor."""
+    hot = spread_experts(layers, budget)
+    if hot.bytes < floor_bytes(layers):
+        return HotExperts((0,) * len(layers), 0)
+    return hot
+
+
+def floor_bytes(layers: Sequence[LayerShape]) -> int:
+    """Return the bytes of the fewest hot experts: in every layer as many as one token visits."""
+    return _bytes(layers, _floor(layers))
 
 
 def spread_experts(layers: Sequence[LayerShape], budget: int) -> HotExperts:
@@ -70,6 +103,10 @@ def largest_expert(layers: Sequence[LayerShape]) -> int:
 def aligned(size_bytes: int) -> int:
     """Return a size filled up so that what follows is aligned."""
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _floor(layers: Sequence[LayerShape]) -> int:
+    return max((layer.experts_used for layer in layers), default=0)
 
 
 def _bytes(layers: Sequence[LayerShape], each: int) -> int:

@@ -13,11 +13,7 @@ from headroom.memory.budget import (
     snapshot_bytes,
 )
 from headroom.memory.devices import DeviceKind, DeviceSpec
-from headroom.memory.experts import (
-    HotExperts,
-    largest_expert,
-    spread_experts,
-)
+from headroom.memory.experts import HotExperts, keep_experts, largest_expert
 from headroom.memory.lines import draft_lines, layer_bytes, runtime_lines, stage_lines
 from headroom.memory.shape import ModelShape
 from headroom.memory.sharing import FixedBytes, SpanJudge, layer_times, share_layers
@@ -238,12 +234,12 @@ class _Builder:
         room, most = device.total_bytes - sum(line.bytes for line in lines), total
         if self.rules.expert_bytes is not None and self.model.expert_bytes:
             most = self.rules.expert_bytes * total // self.model.expert_bytes
-        hot = spread_experts(layers, max(0, min(room, most)))
+        hot = keep_experts(layers, max(0, min(room, most)))
         if hot.bytes == total:
             return hot
         unpacks = self.settings.unpack_bytes if self.settings.uses_arena else 0
         staging = expert_staging_bytes(layers, self.model.hidden, unpacks)
-        fewer = spread_experts(layers, max(0, min(room - staging, most)))
+        fewer = keep_experts(layers, max(0, min(room - staging, most)))
         return replace(fewer, staging=staging)
 
     def _host_lines(self, stages: Sequence[DeviceSpec], hot: Sequence[HotExperts]) -> list[Line]:
@@ -288,7 +284,7 @@ class _Builder:
         limit = host.pinnable_bytes if host else None
         if limit is None or size <= limit:
             return "pinned"
-        return f"not pinned: ulimit -l or the group allows {gib(limit)}"
+        return f"not pinned: the control group allows {gib(limit)}"
 
     def _move_embeddings(
         self, stages: Sequence[DeviceSpec], lines: list[list[Line]], host_lines: list[Line]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from headroom.errors import PlanError
+from headroom.errors import OptionError, PlanError
 from headroom.formats.quants import BY_NAME
 from headroom.memory.budget import (
     PAGE_SIZE,
@@ -17,7 +17,7 @@ from headroom.memory.cold_speeds import ColdSpeeds, speeds_of
 from headroom.memory.cost import Prediction, predict
 from headroom.memory.device_scratch import NARROW_TYPES, unpack_bytes_for
 from headroom.memory.devices import DeviceSpec
-from headroom.memory.experts import parse_expert_budget
+from headroom.memory.experts import check_expert_budget, floor_bytes, parse_expert_budget
 from headroom.memory.layout import DevicePlan, HostPlan, Layout, biggest_line, lay_out
 from headroom.memory.precision import Precision, choose_precision
 from headroom.memory.shape import ModelShape
@@ -144,11 +144,10 @@ class _Task:
         hot = self.lay_out(found, weights).hot_experts
         if not self._may_have_cold or hot == self.model.total_experts:
             return found
-        floor = min(hot, sum(layer.experts_used for layer in self.model.layers))
         for chunk in COLD_CHUNKS:
             if found.chunk < chunk <= found.context:
                 layout = self.lay_out(replace(found, chunk=chunk), weights)
-                if layout.fits and layout.hot_experts >= max(floor, KEPT_FOR_CHUNK * hot):
+                if layout.fits and layout.hot_experts >= KEPT_FOR_CHUNK * hot:
                     return replace(found, chunk=chunk)
         return found
 
@@ -180,14 +179,10 @@ def make_plan(
     model, draft = shapes[0], shapes[1] if len(shapes) > 1 else None
     stages = [device for device in devices if device.runs_layers]
     precision = choose_precision(stages, options.activation_dtype)
-    rules = _rules(model, draft, len(stages), options)
-    task = _Task(model, tuple(devices), options, precision, rules)
-    if task.native:
-        task = replace(task, model=model.in_panels())
-    elif task.kernels == "device" and (options.dtype or precision.activation) in NARROW_TYPES:
-        task = replace(
-            task, model=model.in_tiles()
-        )  # other types run on weights as files have them
+    task = _as_held(_Task(model, tuple(devices), options, precision, Rules()))
+    task = replace(task, rules=_rules(task.model, draft, len(stages), options))
+    if task.rules.expert_bytes is not None and any(not device.holds_all for device in stages):
+        check_expert_budget(task.model.layers, task.rules.expert_bytes)
     ranges = open_ranges(options, model.context_limit)
     weights = "packed" if options.weights == "auto" else options.weights
     chosen = task.solve(ranges, weights)
@@ -195,7 +190,30 @@ def make_plan(
         raise _refusal(task, ranges, weights)
     if options.weights == "auto" and _unpacks_well(task, ranges, chosen):
         weights = "unpacked"
-    return _plan(task, chosen, weights)
+    plan = _plan(task, chosen, weights)
+    _check_cold(plan, options)
+    return plan
+
+
+def _as_held(task: _Task) -> _Task:
+    """Return the task with weights as its kernels lay them out; others read those of the file."""
+    if task.native:
+        return replace(task, model=task.model.in_panels())
+    narrow = (task.options.dtype or task.precision.activation) in NARROW_TYPES
+    if task.kernels == "device" and narrow:
+        return replace(task, model=task.model.in_tiles())
+    return task
+
+
+def _check_cold(plan: Plan, options: Options) -> None:
+    """Refuse to let a GPU read cold experts in memory that is not pinned."""
+    cold = any(device.hot_experts < device.total_experts for device in plan.devices)
+    if cold and options.no_pin and options.cold == "gpu":
+        raise OptionError(
+            "--cold gpu needs pinned memory: a GPU does not read what --no-pin leaves in place.",
+            hint="Leave out --no-pin, or choose --cold cpu.",
+            param="cold",
+        )
 
 
 def _has_8_bit_products(devices: Sequence[DeviceSpec], options: Options) -> bool:
@@ -212,7 +230,7 @@ def _rules(model: ModelShape, draft: ModelShape | None, stages: int, options: Op
         published_activation=options.activation_model == "published",
         draft=draft,
         feature_type=options.feature_dtype,
-        snapshot_bytes=parse_size(options.snapshots) if options.snapshots else 0,
+        snapshot_bytes=parse_size(options.snapshots, "snapshots") if options.snapshots else 0,
         pin=not options.no_pin,
         keep_copy=options.keep_host_copy,
     )
@@ -268,7 +286,15 @@ def _notes(task: _Task, settings: PlanSettings, layout: Layout) -> Iterable[str]
             "them twice"
         )
     elif "not pinned" in names.get("cold_experts", ""):
-        yield "cold experts that are not pinned are copied twice; ulimit -l unlimited avoids it"
+        yield (
+            "cold experts that are not pinned are copied twice; more memory for the control group "
+            "avoids it"
+        )
+    if task.rules.expert_bytes != 0 and "cold_experts" in names and not layout.hot_experts:
+        yield (
+            "all experts are cold: as many as one token visits would take "
+            f"{gib(floor_bytes(task.model.layers))}, and less is left for them"
+        )
     if task.kernels == "reference" and task.options.kernels == "auto" and settings.dtype != "f32":
         yield (
             f"products in {settings.dtype} run on the slow reference kernels of a CPU; its C++ "

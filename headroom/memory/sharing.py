@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from headroom.memory.budget import PlanSettings, Rules, verify_bytes
 from headroom.memory.devices import DeviceSpec
-from headroom.memory.experts import spread_experts
+from headroom.memory.experts import keep_experts
 from headroom.memory.lines import layer_bytes, workspace_line
 from headroom.memory.shape import ModelShape
 from headroom.memory.spans import Span
@@ -86,7 +86,7 @@ class SpanJudge:
         if spec.holds_all:
             taken += experts
         elif experts and room > 0:
-            kept = spread_experts(layers, min(room, self._cap(experts)))
+            kept = keep_experts(layers, min(room, self._cap(experts)))
             hot, taken = kept.total, taken + kept.bytes
         if taken > spec.total_bytes:
             return None

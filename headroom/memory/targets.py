@@ -63,7 +63,7 @@ def parse_device(text: str) -> DeviceSpec:
 
 def _unknown_gpu(text: str) -> DeviceSpec:
     """Return a GPU of which only the size is known."""
-    total = parse_size(text)
+    total = parse_size(text, "device")
     if total <= 0:
         raise OptionError(f"--device {text} has no memory.", hint="Write 24GiB.", param="device")
     return DeviceSpec(
@@ -80,7 +80,7 @@ def _unknown_gpu(text: str) -> DeviceSpec:
 
 def _limited(device: DeviceSpec, text: str) -> DeviceSpec:
     """Return a GPU as if it had no more memory than an engine may take of it."""
-    limit = parse_size(text)
+    limit = parse_size(text, "device_memory")
     if limit <= 0:
         raise OptionError(
             f"--device-memory is {text!r}.", hint="Write 12GiB.", param="device_memory"
@@ -99,7 +99,7 @@ def _host(ram: str | None) -> DeviceSpec:
     here = detect_cpu()
     if ram is None:
         return here
-    total = parse_size(ram)
+    total = parse_size(ram, "ram")
     if total <= 0:
         raise OptionError(f"--ram is {ram!r}.", hint="Write 64GiB.", param="ram")
     return replace(here, total_bytes=total, available_bytes=total, pinnable_bytes=None)
@@ -112,6 +112,8 @@ def _unique(devices: list[DeviceSpec]) -> list[DeviceSpec]:
     for device in devices:
         count = seen[device.name] = seen.get(device.name, 0) + 1
         if count > 1 and is_local(device.name):
-            raise OptionError(f"--device names {device.name} twice.", hint="Name it once.")
+            raise OptionError(
+                f"--device names {device.name} twice.", hint="Name it once.", param="device"
+            )
         named.append(device if count == 1 else replace(device, name=f"{device.name}#{count}"))
     return named

@@ -164,7 +164,7 @@ def _check_paths(request: StoreRequest, memory: HostMemory, tiles: bool) -> Cold
         raise DeviceError(
             f"The GPU's driver does not pin {gib(len(memory))} of host memory for cold experts: "
             f"{memory.refused}{_limits()}.",
-            hint="Free host memory, raise ulimit -l or the limit of the control group, keep more "
+            hint="Free host memory, raise the limit of the control group, keep more "
             "experts on the GPU, or let the CPU compute cold ones with --cold cpu.",
         )
     if memory.refused:
@@ -180,15 +180,15 @@ def _check_paths(request: StoreRequest, memory: HostMemory, tiles: bool) -> Cold
         raise DeviceError(
             f"{gib(len(memory))} of cold experts are not pinned, and only the CPU could compute "
             "them, and its C++ kernels were not built.",
-            hint="Free host memory or raise ulimit -l, or build the kernels; see headroom doctor.",
+            hint="Free host memory, or build the kernels; see headroom doctor.",
         )
     return speeds if memory.pinned else replace(speeds, link=0.0)
 
 
 def _limits() -> str:
-    """Say how much memory this process may lock, where that is limited."""
+    """Say how much memory may be pinned, where that is limited."""
     limit = pinnable_bytes(read_limits())
-    return "" if limit is None else f"; ulimit -l and its control group allow {gib(limit)}"
+    return "" if limit is None else f"; the control group allows {gib(limit)}"
 
 
 def fill_tiles(store: LayerStore, get: WeightSource, rooms: torch.Tensor) -> None:

@@ -19,7 +19,6 @@ from headroom.memory.readiness import (
 from headroom.memory.shape import ModelShape
 from headroom.memory.targets import is_local, plan_devices
 from headroom.options import Options
-from headroom.split.placing import even_placement
 from headroom.units import GIB, gib
 
 log = logging.getLogger(__name__)
@@ -142,7 +141,7 @@ def _plan(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Pla
 def _checked_plan(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Plan:
     plan = make_plan([shape], devices, options)
     if plan.devices[0].hot_experts < plan.devices[0].total_experts:
-        _check_cold(shape, plan, options)
+        _check_cold(plan, options)
     return plan
 
 
@@ -159,14 +158,8 @@ def _blame(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Re
     return held_by_others(gpu.name, held, gpu_holders(gpu.name))
 
 
-def _check_cold(shape: ModelShape, plan: Plan, options: Options) -> None:
-    """Refuse what cold experts cannot have."""
-    if options.no_pin and options.cold == "gpu":
-        raise OptionError(
-            "--cold gpu needs pinned memory: a GPU does not read what --no-pin leaves in place.",
-            hint="Leave out --no-pin, or choose --cold cpu.",
-            param="cold",
-        )
+def _check_cold(plan: Plan, options: Options) -> None:
+    """Refuse to leave cold experts to kernels that this machine has not."""
     by_cpu = options.cold == "cpu" or (options.no_pin and options.cold == "auto")
     speeds = plan.cold_speeds
     if by_cpu and plan.settings.uses_arena and speeds is not None and not speeds.cpu:
@@ -176,4 +169,3 @@ def _check_cold(shape: ModelShape, plan: Plan, options: Options) -> None:
             hint="Leave it out: the GPU reads cold experts in pinned memory. See headroom doctor.",
             param="cold" if options.cold == "cpu" else "no_pin",
         )
-    even_placement(shape, plan)  # refuses a budget below the floor

@@ -68,7 +68,7 @@ def upkeep_rules(options: Options) -> UpkeepRules:
     policy = SwapPolicy(
         min_gain=options.swap_min_gain,
         per_layer=options.swap_per_layer,
-        most_bytes=parse_size(options.swap_bytes),
+        most_bytes=parse_size(options.swap_bytes, "swap_bytes"),
     )
     path = Path(options.save_placement).expanduser() if options.save_placement else None
     if path is not None:

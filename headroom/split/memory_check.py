@@ -31,7 +31,7 @@ def limit_memory(plan: Plan, device_memory: str | None) -> None:
     device = plan.devices[0]
     if device_memory is None or device.kind != "cuda":
         return
-    most = parse_size(device_memory) - _line(plan, "runtime")
+    most = parse_size(device_memory, "device_memory") - _line(plan, "runtime")
     total = torch.cuda.get_device_properties(device.name).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device.name)
     log.info("memory: torch may take %s of %s", gib(most), device.name)

@@ -6,17 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from headroom.cli.doctor import cpu, installed, kernels, models, readable, versions
+from headroom.cli.doctor import calibration, cpu, installed, kernels, models, readable, versions
 from headroom.cli.main import run_command
+from headroom.memory.calibration import Speeds, save_speeds, speeds_path
 from headroom.options import Options
 
+UNMEASURED = {"path": "", "measured": {}, "problem": ""}
 CODE = {"folder": "/home/me/kernels", "bytes": 3 << 20}
 
 
 def test_json_has_every_section(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run_command(["doctor", "--json", "--home", str(tmp_path)]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert set(report) == {"versions", "cpu", "devices", "gpus", "kernels", "models"}
+    assert set(report) == {"versions", "cpu", "devices", "gpus", "calibration", "kernels", "models"}
     assert report["versions"]["python"] == platform.python_version()
     assert report["devices"][0]["name"] == "cpu"
     assert 0 < report["devices"][0]["available_bytes"] <= report["devices"][0]["total_bytes"]
@@ -40,7 +42,7 @@ def test_a_missing_package_names_the_extra_that_brings_it(monkeypatch: pytest.Mo
     found = versions()
     assert found["packages"]["uvicorn"] is None
     assert found["missing_extras"] == ["server"]
-    report = {"versions": found, "cpu": cpu(), "devices": [], "gpus": []}
+    report = {"versions": found, "cpu": cpu(), "devices": [], "gpus": [], "calibration": UNMEASURED}
     report["models"] = models(Options())
     unbuilt = {
         "operations": {"native": []},
@@ -56,6 +58,7 @@ def test_a_missing_package_names_the_extra_that_brings_it(monkeypatch: pytest.Mo
 
 def test_people_read_what_the_cpp_kernels_run_on() -> None:
     report = {"versions": versions(), "cpu": cpu(), "devices": [], "gpus": []}
+    report["calibration"] = UNMEASURED
     report["models"] = models(Options())
     for pinned, told in ((False, ""), (True, ", each pinned to a core")):
         native = {"isa": "amx", "threads": 2, "pinned": pinned}
@@ -86,3 +89,33 @@ def test_every_operation_has_a_reference_kernel() -> None:
     assert set(found) == {"cuda", "triton", "native", "reference"}
     assert {"matmul", "attention", "rms_norm", "rope"} <= set(found["reference"])
     assert all(set(ops) <= set(found["reference"]) for ops in found.values())
+
+
+def test_people_read_when_each_device_was_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run_command(["doctor", "--home", str(tmp_path)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "not measured: speeds are estimates; headroom calibrate measures them once" in told
+    save_speeds(speeds_path(tmp_path), {"cpu": Speeds(2e9, 0.0, 1e11, "2026-11-15")})
+    found = calibration(tmp_path, ["cpu", "cuda:0"])
+    assert found["measured"] == {"cpu": "2026-11-15", "cuda:0": None}
+    assert run_command(["doctor", "--home", str(tmp_path)]) == 0
+    assert "measured 2026-11-15, kept in" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_corrupt_calibration_is_told_and_stops_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = speeds_path(tmp_path)
+    path.parent.mkdir()
+    path.write_text('{"devices": 3}')
+    assert run_command(["doctor", "--json", "--home", str(tmp_path)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["calibration"]["problem"] == (
+        f"{path} is not a calibration file: it lists no devices. "
+        "Delete it and run headroom calibrate."
+    )
+    assert report["calibration"]["measured"]["cpu"] is None
+    shown = readable(report)["calibration"]
+    assert shown == {"file": report["calibration"]["problem"]}

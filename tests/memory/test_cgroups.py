@@ -81,17 +81,10 @@ def test_this_machine_is_found() -> None:
     assert device.cores >= 1
 
 
-@pytest.mark.parametrize(
-    ("soft", "group", "expected"),
-    [
-        (8 << 20, None, 8 << 20),
-        (resource.RLIM_INFINITY, None, None),
-        (resource.RLIM_INFINITY, GIB, GIB),
-        (2 * GIB, GIB, GIB),
-    ],
-)
-def test_pinned_memory_is_limited_by_the_process_and_its_group(
-    soft: int, group: int | None, expected: int | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("group", [None, GIB])
+def test_pinned_memory_is_limited_by_the_group_and_not_by_what_a_process_may_lock(
+    group: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, soft))
-    assert pinnable_bytes(GroupLimits(group, group, None)) == expected
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (8 << 20, 8 << 20))
+    limits = GroupLimits(group, group, None)
+    assert pinnable_bytes(limits) == detect_cpu(limits=limits).pinnable_bytes == group

@@ -82,7 +82,7 @@ def test_speeds_of_cold_experts_need_a_measured_host() -> None:
 def test_speeds_that_are_not_positive_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "speeds.json"
     save_speeds(path, {"cpu": Speeds(0.0, 0.0, 1e11, "2026-11-15")})
-    with pytest.raises(FormatError, match="is not a calibration file: a speed is not positive"):
+    with pytest.raises(FormatError, match=r"bandwidth of cpu is 0\.0; it must be positive"):
         load_speeds(path)
 
 

@@ -302,14 +302,14 @@ def test_memory_of_a_gpu_held_by_others_is_not_planned() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "told"),
-    [(None, ", pinned"), (64 * GIB, ", pinned"), (8 * MIB, "not pinned: ulimit -l or the group")],
+    [(None, ", pinned"), (64 * GIB, ", pinned"), (8 * MIB, "not pinned: the control group allows")],
 )
 def test_cold_experts_are_pinned_where_that_is_allowed(limit: int | None, told: str) -> None:
     behind = replace(host(64), pinnable_bytes=limit)
     plan = make_plan([laguna()], [gpu(12), behind], Options())
     (cold,) = (line for line in plan.host.lines if line.name == "cold_experts")
     assert told in cold.why
-    assert any("ulimit" in note for note in plan.notes) == ("not pinned" in told)
+    assert any("are copied twice" in note for note in plan.notes) == ("not pinned" in told)
 
 
 def test_snapshots_are_a_line_of_the_host_and_say_how_many_they_are() -> None:

@@ -98,11 +98,35 @@ def test_measured_speeds_replace_listed_ones_and_survive_a_file(tmp_path: Path) 
     assert plan.predicted.decode_tokens_per_s == pytest.approx(1e9 / 543_959_040, rel=1e-2)
 
 
-def test_a_broken_calibration_file_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "Expecting value: line 1 column 1 (char 0)"),
+        ("3", "it lists no devices"),
+        ("[]", "it lists no devices"),
+        ('{"devices": 3}', "it lists no devices"),
+        ('{"devices": {"cpu": 3}}', "cpu has no speeds"),
+        ('{"devices": {"cpu": {"speed": 1}}}', "cpu has 'speed', which is not known"),
+        ('{"devices": {"cpu": {"bandwidth": "1"}}}', "bandwidth of cpu is not a number"),
+        (
+            '{"devices": {"cpu": {"bandwidth": NaN}}}',
+            "bandwidth of cpu is nan; it must be positive",
+        ),
+        (
+            '{"devices": {"cpu": {"bandwidth": 1}}}',
+            "flops of cpu is 0.0; it must be positive",
+        ),
+        ('{"devices": {"cpu": {"bandwidth": 1, "flops": 1}}}', "cpu has no date"),
+    ],
+)
+def test_a_broken_calibration_file_is_refused(text: str, told: str, tmp_path: Path) -> None:
     path = tmp_path / "speeds.json"
-    path.write_text('{"devices": {"cpu": {"speed": 1}}}')
-    with pytest.raises(FormatError, match="is not a calibration file"):
+    path.write_text(text)
+    with pytest.raises(FormatError) as refused:
         load_speeds(path)
+    assert str(refused.value) == (
+        f"{path} is not a calibration file: {told}. Delete it and run headroom calibrate."
+    )
 
 
 def test_a_line_can_be_explained() -> None:

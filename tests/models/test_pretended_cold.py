@@ -52,7 +52,7 @@ def test_whatever_is_hot_the_answers_are_the_same(
     checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf", "F32"))
     with pretend_cuda(monkeypatch):
         wanted = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference")
-        for share, cold in (("0%", "cpu"), ("30%", "auto"), ("60%", "gpu")):
+        for share, cold in (("0%", "cpu"), ("40%", "auto"), ("60%", "gpu")):
             found = run_pretended(
                 checkpoint, PROMPTS, PIECES, kernels="reference", expert_budget=share, cold=cold
             )
@@ -75,7 +75,7 @@ def test_cold_experts_of_a_layer_may_be_shared_between_both_sides(
 
     with pretend_cuda(monkeypatch):
         wanted = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference")
-        found = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference", expert_budget="30%")
+        found = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference", expert_budget="40%")
     assert brought
     assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
 

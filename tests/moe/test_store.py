@@ -189,7 +189,10 @@ def test_a_driver_that_does_not_pin_leaves_cold_experts_to_the_cpu_and_says_so(
     assert store.layers[0] is not None
     assert store.layers[0].path == "cpu"
     check_layer(store, 0)
-    assert "384 B of cold experts are not pinned (out of memory; ulimit -l" in caplog.text
+    assert (
+        "384 B of cold experts are not pinned (out of memory; the control group allows 8.0 MiB)"
+        in caplog.text
+    )
 
 
 def test_a_gpu_that_must_read_what_is_not_pinned_is_refused(pinning: Callable[[str], None]) -> None:
@@ -198,9 +201,8 @@ def test_a_gpu_that_must_read_what_is_not_pinned_is_refused(pinning: Callable[[s
         small_store([blob_layout(3)], [(0,)], cold="gpu", pin=True)
     assert str(refused.value) == (
         "The GPU's driver does not pin 384 B of host memory for cold experts: out of memory; "
-        "ulimit -l and its control group allow 8.0 MiB. Free host memory, raise ulimit -l or the "
-        "limit of the control group, keep more experts on the GPU, or let the CPU compute cold "
-        "ones with --cold cpu."
+        "the control group allows 8.0 MiB. Free host memory, raise the limit of the control group, "
+        "keep more experts on the GPU, or let the CPU compute cold ones with --cold cpu."
     )
 
 

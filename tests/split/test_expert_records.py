@@ -59,6 +59,12 @@ def test_a_number_of_tokens_that_is_none_is_refused(text: str) -> None:
     )
 
 
+def test_bytes_of_swaps_that_are_no_size_are_refused_by_name() -> None:
+    with pytest.raises(OptionError, match=r"--swap-bytes is 'much', which is not") as refused:
+        upkeep_rules(Options(swap_bytes="much"))
+    assert refused.value.param == "swap_bytes"
+
+
 def test_records_know_the_models_layers(model: ModelDescription, tmp_path: Path) -> None:
     records = read_records(model, Options(home=str(tmp_path)))
     layers = model.shape.layers
