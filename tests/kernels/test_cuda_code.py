@@ -25,11 +25,11 @@ class FakeGpu:
     loaded: list[bytes] = field(default_factory=list)
     refused: bytes = b""  # code that the driver does not take
 
-    def compile(self, text: str, name: str, sm: int) -> bytes:
+    def compile(self, text: str, name: str, target: str) -> bytes:
         if text == "wrong":
-            raise KernelError(f"{name} does not compile for sm_{sm}: wrong")
+            raise KernelError(f"{name} does not compile for {target}: wrong")
         self.compiled.append(text)
-        return f"{text} for {sm} by {self.version}".encode()
+        return f"{text} for {target} by {self.version}".encode()
 
     def load_module(self, code: bytes, device: int) -> Any:
         if code == self.refused:
@@ -70,7 +70,7 @@ def test_a_second_process_finds_what_the_first_compiled(
         start(monkeypatch, tmp_path)
         load()
     assert gpu.compiled == ["kernel"]
-    assert gpu.loaded == [b"kernel for 90 by 13.0"] * 3
+    assert gpu.loaded == [b"kernel for sm_90 by 13.0"] * 3
     assert [path.suffix for path in files(tmp_path)] == [".cubin"]
     assert kept_bytes(tmp_path) == files(tmp_path)[0].stat().st_size > 0
 
@@ -87,7 +87,7 @@ def test_another_source_gpu_version_or_flag_is_compiled_for_itself(
     monkeypatch.setattr(compiling, "FLAGS", ("--one",))
     load()
     assert len(gpu.compiled) == len(files(tmp_path)) == 5
-    assert gpu.loaded[2:4] == [b"kernel for 86 by 13.0", b"kernel for 90 by 13.1"]
+    assert gpu.loaded[2:4] == [b"kernel for sm_86 by 13.0", b"kernel for sm_90 by 13.1"]
 
 
 def test_parts_of_a_key_do_not_run_into_each_other() -> None:
@@ -109,7 +109,7 @@ def test_damaged_code_is_compiled_anew_and_replaced(
     whole = path.read_bytes()
     path.write_bytes(damage)
     load()
-    assert gpu.loaded == [b"kernel for 90 by 13.0"] * 2
+    assert gpu.loaded == [b"kernel for sm_90 by 13.0"] * 2
     assert path.read_bytes() == whole
     assert f"{path.name} is damaged" in caplog.text
 
@@ -119,7 +119,7 @@ def test_code_that_the_driver_does_not_take_is_compiled_anew(
 ) -> None:
     start(monkeypatch, tmp_path)
     load()
-    gpu.refused = b"kernel for 90 by 13.0"
+    gpu.refused = b"kernel for sm_90 by 13.0"
     load()
     assert len(gpu.compiled) == len(gpu.loaded) == 2
 
