@@ -72,7 +72,7 @@ def on_sm_75(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "mix", "kv_type"),
     [
-        ("llama", "q8_0", "f16"),
+        pytest.param("llama", "q8_0", "f16", marks=pytest.mark.slow),
         ("qwen3moe", "q8_0", "q8_0"),
         pytest.param("qwen35-wide", "q4_k_m", "bf16", marks=pytest.mark.slow),
         pytest.param("gemma4", "q8_0", "f16", marks=pytest.mark.slow),

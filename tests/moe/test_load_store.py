@@ -101,7 +101,13 @@ def test_every_expert_lies_where_a_placement_puts_it(
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("kinds", [("q8_0", "q8_0", "q8_0"), ("mxfp4", "mxfp4", "q5_0")])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("q8_0", "q8_0", "q8_0"),
+        pytest.param(("mxfp4", "mxfp4", "q5_0"), marks=pytest.mark.slow),
+    ],
+)
 def test_the_check_for_a_gpu_passes_where_the_cpu_stands_in(
     kinds: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
