@@ -10,6 +10,14 @@ import tests.interpreter  # noqa: F401  # before anything imports triton
 from headroom.formats.hub import pull
 from headroom.options import load_options
 
+try:  # a machine that runs the GPU's tests alone may lack it
+    from hypothesis import settings
+except ImportError:
+    pass
+else:  # how long an example takes is a matter of what else the machine does
+    settings.register_profile("untimed", deadline=None)
+    settings.load_profile("untimed")
+
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
