@@ -18,7 +18,7 @@ from headroom.moe.stream_rule import ColdRates
 from headroom.moe.telemetry import JoinedMeter
 
 # Of the speed of large plain products, what a CPU's expert kernels reach on tiles of four bits with
-# eight rows each: 26 of 144 GFLOP/s of one core.
+# eight rows each: 26 of 144 GFLOP/s of one core, once, on a machine that did other work, too.
 EXPERTS_SHARE = 0.2
 
 
