@@ -18,7 +18,6 @@ class Choice:
 
     path: ColdPath
     left: tuple[int, ...]  # of so many cold picks of a row, those that the GPU reads in place
-    seconds: float  # of the layer's experts in a step of one row, expected
 
 
 def row_seconds(speeds: ColdSpeeds, expert_bytes: int, hot: int, cold: int, left: int) -> float:
@@ -67,14 +66,10 @@ def choose(speeds: ColdSpeeds, expert_bytes: int, used: int, hit_rate: float) ->
     shared = best_left(speeds, expert_bytes, used)
     by_both = KERNELS_S + expected_seconds(speeds, expert_bytes, hit_rate, shared)
     if by_both < by_gpu:
-        return Choice("cpu", shared, by_both)
-    return Choice("gpu", everything, by_gpu)
+        return Choice("cpu", shared)
+    return Choice("gpu", everything)
 
 
-def forced(path: ColdPath, speeds: ColdSpeeds, expert_bytes: int, used: int) -> Choice:
-    """Return a path that was asked for, all cold picks by it; its time where all are cold."""
-    left = tuple(range(used + 1)) if path == "gpu" else (0,) * (used + 1)
-    if path == "drop":
-        return Choice(path, left, 0.0)
-    extra = KERNELS_S if path == "cpu" else 0.0
-    return Choice(path, left, extra + row_seconds(speeds, expert_bytes, 0, used, left[used]))
+def forced(path: ColdPath, used: int) -> Choice:
+    """Return a path that was asked for, all cold picks by it."""
+    return Choice(path, tuple(range(used + 1)) if path == "gpu" else (0,) * (used + 1))

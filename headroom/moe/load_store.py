@@ -116,7 +116,7 @@ def _choices(
             choices.append(choose(speeds, layout.nbytes, layout.used, hits))
         else:
             path = cast(ColdPath, request.cold)
-            choices.append(forced(path, speeds, layout.nbytes, layout.used))
+            choices.append(forced(path, layout.used))
     return choices
 
 

@@ -26,8 +26,8 @@ from tests.moe.cold_layers import SplitStore
 DEVICE = "cuda"
 USED = 8
 MIX: Kinds = ("q4_k", "q4_k", "q6_k")
-BY_CPU = Choice("cpu", (0,) * (USED + 1), 0.0)
-MIXED = Choice("cpu", (0, 0, 0, 1, 1, 1, 2, 2, 2), 0.0)
+BY_CPU = Choice("cpu", (0,) * (USED + 1))
+MIXED = Choice("cpu", (0, 0, 0, 1, 1, 1, 2, 2, 2))
 
 
 def gpu_store(pieces: list[torch.Tensor], kinds: Kinds, width: int, hot: list[int]) -> SplitStore:
@@ -210,7 +210,7 @@ def bench() -> None:
         bench_layers(stores, None, hit, False)
         for int8 in (False, True):
             bench_layers(stores, BY_CPU, hit, int8)
-        bench_layers(stores, Choice("cpu", shared, 0.0), hit, False)
+        bench_layers(stores, Choice("cpu", shared), hit, False)
 
 
 def main() -> None:

@@ -121,7 +121,7 @@ def shared_layers() -> Iterator[None]:
     """Let CPU and GPU share the cold picks of a row, and a CPU take few rows of prompts."""
 
     def half(speeds: object, size: int, used: int, hits: float) -> Choice:
-        return Choice("cpu", tuple(cold // 2 for cold in range(used + 1)), 0.0)
+        return Choice("cpu", tuple(cold // 2 for cold in range(used + 1)))
 
     with patch.object(load_store, "choose", half), patch.object(stream_rule, "HAND_OVER_S", 0.0):
         yield

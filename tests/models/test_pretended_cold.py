@@ -65,7 +65,7 @@ def test_cold_experts_of_a_layer_may_be_shared_between_both_sides(
 ) -> None:
     checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf", "F32"))
     monkeypatch.setattr(
-        load_store, "choose", lambda speeds, size, used, hits: Choice("cpu", (0, *range(used)), 0.0)
+        load_store, "choose", lambda speeds, size, used, hits: Choice("cpu", (0, *range(used)))
     )
     brought: list[int] = []
     bring = LayerStore.bring

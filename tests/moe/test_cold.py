@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(
 )
 EXPERTS, USED, WIDTH, HIDDEN = 10, 4, 256, 256
 SIZES = (EXPERTS, WIDTH, HIDDEN)
-BY_CPU = Choice("cpu", (0,) * (USED + 1), 0.0)
-MIXED = Choice("cpu", (0, 0, 1, 1, 2), 0.0)
+BY_CPU = Choice("cpu", (0,) * (USED + 1))
+MIXED = Choice("cpu", (0, 0, 1, 1, 2))
 MIX = ("q4_k", "q4_k", "q6_k")
 
 
