@@ -255,6 +255,7 @@ NB_MODULE(_native, m) {
                     sizes[0], gelu ? Gate::gelu : Gate::silu, int8, at<float>(out),
                     Lent{scratch, bytes}.open());
     });
-    m.def("experts_scratch", &Ops::experts_scratch);
+    m.def("experts_scratch", &Ops::experts_scratch, "tokens"_a, "per_token"_a, "hidden"_a, "width"_a,
+          "experts"_a, "tiles"_a = false);
     bind_cold(m);
 }

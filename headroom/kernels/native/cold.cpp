@@ -29,7 +29,7 @@ ColdWorker::ColdWorker(Ops& ops, const ColdMail& mail, std::vector<ColdLayer> la
     size_t bytes = 0, picks = 0;
     for (const ColdLayer& layer : layers_) {
         bytes = std::max(bytes, Ops::experts_scratch(most_rows, layer.used, layer.gate.columns,
-                                                     layer.gate.rows, layer.experts));
+                                                     layer.gate.rows, layer.experts, layer.gate.tiles));
         picks = std::max(picks, static_cast<size_t>(most_rows * layer.used));
     }
     ids_.resize(picks);

@@ -8,11 +8,46 @@
 namespace headroom {
 
 size_t Ops::experts_scratch(int64_t tokens, int64_t per_token, int64_t hidden, int64_t width,
-                            int64_t experts) {
+                            int64_t experts, bool tiles) {
     const int64_t picks = tokens * per_token;
+    const auto wide = [](int64_t rows, int64_t columns) {
+        return Scratch::size(rows * wide_records(columns) * static_cast<int64_t>(sizeof(WideRecord))) +
+               Scratch::size(rows * 8);
+    };
+    size_t inputs = Scratch::size(picks * hidden * 4) + matmul_scratch(picks, hidden);
+    size_t inner = matmul_scratch(picks, width);
+    if (tiles) {  // whose rows may be wide
+        inputs = std::max(inputs, wide(tokens, hidden) + Scratch::size(picks * 8));
+        inner = std::max(inner, wide(picks, width));
+    }
     return Scratch::size((experts + 1) * 4) + 2 * Scratch::size(picks * 4) +
-           Scratch::size(picks * hidden * 4) + Scratch::size(picks * width * 4) +
-           matmul_scratch(picks, hidden) + matmul_scratch(picks, width);
+           Scratch::size(picks * width * 4) + inputs + inner;
+}
+
+// A row of its own for each pick.
+Ops::Input Ops::gather_picks(const float* x, int64_t hidden, const Picks& picks, bool int8,
+                             Scratch& scratch) {
+    float* rows = scratch.take<float>(picks.count * hidden);
+    const Input input = prepare(rows, picks.count, hidden, form_of(int8), scratch);
+    pool_.parallel(picks.count, 4, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) {
+            std::memcpy(rows + i * hidden, x + picks.token(i) * hidden, hidden * sizeof(float));
+            prepare_row(input, i);
+        }
+    });
+    return input;
+}
+
+// Rows of tokens, each prepared once however many experts it chose.
+Ops::Input Ops::wide_picks(const float* x, int64_t tokens, int64_t hidden, const Picks& picks,
+                           Scratch& scratch) {
+    const Input of_tokens = prepare(x, tokens, hidden, Form::wide, scratch);
+    prepare_rows(of_tokens);
+    Input input = of_tokens;
+    input.rows = picks.count;
+    input.wide = scratch.take<const WideRecord*>(picks.count);
+    for (int64_t i = 0; i < picks.count; ++i) input.wide[i] = of_tokens.wide[picks.token(i)];
+    return input;
 }
 
 void Ops::experts(const Matrix& gate, const Matrix& up, const Matrix& down,
@@ -40,17 +75,13 @@ void Ops::experts(const Matrix& gate, const Matrix& up, const Matrix& down,
     for (int64_t e = 0; e < expert_count; ++e) starts[e] = starts[e + 1];
     starts[expert_count] = static_cast<int32_t>(picks);
 
-    float* rows = scratch.take<float>(picks * hidden);
     float* inner = scratch.take<float>(picks * width);
     const bool packed = !is_plain(gate.kind) && !is_plain(up.kind);  // one input serves both
-    const Input in = prepare(rows, picks, hidden, int8 && packed, scratch);
-    const Input inner_in = prepare(inner, picks, width, int8 && !is_plain(down.kind), scratch);
-    pool_.parallel(picks, 4, [&](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; ++i) {
-            std::memcpy(rows + i * hidden, x + order[i] / per_token * hidden, hidden * sizeof(float));
-            prepare_row(in, i);
-        }
-    });
+    const bool wide = gate.tiles && !int8 && packed && !is_plain(down.kind) && kernels_.tile_wide;
+    const Input in = wide ? wide_picks(x, tokens, hidden, {order, picks, per_token}, scratch)
+                          : gather_picks(x, hidden, {order, picks, per_token}, int8 && packed, scratch);
+    const Input inner_in = prepare(
+        inner, picks, width, wide ? Form::wide : form_of(int8 && !is_plain(down.kind)), scratch);
     const auto matrix_of = [](const Matrix& like, const uint8_t* data) {
         return Matrix{data, like.kind, like.rows, like.columns, like.tiles};
     };

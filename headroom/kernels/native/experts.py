@@ -99,7 +99,9 @@ def experts(
     (rows, used), (width, hidden) = ids.shape, table.shapes[0]
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     out = torch.empty(rows, hidden)
-    size = MODULE.experts_scratch(rows, used, hidden, width, len(table.addresses))
+    size = MODULE.experts_scratch(
+        rows, used, hidden, width, len(table.addresses), tiles=table.tiles
+    )
     if scratch is None:
         scratch = torch.empty(size, dtype=torch.uint8)
     like = [

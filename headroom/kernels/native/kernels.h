@@ -18,6 +18,17 @@ struct FloatRows {
     const float* sums;    // [rows, columns / 16]
 };
 
+// 256 columns of a row of activations in 16 bits, as the products with tiles want them: see wide.inl.
+struct alignas(64) WideRecord {
+    int8_t high[4][2][64], low[4][2][64];  // digits of pairs of blocks and halves of them: [t][block][h][4]
+    float sums[2][16];                     // of halves of blocks: [block][h]
+    float scale;
+};
+HEADROOM_INLINE constexpr int64_t wide_records(int64_t columns) { return (columns + 255) / 256; }
+using Widen = void (*)(const float* x, int64_t columns, WideRecord* out);
+using TileWide = void (*)(const Matrix& w, int64_t tile, const WideRecord* const* x, int64_t rows,
+                          float* out);
+
 // One layer's cached keys or values; a head of a slot is `head_bytes` long.
 struct KvPlane {
     uint8_t* data;
@@ -57,6 +68,9 @@ struct Kernels {
     void (*panel_float)(const Matrix& w, int64_t panel, FloatRows x, int64_t rows, float* out);
     // Sixteen rows from a GPU's layout into a panel.
     void (*tile_to_panel)(Kind kind, int64_t columns, const uint8_t* tile, uint8_t* panel);
+    // Rows in 16 bits and one such tile times all of them: out [rows, 16]; null where rows stay floats.
+    Widen widen;
+    TileWide tile_wide;
     void (*rms_norm)(const float* x, const float* weight, int64_t columns, float eps, float* out);
     void (*silu_multiply)(const float* gate, const float* up, int64_t count, float* out);
     void (*gelu_multiply)(const float* gate, const float* up, int64_t count, float* out);

@@ -14,13 +14,15 @@
 
 #include "gpu_tiles.inl"
 
+#include "wide.inl"
+
 namespace headroom {
 namespace {
 
 constexpr Kernels make_kernels(const char* name) {
-    return {name,          quantise, sum_columns,   read_bytes,    panel_int8, panel_float,
-            tile_to_panel, rms_norm, silu_multiply, gelu_multiply, rope,       store_head,
-            attend,        convolve, delta_rows,    gated_norm};
+    return {name,          quantise, sum_columns, read_bytes, panel_int8,    panel_float,
+            tile_to_panel, WIDEN,    TILE_WIDE,   rms_norm,   silu_multiply, gelu_multiply,
+            rope,          store_head, attend,    convolve,   delta_rows,    gated_norm};
 }
 
 }  // namespace

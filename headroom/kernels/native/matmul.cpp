@@ -20,9 +20,13 @@ size_t Ops::matmul_scratch(int64_t rows, int64_t columns) {
            Scratch::size(rows * (columns / 16) * 4);
 }
 
-Ops::Input Ops::prepare(const float* x, int64_t rows, int64_t columns, bool int8, Scratch& scratch) {
-    Input input{int8, {}, {x, nullptr}, rows, columns};
-    if (int8) {
+Ops::Input Ops::prepare(const float* x, int64_t rows, int64_t columns, Form form, Scratch& scratch) {
+    Input input{form, {}, nullptr, {x, nullptr}, rows, columns};
+    if (form == Form::wide) {
+        WideRecord* records = scratch.take<WideRecord>(rows * wide_records(columns));
+        input.wide = scratch.take<const WideRecord*>(rows);
+        for (int64_t row = 0; row < rows; ++row) input.wide[row] = records + row * wide_records(columns);
+    } else if (form == Form::int8) {
         input.quantised.values = scratch.take<int8_t>(rows * columns);
         input.quantised.scales = scratch.take<float>(rows * (columns / CELL));
         input.quantised.sums = scratch.take<int32_t>(rows * (columns / 16));
@@ -34,7 +38,9 @@ Ops::Input Ops::prepare(const float* x, int64_t rows, int64_t columns, bool int8
 
 void Ops::prepare_row(const Input& input, int64_t row) {
     const float* x = input.floats.values + row * input.columns;
-    if (input.int8)
+    if (input.form == Form::wide)
+        kernels_.widen(x, input.columns, const_cast<WideRecord*>(input.wide[row]));
+    else if (input.form == Form::int8)
         kernels_.quantise(x, input.columns, input.quantised.values + row * input.columns,
                           input.quantised.scales + row * (input.columns / CELL),
                           input.quantised.sums + row * (input.columns / 16));
@@ -44,6 +50,7 @@ void Ops::prepare_row(const Input& input, int64_t row) {
 }
 
 void Ops::panel(const Matrix& w, int64_t index, const Input& input, float* out) {
+    if (input.form == Form::wide) return kernels_.tile_wide(w, index, input.wide, input.rows, out);
     if (w.tiles) {
         thread_local std::vector<uint8_t> memory;  // of one panel, aligned below
         memory.resize(panel_size(w.kind, w.columns) + 64);
@@ -52,7 +59,7 @@ void Ops::panel(const Matrix& w, int64_t index, const Input& input, float* out) 
         kernels_.tile_to_panel(w.kind, w.columns, w.data + at, turned);
         return panel({turned, w.kind, PANEL_ROWS, w.columns}, 0, input, out);
     }
-    if (input.int8) kernels_.panel_int8(w, index, input.quantised, input.rows, out);
+    if (input.form == Form::int8) kernels_.panel_int8(w, index, input.quantised, input.rows, out);
     else kernels_.panel_float(w, index, input.floats, input.rows, out);
 }
 
@@ -83,7 +90,9 @@ Ops::Input Ops::rows_of(const Input& input, int64_t row, int64_t rows) {
     Input part = input;
     part.rows = rows;
     part.floats.values += row * input.columns;
-    if (input.int8) {
+    if (input.form == Form::wide) {
+        part.wide += row;
+    } else if (input.form == Form::int8) {
         part.quantised.values += row * input.columns;
         part.quantised.scales += row * (input.columns / CELL);
         part.quantised.sums += row * (input.columns / 16);
@@ -95,7 +104,7 @@ Ops::Input Ops::rows_of(const Input& input, int64_t row, int64_t rows) {
 
 void Ops::matmul(const Matrix& w, const float* x, int64_t rows, bool int8, float* out,
                  Scratch scratch) {
-    const Input input = prepare(x, rows, w.columns, int8 && !is_plain(w.kind), scratch);
+    const Input input = prepare(x, rows, w.columns, form_of(int8 && !is_plain(w.kind)), scratch);
     prepare_rows(input);
     project(w, input, out, false);
 }

@@ -120,7 +120,7 @@ class Ops {
                  int64_t expert_count, const int32_t* ids, const float* weights, int64_t per_token,
                  const float* x, int64_t tokens, Gate act, bool int8, float* out, Scratch scratch);
     static size_t experts_scratch(int64_t tokens, int64_t per_token, int64_t hidden, int64_t width,
-                                  int64_t experts);
+                                  int64_t experts, bool tiles);
 
     // ids and weights [rows, used] of logits [rows, experts], the best first; counts [experts] grow.
     void route(const RouterRule& rule, const float* logits, int64_t rows, int64_t experts,
@@ -139,16 +139,29 @@ class Ops {
     void gated(Gate act, const float* gate, const float* up, int64_t count, float* out);
 
   private:
-    // Rows ready for the panels of one input, in 8 bits or as floats.
+    enum class Form { floats, int8, wide };  // of a row's values
+
+    // Rows ready for the panels of one input.
     struct Input {
-        bool int8;
+        Form form;
         QuantisedRows quantised;
+        const WideRecord** wide;  // the first record of each row
         FloatRows floats;
         int64_t rows, columns;
     };
 
+    // Picks sorted by expert: which of all asked picks each one is.
+    struct Picks {
+        const int32_t* order;
+        int64_t count, per_token;
+        int64_t token(int64_t i) const { return order[i] / per_token; }
+    };
+
     int64_t panel_grain(const Matrix& w) const;
-    Input prepare(const float* x, int64_t rows, int64_t columns, bool int8, Scratch& scratch);
+    Input gather_picks(const float* x, int64_t hidden, const Picks& picks, bool int8, Scratch& scratch);
+    Input wide_picks(const float* x, int64_t tokens, int64_t hidden, const Picks& picks, Scratch& scratch);
+    Input prepare(const float* x, int64_t rows, int64_t columns, Form form, Scratch& scratch);
+    static Form form_of(bool int8) { return int8 ? Form::int8 : Form::floats; }
     void prepare_row(const Input& input, int64_t row);
     void prepare_rows(const Input& input);
     void norm_rows(const float* x, const float* weight, float eps, float* normed, const Input& input);
