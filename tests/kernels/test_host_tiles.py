@@ -33,7 +33,7 @@ def tile_table(table: ExpertTable) -> PanelTable:
 
 
 def random_layer(name: str) -> tuple[ExpertTable, int]:
-    """Experts of one type, and the width of a row; small blocks leave the last record half empty."""
+    """Experts of one type, and a row's width: small blocks leave a last record half empty."""
     torch.manual_seed(3)
     kinds = (BY_NAME[name],) * 3
     hidden, width = (512, 256) if kinds[0].block == 256 else (352, 96)
@@ -84,7 +84,9 @@ def test_rows_of_any_size_times_tiles_are_near(scale: float, isa: str) -> None:
     wanted = native_experts.experts(x, ids, weights, native_experts.prepare(table), "silu", "f32")
     found = native_experts.experts(x, ids, weights, tile_table(table), "silu", "f32")
     assert found.isfinite().all()
-    torch.testing.assert_close(found, wanted, rtol=2e-3, atol=1e-30 + 3e-4 * float(wanted.abs().max()))
+    torch.testing.assert_close(
+        found, wanted, rtol=2e-3, atol=1e-30 + 3e-4 * float(wanted.abs().max())
+    )
 
 
 def test_picks_with_a_negative_id_are_passed_over() -> None:
