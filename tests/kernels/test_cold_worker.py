@@ -105,6 +105,19 @@ def test_requests_of_many_steps_are_answered(
     assert worker.counts.busy_ns > 0
 
 
+def test_a_request_that_nobody_announced_is_answered_too(
+    worker: ColdWorker, layers: list[native_experts.PanelTable], box: Mailbox
+) -> None:
+    gpu, until = StandIn(box), time.monotonic() + WAIT_S
+    while not worker.counts.sleeps:
+        assert time.monotonic() < until, "it never sleeps"
+        time.sleep(0.001)
+    x, (ids, weights) = torch.randn(1, HIDDEN), random_choice(1, EXPERTS, USED)
+    gpu.ask(0, x, ids, weights)
+    wanted = native_experts.experts(x, ids, weights, layers[0], "silu", "f32")
+    assert torch.equal(gpu.answer(1), wanted)
+
+
 def test_a_worker_sleeps_between_steps_and_wakes_for_the_next(
     worker: ColdWorker, layers: list[native_experts.PanelTable], box: Mailbox
 ) -> None:

@@ -17,6 +17,7 @@ constexpr auto KEEP_AWAKE = microseconds(100), PATIENCE = microseconds(3000);
 constexpr auto LOOK_AGAIN = microseconds(30), LOOK_RARELY = microseconds(1000);
 constexpr auto LINGER = microseconds(1000);  // after a step: the next one follows soon, mostly
 constexpr auto LATE = std::chrono::seconds(1);  // of a step that was begun: it may never come
+constexpr auto LOOK_ASLEEP = std::chrono::milliseconds(50);  // for a step that nobody announced
 
 // The words are plain memory that another device writes, too; C++ has no atomics over such.
 uint32_t load_acquire(const uint32_t* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
@@ -79,7 +80,7 @@ void ColdWorker::run() {
         const Clock::time_point now = Clock::now();
         if (static_cast<int32_t>(begun - done) <= 0) {
             if (now - since <= LINGER) continue;
-            sleep(begun);
+            sleep(begun, seen);
             since = kept = Clock::now();
             ops_.wake();
         } else if (now - since > PATIENCE) {
@@ -91,12 +92,14 @@ void ColdWorker::run() {
     }
 }
 
-void ColdWorker::sleep(uint32_t begun) {
+void ColdWorker::sleep(uint32_t begun, uint32_t seen) {
     std::unique_lock<std::mutex> lock(mutex_);
     asleep_.store(true, std::memory_order_seq_cst);
     counts_.sleeps.fetch_add(1, std::memory_order_relaxed);
     // Any step but those that were known when it was decided to sleep.
-    wake_.wait(lock, [&] { return stop_.load() || begun_.load(std::memory_order_seq_cst) != begun; });
+    const auto called = [&] { return stop_.load() || begun_.load(std::memory_order_seq_cst) != begun; };
+    while (!wake_.wait_for(lock, LOOK_ASLEEP, called) && load_acquire(mail_.request) == seen) {
+    }
     asleep_.store(false, std::memory_order_seq_cst);
 }
 

@@ -55,7 +55,7 @@ class ColdWorker {
     void run();
     void serve(uint32_t number);
     void answer_layer();
-    void sleep(uint32_t begun);
+    void sleep(uint32_t begun, uint32_t seen);
 
     Ops& ops_;
     ColdMail mail_;

@@ -18,7 +18,7 @@ size_t Ops::experts_scratch(int64_t tokens, int64_t per_token, int64_t hidden, i
     size_t inner = matmul_scratch(picks, width);
     if (tiles) {  // whose rows may be wide
         inputs = std::max(inputs, wide(tokens, hidden) + Scratch::size(picks * 8));
-        inner = std::max(inner, wide(picks, width));
+        inner = std::max(inner, wide(picks, width) + Scratch::size(picks * width * 4));
     }
     return Scratch::size((experts + 1) * 4) + 2 * Scratch::size(picks * 4) +
            Scratch::size(picks * width * 4) + inputs + inner;
@@ -85,17 +85,36 @@ void Ops::experts(const Matrix& gate, const Matrix& up, const Matrix& down,
     const auto matrix_of = [](const Matrix& like, const uint8_t* data) {
         return Matrix{data, like.kind, like.rows, like.columns, like.tiles};
     };
-    const int64_t gate_panels = gate.panels();
-    pool_.parallel(chosen_count * gate_panels, panel_grain(gate),
-                   [&](int64_t first, int64_t last) {
-        for (int64_t job = first; job < last; ++job) {
-            const int32_t e = chosen[job / gate_panels];
-            const Input part = rows_of(in, starts[e], starts[e + 1] - starts[e]);
-            gate_up_panel(matrix_of(gate, table[e].gate), matrix_of(up, table[e].up),
-                          job % gate_panels, part, act, inner + starts[e] * width);
-        }
-    });
-    prepare_rows(inner_in);
+    const int64_t panels = gate.panels();
+    if (wide) {  // of few rows, mostly: gates and ups apart, so that threads share them evenly
+        float* ups = scratch.take<float>(picks * width);
+        pool_.parallel(2 * chosen_count * panels, panel_grain(gate), [&](int64_t first, int64_t last) {
+            for (int64_t job = first; job < last; ++job) {
+                const int32_t e = chosen[job / panels / 2];
+                const bool second = job / panels % 2;
+                const Matrix w = second ? matrix_of(up, table[e].up) : matrix_of(gate, table[e].gate);
+                panel_into(w, job % panels, rows_of(in, starts[e], starts[e + 1] - starts[e]),
+                           (second ? ups : inner) + starts[e] * width);
+            }
+        });
+        const auto multiply = act == Gate::silu ? kernels_.silu_multiply : kernels_.gelu_multiply;
+        pool_.parallel(picks, 4, [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; ++i) {
+                multiply(inner + i * width, ups + i * width, width, inner + i * width);
+                prepare_row(inner_in, i);
+            }
+        });
+    } else {
+        pool_.parallel(chosen_count * panels, panel_grain(gate), [&](int64_t first, int64_t last) {
+            for (int64_t job = first; job < last; ++job) {
+                const int32_t e = chosen[job / panels];
+                const Input part = rows_of(in, starts[e], starts[e + 1] - starts[e]);
+                gate_up_panel(matrix_of(gate, table[e].gate), matrix_of(up, table[e].up), job % panels,
+                              part, act, inner + starts[e] * width);
+            }
+        });
+        prepare_rows(inner_in);
+    }
     pool_.parallel(down.panels(), panel_grain(down),
                    [&](int64_t first, int64_t last) {
         // Expert after expert, so that each one's panels are read in a run.

@@ -9,7 +9,6 @@ namespace {
 #if defined(__AVX512VNNI__)
 
 constexpr float WIDEST = 127 * 256;  // of a row's whole numbers: both digits fit into 8 bits
-constexpr int64_t WIDE_AHEAD = 4096;  // bytes asked for before they are needed
 
 // Two digits of sixteen numbers for each of the lanes [t][block][h].
 inline __m512i to_lanes(const int8_t* first, const int8_t* second) {
@@ -231,6 +230,7 @@ inline void sum_lanes(const __m512* totals, int stride, float* out) {
 
 template <Kind K, int R>
 void wide_rows(const uint8_t* tile, int64_t columns, const WideRecord* const* x, float* out) {
+    constexpr int64_t SHARE = TileShape<K>::bytes / 8;
     WideTile<K> weights;
     __m512 totals[8][R];
 #pragma GCC unroll 8
@@ -241,8 +241,11 @@ void wide_rows(const uint8_t* tile, int64_t columns, const WideRecord* const* x,
         for (int r = 0; r < R; ++r) rows[r] = x[r] + record;
         weights.begin(tile);
         for (int g = 0; g < 8; ++g) {
-            // A share of what comes next: eight of them are a record.
-            prefetch(tile + WIDE_AHEAD + g * (TileShape<K>::bytes / 8), TileShape<K>::bytes / 8);
+            // A share of what comes: the next record into the first cache, a later one into the second.
+            for (int64_t i = g * SHARE; i < (g + 1) * SHARE; i += 64) {
+                __builtin_prefetch(tile + FAR_AHEAD + i, 0, 2);
+                __builtin_prefetch(tile + TileShape<K>::bytes + i, 0, 3);
+            }
             __m512 inner[R];
             wide_lanes<K, R>(weights, tile, g, rows, inner);
             for (int r = 0; r < R; ++r)
