@@ -170,7 +170,9 @@ def cases() -> list[tuple[object, ...]]:
             found.append(
                 (shape, (span(0, 1, 7, 4), span(1, 5, 2, 1), span(6, 2, 0, 0)), 10, columns)
             )
-        found += [(shape, *prefill, None) for prefill in PREFILLS]
+        # The plain one takes long for many rows of many heads; check_blocks has those.
+        count = len(PREFILLS) - (shape.heads > 16)
+        found += [(shape, *prefill, None) for prefill in PREFILLS[:count]]
         found.append((shape, *PREFILLS[2], SMALL))
     return found
 
