@@ -2,9 +2,9 @@
 
     python -m tests.gpu.check_all [--seconds 500] [--bench] [--only WORD] [--out LOG]
 
-One log with everything that was printed; what ran out of time is LEFT OUT there, not failed. Machine
-code is kept in one folder, which all processes use, and later runs too. Exits with 1 if anything
-failed, and with 2 if nothing failed but something was left out.
+One log with everything that was printed; what ran out of time is LEFT OUT there, not failed.
+Machine code is kept in one folder, which all processes use, and later runs too. Exits with 1 if
+anything failed, and with 2 if nothing failed but something was left out.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--bench", action="store_true", help="measure kernels, too")
     parser.add_argument("--only", default="", help="what has this word in its name")
-    parser.add_argument("--most", type=int, default=12, help="processes side by side")
+    parser.add_argument("--most", type=int, default=14, help="processes side by side")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of kept machine code")
     parser.add_argument("--out", type=Path, default=Path("check_all.log"))
     given = parser.parse_args()

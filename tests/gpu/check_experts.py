@@ -18,6 +18,7 @@ from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.ops import ExpertTable
 from headroom.kernels.reference.dequant import dequantise
 from tests.gpu.check_matmul import random_weight
+from tests.gpu.kept import keep_code
 from tests.gpu.timing import time_us
 
 DEVICE = "cuda"
@@ -223,6 +224,7 @@ def pick_experts(rows: int, experts: int, used: int) -> torch.Tensor:
 
 def main() -> None:
     """Run every case, then the times if asked for."""
+    keep_code()
     torch.manual_seed(0)
     small = DEVICE == "cpu"
     mixed = ("q4_k", "q4_k", "q6_k")

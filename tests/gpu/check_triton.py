@@ -118,7 +118,8 @@ def run_all() -> None:
         except Exception:
             print("FAIL", sized, dtype)
             traceback.print_exc(limit=4)
-    print(f"{left_out} cases left out for want of time; --all runs them")
+    if left_out:
+        print(f"LEFT OUT {left_out} cases for want of time; --all runs them")
 
 
 def bench(name: str, rows: int, columns: int, tokens: int) -> None:

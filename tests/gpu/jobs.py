@@ -13,7 +13,12 @@ PYTEST = (
     "--import-mode", "importlib",
 )  # fmt: skip
 # In how many processes the tests of a file run; those of a family's model in one.
-PARTS = {"test_gpu_families": len(MODELS), "test_gpu_kernels": 10, "test_gpu_older": 4}
+PARTS = {
+    "test_gpu_families": len(MODELS),
+    "test_gpu_kernels": 10,
+    "test_gpu_older": 4,
+    "test_gpu_variants": 2,
+}
 # Tests whose cases check_cold_engine has, too.
 LEFT_OUT = {"test_gpu_cold"}
 # Scripts whose cases are tests: they run only to measure.
@@ -29,6 +34,7 @@ COLD_FAMILIES = ("gemma4-moe", "qwen35moe-wide", "laguna", "qwen3moe")
 COLD_TYPES = ("f32", "bf16")
 COLD_ALONE = ("worker", "memory", "some layers")  # which want all cores, or time what they see
 COLD_SECONDS = "300"
+ENGINES = (("laguna", "qwen3"), ("gemma4", "llama"), ("qwen3moe", "qwen35"))  # of check_engine
 # What takes longest, first, so that nothing long is begun in the end.
 LONGEST = ("check_cold_engine", "check_models", "check_engine", "check_triton", "families gemma")
 
@@ -80,12 +86,12 @@ class Outcome:
 
 def jobs(only: str, bench: bool) -> tuple[list[Job], list[Job]]:
     """Return what may run side by side, the longest first, and what must run alone."""
-    beside = [*_tests(), *_cold()]
+    beside = [*_tests(), *_cold(), *(_script("check_engine", *names) for names in ENGINES)]
     alone = [_script("check_cold_engine", "--only", *COLD_ALONE, "--seconds", COLD_SECONDS)]
     for name in sorted(path.stem for path in FOLDER.glob("check_*.py")):
         if name in ALONE:
             alone.append(_script(name))
-        elif name not in {"check_all", "check_cold_engine", *AS_TESTS}:
+        elif name not in {"check_all", "check_cold_engine", "check_engine", *AS_TESTS}:
             beside.append(_script(name))
         if bench and "--bench" in (FOLDER / f"{name}.py").read_text():
             alone.append(_script(name, "--bench"))

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.check_all import environment, outcomes, run
+from tests.gpu.check_engine import FAMILIES
+from tests.gpu.cold_cases import LIMITS
 from tests.gpu.jobs import (
     AS_TESTS,
     COLD_ALONE,
@@ -33,7 +35,7 @@ def test_every_script_and_every_test_file_is_run() -> None:
     for path in (*FOLDER.glob("check_*.py"), *FOLDER.glob("test_gpu_*.py")):
         assert path.stem in {"check_all", "check_older", *LEFT_OUT} or path.stem in words
     assert "check_matmul --bench" in {job.name for job in alone}
-    assert [job.name for job in jobs("check_engine", bench=False)[0]] == ["check_engine"]
+    assert [job.name for job in jobs("check_route", bench=True)[1]] == ["check_route --bench"]
 
 
 @pytest.mark.parametrize("script", sorted(AS_TESTS))
@@ -71,13 +73,13 @@ def test_a_process_collects_its_part_of_a_file() -> None:
     assert all("[qwen3moe" in line for line in found)
 
 
-def test_cold_experts_of_every_family_have_processes_of_their_own() -> None:
-    from tests.gpu.cold_cases import LIMITS
-
+def test_every_family_has_its_process() -> None:
     beside, alone = jobs("check_cold_engine", bench=False)
     assert set(COLD_FAMILIES) == set(LIMITS)
     assert len(beside) == 2 * len(LIMITS)
     assert set(COLD_ALONE) <= set(alone[0].arguments)
+    engines = [name for job in jobs("check_engine", bench=False)[0] for name in job.arguments[2:]]
+    assert sorted(engines) == sorted(FAMILIES)
 
 
 def test_a_printed_failure_is_one() -> None:
