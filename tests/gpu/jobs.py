@@ -34,9 +34,13 @@ COLD_FAMILIES = ("gemma4-moe", "qwen35moe-wide", "laguna", "qwen3moe")
 COLD_TYPES = ("f32", "bf16")
 COLD_ALONE = ("worker", "memory", "some layers")  # which want all cores, or time what they see
 COLD_SECONDS = "300"
-ENGINES = (("laguna", "qwen3"), ("gemma4", "llama"), ("qwen3moe", "qwen35"))  # of check_engine
+# Scripts of which several processes run a part each: their arguments.
+DIVIDED = {
+    "check_engine": (("laguna", "qwen3"), ("gemma4", "llama"), ("qwen3moe", "qwen35")),
+    "check_triton": (("--part", "1/3"), ("--part", "2/3"), ("--part", "3/3")),
+}
 # What takes longest, first, so that nothing long is begun in the end.
-LONGEST = ("check_cold_engine", "check_models", "check_engine", "check_triton", "families gemma")
+LONGEST = ("check_models", "check_cold_engine", "check_engine", "check_triton", "moe", "laguna")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +90,21 @@ class Outcome:
 
 def jobs(only: str, bench: bool) -> tuple[list[Job], list[Job]]:
     """Return what may run side by side, the longest first, and what must run alone."""
-    beside = [*_tests(), *_cold(), *(_script("check_engine", *names) for names in ENGINES)]
+    beside = [*_tests(), *_cold()]
     alone = [_script("check_cold_engine", "--only", *COLD_ALONE, "--seconds", COLD_SECONDS)]
     for name in sorted(path.stem for path in FOLDER.glob("check_*.py")):
         if name in ALONE:
             alone.append(_script(name))
-        elif name not in {"check_all", "check_cold_engine", "check_engine", *AS_TESTS}:
-            beside.append(_script(name))
+        elif name not in {"check_all", "check_cold_engine", *AS_TESTS}:
+            beside += [_script(name, *words) for words in DIVIDED.get(name, ((),))]
         if bench and "--bench" in (FOLDER / f"{name}.py").read_text():
             alone.append(_script(name, "--bench"))
-    beside.sort(key=lambda job: not any(word in job.name for word in LONGEST))
+    beside.sort(key=_order)
     return [x for x in beside if only in x.name], [x for x in alone if only in x.name]
+
+
+def _order(job: Job) -> int:
+    return next((at for at, word in enumerate(LONGEST) if word in job.name), len(LONGEST))
 
 
 def _script(name: str, *arguments: str) -> Job:

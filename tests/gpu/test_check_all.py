@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu import check_triton
 from tests.gpu.check_all import environment, outcomes, run
 from tests.gpu.check_engine import FAMILIES
 from tests.gpu.cold_cases import LIMITS
@@ -16,6 +17,7 @@ from tests.gpu.jobs import (
     AS_TESTS,
     COLD_ALONE,
     COLD_FAMILIES,
+    DIVIDED,
     LEFT_OUT,
     PYTEST,
     Job,
@@ -104,6 +106,13 @@ def test_an_exit_tells_the_rest(code: int | None, printed: str, verdict: str) ->
     assert Outcome(ECHO, code, 1.0, printed).verdict == verdict
 
 
+def test_what_takes_longest_is_begun_first() -> None:
+    names = [job.name for job in jobs("", bench=False)[0]]
+    assert names[0] == "check_models"
+    assert names.index("check_cold_engine --only laguna f32") < names.index("check_code_cache")
+    assert names.index("test_gpu_families gemma4-moe") < names.index("test_gpu_families llama")
+
+
 def test_what_was_left_out_is_told_in_one_line() -> None:
     assert Outcome(ECHO, None, 2.0, "").head == "LEFT OUT echo: ran out of time, 2 s"
     some = Outcome(ECHO, 0, 2.0, "LEFT OUT a\nLEFT OUT b\nPASS c\n")
@@ -129,3 +138,12 @@ def test_processes_share_kept_code_and_have_few_threads(tmp_path: Path) -> None:
     assert (found["HEADROOM_HOME"], found[VARIABLE]) == (str(tmp_path), "1/2")
     assert found["HEADROOM_THREADS"] == found["OMP_NUM_THREADS"] == "2"
     assert "HEADROOM_THREADS" not in environment(job, tmp_path, 0)
+
+
+def test_every_case_of_triton_is_in_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[object] = []
+    for arguments in DIVIDED["check_triton"]:
+        monkeypatch.setattr(sys, "argv", ["check_triton", *arguments])
+        found += check_triton.chosen()
+    monkeypatch.setattr(sys, "argv", ["check_triton"])
+    assert sorted(map(str, found)) == sorted(map(str, check_triton.chosen()))
