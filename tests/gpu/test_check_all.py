@@ -11,12 +11,14 @@ import pytest
 
 from tests.gpu import check_triton
 from tests.gpu.check_all import environment, outcomes, run
+from tests.gpu.check_cold_engine import all_cases, chosen
 from tests.gpu.check_engine import FAMILIES
-from tests.gpu.cold_cases import LIMITS
+from tests.gpu.cold_cases import LIMITS, PATHS, SHARES
 from tests.gpu.jobs import (
     AS_TESTS,
     COLD_ALONE,
     COLD_FAMILIES,
+    COLD_TYPES,
     DIVIDED,
     LEFT_OUT,
     PYTEST,
@@ -82,6 +84,21 @@ def test_every_family_has_its_process() -> None:
     assert set(COLD_ALONE) <= set(alone[0].arguments)
     engines = [name for job in jobs("check_engine", bench=False)[0] for name in job.arguments[2:]]
     assert sorted(engines) == sorted(FAMILIES)
+
+
+def test_every_case_of_cold_experts_runs_in_one_process(tmp_path: Path) -> None:
+    names = [name for name, _ in all_cases(tmp_path)]
+    words = [
+        job.arguments[job.arguments.index("--only") + 1 : job.arguments.index("--seconds")]
+        for part in jobs("check_cold_engine", bench=False)
+        for job in part
+    ]
+    assert {sum(chosen(name, only) for only in words) for name in names} == {1}
+    for family in LIMITS:
+        for share in (*SHARES, "100%"):
+            assert {f"{family} f32 {path} {share}" for path in PATHS} <= set(names)
+            shared = {f"{family} {kind} shared {share}" for kind in COLD_TYPES}
+            assert shared <= set(names) or share == "100%"
 
 
 def test_a_printed_failure_is_one() -> None:
