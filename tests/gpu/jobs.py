@@ -10,7 +10,7 @@ from tests.synth_models import MODELS
 FOLDER = Path(__file__).parent
 PYTEST = (
     "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-o", "addopts=", "-v", "--tb=short",
-    "--import-mode", "importlib",
+    "--import-mode", "importlib", "--durations", "6", "-o", "faulthandler_timeout=150",
 )  # fmt: skip
 # In how many processes the tests of a file run; those of a family's model in one.
 PARTS = {
