@@ -41,9 +41,13 @@ def run_steps(
     checkpoint: Checkpoint,
     prompts: Sequence[Sequence[int]],
     pieces: Sequence[Sequence[int]],
+    head_rows: int = 1,
     **settings: object,
 ) -> list[torch.Tensor]:
-    """Read prompts together, each in pieces of the given sizes; return logits of all rows."""
+    """Read prompts together, each in pieces of the given sizes; return logits of all rows.
+
+    The head gets so many rows at once; more are faster, and may differ in their last bits.
+    """
     pipeline = open_pipeline(checkpoint, **settings)
     # Pages in an order of their own, so that nothing relies on neighbours.
     sequences = [
@@ -54,7 +58,7 @@ def run_steps(
     for step in range(max(map(len, pieces))):
         chosen = [index for index, sizes in enumerate(pieces) if step < len(sizes)]
         turns = [Turn(sequences[index], pieces[index][step]) for index in chosen]
-        rows = all_logits(pipeline, turns)
+        rows = all_logits(pipeline, turns, head_rows)
         for index, turn in zip(chosen, turns, strict=True):
             logits[index].append(rows[: turn.rows])
             rows = rows[turn.rows :]
@@ -63,11 +67,11 @@ def run_steps(
     return [torch.cat(parts) for parts in logits]
 
 
-def all_logits(pipeline: Pipeline, turns: list[Turn]) -> torch.Tensor:
+def all_logits(pipeline: Pipeline, turns: list[Turn], head_rows: int = 1) -> torch.Tensor:
     """Run a step and return the logits of its output rows, a few rows at a time."""
     with torch.inference_mode():
         hidden = pipeline.forward(make_batch(turns, PAGE_SIZE))
-        return torch.cat([pipeline.logits(row[None]).clone() for row in hidden])
+        return torch.cat([pipeline.logits(rows).clone() for rows in hidden.split(head_rows)])
 
 
 def greedy_tokens(checkpoint: Checkpoint, prompt: Sequence[int], count: int) -> list[int]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from headroom.models.synth.recipe import Recipe, find_recipe
+from headroom.models.synth.recipe import Recipe, cut, find_recipe
 from headroom.models.synth.values import Source
 from headroom.models.synth.write import write_gguf
 
@@ -37,8 +37,19 @@ MODELS: Mapping[str, Recipe] = MappingProxyType(
 )
 
 
-def write_model(name: str, mix: str, folder: Path) -> Path:
-    """Write one of the models with its matrices in a mix of types."""
-    path = folder / f"{name}-{mix}.gguf"
-    write_gguf(Source(MODELS[name], seed=3), path, mix)
+# One of each sort of layer: what the whole models repeat.
+FEW_LAYERS: Mapping[str, int] = MappingProxyType(
+    {"llama": 2, "qwen3": 2, "qwen3moe": 3, "qwen35": 4, "qwen35moe": 4, "laguna": 5}
+    | {"gemma4": 6, "gemma4-e4b": 8, "gemma4-e2b": 7}
+)
+
+
+def write_model(name: str, mix: str, folder: Path, *, few_layers: bool = False) -> Path:
+    """Write one of the models with its matrices in a mix of types, whole or with few layers."""
+    path, recipe = folder / f"{name}-{mix}.gguf", MODELS[name]
+    if few_layers:
+        family = recipe.dims.architecture
+        layers = FEW_LAYERS.get(name, FEW_LAYERS[family])
+        recipe = replace(recipe, dims=cut(recipe.dims, layers))
+    write_gguf(Source(recipe, seed=3), path, mix)
     return path

@@ -1,98 +1,41 @@
-"""All that a GPU is to show, in one go: scripts that measure, then `gpu` tests side by side.
+"""All that a GPU is to show, in one go: tests and checks side by side, then what is measured alone.
 
     python -m tests.gpu.check_all [--seconds 500] [--bench] [--only WORD] [--out LOG]
 
-One log with everything that was printed; a summary at the end. Exits with 1 if anything failed.
+One log with everything that was printed; what ran out of time is LEFT OUT there, not failed.
+Machine code is kept in one folder, which all processes use, and later runs too. Exits with 1 if
+anything failed, and with 2 if nothing failed but something was left out.
 """
 
 import argparse
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
-PYTEST = (
-    "-m",
-    "pytest",
-    "-m",
-    "gpu",
-    "-p",
-    "no:cacheprovider",
-    "-o",
-    "addopts=",
-    "-v",
-    "--tb=short",
-)
-FAMILIES = (
-    "llama",
-    "qwen3 or qwen3-",
-    "qwen3moe",
-    "qwen35 or qwen35-",
-    "qwen35moe",
-    "laguna",
-    "gemma",
-)
-KERNELS = (
-    "products or experts",
-    "attention or delta",
-    "not (products or experts or attention or delta)",
-)
-# What check_cold_engine runs alone: its CPU threads want all cores.
-LEFT_OUT = {"test_gpu_cold"}
-# Measured alone: what runs beside them would take from the GPU and from the host's cores.
-MEASURING = {"check_cold_engine", "check_memory", "check_models"}
+from tests.gpu.jobs import Job, Outcome, jobs
+
+FOLDER = Path(tempfile.gettempdir()) / "headroom-gpu-tests"
+ALONE_SHARE = 0.35  # of the time, kept for what runs alone
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One process."""
+def environment(job: Job, folder: Path, threads: int) -> dict[str, str]:
+    """The variables of a process: where code is kept, which part it runs, how many threads it has.
 
-    name: str
-    arguments: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a process ended."""
-
-    job: Job
-    code: int | None  # None: it ran out of time
-    seconds: float
-    printed: str
-
-    @property
-    def failed(self) -> bool:
-        """Whether anything is wrong; a script may print a failure and go on."""
-        lines = self.printed.splitlines()
-        return self.code not in (0, 5) or any(line.startswith("FAIL") for line in lines)
+    Without the last each would have as many as the machine has cores, and all wait for each other.
+    """
+    found = os.environ | job.variables | {"HEADROOM_HOME": str(folder)}
+    if threads:
+        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "HEADROOM_THREADS")
+        found |= dict.fromkeys(names, str(threads)) | {"OMP_WAIT_POLICY": "passive"}
+    return found
 
 
-def jobs(only: str, bench: bool) -> tuple[list[Job], list[Job]]:
-    """Return what may run side by side, and what must run alone."""
-    beside: list[Job] = []
-    alone: list[Job] = []
-    for name in sorted({path.stem for path in FOLDER.glob("test_gpu_*.py")} - LEFT_OUT):
-        path = str(FOLDER.relative_to(Path.cwd()) / f"{name}.py")
-        words = {"test_gpu_families": FAMILIES, "test_gpu_kernels": KERNELS}.get(name, ("",))
-        for word in words:
-            picked = ("-k", word) if word else ()
-            beside.append(Job(f"{name} {word}".strip(), (*PYTEST, *picked, path)))
-    for name in sorted(path.stem for path in FOLDER.glob("check_*.py")):
-        if name == "check_all":
-            continue
-        job = Job(name, ("-m", f"tests.gpu.{name}"))
-        (alone if name in MEASURING else beside).append(job)
-        if bench and "--bench" in (FOLDER / f"{name}.py").read_text():
-            alone.append(Job(f"{name} --bench", (*job.arguments, "--bench")))
-    return [x for x in beside if only in x.name], [x for x in alone if only in x.name]
-
-
-def run(job: Job, until: float, threads: int = 0) -> Outcome:
+def run(job: Job, until: float, folder: Path = FOLDER, threads: int = 0) -> Outcome:
     """Run one process, at most until a time, with so many threads; 0: as many as it likes."""
     started = time.monotonic()
     left = until - started
@@ -102,7 +45,7 @@ def run(job: Job, until: float, threads: int = 0) -> Outcome:
         done = subprocess.run(
             [sys.executable, "-u", *job.arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=left, check=False,
-            env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+            env=environment(job, folder, threads),
         )  # fmt: skip
         code, printed = done.returncode, done.stdout
     except subprocess.TimeoutExpired as error:
@@ -111,14 +54,20 @@ def run(job: Job, until: float, threads: int = 0) -> Outcome:
 
 
 def outcomes(
-    beside: Sequence[Job], alone: Sequence[Job], until: float, most: int
+    beside: Sequence[Job], alone: Sequence[Job], seconds: float, most: int, folder: Path
 ) -> Iterator[Outcome]:
-    """Yield how processes ended: those that are measured first, then those side by side."""
-    for job in alone:
-        yield run(job, until)
-    threads = max(1, (os.cpu_count() or 1) // most)
+    """Yield how processes ended: those side by side as they end, then those that are alone."""
+    now = time.monotonic()
+    until = now + seconds
+    until_beside = now + seconds * (1 - ALONE_SHARE) if alone else until
+    # One thread would leave out what several of them do with each other.
+    threads = max(2, (os.cpu_count() or 1) // most)
     with ThreadPoolExecutor(most) as pool:
-        yield from pool.map(lambda job: run(job, until, threads), beside)
+        begun = [pool.submit(run, job, until_beside, folder, threads) for job in beside]
+        for done in as_completed(begun):
+            yield done.result()
+    for job in alone:
+        yield run(job, until, folder)
 
 
 def main() -> int:
@@ -127,21 +76,25 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--bench", action="store_true", help="measure kernels, too")
     parser.add_argument("--only", default="", help="what has this word in its name")
-    parser.add_argument("--most", type=int, default=8, help="processes side by side")
+    parser.add_argument("--most", type=int, default=14, help="processes side by side")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="of kept machine code")
     parser.add_argument("--out", type=Path, default=Path("check_all.log"))
     given = parser.parse_args()
-    until, wrong = time.monotonic() + given.seconds, 0
+    started, counts = time.monotonic(), {"PASS": 0, "FAIL": 0, "LEFT OUT": 0}
+    found = jobs(given.only, given.bench)
     with given.out.open("w") as log:
-        for found in outcomes(*jobs(given.only, given.bench), until, given.most):
-            word = "FAIL" if found.failed else "PASS"
-            head = f"{word} {found.job.name}: exit {found.code}, {found.seconds:.0f} s"
-            log.write(f"=== {head}\n{found.printed}\n")
+        for one in outcomes(*found, given.seconds, given.most, given.folder):
+            counts[one.verdict] += 1
+            log.write(f"=== {one.head}\n{one.printed}\n")
             log.flush()
-            print(head, flush=True)
-            for line in found.printed.splitlines()[-4:] if found.failed else ():
+            print(one.head, flush=True)
+            for line in one.wrong_lines:
                 print(f"    {line[:200]}", flush=True)
-            wrong += found.failed
-    return int(wrong > 0)
+        told = ", ".join(f"{verdict} {count}" for verdict, count in counts.items())
+        summary = f"{told} of {sum(counts.values())} in {time.monotonic() - started:.0f} s"
+        log.write(f"=== {summary}\n")
+        print(summary, flush=True)
+    return 1 if counts["FAIL"] else 2 if counts["LEFT OUT"] else 0
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from tests.gpu.attention_cases import (
     tables_on_gpu,
     wanted,
 )
+from tests.gpu.kept import keep_code
 from tests.gpu.timing import time_us
 
 ALL_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
@@ -286,6 +287,7 @@ def checks() -> list[tuple[str, Callable[[], None]]]:
 
 
 def main() -> None:
+    keep_code()
     torch.manual_seed(0)
     for name, run in checks():
         attempt(name, run)

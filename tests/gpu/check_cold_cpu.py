@@ -21,6 +21,7 @@ from headroom.memory.cold_speeds import ColdSpeeds
 from headroom.moe.cold import ColdCompute, CpuShared
 from headroom.moe.cost import Choice, best_left
 from tests.gpu.check_experts import Kinds, make_table, to_tiles
+from tests.gpu.kept import keep_code
 from tests.moe.cold_layers import SplitStore
 
 DEVICE = "cuda"
@@ -218,6 +219,7 @@ def main() -> None:
     if MODULE is None:
         print("FAIL: the C++ module is not built")
         sys.exit(1)
+    keep_code()
     torch.manual_seed(0)
     POOL.set(max(1, torch.get_num_threads() - 1))  # one core is the engine's
     good = True

@@ -1,8 +1,9 @@
 """Cold experts through the whole engine on a GPU: tokens, logits, long runs, memory.
 
-python -m tests.gpu.check_cold_engine [--only WORD] [--seconds 85]
+python -m tests.gpu.check_cold_engine [--only WORD ...] [--seconds 150]
 
-Needs the C++ module. What does not fit into the seconds is left out, and said.
+Needs the C++ module. What does not fit into the seconds is LEFT OUT, and said. Each family may run
+in a process of its own beside others (`--only laguna`); the cases of "worker" want all cores.
 """
 
 import argparse
@@ -11,30 +12,38 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 
 from headroom.kernels.native.module import MISSING, MODULE
 from tests.gpu import cold_cases as cases
+from tests.gpu.kept import keep_code
 
+T = TypeVar("T")
 Case = tuple[str, Callable[[], str]]
 CPU_COLD = {"expert_budget": "30%", "cold": "cpu"}
+
+
+def chosen(name: str, only: Sequence[str]) -> bool:
+    """Tell whether a case is to run: no words, or one that its name has."""
+    return not only or any(word in name for word in only)
 
 
 class Run:
     """Runs cases one after another and counts what became of them."""
 
-    def __init__(self, only: str, seconds: float) -> None:
+    def __init__(self, only: Sequence[str], seconds: float) -> None:
         self._only, self._until = only, time.monotonic() + seconds
         self.counts = {"PASS": 0, "FAIL": 0, "LEFT OUT": 0}
 
     def __call__(self, name: str, work: Callable[[], str]) -> None:
         """Run a case and print its verdict."""
-        if self._only not in name:
+        if not chosen(name, self._only):
             return
         if time.monotonic() > self._until:
             self._tell("LEFT OUT", name)
@@ -53,13 +62,14 @@ class Run:
         print(f"{verdict} {what}", flush=True)
 
 
-class Once:
+class Once(Generic[T]):
     """What several cases need, made when the first asks for it."""
 
-    def __init__(self, make: Callable[[], object]) -> None:
-        self._make, self._made = make, None
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: T | None = None
 
-    def __call__(self) -> object:
+    def __call__(self) -> T:
         """Return it."""
         if self._made is None:
             self._made = self._make()
@@ -107,12 +117,17 @@ def f32_cases(name: str, path: Path) -> Iterator[Case]:
     """Tokens against those of the CPU's plain kernels."""
     wanted = Once(partial(cases.exact_answers, path))
 
-    def same(share: str, cold: str) -> str:
-        return cases.same_tokens(path, wanted(), expert_budget=share, cold=cold)  # type: ignore[arg-type]
+    def same(share: str, cold: str, **more: object) -> str:
+        return cases.same_tokens(path, wanted(), expert_budget=share, cold=cold, **more)
 
-    yield f"{name} f32 all hot", partial(same, "100%", "auto")
-    for share, cold in [(share, cold) for share in cases.SHARES for cold in cases.PATHS]:
+    def shared(share: str) -> str:
+        return cases.same_tokens_when_shared(path, wanted(), share)
+
+    for share, cold in [(share, cold) for share in ("100%", *cases.SHARES) for cold in cases.PATHS]:
         yield f"{name} f32 {cold} {share}", partial(same, share, cold)
+    for share in cases.SHARES:
+        yield f"{name} f32 shared {share}", partial(shared, share)
+    yield f"{name} f32 gpu 30% swaps within requests", partial(same, "30%", "gpu", swap_every="4")
     yield f"{name} f32 drop", partial(cases.drops, path, **cases.EXACT)
 
 
@@ -141,14 +156,15 @@ def all_cases(folder: Path) -> Iterator[Case]:
 def main() -> None:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", help="cases whose name has this word")
-    parser.add_argument("--seconds", type=float, default=85.0, help="no case begins after this")
+    parser.add_argument("--only", nargs="*", default=[], help="cases with a word in their name")
+    parser.add_argument("--seconds", type=float, default=150.0, help="no case begins after this")
     parser.add_argument("--folder", type=Path, help="of models, to use them again")
     given = parser.parse_args()
     if MODULE is None:
         print(f"FAIL the C++ module is {MISSING}")
         sys.exit(1)
     faulthandler.dump_traceback_later(given.seconds + 60, exit=True)  # a hang tells where
+    keep_code()
     torch.manual_seed(0)
     run = Run(given.only, given.seconds)
     with tempfile.TemporaryDirectory() as made:

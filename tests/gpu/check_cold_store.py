@@ -27,6 +27,7 @@ from headroom.moe.store_swaps import StoreSwaps
 from headroom.moe.swap import Swap
 from headroom.moe.swap_round import SwapRound
 from headroom.units import MIB
+from tests.gpu.kept import keep_code
 from tests.gpu.torch_tiles import pack_tiles
 from tests.gpu.weight_file import WeightFile
 
@@ -200,6 +201,7 @@ def bench() -> None:
 
 def main() -> int:
     """Run all checks; return the number of failures."""
+    keep_code()
     torch.manual_seed(0)
     failures = 0
     for kinds, *sizes in CASES:

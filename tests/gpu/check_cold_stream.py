@@ -20,6 +20,7 @@ from headroom.moe.stream_rule import ColdRates
 from headroom.units import GIB, MIB
 from tests.gpu.check_experts import make_table, pick_experts
 from tests.gpu.check_matmul import random_weight
+from tests.gpu.kept import keep_code
 from tests.moe.cold_layer import Layer, blobs_of, split_layer
 
 DEVICE = torch.device("cuda")
@@ -170,6 +171,7 @@ def bench_link() -> None:
 
 def main() -> None:
     """Run every case, then the times if asked for."""
+    keep_code()
     torch.manual_seed(0)
     cases = [
         (share, rows, counted, True, False)

@@ -13,6 +13,7 @@ from headroom.kernels.cuda.delta_net import ChunkBlocks
 from headroom.kernels.cuda.matmul import normed_head_rows
 from headroom.kernels.ops import DeltaNetWeights, RecurrentState, Span
 from headroom.kernels.reference import delta_net as plain
+from tests.gpu.kept import keep_code
 from tests.gpu.timing import time_us
 
 DEVICE = "cuda"
@@ -170,7 +171,9 @@ def cases() -> list[tuple[object, ...]]:
             found.append(
                 (shape, (span(0, 1, 7, 4), span(1, 5, 2, 1), span(6, 2, 0, 0)), 10, columns)
             )
-        found += [(shape, *prefill, None) for prefill in PREFILLS]
+        # The plain one takes long for many rows of many heads; check_blocks has those.
+        count = len(PREFILLS) - (shape.heads > 16)
+        found += [(shape, *prefill, None) for prefill in PREFILLS[:count]]
         found.append((shape, *PREFILLS[2], SMALL))
     return found
 
@@ -243,6 +246,7 @@ def _tables(sequences: int, rows: int, slot: int) -> SpanTables:
 
 def main() -> None:
     """Run every case, then the times if asked for."""
+    keep_code()
     torch.manual_seed(0)
     checks = [partial(check, *case) for case in cases()]  # type: ignore[arg-type]
     for shape in SHAPES:

@@ -1,12 +1,13 @@
 """Compares engines on a GPU with engines on the CPU: the same tokens in float32, and bf16 at work.
 
-python -m tests.gpu.check_engine
+python -m tests.gpu.check_engine [FAMILY ...]
 """
 
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from headroom.llm import LLM, Completion
 from tests.gpu.running import synth
 
 SETTINGS = {"context": 1536, "parallel": 8, "chunk": 256}
-LONG = {"max_tokens": 40, "ignore_eos": True}
+LONG = {"max_tokens": 24, "ignore_eos": True}
 CASES = {
     "greedy": SamplingParams(temperature=0, **LONG),
     "plain": SamplingParams(seed=1, **LONG),
@@ -32,15 +33,23 @@ CASES = {
     "penalties over all": SamplingParams(seed=6, presence_penalty=0.6, penalty_window=0, **LONG),
     "bias": SamplingParams(seed=7, logit_bias={5: 3.0, 6: -100.0, 7: 2.5}, **LONG),
 }
-PROMPTS = {"short": 5, "few": 24, "chunks": 700, "past the tables": 1020}
-FAMILIES = {
-    "llama": ("llama", "--quant", "Q8_0"),
-    "qwen3": ("qwen3", "--quant", "Q4_K_M"),
-    "qwen3moe": ("qwen3moe", "--quant", "Q4_K_M"),
-    "laguna": ("laguna", "--quant", "Q8_0"),
-    "qwen35": ("qwen35", "--quant", "Q4_K_M"),
-    "gemma4": ("gemma4", "--quant", "Q8_0"),
+BRIEF = {label: CASES[label] for label in ("greedy", "plain")}
+# By the length of a prompt: what is drawn after it. How tokens are drawn is no matter of families.
+PROMPTS = {"short": (5, BRIEF), "few": (24, BRIEF), "chunks": (700, BRIEF)}
+FIRST_PROMPTS = PROMPTS | {
+    "few": (24, CASES),
+    "past the tables": (1020, {"penalties over all": CASES["penalties over all"]}),
 }
+FAMILIES = {
+    "llama": ("llama", "--quant", "Q8_0", "--layers", "2"),
+    "qwen3": ("qwen3", "--quant", "Q4_K_M", "--layers", "2"),
+    "qwen3moe": ("qwen3moe", "--quant", "Q4_K_M", "--layers", "3"),
+    "laguna": ("laguna", "--quant", "Q8_0", "--layers", "5"),
+    "qwen35": ("qwen35", "--quant", "Q4_K_M", "--layers", "4"),
+    "gemma4": ("gemma4", "--quant", "Q8_0", "--layers", "6"),
+}
+
+Answer = tuple[list[int | None], str]  # tokens and text
 
 
 def check(name: str, work: Callable[[], str]) -> None:
@@ -64,33 +73,40 @@ def answer(llm: LLM, tokens: list[int], params: SamplingParams) -> Completion:
     return llm.generate([tokens], params)[0]
 
 
-def differences(first: Completion, second: Completion) -> str:
+def together(llm: LLM, tokens: list[int], cases: Mapping[str, SamplingParams]) -> dict[str, Answer]:
+    """Answers to one prompt by several ways of drawing, worked on together."""
+    begun = {label: llm.stream(tokens, params) for label, params in cases.items()}
+    done = {label: list(pieces) for label, pieces in begun.items()}
+    return {
+        label: ([piece.token for piece in pieces], "".join(piece.text for piece in pieces))
+        for label, pieces in done.items()
+    }
+
+
+def differences(first: Answer, second: Answer) -> str:
     """Say where two answers part."""
-    pairs = list(zip(first.token_ids, second.token_ids, strict=False))
-    if first.token_ids == second.token_ids and first.text == second.text:
+    if first == second:
         return ""
+    pairs = list(zip(first[0], second[0], strict=False))
     at = next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
-    return f"they part at token {at} of {len(first.token_ids)} and {len(second.token_ids)}"
+    return f"they part at token {at} of {len(first[0])} and {len(second[0])}"
 
 
 def compare_f32(name: str, path: Path) -> None:
     """The same tokens and text on the GPU and on the CPU's plain kernels, in float32."""
     plain = {**SETTINGS, "dtype": "f32", "kv_type": "f32"}
+    prompts = FIRST_PROMPTS if name == next(iter(FAMILIES)) else PROMPTS
     with (
         LLM(str(path), device="cpu", kernels="reference", **plain) as cpu,
         LLM(str(path), device="cuda:0", **plain) as gpu,
     ):
-        for label, length in PROMPTS.items():
+        for label, (length, cases) in prompts.items():
             tokens = prompt(length, cpu.vocab_size)
-            cases = CASES if label == "few" else {key: CASES[key] for key in ("greedy", "plain")}
-            if label == "past the tables":
-                cases = {"penalties over all": CASES["penalties over all"]}
-            for case, params in cases.items():
+            wanted, found = (together(llm, tokens, cases) for llm in (cpu, gpu))
+            for case in cases:
                 check(
                     f"{name} f32 {label} {case}",
-                    lambda tokens=tokens, params=params: differences(  # type: ignore[misc]
-                        answer(cpu, tokens, params), answer(gpu, tokens, params)
-                    ),
+                    lambda case=case, a=wanted, b=found: differences(a[case], b[case]),  # type: ignore[misc]
                 )
         check(f"{name} f32 logprobs", lambda: compare_logprobs(cpu, gpu))
 
@@ -121,10 +137,10 @@ def batch_equals_alone(llm: LLM) -> str:
     prompts = [prompt(40 + number, llm.vocab_size) for number in range(8)]
     params = SamplingParams(temperature=0, **LONG)
     alone = [answer(llm, tokens, params).token_ids for tokens in prompts]
-    together = [done.token_ids for done in llm.generate(prompts, params)]
-    equal = sum(a == b for a, b in zip(alone, together, strict=True))
+    at_once = [done.token_ids for done in llm.generate(prompts, params)]
+    equal = sum(a == b for a, b in zip(alone, at_once, strict=True))
     print(f"  {equal} of 8 answers are the same alone and together")
-    short = [len(tokens) for tokens in together if len(tokens) != LONG["max_tokens"]]
+    short = [len(tokens) for tokens in at_once if len(tokens) != LONG["max_tokens"]]
     return f"answers of {short} tokens" if short else ""
 
 
@@ -151,7 +167,11 @@ def cancels(llm: LLM) -> str:
     count = len(list(other))
     answer(llm, prompt(5, llm.vocab_size), SamplingParams(max_tokens=1))
     held = llm.engine.stats().cache_pages_used
-    return "" if count == 40 and held == 0 else f"{count} tokens, {held} pages still held"
+    return (
+        ""
+        if count == LONG["max_tokens"] and held == 0
+        else f"{count} tokens, {held} pages still held"
+    )
 
 
 def long_prompt(llm: LLM) -> str:
@@ -159,7 +179,8 @@ def long_prompt(llm: LLM) -> str:
     running = [llm.stream(prompt(9 + n, llm.vocab_size), SamplingParams(**LONG)) for n in range(3)]
     done = answer(llm, prompt(1300, llm.vocab_size), SamplingParams(temperature=0, **LONG))
     counts = [len(list(stream)) for stream in running]
-    right = counts == [40] * 3 and len(done.token_ids) == 40
+    length = LONG["max_tokens"]
+    right = counts == [length] * 3 and len(done.token_ids) == length
     return "" if right else f"{counts} and {len(done.token_ids)} tokens"
 
 
@@ -171,9 +192,10 @@ def memory_is_planned(llm: LLM) -> str:
     return "" if memory.device == "cuda:0" and memory.used_bytes > 0 else str(memory)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, names: Sequence[str]) -> None:
     """All families in float32, then those with fused layers in bf16."""
-    for name, (family, *more) in FAMILIES.items():
+    for name in names or FAMILIES:
+        family, *more = FAMILIES[name]
         path = synth(family, folder / f"{name}.gguf", *more)
         for part in (compare_f32, work_bf16):
             try:
@@ -185,4 +207,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made:
-        main(Path(made))
+        main(Path(made), sys.argv[1:])

@@ -18,6 +18,7 @@ from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.ops import ExpertTable
 from headroom.kernels.reference.dequant import dequantise
 from tests.gpu.check_matmul import random_weight
+from tests.gpu.kept import keep_code
 from tests.gpu.timing import time_us
 
 DEVICE = "cuda"
@@ -63,22 +64,22 @@ def wanted_sum(
     table: ExpertTable,
     activation: str,
 ) -> torch.Tensor:
-    """The sum in float64, each pick by itself; negative ids give nothing."""
+    """The sum in float64, expert by expert; negative ids give nothing."""
     x, ids, weights = inputs
-    real = [
-        [dequantise(w.data, w.quant, w.columns).view(w.rows, w.columns).double() for w in part]
-        for part in table.parts
-    ]
     out = torch.zeros(x.shape, dtype=torch.float64)
-    for row in range(len(x)):
-        for expert, weight in zip(ids[row].tolist(), weights[row].tolist(), strict=True):
-            if expert < 0:
-                continue
-            gate, up = (real[part][expert] @ x[row].double() for part in range(2))
-            act = torch.nn.functional.silu(gate)
-            if activation == "gelu":
-                act = torch.nn.functional.gelu(gate, approximate="tanh")
-            out[row] += weight * (real[2][expert] @ (act * up))
+    for expert in range(len(table.gate)):
+        rows, at = torch.nonzero(ids == expert, as_tuple=True)
+        if not len(rows):
+            continue
+        gate, up, down = (
+            dequantise(w.data, w.quant, w.columns).view(w.rows, w.columns).double()
+            for w in (part[expert] for part in table.parts)
+        )
+        own = x[rows].double()
+        act = torch.nn.functional.silu(own @ gate.T)
+        if activation == "gelu":
+            act = torch.nn.functional.gelu(own @ gate.T, approximate="tanh")
+        out.index_add_(0, rows, weights[rows, at, None] * ((act * (own @ up.T)) @ down.T))
     return out
 
 
@@ -223,6 +224,7 @@ def pick_experts(rows: int, experts: int, used: int) -> torch.Tensor:
 
 def main() -> None:
     """Run every case, then the times if asked for."""
+    keep_code()
     torch.manual_seed(0)
     small = DEVICE == "cpu"
     mixed = ("q4_k", "q4_k", "q6_k")

@@ -21,6 +21,7 @@ from headroom.layers.upload import Upload
 from headroom.moe.device_experts import upload_experts
 from headroom.units import MIB
 from tests.gpu.check_matmul import KINDS, random_weight
+from tests.gpu.kept import keep_code
 from tests.gpu.torch_tiles import pack_tiles
 from tests.gpu.weight_file import WeightFile
 
@@ -172,6 +173,7 @@ def packings() -> list[tuple[str, int, int, int, bool]]:
 
 def main(folder: Path) -> None:
     """Run every case, then the times if asked for."""
+    keep_code()
     torch.manual_seed(0)
     cases: list[Callable[[], object]] = [partial(check, *case) for case in packings()]
     cases += [partial(check_upload, folder, size) for size in STAGINGS]

@@ -13,6 +13,7 @@ from headroom.kernels.cuda.matmul import HalfRows, RowNorm
 from headroom.kernels.reference import norms
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.weight import Weight
+from tests.gpu.kept import keep_code
 from tests.gpu.timing import time_us
 from tests.gpu.torch_tiles import pack_tiles
 
@@ -231,6 +232,7 @@ def bench_many() -> None:
 
 def main() -> None:
     """Run every case, then the times if asked for."""
+    keep_code()
     torch.manual_seed(0)
     for name in KINDS:
         for rows, columns, tokens in SIZES:

@@ -25,6 +25,7 @@ from tests.gpu import (
     check_small,
 )
 from tests.gpu.attention_cases import Heads
+from tests.gpu.kept import keep_code
 from tests.gpu.older import as_older
 
 Check = tuple[str, Callable[[], object]]
@@ -71,6 +72,7 @@ def checks(sm: int) -> Iterator[Check]:
 
 def main(sm: int, models: bool) -> None:
     """Run every case."""
+    keep_code()
     torch.manual_seed(0)
     with as_older(sm):
         for name, run in checks(sm):
@@ -81,9 +83,8 @@ def main(sm: int, models: bool) -> None:
                 print("FAIL", name)
                 traceback.print_exc(limit=4)
         if models:
-            settings = {"dtype": "f16", "kv_type": "f16"} if sm < 80 else {}
             with tempfile.TemporaryDirectory() as made:
-                check_models.main(Path(made), **settings)
+                check_models.main(Path(made), [check_models.F16 if sm < 80 else {}])
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch
 from headroom.kernels.cuda import route as fast
 from headroom.kernels.ops import RouterRule
 from headroom.kernels.reference import route as plain
+from tests.gpu.kept import keep_code
 from tests.gpu.timing import time_us
 
 DEVICE = "cuda"
@@ -76,6 +77,7 @@ def bench(experts: int, hidden: int, used: int) -> None:
 
 def main() -> None:
     """Run every case, then the times if asked for."""
+    keep_code()
     torch.manual_seed(0)
     rules = (
         RouterRule(8, "softmax", True, 1.0),

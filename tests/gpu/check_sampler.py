@@ -10,6 +10,7 @@ from headroom.engine.request import SamplingParams
 from headroom.engine.sampler import sample as sample_on_cpu
 from headroom.kernels.cuda import sampler
 from headroom.kernels.cuda.sampler import SamplerScratch, SamplerTables
+from tests.gpu.kept import keep_code
 from tests.gpu.timing import time_us
 from tests.sampler_cases import CASES, HISTORY, tables_of
 
@@ -64,6 +65,7 @@ def bench(rows: int, params: SamplingParams, name: str) -> None:
 
 
 def main() -> None:
+    keep_code()
     torch.manual_seed(0)
     for case in SIZES:
         try:

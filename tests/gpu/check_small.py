@@ -11,6 +11,7 @@ from headroom.kernels.cuda import small
 from headroom.kernels.reference import norms
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.weight import PLAIN_TYPES, Weight
+from tests.gpu.kept import keep_code
 from tests.gpu.timing import time_us
 
 TYPES = (
@@ -112,6 +113,7 @@ def bench() -> None:
 
 
 def main() -> None:
+    keep_code()
     torch.manual_seed(0)
     for rows, width in ((1, 64), (3, 2048), (17, 5120), (2, 100)):
         attempt(check_norm, rows, width)

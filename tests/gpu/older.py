@@ -6,6 +6,7 @@ lacks are taken and computed by a GPU. Its speed says nothing.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -14,8 +15,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headroom.kernels.cuda import compile as cuda
+from headroom.kernels.cuda.code_cache import code_key
 from headroom.kernels.cuda.driver import find_function, load_module
-from headroom.kernels.cuda.nvrtc import open_nvrtc
+from headroom.kernels.cuda.nvrtc import FLAGS, open_nvrtc
 
 SHARED_BYTES = {75: 64 << 10, 86: 99 << 10}  # that a block may have
 
@@ -48,15 +50,21 @@ def as_older(sm: int = 75) -> Iterator[None]:
 
 
 def _compiler(sm: int) -> Any:
-    kept: dict[tuple[object, ...], cuda.CudaKernel] = {}
-
     def compiled(source: str, name: str, defines: Any, device: int) -> cuda.CudaKernel:
-        key = (source, name, defines, device)
-        if key not in kept:
-            text = cuda.with_macros(source, dict(defines))
-            module = load_module(open_nvrtc().compile(text, source, f"compute_{sm}"), device)
-            function = find_function(module, name)
-            kept[key] = cuda.CudaKernel(f"{source}:{name}", function, early=False)
-        return kept[key]
+        function = find_function(_module(sm, source, defines, device), name)
+        return cuda.CudaKernel(f"{source}:{name}", function, early=False)
 
-    return compiled
+    return cache(compiled)
+
+
+@cache
+def _module(sm: int, source: str, defines: cuda.Defines, device: int) -> Any:
+    """All kernels of a source as PTX for an older GPU, kept as machine code is."""
+    nvrtc, target = open_nvrtc(), f"compute_{sm}"
+    text = cuda.with_macros(source, dict(defines))
+    key = code_key(text, target, nvrtc.version, *FLAGS)
+    code = cuda.CODE.load(key)
+    if code is None:
+        code = nvrtc.compile(text, source, target)
+        cuda.CODE.save(key, code)
+    return load_module(code, device)

@@ -16,9 +16,10 @@ from headroom.formats.checkpoint import open_checkpoint
 from headroom.memory.plan import Plan, make_plan
 from headroom.memory.targets import plan_devices
 from headroom.models.describe import describe
-from headroom.options import Options
+from headroom.options import load_options
 from headroom.split.launch import start_pipeline
 from headroom.split.pipeline import Pipeline
+from tests.gpu.kept import keep_code
 
 MODELS = {"27b": ("qwen35", "qwen3.5-27b"), "35b": ("qwen35moe", "qwen3.5-35b-a3b")}
 
@@ -35,9 +36,10 @@ def synth(family: str, out: Path, *more: str) -> Path:
 
 
 def open_pipeline(path: Path, **settings: object) -> tuple[Pipeline, Plan]:
-    """Load a model as its plan says."""
+    """Load a model as its plan says, and use kept machine code."""
+    keep_code()
     model = describe(open_checkpoint(path))
-    options = Options(model=str(path), **settings)  # type: ignore[arg-type]
+    options = load_options({"model": str(path), **settings})
     plan = make_plan([model.shape], plan_devices(options), options)
     return start_pipeline(plan, model), plan
 

@@ -1,37 +1,166 @@
 """The run of everything for a GPU leaves nothing out and tells what went wrong; it needs no GPU."""
 
+import os
+import subprocess
+import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.gpu.check_all import LEFT_OUT, Job, Outcome, jobs, run
+from tests.gpu import check_triton
+from tests.gpu.check_all import environment, outcomes, run
+from tests.gpu.check_cold_engine import all_cases, chosen
+from tests.gpu.check_engine import FAMILIES
+from tests.gpu.cold_cases import LIMITS, PATHS, SHARES
+from tests.gpu.jobs import (
+    AS_TESTS,
+    COLD_ALONE,
+    COLD_FAMILIES,
+    COLD_TYPES,
+    DIVIDED,
+    LEFT_OUT,
+    PYTEST,
+    Job,
+    Outcome,
+    jobs,
+)
+from tests.gpu.parts import VARIABLE, divide
+from tests.synth_models import MODELS
 
 ECHO = Job("echo", ("-c", "print('PASS one'); print('FAIL two')"))
+FOLDER = Path(__file__).parent
 
 
 def test_every_script_and_every_test_file_is_run() -> None:
     beside, alone = jobs("", bench=True)
     words = " ".join(word for job in (*beside, *alone) for word in job.arguments)
-    folder = Path(__file__).parent
-    for path in (*folder.glob("check_*.py"), *folder.glob("test_gpu_*.py")):
-        assert path.stem in {"check_all", *LEFT_OUT} or path.stem in words
+    for path in (*FOLDER.glob("check_*.py"), *FOLDER.glob("test_gpu_*.py")):
+        assert path.stem in {"check_all", "check_older", *LEFT_OUT} or path.stem in words
     assert "check_matmul --bench" in {job.name for job in alone}
-    assert [job.name for job in jobs("check_matmul", bench=False)[0]] == ["check_matmul"]
+    assert [job.name for job in jobs("check_route", bench=True)[1]] == ["check_route --bench"]
+
+
+@pytest.mark.parametrize("script", sorted(AS_TESTS))
+def test_scripts_that_run_only_to_measure_have_their_cases_in_tests(script: str) -> None:
+    tests = "".join((FOLDER / f"test_gpu_{name}.py").read_text() for name in ("kernels", "older"))
+    assert f"{script}." in tests
+    assert script not in {job.name for part in jobs("", bench=False) for job in part}
+
+
+def test_all_parts_of_a_file_are_run_and_every_model_has_one() -> None:
+    beside, _ = jobs("test_gpu_families", bench=False)
+    assert {job.name for job in beside} == {f"test_gpu_families {name}" for name in MODELS}
+    parts = [job.variables[VARIABLE] for job in beside]
+    assert sorted(parts) == sorted(f"{n}/{len(MODELS)}" for n in range(1, len(MODELS) + 1))
+    named = {job.name.split()[1]: divide(list(MODELS), job.variables[VARIABLE]) for job in beside}
+    assert named == {name: {name} for name in MODELS}
+
+
+@pytest.mark.parametrize("parts", [1, 3, 10, 40])
+def test_each_test_is_in_one_part(parts: int) -> None:
+    keys = [f"test {n // 2}" for n in range(37)]
+    found = Counter(key for n in range(parts) for key in divide(keys, f"{n + 1}/{parts}"))
+    assert found == Counter(set(keys))
+
+
+def test_a_process_collects_its_part_of_a_file() -> None:
+    command = [sys.executable, *PYTEST, "--collect-only", "-q", "-q"]
+    done = subprocess.run(
+        [*command, str(FOLDER / "test_gpu_families.py")],
+        env=os.environ | {VARIABLE: "3/14"}, capture_output=True, text=True, timeout=200,
+        check=False, cwd=FOLDER.parent.parent,
+    )  # fmt: skip
+    found = [line for line in done.stdout.splitlines() if "::" in line]
+    assert found
+    assert all("[qwen3moe" in line for line in found)
+
+
+def test_every_family_has_its_process() -> None:
+    beside, alone = jobs("check_cold_engine", bench=False)
+    assert set(COLD_FAMILIES) == set(LIMITS)
+    assert len(beside) == 2 * len(LIMITS)
+    assert set(COLD_ALONE) <= set(alone[0].arguments)
+    engines = [name for job in jobs("check_engine", bench=False)[0] for name in job.arguments[2:]]
+    assert sorted(engines) == sorted(FAMILIES)
+
+
+def test_every_case_of_cold_experts_runs_in_one_process(tmp_path: Path) -> None:
+    names = [name for name, _ in all_cases(tmp_path)]
+    words = [
+        job.arguments[job.arguments.index("--only") + 1 : job.arguments.index("--seconds")]
+        for part in jobs("check_cold_engine", bench=False)
+        for job in part
+    ]
+    assert {sum(chosen(name, only) for only in words) for name in names} == {1}
+    for family in LIMITS:
+        for share in (*SHARES, "100%"):
+            assert {f"{family} f32 {path} {share}" for path in PATHS} <= set(names)
+            shared = {f"{family} {kind} shared {share}" for kind in COLD_TYPES}
+            assert shared <= set(names) or share == "100%"
 
 
 def test_a_printed_failure_is_one() -> None:
     found = run(ECHO, time.monotonic() + 60)
-    assert (found.code, found.failed, found.printed) == (0, True, "PASS one\nFAIL two\n")
+    assert (found.code, found.verdict, found.printed) == (0, "FAIL", "PASS one\nFAIL two\n")
+    assert found.wrong_lines == ["FAIL two"]
 
 
-@pytest.mark.parametrize(("code", "failed"), [(0, False), (5, False), (1, True), (None, True)])
-def test_an_exit_tells_the_rest(code: int | None, failed: bool) -> None:
-    assert Outcome(ECHO, code, 1.0, "PASS").failed is failed
+@pytest.mark.parametrize(
+    ("code", "printed", "verdict"),
+    [
+        (0, "PASS", "PASS"),
+        (5, "PASS", "PASS"),
+        (1, "PASS", "FAIL"),
+        (None, "PASS", "LEFT OUT"),
+        (None, "FAIL a case", "FAIL"),
+        (None, "tests/gpu/test_gpu_x.py::test_y FAILED [ 9%]", "FAIL"),
+        (0, "LEFT OUT a case", "PASS"),
+    ],
+)
+def test_an_exit_tells_the_rest(code: int | None, printed: str, verdict: str) -> None:
+    assert Outcome(ECHO, code, 1.0, printed).verdict == verdict
+
+
+def test_what_takes_longest_is_begun_first() -> None:
+    names = [job.name for job in jobs("", bench=False)[0]]
+    assert names[0] == "check_models"
+    assert names.index("check_cold_engine --only laguna f32") < names.index("check_code_cache")
+    assert names.index("test_gpu_families gemma4-moe") < names.index("test_gpu_families llama")
+
+
+def test_what_was_left_out_is_told_in_one_line() -> None:
+    assert Outcome(ECHO, None, 2.0, "").head == "LEFT OUT echo: ran out of time, 2 s"
+    some = Outcome(ECHO, 0, 2.0, "LEFT OUT a\nLEFT OUT b\nPASS c\n")
+    assert some.head == "PASS echo: exit 0, 2 s, 2 cases LEFT OUT"
 
 
 def test_what_runs_too_long_is_ended_with_what_it_printed() -> None:
     slow = Job("slow", ("-c", "import time; print('begun', flush=True); time.sleep(60)"))
     found = run(slow, time.monotonic() + 4)
-    assert (found.code, found.printed) == (None, "begun\n")
+    assert (found.code, found.printed, found.verdict) == (None, "begun\n", "LEFT OUT")
     assert run(ECHO, time.monotonic() - 1).printed.startswith("not begun")
+
+
+def test_those_that_run_alone_begin_when_the_others_have_ended(tmp_path: Path) -> None:
+    beside = [Job(f"beside {n}", ("-c", f"import time; time.sleep({n})")) for n in (1, 0)]
+    found = [one.job.name for one in outcomes(beside, [ECHO], 60, 2, tmp_path)]
+    assert found == ["beside 0", "beside 1", "echo"]
+
+
+def test_processes_share_kept_code_and_have_few_threads(tmp_path: Path) -> None:
+    job = Job("one", (), {VARIABLE: "1/2"})
+    found = environment(job, tmp_path, 2)
+    assert (found["HEADROOM_HOME"], found[VARIABLE]) == (str(tmp_path), "1/2")
+    assert found["HEADROOM_THREADS"] == found["OMP_NUM_THREADS"] == "2"
+    assert "HEADROOM_THREADS" not in environment(job, tmp_path, 0)
+
+
+def test_every_case_of_triton_is_in_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[object] = []
+    for arguments in DIVIDED["check_triton"]:
+        monkeypatch.setattr(sys, "argv", ["check_triton", *arguments])
+        found += check_triton.chosen()
+    monkeypatch.setattr(sys, "argv", ["check_triton"])
+    assert sorted(map(str, found)) == sorted(map(str, check_triton.chosen()))

@@ -57,6 +57,20 @@ def test_tokens_in_f32_are_the_same_whatever_is_hot(
 
 
 @pytest.mark.parametrize("share", cases.SHARES)
+def test_tokens_in_f32_are_the_same_where_both_share_a_layer(
+    path: Path, exact: cases.Tokens, share: str
+) -> None:
+    assert cases.same_tokens_when_shared(path, exact, share) == ""
+
+
+def test_tokens_in_f32_are_the_same_where_experts_change_places_within_requests(
+    path: Path, exact: cases.Tokens
+) -> None:
+    given = {"expert_budget": "30%", "cold": "gpu", "swap_every": "4"}
+    assert cases.same_tokens(path, exact, **given) == ""
+
+
+@pytest.mark.parametrize("share", cases.SHARES)
 def test_a_gpu_alone_says_the_same_to_the_bit(
     path: Path, all_hot: list[torch.Tensor], share: str
 ) -> None:

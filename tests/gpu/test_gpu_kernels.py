@@ -149,6 +149,11 @@ def test_routes_agree_with_the_reference(
     assert_passes(check_route.check, experts, rows, *rule)
 
 
+def test_routes_to_many_experts_and_with_a_bias_of_one_agree() -> None:
+    assert_passes(check_route.check, 64, 5, RouterRule(32, "softmax", True, 1.0), False, False)
+    assert_passes(check_route.check, 60, 3, RouterRule(1, "sigmoid", False, 1.0), True, False)
+
+
 @pytest.mark.parametrize("case", [(8, 64), (257, 2048), (129, 5120), (61, 2052)], ids=str)
 def test_scores_do_not_depend_on_other_rows(case: tuple[int, int]) -> None:
     assert_passes(check_route.check_scores, *case)

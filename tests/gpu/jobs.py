@@ -1,0 +1,127 @@
+"""The processes of a run of everything for a GPU, and how each of them ended."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.gpu.parts import VARIABLE
+from tests.synth_models import MODELS
+
+FOLDER = Path(__file__).parent
+PYTEST = (
+    "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-o", "addopts=", "-v", "--tb=short",
+    "--import-mode", "importlib", "--durations", "6", "-o", "faulthandler_timeout=150",
+)  # fmt: skip
+# In how many processes the tests of a file run; those of a family's model in one.
+PARTS = {
+    "test_gpu_families": len(MODELS),
+    "test_gpu_kernels": 10,
+    "test_gpu_older": 4,
+    "test_gpu_variants": 2,
+}
+# Tests whose cases check_cold_engine has, too.
+LEFT_OUT = {"test_gpu_cold"}
+# Scripts whose cases are tests: they run only to measure.
+AS_TESTS = frozenset(
+    f"check_{part}"
+    for part in (
+        "attention", "delta_net", "experts", "load", "matmul", "older", "route", "sampler", "small",
+    )
+)  # fmt: skip
+# Memory of the whole GPU is read there: nothing may run beside.
+ALONE = {"check_memory"}
+COLD_FAMILIES = ("gemma4-moe", "qwen35moe-wide", "laguna", "qwen3moe")
+COLD_TYPES = ("f32", "bf16")
+COLD_ALONE = ("worker", "memory", "some layers")  # which want all cores, or time what they see
+COLD_SECONDS = "300"
+# Scripts of which several processes run a part each: their arguments.
+DIVIDED = {
+    "check_engine": (("laguna", "qwen3"), ("gemma4", "llama"), ("qwen3moe", "qwen35")),
+    "check_triton": (("--part", "1/3"), ("--part", "2/3"), ("--part", "3/3")),
+}
+# What takes longest, first, so that nothing long is begun in the end.
+LONGEST = ("check_models", "check_cold_engine", "check_engine", "check_triton", "moe", "laguna")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One process."""
+
+    name: str
+    arguments: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a process ended."""
+
+    job: Job
+    code: int | None  # None: it ran out of time
+    seconds: float
+    printed: str
+
+    @property
+    def verdict(self) -> str:
+        """PASS, FAIL or LEFT OUT; a script may print a failure and go on."""
+        if self._failures() or self.code not in (0, 5, None):
+            return "FAIL"
+        return "LEFT OUT" if self.code is None else "PASS"
+
+    @property
+    def head(self) -> str:
+        """What became of it, in one line."""
+        ended = "ran out of time" if self.code is None else f"exit {self.code}"
+        cases = sum(line.startswith("LEFT OUT") for line in self.printed.splitlines())
+        more = f", {cases} cases LEFT OUT" if cases else ""
+        return f"{self.verdict} {self.job.name}: {ended}, {self.seconds:.0f} s{more}"
+
+    @property
+    def wrong_lines(self) -> list[str]:
+        """What to show of it where not all is well: failures, else what it printed last."""
+        if self.verdict == "PASS":
+            return []
+        return self._failures()[:8] or self.printed.splitlines()[-3:]
+
+    def _failures(self) -> list[str]:
+        lines = self.printed.splitlines()
+        return [x for x in lines if x.startswith("FAIL") or ("::" in x and " FAILED" in x)]
+
+
+def jobs(only: str, bench: bool) -> tuple[list[Job], list[Job]]:
+    """Return what may run side by side, the longest first, and what must run alone."""
+    beside = [*_tests(), *_cold()]
+    alone = [_script("check_cold_engine", "--only", *COLD_ALONE, "--seconds", COLD_SECONDS)]
+    for name in sorted(path.stem for path in FOLDER.glob("check_*.py")):
+        if name in ALONE:
+            alone.append(_script(name))
+        elif name not in {"check_all", "check_cold_engine", *AS_TESTS}:
+            beside += [_script(name, *words) for words in DIVIDED.get(name, ((),))]
+        if bench and "--bench" in (FOLDER / f"{name}.py").read_text():
+            alone.append(_script(name, "--bench"))
+    beside.sort(key=_order)
+    return [x for x in beside if only in x.name], [x for x in alone if only in x.name]
+
+
+def _order(job: Job) -> int:
+    return next((at for at, word in enumerate(LONGEST) if word in job.name), len(LONGEST))
+
+
+def _script(name: str, *arguments: str) -> Job:
+    shown = [word for word in arguments if word not in ("--seconds", COLD_SECONDS)]
+    return Job(" ".join([name, *shown]), ("-m", f"tests.gpu.{name}", *arguments))
+
+
+def _cold() -> Iterator[Job]:
+    for word in (f"{family} {kind}" for family in COLD_FAMILIES for kind in COLD_TYPES):
+        yield _script("check_cold_engine", "--only", word, "--seconds", COLD_SECONDS)
+
+
+def _tests() -> Iterator[Job]:
+    for name in sorted({path.stem for path in FOLDER.glob("test_gpu_*.py")} - LEFT_OUT):
+        path = str((FOLDER / f"{name}.py").relative_to(Path.cwd()))
+        parts = PARTS.get(name, 1)
+        for part in range(1, parts + 1):
+            model = list(MODELS)[part - 1] if parts == len(MODELS) else f"{part}/{parts}"
+            words = [name, model] if parts > 1 else [name]
+            yield Job(" ".join(words), (*PYTEST, path), {VARIABLE: f"{part}/{parts}"})
