@@ -20,10 +20,16 @@ else:  # how long an example takes is a matter of what else the machine does
     settings.load_profile("untimed")
 
 
+def pytest_sessionstart() -> None:
+    """Look for no garbage while everything is imported and nothing is dropped."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """Let no later collection of garbage look at the million objects of imported packages."""
+    """Let no later search for garbage look at the million objects of imported packages."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
