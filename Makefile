@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 MODEL ?=
+ARGS ?= -n 2 --dist worksteal
 QUESTION ?= Why is the sky blue? Answer in two sentences.
 
 BIN := $(VENV)/bin

@@ -1,5 +1,6 @@
 """What the whole suite shares: the default model, pulled once into the user's cache."""
 
+import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,23 @@ except ImportError:
 else:  # how long an example takes is a matter of what else the machine does
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
+
+
+def pytest_sessionstart() -> None:
+    """Look for no garbage while everything is imported and nothing is dropped."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Let no later search for garbage look at the million objects of imported packages."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """Let the end find everything, or the C++ module would report leaks."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,8 @@ import os
 
 # The interpreter's small products take longest where several threads wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Torch's threads would spin while they wait, on cores that other processes of tests need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch  # it brings NumPy, which reads the variable above
 

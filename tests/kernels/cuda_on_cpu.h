@@ -1,5 +1,6 @@
 // Enough of CUDA to run a kernel on a CPU: one fiber for each thread of a block, blocks in turn.
 #include <sched.h>
+#include <setjmp.h>
 #include <time.h>
 #include <ucontext.h>
 
@@ -45,19 +46,27 @@ extern uint4 memory[1 << 14] __attribute__((alias("shared")));
 
 enum State { RUNS, AT_WARP, AT_BLOCK, DONE };
 struct Fiber {
-    ucontext_t context;
+    ucontext_t start;
+    jmp_buf place;  // where it waits: unlike swapcontext, a jump asks the system for nothing
     std::vector<char> stack = std::vector<char>(1 << 16);
     State state;
+    bool started = false;
 };
 static std::vector<Fiber*> fibers;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static int current;
 static uint64_t exchanged[1024];
 
 static void wait_as(State state) {
     Fiber* fiber = fibers[current];
     fiber->state = state;
-    swapcontext(&fiber->context, &scheduler);
+    if (!_setjmp(fiber->place)) _longjmp(scheduler, 1);
+}
+static void resume(Fiber* fiber) {
+    if (_setjmp(scheduler)) return;
+    if (fiber->started) _longjmp(fiber->place, 1);
+    fiber->started = true;
+    setcontext(&fiber->start);
 }
 static void __syncthreads() { wait_as(AT_BLOCK); }
 static void __syncwarp() { wait_as(AT_WARP); }
@@ -263,8 +272,18 @@ static void rest() { sched_yield(); }
 static void (*body)(void*);
 static void* body_call;
 static void fiber_main() {
-    body(body_call);
-    wait_as(DONE);
+    for (;;) {  // once for each block
+        body(body_call);
+        wait_as(DONE);
+    }
+}
+static Fiber* new_fiber() {
+    Fiber* fiber = new Fiber;
+    getcontext(&fiber->start);
+    fiber->start.uc_stack.ss_sp = fiber->stack.data();
+    fiber->start.uc_stack.ss_size = fiber->stack.size();
+    makecontext(&fiber->start, fiber_main, 0);
+    return fiber;
 }
 
 // Runs a warp until each of its threads is done or waits for the block.
@@ -275,7 +294,7 @@ static void run_warp(int first, int end) {
             if (fibers[i]->state == RUNS) {
                 current = i;
                 threadIdx = {static_cast<unsigned>(i), 0, 0};
-                swapcontext(&scheduler, &fibers[i]->context);
+                resume(fibers[i]);
             }
             at_warp += fibers[i]->state == AT_WARP;
             at_block += fibers[i]->state == AT_BLOCK;
@@ -291,14 +310,9 @@ static void run_warp(int first, int end) {
 }
 
 static void run_block(int threads) {
-    while (static_cast<int>(fibers.size()) < threads) fibers.push_back(new Fiber);
+    while (static_cast<int>(fibers.size()) < threads) fibers.push_back(new_fiber());
     for (int i = 0; i < threads; ++i) {
-        Fiber* fiber = fibers[i];
-        getcontext(&fiber->context);
-        fiber->context.uc_stack.ss_sp = fiber->stack.data();
-        fiber->context.uc_stack.ss_size = fiber->stack.size();
-        makecontext(&fiber->context, fiber_main, 0);
-        fiber->state = RUNS;
+        fibers[i]->state = RUNS;
         groups[i].clear();
     }
     for (int done = 0; done < threads;) {
