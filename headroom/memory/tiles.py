@@ -1,7 +1,7 @@
 """Tiles: what weights weigh as a GPU's kernels lay them out, in whole tiles of rows and columns."""
 
 from headroom.formats.quants import BF16, F16, F32, QuantType
-from headroom.kernels.cuda.sizes import PACKED, tile_bytes
+from headroom.kernels.cuda.sizes import PACKED, TILED, tile_bytes
 from headroom.memory.mixes import kept_in_f32
 from headroom.memory.panels import Tensors, expert_padding
 from headroom.memory.shape import Padding
@@ -32,8 +32,14 @@ def table_tile_padding(tensors: Tensors) -> Padding:
 
 
 def expert_tile_padding(stacks: Tensors) -> int:
-    """Return the bytes that tiles add to one expert."""
-    return expert_padding(stacks, _added)
+    """Return the bytes that tiles add to one expert; types without tiles stay as they are."""
+    return expert_padding(stacks, _added_to_expert)
+
+
+def _added_to_expert(quant: QuantType, rows: int, columns: int) -> int:
+    if quant not in TILED:
+        return 0
+    return tile_bytes(quant, rows, columns) - quant.bytes_for(rows * columns)
 
 
 def _added(quant: QuantType, rows: int, columns: int) -> int:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda.sizes import PACKED
+from headroom.kernels.cuda.sizes import TILED
 from headroom.kernels.native import experts as native_experts
 from headroom.kernels.native.experts import PanelTable
 from headroom.kernels.native.module import MODULE
@@ -14,7 +14,7 @@ from tests.kernels.cases import random_choice, random_experts
 
 pytestmark = pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 EXPERTS = 4
-NAMES = sorted(kind.name for kind in PACKED)
+NAMES = sorted(kind.name for kind in TILED)
 
 
 def tile_table(table: ExpertTable) -> PanelTable:

@@ -1,7 +1,7 @@
 // Weights that lie as a GPU reads them (kernels/cuda/tiles.cuh), turned into panels on their way
 // into a product: a host can so compute with experts that a GPU may also read where they are.
 // Both layouts are records of sixteen rows and 256 columns with the same numbers in as many bytes;
-// a tile's last record is always whole.
+// a tile's last record is always whole. F16 and BF16 have no records in panels.
 
 #include <algorithm>
 
@@ -273,6 +273,44 @@ template <Kind K> void all_records(int64_t columns, const uint8_t* tile, uint8_t
     }
 }
 
+// Four columns of sixteen rows of 16 bits: lanes [g] of a tile, 64 bytes apart, hold columns 0 and 2 of
+// rows g and g + 8, then columns 1 and 3 of both.
+inline void plain_columns(const uint8_t* lanes, uint8_t* panel) {
+#if defined(__AVX2__)
+    __m128i r[8], a[8], b[8];
+    for (int g = 0; g < 8; ++g) r[g] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(lanes + 64 * g));
+    for (int i = 0; i < 4; ++i) {
+        a[2 * i] = _mm_unpacklo_epi16(r[2 * i], r[2 * i + 1]);
+        a[2 * i + 1] = _mm_unpackhi_epi16(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; ++i)
+        for (int j = 0; j < 2; ++j) {
+            b[4 * i + 2 * j] = _mm_unpacklo_epi32(a[4 * i + j], a[4 * i + j + 2]);
+            b[4 * i + 2 * j + 1] = _mm_unpackhi_epi32(a[4 * i + j], a[4 * i + j + 2]);
+        }
+    // b[c] has numbers 2c and 2c + 1 of rows 0..3, b[c + 4] of rows 4..7.
+    __m128i* to = reinterpret_cast<__m128i*>(panel);
+    for (int c = 0; c < 4; ++c) {
+        __m128i* at = to + 2 * (c / 2) + c % 2;
+        _mm_storeu_si128(at, _mm_unpacklo_epi64(b[c], b[c + 4]));
+        _mm_storeu_si128(at + 4, _mm_unpackhi_epi64(b[c], b[c + 4]));
+    }
+#else
+    for (int g = 0; g < 8; ++g)
+        for (int h = 0; h < 2; ++h)
+            for (int c = 0; c < 4; ++c)
+                std::memcpy(panel + 32 * c + 16 * h + 2 * g, lanes + 64 * g + 8 * (c % 2) + 4 * h + 2 * (c / 2), 2);
+#endif
+}
+
+// Sixteen values for each column; tiles have them four columns at a time.
+void plain_to_panel(int64_t columns, const uint8_t* tile, uint8_t* panel) {
+    for (int64_t column = 0; column < columns; column += 4) {
+        if (column % 16 == 0) prefetch(tile + 32 * (column + 512), 512);
+        plain_columns(tile + 32 * (column / 16 * 16) + 4 * (column % 16), panel + 32 * column);
+    }
+}
+
 void tile_to_panel(Kind kind, int64_t columns, const uint8_t* tile, uint8_t* panel) {
     switch (kind) {
         case Q4_0: return all_records<Q4_0>(columns, tile, panel);
@@ -285,7 +323,8 @@ void tile_to_panel(Kind kind, int64_t columns, const uint8_t* tile, uint8_t* pan
         case Q4_K: return all_records<Q4_K>(columns, tile, panel);
         case Q5_K: return all_records<Q5_K>(columns, tile, panel);
         case Q6_K: return all_records<Q6_K>(columns, tile, panel);
-        case F32: case F16: case BF16: return;  // have no tiles
+        case F16: case BF16: return plain_to_panel(columns, tile, panel);
+        case F32: return;  // has no tiles
     }
 }
 
