@@ -33,7 +33,9 @@ def pack_tiles(data: torch.Tensor, quant: QuantType, columns: int) -> torch.Tens
     tiles, records = _up(rows, TILE_ROWS), _up(columns, RECORD_COLUMNS)
     sides = tiles * TILE_ROWS, records * RECORD_COLUMNS // quant.block
     blocks = torch.zeros(*sides, quant.block_bytes, dtype=torch.uint8, device=data.device)
-    blocks[:rows, : columns // quant.block] = data.view(torch.uint8).view(rows, -1, quant.block_bytes)
+    blocks[:rows, : columns // quant.block] = data.view(torch.uint8).view(
+        rows, -1, quant.block_bytes
+    )
     if quant.name in PLAIN_TYPES:  # [tile, record, block, half, g, t, odd, h, later, byte]
         lanes = blocks.view(tiles, 2, 8, records, 8, 2, 4, 2, 2, 2)
         return lanes.permute(0, 3, 4, 5, 2, 6, 8, 1, 7, 9).flatten()

@@ -51,6 +51,7 @@ def test_what_a_row_gets_does_not_depend_on_other_rows(kind: str) -> None:
 
 def scaled_table(kind: str, by: float) -> ExpertTable:
     """Experts whose gates are small and whose ups and downs are `by` as large, or one over it."""
+
     def made(rows: int, columns: int, scale: float) -> tuple[Weight, ...]:
         values = (torch.randn(3, rows, columns) * scale).to(PLAIN_TYPES[kind])
         quant = check_experts.BY_NAME[kind]
