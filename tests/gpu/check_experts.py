@@ -25,8 +25,8 @@ Kinds = tuple[str, str, str]
 Case = tuple[Kinds, tuple[int, int, int], int, int, str]
 # Experts of plain types, alone and beside packed ones; sides that fill no tile.
 PLAIN: list[Case] = [
-    (("bf16", "bf16", "bf16"), (5, 264, 520), 3, 2, "silu"),
-    (("f16", "f16", "f16"), (5, 264, 520), 5, 3, "gelu"),
+    (("bf16", "bf16", "bf16"), (4, 40, 520), 3, 2, "silu"),
+    (("f16", "f16", "f16"), (4, 264, 72), 5, 3, "gelu"),
     (("bf16", "f16", "bf16"), (4, 24, 40), 1, 2, "silu"),
     (("q4_k", "q4_k", "bf16"), (4, 96, 256), 9, 2, "silu"),
     (("f16", "bf16", "q8_0"), (4, 32, 72), 2, 2, "gelu"),

@@ -79,7 +79,10 @@ DEFINES: dict[str, list[Defines]] = {
     "experts.cu": [
         _experts(*kinds)
         for kinds in (
-            ("q4_k", "q6_k", 0), ("q8_0", "q5_1", 1), ("bf16", "bf16", 0), ("f16", "f16", 1),
+            ("q4_k", "q6_k", 0),
+            ("q8_0", "q5_1", 1),
+            ("bf16", "bf16", 0),
+            ("f16", "f16", 1),
             ("q4_k", "bf16", 0),
         )
     ],

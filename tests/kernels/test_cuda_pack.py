@@ -27,7 +27,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 PLAIN = ("f16", "bf16")
 
 
-@pytest.mark.parametrize("name", (*KINDS, *PLAIN))
+@pytest.mark.parametrize("name", [*KINDS, *PLAIN])
 def test_tiles_hold_what_plain_torch_puts_there(name: str) -> None:
     assert check_load.check(name, 32, 512)
     assert check_load.check(name, 21, 256, matrices=3)
@@ -45,7 +45,7 @@ def test_plain_rows_of_few_columns_are_filled_up_with_zeros(name: str) -> None:
     assert check_load.check(name, 3, 264)
 
 
-@pytest.mark.parametrize("name", (*KINDS, *PLAIN))
+@pytest.mark.parametrize("name", [*KINDS, *PLAIN])
 def test_tiles_have_the_values_of_the_file(name: str) -> None:
     weight = random_weight(name, 19, 512)
     tiles = torch.empty(tile_bytes(weight.quant, 19, 512), dtype=torch.uint8)

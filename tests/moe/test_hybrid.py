@@ -156,8 +156,13 @@ def test_all_paths_say_what_hot_experts_say(
     check_paths(file, share, cold, changes)
 
 
-@pytest.mark.parametrize(("kind", "down"), [("bf16", "bf16"), ("f16", "f16"), ("q4_0", "bf16")])
-@pytest.mark.parametrize("cold", ["gpu", "cpu", "auto"])
+@pytest.mark.parametrize(
+    ("kind", "down", "cold"),
+    [
+        *(("bf16", "bf16", cold) for cold in ("gpu", "cpu", "auto")),
+        *(("f16", "bf16", "auto"), ("q4_0", "f16", "gpu")),
+    ],
+)
 def test_plain_experts_take_all_paths_too(tmp_path: Path, kind: str, down: str, cold: str) -> None:
     check_paths(weight_file(tmp_path, kind, down), 30, cold, {})
 
