@@ -13,6 +13,7 @@ from headroom.kernels.cuda.matmul import HalfRows
 from headroom.kernels.cuda.narrow import NarrowRows, as_narrow, refuses_type
 from headroom.kernels.cuda.picks import ExpertGroup, expert_group, grouped_product, sort_picks
 from headroom.kernels.cuda.sizes import (
+    EXPERT_STEP,
     RECORD_COLUMNS,
     TILE_ROWS,
     TILED,
@@ -23,7 +24,6 @@ from headroom.kernels.cuda.unpacked import unpack_defines
 from headroom.kernels.ops import Case
 
 WARPS = 8
-SIDE_STEP = 8  # of an expert's sides: 16 bytes of a row in bf16, which products of many rows read
 PARTS = 3  # matrices of an expert: gate, up, down
 Kinds = tuple[QuantType, ...]  # of those
 
@@ -69,8 +69,8 @@ def refuses(case: Case) -> str | None:
 
 def refuses_sizes(width: int, hidden: int) -> str | None:
     """Say why experts of a width cannot run here."""
-    if width % SIDE_STEP or hidden % SIDE_STEP:
-        return f"matrices of {width} x {hidden} are not multiples of {SIDE_STEP}"
+    if width % EXPERT_STEP or hidden % EXPERT_STEP:
+        return f"matrices of {width} x {hidden} are not multiples of {EXPERT_STEP}"
     return None
 
 

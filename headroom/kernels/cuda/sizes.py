@@ -11,6 +11,7 @@ PACKED = frozenset(
     for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "mxfp4", "q4_k", "q5_k", "q6_k")
 )
 TILED = PACKED | {F16, BF16}  # types that experts may have; dense plain weights lie in rows
+EXPERT_STEP = 8  # of an expert's sides: 16 bytes of a row in bf16, which products of many rows read
 
 # A piece of the context ends at the first of these bounds beyond it: (bound, keys of a piece).
 _SMALL_PIECES = ((4096, 128), (16384, 256))
