@@ -34,9 +34,19 @@ def tile_table(table: ExpertTable) -> PanelTable:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["f32", "int8"])
 def test_tiles_and_panels_give_the_same_bits(name: str, dtype: str, isa: str) -> None:
+    hidden, width = (512, 256) if BY_NAME[name].block == 256 else (352, 96)
+    check_bits(name, dtype, hidden, width)
+
+
+@pytest.mark.parametrize("name", ["f16", "bf16"])
+def test_plain_tiles_that_fill_no_vector_give_the_same_bits(name: str, isa: str) -> None:
+    check_bits(name, "f32", 300, 12)
+
+
+def check_bits(name: str, dtype: str, hidden: int, width: int) -> None:
+    """Assert that experts of a type say the same from both layouts."""
     torch.manual_seed(3)
     kinds = (BY_NAME[name],) * 3
-    hidden, width = (512, 256) if kinds[0].block == 256 else (352, 96)
     table = random_experts(kinds, EXPERTS, hidden, width)
     x = torch.randn(5, hidden)
     ids, weights = random_choice(5, EXPERTS, 2)
@@ -54,3 +64,8 @@ def test_picks_with_a_negative_id_are_passed_over() -> None:
     wanted = native_experts.experts(x, ids, weights * kept, table, "silu", "f32")
     torch.testing.assert_close(found, wanted)
     assert not found[1].any()
+
+
+def test_experts_of_32_bits_have_no_tiles() -> None:
+    with pytest.raises(ValueError, match="F32 weights have no tiles"):
+        MODULE.Matrix(0, BY_NAME["f32"].ggml_id, 16, 256, True)
