@@ -1,7 +1,7 @@
 """Tiles: what weights weigh as a GPU's kernels lay them out, in whole tiles of rows and columns."""
 
 from headroom.formats.quants import BF16, F16, F32, QuantType
-from headroom.kernels.cuda.sizes import PACKED, tile_bytes
+from headroom.kernels.cuda.sizes import EXPERT_STEP, PACKED, TILED, tile_bytes
 from headroom.memory.mixes import kept_in_f32
 from headroom.memory.panels import Tensors, expert_padding
 from headroom.memory.shape import Padding
@@ -13,7 +13,7 @@ def tile_padding(tensors: Tensors) -> Padding:
     """Return what tiles add to a layer's matrices; those of plain types are held in 16 bits."""
     return Padding(
         bytes=sum(
-            _added(quant, *shape)
+            _added_to_dense(quant, *shape)
             for name, (shape, quant) in tensors.items()
             if len(shape) == 2 and not kept_in_f32(name, shape)
         )
@@ -32,12 +32,17 @@ def table_tile_padding(tensors: Tensors) -> Padding:
 
 
 def expert_tile_padding(stacks: Tensors) -> int:
-    """Return the bytes that tiles add to one expert."""
+    """Return the bytes that tiles add to one expert; those without tiles stay as they are."""
+    if any(quant not in TILED or shape[2] % EXPERT_STEP for shape, quant in stacks.values()):
+        return 0
     return expert_padding(stacks, _added)
 
 
 def _added(quant: QuantType, rows: int, columns: int) -> int:
-    file_bytes = quant.bytes_for(rows * columns)
+    return tile_bytes(quant, rows, columns) - quant.bytes_for(rows * columns)
+
+
+def _added_to_dense(quant: QuantType, rows: int, columns: int) -> int:
     if quant in PACKED:
-        return tile_bytes(quant, rows, columns) - file_bytes
-    return BF16.bytes_for(rows * columns) - file_bytes
+        return _added(quant, rows, columns)
+    return BF16.bytes_for(rows * columns) - quant.bytes_for(rows * columns)

@@ -27,8 +27,10 @@ Counts = tuple[torch.Tensor, torch.Tensor]  # of choices, in steps of few rows a
 
 def experts_fit(config: ExpertsConfig, get: WeightSource) -> bool:
     """Tell whether a GPU's fused kernels run a layer's experts."""
-    kinds = get.experts(config.experts).kinds
-    if cuda_experts.refuses(replace(get.case, experts=kinds)) is not None:
+    table = get.experts(config.experts)
+    if cuda_experts.refuses(replace(get.case, experts=table.kinds)) is not None:
+        return False
+    if cuda_experts.refuses_sizes(table.gate[0].rows, table.gate[0].columns) is not None:
         return False
     return config.experts <= cuda_route.MAX_EXPERTS and config.used <= cuda_route.MAX_USED
 

@@ -71,12 +71,12 @@ def pick(rows: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.softmax(torch.randn(rows, USED), 1)
 
 
-def check(share: float, rows: int, choice: Choice, int8: bool) -> bool:
+def check(share: float, rows: int, choice: Choice, int8: bool, kinds: Kinds = MIX) -> bool:
     """A layer of which a share is hot, replayed with new rows and picks."""
     count, width, hidden = 20, 256, 512
-    every = to_tiles(make_table(MIX, count, width, hidden))
+    every = to_tiles(make_table(kinds, count, width, hidden))
     hot = torch.randperm(count)[: int(share * count)].tolist()
-    store = gpu_store(list(every.memory), MIX, width, hot)
+    store = gpu_store(list(every.memory), kinds, width, hot)
     compute = ColdCompute(DEVICE, int8=int8)
     part = compute.add(store, USED, "silu", choice)
     compute.start()
@@ -103,7 +103,7 @@ def check(share: float, rows: int, choice: Choice, int8: bool) -> bool:
     counts = compute.counts()
     compute.close()
     good = worst < (0.02 if int8 else 0.002) and counts.cpu_picks + counts.hot_picks > 0
-    named = f"{share:.0%} hot x{rows} left {choice.left[-1]} {'int8' if int8 else 'f32'}"
+    named = f"{share:.0%} hot x{rows} left {choice.left[-1]} {'int8' if int8 else 'f32'} {kinds}"
     print(f"{'PASS' if good else 'FAIL'} {named}: {worst:.1e} {counts}", flush=True)
     return good
 
@@ -229,7 +229,12 @@ def main() -> None:
         for rows in (1, 2, 7, 32)
         for choice, int8 in ((BY_CPU, False), (BY_CPU, True), (MIXED, False))
     ]
-    for case in (*cases, check_drop, check_limit):
+    plain = [
+        lambda kind=kind, rows=rows: check(0.3, rows, MIXED, int8=False, kinds=(kind, kind, kind))
+        for kind in ("f16", "bf16")
+        for rows in (1, 7)
+    ]
+    for case in (*cases, *plain, check_drop, check_limit):
         try:
             good = case() and good
         except Exception:

@@ -4,6 +4,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -18,13 +19,14 @@ from headroom.moe import stream as stream_module
 from headroom.moe.stream import ColdStream, open_stream
 from headroom.moe.stream_rule import ColdRates
 from headroom.units import GIB, MIB
-from tests.gpu.check_experts import make_table, pick_experts
+from tests.gpu.check_experts import Kinds, make_table, pick_experts
 from tests.gpu.check_matmul import random_weight
 from tests.gpu.kept import keep_code
 from tests.moe.cold_layer import Layer, blobs_of, split_layer
 
 DEVICE = torch.device("cuda")
-KINDS = ("q4_k", "q4_k", "q6_k")
+KINDS: Kinds = ("q4_k", "q4_k", "q6_k")
+PLAIN: tuple[Kinds, ...] = (("bf16",) * 3, ("f16",) * 3)
 SIZES = (24, 256, 512)  # of the small layer: experts, width, hidden
 USED = 4
 
@@ -46,11 +48,13 @@ def open_layers(
     return stream
 
 
-def check(cold_share: float, rows: int, counted: bool, pinned: bool, on_cpu: bool) -> bool:
+def check(
+    cold_share: float, rows: int, counted: bool, pinned: bool, on_cpu: bool, kinds: Kinds = KINDS
+) -> bool:
     """Two layers in turn, again and again, so that copies and computing run into each other."""
     stream_module.pays_to_count = lambda *sizes: counted  # type: ignore[assignment]
     count, width, hidden = SIZES
-    tables = [make_table(KINDS, count, width, hidden) for _ in range(2)]
+    tables = [make_table(kinds, count, width, hidden) for _ in range(2)]
     blobs = [blobs_of(table) for table in tables]
     cold = [torch.randperm(count)[: round(count * cold_share)].tolist() for _ in tables]
     halves = [
@@ -86,7 +90,7 @@ def check(cold_share: float, rows: int, counted: bool, pinned: bool, on_cpu: boo
                 good = good and (worst < 0.02 if on_cpu else torch.equal(a, b))
     counts = stream.counts
     good = good and (counts.left_to_cpu > 0 or not on_cpu)
-    what = f"cold {cold_share:.0%} x{rows} counted={counted} pinned={pinned} cpu={on_cpu}"
+    what = f"cold {cold_share:.0%} x{rows} counted={counted} pinned={pinned} cpu={on_cpu} {kinds}"
     print(f"{'PASS' if good else 'FAIL'} {what}: {worst:.1e} {counts}", flush=True)
     return good
 
@@ -173,7 +177,7 @@ def main() -> None:
     """Run every case, then the times if asked for."""
     keep_code()
     torch.manual_seed(0)
-    cases = [
+    cases: list[tuple[Any, ...]] = [
         (share, rows, counted, True, False)
         for share in (0.0, 0.3, 0.6, 1.0)
         for rows in (40, 300)
@@ -182,6 +186,8 @@ def main() -> None:
     cases += [(0.6, 300, False, False, False), (1.0, 100, True, False, False)]
     if MODULE is not None:
         cases += [(0.6, 40, True, True, True), (1.0, 100, True, False, True)]
+        cases += [(0.6, 40, True, True, True, kinds) for kinds in PLAIN]
+    cases += [(0.6, 300, False, True, False, kinds) for kinds in PLAIN]
     for case in cases:
         try:
             check(*case)

@@ -23,6 +23,20 @@ from tests.gpu.timing import time_us
 
 DEVICE = "cuda"
 Kinds = tuple[str, str, str]
+Case = tuple[Kinds, tuple[int, int, int], int, int, str]
+# Experts of plain types, alone and beside packed ones; sides that fill no tile.
+PLAIN: list[Case] = [
+    (("bf16", "bf16", "bf16"), (4, 40, 520), 3, 2, "silu"),
+    (("f16", "f16", "f16"), (4, 264, 72), 5, 3, "gelu"),
+    (("bf16", "f16", "bf16"), (4, 24, 40), 1, 2, "silu"),
+    (("q4_k", "q4_k", "bf16"), (4, 96, 256), 9, 2, "silu"),
+    (("f16", "bf16", "q8_0"), (4, 32, 72), 2, 2, "gelu"),
+]
+LARGE_PLAIN: list[Case] = [
+    (("bf16", "bf16", "bf16"), (16, 768, 2048), 1, 8, "silu"),
+    (("f16", "f16", "f16"), (16, 768, 2048), 32, 8, "silu"),
+    (("bf16", "bf16", "bf16"), (16, 704, 2816), 100, 8, "gelu"),
+]
 # Of our grouped product: experts, outputs and columns; rows; experts of a row.
 GROUPED = [
     ((256, 1024, 2048), 2048, 8),
@@ -37,7 +51,7 @@ GROUPED = [
 
 
 def make_table(kinds: Kinds, experts: int, width: int, hidden: int) -> ExpertTable:
-    """Random packed experts."""
+    """Random experts."""
     shapes = ((width, hidden), (width, hidden), (hidden, width))
     return ExpertTable(
         *(
@@ -137,6 +151,21 @@ def check(
     return good
 
 
+def check_alone(kinds: Kinds, sizes: tuple[int, int, int], used: int) -> bool:
+    """A row has the same bits with others beside it, in pieces of any size, and without."""
+    experts, width, hidden = sizes
+    tiles = to_tiles(make_table(kinds, experts, width, hidden))
+    ids = torch.stack([torch.randperm(experts)[:used] for _ in range(11)]).int().to(DEVICE)
+    x, weights = torch.randn(11, hidden).to(DEVICE), torch.rand(11, used).to(DEVICE)
+    together = fast.few_rows(half_rows(x), ids, weights, tiles, "silu")
+    different = 0
+    for rows in (slice(0, 1), slice(4, 6), slice(7, 10), slice(10, 11)):
+        alone = fast.few_rows(half_rows(x[rows]), ids[rows], weights[rows], tiles, "silu")
+        different += int((alone != together[rows]).sum())
+    print(f"{'FAIL' if different else 'PASS'} {kinds} {sizes} alone: {different} numbers differ")
+    return not different
+
+
 def check_grouped(sizes: tuple[int, int, int], rows: int, used: int) -> bool:
     """Our grouped product in tiles of each size: near float64, and with the same bits."""
     experts, outputs, columns = sizes
@@ -228,7 +257,7 @@ def main() -> None:
     torch.manual_seed(0)
     small = DEVICE == "cpu"
     mixed = ("q4_k", "q4_k", "q6_k")
-    cases: list[tuple[Kinds, tuple[int, int, int], int, int, str]] = [
+    cases: list[Case] = [
         (mixed, (6, 256, 512), 1, 3, "silu"),
         (mixed, (6, 256, 256), 5, 2, "gelu"),
         (("q4_k", "q5_k", "q8_0"), (5, 96, 256), 3, 2, "silu"),
@@ -236,15 +265,19 @@ def main() -> None:
         (("q8_0", "q4_1", "q5_1"), (4, 64, 96), 11, 2, "silu"),
         (("iq4_nl", "q5_0", "iq4_nl"), (4, 64, 320), 2, 2, "silu"),
         (("q6_k", "q6_k", "q4_k"), (4, 256, 512), 2, 2, "silu"),
+        *PLAIN,
     ]
     if not small:
         cases += [
             (mixed, (32, 512, 2048), 1, 8, "silu"),
             (mixed, (32, 512, 2048), 32, 8, "silu"),
             (mixed, (16, 768, 2048), 100, 8, "silu"),
+            *LARGE_PLAIN,
         ]
     runs = [partial(check, *case) for case in cases]
     runs += [partial(check, *case, "own") for case in cases]
+    for kind in ("q4_k", "f16", "bf16"):
+        runs.append(partial(check_alone, (kind, kind, kind), (6, 256, 512), 3))
     runs += [partial(check_grouped, *case) for case in GROUPED if not small]
     for run in runs:
         try:
@@ -258,6 +291,8 @@ def main() -> None:
             bench_grouped("downs", (256, 2048, 512), rows, 8)
         bench("35B-A3B q4_k q6_k", mixed, (256, 512, 2048), 8)
         bench("35B-A3B q4_k", ("q4_k", "q4_k", "q4_k"), (256, 512, 2048), 8)
+        for kind in ("bf16", "f16"):
+            bench(f"30B-A3B {kind}", (kind, kind, kind), (128, 768, 2048), 8)
 
 
 if __name__ == "__main__":

@@ -168,6 +168,7 @@ def packings() -> list[tuple[str, int, int, int, bool]]:
     """Types, sizes and numbers of matrices, and whether their rows come in another order."""
     sizes = ((64, 512, 1, False), (37, 5120, 1, True), (100, 768, 7, False), (1, 256, 1, False))
     cases = [(name, *size) for name in KINDS for size in sizes]
+    cases += [(name, *size) for name in ("f16", "bf16") for size in (*sizes, (21, 40, 3, False))]
     return cases + [(name, 48, 320, 3, False) for name in ("q8_0", "q4_1", "mxfp4")]
 
 

@@ -12,7 +12,7 @@ from headroom.kernels.cuda import matmul, unpacked
 from headroom.kernels.cuda.matmul import HalfRows, RowNorm
 from headroom.kernels.reference import norms
 from headroom.kernels.reference.dequant import dequantise
-from headroom.kernels.weight import Weight
+from headroom.kernels.weight import PLAIN_TYPES, Weight
 from tests.gpu.kept import keep_code
 from tests.gpu.timing import time_us
 from tests.gpu.torch_tiles import pack_tiles
@@ -33,8 +33,11 @@ ROWS = ((1, 5120), (9, 2048), (3, 96), (32, 17408), (8, 384))
 
 
 def random_weight(name: str, rows: int, columns: int) -> Weight:
-    """Random blocks with small scales."""
+    """Random blocks with small scales, or small numbers, as the bytes of a file."""
     quant = BY_NAME[name]
+    if name in PLAIN_TYPES:
+        values = torch.randn(rows, columns) * 0.05
+        return Weight(values.to(PLAIN_TYPES[name]).view(torch.uint8), quant, rows, columns)
     blocks = columns // quant.block
     data = torch.randint(0, 256, (rows, blocks, quant.block_bytes), dtype=torch.uint8)
     small = (torch.rand(rows, blocks, 2) * 0.01 + 0.001).half().view(torch.uint8)

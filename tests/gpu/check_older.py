@@ -62,6 +62,7 @@ def checks(sm: int) -> Iterator[Check]:
     yield named(check_attention.check_rope, "bf16", Heads(6, 2, 64), 16, True)
     yield named(check_experts.check, MIXED, (6, 256, 512), 5, 3, "silu")
     yield named(check_experts.check, ("mxfp4", "q8_0", "q4_0"), (4, 160, 288), 2, 4, "gelu")
+    yield named(check_experts.check, ("bf16", "bf16", "f16"), (4, 264, 520), 5, 2, "silu")
     for case in check_delta_net.cases()[:13]:
         yield named(check_delta_net.check, *case)
     yield named(check_route.check_scores, 257, 2048)

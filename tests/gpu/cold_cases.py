@@ -26,8 +26,16 @@ GPU = "cuda:0"
 # By model: how far logits in bf16 may be from all-hot ones where a CPU computes cold experts,
 # relative. Random weights of Gemma make much of what is rounded.
 LIMITS: Mapping[str, float] = MappingProxyType(
-    {"qwen3moe": 0.03, "qwen35moe-wide": 0.03, "laguna": 0.03, "gemma4-moe": 0.1}
+    {
+        "qwen3moe": 0.03,
+        "qwen35moe-wide": 0.03,
+        "laguna": 0.03,
+        "gemma4-moe": 0.1,
+        "qwen3moe-bf16": 0.03,
+        "gemma4-moe-f16": 0.1,
+    }
 )
+PLAIN = ("bf16", "f16")  # what a name may end with; the matrices of others are packed
 SHARES = ("0%", "30%", "60%")
 PATHS = ("auto", "cpu", "gpu")
 SWAPS = {"swap_min_gain": 0.5, "swap_per_layer": 4}  # soon, and many
@@ -51,8 +59,11 @@ Tokens = list[tuple[int, ...]]
 
 def model_file(name: str, folder: Path) -> Path:
     """Write a model with few layers, unless it is there."""
-    path = folder / f"{name}-q4_k_m.gguf"
-    return path if path.exists() else write_model(name, "q4_k_m", folder, few_layers=True)
+    family, _, mix = name.rpartition("-")
+    if mix not in PLAIN:
+        family, mix = name, "q4_k_m"
+    path = folder / f"{family}-{mix}.gguf"
+    return path if path.exists() else write_model(family, mix, folder, few_layers=True)
 
 
 @contextlib.contextmanager

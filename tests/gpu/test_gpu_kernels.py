@@ -45,6 +45,8 @@ EXPERTS = [
     (MIXED, (32, 512, 2048), 1, 8, "silu"),
     (MIXED, (32, 512, 2048), 32, 8, "silu"),
     (MIXED, (16, 768, 2048), 100, 8, "silu"),
+    *check_experts.PLAIN,
+    *check_experts.LARGE_PLAIN,
 ]
 RULES = [  # a rule, whether scores are biased, whether they tie
     (RouterRule(8, "softmax", True, 1.0), False, True),
@@ -114,6 +116,11 @@ def test_experts_of_many_rows_agree_by_our_own_product_too(case: tuple[object, .
     if torch.cuda.get_device_capability()[0] < 8:
         pytest.skip("the product is of later GPUs")
     assert_passes(check_experts.check, *case, "own")
+
+
+@pytest.mark.parametrize("kind", ["q4_k", "f16", "bf16"])
+def test_what_a_row_gets_of_experts_does_not_depend_on_other_rows(kind: str) -> None:
+    assert_passes(check_experts.check_alone, (kind, kind, kind), (6, 256, 512), 3)
 
 
 @pytest.mark.parametrize("case", check_experts.GROUPED, ids=str)

@@ -7,6 +7,7 @@ import torch
 
 from headroom.formats.quants import QuantType
 from headroom.kernels.cuda.sizes import RECORD_COLUMNS, TILE_ROWS
+from headroom.kernels.weight import PLAIN_TYPES
 
 BLOCK = 32
 
@@ -30,10 +31,14 @@ def pack_tiles(data: torch.Tensor, quant: QuantType, columns: int) -> torch.Tens
     """Return the tiles of some rows `[rows, bytes per row]`, on the device of `data`."""
     rows = data.shape[0]
     tiles, records = _up(rows, TILE_ROWS), _up(columns, RECORD_COLUMNS)
-    blocks = data.new_zeros(
-        tiles * TILE_ROWS, records * RECORD_COLUMNS // quant.block, quant.block_bytes
+    sides = tiles * TILE_ROWS, records * RECORD_COLUMNS // quant.block
+    blocks = torch.zeros(*sides, quant.block_bytes, dtype=torch.uint8, device=data.device)
+    blocks[:rows, : columns // quant.block] = data.view(torch.uint8).view(
+        rows, -1, quant.block_bytes
     )
-    blocks[:rows, : columns // quant.block] = data.view(rows, -1, quant.block_bytes)
+    if quant.name in PLAIN_TYPES:  # [tile, record, block, half, g, t, odd, h, later, byte]
+        lanes = blocks.view(tiles, 2, 8, records, 8, 2, 4, 2, 2, 2)
+        return lanes.permute(0, 3, 4, 5, 2, 6, 8, 1, 7, 9).flatten()
     parts = _READERS[quant.name](blocks)
     planes = [_quant_plane(parts.quants, quant, tiles, records)]
     if (high := _high_plane(parts.quants, quant, tiles, records)) is not None:

@@ -9,7 +9,7 @@ from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import grouped, handover, matmul
 from headroom.kernels.cuda.compile import SOURCES
 from headroom.kernels.cuda.pack import WARPS
-from headroom.kernels.cuda.sizes import PACKED, lanes_for, record_bytes
+from headroom.kernels.cuda.sizes import PACKED, TILED, lanes_for, record_bytes
 from tests.nvrtc import compile_source, missing
 
 MAIN = 90  # the GPU for which all macros are tried
@@ -47,6 +47,7 @@ def _product(kind: str, groups: int) -> Defines:
 
 
 KINDS = sorted(quant.name for quant in PACKED)
+PLAIN = sorted(quant.name for quant in TILED - PACKED)
 # The macros that launchers give, by source.
 DEFINES: dict[str, list[Defines]] = {
     "activations.cu": [{"LANES": 4}, {"LANES": 32, "GELU": 1}],
@@ -66,17 +67,27 @@ DEFINES: dict[str, list[Defines]] = {
     "delta_chunks.cu": [_delta(64) | {"HELD": 64}, _delta(32, tiled=1) | {"HELD": 128}],
     "delta_net.cu": [_delta(16), _delta(128, tiled=1)],
     "dequant.cu": [
-        {"KIND": _id(kind), "WARPS": 4, "OUT_F16": number % 2} for number, kind in enumerate(KINDS)
+        {"KIND": _id(kind), "WARPS": 4, "OUT_F16": number % 2}
+        for number, kind in enumerate((*KINDS, *PLAIN))
     ],
     "exact.cu": [_attention(256, "f32"), _attention(512, "q5_0"), _attention(64, "bf16")],
-    "experts.cu": [_experts("q4_k", "q6_k", 0), _experts("q8_0", "q5_1", 1)],
+    "experts.cu": [
+        _experts(*kinds)
+        for kinds in (
+            ("q4_k", "q6_k", 0),
+            ("q8_0", "q5_1", 1),
+            ("bf16", "bf16", 0),
+            ("f16", "f16", 1),
+            ("q4_k", "bf16", 0),
+        )
+    ],
     "grouped.cu": [{"ROWS": rows, "STAGES": stages} for rows, stages in grouped.STAGES.items()],
     "half_experts.cu": [{"GELU": 0}, {"GELU": 1}],
     "handover.cu": [handover.WORDS],
     "marker.cu": [{}],
     "matmul.cu": [_product(kind, 1 + number % 4) for number, kind in enumerate(KINDS)],
     "narrow.cu": [{}],
-    "pack.cu": [{"KIND": _id(kind), "WARPS": WARPS} for kind in KINDS],
+    "pack.cu": [{"KIND": _id(kind), "WARPS": WARPS} for kind in (*KINDS, *PLAIN)],
     "rope.cu": [
         {"DIM": 256, "HALF": 32, "K_KIND": _id(kind), "V_KIND": _id(kind), "Q_BF16": number % 2}
         for number, kind in enumerate(("f16", "f32", "bf16", "q8_0", "q5_1", "q4_0"))
@@ -143,4 +154,5 @@ def test_delta_net_in_chunks_compiles_with_other_macros(defines: Defines) -> Non
     [(x, arch) for x in DEFINES for arch in OTHERS if arch > OLDEST or x not in LATER],
 )
 def test_a_source_compiles_for_every_gpu(source: str, arch: int) -> None:
-    assert complaints_of(source, DEFINES[source][0], arch) == ""
+    for defines in (DEFINES[source][0], DEFINES[source][-1]):
+        assert complaints_of(source, defines, arch) == ""

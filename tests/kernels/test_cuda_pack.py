@@ -24,19 +24,28 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_load, "DEVICE", "cpu")
 
 
-@pytest.mark.parametrize("name", KINDS)
+PLAIN = ("f16", "bf16")
+
+
+@pytest.mark.parametrize("name", [*KINDS, *PLAIN])
 def test_tiles_hold_what_plain_torch_puts_there(name: str) -> None:
     assert check_load.check(name, 32, 512)
     assert check_load.check(name, 21, 256, matrices=3)
     assert check_load.check(name, 37, 1280, ordered=True)
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "mxfp4"])
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "mxfp4", *PLAIN])
 def test_rows_that_do_not_fill_a_record_are_filled_up_with_zeros(name: str) -> None:
     assert check_load.check(name, 18, 288, matrices=2)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_rows_of_few_columns_are_filled_up_with_zeros(name: str) -> None:
+    assert check_load.check(name, 18, 40, matrices=2)
+    assert check_load.check(name, 3, 264)
+
+
+@pytest.mark.parametrize("name", [*KINDS, *PLAIN])
 def test_tiles_have_the_values_of_the_file(name: str) -> None:
     weight = random_weight(name, 19, 512)
     tiles = torch.empty(tile_bytes(weight.quant, 19, 512), dtype=torch.uint8)

@@ -4,17 +4,18 @@ import pytest
 import torch
 
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda.sizes import PACKED
+from headroom.kernels.cuda.sizes import TILED
 from headroom.kernels.native import experts as native_experts
 from headroom.kernels.native.experts import PanelTable
 from headroom.kernels.native.module import MODULE
 from headroom.kernels.ops import ExpertTable
+from headroom.kernels.weight import PLAIN_TYPES
 from tests.gpu.torch_tiles import pack_tiles
 from tests.kernels.cases import random_choice, random_experts
 
 pytestmark = pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 EXPERTS = 4
-NAMES = sorted(kind.name for kind in PACKED)
+NAMES = sorted(kind.name for kind in TILED)
 WITH_WIDE_ROWS = ("amx", "avx512")  # whose products with tiles round a row's values to 16 bits
 
 
@@ -40,19 +41,31 @@ def random_layer(name: str) -> tuple[ExpertTable, int]:
     return random_experts(kinds, EXPERTS, hidden, width), hidden
 
 
+def from_both(table: ExpertTable, hidden: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What some rows get from tiles and from panels."""
+    x, (ids, weights) = torch.randn(5, hidden), random_choice(5, EXPERTS, 2)
+    tiles, panels = tile_table(table), native_experts.prepare(table)
+    found = native_experts.experts(x, ids, weights, tiles, "silu", dtype)
+    return found, native_experts.experts(x, ids, weights, panels, "silu", dtype)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["f32", "int8"])
 def test_tiles_and_panels_give_the_same_values(name: str, dtype: str, isa: str) -> None:
-    table, hidden = random_layer(name)
-    x = torch.randn(5, hidden)
-    ids, weights = random_choice(5, EXPERTS, 2)
-    wanted = native_experts.experts(x, ids, weights, native_experts.prepare(table), "silu", dtype)
-    found = native_experts.experts(x, ids, weights, tile_table(table), "silu", dtype)
-    if dtype == "f32" and isa in WITH_WIDE_ROWS:
+    found, wanted = from_both(*random_layer(name), dtype)
+    if dtype == "f32" and isa in WITH_WIDE_ROWS and name not in PLAIN_TYPES:
         # Of 16 bits; rounding to bf16 would cost 2e-3.
         assert (found - wanted).norm() < 2e-4 * wanted.norm()
     else:
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["f16", "bf16"])
+def test_plain_tiles_that_fill_no_vector_give_the_same_bits(name: str, isa: str) -> None:
+    torch.manual_seed(3)
+    table = random_experts((BY_NAME[name],) * 3, EXPERTS, 300, 12)
+    found, wanted = from_both(table, 300, "f32")
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -98,3 +111,8 @@ def test_picks_with_a_negative_id_are_passed_over() -> None:
     wanted = native_experts.experts(x, ids, weights * kept, table, "silu", "f32")
     torch.testing.assert_close(found, wanted)
     assert not found[1].any()
+
+
+def test_experts_of_32_bits_have_no_tiles() -> None:
+    with pytest.raises(ValueError, match="F32 weights have no tiles"):
+        MODULE.Matrix(0, BY_NAME["f32"].ggml_id, 16, 256, True)

@@ -93,7 +93,14 @@ def test_tiles_fill_up_both_sides_and_plain_matrices_become_bf16() -> None:
     apart = dict.fromkeys(("ffn_gate_exps.weight", "ffn_up_exps.weight"), ((4, 24, 256), Q8_0))
     fused = {"ffn_gate_up_exps.weight": ((4, 48, 256), Q8_0)}
     assert expert_tile_padding(apart) == expert_tile_padding(fused) == 2 * 8 * 272
-    assert expert_tile_padding({"ffn_down_exps.weight": ((4, 8, 8), BF16)}) == 0
+
+
+def test_experts_of_16_bits_are_filled_up_and_others_without_tiles_stay_as_they_are() -> None:
+    assert expert_tile_padding({"ffn_down_exps.weight": ((4, 32, 512), BF16)}) == 0
+    assert expert_tile_padding({"ffn_down_exps.weight": ((4, 8, 8), F16)}) == 8192 - 128
+    assert expert_tile_padding({"ffn_down_exps.weight": ((4, 8, 12), F16)}) == 0
+    mixed = {"ffn_up_exps.weight": ((4, 24, 256), Q8_0), "ffn_down_exps.weight": ((4, 8, 24), F32)}
+    assert expert_tile_padding(mixed) == 0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from headroom.errors import DeviceError
 from headroom.kernels.cuda import experts as cuda_experts
 from headroom.kernels.cuda import handover, matmul
 from headroom.kernels.cuda.handover import Mailbox
-from headroom.kernels.cuda.sizes import PACKED
+from headroom.kernels.cuda.sizes import TILED
 from headroom.kernels.native import experts as native_experts
 from headroom.kernels.native.experts import PanelTable
 from headroom.kernels.native.module import MODULE
@@ -104,8 +104,8 @@ def test_any_split_says_what_all_hot_says(
     made[0].check()
 
 
-@pytest.mark.parametrize("name", sorted(kind.name for kind in PACKED))
-def test_every_packed_type_is_taken(made: list[ColdCompute], name: str) -> None:
+@pytest.mark.parametrize("name", sorted(kind.name for kind in TILED))
+def test_every_type_is_taken(made: list[ColdCompute], name: str) -> None:
     store = split_store((name, name, "q8_0"), SIZES, range(0, 10, 2))
     (part,) = started(made, [store], BY_CPU)
     x, picks = torch.randn(2, HIDDEN) * 0.3, random_picks(2, EXPERTS, USED)

@@ -69,10 +69,15 @@ def _in_float32(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> tor
 
 @pytest.fixture
 def file(tmp_path: Path) -> WeightFile:
-    made = WeightFile(tmp_path / "weights")
+    return weight_file(tmp_path, "q4_0", "q8_0")
+
+
+def weight_file(folder: Path, kind: str, down: str) -> WeightFile:
+    """A layer's experts, whose gates and ups are of one type."""
+    made = WeightFile(folder / "weights")
     for name in ("gate", "up"):
-        made.add(f"ffn.experts.{name}", "q4_0", EXPERTS, WIDTH, HIDDEN)
-    made.add("ffn.experts.down", "q8_0", EXPERTS, HIDDEN, WIDTH)
+        made.add(f"ffn.experts.{name}", kind, EXPERTS, WIDTH, HIDDEN)
+    made.add("ffn.experts.down", down, EXPERTS, HIDDEN, WIDTH)
     return made
 
 
@@ -148,6 +153,22 @@ def apart(found: torch.Tensor, wanted: torch.Tensor, x: torch.Tensor) -> float:
 def test_all_paths_say_what_hot_experts_say(
     file: WeightFile, share: int, cold: str, changes: dict[str, object]
 ) -> None:
+    check_paths(file, share, cold, changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "down", "cold"),
+    [
+        *(("bf16", "bf16", cold) for cold in ("gpu", "cpu", "auto")),
+        *(("f16", "bf16", "auto"), ("q4_0", "f16", "gpu")),
+    ],
+)
+def test_plain_experts_take_all_paths_too(tmp_path: Path, kind: str, down: str, cold: str) -> None:
+    check_paths(weight_file(tmp_path, kind, down), 30, cold, {})
+
+
+def check_paths(file: WeightFile, share: int, cold: str, changes: dict[str, object]) -> None:
+    """Assert that a layer with cold experts says what one says whose experts are all hot."""
     wanted, found = Layer(file, None), Layer(file, HOT[share], cold, **changes)
     alone = cold == "gpu" or "speeds" in changes
     assert found.hybrid is not None

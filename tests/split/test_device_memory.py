@@ -11,12 +11,14 @@ from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
 from headroom.formats.checkpoint import open_checkpoint
-from headroom.kernels.cuda import delta_net
+from headroom.kernels.cuda import delta_net, experts
 from headroom.kernels.cuda.chunks import span_tables
 from headroom.kernels.cuda.scratch import Arena, frame, opened
 from headroom.memory.budget import device_step
 from headroom.memory.device_scratch import UPLOAD_BYTES, device_phases
+from headroom.models import load
 from headroom.models.describe import describe
+from headroom.moe import device_experts
 from tests import family_configs
 from tests.family_gguf import write_gguf
 from tests.gpu import check_delta_net
@@ -57,6 +59,21 @@ def test_a_gpu_loads_what_its_plan_says(
     drawing = lines.pop("logits") - counted.pop("logits")
     assert counted == lines
     assert drawing > 0  # the sampler's, which the stage allocates
+
+
+@pytest.mark.parametrize("kind", ["BF16", "F16", "F32"])
+def test_a_gpu_loads_plain_experts_as_its_plan_says(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(MODELS["qwen3moe"](), tmp_path / "m.gguf", kind, fused=False, unused_keys=False)
+    pretend(monkeypatch, 64 << 10)
+    monkeypatch.setattr(load, "experts_fit", device_experts.experts_fit)
+    monkeypatch.setattr(experts, "refuses_device", lambda case: None)
+    settings = {"context": 512, "parallel": 3, "chunk": 100}
+    plan, model, counted = load_on_host(tmp_path / "m.gguf", **settings)
+    assert counted["hot_experts"] == plan.devices[0].allocated["hot_experts"]
+    parts = [type(part) for block in model._blocks for part in getattr(block, "_parts", ())]
+    assert (device_experts.DeviceExperts in parts) == (kind != "F32")
 
 
 MANY = (

@@ -1,4 +1,4 @@
-// A packed weight in tiles as plain rows in bf16, or in f16 with OUT_F16, for the products of many rows.
+// A weight in tiles as plain rows in bf16, or in f16 with OUT_F16, for the products of many rows.
 #include "tiles.cuh"
 #include <cuda_bf16.h>
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ Narrow narrowed(float x) { return __float2bfloat16(x)
 
 // What a lane holds of a record, block by block: put(block, i, values) gets four neighbours, for
 // i % 2 in row g + 8 instead of g, for i / 2 from column 16 + 4t of the block instead of 4t.
-template <class Put> __device__ __forceinline__ void unpack_record(const u8* record, int lane, Put put) {
+template <class Put> __device__ __forceinline__ void unpack_packed(const u8* record, int lane, Put put) {
     Quants<KIND> quants;
     Scales<KIND> scales;
     quants.load<true>(record, lane);
@@ -53,6 +53,28 @@ template <class Put> __device__ __forceinline__ void unpack_record(const u8* rec
             put(b, i, four);
         }
     }
+}
+
+// The same of a plain type.
+template <class Put> __device__ __forceinline__ void unpack_plain(const u8* record, int lane, Put put) {
+    const auto value = [](u32 bits) {
+        const u16 half = bits;
+        return KIND == BF16 ? __uint_as_float(bits << 16) : __half2float(*reinterpret_cast<const __half*>(&half));
+    };
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        const uint4 words = __ldcs(reinterpret_cast<const uint4*>(record) + 32 * i + lane);
+        const auto put_row = [&](int h, u32 even, u32 odd) {
+            const float four[4] = {value(even & 0xFFFF), value(odd & 0xFFFF), value(even >> 16), value(odd >> 16)};
+            put(i / 2, i % 2 * 2 + h, four);
+        };
+        put_row(0, words.x, words.z);
+        put_row(1, words.y, words.w);
+    }
+}
+template <class Put> __device__ __forceinline__ void unpack_record(const u8* record, int lane, Put put) {
+    if constexpr (is_plain(KIND)) unpack_plain(record, lane, put);
+    else unpack_packed(record, lane, put);
 }
 
 // blockIdx.x: the tile; each warp takes every WARPS-th record. `out` is [rows, columns].

@@ -1,4 +1,4 @@
-"""Routed experts on a GPU: packed products for few rows, products of sorted rows for many."""
+"""Routed experts on a GPU: products of tiles for few rows, products of sorted rows for many."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +13,10 @@ from headroom.kernels.cuda.matmul import HalfRows
 from headroom.kernels.cuda.narrow import NarrowRows, as_narrow, refuses_type
 from headroom.kernels.cuda.picks import ExpertGroup, expert_group, grouped_product, sort_picks
 from headroom.kernels.cuda.sizes import (
-    PACKED,
+    EXPERT_STEP,
     RECORD_COLUMNS,
     TILE_ROWS,
+    TILED,
     experts_at_once,
     tile_bytes,
 )
@@ -61,9 +62,16 @@ def refuses(case: Case) -> str | None:
     """Say why a case cannot run here."""
     if reason := refuses_device(case):
         return reason
-    if strange := [str(kind) for kind in case.experts if kind not in PACKED]:
-        return f"{strange[0]} is not a packed type of the tensor cores"
+    if strange := [str(kind) for kind in case.experts if kind not in TILED]:
+        return f"{strange[0]} is not a type of the tensor cores"
     return refuses_type(case.dtype)
+
+
+def refuses_sizes(width: int, hidden: int) -> str | None:
+    """Say why experts of a width cannot run here."""
+    if width % EXPERT_STEP or hidden % EXPERT_STEP:
+        return f"matrices of {width} x {hidden} are not multiples of {EXPERT_STEP}"
+    return None
 
 
 def table_of(

@@ -1,5 +1,5 @@
 // Parts of bf16 matrices on their way to the tensor cores: into shared memory while others are worked on,
-// from there to the lanes of a warp, and into products. For sm_80 and later.
+// and from there to the lanes of a warp. For sm_80 and later.
 #ifndef HEADROOM_ON_CPU
 // Asks for 16 bytes; the line they lie in comes near with them. Where they are not `there` zeros come.
 __device__ __forceinline__ void ask16(void* to, const void* from, bool there) {
@@ -20,11 +20,5 @@ __device__ __forceinline__ void load_four(u32* to, const void* from) {
     const u32 at = static_cast<u32>(__cvta_generic_to_shared(from));
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at) : "memory");
-}
-// As in mma.cuh, of bf16.
-__device__ __forceinline__ void mma_bf16(float* c, const u32* a, const u32* b) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 #endif

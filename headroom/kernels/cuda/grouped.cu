@@ -8,6 +8,7 @@
 // bits are the same in every tile.
 #include "types.cuh"
 #include "fragments.cuh"
+#include "mma.cuh"
 #include <cuda_bf16.h>
 
 #define OUTPUTS 128

@@ -1,10 +1,11 @@
-// A file's blocks into the tiles of tiles.cuh: many rows, or many matrices, in one launch.
+// A file's rows into the tiles of tiles.cuh: many rows, or many matrices, in one launch.
 #include "tiles.cuh"
 
 // How 256 columns of a row lie in a file.
 constexpr int BLOCK_BYTES = KIND == Q4_0 || KIND == IQ4_NL ? 18 : KIND == Q4_1 ? 20 : KIND == Q5_0 ? 22
-    : KIND == Q5_1 ? 24 : KIND == Q8_0 ? 34 : KIND == MXFP4 ? 17 : KIND == Q4_K ? 144 : KIND == Q5_K ? 176 : 210;
-constexpr int BLOCKS = by_record(KIND) ? 1 : 8;  // of a record
+    : KIND == Q5_1 ? 24 : KIND == Q8_0 ? 34 : KIND == MXFP4 ? 17 : KIND == Q4_K ? 144 : KIND == Q5_K ? 176
+    : KIND == Q6_K ? 210 : 2;
+constexpr int BLOCKS = by_record(KIND) ? 1 : is_plain(KIND) ? 256 : 8;  // of a record
 constexpr int SCALE_BYTES = KIND == MXFP4 ? 1 : 2;
 constexpr int SCALES_AT = KIND == Q6_K ? 208 : 0;
 constexpr int HIGH_AT = KIND == Q5_K ? 16 : KIND == Q6_K ? 128 : has_min(KIND) ? 4 : 2;
@@ -49,6 +50,11 @@ struct RowPart {
         return four;
     }
 
+    // Columns c .. c + 3 of a plain type, whose rows have a multiple of four.
+    __device__ __forceinline__ uint2 four(int c) const {
+        return at == nullptr || c >= blocks ? make_uint2(0, 0) : *reinterpret_cast<const uint2*>(at + 2 * c);
+    }
+
     // Byte i of a file's block b.
     __device__ __forceinline__ u32 byte(int b, int i) const {
         return at == nullptr || b >= blocks ? 0 : at[b * BLOCK_BYTES + i];
@@ -63,7 +69,18 @@ struct RowPart {
     }
 };
 
-// The words of one lane; rows[h] is row g + 8 h.
+// The words of one lane of a plain type; rows[h] is row g + 8 h.
+__device__ __forceinline__ void pack_plain(const RowPart* rows, u8* record, int lane) {
+    uint4* words = reinterpret_cast<uint4*>(record) + lane;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        const uint2 first = rows[0].four(16 * i + 4 * (lane % 4)), second = rows[1].four(16 * i + 4 * (lane % 4));
+        words[32 * i] = make_uint4(__byte_perm(first.x, first.y, 0x5410), __byte_perm(second.x, second.y, 0x5410),
+                                   __byte_perm(first.x, first.y, 0x7632), __byte_perm(second.x, second.y, 0x7632));
+    }
+}
+
+// The words of one lane of a packed type.
 __device__ __forceinline__ void pack_quants(const RowPart* rows, u8* record, int lane) {
     const int t = lane % 4;
     u32 high[8] = {};
@@ -137,8 +154,12 @@ __device__ __forceinline__ void pack_tile(const u8* source, const int* order, u8
             parts[h].blocks = blocks - r * BLOCKS;
         }
         u8* record = tile + static_cast<size_t>(r) * Record<KIND>::bytes;
-        pack_quants(parts, record, lane);
-        pack_scales(parts, record, lane);
+        if constexpr (is_plain(KIND)) {
+            pack_plain(parts, record, lane);
+        } else {
+            pack_quants(parts, record, lane);
+            pack_scales(parts, record, lane);
+        }
     }
 }
 

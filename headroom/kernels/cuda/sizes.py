@@ -1,15 +1,17 @@
 """Sizes of what the launchers take and make: plain numbers, which the planner counts with, too."""
 
-from headroom.formats.quants import BY_NAME, QuantType
+from headroom.formats.quants import BF16, BY_NAME, F16, QuantType
 
 ALIGNMENT = 256  # bytes at which a buffer of a step's scratch begins
 FEW_ROWS = 32  # the most that one pass over packed weights serves; they have captured steps
 GROUP_ROWS = 8  # of rows in f16, see halves.cuh
-TILE_ROWS, RECORD_COLUMNS = 16, 256  # of packed weights, see tiles.cuh
+TILE_ROWS, RECORD_COLUMNS = 16, 256  # of weights in tiles, see tiles.cuh
 PACKED = frozenset(
     BY_NAME[name]
     for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "mxfp4", "q4_k", "q5_k", "q6_k")
 )
+TILED = PACKED | {F16, BF16}  # types that experts may have; dense plain weights lie in rows
+EXPERT_STEP = 8  # of an expert's sides: 16 bytes of a row in bf16, which products of many rows read
 
 # A piece of the context ends at the first of these bounds beyond it: (bound, keys of a piece).
 _SMALL_PIECES = ((4096, 128), (16384, 256))

@@ -1,4 +1,4 @@
-// How packed weights lie in GPU memory, and how a warp reads them.
+// How weights in tiles lie in GPU memory, and how a warp reads them.
 //
 // Sixteen rows of a matrix form a tile, 256 columns of a tile a record: the planes below, one after
 // another. A lane holds what the tensor cores want of it: with g = lane / 4 and t = lane % 4 the
@@ -13,6 +13,9 @@
 //   scales   [g] f16 for rows g and g + 8 (of each block of 32, or of the record); MXFP4: exponents
 //   mins     [g] the same, where the type has mins
 //
+// F16 and BF16 have one plane: [block][half of its columns][lane] four words of two numbers, columns 4t and
+// 4t + 2 of rows g and g + 8, then columns 4t + 1 and 4t + 3 of both; see plain.cuh.
+//
 // Nothing is rounded: a record holds exactly the numbers of the file, in as many bytes.
 #include "types.cuh"
 
@@ -20,6 +23,7 @@ __host__ __device__ constexpr bool has_min(int k) { return k == Q4_1 || k == Q5_
 __host__ __device__ constexpr bool has_groups(int k) { return k == Q4_K || k == Q5_K; }
 __host__ __device__ constexpr bool one_high_bit(int k) { return k == Q5_0 || k == Q5_1 || k == Q5_K; }
 __host__ __device__ constexpr bool by_record(int k) { return k == Q4_K || k == Q5_K || k == Q6_K; }
+__host__ __device__ constexpr bool is_plain(int k) { return k == F16 || k == BF16; }
 __host__ __device__ constexpr float offset_of(int k) {
     return k == Q4_0 ? 8 : k == Q5_0 ? 16 : k == Q6_K ? 32 : 0;
 }
@@ -32,7 +36,7 @@ template <int K> struct Record {
     static constexpr int lows = groups + (has_groups(K) ? 128 : K == Q6_K ? 256 : 0);
     static constexpr int scales = lows + (has_groups(K) ? 64 : 0);
     static constexpr int mins = scales + (by_record(K) ? 32 : K == MXFP4 ? 128 : 256);
-    static constexpr int bytes = mins + (!has_min(K) ? 0 : by_record(K) ? 32 : 256);
+    static constexpr int bytes = is_plain(K) ? 8192 : mins + (!has_min(K) ? 0 : by_record(K) ? 32 : 256);
 };
 
 __device__ __forceinline__ u32 look_up(u32 nibbles, const u32* table) {

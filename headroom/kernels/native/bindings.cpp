@@ -31,7 +31,7 @@ Kind checked_kind(int kind) {
 }
 
 Matrix make_matrix(Address data, int kind, int64_t rows, int64_t columns, bool tiles = false) {
-    if (tiles && is_plain(checked_kind(kind))) throw std::invalid_argument("plain weights have no tiles");
+    if (tiles && checked_kind(kind) == F32) throw std::invalid_argument("F32 weights have no tiles");
     return {at<const uint8_t>(data), checked_kind(kind), rows, columns, tiles};
 }
 

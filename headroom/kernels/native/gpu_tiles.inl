@@ -1,7 +1,7 @@
 // Weights that lie as a GPU reads them (kernels/cuda/tiles.cuh), turned into panels on their way
 // into a product: a host can so compute with experts that a GPU may also read where they are.
 // Both layouts are records of sixteen rows and 256 columns with the same numbers in as many bytes;
-// a tile's last record is always whole.
+// a tile's last record is always whole. F16 and BF16 have no records in panels.
 
 #include <algorithm>
 
@@ -273,6 +273,57 @@ template <Kind K> void all_records(int64_t columns, const uint8_t* tile, uint8_t
     }
 }
 
+// Four columns of sixteen rows of 16 bits: lanes [g] of a tile, 64 bytes apart, hold columns 0 and 2 of
+// rows g and g + 8, then columns 1 and 3 of both.
+inline void plain_four(const uint8_t* lanes, uint8_t* panel) {
+    for (int g = 0; g < 8; ++g)
+        for (int h = 0; h < 2; ++h)
+            for (int c = 0; c < 4; ++c)
+                std::memcpy(panel + 32 * c + 16 * h + 2 * g, lanes + 64 * g + 8 * (c % 2) + 4 * h + 2 * (c / 2), 2);
+}
+
+// Eight columns: the lanes of two neighbouring t lie side by side.
+inline void plain_eight(const uint8_t* lanes, uint8_t* panel) {
+#if defined(__AVX2__)
+    __m256i r[8], a[8], b[8];
+    for (int g = 0; g < 8; ++g) r[g] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(lanes + 64 * g));
+    for (int i = 0; i < 4; ++i) {
+        a[2 * i] = _mm256_unpacklo_epi16(r[2 * i], r[2 * i + 1]);
+        a[2 * i + 1] = _mm256_unpackhi_epi16(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; ++i)
+        for (int j = 0; j < 2; ++j) {
+            b[4 * i + 2 * j] = _mm256_unpacklo_epi32(a[4 * i + j], a[4 * i + j + 2]);
+            b[4 * i + 2 * j + 1] = _mm256_unpackhi_epi32(a[4 * i + j], a[4 * i + j + 2]);
+        }
+    // For each t, b[n] has numbers 2n and 2n + 1 of a lane for g = 0..3, b[n + 4] for g = 4..7; of n even
+    // they are of rows g, of n odd of rows g + 8.
+    for (int n = 0; n < 4; n += 2) {
+        const __m256i first[2] = {_mm256_unpacklo_epi64(b[n], b[n + 4]), _mm256_unpackhi_epi64(b[n], b[n + 4])};
+        const __m256i second[2] = {_mm256_unpacklo_epi64(b[n + 1], b[n + 5]),
+                                   _mm256_unpackhi_epi64(b[n + 1], b[n + 5])};
+        for (int i = 0; i < 2; ++i) {
+            __m256i* to = reinterpret_cast<__m256i*>(panel) + n / 2 + 2 * i;
+            _mm256_storeu_si256(to, _mm256_permute2x128_si256(first[i], second[i], 0x20));
+            _mm256_storeu_si256(to + 4, _mm256_permute2x128_si256(first[i], second[i], 0x31));
+        }
+    }
+#else
+    for (int t = 0; t < 2; ++t) plain_four(lanes + 16 * t, panel + 128 * t);
+#endif
+}
+
+// Sixteen values for each column; a tile has sixteen columns at a time.
+void plain_to_panel(int64_t columns, const uint8_t* tile, uint8_t* panel) {
+    const auto from = [&](int64_t column) { return tile + 32 * (column / 16 * 16) + 4 * (column % 16); };
+    int64_t column = 0;
+    for (; column + 8 <= columns; column += 8) {
+        prefetch(tile + 32 * (column + 512), 256);
+        plain_eight(from(column), panel + 32 * column);
+    }
+    for (; column < columns; column += 4) plain_four(from(column), panel + 32 * column);
+}
+
 void tile_to_panel(Kind kind, int64_t columns, const uint8_t* tile, uint8_t* panel) {
     switch (kind) {
         case Q4_0: return all_records<Q4_0>(columns, tile, panel);
@@ -285,7 +336,8 @@ void tile_to_panel(Kind kind, int64_t columns, const uint8_t* tile, uint8_t* pan
         case Q4_K: return all_records<Q4_K>(columns, tile, panel);
         case Q5_K: return all_records<Q5_K>(columns, tile, panel);
         case Q6_K: return all_records<Q6_K>(columns, tile, panel);
-        case F32: case F16: case BF16: return;  // have no tiles
+        case F16: case BF16: return plain_to_panel(columns, tile, panel);
+        case F32: return;  // has no tiles
     }
 }
 

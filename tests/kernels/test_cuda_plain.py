@@ -1,0 +1,83 @@
+"""Experts of F16 and BF16 in tiles: CUDA kernels on the CPU against float64."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from headroom.kernels.cuda import experts, grouped, half_experts, matmul, narrow, pack
+from headroom.kernels.cuda.experts import few_rows, refuses_sizes
+from headroom.kernels.cuda.matmul import half_rows
+from headroom.kernels.ops import ExpertTable
+from headroom.kernels.weight import PLAIN_TYPES, Weight
+from tests.gpu import check_experts
+from tests.gpu.check_experts import PLAIN, to_tiles, wanted_sum
+from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+@pytest.fixture(autouse=True, params=[0, 1], ids=["before sm_80", "bf16 cores"])
+def bf16_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Let the launchers run their kernels here, as both sorts of tensor cores would."""
+    torch.manual_seed(0)
+
+    def compile_for_cores(
+        source: str, name: str, defines: Mapping[str, int] | None = None
+    ) -> Callable[..., None]:
+        if source != "experts.cu":
+            return compile_on_cpu(source, name, defines)
+        kernel = compile_on_cpu(source, name, dict(defines or {}) | {"BF16_CORES": request.param})
+        # The activation's blocks share its work among themselves, however many they are.
+        return (lambda grid, *rest: kernel((1,), *rest)) if name == "activate" else kernel
+
+    def product(x: torch.Tensor, matrix: torch.Tensor, out: Any, out_dtype: Any = None) -> Any:
+        return out.copy_(torch.matmul(x.float(), matrix.float()))
+
+    for module in (experts, grouped, half_experts, matmul, narrow, pack):
+        monkeypatch.setattr(module, "compile_kernel", compile_for_cores)
+    monkeypatch.setattr(check_experts, "DEVICE", "cpu")
+    monkeypatch.setattr(torch, "mm", product)  # CPUs have none of f16 with wider sums
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_plain_experts_agree_with_the_reference(case: check_experts.Case, bf16_cores: bool) -> None:
+    if not bf16_cores and case is not PLAIN[0]:
+        pytest.skip("differs in bf16 alone")
+    assert check_experts.check(*case, "own")
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_what_a_row_gets_does_not_depend_on_other_rows(kind: str) -> None:
+    assert check_experts.check_alone((kind, kind, kind), (3, 16, 264), 2)
+
+
+def scaled_table(kind: str, by: float) -> ExpertTable:
+    """Experts whose gates are small and whose ups and downs are `by` as large, or one over it."""
+
+    def made(rows: int, columns: int, scale: float) -> tuple[Weight, ...]:
+        values = (torch.randn(3, rows, columns) * scale).to(PLAIN_TYPES[kind])
+        quant = check_experts.BY_NAME[kind]
+        return tuple(Weight(one.view(torch.uint8), quant, rows, columns) for one in values)
+
+    return ExpertTable(made(32, 64, 0.1), made(32, 64, by), made(64, 32, 1 / by))
+
+
+@pytest.mark.parametrize(("kind", "by"), [("f16", 1000.0), ("bf16", 1e-12), ("bf16", 1e12)])
+def test_weights_have_all_of_their_range(bf16_cores: bool, kind: str, by: float) -> None:
+    if kind == "bf16" and not bf16_cores:
+        pytest.skip("in f16, as dense weights are there")
+    table = scaled_table(kind, by)
+    ids, weights = torch.tensor([[2, 0], [1, 2]], dtype=torch.int32), torch.rand(2, 2)
+    x = torch.randn(2, 64)
+    found = few_rows(half_rows(x), ids, weights, to_tiles(table), "silu")
+    wanted = wanted_sum((x, ids, weights), table, "silu")
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-3
+
+
+def test_sides_that_no_product_of_many_rows_takes_are_refused() -> None:
+    assert refuses_sizes(32, 64) is None
+    assert refuses_sizes(36, 64) == "matrices of 36 x 64 are not multiples of 8"
+    assert refuses_sizes(32, 100) == "matrices of 32 x 100 are not multiples of 8"
