@@ -27,10 +27,6 @@ class Overhead:
 CPU_RUNTIME = Overhead(
     256 * MIB, "Python, torch and its threads; 237 MiB measured 2026-11 with torch 2.13 on x86-64"
 )
-# What the driver holds of an idle GPU (618 MiB there) is not in: plans count it as others'.
-GPU_RUNTIME = Overhead(
-    256 * MIB, "driver context and kernels; 173 to 211 MiB measured 2026-11 on an H200"
-)
 GPU_GRAPHS = Overhead(
     64 * MIB, "pools of captured graphs; up to 51 MiB measured 2026-11 on an H200"
 )
@@ -38,6 +34,19 @@ GPU_GRAPHS = Overhead(
 GPU_EAGER = Overhead(
     192 * MIB, "torch and cuBLAS without fused layers; 187 MiB measured 2026-11 on an H200"
 )
+
+
+# Beside what torch holds: 526 MiB when CUDA starts, most of it in proportion to the processors, and
+# 238 MiB for kernels, libraries and graphs. Smaller cards have fewer processors.
+_LARGEST_CONTEXT, _CONTEXT_SHARE = 512 * MIB, 64
+
+
+def gpu_runtime(total_bytes: int) -> Overhead:
+    """Return what a GPU of this size gives to its driver for one process."""
+    context = min(_LARGEST_CONTEXT, total_bytes // _CONTEXT_SHARE)
+    return Overhead(
+        256 * MIB + context, "CUDA's context and kernels; 764 MiB measured 2026-11 on an H200"
+    )
 
 
 @dataclass(frozen=True, slots=True)

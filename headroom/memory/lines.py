@@ -20,7 +20,7 @@ from headroom.memory.budget import (
     verify_bytes,
     workspace_phases,
 )
-from headroom.memory.calibration import CPU_RUNTIME, GPU_EAGER, GPU_GRAPHS, GPU_RUNTIME
+from headroom.memory.calibration import CPU_RUNTIME, GPU_EAGER, GPU_GRAPHS, gpu_runtime
 from headroom.memory.device_scratch import inputs_bytes, library_bytes, sampler_bytes
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.precision import feature_ring_bytes, staging_bytes
@@ -161,5 +161,5 @@ def runtime_lines(device: DeviceSpec) -> list[Line]:
         why += f", {gib(driver)} held by an idle driver, an estimate"
     if taken > driver:
         why += f", {gib(taken - driver)} held by others"
-    runtime = CPU_RUNTIME if device.kind == "cpu" else GPU_RUNTIME
+    runtime = CPU_RUNTIME if device.kind == "cpu" else gpu_runtime(device.total_bytes)
     return [Line("runtime", runtime.bytes, runtime.source), Line("reserve", reserve + taken, why)]

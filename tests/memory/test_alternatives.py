@@ -14,7 +14,7 @@ from headroom.options import Options
 def test_a_smaller_mix_more_cards_and_more_memory_are_proposed() -> None:
     options = Options(model="qwen3.6-27b:q8_0", device="16GiB", ram="64GiB")
     found = list(alternatives([known_shape(options.model)], options))
-    assert found[:2] == ["qwen3.6-27b:q4_k_m", "--device 16GiB,16GiB"]
+    assert found[:2] == ["qwen3.6-27b:q4_0", "--device 16GiB,16GiB"]
     flag, size = found[-1].split()
     assert flag == "--device"
     shape = known_shape(options.model)
