@@ -79,8 +79,12 @@ class StepInputs:
         """Make all rows padding, for runs that must leave no trace."""
         if self._copied is not None:
             self._copied.synchronize()
+        tokens, slots, _, source = self._wide
+        tokens[:] = slots[:] = (
+            0  # those of the last step may stand for what is drawn, and be negative
+        )
+        source[:] = self._own
         self._narrow[1][:] = -1
-        self._wide[3][:] = self._own
         self._send(pages=True)
 
     def fill(self, batch: Batch) -> None:

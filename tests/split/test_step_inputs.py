@@ -76,6 +76,15 @@ def test_a_token_that_the_host_does_not_know_yet_is_taken_from_the_last_step() -
     assert read.tokens.tolist() == [4, 1000, 1005, 0]
 
 
+def test_padding_for_a_capture_reads_no_token_that_stood_for_another() -> None:
+    inputs = StepInputs(8, 4, 3, "cpu", torch.arange(32) + 1000)
+    inputs.fill(replace(make([Span(0, 3, 5, pages(7))]), tokens=torch.tensor([4, -1, -6])))
+    inputs.clear()
+    step = inputs.batch((), frozenset(), StepKind(8, 1, 128, 64), 4)
+    assert step.tokens.tolist() == [0] * 8  # negative ones would be read before the table's first
+    assert step.tables[0].sequence.tolist() == [-1] * 8
+
+
 def test_window_layers_number_their_pages_in_rings() -> None:
     inputs = StepInputs(4, 2, 6, "cpu", torch.arange(32) + 1000)
     inputs.fill(make([Span(0, 1, 200, pages(1, 2, 3, 9), slot=1)]))
