@@ -10,6 +10,7 @@ from headroom.memory.calibration import Speeds, with_speeds
 from headroom.memory.cold_speeds import ColdSpeeds, speeds_of
 from headroom.moe.cost import (
     KERNELS_S,
+    OWN_S,
     Choice,
     best_left,
     choose,
@@ -32,13 +33,13 @@ SPEEDS = st.builds(
 
 
 def test_the_gpu_takes_a_few_of_many_cold_picks() -> None:
-    assert best_left(H200, EXPERT, 8) == (0, 0, 0, 1, 1, 1, 2, 2, 2)
+    assert best_left(H200, EXPERT, 8) == (0, 0, 0, 1, 1, 1, 1, 2, 2)
 
 
 def test_time_is_that_of_the_slower_side() -> None:
-    assert row_seconds(H200, EXPERT, 8, 0, 0) == pytest.approx(8 * EXPERT / 4e12)
+    assert row_seconds(H200, EXPERT, 8, 0, 0) == pytest.approx(OWN_S + 8 * EXPERT / 4e12)
     assert row_seconds(H200, EXPERT, 5, 3, 0) == pytest.approx(8e-6 + 3 * EXPERT / 120e9)
-    assert row_seconds(H200, EXPERT, 0, 3, 3) == pytest.approx(3 * EXPERT / 48e9)
+    assert row_seconds(H200, EXPERT, 0, 3, 3) == pytest.approx(OWN_S + 3 * EXPERT / 48e9)
 
 
 def test_a_machine_with_a_slow_cpu_reads_over_the_link() -> None:

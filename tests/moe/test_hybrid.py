@@ -37,7 +37,7 @@ pytestmark = [
 EXPERTS, USED, WIDTH, HIDDEN = 6, 3, 64, 256
 CONFIG = ExpertsConfig(experts=EXPERTS, used=USED, width=WIDTH)
 # Both sides are worth asking: of three cold picks of a row the GPU reads one.
-SPEEDS = ColdSpeeds(gpu=1e12, link=1e10, cpu=2e10, handover_s=0.0, copy=1e10, cpu_flops=1e12)
+SPEEDS = ColdSpeeds(gpu=1e12, link=1e10, cpu=2e10, handover_s=12e-6, copy=1e10, cpu_flops=1e12)
 HOT = {0: (), 30: (1, 4), 60: (0, 1, 2, 5)}
 
 
