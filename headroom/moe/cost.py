@@ -10,7 +10,7 @@ from headroom.memory.cold_speeds import ColdSpeeds
 ColdPath = Literal["gpu", "cpu", "drop"]  # who computes cold experts in small steps, if anybody
 
 KERNELS_S = 4e-6  # of the two kernels that ask the CPU and take its answers, whatever they carry
-# Of a GPU's own kernels while the CPU works, before any cold expert: shared and hot ones of one row.
+# Of a GPU's kernels while the CPU works, before any cold expert: shared and hot ones of one row.
 # 17 us a layer of Qwen3.5-35B-A3B with what surrounds them, measured 2026-11 on an H200.
 OWN_S = 12e-6
 

@@ -234,7 +234,7 @@ def test_hidden_holders_are_told_as_such(
 def test_experts_below_the_floor_are_all_cold_where_others_hold_the_memory(
     machine: Machine,
 ) -> None:
-    machine.gpus, machine.free = [gpu("cuda:0", int(3.3 * GIB))], int(3.3 * GIB)
+    machine.gpus, machine.free = [gpu("cuda:0", int(3.8 * GIB))], int(3.8 * GIB)
     options = machine.options("cuda:0", context=512, chunk=16)
     plan = choice.make_run_plan(EXPERTS, options)
     assert plan.devices[0].hot_experts == 0
