@@ -61,11 +61,10 @@ class ColdCompute:
         self,
         device: str,
         *,
-        int8: bool = False,  # rows rounded to 8 bits: quicker where many rows share an expert
         limit_ms: int = LIMIT_MS,
         ops: Any = None,  # threads of the C++ module; those of this process where None
     ) -> None:
-        self._device, self._int8, self._limit_ms, self._ops = device, int8, limit_ms, ops
+        self._device, self._limit_ms, self._ops = device, limit_ms, ops
         self._layers: list[CpuShared] = []
         self._box: Mailbox | None = None
         self._worker: ColdWorker | None = None
@@ -74,9 +73,8 @@ class ColdCompute:
         """Return the part of a layer, the next one that a step runs."""
         assert self._worker is None
         table = ColdTable(
-            store.host_addresses, store.kinds, store.width, store.hidden, used, activation,
-            self._int8,
-        )  # fmt: skip
+            store.host_addresses, store.kinds, store.width, store.hidden, used, activation
+        )
         left = torch.tensor(choice.left, dtype=torch.int32, device=self._device)
         assert len(left) == used + 1
         takers = Takers(store.is_hot, left)

@@ -71,13 +71,13 @@ def pick(rows: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.softmax(torch.randn(rows, USED), 1)
 
 
-def check(share: float, rows: int, choice: Choice, int8: bool, kinds: Kinds = MIX) -> bool:
+def check(share: float, rows: int, choice: Choice, kinds: Kinds = MIX) -> bool:
     """A layer of which a share is hot, replayed with new rows and picks."""
     count, width, hidden = 20, 256, 512
     every = to_tiles(make_table(kinds, count, width, hidden))
     hot = torch.randperm(count)[: int(share * count)].tolist()
     store = gpu_store(list(every.memory), kinds, width, hot)
-    compute = ColdCompute(DEVICE, int8=int8)
+    compute = ColdCompute(DEVICE)
     part = compute.add(store, USED, "silu", choice)
     compute.start()
     x, out = (torch.zeros(rows, hidden, device=DEVICE) for _ in range(2))
@@ -102,8 +102,8 @@ def check(share: float, rows: int, choice: Choice, int8: bool, kinds: Kinds = MI
     compute.check()
     counts = compute.counts()
     compute.close()
-    good = worst < (0.02 if int8 else 0.002) and counts.cpu_picks + counts.hot_picks > 0
-    named = f"{share:.0%} hot x{rows} left {choice.left[-1]} {'int8' if int8 else 'f32'} {kinds}"
+    good = worst < 0.002 and counts.cpu_picks + counts.hot_picks > 0
+    named = f"{share:.0%} hot x{rows} left {choice.left[-1]} {kinds}"
     print(f"{'PASS' if good else 'FAIL'} {named}: {worst:.1e} {counts}", flush=True)
     return good
 
@@ -135,9 +135,9 @@ def check_limit() -> bool:
     return good
 
 
-def bench_layers(stores: list[SplitStore], choice: Choice | None, hit: float, int8: bool) -> None:
+def bench_layers(stores: list[SplitStore], choice: Choice | None, hit: float) -> None:
     """Microseconds of a layer's experts, one row; None: the GPU reads all that is cold."""
-    compute = ColdCompute(DEVICE, int8=int8)
+    compute = ColdCompute(DEVICE)
     parts: list[CpuShared | None] = [
         None if choice is None else compute.add(store, USED, "silu", choice) for store in stores
     ]
@@ -178,8 +178,7 @@ def bench_layers(stores: list[SplitStore], choice: Choice | None, hit: float, in
     size = stores[0].expert_bytes * float(cold.float().sum(2).mean())
     us = sorted(times)[3]
     print(
-        f"hit {hit:.0%} {name} {'int8' if int8 else 'f32'}: {us:.1f} us a layer, "
-        f"{size / us / 1e3:.1f} GB/s of cold experts",
+        f"hit {hit:.0%} {name}: {us:.1f} us a layer, {size / us / 1e3:.1f} GB/s of cold experts",
         flush=True,
     )
     if choice is not None:
@@ -208,10 +207,9 @@ def bench() -> None:
         stores.append(gpu_store(pieces, MIX, 512, list(range(128))))
     shared = best_left(ColdSpeeds(4e12, link, 90e9, handover_s), stores[0].expert_bytes, USED)
     for hit in (1.0, 0.9, 0.6, 0.0):
-        bench_layers(stores, None, hit, False)
-        for int8 in (False, True):
-            bench_layers(stores, BY_CPU, hit, int8)
-        bench_layers(stores, Choice("cpu", shared), hit, False)
+        bench_layers(stores, None, hit)
+        bench_layers(stores, BY_CPU, hit)
+        bench_layers(stores, Choice("cpu", shared), hit)
 
 
 def main() -> None:
@@ -224,13 +222,13 @@ def main() -> None:
     POOL.set(max(1, torch.get_num_threads() - 1))  # one core is the engine's
     good = True
     cases = [
-        lambda share=share, rows=rows, choice=choice, int8=int8: check(share, rows, choice, int8)
+        lambda share=share, rows=rows, choice=choice: check(share, rows, choice)
         for share in (0.0, 0.3, 0.6, 1.0)
         for rows in (1, 2, 7, 32)
-        for choice, int8 in ((BY_CPU, False), (BY_CPU, True), (MIXED, False))
+        for choice in (BY_CPU, MIXED)
     ]
     plain = [
-        lambda kind=kind, rows=rows: check(0.3, rows, MIXED, int8=False, kinds=(kind, kind, kind))
+        lambda kind=kind, rows=rows: check(0.3, rows, MIXED, kinds=(kind, kind, kind))
         for kind in ("f16", "bf16")
         for rows in (1, 7)
     ]

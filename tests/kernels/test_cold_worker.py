@@ -70,8 +70,7 @@ def box() -> Mailbox:
 def worker(layers: list[native_experts.PanelTable], box: Mailbox) -> Iterator[ColdWorker]:
     """A worker that knows both layers."""
     tables = [
-        ColdTable(layer.addresses, layer.kinds, WIDTH, HIDDEN, USED, "silu", int8=False)
-        for layer in layers
+        ColdTable(layer.addresses, layer.kinds, WIDTH, HIDDEN, USED, "silu") for layer in layers
     ]
     made = ColdWorker(box.addresses, tables, MOST_ROWS)
     yield made

@@ -49,7 +49,7 @@ def started(
     made: list[ColdCompute], stores: list[SplitStore], choice: Choice, **more: object
 ) -> list[CpuShared]:
     """The parts of layers whose worker runs."""
-    compute = ColdCompute("cpu", int8=False, **more)  # type: ignore[arg-type]
+    compute = ColdCompute("cpu", **more)  # type: ignore[arg-type]
     made.append(compute)
     parts = [compute.add(store, USED, "silu", choice) for store in stores]
     compute.start()

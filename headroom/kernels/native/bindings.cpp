@@ -161,17 +161,17 @@ void bind_ops(nb::module_& m) {
 }
 
 ColdLayer make_cold_layer(const std::vector<Matrix>& like, Address table, std::array<int64_t, 2> sizes,
-                          bool gelu, bool int8) {
+                          bool gelu) {
     if (like.size() != 3) throw std::invalid_argument("an expert has three matrices");
     return {like[0], like[1], like[2], at<const ExpertWeights>(table), sizes[0], sizes[1],
-            gelu ? Gate::gelu : Gate::silu, int8};
+            gelu ? Gate::gelu : Gate::silu};
 }
 
 void bind_cold(nb::module_& m) {
     nb::class_<ColdLayer>(m, "ColdLayer")
         .def("__init__", [](ColdLayer* self, std::vector<Matrix> like, Address table,
-                            std::array<int64_t, 2> sizes, bool gelu, bool int8) {
-            new (self) ColdLayer(make_cold_layer(like, table, sizes, gelu, int8));
+                            std::array<int64_t, 2> sizes, bool gelu) {
+            new (self) ColdLayer(make_cold_layer(like, table, sizes, gelu));
         });
     nb::class_<ColdWorker>(m, "ColdWorker")
         .def("__init__", [](ColdWorker* self, Ops& ops, std::array<Address, 10> words,

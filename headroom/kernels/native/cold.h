@@ -31,7 +31,6 @@ struct ColdLayer {
     const ExpertWeights* table;  // null pointers where an expert is not in host memory
     int64_t experts, used;
     Gate act;
-    bool int8;
 };
 
 struct ColdCounts {

@@ -28,7 +28,6 @@ class ColdTable:
     hidden: int
     used: int  # picks of a row
     activation: str
-    int8: bool  # rows are rounded to 8 bits per 32 columns, where the types have such products
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class ColdWorker:
             ]
             sizes = (len(table.addresses), table.used)
             where, gelu = table.addresses.data_ptr(), table.activation == "gelu"
-            layers.append(MODULE.ColdLayer(like, where, sizes, gelu, table.int8))
+            layers.append(MODULE.ColdLayer(like, where, sizes, gelu))
         self._tables = tuple(tables)  # their memory is read as long as the thread lives
         self._worker = MODULE.ColdWorker(ops or POOL.ops, words, layers, most_rows)
         self._end: tuple[str, WorkerCounts] | None = None  # what there was to tell when it ended
