@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 
 from headroom.memory.budget import PlanSettings, Rules, verify_bytes
 from headroom.memory.devices import DeviceSpec
-from headroom.memory.experts import keep_experts
+from headroom.memory.experts import keep_with_staging
 from headroom.memory.lines import layer_bytes, workspace_line
 from headroom.memory.shape import ModelShape
 from headroom.memory.spans import Span
+from headroom.memory.staging import expert_staging_bytes
 
 PICOSECONDS = 1e12
 
@@ -64,6 +65,7 @@ class SpanJudge:
     _times: list[list[int]] = field(init=False)  # by device: time of all layers before one
     _alike: list[int] = field(init=False)  # a bit for each layer; equal layers share it
     _workspaces: dict[tuple[int, int], int] = field(init=False, default_factory=dict)
+    _stagings: dict[int, int] = field(init=False, default_factory=dict)
     _shared: list[int] = field(init=False)  # bytes of a device beside its layers
 
     def __post_init__(self) -> None:
@@ -85,9 +87,10 @@ class SpanJudge:
         hot, room = 0, spec.total_bytes - taken
         if spec.holds_all:
             taken += experts
-        elif experts and room > 0:
-            kept = keep_experts(layers, min(room, self._cap(experts)))
-            hot, taken = kept.total, taken + kept.bytes
+        elif experts:
+            staging = self._staging(first, last)
+            kept = keep_with_staging(layers, room, self._cap(experts), staging)
+            hot, taken = kept.total, taken + kept.bytes + kept.staging
         if taken > spec.total_bytes:
             return None
         return SpanValue(
@@ -105,10 +108,22 @@ class SpanJudge:
         draft = verify_bytes([layer], self.settings) if self.rules.draft else 0
         return layer_bytes(layer, self.settings) + draft
 
-    def _workspace(self, device: int, first: int, last: int) -> int:
-        alike = 0
+    def _kinds(self, first: int, last: int) -> int:
+        """Return the bits of a span's layers: spans of the same kinds need the same scratch."""
+        kinds = 0
         for bit in self._alike[first : last + 1]:
-            alike |= bit
+            kinds |= bit
+        return kinds
+
+    def _staging(self, first: int, last: int) -> int:
+        alike = self._kinds(first, last)
+        if alike not in self._stagings:
+            layers, unpacks = self.model.layers[first : last + 1], self.settings.expert_unpack_bytes
+            self._stagings[alike] = expert_staging_bytes(layers, self.model.hidden, unpacks)
+        return self._stagings[alike]
+
+    def _workspace(self, device: int, first: int, last: int) -> int:
+        alike = self._kinds(first, last)
         if (device, alike) not in self._workspaces:
             layers, spec = self.model.layers[first : last + 1], self.stages[device]
             line = workspace_line(self.model, layers, spec, self.settings, self.rules)
