@@ -70,11 +70,10 @@ def keep_with_staging(
     layers: Sequence[LayerShape], room: int, most: int, staging: int
 ) -> HotExperts:
     """Return the experts that `most` bytes of a room keep hot beside the staging of cold ones."""
-    hot = keep_experts(layers, max(0, min(room, most)))
-    if hot.bytes == sum(layer.all_expert_bytes for layer in layers):
-        return hot
-    fewer = keep_experts(layers, max(0, min(room - staging, most)))
-    return replace(fewer, staging=staging)
+    total = sum(layer.all_expert_bytes for layer in layers)
+    if total <= min(room, most):
+        return HotExperts(tuple(layer.experts for layer in layers), total)
+    return replace(keep_experts(layers, max(0, min(room - staging, most))), staging=staging)
 
 
 def floor_bytes(layers: Sequence[LayerShape]) -> int:
