@@ -67,6 +67,11 @@ class PlanSettings:
         return self.kernels == "device" and self.dtype in NARROW_TYPES
 
     @property
+    def expert_unpack_bytes(self) -> int:
+        """What a GPU unpacks of cold experts at a time; 0 where its kernels unpack nothing."""
+        return self.unpack_bytes if self.uses_arena else 0
+
+    @property
     def pages(self) -> int:
         """Pages of each layer that sees the whole context."""
         return self.cache_tokens // self.page_size

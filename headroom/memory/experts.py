@@ -1,7 +1,7 @@
 """Hot experts: how many of each layer a byte budget holds; which ones is not decided here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headroom.errors import OptionError, PlanError
 from headroom.kernels.cuda.sizes import ALIGNMENT
@@ -64,6 +64,16 @@ def keep_experts(layers: Sequence[LayerShape], budget: int) -> HotExperts:
     if hot.bytes < floor_bytes(layers):
         return HotExperts((0,) * len(layers), 0)
     return hot
+
+
+def keep_with_staging(
+    layers: Sequence[LayerShape], room: int, most: int, staging: int
+) -> HotExperts:
+    """Return the experts that `most` bytes of a room keep hot beside the staging of cold ones."""
+    total = sum(layer.all_expert_bytes for layer in layers)
+    if total <= min(room, most):
+        return HotExperts(tuple(layer.experts for layer in layers), total)
+    return replace(keep_experts(layers, max(0, min(room - staging, most))), staging=staging)
 
 
 def floor_bytes(layers: Sequence[LayerShape]) -> int:

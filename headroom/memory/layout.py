@@ -1,7 +1,7 @@
 """Layout: which device holds what, for settings that are all decided."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from headroom.memory.budget import (
     NOT_ALLOCATED,
@@ -13,7 +13,7 @@ from headroom.memory.budget import (
     snapshot_bytes,
 )
 from headroom.memory.devices import DeviceKind, DeviceSpec
-from headroom.memory.experts import HotExperts, keep_experts, largest_expert
+from headroom.memory.experts import HotExperts, keep_with_staging, largest_expert
 from headroom.memory.lines import draft_lines, layer_bytes, runtime_lines, stage_lines
 from headroom.memory.shape import ModelShape
 from headroom.memory.sharing import FixedBytes, SpanJudge, layer_times, share_layers
@@ -234,13 +234,9 @@ class _Builder:
         room, most = device.total_bytes - sum(line.bytes for line in lines), total
         if self.rules.expert_bytes is not None and self.model.expert_bytes:
             most = self.rules.expert_bytes * total // self.model.expert_bytes
-        hot = keep_experts(layers, max(0, min(room, most)))
-        if hot.bytes == total:
-            return hot
-        unpacks = self.settings.unpack_bytes if self.settings.uses_arena else 0
+        unpacks = self.settings.expert_unpack_bytes
         staging = expert_staging_bytes(layers, self.model.hidden, unpacks)
-        fewer = keep_experts(layers, max(0, min(room - staging, most)))
-        return replace(fewer, staging=staging)
+        return keep_with_staging(layers, room, most, staging)
 
     def _host_lines(self, stages: Sequence[DeviceSpec], hot: Sequence[HotExperts]) -> list[Line]:
         lines = []

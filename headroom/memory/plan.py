@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import log2
 
 from headroom.errors import OptionError, PlanError
 from headroom.formats.quants import BY_NAME
@@ -23,6 +24,7 @@ from headroom.memory.precision import Precision, choose_precision
 from headroom.memory.shape import ModelShape
 from headroom.memory.solver import (
     Candidate,
+    Judge,
     Ranges,
     chunk_choices,
     context_choices,
@@ -35,7 +37,7 @@ from headroom.options import Options
 from headroom.units import gib, parse_size
 
 COLD_CHUNKS = (2048, 1024, 512, 256)  # rows of a prompt's step where experts are cold
-KEPT_FOR_CHUNK = 0.95  # of the hot experts, by a longer chunk
+KEPT_FOR_CHUNK = 0.97  # of the hot experts, by a chunk twice as long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,25 +133,31 @@ class _Task:
             return layout.hot_experts if layout.fits else None
 
         found = solve(ranges, judge)
-        if found is None or self.options.chunk is not None:
+        if found is None or self.options.chunk is not None or not self._may_have_cold:
             return found
-        return self._with_longer_chunk(found, weights)
+        hot = judge(found)
+        if hot is None or hot == self.model.total_experts:
+            return found
+        return self._with_best_chunk(found, ranges, judge)
 
-    def _with_longer_chunk(self, found: Candidate, weights: str) -> Candidate:
-        """Return the longest chunk that costs few hot experts, where some are cold.
+    def _with_best_chunk(self, found: Candidate, ranges: Ranges, judge: Judge) -> Candidate:
+        """Return the candidate whose chunk and hot experts are worth most, where some are cold.
 
         Every chunk waits for all cold experts, so that prompts take as many times longer as their
-        chunks are shorter; tokens after it hardly feel one hot expert in twenty.
+        chunks are shorter; tokens after it hardly feel three hot experts in a hundred. What a
+        chunk is worth does not depend on the other choices, and the rest is solved as if it were
+        fixed: the plan stays the same where a user fixes what was chosen.
         """
-        hot = self.lay_out(found, weights).hot_experts
-        if not self._may_have_cold or hot == self.model.total_experts:
+
+        def worth(chunk: int) -> tuple[float, int]:
+            hot = judge(ranges.least(found.context, ranges.parallels[-1], chunk))
+            return (-1 if hot is None else hot * KEPT_FOR_CHUNK ** -log2(chunk)), chunk
+
+        longer = [x for x in COLD_CHUNKS if found.chunk < x <= found.context]
+        chunk = max((found.chunk, *longer), key=worth)
+        if chunk == found.chunk:
             return found
-        for chunk in COLD_CHUNKS:
-            if found.chunk < chunk <= found.context:
-                layout = self.lay_out(replace(found, chunk=chunk), weights)
-                if layout.fits and layout.hot_experts >= KEPT_FOR_CHUNK * hot:
-                    return replace(found, chunk=chunk)
-        return found
+        return solve(replace(ranges, contexts=(found.context,), chunks=(chunk,)), judge) or found
 
     @property
     def _may_have_cold(self) -> bool:

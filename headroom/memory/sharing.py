@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 
 from headroom.memory.budget import PlanSettings, Rules, verify_bytes
 from headroom.memory.devices import DeviceSpec
-from headroom.memory.experts import keep_experts
-from headroom.memory.lines import layer_bytes, workspace_line
+from headroom.memory.experts import keep_with_staging
+from headroom.memory.lines import layer_bytes
 from headroom.memory.shape import ModelShape
 from headroom.memory.spans import Span
+from headroom.memory.staging import expert_staging_bytes
 
 PICOSECONDS = 1e12
 
@@ -63,8 +64,8 @@ class SpanJudge:
     _held: list[int] = field(init=False)  # bytes of all layers before one
     _times: list[list[int]] = field(init=False)  # by device: time of all layers before one
     _alike: list[int] = field(init=False)  # a bit for each layer; equal layers share it
-    _workspaces: dict[tuple[int, int], int] = field(init=False, default_factory=dict)
-    _shared: list[int] = field(init=False)  # bytes of a device beside its layers
+    _besides: dict[tuple[int, int], int] = field(init=False, default_factory=dict)
+    _stagings: dict[int, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         layers = self.model.layers
@@ -73,21 +74,20 @@ class SpanJudge:
         self._times = [_sums(layer_times(self.model, x, self.settings)) for x in self.stages]
         kinds = list(dict.fromkeys(layers))
         self._alike = [1 << kinds.index(layer) for layer in layers]
-        self._shared = [self._beside_layers(index) for index in range(len(self.stages))]
 
     def __call__(self, device: int, first: int, last: int) -> SpanValue | None:
         """Return the value of a span on a device, or None where its lines do not fit."""
         spec = self.stages[device]
-        taken = self._shared[device] + self._held[last + 1] - self._held[first]
-        taken += self._workspace(device, first, last)
+        taken = self._held[last + 1] - self._held[first] + self._beside(device, first, last)
         layers = self.model.layers[first : last + 1]
         experts = sum(layer.all_expert_bytes for layer in layers) if self.model.expert_bytes else 0
         hot, room = 0, spec.total_bytes - taken
         if spec.holds_all:
             taken += experts
-        elif experts and room > 0:
-            kept = keep_experts(layers, min(room, self._cap(experts)))
-            hot, taken = kept.total, taken + kept.bytes
+        elif experts:
+            staging = self._staging(first, last)
+            kept = keep_with_staging(layers, room, self._cap(experts), staging)
+            hot, taken = kept.total, taken + kept.bytes + kept.staging
         if taken > spec.total_bytes:
             return None
         return SpanValue(
@@ -105,24 +105,27 @@ class SpanJudge:
         draft = verify_bytes([layer], self.settings) if self.rules.draft else 0
         return layer_bytes(layer, self.settings) + draft
 
-    def _workspace(self, device: int, first: int, last: int) -> int:
-        alike = 0
+    def _kinds(self, first: int, last: int) -> int:
+        """Return the bits of a span's layers: those of the same kinds need the same scratch."""
+        kinds = 0
         for bit in self._alike[first : last + 1]:
-            alike |= bit
-        if (device, alike) not in self._workspaces:
-            layers, spec = self.model.layers[first : last + 1], self.stages[device]
-            line = workspace_line(self.model, layers, spec, self.settings, self.rules)
-            self._workspaces[device, alike] = line.bytes
-        return self._workspaces[device, alike]
+            kinds |= bit
+        return kinds
 
-    def _beside_layers(self, device: int) -> int:
-        """Return what a device holds beside its layers, from its lines with a single layer."""
-        count = len(self.model.layers)
-        index = count - 1 if device == len(self.stages) - 1 else min(device, 1)
-        held = self._held[index + 1] - self._held[index]
-        return (
-            self.fixed_bytes(device, (index, index)) - held - self._workspace(device, index, index)
-        )
+    def _staging(self, first: int, last: int) -> int:
+        alike = self._kinds(first, last)
+        if alike not in self._stagings:
+            layers, unpacks = self.model.layers[first : last + 1], self.settings.expert_unpack_bytes
+            self._stagings[alike] = expert_staging_bytes(layers, self.model.hidden, unpacks)
+        return self._stagings[alike]
+
+    def _beside(self, device: int, first: int, last: int) -> int:
+        """Return what a device holds beside the layers of a span: all its other lines."""
+        alike = self._kinds(first, last)
+        if (device, alike) not in self._besides:
+            held = self._held[last + 1] - self._held[first]
+            self._besides[device, alike] = self.fixed_bytes(device, (first, last)) - held
+        return self._besides[device, alike]
 
 
 def layer_times(model: ModelShape, device: DeviceSpec, settings: PlanSettings) -> list[int]:

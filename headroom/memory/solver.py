@@ -37,6 +37,18 @@ class Ranges:
         pages = self.cache_pages or parallel * pages_for(context)
         return Candidate(context, parallel, pages, chunk)
 
+    def least(self, context: int, parallel: int, chunk: int) -> Candidate:
+        """Return a candidate with no more cache than it must have."""
+        made = self.candidate(context, parallel, chunk)
+        may_shrink = self.cache_may_shrink and self.cache_pages is None
+        return replace(made, cache_pages=pages_for(context)) if may_shrink else made
+
+    def chunks_for(self, context: int) -> tuple[int, ...]:
+        """Return the chunks for a context: an open one that is longer would never be filled."""
+        if len(self.chunks) == 1:
+            return self.chunks
+        return tuple(x for x in self.chunks if x <= context) or (context,)
+
 
 # Says how good a candidate is: None if it does not fit, else the experts it keeps hot.
 Judge = Callable[[Candidate], int | None]
@@ -91,32 +103,30 @@ def solve(ranges: Ranges, judge: Judge) -> Candidate | None:
 
 
 def _solve_with(ranges: Ranges, judge: Judge) -> Candidate | None:
-    parallel, chunk = ranges.parallels[-1], ranges.chunks[-1]
+    parallel = ranges.parallels[-1]
 
-    def least(context: int, parallel: int, chunk: int) -> Candidate:
-        """Return a candidate with no more cache than it must have."""
-        made = ranges.candidate(context, parallel, chunk)
-        may_shrink = ranges.cache_may_shrink and ranges.cache_pages is None
-        return replace(made, cache_pages=pages_for(context)) if may_shrink else made
+    def fits(context: int) -> bool:
+        return judge(ranges.least(context, parallel, ranges.chunks_for(context)[-1])) is not None
 
-    context = first_good(ranges.contexts, lambda x: judge(least(x, parallel, chunk)) is not None)
+    context = first_good(ranges.contexts, fits)
     if context is None:
         return None
-    hot = judge(least(context, parallel, chunk))
+    chunks = ranges.chunks_for(context)
+    chunk = chunks[-1]
+    hot = judge(ranges.least(context, parallel, chunk))
     assert hot is not None
 
     def good(candidate: Candidate) -> bool:
         kept = judge(candidate)
         return kept is not None and kept >= hot
 
-    parallel = first_good(ranges.parallels, lambda x: good(least(context, x, chunk))) or parallel
-    best = least(context, parallel, chunk)
+    found = first_good(ranges.parallels, lambda x: good(ranges.least(context, x, chunk)))
+    parallel = found or parallel
+    best = ranges.least(context, parallel, chunk)
     most_pages = ranges.candidate(context, parallel, chunk).cache_pages
     choices = range(most_pages, best.cache_pages - 1, -1)
     pages = first_good(choices, lambda x: good(replace(best, cache_pages=x)))
     best = replace(best, cache_pages=pages or best.cache_pages)
-    # An open chunk longer than the context would never be filled.
-    chunks = [x for x in ranges.chunks if x <= context or len(ranges.chunks) == 1] or [context]
     return replace(best, chunk=first_good(chunks, lambda x: good(replace(best, chunk=x))) or chunk)
 
 

@@ -62,7 +62,9 @@ def test_the_lines_of_a_shared_plan_are_those_that_were_weighed() -> None:
     assert plan.fits
     assert sum(device.hot_experts for device in plan.devices) > 8000
     # No device has room for one more expert of its own, so that nothing was weighed too dear.
-    assert all(device.free_bytes < 2_039_808 for device in plan.devices)
+    cold = [device for device in plan.devices if device.hot_experts < device.total_experts]
+    assert cold
+    assert all(device.free_bytes < 2_039_808 for device in cold)
 
 
 def test_experts_of_two_cards_are_not_fewer_than_those_of_the_larger_one() -> None:
