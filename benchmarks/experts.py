@@ -41,20 +41,21 @@ class Config:
     flags: tuple[str, ...]  # of headroom bench
     cold: str = "auto"
     routing: str = "uniform"  # or "skewed"
+    stats: bool = False  # placed by statistics, not evenly
     parts: bool = True  # also look into a step, which takes a few seconds
     must: tuple[int, ...] = ()  # tokens per second: decode, prompts of 512 and 2048
     aim: tuple[int, ...] = ()
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What is made before it."""
-        return ("uniform",) if self.routing == "uniform" else ("skewed", "profile")
+        """What is made before it; without any of it there is nothing to measure."""
+        return (self.routing, "profile") if self.stats else (self.routing,)
 
 
 def _share(percent: int, cold: str = "auto", **more: Any) -> Config:
     routing = more.get("routing", "uniform")
-    budget = ("--expert-budget", f"{percent}%")
-    return Config(f"{percent}-{routing}-{cold}", f"{percent} %", budget, cold, **more)
+    name, budget = f"{percent}-{routing}-{cold}", ("--expert-budget", f"{percent}%")
+    return Config(name + more.pop("suffix", ""), f"{percent} %", budget, cold, **more)
 
 
 def _card(size: str) -> Config:
@@ -64,8 +65,9 @@ def _card(size: str) -> Config:
 # The most important first.
 CONFIGS = (
     _share(60, must=(130, 1500, 3500), aim=(220, 3000, 8000)),
-    _share(60, routing="skewed", must=(250, 1500, 3500), aim=(450, 3000, 8000)),
+    _share(60, routing="skewed", stats=True, must=(250, 1500, 3500), aim=(450, 3000, 8000)),
     _share(0, must=(65, 900, 2500), aim=(110,)),
+    _share(60, suffix="-even", routing="skewed", parts=False),  # what are statistics worth?
     _card("12GiB"),
     _card("8GiB"),
     _share(100),
@@ -73,8 +75,8 @@ CONFIGS = (
     _share(60, "cpu", parts=False),
     _share(0, "gpu", parts=False),
     _share(0, "cpu", parts=False),
-    _share(60, "cpu", routing="skewed", parts=False),
-    _share(60, "gpu", routing="skewed", parts=False),
+    _share(60, "cpu", routing="skewed", stats=True, parts=False),
+    _share(60, "gpu", routing="skewed", stats=True, parts=False),
 )
 
 
@@ -112,16 +114,14 @@ def run_all(
             note = f"it takes about {needed:.0f} s and {max(0.0, left):.0f} s are left"
             results.append(Result(config.name, "left out", log=[note]))
             continue
-        model, *others = config.needs
-        if model not in ready:
-            ready[model] = prepare(model)
-        if not ready[model]:
-            results.append(Result(config.name, "failed", log=["its model could not be written"]))
-            continue
-        for need in others:  # it runs without statistics, too
+        for need in config.needs:
             if need not in ready:
                 ready[need] = prepare(need)
-        results.append(run(config))
+            if not ready[need]:
+                results.append(Result(config.name, "failed", log=[f"{need} could not be made"]))
+                break
+        else:
+            results.append(run(config))
         if results[-1].status == "done":
             taken.append(results[-1].seconds)
     return results
@@ -170,7 +170,7 @@ class Bench:
     def _bench(self, config: Config) -> list[str]:
         given = self._given
         kinds = "prompts,decode,parts" if config.parts else "prompts,decode"
-        stats = self._stats if config.routing == "skewed" and self._stats.exists() else "off"
+        stats = self._stats if config.stats else "off"
         return [
             "bench", str(self._model(config.routing)), "--json", *self._where(),
             "--prompts", given.prompts, "--contexts", str(CONTEXT), "--batch", "1",
@@ -262,7 +262,7 @@ def table(configs: Sequence[Config], results: Sequence[Result]) -> list[str]:
     """Return the lines of a table in Markdown; what is missing says why."""
     lines = [f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
     for config, result in zip(configs, results, strict=True):
-        cells = [config.hot, config.routing]
+        cells = [config.hot, config.routing + (", statistics" if config.stats else "")]
         if result.status == "done" and result.report:
             cells += row(config, result.report)
         else:

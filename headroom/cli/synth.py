@@ -54,7 +54,7 @@ class SynthOptions:
     ] = 0.0
     skew_hot: Annotated[
         float | None,
-        typer.Option(help=f"share of experts that are hot, lowest numbers first ({HOT_SHARE})"),
+        typer.Option(help=f"share of experts that are hot, drawn for each layer ({HOT_SHARE})"),
     ] = None
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: all cores")] = 0
     force: Annotated[bool, typer.Option("--force", help="replace what is there")] = False

@@ -161,5 +161,7 @@ def runtime_lines(device: DeviceSpec) -> list[Line]:
         why += f", {gib(driver)} held by an idle driver, an estimate"
     if taken > driver:
         why += f", {gib(taken - driver)} held by others"
-    runtime = CPU_RUNTIME if device.kind == "cpu" else gpu_runtime(device.total_bytes)
+    # CUDA's context grows with the card, not with what may be taken of it.
+    card = device.card_bytes or device.total_bytes
+    runtime = CPU_RUNTIME if device.kind == "cpu" else gpu_runtime(card)
     return [Line("runtime", runtime.bytes, runtime.source), Line("reserve", reserve + taken, why)]

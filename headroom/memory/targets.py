@@ -90,6 +90,7 @@ def _limited(device: DeviceSpec, text: str) -> DeviceSpec:
     return replace(
         device,
         total_bytes=min(device.total_bytes, limit),
+        card_bytes=device.total_bytes,
         available_bytes=min(device.available_bytes, limit),
     )
 

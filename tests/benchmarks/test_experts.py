@@ -56,8 +56,8 @@ class Clock:
 
 def test_the_figures_that_must_be_reached_come_first() -> None:
     assert [config.name for config in CONFIGS[:6]] == [
-        "60-uniform-auto", "60-skewed-auto", "0-uniform-auto", "card-12GiB", "card-8GiB",
-        "100-uniform-auto",
+        "60-uniform-auto", "60-skewed-auto", "0-uniform-auto", "60-skewed-auto-even",
+        "card-12GiB", "card-8GiB",
     ]  # fmt: skip
     assert [config.must[0] for config in CONFIGS[:3]] == [130, 250, 65]
     assert len({config.name for config in CONFIGS}) == len(CONFIGS)
@@ -84,13 +84,18 @@ def test_one_failure_loses_nothing_else() -> None:
     clock = Clock(left=10_000, takes=30)
     clock.failing = {"skewed", "0-uniform-auto"}
     results = {result.name: result for result in clock.all()}
-    assert results["60-skewed-auto"].log == ["its model could not be written"]
+    for name in ("60-skewed-auto", "60-skewed-auto-even"):
+        assert results[name].log == ["skewed could not be made"]
     assert "profile" not in clock.prepared
     assert results["0-uniform-auto"].status == "failed"
     assert results["card-8GiB"].status == "done"
     clock = Clock(left=10_000, takes=30)
-    clock.failing = {"profile"}  # a placement without statistics is even
-    assert {result.status for result in clock.all()} == {"done"}
+    clock.failing = {"profile"}
+    results = {result.name: result for result in clock.all()}
+    failed = {name: one.log for name, one in results.items() if one.status == "failed"}
+    skewed = [config.name for config in CONFIGS if config.stats]
+    assert failed == {name: ["profile could not be made"] for name in skewed}
+    assert results["60-skewed-auto-even"].status == "done"
 
 
 def test_later_runs_are_expected_to_take_what_earlier_ones_took() -> None:
@@ -154,7 +159,7 @@ def test_the_table_has_every_figure_beside_what_it_must_be() -> None:
 def test_the_table_takes_reports_with_less() -> None:
     small = REPORT | {"parts": [], "prompts": [], "experts": None, "decodes": []}
     results = [Result("a", "done", report=small), Result("b", "left out"), Result("c", "done")]
-    lines = table([CONFIGS[5], CONFIGS[6], CONFIGS[0]], results)
+    lines = table([CONFIGS[6], CONFIGS[7], CONFIGS[0]], results)
     assert lines[2].startswith("| 100 % | uniform | none cold |  |  |  |")
     assert lines[3].startswith("| 60 % | uniform | gpu | left out |  |")
     assert {line.count("|") for line in lines} == {len(HEADS) + 1}
@@ -220,7 +225,7 @@ def test_the_first_run_that_fails_is_tried_again_without_its_parts(
     commands: tuple[Bench, list[list[str]]],
 ) -> None:
     made, seen = commands
-    assert made.run(CONFIGS[6]).status == "failed"  # which looks into no step
+    assert made.run(CONFIGS[7]).status == "failed"  # which looks into no step
     assert made.run(CONFIGS[0]).status == "failed"
     assert kinds(seen) == [FEWER, ALL, FEWER]
     assert [one.name for one in made.prepared] == [CONFIGS[0].name]
@@ -253,6 +258,9 @@ def test_what_is_there_already_is_used(commands: tuple[Bench, list[list[str]]]) 
     assert seen == []
     made.run(CONFIGS[1])
     assert seen[0][seen[0].index("--routing-stats") + 1] == str(folder / "skewed.routing.json")
+    made.run(CONFIGS[3])
+    assert seen[-1][seen[-1].index("--routing-stats") + 1] == "off"
+    assert seen[-1][1:4] == seen[0][1:4]  # the same model
 
 
 def test_everything_is_written_to_one_file(
@@ -276,5 +284,5 @@ def test_everything_is_written_to_one_file(
     assert (
         "60-uniform-auto: done in 1 s; decode 200.0 tok/s, prompts 1600 (512), 4000 (2048)" in shown
     )
-    assert "| 60 % | skewed | auto | left out |" in shown
+    assert "| 60 % | skewed, statistics | auto | left out |" in shown
     assert "60-skewed-auto: left out\n  it takes about" in shown

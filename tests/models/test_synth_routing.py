@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from headroom.errors import OptionError
 from headroom.models.synth.recipe import Recipe, cut, find_recipe
-from headroom.models.synth.routing import make_skew
+from headroom.models.synth.routing import Places, hot_experts, make_skew
 from headroom.models.synth.values import Source
 from headroom.models.synth.write import write_safetensors
 from headroom.text.tokenizer_file import tokenizer_file
@@ -25,22 +25,32 @@ def wide(family: str) -> Recipe:
 
 
 def hot_share(source: Source, folder: Path) -> float:
-    """The share of choices that hot experts take over random tokens, in all layers."""
+    """The share of choices that a skew's hot experts take over random tokens, in all layers."""
     write_safetensors(source, folder, "bf16", tokenizer_file)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    dims, chosen = source.recipe.dims, []
+    dims, chosen, layers = source.recipe.dims, [], []
 
     def look(_: object, __: object, output: tuple[torch.Tensor, ...]) -> None:
         # What a router returns last are the experts of each token.
         chosen.append(output[-1])
 
-    for layer in model.model.layers:
+    for index, layer in enumerate(model.model.layers):
         if hasattr(layer.mlp, "gate"):
+            layers.append(index)
             layer.mlp.gate.register_forward_hook(look)
     with torch.no_grad():
         model(input_ids=torch.randint(0, dims.vocab, (1, 200)))
     assert chosen[0].shape == (200, dims.experts_used)
-    return float((torch.cat(chosen) < round(HOT * dims.experts)).float().mean())
+    hits = [
+        torch.isin(ids, torch.from_numpy(hot_of(source, layer))).float().mean()
+        for layer, ids in zip(layers, chosen, strict=True)
+    ]
+    return float(torch.stack(hits).mean())
+
+
+def hot_of(source: Source, layer: int) -> Places:
+    experts = source.recipe.dims.experts
+    return hot_experts(source.seed, layer, experts, round(HOT * experts))
 
 
 @pytest.mark.parametrize("family", ["qwen3moe", "qwen35moe", "laguna"])
@@ -50,6 +60,18 @@ def test_hot_experts_take_the_wished_share(family: str, tmp_path: Path) -> None:
     assert hot_share(Source(recipe, 1), tmp_path / "plain") == pytest.approx(HOT, abs=0.07)
     skewed = Source(recipe, 1, make_skew(recipe, 0.8, HOT))
     assert hot_share(skewed, tmp_path / "skewed") == pytest.approx(0.8, abs=0.05)
+
+
+def test_hot_experts_are_scattered_by_the_seed_and_others_in_each_layer() -> None:
+    lowest = set(range(154))
+    drawn = [tuple(hot_experts(1, layer, 256, 154).tolist()) for layer in range(40)]
+    assert all(len(set(hot)) == 154 and set(hot) <= set(range(256)) for hot in drawn)
+    assert len(set(drawn)) == 40
+    # What a placement without statistics takes holds no more of them than of others.
+    shares = [len(lowest & set(hot)) / 154 for hot in drawn]
+    assert sum(shares) / 40 == pytest.approx(154 / 256, abs=0.03)
+    assert drawn[3] == tuple(hot_experts(1, 3, 256, 154).tolist())
+    assert drawn[3] != tuple(hot_experts(2, 3, 256, 154).tolist())
 
 
 def test_a_skew_that_cannot_be_is_refused() -> None:

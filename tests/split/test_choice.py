@@ -8,6 +8,7 @@ import pytest
 
 from headroom.errors import DeviceError, OptionError, PlanError
 from headroom.memory import devices
+from headroom.memory.calibration import gpu_runtime
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.known import known_shape
 from headroom.memory.readiness import GpuFacts, Holder, TorchFacts
@@ -197,6 +198,9 @@ def test_a_gpu_of_which_little_may_be_taken_is_planned_as_a_small_one(machine: M
     assert device.total_bytes == 12 * GIB
     assert 0 < device.hot_experts < device.total_experts
     assert 0 <= device.free_bytes < 0.1 * GIB
+    # What CUDA takes is that of the card that is there, not of a small one.
+    (runtime,) = (line.bytes for line in device.lines if line.name == "runtime")
+    assert runtime == gpu_runtime(141 * GIB).bytes > gpu_runtime(12 * GIB).bytes
     roomy = machine.options("cuda:0", device_memory="999GiB", chunk=512)
     assert choice.make_run_plan(EXPERTS, roomy).devices[0].total_bytes == 141 * GIB
     with pytest.raises(OptionError, match=r"--device-memory is '0GiB'\. Write 12GiB\."):

@@ -18,7 +18,7 @@ def handover_seconds(device: str) -> float:
     size = tile_bytes(kind, WIDTH, HIDDEN)
     blob = torch.zeros(2 * size + tile_bytes(kind, HIDDEN, WIDTH), dtype=torch.uint8)
     where = blob.data_ptr() + size * torch.arange(3, dtype=torch.int64)
-    table = ColdTable(where.repeat(USED, 1), (kind,) * 3, WIDTH, HIDDEN, USED, "silu", True)
+    table = ColdTable(where.repeat(USED, 1), (kind,) * 3, WIDTH, HIDDEN, USED, "silu")
     box = Mailbox.allocate(HIDDEN, 1, device)
     worker = ColdWorker(box.addresses, [table], handover.MOST_ROWS)
     try:

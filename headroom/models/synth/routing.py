@@ -2,12 +2,14 @@
 
 Most routers have no bias, so that the skew must come from the hidden state: the first channels of
 every token's embedding hold one constant, the beacon, which the residual stream keeps. Norms hide
-it from mixers and the head; routers read it, and give hot experts a head start.
+it from mixers and the head; routers read it, and give hot experts a head start. Which are hot is
+drawn for each layer: with the lowest numbers, a placement without statistics would find them, too.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from headroom.errors import OptionError
 from headroom.models.synth.blocks import Floats, random_source
@@ -19,6 +21,9 @@ FAMILIES = ("qwen3moe", "qwen35moe", "laguna")
 SHOWN = 0.25  # of the beacon, to what stands behind the norm of routers and experts
 _TOKENS = 4096  # random tokens that the head start is measured with
 _STEPS = 30  # of the search for it
+_SCATTER = 0x5CA77E12  # tells what is drawn here from a model's values
+
+Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +31,7 @@ class Skew:
     """How a synthesised model is changed so that hot experts are chosen more often."""
 
     family: str
-    hot: int  # experts 0 to hot - 1 are hot
+    hot: int  # experts of each layer
     start: float  # head start of their logits, or of their scores where routers have a bias
     width: int  # channels of the residual stream
     channels: int = CHANNELS
@@ -48,18 +53,17 @@ class Skew:
         """Root mean square of the residual stream."""
         return float((BEACON_POWER + 1 - self.channels / self.width) ** 0.5)
 
-    def changed(self, name: str, values: Floats) -> Floats:
-        """Return a norm, a router or a bias with its part in the skew."""
-        if name.endswith("exp_probs_b.bias"):
-            return self._plus_start(values) if self.family == "laguna" else values
+    def changed(self, name: str, values: Floats, seed: int) -> Floats:
+        """Return a norm, a router or a bias of a model with its part in the skew."""
         if self.family == "laguna":
-            return values
+            biased = name.endswith("exp_probs_b.bias")
+            return self._plus_start(values, self._hot_of(name, values, seed)) if biased else values
         if name.endswith(("attn_norm.weight", "output_norm.weight")):
             return self._norm(values, 0.0)
         if name.endswith(("ffn_norm.weight", "post_attention_norm.weight")):
             return self._norm(values, SHOWN)
         if name.endswith("ffn_gate_inp.weight"):
-            return self._router(values)
+            return self._router(values, self._hot_of(name, values, seed))
         return values
 
     def _norm(self, values: Floats, shown: float) -> Floats:
@@ -68,17 +72,26 @@ class Skew:
         changed[: self.channels] = shown * self.rms / self.beacon
         return changed
 
-    def _router(self, values: Floats) -> Floats:
+    def _hot_of(self, name: str, values: Floats, seed: int) -> Places:
+        """Return the hot experts of the layer that has a row, or a value, for each expert."""
+        return hot_experts(seed, int(name.split(".")[1]), len(values), self.hot)
+
+    def _router(self, values: Floats, hot: Places) -> Floats:
         """Return a router whose hot rows read the beacon, which then stands at SHOWN."""
         changed = values.copy()
         changed[:, : self.channels] = 0
-        changed[: self.hot, : self.channels] = self.start / (self.channels * SHOWN)
+        changed[hot, : self.channels] = self.start / (self.channels * SHOWN)
         return changed
 
-    def _plus_start(self, values: Floats) -> Floats:
+    def _plus_start(self, values: Floats, hot: Places) -> Floats:
         changed = values.copy()
-        changed[: self.hot] += np.float32(self.start)
+        changed[hot] += np.float32(self.start)
         return changed
+
+
+def hot_experts(seed: int, layer: int, experts: int, hot: int) -> Places:
+    """Return the numbers of a layer's hot experts, ascending: some of all, drawn by the seed."""
+    return np.sort(random_source(seed, layer, _SCATTER).permutation(experts)[:hot])
 
 
 def make_skew(recipe: Recipe, share: float, hot_share: float) -> Skew:

@@ -61,7 +61,7 @@ class Source:
         source = random_source(self.seed, zlib.crc32(name.encode()))
         normal = normal_values(prod(shape), source).reshape(shape)
         values = self._vector(_inner(name), normal, source)
-        return values if self.skew is None else self.skew.changed(name, values)
+        return values if self.skew is None else self.skew.changed(name, values, self.seed)
 
     def _rows(self, entry: TensorEntry, slab: int, index: int, rows: int) -> Bytes:
         source = random_source(self.seed, zlib.crc32(entry.name.encode()), slab, index)
