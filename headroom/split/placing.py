@@ -34,6 +34,13 @@ def even_placement(shape: ModelShape, plan: Plan) -> ExpertPlacement:
     return even_experts(plan.devices[0].hot_by_layer)
 
 
+def named_placement(
+    name: str | None, identity: str, layers: list[LayerExperts]
+) -> ExpertPlacement | None:
+    """Read the file that the options name, or refuse it."""
+    return load_placement(Path(name).expanduser(), identity, layers) if name else None
+
+
 def find_placement(
     shape: ModelShape,
     plan: Plan,
@@ -50,7 +57,7 @@ def find_placement(
     if not device.total_experts:
         return None
     layers = expert_layers(shape, plan)
-    named = _named_placement(options.placement, identity, layers)
+    named = named_placement(options.placement, identity, layers)
     if device.hot_experts == device.total_experts:
         if device.kind == "cpu":
             log.info("experts: all %d are computed by the kernels of the CPU", device.total_experts)
@@ -68,13 +75,6 @@ def find_placement(
     _check(placement, layers, plan)
     _log_memory(plan, layers)
     return placement if counts is None else placement.judged_by(counts)
-
-
-def _named_placement(
-    name: str | None, identity: str, layers: list[LayerExperts]
-) -> ExpertPlacement | None:
-    """Read the file that the options name, or refuse it."""
-    return load_placement(Path(name).expanduser(), identity, layers) if name else None
 
 
 def _check(placement: ExpertPlacement, layers: list[LayerExperts], plan: Plan) -> None:
