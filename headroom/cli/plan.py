@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from headroom.cli.settings import with_settings
-from headroom.errors import OptionError
+from headroom.errors import FormatError, OptionError
 from headroom.memory.alternatives import alternatives
 from headroom.memory.emit import llama_server_command
 from headroom.memory.known import is_known, known_shape
@@ -20,6 +21,9 @@ from headroom.memory.report import explain_line, plan_json
 from headroom.memory.shape import ModelShape
 from headroom.memory.targets import plan_devices
 from headroom.options import Options
+from headroom.split.unused import tell_unused
+
+log = logging.getLogger(__name__)
 
 NEAREST = 3  # proposals where a plan does not fit
 COMPARED_COLUMNS = 32  # width of a column in a pipe, where no screen sets it
@@ -70,6 +74,7 @@ def plan(
         made = make_plan(shapes, plan_devices(options), options)
     except DoesNotFitError as error:
         refusal, made = error, error.plan
+    check_expert_files(made, options)
     if svg is not None:
         write_picture(made, svg)
     if explain is not None:
@@ -97,6 +102,35 @@ def read_shapes(options: Options) -> list[ModelShape]:
     if options.draft:
         shapes.append(draft_shape(options.draft, shapes[0], options.home_path))
     return shapes
+
+
+def check_expert_files(made: Plan, options: Options) -> None:
+    """Read the placement and the statistics that the options name, or refuse them as a run does."""
+    names = [x for x in (options.placement, options.routing_stats) if x not in (None, "off")]
+    if not names:
+        if len(made.devices) == 1:
+            tell_unused(made.devices[0], options)
+        return
+    # torch takes seconds to import; other plans need not wait for it.
+    from headroom.formats.checkpoint import open_checkpoint
+    from headroom.formats.hub import find_model
+    from headroom.models.describe import describe
+    from headroom.split.expert_records import read_records
+    from headroom.split.placing import expert_layers, find_placement, named_placement
+
+    try:
+        checkpoint = open_checkpoint(find_model(options.model, options.home_path))
+    except FormatError:  # the shape was found: it is a name, a URL or a config.json
+        files = " and ".join(str(name) for name in names)
+        log.warning("plan: not read, since no weights are at hand to compare with: %s", files)
+        return
+    model = describe(checkpoint)
+    counts = read_records(model, options, measuring=True).file.counts
+    if made.fits and len(made.devices) == 1:
+        find_placement(model.shape, made, options, checkpoint.identity, counts)
+    else:  # no engine runs so, and the file may still be a wrong one
+        layers = expert_layers(model.shape, made)
+        named_placement(options.placement, checkpoint.identity, layers)
 
 
 def with_alternatives(

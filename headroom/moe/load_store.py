@@ -169,11 +169,13 @@ def _check_paths(request: StoreRequest, memory: HostMemory, tiles: bool) -> Cold
         )
     if memory.refused:
         log.warning(
-            "experts: %s of cold experts are not pinned (%s%s): the CPU computes them, and long "
-            "prompts copy them twice",
+            "experts: %s of cold experts are not pinned (%s%s): %s",
             gib(len(memory)),
             memory.refused,
             _limits(),
+            "they are left out, and swaps come only between requests"
+            if wanted == "drop"
+            else "the CPU computes them, and long prompts copy them twice",
         )
     nobody = tiles and not memory.pinned and not speeds.cpu
     if nobody and wanted != "drop":

@@ -19,6 +19,7 @@ from headroom.memory.readiness import (
 from headroom.memory.shape import ModelShape
 from headroom.memory.targets import is_local, plan_devices
 from headroom.options import Options
+from headroom.split.unused import without_gpu_options
 from headroom.units import GIB, gib
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ def make_run_plan(shape: ModelShape, options: Options) -> Plan:
     """Return a plan that this machine can run, or raise an error that says why it cannot.
 
     Where no device is named it is a GPU that runs the kernels and holds the model, else the CPU.
+    An option that makes a plan for the GPU fail is told, not answered with the CPU.
     """
     keep_code(options.home_path)
     if options.device is not None:
@@ -45,6 +47,8 @@ def make_run_plan(shape: ModelShape, options: Options) -> Plan:
         try:
             return _plan(shape, plan_devices(on_gpu), on_gpu)
         except (PlanError, DeviceError) as error:
+            if isinstance(error, PlanError) and _caused_by_options(shape, error, on_gpu):
+                raise
             log.warning("device: cpu, not %s: %s", name, error.message)
     return _plan(shape, plan_devices(on_cpu), on_cpu)
 
@@ -156,6 +160,18 @@ def _blame(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Re
     except PlanError:
         return None
     return held_by_others(gpu.name, held, gpu_holders(gpu.name))
+
+
+def _caused_by_options(shape: ModelShape, error: PlanError, options: Options) -> bool:
+    """Tell whether an option is at fault: without those for a GPU it would hold the model."""
+    if error.param is not None:
+        return True
+    plain = without_gpu_options(options)
+    try:
+        _checked_plan(shape, plan_devices(plain), plain)
+    except PlanError:
+        return False
+    return True
 
 
 def _check_cold(plan: Plan, options: Options) -> None:

@@ -16,6 +16,7 @@ from headroom.moe.placement import (
     place_experts,
 )
 from headroom.options import Options
+from headroom.split.unused import tell_unused
 from headroom.units import gib
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,13 @@ def even_placement(shape: ModelShape, plan: Plan) -> ExpertPlacement:
     return even_experts(plan.devices[0].hot_by_layer)
 
 
+def named_placement(
+    name: str | None, identity: str, layers: list[LayerExperts]
+) -> ExpertPlacement | None:
+    """Read the file that the options name, or refuse it."""
+    return load_placement(Path(name).expanduser(), identity, layers) if name else None
+
+
 def find_placement(
     shape: ModelShape,
     plan: Plan,
@@ -45,12 +53,15 @@ def find_placement(
     A file that the options name comes first, then statistics.
     """
     device = plan.devices[0]
+    tell_unused(device, options)
     if not device.total_experts:
         return None
     layers = expert_layers(shape, plan)
-    named = _named_placement(options.placement, identity, layers)
+    named = named_placement(options.placement, identity, layers)
     if device.hot_experts == device.total_experts:
-        if not device.holds_all:
+        if device.kind == "cpu":
+            log.info("experts: all %d are computed by the kernels of the CPU", device.total_experts)
+        elif not device.holds_all:
             log.info("experts: all %d fit in GPU memory, no hybrid parts", device.total_experts)
         if named is not None:
             log.info("experts: all are hot, so that %s is not used", named.source)
@@ -64,13 +75,6 @@ def find_placement(
     _check(placement, layers, plan)
     _log_memory(plan, layers)
     return placement if counts is None else placement.judged_by(counts)
-
-
-def _named_placement(
-    name: str | None, identity: str, layers: list[LayerExperts]
-) -> ExpertPlacement | None:
-    """Read the file that the options name, or refuse it."""
-    return load_placement(Path(name).expanduser(), identity, layers) if name else None
 
 
 def _check(placement: ExpertPlacement, layers: list[LayerExperts], plan: Plan) -> None:

@@ -141,18 +141,39 @@ def test_experts_that_do_not_fit_are_planned_cold(machine: Machine) -> None:
         assert 0 < device.hot_experts < device.total_experts == 10240
 
 
-def test_a_budget_below_the_floor_is_refused_with_both_numbers(machine: Machine) -> None:
+@pytest.mark.parametrize("name", ["cuda:0", None])
+def test_a_budget_below_the_floor_is_refused_with_both_numbers(
+    machine: Machine, name: str | None
+) -> None:
     with pytest.raises(PlanError) as refused:
-        choice.make_run_plan(EXPERTS, machine.options("cuda:0", expert_budget="1%"))
+        choice.make_run_plan(EXPERTS, machine.options(name, expert_budget="1%"))
     assert refused.value.message.startswith("8 hot experts in each of 40 layers need ")
     assert "and the budget for experts is " in refused.value.message
-    assert choice.make_run_plan(EXPERTS, machine.options("cuda:0", expert_budget="0%"))
+    plan = choice.make_run_plan(EXPERTS, machine.options(name, expert_budget="0%"))
+    assert plan.devices[0].name == "cuda:0"
 
 
-def test_a_host_too_small_for_the_cold_experts_is_refused(machine: Machine) -> None:
-    few = machine.options("cuda:0", expert_budget="20%", ram="8GiB")
-    with pytest.raises(PlanError, match=r"host memory has 8.00 GiB and .* cold_experts, "):
-        choice.make_run_plan(EXPERTS, few)
+@pytest.mark.parametrize("name", ["cuda:0", None])
+@pytest.mark.parametrize(
+    "asked", [{"expert_budget": "20%"}, {"device_memory": "8GiB"}, {"keep_host_copy": True}]
+)
+def test_a_host_too_small_for_the_cold_experts_is_refused(
+    machine: Machine, name: str | None, asked: dict[str, Any]
+) -> None:
+    if "keep_host_copy" in asked:  # without it 18 GiB hold what this GPU leaves cold
+        machine.gpus, machine.free = [gpu("cuda:0", 16 * GIB)], 16 * GIB
+    ram = "18GiB" if "keep_host_copy" in asked else "8GiB"
+    with pytest.raises(PlanError, match=r"host memory has \d+\.00 GiB and .* cold_experts, "):
+        choice.make_run_plan(EXPERTS, machine.options(name, ram=ram, **asked))
+
+
+def test_a_found_gpu_that_has_no_room_whatever_is_asked_of_it_is_passed_over(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.gpus = [gpu("cuda:0", int(1.5 * GIB))]
+    plan = choice.make_run_plan(EXPERTS, machine.options(expert_budget="50%", cold="gpu"))
+    assert plan.devices[0].name == "cpu"
+    assert "device: cpu, not cuda:0:" in caplog.text
 
 
 def test_a_gpu_does_not_read_what_is_not_pinned(machine: Machine) -> None:

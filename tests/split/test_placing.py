@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from headroom.errors import FormatError, PlanError
+from headroom.memory.devices import DeviceSpec
+from headroom.memory.known import known_shape
 from headroom.memory.plan import Plan, make_plan
+from headroom.memory.shape import ModelShape
 from headroom.moe.placement import ExpertPlacement, save_placement
 from headroom.options import Options
 from headroom.split.placing import expert_layers, find_placement
@@ -15,6 +18,7 @@ from headroom.units import gib
 from tests.memory.shapes import cpu, gpu, host, laguna
 
 MODEL = laguna()
+DENSE = known_shape("qwen3.6-27b:q4_k_m")
 DENSE_FIRST = [()] + [(0, 1)] * 39  # the first layer has no experts
 
 
@@ -59,17 +63,55 @@ def test_statistics_decide_where_there_are_some() -> None:
     assert placement.hot[5][-1] == 255
 
 
-def test_all_hot_is_told_in_one_line_and_a_cpu_has_nothing_to_tell(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_where_no_expert_is_cold_one_line_says_why(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert find_placement(MODEL, *planned("100%"), "abc") is None
-        assert [row.message for row in caplog.records] == [
-            "experts: all 9984 fit in GPU memory, no hybrid parts"
-        ]
         plan = make_plan([MODEL], [cpu(64)], Options())
         assert find_placement(MODEL, plan, Options(), "abc") is None
-    assert len(caplog.records) == 1
+    assert [row.message for row in caplog.records] == [
+        "experts: all 9984 fit in GPU memory, no hybrid parts",
+        "experts: all 9984 are computed by the kernels of the CPU",
+    ]
+
+
+COLD = {"cold": "gpu", "no_pin": True, "keep_host_copy": True, "swap_every": "off"}
+SWAPS = {"swap_bytes": "1GiB", "swap_min_gain": 1.0, "swap_per_layer": 3}
+GPU = {"device_memory": "40GiB", "expert_budget": "100%"}
+COLD_FLAGS = (
+    "--cold, --no-pin, --keep-host-copy, --swap-every, --swap-bytes, --swap-min-gain, "
+    "--swap-per-layer"
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "level", "told"),
+    [
+        (MODEL, [cpu(64)], logging.WARNING, "the model runs on the CPU, which has no cold experts: "
+         f"--device-memory, --expert-budget, {COLD_FLAGS}"),
+        (MODEL, [gpu(48), host(64)], logging.INFO, f"all experts are hot: {COLD_FLAGS}"),
+        (DENSE, [gpu(48), host(64)], logging.INFO, "the model has no routed experts: "
+         f"--expert-budget, {COLD_FLAGS}"),
+    ],
+)  # fmt: skip
+def test_options_without_effect_are_named(
+    model: ModelShape,
+    devices: list[DeviceSpec],
+    level: int,
+    told: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = Options(context=2048, parallel=1, **COLD, **SWAPS, **GPU)  # type: ignore[arg-type]
+    plan = make_plan([model], devices, options)
+    with caplog.at_level(logging.INFO):
+        assert find_placement(model, plan, options, "abc") is None
+    row = caplog.records[0]
+    assert (row.levelno, row.message) == (level, f"experts: without effect here, since {told}")
+
+
+def test_options_that_have_an_effect_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert find_placement(MODEL, *planned(cold="cpu", **SWAPS), "abc") is not None
+    assert "without effect" not in caplog.text
 
 
 def test_a_file_comes_before_statistics_and_these_tell_what_it_will_meet(

@@ -1,0 +1,46 @@
+"""tell_unused(): the options that were given and have no effect on the device that runs."""
+
+import logging
+from dataclasses import fields, replace
+
+from headroom.memory.layout import DevicePlan
+from headroom.options import Options, flag
+
+log = logging.getLogger(__name__)
+
+GPU_OPTIONS = ("device_memory",)
+BUDGET_OPTIONS = ("expert_budget",)
+COLD_OPTIONS = (
+    "cold", "no_pin", "keep_host_copy", "swap_every", "swap_bytes", "swap_min_gain",
+    "swap_per_layer",
+)  # fmt: skip
+
+
+def tell_unused(device: DevicePlan, options: Options) -> None:
+    """Name what was asked of experts or of a GPU where there is none of it to do.
+
+    On a CPU that is a warning: whoever gives such an option means a GPU.
+    """
+    names, level = COLD_OPTIONS, logging.INFO
+    if device.kind == "cpu":
+        names, level = GPU_OPTIONS + BUDGET_OPTIONS + COLD_OPTIONS, logging.WARNING
+        why = "the model runs on the CPU, which has no cold experts"
+    elif not device.total_experts:
+        names, why = BUDGET_OPTIONS + COLD_OPTIONS, "the model has no routed experts"
+    elif device.hot_experts == device.total_experts:
+        why = "all experts are hot"
+    else:
+        return
+    if flags := _given(options, names):
+        log.log(level, "experts: without effect here, since %s: %s", why, ", ".join(flags))
+
+
+def without_gpu_options(options: Options) -> Options:
+    """Return the options as if nothing had been asked of a GPU's memory and experts."""
+    changed = {*GPU_OPTIONS, *BUDGET_OPTIONS, *COLD_OPTIONS}
+    return replace(options, **{x.name: x.default for x in fields(options) if x.name in changed})
+
+
+def _given(options: Options, names: tuple[str, ...]) -> list[str]:
+    known = {setting.name: setting for setting in fields(options)}
+    return [flag(known[name]) for name in names if getattr(options, name) != known[name].default]
