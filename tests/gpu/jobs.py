@@ -33,7 +33,9 @@ AS_TESTS = frozenset(
 )  # fmt: skip
 # Memory of the whole GPU is read there: nothing may run beside.
 ALONE = {"check_memory"}
-COLD_FAMILIES = ("gemma4-moe", "qwen35moe-wide", "laguna", "qwen3moe")
+COLD_FAMILIES = (
+    "gemma4-moe", "gemma4-moe-f16", "qwen35moe-wide", "laguna", "qwen3moe", "qwen3moe-bf16",
+)  # fmt: skip
 COLD_TYPES = ("f32", "bf16")
 COLD_ALONE = ("worker", "memory", "some layers")  # which want all cores, or time what they see
 COLD_SECONDS = "300"
