@@ -13,7 +13,7 @@ Section = dict[str, Any]
 
 
 def gpus(*, compile_all: bool) -> list[Section]:
-    """Return every GPU of this machine with what it can run; compile one kernel of each family."""
+    """Return every GPU of this machine with what it can run; compile a kernel, or all families'."""
     found = detect_gpus()
     if not found:
         return []
@@ -52,16 +52,16 @@ def gpu_row(device: DeviceSpec, facts: GpuFacts, torch: TorchFacts) -> Section:
         "compiler": "" if refused else "NVRTC compiles",
         "activation_type": precision.activation,
         "refused": refused,
-        "kernels": {} if refused else families(),
+        "kernels": {} if refused else families(facts.sm),
         "slower": "" if refused else _slower(facts.sm),
     }
 
 
-def families() -> dict[str, str]:
-    """Return each kernel family with why a GPU does not run it, "" where it may."""
-    from headroom.kernels.cuda.probe import PROBES
+def families(sm: int) -> dict[str, str]:
+    """Return each kernel family with why a GPU does not run it or is not known to, else ""."""
+    from headroom.kernels.cuda.probe import expect_kernels
 
-    return {probe.family: "" for probe in PROBES}
+    return expect_kernels(sm)
 
 
 def _slower(sm: int) -> str:
@@ -74,14 +74,25 @@ def gpu_texts(rows: list[Section]) -> dict[str, str]:
     """Return the GPUs as people read them."""
     told = {row["name"]: _gpu_text(row) for row in rows}
     for row in rows:
-        lacking = {family: why for family, why in row["kernels"].items() if why}
-        if row["kernels"]:
-            runs = len(row["kernels"]) - len(lacking)
-            told[f"{row['name']} kernels"] = f"{runs} of {len(row['kernels'])} families run"
-        told |= {f"{row['name']} {family}": why for family, why in lacking.items()}
+        told |= _kernel_texts(row["name"], row["kernels"])
         if row["slower"]:
             told[f"{row['name']} sm_{row['sm']}"] = row["slower"]
     return told or {"none": "no driver lists one; layers run on the CPU"}
+
+
+def _kernel_texts(name: str, kernels: dict[str, str]) -> dict[str, str]:
+    """Return how many families run, how many were not tried, and why others do not."""
+    from headroom.kernels.cuda.probe import NOT_TRIED
+
+    if not kernels:
+        return {}
+    untried = sum(why == NOT_TRIED for why in kernels.values())
+    lacking = {family: why for family, why in kernels.items() if why not in ("", NOT_TRIED)}
+    runs = len(kernels) - untried - len(lacking)
+    text = f"{runs} of {len(kernels)} families run"
+    if untried:
+        text += f", {untried} {NOT_TRIED}"
+    return {f"{name} kernels": text} | {f"{name} {x}": why for x, why in lacking.items()}
 
 
 def _gpu_text(row: Section) -> str:

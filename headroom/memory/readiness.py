@@ -8,6 +8,7 @@ from headroom.units import gib
 
 LEAST_SM = 75  # tensor cores for 8-bit products, and the instructions that kernels are written in
 BF16_SM = 80
+LEAST_TORCH = (2, 8)  # on CUDA: products of 16-bit numbers that are summed and returned in float32
 # The least major version of NVIDIA's driver that starts each major version of CUDA.
 DRIVERS = {11: 450, 12: 525, 13: 580}
 
@@ -56,6 +57,7 @@ def refuse_gpu(torch: TorchFacts, gpu: GpuFacts, dtype: str | None = None) -> Re
     """Say why a GPU cannot run layers whose products compute in `dtype`; None if it can."""
     return (
         _refuse_build(torch)
+        or _refuse_version(torch)
         or _refuse_start(torch, gpu)
         or _refuse_sm(torch, gpu, dtype)
         or _refuse_compiler(gpu)
@@ -69,6 +71,19 @@ def _refuse_build(torch: TorchFacts) -> Refusal | None:
     return Refusal(
         f"torch {torch.version} is built {built}, without CUDA.",
         "Install a CUDA build of torch, or choose --device cpu.",
+    )
+
+
+def _refuse_version(torch: TorchFacts) -> Refusal | None:
+    """Refuse a torch that lacks what kernels call; one whose version is not a number is taken."""
+    found = re.match(r"(\d+)\.(\d+)", torch.version)
+    if found is None or (int(found[1]), int(found[2])) >= LEAST_TORCH:
+        return None
+    least = ".".join(map(str, LEAST_TORCH))
+    return Refusal(
+        f"torch {torch.version} is too old for a GPU: the kernels need {least} or later, whose "
+        "products of 16-bit numbers are summed in float32.",
+        f"Install torch {least} or later, or choose --device cpu.",
     )
 
 

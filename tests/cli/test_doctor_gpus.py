@@ -1,6 +1,12 @@
 """GPUs in `headroom doctor`: what people read, from made-up machines."""
 
+from contextlib import nullcontext
+
+import pytest
+import torch
+
 from headroom.cli.doctor_gpus import families, gpu_row, gpu_texts
+from headroom.kernels.cuda import probe
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.readiness import GpuFacts, TorchFacts
 from headroom.units import GIB
@@ -21,27 +27,50 @@ def test_a_gpu_is_told_with_memory_driver_and_kernels() -> None:
         "NVIDIA H200, sm_90, 20.00 GiB of 24.00 GiB free, driver 580.65.06, torch for CUDA 13.0, "
         "computes in bf16, NVRTC compiles"
     )
-    count = len(families())
-    assert told["cuda:0 kernels"] == f"{count} of {count} families run"
+    count = len(families(90))
+    untried = f"{count - 1} not compiled; try --kernels"
+    assert told["cuda:0 kernels"] == f"1 of {count} families run, {untried}"
     assert set(told) == {"cuda:0", "cuda:0 kernels"}
 
 
 def test_what_an_older_gpu_runs_in_another_way_is_told() -> None:
     facts = GpuFacts(name="cuda:0", product="Tesla T4", sm=75, driver="580.65.06")
     told = gpu_texts([gpu_row(spec("cuda", 75), facts, TORCH)])
-    assert told["cuda:0 kernels"].endswith("families run")
+    count = len(families(75))
+    untried = f"{count - 2} not compiled; try --kernels"
+    assert told["cuda:0 kernels"] == f"1 of {count} families run, {untried}"
+    assert told["cuda:0 experts of many rows"] == "needs sm_80"
     assert told["cuda:0 sm_75"] == (
         "products and attention compute in f16; in prompts, the experts of a layer are multiplied "
         "one after another and the host waits for each layer"
     )
 
 
+def test_each_family_is_compiled_or_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(
+        probe, "compile_kernel", lambda source, kernel, defines: compiled.append(source)
+    )
+    tried = probe.try_kernels(0)
+    assert tried == dict.fromkeys(families(75), "") | {"experts of many rows": "needs sm_80"}
+    assert len(compiled) == len(tried) - 1
+    assert "grouped.cu" not in compiled
+    compiled.clear()
+    assert probe.try_compiler(0) == ""
+    assert compiled == ["small.cu"]
+    assert [family for family, why in families(90).items() if not why] == ["norms"]
+
+
 def test_families_that_a_gpu_cannot_run_are_told_with_the_reason() -> None:
     facts = GpuFacts(name="cuda:0", product="NVIDIA H200", sm=90)
     row = gpu_row(spec("cuda", 90), facts, TORCH)
+    row["kernels"] = dict.fromkeys(row["kernels"], "")  # as if all were compiled
+    count = len(row["kernels"])
+    assert gpu_texts([row])["cuda:0 kernels"] == f"{count} of {count} families run"
     row["kernels"]["sampler"] = "sampler.cu does not compile for sm_90"
     told = gpu_texts([row])
-    count = len(families())
     assert told["cuda:0 kernels"] == f"{count - 1} of {count} families run"
     assert told["cuda:0 sampler"] == "sampler.cu does not compile for sm_90"
 

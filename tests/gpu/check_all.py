@@ -2,7 +2,8 @@
 
     python -m tests.gpu.check_all [--seconds 500] [--bench] [--only WORD] [--out LOG]
 
-One log with everything that was printed; what ran out of time is LEFT OUT there, not failed.
+One log with everything that was printed; what ran out of time is LEFT OUT there, not failed, and
+so are tests of a package that is missing. A file without tests is a failure else.
 Machine code is kept in one folder, which all processes use, and later runs too. Exits with 1 if
 anything failed, and with 2 if nothing failed but something was left out.
 """

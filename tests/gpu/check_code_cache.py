@@ -20,7 +20,8 @@ def child(home: Path) -> None:
     """Compile or find a kernel of every family, and run one of them."""
     CODE.open(home)
     started = time.perf_counter()
-    failed = {family: why for family, why in try_kernels(0).items() if why}
+    tried = try_kernels(0).items()  # an older GPU does not run all families
+    failed = {x: why for x, why in tried if why and not why.startswith("needs sm_")}
     seconds = time.perf_counter() - started
     rows = torch.randn(3, 512, device="cuda")
     out = gated_activation(rows, rows, "silu", torch.empty_like(rows))

@@ -111,7 +111,7 @@ def test_a_printed_failure_is_one() -> None:
     ("code", "printed", "verdict"),
     [
         (0, "PASS", "PASS"),
-        (5, "PASS", "PASS"),
+        (5, "no tests ran", "FAIL"),
         (1, "PASS", "FAIL"),
         (None, "PASS", "LEFT OUT"),
         (None, "FAIL a case", "FAIL"),
@@ -121,6 +121,15 @@ def test_a_printed_failure_is_one() -> None:
 )
 def test_an_exit_tells_the_rest(code: int | None, printed: str, verdict: str) -> None:
     assert Outcome(ECHO, code, 1.0, printed).verdict == verdict
+
+
+def test_a_file_without_tests_fails_unless_it_says_that_it_may_be_empty() -> None:
+    beside, _ = jobs("test_gpu", bench=False)
+    assert {job.name.split()[0] for job in beside if job.may_be_empty} == {"test_gpu_variants"}
+    empty = next(job for job in beside if job.may_be_empty)
+    assert Outcome(empty, 5, 1.0, "1 skipped").verdict == "LEFT OUT"
+    assert Outcome(empty, 5, 1.0, "FAIL").verdict == "FAIL"
+    assert Outcome(empty, 2, 1.0, "").verdict == "FAIL"
 
 
 def test_what_takes_longest_is_begun_first() -> None:

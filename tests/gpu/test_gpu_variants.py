@@ -12,6 +12,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
+# check_all: may be empty, as transformers may be missing
 families = pytest.importorskip("tests.families", exc_type=ImportError)
 
 

@@ -39,6 +39,12 @@ def test_a_gpu_that_everything_runs_on_is_not_refused() -> None:
             "Install a CUDA build of torch, or choose --device cpu.",
         ),
         (
+            replace(TORCH, version="2.7.1+cu128", cuda="12.8"), {}, None,
+            "torch 2.7.1+cu128 is too old for a GPU: the kernels need 2.8 or later, whose "
+            "products of 16-bit numbers are summed in float32.",
+            "Install torch 2.8 or later, or choose --device cpu.",
+        ),
+        (
             replace(TORCH, problem="The NVIDIA driver is too old.", count=0),
             {"driver": "470.57.02"}, None,
             "The NVIDIA driver 470.57.02 is too old for CUDA 13.0, which torch 2.11.0+cu130 was "
@@ -86,6 +92,11 @@ def test_a_refusal_says_what_is_wrong_and_what_to_try(
     refusal = refuse_gpu(torch, replace(GPU, **gpu), dtype)  # type: ignore[arg-type]
     assert refusal is not None
     assert (refusal.message, refusal.hint) == (message, hint)
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.10.0a0+git1", "3.0", "unknown"])
+def test_a_torch_that_is_new_enough_or_says_no_version_is_taken(version: str) -> None:
+    assert refuse_gpu(replace(TORCH, version=version), GPU) is None
 
 
 def test_machine_code_runs_in_its_generation_and_portable_code_on_all_later_ones() -> None:

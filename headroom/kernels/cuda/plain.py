@@ -56,9 +56,7 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     rows, rounded = len(x), x.to(torch.bfloat16)
     if rows < PADDED_ROWS:
         rounded = torch.nn.functional.pad(rounded, (0, 0, 0, PADDED_ROWS - rows))
-    if hasattr(torch.ops.aten.mm, "dtype"):  # older versions of torch have no such sums
-        return torch.mm(rounded, weight.T, out_dtype=torch.float32)[:rows]
-    return (rounded @ weight.T)[:rows].float()
+    return torch.mm(rounded, weight.T, out_dtype=torch.float32)[:rows]
 
 
 def _half_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

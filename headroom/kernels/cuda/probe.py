@@ -11,6 +11,8 @@ from headroom.kernels.cuda.handover import WORDS
 
 Q4_K, BF16 = 12, 30  # types by their numbers in files
 BF16_SM = 80  # the least compute capability whose tensor cores take bf16
+FIRST = "norms"  # the family that is always tried: its kernel is the smallest
+NOT_TRIED = "not compiled; try --kernels"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,16 @@ def try_kernels(device: int) -> dict[str, str]:
     """Compile a kernel of every family for a GPU; return why it does not run, "" where it does."""
     major, minor = torch.cuda.get_device_capability(device)
     with torch.cuda.device(device):
-        return {x.family: _try(x) for x in PROBES if x.sm <= 10 * major + minor}
+        return {x.family: _too_old(x, 10 * major + minor) or _try(x) for x in PROBES}
+
+
+def expect_kernels(sm: int) -> dict[str, str]:
+    """Return the same of a GPU for which nothing was compiled but what `try_compiler` does."""
+    return {x.family: _too_old(x, sm) or ("" if x.family == FIRST else NOT_TRIED) for x in PROBES}
+
+
+def _too_old(probe: Probe, sm: int) -> str:
+    return f"needs sm_{probe.sm}" if sm < probe.sm else ""
 
 
 def slower_on(sm: int) -> str:
@@ -72,7 +83,7 @@ def slower_on(sm: int) -> str:
 def try_compiler(device: int) -> str:
     """Compile the smallest kernel for a GPU; return why that fails, "" where it works."""
     with torch.cuda.device(device):
-        return _try(next(probe for probe in PROBES if probe.family == "norms"))
+        return _try(next(probe for probe in PROBES if probe.family == FIRST))
 
 
 def _try(probe: Probe) -> str:
