@@ -5,7 +5,7 @@ import queue
 import uuid
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -208,6 +208,9 @@ class LLM:
                 if event.finish_reason == "error":
                     raise HeadroomError(f"The engine failed: {event.error}.")
                 piece = _piece(event, answer)
+                if answer.stopped and event.finish_reason is None and self.engine.tells_experts:
+                    self.engine.cancel(request.id)
+                    piece = replace(piece, timings=_with_cost(piece.timings, events))
                 yield piece
                 if piece.finish_reason is not None:
                     return
@@ -229,6 +232,15 @@ def _piece(event: TokenEvent, answer: AnswerText) -> Piece:
         generated_tokens=event.generated_tokens,
         timings=event.timings,
     )
+
+
+def _with_cost(timings: Timings | None, events: "queue.SimpleQueue[TokenEvent]") -> Timings | None:
+    """Return times up to a stop text with what the engine tells of experts when it ends, too."""
+    while (event := events.get()).finish_reason is None:
+        pass
+    if timings is None or event.timings is None:
+        return timings
+    return replace(timings, experts=event.timings.experts)
 
 
 def _collect(pieces: Pieces) -> Completion:

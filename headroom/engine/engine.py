@@ -84,6 +84,11 @@ class Engine:
                 self._cancelled.add(request_id)
                 self._changed.notify()
 
+    @property
+    def tells_experts(self) -> bool:
+        """Whether a request's last event, a cancelled one's too, says what its experts cost."""
+        return self.upkeep is not None and self.upkeep.tells_requests
+
     def stats(self) -> EngineStats:
         """Return what the engine is doing and has done."""
         with self._changed:

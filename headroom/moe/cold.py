@@ -42,11 +42,8 @@ class ColdPart(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ColdCounts:
-    """Picks, bytes and times of steps of few rows in layers that ask the CPU."""
+    """Bytes and times of steps of few rows in layers that ask the CPU."""
 
-    hot_picks: int
-    cpu_picks: int
-    gpu_picks: int  # cold ones that the GPU read in place
     cpu_bytes: int  # read by the CPU
     gpu_bytes: int  # read over the link; an expert that two rows chose counts twice
     hot_s: float  # from a request to the time when the GPU had nothing else to do
@@ -57,14 +54,8 @@ class ColdCounts:
 class ColdCompute:
     """The worker of one GPU and the mailbox between them; layers are added, then it starts."""
 
-    def __init__(
-        self,
-        device: str,
-        *,
-        limit_ms: int = LIMIT_MS,
-        ops: Any = None,  # threads of the C++ module; those of this process where None
-    ) -> None:
-        self._device, self._limit_ms, self._ops = device, limit_ms, ops
+    def __init__(self, device: str) -> None:
+        self._device = device
         self._layers: list[CpuShared] = []
         self._box: Mailbox | None = None
         self._worker: ColdWorker | None = None
@@ -91,18 +82,13 @@ class ColdCompute:
         """Start the thread; no layer is added after this."""
         tables = [layer.table for layer in self._layers]
         self._box = Mailbox.allocate(tables[0].hidden, len(tables), self._device)
-        self._worker = ColdWorker(self._box.addresses, tables, handover.MOST_ROWS, self._ops)
+        self._worker = ColdWorker(self._box.addresses, tables, handover.MOST_ROWS)
 
     @property
     def box(self) -> Mailbox:
         """The mailbox of a started worker."""
         assert self._box is not None
         return self._box
-
-    @property
-    def limit_ms(self) -> int:
-        """The longest that the GPU waits for an answer."""
-        return self._limit_ms
 
     def is_last(self, index: int) -> bool:
         """Tell whether a layer is the last of a step that may ask the CPU."""
@@ -119,7 +105,7 @@ class ColdCompute:
         if reason := self._worker.failure:
             return f"the CPU could not compute cold experts: {reason}"
         if self.box.failed:
-            return f"the CPU did not answer for cold experts within {self._limit_ms} ms"
+            return f"the CPU did not answer for cold experts within {LIMIT_MS} ms"
         return ""
 
     def check(self) -> None:
@@ -138,9 +124,6 @@ class ColdCompute:
         by_gpu = COUNTS.index("gpu_picks")
         work = self._worker.counts
         return ColdCounts(
-            hot_picks=totals["hot_picks"],
-            cpu_picks=totals["cpu_picks"],
-            gpu_picks=totals["gpu_picks"],
             cpu_bytes=work.read_bytes,
             gpu_bytes=sum(
                 row[by_gpu] * layer.expert_bytes
@@ -183,4 +166,4 @@ class CpuShared:
         """Wait for the CPU's answers and add them."""
         owner = self._owner
         last = owner.is_last(self._index)
-        handover.collect(out, owner.box, self._index, last=last, limit_ms=owner.limit_ms)
+        handover.collect(out, owner.box, self._index, last=last)

@@ -76,5 +76,6 @@ class Hybrid:
         stream = self._stream
         if stream is None:
             return JoinedMeter(worker, pick_bytes=in_place)
-        by_cpu = None if stream.rates is None else lambda: stream.counts.cpu_bytes
-        return JoinedMeter(worker, lambda: stream.counts.streamed_bytes, by_cpu, in_place)
+        counts = stream.counts
+        by_cpu = None if stream.rates is None else lambda: (counts.cpu_bytes, counts.cpu_s)
+        return JoinedMeter(worker, lambda: counts.streamed_bytes, by_cpu, in_place)

@@ -174,18 +174,11 @@ class LayerStore:
         copy_bytes(room, blob)
         return room
 
-    def exchange(self, promoted: int, demoted: int) -> None:
-        """Make a cold expert hot and a hot one cold; no step may run meanwhile.
-
-        Where a copy fails, the error goes to the caller and every expert is still found.
-        """
-        self.begin_exchange(promoted, demoted)
-        self.finish_exchange()
-
     def begin_exchange(self, promoted: int, demoted: int) -> None:
         """Ask for copies of both in the spare buffers; steps run meanwhile and see nothing of it.
 
-        One exchange of a device at a time: an earlier one that was only begun is forgotten.
+        One exchange of a device at a time: an earlier one that was only begun is forgotten. Where
+        a copy fails, the error goes to the caller and every expert is still found.
         """
         hot = self._residence.is_hot
         if not 0 <= promoted < self.experts or not 0 <= demoted < self.experts:

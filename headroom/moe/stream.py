@@ -4,6 +4,7 @@ Experts are summed in the same groups, whatever is cold: streamed ones give the 
 ones. Those that are left to the CPU are rounded as its kernels round.
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,14 +50,11 @@ from headroom.moe.stream_rule import (
 
 @dataclass(slots=True)
 class StreamCounts:
-    """What became of cold experts so far."""
+    """What cold experts have cost so far; those that nobody chose may cost nothing."""
 
-    layers: int = 0  # that ran with cold experts
-    streamed: int = 0  # experts
     streamed_bytes: int = 0
-    left_to_cpu: int = 0  # experts
-    cpu_bytes: int = 0  # of those
-    unused: int = 0  # experts that nobody chose, where that was known in time
+    cpu_bytes: int = 0  # of experts that were left to the CPU
+    cpu_s: float = 0.0  # that their answers took it, while the GPU went on
 
 
 class ColdStream:
@@ -117,7 +115,6 @@ class ColdStream:
             piece = self._coming[self._sent]
             self._ring.send(piece.sources)
             self._sent += 1
-            self.counts.streamed += len(piece.which)
             self.counts.streamed_bytes += sum(source.numel() for source in piece.sources)
 
 
@@ -142,7 +139,6 @@ class StreamedLayer:
         """Return the weighted sum of each row's experts and what else it gets."""
         rows = as_narrow(x)
         chosen = ChosenRows(rows.values, *picks, rows.powers)
-        self._stream.counts.layers += 1
         if self.counts_picks(picks[0].numel()):
             return self._counted(chosen, others, out)
         groups = self._pieces.all_groups()
@@ -186,8 +182,6 @@ class StreamedLayer:
         size = ExpertSize(self._store.expert_bytes, expert_flops(tiles.width, tiles.hidden))
         left = left_to_cpu(used, size, stream.rates)
         streamed = {expert: cold[expert] for expert in used if expert not in left}
-        stream.counts.unused += len(cold) - len(used)
-        stream.counts.left_to_cpu += len(left)
         stream.counts.cpu_bytes += len(left) * size.bytes
         groups = self._pieces.some_groups(streamed)
         if not left:
@@ -198,7 +192,9 @@ class StreamedLayer:
         kept = ChosenRows(chosen.x, ids, chosen.weights, chosen.powers)
         out = self._streamed(kept, groups, (), others, out)
         # All the GPU's work was asked for: it goes on meanwhile.
+        began = time.perf_counter()
         answers = self._cpu_answers(ChosenRows(*rows), theirs)
+        stream.counts.cpu_s += time.perf_counter() - began
         return out.add_(pinned_like(answers).to(out.device, non_blocking=True))
 
     def _cpu_answers(self, chosen: ChosenRows, theirs: torch.Tensor) -> torch.Tensor:

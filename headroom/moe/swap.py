@@ -1,7 +1,7 @@
 """Swaps: plan_swaps() finds cold experts that should be hot; Swappable lets them change."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from headroom.moe.placement import Counts, ExpertPlacement, LayerExperts, check_counts, ranked
@@ -14,7 +14,6 @@ class SwapPolicy:
     min_gain: float = 1.0  # choices that the cold expert must have more, at least
     hysteresis: float = 0.25  # and by this share of the hot one's, so that equals do not alternate
     per_layer: int = 1  # exchanges of one layer in a round
-    most: int | None = None  # exchanges of a round; None: as many as the bytes allow
     most_bytes: int | None = None  # that a round may copy, both ways together
 
 
@@ -45,7 +44,7 @@ def plan_swaps(
     found.sort(key=lambda swap: (-swap.gain, swap.layer))
     chosen: list[Swap] = []
     left = policy.most_bytes
-    for swap in found[: policy.most]:
+    for swap in found:
         if left is not None:
             if swap.copied_bytes > left:
                 continue  # a smaller one may still fit
@@ -73,15 +72,6 @@ def _of_layer(
             break
         swaps.append(Swap(index, promoted, demoted, gain, 2 * layer.expert_bytes))
     return swaps
-
-
-def swapped(placement: ExpertPlacement, swaps: Sequence[Swap]) -> ExpertPlacement:
-    """Return the placement after exchanges; as many experts of each layer are hot as before."""
-    hot = [set(ids) for ids in placement.hot]
-    for swap in swaps:
-        hot[swap.layer].remove(swap.demoted)
-        hot[swap.layer].add(swap.promoted)
-    return replace(placement, hot=tuple(tuple(sorted(ids)) for ids in hot))
 
 
 class Swappable(Protocol):

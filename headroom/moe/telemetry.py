@@ -55,7 +55,7 @@ class JoinedMeter:
 
     worker: Callable[[], WorkerCounts] | None = None
     streamed_bytes: Callable[[], int] | None = None
-    prompt_bytes: Callable[[], int] | None = None  # that a CPU reads in long steps
+    prompt: Callable[[], tuple[int, float]] | None = None  # bytes and seconds of a CPU, long steps
     pick_bytes: tuple[int, ...] = ()
 
     def figures(self) -> ColdFigures:
@@ -67,8 +67,10 @@ class JoinedMeter:
             sizes = {"gpu": counts.gpu_bytes, "cpu": counts.cpu_bytes}
             times = (counts.hot_s, counts.cold_s, counts.wait_s)
             seconds = dict(zip(TIMES, times, strict=True))
-        if self.prompt_bytes is not None:
-            sizes["cpu"] = sizes.get("cpu", 0) + self.prompt_bytes()
+        if self.prompt is not None:
+            size, took = self.prompt()
+            sizes["cpu"] = sizes.get("cpu", 0) + size
+            seconds["cold"] = seconds.get("cold", 0.0) + took
         if self.streamed_bytes is not None:
             sizes["stream"] = self.streamed_bytes()
         return ColdFigures(sizes, seconds)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import weakref
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from headroom.engine.request import GenerationRequest, Timings, TokenEvent, TokenLogprobs
@@ -115,6 +115,7 @@ class Answers:
             for index, request in enumerate(requests)
         }
         self._unfinished = set(self._readers)
+        self._stopped: dict[str, Delta] = {}  # ends at stop texts, until the engine told their cost
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[TokenEvent | HeadroomError] = asyncio.Queue()
         try:
@@ -145,13 +146,31 @@ class Answers:
             self.close()
 
     def _read(self, event: TokenEvent) -> Delta:
-        delta = self._readers[event.request_id].read(event)
+        request_id, reader = event.request_id, self._readers[event.request_id]
+        if request_id in self._stopped:
+            delta = self._with_cost(event)
+        else:
+            delta = reader.read(event)
+            if delta.end is not None and event.finish_reason is None:
+                # A stop text, of which the engine knows nothing.
+                self._engine.cancel(request_id)
+                if self._engine.tells_experts:
+                    self._stopped[request_id] = Delta(reader.index, "", (), (), delta.end)
+                    return replace(delta, end=None)
         if delta.end is not None:
-            self._unfinished.discard(event.request_id)
+            self._unfinished.discard(request_id)
             self._metrics.answer_ended(delta.end.timings, delta.end.generated_tokens)
-            if event.finish_reason is None:  # a stop text, of which the engine knows nothing
-                self._engine.cancel(event.request_id)
         return delta
+
+    def _with_cost(self, event: TokenEvent) -> Delta:
+        """Return the end of an answer at a stop text, if this is the engine's last of it."""
+        delta = self._stopped[event.request_id]
+        assert delta.end is not None
+        if event.finish_reason is None:
+            return replace(delta, end=None)
+        experts = event.timings.experts if event.timings is not None else None
+        timings = replace(delta.end.timings, experts=experts)
+        return replace(delta, end=replace(delta.end, timings=timings))
 
     def fail(self, error: HeadroomError) -> None:
         """End the stream with an error, and the requests behind it."""

@@ -106,9 +106,14 @@ class ExpertUpkeep:
         """Return all choices, those of earlier days included."""
         return self._history.take(self._routing.counts().tolist(), time.time())
 
+    @property
+    def tells_requests(self) -> bool:
+        """Whether a request's end is told what its cold experts cost: where some are cold."""
+        return self._experts is not None
+
     def begin_request(self) -> ExpertTelemetry | None:
         """Return what the end of a request is compared with; None where all experts are hot."""
-        return self.read() if self._experts is not None else None
+        return self.read() if self.tells_requests else None
 
     def end_request(self, began: ExpertTelemetry | None) -> dict[str, object] | None:
         """Return what cold experts cost while a request ran, other requests' share included."""

@@ -139,6 +139,16 @@ def test_an_answer_tells_what_cold_experts_cost(path: Path, half_cold: Watched) 
         assert set(told["ms"]) == {"hot", "cold", "wait"}
 
 
+def test_an_answer_that_a_stop_text_ends_tells_it_too(path: Path, half_cold: Watched) -> None:
+    with LLM(str(path), routing_stats="off", swap_every="off", **SETTINGS) as llm:
+        whole = llm.generate("one", PARAMS)[0].text
+        stop = next(c for c in whole[2:-2] if c.isprintable() and c != "\ufffd")
+        cut = llm.generate("one", replace(PARAMS, stop=(stop,)))[0]
+    assert (cut.finish_reason, cut.text) == ("stop", whole[: whole.index(stop)])
+    assert cut.timings.experts is not None
+    assert 0 < cut.timings.experts["hit_rate"] < 1
+
+
 def test_where_all_are_hot_answers_tell_nothing_and_the_engine_knows(path: Path) -> None:
     with LLM(str(path), routing_stats="off", **SETTINGS) as llm:
         done = llm.generate("hello", PARAMS)[0]

@@ -30,6 +30,7 @@ from headroom.units import MIB
 from tests.gpu.kept import keep_code
 from tests.gpu.torch_tiles import pack_tiles
 from tests.gpu.weight_file import WeightFile
+from tests.moe.stores import exchange
 
 DEVICE = "cuda"
 ROWS = (1, 5, 70)  # of steps
@@ -172,7 +173,7 @@ def check(kinds: Kinds, sizes: tuple[int, int, int], pin: bool) -> bool:
         rows = ROWS if pin else ()
         good &= all(same_answers(layer, stored, count) for count in rows)
         for promoted, demoted in ((1, 0), (3, 4), (0, 1), (5, 2)):
-            stored.exchange(promoted, demoted)
+            exchange(stored, promoted, demoted)
         good &= not wrong_experts(layer, stored)
         good &= all(same_answers(layer, stored, count) for count in rows)
         good &= all(overlapped(layer, opened, count) for count in rows)
@@ -194,7 +195,7 @@ def bench() -> None:
         times = []
         for number in range(20):
             started = time.perf_counter()
-            stored.exchange(255 if number % 2 == 0 else 0, 0 if number % 2 == 0 else 255)
+            exchange(stored, 255 if number % 2 == 0 else 0, 0 if number % 2 == 0 else 255)
             times.append(time.perf_counter() - started)
         print(f"exchange: {sorted(times)[10] * 1e6:.0f} us, {stored.expert_bytes} bytes each way")
 

@@ -89,7 +89,7 @@ def check(
                 worst = max(worst, apart if apart == apart else float("inf"))
                 good = good and (worst < 0.02 if on_cpu else torch.equal(a, b))
     counts = stream.counts
-    good = good and (counts.left_to_cpu > 0 or not on_cpu)
+    good = good and (counts.cpu_bytes > 0 or not on_cpu)
     what = f"cold {cold_share:.0%} x{rows} counted={counted} pinned={pinned} cpu={on_cpu} {kinds}"
     print(f"{'PASS' if good else 'FAIL'} {what}: {worst:.1e} {counts}", flush=True)
     return good

@@ -18,6 +18,7 @@ from headroom.moe.swap import Swap
 from headroom.moe.swap_round import SwapRound
 from tests.families import PROMPT, variant
 from tests.moe.late_gpu import LateGpu
+from tests.moe.stores import exchange
 from tests.pretend_cuda import pretend_cuda
 from tests.pretend_stage import PretendedStage, run_pretended
 
@@ -42,7 +43,7 @@ def _exchange_all(stage: PretendedStage) -> None:
             cold = [expert for expert in range(layer.experts) if expert not in layer.hot]
             draw.shuffle(cold)
             for promoted, demoted in zip(cold, layer.hot, strict=False):
-                layer.exchange(promoted, demoted)
+                exchange(layer, promoted, demoted)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,9 +1,20 @@
 """Experts that only note where they are: they change places, and read nothing."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from headroom.moe.placement import ExpertPlacement, LayerExperts
+from headroom.moe.swap import Swap
 from headroom.moe.telemetry import ColdFigures
+
+
+def swapped(placement: ExpertPlacement, swaps: Sequence[Swap]) -> ExpertPlacement:
+    """The placement after exchanges; as many experts of each layer are hot as before."""
+    hot = [set(ids) for ids in placement.hot]
+    for swap in swaps:
+        hot[swap.layer].remove(swap.demoted)
+        hot[swap.layer].add(swap.promoted)
+    return replace(placement, hot=tuple(tuple(sorted(ids)) for ids in hot))
 
 
 class PretendedExperts:

@@ -42,6 +42,12 @@ def small_store(
     return store
 
 
+def exchange(layer: LayerStore, promoted: int, demoted: int) -> None:
+    """Make a cold expert hot and a hot one cold, as if no step ran."""
+    layer.begin_exchange(promoted, demoted)
+    layer.finish_exchange()
+
+
 def contents(layer: int, expert: int, size: int) -> torch.Tensor:
     """The bytes of an expert."""
     made = torch.Generator().manual_seed(1000 * layer + expert)

@@ -28,6 +28,7 @@ from headroom.moe.telemetry import HitCounter
 from tests.gpu.weight_file import WeightFile
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 from tests.moe.cold_layer import LateCopies
+from tests.moe.stores import exchange
 from tests.pinned import pretend_pinning
 
 pytestmark = [
@@ -241,7 +242,7 @@ def test_without_cold_experts_the_hot_ones_get_their_weights(file: WeightFile) -
 
 def test_an_exchange_is_seen_by_both_sides(file: WeightFile) -> None:
     wanted, found = Layer(file, None), Layer(file, HOT[30])
-    found.store.exchange(2, 1)
+    exchange(found.store, 2, 1)
     for rows in (2, 33):
         x, picks = inputs(rows)
         assert apart(found.run(x, picks), wanted.run(x, picks), x) < 0.01

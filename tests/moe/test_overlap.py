@@ -12,10 +12,11 @@ from headroom.moe import store as stores
 from headroom.moe.placement import LayerExperts
 from headroom.moe.store import ExpertStore
 from headroom.moe.store_swaps import StoreSwaps
-from headroom.moe.swap import Swap, swapped
+from headroom.moe.swap import Swap
 from headroom.moe.swap_round import SwapRound
 from tests.moe.late_gpu import CopyError, LateGpu
-from tests.moe.stores import blob_layout, check_layer, small_store
+from tests.moe.pretended import swapped
+from tests.moe.stores import blob_layout, check_layer, exchange, small_store
 from tests.pinned import pretend_pinning
 
 EXPERTS = (5, 4)
@@ -108,7 +109,7 @@ def _exchange_more(store: ExpertStore, gpu: LateGpu) -> None:
     for layer in reversed(store.layers):
         assert layer is not None
         cold = [expert for expert in range(layer.experts) if expert not in layer.hot]
-        layer.exchange(cold[0], layer.hot[0])
+        exchange(layer, cold[0], layer.hot[0])
         assert cold[0] in layer.hot
     assert store.spare.exchange is None
 

@@ -13,7 +13,7 @@ from headroom.moe import load_store
 from headroom.moe import store as stores
 from headroom.moe.copies import HostCopies, Mark
 from headroom.moe.store import drop_cold
-from tests.moe.stores import blob_layout, check_layer, small_store
+from tests.moe.stores import blob_layout, check_layer, exchange, small_store
 from tests.pinned import pretend_pinning
 
 Moves = list[tuple[int, int, int]]  # layer, and which of its cold and hot experts
@@ -76,7 +76,7 @@ def test_exchanges_lose_no_expert_and_hold_none_twice(
         if not layer.hot:
             continue
         pair = cold[promoted % len(cold)], layer.hot[demoted % len(layer.hot)]
-        layer.exchange(*pair)
+        exchange(layer, *pair)
         assert pair[0] in layer.hot
         assert pair[1] not in layer.hot
         for each in mixed:
@@ -99,7 +99,7 @@ def test_a_copy_that_fails_leaves_every_expert_where_its_table_says(
     monkeypatch.setattr(stores, "copy_bytes", copies.copy_table)
     failed = False
     try:
-        first.exchange(1, 2)
+        exchange(first, 1, 2)
     except CopyError:
         failed = True
     copies.left = 0  # nothing fails from here on
@@ -110,9 +110,9 @@ def test_a_copy_that_fails_leaves_every_expert_where_its_table_says(
         assert torch.equal(first.addresses, table)
         assert torch.equal(first.is_hot, flags)
     # What another layer, or the same one, does next takes it up.
-    second.exchange(3, 1)
+    exchange(second, 3, 1)
     if 1 not in first.hot:
-        first.exchange(1, 2)
+        exchange(first, 1, 2)
     for index in range(2):
         check_layer(store, index)
     assert (first.hot, second.hot) == ((0, 1, 4), (3,))
@@ -123,9 +123,9 @@ def test_only_a_cold_expert_comes_and_only_a_hot_one_goes() -> None:
     layer = small_store([blob_layout(3)], [(0,)]).layers[0]
     assert layer is not None
     with pytest.raises(ValueError, match="expert 0 must be cold and 1 hot"):
-        layer.exchange(0, 1)
+        exchange(layer, 0, 1)
     with pytest.raises(IndexError, match="experts 3 and 0 of 3"):
-        layer.exchange(3, 0)
+        exchange(layer, 3, 0)
     with pytest.raises(ValueError, match="no exchange of this layer was begun"):
         layer.finish_exchange()
 

@@ -3,9 +3,9 @@
 import pytest
 
 from headroom.moe.placement import LayerExperts
-from headroom.moe.swap import Swap, SwapPolicy, plan_swaps, swapped
+from headroom.moe.swap import Swap, SwapPolicy, plan_swaps
 from headroom.moe.swap_round import SwapRound
-from tests.moe.pretended import PretendedExperts
+from tests.moe.pretended import PretendedExperts, swapped
 
 COUNTS = [[0, 0, 9, 8], [7, 9, 0, 0]]
 

@@ -68,3 +68,10 @@ def test_figures_of_all_who_compute_are_joined() -> None:
     assert found.read_bytes == {"gpu": 6, "cpu": 5, "stream": 7}
     assert found.seconds == {"hot": 1.0, "cold": 2.0, "wait": 3.0}
     assert JoinedMeter(streamed_bytes=lambda: 7).figures() == ColdFigures({"stream": 7})
+    # What a CPU does for prompts is added to what it does in small steps.
+    found = JoinedMeter(lambda: counts, prompt=lambda: (5, 2.0)).figures()
+    assert (found.read_bytes["cpu"], found.seconds["cold"]) == (
+        counts.cpu_bytes + 5, counts.cold_s + 2.0,
+    )  # fmt: skip
+    alone = JoinedMeter(prompt=lambda: (5, 2.0)).figures()
+    assert alone == ColdFigures({"cpu": 5}, {"cold": 2.0})

@@ -7,6 +7,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 from headroom.engine.request import (
@@ -67,6 +68,8 @@ class FakeEngine:
         self.fails_after: int | None = None  # tokens
         self.experts: ExpertTelemetry | None = None
         self.timings = TIMINGS
+        self.tells_experts = False
+        self.cost: dict[str, object] | None = None  # of experts, with the last event alone
         self.takes: int | None = None  # requests; those beyond are refused
         self.requests: list[GenerationRequest] = []
         self.finished: Counter[str] = Counter()
@@ -133,8 +136,11 @@ class FakeEngine:
             error="The step failed." if reason == "error" else "",
             prompt_tokens=len(request.prompt),
             generated_tokens=count,
-            timings=self.timings,
+            timings=self._timings(last=True),
         )
+
+    def _timings(self, *, last: bool) -> Timings:
+        return replace(self.timings, experts=self.cost) if last and self.cost else self.timings
 
     def _token(self, request: GenerationRequest, token: int, count: int) -> TokenEvent:
         params = request.params
@@ -149,7 +155,7 @@ class FakeEngine:
             finish_reason=reason,
             prompt_tokens=len(request.prompt),
             generated_tokens=count,
-            timings=self.timings,
+            timings=self._timings(last=reason is not None),
         )
 
     def _logprobs(self, token: int, params: SamplingParams) -> TokenLogprobs:

@@ -50,6 +50,20 @@ def test_what_cold_experts_cost_stands_among_the_times(client: httpx.Client, llm
     assert stream(client)[-2]["timings"]["experts"]["hit_rate"] == 0.9
 
 
+def test_an_answer_that_a_stop_text_ends_tells_what_its_experts_cost(
+    client: httpx.Client, llm: FakeLLM
+) -> None:
+    llm.engine.cost, llm.engine.pause_s = {"hit_rate": 0.5}, 0.01
+    assert "experts" not in ask(client, stop=["wor"])["timings"]  # an engine that tells nothing
+    llm.engine.tells_experts = True
+    answer = ask(client, stop=["wor"])
+    (choice,) = answer["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("Hello, ", "stop")
+    assert answer["usage"]["completion_tokens"] == len("Hello, wor")
+    assert answer["timings"]["experts"] == {"hit_rate": 0.5}
+    assert stream(client, stop=["wor"])[-2]["timings"]["experts"] == {"hit_rate": 0.5}
+
+
 def test_a_stream_names_the_speaker_then_the_text_then_the_reason(client: httpx.Client) -> None:
     *chunks, end = stream(client, seed=7)
     assert end == "[DONE]"

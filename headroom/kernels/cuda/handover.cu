@@ -10,7 +10,7 @@ typedef unsigned long long u64;
 #define MOST_ROWS 32  // a warp for each, in one block
 
 enum Own { REQUESTS = 0, STEPS = 1, LOST = 2, FIRST = 3, SINCE = 4, ASKED = 8 };  // SINCE: two words
-enum Count { HOT_NS = 0, WAIT_NS = 1, CPU_PICKS = 2, GPU_PICKS = 3, HOT_PICKS = 4 };
+enum Count { HOT_NS = 0, WAIT_NS = 1, GPU_PICKS = 2 };
 
 #ifndef HEADROOM_ON_CPU
 __device__ __forceinline__ u32 load_acquire(const u32* at) {
@@ -36,17 +36,15 @@ extern "C" __global__ void __launch_bounds__(MOST_ROWS * 32)
 publish(const float* x, int* ids, const float* weights, const int* is_hot, const int* left, int rows, int used,
         int hidden, int layer, u32* mail, u32* own, u64* counts) {
     begin_after_last();
-    __shared__ int taken[MOST_ROWS], others[MOST_ROWS], hot[MOST_ROWS];
+    __shared__ int taken[MOST_ROWS], others[MOST_ROWS];
     const int row = threadIdx.x / 32, lane = threadIdx.x % 32, pick = row * used + lane;
     const int expert = row < rows && lane < used ? ids[pick] : -1;
     const u32 cold = __ballot_sync(ALL, expert >= 0 && !is_hot[max(expert, 0)]);
     const int before = __popc(cold & ((1u << lane) - 1)), kept = left[__popc(cold)];
     const bool mine = (cold >> lane & 1) && before >= kept;
-    const int real = __popc(__ballot_sync(ALL, expert >= 0));
     if (lane == 0) {
         taken[row] = max(0, __popc(cold) - kept);
         others[row] = __popc(cold) - taken[row];
-        hot[row] = real - __popc(cold);
     }
     __syncthreads();
     int total = 0, first = rows;
@@ -57,8 +55,7 @@ publish(const float* x, int* ids, const float* weights, const int* is_hot, const
     __syncthreads();  // everyone has read the last number
     if (lane == 0) own[ASKED + row] = taken[row] ? number : 0;
     if (threadIdx.x == 0) {
-        for (int r = 0; r < rows; ++r) counts[GPU_PICKS] += others[r], counts[HOT_PICKS] += hot[r];
-        counts[CPU_PICKS] += total;
+        for (int r = 0; r < rows; ++r) counts[GPU_PICKS] += others[r];
         own[FIRST] = first;
         if (total) own[REQUESTS] = number;
         *reinterpret_cast<u64*>(own + SINCE) = now_ns();

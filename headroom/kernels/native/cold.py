@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -51,7 +50,6 @@ class ColdWorker:
         # weights, inputs, answers
         tables: Sequence[ColdTable],
         most_rows: int,
-        ops: Any = None,  # of the C++ module; the pool of this process where None
     ) -> None:
         layers = []
         for table in tables:
@@ -66,7 +64,7 @@ class ColdWorker:
             where, gelu = table.addresses.data_ptr(), table.activation == "gelu"
             layers.append(MODULE.ColdLayer(like, where, sizes, gelu))
         self._tables = tuple(tables)  # their memory is read as long as the thread lives
-        self._worker = MODULE.ColdWorker(ops or POOL.ops, words, layers, most_rows)
+        self._worker = MODULE.ColdWorker(POOL.ops, words, layers, most_rows)
         self._end: tuple[str, WorkerCounts] | None = None  # what there was to tell when it ended
 
     def begin_step(self) -> None:
