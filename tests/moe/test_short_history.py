@@ -47,10 +47,10 @@ def test_few_tokens_of_even_routing_leave_every_layer_its_share(
     layers, counts = [LAYER] * NUMBER, uniform(seed, tokens)
     placement = place_experts(layers, counts, budget, LAYER.used)
     # The same room is hot, so that the true hit rate of all layers is the even one; of a single
-    # layer it is less by 3 of 64 experts at most.
+    # layer it is less by 5 of 64 experts at most.
     assert placement.hot_bytes(layers) == budget
     even = budget / LAYER.expert_bytes / NUMBER
-    assert all(abs(len(ids) - even) <= 3 for ids in placement.hot)
+    assert all(abs(len(ids) - even) <= 5 for ids in placement.hot)
 
 
 @given(st.integers(0, 1 << 30), st.sampled_from([1, 10, 100, 500]), st.sampled_from([0.3, 0.6]))
