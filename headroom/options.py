@@ -87,7 +87,7 @@ class Options:
     swap_every: str = option(
         "0", "tokens between rounds of expert swaps; 0: only between requests; off: never"
     )
-    swap_bytes: str = option("256MiB", "most that a round of swaps copies")
+    swap_bytes: str = option("256MiB", "most that a round of swaps sends over the link")
     swap_min_gain: float = option(
         16.0, "choices of the last 8192 tokens that a swap must gain", minimum=0
     )

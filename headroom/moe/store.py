@@ -142,6 +142,15 @@ class LayerStore:
         return self.blobs.nbytes
 
     @property
+    def link_copies(self) -> int:
+        """Copies of an expert that an exchange sends over the link.
+
+        One comes, one goes to the spare buffer and one to its place in host memory; where hot
+        ones have a copy there, none goes.
+        """
+        return 1 if self.keeps_copy else 3
+
+    @property
     def path(self) -> ColdPath:
         """Who computes the cold ones, where there is one answer."""
         return self.choice.path

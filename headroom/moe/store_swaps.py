@@ -15,6 +15,9 @@ class StoredLayer(Protocol):
     def expert_bytes(self) -> int: ...
 
     @property
+    def link_copies(self) -> int: ...  # of an expert that an exchange sends over the link
+
+    @property
     def exchange_mark(self) -> Mark: ...  # when the copies are there that were asked for
 
     def begin_exchange(self, promoted: int, demoted: int) -> None: ...
@@ -46,7 +49,7 @@ class StoreSwaps:
         self._store, self.same_bits = store, same_bits
         self._changing: StoredLayer | None = None  # the layer of the exchange that was begun last
         self._layers = tuple(
-            layer if stored is None else replace(layer, expert_bytes=stored.expert_bytes)
+            layer if stored is None else _as_stored(layer, stored)
             for layer, stored in zip(layers, store.layers, strict=True)
         )
 
@@ -83,3 +86,7 @@ class StoreSwaps:
     def _layer(self) -> StoredLayer:
         assert self._changing is not None, "only layers with cold experts change"
         return self._changing
+
+
+def _as_stored(layer: LayerExperts, stored: StoredLayer) -> LayerExperts:
+    return replace(layer, expert_bytes=stored.expert_bytes, swap_copies=stored.link_copies)

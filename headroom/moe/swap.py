@@ -14,7 +14,7 @@ class SwapPolicy:
     min_gain: float = 1.0  # choices that the cold expert must have more, at least
     hysteresis: float = 0.25  # and by this share of the hot one's, so that equals do not alternate
     per_layer: int = 1  # exchanges of one layer in a round
-    most_bytes: int | None = None  # that a round may copy, both ways together
+    most_bytes: int | None = None  # that a round may send over the link, both ways together
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Swap:
     promoted: int  # cold until now
     demoted: int  # hot until now
     gain: float  # choices that become hot
-    copied_bytes: int  # both ways
+    copied_bytes: int  # over the link, both ways
 
 
 def plan_swaps(
@@ -70,7 +70,7 @@ def _of_layer(
         gain = counts[promoted] - counts[demoted]
         if gain < policy.min_gain or gain <= policy.hysteresis * counts[demoted]:
             break
-        swaps.append(Swap(index, promoted, demoted, gain, 2 * layer.expert_bytes))
+        swaps.append(Swap(index, promoted, demoted, gain, layer.swap_bytes))
     return swaps
 
 

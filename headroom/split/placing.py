@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 def expert_layers(shape: ModelShape, plan: Plan) -> list[LayerExperts]:
     """Return every layer's experts with their bytes as the planned device holds them."""
     held = shape.in_tiles() if plan.settings.uses_arena else shape
-    return [LayerExperts(layer.experts, layer.expert_bytes) for layer in held.layers]
+    return [LayerExperts(x.experts, x.expert_bytes, max(1, x.experts_used)) for x in held.layers]
 
 
 def even_placement(shape: ModelShape, plan: Plan) -> ExpertPlacement:
@@ -74,7 +74,7 @@ def find_placement(
         placement = even_placement(shape, plan)
     _check(placement, layers, plan)
     _log_memory(plan, layers)
-    return placement if counts is None else placement.judged_by(counts)
+    return placement if counts is None else placement.judged_by(layers, counts)
 
 
 def _check(placement: ExpertPlacement, layers: list[LayerExperts], plan: Plan) -> None:

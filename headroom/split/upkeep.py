@@ -139,6 +139,18 @@ class ExpertUpkeep:
                 "swaps: hot and cold experts differ in their last bits here, so that swaps wait "
                 "for the ends of requests"
             )
+        limit = self._rules.policy.most_bytes
+        if not self._swapping or self._experts is None or limit is None:
+            return
+        sizes = [layer.swap_bytes for layer in self._experts.layers() if layer.experts]
+        if large := [size for size in sizes if size > limit]:
+            log.warning(
+                "swaps: none in %d of %d layers, where one copies %s and --swap-bytes is %s",
+                len(large),
+                len(sizes),
+                gib(max(large)),
+                gib(limit),
+            )
 
     @property
     def _within_requests(self) -> bool:

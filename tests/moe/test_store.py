@@ -12,7 +12,9 @@ from headroom.errors import DeviceError
 from headroom.moe import load_store
 from headroom.moe import store as stores
 from headroom.moe.copies import HostCopies, Mark
+from headroom.moe.placement import LayerExperts
 from headroom.moe.store import drop_cold
+from headroom.moe.store_swaps import StoreSwaps
 from tests.moe.stores import blob_layout, check_layer, exchange, small_store
 from tests.pinned import pretend_pinning
 
@@ -82,6 +84,34 @@ def test_exchanges_lose_no_expert_and_hold_none_twice(
         for each in mixed:
             check_layer(store, each)
     assert store.residence().total == sum(map(len, hot))
+
+
+class CountedCopies(HostCopies):
+    """Copies that know how many bytes went from one side to the other."""
+
+    def __init__(self, device: Sequence[torch.Tensor]) -> None:
+        self.device = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in device]
+        self.crossed = 0
+
+    def copy(self, out: torch.Tensor, sources: Sequence[torch.Tensor], after: Mark) -> Mark:
+        for source in sources:
+            if self._inside(out) != self._inside(source):
+                self.crossed += source.nbytes
+        return super().copy(out, sources, after)
+
+    def _inside(self, blob: torch.Tensor) -> bool:
+        return any(start <= blob.data_ptr() < end for start, end in self.device)
+
+
+@pytest.mark.parametrize("keep_copy", [False, True])
+def test_an_exchange_sends_as_much_over_the_link_as_swaps_count(keep_copy: bool) -> None:
+    store = small_store([blob_layout(5)], [(0, 2)], keep_copy=keep_copy)
+    layer = store.layers[0]
+    assert layer is not None
+    copies = store.spare.copies = CountedCopies([layer.slots, store.spare.device])
+    layer.exchange(1, 2)
+    told = StoreSwaps(store, [LayerExperts(5, 1)], same_bits=True).layers()[0]
+    assert copies.crossed == told.swap_bytes == (1 if keep_copy else 3) * layer.expert_bytes
 
 
 @pytest.mark.parametrize("keep_copy", [False, True])

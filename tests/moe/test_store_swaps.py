@@ -14,6 +14,7 @@ LAYERS = (LayerExperts(0, 0), LayerExperts(2, 7), LayerExperts(3, 7))  # dense, 
 class OneLayer:
     hot: set[int]
     expert_bytes: int = 11
+    link_copies: int = 1
     told: tuple[object, ...] = ()
 
     @property
@@ -46,9 +47,9 @@ class Store:
 def test_only_layers_with_cold_experts_change() -> None:
     layer = OneLayer({0})
     swaps = StoreSwaps(Store(layer), LAYERS, same_bits=True)
-    assert swaps.layers()[2] == LayerExperts(3, 11)  # as the store holds it
+    assert swaps.layers()[2] == LayerExperts(3, 11, swap_copies=1)  # as the store holds it
     planned = plan_swaps(
-        swaps.placement(), [[], [0, 9], [0, 0, 9]], swaps.layers(), SwapPolicy(most_bytes=22)
+        swaps.placement(), [[], [0, 9], [0, 0, 9]], swaps.layers(), SwapPolicy(most_bytes=11)
     )
     assert len(planned) == 1
     swaps.begin(planned[0].layer, planned[0].promoted, planned[0].demoted)

@@ -100,6 +100,23 @@ def test_a_running_request_sees_no_swap_where_bits_would_change(
     assert case.upkeep.due(400, resting=True)
 
 
+@pytest.mark.parametrize(("limit", "told"), [(29, True), (30, False), (None, False)])
+def test_a_limit_below_one_swap_is_told(
+    limit: int | None, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = replace(POLICY, most_bytes=limit)
+    case = Case(None, cold_half(), UpkeepRules(policy=policy))
+    line = "swaps: none in 2 of 2 layers, where one copies 30 B and --swap-bytes is 29 B"
+    assert (line in caplog.text) == told
+    case.choose(1, 3, 9)
+    case.rest(7)
+    assert case.experts is not None
+    assert bool(case.experts.exchanged) != told
+    caplog.clear()
+    Case(None, cold_half(), UpkeepRules(swap_every=None, policy=policy))
+    assert caplog.text == ""
+
+
 def test_where_bits_are_the_same_swaps_come_every_so_many_tokens() -> None:
     experts = cold_half(same_bits=True, slow=1)
     case = Case(None, experts, UpkeepRules(swap_every=4, policy=POLICY))
@@ -140,7 +157,7 @@ def test_a_request_that_comes_waits_for_one_swap_and_none_turns_before_its_end(
         waited = [case.look_after(tokens, resting=False) for tokens in range(8, 14)]
     assert waited == [False] * 6
     assert experts.exchanged == [(1, 3, 1)]  # what had turned came to its end
-    assert "swaps: 1 experts became hot, 20 B copied" in caplog.text
+    assert "swaps: 1 experts became hot, 30 B copied" in caplog.text
     assert len(experts.begun) == 1
     case.rest(14)
     assert experts.exchanged == [(1, 3, 1), (2, 3, 1)]
