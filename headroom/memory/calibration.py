@@ -12,7 +12,7 @@ from typing import Any
 from headroom.errors import FormatError
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.files import replace_text
-from headroom.units import MIB
+from headroom.units import GIB, MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,18 @@ GPU_EAGER = Overhead(
 # Beside what torch holds: 526 MiB when CUDA starts, most of it in proportion to the processors, and
 # 238 to 252 MiB for kernels, libraries and graphs. Smaller cards have fewer processors.
 _LARGEST_CONTEXT, _CONTEXT_SHARE = 528 * MIB, 64
+_MEASURED_SIZES = range(
+    130 * GIB, 145 * GIB
+)  # of the card on which that was, however it is counted
 
 
 def gpu_runtime(total_bytes: int) -> Overhead:
     """Return what a GPU of this size gives to its driver for one process."""
     context = min(_LARGEST_CONTEXT, total_bytes // _CONTEXT_SHARE)
+    how = "up to" if total_bytes in _MEASURED_SIZES else "an estimate from"
     return Overhead(
-        256 * MIB + context, "CUDA's context and kernels; up to 778 MiB measured 2026-11 on an H200"
+        256 * MIB + context,
+        f"CUDA's context and kernels; {how} 778 MiB measured 2026-11 on an H200",
     )
 
 

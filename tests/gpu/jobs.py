@@ -17,6 +17,7 @@ PARTS = {
     "test_gpu_families": len(MODELS),
     "test_gpu_kernels": 10,
     "test_gpu_older": 4,
+    "test_gpu_table": 12,
     "test_gpu_variants": 2,
 }
 NO_TESTS = 5  # pytest's exit where it found none to run

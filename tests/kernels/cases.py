@@ -65,7 +65,7 @@ def all_cases() -> list[Sized]:
                 cases.append(Sized("matmul", Case(quant=quant), (rows, out, columns)))
         cases.append(Sized("embed", Case(quant=quant), (5, 37, columns)))
     for rows in (0, 1, 7):
-        cases.append(Sized("rms_norm", Case(), (rows, 33)))
+        cases += [Sized("rms_norm", Case(), (rows, width)) for width in (33, 36)]
         cases.append(Sized("rope", Case(), (rows, 3, 10, 4)))
         cases += [Sized("gated_activation", Case(), (rows, 33, gelu)) for gelu in (0, 1)]
     for k_type, v_type in CACHE_PAIRS:

@@ -14,6 +14,7 @@ from tests.nvrtc import compile_source, missing
 
 MAIN = 90  # the GPU for which all macros are tried
 OTHERS = (75, 80, 86, 89, 120)
+USUAL = (86, 120)  # of the others, those that are tried every time, with one set of macros
 # Its products of sorted rows are of later GPUs.
 LATER = {"grouped.cu"}
 # The oldest GPU takes ways of its own, so that all macros are tried for it, too, of these.
@@ -137,6 +138,14 @@ def test_a_source_compiles_with_all_macros(source: str) -> None:
 def test_a_source_compiles_with_all_macros_for_the_oldest_gpu(source: str) -> None:
     with ThreadPoolExecutor(2) as threads:
         found = threads.map(lambda defines: complaints_of(source, defines, OLDEST), DEFINES[source])
+        assert [said for said in found if said] == []
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
+@pytest.mark.parametrize("source", DEFINES)
+def test_a_source_compiles_for_cards_that_many_have(source: str) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        found = threads.map(lambda arch: complaints_of(source, DEFINES[source][0], arch), USUAL)
         assert [said for said in found if said] == []
 
 

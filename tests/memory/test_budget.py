@@ -17,6 +17,7 @@ from headroom.memory.budget import (
     recurrent_bytes,
     workspace_phases,
 )
+from headroom.memory.calibration import gpu_runtime
 from headroom.memory.shape import LayerShape
 from headroom.units import GIB, MIB
 from tests.memory.shapes import cpu, gpu, laguna, qwen35_27b, smollm2
@@ -174,3 +175,22 @@ def test_the_published_formula_holds_in_every_case(
 
 def test_the_published_reserve_is_counted_in_bytes_not_rounded() -> None:
     assert published_activation_bytes(2048, 0, 1, 4) == 256 * MIB
+
+
+@pytest.mark.parametrize(
+    ("size", "mebibytes", "how"),
+    [
+        (141 * GIB, 784, "up to"),
+        (int(139.8 * GIB), 784, "up to"),  # as its driver counts
+        (80 * GIB, 784, "an estimate from"),
+        (12 * GIB, 448, "an estimate from"),
+    ],
+)
+def test_what_a_driver_takes_of_a_card_of_another_size_is_told_as_an_estimate(
+    size: int, mebibytes: int, how: str
+) -> None:
+    taken = gpu_runtime(size)
+    assert taken.bytes == mebibytes * MIB
+    assert taken.source == (
+        f"CUDA's context and kernels; {how} 778 MiB measured 2026-11 on an H200"
+    )

@@ -234,6 +234,8 @@ def matmul(
     rows = x.shape[0]
     if out is None:
         out = torch.empty(rows, weight.rows, device=x.device)
+    if not rows:
+        return out
     if rows <= FEW_ROWS:
         return product(half_rows(x.contiguous()), weight, out)
     unpacked.multiply(narrow_rows(x, narrow_type(dtype)), weight, (out,))
