@@ -37,6 +37,7 @@ from tests.memory.shapes import host
 def test_the_planner_knows_the_launchers_steps() -> None:
     assert device_scratch.CHUNK == chunks.CHUNK
     assert device_scratch.MOST_FLASH_DIM == prefill.MOST_FLASH_DIM
+    assert device_scratch.FLASH_STEP == prefill.FLASH_STEP
     assert device_scratch.MASKED_ROWS == prefill.MASKED_ROWS
     assert device_scratch.SLICES == SLICES
 
