@@ -13,9 +13,12 @@ from math import isqrt
 from headroom.kernels.cuda.sizes import (
     ALIGNMENT,
     FEW_ROWS,
+    WIDE_ROWS,
+    WIDE_SCORES,
     count_pieces,
     experts_at_once,
     half_rows_bytes,
+    wide_stride,
 )
 from headroom.memory.shape import LayerShape
 from headroom.units import GIB, MIB
@@ -235,8 +238,7 @@ def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> in
         if layer.kind != "recurrent":
             width = layer.query_heads * layer.key_dim
             size = BF16 * rows * width + F32 * rows * layer.query_heads
-            if layer.window or (layer.key_dim > MOST_FLASH_DIM and not step.halves):
-                size += _masked_bytes(layer, step)
+            size += _attention_bytes(layer, step, sm)
         answer = F32 if step.halves else BF16
         grouped = answer * picks * (2 * layer.expert_width + step.hidden) + PICK_BYTES * picks
         most = max(most, size, grouped if layer.experts else 0)
@@ -244,7 +246,10 @@ def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> in
     return most + rope + _cublas_bytes(sm)
 
 
-MOST_FLASH_DIM, MASKED_ROWS = 256, 512  # of kernels/cuda/prefill.py
+MOST_FLASH_DIM, FLASH_STEP, MASKED_ROWS = 256, 8, 512  # of kernels/cuda/prefill.py
+FLASH_SM = 80
+MOST_KEPT_DIM = 128  # wider heads are summed in memory by torch's memory-efficient kernel
+MASK_BYTES = 8  # of a row and a key while a mask is made and made ready
 RECENT, BIASES, SLICES = 1024, 512, 64  # of the sampler: tokens, biases and parts of a row
 PICK_BYTES = 128  # of a pick while picks are sorted
 
@@ -262,13 +267,24 @@ def inputs_bytes(rows: int, sequences: int, pages: int) -> int:
     return sum(36 * count + (8 + 4 * pages) * owners for count, owners in (few, many))
 
 
-def _masked_bytes(layer: LayerShape, step: DeviceStep) -> int:
-    """Keys and values once for every query head, and the mask of some rows."""
-    seen = step.context
+def _attention_bytes(layer: LayerShape, step: DeviceStep, sm: int) -> int:
+    """What attention of many rows takes beside its results, by the way that prefill.py takes."""
+    heads, dim, rows = layer.query_heads, layer.key_dim, step.rows
+    summed = F32 if dim > MOST_KEPT_DIM else 0
     if layer.window:
-        seen = min(seen, layer.window + MASKED_ROWS)
-    rows = min(step.rows, MASKED_ROWS)
-    return 2 * BF16 * seen * layer.query_heads * layer.key_dim + 4 * rows * seen
+        if not (step.halves or dim > MOST_FLASH_DIM or dim % FLASH_STEP):
+            return 0
+        rows = min(rows, MASKED_ROWS)
+        seen = min(step.context, layer.window + rows)
+        return rows * (MASK_BYTES * seen + (BF16 + BF16 + summed) * heads * dim)
+    if dim > MOST_FLASH_DIM:
+        rows = min(rows, WIDE_ROWS)
+        scores = min(WIDE_SCORES, rows * heads * wide_stride(step.context))
+        # Queries by key head and two sums; of a row its peak, its sum and a factor.
+        return F32 * scores + rows * heads * ((BF16 + 2 * F32) * dim + 3 * F32)
+    if not step.halves:
+        return 0
+    return rows * heads * dim * (BF16 + (summed if sm < FLASH_SM else 0))
 
 
 def _cublas_bytes(sm: int) -> int:

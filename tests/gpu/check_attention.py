@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from headroom.kernels.cuda import attention, prefill
+from headroom.kernels.cuda import attention, prefill, sizes
 from headroom.kernels.cuda.attention import DecodeShape, Gate, HeadNorms, Projected
 from headroom.kernels.ops import PagedKv, Span, StepTables
 from headroom.kernels.reference import norms
@@ -206,6 +206,15 @@ def check_prefill(heads: Heads, spans: list, window: int, dtype: str) -> None:
     report(f"prefill {dtype} {heads} {spans} window={window}", error, limit)
 
 
+def check_wide_parts(heads: Heads, spans: list, dtype: str) -> None:
+    """Wide heads with their keys in parts, which would take contexts too long for plain torch."""
+    before, sizes.WIDE_SCORES = sizes.WIDE_SCORES, 1 << 17
+    try:
+        check_prefill(heads, spans, 0, dtype)
+    finally:
+        sizes.WIDE_SCORES = before
+
+
 def bench_decode(name: str, heads: Heads, context: int, spans: int, rows: int) -> None:
     slots = (context + rows + PAGE) // PAGE * PAGE * spans
     cell = heads.kv_heads * heads.dim * 4
@@ -239,16 +248,17 @@ def bench_decode(name: str, heads: Heads, context: int, spans: int, rows: int) -
     )
 
 
-def bench_prefill(heads: Heads, start: int, rows: int) -> None:
+def bench_prefill(heads: Heads, start: int, rows: int, window: int = 0) -> None:
     slots = start + rows + 2 * PAGE
     cache = on_gpu(random_cache(heads, slots))
     span = (Span(0, rows, start, torch.randperm(slots // PAGE).cuda()),)
     queries = torch.randn(rows, heads.heads, heads.dim, device="cuda") * 0.1
-    us = time_us([lambda: prefill.prefill(queries, cache, span, 0, "bf16")])
-    flops = 4 * heads.heads * heads.dim * rows * (start + rows / 2)
+    us = time_us([lambda: prefill.prefill(queries, cache, span, window, "bf16")])
+    seen = sum(min(start + i + 1, window or start + rows) for i in range(rows))
+    flops = 4 * heads.heads * heads.dim * seen
     print(
-        f"BENCH prefill {heads.heads}x{heads.dim} {rows} after {start}: "
-        f"{us:.0f} us {flops / us / 1e6:.0f} TFLOP/s"
+        f"BENCH prefill {heads.heads}/{heads.kv_heads}x{heads.dim} window {window} "
+        f"{rows} after {start}: {us:.0f} us {flops / us / 1e6:.0f} TFLOP/s"
     )
 
 
@@ -283,6 +293,11 @@ def checks() -> list[tuple[str, Callable[[], None]]]:
         add(check_prefill, Heads(8, 2, 256, "q8_0", "q4_0"), [(33, 100)], 0, dtype)
         add(check_prefill, Heads(4, 2, 128, "bf16", "bf16"), [(600, 700)], 256, dtype)
         add(check_prefill, Heads(4, 2, 512), [(10, 60)], 0, dtype)
+        add(check_prefill, Heads(4, 2, 256), [(0, 540), (600, 65)], 300, dtype)
+        add(check_prefill, Heads(2, 1, 64, "q8_0", "q8_0"), [(100, 540)], 1, dtype)
+        add(check_prefill, Heads(4, 1, 80), [(70, 130)], 33, dtype)
+        add(check_prefill, Heads(4, 1, 512), [(70, 130)], 100, dtype)
+        add(check_wide_parts, Heads(4, 2, 512), [(150, 270)], dtype)
     return made
 
 
@@ -309,6 +324,21 @@ def main() -> None:
             )
         attempt(name, lambda h=heads: bench_prefill(h, 0, 2048))
         attempt(name, lambda h=heads: bench_prefill(h, 14336, 2048))
+    bench_windows()
+
+
+def bench_windows() -> None:
+    """Prompts of families with windows and with wide heads."""
+    for name, heads, window in (
+        ("gemma-4-31b windows", Heads(32, 16, 256), 1024),
+        ("gemma-4-31b full", Heads(32, 4, 512), 0),
+        ("gemma-4-26b-a4b windows", Heads(16, 8, 256), 1024),
+        ("gemma-4-26b-a4b full", Heads(16, 2, 512), 0),
+        ("laguna-xs.2 windows", Heads(64, 8, 128), 512),
+        ("laguna-xs.2 full", Heads(48, 8, 128), 0),
+    ):
+        for start in (0, 14336, 63488):
+            attempt(name, lambda h=heads, w=window, s=start: bench_prefill(h, s, 2048, w))
 
 
 if __name__ == "__main__":

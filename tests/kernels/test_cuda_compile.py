@@ -103,6 +103,7 @@ DEFINES: dict[str, list[Defines]] = {
         {"RESIDUAL": number % 2, "GELU": number % 2, "KIND": _id(kind)}
         for number, kind in enumerate(("f32", "f16", "bf16", *KINDS))
     ],
+    "weigh.cu": [{"OUT_KIND": _id(kind)} for kind in ("f16", "bf16")],
 }
 # Other pairs of the same values, each of which takes seconds.
 OTHER_DELTA_CHUNKS = [

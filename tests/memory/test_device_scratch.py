@@ -37,6 +37,7 @@ from tests.memory.shapes import host
 def test_the_planner_knows_the_launchers_steps() -> None:
     assert device_scratch.CHUNK == chunks.CHUNK
     assert device_scratch.MOST_FLASH_DIM == prefill.MOST_FLASH_DIM
+    assert device_scratch.FLASH_STEP == prefill.FLASH_STEP
     assert device_scratch.MASKED_ROWS == prefill.MASKED_ROWS
     assert device_scratch.SLICES == SLICES
 
@@ -227,3 +228,22 @@ def test_experts_in_f16_are_multiplied_to_float32() -> None:
         for halves in (False, True)
     )
     assert wide - narrow_ == 2 * picks * (2 * width + 2048)
+
+
+def test_attention_of_wide_heads_takes_as_much_of_torch_at_any_context() -> None:
+    layers = known_shape("gemma-4-31b:q4_k_m").layers
+    short, long = (
+        library_bytes(layers, step(hidden=5376, rows=513, context=context), 90)
+        for context in (16384, 131072)
+    )
+    assert short == long < 260 * MIB
+
+
+def test_only_windows_in_f16_take_masks_of_torch() -> None:
+    window = next(x for x in known_shape("gemma-4-31b:q4_k_m").layers if x.window)
+    for halves, rows in ((False, 0), (True, prefill.MASKED_ROWS)):
+        mine = replace(step(), halves=halves)
+        full, cut = (library_bytes([replace(window, window=w)], mine, 80) for w in (0, 1024))
+        # A copy of the results by key heads; and of a chunk's, that are summed in float32.
+        copies = 2 * 2049 * 32 * 256 if halves else 0
+        assert cut - full == rows * (8 * (1024 + rows) + (2 + 2 + 4) * 32 * 256) - copies

@@ -3,18 +3,21 @@
 from collections.abc import Callable
 
 import torch
+from torch.backends.cuda import is_flash_attention_available
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from headroom.formats.quants import BY_NAME, QuantType
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.cuda.wide import attend_wide, can_multiply
 from headroom.kernels.ops import PagedKv, Span
 from headroom.kernels.weight import PLAIN_TYPES, plain_type
 
 MOST_FLASH_DIM = 256
 MOST_SCORES = 16 << 20  # held at a time by the plain path, in numbers
-MASKED_ROWS = 512  # rows that share one mask where attention has a window
+MASKED_ROWS = 512  # rows that share one mask
+FLASH_STEP = 8  # of the width of heads
 GATHER_THREADS = 128
 
 
@@ -75,12 +78,16 @@ def attend(
     Row i's own key is the one at `count - rows + i`. The answers have the type of the keys.
     """
     queries = queries.to(keys.dtype)
+    half, wide = keys.dtype == torch.float16, queries.shape[2] > MOST_FLASH_DIM
     if keys.dtype == torch.float32:
         return _in_chunks(queries, keys, values, window, _attend_plain)
-    half = keys.dtype == torch.float16
-    if window or (queries.shape[2] > MOST_FLASH_DIM and not half):
-        return _in_chunks(queries, keys, values, window, _attend_masked)
-    if half:
+    if window and not (half or wide or queries.shape[2] % FLASH_STEP) and _has_flash(keys):
+        return _attend_window(queries, keys, values, window)
+    if window:
+        return _in_chunks(queries, keys, values, window, _attend_by_key_head)
+    if wide and can_multiply():
+        return attend_wide(queries, keys, values)
+    if half or wide:
         return _attend_by_key_head(queries, keys, values)
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (queries, keys, values))
     bias = causal_lower_right(queries.shape[0], keys.shape[0])
@@ -89,12 +96,16 @@ def attend(
 
 
 def _attend_by_key_head(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The heads of a key head as those of one sequence, all with the same keys where they lie.
 
-    Of torch's fused kernels only the one for sm_80 and later knows of groups; the one that older
-    GPUs have takes any head's keys by their address, so that nothing is repeated.
+    Of torch's fused kernels only the one for sm_80 and later knows of groups; the one that takes
+    masks, and that older GPUs have, takes any head's keys by their address, so that nothing is
+    repeated. Without a mask rows see keys up to their own.
     """
     (rows, heads, dim), (count, kv_heads, _) = queries.shape, keys.shape
     group = heads // kv_heads
@@ -102,9 +113,28 @@ def _attend_by_key_head(
     k, v = (
         part.transpose(0, 1)[:, None].expand(kv_heads, group, count, dim) for part in (keys, values)
     )
-    bias = causal_lower_right(rows, count)
+    bias = causal_lower_right(rows, count) if seen is None else seen
     mixed = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
     return mixed.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _has_flash(keys: torch.Tensor) -> bool:
+    return keys.is_cuda and is_flash_attention_available()
+
+
+def _attend_window(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int
+) -> torch.Tensor:
+    """Torch's flash attention, which knows windows and groups; its public function has none."""
+    rows, count = queries.shape[0], keys.shape[0]
+    mixed: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        *(part.unsqueeze(0) for part in (queries, keys, values)),
+        *(None, None, rows, count, 0.0, True, False),
+        scale=1.0,
+        window_size_left=window - 1,
+        window_size_right=0,
+    )[0]
+    return mixed[0]
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -116,10 +146,12 @@ def _in_chunks(
     """Run some rows at a time, each chunk with the keys that it can see and a mask of them."""
     rows, heads, _ = queries.shape
     count = keys.shape[0]
-    widest = min(count, window + MASKED_ROWS) if window else count
-    step = max(1, min(MASKED_ROWS, MOST_SCORES // (heads * widest)))
-    place = torch.arange(count, device=keys.device)
-    done = []
+    step = MASKED_ROWS
+    if run is _attend_plain:  # which holds the scores of all heads
+        widest = min(count, window + MASKED_ROWS) if window else count
+        step = max(1, min(step, MOST_SCORES // (heads * widest)))
+    place = torch.arange(count, dtype=torch.int32, device=keys.device)
+    out = torch.empty_like(queries)
     for first in range(0, rows, step):
         end = min(first + step, rows)
         last = count - rows + end
@@ -128,8 +160,8 @@ def _in_chunks(
         seen = key <= own
         if window:
             seen &= own - key < window
-        done.append(run(queries[first:end], keys[low:last], values[low:last], seen))
-    return torch.cat(done)
+        out[first:end] = run(queries[first:end], keys[low:last], values[low:last], seen)
+    return out
 
 
 def _attend_plain(
@@ -143,13 +175,3 @@ def _attend_plain(
     weights = torch.softmax(scores, dim=-1).flatten(1, 2)
     mixed = (weights @ values.transpose(0, 1)).view(kv_heads, -1, rows, values.shape[2])
     return mixed.permute(2, 0, 1, 3).flatten(1, 2)
-
-
-def _attend_masked(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor
-) -> torch.Tensor:
-    group = queries.shape[1] // keys.shape[1]
-    keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
-    q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (queries, keys, values))
-    mixed = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=1.0)
-    return mixed[0].transpose(0, 1)

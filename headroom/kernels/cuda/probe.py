@@ -40,6 +40,7 @@ PROBES = (
     Probe("many rows in f16", "narrow.cu", "narrow_rows", {}),
     Probe("attention of few rows", "decode.cu", "decode", _PAGED | {"TILES": 1, "PARTS": 4}),
     Probe("attention in float32", "exact.cu", "decode_exact", _PAGED),
+    Probe("attention of wide heads", "weigh.cu", "weigh", {"OUT_KIND": BF16}),
     Probe("rotation and cache", "rope.cu", "rope_write", _HEADS | {"HALF": 64, "Q_BF16": 0}),
     Probe("norms", "small.cu", "norm_rows", {"RESIDUAL": 0}),
     Probe("rows in f16", "activations.cu", "norm_rows", {"LANES": 4}),

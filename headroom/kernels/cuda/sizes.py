@@ -18,6 +18,11 @@ _SMALL_PIECES = ((4096, 128), (16384, 256))
 _PIECES_OF_DOUBLING = 32
 _BF16_BYTES = 2
 
+# Attention of wide heads, by products: rows and scores at a time. More rows would read keys less
+# often, fewer leave more keys to a part and so add up fewer parts.
+WIDE_ROWS, WIDE_SCORES = 256, 32 << 20
+_WIDE_STEP = 64  # of keys
+
 
 def count_pieces(context: int) -> int:
     """Return how many pieces a context of so many tokens has; attention.cuh cuts it alike."""
@@ -31,6 +36,16 @@ def count_pieces(context: int) -> int:
         pieces += _PIECES_OF_DOUBLING
         first *= 2
     return pieces + -(-(context - first) * _PIECES_OF_DOUBLING // first)
+
+
+def wide_keys(heads: int, rows: int) -> int:
+    """Return how many keys such rows of wide heads attend to at a time."""
+    return max(1, WIDE_SCORES // (heads * rows * _WIDE_STEP)) * _WIDE_STEP
+
+
+def wide_stride(keys: int) -> int:
+    """Return the scores that a row of a part has room for: rows begin at whole 32 bytes."""
+    return -(-keys // 8) * 8
 
 
 def lanes_for(rows: int) -> int:
