@@ -288,12 +288,14 @@ def _notes(task: _Task, settings: PlanSettings, layout: Layout) -> Iterable[str]
         "kernel gives back when memory is short"
     )
     names = {line.name: line.why for line in layout.host.lines}
-    if "--no-pin" in names.get("cold_experts", ""):
+    # Dropped experts are neither read in place nor copied for prompts.
+    cold_why = names.get("cold_experts", "") if settings.cold != "drop" else ""
+    if "--no-pin" in cold_why:
         yield (
             "cold experts are not pinned: only the CPU reads them in place, and long prompts copy "
             "them twice"
         )
-    elif "not pinned" in names.get("cold_experts", ""):
+    elif "not pinned" in cold_why:
         yield (
             "cold experts that are not pinned are copied twice; more memory for the control group "
             "avoids it"

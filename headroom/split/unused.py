@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import fields, replace
+from typing import Any
 
 from headroom.memory.layout import DevicePlan
 from headroom.options import Options, flag
@@ -21,7 +22,8 @@ def tell_unused(device: DevicePlan, options: Options) -> None:
 
     On a CPU that is a warning: whoever gives such an option means a GPU.
     """
-    names, level = COLD_OPTIONS, logging.INFO
+    names: tuple[str, ...] = COLD_OPTIONS
+    level = logging.INFO
     if device.kind == "cpu":
         names, level = GPU_OPTIONS + BUDGET_OPTIONS + COLD_OPTIONS, logging.WARNING
         why = "the model runs on the CPU, which has no cold experts"
@@ -38,7 +40,8 @@ def tell_unused(device: DevicePlan, options: Options) -> None:
 def without_gpu_options(options: Options) -> Options:
     """Return the options as if nothing had been asked of a GPU's memory and experts."""
     changed = {*GPU_OPTIONS, *BUDGET_OPTIONS, *COLD_OPTIONS}
-    return replace(options, **{x.name: x.default for x in fields(options) if x.name in changed})
+    usual: dict[str, Any] = {x.name: x.default for x in fields(options) if x.name in changed}
+    return replace(options, **usual)
 
 
 def _given(options: Options, names: tuple[str, ...]) -> list[str]:

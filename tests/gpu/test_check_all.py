@@ -11,7 +11,7 @@ import pytest
 
 from tests.gpu import check_triton
 from tests.gpu.check_all import environment, outcomes, run
-from tests.gpu.check_cold_engine import all_cases, chosen
+from tests.gpu.check_cold_engine import Run, all_cases, chosen
 from tests.gpu.check_engine import FAMILIES
 from tests.gpu.cold_cases import LIMITS, PATHS, SHARES
 from tests.gpu.jobs import (
@@ -116,7 +116,9 @@ def test_a_printed_failure_is_one() -> None:
         (None, "PASS", "LEFT OUT"),
         (None, "FAIL a case", "FAIL"),
         (None, "tests/gpu/test_gpu_x.py::test_y FAILED [ 9%]", "FAIL"),
-        (0, "LEFT OUT a case", "PASS"),
+        (2, "LEFT OUT a case", "LEFT OUT"),
+        (2, "interrupted", "FAIL"),
+        (2, "LEFT OUT a case\nFAIL another", "FAIL"),
     ],
 )
 def test_an_exit_tells_the_rest(code: int | None, printed: str, verdict: str) -> None:
@@ -141,8 +143,17 @@ def test_what_takes_longest_is_begun_first() -> None:
 
 def test_what_was_left_out_is_told_in_one_line() -> None:
     assert Outcome(ECHO, None, 2.0, "").head == "LEFT OUT echo: ran out of time, 2 s"
-    some = Outcome(ECHO, 0, 2.0, "LEFT OUT a\nLEFT OUT b\nPASS c\n")
-    assert some.head == "PASS echo: exit 0, 2 s, 2 cases LEFT OUT"
+    some = Outcome(ECHO, 2, 2.0, "LEFT OUT a\nLEFT OUT b\nPASS c\n")
+    assert some.head == "LEFT OUT echo: exit 2, 2 s, 2 cases LEFT OUT"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wrong", "code"), [(60.0, "", 0), (60.0, "bad", 1), (-1.0, "bad", 2)]
+)
+def test_a_run_of_cases_exits_by_what_became_of_them(seconds: float, wrong: str, code: int) -> None:
+    cases = Run([], seconds)
+    cases("one", lambda: wrong)
+    assert cases.code == code
 
 
 def test_what_runs_too_long_is_ended_with_what_it_printed() -> None:

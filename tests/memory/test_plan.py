@@ -386,3 +386,5 @@ def test_what_becomes_of_cold_experts_is_told() -> None:
     assert cold.why.endswith("routed experts and copies of the hot ones, not pinned: --no-pin")
     assert cold.bytes == sum(layer.all_expert_bytes for layer in laguna().in_tiles().layers)
     assert any("only the CPU reads them in place" in note for note in loose.notes)
+    unread = make_plan(*given, Options(no_pin=True, cold="drop"))
+    assert not any("copy them twice" in note for note in unread.notes)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from headroom.formats.checkpoint import open_checkpoint
-from headroom.moe import load_store
+from headroom.moe import load_store, split_experts
 from headroom.moe.cost import Choice
 from headroom.moe.placement import LayerExperts
-from headroom.moe.store import LayerStore
+from headroom.moe.store import LayerStore, drop_cold
 from headroom.moe.store_swaps import StoreSwaps
 from headroom.moe.swap import Swap
 from headroom.moe.swap_round import SwapRound
@@ -25,6 +25,10 @@ from tests.pretend_stage import PretendedStage, run_pretended
 PROMPTS = [PROMPT[:5]]
 PIECES = [4, 1]
 FAMILIES = ("qwen3moe", "qwen3moe-fused", "qwen35moe", "laguna", "gemma4-26b")
+# Every share by every way where that takes a second; of the others each share and each way once.
+WAYS = [("0%", "cpu"), ("40%", "auto"), ("60%", "gpu"), ("100%", "auto")]
+SHARES, COLD = ("0%", "40%", "60%", "100%"), ("auto", "cpu", "gpu")
+ALL_WAYS = [(share, cold) for share in SHARES for cold in COLD]
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +57,7 @@ def test_whatever_is_hot_the_answers_are_the_same(
     checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf", "F32"))
     with pretend_cuda(monkeypatch):
         wanted = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference")
-        for share, cold in (("0%", "cpu"), ("40%", "auto"), ("60%", "gpu")):
+        for share, cold in ALL_WAYS if name == "qwen3moe" else WAYS:
             found = run_pretended(
                 checkpoint, PROMPTS, PIECES, kernels="reference", expert_budget=share, cold=cold
             )
@@ -81,11 +85,22 @@ def test_cold_experts_of_a_layer_may_be_shared_between_both_sides(
     assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("more", [{}, {"keep_host_copy": True}, {"no_pin": True}])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("qwen3moe", {}),
+        ("qwen3moe", {"keep_host_copy": True}),
+        ("qwen3moe", {"no_pin": True}),
+        ("qwen35moe", {"cold": "gpu"}),
+        ("laguna", {"cold": "cpu"}),
+        ("gemma4-26b", {}),
+    ],
+)
 def test_experts_that_change_places_between_steps_change_no_answer(
-    more: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, more: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint = open_checkpoint(variant("qwen3moe").save_gguf(tmp_path / "m.gguf", "MIXED"))
+    types = "MIXED" if name == "qwen3moe" else "F32"  # unpacking them takes longer than all else
+    checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf", types))
     with pretend_cuda(monkeypatch):
         wanted = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference")
         found = run_pretended(
@@ -156,6 +171,14 @@ def test_dropped_experts_leave_their_weight_to_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(variant("qwen3moe").save_gguf(tmp_path / "m.gguf", "MIXED"))
+    seen: list[tuple[torch.Tensor, ...]] = []
+
+    def dropped(ids: torch.Tensor, weights: torch.Tensor, is_hot: torch.Tensor) -> torch.Tensor:
+        left = drop_cold(ids, weights, is_hot)
+        seen.append((is_hot[ids].cpu() > 0, weights.cpu().clone(), left.cpu().clone()))
+        return left
+
+    monkeypatch.setattr(split_experts, "drop_cold", dropped)
     with pretend_cuda(monkeypatch):
         wanted, found = (
             run_pretended(
@@ -165,3 +188,8 @@ def test_dropped_experts_leave_their_weight_to_the_others(
         )
     assert not torch.equal(found[0], wanted[0])
     assert all(part.isfinite().all() for part in found)
+    hot, before, after = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    some = hot.any(1)
+    assert (~hot[some]).any()
+    assert not after[~hot].any()
+    torch.testing.assert_close(after.sum(1), before.sum(1) * some)

@@ -1,5 +1,6 @@
 """The store: every expert is found whole, whatever moves and whatever fails."""
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -12,6 +13,7 @@ from headroom.errors import DeviceError
 from headroom.moe import load_store
 from headroom.moe import store as stores
 from headroom.moe.copies import HostCopies, Mark
+from headroom.moe.cost import Choice
 from headroom.moe.placement import LayerExperts
 from headroom.moe.store import drop_cold
 from headroom.moe.store_swaps import StoreSwaps
@@ -109,7 +111,7 @@ def test_an_exchange_sends_as_much_over_the_link_as_swaps_count(keep_copy: bool)
     layer = store.layers[0]
     assert layer is not None
     copies = store.spare.copies = CountedCopies([layer.slots, store.spare.device])
-    layer.exchange(1, 2)
+    exchange(layer, 1, 2)
     told = StoreSwaps(store, [LayerExperts(5, 1)], same_bits=True).layers()[0]
     assert copies.crossed == told.swap_bytes == (1 if keep_copy else 3) * layer.expert_bytes
 
@@ -223,6 +225,55 @@ def test_a_driver_that_does_not_pin_leaves_cold_experts_to_the_cpu_and_says_so(
         "384 B of cold experts are not pinned (out of memory; the control group allows 8.0 MiB)"
         in caplog.text
     )
+
+
+def test_a_driver_that_does_not_pin_what_is_left_out_says_that_nobody_computes_it(
+    pinning: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    pinning("out of memory")
+    small_store([blob_layout(3)], [(0,)], cold="drop", pin=True)
+    assert caplog.messages == [
+        "experts: 384 B of cold experts are not pinned (out of memory; the control group allows "
+        "8.0 MiB): they are left out, and swaps come only between requests"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cold", "pin", "told"),
+    [
+        ("gpu", True, "pinned), placement: drawn, cold: read by the GPU"),
+        ("cpu", True, "pinned), placement: drawn, cold: computed by the CPU"),
+        ("cpu", False, "not pinned), placement: drawn, cold: computed by the CPU"),
+        ("drop", True, "pinned), placement: drawn, cold: left out"),
+    ],
+)
+def test_the_log_tells_what_is_hot_and_cold_and_who_computes_it(
+    cold: str,
+    pin: bool,
+    told: str,
+    pinning: Callable[[str], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        small_store([blob_layout(3), None, blob_layout(4)], [(0,), (), (1, 2)], cold=cold, pin=pin)
+    assert caplog.messages == [
+        f"experts: 3 hot (384 B on cpu), 4 cold (512 B of host memory, {told}"
+    ]
+
+
+def test_the_log_tells_in_how_many_layers_who_computes_cold_experts_where_they_differ(
+    pinning: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    paths = iter([Choice("gpu", (0, 1)), Choice("cpu", (0, 1)), Choice("gpu", (0, 1))])
+    monkeypatch.setattr(load_store, "choose", lambda *facts: next(paths))
+    with caplog.at_level(logging.INFO):
+        small_store([blob_layout(3)] * 3, [(0,), (1,), (2,)], cold="auto", pin=True)
+    assert caplog.messages[0].endswith(
+        "cold: read by the GPU in 2 layers, computed by the CPU and read by the GPU in 1 layers"
+    )
+    assert "chosen by listed speeds" in caplog.messages[1]
 
 
 def test_a_gpu_that_must_read_what_is_not_pinned_is_refused(pinning: Callable[[str], None]) -> None:
