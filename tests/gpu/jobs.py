@@ -73,9 +73,7 @@ class Outcome:
     def verdict(self) -> str:
         """PASS, FAIL or LEFT OUT; a script may print a failure and go on."""
         left_out = (
-            self.code is None
-            or self._left_out
-            or (self.code == NO_TESTS and self.job.may_be_empty)
+            self.code is None or self._left_out or (self.code == NO_TESTS and self.job.may_be_empty)
         )
         if self._failures() or not (left_out or self.code == 0):
             return "FAIL"
