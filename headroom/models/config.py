@@ -47,6 +47,6 @@ class ModelConfig:
         Known before anything is loaded.
         """
         recurrent = sum(isinstance(layer.mixer, DeltaNetConfig) for layer in self.layers)
-        if not recurrent:
-            return ""
-        return f"{recurrent} of {len(self.layers)} layers are linear attention, which keeps one state a sequence"
+        total = len(self.layers)
+        why = f"{recurrent} of {total} layers are linear attention, with one state a sequence"
+        return why if recurrent else ""

@@ -33,7 +33,7 @@ def test_models_with_linear_attention_say_before_they_are_loaded_that_trees_are_
     name: str, tmp_path: Path
 ) -> None:
     checkpoint = open_checkpoint(write_model(name, "q8_0", tmp_path, few_layers=True))
-    reason = "3 of 4 layers are linear attention, which keeps one state a sequence"
+    reason = "3 of 4 layers are linear attention, with one state a sequence"
     assert describe(checkpoint).config.refuses_trees == reason
     pipeline = open_pipeline(checkpoint)
     assert pipeline.refuses_trees == reason
