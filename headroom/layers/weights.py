@@ -46,6 +46,8 @@ class WeightSource:
             return self._uploaded(self.found(name, rows), self.upload)
         weight = self.mapped(name, rows)
         kernel = pick("matmul", replace(self.case, quant=weight.quant))
+        if self.unpack and kernel.backend == "cuda":
+            return self._kept(weight)  # in rows, of just the size that the plan counts
         return self._kept(kernel.prepare(weight))
 
     def _uploaded(self, found: FileMatrices, upload: Upload) -> Weight:
