@@ -49,7 +49,10 @@ class PretendedStage:
     def planned(self) -> dict[str, int]:
         """The plan's bytes of the device's lines and the host's, by name."""
         lines = (*self._plan.devices[0].lines, *self._plan.host.lines)
-        return {line.name: line.bytes for line in lines}
+        sizes: Counter[str] = Counter()
+        for line in lines:  # tables may be in both places
+            sizes[line.name] += line.bytes
+        return sizes
 
     def _count(self, line: str, size: int) -> None:
         self.counted[line] += size

@@ -18,6 +18,7 @@ class Weight:
     rows: int
     columns: int
     layout: str = "rows"  # as in the file; or the name of a backend's own order
+    owner: object = None  # of memory that is given back when nothing holds its owner any more
 
     @property
     def nbytes(self) -> int:

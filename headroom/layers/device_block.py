@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 
-from headroom.errors import KernelError
 from headroom.kernels.cuda import attention, delta_net, prefill, scratch, small
 from headroom.kernels.cuda.attention import DecodeShape, Gate, HeadNorms, Projected
 from headroom.kernels.cuda.chunks import span_tables
@@ -214,11 +213,7 @@ class DeviceDelta:
         rows = (qkv, beta, alpha)
         if few_rows(len(x)):
             tables = batch.tables[0]
-            if tables.trees is not None:
-                raise KernelError(
-                    "Gated linear attention does not run draft trees on a GPU.",
-                    hint="Draft a chain for this model, or run it without a draft.",
-                )
+            assert tables.trees is None, "models with such layers refuse trees"
             mixed = delta_net.step(rows, self._weights, self._state, tables)
             answers = DeviceRows(
                 len(x),

@@ -15,7 +15,7 @@ from headroom.kernels.cuda.narrow import (
     narrow_rows,
     narrow_type,
 )
-from headroom.kernels.cuda.sizes import PACKED, TILE_ROWS
+from headroom.kernels.cuda.sizes import TILE_ROWS, TILED
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.weight import PLAIN_TYPES, Weight
 from headroom.layers.pieces import FileMatrices
@@ -78,7 +78,7 @@ def gated_rows(
 class Stack:
     """Matrices with one input; those of one type lie one after another and are read in one go."""
 
-    weights: tuple[Weight, ...]  # in tiles, or plain rows in bf16 or f16
+    weights: tuple[Weight, ...]  # in tiles, or rows in bf16 or f16 of what has none
     members: tuple[tuple[int, ...], ...]  # which of the matrices each weight holds
     rows: tuple[int, ...]  # of each matrix
 
@@ -150,16 +150,16 @@ def stack(
 
 
 def _may_join(first: FileMatrices, second: FileMatrices) -> bool:
-    return first.quant == second.quant and first.rows % TILE_ROWS == 0 and first.quant in PACKED
+    return first.quant == second.quant and first.rows % TILE_ROWS == 0 and first.quant in TILED
 
 
 def _brought(get: WeightSource, names: Sequence[str], parts: Sequence[FileMatrices]) -> Weight:
-    """Bring one weight to the GPU: matrices of one packed type in tiles, any other in 16 bits."""
+    """Bring one weight to the GPU: matrices of one type in tiles; F32 and others in 16 bits."""
     first, rows = parts[0], sum(part.rows for part in parts)
-    if get.unpack or not (first.quant in PACKED or first.quant.name in PLAIN_TYPES):
+    if get.unpack or not (first.quant in TILED or first.quant.name in PLAIN_TYPES):
         return _plain(get.mapped(names[0], first.order), get.case.dtype)
     assert get.upload is not None
-    if first.quant in PACKED:
+    if first.quant in TILED:
         return Weight(get.upload.tiles(parts), first.quant, rows, first.columns, matmul.TILES)
     dtype = get.case.dtype
     values = get.upload.rows(first, narrow_type(dtype))

@@ -7,6 +7,8 @@ import torch
 
 from headroom.kernels.cuda.driver import lock_pages, unlock_pages
 from headroom.kernels.native.memory import large_pages
+from headroom.memory.cgroups import read_limits
+from headroom.memory.devices import pinnable_bytes
 from headroom.units import gib
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,12 @@ class HostMemory:
 
     def __len__(self) -> int:
         return len(self.bytes)
+
+
+def pin_limits() -> str:
+    """Say how much memory may be pinned, where that is limited, to be added to a refusal."""
+    limit = pinnable_bytes(read_limits())
+    return "" if limit is None else f"; the control group allows {gib(limit)}"
 
 
 def _give_back(memory: torch.Tensor, device: int) -> None:

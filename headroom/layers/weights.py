@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 
+from headroom.errors import DeviceError
 from headroom.formats.quants import BY_NAME, F32
 from headroom.formats.tensor import TensorInfo
 from headroom.kernels.cuda.matmul import TILES
@@ -16,8 +17,10 @@ from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.registry import pick
 from headroom.kernels.weight import PLAIN_TYPES, Weight, plain_type
 from headroom.layers.pieces import FileMatrices
+from headroom.layers.pinned import HostMemory, pin_limits
 from headroom.layers.upload import Upload
 from headroom.memory.budget import PlanSettings
+from headroom.units import gib
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class WeightSource:
             return self._uploaded(self.found(name, rows), self.upload)
         weight = self.mapped(name, rows)
         kernel = pick("matmul", replace(self.case, quant=weight.quant))
+        if self.unpack and kernel.backend == "cuda":
+            return self._kept(weight)  # in rows, of just the size that the plan counts
         return self._kept(kernel.prepare(weight))
 
     def _uploaded(self, found: FileMatrices, upload: Upload) -> Weight:
@@ -123,15 +128,27 @@ class WeightSource:
         A pinned one stays in host memory, where a GPU reads the rows that it wants.
         """
         if pinned:
-            weight = self.mapped(name, None)
-            self.count(self.line, weight.nbytes)
-            return replace(weight, data=weight.data.pin_memory())
+            return self._pinned(self.mapped(name, None))
         if self.upload is None or self.unpack:
             return self._kept(self.mapped(name, None))
         found = self.found(name)
         table = Weight(self.upload.rows(found), found.quant, found.rows, found.columns)
         self.count(self.line, table.nbytes)
         return table
+
+    def _pinned(self, weight: Weight) -> Weight:
+        """The weight in host memory of just its size, which kernels read where it lies."""
+        memory = HostMemory(weight.nbytes, pin=True)
+        if memory.refused:
+            raise DeviceError(
+                f"The GPU's driver does not pin {gib(weight.nbytes)} of host memory for the token "
+                f"table: {memory.refused}{pin_limits()}.",
+                hint="Free host memory, raise the limit of the control group, or leave room for "
+                "the table on the GPU, with a shorter --context say.",
+            )
+        data = memory.bytes.view(weight.data.dtype).view(weight.data.shape).copy_(weight.data)
+        self.count(self.line, weight.nbytes)
+        return replace(weight, data=data, owner=memory)
 
     def vector(self, name: str) -> torch.Tensor:
         """Return a small tensor, a norm's weight say, as float32 in its file's shape."""

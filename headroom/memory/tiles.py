@@ -1,16 +1,14 @@
 """Tiles: what weights weigh as a GPU's kernels lay them out, in whole tiles of rows and columns."""
 
-from headroom.formats.quants import BF16, F16, F32, QuantType
-from headroom.kernels.cuda.sizes import EXPERT_STEP, PACKED, TILED, tile_bytes
+from headroom.formats.quants import BF16, F32, QuantType
+from headroom.kernels.cuda.sizes import EXPERT_STEP, TILED, tile_bytes
 from headroom.memory.mixes import kept_in_f32
 from headroom.memory.panels import Tensors, expert_padding
 from headroom.memory.shape import Padding
 
-PLAIN = frozenset((F32, F16, BF16))
-
 
 def tile_padding(tensors: Tensors) -> Padding:
-    """Return what tiles add to a layer's matrices; those of plain types are held in 16 bits."""
+    """Return what tiles add to a layer's matrices; those of F32 are held in 16 bits."""
     return Padding(
         bytes=sum(
             _added_to_dense(quant, *shape)
@@ -23,11 +21,7 @@ def tile_padding(tensors: Tensors) -> Padding:
 def table_tile_padding(tensors: Tensors) -> Padding:
     """Return the same for matrices outside of layers; those of other types stay as they are."""
     return tile_padding(
-        {
-            name: (shape, quant)
-            for name, (shape, quant) in tensors.items()
-            if quant in PACKED | PLAIN
-        }
+        {name: (shape, quant) for name, (shape, quant) in tensors.items() if quant in TILED | {F32}}
     )
 
 
@@ -43,6 +37,6 @@ def _added(quant: QuantType, rows: int, columns: int) -> int:
 
 
 def _added_to_dense(quant: QuantType, rows: int, columns: int) -> int:
-    if quant in PACKED:
+    if quant in TILED:
         return _added(quant, rows, columns)
     return BF16.bytes_for(rows * columns) - quant.bytes_for(rows * columns)

@@ -39,3 +39,14 @@ class ModelConfig:
     embed_scale: float = 1.0  # of embedded tokens
     keeps_embedding: bool = False  # layers beyond the first read the embedded tokens
     softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: they stay
+
+    @property
+    def refuses_trees(self) -> str:
+        """Why steps cannot check a draft tree, a chain alone; "" where they can.
+
+        Known before anything is loaded.
+        """
+        recurrent = sum(isinstance(layer.mixer, DeltaNetConfig) for layer in self.layers)
+        total = len(self.layers)
+        why = f"{recurrent} of {total} layers are linear attention, with one state a sequence"
+        return why if recurrent else ""

@@ -108,7 +108,7 @@ def _build(
     embeddings = source.at("", "embeddings")
     here = config.tied or "embeddings" in device.allocated
     table = embeddings("embed") if config.tied else embeddings.table("embed", pinned=not here)
-    side, routing = _side_inputs(config, source, settings), open_routing(config, device.name)
+    side, routing = _side_inputs(config, source, plan), open_routing(config, device.name)
     common = Common(settings, workspace, side, routing, hybrid)
     blocks = [
         build_layer(config, index, source.at(f"layers.{index}."), common)
@@ -147,14 +147,13 @@ def _open_hybrid(
     return Hybrid(store, device.name, plan.cold_speeds, settings.cold)
 
 
-def _side_inputs(
-    config: ModelConfig, source: WeightSource, settings: PlanSettings
-) -> SideInputs | None:
+def _side_inputs(config: ModelConfig, source: WeightSource, plan: Plan) -> SideInputs | None:
     """Return what makes the inputs of single layers, where a model has them."""
     if not config.layers[0].side_width:
         return None
-    table = source.at("", "embeddings").table("side.embed")
-    return SideInputs(table, source, config.norm_eps, settings.rows)
+    hosted = any(line.name == "embeddings" for line in plan.host.lines)
+    table = source.at("", "embeddings").table("side.embed", pinned=hosted)
+    return SideInputs(table, source, config.norm_eps, plan.settings.rows)
 
 
 def open_routing(config: ModelConfig, device: str) -> RoutingStats | None:

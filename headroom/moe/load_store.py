@@ -11,12 +11,10 @@ import torch
 from headroom.errors import DeviceError
 from headroom.kernels.cuda.sizes import ALIGNMENT, tile_bytes
 from headroom.layers.config import ExpertsConfig
-from headroom.layers.pinned import HostMemory
+from headroom.layers.pinned import HostMemory, pin_limits
 from headroom.layers.upload import SLOTS, TilesBack
 from headroom.layers.weights import WeightSource
-from headroom.memory.cgroups import read_limits
 from headroom.memory.cold_speeds import ColdSpeeds
-from headroom.memory.devices import pinnable_bytes
 from headroom.memory.experts import aligned
 from headroom.moe.copies import open_copies, pinned_empty
 from headroom.moe.cost import Choice, ColdPath, choose, forced
@@ -163,7 +161,7 @@ def _check_paths(request: StoreRequest, memory: HostMemory, tiles: bool) -> Cold
     if memory.refused and wanted == "gpu":
         raise DeviceError(
             f"The GPU's driver does not pin {gib(len(memory))} of host memory for cold experts: "
-            f"{memory.refused}{_limits()}.",
+            f"{memory.refused}{pin_limits()}.",
             hint="Free host memory, raise the limit of the control group, keep more "
             "experts on the GPU, or let the CPU compute cold ones with --cold cpu.",
         )
@@ -172,7 +170,7 @@ def _check_paths(request: StoreRequest, memory: HostMemory, tiles: bool) -> Cold
             "experts: %s of cold experts are not pinned (%s%s): %s",
             gib(len(memory)),
             memory.refused,
-            _limits(),
+            pin_limits(),
             "they are left out, and swaps come only between requests"
             if wanted == "drop"
             else "the CPU computes them, and long prompts copy them twice",
@@ -185,12 +183,6 @@ def _check_paths(request: StoreRequest, memory: HostMemory, tiles: bool) -> Cold
             hint="Free host memory, or build the kernels; see headroom doctor.",
         )
     return speeds if memory.pinned else replace(speeds, link=0.0)
-
-
-def _limits() -> str:
-    """Say how much memory may be pinned, where that is limited."""
-    limit = pinnable_bytes(read_limits())
-    return "" if limit is None else f"; the control group allows {gib(limit)}"
 
 
 def fill_tiles(store: LayerStore, get: WeightSource, rooms: torch.Tensor) -> None:

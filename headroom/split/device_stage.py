@@ -160,14 +160,20 @@ class DeviceStage:
         """Run what requests need once, so that no kernel is compiled while one waits.
 
         Captured are the steps in which every running sequence decodes one token, and the largest
-        of few rows; others when one is first asked for. A model with parts that wait for the
-        host is not captured: all its steps just run.
+        of few rows. Smaller ones in which a sequence has several rows run once, and are captured
+        when one is first asked for, as are those with draft trees, whose kernels are the same: that
+        takes the time of three runs without a graph. A model with parts that wait for the host
+        is not captured: all its steps just run.
         """
         with self._here(), torch.inference_mode():
             if self._model.capturable:
                 sizes = [size for size in BUCKETS if size < 2 * self._settings.parallel]
                 for kind in (*(self._kind(size, 1) for size in sizes), self._kind(FEW_ROWS)):
                     self._capture_of(kind)
+                for size in BUCKETS[1:-1]:
+                    self._few.clear()
+                    self._begin_few()
+                    self._run_few(self._kind(size, size))
             self._warm_up(min(FEW_ROWS + 1, self._settings.rows))
             if self._model.routing is not None:
                 self._model.routing.clear()

@@ -81,7 +81,8 @@ def start_pipeline(
     if (hybrid := loaded.hybrid) is not None:
         layers, meter = expert_layers(model.shape, plan), hybrid.meter
         swaps = StoreSwaps(hybrid.store, layers, same_bits=hybrid.same_bits)
-    return Pipeline(stage, model.config.vocab, allocated, planned, swaps, meter)
+    config = model.config
+    return Pipeline(stage, config.vocab, allocated, planned, swaps, meter, config.refuses_trees)
 
 
 def _log_load(device: str, size_bytes: int, seconds: float) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headroom.errors import KernelError
 from headroom.layers.batch import Batch
 from headroom.layers.draws import Draw
 from headroom.layers.parts import part_of_step
@@ -37,6 +38,7 @@ class Pipeline:
         planned_bytes: int = 0,
         experts: Swappable | None = None,
         meter: ColdMeter | None = None,
+        refuses_trees: str = "",
     ) -> None:
         self._stage = stage
         self.vocab = vocab
@@ -44,6 +46,7 @@ class Pipeline:
         self._planned_bytes = planned_bytes
         self.experts = experts  # None where all of them are hot
         self.meter = meter  # of the cold ones
+        self.refuses_trees = refuses_trees  # why its steps check no draft tree; "" where they do
 
     @property
     def device(self) -> str:
@@ -79,11 +82,16 @@ class Pipeline:
 
         A stage that cannot draw, or not this way, leaves it to the caller.
         """
+        if self.refuses_trees and any(span.tree is not None for span in batch.spans):
+            raise KernelError(
+                f"This model runs no draft trees: {self.refuses_trees}.",
+                hint="Draft a chain for this model, or run it without a draft.",
+            )
         return self._stage.step(batch, draws)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run one step; return the residual stream of the rows whose logits are wanted."""
-        return self._stage.step(batch).hidden
+        return self.step(batch).hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits `[rows, vocabulary]` as float32 in host memory."""

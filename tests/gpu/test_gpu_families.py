@@ -31,7 +31,7 @@ DRAWN = SamplingParams(
 # What only plain kernels do on a GPU does not differ from family to family: a layer of each sort.
 PLAIN = ("llama", "qwen35moe", "laguna", "gemma4-e4b")
 # Each mix of weights and each type once; the kernels' own tests have all pairs.
-MIXES = (("q4_k_m", "bf16"), ("q8_0", "f16"), ("bf16", "bf16"))
+MIXES = (("q4_k_m", "bf16"), ("q8_0", "f16"), ("bf16", "bf16"), ("f16", "bf16"), ("f16", "f16"))
 # Of logits in bf16, relative; 0.005 to 0.012 were measured. Random weights of Gemma make much of
 # what is rounded: plain bf16 kernels on the CPU are off by 0.045 there.
 LIMIT, GEMMA_LIMIT = 0.03, 0.1

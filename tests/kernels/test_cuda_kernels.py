@@ -18,7 +18,7 @@ from headroom.kernels.cuda import (
     route,
 )
 from headroom.kernels.cuda.delta_net import ChunkBlocks
-from headroom.kernels.cuda.sizes import PACKED, record_bytes
+from headroom.kernels.cuda.sizes import TILED, record_bytes
 from headroom.kernels.ops import RouterRule
 from tests.gpu import check_delta_net, check_experts, check_matmul, check_route
 from tests.gpu.check_delta_net import Shape, span
@@ -155,7 +155,8 @@ def test_packed_products_agree_with_float64(name: str) -> None:
 
 
 def test_packed_products_fill_outputs_that_lie_one_after_another() -> None:
-    assert check_matmul.check_outputs("q5_k")
+    for kind in ("q5_k", "bf16"):
+        assert check_matmul.check_outputs(kind)
 
 
 def test_blocks_take_tiles_in_turns_where_the_gpu_is_small(on_the_cpu: SimpleNamespace) -> None:
@@ -164,7 +165,7 @@ def test_blocks_take_tiles_in_turns_where_the_gpu_is_small(on_the_cpu: SimpleNam
     assert check_matmul.check("q4_k", 16 * 19, 256, 17)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("q8_0", 40), ("q4_k", 16 * 201)])
+@pytest.mark.parametrize(("name", "rows"), [("q8_0", 40), ("bf16", 40), ("q4_k", 16 * 201)])
 def test_packed_products_run_where_blocks_have_little_shared_memory(
     on_the_cpu: SimpleNamespace, name: str, rows: int
 ) -> None:
@@ -174,7 +175,7 @@ def test_packed_products_run_where_blocks_have_little_shared_memory(
 
 @pytest.mark.parametrize("limit", [64 << 10, 99 << 10, 163 << 10, 227 << 10])
 def test_products_fit_into_the_shared_memory_of_a_block(limit: int) -> None:
-    for record in map(record_bytes, PACKED):
+    for record in map(record_bytes, TILED):
         for tiles, records in ((10, 1), (10, 5), (199, 20), (200, 20), (600, 68)):
             shapes = [
                 matmul.shape_for(tiles, records, groups, record, limit) for groups in (1, 2, 3, 4)
@@ -186,7 +187,8 @@ def test_products_fit_into_the_shared_memory_of_a_block(limit: int) -> None:
 
 
 def test_a_rows_product_does_not_depend_on_other_rows() -> None:
-    assert check_matmul.check_alone("q4_k", 48, 1280)
+    for kind in ("q4_k", "f16"):
+        assert check_matmul.check_alone(kind, 48, 1280)
 
 
 @pytest.mark.parametrize(("tokens", "columns"), [(9, 384), (3, 96)])

@@ -1,17 +1,20 @@
-"""Experts of F16 and BF16 in tiles: CUDA kernels on the CPU against float64."""
+"""Dense weights and experts of F16 and BF16 in tiles: CUDA kernels on the CPU against float64."""
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from headroom.kernels.cuda import experts, grouped, half_experts, matmul, narrow, pack
+from headroom.errors import KernelError
+from headroom.formats.quants import BF16, F16
+from headroom.kernels.cuda import experts, grouped, half_experts, matmul, narrow, pack, unpacked
 from headroom.kernels.cuda.experts import few_rows, refuses_sizes
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.ops import ExpertTable
 from headroom.kernels.weight import PLAIN_TYPES, Weight
-from tests.gpu import check_experts
+from tests.gpu import check_experts, check_matmul
 from tests.gpu.check_experts import PLAIN, to_tiles, wanted_sum
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 
@@ -26,7 +29,7 @@ def bf16_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     def compile_for_cores(
         source: str, name: str, defines: Mapping[str, int] | None = None
     ) -> Callable[..., None]:
-        if source != "experts.cu":
+        if source not in ("experts.cu", "matmul.cu"):
             return compile_on_cpu(source, name, defines)
         kernel = compile_on_cpu(source, name, dict(defines or {}) | {"BF16_CORES": request.param})
         # The activation's blocks share its work among themselves, however many they are.
@@ -35,9 +38,16 @@ def bf16_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     def product(x: torch.Tensor, matrix: torch.Tensor, out: Any, out_dtype: Any = None) -> Any:
         return out.copy_(torch.matmul(x.float(), matrix.float()))
 
-    for module in (experts, grouped, half_experts, matmul, narrow, pack):
+    for module in (experts, grouped, half_experts, matmul, narrow, pack, unpacked):
         monkeypatch.setattr(module, "compile_kernel", compile_for_cores)
-    monkeypatch.setattr(check_experts, "DEVICE", "cpu")
+    for check in (check_experts, check_matmul):
+        monkeypatch.setattr(check, "DEVICE", "cpu")
+    gpu = SimpleNamespace(
+        multi_processor_count=132,
+        shared_memory_per_block_optin=227 << 10,
+        shared_memory_per_multiprocessor=228 << 10,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(torch, "mm", product)  # CPUs have none of f16 with wider sums
     return bool(request.param)
 
@@ -81,3 +91,50 @@ def test_sides_that_no_product_of_many_rows_takes_are_refused() -> None:
     assert refuses_sizes(32, 64) is None
     assert refuses_sizes(36, 64) == "matrices of 36 x 64 are not multiples of 8"
     assert refuses_sizes(32, 100) == "matrices of 32 x 100 are not multiples of 8"
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "tokens"), [(40, 328, 1), (33, 512, 19), (32, 264, 32)]
+)
+def test_few_rows_meet_the_numbers_of_dense_weights_as_they_are(
+    kind: str, rows: int, columns: int, tokens: int
+) -> None:
+    assert check_matmul.check(kind, rows, columns, tokens)
+
+
+@pytest.mark.parametrize(("kind", "by"), [("f16", 1000.0), ("bf16", 1e-12), ("bf16", 1e12)])
+def test_dense_weights_have_all_of_their_range(bf16_cores: bool, kind: str, by: float) -> None:
+    if kind == "bf16" and not bf16_cores:
+        pytest.skip("in f16 there")
+    values = (torch.randn(48, 256) * by).to(PLAIN_TYPES[kind])
+    quant = check_experts.BY_NAME[kind]
+    weight = check_matmul.to_tiles(Weight(values.view(torch.uint8), quant, 48, 256))
+    x, found = torch.randn(9, 256), torch.empty(9, 48)
+    matmul.matmul(x, weight, "bf16", found)
+    assert check_matmul.distance(found, x.double() @ values.double().T) < 6e-4
+
+
+@pytest.mark.parametrize("quant", [F16, BF16], ids=str)
+def test_tiles_hold_exactly_the_numbers_of_the_file_and_prompts_read_them_back(quant: Any) -> None:
+    values = (torch.randn(21, 260) * 100).to(PLAIN_TYPES[quant.name])
+    tiles = torch.empty(matmul.tile_bytes(quant, 21, 260), dtype=torch.uint8)
+    pack.pack(values.view(torch.uint8), quant, 21, 260, tiles)
+    weight, out = Weight(tiles, quant, 21, 260, matmul.TILES), torch.empty_like(values)
+    assert torch.equal(unpacked.dequantise(weight, out), values)
+
+
+def test_unpacked_weights_in_rows_go_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, x = torch.randn(5, 16).to(torch.bfloat16), torch.randn(3, 16)
+    monkeypatch.setattr(torch, "mm", lambda x, m, out_dtype: torch.matmul(x.float(), m.float()))
+    found = matmul.matmul(x, Weight(values, BF16, 5, 16), "bf16")
+    assert check_matmul.distance(found, x.double() @ values.double().T) < 5e-3
+
+
+def test_rows_that_are_not_read_four_numbers_at_a_time_are_refused() -> None:
+    with pytest.raises(KernelError) as refused:
+        pack.pack(torch.zeros(16, 180), F16, 16, 90, torch.zeros(8192, dtype=torch.uint8))
+    assert str(refused.value) == (
+        "Rows of 90 values in f16 are not laid out on CUDA: no multiple of 4. "
+        "Choose --weights unpacked."
+    )

@@ -59,17 +59,34 @@ def test_matrices_with_one_input_lie_in_tiles_one_after_another(
     assert file.counted == {"core_weights": sum(w.nbytes for w in stacked.weights)}
 
 
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
-@pytest.mark.parametrize("kind", ["f16", "bf16", "f32"])
-@pytest.mark.parametrize("ordered", [False, True])
-def test_plain_matrices_become_what_products_compute_in(
-    file: WeightFile, kind: str, ordered: bool, dtype: str
+def test_matrices_of_16_bits_keep_their_numbers_in_tiles(
+    file: WeightFile, kind: str, dtype: str
 ) -> None:
-    data = file.add("w", kind, 70, 96)
+    first, second = file.add("gate", kind, 64, 96), file.add("up", kind, 70, 96)
+    order = torch.arange(64).view(32, 2).flip(1).flatten()
+    with Upload("cpu", 4 * 15_000) as way:
+        stacked = stack(file.source(way, dtype), ["gate", "up"], [order, None])
+    assert stacked.members == ((0, 1),)
+    (weight,) = stacked.weights
+    assert torch.equal(
+        weight.data, torch.cat((tiles(first[order], kind, 96), tiles(second, kind, 96)))
+    )
+    assert (weight.quant.name, weight.layout) == (kind, "tiles")
+    assert file.counted == {"core_weights": weight.nbytes}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_matrices_of_f32_become_what_products_compute_in(
+    file: WeightFile, ordered: bool, dtype: str
+) -> None:
+    data = file.add("w", "f32", 70, 96)
     order = torch.arange(70).view(35, 2).flip(1).flatten() if ordered else None
     with Upload("cpu", 4 * 15_000) as way:
         weight = stack(file.source(way, dtype), ["w"], [order]).weights[0]
-    floats = data.flatten().view(PLAIN_TYPES[kind]).view(70, 96)
+    floats = data.flatten().view(torch.float32).view(70, 96)
     wanted = (floats if order is None else floats[order]).to(PLAIN_TYPES[dtype])
     assert torch.equal(weight.data.nan_to_num(7), wanted.nan_to_num(7))  # random bits may be none
     assert weight.quant.name == dtype
@@ -86,14 +103,14 @@ def test_tables_keep_the_rows_of_their_file(file: WeightFile, kind: str) -> None
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_a_single_matrix_is_laid_out_for_its_kernel(file: WeightFile, dtype: str) -> None:
-    packed, plain = file.add("head", "q5_0", 33, 288), file.add("small", "f16", 5, 64)
-    other = file.add("other", "q8_k", 5, 256)
+    packed, halves = file.add("head", "q5_0", 33, 288), file.add("halves", "f16", 5, 64)
+    plain, other = file.add("small", "f32", 5, 64), file.add("other", "q8_k", 5, 256)
     with Upload("cpu", 4 * 6000) as way:
         get = file.source(way, dtype)
-        head, small, rows = (get(name) for name in ("head", "small", "other"))
+        head, half, small, rows = (get(name) for name in ("head", "halves", "small", "other"))
     assert torch.equal(head.data, tiles(packed, "q5_0", 288))
-    wanted = plain.view(torch.float16).to(PLAIN_TYPES[dtype])
-    assert torch.equal(small.data.nan_to_num(7), wanted.nan_to_num(7))
+    assert torch.equal(half.data, tiles(halves, "f16", 64))
+    assert torch.equal(small.data, plain.view(torch.float32).to(PLAIN_TYPES[dtype]))
     assert small.quant.name == dtype
     assert torch.equal(rows.data, other)  # no product of the GPU's own takes it
 
@@ -187,7 +204,7 @@ def test_nothing_is_left_open_when_a_device_is_full(
     file: WeightFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file.add("a", "q8_0", 64, 256)
-    file.add("b", "f16", 64, 256)
+    file.add("b", "f32", 64, 64)
     way = Upload("cpu", 4 * 6000)
     get, taken = file.source(way), torch.empty
     before = len(list(OPEN_FILES.iterdir())), threading.active_count()

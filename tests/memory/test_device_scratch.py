@@ -77,13 +77,14 @@ def test_parts_of_a_weight_stay_below_the_most_and_begin_with_tiles(
     assert each <= max(16, most // (2 * columns))
 
 
-def test_tiles_fill_up_both_sides_and_plain_matrices_become_bf16() -> None:
+def test_tiles_fill_up_both_sides_and_matrices_of_f32_become_bf16() -> None:
     assert tile_padding({"attn_q.weight": ((32, 512), Q4_K)}).bytes == 0
     assert tile_padding({"attn_q.weight": ((30, 512), Q4_K)}).bytes == 2 * 288
     # A record has 256 columns, of which 96 are there.
     assert tile_padding({"attn_q.weight": ((16, 96), Q8_0)}).bytes == 16 * (272 - 102)
     assert tile_padding({"attn_q.weight": ((3, 5), F32)}).bytes == -30
-    assert tile_padding({"attn_q.weight": ((3, 5), F16)}).bytes == 0
+    assert tile_padding({"attn_q.weight": ((16, 512), F16)}).bytes == 0
+    assert tile_padding({"attn_q.weight": ((12, 200), BF16)}).bytes == 2 * (16 * 256 - 12 * 200)
     assert tile_padding({"attn_norm.weight": ((5,), F32)}).bytes == 0
     assert tile_padding({"ffn_gate_inp.weight": ((3, 5), F32)}).bytes == 0
     assert table_tile_padding({"output.weight": ((3, 5), F32)}).bytes == -30

@@ -78,6 +78,7 @@ def on_sm_75(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.param("qwen35-wide", "q4_k_m", "bf16", marks=pytest.mark.slow),
         pytest.param("gemma4", "q8_0", "f16", marks=pytest.mark.slow),
         pytest.param("qwen3", "bf16", "f16", marks=pytest.mark.slow),
+        pytest.param("gemma4-e2b", "f16", "f16", marks=pytest.mark.slow),
     ],
 )
 def test_logits_in_f16_on_sm_75_are_near_the_exact_ones(
@@ -89,7 +90,7 @@ def test_logits_in_f16_on_sm_75_are_near_the_exact_ones(
 
     def fused(stage: PretendedStage) -> None:
         assert stage.model.capturable
-        for line in ("core_weights", "hot_experts"):
+        for line in ("core_weights", "hot_experts", "embeddings", "head"):
             assert stage.counted[line] == stage.planned.get(line, 0)
 
     logits = run_pretended(checkpoint, [PROMPT], PIECES, fused, **settings)[0]

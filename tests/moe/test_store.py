@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headroom.errors import DeviceError
-from headroom.moe import load_store
+from headroom.layers import pinned
 from headroom.moe import store as stores
 from headroom.moe.copies import HostCopies, Mark
 from headroom.moe.cost import Choice
@@ -195,7 +195,7 @@ def test_host_memory_holds_only_cold_experts_unless_a_copy_is_kept() -> None:
 @pytest.fixture
 def pinning(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """The part of the driver that pins memory, or refuses to for a reason."""
-    monkeypatch.setattr(load_store, "pinnable_bytes", lambda limits: 8 << 20)
+    monkeypatch.setattr(pinned, "pinnable_bytes", lambda limits: 8 << 20)
     pretend_pinning(monkeypatch)
     return partial(pretend_pinning, monkeypatch)
 

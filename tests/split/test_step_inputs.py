@@ -7,6 +7,7 @@ import torch
 
 from headroom.errors import KernelError
 from headroom.layers.batch import Batch, Span
+from headroom.split.device_stage import bucket_of
 from headroom.split.step_inputs import StepInputs, StepKind, kind_of
 from tests.split.fake_device import FakeModel, FakeStage, settings
 
@@ -97,6 +98,21 @@ def test_a_tree_in_a_long_step_is_refused() -> None:
     batch = make([Span(0, 3, 0, pages(1), tree=TREE), Span(3, 40, 0, pages(2))])
     with pytest.raises(KernelError, match=r"A step with a draft tree has 43 rows\. At most 32"):
         kind_of(batch, 43, 512, 64)
+
+
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_every_sort_of_few_rows_that_requests_may_ask_for_has_run_before_one_waits(
+    parallel: int,
+) -> None:
+    model = FakeModel()
+    stage = FakeStage(model, settings(parallel=parallel))
+    stage.capture()
+    captured = {(kind.rows, kind.span_rows) for kind in stage.kinds}
+    assert captured == {(size, 1) for size in (1, 2, 4) if size <= parallel} | {(32, 32)}
+    ran = {(len(batch.tokens), batch.span_rows) for batch in model.seen}
+    for rows in range(2, 33):
+        kind = kind_of(make([Span(0, rows, 0, pages(1))]), bucket_of(rows), 512, 64)
+        assert (kind.rows, kind.span_rows) in ran
 
 
 def test_steps_with_a_tree_are_captured_when_one_is_asked_for_and_then_kept() -> None:

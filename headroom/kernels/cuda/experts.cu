@@ -19,7 +19,7 @@ __device__ __forceinline__ void add_row(const u8* tile, const u8* pieces, size_t
         share = next;
         if (r + step < records)
             next.template load<true>(tile + static_cast<size_t>(r + step) * Record<K>::bytes, lane);
-        add_record<K, LANES>(share, pieces + r * apart, slot, acc);
+        add_any<K, LANES, 1, 1>(&share, pieces + r * apart, &slot, acc);
     }
 }
 
@@ -94,7 +94,7 @@ down(const long long* table, const int* ids, const float* weights, const float* 
         __syncwarp();  // the piece before has been read
         write_halves<4>(v, piece, 0);
         __syncwarp();
-        add_record<DOWN, 4>(share, piece, slot, acc);
+        add_any<DOWN, 4, 1, 1>(&share, piece, &slot, acc);
 #pragma unroll
         for (int i = 0; i < 4; i += 2) sum[i] = fmaf(weights[pick], acc[0][0][i], sum[i]);
     }

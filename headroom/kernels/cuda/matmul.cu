@@ -1,9 +1,9 @@
-// Products of a few rows with packed weights on the tensor cores.
+// Products of a few rows with weights in tiles, packed or plain, on the tensor cores.
 // KIND: the weight's type; GROUPS: of eight rows of activations;
 // SPLIT: warps that share a tile's columns, of which the order of sums follows; HEIGHT: tiles of a warp;
 // SIDE: warps of a block with tiles of their own; STAGES: records that a warp has asked for; LANES: of a
 // piece of activations, 32 where there are several groups.
-#include "tensor.cuh"
+#include "plain.cuh"
 #include "ring.cuh"
 
 #define WARPS (SPLIT * SIDE)
@@ -79,10 +79,10 @@ product(const u8* weight, const u8* x, const float* add, float* out0, float* out
         float acc[HEIGHT][GROUPS][4] = {};
         for (int r = split; r < records; r += SPLIT) {
             const u8* record = ring.wait(stage, turn);
-            Share<KIND> share[HEIGHT];
+            typename SharedShare<KIND>::Type share[HEIGHT];
 #pragma unroll
             for (int m = 0; m < HEIGHT; ++m) share[m].template load<false>(record + m * BYTES, lane);
-            add_records<KIND, LANES, HEIGHT, GROUPS>(
+            add_any<KIND, LANES, HEIGHT, GROUPS>(
                 share, x + static_cast<size_t>(r) * GROUPS * Piece<LANES>::bytes, slots, acc);
             ring.ask(stage, ahead.next(), apart);
             if (++stage == STAGES) {

@@ -1,4 +1,4 @@
-"""Products with packed weights on an NVIDIA GPU: few rows in f16 as packed, many unpacked."""
+"""Products with weights in tiles on an NVIDIA GPU: few rows in f16 as they lie, many unpacked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,16 +6,16 @@ from itertools import accumulate
 
 import torch
 
-from headroom.kernels.cuda import scratch, unpacked
+from headroom.kernels.cuda import plain, scratch, unpacked
 from headroom.kernels.cuda.compile import compile_kernel, refuses_device, shared_bytes_of
 from headroom.kernels.cuda.narrow import narrow_rows, narrow_type, refuses_type
 from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.sizes import (
     FEW_ROWS,
     GROUP_ROWS,
-    PACKED,
     RECORD_COLUMNS,
     TILE_ROWS,
+    TILED,
     half_rows_bytes,
     lanes_for,
     record_bytes,
@@ -31,7 +31,7 @@ SUM_PITCH = 20  # PITCH of matmul.cu
 BLOCK_OVERHEAD_BYTES = 2048  # of shared memory: what a block has besides, and what is kept back
 BARRIER_BYTES = 256  # of shared memory that matmul.cu has at fixed places, at most
 SMALL_BLOCK_BYTES, LARGE_BLOCK_BYTES = 64 << 10, 227 << 10  # of shared memory, on sm_75 and sm_90
-LONG_RECORD = 3072  # bytes; of Q6_K and Q8_0
+LONG_RECORD = 3072  # bytes; of Q6_K, Q8_0, F16 and BF16
 MOST_OUTPUTS = 4  # of matrices that share an input
 
 
@@ -83,8 +83,8 @@ def refuses(case: Case) -> str | None:
     """Say why a case cannot run here."""
     if reason := refuses_device(case):
         return reason
-    if case.quant not in PACKED:
-        return f"{case.quant} is not a packed type of the tensor cores"
+    if case.quant not in TILED:
+        return f"{case.quant} has no tiles for the tensor cores"
     return refuses_type(case.dtype)
 
 
@@ -192,11 +192,18 @@ def products(
 
 def split_for(tiles: int, records: int, record: int, shared_bytes: int) -> int:
     """Return how many warps share a tile's columns; it depends on the weight and the GPU alone."""
-    smallest = Shape(16, 1, 1, 1).shared_bytes(record, -(-FEW_ROWS // GROUP_ROWS))
-    wanted = 8 if tiles >= 200 or smallest > shared_bytes - BARRIER_BYTES else 16
-    while wanted > 1 and wanted > records:
+    wanted = 8 if tiles >= 200 else 16
+    while wanted > 1 and (
+        wanted > records or not _fits(Shape(wanted, 1, 1, 1), record, shared_bytes)
+    ):
         wanted //= 2
     return wanted
+
+
+def _fits(
+    shape: Shape, record: int, shared_bytes: int, groups: int = -(-FEW_ROWS // GROUP_ROWS)
+) -> bool:
+    return shape.shared_bytes(record, groups) <= shared_bytes - BARRIER_BYTES
 
 
 def shape_for(
@@ -215,8 +222,10 @@ def shape_for(
     wanted = [Shape(split, side, 1 if low else 2, 2), Shape(split, side, 1, 2)]
     if shared_bytes > SMALL_BLOCK_BYTES:
         for shape in wanted:
-            if shape.shared_bytes(record, groups) <= shared_bytes - BARRIER_BYTES:
+            if _fits(shape, record, shared_bytes, groups):
                 return shape
+    while side > 1 and not _fits(Shape(split, side, 1, 1), record, shared_bytes, groups):
+        side //= 2
     return Shape(split, side, 1, 1)
 
 
@@ -230,7 +239,9 @@ def _blocks(tiles: int, shape: Shape, shared: int, device: torch.device) -> int:
 def matmul(
     x: torch.Tensor, weight: Weight, dtype: str, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return `x` times the weight's transpose in float32."""
+    """Return `x` times the weight's transpose in float32; unpacked weights lie in rows."""
+    if weight.layout != TILES:
+        return plain.matmul(x, weight, dtype, out)
     rows = x.shape[0]
     if out is None:
         out = torch.empty(rows, weight.rows, device=x.device)

@@ -1,10 +1,17 @@
-"""Packed weights from their file's blocks into tiles for the tensor cores; see tiles.cuh."""
+"""Weights from their file's blocks or numbers into tiles for the tensor cores; see tiles.cuh."""
 
 import torch
 
+from headroom.errors import KernelError
 from headroom.formats.quants import QuantType
 from headroom.kernels.cuda.compile import compile_kernel
-from headroom.kernels.cuda.sizes import RECORD_COLUMNS, TILE_ROWS, tile_bytes
+from headroom.kernels.cuda.sizes import (
+    PACKED,
+    PLAIN_STEP,
+    RECORD_COLUMNS,
+    TILE_ROWS,
+    tile_bytes,
+)
 
 WARPS = 4
 
@@ -23,6 +30,12 @@ def pack(
     device. `order`, int32 `[rows]`, says which row of `source` comes to each place of a single
     matrix.
     """
+    if quant not in PACKED and columns % PLAIN_STEP:
+        raise KernelError(
+            f"Rows of {columns} values in {quant} are not laid out on CUDA: no multiple of "
+            f"{PLAIN_STEP}.",
+            hint="Choose --weights unpacked.",
+        )
     matrices = tiles.numel() // tile_bytes(quant, rows, columns)
     grid, records = _grid(rows, columns, matrices)
     kernel = compile_kernel("pack.cu", "pack", {"KIND": quant.ggml_id, "WARPS": WARPS})

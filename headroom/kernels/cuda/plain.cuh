@@ -1,4 +1,4 @@
-// Sixteen rows of an F16 or BF16 weight in tiles times a row of activations: on the tensor cores as packed
+// Sixteen rows of an F16 or BF16 weight in tiles times rows of activations: on the tensor cores as packed
 // ones, but that its numbers are read as they are. Then no product meets a scale of the weight's.
 #include "tensor.cuh"
 
@@ -16,9 +16,23 @@ struct PlainShare {
 #pragma unroll
         for (int i = 0; i < 16; ++i) words[i] = STREAMED ? __ldcs(from + 32 * i) : from[32 * i];
     }
+    __device__ __forceinline__ uint4 word(int i) const { return words[i]; }
 };
 template <> struct Share<F16> : PlainShare {};
 template <> struct Share<BF16> : PlainShare {};
+
+// The same of a record in shared memory, which stays until its products are done: read when they want it.
+struct PlainPlace {
+    const uint4* from;
+
+    template <bool STREAMED> __device__ __forceinline__ void load(const u8* record, int lane) {
+        from = reinterpret_cast<const uint4*>(record) + lane;
+    }
+    __device__ __forceinline__ uint4 word(int i) const { return from[32 * i]; }
+};
+template <int K> struct SharedShare { typedef Share<K> Type; };
+template <> struct SharedShare<F16> { typedef PlainPlace Type; };
+template <> struct SharedShare<BF16> { typedef PlainPlace Type; };
 
 // Two numbers of bf16 in f16.
 __device__ __forceinline__ u32 to_halves(u32 pair) {
@@ -51,24 +65,40 @@ template <int K> __device__ __forceinline__ void add_columns(float* c, const uin
     mma(c, a, even, odd);
 }
 
-// acc += a record times a row, packed or plain. The upper columns of a block are stored as sixteenths, see
-// halves.cuh.
-template <int K, int L>
-__device__ __forceinline__ void add_record(const Share<K>& share, const u8* piece, const Slot& slot,
-                                           float (*acc)[1][4]) {
+// acc += the records of M tiles times the pieces of N groups of rows, packed or plain. The upper columns of a
+// block are stored as sixteenths, see halves.cuh.
+template <int K, int L, int M, int N, class S>
+__device__ __forceinline__ void add_any(const S* share, const u8* piece, const Slot* slots, float (*acc)[N][4]) {
     if constexpr (!is_plain(K)) {
-        add_records<K, L, 1, 1>(&share, piece, &slot, acc);
+        add_records<K, L, M, N>(share, piece, slots, acc);
     } else {
-        float lower[4] = {}, upper[4] = {};
+        float lower[M][N][4] = {}, upper[M][N][4] = {};
 #pragma unroll
         for (int b = 0; b < 8; ++b) {
-            const uint4 x = *reinterpret_cast<const uint4*>(piece + b * L * 16 + slot.words * 16);
-            add_columns<K>(lower, share.words[2 * b], x.x, x.z);
-            add_columns<K>(upper, share.words[2 * b + 1], x.y, x.w);
-        }
-        const float* powers = reinterpret_cast<const float*>(piece + Piece<L>::scales);
+            uint4 x[N];
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            acc[0][0][i] = fmaf(powers[slot.scales[i % 2]], fmaf(16.0f, upper[i], lower[i]), acc[0][0][i]);
+            for (int n = 0; n < N; ++n)
+                x[n] = *reinterpret_cast<const uint4*>(piece + n * Piece<L>::bytes + b * L * 16 +
+                                                       slots[n].words * 16);
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+                const uint4 first = share[m].word(2 * b), second = share[m].word(2 * b + 1);
+#pragma unroll
+                for (int n = 0; n < N; ++n) {
+                    add_columns<K>(lower[m][n], first, x[n].x, x[n].z);
+                    add_columns<K>(upper[m][n], second, x[n].y, x[n].w);
+                }
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const float* powers = reinterpret_cast<const float*>(piece + n * Piece<L>::bytes + Piece<L>::scales);
+            const float by[2] = {powers[slots[n].scales[0]], powers[slots[n].scales[1]]};
+#pragma unroll
+            for (int i = 0; i < 4 * M; ++i) {
+                float& sum = acc[i / 4][n][i % 4];
+                sum = fmaf(by[i % 2], fmaf(16.0f, upper[i / 4][n][i % 4], lower[i / 4][n][i % 4]), sum);
+            }
+        }
     }
 }

@@ -10,7 +10,8 @@ PACKED = frozenset(
     BY_NAME[name]
     for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "mxfp4", "q4_k", "q5_k", "q6_k")
 )
-TILED = PACKED | {F16, BF16}  # types that experts may have; dense plain weights lie in rows
+TILED = PACKED | {F16, BF16}  # types that lie in tiles on a GPU; F32 does not
+PLAIN_STEP = 4  # of the columns of F16 and BF16, which are read so many at a time
 EXPERT_STEP = 8  # of an expert's sides: 16 bytes of a row in bf16, which products of many rows read
 
 # A piece of the context ends at the first of these bounds beyond it: (bound, keys of a piece).
