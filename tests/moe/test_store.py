@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from headroom.errors import DeviceError
 from headroom.layers import pinned
+from headroom.moe import load_store
 from headroom.moe import store as stores
 from headroom.moe.copies import HostCopies, Mark
 from headroom.moe.cost import Choice
