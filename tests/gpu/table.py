@@ -17,8 +17,9 @@ from headroom.kernels.weight import PLAIN_TYPES, Weight
 from tests.kernels.cases import Sized, all_cases, make_inputs
 from tests.kernels.test_kernels import DTYPE_AT, results
 
-# Of the largest value of a result, by the type that products compute in.
-SHARE = {"f32": 2e-5, "bf16": 0.02, "f16": 0.004}
+# Of the largest value of a result, by the type that products compute in; up to 9e-7, 0.005 and
+# 0.0004 were measured by check_triton on an H200, for some of the cases.
+SHARE = {"f32": 1e-5, "bf16": 0.02, "f16": 0.004}
 # How many of a case's sizes decide which code runs: heads, say, and not the window.
 CODE_SIZES = {"attention": 3, "delta_net": 3}
 Move = Callable[[Any], Any]
