@@ -45,5 +45,7 @@ def without_gpu_options(options: Options) -> Options:
 
 
 def _given(options: Options, names: tuple[str, ...]) -> list[str]:
+    """Return what was asked for; whoever turns something off gets what he wants."""
     known = {setting.name: setting for setting in fields(options)}
-    return [flag(known[name]) for name in names if getattr(options, name) != known[name].default]
+    usual = {name: (known[name].default, "off") for name in names}
+    return [flag(known[name]) for name in names if getattr(options, name) not in usual[name]]

@@ -74,7 +74,7 @@ def test_where_no_expert_is_cold_one_line_says_why(caplog: pytest.LogCaptureFixt
     ]
 
 
-COLD = {"cold": "gpu", "no_pin": True, "keep_host_copy": True, "swap_every": "off"}
+COLD = {"cold": "gpu", "no_pin": True, "keep_host_copy": True, "swap_every": "64"}
 SWAPS = {"swap_bytes": "1GiB", "swap_min_gain": 1.0, "swap_per_layer": 3}
 GPU = {"device_memory": "40GiB", "expert_budget": "100%"}
 COLD_FLAGS = (
