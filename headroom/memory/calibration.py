@@ -36,12 +36,11 @@ GPU_EAGER = Overhead(
 )
 
 
-# Beside what torch holds: 526 MiB when CUDA starts, most of it in proportion to the processors, and
-# 238 to 252 MiB for kernels, libraries and graphs. Smaller cards have fewer processors.
+# Beside what torch holds: 526 MiB when CUDA starts, and 238 to 252 MiB for kernels, libraries and
+# graphs. That a context shrinks with the card is an assumption: only an H200 was measured.
 _LARGEST_CONTEXT, _CONTEXT_SHARE = 528 * MIB, 64
-_MEASURED_SIZES = range(
-    130 * GIB, 145 * GIB
-)  # of the card on which that was, however it is counted
+# Of the card on which that was measured, however its memory is counted.
+_MEASURED_SIZES = range(130 * GIB, 145 * GIB)
 
 
 def gpu_runtime(total_bytes: int) -> Overhead:
