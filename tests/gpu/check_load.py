@@ -51,34 +51,37 @@ def report(text: str, good: bool) -> bool:
     return good
 
 
-def check_upload(folder: Path, staging: int) -> None:
+def check_upload(folder: Path, staging: int) -> bool:
     """Matrices of every sort on their way at once, through buffers smaller than they are."""
     file = WeightFile(folder / f"small-{staging}")
     q, k = file.add("q", "q4_k", 3072, 2048), file.add("k", "q4_k", 520, 2048)
-    v, plain = file.add("v", "q6_k", 777, 2048), file.add("plain", "f16", 999, 2048)
-    table = file.add("embed", "q6_k", 9999, 2048)
+    v, halves = file.add("v", "q6_k", 777, 2048), file.add("halves", "f16", 999, 2048)
+    floats, table = file.add("floats", "f32", 999, 2048), file.add("embed", "q6_k", 9999, 2048)
     gates = [file.add(f"ffn.experts.{name}", "q4_k", 64, 96, 512) for name in ("gate", "up")]
     down = file.add("ffn.experts.down", "q8_0", 64, 512, 96)
     order = torch.arange(3072).view(6, 2, 256).transpose(0, 1).flatten()
+    back = torch.arange(999).flip(0)
     with Upload(DEVICE, staging) as way:
         get = file.source(way)
         joined, other = stack(get, ["q", "k", "v"], [order, None, None]).weights
-        plain_rows = stack(get, ["plain"], [torch.arange(999).flip(0)]).weights[0]
+        (tiled,), (rows,) = (stack(get, [name], [back]).weights for name in ("halves", "floats"))
         embedded, experts = get.table("embed"), upload_experts(get, 64)
-    quants = joined.quant, other.quant
     wanted = {
-        "joined": torch.cat([pack_tiles(part, quants[0], 2048) for part in (q[order], k)]),
-        "other": pack_tiles(v, quants[1], 2048),
-        "plain": plain.flatten().view(torch.float16).view(999, 2048).flip(0).bfloat16(),
+        "joined": torch.cat([pack_tiles(part, joined.quant, 2048) for part in (q[order], k)]),
+        "other": pack_tiles(v, other.quant, 2048),
+        "halves": pack_tiles(halves[back], tiled.quant, 2048),
+        "floats": floats[back].view(torch.float32).bfloat16(),
         "table": table,
     }
-    found = joined.data, other.data, plain_rows.data, embedded.data
+    found, good = (joined.data, other.data, tiled.data, rows.data, embedded.data), []
     for (name, right), data in zip(wanted.items(), found, strict=True):
-        report(f"upload {name}, buffers {staging // MIB} MiB", torch.equal(data.cpu(), right))
+        same = torch.equal(data.cpu(), right)
+        good.append(report(f"upload {name}, buffers {staging // MIB} MiB", same))
     for part, memory in zip((*gates, down), experts.memory, strict=True):
         kind = experts.kinds[2] if part is down else experts.kinds[0]
         right = torch.stack([pack_tiles(one, kind, 96 if part is down else 512) for one in part])
-        report(f"upload experts {kind}", torch.equal(memory.cpu(), right))
+        good.append(report(f"upload experts {kind}", torch.equal(memory.cpu(), right)))
+    return all(good)
 
 
 def bench(folder: Path, size_bytes: int) -> None:

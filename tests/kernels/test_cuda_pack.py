@@ -1,5 +1,7 @@
 """Blocks of files packed into tiles by the CUDA kernel, run on the CPU, against plain torch."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -43,6 +45,12 @@ def test_rows_that_do_not_fill_a_record_are_filled_up_with_zeros(name: str) -> N
 def test_plain_rows_of_few_columns_are_filled_up_with_zeros(name: str) -> None:
     assert check_load.check(name, 18, 40, matrices=2)
     assert check_load.check(name, 3, 264)
+
+
+def test_weights_of_every_sort_arrive_through_buffers_smaller_than_they_are(
+    tmp_path: Path,
+) -> None:
+    assert check_load.check_upload(tmp_path, check_load.STAGINGS[0])
 
 
 @pytest.mark.parametrize("name", [*KINDS, *PLAIN])
