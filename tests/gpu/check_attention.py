@@ -79,7 +79,9 @@ def check_decode(heads: Heads, spans: list, tree: bool = False, **more: int | bo
     exact = shape.exact or "f32" in (heads.k_type, heads.v_type)
     # Packed values are rounded to f16 for the tensor cores.
     packed = not {heads.k_type, heads.v_type} <= {"f32", "f16", "bf16"}
-    limit = 2e-6 if exact else 3e-3 if packed else 3e-5
+    # A score in float32 is one chain of products, whose roundings add up like its steps' root:
+    # of 60 caches each the worst was 2.1e-6 off for heads of 64, 2.0e-6 for 128, 4.6e-6 for 512.
+    limit = 5e-7 * heads.dim**0.5 if exact else 3e-3 if packed else 3e-5
     what = f"decode {heads} {spans} tree={tree} {more}"
     report(what, float((found - expected).abs().max() / expected.abs().max()), limit)
     # Alone, in another bucket, a sequence gives the same bits.
