@@ -12,6 +12,7 @@ from headroom.kernels.cuda import matmul, unpacked
 from headroom.kernels.cuda.matmul import HalfRows, RowNorm
 from headroom.kernels.reference import norms
 from headroom.kernels.reference.dequant import dequantise
+from headroom.kernels.triton import matmul as triton_matmul
 from headroom.kernels.weight import PLAIN_TYPES, Weight
 from tests.gpu.kept import keep_code
 from tests.gpu.timing import time_us
@@ -31,6 +32,7 @@ REAL = (
     ("q4_k", 5120, 6144), ("q6_k", 248320, 5120), ("q4_k", 12288, 2048), ("q4_k", 2048, 4096),
     ("q8_0", 17408, 5120), ("bf16", 17408, 5120), ("f16", 2048, 4096), ("bf16", 4096, 2560),
 )  # fmt: skip
+TRITON = (("q4_k", 17408, 5120), ("q6_k", 5120, 17408), ("q8_0", 17408, 5120))
 
 ROWS = ((1, 5120), (9, 2048), (3, 96), (32, 17408), (8, 384))
 
@@ -207,6 +209,19 @@ def bench(name: str, rows: int, columns: int) -> None:
     print(f"BENCH {name} {rows}x{columns}: {'; '.join(texts)}", flush=True)
 
 
+def bench_triton(name: str, rows: int, columns: int) -> None:
+    """Times of the same product by Triton's kernel, which reads rows as the file has them."""
+    data = random_weight(name, 1024, columns).data.to(DEVICE).repeat(rows // 1024, 1)
+    count, quant, texts = max(2, (400 << 20) // data.nbytes), BY_NAME[name], []
+    weights = [Weight(data.clone(), quant, rows, columns) for _ in range(count)]
+    for tokens in (1, 16):
+        x = torch.randn(tokens, columns, device=DEVICE)
+        out = torch.empty(tokens, rows, device=DEVICE)
+        took = time_us([partial(triton_matmul.matmul, x, one, "bf16", out) for one in weights])
+        texts.append(f"x{tokens} {took:.1f} us {data.nbytes / took / 1e6:.2f} TB/s")
+    print(f"BENCH triton {name} {rows}x{columns}: {'; '.join(texts)}", flush=True)
+
+
 def bench_rows() -> None:
     """Times of the kernels that make rows ready."""
     for tokens in (1, 16):
@@ -254,6 +269,8 @@ def main() -> None:
     if "--bench" in sys.argv:
         for name, rows, columns in REAL:
             attempt(bench, name, rows, columns)
+        for name, rows, columns in TRITON:
+            attempt(bench_triton, name, rows, columns)
         attempt(bench_rows)
         attempt(bench_many)
 

@@ -44,10 +44,9 @@ LEFT_OUT_CODE = 2  # that check_cold_engine exits with where cases are left out 
 # Scripts of which several processes run a part each: their arguments.
 DIVIDED = {
     "check_engine": (("laguna", "qwen3"), ("gemma4", "llama"), ("qwen3moe", "qwen35")),
-    "check_triton": (("--part", "1/3"), ("--part", "2/3"), ("--part", "3/3")),
 }
 # What takes longest, first, so that nothing long is begun in the end.
-LONGEST = ("check_models", "check_cold_engine", "check_engine", "check_triton", "moe", "laguna")
+LONGEST = ("check_models", "check_cold_engine", "check_engine", "moe", "laguna")
 
 
 @dataclass(frozen=True, slots=True)

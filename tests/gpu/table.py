@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from headroom.kernels.cuda.sizes import FEW_ROWS
-from headroom.kernels.ops import ExpertTable, Kernel
+from headroom.kernels.ops import ExpertTable, Kernel, PagedKv, RecurrentState, Span
 from headroom.kernels.registry import KERNELS
 from headroom.kernels.weight import PLAIN_TYPES, Weight
 from tests.kernels.cases import Sized, all_cases, make_inputs
 from tests.kernels.test_kernels import DTYPE_AT, results
 
 # Of the largest value of a result, by the type that products compute in; up to 9e-7, 0.005 and
-# 0.0004 were measured by check_triton on an H200, for some of the cases.
+# 0.0004 were measured on an H200, for some of Triton's cases.
 SHARE = {"f32": 1e-5, "bf16": 0.02, "f16": 0.004}
 # How many of a case's sizes decide which code runs: heads, say, and not the window.
 CODE_SIZES = {"attention": 3, "delta_net": 3}
@@ -42,6 +42,27 @@ def refuses(kernel: Kernel, sized: Sized, dtype: str) -> str | None:
     if str(kernel) == "rms_norm-cuda" and sized.sizes[1] % 4:
         return f"rows of {sized.sizes[1]} values are no multiple of 4"
     return kernel.refuses(replace(sized.case, device="cuda", dtype=dtype))
+
+
+def on_gpu(value: Any) -> Any:
+    """The same input on the GPU."""
+    if isinstance(value, torch.Tensor):
+        return value.cuda()
+    if isinstance(value, tuple):
+        return tuple(on_gpu(one) for one in value)
+    if isinstance(value, Weight):
+        return replace(value, data=value.data.cuda())
+    if isinstance(value, PagedKv):
+        return replace(value, keys=value.keys.cuda(), values=value.values.cuda())
+    if isinstance(value, RecurrentState):
+        return RecurrentState(value.memory.cuda(), value.inputs.cuda())
+    if isinstance(value, Span):
+        tree = None if value.tree is None else value.tree.cuda()
+        return replace(value, pages=value.pages.cuda(), tree=tree)
+    if hasattr(value, "conv"):
+        small = {name: getattr(value, name).cuda() for name in ("conv", "decay", "dt_bias")}
+        return replace(value, **small)
+    return value
 
 
 def groups(kernels: Sequence[Kernel]) -> list[Group]:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import check_triton
 from tests.gpu.check_all import environment, outcomes, run
 from tests.gpu.check_cold_engine import Run, all_cases, chosen
 from tests.gpu.check_engine import FAMILIES
@@ -19,7 +18,6 @@ from tests.gpu.jobs import (
     COLD_ALONE,
     COLD_FAMILIES,
     COLD_TYPES,
-    DIVIDED,
     LEFT_OUT,
     PYTEST,
     Job,
@@ -175,12 +173,3 @@ def test_processes_share_kept_code_and_have_few_threads(tmp_path: Path) -> None:
     assert (found["HEADROOM_HOME"], found[VARIABLE]) == (str(tmp_path), "1/2")
     assert found["HEADROOM_THREADS"] == found["OMP_NUM_THREADS"] == "2"
     assert "HEADROOM_THREADS" not in environment(job, tmp_path, 0)
-
-
-def test_every_case_of_triton_is_in_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[object] = []
-    for arguments in DIVIDED["check_triton"]:
-        monkeypatch.setattr(sys, "argv", ["check_triton", *arguments])
-        found += check_triton.chosen()
-    monkeypatch.setattr(sys, "argv", ["check_triton"])
-    assert sorted(map(str, found)) == sorted(map(str, check_triton.chosen()))

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from headroom.kernels.registry import KERNELS
-from tests.gpu.check_triton import on_gpu
 from tests.gpu.jobs import PARTS
-from tests.gpu.table import Group, compare_group, groups, spread
+from tests.gpu.table import Group, compare_group, groups, on_gpu, spread
 
 pytestmark = [
     pytest.mark.gpu,
