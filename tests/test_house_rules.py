@@ -143,6 +143,13 @@ def test_a_file_has_at_most_400_lines(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_LINES
 
 
+@pytest.mark.parametrize("folder", ["tests", "benchmarks"])
+def test_no_file_of_tests_and_benchmarks_has_more_lines_either(folder: str) -> None:
+    lines = {path: len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py")}
+    assert lines
+    assert [path for path, count in lines.items() if count > MAX_LINES] == []
+
+
 @pytest.mark.parametrize("path", [p for p in FILES if p.parent != DEVICE_CODE], ids=path_id)
 def test_no_function_takes_more_than_seven_arguments(path: Path) -> None:
     for node in ast.walk(parse(path)):

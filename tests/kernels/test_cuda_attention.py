@@ -78,11 +78,14 @@ def test_blocks_of_decoding_are_small_only_where_they_must_be() -> None:
     ids=str,
 )
 def test_a_few_rows_attend_on_sm_75(
-    monkeypatch: pytest.MonkeyPatch, heads: Heads, spans: list[tuple[int, int]], tree: bool
+    gpu: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    heads: Heads,
+    spans: list[tuple[int, int]],
+    tree: bool,
 ) -> None:
     torch.manual_seed(0)
-    gpu = SimpleNamespace(shared_memory_per_block_optin=SM_75)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    gpu.shared_memory_per_block_optin = SM_75
     monkeypatch.setattr(cuda_attention, "compile_kernel", compile_on_cpu)
     cache, tables = random_cache(heads, 320), make_tables(spans, 1, 320, tree)
     shape = DecodeShape(

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,24 +23,20 @@ from tests.gpu import check_delta_net, check_experts, check_matmul, check_route
 from tests.gpu.check_delta_net import Shape, span
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="needs g++"),
+    pytest.mark.usefixtures("gpu"),
+]
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Let the launchers run their kernels here, as if on a GPU of the properties returned."""
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the launchers run their kernels here."""
     torch.manual_seed(0)
     for module in (delta_net, experts, grouped, half_experts, matmul, narrow, pack, route):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     for check in (check_delta_net, check_experts, check_matmul, check_route):
         monkeypatch.setattr(check, "DEVICE", "cpu")
-    gpu = SimpleNamespace(
-        multi_processor_count=132,
-        shared_memory_per_block_optin=227 << 10,
-        shared_memory_per_multiprocessor=228 << 10,
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    return gpu
 
 
 @pytest.mark.parametrize("columns", [16, 64, 128])
@@ -53,10 +48,10 @@ def test_delta_net_row_after_row_agrees_with_the_reference(columns: int) -> None
 @pytest.mark.parametrize("room", [227, 99, 64])  # KiB of shared memory: H200, RTX 30 to 50, RTX 20
 @pytest.mark.parametrize("processors", [132, 1])  # narrow blocks and wide ones, where they fit
 def test_delta_net_in_chunks_agrees_with_the_reference(
-    on_the_cpu: SimpleNamespace, processors: int, room: int
+    gpu: SimpleNamespace, processors: int, room: int
 ) -> None:
-    on_the_cpu.multi_processor_count = processors
-    on_the_cpu.shared_memory_per_block_optin = room << 10
+    gpu.multi_processor_count = processors
+    gpu.shared_memory_per_block_optin = room << 10
     spans = (span(0, 65, 0, 3), span(65, 17, 100, 0), span(90, 2, 0, 5))
     assert check_delta_net.check(Shape(4, 2, tiled=processors > 1), spans, 96)
 
@@ -132,16 +127,10 @@ def test_scores_do_not_depend_on_other_rows() -> None:
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("gpu_products")
 def test_experts_agree_with_the_reference(
-    monkeypatch: pytest.MonkeyPatch,
-    kinds: tuple[str, str, str],
-    sizes: tuple[int, int, int],
-    activation: str,
+    kinds: tuple[str, str, str], sizes: tuple[int, int, int], activation: str
 ) -> None:
-    def product(x: torch.Tensor, matrix: torch.Tensor, out: Any, out_dtype: Any = None) -> Any:
-        return out.copy_(torch.matmul(x.float(), matrix.float()))
-
-    monkeypatch.setattr(torch, "mm", product)  # CPUs have none of f16 with wider sums
     assert check_experts.check(kinds, sizes, 3, 2, activation, "own")
 
 
@@ -159,17 +148,17 @@ def test_packed_products_fill_outputs_that_lie_one_after_another() -> None:
         assert check_matmul.check_outputs(kind)
 
 
-def test_blocks_take_tiles_in_turns_where_the_gpu_is_small(on_the_cpu: SimpleNamespace) -> None:
-    on_the_cpu.multi_processor_count = 1
-    on_the_cpu.shared_memory_per_multiprocessor = 1
+def test_blocks_take_tiles_in_turns_where_the_gpu_is_small(gpu: SimpleNamespace) -> None:
+    gpu.multi_processor_count = 1
+    gpu.shared_memory_per_multiprocessor = 1
     assert check_matmul.check("q4_k", 16 * 19, 256, 17)
 
 
 @pytest.mark.parametrize(("name", "rows"), [("q8_0", 40), ("bf16", 40), ("q4_k", 16 * 201)])
 def test_packed_products_run_where_blocks_have_little_shared_memory(
-    on_the_cpu: SimpleNamespace, name: str, rows: int
+    gpu: SimpleNamespace, name: str, rows: int
 ) -> None:
-    on_the_cpu.shared_memory_per_block_optin = 64 << 10
+    gpu.shared_memory_per_block_optin = 64 << 10
     assert check_matmul.check(name, rows, 1280 if rows == 40 else 256, 25)
 
 

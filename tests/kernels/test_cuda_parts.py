@@ -23,18 +23,10 @@ from tests.gpu.check_matmul import random_weight
 from tests.gpu.torch_tiles import pack_tiles
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-
-
-def in_float32(
-    x: torch.Tensor,
-    matrix: torch.Tensor,
-    out: torch.Tensor,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """A product whose result is rounded as a GPU's is; not every CPU multiplies bf16."""
-    assert out.dtype == (out_dtype or x.dtype)
-    return out.copy_(torch.matmul(x.float(), matrix.float()))
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="needs g++"),
+    pytest.mark.usefixtures("gpu_products"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +36,6 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (experts, half_experts, matmul, narrow, pack, small, unpacked):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     monkeypatch.setattr(check_experts, "DEVICE", "cpu")
-    monkeypatch.setattr(torch, "mm", in_float32)
 
 
 def tiled(name: str, rows: int, columns: int) -> tuple[Weight, torch.Tensor]:

@@ -1,7 +1,6 @@
 """Dense weights and experts of F16 and BF16 in tiles: CUDA kernels on the CPU against float64."""
 
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,10 @@ from tests.gpu import check_experts, check_matmul
 from tests.gpu.check_experts import PLAIN, to_tiles, wanted_sum
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="needs g++"),
+    pytest.mark.usefixtures("gpu", "gpu_products"),
+]
 
 
 @pytest.fixture(autouse=True, params=[0, 1], ids=["before sm_80", "bf16 cores"])
@@ -35,20 +37,10 @@ def bf16_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         # The activation's blocks share its work among themselves, however many they are.
         return (lambda grid, *rest: kernel((1,), *rest)) if name == "activate" else kernel
 
-    def product(x: torch.Tensor, matrix: torch.Tensor, out: Any, out_dtype: Any = None) -> Any:
-        return out.copy_(torch.matmul(x.float(), matrix.float()))
-
     for module in (experts, grouped, half_experts, matmul, narrow, pack, unpacked):
         monkeypatch.setattr(module, "compile_kernel", compile_for_cores)
     for check in (check_experts, check_matmul):
         monkeypatch.setattr(check, "DEVICE", "cpu")
-    gpu = SimpleNamespace(
-        multi_processor_count=132,
-        shared_memory_per_block_optin=227 << 10,
-        shared_memory_per_multiprocessor=228 << 10,
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(torch, "mm", product)  # CPUs have none of f16 with wider sums
     return bool(request.param)
 
 
