@@ -201,6 +201,13 @@ def test_the_help_text_does_not_wait_for_torch() -> None:
     assert python("import sys, headroom.cli.main; print('torch' in sys.modules)").strip() == "False"
 
 
+def test_the_engine_does_not_wait_for_torchs_compiler() -> None:
+    code = "import sys, torch; had = set(sys.modules); import headroom.llm; "
+    found = python(f"{code} print(set(sys.modules) - had)")
+    assert "'headroom.llm'" in found
+    assert "'torch._dynamo'" not in found
+
+
 @pytest.mark.parametrize("module", ["headroom.llm", "headroom.memory.plan", "headroom.bench.run"])
 def test_engine_and_planner_work_where_the_server_extra_is_missing(module: str) -> None:
     python(

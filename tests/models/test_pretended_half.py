@@ -64,7 +64,7 @@ def on_sm_75(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in LAUNCHERS:
         monkeypatch.setattr(module, "compile_kernel", kernels)
     monkeypatch.setattr(torch, "mm", _product)
-    monkeypatch.setattr(prefill, "causal_lower_right", _causal)
+    monkeypatch.setattr(prefill, "causal_mask", _causal)
     with pretend_cuda(monkeypatch, sm=75):
         yield
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 from torch.backends.cuda import is_flash_attention_available
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from headroom.formats.quants import BY_NAME, QuantType
@@ -90,7 +89,7 @@ def attend(
     if half or wide:
         return _attend_by_key_head(queries, keys, values)
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (queries, keys, values))
-    bias = causal_lower_right(queries.shape[0], keys.shape[0])
+    bias = causal_mask(queries.shape[0], keys.shape[0])
     mixed = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0, enable_gqa=True)
     return mixed[0].transpose(0, 1)
 
@@ -113,9 +112,16 @@ def _attend_by_key_head(
     k, v = (
         part.transpose(0, 1)[:, None].expand(kv_heads, group, count, dim) for part in (keys, values)
     )
-    bias = causal_lower_right(rows, count) if seen is None else seen
+    bias = causal_mask(rows, count) if seen is None else seen
     mixed = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
     return mixed.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def causal_mask(rows: int, count: int) -> torch.Tensor:
+    """Return a mask, by its sizes alone, of rows that see keys up to their own."""
+    from torch.nn.attention.bias import causal_lower_right  # all of torch's compiler comes with it
+
+    return causal_lower_right(rows, count)
 
 
 def _has_flash(keys: torch.Tensor) -> bool:
