@@ -8,6 +8,7 @@
 
 #define WARPS (SPLIT * SIDE)
 #define TILES (SIDE * HEIGHT)  // of a block
+#define SINGLE (LANES == 4)    // there is one row
 #define PITCH 20               // floats of a row of sums: lanes of a warp write to banks of their own
 
 // Matrices of one type that share their input lie one after another, and each has an output of its own;
@@ -76,14 +77,20 @@ product(const u8* weight, const u8* x, const float* add, float* out0, float* out
         slots[n] = Slot{n * 8 + g < rows ? lane : t, {min(2 * t, last), min(2 * t + 1, last)}};
     int stage = 0, turn = 0;
     for (int first = blockIdx.x * TILES; first < tiles; first += gridDim.x * TILES) {
-        float acc[HEIGHT][GROUPS][4] = {};
+        float acc[HEIGHT][GROUPS][4] = {}, single[HEIGHT][2] = {};
         for (int r = split; r < records; r += SPLIT) {
+            // Asked for before the wait for the record, all at once.
+            const u8* pieces = x + static_cast<size_t>(r) * GROUPS * Piece<LANES>::bytes;
+            SingleRow<KIND, LANES> row;
+            Rows<LANES, GROUPS> many;
+            if constexpr (SINGLE) row.load(pieces, 0, lane);
+            else many.load(pieces, slots);
             const u8* record = ring.wait(stage, turn);
             typename SharedShare<KIND>::Type share[HEIGHT];
 #pragma unroll
             for (int m = 0; m < HEIGHT; ++m) share[m].template load<false>(record + m * BYTES, lane);
-            add_any<KIND, LANES, HEIGHT, GROUPS>(
-                share, x + static_cast<size_t>(r) * GROUPS * Piece<LANES>::bytes, slots, acc);
+            if constexpr (SINGLE) row.template add<HEIGHT>(share, single);
+            else add_any<KIND, LANES, HEIGHT, GROUPS>(share, many, acc);
             ring.ask(stage, ahead.next(), apart);
             if (++stage == STAGES) {
                 stage = 0;
@@ -92,12 +99,15 @@ product(const u8* weight, const u8* x, const float* add, float* out0, float* out
         }
         float* mine = sums + warp * HEIGHT * 8 * GROUPS * PITCH;
 #pragma unroll
-        for (int m = 0; m < HEIGHT; ++m)
+        for (int m = 0; m < HEIGHT; ++m) {
+            if constexpr (SINGLE) {
+                if (t < 2) mine[m * 8 * PITCH + g + t * 8] = t ? single[m][1] : single[m][0];
+                continue;
+            }
 #pragma unroll
-            for (int n = 0; n < GROUPS; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    mine[((m * GROUPS + n) * 8 + 2 * t + i % 2) * PITCH + g + i / 2 * 8] = acc[m][n][i];
+            for (int i = 0; i < 4 * GROUPS; ++i)
+                mine[((m * GROUPS + i / 4) * 8 + 2 * t + i % 2) * PITCH + g + i % 4 / 2 * 8] = acc[m][i / 4][i % 4];
+        }
         __syncthreads();
         const Outputs outputs{{out0, out1, out2, out3}, {end0, end1, end2, end3}};
         for (int i = threadIdx.x; i < TILES * GROUPS * 128; i += WARPS * 32) {
