@@ -67,10 +67,10 @@ template <int K> __device__ __forceinline__ void add_columns(float* c, const uin
 
 // acc += the records of M tiles times the pieces of N groups of rows, packed or plain. The upper columns of a
 // block are stored as sixteenths, see halves.cuh.
-template <int K, int L, int M, int N, class S>
-__device__ __forceinline__ void add_any(const S* share, const Rows<L, N>& rows, float (*acc)[N][4]) {
+template <int K, int M, int N, class S, class R>
+__device__ __forceinline__ void add_any(const S* share, const R& rows, float (*acc)[N][4]) {
     if constexpr (!is_plain(K)) {
-        add_records<K, L, M, N>(share, rows, acc);
+        add_records<K, M, N>(share, rows, acc);
     } else {
         float lower[M][N][4] = {}, upper[M][N][4] = {};
 #pragma unroll
@@ -109,7 +109,7 @@ template <int K, int L, bool BY_BLOCK = !is_plain(K) && K != Q6_K> struct Single
     }
 };
 template <int K, int L> struct SingleRow<K, L, false> {
-    Rows<L, 1> rows;
+    Rows<L, 1, true> rows;
 
     __device__ __forceinline__ void load(const u8* piece, int row, int lane) {
         const Slot slot{row * 4 + lane % 4, {row, row}};
@@ -119,7 +119,7 @@ template <int K, int L> struct SingleRow<K, L, false> {
         float sums[M][1][4];
 #pragma unroll
         for (int i = 0; i < 4 * M; ++i) sums[i / 4][0][i % 4] = acc[i / 4][i % 4 / 2];
-        add_any<K, L, M, 1>(share, rows, sums);
+        add_any<K, M, 1>(share, rows, sums);
 #pragma unroll
         for (int i = 0; i < 2 * M; ++i) acc[i / 2][i % 2] = sums[i / 2][0][i % 2 * 2];
     }

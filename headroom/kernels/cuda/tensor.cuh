@@ -128,12 +128,11 @@ struct Slot {
     int scales[2];
 };
 
-// Rows of activations of a record: read when a block wants them, or all at once where there are few.
-template <int L, int N> struct Rows {
-    static constexpr bool at_once = N <= 2;
+// Rows of activations of a record: read when a block wants them, or all AT_ONCE.
+template <int L, int N, bool AT_ONCE> struct Rows {
     const u8* piece;
     Slot slots[N];
-    uint4 words[at_once ? 8 : 1][N];
+    uint4 words[AT_ONCE ? 8 : 1][N];
 
     __device__ __forceinline__ uint4 read(int b, int n) const {
         return *reinterpret_cast<const uint4*>(piece + n * Piece<L>::bytes + b * L * 16 + slots[n].words * 16);
@@ -142,12 +141,12 @@ template <int L, int N> struct Rows {
         piece = from;
 #pragma unroll
         for (int n = 0; n < N; ++n) slots[n] = of[n];
-        if constexpr (at_once)
+        if constexpr (AT_ONCE)
 #pragma unroll
             for (int i = 0; i < 8 * N; ++i) words[i / N][i % N] = read(i / N, i % N);
     }
     __device__ __forceinline__ uint4 block(int b, int n) const {
-        if constexpr (at_once) return words[b][n];
+        if constexpr (AT_ONCE) return words[b][n];
         return read(b, n);
     }
     __device__ __forceinline__ float2 powers(int n) const {
@@ -176,8 +175,8 @@ __device__ __forceinline__ void add_value(const Share<K>& share, int upper, floa
 
 // acc += the records of M tiles times the pieces of N groups of rows. Blocks are summed in pairs, these two
 // by two and then both: as the lanes of a warp do it for a single row.
-template <int K, int L, int M, int N>
-__device__ __forceinline__ void add_records(const Share<K>* share, const Rows<L, N>& rows, float (*acc)[N][4]) {
+template <int K, int M, int N, class R>
+__device__ __forceinline__ void add_records(const Share<K>* share, const R& rows, float (*acc)[N][4]) {
     float inner[M][N][4] = {}, half[M][N][4], pair[M][N][4];
 #pragma unroll
     for (int b = 0; b < 8; ++b) {
