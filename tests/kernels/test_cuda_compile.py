@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import grouped, handover, matmul
+from headroom.kernels.cuda import grouped, handover
 from headroom.kernels.cuda.compile import SOURCES
 from headroom.kernels.cuda.pack import WARPS
+from headroom.kernels.cuda.product_shapes import Gpu, Product, shape_for
 from headroom.kernels.cuda.sizes import PACKED, TILED, lanes_for, record_bytes
 from tests.nvrtc import compile_source, missing
 
@@ -41,10 +42,9 @@ def _experts(gate: str, down: str, gelu: int) -> Defines:
 
 
 def _product(kind: str, groups: int) -> Defines:
-    shape = matmul.shape_for(512, 20, groups, record_bytes(BY_NAME[kind]))
-    warps = {"SPLIT": shape.split, "SIDE": shape.side, "HEIGHT": shape.height}
+    product = Product(512, 20, record_bytes(BY_NAME[kind]), 8 * groups)
     rows = {"GROUPS": groups, "LANES": lanes_for(8 * groups)}
-    return {"KIND": _id(kind), "STAGES": shape.stages} | warps | rows
+    return shape_for(product, Gpu()).defines | {"KIND": _id(kind)} | rows
 
 
 KINDS = sorted(quant.name for quant in PACKED)

@@ -17,6 +17,8 @@ from headroom.kernels.cuda import (
     route,
 )
 from headroom.kernels.cuda.delta_net import ChunkBlocks
+from headroom.kernels.cuda.product_shapes import Gpu, Product, shape_for
+from headroom.kernels.cuda.product_shapes import Shape as ProductShape
 from headroom.kernels.cuda.sizes import TILED, record_bytes
 from headroom.kernels.ops import RouterRule
 from tests.gpu import check_delta_net, check_experts, check_matmul, check_route
@@ -165,19 +167,40 @@ def test_packed_products_run_where_blocks_have_little_shared_memory(
 @pytest.mark.parametrize("limit", [64 << 10, 99 << 10, 163 << 10, 227 << 10])
 def test_products_fit_into_the_shared_memory_of_a_block(limit: int) -> None:
     for record in map(record_bytes, TILED):
-        for tiles, records in ((10, 1), (10, 5), (199, 20), (200, 20), (600, 68)):
-            shapes = [
-                matmul.shape_for(tiles, records, groups, record, limit) for groups in (1, 2, 3, 4)
-            ]
-            for groups, shape in enumerate(shapes, start=1):
-                barriers = 8 * shape.warps * shape.stages
-                assert shape.shared_bytes(record, groups) + barriers <= limit
+        for tiles, records in ((10, 1), (10, 5), (199, 20), (200, 20), (600, 68), (2500, 8)):
+            products = [Product(tiles, records, record, rows) for rows in range(1, 33)]
+            shapes = [shape_for(product, Gpu(limit)) for product in products]
+            for product, shape in zip(products, shapes, strict=True):
+                barriers = 8 * shape.warps * shape.stages + 16 * shape.ways * shape.shared
+                assert shape.shared_bytes(record, product.groups) + barriers <= limit
+                assert shape.split in {shape.ways, 2 * shape.ways}
+                assert shape.warps <= 32
+                assert product.rows > 1 or shape.ways == shape.split
             assert len({shape.split for shape in shapes}) == 1  # sums follow from it
 
 
-def test_a_rows_product_does_not_depend_on_other_rows() -> None:
-    for kind in ("q4_k", "f16"):
-        assert check_matmul.check_alone(kind, 48, 1280)
+def test_blocks_of_many_rows_spread_tiles_evenly_over_the_processors() -> None:
+    def tiles_of_a_block(tiles: int, rows: int) -> int:
+        return shape_for(Product(tiles, 20, 2304, rows), Gpu()).tiles
+
+    assert tiles_of_a_block(2176, 16) == 6  # three turns of 132 blocks: 18, with four tiles 20
+    assert tiles_of_a_block(1024, 16) == 4  # two turns: 8, with six tiles 12
+    assert tiles_of_a_block(320, 16) == 3  # one turn
+
+
+@pytest.mark.parametrize("kind", sorted(quant.name for quant in TILED))
+def test_a_rows_product_does_not_depend_on_other_rows(kind: str) -> None:
+    assert check_matmul.check_alone(kind, 48, 1280)
+
+
+def test_half_of_the_warps_take_sums_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def halved(product: Product, gpu: Gpu) -> ProductShape:
+        shape = shape_for(product, gpu)
+        return shape if product.rows == 1 else replace(shape, ways=shape.split // 2)
+
+    monkeypatch.setattr(matmul, "shape_for", halved)
+    assert check_matmul.check_alone("q4_k", 48, 1280)
+    assert check_matmul.check_alone("q4_k", 48, 2304)
 
 
 @pytest.mark.parametrize(("tokens", "columns"), [(9, 384), (3, 96)])

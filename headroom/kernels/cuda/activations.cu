@@ -22,6 +22,16 @@ __device__ __forceinline__ void read_eight(const float* row, int column, int col
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] = column + i < columns ? row[column + i] : 0.0f;
 }
+__device__ __forceinline__ void write_eight(const float* v, float* row, int column, int columns) {
+    if (columns % 4 == 0 && column + 8 <= columns) {
+        *reinterpret_cast<float4*>(row + column) = make_float4(v[0], v[1], v[2], v[3]);
+        *reinterpret_cast<float4*>(row + column + 4) = make_float4(v[4], v[5], v[6], v[7]);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (column + i < columns) row[column + i] = v[i];
+}
 __device__ __forceinline__ void write_record(const float* v, u8* pieces, int record, int row, int rows) {
     const size_t piece = static_cast<size_t>(record) * ((rows + 7) / 8) + row / 8;
     write_halves<LANES>(v, pieces + piece * Piece<LANES>::bytes, row % 8);
@@ -57,8 +67,9 @@ norm_rows(const float* x, const float* weight, float eps, float* normed, u8* pie
         for (int o = 16; o; o /= 2) squares += __shfl_xor_sync(~0u, squares, o);
         if (lane == 0) partial[warp] = squares;
         __syncthreads();
-        float total = 0;
-        for (int i = 0; i < warps; ++i) total += partial[i];
+        float total = lane < warps ? partial[lane] : 0.0f;
+#pragma unroll
+        for (int o = 16; o; o /= 2) total += __shfl_xor_sync(~0u, total, o);
         factor = rsqrtf(total / columns + eps);
     }
     for (int record = own; record < records; record += gridDim.y * warps) {
@@ -70,10 +81,7 @@ norm_rows(const float* x, const float* weight, float eps, float* normed, u8* pie
         if (weight != nullptr)
 #pragma unroll
             for (int i = 0; i < 8; ++i) kept[i] *= factor * by[i];
-        if (normed != nullptr)
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-                if (column + i < columns) normed[static_cast<size_t>(row) * columns + column + i] = kept[i];
+        if (normed != nullptr) write_eight(kept, normed + static_cast<size_t>(row) * columns, column, columns);
         write_record(kept, pieces, record, row, gridDim.x);
     }
 }

@@ -7,19 +7,20 @@
 #include "experts.cuh"
 
 // Records `first`, first + step, ... of a tile times one row of activations, row % 8 of its pieces, which lie
-// `apart`; the next record is asked for before the work on one begins. Each column of the sums is the row's.
+// `apart`; the next record is asked for before the work on one begins.
 template <int K>
 __device__ __forceinline__ void add_row(const u8* tile, const u8* pieces, size_t apart, int row, int first,
-                                        int step, int records, float (*acc)[1][4]) {
-    const int lane = threadIdx.x % 32, own = row % 8;
-    const Slot slot{own * 4 + lane % 4, {own, own}};
+                                        int step, int records, float (*acc)[2]) {
+    const int lane = threadIdx.x % 32;
     Share<K> share, next;
     if (first < records) next.template load<true>(tile + static_cast<size_t>(first) * Record<K>::bytes, lane);
     for (int r = first; r < records; r += step) {
+        SingleRow<K, LANES> x;
+        x.load(pieces + r * apart, row % 8, lane);
         share = next;
         if (r + step < records)
             next.template load<true>(tile + static_cast<size_t>(r + step) * Record<K>::bytes, lane);
-        add_any<K, LANES, 1, 1>(&share, pieces + r * apart, &slot, acc);
+        x.template add<1>(&share, acc);
     }
 }
 
@@ -28,7 +29,7 @@ __device__ __forceinline__ void write_column(const float* acc, float* out) {
     const int lane = threadIdx.x % 32;
     if (lane % 4) return;
     out[lane / 4] = acc[0];
-    out[lane / 4 + 8] = acc[2];
+    out[lane / 4 + 8] = acc[1];
 }
 
 // inner [picks, width] = act(gate x) * up x, 32 columns a block. blockIdx: columns, pick.
@@ -42,7 +43,7 @@ gate_up(const long long* table, const int* ids, const u8* pieces, int groups, in
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % 4, turn = warp / 4;
     // Parts of the warps: two tiles of the gate, two of up.
     const int tile = blockIdx.x * 2 + part % 2;
-    float acc[1][1][4] = {};
+    float acc[1][2] = {};
     if (tile * 16 < width) {
         const u8* matrix = reinterpret_cast<const u8*>(table[expert * 3 + part / 2]);
         const u8* x = pieces + row / 8 * Piece<LANES>::bytes;
@@ -52,7 +53,7 @@ gate_up(const long long* table, const int* ids, const u8* pieces, int groups, in
         else
             add_row<UP>(matrix + at * Record<UP>::bytes, x, apart, row, turn, WARPS / 4, records, acc);
     }
-    write_column(acc[0][0], sums[warp]);
+    write_column(acc[0], sums[warp]);
     __syncthreads();
     const int column = blockIdx.x * 32 + lane;
     if (warp || column >= width) return;
@@ -77,15 +78,14 @@ down(const long long* table, const int* ids, const float* weights, const float* 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.y;
     const size_t tile = static_cast<size_t>(blockIdx.x) * records;
     u8* piece = reinterpret_cast<u8*>(pieces[warp]);
-    const Slot slot{lane % 4, {0, 0}};
-    float sum[4] = {};
+    float sum[2] = {};
     for (int unit = warp; unit < used * records; unit += WARPS) {
         const int pick = row * used + unit / records, r = unit % records, expert = ids[pick];
         if (expert < 0) continue;
         Share<DOWN> share;
         share.template load<true>(
             reinterpret_cast<const u8*>(table[expert * 3 + 2]) + (tile + r) * Record<DOWN>::bytes, lane);
-        float v[8], acc[1][1][4] = {};
+        float v[8], acc[1][2] = {};
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int column = r * 256 + lane * 8 + i;
@@ -94,9 +94,11 @@ down(const long long* table, const int* ids, const float* weights, const float* 
         __syncwarp();  // the piece before has been read
         write_halves<4>(v, piece, 0);
         __syncwarp();
-        add_any<DOWN, 4, 1, 1>(&share, piece, &slot, acc);
+        SingleRow<DOWN, 4> x;
+        x.load(piece, 0, lane);
+        x.template add<1>(&share, acc);
 #pragma unroll
-        for (int i = 0; i < 4; i += 2) sum[i] = fmaf(weights[pick], acc[0][0][i], sum[i]);
+        for (int i = 0; i < 2; ++i) sum[i] = fmaf(weights[pick], acc[0][i], sum[i]);
     }
     write_column(sum, sums[warp]);
     __syncthreads();

@@ -1,13 +1,20 @@
 // Products of a few rows with weights in tiles, packed or plain, on the tensor cores.
 // KIND: the weight's type; GROUPS: of eight rows of activations;
-// SPLIT: warps that share a tile's columns, of which the order of sums follows; HEIGHT: tiles of a warp;
+// SPLIT: sums of a tile's columns, of which their order follows; WAYS: warps that share the columns, as many
+// or half of them; HEIGHT: tiles of a warp;
 // SIDE: warps of a block with tiles of their own; STAGES: records that a warp has asked for; LANES: of a
-// piece of activations, 32 where there are several groups.
+// piece of activations, 32 where there are several groups; SHARED: records of activations that warps with
+// the same columns have asked for together, 0: each reads its own.
 #include "plain.cuh"
 #include "ring.cuh"
 
-#define WARPS (SPLIT * SIDE)
+#define PARTS (SPLIT / WAYS)   // sums of a warp, one or two
+#define WARPS (WAYS * SIDE)
 #define TILES (SIDE * HEIGHT)  // of a block
+#define SINGLE (LANES == 4)    // there is one row, and a warp has one sum of it
+#ifndef SHARED
+#define SHARED 0
+#endif
 #define PITCH 20               // floats of a row of sums: lanes of a warp write to banks of their own
 
 // Matrices of one type that share their input lie one after another, and each has an output of its own;
@@ -31,22 +38,66 @@ struct Outputs {
 // The records that one warp reads: those of its columns, tile after tile.
 struct Walk {
     const u8* weight;
-    int first, tiles, stride, side, record, split, records;
+    int first, tiles, stride, side, record, way, records;
 
     // Address of the next, null after the last.
     __device__ __forceinline__ const u8* next() {
-        if (first >= tiles || split >= records) return nullptr;
+        if (first >= tiles || way >= records) return nullptr;
         // Tiles after the last are read as the last ones, and nothing is written of them.
         const int from = max(0, min(first + side * HEIGHT, tiles - HEIGHT));
         const u8* at = weight + (static_cast<size_t>(from) * records + record) * Record<KIND>::bytes;
-        record += SPLIT;
+        record += WAYS;
         if (record >= records) {
-            record = split;
+            record = way;
             first += stride;
         }
         return at;
     }
 };
+
+#if SHARED && BULK
+#define TOGETHER 1
+// The activations of the records that warps of the same columns work on, one after another, tile after tile.
+struct Pieces {
+    static constexpr int size = GROUPS * Piece<LANES>::bytes;
+    u8* memory;         // [SHARED][size]
+    u64 *full, *empty;  // [SHARED] barriers
+    const u8* x;
+    int way, own, left;  // the first record, records of a tile, all that are still to be asked for
+    int next;              // of those of a tile
+
+    __device__ __forceinline__ void begin() {
+        for (int i = 0; i < SHARED; ++i) {
+            set_barrier(full + i, 1);
+            set_barrier(empty + i, SIDE);
+        }
+        show_barriers();
+    }
+    __device__ __forceinline__ void ask(int stage) {
+        if (left == 0) return;
+        --left;
+        expect(full + stage, size);
+        copy_bulk(memory + stage * size, x + static_cast<size_t>(way + next * WAYS) * size, size, full + stage);
+        next = next + 1 == own ? 0 : next + 1;
+    }
+};
+#else
+#define TOGETHER 0
+#endif
+
+// The sum of all columns: of the first half of the sums, each with one of the second half. A warp that has
+// two sums has added them.
+__device__ __forceinline__ float total_of(const float* part) {
+    constexpr int apart = HEIGHT * 8 * GROUPS * PITCH, half = PARTS > 1 || SPLIT == 1 ? WAYS : WAYS / 2;
+    float total = 0;
+#pragma unroll
+    for (int w = 0; w < half; ++w) {
+        float sum = part[w * apart];
+        if constexpr (half < WAYS) sum += part[(w + half) * apart];
+        total = w ? total + sum : sum;
+    }
+    return total;
+}
 
 // Each output [rows, its columns] = x times the weight's transpose, plus `add` of the same shape if there
 // is one (then there is one output). blockIdx.x: the first tiles, others follow gridDim.x later.
@@ -58,16 +109,32 @@ product(const u8* weight, const u8* x, const float* add, float* out0, float* out
     __shared__ u64 barriers[WARPS][STAGES];
     constexpr int BYTES = Record<KIND>::bytes, OWN = STAGES * HEIGHT * BYTES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int split = warp % SPLIT, side = warp / SPLIT, tiles = (end3 + 15) / 16;
+    const int way = warp % WAYS, side = warp / WAYS, tiles = (end3 + 15) / 16;
     float* sums = shared + WARPS * OWN / 4;  // [warp][HEIGHT][8 * GROUPS][PITCH]
     Ring<STAGES, HEIGHT, BYTES> ring{reinterpret_cast<u8*>(shared) + warp * OWN, barriers[warp], lane};
     const size_t apart = tiles >= HEIGHT ? static_cast<size_t>(records) * BYTES : 0;
     Walk ahead{weight, static_cast<int>(blockIdx.x) * TILES, tiles, static_cast<int>(gridDim.x) * TILES,
-               side, split, split, records};
+               side, way, way, records};
     ring.begin();
     for (int i = 0; i < STAGES; ++i) ring.ask(i, ahead.next(), apart);
+#if TOGETHER
+    __shared__ u64 gates[WAYS][2 * SHARED];
+    const int own = (records - way + WAYS - 1) / WAYS;
+    const int units = (tiles - static_cast<int>(blockIdx.x) * TILES + gridDim.x * TILES - 1) / (gridDim.x * TILES);
+    u8* room = reinterpret_cast<u8*>(sums + WARPS * HEIGHT * 8 * GROUPS * PITCH);
+    Pieces together{room + way * SHARED * Pieces::size, gates[way], gates[way] + SHARED, x, way, own,
+                    own * units, 0};
+    const bool leads = side == 0 && lane == 0;
+    if (leads) together.begin();
+    __syncthreads();
+#endif
     let_next_begin();
     wait_for_last();
+#if TOGETHER
+    if (leads)
+        for (int i = 0; i < SHARED; ++i) together.ask(i);
+    int place = 0, round = 0;
+#endif
 
     Slot slots[GROUPS];
     constexpr int last = LANES / 4 - 1;
@@ -76,28 +143,61 @@ product(const u8* weight, const u8* x, const float* add, float* out0, float* out
         slots[n] = Slot{n * 8 + g < rows ? lane : t, {min(2 * t, last), min(2 * t + 1, last)}};
     int stage = 0, turn = 0;
     for (int first = blockIdx.x * TILES; first < tiles; first += gridDim.x * TILES) {
-        float acc[HEIGHT][GROUPS][4] = {};
-        for (int r = split; r < records; r += SPLIT) {
-            const u8* record = ring.wait(stage, turn);
-            typename SharedShare<KIND>::Type share[HEIGHT];
+        float acc[PARTS][HEIGHT][GROUPS][4] = {}, single[HEIGHT][2] = {};
+        for (int r = way; r < records;) {
 #pragma unroll
-            for (int m = 0; m < HEIGHT; ++m) share[m].template load<false>(record + m * BYTES, lane);
-            add_any<KIND, LANES, HEIGHT, GROUPS>(
-                share, x + static_cast<size_t>(r) * GROUPS * Piece<LANES>::bytes, slots, acc);
-            ring.ask(stage, ahead.next(), apart);
-            if (++stage == STAGES) {
-                stage = 0;
-                ++turn;
+            for (int part = 0; part < PARTS; ++part) {
+                if (r >= records) break;
+                // Read before the wait for the record; a few rows all at once.
+#if TOGETHER
+                wait_barrier(together.full + place, round);
+                const u8* pieces = together.memory + place * Pieces::size;
+#else
+                const u8* pieces = x + static_cast<size_t>(r) * GROUPS * Piece<LANES>::bytes;
+#endif
+                SingleRow<KIND, LANES> row;
+                Rows<LANES, GROUPS, !TOGETHER && GROUPS == 1> many;
+                if constexpr (SINGLE) row.load(pieces, 0, lane);
+                else many.load(pieces, slots);
+                const u8* record = ring.wait(stage, turn);
+                typename SharedShare<KIND>::Type share[HEIGHT];
+#pragma unroll
+                for (int m = 0; m < HEIGHT; ++m) share[m].template load<false>(record + m * BYTES, lane);
+                if constexpr (SINGLE) row.template add<HEIGHT>(share, single);
+                else add_any<KIND, HEIGHT, GROUPS>(share, many, acc[part]);
+                ring.ask(stage, ahead.next(), apart);
+#if TOGETHER
+                if (lane == 0) arrive(together.empty + place);
+                if (leads) {
+                    wait_barrier(together.empty + place, round);
+                    together.ask(place);
+                }
+                if (++place == SHARED) {
+                    place = 0;
+                    ++round;
+                }
+#endif
+                if (++stage == STAGES) {
+                    stage = 0;
+                    ++turn;
+                }
+                r += WAYS;
             }
         }
         float* mine = sums + warp * HEIGHT * 8 * GROUPS * PITCH;
 #pragma unroll
-        for (int m = 0; m < HEIGHT; ++m)
+        for (int m = 0; m < HEIGHT; ++m) {
+            if constexpr (SINGLE) {
+                if (t < 2) mine[m * 8 * PITCH + g + t * 8] = t ? single[m][1] : single[m][0];
+                continue;
+            }
 #pragma unroll
-            for (int n = 0; n < GROUPS; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    mine[((m * GROUPS + n) * 8 + 2 * t + i % 2) * PITCH + g + i / 2 * 8] = acc[m][n][i];
+            for (int i = 0; i < 4 * GROUPS; ++i) {
+                float sum = acc[0][m][i / 4][i % 4];
+                if constexpr (PARTS > 1) sum += acc[PARTS - 1][m][i / 4][i % 4];
+                mine[((m * GROUPS + i / 4) * 8 + 2 * t + i % 2) * PITCH + g + i % 4 / 2 * 8] = sum;
+            }
+        }
         __syncthreads();
         const Outputs outputs{{out0, out1, out2, out3}, {end0, end1, end2, end3}};
         for (int i = threadIdx.x; i < TILES * GROUPS * 128; i += WARPS * 32) {
@@ -107,10 +207,8 @@ product(const u8* weight, const u8* x, const float* add, float* out0, float* out
             // A warp whose tiles begin after the last ones' place has read those.
             const int from = max(0, min(first + own * HEIGHT, tiles - HEIGHT));
             const int at = wanted - from;
-            const float* part = sums + ((own * SPLIT * HEIGHT + at) * 8 * GROUPS + row) * PITCH + i % 16;
-            float total = part[0];
-            for (int w = 1; w < SPLIT; ++w) total += part[w * HEIGHT * 8 * GROUPS * PITCH];
-            outputs.write(wanted, row, i % 16, total, add);
+            const float* part = sums + ((own * WAYS * HEIGHT + at) * 8 * GROUPS + row) * PITCH + i % 16;
+            outputs.write(wanted, row, i % 16, total_of(part), add);
         }
         __syncthreads();
     }

@@ -10,6 +10,7 @@ from headroom.kernels.cuda import plain, scratch, unpacked
 from headroom.kernels.cuda.compile import compile_kernel, refuses_device, shared_bytes_of
 from headroom.kernels.cuda.narrow import narrow_rows, narrow_type, refuses_type
 from headroom.kernels.cuda.pack import pack
+from headroom.kernels.cuda.product_shapes import Gpu, Product, Shape, shape_for
 from headroom.kernels.cuda.sizes import (
     FEW_ROWS,
     GROUP_ROWS,
@@ -27,11 +28,7 @@ from headroom.kernels.weight import Weight
 TILES = unpacked.TILES
 PACK_BYTES = 64 << 20  # of a file's blocks packed at a time
 RECORD_WARPS = 8  # of a block that makes rows ready, a record each
-SUM_PITCH = 20  # PITCH of matmul.cu
 BLOCK_OVERHEAD_BYTES = 2048  # of shared memory: what a block has besides, and what is kept back
-BARRIER_BYTES = 256  # of shared memory that matmul.cu has at fixed places, at most
-SMALL_BLOCK_BYTES, LARGE_BLOCK_BYTES = 64 << 10, 227 << 10  # of shared memory, on sm_75 and sm_90
-LONG_RECORD = 3072  # bytes; of Q6_K, Q8_0, F16 and BF16
 MOST_OUTPUTS = 4  # of matrices that share an input
 
 
@@ -52,31 +49,6 @@ class HalfRows:
     def lanes(self) -> int:
         """Lanes that a piece has words for: four a row, of as many rows as there may be."""
         return lanes_for(self.rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How warps share a product; sums are taken in an order that follows from `split` alone."""
-
-    split: int  # warps that share a tile's columns
-    side: int  # warps of a block with tiles of their own
-    height: int  # tiles of a warp
-    stages: int  # records that a warp has asked for
-
-    @property
-    def warps(self) -> int:
-        """Warps of a block."""
-        return self.split * self.side
-
-    @property
-    def tiles(self) -> int:
-        """Tiles that a block works on at a time."""
-        return self.side * self.height
-
-    def shared_bytes(self, record: int, groups: int) -> int:
-        """Return the shared memory of a block for records of so many bytes."""
-        sums = GROUP_ROWS * groups * SUM_PITCH * 4
-        return self.warps * self.height * (self.stages * record + sums)
 
 
 def refuses(case: Case) -> str | None:
@@ -173,14 +145,10 @@ def products(
     ends = list(accumulate(out.shape[1] for out in outs))
     rest = MOST_OUTPUTS - len(outs)
     record = record_bytes(weight.quant)
-    limit = shared_bytes_of(weight.data.device)
-    shape = shape_for(tiles, x.records, x.groups, record, limit)
-    defines = {
-        "KIND": weight.quant.ggml_id, "GROUPS": x.groups, "LANES": x.lanes, "SPLIT": shape.split,
-        "SIDE": shape.side, "HEIGHT": shape.height, "STAGES": shape.stages,
-    }  # fmt: skip
+    shape = shape_for(Product(tiles, x.records, record, x.rows), gpu_of(weight.data.device))
+    rows = {"KIND": weight.quant.ggml_id, "GROUPS": x.groups, "LANES": x.lanes}
     shared = shape.shared_bytes(record, x.groups)
-    compile_kernel("matmul.cu", "product", defines)(
+    compile_kernel("matmul.cu", "product", shape.defines | rows)(
         (_blocks(tiles, shape, shared, weight.data.device),), (shape.warps * 32,),
         (
             *(weight.data, x.pieces, add, *outs, *[None] * rest, *ends, *[ends[-1]] * rest),
@@ -190,43 +158,10 @@ def products(
     )  # fmt: skip
 
 
-def split_for(tiles: int, records: int, record: int, shared_bytes: int) -> int:
-    """Return how many warps share a tile's columns; it depends on the weight and the GPU alone."""
-    wanted = 8 if tiles >= 200 else 16
-    while wanted > 1 and (
-        wanted > records or not _fits(Shape(wanted, 1, 1, 1), record, shared_bytes)
-    ):
-        wanted //= 2
-    return wanted
-
-
-def _fits(
-    shape: Shape, record: int, shared_bytes: int, groups: int = -(-FEW_ROWS // GROUP_ROWS)
-) -> bool:
-    return shape.shared_bytes(record, groups) <= shared_bytes - BARRIER_BYTES
-
-
-def shape_for(
-    tiles: int, records: int, groups: int, record: int, shared_bytes: int = LARGE_BLOCK_BYTES
-) -> Shape:
-    """Return how a product's warps share the work, for records of so many bytes.
-
-    Measured 2026-11-15 on an H200: two tiles a warp read activations half as often, one leaves room
-    for more warps, which matters where tiles are few or records long. With less shared memory a
-    warp has one tile, then one stage. On sm_75, whose blocks have 64 KiB, a copy is done when it
-    was asked for: a second stage is of no use there.
-    """
-    split = split_for(tiles, records, record, shared_bytes)
-    low = split > 8 or (groups <= 2 and record > LONG_RECORD) or (groups == 2 and tiles < 512)
-    side = max(1, 8 // split)
-    wanted = [Shape(split, side, 1 if low else 2, 2), Shape(split, side, 1, 2)]
-    if shared_bytes > SMALL_BLOCK_BYTES:
-        for shape in wanted:
-            if _fits(shape, record, shared_bytes, groups):
-                return shape
-    while side > 1 and not _fits(Shape(split, side, 1, 1), record, shared_bytes, groups):
-        side //= 2
-    return Shape(split, side, 1, 1)
+def gpu_of(device: torch.device) -> Gpu:
+    """Return what blocks may have on a GPU."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return Gpu(shared_bytes_of(device), processors)
 
 
 def _blocks(tiles: int, shape: Shape, shared: int, device: torch.device) -> int:

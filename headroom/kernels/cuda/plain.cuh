@@ -67,19 +67,17 @@ template <int K> __device__ __forceinline__ void add_columns(float* c, const uin
 
 // acc += the records of M tiles times the pieces of N groups of rows, packed or plain. The upper columns of a
 // block are stored as sixteenths, see halves.cuh.
-template <int K, int L, int M, int N, class S>
-__device__ __forceinline__ void add_any(const S* share, const u8* piece, const Slot* slots, float (*acc)[N][4]) {
+template <int K, int M, int N, class S, class R>
+__device__ __forceinline__ void add_any(const S* share, const R& rows, float (*acc)[N][4]) {
     if constexpr (!is_plain(K)) {
-        add_records<K, L, M, N>(share, piece, slots, acc);
+        add_records<K, M, N>(share, rows, acc);
     } else {
         float lower[M][N][4] = {}, upper[M][N][4] = {};
 #pragma unroll
         for (int b = 0; b < 8; ++b) {
             uint4 x[N];
 #pragma unroll
-            for (int n = 0; n < N; ++n)
-                x[n] = *reinterpret_cast<const uint4*>(piece + n * Piece<L>::bytes + b * L * 16 +
-                                                       slots[n].words * 16);
+            for (int n = 0; n < N; ++n) x[n] = rows.block(b, n);
 #pragma unroll
             for (int m = 0; m < M; ++m) {
                 const uint4 first = share[m].word(2 * b), second = share[m].word(2 * b + 1);
@@ -92,13 +90,37 @@ __device__ __forceinline__ void add_any(const S* share, const u8* piece, const S
         }
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-            const float* powers = reinterpret_cast<const float*>(piece + n * Piece<L>::bytes + Piece<L>::scales);
-            const float by[2] = {powers[slots[n].scales[0]], powers[slots[n].scales[1]]};
+            const float2 powers = rows.powers(n);
 #pragma unroll
             for (int i = 0; i < 4 * M; ++i) {
                 float& sum = acc[i / 4][n][i % 4];
-                sum = fmaf(by[i % 2], fmaf(16.0f, upper[i / 4][n][i % 4], lower[i / 4][n][i % 4]), sum);
+                sum = fmaf(i % 2 ? powers.y : powers.x,
+                           fmaf(16.0f, upper[i / 4][n][i % 4], lower[i / 4][n][i % 4]), sum);
             }
         }
     }
 }
+
+// One row of a piece, whatever the weight's type: where blocks have scales of their own a lane reads one
+// block of it, else all columns of a product are that row. Every lane has the sums of rows g and g + 8.
+template <int K, int L, bool BY_BLOCK = !is_plain(K) && K != Q6_K> struct SingleRow : OneRow<L> {
+    template <int M, class S> __device__ __forceinline__ void add(const S* share, float (*acc)[2]) const {
+        add_row_records<K, L, M>(share, *this, acc);
+    }
+};
+template <int K, int L> struct SingleRow<K, L, false> {
+    Rows<L, 1, true> rows;
+
+    __device__ __forceinline__ void load(const u8* piece, int row, int lane) {
+        const Slot slot{row * 4 + lane % 4, {row, row}};
+        rows.load(piece, &slot);
+    }
+    template <int M, class S> __device__ __forceinline__ void add(const S* share, float (*acc)[2]) const {
+        float sums[M][1][4];
+#pragma unroll
+        for (int i = 0; i < 4 * M; ++i) sums[i / 4][0][i % 4] = acc[i / 4][i % 4 / 2];
+        add_any<K, M, 1>(share, rows, sums);
+#pragma unroll
+        for (int i = 0; i < 2 * M; ++i) acc[i / 2][i % 2] = sums[i / 2][0][i % 2 * 2];
+    }
+};

@@ -8,6 +8,7 @@ import torch
 from headroom.errors import KernelError
 from headroom.kernels.cuda.compile import compile_kernel
 from headroom.kernels.cuda.handover import WORDS
+from headroom.kernels.cuda.product_shapes import Shape
 
 Q4_K, BF16 = 12, 30  # types by their numbers in files
 BF16_SM = 80  # the least compute capability whose tensor cores take bf16
@@ -29,9 +30,7 @@ class Probe:
 _HEADS = {"DIM": 128, "K_KIND": BF16, "V_KIND": BF16}
 _PAGED = _HEADS | {"GROUP": 4, "PAGE": 64}
 _EXPERTS = {"GATE": Q4_K, "UP": Q4_K, "DOWN": Q4_K, "GELU": 0, "WARPS": 8, "LANES": 4}
-_FEW = {
-    "KIND": Q4_K, "GROUPS": 1, "LANES": 4, "SPLIT": 8, "SIDE": 1, "HEIGHT": 2, "STAGES": 2,
-}  # fmt: skip
+_FEW = Shape(8, 8, 1, 1, 2).defines | {"KIND": Q4_K, "GROUPS": 1, "LANES": 4}
 _DELTA = {"HEADS": 32, "KEY_HEADS": 16, "TILED": 0, "TAPS": 4, "COLUMNS": 16}
 _CHUNKS = _DELTA | {"COLUMNS": 32, "HELD": 64}
 PROBES = (

@@ -11,8 +11,11 @@ __device__ __forceinline__ u32 shared_address(const void* at) {
 #endif
 
 #if BULK
-__device__ __forceinline__ void set_barrier(u64* barrier) {
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void set_barrier(u64* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 // Bulk copies go another way than stores do, and must be told of barriers that stores have set.
 __device__ __forceinline__ void show_barriers() {
@@ -45,7 +48,7 @@ template <int DEPTH, int COUNT, int SIZE> struct Ring {
     __device__ __forceinline__ void begin() {
 #if BULK
         if (lane == 0) {
-            for (int i = 0; i < DEPTH; ++i) set_barrier(full + i);
+            for (int i = 0; i < DEPTH; ++i) set_barrier(full + i, 1);
             show_barriers();
         }
         __syncwarp();

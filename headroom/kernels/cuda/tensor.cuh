@@ -1,5 +1,5 @@
 // Sixteen rows of a packed weight times rows of activations on the tensor cores. Weights are whole
-// numbers in f16; their scales come in f32, after a record for the K types and after a block for others.
+// numbers in f16; their scales come in f32 after each block, but for Q6_K, whose numbers bring theirs.
 #include "tiles.cuh"
 #include "halves.cuh"
 #include "mma.cuh"
@@ -40,6 +40,7 @@ template <int K> struct Share {
     Quants<K> quants;
     Scales<K> scales;
     u32 lows[2];  // of rows g and g + 8: the mins or offsets' scales of blocks 2t and 2t + 1 in f16
+    float2 own[2];  // the scales of blocks 2t and 2t + 1, for rows g and g + 8
 
     static constexpr bool has_lows = has_min(K) || (offset_of(K) != 0 && K != Q6_K);
 
@@ -52,12 +53,35 @@ template <int K> struct Share {
             const u32 high = *reinterpret_cast<const u16*>(record + Record<K>::lows + 8 * g + 2 * t);
             lows[0] = (both >> 6 & 0x00030003u) | (high & 15) << 2 | (high & 0xF0) << 14;
             lows[1] = (both >> 14 & 0x00030003u) | (high >> 6 & 0x3C) | (high & 0xF000) << 6;
-        } else if constexpr (has_lows) {
+            own[0] = byte_pair_scales(both, 0);
+            own[1] = byte_pair_scales(both, 1);
+        } else if constexpr (K == MXFP4) {
+            const u32 both = *reinterpret_cast<const u32*>(record + Record<K>::scales + 16 * g + 4 * t);
+            own[0] = make_float2(power_of_two(both & 255), power_of_two(both >> 8 & 255));
+            own[1] = make_float2(power_of_two(both >> 16 & 255), power_of_two(both >> 24));
+        } else if constexpr (K != Q6_K) {
+            const uint2 both = *reinterpret_cast<const uint2*>(record + Record<K>::scales + 32 * g + 8 * t);
+            own[0] = Scales<K>::pair(both.x);
+            own[1] = Scales<K>::pair(both.y);
+        }
+        if constexpr (has_lows && !has_groups(K)) {
             constexpr int plane = has_min(K) ? Record<K>::mins : Record<K>::scales;
             const uint2 both = *reinterpret_cast<const uint2*>(record + plane + 32 * g + 8 * t);
             lows[0] = __byte_perm(both.x, both.y, 0x5410);
             lows[1] = __byte_perm(both.x, both.y, 0x7632);
         }
+    }
+    // The scales of one of two blocks of a K type, without their minimum's bits.
+    static __device__ __forceinline__ float2 byte_pair_scales(u32 both, int second) {
+        const u32 halves = __byte_perm(both & 0x3F3F3F3Fu, 0x64646464u, second ? 0x4342 : 0x4140);  // 1024 + scale
+        return __half22float2(__hadd2(as_halves(halves), as_halves(0xE400E400u)));
+    }
+    // The scales of block b for rows g and g + 8.
+    __device__ __forceinline__ float2 scale(int b) const {
+        if constexpr (has_groups(K)) return byte_pair_scales(Quants<K>::word(scales.blocks[0], b / 2), b % 2);
+        float2 found, low, second;
+        scales.block(b, found, low, second);
+        return found;
     }
 
     // Block b as the first operands of two products.
@@ -78,15 +102,6 @@ template <int K> struct Share {
             const u32 bits = high >> (K == Q6_K ? 4 * row : 2 * row);
             nibble_pairs<K>(word, bits, a[0][row], a[0][row + 2]);
             nibble_pairs<K>(word >> 8, bits >> 8, a[1][row], a[1][row + 2]);
-        }
-        if constexpr (has_groups(K)) {
-            const u32 both = Quants<K>::word(scales.blocks[0], b / 2) & 0x3F3F3F3Fu;
-            const __half2 by = __hadd2(as_halves(__byte_perm(both, 0x64646464u, b % 2 ? 0x4342 : 0x4140)),
-                                       as_halves(0xE400E400u));
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-                a[i / 4][i % 4] = as_word(__hmul2(as_halves(a[i / 4][i % 4]),
-                                                  i % 2 ? __high2half2(by) : __low2half2(by)));
         }
         if constexpr (K == Q6_K) {
             const u32 four = Quants<K>::word(scales.blocks[b / 4], b % 4) ^ 0x80808080u;
@@ -113,49 +128,94 @@ struct Slot {
     int scales[2];
 };
 
-// acc += the records of M tiles times the pieces of N groups of rows.
-template <int K, int L, int M, int N>
-__device__ __forceinline__ void add_records(const Share<K>* share, const u8* piece, const Slot* slots,
-                                            float (*acc)[N][4]) {
-    float inner[M][N][4] = {};
+// Rows of activations of a record: read when a block wants them, or all AT_ONCE.
+template <int L, int N, bool AT_ONCE> struct Rows {
+    const u8* piece;
+    Slot slots[N];
+    uint4 words[AT_ONCE ? 8 : 1][N];
+
+    __device__ __forceinline__ uint4 read(int b, int n) const {
+        return *reinterpret_cast<const uint4*>(piece + n * Piece<L>::bytes + b * L * 16 + slots[n].words * 16);
+    }
+    __device__ __forceinline__ void load(const u8* from, const Slot* of) {
+        piece = from;
+#pragma unroll
+        for (int n = 0; n < N; ++n) slots[n] = of[n];
+        if constexpr (AT_ONCE)
+#pragma unroll
+            for (int i = 0; i < 8 * N; ++i) words[i / N][i % N] = read(i / N, i % N);
+    }
+    __device__ __forceinline__ uint4 block(int b, int n) const {
+        if constexpr (AT_ONCE) return words[b][n];
+        return read(b, n);
+    }
+    __device__ __forceinline__ float2 powers(int n) const {
+        const float* all = reinterpret_cast<const float*>(piece + n * Piece<L>::bytes + Piece<L>::scales);
+        return make_float2(all[slots[n].scales[0]], all[slots[n].scales[1]]);
+    }
+    __device__ __forceinline__ uint2 sums(int n) const {
+        return *reinterpret_cast<const uint2*>(piece + n * Piece<L>::bytes + Piece<L>::sums + slots[n].words * 8);
+    }
+};
+
+// What a record's blocks sum up to, without its own scales, becomes part of the sum of one row.
+template <int K>
+__device__ __forceinline__ void add_value(const Share<K>& share, int upper, float value, float under, float by,
+                                          float& acc) {
+    if constexpr (by_record(K))
+        value *= upper ? share.scales.outer.y : share.scales.outer.x;
+    else
+        value *= unit_of(K);
+    if constexpr (has_groups(K))
+        value = fmaf(-(upper ? share.scales.outer_min.y : share.scales.outer_min.x), under, value);
+    else if constexpr (Share<K>::has_lows)
+        value = fmaf(has_min(K) ? 1.0f : -offset_of(K), under, value);
+    acc = fmaf(by, value, acc);
+}
+
+// acc += the records of M tiles times the pieces of N groups of rows. Blocks are summed in pairs, these two
+// by two and then both: as the lanes of a warp do it for a single row.
+template <int K, int M, int N, class R>
+__device__ __forceinline__ void add_records(const Share<K>* share, const R& rows, float (*acc)[N][4]) {
+    float inner[M][N][4] = {}, half[M][N][4], pair[M][N][4];
 #pragma unroll
     for (int b = 0; b < 8; ++b) {
         uint4 x[N];
 #pragma unroll
-        for (int n = 0; n < N; ++n)
-            x[n] = *reinterpret_cast<const uint4*>(piece + n * Piece<L>::bytes + b * L * 16 +
-                                                   slots[n].words * 16);
+        for (int n = 0; n < N; ++n) x[n] = rows.block(b, n);
 #pragma unroll
         for (int m = 0; m < M; ++m) {
             u32 a[2][4];
             share[m].block(b, a);
 #pragma unroll
             for (int n = 0; n < N; ++n) {
-                if constexpr (by_record(K)) {
+                if constexpr (K == Q6_K) {
                     mma(inner[m][n], a[0], x[n].x, x[n].y);
                     mma(inner[m][n], a[1], x[n].z, x[n].w);
                 } else {
                     float c[4] = {};
-                    float2 scale, low, second;
                     mma(c, a[0], x[n].x, x[n].y);
                     mma(c, a[1], x[n].z, x[n].w);
-                    share[m].scales.block(b, scale, low, second);
+                    const float2 scale = share[m].scale(b);
 #pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        inner[m][n][i] = fmaf(i < 2 ? scale.x : scale.y, c[i], inner[m][n][i]);
+                    for (int i = 0; i < 4; ++i) {
+                        const float by = i < 2 ? scale.x : scale.y;
+                        float& sum = pair[m][n][i];
+                        sum = b % 2 ? fmaf(by, c[i], sum) : by * c[i];
+                        if (b % 4 == 1) half[m][n][i] = sum;
+                        if (b == 3) inner[m][n][i] = half[m][n][i] + sum;
+                        if (b == 7) inner[m][n][i] += half[m][n][i] + sum;
+                    }
                 }
             }
         }
     }
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-        const u8* mine = piece + n * Piece<L>::bytes;
-        const float* powers = reinterpret_cast<const float*>(mine + Piece<L>::scales);
+        const float2 powers = rows.powers(n);
         constexpr float unit = by_record(K) ? unit_of(K) : 1.0f;
-        const float by[2] = {unit * powers[slots[n].scales[0]], unit * powers[slots[n].scales[1]]};
         uint2 sums = {0, 0};
-        if constexpr (Share<K>::has_lows)
-            sums = *reinterpret_cast<const uint2*>(mine + Piece<L>::sums + slots[n].words * 8);
+        if constexpr (Share<K>::has_lows) sums = rows.sums(n);
 #pragma unroll
         for (int m = 0; m < M; ++m) {
             float under[4] = {};
@@ -164,20 +224,62 @@ __device__ __forceinline__ void add_records(const Share<K>* share, const u8* pie
                 mma(under, a, sums.x, sums.y);
             }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float value = inner[m][n][i];
-                if constexpr (by_record(K))
-                    value *= i < 2 ? share[m].scales.outer.x : share[m].scales.outer.y;
-                else
-                    value *= unit_of(K);
-                if constexpr (has_groups(K)) {
-                    const float2 least = share[m].scales.outer_min;
-                    value = fmaf(-(i < 2 ? least.x : least.y), under[i], value);
-                } else if constexpr (Share<K>::has_lows) {
-                    value = fmaf(has_min(K) ? 1.0f : -offset_of(K), under[i], value);
-                }
-                acc[m][n][i] = fmaf(by[i % 2], value, acc[m][n][i]);
+            for (int i = 0; i < 4; ++i)
+                add_value<K>(share[m], i / 2, inner[m][n][i], under[i], unit * (i % 2 ? powers.y : powers.x),
+                             acc[m][n][i]);
+        }
+    }
+}
+
+// One row of activations: a lane has those of block g. Then the eight columns of a product are the blocks'.
+template <int L> struct OneRow {
+    uint4 words;
+    uint2 sums;
+    float power;
+
+    __device__ __forceinline__ void load(const u8* piece, int row, int lane) {
+        const int slot = row * 4 + lane % 4;
+        words = *reinterpret_cast<const uint4*>(piece + lane / 4 * L * 16 + slot * 16);
+        sums = *reinterpret_cast<const uint2*>(piece + Piece<L>::sums + slot * 8);
+        power = reinterpret_cast<const float*>(piece + Piece<L>::scales)[row];
+    }
+};
+
+// acc += the records of M tiles times one row: what add_records gives it, bit by bit. Every lane has the sums
+// of rows g and g + 8.
+template <int K, int L, int M>
+__device__ __forceinline__ void add_row_records(const Share<K>* share, const OneRow<L>& row, float (*acc)[2]) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+        float first[2], second[2];  // of blocks 2t and 2t + 1
+#pragma unroll
+        for (int b = 0; b < 8; ++b) {
+            u32 a[2][4];
+            float c[4] = {};
+            share[m].block(b, a);
+            mma(c, a[0], row.words.x, row.words.y);
+            mma(c, a[1], row.words.z, row.words.w);
+#pragma unroll
+            for (int upper = 0; upper < 2; ++upper) {
+                float& to = b % 2 ? second[upper] : first[upper];
+                to = b < 2 || t == b / 2 ? c[2 * upper + b % 2] : to;
             }
+        }
+        float under[4] = {};
+        if constexpr (Share<K>::has_lows) {
+            const u32 a[4] = {share[m].lows[0], share[m].lows[1], share[m].lows[0], share[m].lows[1]};
+            mma(under, a, row.sums.x, row.sums.y);
+        }
+        constexpr float unit = by_record(K) ? unit_of(K) : 1.0f;
+#pragma unroll
+        for (int upper = 0; upper < 2; ++upper) {
+            const float2* own = share[m].own;
+            float value = (upper ? own[0].y : own[0].x) * first[upper];
+            value = fmaf(upper ? own[1].y : own[1].x, second[upper], value);
+            value += __shfl_xor_sync(~0u, value, 1);
+            value += __shfl_xor_sync(~0u, value, 2);
+            add_value<K>(share[m], upper, value, under[2 * upper], unit * row.power, acc[m][upper]);
         }
     }
 }

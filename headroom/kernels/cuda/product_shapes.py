@@ -1,0 +1,157 @@
+"""How the warps of a GPU share a product of few rows; see matmul.cu."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from headroom.kernels.cuda.sizes import (
+    FEW_ROWS,
+    GROUP_ROWS,
+    RECORD_COLUMNS,
+    half_rows_bytes,
+)
+
+SUM_PITCH = 20  # PITCH of matmul.cu
+BARRIER_BYTES = 640  # of shared memory that matmul.cu has at fixed places, at most
+SMALL_BLOCK_BYTES, LARGE_BLOCK_BYTES = 64 << 10, 227 << 10  # of shared memory, on sm_75 and sm_90
+LONG_RECORD = 3072  # bytes; of Q6_K, Q8_0, F16 and BF16
+FEW_TILES, SOME_TILES, MANY_TILES = 200, 600, 2000
+SHORT_ROW = 8  # records
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What a GPU has for blocks."""
+
+    shared_bytes: int = LARGE_BLOCK_BYTES  # that a block may have
+    processors: int = 132
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A weight in tiles and the rows that it is multiplied with."""
+
+    tiles: int
+    records: int  # of a tile
+    record_bytes: int
+    rows: int
+
+    @property
+    def groups(self) -> int:
+        """Groups of eight rows."""
+        return -(-self.rows // GROUP_ROWS)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How warps share a product; sums are taken in an order that follows from `split` alone."""
+
+    split: int  # sums that a tile's columns are cut into
+    ways: int  # warps that share a tile's columns: as many, or half of them
+    side: int  # warps of a block with tiles of their own
+    height: int  # tiles of a warp
+    stages: int  # records that a warp has asked for
+    shared: int = 0  # records of activations that warps of the same columns ask for together
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.ways * self.side
+
+    @property
+    def tiles(self) -> int:
+        """Tiles that a block works on at a time."""
+        return self.side * self.height
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """The macros of matmul.cu."""
+        return {
+            "SPLIT": self.split, "WAYS": self.ways, "SIDE": self.side, "HEIGHT": self.height,
+            "STAGES": self.stages, "SHARED": self.shared,
+        }  # fmt: skip
+
+    def shared_bytes(self, record: int, groups: int) -> int:
+        """Return the shared memory of a block for records of so many bytes."""
+        sums = GROUP_ROWS * groups * SUM_PITCH * 4
+        pieces = self.ways * self.shared * half_rows_bytes(GROUP_ROWS * groups, RECORD_COLUMNS)
+        return self.warps * self.height * (self.stages * record + sums) + pieces
+
+    def fits(self, record: int, groups: int, gpu: Gpu) -> bool:
+        """Say whether a block has room for it."""
+        return self.shared_bytes(record, groups) <= gpu.shared_bytes - BARRIER_BYTES
+
+
+def split_for(product: Product, gpu: Gpu) -> int:
+    """Return how many sums a tile's columns have: it depends on the weight and the GPU alone."""
+    wanted = 16 if product.tiles < FEW_TILES else 8 if product.tiles < SOME_TILES else 4
+    most = -(-FEW_ROWS // GROUP_ROWS)
+    while wanted > 1 and (
+        wanted > product.records
+        or not Shape(wanted, wanted, 1, 1, 1).fits(product.record_bytes, most, gpu)
+    ):
+        wanted //= 2
+    return wanted
+
+
+def shape_for(product: Product, gpu: Gpu) -> Shape:
+    """Return how a product's warps share the work.
+
+    Measured 2026-11-15 on an H200. From nine rows on activations are as many bytes as weights:
+    there warps with other tiles read them from the same shared memory. On sm_75, whose blocks have
+    64 KiB, a copy is done when it was asked for: a second stage is of no use there.
+    """
+    split = split_for(product, gpu)
+    record, groups = product.record_bytes, product.groups
+    if gpu.shared_bytes > SMALL_BLOCK_BYTES:
+        if groups > 1 and gpu.shared_bytes >= LARGE_BLOCK_BYTES and split in {4, 8}:
+            found = [x for x in _sharing(split, groups) if x.fits(record, groups, gpu)]
+            if found:
+                return min(found, key=lambda shape: _busiest(product, shape, gpu))
+        for shape in _wanted(product, split):
+            if shape.fits(record, groups, gpu):
+                return shape
+    side = max(1, 8 // split)
+    while side > 1 and not Shape(split, split, side, 1, 1).fits(record, groups, gpu):
+        side //= 2
+    return Shape(split, split, side, 1, 1)
+
+
+def _sharing(split: int, groups: int) -> Iterator[Shape]:
+    """Shapes whose warps share activations; two tiles a warp where registers are enough."""
+    for height in (2, 1) if split == 4 and groups == 2 else (1,):
+        for side in (4, 3, 2):
+            yield Shape(split, 4, side, height, 2, shared=2)
+
+
+def _busiest(product: Product, shape: Shape, gpu: Gpu) -> tuple[int, int, int]:
+    """What a processor has to do at most, with one block at a time; better shapes first."""
+    turns = -(-product.tiles // (shape.tiles * gpu.processors))
+    return -shape.height, turns * shape.tiles, -shape.side
+
+
+def _wanted(product: Product, split: int) -> Iterator[Shape]:
+    """Shapes whose warps read activations for themselves, the best first."""
+    long = product.record_bytes > LONG_RECORD
+    if split < 4:
+        yield Shape(split, split, 8 // split, 1, 2)
+    elif split > 4:
+        if product.rows == 1:
+            for stages in (4, 3) if split > 8 else () if long else (3,):
+                yield Shape(split, split, 1, 1, stages)
+        yield Shape(split, split, 1, 1, 2)
+    elif product.rows == 1:
+        yield Shape(
+            4,
+            4,
+            2 if product.records > SHORT_ROW else 1,
+            1,
+            4 if product.tiles >= MANY_TILES else 2,
+        )
+        yield Shape(4, 4, 2, 1, 2)
+    elif product.groups == 1:
+        if product.tiles < MANY_TILES:
+            yield Shape(4, 4, 2, 2, 2)
+        yield Shape(4, 4, 1, 2 if long else 1, 2)
+    else:
+        yield Shape(4, 4, 2, 1, 2)
+    yield Shape(split, split, 1, 1, 2)
