@@ -69,13 +69,22 @@ class Hybrid:
     def meter(self) -> JoinedMeter:
         """What cold experts have cost so far."""
         worker = self._compute.counts if self._compute.asks else None
+        layers, stream = self.store.layers, self._stream
         in_place = tuple(
-            layer.expert_bytes if layer is not None and layer.path == "gpu" else 0
-            for layer in self.store.layers
+            x.expert_bytes if x is not None and x.path == "gpu" and x.blobs.tiles else 0
+            for x in layers
         )
-        stream = self._stream
-        if stream is None:
-            return JoinedMeter(worker, pick_bytes=in_place)
-        counts = stream.counts
-        by_cpu = None if stream.rates is None else lambda: (counts.cpu_bytes, counts.cpu_s)
-        return JoinedMeter(worker, lambda: counts.streamed_bytes, by_cpu, in_place)
+        plain = [x.counts for x in layers if x is not None and not x.blobs.tiles]
+
+        def brought() -> int:
+            streamed = 0 if stream is None else stream.counts.streamed_bytes
+            return streamed + sum(counts.brought_bytes for counts in plain)
+
+        def by_cpu() -> tuple[int, float]:
+            size, took = sum(x.cpu_bytes for x in plain), sum(x.cpu_s for x in plain)
+            if stream is None:
+                return size, took
+            return size + stream.counts.cpu_bytes, took + stream.counts.cpu_s
+
+        asks_cpu = plain or (stream is not None and stream.rates is not None)
+        return JoinedMeter(worker, brought, by_cpu if asks_cpu else None, in_place)

@@ -1,5 +1,7 @@
 """SplitExperts: hot experts computed on the GPU, cold ones where the store says, plainly."""
 
+import time
+
 import torch
 
 from headroom.kernels.reference.matmul import matmul
@@ -37,7 +39,7 @@ class SplitExperts:
             elif not drops and cold is not None:
                 if (here := own & comes).any():
                     self._answer(answers, x, here, self._store.bring(cold))
-                self._answer(answers, x, own & ~comes, cold)
+                self._answer_by_cpu(answers, x, own & ~comes, cold)
         out = torch.zeros_like(x)
         for answer, weight in zip(answers.unbind(1), weights.unbind(1), strict=True):
             out += weight[:, None] * answer
@@ -58,6 +60,17 @@ class SplitExperts:
         row, rank = torch.nonzero(picks, as_tuple=True)
         if len(row):
             answers[row, rank] = self._answers(x[row], blob).to(x.device)
+
+    def _answer_by_cpu(
+        self, answers: torch.Tensor, x: torch.Tensor, picks: torch.Tensor, blob: torch.Tensor
+    ) -> None:
+        """Fill in a cold expert's answers where it lies, and count what that costs."""
+        if not picks.any():
+            return
+        started, counts = time.perf_counter(), self._store.counts
+        self._answer(answers, x, picks, blob)
+        counts.cpu_bytes += self._store.expert_bytes
+        counts.cpu_s += time.perf_counter() - started
 
     def _answers(self, x: torch.Tensor, blob: torch.Tensor) -> torch.Tensor:
         """One expert's answers, where it lies."""

@@ -16,6 +16,7 @@ from headroom.moe.store import LayerStore, drop_cold
 from headroom.moe.store_swaps import StoreSwaps
 from headroom.moe.swap import Swap
 from headroom.moe.swap_round import SwapRound
+from headroom.moe.telemetry import ColdFigures
 from tests.families import PROMPT, variant
 from tests.moe.late_gpu import LateGpu
 from tests.moe.stores import exchange
@@ -83,6 +84,27 @@ def test_cold_experts_of_a_layer_may_be_shared_between_both_sides(
         found = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference", expert_budget="40%")
     assert brought
     assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("cold", "paths"), [("cpu", {"cpu"}), ("gpu", {"stream"})])
+def test_plain_experts_say_what_cold_ones_cost(
+    cold: str, paths: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(variant("qwen3moe").save_gguf(tmp_path / "m.gguf", "F32"))
+    read: list[ColdFigures] = []
+
+    def look(stage: PretendedStage) -> None:
+        hybrid = stage.model.hybrid
+        assert hybrid is not None
+        read.append(hybrid.meter.figures())
+
+    with pretend_cuda(monkeypatch):
+        run_pretended(
+            checkpoint, PROMPTS, PIECES, look, kernels="reference", expert_budget="40%", cold=cold
+        )
+    figures = read[-1]
+    assert {path for path, size in figures.read_bytes.items() if size} == paths
+    assert (figures.seconds.get("cold", 0.0) > 0) == (cold == "cpu")
 
 
 @pytest.mark.parametrize(
