@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from headroom.formats.quants import QuantType
-from headroom.kernels.cuda import half_experts, scratch
+from headroom.kernels.cuda import half_experts, scratch, sizes, sorted_experts
 from headroom.kernels.cuda.compile import Argument, compile_kernel, refuses_device
 from headroom.kernels.cuda.half_experts import Unpacked
 from headroom.kernels.cuda.matmul import HalfRows
@@ -145,8 +145,17 @@ def many_rows(
     others: Others = NO_OTHERS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the same for many rows: each expert unpacked once for the rows that chose it."""
+    """Return the same for many rows: each expert unpacked once for the rows that chose it.
+
+    Where experts have few rows each their tiles are multiplied as they lie.
+    """
     narrow = as_narrow(x)
+    if len(ids) <= sizes.sorted_rows(len(table.addresses), ids.shape[1]):
+        if out is None:
+            out = torch.empty(len(ids), table.hidden, device=ids.device)
+        rest = (*others.arguments, out)
+        sorted_experts.sum_experts(narrow, (ids, weights), table, activation, rest)
+        return out
     rows = ChosenRows(narrow.values, ids, weights, narrow.powers)
     unpacked = _ByAddress(table, narrow.values.dtype)
     return sum_groups(rows, table, activation, unpacked, others, out)
