@@ -112,7 +112,6 @@ DEFINES: dict[str, list[Defines]] = {
     ],
     "sorted.cu": [
         _sorted("q4_k", "q4_k", gated=1),
-        _sorted("q6_k", "q6_k", gated=0),
         _sorted("q8_0", "q4_1", gated=1, memory=100 << 10),
         _sorted("bf16", "bf16", gated=0, memory=64 << 10),
     ],
