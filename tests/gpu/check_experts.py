@@ -11,7 +11,7 @@ import torch
 
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import experts as fast
-from headroom.kernels.cuda import grouped, picks, sizes
+from headroom.kernels.cuda import grouped, picks, sizes, sorted_experts
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.cuda.narrow import NarrowRows, narrow_rows
 from headroom.kernels.cuda.pack import pack
@@ -38,10 +38,15 @@ LARGE_PLAIN: list[Case] = [
     (("f16", "f16", "f16"), (16, 768, 2048), 32, 8, "silu"),
     (("bf16", "bf16", "bf16"), (16, 704, 2816), 100, 8, "gelu"),
 ]
-# Experts with more rows than are multiplied at once.
-CROWDED: list[Case] = [
+# Of rows sorted by expert, some of whom have more than are multiplied at once: every type once, for
+# compiling takes longer than running.
+SORTED: list[Case] = [
     (("q4_k", "q4_k", "q6_k"), (4, 256, 512), 70, 2, "silu"),
-    (("q5_k", "q8_0", "mxfp4"), (3, 80, 256), 45, 2, "gelu"),
+    (("q5_k", "q8_0", "q4_0"), (3, 96, 256), 45, 2, "gelu"),
+    (("q8_0", "q4_1", "q5_1"), (4, 64, 96), 11, 2, "silu"),
+    (("iq4_nl", "q5_0", "iq4_nl"), (4, 64, 320), 20, 2, "silu"),
+    (("bf16", "bf16", "bf16"), (4, 40, 520), 30, 2, "silu"),
+    (("f16", "f16", "f16"), (4, 264, 72), 35, 3, "silu"),
 ]
 REAL: list[Case] = [
     (("q4_k", "q4_k", "q6_k"), (32, 512, 2048), 40, 8, "silu"),
@@ -257,6 +262,21 @@ def bench_grouped(name: str, sizes: tuple[int, int, int], rows: int, used: int) 
         print(f"BENCH {name} {sizes} x{rows}, {way}: {took:.0f} us {speed}", flush=True)
 
 
+def bench_shapes(tiles: fast.ExpertTiles, used: int) -> None:
+    """Times of rows sorted by expert, by the shape of blocks."""
+    shapes = sorted_experts.SHAPES
+    for rows in (128, 512, 1024):
+        x = torch.randn(rows, tiles.hidden, device=DEVICE).bfloat16()
+        weights = torch.rand(rows, used, device=DEVICE)
+        ids = pick_experts(rows, len(tiles.addresses), used)
+        run = partial(fast.many_rows, x, ids, weights, tiles, "silu")
+        for shape in shapes[:4]:
+            sorted_experts.shape_for.cache_clear()
+            with patch.object(sorted_experts, "SHAPES", (shape,)), forced("sorted"):
+                print(f"BENCH sorted x{rows}, {shape} warps and stages: {time_us([run]):.0f} us")
+    sorted_experts.shape_for.cache_clear()
+
+
 def bench(name: str, kinds: Kinds, sizes: tuple[int, int, int], used: int) -> None:
     """Times of a layer whose experts no cache holds."""
     count, width, hidden = sizes
@@ -280,7 +300,9 @@ def bench(name: str, kinds: Kinds, sizes: tuple[int, int, int], used: int) -> No
             took = time_us(turns)
             speed = moved / took / 1e3
             print(f"BENCH {name} x{rows}, {warps} warps: {took:.1f} us {speed:.0f} GB/s of picks")
-    for rows in (64, 128, 256, 512, 1024, 2048):
+    if "--shapes" in sys.argv:
+        bench_shapes(tiles, used)
+    for rows in (64, 128, 256, 512, 1024, 2048, 4096):
         x_many = torch.randn(rows, hidden, device=DEVICE).bfloat16()
         weights = torch.rand(rows, used, device=DEVICE)
         ids = pick_experts(rows, count, used)
@@ -321,8 +343,8 @@ def main() -> None:
             *LARGE_PLAIN,
         ]
     runs = [partial(check, *case) for case in cases]
-    runs += [partial(check, *case, way) for case in cases for way in ("own", "sorted")]
-    runs += [partial(check, *case, "sorted") for case in (CROWDED if small else [*CROWDED, *REAL])]
+    runs += [partial(check, *case, "own") for case in cases]
+    runs += [partial(check, *case, "sorted") for case in (SORTED if small else [*SORTED, *REAL])]
     runs += [partial(check_sorted_alone, *case) for case in SORTED_ALONE]
     for kind in ("q4_k", "f16", "bf16"):
         runs.append(partial(check_alone, (kind, kind, kind), (6, 256, 512), 3))

@@ -118,7 +118,7 @@ def test_experts_of_many_rows_agree_by_our_own_product_too(case: tuple[object, .
     assert_passes(check_experts.check, *case, "own")
 
 
-@pytest.mark.parametrize("case", [*EXPERTS, *check_experts.CROWDED, *check_experts.REAL], ids=str)
+@pytest.mark.parametrize("case", [*EXPERTS, *check_experts.SORTED, *check_experts.REAL], ids=str)
 def test_experts_of_rows_sorted_by_expert_agree_with_the_reference(
     case: tuple[object, ...],
 ) -> None:

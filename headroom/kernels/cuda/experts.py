@@ -157,7 +157,7 @@ def many_rows(
     Where experts have few rows each their tiles are multiplied as they lie.
     """
     narrow = as_narrow(x)
-    if len(ids) <= sizes.sorted_rows(len(table.addresses), ids.shape[1]):
+    if _as_they_lie(ids, table):
         if out is None:
             out = torch.empty(len(ids), table.hidden, device=ids.device)
         _compile_unpacked(table.kinds, activation, narrow.values.dtype, ids.device)
@@ -167,6 +167,12 @@ def many_rows(
     rows = ChosenRows(narrow.values, ids, weights, narrow.powers)
     unpacked = _ByAddress(table, narrow.values.dtype)
     return sum_groups(rows, table, activation, unpacked, others, out)
+
+
+def _as_they_lie(ids: torch.Tensor, table: ExpertTiles) -> bool:
+    """Tell whether tiles are multiplied packed: few rows of an expert, and no link to any."""
+    here = all(part.device == ids.device for part in table.memory)
+    return here and len(ids) <= sizes.sorted_rows(len(table.addresses), ids.shape[1])
 
 
 @cache

@@ -5,7 +5,7 @@ How many rows an expert has only the device knows: nothing here waits to hear it
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -27,6 +27,7 @@ from headroom.kernels.cuda.sizes import (
 SORT_THREADS = 512  # of sorted.cu
 TILE_WORDS = 4  # of 64 bits: where an expert's matrices are, and which rows meet them
 WANTED_WARPS = 12  # of a multiprocessor: others work while one waits for its records
+SHARED_SHARE = 0.7  # of its shared memory: the rest is the cache that rows come through
 WARP_RECORDS = 8  # of pairs, that a warp has at least: it waits once for the first
 BLOCK_OVERHEAD_BYTES = 2048  # of shared memory: barriers, and what is kept back
 # Warps of a block and pairs of records that each has asked for, the best first.
@@ -58,6 +59,7 @@ class Shape:
     shared_bytes: int  # of a block
 
 
+@cache
 def shape_for(pair: tuple[QuantType, QuantType], block_bytes: int, all_bytes: int) -> Shape:
     """Return the shape for pairs of records of two types.
 
@@ -69,7 +71,8 @@ def shape_for(pair: tuple[QuantType, QuantType], block_bytes: int, all_bytes: in
 
     def running(shape: Shape) -> int:
         needed = shape.shared_bytes + BLOCK_OVERHEAD_BYTES
-        return shape.warps * (all_bytes // needed) if needed <= block_bytes else 0
+        fitting = int(SHARED_SHARE * all_bytes) // needed if needed <= block_bytes else 0
+        return shape.warps * fitting
 
     return max(shapes, key=lambda shape: min(running(shape), WANTED_WARPS))
 
