@@ -82,7 +82,7 @@ class _Places:
     """Where picks stand, sorted by expert in groups of eight."""
 
     order: torch.Tensor  # int32 [8 * groups]: the pick at each place, -1: none
-    tiles: torch.Tensor  # int64 [tiles, TILE_WORDS], see sorted.cu
+    tiles: torch.Tensor  # int64 [tiles, TILE_WORDS], see sorted.cuh
     groups: int
 
 
@@ -98,6 +98,9 @@ def sum_experts(
     Picks with a negative id are passed over. A row's bits do not depend on the rows it comes with.
     """
     ids, weights = picks
+    assert x.values.is_contiguous()
+    assert ids.is_contiguous()
+    assert weights.is_contiguous()
     (rows, used), hidden = ids.shape, experts.hidden
     down = experts.kinds[2]
     defines = {"X_F16": int(x.values.dtype == torch.float16)}
