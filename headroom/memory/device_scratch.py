@@ -13,11 +13,15 @@ from math import isqrt
 from headroom.kernels.cuda.sizes import (
     ALIGNMENT,
     FEW_ROWS,
+    GROUP_ROWS,
+    SORTED_ROWS,
     WIDE_ROWS,
     WIDE_SCORES,
     count_pieces,
     experts_at_once,
     half_rows_bytes,
+    sorted_groups,
+    sorted_rows,
     wide_stride,
 )
 from headroom.memory.shape import LayerShape
@@ -221,6 +225,24 @@ def _routed(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
     with tally.frame():
         tally.take(plain, BF16 * picks * step.hidden, BF16 * picks * layer.expert_width)
         tally.take(F32 * picks if step.halves else 0)
+    _sorted(tally, layer, step)
+
+
+def _sorted(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
+    """What the same take in the longest step whose rows meet their experts' tiles as they lie."""
+    rows = min(step.rows, sorted_rows(layer.experts, layer.experts_used))
+    if rows <= FEW_ROWS:
+        return
+    picks, width = rows * layer.experts_used, layer.expert_width
+    groups, tiles = (
+        sorted_groups(picks, layer.experts, each) for each in (GROUP_ROWS, SORTED_ROWS)
+    )
+    places = GROUP_ROWS * groups
+    with tally.frame():
+        tally.take(I32 * places, TILE_BYTES * tiles, half_rows_bytes(places, width))
+        with tally.frame():
+            tally.take(half_rows_bytes(places, step.hidden), F32 * places * width)
+        tally.take(F32 * picks * step.hidden)
 
 
 def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> int:
@@ -252,6 +274,7 @@ MOST_KEPT_DIM = 128  # wider heads are summed in memory by torch's memory-effici
 MASK_BYTES = 8  # of a row and a key while a mask is made and made ready
 RECENT, BIASES, SLICES = 1024, 512, 64  # of the sampler: tokens, biases and parts of a row
 PICK_BYTES = 128  # of a pick while picks are sorted
+TILE_BYTES = 32  # of an expert's rows that are multiplied at once, see sorted.cuh
 
 
 def sampler_bytes(vocab: int) -> int:

@@ -98,7 +98,7 @@ def worker_cases(path: Path) -> Iterator[Case]:
 
 def bf16_cases(name: str, path: Path) -> Iterator[Case]:
     """Logits against those of all-hot experts."""
-    wanted, limit = Once(partial(cases.logits, path)), cases.LIMITS[name]
+    wanted, limit = Once(partial(cases.unpacked_logits, path)), cases.LIMITS[name]
 
     def against(case: Callable[..., str], *more: object, **settings: object) -> str:
         return case(path, wanted(), *more, **settings)

@@ -2,7 +2,8 @@
 
 import sys
 import traceback
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
 
@@ -10,7 +11,7 @@ import torch
 
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import experts as fast
-from headroom.kernels.cuda import grouped, picks
+from headroom.kernels.cuda import grouped, picks, sizes, sorted_experts
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.cuda.narrow import NarrowRows, narrow_rows
 from headroom.kernels.cuda.pack import pack
@@ -36,6 +37,24 @@ LARGE_PLAIN: list[Case] = [
     (("bf16", "bf16", "bf16"), (16, 768, 2048), 1, 8, "silu"),
     (("f16", "f16", "f16"), (16, 768, 2048), 32, 8, "silu"),
     (("bf16", "bf16", "bf16"), (16, 704, 2816), 100, 8, "gelu"),
+]
+# Of rows sorted by expert, some of whom have more than are multiplied at once: every type once, for
+# compiling takes longer than running.
+SORTED: list[Case] = [
+    (("q4_k", "q4_k", "q6_k"), (4, 256, 512), 70, 2, "silu"),
+    (("q5_k", "q8_0", "q4_0"), (3, 96, 256), 45, 2, "gelu"),
+    (("q8_0", "q4_1", "q5_1"), (4, 64, 96), 11, 2, "silu"),
+    (("iq4_nl", "q5_0", "iq4_nl"), (4, 64, 320), 20, 2, "silu"),
+    (("bf16", "bf16", "bf16"), (4, 40, 520), 30, 2, "silu"),
+    (("f16", "f16", "f16"), (4, 264, 72), 35, 3, "silu"),
+]
+REAL: list[Case] = [
+    (("q4_k", "q4_k", "q6_k"), (32, 512, 2048), 40, 8, "silu"),
+    (("q4_k", "q4_k", "q6_k"), (32, 512, 2048), 300, 8, "silu"),
+    (("mxfp4", "mxfp4", "mxfp4"), (6, 1440, 2880), 90, 4, "silu"),
+]
+SORTED_ALONE: list[tuple[Kinds, tuple[int, int, int], int, int]] = [
+    ((kind, kind, kind), (5, 256, 512), 60, 2) for kind in ("q4_k", "q8_0", "f16", "bf16")
 ]
 # Of our grouped product: experts, outputs and columns; rows; experts of a row.
 GROUPED = [
@@ -97,11 +116,19 @@ def wanted_sum(
     return out
 
 
-def forced(way: str) -> AbstractContextManager[object]:
-    """Let one way of grouped products be taken on every GPU; "": each GPU's own."""
-    if not way:
-        return nullcontext()
-    return patch.object(picks, "product_way", lambda device: way)
+@contextmanager
+def forced(way: str) -> Iterator[None]:
+    """Let one way be taken by any number of rows: "sorted", experts as they lie; else unpacked.
+
+    And then one of grouped products on every GPU; "": each GPU's own.
+    """
+    most = 1 << 20 if way == "sorted" else 0  # picks of an expert
+    product_way = picks.product_way if way in ("", "sorted") else lambda device: way
+    with (
+        patch.object(sizes, "SORTED_PICKS", most),
+        patch.object(picks, "product_way", product_way),
+    ):
+        yield
 
 
 def check(
@@ -136,11 +163,11 @@ def check(
             distance(fast.many_rows(*moved, tiles, activation, others), wanted + more),
             distance(fast.many_rows(*moved, tiles, activation), wanted),
         ]
-    good = max(errors) < 0.015
-    halves = narrow_rows(moved[0] * 2**18, torch.float16)  # beyond what f16 itself holds
-    halves = NarrowRows(halves.values, halves.powers / 2**18)
-    errors.append(distance(fast.many_rows(halves, *moved[1:], tiles, activation), wanted))
-    good = good and errors[-1] < 0.003
+        good = max(errors) < (0.005 if way == "sorted" else 0.015)
+        halves = narrow_rows(moved[0] * 2**18, torch.float16)  # beyond what f16 itself holds
+        halves = NarrowRows(halves.values, halves.powers / 2**18)
+        errors.append(distance(fast.many_rows(halves, *moved[1:], tiles, activation), wanted))
+        good = good and errors[-1] < (0.001 if way == "sorted" else 0.003)
     if rows <= 32:
         few = fast.few_rows(half_rows(moved[0]), *moved[1:], tiles, activation, others)
         errors.append(distance(few, wanted + more))
@@ -163,6 +190,26 @@ def check_alone(kinds: Kinds, sizes: tuple[int, int, int], used: int) -> bool:
         alone = fast.few_rows(half_rows(x[rows]), ids[rows], weights[rows], tiles, "silu")
         different += int((alone != together[rows]).sum())
     print(f"{'FAIL' if different else 'PASS'} {kinds} {sizes} alone: {different} numbers differ")
+    return not different
+
+
+def check_sorted_alone(kinds: Kinds, sizes: tuple[int, int, int], rows: int, used: int) -> bool:
+    """The same of rows sorted by expert, of which some have more than are multiplied at once."""
+    experts, width, hidden = sizes
+    tiles = to_tiles(make_table(kinds, experts, width, hidden))
+    ids = torch.stack([torch.randperm(experts)[:used] for _ in range(rows)]).int().to(DEVICE)
+    ids[rows // 3 :, 0] = 0  # many rows of one expert, which some have twice
+    x, weights = torch.randn(rows, hidden).bfloat16().to(DEVICE), torch.rand(rows, used).to(DEVICE)
+    different = 0
+    with forced("sorted"):
+        together = fast.many_rows(x, ids, weights, tiles, "silu")
+        again = fast.many_rows(x, ids, weights, tiles, "silu")
+        for part in (slice(0, 1), slice(rows // 3, rows - 3), slice(rows - 2, rows)):
+            alone = fast.many_rows(x[part], ids[part], weights[part], tiles, "silu")
+            different += int((alone != together[part]).sum())
+    different += int((again != together).sum())
+    case = f"{kinds} {sizes} x{rows} used {used} sorted, alone"
+    print(f"{'FAIL' if different else 'PASS'} {case}: {different} numbers differ")
     return not different
 
 
@@ -215,6 +262,21 @@ def bench_grouped(name: str, sizes: tuple[int, int, int], rows: int, used: int) 
         print(f"BENCH {name} {sizes} x{rows}, {way}: {took:.0f} us {speed}", flush=True)
 
 
+def bench_shapes(tiles: fast.ExpertTiles, used: int) -> None:
+    """Times of rows sorted by expert, by the shape of blocks."""
+    shapes = sorted_experts.SHAPES
+    for rows in (128, 512, 1024):
+        x = torch.randn(rows, tiles.hidden, device=DEVICE).bfloat16()
+        weights = torch.rand(rows, used, device=DEVICE)
+        ids = pick_experts(rows, len(tiles.addresses), used)
+        run = partial(fast.many_rows, x, ids, weights, tiles, "silu")
+        for shape in shapes[:4]:
+            sorted_experts.shape_for.cache_clear()
+            with patch.object(sorted_experts, "SHAPES", (shape,)), forced("sorted"):
+                print(f"BENCH sorted x{rows}, {shape} warps and stages: {time_us([run]):.0f} us")
+    sorted_experts.shape_for.cache_clear()
+
+
 def bench(name: str, kinds: Kinds, sizes: tuple[int, int, int], used: int) -> None:
     """Times of a layer whose experts no cache holds."""
     count, width, hidden = sizes
@@ -238,12 +300,18 @@ def bench(name: str, kinds: Kinds, sizes: tuple[int, int, int], used: int) -> No
             took = time_us(turns)
             speed = moved / took / 1e3
             print(f"BENCH {name} x{rows}, {warps} warps: {took:.1f} us {speed:.0f} GB/s of picks")
-    for rows in (512, 2048):
-        x_many = torch.randn(rows, hidden, device=DEVICE)
+    if "--shapes" in sys.argv and kinds[0] not in ("bf16", "f16"):  # which fit one of them only
+        bench_shapes(tiles, used)
+    for rows in (64, 128, 256, 512, 1024, 2048, 4096):
+        x_many = torch.randn(rows, hidden, device=DEVICE).bfloat16()
         weights = torch.rand(rows, used, device=DEVICE)
         ids = pick_experts(rows, count, used)
-        took = time_us([partial(fast.many_rows, x_many, ids, weights, tiles, "silu")])
-        print(f"BENCH {name} x{rows}: {took:.0f} us")
+        chosen = len(ids.unique())
+        for way in ("sorted", ""):
+            with forced(way):
+                took = time_us([partial(fast.many_rows, x_many, ids, weights, tiles, "silu")])
+            speed = f"{bytes_of_one * chosen / took / 1e3:.0f} GB/s of {chosen} experts"
+            print(f"BENCH {name} x{rows}, {way or 'unpacked'}: {took:.0f} us a layer {speed}")
 
 
 def pick_experts(rows: int, experts: int, used: int) -> torch.Tensor:
@@ -276,6 +344,8 @@ def main() -> None:
         ]
     runs = [partial(check, *case) for case in cases]
     runs += [partial(check, *case, "own") for case in cases]
+    runs += [partial(check, *case, "sorted") for case in (SORTED if small else [*SORTED, *REAL])]
+    runs += [partial(check_sorted_alone, *case) for case in SORTED_ALONE]
     for kind in ("q4_k", "f16", "bf16"):
         runs.append(partial(check_alone, (kind, kind, kind), (6, 256, 512), 3))
     runs += [partial(check_grouped, *case) for case in GROUPED if not small]

@@ -63,6 +63,8 @@ def checks(sm: int) -> Iterator[Check]:
     yield named(check_experts.check, MIXED, (6, 256, 512), 5, 3, "silu")
     yield named(check_experts.check, ("mxfp4", "q8_0", "q4_0"), (4, 160, 288), 2, 4, "gelu")
     yield named(check_experts.check, ("bf16", "bf16", "f16"), (4, 264, 520), 5, 2, "silu")
+    yield named(check_experts.check, MIXED, (4, 256, 512), 70, 2, "silu", "sorted")
+    yield named(check_experts.check, ("bf16", "f16", "q8_0"), (4, 96, 520), 40, 2, "silu", "sorted")
     for case in check_delta_net.cases()[:13]:
         yield named(check_delta_net.check, *case)
     yield named(check_route.check_scores, 257, 2048)

@@ -16,6 +16,7 @@ import torch
 
 from headroom.engine.request import SamplingParams
 from headroom.formats.checkpoint import open_checkpoint
+from headroom.kernels.cuda import sizes
 from headroom.llm import LLM
 from headroom.moe import load_store, stream_rule
 from headroom.moe.cost import Choice
@@ -133,6 +134,12 @@ def logits(path: Path, **settings: object) -> list[torch.Tensor]:
     found = run_steps(open_checkpoint(path), [TEXT] * len(PIECES), PIECES, HEAD_ROWS, **given)
     free_memory()
     return found
+
+
+def unpacked_logits(path: Path) -> list[torch.Tensor]:
+    """The same of all-hot experts that short prompts unpack, as they do cold ones."""
+    with patch.object(sizes, "SORTED_PICKS", 0):
+        return logits(path)
 
 
 def apart(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:

@@ -118,6 +118,20 @@ def test_experts_of_many_rows_agree_by_our_own_product_too(case: tuple[object, .
     assert_passes(check_experts.check, *case, "own")
 
 
+@pytest.mark.parametrize("case", [*EXPERTS, *check_experts.SORTED, *check_experts.REAL], ids=str)
+def test_experts_of_rows_sorted_by_expert_agree_with_the_reference(
+    case: tuple[object, ...],
+) -> None:
+    assert_passes(check_experts.check, *case, "sorted")
+
+
+@pytest.mark.parametrize("case", check_experts.SORTED_ALONE, ids=str)
+def test_what_a_sorted_row_gets_of_experts_does_not_depend_on_other_rows(
+    case: tuple[object, ...],
+) -> None:
+    assert_passes(check_experts.check_sorted_alone, *case)
+
+
 @pytest.mark.parametrize("kind", ["q4_k", "f16", "bf16"])
 def test_what_a_row_gets_of_experts_does_not_depend_on_other_rows(kind: str) -> None:
     assert_passes(check_experts.check_alone, (kind, kind, kind), (6, 256, 512), 3)

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import grouped, handover
+from headroom.kernels.cuda import grouped, handover, sorted_experts
 from headroom.kernels.cuda.compile import SOURCES
 from headroom.kernels.cuda.pack import WARPS
 from headroom.kernels.cuda.product_shapes import Gpu, Product, shape_for
@@ -19,7 +19,7 @@ USUAL = (86, 120)  # of the others, those that are tried every time, with one se
 # Its products of sorted rows are of later GPUs.
 LATER = {"grouped.cu"}
 # The oldest GPU takes ways of its own, so that all macros are tried for it, too, of these.
-OLDEST, OWN_WAYS = 75, ("decode.cu", "matmul.cu", "experts.cu", "activations.cu")
+OLDEST, OWN_WAYS = 75, ("decode.cu", "matmul.cu", "experts.cu", "sorted.cu", "activations.cu")
 
 Defines = dict[str, int]
 
@@ -39,6 +39,13 @@ def _delta(columns: int, tiled: int = 0) -> Defines:
 def _experts(gate: str, down: str, gelu: int) -> Defines:
     kinds = {"GATE": _id(gate), "UP": _id(gate), "DOWN": _id(down)}
     return kinds | {"GELU": gelu, "WARPS": 8, "LANES": 4 << 3 * gelu}
+
+
+def _sorted(first: str, second: str, gated: int, memory: int = 228 << 10) -> Defines:
+    pair = BY_NAME[first], BY_NAME[second]
+    shape = sorted_experts.shape_for(pair, memory - 1024, memory)
+    kinds = {"A_KIND": _id(first), "B_KIND": _id(second), "GATED": gated, "GELU": gated}
+    return kinds | {"WARPS": shape.warps, "STAGES": shape.stages}
 
 
 def _product(kind: str, groups: int) -> Defines:
@@ -103,6 +110,12 @@ DEFINES: dict[str, list[Defines]] = {
         {"RESIDUAL": number % 2, "GELU": number % 2, "KIND": _id(kind)}
         for number, kind in enumerate(("f32", "f16", "bf16", *KINDS))
     ],
+    "sorted.cu": [
+        _sorted("q4_k", "q4_k", gated=1),
+        _sorted("q8_0", "q4_1", gated=1, memory=100 << 10),
+        _sorted("bf16", "bf16", gated=0, memory=64 << 10),
+    ],
+    "sorted_rows.cu": [{"X_F16": 0}, {"X_F16": 1}],
     "weigh.cu": [{"OUT_KIND": _id(kind)} for kind in ("f16", "bf16")],
 }
 # Other pairs of the same values, each of which takes seconds.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headroom.errors import DeviceError
-from headroom.kernels.cuda import experts, handover, matmul, pack, picks
+from headroom.kernels.cuda import experts, handover, matmul, pack, picks, sizes
 from headroom.kernels.cuda.experts import Others
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.native.module import MODULE
@@ -55,6 +55,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (pack, matmul, handover, experts):
         monkeypatch.setattr(module, "compile_kernel", compile_small)
     monkeypatch.setattr(upload, "SLOT_STEP", 32)
+    monkeypatch.setattr(sizes, "SORTED_PICKS", 0)  # hot experts are unpacked as cold ones are
     monkeypatch.setattr(picks, "product_way", lambda device: "loop")
     monkeypatch.setattr(torch, "mm", _in_float32)
     monkeypatch.setattr(stream, "CudaCopies", lambda device: LateCopies())

@@ -26,6 +26,7 @@ from headroom.kernels.cuda import (
     prefill,
     route,
     small,
+    sorted_experts,
     unpacked,
 )
 from headroom.kernels.cuda.sizes import PACKED, tile_bytes
@@ -46,7 +47,7 @@ from tests.memory.shapes import gpu, host
 
 LAUNCHERS = (
     *(attention, delta_net, experts, grouped, half_experts, matmul, narrow, prefill, route, small),
-    unpacked,
+    *(sorted_experts, unpacked),
 )
 ROUTE = route.route
 

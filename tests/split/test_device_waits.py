@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
-from headroom.kernels.cuda import picks
+from headroom.kernels.cuda import picks, sizes
 from headroom.kernels.cuda.prefill import attend
 from tests import family_configs
 from tests.family_gguf import write_gguf
@@ -74,8 +74,10 @@ def test_no_layer_waits_for_the_device(
     plan, model, _ = load_on_host(path, context=512, parallel=3, chunk=300)
     with NoWaits():
         run_step(plan, model, [(300, 212), (1, 511), (1, 400)])
+        run_step(plan, model, [(33, 0)])
+    monkeypatch.setattr(sizes, "SORTED_PICKS", 0)
     monkeypatch.setattr(picks, "product_way", lambda device: "loop")
-    with NoWaits(), pytest.raises(WaitedError, match="tolist"):  # what sm_75 does
+    with NoWaits(), pytest.raises(WaitedError, match="tolist"):  # what sm_75 does in long ones
         run_step(plan, model, [(33, 0)])
 
 

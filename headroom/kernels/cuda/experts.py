@@ -2,16 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from headroom.formats.quants import QuantType
-from headroom.kernels.cuda import half_experts, scratch
+from headroom.kernels.cuda import grouped, half_experts, scratch, sizes, sorted_experts
 from headroom.kernels.cuda.compile import Argument, compile_kernel, refuses_device
 from headroom.kernels.cuda.half_experts import Unpacked
 from headroom.kernels.cuda.matmul import HalfRows
 from headroom.kernels.cuda.narrow import NarrowRows, as_narrow, refuses_type
-from headroom.kernels.cuda.picks import ExpertGroup, expert_group, grouped_product, sort_picks
+from headroom.kernels.cuda.picks import (
+    ExpertGroup,
+    expert_group,
+    grouped_product,
+    product_way,
+    sort_picks,
+)
 from headroom.kernels.cuda.sizes import (
     EXPERT_STEP,
     RECORD_COLUMNS,
@@ -145,11 +152,43 @@ def many_rows(
     others: Others = NO_OTHERS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the same for many rows: each expert unpacked once for the rows that chose it."""
+    """Return the same for many rows: each expert unpacked once for the rows that chose it.
+
+    Where experts have few rows each their tiles are multiplied as they lie.
+    """
     narrow = as_narrow(x)
+    if _as_they_lie(ids, table):
+        if out is None:
+            out = torch.empty(len(ids), table.hidden, device=ids.device)
+        _compile_unpacked(table.kinds, activation, narrow.values.dtype, ids.device)
+        rest = (*others.arguments, out)
+        sorted_experts.sum_experts(narrow, (ids, weights), table, activation, rest)
+        return out
     rows = ChosenRows(narrow.values, ids, weights, narrow.powers)
     unpacked = _ByAddress(table, narrow.values.dtype)
     return sum_groups(rows, table, activation, unpacked, others, out)
+
+
+def _as_they_lie(ids: torch.Tensor, table: ExpertTiles) -> bool:
+    """Tell whether tiles are multiplied packed: few rows of an expert, and no link to any."""
+    here = all(part.device == ids.device for part in table.memory)
+    return here and len(ids) <= sizes.sorted_rows(len(table.addresses), ids.shape[1])
+
+
+@cache
+def _compile_unpacked(
+    kinds: Kinds, activation: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Compile what steps of more rows run: those come when a request waits.
+
+    What is in the source of few rows, too, is there since a step of one.
+    """
+    for kind in kinds:
+        compile_kernel("dequant.cu", "dequantise_experts", unpack_defines(kind, dtype))
+    if dtype == torch.float16:
+        half_experts.compile_all(activation)
+    elif product_way(device) == "own":
+        grouped.kernels()
 
 
 def sum_groups(

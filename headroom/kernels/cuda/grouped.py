@@ -5,7 +5,7 @@ How many rows an expert has only the device knows: nothing here waits to hear it
 
 import torch
 
-from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.cuda.compile import CudaKernel, compile_kernel
 
 OUTPUTS = 128  # of a tile
 STAGES = {64: 4, 128: 3}  # of parts in shared memory, by the most rows of a tile: 48 KiB of them
@@ -29,19 +29,25 @@ def product(
     assert outputs % 8 == 0
     assert columns % 8 == 0
     out = x.new_empty(picks, outputs)
-    # All are compiled when one is asked for: long steps come when a request waits.
-    kernels = {
-        rows: compile_kernel("grouped.cu", "grouped", {"ROWS": rows, "STAGES": stages})
-        for rows, stages in STAGES.items()
-    }
     beside, turns = _spread(-(-outputs // OUTPUTS))
-    kernels[tile_rows](
+    kernels()[tile_rows](
         (beside, most_tiles(picks, experts, tile_rows), turns),
         (THREADS,),
         (x, weights, ends, out, experts, outputs, columns),
         STAGES[tile_rows] * (tile_rows + OUTPUTS) * PART_BYTES,
     )
     return out
+
+
+def kernels() -> dict[int, CudaKernel]:
+    """Return the kernel of each of STAGES.
+
+    All are compiled when one is asked for: long steps come when a request waits.
+    """
+    return {
+        rows: compile_kernel("grouped.cu", "grouped", {"ROWS": rows, "STAGES": stages})
+        for rows, stages in STAGES.items()
+    }
 
 
 def fitting_rows(picks: int, experts: int) -> int:

@@ -19,6 +19,11 @@ class Unpacked(Protocol):
     def downs(self, group: ExpertGroup) -> torch.Tensor: ...
 
 
+def compile_all(activation: str) -> None:
+    """Compile the kernels before a step needs them; one source has them all."""
+    compile_kernel("half_experts.cu", "combine", _constants(activation))
+
+
 def add_group(
     x: NarrowRows,
     group: ExpertGroup,

@@ -11,6 +11,11 @@ PACKED = frozenset(
     for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "mxfp4", "q4_k", "q5_k", "q6_k")
 )
 TILED = PACKED | {F16, BF16}  # types that lie in tiles on a GPU; F32 does not
+# Up to so many picks an expert, on average, its packed tiles are multiplied as they lie; 0: never.
+# They are taken apart anew for every 32 rows: for more rows it costs less to unpack an expert once
+# and to leave the products to the fastest there are.
+SORTED_PICKS = 32
+SORTED_ROWS = 32  # most of an expert's rows that are multiplied at once, see sorted.cu
 PLAIN_STEP = 4  # of the columns of F16 and BF16, which are read so many at a time
 EXPERT_STEP = 8  # of an expert's sides: 16 bytes of a row in bf16, which products of many rows read
 
@@ -65,6 +70,20 @@ def experts_at_once(count: int, width: int, hidden: int, most_bytes: int) -> int
     """Return how many experts' gates and ups are unpacked at a time, in groups of one size."""
     fitting = max(1, most_bytes // (2 * _BF16_BYTES * width * hidden))
     return -(-count // -(-count // fitting))
+
+
+def sorted_rows(experts: int, used: int) -> int:
+    """Return the most rows of a step whose experts' tiles are multiplied as they lie."""
+    return SORTED_PICKS * experts // used
+
+
+def sorted_groups(picks: int, experts: int, rows: int = GROUP_ROWS) -> int:
+    """Return how many groups of `rows` picks have room for, however they spread over experts.
+
+    An expert's groups begin where those that end before it are counted full, and one more for each:
+    sorted.cu finds them without knowing how many picks other experts have one by one.
+    """
+    return picks // rows + experts
 
 
 def record_bytes(quant: QuantType) -> int:

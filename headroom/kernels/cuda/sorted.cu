@@ -1,0 +1,191 @@
+// Rows sorted by expert times the packed tiles of their expert, of which nothing is unpacked in memory.
+// GATED: whether gates and ups are multiplied, else downs; A_KIND, B_KIND: the types of both tiles of a pair, of
+// gate and up or twice of down; GELU: the activation, else silu; WARPS: of a block; STAGES: pairs of records
+// that a warp has asked for.
+//
+// A warp multiplies two tiles of weights with a tile of rows, record after record, so that a row's bits are the
+// same in every tile.
+#include "plain.cuh"
+#include "ring.cuh"
+#include "sorted.cuh"
+#include "experts.cuh"
+
+// Of a multiprocessor: then a thread has 128 registers, of which 25 to 32 rows want some more. Twice the warps
+// hide more of the time that records and rows take to come.
+#define MOST_WARPS 16
+
+struct Pair {
+    const u8 *first, *second;  // null: none
+};
+
+// A warp's ring of pairs of records, of so many bytes.
+template <int FIRST, int SECOND> struct PairRing {
+    Ring<STAGES, 1, FIRST> first;
+    Ring<STAGES, 1, SECOND> second;
+
+    __device__ __forceinline__ PairRing(u8* memory, u64* barriers, int lane)
+        : first{memory, barriers, lane}, second{memory + STAGES * FIRST, barriers + STAGES, lane} {
+        first.begin();
+        second.begin();
+    }
+    __device__ __forceinline__ void ask(int stage, const Pair& from) {
+        first.ask(stage, from.first, 0);
+        second.ask(stage, from.second, 0);
+    }
+    __device__ __forceinline__ Pair wait(int stage, int turn) const {
+        return {first.wait(stage, turn), second.wait(stage, turn)};
+    }
+};
+// Records of one size come as one stage.
+template <int BYTES> struct PairRing<BYTES, BYTES> {
+    Ring<STAGES, 2, BYTES> both;
+
+    __device__ __forceinline__ PairRing(u8* memory, u64* barriers, int lane) : both{memory, barriers, lane} {
+        both.begin();
+    }
+    __device__ __forceinline__ void ask(int stage, const Pair& from) {
+        both.ask(stage, from.first, static_cast<size_t>(from.second - from.first));
+    }
+    __device__ __forceinline__ Pair wait(int stage, int turn) const {
+        const u8* at = both.wait(stage, turn);
+        return {at, at + BYTES};
+    }
+};
+
+// What a warp multiplies: pairs `first`, first + step, ... of a tile of rows.
+struct Work {
+    int first, step, pairs, records, rows;
+    const u8* pieces;  // of the rows' first record
+    size_t apart;      // bytes to the next
+};
+
+// find(pair) tells where both tiles of a pair begin; put(pair, sums) gets their products with N groups of rows.
+template <int A, int B, int N, class Find, class Put>
+__device__ __forceinline__ void multiply_pairs(const Work& work, u8* memory, u64* barriers, Find find, Put put) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    PairRing<Record<A>::bytes, Record<B>::bytes> ring(memory, barriers, lane);
+    int ahead = work.first, record = 0;
+    const auto next = [&]() -> Pair {
+        if (ahead >= work.pairs) return {nullptr, nullptr};
+        Pair at = find(ahead);
+        at.first += static_cast<size_t>(record) * Record<A>::bytes;
+        at.second += static_cast<size_t>(record) * Record<B>::bytes;
+        if (++record == work.records) {
+            record = 0;
+            ahead += work.step;
+        }
+        return at;
+    };
+    for (int i = 0; i < STAGES; ++i) ring.ask(i, next());
+    Slot slots[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n) slots[n] = Slot{n * 8 + g < work.rows ? lane : t, {2 * t, 2 * t + 1}};
+    int stage = 0, turn = 0;
+    for (int pair = work.first; pair < work.pairs; pair += work.step) {
+        float acc[2][N][4] = {};
+        const u8* pieces = work.pieces;
+        for (int r = 0; r < work.records; ++r, pieces += work.apart) {
+            Rows<LANES, N, N == 1> rows;
+            rows.load(pieces, slots);
+            const Pair here = ring.wait(stage, turn);
+            if constexpr (A == B) {
+                typename SharedShare<A>::Type share[2];
+                share[0].template load<false>(here.first, lane);
+                share[1].template load<false>(here.second, lane);
+                add_any<A, 2, N>(share, rows, acc);
+            } else {
+                typename SharedShare<A>::Type first;
+                first.template load<false>(here.first, lane);
+                add_any<A, 1, N>(&first, rows, acc);
+                typename SharedShare<B>::Type second;
+                second.template load<false>(here.second, lane);
+                add_any<B, 1, N>(&second, rows, acc + 1);
+            }
+            ring.ask(stage, next());
+            if (++stage == STAGES) {
+                stage = 0;
+                ++turn;
+            }
+        }
+        put(pair, acc);
+    }
+}
+
+// As many groups as the tile of rows has.
+template <int A, int B, class Find, class Put>
+__device__ __forceinline__ void multiply_any(const Work& work, Find find, Put put) {
+    extern __shared__ __align__(16) float shared[];
+    __shared__ u64 barriers[WARPS][2 * STAGES];
+    const int warp = threadIdx.x / 32;
+    u8* memory = reinterpret_cast<u8*>(shared) + warp * STAGES * (Record<A>::bytes + Record<B>::bytes);
+    switch ((work.rows + 7) / 8) {
+    case 1: return multiply_pairs<A, B, 1>(work, memory, barriers[warp], find, put);
+    case 2: return multiply_pairs<A, B, 2>(work, memory, barriers[warp], find, put);
+    case 3: return multiply_pairs<A, B, 3>(work, memory, barriers[warp], find, put);
+    default: return multiply_pairs<A, B, 4>(work, memory, barriers[warp], find, put);
+    }
+}
+
+__device__ __forceinline__ Work work_on(const RowTile& tile, const u8* pieces, int pairs, int records, int groups) {
+    const int warp = threadIdx.x / 32;
+    const size_t piece = Piece<LANES>::bytes;
+    return {static_cast<int>(blockIdx.x) * WARPS + warp, static_cast<int>(gridDim.x) * WARPS, pairs, records, tile.rows,
+            pieces + tile.first / 8 * piece, groups * piece};
+}
+
+#if GATED
+// inner [8 * groups, width] = act(gate x) * up x, by place. blockIdx: the first pairs, of a gate's tile and
+// up's, others follow gridDim.x later; the tile of rows.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, MOST_WARPS / WARPS)
+gate_up(const RowTile* tiles, const u8* pieces, float* inner, int width, int records, int groups) {
+    begin_after_last();
+    const RowTile tile = tiles[blockIdx.y];
+    if (tile.rows == 0) return;
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const size_t each_gate = static_cast<size_t>(records) * Record<A_KIND>::bytes;
+    const size_t each_up = static_cast<size_t>(records) * Record<B_KIND>::bytes;
+    multiply_any<A_KIND, B_KIND>(
+        work_on(tile, pieces, (width + 15) / 16, records, groups),
+        [&](int pair) -> Pair { return {tile.matrices[0] + pair * each_gate, tile.matrices[1] + pair * each_up}; },
+        [&](int pair, const auto& sums) {
+            constexpr int N = sizeof sums[0] / sizeof sums[0][0];
+#pragma unroll
+            for (int i = 0; i < 4 * N; ++i) {
+                const int row = i / 4 * 8 + 2 * t + i % 2, column = pair * 16 + g + i % 4 / 2 * 8;
+                if (row < tile.rows && column < width)
+                    inner[static_cast<size_t>(tile.first + row) * width + column] =
+                        activated(sums[0][i / 4][i % 4]) * sums[1][i / 4][i % 4];
+            }
+        });
+}
+
+#else
+// answers [picks, hidden] of each pick's expert; pairs are of neighbours.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, MOST_WARPS / WARPS)
+down(const RowTile* tiles, const u8* pieces, const int* order, float* answers, int hidden, int records, int groups) {
+    begin_after_last();
+    const RowTile tile = tiles[blockIdx.y];
+    if (tile.rows == 0) return;
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, last = (hidden - 1) / 16;
+    const size_t each = static_cast<size_t>(records) * Record<A_KIND>::bytes;
+    multiply_any<A_KIND, A_KIND>(
+        work_on(tile, pieces, last / 2 + 1, records, groups),
+        // Where tiles are odd in number the last one has no neighbour but itself.
+        [&](int pair) -> Pair {
+            return {tile.matrices[2] + 2 * pair * each, tile.matrices[2] + min(2 * pair + 1, last) * each};
+        },
+        [&](int pair, const auto& sums) {
+            constexpr int N = sizeof sums[0] / sizeof sums[0][0];
+#pragma unroll
+            for (int i = 0; i < 2 * N; ++i) {
+                const int row = i / 2 * 8 + 2 * t + i % 2;
+                if (row >= tile.rows) continue;
+                float* to = answers + static_cast<size_t>(order[tile.first + row]) * hidden;
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    if (const int column = pair * 32 + j * 8 + g; column < hidden)
+                        to[column] = sums[j / 2][i / 2][i % 2 + j % 2 * 2];
+            }
+        });
+}
+#endif

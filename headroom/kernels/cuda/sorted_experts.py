@@ -1,0 +1,207 @@
+"""Routed experts of short prompts: rows sorted by expert meet packed tiles as they lie.
+
+How many rows an expert has only the device knows: nothing here waits to hear it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Protocol
+
+import torch
+
+from headroom.formats.quants import QuantType
+from headroom.kernels.cuda import scratch
+from headroom.kernels.cuda.compile import Argument, CudaKernel, compile_kernel, shared_bytes_of
+from headroom.kernels.cuda.narrow import NarrowRows
+from headroom.kernels.cuda.sizes import (
+    GROUP_ROWS,
+    RECORD_COLUMNS,
+    SORTED_ROWS,
+    TILE_ROWS,
+    half_rows_bytes,
+    record_bytes,
+    sorted_groups,
+)
+
+SORT_THREADS = 512  # of sorted.cu
+TILE_WORDS = 4  # of 64 bits: where an expert's matrices are, and which rows meet them
+WANTED_WARPS = 12  # of a multiprocessor: others work while one waits for its records
+SHARED_SHARE = 0.7  # of its shared memory: the rest is the cache that rows come through
+WARP_RECORDS = 8  # of pairs, that a warp has at least: it waits once for the first
+BLOCK_OVERHEAD_BYTES = 2048  # of shared memory: barriers, and what is kept back
+# Warps of a block and pairs of records that each has asked for, the best first.
+SHAPES = ((8, 2), (4, 2), (8, 1), (4, 1), (2, 1), (1, 1))
+
+
+class Experts(Protocol):
+    """One layer's experts in tiles, all of them in the GPU's own memory."""
+
+    @property
+    def addresses(self) -> torch.Tensor: ...  # int64 [experts, 3], on the GPU
+
+    @property
+    def kinds(self) -> tuple[QuantType, ...]: ...  # of gate, up and down
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def hidden(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How warps share a product; what they sum, and in which order, does not follow from it."""
+
+    warps: int  # of a block
+    stages: int  # pairs of records that a warp has asked for
+    shared_bytes: int  # of a block
+
+
+@cache
+def shape_for(pair: tuple[QuantType, QuantType], block_bytes: int, all_bytes: int) -> Shape:
+    """Return the shape for pairs of records of two types.
+
+    By the shared memory of a block and of a multiprocessor: the first of which enough warps run at
+    a time, else the one that has the most.
+    """
+    size = sum(record_bytes(kind) for kind in pair)
+    shapes = [Shape(warps, stages, warps * stages * size) for warps, stages in SHAPES]
+
+    def running(shape: Shape) -> int:
+        needed = shape.shared_bytes + BLOCK_OVERHEAD_BYTES
+        fitting = int(SHARED_SHARE * all_bytes) // needed if needed <= block_bytes else 0
+        return shape.warps * fitting
+
+    return max(shapes, key=lambda shape: min(running(shape), WANTED_WARPS))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Places:
+    """Where picks stand, sorted by expert in groups of eight."""
+
+    order: torch.Tensor  # int32 [8 * groups]: the pick at each place, -1: none
+    tiles: torch.Tensor  # int64 [tiles, TILE_WORDS], see sorted.cuh
+    groups: int
+
+
+def sum_experts(
+    x: NarrowRows,
+    picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights [rows, used]
+    experts: Experts,
+    activation: str,
+    rest: tuple[Argument, ...],  # what rows get besides, and the output
+) -> None:
+    """Write the weighted sums of each row's experts, and what rows get besides.
+
+    Picks with a negative id are passed over. A row's bits do not depend on the rows it comes with.
+    """
+    ids, weights = picks
+    assert x.values.is_contiguous()
+    assert ids.is_contiguous()
+    assert weights.is_contiguous()
+    (rows, used), hidden = ids.shape, experts.hidden
+    down = experts.kinds[2]
+    defines = {"X_F16": int(x.values.dtype == torch.float16)}
+    of_rows = partial(compile_kernel, "sorted_rows.cu", defines=defines)
+    with scratch.frame():
+        places = _sort(of_rows("sort_picks"), ids, experts)
+        inner = _inner_pieces(of_rows, x, used, experts, activation, places)
+        answers = scratch.empty(rows * used, hidden, device=ids.device)
+        _multiply(
+            ("down", (down, down), ""),
+            (inner, places.order, answers, hidden),
+            (_up(hidden, 2 * TILE_ROWS), experts.width),
+            places,
+        )
+        of_rows("sum_answers")(
+            (rows,), (256,), (answers, ids, weights, used, hidden, *rest), early=True
+        )
+
+
+def _sort(kernel: CudaKernel, ids: torch.Tensor, experts: Experts) -> _Places:
+    picks, count = ids.numel(), len(experts.addresses)
+    groups, tiles = (sorted_groups(picks, count, rows) for rows in (GROUP_ROWS, SORTED_ROWS))
+    order = scratch.empty(groups * GROUP_ROWS, dtype=torch.int32, device=ids.device)
+    found = scratch.empty(tiles, TILE_WORDS, dtype=torch.int64, device=ids.device)
+    kernel(
+        (count,),
+        (SORT_THREADS,),
+        (ids, experts.addresses, order, found, picks, groups, tiles),
+        early=True,
+    )
+    return _Places(order, found, groups)
+
+
+def _inner_pieces(
+    of_rows: Callable[[str], CudaKernel],
+    x: NarrowRows,
+    used: int,
+    experts: Experts,
+    activation: str,
+    places: _Places,
+) -> torch.Tensor:
+    """Return what the picks' experts have between up and down, in f16."""
+    device, groups = x.values.device, places.groups
+    width, hidden = experts.width, experts.hidden
+    gate, up, _ = experts.kinds
+    out = _empty_pieces(groups, width, device)
+    with scratch.frame():
+        gathered = _empty_pieces(groups, hidden, device)
+        inner = scratch.empty(GROUP_ROWS * groups, width, device=device)
+        records = _up(hidden, RECORD_COLUMNS)
+        of_rows("gather_rows")(
+            (groups * records,),
+            (GROUP_ROWS * 32,),
+            (x.values, x.powers, places.order, gathered, used, hidden, records, groups),
+            early=True,
+        )
+        _multiply(
+            ("gate_up", (gate, up), activation),
+            (gathered, inner, width),
+            (_up(width, TILE_ROWS), hidden),
+            places,
+        )
+        records = _up(width, RECORD_COLUMNS)
+        of_rows("halve_inner")(
+            (groups * records,),
+            (GROUP_ROWS * 32,),
+            (inner, places.order, out, width, records, groups),
+            early=True,
+        )
+    return out
+
+
+def _multiply(
+    product: tuple[str, tuple[QuantType, QuantType], str],  # its kernel, types, activation
+    tensors: tuple[Argument, ...],
+    sides: tuple[int, int],  # pairs of tiles, and columns
+    places: _Places,
+) -> None:
+    """Multiply every tile of rows with all pairs of its expert's tiles."""
+    (name, kinds, activation), (pairs, columns) = product, sides
+    device, records = places.order.device, _up(columns, RECORD_COLUMNS)
+    gpu = torch.cuda.get_device_properties(device)
+    shape = shape_for(kinds, shared_bytes_of(device), gpu.shared_memory_per_multiprocessor)
+    defines = {
+        "GATED": int(name == "gate_up"), "A_KIND": kinds[0].ggml_id, "B_KIND": kinds[1].ggml_id,
+        "GELU": int(activation == "gelu"), "WARPS": shape.warps, "STAGES": shape.stages,
+    }  # fmt: skip
+    turns = _up(WARP_RECORDS, records)
+    compile_kernel("sorted.cu", name, defines)(
+        (_up(pairs, shape.warps * turns), len(places.tiles)),
+        (shape.warps * 32,),
+        (places.tiles, *tensors, records, places.groups),
+        shape.shared_bytes,
+        early=True,
+    )
+
+
+def _empty_pieces(groups: int, columns: int, device: torch.device) -> torch.Tensor:
+    size = half_rows_bytes(GROUP_ROWS * groups, columns)
+    return scratch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step)

@@ -1,0 +1,155 @@
+// Rows on their way to their experts and back: sorted, made ready for products, and summed.
+// X_F16: rows are f16 with powers of two, else bf16.
+#include "early.cuh"
+#include "halves.cuh"
+#include "sorted.cuh"
+#define GELU 0  // nothing here has an activation
+#include "experts.cuh"
+
+#define SORT_WARPS 16
+
+// Groups and tiles of an expert come after those of the experts before it, each of which may have one that is
+// not full: where they begin follows from how many picks these have in all.
+struct Begin {
+    int group, tile;
+
+    __device__ __forceinline__ Begin(int expert, int picks_before)
+        : group(picks_before / 8 + expert), tile(picks_before / ROWS + expert) {}
+};
+
+// order [8 * groups]: the pick at each place, -1 where there is none; picks of an expert keep their order.
+// blockIdx.x: the expert. Every block counts for itself what the picks of earlier experts take.
+extern "C" __global__ void __launch_bounds__(SORT_WARPS * 32)
+sort_picks(const int* ids, const long long* table, int* order, RowTile* tiles, int picks, int groups, int most_tiles) {
+    begin_after_last();
+    __shared__ int own[SORT_WARPS], earlier[SORT_WARPS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, expert = blockIdx.x;
+    const int each = (picks + SORT_WARPS * 32 - 1) / (SORT_WARPS * 32) * 32;  // picks of a warp
+    const int begin = warp * each, end = min(begin + each, picks);
+    int mine = 0, less = 0;
+    for (int i = begin + lane; i < end; i += 32) {
+        mine += ids[i] == expert;
+        less += ids[i] >= 0 && ids[i] < expert;
+    }
+#pragma unroll
+    for (int by = 16; by; by /= 2) {
+        mine += __shfl_xor_sync(~0u, mine, by);
+        less += __shfl_xor_sync(~0u, less, by);
+    }
+    if (lane == 0) {
+        own[warp] = mine;
+        earlier[warp] = less;
+    }
+    __syncthreads();
+    int before = 0, count = 0, place = 0;
+    for (int w = 0; w < SORT_WARPS; ++w) {
+        if (w == warp) place = count;
+        before += earlier[w];
+        count += own[w];
+    }
+    const Begin first(expert, before), next(expert + 1, before + count);
+    const bool last = expert + 1 == static_cast<int>(gridDim.x);
+    place += first.group * 8;
+    for (int i = begin; i < end && mine; i += 32) {
+        const bool found = i + lane < end && ids[i + lane] == expert;
+        const u32 all = __ballot_sync(~0u, found);
+        if (found) order[place + __popc(all & ((1u << lane) - 1))] = i + lane;
+        place += __popc(all);
+    }
+    const int after = (last ? groups : next.group) * 8;
+    for (int i = first.group * 8 + count + threadIdx.x; i < after; i += SORT_WARPS * 32) order[i] = -1;
+    const int ends = last ? most_tiles : next.tile;
+    for (int i = threadIdx.x; first.tile + i < ends; i += SORT_WARPS * 32) {
+        RowTile tile;
+#pragma unroll
+        for (int part = 0; part < 3; ++part) tile.matrices[part] = reinterpret_cast<const u8*>(table[expert * 3 + part]);
+        tile.first = first.group * 8 + i * ROWS;
+        tile.rows = max(0, min(ROWS, count - i * ROWS));
+        tiles[first.tile + i] = tile;
+    }
+}
+
+// A warp's place and record of those that all warps of the grid share among themselves.
+struct Unit {
+    int place, record, column;  // the lane's first of eight
+
+    __device__ __forceinline__ explicit Unit(int records) {
+        const int number = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+        place = number / records;
+        record = number % records;
+        column = record * 256 + threadIdx.x % 32 * 8;
+    }
+    __device__ __forceinline__ u8* piece(u8* pieces, int groups) const {
+        return pieces + (static_cast<size_t>(record) * groups + place / 8) * Piece<LANES>::bytes;
+    }
+};
+
+// pieces [record][group] of the rows at all places. x [rows, columns], columns a multiple of 8.
+extern "C" __global__ void __launch_bounds__(256)
+gather_rows(const u16* x, const float* powers, const int* order, u8* pieces, int used, int columns, int records,
+            int groups) {
+    begin_after_last();
+    const Unit unit(records);
+    const int pick = unit.place < groups * 8 ? order[unit.place] : -1;
+    if (pick < 0) return;
+    const int row = pick / used;
+    float v[8] = {};
+    if (unit.column < columns) {
+        const uint4 words = *reinterpret_cast<const uint4*>(x + static_cast<size_t>(row) * columns + unit.column);
+        const u32 each[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#if X_F16
+            const float2 both = __half22float2(as_halves(each[i]));
+            v[2 * i] = both.x * powers[row];
+            v[2 * i + 1] = both.y * powers[row];
+#else
+            v[2 * i] = __uint_as_float(each[i] << 16);
+            v[2 * i + 1] = __uint_as_float(each[i] & 0xFFFF0000u);
+#endif
+        }
+    }
+    write_halves<LANES>(v, unit.piece(pieces, groups), unit.place % 8);
+}
+
+// The same of what experts have between up and down, which lies by place: inner [8 * groups, width].
+extern "C" __global__ void __launch_bounds__(256)
+halve_inner(const float* inner, const int* order, u8* pieces, int width, int records, int groups) {
+    begin_after_last();
+    const Unit unit(records);
+    if (unit.place >= groups * 8 || order[unit.place] < 0) return;
+    float v[8] = {};
+    if (unit.column < width) {
+        const float4* from =
+            reinterpret_cast<const float4*>(inner + static_cast<size_t>(unit.place) * width + unit.column);
+        const float4 a = from[0], b = from[1];
+        v[0] = a.x; v[1] = a.y; v[2] = a.z; v[3] = a.w;
+        v[4] = b.x; v[5] = b.y; v[6] = b.z; v[7] = b.w;
+    }
+    write_halves<LANES>(v, unit.piece(pieces, groups), unit.place % 8);
+}
+
+// The weighted sum of each row's answers, the best expert first. blockIdx.x: the row.
+extern "C" __global__ void __launch_bounds__(256)
+sum_answers(const float* answers, const int* ids, const float* weights, int used, int hidden, const float* residual,
+            const float* visited, const float* logits, int stride, float* out) {
+    begin_after_last();
+    const int row = blockIdx.x;
+    const Others others{residual, visited, logits, stride};
+    for (int column = threadIdx.x * 4; column < hidden; column += 1024) {
+        float sums[4] = {};
+        for (int pick = row * used; pick < row * used + used; ++pick) {
+            if (ids[pick] < 0) continue;
+            const float by = weights[pick];
+            const float4 answer =
+                *reinterpret_cast<const float4*>(answers + static_cast<size_t>(pick) * hidden + column);
+            sums[0] = fmaf(by, answer.x, sums[0]);
+            sums[1] = fmaf(by, answer.y, sums[1]);
+            sums[2] = fmaf(by, answer.z, sums[2]);
+            sums[3] = fmaf(by, answer.w, sums[3]);
+        }
+        const size_t at = static_cast<size_t>(row) * hidden + column;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[at + i] = others.add(sums[i], row, at + i);
+    }
+}

@@ -1,0 +1,240 @@
+"""Experts of short prompts: rows sorted by expert times packed tiles, CUDA kernels on the CPU."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headroom.formats.quants import BY_NAME
+from headroom.kernels.cuda import (
+    experts,
+    matmul,
+    narrow,
+    pack,
+    picks,
+    scratch,
+    sizes,
+    sorted_experts,
+)
+from headroom.kernels.cuda.compile import read_source
+from headroom.kernels.cuda.experts import many_rows
+from headroom.kernels.cuda.sizes import TILED, record_bytes, sorted_groups, sorted_rows
+from headroom.memory import device_scratch
+from headroom.memory.device_scratch import DeviceStep
+from tests.gpu import check_experts
+from tests.gpu.check_experts import make_table, to_tiles
+from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+GROUP, TILE = sizes.GROUP_ROWS, sizes.SORTED_ROWS
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Let the launchers run their kernels here, as if on a GPU of the properties returned."""
+    torch.manual_seed(0)
+    for module in (experts, matmul, narrow, pack, sorted_experts):
+        monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
+    monkeypatch.setattr(experts, "_compile_unpacked", lambda *needed: None)
+    monkeypatch.setattr(check_experts, "DEVICE", "cpu")
+    properties = SimpleNamespace(
+        shared_memory_per_block_optin=227 << 10, shared_memory_per_multiprocessor=228 << 10
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return properties
+
+
+def sort(ids: torch.Tensor, count: int) -> tuple[list[int], list[list[int]]]:
+    """The pick at each place, and of each tile its matrices, its first place and its rows."""
+    groups, tiles = (sorted_groups(ids.numel(), count, rows) for rows in (GROUP, TILE))
+    order = torch.full((groups * GROUP + 8,), -9, dtype=torch.int32)
+    found = torch.full((tiles + 1, 8), -9, dtype=torch.int32)
+    table = torch.arange(3 * count).view(count, 3)
+    kernel = compile_on_cpu("sorted_rows.cu", "sort_picks", {"X_F16": 0})
+    arguments = (ids, table, order, found, ids.numel(), groups, tiles)
+    kernel((count,), (sorted_experts.SORT_THREADS,), arguments)
+    assert (order[groups * GROUP :] == -9).all()
+    assert (found[tiles:] == -9).all()
+    return order[: groups * GROUP].tolist(), found[:tiles].tolist()
+
+
+@given(
+    rows=st.integers(1, 60),
+    count=st.integers(1, 9),
+    used=st.integers(1, 4),
+    crowd=st.integers(0, 60),  # rows that all choose the last expert
+    seed=st.integers(0, 1000),
+)
+@settings(deadline=None, max_examples=25)
+def test_every_pick_has_a_place_among_its_experts_and_is_in_one_tile(
+    rows: int, count: int, used: int, crowd: int, seed: int
+) -> None:
+    ids = torch.randint(
+        -1, count, (rows, used), generator=torch.Generator().manual_seed(seed), dtype=torch.int32
+    )
+    ids[:crowd] = count - 1
+    order, tiles = sort(ids, count)
+    flat, seen = ids.flatten().tolist(), []
+    for *words, first, height in tiles:
+        if not height:
+            continue
+        expert = words[4] // 3
+        assert words == [3 * expert, 0, 3 * expert + 1, 0, 3 * expert + 2, 0]
+        assert 0 < height <= TILE
+        assert first % GROUP == 0
+        own = order[first : first + height]
+        assert {flat[pick] for pick in own} == {expert}
+        seen += own
+        # Groups are filled up by nobody's places.
+        assert set(order[first + height : -(-(first + height) // GROUP) * GROUP]) <= {-1}
+    wanted = [pick for expert in range(count) for pick, x in enumerate(flat) if x == expert]
+    assert seen == wanted  # in order within an expert, too
+    assert [pick for pick in order if pick >= 0] == wanted
+
+
+CASES: list[check_experts.Case] = [
+    (("q4_k", "q4_k", "q6_k"), (2, 256, 256), 40, 2, "silu"),
+    (("mxfp4", "q8_0", "q4_1"), (3, 64, 288), 45, 2, "gelu"),
+    (("bf16", "f16", "bf16"), (4, 24, 40), 9, 2, "silu"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sorted_rows_agree_with_the_reference(case: check_experts.Case) -> None:
+    assert check_experts.check(*case, "sorted")
+
+
+@pytest.mark.parametrize(("block", "all_"), [(99 << 10, 100 << 10), (64 << 10, 64 << 10)])
+def test_blocks_of_other_gpus_come_to_the_same_bits(
+    gpu: SimpleNamespace, block: int, all_: int
+) -> None:
+    kinds = ("q4_k", "q4_k", "q4_k")
+    tiles, ids = to_tiles(make_table(kinds, 3, 48, 512)), torch.randint(0, 3, (40, 2)).int()
+    x, weights = torch.randn(40, 512).bfloat16(), torch.rand(40, 2)
+    large = many_rows(x, ids, weights, tiles, "silu")
+    gpu.shared_memory_per_block_optin, gpu.shared_memory_per_multiprocessor = block, all_
+    assert torch.equal(many_rows(x, ids, weights, tiles, "silu"), large)
+
+
+@pytest.mark.parametrize("kind", ["q4_k", "bf16"])
+def test_what_a_sorted_row_gets_does_not_depend_on_other_rows(kind: str) -> None:
+    sides = (3, 32, 256 if kind == "q4_k" else 40)
+    down = "q8_0" if kind == "q4_k" else kind  # whose rows may be short
+    assert check_experts.check_sorted_alone((kind, kind, down), sides, 50, 2)
+
+
+@pytest.mark.parametrize("memory", [(227 << 10, 228 << 10), (99 << 10, 100 << 10), (65536, 65536)])
+@pytest.mark.parametrize("name", sorted(quant.name for quant in TILED))
+def test_blocks_fit_and_several_warps_run_at_a_time(name: str, memory: tuple[int, int]) -> None:
+    kind = BY_NAME[name]
+    shape = sorted_experts.shape_for((kind, kind), *memory)
+    assert shape.shared_bytes == shape.warps * shape.stages * 2 * record_bytes(kind)
+    assert shape.shared_bytes + sorted_experts.BLOCK_OVERHEAD_BYTES <= memory[0]
+    running = shape.warps * (memory[1] // (shape.shared_bytes + 2048))
+    plain = name in ("f16", "bf16")
+    if memory[1] == 228 << 10:
+        assert running >= (8 if plain else 12)
+    else:
+        assert running >= (2 if plain else 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "warps", "stages"), [("q4_k", 8, 2), ("q6_k", 8, 1), ("q8_0", 8, 1), ("bf16", 8, 1)]
+)
+def test_an_h200_leaves_a_cache_to_rows(name: str, warps: int, stages: int) -> None:
+    shape = sorted_experts.shape_for((BY_NAME[name],) * 2, 227 << 10, 228 << 10)
+    assert (shape.warps, shape.stages) == (warps, stages)
+
+
+def test_macros_are_the_launchers_numbers() -> None:
+    source = read_source("sorted_rows.cu")
+    assert f"#define ROWS {sizes.SORTED_ROWS} " in source
+    assert f"#define SORT_WARPS {sorted_experts.SORT_THREADS // 32}\n" in source
+    assert device_scratch.TILE_BYTES == 8 * sorted_experts.TILE_WORDS
+
+
+def test_short_steps_are_sorted_and_long_ones_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = []
+    monkeypatch.setattr(sorted_experts, "sum_experts", lambda *given: took.append("sorted"))
+    monkeypatch.setattr(experts, "sum_groups", lambda *given: took.append("unpacked"))
+    where, cold = torch.zeros(4, 3, dtype=torch.int64), torch.zeros(1, device="meta")
+    table = experts.ExpertTiles(where, (), 8, 8, 0, ())
+    most = sorted_rows(4, 2)
+    assert most == sizes.SORTED_PICKS * 2
+    for rows in (33, most, most + 1):
+        ids = torch.zeros(rows, 2, dtype=torch.int32)
+        many_rows(torch.zeros(rows, 8), ids, ids.float(), table, "silu")
+    assert took == ["sorted", "sorted", "unpacked"]
+    elsewhere = replace(table, memory=(where, cold))
+    ids = torch.zeros(33, 2, dtype=torch.int32)
+    many_rows(torch.zeros(33, 8), ids, ids.float(), elsewhere, "silu")
+    assert took[3:] == ["unpacked"]
+
+
+def test_kernels_of_longer_steps_are_compiled_with_those_of_short_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    asked: list[tuple[str, str]] = []
+
+    def note(source: str, name: str, defines: Mapping[str, int] | None = None) -> None:
+        asked.append((source, name))
+
+    for module in (experts, experts.grouped, experts.half_experts):
+        monkeypatch.setattr(module, "compile_kernel", note)
+    monkeypatch.setattr(experts, "product_way", lambda device: "own")
+    kinds = (BY_NAME["q4_k"], BY_NAME["q4_k"], BY_NAME["q6_k"])
+    for dtype, products in (
+        (torch.bfloat16, [("grouped.cu", "grouped")] * 2),
+        (torch.float16, [("half_experts.cu", "combine")]),
+    ):
+        asked.clear()
+        experts._compile_unpacked.__wrapped__(kinds, "silu", dtype, torch.device("cpu"))
+        assert asked == [("dequant.cu", "dequantise_experts")] * 3 + products
+
+
+def peak_bytes(shape: Sequence[int], arena: scratch.Arena) -> int:
+    """Of a step of (rows, experts, used, width, hidden), whose kernels do nothing."""
+    rows, count, used, width, hidden = shape
+    where, quant = torch.zeros(count, 3, dtype=torch.int64), BY_NAME["q4_k"]
+    table = experts.ExpertTiles(where, (quant,) * 3, width, hidden, 0, ())
+    ids = torch.zeros(rows, used, dtype=torch.int32)
+    with scratch.opened(arena), scratch.frame():
+        many_rows(torch.zeros(rows, hidden).bfloat16(), ids, ids.float(), table, "silu")
+    return arena.peak_bytes
+
+
+@pytest.mark.parametrize(
+    "shape", [(64, 4, 2, 64, 256), (33, 8, 2, 48, 520), (40, 256, 8, 512, 2048)], ids=str
+)
+def test_scratch_of_sorted_rows_is_what_the_planner_counts(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(
+        sorted_experts, "compile_kernel", lambda *given, **more: lambda *call, **options: None
+    )
+    rows, count, used, width, hidden = shape
+    assert rows <= sorted_rows(count, used)
+    layer = SimpleNamespace(experts=count, experts_used=used, expert_width=width)
+    tally = device_scratch._Tally()
+    device_scratch._sorted(tally, layer, DeviceStep(hidden, rows, 1, 4096, 1 << 20))  # type: ignore[arg-type]
+    arena = scratch.Arena(torch.empty(0, dtype=torch.uint8))
+    assert peak_bytes(shape, arena) == tally.peak
+    monkeypatch.setattr(sizes, "SORTED_PICKS", 0)
+    none = device_scratch._Tally()
+    device_scratch._sorted(none, layer, DeviceStep(hidden, rows, 1, 4096, 1 << 20))  # type: ignore[arg-type]
+    assert none.peak == 0
+
+
+def test_no_rows_choose_nobody() -> None:
+    ids = torch.full((5, 2), -1, dtype=torch.int32)
+    tiles = to_tiles(make_table(("q8_0", "q8_0", "q8_0"), 2, 32, 64))
+    x, residual = torch.randn(5, 64).bfloat16(), torch.randn(5, 64)
+    others = experts.Others(residual=residual)
+    assert picks.sort_picks(ids, 2).ends.tolist() == [0, 0]
+    found = many_rows(x, ids, torch.rand(5, 2), tiles, "silu", others)
+    assert torch.equal(found, residual)
