@@ -7,8 +7,9 @@ import torch
 
 from headroom.formats.quants import QuantType
 from headroom.kernels.cuda import half_experts, scratch
-from headroom.kernels.cuda.compile import Argument, compile_kernel, refuses_device
+from headroom.kernels.cuda.compile import compile_kernel, refuses_device
 from headroom.kernels.cuda.half_experts import Unpacked
+from headroom.kernels.cuda.launch import Argument
 from headroom.kernels.cuda.matmul import HalfRows
 from headroom.kernels.cuda.narrow import NarrowRows, as_narrow, refuses_type
 from headroom.kernels.cuda.picks import ExpertGroup, expert_group, grouped_product, sort_picks

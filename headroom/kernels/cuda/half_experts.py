@@ -6,7 +6,8 @@ from typing import Protocol
 import torch
 
 from headroom.kernels.cuda import scratch
-from headroom.kernels.cuda.compile import Argument, compile_kernel
+from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.cuda.launch import Argument
 from headroom.kernels.cuda.narrow import POWER_THREADS, NarrowRows
 from headroom.kernels.cuda.picks import ExpertGroup, SortedPicks
 
