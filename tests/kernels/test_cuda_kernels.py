@@ -15,6 +15,7 @@ from headroom.kernels.cuda import (
     matmul,
     narrow,
     pack,
+    picks,
     route,
 )
 from headroom.kernels.cuda.delta_net import ChunkBlocks
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Let the launchers run their kernels here, as if on a GPU of the properties returned."""
     torch.manual_seed(0)
-    for module in (delta_net, experts, grouped, half_experts, matmul, narrow, pack, route):
+    for module in (delta_net, experts, grouped, half_experts, matmul, narrow, pack, picks, route):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     for check in (check_delta_net, check_experts, check_matmul, check_route):
         monkeypatch.setattr(check, "DEVICE", "cpu")

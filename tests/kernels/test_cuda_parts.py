@@ -41,7 +41,7 @@ def in_float32(
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launchers run their kernels here."""
     torch.manual_seed(0)
-    for module in (experts, half_experts, matmul, narrow, pack, small, unpacked):
+    for module in (experts, half_experts, matmul, narrow, pack, picks, small, unpacked):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     monkeypatch.setattr(check_experts, "DEVICE", "cpu")
     monkeypatch.setattr(torch, "mm", in_float32)
@@ -142,12 +142,33 @@ def test_experts_in_groups_agree_with_the_reference(
 
 def test_a_group_has_its_own_picks_first() -> None:
     ids = torch.tensor([[2, 0], [-1, 2], [0, 3]], dtype=torch.int32)
-    sorted_ = picks.sort_picks(ids, 5)
+    sorted_ = picks.sort_in_groups(ids, 5, 2)
     group = picks.expert_group(sorted_, 2, 2)
     assert (group.first, group.last) == (2, 3)
     assert group.start is not None
     assert group.start.tolist() == [2]
-    assert group.rows[:3].tolist() == [0, 1, 2]
     assert group.ends.tolist() == [2, 3]
+    assert (group.most, group.among, group.size) == (6, 5, 2)
+    x, out = torch.randn(3, 24).bfloat16(), torch.zeros(6, 24, dtype=torch.bfloat16)
+    assert torch.equal(picks.gather_rows(x, group, out)[:3], x[[0, 1, 2]])
+    assert not out[3:].any()  # nobody reads them
     assert picks.expert_group(sorted_, 0, 2).start is None
     assert picks.expert_group(sorted_, 4, 2).last == 4
+
+
+@pytest.mark.parametrize(("rows", "used", "experts_"), [(40, 8, 7), (1, 1, 3), (67, 8, 40)])
+@pytest.mark.parametrize("each", [1, 4, 40])
+def test_picks_are_sorted_as_torch_sorts_them(
+    rows: int, used: int, experts_: int, each: int
+) -> None:
+    ids = torch.randint(-2, experts_, (rows, used), dtype=torch.int32)
+    found, wanted = picks.sort_in_groups(ids, experts_, each), picks.sort_picks(ids, experts_)
+    for a, b in (
+        (found.rows, wanted.rows),
+        (found.places, wanted.places),
+        (found.ends, wanted.ends),
+    ):
+        assert torch.equal(a, b)
+    ends = [0, *wanted.ends.tolist()]
+    in_groups = [ends[e + 1] - ends[e // each * each] for e in range(experts_)]
+    assert found.group_ends.tolist() == in_groups

@@ -45,8 +45,8 @@ from headroom.options import Options
 from tests.memory.shapes import gpu, host
 
 LAUNCHERS = (
-    *(attention, delta_net, experts, grouped, half_experts, matmul, narrow, prefill, route, small),
-    unpacked,
+    *(attention, delta_net, experts, grouped, half_experts, matmul, narrow, picks, prefill, route),
+    *(small, unpacked),
 )
 ROUTE = route.route
 

@@ -35,9 +35,8 @@ class Arguments:
     def fill(self, args: Sequence[Argument]) -> None:
         """Write tensors as pointers, None as a null pointer, ints and floats as 32 bits."""
         wide, ints = self._wide, self._ints
-        at = 0
         argument: Any
-        for argument in args:
+        for at, argument in enumerate(args):
             kind = type(argument)  # exact types first: they are nearly all, and known soonest
             if kind is torch.Tensor:
                 wide[at] = argument.data_ptr()
@@ -53,7 +52,6 @@ class Arguments:
                 ints[2 * at] = argument
             else:
                 self._floats[2 * at] = argument
-            at += 1
 
 
 class Launch:
