@@ -104,6 +104,7 @@ DEFINES: dict[str, list[Defines]] = {
         {"RESIDUAL": number % 2, "GELU": number % 2, "KIND": _id(kind)}
         for number, kind in enumerate(("f32", "f16", "bf16", *KINDS))
     ],
+    "spread.cu": [{"ADD": 0, "WIDE": 4}, {"ADD": 1, "WIDE": 1}],
     "unpack.cu": [
         {"GATE": _id(gate), "UP": _id(up), "DOWN": _id(down), "WARPS": 4, "OUT_F16": half}
         for gate, up, down, half in (

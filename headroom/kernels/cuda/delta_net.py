@@ -141,13 +141,23 @@ def _prepare_chunks(
 
 
 def gated_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    narrow: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `weight * x / sqrt(mean(x^2) + eps) * silu(gate)` over a last axis of 128."""
-    out, heads = scratch.empty(*x.shape, device=x.device), x.numel() // DIM
+    """Return `weight * x / sqrt(mean(x^2) + eps) * silu(gate)` over a last axis of 128.
+
+    In float32, or in bf16 in `narrow`, whatever its shape.
+    """
+    out = scratch.empty(*x.shape, device=x.device) if narrow is None else None
+    heads = x.numel() // DIM
     kernel = compile_kernel("delta_net.cu", "gated_norm", NORM_CONSTANTS)
-    kernel((-(-heads // 4), 1, 1), (128, 1, 1), (x, gate, weight, out, eps, heads))
-    return out
+    kernel((-(-heads // 4), 1, 1), (128, 1, 1), (x, gate, weight, out, narrow, eps, heads))
+    found = narrow if out is None else out
+    assert found is not None
+    return found
 
 
 def _convolve(
