@@ -5,6 +5,7 @@ import torch
 
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import (
+    delta_net,
     experts,
     half_experts,
     matmul,
@@ -41,7 +42,7 @@ def in_float32(
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launchers run their kernels here."""
     torch.manual_seed(0)
-    for module in (experts, half_experts, matmul, narrow, pack, picks, small, unpacked):
+    for module in (delta_net, experts, half_experts, matmul, narrow, pack, picks, small, unpacked):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     monkeypatch.setattr(check_experts, "DEVICE", "cpu")
     monkeypatch.setattr(torch, "mm", in_float32)
@@ -66,18 +67,55 @@ def test_rows_are_taken_out_of_tiles(name: str) -> None:
 
 @pytest.mark.parametrize("most", [1, 40 * 2 * 256, 1 << 20])
 @pytest.mark.parametrize("add", [False, True])
-def test_a_product_by_parts_is_that_of_the_whole(most: int, add: bool) -> None:
-    weight, values = tiled("q4_k", 90, 256)
+@pytest.mark.parametrize("sizes", [[50, 40], [32, 4, 12, 44], [92]])
+def test_a_product_by_parts_is_that_of_the_whole(most: int, add: bool, sizes: list[int]) -> None:
+    weight, values = tiled("q4_k", sum(sizes), 256)
     x = torch.randn(5, 256).bfloat16()
-    before = torch.randn(5, 90)
-    outs = [part.clone() for part in torch.split(before, [50, 40], dim=1)]
+    before = torch.randn(5, sum(sizes))
+    outs = [part.clone() for part in torch.split(before, sizes, dim=1)]
     arena = scratch.Arena(torch.empty(1 << 20, dtype=torch.uint8), unpack_bytes=most)
     with scratch.opened(arena), scratch.frame():
         unpacked.multiply(NarrowRows(x), weight, outs, add)
     wanted = x.float() @ values.T + (before if add else 0)
     torch.testing.assert_close(torch.cat(outs, dim=1), wanted, rtol=0.02, atol=0.02 * wanted.std())
-    parts = 90 * 256 * 2 + 5 * 90 * 2
+    parts = sum(sizes) * 256 * 2 + 5 * sum(sizes) * 2
     assert (arena.peak_bytes < parts) == (most < 1 << 20)
+
+
+def test_answers_come_to_outputs_that_lie_anywhere() -> None:
+    weight, values = tiled("q8_0", 32, 64)
+    x = torch.randn(3, 64).bfloat16()
+    room = torch.zeros(3, 41)
+    unpacked.multiply(NarrowRows(x), weight, (room[:, 1:17], room[:, 20:36]))
+    wanted = (x.float() @ values.bfloat16().float().T).bfloat16().float()
+    assert torch.equal(room[:, 1:17], wanted[:, :16])
+    assert torch.equal(room[:, 20:36], wanted[:, 16:])
+    assert not room[:, [0, *range(17, 20), *range(36, 41)]].any()
+
+
+def test_norms_and_gates_in_bf16_are_those_in_float32_rounded() -> None:
+    x, weight = torch.randn(5, 132), torch.randn(132)
+    wide, also, narrow_ = torch.zeros(5, 132), torch.zeros(5, 132), torch.zeros(5, 132).bfloat16()
+    small.rms_norm(x, weight, 1e-6, wide)
+    small.norm_narrow(x, weight, 1e-6, narrow_, also)
+    assert torch.equal(also, wide)
+    assert torch.equal(narrow_, wide.bfloat16())
+    small.norm_narrow(-x, weight, 1e-6, narrow_)
+    assert torch.equal(narrow_, -wide.bfloat16())
+    for activation in ("silu", "gelu"):
+        gated = torch.zeros(5, 66).bfloat16()
+        small.gated_narrow(x[:, :66], x[:, 66:], activation, gated)
+        assert torch.equal(
+            gated, small.gated_activation(x[:, :66], x[:, 66:], activation).bfloat16()
+        )
+
+
+def test_normed_heads_in_bf16_are_those_in_float32_rounded() -> None:
+    x, gate, weight = torch.randn(3, 5, 128), torch.randn(3, 5, 128), torch.randn(128)
+    narrow_ = torch.zeros(3, 640).bfloat16()
+    assert delta_net.gated_norm(x, gate, weight, 1e-6, narrow_) is narrow_
+    wide = delta_net.gated_norm(x, gate, weight, 1e-6)
+    assert torch.equal(narrow_, wide.flatten(1).bfloat16())
 
 
 def test_layers_that_are_alike_are_lent_the_same_tensors() -> None:
