@@ -3,9 +3,10 @@
 import ctypes
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +25,7 @@ _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 _MAX_DYNAMIC_SHARED = 8  # the driver's number of this attribute of a function
 _PLAIN_SHARED_BYTES = 48 << 10  # what a block may have without asking
 
+T = TypeVar("T")
 Defines = tuple[tuple[str, int], ...]  # macros and their values, sorted
 
 _OWN = OwnLaunch()
@@ -84,9 +86,26 @@ def refuses_device(case: Case) -> str | None:
     return None
 
 
+@cache
+def _asked(ask: Callable[[torch.device], T], device: torch.device) -> T:
+    """What does not change as long as a process runs; torch takes microseconds for every answer."""
+    return ask(device)
+
+
+def properties_of(device: torch.device) -> Any:
+    """Return what torch tells of a GPU."""
+    return _asked(torch.cuda.get_device_properties, device)
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return the generation of a GPU: 9 and 0 of sm_90."""
+    found: tuple[int, int] = _asked(torch.cuda.get_device_capability, device)
+    return found
+
+
 def shared_bytes_of(device: torch.device) -> int:
     """Return the most bytes of shared memory that a block may have on a GPU."""
-    properties = torch.cuda.get_device_properties(device)
+    properties = properties_of(device)
     return int(getattr(properties, "shared_memory_per_block_optin", _PLAIN_SHARED_BYTES))
 
 

@@ -6,7 +6,7 @@ import torch
 
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.chunks import CHUNK, SequenceTables, SpanTables
-from headroom.kernels.cuda.compile import compile_kernel, shared_bytes_of
+from headroom.kernels.cuda.compile import compile_kernel, properties_of, shared_bytes_of
 from headroom.kernels.ops import DeltaNetWeights, RecurrentState
 
 DIM = 128  # of keys and values; the kernels are written for it
@@ -194,7 +194,7 @@ def _constants(weights: DeltaNetWeights) -> dict[str, int]:
 
 
 def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return int(properties_of(device).multi_processor_count)
 
 
 def _columns_of_step(states: int, device: torch.device) -> int:

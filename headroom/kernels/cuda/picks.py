@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from headroom.kernels.cuda import grouped
-from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.cuda.compile import capability_of, compile_kernel
 
 SORT_THREADS = 512  # of picks.cu
 GATHER_THREADS, GATHER_BLOCKS = 256, 4096
@@ -127,7 +127,7 @@ def product_way(device: torch.device) -> Literal["library", "own", "loop"]:
     """
     if device.type != "cuda":
         return "loop"
-    major, _ = torch.cuda.get_device_capability(device)
+    major, _ = capability_of(device)
     if major == 9 or (major == 10 and torch.__version__ >= LIBRARYS_SM_100):
         return "library"
     return "own" if major >= 8 else "loop"

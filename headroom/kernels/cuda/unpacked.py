@@ -75,6 +75,8 @@ def _plain_part(weight: Weight, first: int, count: int, dtype: torch.dtype) -> t
     if weight.layout != TILES:
         return weight.data[first : first + count]
     out = scratch.empty(count, weight.columns, dtype=dtype, device=weight.data.device)
+    if count == weight.rows:
+        return dequantise(weight, out)
     tiles = weight.data[tile_bytes(weight.quant, first, weight.columns) :]
     return dequantise(replace(weight, data=tiles, rows=count), out)
 
