@@ -4,6 +4,7 @@ Every operation is checked as a GPU would check it: tensors of both places do no
 that the C++ compiler can build run as they are; the others are stood in for.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from headroom.moe import copies
 from tests.pinned import is_pinned, pretend_pinning
 
 CUDA = torch.device("cuda", 0)
@@ -149,6 +151,9 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch, sm: int = 90) -> Iterator[None
         monkeypatch.setattr(torch.cuda, name, lambda device=None: MagicMock())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(
+        copies, "copy_beside", lambda to, source, size, *where: ctypes.memmove(to, source, size)
+    )
     pretend_pinning(monkeypatch)
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: None, raising=False)
     with Pretence():

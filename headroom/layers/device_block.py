@@ -24,6 +24,7 @@ from headroom.layers.device_rows import (
     DeviceRows,
     add_answers,
     few_rows,
+    gated_heads,
     gated_rows,
     normed_rows,
     plain_rows,
@@ -223,7 +224,7 @@ class DeviceDelta:
         else:
             spans = batch.shared("span tables", lambda: span_tables(batch.spans, len(x), x.device))
             mixed = delta_net.prefill(rows, self._weights, self._state, spans)
-            answers = plain_rows(delta_net.gated_norm(mixed, *gate).flatten(1), self._narrow)
+            answers = gated_heads(mixed, gate, self._narrow)
         self._out(answers, add=x)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headroom.kernels.cuda import matmul, plain, scratch, sizes, small, unpacked
+from headroom.kernels.cuda import delta_net, matmul, plain, scratch, sizes, small, unpacked
 from headroom.kernels.cuda.matmul import HalfRows, RowNorm
 from headroom.kernels.cuda.narrow import (
     QUANTS,
@@ -55,6 +55,9 @@ def normed_rows(x: torch.Tensor, norm: RowNorm, narrow: torch.dtype) -> DeviceRo
             len(x), few=rounded, floats=lambda: small.rms_norm(x, norm.weight, norm.eps)
         )
     many = empty_rows(x.shape, narrow, x.device)
+    if many.powers is None:
+        small.norm_narrow(x, norm.weight, norm.eps, many.values, norm.out)
+        return DeviceRows(len(x), many=many)
     with scratch.frame():
         fill_rows(many, small.rms_norm(x, norm.weight, norm.eps, norm.out))
     return DeviceRows(len(x), many=many)
@@ -63,15 +66,32 @@ def normed_rows(x: torch.Tensor, norm: RowNorm, narrow: torch.dtype) -> DeviceRo
 def gated_rows(
     gate: torch.Tensor, up: torch.Tensor, activation: str, narrow: torch.dtype
 ) -> DeviceRows:
-    """Return `act(gate) * up`; many rows of it are also left in `gate`."""
+    """Return `act(gate) * up`; many rows in f16 are also left in `gate`."""
     if few_rows(len(gate)):
         return DeviceRows(
             len(gate),
             few=matmul.gated_half_rows(gate, up, activation),
             floats=lambda: small.gated_activation(gate, up, activation),
         )
-    inner = small.gated_activation(gate, up, activation, gate)
-    return DeviceRows(len(gate), many=narrow_rows(inner, narrow))
+    many = empty_rows(gate.shape, narrow, gate.device)
+    if many.powers is None:
+        small.gated_narrow(gate, up, activation, many.values)
+    else:
+        fill_rows(many, small.gated_activation(gate, up, activation, gate))
+    return DeviceRows(len(gate), many=many)
+
+
+def gated_heads(
+    x: torch.Tensor, gate: tuple[torch.Tensor, torch.Tensor, float], narrow: torch.dtype
+) -> DeviceRows:
+    """Return many rows of heads of 128 `[rows, heads, 128]`, normed and gated."""
+    many = empty_rows(x.flatten(1).shape, narrow, x.device)
+    if many.powers is None:
+        delta_net.gated_norm(x, *gate, narrow=many.values)
+    else:
+        with scratch.frame():
+            fill_rows(many, delta_net.gated_norm(x, *gate).flatten(1))
+    return DeviceRows(len(x), many=many)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -108,7 +108,7 @@ def _rows_of(tally: _Tally, step: DeviceStep, columns: int, *, normed: bool = Fa
         tally.take(half_rows_bytes(rows, columns))
         return
     tally.take(BF16 * rows * columns, *([F32 * rows] if step.halves else []))
-    if normed:
+    if normed and step.halves:  # bf16 is written at once
         with tally.frame():
             tally.take(F32 * rows * columns)
 
@@ -172,9 +172,7 @@ def _recurrent(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
             tally.take(*(F32 * heads * chunks * CHUNK * width for width in (2 * dim, CHUNK, 1)))
     if rows <= FEW_ROWS:
         tally.take(F32 * rows * channels, F32 * rows * 2 * heads)
-    else:
-        tally.take(F32 * rows * inner)  # normed and gated
-    _rows_of(tally, step, inner)
+    _rows_of(tally, step, inner, normed=True)
     _product(tally, step, step.hidden, inner)
 
 

@@ -77,6 +77,7 @@ class ColdStream:
         self._ring = StagingRing(queue, staging[: BUFFERS * size].view(BUFFERS, -1).unbind())
         self._coming: deque[Piece] = deque()  # in the order of their use
         self._sent = 0  # of those
+        self._rooms: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}  # of downs
 
     def add(self, tiles: ExpertTiles, store: ColdExperts, activation: str) -> "StreamedLayer":
         """Return a further layer's experts; its first copies begin while the one before works."""
@@ -109,6 +110,16 @@ class ColdStream:
         self._coming.popleft()
         self._sent -= 1
         self._send()
+
+    def room_for_downs(self, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for a group's downs; it serves one group after another."""
+        if (found := self._rooms.get((shape, dtype))) is not None:
+            return found
+        room = self.downs.view(dtype)[: prod(shape)]
+        if len(room) < prod(shape):  # more than planned: the scratch says so
+            return scratch.empty(*shape, dtype=dtype, device=room.device)
+        self._rooms[shape, dtype] = room.view(shape)
+        return self._rooms[shape, dtype]
 
     def _send(self) -> None:
         while self._ring.has_room and self._sent < len(self._coming):
@@ -226,7 +237,8 @@ class _Arriving:
         """Unpack all of a group's experts, and return gates and ups."""
         tiles, experts = self._tiles, self._left.popleft()
         plain = cuda_experts.empty_gates_and_ups(tiles, group, self._dtype)
-        self._downs = downs = self._room_for_downs(len(plain))
+        shape = group.size, tiles.hidden, tiles.width
+        self._downs = downs = self._stream.room_for_downs(shape, self._dtype)
         if len(experts.hot):
             unpack_some(tiles, SomeExperts(experts.hot), group, plain, downs)
         for piece in experts.pieces:
@@ -237,14 +249,6 @@ class _Arriving:
         """Return downs, unpacked before."""
         assert self._downs is not None
         return self._downs
-
-    def _room_for_downs(self, count: int) -> torch.Tensor:
-        tiles = self._tiles
-        shape = count, tiles.hidden, tiles.width
-        room = self._stream.downs.view(self._dtype)[: prod(shape)]
-        if len(room) < prod(shape):  # more than planned: the scratch says so
-            return scratch.empty(*shape, dtype=self._dtype, device=room.device)
-        return room.view(shape)
 
 
 def open_stream(

@@ -10,7 +10,7 @@ import torch
 
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import scratch
-from headroom.kernels.cuda.experts import Others, many_rows, matrix_bytes
+from headroom.kernels.cuda.experts import Others, many_rows
 from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.native.module import MODULE
@@ -22,7 +22,7 @@ from headroom.units import GIB, MIB
 from tests.gpu.check_experts import Kinds, forced, make_table, pick_experts
 from tests.gpu.check_matmul import random_weight
 from tests.gpu.kept import keep_code
-from tests.moe.cold_layer import Layer, blobs_of, split_layer
+from tests.moe.cold_layer import Layer, blobs_of, matrix_bytes, split_layer
 
 DEVICE = torch.device("cuda")
 KINDS: Kinds = ("q4_k", "q4_k", "q6_k")

@@ -213,6 +213,26 @@ def check_sorted_alone(kinds: Kinds, sizes: tuple[int, int, int], rows: int, use
     return not different
 
 
+def check_sorted(rows: int, experts: int, used: int, each: int) -> bool:
+    """Picks in the order in which torch sorts them, and their rows group by group."""
+    ids = pick_experts(rows, experts, used)
+    ids[torch.rand(ids.shape, device=DEVICE) < 0.1] = -1
+    found, wanted = picks.sort_in_groups(ids, experts, each), picks.sort_picks(ids, experts)
+    pairs = ((found.rows, wanted.rows), (found.places, wanted.places), (found.ends, wanted.ends))
+    good = all(torch.equal(*pair) for pair in pairs)
+    x = torch.randn(rows, 64, device=DEVICE).bfloat16()
+    for first in range(0, experts, each):
+        group = picks.expert_group(found, first, each)
+        own = picks.gather_rows(x, group, torch.zeros(rows * used, 64, device=DEVICE).bfloat16())
+        start = int(wanted.ends[first - 1]) if first else 0
+        count = int(wanted.ends[group.last]) - start
+        good = good and int(group.ends[-1]) == count
+        good = good and torch.equal(own[:count], x[wanted.rows[start : start + count]])
+        good = good and not own[count:].any()
+    print(f"{'PASS' if good else 'FAIL'} sorted {experts} x{rows} used {used} in groups of {each}")
+    return good
+
+
 def check_grouped(sizes: tuple[int, int, int], rows: int, used: int) -> bool:
     """Our grouped product in tiles of each size: near float64, and with the same bits."""
     experts, outputs, columns = sizes
@@ -349,6 +369,8 @@ def main() -> None:
     for kind in ("q4_k", "f16", "bf16"):
         runs.append(partial(check_alone, (kind, kind, kind), (6, 256, 512), 3))
     runs += [partial(check_grouped, *case) for case in GROUPED if not small]
+    sorted_ = ((2048, 256, 8, 24), (40, 128, 8, 128), (3001, 60, 4, 7))
+    runs += [partial(check_sorted, *case) for case in sorted_ if not small]
     for run in runs:
         try:
             run()

@@ -43,6 +43,10 @@ def check_norm(rows: int, width: int) -> None:
     expected = norms.rms_norm(x.double(), weight.double(), 1e-6)
     found = small.rms_norm(wide.cuda()[:, :width], weight.cuda(), 1e-6)
     report(f"rms_norm {rows}x{width}", difference(found, expected), 1e-6)
+    also, narrow = torch.empty_like(found), torch.empty_like(found, dtype=torch.bfloat16)
+    small.norm_narrow(wide.cuda()[:, :width], weight.cuda(), 1e-6, narrow, also)
+    apart = int((also != found).sum() + (narrow != found.bfloat16()).sum())
+    report(f"rms_norm {rows}x{width} in bf16, values that differ", apart, 0)
 
 
 def check_added_norm(rows: int, width: int) -> None:
@@ -64,6 +68,10 @@ def check_gated(activation: str) -> None:
     found = small.gated_activation(device[:, :771], device[:, 771:], activation)
     expected = norms.gated_activation(both[:, :771].double(), both[:, 771:].double(), activation)
     report(f"gated {activation}", difference(found, expected), 1e-6)
+    narrow = torch.empty_like(found, dtype=torch.bfloat16)
+    small.gated_narrow(device[:, :771], device[:, 771:], activation, narrow)
+    apart = int((narrow != found.bfloat16()).sum())
+    report(f"gated {activation} in bf16, values that differ", apart, 0)
 
 
 def random_table(kind: str, rows: int, columns: int) -> Weight:

@@ -41,6 +41,7 @@ def as_older(sm: int = 75) -> Iterator[None]:
     with ExitStack() as stack:
         put = stack.enter_context
         put(patch.object(cuda, "_find_kernel", _compiler(sm)))
+        put(patch.object(cuda, "_FOUND", {}))
         put(patch.object(torch.cuda, "get_device_properties", properties))
         capability = divmod(sm, 10)
         put(patch.object(torch.cuda, "get_device_capability", lambda device=None: capability))
@@ -52,7 +53,7 @@ def as_older(sm: int = 75) -> Iterator[None]:
 def _compiler(sm: int) -> Any:
     def compiled(source: str, name: str, defines: Any, device: int) -> cuda.CudaKernel:
         function = find_function(_module(sm, source, defines, device), name)
-        return cuda.CudaKernel(f"{source}:{name}", function, early=False)
+        return cuda.CudaKernel(f"{source}:{name}", function, early=False, device=device)
 
     return cache(compiled)
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from headroom.kernels.cuda import compile as cuda
+from headroom.kernels.cuda.launch import Argument, Arguments
 
 HERE, HEADER = Path(__file__).parent, "cuda_on_cpu.h"
 COMPILER = shutil.which("g++")
@@ -74,16 +75,16 @@ def compile_on_cpu(
     def call(
         grid: Sequence[int],
         block: Sequence[int],
-        args: Sequence[cuda.Argument],
+        args: Sequence[Argument],
         shared_bytes: int = 0,
         early: bool = False,
     ) -> None:
         for argument in args:
             if isinstance(argument, torch.Tensor):
                 assert argument.device.type == "cpu"
-        values = [cuda._value(argument) for argument in args]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        library.run((ctypes.c_int * 3)(*(*grid, 1, 1)[:3]), block[0], pointers)
+        arguments = Arguments()
+        arguments.fill(args)
+        library.run((ctypes.c_int * 3)(*(*grid, 1, 1)[:3]), block[0], arguments.places)
         if 0 not in grid:  # a block finds its shared memory full of what is no number
             shared = (ctypes.c_float * SHARED_FLOATS).in_dll(library, "shared")
             beyond = np.frombuffer(shared, dtype=np.float32)[-(-shared_bytes // 4) :]

@@ -95,6 +95,7 @@ DEFINES: dict[str, list[Defines]] = {
     "marker.cu": [{}],
     "matmul.cu": [_product(kind, 1 + number % 4) for number, kind in enumerate(KINDS)],
     "narrow.cu": [{}],
+    "picks.cu": [{}],
     "pack.cu": [{"KIND": _id(kind), "WARPS": WARPS} for kind in (*KINDS, *PLAIN)],
     "rope.cu": [
         {"DIM": 256, "HALF": 32, "K_KIND": _id(kind), "V_KIND": _id(kind), "Q_BF16": number % 2}
@@ -116,6 +117,15 @@ DEFINES: dict[str, list[Defines]] = {
         _sorted("bf16", "bf16", gated=0, memory=64 << 10),
     ],
     "sorted_rows.cu": [{"X_F16": 0}, {"X_F16": 1}],
+    "spread.cu": [{"ADD": 0, "WIDE": 4}, {"ADD": 1, "WIDE": 1}],
+    "unpack.cu": [
+        {"GATE": _id(gate), "UP": _id(up), "DOWN": _id(down), "WARPS": 4, "OUT_F16": half}
+        for gate, up, down, half in (
+            ("q4_k", "q4_k", "q6_k", 0),
+            ("q8_0", "q5_1", "bf16", 1),
+            ("mxfp4", "f16", "q5_k", 0),
+        )
+    ],
     "weigh.cu": [{"OUT_KIND": _id(kind)} for kind in ("f16", "bf16")],
 }
 # Other pairs of the same values, each of which takes seconds.

@@ -14,6 +14,7 @@ from headroom.kernels.cuda import (
     matmul,
     narrow,
     pack,
+    picks,
     route,
 )
 from headroom.kernels.cuda.delta_net import ChunkBlocks
@@ -35,7 +36,7 @@ pytestmark = [
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launchers run their kernels here."""
     torch.manual_seed(0)
-    for module in (delta_net, experts, grouped, half_experts, matmul, narrow, pack, route):
+    for module in (delta_net, experts, grouped, half_experts, matmul, narrow, pack, picks, route):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     for check in (check_delta_net, check_experts, check_matmul, check_route):
         monkeypatch.setattr(check, "DEVICE", "cpu")

@@ -5,6 +5,7 @@ import torch
 
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import (
+    delta_net,
     experts,
     half_experts,
     matmul,
@@ -33,7 +34,7 @@ pytestmark = [
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launchers run their kernels here."""
     torch.manual_seed(0)
-    for module in (experts, half_experts, matmul, narrow, pack, small, unpacked):
+    for module in (delta_net, experts, half_experts, matmul, narrow, pack, picks, small, unpacked):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     monkeypatch.setattr(check_experts, "DEVICE", "cpu")
 
@@ -57,18 +58,82 @@ def test_rows_are_taken_out_of_tiles(name: str) -> None:
 
 @pytest.mark.parametrize("most", [1, 40 * 2 * 256, 1 << 20])
 @pytest.mark.parametrize("add", [False, True])
-def test_a_product_by_parts_is_that_of_the_whole(most: int, add: bool) -> None:
-    weight, values = tiled("q4_k", 90, 256)
+@pytest.mark.parametrize("sizes", [[50, 40], [32, 4, 12, 44], [92]])
+def test_a_product_by_parts_is_that_of_the_whole(most: int, add: bool, sizes: list[int]) -> None:
+    weight, values = tiled("q4_k", sum(sizes), 256)
     x = torch.randn(5, 256).bfloat16()
-    before = torch.randn(5, 90)
-    outs = [part.clone() for part in torch.split(before, [50, 40], dim=1)]
+    before = torch.randn(5, sum(sizes))
+    outs = [part.clone() for part in torch.split(before, sizes, dim=1)]
     arena = scratch.Arena(torch.empty(1 << 20, dtype=torch.uint8), unpack_bytes=most)
     with scratch.opened(arena), scratch.frame():
         unpacked.multiply(NarrowRows(x), weight, outs, add)
     wanted = x.float() @ values.T + (before if add else 0)
     torch.testing.assert_close(torch.cat(outs, dim=1), wanted, rtol=0.02, atol=0.02 * wanted.std())
-    parts = 90 * 256 * 2 + 5 * 90 * 2
+    parts = sum(sizes) * 256 * 2 + 5 * sum(sizes) * 2
     assert (arena.peak_bytes < parts) == (most < 1 << 20)
+
+
+def test_answers_come_to_outputs_that_lie_anywhere() -> None:
+    weight, values = tiled("q8_0", 32, 64)
+    x = torch.randn(3, 64).bfloat16()
+    room = torch.zeros(3, 41)
+    unpacked.multiply(NarrowRows(x), weight, (room[:, 1:17], room[:, 20:36]))
+    wanted = (x.float() @ values.bfloat16().float().T).bfloat16().float()
+    assert torch.equal(room[:, 1:17], wanted[:, :16])
+    assert torch.equal(room[:, 20:36], wanted[:, 16:])
+    assert not room[:, [0, *range(17, 20), *range(36, 41)]].any()
+
+
+def test_norms_and_gates_in_bf16_are_those_in_float32_rounded() -> None:
+    x, weight = torch.randn(5, 132), torch.randn(132)
+    wide, also, narrow_ = torch.zeros(5, 132), torch.zeros(5, 132), torch.zeros(5, 132).bfloat16()
+    small.rms_norm(x, weight, 1e-6, wide)
+    small.norm_narrow(x, weight, 1e-6, narrow_, also)
+    assert torch.equal(also, wide)
+    assert torch.equal(narrow_, wide.bfloat16())
+    small.norm_narrow(-x, weight, 1e-6, narrow_)
+    assert torch.equal(narrow_, -wide.bfloat16())
+    for activation in ("silu", "gelu"):
+        gated = torch.zeros(5, 66).bfloat16()
+        small.gated_narrow(x[:, :66], x[:, 66:], activation, gated)
+        assert torch.equal(
+            gated, small.gated_activation(x[:, :66], x[:, 66:], activation).bfloat16()
+        )
+
+
+def test_normed_heads_in_bf16_are_those_in_float32_rounded() -> None:
+    x, gate, weight = torch.randn(3, 5, 128), torch.randn(3, 5, 128), torch.randn(128)
+    narrow_ = torch.zeros(3, 640).bfloat16()
+    assert delta_net.gated_norm(x, gate, weight, 1e-6, narrow_) is narrow_
+    wide = delta_net.gated_norm(x, gate, weight, 1e-6)
+    assert torch.equal(narrow_, wide.flatten(1).bfloat16())
+
+
+def test_layers_that_are_alike_are_lent_the_same_tensors() -> None:
+    arena = scratch.Arena(torch.empty(1 << 12, dtype=torch.uint8))
+
+    def layer(rows: int) -> list[torch.Tensor]:
+        with arena.frame():
+            first = arena.take((rows, 3), torch.float32)
+            with arena.frame():
+                inner = arena.take((rows,), torch.bfloat16)
+            return [first, inner, arena.take((rows,), torch.int64)]
+
+    first, inner, last = layer(4)
+    assert all(a is b for a, b in zip(layer(4), (first, inner, last), strict=True))
+    assert inner.data_ptr() == last.data_ptr() == first.data_ptr() + 256
+    assert [x.shape[0] for x in layer(5)] == [5, 5, 5]
+    assert arena.peak_bytes == 512
+    assert arena.frames == 0
+
+
+def test_an_arena_does_not_know_all_tensors_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "MOST_LENT", 2)
+    arena = scratch.Arena(torch.empty(1 << 12, dtype=torch.uint8))
+    for rows in (1, 2, 3, 1, 3):
+        with arena.frame():
+            assert arena.take((rows, 2), torch.float32).shape == (rows, 2)
+            assert len(arena._lent) <= 2
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -106,12 +171,33 @@ def test_experts_in_groups_agree_with_the_reference(
 
 def test_a_group_has_its_own_picks_first() -> None:
     ids = torch.tensor([[2, 0], [-1, 2], [0, 3]], dtype=torch.int32)
-    sorted_ = picks.sort_picks(ids, 5)
+    sorted_ = picks.sort_in_groups(ids, 5, 2)
     group = picks.expert_group(sorted_, 2, 2)
     assert (group.first, group.last) == (2, 3)
     assert group.start is not None
     assert group.start.tolist() == [2]
-    assert group.rows[:3].tolist() == [0, 1, 2]
     assert group.ends.tolist() == [2, 3]
+    assert (group.most, group.among, group.size) == (6, 5, 2)
+    x, out = torch.randn(3, 24).bfloat16(), torch.zeros(6, 24, dtype=torch.bfloat16)
+    assert torch.equal(picks.gather_rows(x, group, out)[:3], x[[0, 1, 2]])
+    assert not out[3:].any()  # nobody reads them
     assert picks.expert_group(sorted_, 0, 2).start is None
     assert picks.expert_group(sorted_, 4, 2).last == 4
+
+
+@pytest.mark.parametrize(("rows", "used", "experts_"), [(40, 8, 7), (1, 1, 3), (67, 8, 40)])
+@pytest.mark.parametrize("each", [1, 4, 40])
+def test_picks_are_sorted_as_torch_sorts_them(
+    rows: int, used: int, experts_: int, each: int
+) -> None:
+    ids = torch.randint(-2, experts_, (rows, used), dtype=torch.int32)
+    found, wanted = picks.sort_in_groups(ids, experts_, each), picks.sort_picks(ids, experts_)
+    for a, b in (
+        (found.rows, wanted.rows),
+        (found.places, wanted.places),
+        (found.ends, wanted.ends),
+    ):
+        assert torch.equal(a, b)
+    ends = [0, *wanted.ends.tolist()]
+    in_groups = [ends[e + 1] - ends[e // each * each] for e in range(experts_)]
+    assert found.group_ends.tolist() == in_groups

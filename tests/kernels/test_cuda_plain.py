@@ -8,7 +8,16 @@ import torch
 
 from headroom.errors import KernelError
 from headroom.formats.quants import BF16, F16
-from headroom.kernels.cuda import experts, grouped, half_experts, matmul, narrow, pack, unpacked
+from headroom.kernels.cuda import (
+    experts,
+    grouped,
+    half_experts,
+    matmul,
+    narrow,
+    pack,
+    picks,
+    unpacked,
+)
 from headroom.kernels.cuda.experts import few_rows, refuses_sizes
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.ops import ExpertTable
@@ -37,7 +46,7 @@ def bf16_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         # The activation's blocks share its work among themselves, however many they are.
         return (lambda grid, *rest: kernel((1,), *rest)) if name == "activate" else kernel
 
-    for module in (experts, grouped, half_experts, matmul, narrow, pack, unpacked):
+    for module in (experts, grouped, half_experts, matmul, narrow, pack, picks, unpacked):
         monkeypatch.setattr(module, "compile_kernel", compile_for_cores)
     for check in (check_experts, check_matmul):
         monkeypatch.setattr(check, "DEVICE", "cpu")

@@ -16,6 +16,7 @@ from headroom.kernels.cuda import (
     matmul,
     narrow,
     pack,
+    picks,
     prefill,
     route,
     small,
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 LAUNCHERS = (
     *(attention, delta_net, experts, half_experts, matmul, narrow, pack, prefill, route),
-    *(small, sorted_experts, unpacked),
+    *(picks, small, sorted_experts, unpacked),
 )
 PROMPT = torch.randint(300, 1000, (35,), generator=torch.Generator().manual_seed(1)).tolist()
 PIECES = [33, 2]  # the first is longer than what goes as few rows

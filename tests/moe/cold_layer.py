@@ -5,12 +5,24 @@ from dataclasses import dataclass, field
 
 import torch
 
-from headroom.kernels.cuda.experts import ExpertTiles, matrix_bytes
+from headroom.formats.quants import QuantType
+from headroom.kernels.cuda.experts import ExpertTiles
+from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.ops import ExpertTable
 from tests.gpu.check_experts import make_table
 from tests.gpu.torch_tiles import pack_tiles
 
 KINDS = ("q8_0", "q4_0", "q5_1")
+
+
+def matrix_bytes(kinds: Sequence[QuantType], width: int, hidden: int) -> tuple[int, int, int]:
+    """Return the bytes of an expert's gate, up and down in tiles."""
+    gate, up, down = kinds
+    return (
+        tile_bytes(gate, width, hidden),
+        tile_bytes(up, width, hidden),
+        tile_bytes(down, hidden, width),
+    )
 
 
 def blobs_of(table: ExpertTable) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Buffers that copies fill and the computing reads in turn."""
 
-from unittest.mock import MagicMock
+import ctypes
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -97,10 +98,19 @@ def test_copies_to_a_gpu_wait_for_a_mark_and_the_computing_for_them(
 ) -> None:
     cuda = MagicMock()
     monkeypatch.setattr(copies.torch, "cuda", cuda)
-    queue, out = CudaCopies(torch.device("cuda", 0)), torch.zeros(8, dtype=torch.uint8)
+    side = cuda.Stream.return_value
+    side.cuda_stream = 77
+
+    def copy_beside(to: int, source: int, size: int, stream: int, device: int) -> None:
+        assert (stream, device) == (77, 1)
+        side.wait_event.assert_called_once_with(mark)
+        assert call(side) not in cuda.Event.return_value.record.call_args_list
+        ctypes.memmove(to, source, size)
+
+    monkeypatch.setattr(copies, "copy_beside", copy_beside)
+    queue, out = CudaCopies(torch.device("cuda", 1)), torch.zeros(8, dtype=torch.uint8)
     mark = queue.mark()
     mark.record.assert_called_once_with(cuda.current_stream.return_value)
-    side = cuda.Stream.return_value
     done = queue.copy(out, [numbers(1), numbers(7)], mark)
     side.wait_event.assert_called_once_with(mark)
     done.record.assert_called_with(side)

@@ -42,7 +42,9 @@ SPEEDS = ColdSpeeds(gpu=1e12, link=1e10, cpu=2e10, handover_s=12e-6, copy=1e10, 
 HOT = {0: (), 30: (1, 4), 60: (0, 1, 2, 5)}
 
 
-def compile_small(source: str, name: str, defines: dict[str, int]) -> Callable[..., None]:
+def compile_small(
+    source: str, name: str, defines: dict[str, int] | None = None
+) -> Callable[..., None]:
     """The activation's blocks share its work among themselves, however many they are."""
     kernel = compile_on_cpu(source, name, defines)
     return (lambda grid, *rest: kernel((1,), *rest)) if name == "activate" else kernel
@@ -52,7 +54,7 @@ def compile_small(source: str, name: str, defines: dict[str, int]) -> Callable[.
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels, copies and pinned memory as if the host were a GPU."""
     torch.manual_seed(0)
-    for module in (pack, matmul, handover, experts):
+    for module in (pack, matmul, handover, experts, picks):
         monkeypatch.setattr(module, "compile_kernel", compile_small)
     monkeypatch.setattr(upload, "SLOT_STEP", 32)
     monkeypatch.setattr(sizes, "SORTED_PICKS", 0)  # hot experts are unpacked as cold ones are

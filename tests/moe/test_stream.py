@@ -31,7 +31,9 @@ def in_float32(
     return out.copy_(torch.matmul(x.float(), matrix.float()))
 
 
-def compile_small(source: str, name: str, defines: dict[str, int]) -> Callable[..., None]:
+def compile_small(
+    source: str, name: str, defines: dict[str, int] | None = None
+) -> Callable[..., None]:
     """The activation's blocks share its work among themselves, however many they are."""
     kernel = compile_on_cpu(source, name, defines)
     return (lambda grid, *rest: kernel((1,), *rest)) if name == "activate" else kernel
@@ -41,7 +43,7 @@ def compile_small(source: str, name: str, defines: dict[str, int]) -> Callable[.
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(experts, "compile_kernel", compile_small)
-    for module in (half_experts, narrow):
+    for module in (half_experts, narrow, picks):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     monkeypatch.setattr(sizes, "SORTED_PICKS", 0)  # hot experts are unpacked as cold ones are
     monkeypatch.setattr(picks, "product_way", lambda device: "loop")
@@ -249,7 +251,8 @@ def test_nothing_on_the_gpu_meets_host_memory_but_by_copies(  # type: ignore[no-
     layer = split_layer(*layer_of, COLD[70])
     wanted = all_hot(layer_of, inputs)
     x, (ids, weights), others = inputs
-    monkeypatch.setattr(experts, "compile_kernel", kernels_on_cpu(compile_small))
+    for module in (experts, picks):
+        monkeypatch.setattr(module, "compile_kernel", kernels_on_cpu(compile_small))
     with pretend_cuda(monkeypatch):
         tiles = replace(layer.tiles, addresses=layer.tiles.addresses.to("cuda"))
         staging = torch.zeros(200_000, dtype=torch.uint8, device="cuda")

@@ -46,8 +46,8 @@ from headroom.options import Options
 from tests.memory.shapes import gpu, host
 
 LAUNCHERS = (
-    *(attention, delta_net, experts, grouped, half_experts, matmul, narrow, prefill, route, small),
-    *(sorted_experts, unpacked),
+    *(attention, delta_net, experts, grouped, half_experts, matmul, narrow, picks, prefill, route),
+    *(small, sorted_experts, unpacked),
 )
 ROUTE = route.route
 

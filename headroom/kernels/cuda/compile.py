@@ -3,15 +3,17 @@
 import ctypes
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from headroom.errors import KernelError
 from headroom.kernels.cuda.code_cache import CodeCache, code_key
 from headroom.kernels.cuda.driver import check, driver, find_function, load_module
+from headroom.kernels.cuda.launch import Argument, OwnLaunch, current_device, stream_of
 from headroom.kernels.cuda.nvrtc import FLAGS, open_nvrtc
 from headroom.kernels.ops import Case
 
@@ -22,38 +24,21 @@ SOURCES = Path(__file__).parent
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 _MAX_DYNAMIC_SHARED = 8  # the driver's number of this attribute of a function
 _PLAIN_SHARED_BYTES = 48 << 10  # what a block may have without asking
-_MAY_START_EARLY = 6  # the driver's number of programmatic stream serialization
 
-Argument = torch.Tensor | int | float | None
+T = TypeVar("T")
 Defines = tuple[tuple[str, int], ...]  # macros and their values, sorted
 
-
-class _Attribute(ctypes.Structure):
-    _fields_ = (("number", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int * 16))
-
-    def __init__(self, number: int, value: int) -> None:
-        super().__init__(number, 0, (value,))
-
-
-class _Config(ctypes.Structure):
-    """How the driver is told to launch a kernel."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("attribute_count", ctypes.c_uint),
-    )
+_OWN = OwnLaunch()
+# Kernels by source, name, GPU, macros in the order that they were given in, and their values.
+_FOUND: dict[tuple[object, ...], "CudaKernel"] = {}
 
 
 class CudaKernel:
     """One compiled kernel; calls go to the current stream and may be captured in a graph."""
 
-    def __init__(self, name: str, function: ctypes.c_void_p, early: bool) -> None:
+    def __init__(self, name: str, function: ctypes.c_void_p, early: bool, device: int = 0) -> None:
         self._name = name
-        self._function = function
+        self._function, self._device = function, device
         self._early = early  # whether the GPU can start a kernel while another runs out
         self._shared_bytes = _PLAIN_SHARED_BYTES
 
@@ -77,18 +62,17 @@ class CudaKernel:
                 driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared_bytes)
             )
             self._shared_bytes = shared_bytes
-        values = [_value(argument) for argument in args]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        attribute = _Attribute(_MAY_START_EARLY, 1)
-        config = _Config(
-            (*grid, 1, 1)[:3], (*block, 1, 1)[:3], shared_bytes, stream, ctypes.pointer(attribute),
-            int(early and self._early),
-        )  # fmt: skip
-        self._check(driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
+        launch = _OWN.launch
+        arguments = launch.arguments
+        arguments.fill(args)
+        launch.set(grid, block, shared_bytes, stream_of(self._device), early and self._early)
+        self._check(
+            driver().cuLaunchKernelEx(launch.config, self._function, arguments.places, None)
+        )
 
     def _check(self, status: int) -> None:
-        check(status, f"The CUDA kernel {self._name} could not be started")
+        if status:
+            check(status, f"The CUDA kernel {self._name} could not be started")
 
 
 def refuses_device(case: Case) -> str | None:
@@ -102,23 +86,47 @@ def refuses_device(case: Case) -> str | None:
     return None
 
 
+@cache
+def _asked(ask: Callable[[torch.device], T], device: torch.device) -> T:
+    """What does not change as long as a process runs; torch takes microseconds for every answer."""
+    return ask(device)
+
+
+def properties_of(device: torch.device) -> Any:
+    """Return what torch tells of a GPU."""
+    return _asked(torch.cuda.get_device_properties, device)
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return the generation of a GPU: 9 and 0 of sm_90."""
+    found: tuple[int, int] = _asked(torch.cuda.get_device_capability, device)
+    return found
+
+
 def shared_bytes_of(device: torch.device) -> int:
     """Return the most bytes of shared memory that a block may have on a GPU."""
-    properties = torch.cuda.get_device_properties(device)
+    properties = properties_of(device)
     return int(getattr(properties, "shared_memory_per_block_optin", _PLAIN_SHARED_BYTES))
 
 
 def compile_kernel(source: str, name: str, defines: Mapping[str, int] | None = None) -> CudaKernel:
     """Return a kernel of a source file, compiled with the given macros."""
-    key = tuple(sorted((defines or {}).items()))
-    return _find_kernel(source, name, key, torch.cuda.current_device())
+    # Looked for at every launch: sorting macros would take longer than all else here.
+    given = defines or {}
+    device = current_device()
+    key = (source, name, device, *given, *given.values())
+    kernel = _FOUND.get(key)
+    if kernel is None:
+        kernel = _find_kernel(source, name, tuple(sorted(given.items())), device)
+        _FOUND[key] = kernel
+    return kernel
 
 
 @cache
 def _find_kernel(source: str, name: str, defines: Defines, device: int) -> CudaKernel:
     module = _load_source(source, defines, device)
     early = torch.cuda.get_device_capability(device) >= (9, 0)
-    return CudaKernel(f"{source}:{name}", find_function(module, name), early)
+    return CudaKernel(f"{source}:{name}", find_function(module, name), early, device)
 
 
 @cache
@@ -154,14 +162,3 @@ def read_source(name: str) -> str:
     """Return a source with the files that it includes in their places."""
     text = (SOURCES / name).read_text()
     return _INCLUDE.sub(lambda match: read_source(match[1]), text)
-
-
-def _value(argument: Argument) -> "ctypes.c_void_p | ctypes.c_int | ctypes.c_float":
-    if argument is None:
-        return ctypes.c_void_p(None)
-    if isinstance(argument, torch.Tensor):
-        return ctypes.c_void_p(argument.data_ptr())
-    if isinstance(argument, int):
-        assert -(1 << 31) <= argument < 1 << 31
-        return ctypes.c_int(argument)
-    return ctypes.c_float(argument)

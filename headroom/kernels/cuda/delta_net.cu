@@ -74,13 +74,24 @@ __device__ __forceinline__ float4 gated(float4 x, float4 gate, float4 weight, fl
                        weight.z * (x.z * scale) * silu(gate.z), weight.w * (x.w * scale) * silu(gate.w));
 }
 
-// weight * x / rms(x) * silu(gate), a warp for each head of each row; [heads of all rows, DIM].
+#include <cuda_bf16.h>
+
+// weight * x / rms(x) * silu(gate) to out, or else to narrow, a warp for each head of each row; [heads of all
+// rows, DIM].
 extern "C" __global__ void __launch_bounds__(128)
-gated_norm(const float4* x, const float4* gate, const float4* weight, float4* out, float eps, int heads) {
+gated_norm(const float4* x, const float4* gate, const float4* weight, float4* out, uint2* narrow, float eps,
+           int heads) {
     const int head = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (head >= heads) return;
     const size_t at = static_cast<size_t>(head) * (DIM / 4) + lane;
-    out[at] = gated(x[at], gate[at], weight[lane], eps);
+    const float4 y = gated(x[at], gate[at], weight[lane], eps);
+    if (out) {
+        out[at] = y;
+        return;
+    }
+    __align__(8) const __nv_bfloat16 four[4] = {__float2bfloat16(y.x), __float2bfloat16(y.y), __float2bfloat16(y.z),
+                                   __float2bfloat16(y.w)};
+    narrow[at] = *reinterpret_cast<const uint2*>(four);
 }
 
 #define ACROSS (COLUMNS / 4)   // threads side by side, four columns each

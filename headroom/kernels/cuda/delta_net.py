@@ -6,7 +6,7 @@ import torch
 
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.chunks import CHUNK, SequenceTables, SpanTables
-from headroom.kernels.cuda.compile import compile_kernel, shared_bytes_of
+from headroom.kernels.cuda.compile import compile_kernel, properties_of, shared_bytes_of
 from headroom.kernels.ops import DeltaNetWeights, RecurrentState
 
 DIM = 128  # of keys and values; the kernels are written for it
@@ -141,13 +141,23 @@ def _prepare_chunks(
 
 
 def gated_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    narrow: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `weight * x / sqrt(mean(x^2) + eps) * silu(gate)` over a last axis of 128."""
-    out, heads = scratch.empty(*x.shape, device=x.device), x.numel() // DIM
+    """Return `weight * x / sqrt(mean(x^2) + eps) * silu(gate)` over a last axis of 128.
+
+    In float32, or in bf16 in `narrow`, whatever its shape.
+    """
+    out = scratch.empty(*x.shape, device=x.device) if narrow is None else None
+    heads = x.numel() // DIM
     kernel = compile_kernel("delta_net.cu", "gated_norm", NORM_CONSTANTS)
-    kernel((-(-heads // 4), 1, 1), (128, 1, 1), (x, gate, weight, out, eps, heads))
-    return out
+    kernel((-(-heads // 4), 1, 1), (128, 1, 1), (x, gate, weight, out, narrow, eps, heads))
+    found = narrow if out is None else out
+    assert found is not None
+    return found
 
 
 def _convolve(
@@ -184,7 +194,7 @@ def _constants(weights: DeltaNetWeights) -> dict[str, int]:
 
 
 def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return int(properties_of(device).multi_processor_count)
 
 
 def _columns_of_step(states: int, device: torch.device) -> int:

@@ -113,9 +113,10 @@ down(const long long* table, const int* ids, const float* weights, const float* 
 
 #include <cuda_bf16.h>
 
-// act(gate) * up of rows [picks, 2 * width], gates first.
-extern "C" __global__ void activate(const __nv_bfloat16* both, __nv_bfloat16* inner, int picks, int width) {
-    const size_t pairs = static_cast<size_t>(picks) * (width / 2);
+// act(gate) * up of rows [ends[last], 2 * width], gates first.
+extern "C" __global__ void activate(const __nv_bfloat16* both, __nv_bfloat16* inner, const int* ends, int last,
+                                    int width) {
+    const size_t pairs = static_cast<size_t>(ends[last]) * (width / 2);
     for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < pairs;
          i += static_cast<size_t>(gridDim.x) * blockDim.x) {
         const size_t row = i / (width / 2), column = i % (width / 2) * 2;

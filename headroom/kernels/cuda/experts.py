@@ -8,16 +8,18 @@ import torch
 
 from headroom.formats.quants import QuantType
 from headroom.kernels.cuda import grouped, half_experts, scratch, sizes, sorted_experts
-from headroom.kernels.cuda.compile import Argument, compile_kernel, refuses_device
+from headroom.kernels.cuda.compile import compile_kernel, refuses_device
 from headroom.kernels.cuda.half_experts import Unpacked
+from headroom.kernels.cuda.launch import Argument
 from headroom.kernels.cuda.matmul import HalfRows
 from headroom.kernels.cuda.narrow import NarrowRows, as_narrow, refuses_type
 from headroom.kernels.cuda.picks import (
     ExpertGroup,
     expert_group,
+    gather_rows,
     grouped_product,
     product_way,
-    sort_picks,
+    sort_in_groups,
 )
 from headroom.kernels.cuda.sizes import (
     EXPERT_STEP,
@@ -25,12 +27,11 @@ from headroom.kernels.cuda.sizes import (
     TILE_ROWS,
     TILED,
     experts_at_once,
-    tile_bytes,
 )
-from headroom.kernels.cuda.unpacked import unpack_defines
 from headroom.kernels.ops import Case
 
 WARPS = 8
+UNPACK_WARPS = 4
 PARTS = 3  # matrices of an expert: gate, up, down
 Kinds = tuple[QuantType, ...]  # of those
 
@@ -183,8 +184,8 @@ def _compile_unpacked(
 
     What is in the source of few rows, too, is there since a step of one.
     """
-    for kind in kinds:
-        compile_kernel("dequant.cu", "dequantise_experts", unpack_defines(kind, dtype))
+    compile_kernel("unpack.cu", "unpack", _unpack_constants(kinds, dtype))
+    compile_kernel("picks.cu", "sort_picks")
     if dtype == torch.float16:
         half_experts.compile_all(activation)
     elif product_way(device) == "own":
@@ -206,16 +207,17 @@ def sum_groups(
     """
     ids, weights = chosen.ids, chosen.weights
     rows, used = ids.shape
-    picks = sort_picks(ids, len(table.addresses))
+    bounds = group_bounds(table)
+    picks = sort_in_groups(ids, len(table.addresses), bounds[0][1])
     constants = _constants(table, activation)
     if out is None:
         out = torch.empty(rows, table.hidden, device=ids.device)
-    for first, each in group_bounds(table):
+    for first, each in bounds:
         group = expert_group(picks, first, each)
         with scratch.frame():
             if chosen.powers is not None:
                 x, rest = NarrowRows(chosen.x, chosen.powers), (*others.arguments, out)
-                half_experts.add_group(x, group, unpacked, activation, (picks, ids, weights), rest)
+                half_experts.add_group(x, group, unpacked, activation, (ids, weights), rest)
                 others = Others(residual=out)
                 continue
             answers = _group_answers(chosen.x, group, table.width, constants, unpacked)
@@ -246,14 +248,13 @@ def _group_answers(
     unpacked: Unpacked,
 ) -> torch.Tensor:
     """Return the answers `[picks, hidden]` in bf16 of a group's experts, its own picks first."""
-    picks, hidden = len(group.rows), x.shape[1]
+    picks, hidden = group.most, x.shape[1]
     plain = unpacked.gates_and_ups(group)
     own = scratch.empty(picks, hidden, dtype=torch.bfloat16, device=x.device)
     inner = scratch.empty(picks, width, dtype=torch.bfloat16, device=x.device)
-    torch.index_select(x, 0, group.rows, out=own)
-    both = grouped_product(own, plain, group.ends, group.among)
+    both = grouped_product(gather_rows(x, group, own), plain, group.ends, group.among)
     compile_kernel("experts.cu", "activate", constants)(
-        (4096,), (256,), (both, inner, picks, width)
+        (4096,), (256,), (both, inner, group.ends, group.size - 1, width)
     )
     del both  # its memory may serve the answers
     return grouped_product(inner, unpacked.downs(group), group.ends, group.among)
@@ -267,17 +268,15 @@ class _ByAddress:
         self._room: torch.Tensor | None = None  # of the group at hand
 
     def gates_and_ups(self, group: ExpertGroup) -> torch.Tensor:
-        width = self._table.width
         self._room = plain = empty_gates_and_ups(self._table, group, self._dtype)
-        for part in range(2):
-            _unpack(self._table, part, plain[:, part * width :], group)
+        unpack_some(self._table, ALL_EXPERTS, group, plain, None)
         return plain
 
     def downs(self, group: ExpertGroup) -> torch.Tensor:
         assert self._room is not None
         count, width, hidden = len(self._room), self._table.width, self._table.hidden
         plain = self._room.flatten()[: count * hidden * width].view(count, hidden, width)
-        _unpack(self._table, 2, plain, group)
+        unpack_some(self._table, ALL_EXPERTS, group, None, plain)
         return plain
 
 
@@ -285,9 +284,8 @@ def empty_gates_and_ups(
     table: ExpertTiles, group: ExpertGroup, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
     """Return room for a group's gates and ups, until the frame around the call is left."""
-    count = group.last - group.first + 1
     return scratch.empty(
-        count, 2 * table.width, table.hidden, dtype=dtype, device=table.addresses.device
+        group.size, 2 * table.width, table.hidden, dtype=dtype, device=table.addresses.device
     )
 
 
@@ -295,63 +293,50 @@ def empty_gates_and_ups(
 class SomeExperts:
     """Experts of a group that are unpacked at once."""
 
-    which: torch.Tensor  # int32 [n], counted from the group's first, on the GPU
+    which: torch.Tensor | None  # int32 [n], counted from the group's first, on the GPU; None: all
     # uint8: all of gate, up and down of one expert after another; None: they lie where the table
     # says.
     staged: torch.Tensor | None = None
+
+
+ALL_EXPERTS = SomeExperts(None)
 
 
 def unpack_some(
     table: ExpertTiles,
     some: SomeExperts,
     group: ExpertGroup,
-    gates_and_ups: torch.Tensor,
-    downs: torch.Tensor,
+    gates_and_ups: torch.Tensor | None,
+    downs: torch.Tensor | None,
 ) -> None:
-    """Write all matrices of those experts that were chosen to their places in a group."""
-    sizes = matrix_bytes(table.kinds, table.width, table.hidden)
-    outs = (gates_and_ups, gates_and_ups[:, table.width :], downs)
-    for part, out in enumerate(outs):
-        rows, columns = _sides(table, part)
-        tiles, records = _up(rows, TILE_ROWS), _up(columns, RECORD_COLUMNS)
-        constants = unpack_defines(table.kinds[part], out.dtype)
-        staged = None if some.staged is None else some.staged[sum(sizes[:part]) :]
-        compile_kernel("dequant.cu", "dequantise_some", constants)(
-            (tiles, _up(records, 4), len(some.which)),
-            (128,),
-            (
-                *(some.which, staged, sum(sizes), table.addresses[group.first :], group.ends),
-                *(out, part, out.stride(0), rows, columns, records),
-            ),
-        )
+    """Write matrices of those experts that were chosen to their places in a group, in one launch.
 
-
-def matrix_bytes(kinds: Sequence[QuantType], width: int, hidden: int) -> tuple[int, int, int]:
-    """Return the bytes of an expert's gate, up and down in tiles."""
-    gate, up, down = kinds
-    return (
-        tile_bytes(gate, width, hidden),
-        tile_bytes(up, width, hidden),
-        tile_bytes(down, hidden, width),
+    None: none of those matrices.
+    """
+    width, hidden = table.width, table.hidden
+    wide, high = 2 * _unpack_blocks(width, hidden), _unpack_blocks(hidden, width)
+    first, end = 0 if gates_and_ups is not None else wide, wide if downs is None else wide + high
+    out = downs if gates_and_ups is None else gates_and_ups
+    assert out is not None
+    compile_kernel("unpack.cu", "unpack", _unpack_constants(table.kinds, out.dtype))(
+        (end - first, group.size if some.which is None else some.which.shape[0]),
+        (UNPACK_WARPS * 32,),
+        (
+            *(some.which, some.staged, table.addresses, group.ends, gates_and_ups, downs),
+            *(width, hidden, group.first, first),
+        ),
     )
 
 
-def _unpack(table: ExpertTiles, part: int, out: torch.Tensor, group: ExpertGroup) -> None:
-    """Write one matrix of every chosen expert of a group to its place in `out [experts, ...]`."""
-    rows, columns = _sides(table, part)
-    tiles, records = _up(rows, TILE_ROWS), _up(columns, RECORD_COLUMNS)
-    constants = unpack_defines(table.kinds[part], out.dtype)
-    addresses = table.addresses[group.first : group.last + 1]
-    compile_kernel("dequant.cu", "dequantise_experts", constants)(
-        (tiles, _up(records, 4), len(addresses)),
-        (128,),
-        (addresses, group.ends, out, part, out.stride(0), rows, columns, records),
-    )
+def _unpack_constants(kinds: Kinds, dtype: torch.dtype) -> dict[str, int]:
+    gate, up, down = (kind.ggml_id for kind in kinds)
+    narrow = {"WARPS": UNPACK_WARPS, "OUT_F16": int(dtype == torch.float16)}
+    return {"GATE": gate, "UP": up, "DOWN": down} | narrow
 
 
-def _sides(table: ExpertTiles, part: int) -> tuple[int, int]:
-    """Rows and columns of one of an expert's matrices."""
-    return (table.hidden, table.width) if part == 2 else (table.width, table.hidden)
+def _unpack_blocks(rows: int, columns: int) -> int:
+    """Blocks that unpack a matrix, a record for each warp."""
+    return _up(rows, TILE_ROWS) * _up(_up(columns, RECORD_COLUMNS), UNPACK_WARPS)
 
 
 def _constants(table: ExpertTiles, activation: str) -> dict[str, int]:

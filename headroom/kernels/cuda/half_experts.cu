@@ -5,13 +5,14 @@
 #include "powers.cuh"
 
 // inner [picks, width] * inner_powers = act(gate) * up of [picks, 2 * width], gates first, times the powers of
-// the rows that picks belong to. blockIdx.x: the pick.
+// the rows that picks belong to, of a group from `start` on (null: from 0). blockIdx.x: the pick.
 extern "C" __global__ void __launch_bounds__(POWER_THREADS)
-activate(const float* both, const float* powers, const long long* rows, __half* inner, float* inner_powers,
-         int width) {
+activate(const float* both, const float* powers, const long long* rows, const int* start, const int* ends,
+         __half* inner, float* inner_powers, int last, int width) {
+    if (static_cast<int>(blockIdx.x) >= ends[last]) return;
     const float* gates = both + static_cast<size_t>(blockIdx.x) * 2 * width;
     __half* to = inner + static_cast<size_t>(blockIdx.x) * width;
-    const float by = powers[rows[blockIdx.x]];
+    const float by = powers[rows[blockIdx.x + (start ? *start : 0)]];
     const auto value = [&](int i) { return activated(gates[i] * by) * (gates[width + i] * by); };
     float peak = 0;
     for (int i = threadIdx.x; i < width; i += POWER_THREADS) peak = fmaxf(peak, fabsf(value(i)));

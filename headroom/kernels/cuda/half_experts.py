@@ -6,9 +6,10 @@ from typing import Protocol
 import torch
 
 from headroom.kernels.cuda import scratch
-from headroom.kernels.cuda.compile import Argument, compile_kernel
+from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.cuda.launch import Argument
 from headroom.kernels.cuda.narrow import POWER_THREADS, NarrowRows
-from headroom.kernels.cuda.picks import ExpertGroup, SortedPicks
+from headroom.kernels.cuda.picks import ExpertGroup, gather_rows
 
 
 class Unpacked(Protocol):
@@ -29,7 +30,7 @@ def add_group(
     group: ExpertGroup,
     unpacked: Unpacked,
     activation: str,
-    picks: tuple[SortedPicks, torch.Tensor, torch.Tensor],  # with their ids and weights
+    picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights
     rest: tuple[Argument, ...],  # what rows get besides, and the output
 ) -> None:
     """Write the weighted sums of the answers of a group's experts, and what rows get besides."""
@@ -37,13 +38,13 @@ def add_group(
     ends = group.ends.tolist()  # the host waits to hear which rows an expert has
     inner = _inner_rows(x, group, ends, plain, activation)
     answers = grouped_product(inner.values, unpacked.downs(group), ends)
-    sorted_, ids, weights = picks
+    ids, weights = picks
     rows, used = ids.shape
     compile_kernel("half_experts.cu", "combine", _constants(activation))(
         (rows,),
         (POWER_THREADS,),
         (
-            *(answers, inner.powers, sorted_.places, group.start, ids, group.first, group.last),
+            *(answers, inner.powers, group.picks.places, group.start, ids, group.first, group.last),
             *(weights, used, answers.shape[1], *rest),
         ),
     )
@@ -57,15 +58,19 @@ def _inner_rows(
     activation: str,
 ) -> NarrowRows:
     """`act(gate) * up` of a group's picks, its own first; those of others have no meaning."""
-    picks, width = len(group.rows), gates_and_ups.shape[1] // 2
+    picks, width = group.most, gates_and_ups.shape[1] // 2
     device, columns = x.values.device, x.values.shape[1]
     own = scratch.empty(picks, columns, dtype=torch.float16, device=device)
     values = scratch.empty(picks, width, dtype=torch.float16, device=device)
     powers = scratch.empty(picks, device=device)
-    torch.index_select(x.values, 0, group.rows, out=own)
-    both = grouped_product(own, gates_and_ups, ends)
+    both = grouped_product(gather_rows(x.values, group, own), gates_and_ups, ends)
     compile_kernel("half_experts.cu", "activate", _constants(activation))(
-        (picks,), (POWER_THREADS,), (both, x.powers, group.rows, values, powers, width)
+        (picks,),
+        (POWER_THREADS,),
+        (
+            *(both, x.powers, group.picks.rows, group.start, group.ends, values, powers),
+            *(group.size - 1, width),
+        ),
     )
     return NarrowRows(values, powers)
 

@@ -7,7 +7,12 @@ from itertools import accumulate
 import torch
 
 from headroom.kernels.cuda import plain, scratch, unpacked
-from headroom.kernels.cuda.compile import compile_kernel, refuses_device, shared_bytes_of
+from headroom.kernels.cuda.compile import (
+    compile_kernel,
+    properties_of,
+    refuses_device,
+    shared_bytes_of,
+)
 from headroom.kernels.cuda.narrow import narrow_rows, narrow_type, refuses_type
 from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.product_shapes import Gpu, Product, Shape, shape_for
@@ -160,15 +165,15 @@ def products(
 
 def gpu_of(device: torch.device) -> Gpu:
     """Return what blocks may have on a GPU."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    processors = int(properties_of(device).multi_processor_count)
     return Gpu(shared_bytes_of(device), processors)
 
 
 def _blocks(tiles: int, shape: Shape, shared: int, device: torch.device) -> int:
     """Return as many blocks as there is work for, or as the GPU holds at a time."""
-    gpu = torch.cuda.get_device_properties(device)
+    gpu = properties_of(device)
     room = gpu.shared_memory_per_multiprocessor // (shared + BLOCK_OVERHEAD_BYTES)
-    return min(-(-tiles // shape.tiles), gpu.multi_processor_count * max(1, room))
+    return min(-(-tiles // shape.tiles), int(gpu.multi_processor_count) * max(1, int(room)))
 
 
 def matmul(

@@ -6,7 +6,10 @@ from typing import Literal
 import torch
 
 from headroom.kernels.cuda import grouped
+from headroom.kernels.cuda.compile import capability_of, compile_kernel
 
+SORT_THREADS = 512  # of picks.cu
+GATHER_THREADS, GATHER_BLOCKS = 256, 4096
 LIBRARYS_SM_100 = "2.13"  # the version of torch from which its grouped product runs on sm_100 too
 
 
@@ -17,17 +20,32 @@ class SortedPicks:
     rows: torch.Tensor  # int64 [picks]: whose pick stands at a place
     places: torch.Tensor  # int64 [rows, used]: where a pick stands
     ends: torch.Tensor  # int32 [experts]: the place after an expert's last
+    group_ends: torch.Tensor  # the same, counted from the first place of an expert's group
+
+
+def sort_in_groups(ids: torch.Tensor, experts: int, each: int) -> SortedPicks:
+    """Sort the picks int32 `[rows, used]` in one launch; groups are of `each` experts."""
+    assert ids.is_contiguous()
+    (rows, used), device = ids.shape, ids.device
+    owners, places = torch.empty(2, rows * used, dtype=torch.int64, device=device).unbind()
+    ends, group_ends = torch.empty(2, experts, dtype=torch.int32, device=device).unbind()
+    compile_kernel("picks.cu", "sort_picks")(
+        (experts + 1,),
+        (SORT_THREADS,),
+        (ids, owners, places, ends, group_ends, rows * used, used, experts, each),
+    )
+    return SortedPicks(owners, places.view(rows, used), ends, group_ends)
 
 
 def sort_picks(ids: torch.Tensor, experts: int) -> SortedPicks:
-    """Sort the picks `[rows, used]` where they are: nothing waits for the device."""
+    """Sort the picks `[rows, used]` of one group by torch: nothing waits for the device."""
     flat = ids.flatten().long()
     numbers, order = torch.where(flat < 0, experts, flat).sort(stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=ids.device)
     every = torch.arange(experts, device=ids.device)
     ends = torch.searchsorted(numbers, every, right=True, out_int32=True)
-    return SortedPicks(order // ids.shape[1], places.view(ids.shape), ends)
+    return SortedPicks(order // ids.shape[1], places.view(ids.shape), ends, ends)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,21 +55,45 @@ class ExpertGroup:
     first: int  # expert
     last: int
     start: torch.Tensor | None  # int32 [1]: the group's first place among all; None: the very first
-    rows: torch.Tensor  # int64 [picks]
+    picks: SortedPicks  # of all groups
     ends: torch.Tensor  # int32 [experts of the group], counted from `start`
-    among: int  # experts of all groups, over which the picks spread
+
+    @property
+    def most(self) -> int:
+        """The most picks that it can have: all."""
+        return self.picks.rows.shape[0]
+
+    @property
+    def among(self) -> int:
+        """Experts of all groups, over which the picks spread."""
+        return self.picks.ends.shape[0]
+
+    @property
+    def size(self) -> int:
+        """Its experts."""
+        return self.last - self.first + 1
 
 
 def expert_group(picks: SortedPicks, first: int, count: int) -> ExpertGroup:
-    """Return the picks of `count` experts from `first` on, without waiting for the device."""
-    ends = picks.ends[first : first + count]
-    last = first + len(ends) - 1
-    if first == 0:
-        return ExpertGroup(first, last, None, picks.rows, ends, len(picks.ends))
-    start = picks.ends[first - 1 : first]
-    places = torch.arange(len(picks.rows), device=ends.device) + start
-    rows = picks.rows[places.clamp_(max=len(picks.rows) - 1)]
-    return ExpertGroup(first, last, start, rows, ends - start, len(picks.ends))
+    """Return the group of `count` experts from `first` on, without waiting for the device."""
+    ends = picks.group_ends[first : first + count]
+    start = picks.ends[first - 1 : first] if first else None
+    return ExpertGroup(first, first + ends.shape[0] - 1, start, picks, ends)
+
+
+def gather_rows(x: torch.Tensor, group: ExpertGroup, out: torch.Tensor) -> torch.Tensor:
+    """Write the rows of `x`, of 16 bits, that a group's picks belong to; return `out [picks, ...]`.
+
+    Rows after the group's last have no meaning.
+    """
+    assert x.is_contiguous()
+    words = x.shape[1] // 8
+    compile_kernel("picks.cu", "gather")(
+        (min(group.most, GATHER_BLOCKS),),
+        (GATHER_THREADS,),
+        (x, group.picks.rows, group.start, group.ends, out, group.size - 1, words),
+    )
+    return out
 
 
 def grouped_product(
@@ -85,7 +127,7 @@ def product_way(device: torch.device) -> Literal["library", "own", "loop"]:
     """
     if device.type != "cuda":
         return "loop"
-    major, _ = torch.cuda.get_device_capability(device)
+    major, _ = capability_of(device)
     if major == 9 or (major == 10 and torch.__version__ >= LIBRARYS_SM_100):
         return "library"
     return "own" if major >= 8 else "loop"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from headroom.kernels.cuda.sizes import (
     FEW_ROWS,
@@ -93,6 +94,7 @@ def split_for(product: Product, gpu: Gpu) -> int:
     return wanted
 
 
+@cache
 def shape_for(product: Product, gpu: Gpu) -> Shape:
     """Return how a product's warps share the work.
 

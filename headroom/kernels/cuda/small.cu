@@ -15,9 +15,18 @@
 #define NORM_WARPS 16
 #define CHUNK 2048  // values that one block of embed unpacks
 
-// out = weight * x / sqrt(mean(x^2) + eps), one block a row; width a multiple of 4.
+// Four values in bf16 to their place.
+__device__ __forceinline__ void write_narrow(__nv_bfloat16* to, float4 y) {
+    __align__(8) const __nv_bfloat16 four[4] = {__float2bfloat16(y.x), __float2bfloat16(y.y), __float2bfloat16(y.z),
+                                   __float2bfloat16(y.w)};
+    *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(four);
+}
+
+// out, and narrow, of which one may be null, = weight * x / sqrt(mean(x^2) + eps), one block a row; width a
+// multiple of 4.
 extern "C" __global__ void __launch_bounds__(NORM_WARPS * 32)
-norm_rows(const float* x, const float* weight, float* residual, float* out, int width, int stride, float eps) {
+norm_rows(const float* x, const float* weight, float* residual, float* out, __nv_bfloat16* narrow, int width,
+          int stride, float eps) {
     __shared__ float shared[NORM_WARPS];
     const size_t row = blockIdx.x;
     const float4* from = reinterpret_cast<const float4*>(x + row * stride);
@@ -41,7 +50,8 @@ norm_rows(const float* x, const float* weight, float* residual, float* out, int 
             const float4 old = kept[i];
             kept[i] = make_float4(old.x + y.x, old.y + y.y, old.z + y.z, old.w + y.w);
         } else {
-            reinterpret_cast<float4*>(out + row * width)[i] = y;
+            if (out) reinterpret_cast<float4*>(out + row * width)[i] = y;
+            if (narrow) write_narrow(narrow + row * width + 4 * i, y);
         }
     }
 }
@@ -54,12 +64,15 @@ __device__ __forceinline__ float activate(float x) {
     return x / (1.0f + expf(-x));
 }
 
-// out [rows, width] = act(gate) * up; rows of gate and up may lie apart. blockIdx.y: the row.
-extern "C" __global__ void gated(const float* gate, const float* up, float* out, int width, int gate_stride,
-                                 int up_stride) {
+// out, or else narrow, [rows, width] = act(gate) * up; rows of gate and up may lie apart. blockIdx.y: the row.
+extern "C" __global__ void gated(const float* gate, const float* up, float* out, __nv_bfloat16* narrow, int width,
+                                 int gate_stride, int up_stride) {
     const size_t row = blockIdx.y;
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < width; i += gridDim.x * blockDim.x)
-        out[row * width + i] = activate(gate[row * gate_stride + i]) * up[row * up_stride + i];
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < width; i += gridDim.x * blockDim.x) {
+        const float y = activate(gate[row * gate_stride + i]) * up[row * up_stride + i];
+        if (out) out[row * width + i] = y;
+        else narrow[row * width + i] = __float2bfloat16(y);
+    }
 }
 
 // out [rows, columns] = scale * the table's rows `ids`. blockIdx: the chunk of CHUNK values, the row.

@@ -3,16 +3,21 @@
 How many rows an expert has only the device knows: nothing here waits to hear it.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Protocol
 
 import torch
 
 from headroom.formats.quants import QuantType
 from headroom.kernels.cuda import scratch
-from headroom.kernels.cuda.compile import Argument, CudaKernel, compile_kernel, shared_bytes_of
+from headroom.kernels.cuda.compile import (
+    compile_kernel,
+    properties_of,
+    shared_bytes_of,
+)
+from headroom.kernels.cuda.launch import Argument
 from headroom.kernels.cuda.narrow import NarrowRows
 from headroom.kernels.cuda.sizes import (
     GROUP_ROWS,
@@ -77,6 +82,9 @@ def shape_for(pair: tuple[QuantType, QuantType], block_bytes: int, all_bytes: in
     return max(shapes, key=lambda shape: min(running(shape), WANTED_WARPS))
 
 
+Launch = tuple[Sequence[int], Sequence[int], Sequence[Argument], int]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
     """Where picks stand, sorted by expert in groups of eight."""
@@ -84,6 +92,7 @@ class _Places:
     order: torch.Tensor  # int32 [8 * groups]: the pick at each place, -1: none
     tiles: torch.Tensor  # int64 [tiles, TILE_WORDS], see sorted.cuh
     groups: int
+    defines: dict[str, int]  # of kernels that read rows
 
 
 def sum_experts(
@@ -104,38 +113,37 @@ def sum_experts(
     (rows, used), hidden = ids.shape, experts.hidden
     down = experts.kinds[2]
     defines = {"X_F16": int(x.values.dtype == torch.float16)}
-    of_rows = partial(compile_kernel, "sorted_rows.cu", defines=defines)
     with scratch.frame():
-        places = _sort(of_rows("sort_picks"), ids, experts)
-        inner = _inner_pieces(of_rows, x, used, experts, activation, places)
+        places = _sort(ids, experts, defines)
+        inner = _inner_pieces(x, used, experts, activation, places)
         answers = scratch.empty(rows * used, hidden, device=ids.device)
-        _multiply(
-            ("down", (down, down), ""),
+        constants, launch = _product(
+            ((down, down), ""),
             (inner, places.order, answers, hidden),
             (_up(hidden, 2 * TILE_ROWS), experts.width),
             places,
         )
-        of_rows("sum_answers")(
+        compile_kernel("sorted.cu", "down", constants)(*launch, early=True)
+        compile_kernel("sorted_rows.cu", "sum_answers", defines)(
             (rows,), (256,), (answers, ids, weights, used, hidden, *rest), early=True
         )
 
 
-def _sort(kernel: CudaKernel, ids: torch.Tensor, experts: Experts) -> _Places:
+def _sort(ids: torch.Tensor, experts: Experts, defines: dict[str, int]) -> _Places:
     picks, count = ids.numel(), len(experts.addresses)
     groups, tiles = (sorted_groups(picks, count, rows) for rows in (GROUP_ROWS, SORTED_ROWS))
     order = scratch.empty(groups * GROUP_ROWS, dtype=torch.int32, device=ids.device)
     found = scratch.empty(tiles, TILE_WORDS, dtype=torch.int64, device=ids.device)
-    kernel(
+    compile_kernel("sorted_rows.cu", "sort_picks", defines)(
         (count,),
         (SORT_THREADS,),
         (ids, experts.addresses, order, found, picks, groups, tiles),
         early=True,
     )
-    return _Places(order, found, groups)
+    return _Places(order, found, groups, defines)
 
 
 def _inner_pieces(
-    of_rows: Callable[[str], CudaKernel],
     x: NarrowRows,
     used: int,
     experts: Experts,
@@ -151,20 +159,21 @@ def _inner_pieces(
         gathered = _empty_pieces(groups, hidden, device)
         inner = scratch.empty(GROUP_ROWS * groups, width, device=device)
         records = _up(hidden, RECORD_COLUMNS)
-        of_rows("gather_rows")(
+        compile_kernel("sorted_rows.cu", "gather_rows", places.defines)(
             (groups * records,),
             (GROUP_ROWS * 32,),
             (x.values, x.powers, places.order, gathered, used, hidden, records, groups),
             early=True,
         )
-        _multiply(
-            ("gate_up", (gate, up), activation),
+        constants, launch = _product(
+            ((gate, up), activation),
             (gathered, inner, width),
             (_up(width, TILE_ROWS), hidden),
             places,
         )
+        compile_kernel("sorted.cu", "gate_up", constants)(*launch, early=True)
         records = _up(width, RECORD_COLUMNS)
-        of_rows("halve_inner")(
+        compile_kernel("sorted_rows.cu", "halve_inner", places.defines)(
             (groups * records,),
             (GROUP_ROWS * 32,),
             (inner, places.order, out, width, records, groups),
@@ -173,29 +182,25 @@ def _inner_pieces(
     return out
 
 
-def _multiply(
-    product: tuple[str, tuple[QuantType, QuantType], str],  # its kernel, types, activation
+def _product(
+    product: tuple[tuple[QuantType, QuantType], str],  # types, and the activation of gate and up
     tensors: tuple[Argument, ...],
     sides: tuple[int, int],  # pairs of tiles, and columns
     places: _Places,
-) -> None:
-    """Multiply every tile of rows with all pairs of its expert's tiles."""
-    (name, kinds, activation), (pairs, columns) = product, sides
+) -> tuple[dict[str, int], Launch]:
+    """Return how every tile of rows is multiplied with all pairs of its expert's tiles."""
+    (kinds, activation), (pairs, columns) = product, sides
     device, records = places.order.device, _up(columns, RECORD_COLUMNS)
-    gpu = torch.cuda.get_device_properties(device)
+    gpu = properties_of(device)
     shape = shape_for(kinds, shared_bytes_of(device), gpu.shared_memory_per_multiprocessor)
     defines = {
-        "GATED": int(name == "gate_up"), "A_KIND": kinds[0].ggml_id, "B_KIND": kinds[1].ggml_id,
+        "GATED": int(activation != ""), "A_KIND": kinds[0].ggml_id, "B_KIND": kinds[1].ggml_id,
         "GELU": int(activation == "gelu"), "WARPS": shape.warps, "STAGES": shape.stages,
     }  # fmt: skip
     turns = _up(WARP_RECORDS, records)
-    compile_kernel("sorted.cu", name, defines)(
-        (_up(pairs, shape.warps * turns), len(places.tiles)),
-        (shape.warps * 32,),
-        (places.tiles, *tensors, records, places.groups),
-        shape.shared_bytes,
-        early=True,
-    )
+    grid = (_up(pairs, shape.warps * turns), len(places.tiles))
+    args = (places.tiles, *tensors, records, places.groups)
+    return defines, (grid, (shape.warps * 32,), args, shape.shared_bytes)
 
 
 def _empty_pieces(groups: int, columns: int, device: torch.device) -> torch.Tensor:

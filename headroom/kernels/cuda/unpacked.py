@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
@@ -13,6 +14,8 @@ from headroom.kernels.cuda.sizes import RECORD_COLUMNS, TILE_ROWS, tile_bytes
 from headroom.kernels.weight import Weight
 
 TILES = "tiles"
+MOST_OUTPUTS = 4  # of matrices that share an input
+SPREAD_THREADS = 256
 PART_ROWS = 256  # parts of a weight are multiples of this where they can be, for cuBLAS's tiles
 
 
@@ -46,7 +49,10 @@ def multiply(
                 answers = scratch.empty(len(rows), count, device=rows.device)
                 plain = _plain_part(weight, first, count, rows.dtype)
                 torch.mm(rows, plain.T, out_dtype=torch.float32, out=answers)
-            _spread(answers, first, outs, add, x.powers)
+            if x.powers is None:
+                _spread(answers, first, outs, add)
+            else:
+                _spread_powers(answers, first, outs, add, x.powers)
 
 
 def dequantise(weight: Weight, out: torch.Tensor) -> torch.Tensor:
@@ -69,26 +75,41 @@ def _plain_part(weight: Weight, first: int, count: int, dtype: torch.dtype) -> t
     if weight.layout != TILES:
         return weight.data[first : first + count]
     out = scratch.empty(count, weight.columns, dtype=dtype, device=weight.data.device)
+    if count == weight.rows:
+        return dequantise(weight, out)
     tiles = weight.data[tile_bytes(weight.quant, first, weight.columns) :]
     return dequantise(replace(weight, data=tiles, rows=count), out)
 
 
-def _spread(
+def _spread(answers: torch.Tensor, first: int, outs: Sequence[torch.Tensor], add: bool) -> None:
+    """Bring the answers of rows `first` and on of a weight to the outputs that they belong to."""
+    (rows, count), rest = answers.shape, MOST_OUTPUTS - len(outs)
+    ends = list(accumulate(out.shape[1] for out in outs))
+    apart = [out.stride(0) for out in outs]
+    fours = not any(number % 4 for number in (first, count, *ends, *apart))
+    wide = 4 if fours and not any(out.data_ptr() % 16 for out in outs) else 1
+    kernel = compile_kernel("spread.cu", "spread", {"ADD": int(add), "WIDE": wide})
+    kernel(
+        (-(-count // (SPREAD_THREADS * wide)), rows), (SPREAD_THREADS,),
+        (
+            *(answers, *outs, *[None] * rest, *ends, *[ends[-1]] * rest),
+            *(*apart, *[0] * rest, first, count),
+        ),
+    )  # fmt: skip
+
+
+def _spread_powers(
     answers: torch.Tensor,
     first: int,
     outs: Sequence[torch.Tensor],
     add: bool,
-    powers: torch.Tensor | None,
+    powers: torch.Tensor,
 ) -> None:
-    """Bring the answers of rows `first` and on of a weight to the outputs that they belong to."""
-    at, end = 0, first + answers.shape[1]
+    """The same for answers in float32, times the powers of their rows."""
+    at, end, by = 0, first + answers.shape[1], powers[:, None]
     for out in outs:
         begin, stop = max(first, at), min(end, at + out.shape[1])
         if begin < stop:
             part, target = answers[:, begin - first : stop - first], out[:, begin - at : stop - at]
-            if powers is not None:
-                by = powers[:, None]
-                target.addcmul_(part, by) if add else torch.mul(part, by, out=target)
-            else:
-                target.add_(part) if add else target.copy_(part)
+            target.addcmul_(part, by) if add else torch.mul(part, by, out=target)
         at += out.shape[1]

@@ -1,0 +1,60 @@
+// Picks in the order of their experts, and the rows that they belong to.
+#define WARPS 16  // of a block that sorts
+
+// The picks of one expert among all, in their order; blockIdx.x: the expert, after the last those of none, whose
+// ids are negative. rows [picks]: whose pick stands at a place; places [picks]: where a pick stands;
+// ends [experts]: the place after an expert's last; group_ends: the same, counted from the first place of the
+// experts' group, which are `each` neighbours. Every block reads all ids: they are few.
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+sort_picks(const int* ids, long long* rows, long long* places, int* ends, int* group_ends, int picks, int used,
+           int experts, int each) {
+    __shared__ int counts[WARPS], before[WARPS], elsewhere[WARPS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, expert = blockIdx.x, group = expert / each * each;
+    const int share = (picks + WARPS * 32 - 1) / (WARPS * 32) * 32;
+    const int first = warp * share, end = min(picks, first + share);
+    // Of a warp's picks: the expert's own, those of experts before it, and of groups before its own.
+    int own = 0, earlier = 0, outside = 0;
+    for (int i = first + lane; i < first + share; i += 32) {
+        const int id = i >= end ? experts + 1 : ids[i] < 0 ? experts : ids[i];
+        own += __popc(__ballot_sync(~0u, id == expert));
+        earlier += __popc(__ballot_sync(~0u, id < expert));
+        outside += __popc(__ballot_sync(~0u, id < group));
+    }
+    if (lane == 0) {
+        counts[warp] = own;
+        before[warp] = earlier;
+        elsewhere[warp] = outside;
+    }
+    __syncthreads();
+    int place = 0, last = 0, start = 0;
+    for (int w = 0; w < WARPS; ++w) {
+        place += before[w] + (w < warp ? counts[w] : 0);
+        last += before[w] + counts[w];
+        start += elsewhere[w];
+    }
+    if (threadIdx.x == 0 && expert < experts) {
+        ends[expert] = last;
+        group_ends[expert] = last - start;
+    }
+    for (int i = first + lane; i < first + share; i += 32) {
+        const int id = i >= end ? experts + 1 : ids[i] < 0 ? experts : ids[i];
+        const unsigned mine = __ballot_sync(~0u, id == expert);
+        if (id == expert) {
+            const int at = place + __popc(mine & ((1u << lane) - 1));
+            rows[at] = i / used;
+            places[i] = at;
+        }
+        place += __popc(mine);
+    }
+}
+
+// out [picks, columns] of 16 bits: the rows of x that the picks of a group belong to, `words` of 16 bytes each.
+// The group's picks stand from `start` on (null: from 0) and are ends[last]; nothing is written after them.
+extern "C" __global__ void gather(const uint4* x, const long long* rows, const int* start, const int* ends,
+                                  uint4* out, int last, int words) {
+    const int count = ends[last], before = start ? *start : 0;
+    for (int pick = blockIdx.x; pick < count; pick += gridDim.x) {
+        const uint4* from = x + rows[before + pick] * words;
+        for (int i = threadIdx.x; i < words; i += blockDim.x) out[static_cast<size_t>(pick) * words + i] = from[i];
+    }
+}
