@@ -7,12 +7,20 @@ import torch
 from headroom.kernels.cuda import experts as cuda_experts
 from headroom.kernels.cuda import route as cuda_route
 from headroom.kernels.cuda import scratch, small
-from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles, Others
-from headroom.kernels.cuda.matmul import RowNorm
+from headroom.kernels.cuda.expert_tiles import NO_OTHERS, ExpertTiles, Others, OwnTiles
+from headroom.kernels.cuda.matmul import TILES, RowNorm
 from headroom.kernels.cuda.narrow import narrow_type
+from headroom.kernels.cuda.sizes import EXPERT_STEP, tile_bytes
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.device_block import DeviceBatch, DeviceMlp
-from headroom.layers.device_rows import DeviceRows, few_rows, gated_rows, normed_rows, stack
+from headroom.layers.device_rows import (
+    DeviceRows,
+    Stack,
+    few_rows,
+    gated_rows,
+    normed_rows,
+    stack,
+)
 from headroom.layers.parts import part_of_step
 from headroom.layers.weights import WeightSource
 from headroom.moe.cold import ColdPart
@@ -103,12 +111,13 @@ class DeviceExperts:
         self._norm = get.norm("ffn.norm")
         self._router = DeviceRouter(config, get, counts)
         self._experts, self.cold = open_steps(config, get, place)
-        self._shared = None
+        self._shared, self._own = None, None
         if config.shared_width:
             self._shared = (
                 stack(get, ["ffn.shared.gate", "ffn.shared.up"]),
                 stack(get, ["ffn.shared.down"]),
             )
+            self._own = own_tiles(*self._shared)
 
     @part_of_step("experts")
     def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
@@ -119,10 +128,12 @@ class DeviceExperts:
         cold = self.cold if rows.few is not None else None
         if cold is not None:  # before all else that a CPU can run beside
             cold.before(normed, ids, weights)
+        own = self._own if rows.few is not None else None
         others = Others(
             residual=x,
-            shared=self._shared_answers(rows),
+            shared=self._shared_answers(rows) if own is None else None,
             shared_logits=logits[:, self._config.experts :] if self._config.shared_gate else None,
+            own=own,
         )
         _run(self._experts, rows, (ids, weights), others, x)
         if cold is not None:
@@ -134,6 +145,24 @@ class DeviceExperts:
         both, down = self._shared
         gate, up = both(rows)
         return down(gated_rows(gate, up, self._config.activation, self._narrow))[0]
+
+
+def own_tiles(both: Stack, down: Stack) -> OwnTiles | None:
+    """Return the expert that every row visits as kernels of few rows run it beside the others.
+
+    None where it is not in tiles, so that it must be run by itself.
+    """
+    weights = (*both.weights, *down.weights)
+    width = down.weights[0].columns
+    if any(weight.layout != TILES for weight in weights) or width % EXPERT_STEP:
+        return None
+    gate = weights[0].data
+    if len(both.weights) == 1:  # one after another
+        up = gate[tile_bytes(weights[0].quant, width, weights[0].columns) :]
+    else:
+        up = weights[1].data
+    kinds = (weights[0].quant, weights[-2].quant, weights[-1].quant)
+    return OwnTiles(gate, up, weights[-1].data, kinds, width)
 
 
 def upload_experts(get: WeightSource, count: int) -> ExpertTiles:

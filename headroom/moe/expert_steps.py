@@ -6,7 +6,7 @@ import torch
 
 from headroom.kernels.cuda import experts as cuda_experts
 from headroom.kernels.cuda import handover
-from headroom.kernels.cuda.experts import ExpertTiles, Others
+from headroom.kernels.cuda.expert_tiles import ExpertTiles, Others
 from headroom.kernels.cuda.matmul import HalfRows
 from headroom.kernels.cuda.narrow import NarrowRows
 from headroom.moe.store import LayerStore

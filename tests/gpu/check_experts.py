@@ -11,6 +11,7 @@ import torch
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import experts as fast
 from headroom.kernels.cuda import grouped, picks
+from headroom.kernels.cuda.expert_tiles import OwnTiles
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.cuda.narrow import NarrowRows, narrow_rows
 from headroom.kernels.cuda.pack import pack
@@ -36,6 +37,12 @@ LARGE_PLAIN: list[Case] = [
     (("bf16", "bf16", "bf16"), (16, 768, 2048), 1, 8, "silu"),
     (("f16", "f16", "f16"), (16, 768, 2048), 32, 8, "silu"),
     (("bf16", "bf16", "bf16"), (16, 704, 2816), 100, 8, "gelu"),
+]
+# Experts beside one that every row visits, of their types and sizes and of others.
+OWN: list[tuple[Kinds, Kinds, tuple[int, int, int], int, int]] = [
+    (("q4_k", "q4_k", "q6_k"), ("q4_k", "q4_k", "q6_k"), (5, 256, 512), 256, 1),
+    (("q4_k", "q4_k", "q6_k"), ("q8_0", "q5_0", "bf16"), (5, 256, 512), 296, 3),
+    (("f16", "f16", "bf16"), ("f16", "q4_1", "f16"), (4, 40, 96), 24, 9),
 ]
 # Of our grouped product: experts, outputs and columns; rows; experts of a row.
 GROUPED = [
@@ -151,16 +158,55 @@ def check(
     return good
 
 
+def own_tiles(table: ExpertTable) -> OwnTiles:
+    """The first of some experts as the one that every row visits."""
+    tiles = to_tiles(table)
+    gate, up, down = (piece[0] for piece in tiles.memory)
+    return OwnTiles(gate, up, down, table.kinds, tiles.width)
+
+
+def check_own(
+    kinds: Kinds, own_kinds: Kinds, sizes: tuple[int, int, int], own_width: int, rows: int
+) -> bool:
+    """Few rows with an expert that all of them visit, by a weight of its own or by one."""
+    experts, width, hidden = sizes
+    table, own = (
+        make_table(kinds, experts, width, hidden),
+        make_table(own_kinds, 1, own_width, hidden),
+    )
+    ids = torch.stack([torch.randperm(experts)[:2] for _ in range(rows)]).int()
+    ids[torch.rand(ids.shape) < 0.2] = -1
+    inputs = torch.randn(rows, hidden) * 0.3, ids, torch.rand(rows, 2)
+    logits, everyone = torch.randn(rows, 3), torch.zeros(rows, 1, dtype=torch.int32)
+    x, moved_ids, weights = (t.to(DEVICE) for t in inputs)
+    worst, tiles, visited = 0.0, to_tiles(table), own_tiles(own)
+    for given in (logits, None):
+        by = torch.ones(rows, 1) if given is None else given[:, 2:].sigmoid()
+        wanted = wanted_sum(inputs, table, "silu")
+        wanted += wanted_sum((inputs[0], everyone, by), own, "silu")
+        others = fast.Others(
+            shared_logits=None if given is None else given.to(DEVICE)[:, 2:], own=visited
+        )
+        found = fast.few_rows(half_rows(x), moved_ids, weights, tiles, "silu", others)
+        apart = float((found.cpu() - wanted).norm() / wanted.norm())
+        worst = max(worst, apart if apart == apart else float("inf"))
+    good = worst < 0.001
+    case = f"{kinds} {sizes} beside {own_kinds} {own_width} x{rows}"
+    print(f"{'PASS' if good else 'FAIL'} {case}: {worst:.1e}", flush=True)
+    return good
+
+
 def check_alone(kinds: Kinds, sizes: tuple[int, int, int], used: int) -> bool:
     """A row has the same bits with others beside it, in pieces of any size, and without."""
     experts, width, hidden = sizes
     tiles = to_tiles(make_table(kinds, experts, width, hidden))
+    own = fast.Others(own=own_tiles(make_table(kinds, 1, width, hidden)))
     ids = torch.stack([torch.randperm(experts)[:used] for _ in range(11)]).int().to(DEVICE)
     x, weights = torch.randn(11, hidden).to(DEVICE), torch.rand(11, used).to(DEVICE)
-    together = fast.few_rows(half_rows(x), ids, weights, tiles, "silu")
+    together = fast.few_rows(half_rows(x), ids, weights, tiles, "silu", own)
     different = 0
     for rows in (slice(0, 1), slice(4, 6), slice(7, 10), slice(10, 11)):
-        alone = fast.few_rows(half_rows(x[rows]), ids[rows], weights[rows], tiles, "silu")
+        alone = fast.few_rows(half_rows(x[rows]), ids[rows], weights[rows], tiles, "silu", own)
         different += int((alone != together[rows]).sum())
     print(f"{'FAIL' if different else 'PASS'} {kinds} {sizes} alone: {different} numbers differ")
     return not different
@@ -231,13 +277,15 @@ def bench(name: str, kinds: Kinds, sizes: tuple[int, int, int], used: int) -> No
         x = half_rows(torch.randn(rows, hidden, device=DEVICE))
         weights = torch.rand(rows, used, device=DEVICE)
         chosen = [pick_experts(rows, count, used) for _ in range(max(4, 64 // rows))]
-        turns = [partial(fast.few_rows, x, ids, weights, tiles, "silu") for ids in chosen]
-        moved = bytes_of_one * used * rows
-        for warps in (8, 16):
-            fast.WARPS = warps
-            took = time_us(turns)
+        own = OwnTiles(*(piece[0] for piece in pieces), tiles.kinds, width)
+        for others in (fast.NO_OTHERS, fast.Others(own=own)):
+            turns = [
+                partial(fast.few_rows, x, ids, weights, tiles, "silu", others) for ids in chosen
+            ]
+            moved = bytes_of_one * used * rows
+            took, beside = time_us(turns), " and one" if others.own else ""
             speed = moved / took / 1e3
-            print(f"BENCH {name} x{rows}, {warps} warps: {took:.1f} us {speed:.0f} GB/s of picks")
+            print(f"BENCH {name}{beside} x{rows}: {took:.1f} us {speed:.0f} GB/s of picks")
     for rows in (512, 2048):
         x_many = torch.randn(rows, hidden, device=DEVICE)
         weights = torch.rand(rows, used, device=DEVICE)
@@ -276,6 +324,7 @@ def main() -> None:
         ]
     runs = [partial(check, *case) for case in cases]
     runs += [partial(check, *case, "own") for case in cases]
+    runs += [partial(check_own, *own) for own in OWN]
     for kind in ("q4_k", "f16", "bf16"):
         runs.append(partial(check_alone, (kind, kind, kind), (6, 256, 512), 3))
     runs += [partial(check_grouped, *case) for case in GROUPED if not small]

@@ -145,6 +145,15 @@ def test_experts_agree_with_the_reference(
     assert check_experts.check(kinds, sizes, 3, 2, activation, "own")
 
 
+@pytest.mark.parametrize("case", check_experts.OWN, ids=str)
+def test_an_expert_that_every_row_visits_runs_beside_the_others(case: Any) -> None:
+    assert check_experts.check_own(*case)
+
+
+def test_experts_of_a_row_do_not_depend_on_other_rows() -> None:
+    assert check_experts.check_alone(("q4_k", "q4_k", "q6_k"), (6, 256, 256), 3)
+
+
 def test_grouped_products_agree_with_float64() -> None:
     assert check_experts.check_grouped((5, 40, 72), 90, 2)
 

@@ -28,6 +28,7 @@ from headroom.kernels.cuda import (
     small,
     unpacked,
 )
+from headroom.kernels.cuda.expert_tiles import PARTS
 from headroom.kernels.cuda.sizes import PACKED, tile_bytes
 from headroom.kernels.ops import Span, StepTables
 from headroom.kernels.weight import Weight
@@ -87,7 +88,7 @@ def experts_in_tiles(get: WeightSource, count: int) -> experts.ExpertTiles:
     size = sum(
         one.count * tile_bytes(one.quant, one.rows, one.columns) for part in parts for one in part
     )
-    where = torch.zeros(count, experts.PARTS, dtype=torch.int64)
+    where = torch.zeros(count, PARTS, dtype=torch.int64)
     kinds = tuple(part[0].quant for part in parts)
     return experts.ExpertTiles(where, kinds, gate.rows, gate.columns, size, ())
 

@@ -7,7 +7,8 @@ import torch
 
 from headroom.formats.quants import QuantType
 from headroom.kernels.cuda import half_experts, scratch
-from headroom.kernels.cuda.compile import Argument, compile_kernel, refuses_device
+from headroom.kernels.cuda.compile import compile_kernel, refuses_device
+from headroom.kernels.cuda.expert_tiles import NO_OTHERS, ExpertTiles, Others
 from headroom.kernels.cuda.half_experts import Unpacked
 from headroom.kernels.cuda.matmul import HalfRows
 from headroom.kernels.cuda.narrow import NarrowRows, as_narrow, refuses_type
@@ -23,39 +24,12 @@ from headroom.kernels.cuda.sizes import (
 from headroom.kernels.cuda.unpacked import unpack_defines
 from headroom.kernels.ops import Case
 
-WARPS = 8
-PARTS = 3  # matrices of an expert: gate, up, down
-Kinds = tuple[QuantType, ...]  # of those
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertTiles:
-    """One layer's experts in tiles, found by their addresses."""
-
-    addresses: torch.Tensor  # int64 [experts, PARTS], on the GPU
-    kinds: tuple[QuantType, ...]
-    width: int  # of an expert
-    hidden: int
-    nbytes: int
-    memory: tuple[torch.Tensor, ...]  # that the addresses point into, kept alive
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Others:
-    """What rows get besides their routed experts, added where those are summed."""
-
-    residual: torch.Tensor | None = None  # [rows, hidden]
-    shared: torch.Tensor | None = None  # [rows, hidden]: of the expert that every row visits
-    shared_logits: torch.Tensor | None = None  # [rows, n]: of its weight, the first of each row
-
-    @property
-    def arguments(self) -> tuple[Argument, ...]:
-        """The last arguments of kernels that sum, but for their output."""
-        stride = 0 if self.shared_logits is None else self.shared_logits.stride(0)
-        return self.residual, self.shared, self.shared_logits, stride
-
-
-NO_OTHERS = Others()
+GATE_UP_WARPS = 8  # of a block of `gate_up`
+# Rows of a step that has the GPU's memory for itself between kernels: what `down` reads is asked
+# for while gates and ups are still at work, and its blocks have a warp for each record.
+AHEAD_ROWS = 2
+DOWN_WARPS, AHEAD_DOWN_WARPS = 10, 20  # most of a block of `down`
+PIECE_BYTES = 560  # of a row's 256 columns in f16
 
 
 def refuses(case: Case) -> str | None:
@@ -99,28 +73,37 @@ def few_rows(
 
     Picks with a negative id are passed over. `out` may be the residual itself.
     """
-    (rows, used), device = ids.shape, ids.device
-    constants = _constants(table, activation) | {"LANES": x.lanes}
-    inner = scratch.empty(rows * used, table.width, device=device)
+    (rows, used), device, own = ids.shape, ids.device, others.own
+    own_width = 0 if own is None else own.width
+    ahead = rows <= AHEAD_ROWS and all(memory.is_cuda for memory in table.memory)
+    constants = _constants(table, activation, others) | {"LANES": x.lanes, "AHEAD": int(ahead)}
+    inner = scratch.empty(rows * (used * table.width + own_width), device=device)
+    downs = scratch.empty(rows * used, dtype=torch.int64, device=device)
     compile_kernel("experts.cu", "gate_up", constants)(
-        (_up(table.width, 32), rows * used),
-        (WARPS * 32,),
+        (_up(max(table.width, own_width), TILE_ROWS), rows * (used + (own is not None))),
+        (GATE_UP_WARPS * 32,),
         (
-            *(table.addresses, ids, x.pieces, x.groups, used, table.width, x.records),
-            inner,
+            *(table.addresses, ids, x.pieces, x.groups, used, rows * used, table.width, x.records),
+            *((None, None) if own is None else (own.gate, own.up)),
+            *(own_width, tile_bytes(table.kinds[2], table.hidden, table.width), inner, downs),
         ),
         early=True,
     )
     if out is None:
         out = torch.empty(rows, table.hidden, device=device)
-    records = _up(table.width, RECORD_COLUMNS)
+    records, own_records = _up(table.width, RECORD_COLUMNS), _up(own_width, RECORD_COLUMNS)
+    units = used * records + own_records
+    turns = _up(units, AHEAD_DOWN_WARPS if rows <= AHEAD_ROWS else DOWN_WARPS)
+    warps = _up(units, turns)
     compile_kernel("experts.cu", "down", constants)(
         (_up(table.hidden, TILE_ROWS), rows),
-        (WARPS * 32,),
+        (warps * 32,),
         (
-            *(table.addresses, ids, weights, inner, used, table.width, table.hidden, records),
+            *(downs, weights, inner, used, rows * used, table.width, table.hidden, records),
+            *(None if own is None else own.down, own_width, own_records),
             *(*others.arguments, out),
         ),
+        units * TILE_ROWS * 4 + warps * PIECE_BYTES,
         early=True,
     )
     return out
@@ -315,14 +298,13 @@ def _sides(table: ExpertTiles, part: int) -> tuple[int, int]:
     return (table.hidden, table.width) if part == 2 else (table.width, table.hidden)
 
 
-def _constants(table: ExpertTiles, activation: str) -> dict[str, int]:
-    gate, up, down = (kind.ggml_id for kind in table.kinds)
+def _constants(table: ExpertTiles, activation: str, others: Others = NO_OTHERS) -> dict[str, int]:
+    kinds = [kind.ggml_id for kind in table.kinds]
+    own = kinds if others.own is None else [kind.ggml_id for kind in others.own.kinds]
     return {
-        "GATE": gate,
-        "UP": up,
-        "DOWN": down,
+        **dict(zip(("GATE", "UP", "DOWN"), kinds, strict=True)),
+        **dict(zip(("OWN_GATE", "OWN_UP", "OWN_DOWN"), own, strict=True)),
         "GELU": int(activation == "gelu"),
-        "WARPS": WARPS,
         "LANES": 4,  # any, where no rows in f16 are read
     }
 
