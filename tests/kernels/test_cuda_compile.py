@@ -38,7 +38,9 @@ def _delta(columns: int, tiled: int = 0) -> Defines:
 def _experts(gate: str, down: str, gelu: int) -> Defines:
     kinds = {"GATE": _id(gate), "UP": _id(gate), "DOWN": _id(down)}
     own = {"OWN_GATE": _id(gate), "OWN_UP": _id("q8_0"), "OWN_DOWN": _id(down)}
-    return kinds | own | {"GELU": gelu, "LANES": 4 << 3 * gelu, "AHEAD": 1 - gelu}
+    return (
+        kinds | own | {"GELU": gelu, "LANES": 4 << 3 * gelu, "AHEAD": 1 - gelu, "STAGES": 2 - gelu}
+    )
 
 
 def _product(kind: str, groups: int) -> Defines:

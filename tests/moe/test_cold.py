@@ -34,6 +34,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     for module in (cuda_experts, handover, matmul):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
+    monkeypatch.setattr(cuda_experts, "shared_bytes_of", lambda device: 64 << 10)
 
 
 @pytest.fixture

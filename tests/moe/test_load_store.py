@@ -116,6 +116,7 @@ def test_the_check_for_a_gpu_passes_where_the_cpu_stands_in(
     monkeypatch.setattr(check_cold_store, "BESIDE", 1)
     for module in (experts, matmul):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
+    monkeypatch.setattr(experts, "shared_bytes_of", lambda device: 64 << 10)
     pretend_pinning(monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(check_cold_store, "captured", lambda step: step)

@@ -4,32 +4,57 @@
 // visits; GELU: the activation, else silu; LANES: of a piece of activations; AHEAD: whether the GPU's cache
 // is told of `down` before it comes.
 // table [experts][3]: the addresses of an expert's tiles, on this device or mapped host memory.
-#include "early.cuh"
+#define BULK 0  // records may lie in the host's memory
 #include "plain.cuh"
+#include "ring.cuh"
 #include "experts.cuh"
 
 #ifndef AHEAD
 #define AHEAD 0
 #endif
+#ifndef STAGES  // gate_up: records that a warp has asked for
+#define STAGES 1
+#endif
 #define TURNS 4  // warps that share a tile's columns, of which the order of sums follows
 #define MOST_WARPS 20  // of a block of `down`
 
 // Records `first`, first + step, ... of a tile times one row of activations, row % 8 of its pieces, which lie
-// `apart`; the next record is asked for before the work on one begins. Each column of the sums is the row's.
+// `apart`. Records come through the warp's own STAGES places in shared memory, so that as many are under way
+// without registers to hold them; plain ones are long, and come through registers, one ahead. Each column of the
+// sums is the row's.
 template <int K>
 __device__ __forceinline__ void add_row(const u8* tile, const u8* pieces, size_t apart, int row, int first,
-                                        int step, int records, float (*acc)[1][4]) {
+                                        int step, int records, u8* memory, float (*acc)[1][4]) {
+    constexpr int BYTES = Record<K>::bytes;
     const int lane = threadIdx.x % 32, own = row % 8;
     const Slot slot{own * 4 + lane % 4, {own, own}};
-    Share<K> share, next;
-    if (first < records) next.template load<true>(tile + static_cast<size_t>(first) * Record<K>::bytes, lane);
-    for (int r = first; r < records; r += step) {
-        share = next;
-        if (r + step < records)
-            next.template load<true>(tile + static_cast<size_t>(r + step) * Record<K>::bytes, lane);
-        add_any<K, LANES, 1, 1>(&share, pieces + r * apart, &slot, acc);
+    if constexpr (is_plain(K)) {
+        Share<K> share, next;
+        if (first < records) next.template load<true>(tile + static_cast<size_t>(first) * BYTES, lane);
+        for (int r = first; r < records; r += step) {
+            share = next;
+            if (r + step < records) next.template load<true>(tile + static_cast<size_t>(r + step) * BYTES, lane);
+            add_any<K, LANES, 1, 1>(&share, pieces + r * apart, &slot, acc);
+        }
+    } else {
+        Ring<STAGES, 1, BYTES> ring{memory, nullptr, lane};
+        int asked = first, stage = 0;
+        for (; stage < STAGES; ++stage, asked += step)
+            ring.ask(stage, asked < records ? tile + static_cast<size_t>(asked) * BYTES : nullptr, 0);
+        stage = 0;
+        for (int r = first; r < records; r += step, asked += step) {
+            Share<K> share;
+            share.template load<false>(ring.wait(stage, 0), lane);
+            add_any<K, LANES, 1, 1>(&share, pieces + r * apart, &slot, acc);
+            ring.ask(stage, asked < records ? tile + static_cast<size_t>(asked) * BYTES : nullptr, 0);
+            if (++stage == STAGES) stage = 0;
+        }
     }
 }
+
+__host__ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
+// What a warp has in shared memory of a record.
+template <int K> __host__ __device__ constexpr int ring_bytes() { return is_plain(K) ? 0 : Record<K>::bytes; }
 
 // The sums of rows g and g + 8 to `out [16]`.
 __device__ __forceinline__ void write_column(const float* acc, float* out) {
@@ -54,6 +79,7 @@ gate_up(const long long* table, const int* ids, const u8* pieces, int groups, in
         int records, const u8* own_gate, const u8* own_up, int own_width, int down_bytes, float* inner,
         long long* downs) {
     begin_after_last();
+    extern __shared__ uint4 memory[];
     __shared__ float sums[2][TURNS][16];  // of the gate, of up
     const int tile = blockIdx.x, pick = blockIdx.y, warp = threadIdx.x / 32, part = warp % 2, turn = warp / 2;
     const bool own = pick >= picks;
@@ -73,15 +99,18 @@ gate_up(const long long* table, const int* ids, const u8* pieces, int groups, in
     const u8* x = pieces + row / 8 * Piece<LANES>::bytes;
     const size_t at = static_cast<size_t>(tile) * records, apart = static_cast<size_t>(groups) * Piece<LANES>::bytes;
     float acc[1][1][4] = {};
+    constexpr int most = max_of(max_of(ring_bytes<GATE>(), ring_bytes<UP>()),
+                                max_of(ring_bytes<OWN_GATE>(), ring_bytes<OWN_UP>()));
+    u8* mine = reinterpret_cast<u8*>(memory) + warp * STAGES * most;
     if (!own || (GATE == OWN_GATE && UP == OWN_UP)) {
         if (GATE == UP || part == 0)
-            add_row<GATE>(matrix + at * Record<GATE>::bytes, x, apart, row, turn, TURNS, records, acc);
+            add_row<GATE>(matrix + at * Record<GATE>::bytes, x, apart, row, turn, TURNS, records, mine, acc);
         else
-            add_row<UP>(matrix + at * Record<UP>::bytes, x, apart, row, turn, TURNS, records, acc);
+            add_row<UP>(matrix + at * Record<UP>::bytes, x, apart, row, turn, TURNS, records, mine, acc);
     } else if (OWN_GATE == OWN_UP || part == 0) {
-        add_row<OWN_GATE>(matrix + at * Record<OWN_GATE>::bytes, x, apart, row, turn, TURNS, records, acc);
+        add_row<OWN_GATE>(matrix + at * Record<OWN_GATE>::bytes, x, apart, row, turn, TURNS, records, mine, acc);
     } else {
-        add_row<OWN_UP>(matrix + at * Record<OWN_UP>::bytes, x, apart, row, turn, TURNS, records, acc);
+        add_row<OWN_UP>(matrix + at * Record<OWN_UP>::bytes, x, apart, row, turn, TURNS, records, mine, acc);
     }
     if (!own) ask_ahead(last, down_bytes, tile, gridDim.x);
     write_column(acc[0][0], sums[part][turn]);

@@ -7,7 +7,7 @@ import torch
 
 from headroom.formats.quants import QuantType
 from headroom.kernels.cuda import half_experts, scratch
-from headroom.kernels.cuda.compile import compile_kernel, refuses_device
+from headroom.kernels.cuda.compile import compile_kernel, refuses_device, shared_bytes_of
 from headroom.kernels.cuda.expert_tiles import NO_OTHERS, ExpertTiles, Others
 from headroom.kernels.cuda.half_experts import Unpacked
 from headroom.kernels.cuda.matmul import HalfRows
@@ -15,10 +15,12 @@ from headroom.kernels.cuda.narrow import NarrowRows, as_narrow, refuses_type
 from headroom.kernels.cuda.picks import ExpertGroup, expert_group, grouped_product, sort_picks
 from headroom.kernels.cuda.sizes import (
     EXPERT_STEP,
+    PACKED,
     RECORD_COLUMNS,
     TILE_ROWS,
     TILED,
     experts_at_once,
+    record_bytes,
     tile_bytes,
 )
 from headroom.kernels.cuda.unpacked import unpack_defines
@@ -29,6 +31,8 @@ GATE_UP_WARPS = 8  # of a block of `gate_up`
 # for while gates and ups are still at work, and its blocks have a warp for each record.
 AHEAD_ROWS = 2
 DOWN_WARPS, AHEAD_DOWN_WARPS = 10, 20  # most of a block of `down`
+# Of shared memory: what every block may have, and what one of `gate_up` has beside its records.
+SURE_BYTES, OTHER_BYTES = 46 << 10, 2 << 10
 PIECE_BYTES = 560  # of a row's 256 columns in f16
 
 
@@ -77,6 +81,7 @@ def few_rows(
     own_width = 0 if own is None else own.width
     ahead = rows <= AHEAD_ROWS and all(memory.is_cuda for memory in table.memory)
     constants = _constants(table, activation, others) | {"LANES": x.lanes, "AHEAD": int(ahead)}
+    constants["STAGES"], shared_bytes = _stages(table, others, device)
     inner = scratch.empty(rows * (used * table.width + own_width), device=device)
     downs = scratch.empty(rows * used, dtype=torch.int64, device=device)
     compile_kernel("experts.cu", "gate_up", constants)(
@@ -87,6 +92,7 @@ def few_rows(
             *((None, None) if own is None else (own.gate, own.up)),
             *(own_width, tile_bytes(table.kinds[2], table.hidden, table.width), inner, downs),
         ),
+        shared_bytes,
         early=True,
     )
     if out is None:
@@ -291,6 +297,15 @@ def _unpack(table: ExpertTiles, part: int, out: torch.Tensor, group: ExpertGroup
         (128,),
         (addresses, group.ends, out, part, out.stride(0), rows, columns, records),
     )
+
+
+def _stages(table: ExpertTiles, others: Others, device: torch.device) -> tuple[int, int]:
+    """Return the records that a warp of `gate_up` has asked for, and their bytes in a block."""
+    kinds = (*table.kinds[:2], *(() if others.own is None else others.own.kinds[:2]))
+    # Plain ones come through registers.
+    one = GATE_UP_WARPS * max(record_bytes(kind) if kind in PACKED else 0 for kind in kinds)
+    fits = 2 * one <= SURE_BYTES or 2 * one + OTHER_BYTES <= shared_bytes_of(device)
+    return (2, 2 * one) if fits else (1, one)
 
 
 def _sides(table: ExpertTiles, part: int) -> tuple[int, int]:
