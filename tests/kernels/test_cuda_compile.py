@@ -101,6 +101,11 @@ DEFINES: dict[str, list[Defines]] = {
         {"EXPERTS": 60, "SIGMOID": 1},
         {"EXPERTS": 32, "SIGMOID": 0, "ROWS": 4},
     ],
+    "router.cu": [
+        {"EACH": 2, "ROWS": 1, "LANES": 4},
+        {"EACH": 5, "ROWS": 4, "LANES": 32},
+        {"EACH": 8, "ROWS": 4, "LANES": 8},
+    ],
     "sampler.cu": [{}, {"MOST": 2048}],
     "small.cu": [
         {"RESIDUAL": number % 2, "GELU": number % 2, "KIND": _id(kind)}

@@ -16,6 +16,7 @@ from headroom.kernels.cuda import (
     narrow,
     pack,
     route,
+    router,
 )
 from headroom.kernels.cuda.delta_net import ChunkBlocks
 from headroom.kernels.cuda.sizes import TILED, record_bytes
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Let the launchers run their kernels here, as if on a GPU of the properties returned."""
     torch.manual_seed(0)
-    for module in (delta_net, experts, grouped, half_experts, matmul, narrow, pack, route):
+    for module in (delta_net, experts, grouped, half_experts, matmul, narrow, pack, route, router):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     for check in (check_delta_net, check_experts, check_matmul, check_route):
         monkeypatch.setattr(check, "DEVICE", "cpu")
@@ -122,6 +123,11 @@ def test_logits_that_are_no_numbers_change_nobody_elses_counts() -> None:
 
 def test_scores_do_not_depend_on_other_rows() -> None:
     assert check_route.check_scores(9, 72)
+
+
+@pytest.mark.parametrize(("outputs", "hidden"), [(9, 72), (3, 2056)])
+def test_rows_are_normed_scored_and_rounded_at_once(outputs: int, hidden: int) -> None:
+    assert check_route.check_scored_rows(outputs, hidden)
 
 
 @pytest.mark.parametrize(

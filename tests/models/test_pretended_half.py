@@ -18,6 +18,7 @@ from headroom.kernels.cuda import (
     pack,
     prefill,
     route,
+    router,
     small,
     unpacked,
 )
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 LAUNCHERS = (
     *(attention, delta_net, experts, half_experts, matmul, narrow, pack, prefill, route),
+    router,
     *(small, unpacked),
 )
 PROMPT = torch.randint(300, 1000, (35,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -25,6 +25,7 @@ from headroom.kernels.cuda import (
     picks,
     prefill,
     route,
+    router,
     small,
     unpacked,
 )
@@ -47,7 +48,7 @@ from tests.memory.shapes import gpu, host
 
 LAUNCHERS = (
     *(attention, delta_net, experts, grouped, half_experts, matmul, narrow, prefill, route, small),
-    unpacked,
+    *(router, unpacked),
 )
 ROUTE = route.route
 
