@@ -78,6 +78,7 @@ def on_sm_75(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("qwen3moe", "q8_0", "q8_0"),
         pytest.param("qwen3moe", "bf16", "f16", marks=pytest.mark.slow),
         pytest.param("qwen35-wide", "q4_k_m", "bf16", marks=pytest.mark.slow),
+        pytest.param("laguna", "q8_0", "f16", marks=pytest.mark.slow),
         pytest.param("gemma4", "q8_0", "f16", marks=pytest.mark.slow),
         pytest.param("qwen3", "bf16", "f16", marks=pytest.mark.slow),
         pytest.param("gemma4-e2b", "f16", "f16", marks=pytest.mark.slow),
