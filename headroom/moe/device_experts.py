@@ -12,6 +12,7 @@ from headroom.kernels.cuda import scratch, small
 from headroom.kernels.cuda.expert_tiles import NO_OTHERS, ExpertTiles, Others, OwnTiles
 from headroom.kernels.cuda.matmul import TILES, RowNorm
 from headroom.kernels.cuda.narrow import narrow_type
+from headroom.kernels.cuda.route import Choice
 from headroom.kernels.cuda.sizes import EXPERT_STEP, tile_bytes
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.device_block import DeviceBatch, DeviceMlp
@@ -60,10 +61,17 @@ class DeviceRouter:
 
     def __call__(self, logits: torch.Tensor, batch: DeviceBatch) -> Picks:
         """Return ids and weights `[rows, used]` of rows by their logits."""
-        counts, sequence = self._counts[not few_rows(len(logits))], batch.tables[0].sequence
-        ids, weights = cuda_route.route(logits, self._rule, self._bias, counts, sequence)
+        ids, weights = self._choice(logits, batch).made()
         # Rows of padding have ids of -1 and weights of 0: any scale will do for them.
         return ids, weights if self._scales is None else weights * self._scales[ids]
+
+    def later(self, logits: torch.Tensor, batch: DeviceBatch) -> Picks | Choice:
+        """Return the same, or where others can do it what they are to be chosen by."""
+        return self._choice(logits, batch) if self._scales is None else self(logits, batch)
+
+    def _choice(self, logits: torch.Tensor, batch: DeviceBatch) -> Choice:
+        counts = self._counts[not few_rows(len(logits))]
+        return Choice(logits, self._rule, self._bias, counts, batch.tables[0].sequence)
 
 
 def scored_rows(
@@ -105,7 +113,7 @@ def open_steps(
 def _run(
     steps: ExpertSteps,
     rows: DeviceRows,
-    picks: Picks,
+    picks: Picks | Choice,
     others: Others = NO_OTHERS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -113,7 +121,8 @@ def _run(
     if rows.few is not None:
         return steps.few_rows(rows.few, picks, others, out)
     assert rows.many is not None
-    return steps.many_rows(rows.many, picks, others, out)
+    made = picks.made() if isinstance(picks, Choice) else picks
+    return steps.many_rows(rows.many, made, others, out)
 
 
 class DeviceExperts:
@@ -147,9 +156,10 @@ class DeviceExperts:
         normed = scratch.empty(*x.shape, device=x.device)  # which few rows need for a CPU alone
         norm = RowNorm(self._norm, self._eps, None if few and cold is None else normed)
         rows, logits = scored_rows(x, self._router.weight, norm, self._norm, self._narrow)
-        ids, weights = self._router(logits, batch)
+        picks = self._router.later(logits, batch)
         if cold is not None:  # before all else that a CPU can run beside
-            cold.before(normed, ids, weights)
+            picks = self._router(logits, batch)
+            cold.before(normed, *picks)
         own = self._own if few else None
         others = Others(
             residual=x,
@@ -157,7 +167,7 @@ class DeviceExperts:
             shared_logits=logits[:, self._config.experts :] if self._config.shared_gate else None,
             own=own,
         )
-        _run(self._experts, rows, (ids, weights), others, x)
+        _run(self._experts, rows, picks, others, x)
         if cold is not None:
             cold.after(x)
 

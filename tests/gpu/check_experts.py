@@ -12,11 +12,13 @@ from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import experts as fast
 from headroom.kernels.cuda import grouped, picks
 from headroom.kernels.cuda.expert_tiles import OwnTiles
+from headroom.kernels.cuda.few_experts import choose_few_rows, few_rows
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.cuda.narrow import NarrowRows, narrow_rows
 from headroom.kernels.cuda.pack import pack
+from headroom.kernels.cuda.route import Choice
 from headroom.kernels.cuda.sizes import tile_bytes
-from headroom.kernels.ops import ExpertTable
+from headroom.kernels.ops import ExpertTable, RouterRule
 from headroom.kernels.reference.dequant import dequantise
 from tests.gpu.check_matmul import random_weight
 from tests.gpu.kept import keep_code
@@ -149,7 +151,7 @@ def check(
     errors.append(distance(fast.many_rows(halves, *moved[1:], tiles, activation), wanted))
     good = good and errors[-1] < 0.003
     if rows <= 32:
-        few = fast.few_rows(half_rows(moved[0]), *moved[1:], tiles, activation, others)
+        few = few_rows(half_rows(moved[0]), *moved[1:], tiles, activation, others)
         errors.append(distance(few, wanted + more))
         good = good and errors[-1] < 0.001
     text = " ".join(f"{e:.1e}" for e in errors)
@@ -187,12 +189,33 @@ def check_own(
         others = fast.Others(
             shared_logits=None if given is None else given.to(DEVICE)[:, 2:], own=visited
         )
-        found = fast.few_rows(half_rows(x), moved_ids, weights, tiles, "silu", others)
+        found = few_rows(half_rows(x), moved_ids, weights, tiles, "silu", others)
         apart = float((found.cpu() - wanted).norm() / wanted.norm())
         worst = max(worst, apart if apart == apart else float("inf"))
     good = worst < 0.001
     case = f"{kinds} {sizes} beside {own_kinds} {own_width} x{rows}"
     print(f"{'PASS' if good else 'FAIL'} {case}: {worst:.1e}", flush=True)
+    return good
+
+
+def check_chosen(sizes: tuple[int, int, int], rule: RouterRule, biased: bool) -> bool:
+    """Experts chosen on the way are those that a router's kernel chooses, to the bit."""
+    experts, width, hidden = sizes
+    kinds = ("q4_k", "q4_k", "q8_0")
+    tiles = to_tiles(make_table(kinds, experts, width, hidden))
+    own, good = own_tiles(make_table(kinds, 1, width, hidden)), True
+    for rows in (1, 2):
+        x, logits = torch.randn(rows, hidden).to(DEVICE), torch.randn(rows, experts + 1).to(DEVICE)
+        bias = torch.randn(experts).to(DEVICE) if biased else None
+        counts = torch.zeros(2, experts, dtype=torch.int64, device=DEVICE)
+        sequence = torch.arange(0, -rows, -1, dtype=torch.int32, device=DEVICE)  # one of padding
+        others = fast.Others(residual=x, shared_logits=logits[:, experts:], own=own)
+        choice, later = (Choice(logits, rule, bias, count, sequence) for count in counts)
+        wanted = few_rows(half_rows(x), *choice.made(), tiles, "silu", others)
+        found = choose_few_rows(half_rows(x), later, tiles, "silu", others)
+        good = good and torch.equal(found, wanted) and torch.equal(*counts)
+        good = good and int(counts[0].sum()) == rule.used
+    print(f"{'PASS' if good else 'FAIL'} {sizes} chosen on the way by {rule} bias={biased}")
     return good
 
 
@@ -203,10 +226,10 @@ def check_alone(kinds: Kinds, sizes: tuple[int, int, int], used: int) -> bool:
     own = fast.Others(own=own_tiles(make_table(kinds, 1, width, hidden)))
     ids = torch.stack([torch.randperm(experts)[:used] for _ in range(11)]).int().to(DEVICE)
     x, weights = torch.randn(11, hidden).to(DEVICE), torch.rand(11, used).to(DEVICE)
-    together = fast.few_rows(half_rows(x), ids, weights, tiles, "silu", own)
+    together = few_rows(half_rows(x), ids, weights, tiles, "silu", own)
     different = 0
     for rows in (slice(0, 1), slice(4, 6), slice(7, 10), slice(10, 11)):
-        alone = fast.few_rows(half_rows(x[rows]), ids[rows], weights[rows], tiles, "silu", own)
+        alone = few_rows(half_rows(x[rows]), ids[rows], weights[rows], tiles, "silu", own)
         different += int((alone != together[rows]).sum())
     print(f"{'FAIL' if different else 'PASS'} {kinds} {sizes} alone: {different} numbers differ")
     return not different
@@ -279,9 +302,7 @@ def bench(name: str, kinds: Kinds, sizes: tuple[int, int, int], used: int) -> No
         chosen = [pick_experts(rows, count, used) for _ in range(max(4, 64 // rows))]
         own = OwnTiles(*(piece[0] for piece in pieces), tiles.kinds, width)
         for others in (fast.NO_OTHERS, fast.Others(own=own)):
-            turns = [
-                partial(fast.few_rows, x, ids, weights, tiles, "silu", others) for ids in chosen
-            ]
+            turns = [partial(few_rows, x, ids, weights, tiles, "silu", others) for ids in chosen]
             moved = bytes_of_one * used * rows
             took, beside = time_us(turns), " and one" if others.own else ""
             speed = moved / took / 1e3
@@ -325,6 +346,10 @@ def main() -> None:
     runs = [partial(check, *case) for case in cases]
     runs += [partial(check, *case, "own") for case in cases]
     runs += [partial(check_own, *own) for own in OWN]
+    for experts in (5, 128, 256, 1000):
+        for scores, used in (("softmax", 4), ("sigmoid", 3)):
+            rule = RouterRule(used, scores, True, 1.5)
+            runs.append(partial(check_chosen, (experts, 32, 256), rule, scores == "sigmoid"))
     for kind in ("q4_k", "f16", "bf16"):
         runs.append(partial(check_alone, (kind, kind, kind), (6, 256, 512), 3))
     runs += [partial(check_grouped, *case) for case in GROUPED if not small]

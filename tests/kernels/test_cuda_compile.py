@@ -84,7 +84,8 @@ DEFINES: dict[str, list[Defines]] = {
             ("f16", "f16", 1),
             ("q4_k", "bf16", 0),
         )
-    ],
+    ]
+    + [_experts("q4_k", "q6_k", 0) | {"EXPERTS": 256, "SIGMOID": 0}],
     "grouped.cu": [{"ROWS": rows, "STAGES": stages} for rows, stages in grouped.STAGES.items()],
     "half_experts.cu": [{"GELU": 0}, {"GELU": 1}],
     "handover.cu": [handover.WORDS],

@@ -10,6 +10,7 @@ import torch
 from headroom.kernels.cuda import (
     delta_net,
     experts,
+    few_experts,
     grouped,
     half_experts,
     matmul,
@@ -28,11 +29,17 @@ from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
+LAUNCHERS = (
+    *(delta_net, experts, few_experts, grouped, half_experts, matmul, narrow, pack, route),
+    router,
+)
+
+
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Let the launchers run their kernels here, as if on a GPU of the properties returned."""
     torch.manual_seed(0)
-    for module in (delta_net, experts, grouped, half_experts, matmul, narrow, pack, route, router):
+    for module in LAUNCHERS:
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     for check in (check_delta_net, check_experts, check_matmul, check_route):
         monkeypatch.setattr(check, "DEVICE", "cpu")
@@ -154,6 +161,11 @@ def test_experts_agree_with_the_reference(
 @pytest.mark.parametrize("case", check_experts.OWN, ids=str)
 def test_an_expert_that_every_row_visits_runs_beside_the_others(case: Any) -> None:
     assert check_experts.check_own(*case)
+
+
+@pytest.mark.parametrize(("scores", "biased"), [("softmax", False), ("sigmoid", True)])
+def test_experts_chosen_on_the_way_are_those_of_the_router(scores: Any, biased: bool) -> None:
+    assert check_experts.check_chosen((70, 32, 256), RouterRule(3, scores, True, 1.5), biased)
 
 
 def test_experts_of_a_row_do_not_depend_on_other_rows() -> None:

@@ -6,6 +6,7 @@ import torch
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import (
     experts,
+    few_experts,
     half_experts,
     matmul,
     narrow,
@@ -41,7 +42,7 @@ def in_float32(
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launchers run their kernels here."""
     torch.manual_seed(0)
-    for module in (experts, half_experts, matmul, narrow, pack, small, unpacked):
+    for module in (experts, few_experts, half_experts, matmul, narrow, pack, small, unpacked):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     monkeypatch.setattr(check_experts, "DEVICE", "cpu")
     monkeypatch.setattr(torch, "mm", in_float32)

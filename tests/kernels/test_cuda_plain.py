@@ -9,8 +9,18 @@ import torch
 
 from headroom.errors import KernelError
 from headroom.formats.quants import BF16, F16
-from headroom.kernels.cuda import experts, grouped, half_experts, matmul, narrow, pack, unpacked
-from headroom.kernels.cuda.experts import few_rows, refuses_sizes
+from headroom.kernels.cuda import (
+    experts,
+    few_experts,
+    grouped,
+    half_experts,
+    matmul,
+    narrow,
+    pack,
+    unpacked,
+)
+from headroom.kernels.cuda.experts import refuses_sizes
+from headroom.kernels.cuda.few_experts import few_rows
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.ops import ExpertTable
 from headroom.kernels.weight import PLAIN_TYPES, Weight
@@ -38,7 +48,7 @@ def bf16_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     def product(x: torch.Tensor, matrix: torch.Tensor, out: Any, out_dtype: Any = None) -> Any:
         return out.copy_(torch.matmul(x.float(), matrix.float()))
 
-    for module in (experts, grouped, half_experts, matmul, narrow, pack, unpacked):
+    for module in (experts, few_experts, grouped, half_experts, matmul, narrow, pack, unpacked):
         monkeypatch.setattr(module, "compile_kernel", compile_for_cores)
     for check in (check_experts, check_matmul):
         monkeypatch.setattr(check, "DEVICE", "cpu")

@@ -12,6 +12,7 @@ from headroom.kernels.cuda import (
     attention,
     delta_net,
     experts,
+    few_experts,
     half_experts,
     matmul,
     narrow,
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 LAUNCHERS = (
     *(attention, delta_net, experts, half_experts, matmul, narrow, pack, prefill, route),
-    router,
+    *(few_experts, router),
     *(small, unpacked),
 )
 PROMPT = torch.randint(300, 1000, (35,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -18,6 +18,7 @@ from headroom.kernels.cuda import (
     attention,
     delta_net,
     experts,
+    few_experts,
     grouped,
     half_experts,
     matmul,
@@ -48,7 +49,7 @@ from tests.memory.shapes import gpu, host
 
 LAUNCHERS = (
     *(attention, delta_net, experts, grouped, half_experts, matmul, narrow, prefill, route, small),
-    *(router, unpacked),
+    *(few_experts, router, unpacked),
 )
 ROUTE = route.route
 

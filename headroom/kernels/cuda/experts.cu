@@ -2,12 +2,15 @@
 // visits is one more, after those of all rows.
 // GATE, UP, DOWN: the types of an expert's matrices; OWN_GATE, OWN_UP, OWN_DOWN: of the one that every row
 // visits; GELU: the activation, else silu; LANES: of a piece of activations; AHEAD: whether the GPU's cache
-// is told of `down` before it comes.
+// is told of `down` before it comes; EXPERTS, SIGMOID: where experts are chosen here, see route.cuh.
 // table [experts][3]: the addresses of an expert's tiles, on this device or mapped host memory.
 #define BULK 0  // records may lie in the host's memory
 #include "plain.cuh"
 #include "ring.cuh"
 #include "experts.cuh"
+#ifdef EXPERTS
+#include "route.cuh"
+#endif
 
 #ifndef AHEAD
 #define AHEAD 0
@@ -72,13 +75,19 @@ __device__ __forceinline__ void ask_ahead(const u8* from, int bytes, int share, 
 #endif
 }
 
-// inner [picks, width], then [rows, own_width] = act(gate x) * up x, 16 columns a block; downs [picks]: where
-// their last matrices are, 0 where there is no expert. blockIdx: columns, pick.
-extern "C" __global__ void __launch_bounds__(2 * TURNS * 32)
-gate_up(const long long* table, const int* ids, const u8* pieces, int groups, int used, int picks, int width,
-        int records, const u8* own_gate, const u8* own_up, int own_width, int down_bytes, float* inner,
-        long long* downs) {
-    begin_after_last();
+// The expert of a pick, which every warp finds for itself: here the one that a router's kernel chose.
+struct Given {
+    const int* ids;
+
+    __device__ __forceinline__ int expert_of(int, int pick, int, bool) const { return ids[pick]; }
+};
+
+// The work of gate_up and choose_gate_up.
+template <class Choice>
+__device__ __forceinline__ void run_pick(const Choice& choice, const long long* table, const u8* pieces, int groups,
+                                         int used, int picks, int width, int records, const u8* own_gate,
+                                         const u8* own_up, int own_width, int down_bytes, float* inner,
+                                         long long* downs) {
     extern __shared__ uint4 memory[];
     __shared__ float sums[2][TURNS][16];  // of the gate, of up
     const int tile = blockIdx.x, pick = blockIdx.y, warp = threadIdx.x / 32, part = warp % 2, turn = warp / 2;
@@ -88,7 +97,7 @@ gate_up(const long long* table, const int* ids, const u8* pieces, int groups, in
     const u8* matrix = part ? own_up : own_gate;
     const u8* last = nullptr;
     if (!own) {
-        const int expert = ids[pick];
+        const int expert = choice.expert_of(row, pick, used, tile == 0 && warp == 0);
         if (expert >= 0) {
             matrix = reinterpret_cast<const u8*>(table[expert * 3 + part]);
             last = reinterpret_cast<const u8*>(table[expert * 3 + 2]);
@@ -127,6 +136,57 @@ gate_up(const long long* table, const int* ids, const u8* pieces, int groups, in
                              : static_cast<size_t>(pick) * width;
     inner[first + column] = activated(gate) * up;
 }
+
+// inner [picks, width], then [rows, own_width] = act(gate x) * up x, 16 columns a block; downs [picks]: where
+// their last matrices are, 0 where there is no expert. blockIdx: columns, pick.
+extern "C" __global__ void __launch_bounds__(2 * TURNS * 32)
+gate_up(const int* ids, const long long* table, const u8* pieces, int groups, int used, int picks, int width,
+        int records, const u8* own_gate, const u8* own_up, int own_width, int down_bytes, float* inner,
+        long long* downs) {
+    begin_after_last();
+    run_pick(Given{ids}, table, pieces, groups, used, picks, width, records, own_gate, own_up, own_width, down_bytes,
+             inner, downs);
+}
+
+#ifdef EXPERTS
+// What a router would have chosen, see route.cu: every warp of a pick does its work again, which takes less than
+// to wait for a kernel that does it once. One of them tells the others' kernel the weight, and counts the choice.
+struct Chosen {
+    const float* logits;  // rows `stride` apart
+    const float* bias;
+    const int* sequence;
+    float* weights;
+    unsigned long long* counts;
+    int stride;
+    Rule rule;
+
+    __device__ __forceinline__ int expert_of(int row, int pick, int used, bool first) const {
+        const int lane = threadIdx.x % 32;
+        if (sequence[row] < 0) {
+            if (first && lane == 0) weights[pick] = 0.0f;
+            return -1;
+        }
+        int chosen;
+        const float weight = choose(logits + static_cast<size_t>(row) * stride, bias, rule, lane, chosen);
+        if (first && lane == pick % used) {
+            weights[pick] = weight;
+            atomicAdd(counts + chosen, 1ull);
+        }
+        return __shfl_sync(ALL, chosen, pick % used);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(2 * TURNS * 32)
+choose_gate_up(const float* logits, const float* bias, const int* sequence, float* weights, unsigned long long* counts,
+               int stride, int normalise, float scale, float softcap, const long long* table, const u8* pieces,
+               int groups, int used, int picks, int width, int records, const u8* own_gate, const u8* own_up,
+               int own_width, int down_bytes, float* inner, long long* downs) {
+    begin_after_last();
+    const Chosen choice{logits, bias, sequence, weights, counts, stride, Rule{used, normalise, scale, softcap}};
+    run_pick(choice, table, pieces, groups, used, picks, width, records, own_gate, own_up, own_width, down_bytes,
+             inner, downs);
+}
+#endif
 
 // 256 columns of an expert's inner values, `count` of them there, times one record: sums of rows g and g + 8. Each
 // warp makes the values ready for the product by itself.

@@ -7,33 +7,21 @@ import torch
 
 from headroom.formats.quants import QuantType
 from headroom.kernels.cuda import half_experts, scratch
-from headroom.kernels.cuda.compile import compile_kernel, refuses_device, shared_bytes_of
-from headroom.kernels.cuda.expert_tiles import NO_OTHERS, ExpertTiles, Others
+from headroom.kernels.cuda.compile import compile_kernel, refuses_device
+from headroom.kernels.cuda.expert_tiles import NO_OTHERS, ExpertTiles, Others, expert_constants
 from headroom.kernels.cuda.half_experts import Unpacked
-from headroom.kernels.cuda.matmul import HalfRows
 from headroom.kernels.cuda.narrow import NarrowRows, as_narrow, refuses_type
 from headroom.kernels.cuda.picks import ExpertGroup, expert_group, grouped_product, sort_picks
 from headroom.kernels.cuda.sizes import (
     EXPERT_STEP,
-    PACKED,
     RECORD_COLUMNS,
     TILE_ROWS,
     TILED,
     experts_at_once,
-    record_bytes,
     tile_bytes,
 )
 from headroom.kernels.cuda.unpacked import unpack_defines
 from headroom.kernels.ops import Case
-
-GATE_UP_WARPS = 8  # of a block of `gate_up`
-# Rows of a step that has the GPU's memory for itself between kernels: what `down` reads is asked
-# for while gates and ups are still at work, and its blocks have a warp for each record.
-AHEAD_ROWS = 2
-DOWN_WARPS, AHEAD_DOWN_WARPS = 10, 20  # most of a block of `down`
-# Of shared memory: what every block may have, and what one of `gate_up` has beside its records.
-SURE_BYTES, OTHER_BYTES = 46 << 10, 2 << 10
-PIECE_BYTES = 560  # of a row's 256 columns in f16
 
 
 def refuses(case: Case) -> str | None:
@@ -62,57 +50,6 @@ def table_of(
     nbytes = sum(piece.nbytes for piece in pieces)
     addresses = where.to(pieces[0].device)
     return ExpertTiles(addresses, kinds, width, hidden, nbytes, tuple(pieces))
-
-
-def few_rows(
-    x: HalfRows,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    table: ExpertTiles,
-    activation: str,
-    others: Others = NO_OTHERS,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the weighted sum of each row's experts, for rows in f16.
-
-    Picks with a negative id are passed over. `out` may be the residual itself.
-    """
-    (rows, used), device, own = ids.shape, ids.device, others.own
-    own_width = 0 if own is None else own.width
-    ahead = rows <= AHEAD_ROWS and all(memory.is_cuda for memory in table.memory)
-    constants = _constants(table, activation, others) | {"LANES": x.lanes, "AHEAD": int(ahead)}
-    constants["STAGES"], shared_bytes = _stages(table, others, device)
-    inner = scratch.empty(rows * (used * table.width + own_width), device=device)
-    downs = scratch.empty(rows * used, dtype=torch.int64, device=device)
-    compile_kernel("experts.cu", "gate_up", constants)(
-        (_up(max(table.width, own_width), TILE_ROWS), rows * (used + (own is not None))),
-        (GATE_UP_WARPS * 32,),
-        (
-            *(table.addresses, ids, x.pieces, x.groups, used, rows * used, table.width, x.records),
-            *((None, None) if own is None else (own.gate, own.up)),
-            *(own_width, tile_bytes(table.kinds[2], table.hidden, table.width), inner, downs),
-        ),
-        shared_bytes,
-        early=True,
-    )
-    if out is None:
-        out = torch.empty(rows, table.hidden, device=device)
-    records, own_records = _up(table.width, RECORD_COLUMNS), _up(own_width, RECORD_COLUMNS)
-    units = used * records + own_records
-    turns = _up(units, AHEAD_DOWN_WARPS if rows <= AHEAD_ROWS else DOWN_WARPS)
-    warps = _up(units, turns)
-    compile_kernel("experts.cu", "down", constants)(
-        (_up(table.hidden, TILE_ROWS), rows),
-        (warps * 32,),
-        (
-            *(downs, weights, inner, used, rows * used, table.width, table.hidden, records),
-            *(None if own is None else own.down, own_width, own_records),
-            *(*others.arguments, out),
-        ),
-        units * TILE_ROWS * 4 + warps * PIECE_BYTES,
-        early=True,
-    )
-    return out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,7 +94,7 @@ def sum_groups(
     ids, weights = chosen.ids, chosen.weights
     rows, used = ids.shape
     picks = sort_picks(ids, len(table.addresses))
-    constants = _constants(table, activation)
+    constants = expert_constants(table, activation)
     if out is None:
         out = torch.empty(rows, table.hidden, device=ids.device)
     for first, each in group_bounds(table):
@@ -299,29 +236,9 @@ def _unpack(table: ExpertTiles, part: int, out: torch.Tensor, group: ExpertGroup
     )
 
 
-def _stages(table: ExpertTiles, others: Others, device: torch.device) -> tuple[int, int]:
-    """Return the records that a warp of `gate_up` has asked for, and their bytes in a block."""
-    kinds = (*table.kinds[:2], *(() if others.own is None else others.own.kinds[:2]))
-    # Plain ones come through registers.
-    one = GATE_UP_WARPS * max(record_bytes(kind) if kind in PACKED else 0 for kind in kinds)
-    fits = 2 * one <= SURE_BYTES or 2 * one + OTHER_BYTES <= shared_bytes_of(device)
-    return (2, 2 * one) if fits else (1, one)
-
-
 def _sides(table: ExpertTiles, part: int) -> tuple[int, int]:
     """Rows and columns of one of an expert's matrices."""
     return (table.hidden, table.width) if part == 2 else (table.width, table.hidden)
-
-
-def _constants(table: ExpertTiles, activation: str, others: Others = NO_OTHERS) -> dict[str, int]:
-    kinds = [kind.ggml_id for kind in table.kinds]
-    own = kinds if others.own is None else [kind.ggml_id for kind in others.own.kinds]
-    return {
-        **dict(zip(("GATE", "UP", "DOWN"), kinds, strict=True)),
-        **dict(zip(("OWN_GATE", "OWN_UP", "OWN_DOWN"), own, strict=True)),
-        "GELU": int(activation == "gelu"),
-        "LANES": 4,  # any, where no rows in f16 are read
-    }
 
 
 def _up(size: int, step: int) -> int:
