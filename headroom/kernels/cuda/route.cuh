@@ -40,7 +40,7 @@ __device__ __forceinline__ float choose(const float* logits, const float* bias, 
     for (int i = 0; i < NUMBERS; ++i) {
         const int expert = i * 32 + lane;
         float x = expert < EXPERTS ? logits[expert] : nothing;
-        if (rule.softcap > 0 && expert < EXPERTS) x = tanhf(x / rule.softcap) * rule.softcap;
+        if (rule.softcap > 0 && expert < EXPERTS) x = __fmul_rn(tanhf(x / rule.softcap), rule.softcap);
         scores[i] = x;
         peak = fmaxf(peak, x);
     }
