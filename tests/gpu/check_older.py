@@ -66,6 +66,8 @@ def checks(sm: int) -> Iterator[Check]:
     for case in check_delta_net.cases()[:13]:
         yield named(check_delta_net.check, *case)
     yield named(check_route.check_scores, 257, 2048)
+    yield named(check_route.check_scored_rows, 257, 2048)
+    yield named(check_experts.check_own, *check_experts.OWN[1])
     yield named(check_small.check_norm, 3, 2048)
     for size in check_sampler.SIZES[:2]:
         yield named(check_sampler.check, *size)

@@ -123,6 +123,23 @@ def test_what_a_row_gets_of_experts_does_not_depend_on_other_rows(kind: str) -> 
     assert_passes(check_experts.check_alone, (kind, kind, kind), (6, 256, 512), 3)
 
 
+@pytest.mark.parametrize("case", check_experts.OWN, ids=str)
+def test_an_expert_that_every_row_visits_runs_beside_the_others(case: tuple[object, ...]) -> None:
+    assert_passes(check_experts.check_own, *case)
+
+
+@pytest.mark.parametrize("experts", [5, 128, 256, 1000])
+def test_experts_chosen_on_the_way_are_those_of_the_router(experts: int) -> None:
+    for scores in ("softmax", "sigmoid"):
+        rule = RouterRule(4, scores, True, 1.5)
+        assert_passes(check_experts.check_chosen, (experts, 32, 256), rule, scores == "sigmoid")
+
+
+@pytest.mark.parametrize("case", [(257, 2048), (9, 5120), (128, 2816), (5, 8192), (3, 72)])
+def test_rows_are_normed_scored_and_rounded_at_once(case: tuple[int, int]) -> None:
+    assert_passes(check_route.check_scored_rows, *case)
+
+
 @pytest.mark.parametrize("case", check_experts.GROUPED, ids=str)
 def test_grouped_products_are_near_and_have_the_same_bits_in_all_tiles(
     case: tuple[object, ...],
