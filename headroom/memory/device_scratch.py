@@ -28,7 +28,7 @@ from headroom.memory.shape import LayerShape
 from headroom.units import GIB, MIB
 
 CHUNK = 64  # rows that gated linear attention takes at once
-F32, BF16, I32 = 4, 2, 4
+F32, BF16, I32, I64 = 4, 2, 4, 8
 NARROW_TYPES = ("bf16", "f16")  # that a GPU's fused kernels compute many rows in
 UPLOAD_BYTES = 2 * 64 * MIB  # of the buffers through which weights are loaded
 
@@ -216,7 +216,8 @@ def _routed(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
     """What the products of each row's experts take."""
     picks = step.rows * layer.experts_used
     if step.rows <= FEW_ROWS:
-        tally.take(F32 * picks * layer.expert_width)
+        beside = 0 if layer.post_norms else layer.ffn_width  # of the expert that every row visits
+        tally.take(F32 * (picks * layer.expert_width + step.rows * beside), I64 * picks)
         return
     each = experts_at_once(layer.experts, layer.expert_width, step.hidden, step.unpack_bytes)
     plain = 2 * BF16 * each * layer.expert_width * step.hidden

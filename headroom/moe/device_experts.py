@@ -1,18 +1,29 @@
 """Routed experts on a GPU: instead of a dense part, or beside one."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from headroom.kernels.cuda import experts as cuda_experts
 from headroom.kernels.cuda import route as cuda_route
+from headroom.kernels.cuda import router as cuda_router
 from headroom.kernels.cuda import scratch, small
-from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles, Others
-from headroom.kernels.cuda.matmul import RowNorm
+from headroom.kernels.cuda.expert_tiles import NO_OTHERS, ExpertTiles, Others, OwnTiles
+from headroom.kernels.cuda.matmul import TILES, RowNorm
 from headroom.kernels.cuda.narrow import narrow_type
+from headroom.kernels.cuda.route import Choice
+from headroom.kernels.cuda.sizes import EXPERT_STEP, tile_bytes
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.device_block import DeviceBatch, DeviceMlp
-from headroom.layers.device_rows import DeviceRows, few_rows, gated_rows, normed_rows, stack
+from headroom.layers.device_rows import (
+    DeviceRows,
+    Stack,
+    few_rows,
+    gated_rows,
+    normed_rows,
+    stack,
+)
 from headroom.layers.parts import part_of_step
 from headroom.layers.weights import WeightSource
 from headroom.moe.cold import ColdPart
@@ -40,23 +51,48 @@ class DeviceRouter:
 
     def __init__(self, config: ExpertsConfig, get: WeightSource, counts: Counts) -> None:
         self._counts = counts
-        self._weight = get.vector("ffn.router")
+        self.weight = get.vector("ffn.router")
         if config.shared_gate:  # scored with the experts, in one go
             shared = get.vector("ffn.shared.router").view(1, -1)
-            self._weight = torch.cat((self._weight, shared))
+            self.weight = torch.cat((self.weight, shared))
         self._rule = router_rule(config)
         self._bias = get.vector("ffn.score_bias") if config.bias else None
         self._scales = get.vector("ffn.experts_scale") if config.expert_scales else None
 
-    def __call__(
-        self, x: torch.Tensor, batch: DeviceBatch
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return ids and weights `[rows, used]` of rows as the router sees them, and its logits."""
-        logits = cuda_route.score(x, self._weight)
-        counts, sequence = self._counts[not few_rows(len(x))], batch.tables[0].sequence
-        ids, weights = cuda_route.route(logits, self._rule, self._bias, counts, sequence)
+    def __call__(self, logits: torch.Tensor, batch: DeviceBatch) -> Picks:
+        """Return ids and weights `[rows, used]` of rows by their logits."""
+        ids, weights = self._choice(logits, batch).made()
         # Rows of padding have ids of -1 and weights of 0: any scale will do for them.
-        return ids, weights if self._scales is None else weights * self._scales[ids], logits
+        return ids, weights if self._scales is None else weights * self._scales[ids]
+
+    def later(self, logits: torch.Tensor, batch: DeviceBatch) -> Picks | Choice:
+        """Return the same, or where others can do it what they are to be chosen by."""
+        return self._choice(logits, batch) if self._scales is None else self(logits, batch)
+
+    def _choice(self, logits: torch.Tensor, batch: DeviceBatch) -> Choice:
+        counts = self._counts[not few_rows(len(logits))]
+        return Choice(logits, self._rule, self._bias, counts, batch.tables[0].sequence)
+
+
+def scored_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm: RowNorm,
+    seen: torch.Tensor,
+    narrow: torch.dtype,
+) -> tuple[DeviceRows, torch.Tensor]:
+    """Return rows after a norm, and their logits for a router's weight after that of the router.
+
+    `norm.out` gets the rows in float32 where it is given.
+    """
+    if few_rows(len(x)) and cuda_router.takes(x.shape[1]):
+        few, logits = cuda_router.scored_rows(x, weight, norm, seen)
+        again = partial(small.rms_norm, x, norm.weight, norm.eps)
+        return DeviceRows(len(x), few=few, floats=again), logits
+    rows = normed_rows(x, norm, narrow)
+    if norm.out is not None and seen is norm.weight:
+        return rows, cuda_route.score(norm.out, weight)
+    return rows, cuda_route.score(small.rms_norm(x, seen, norm.eps), weight)
 
 
 def open_steps(
@@ -77,7 +113,7 @@ def open_steps(
 def _run(
     steps: ExpertSteps,
     rows: DeviceRows,
-    picks: Picks,
+    picks: Picks | Choice,
     others: Others = NO_OTHERS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -85,7 +121,8 @@ def _run(
     if rows.few is not None:
         return steps.few_rows(rows.few, picks, others, out)
     assert rows.many is not None
-    return steps.many_rows(rows.many, picks, others, out)
+    made = picks.made() if isinstance(picks, Choice) else picks
+    return steps.many_rows(rows.many, made, others, out)
 
 
 class DeviceExperts:
@@ -103,28 +140,34 @@ class DeviceExperts:
         self._norm = get.norm("ffn.norm")
         self._router = DeviceRouter(config, get, counts)
         self._experts, self.cold = open_steps(config, get, place)
-        self._shared = None
+        self._shared, self._own = None, None
         if config.shared_width:
             self._shared = (
                 stack(get, ["ffn.shared.gate", "ffn.shared.up"]),
                 stack(get, ["ffn.shared.down"]),
             )
+            self._own = own_tiles(*self._shared)
 
     @part_of_step("experts")
     def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
         """Add the answers of each row's experts."""
-        normed = scratch.empty(*x.shape, device=x.device)
-        rows = normed_rows(x, RowNorm(self._norm, self._eps, normed), self._narrow)
-        ids, weights, logits = self._router(normed, batch)
-        cold = self.cold if rows.few is not None else None
+        few = few_rows(len(x))
+        cold = self.cold if few else None
+        normed = scratch.empty(*x.shape, device=x.device)  # which few rows need for a CPU alone
+        norm = RowNorm(self._norm, self._eps, None if few and cold is None else normed)
+        rows, logits = scored_rows(x, self._router.weight, norm, self._norm, self._narrow)
+        picks = self._router.later(logits, batch)
         if cold is not None:  # before all else that a CPU can run beside
-            cold.before(normed, ids, weights)
+            picks = self._router(logits, batch)
+            cold.before(normed, *picks)
+        own = self._own if few else None
         others = Others(
             residual=x,
-            shared=self._shared_answers(rows),
+            shared=self._shared_answers(rows) if own is None else None,
             shared_logits=logits[:, self._config.experts :] if self._config.shared_gate else None,
+            own=own,
         )
-        _run(self._experts, rows, (ids, weights), others, x)
+        _run(self._experts, rows, picks, others, x)
         if cold is not None:
             cold.after(x)
 
@@ -134,6 +177,24 @@ class DeviceExperts:
         both, down = self._shared
         gate, up = both(rows)
         return down(gated_rows(gate, up, self._config.activation, self._narrow))[0]
+
+
+def own_tiles(both: Stack, down: Stack) -> OwnTiles | None:
+    """Return the expert that every row visits as kernels of few rows run it beside the others.
+
+    None where it is not in tiles, so that it must be run by itself.
+    """
+    weights = (*both.weights, *down.weights)
+    width = down.weights[0].columns
+    if any(weight.layout != TILES for weight in weights) or width % EXPERT_STEP:
+        return None
+    gate = weights[0].data
+    if len(both.weights) == 1:  # one after another
+        up = gate[tile_bytes(weights[0].quant, width, weights[0].columns) :]
+    else:
+        up = weights[1].data
+    kinds = (weights[0].quant, weights[-2].quant, weights[-1].quant)
+    return OwnTiles(gate, up, weights[-1].data, kinds, width)
 
 
 def upload_experts(get: WeightSource, count: int) -> ExpertTiles:
@@ -170,13 +231,12 @@ class DeviceBeside:
 
     def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
         """Add the normed sum of both; the router sees the stream as it is."""
-        seen = small.rms_norm(x, self._router_norm, self._eps)
-        ids, weights, _ = self._router(seen, batch)
         cold = self.cold if few_rows(len(x)) else None
         answers = scratch.empty(*x.shape, device=x.device)
         # What the CPU is to read lies where the answers will.
         before = RowNorm(self._before, self._eps, None if cold is None else answers)
-        rows = normed_rows(x, before, self._narrow)
+        rows, logits = scored_rows(x, self._router.weight, before, self._router_norm, self._narrow)
+        ids, weights = self._router(logits, batch)
         if cold is not None:
             cold.before(answers, ids, weights)
         routed = _run(self._experts, rows, (ids, weights), out=answers)

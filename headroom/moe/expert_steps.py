@@ -5,10 +5,11 @@ from typing import Protocol
 import torch
 
 from headroom.kernels.cuda import experts as cuda_experts
-from headroom.kernels.cuda import handover
-from headroom.kernels.cuda.experts import ExpertTiles, Others
+from headroom.kernels.cuda import few_experts, handover
+from headroom.kernels.cuda.expert_tiles import ExpertTiles, Others
 from headroom.kernels.cuda.matmul import HalfRows
 from headroom.kernels.cuda.narrow import NarrowRows
+from headroom.kernels.cuda.route import Choice
 from headroom.moe.store import LayerStore
 from headroom.moe.stream import StreamedLayer
 
@@ -22,7 +23,7 @@ class ExpertSteps(Protocol):
     """
 
     def few_rows(
-        self, x: HalfRows, picks: Picks, others: Others, out: torch.Tensor | None
+        self, x: HalfRows, picks: Picks | Choice, others: Others, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the weighted sum of each row's experts and others, inside a captured step."""
         ...
@@ -41,10 +42,16 @@ class ReadInPlace:
         self._tiles, self._activation = tiles, activation
 
     def few_rows(
-        self, x: HalfRows, picks: Picks, others: Others, out: torch.Tensor | None
+        self, x: HalfRows, picks: Picks | Choice, others: Others, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the weighted sum of each row's experts and others."""
-        return cuda_experts.few_rows(x, *picks, self._tiles, self._activation, others, out)
+        tiles, activation = self._tiles, self._activation
+        if isinstance(picks, Choice):
+            if x.rows <= few_experts.AHEAD_ROWS:
+                return few_experts.choose_few_rows(x, picks, tiles, activation, others, out)
+            picks = picks.made()
+        ids, weights = picks
+        return few_experts.few_rows(x, ids, weights, tiles, activation, others, out)
 
     def many_rows(
         self, x: NarrowRows, picks: Picks, others: Others, out: torch.Tensor | None
@@ -75,11 +82,12 @@ class WithoutCold(ReadInPlace):
         self._is_hot = is_hot
 
     def few_rows(
-        self, x: HalfRows, picks: Picks, others: Others, out: torch.Tensor | None
+        self, x: HalfRows, picks: Picks | Choice, others: Others, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the sum of each row's hot experts, whose weights grow, and others."""
-        handover.drop(*picks, self._is_hot)
-        return super().few_rows(x, picks, others, out)
+        made = picks.made() if isinstance(picks, Choice) else picks
+        handover.drop(*made, self._is_hot)
+        return super().few_rows(x, made, others, out)
 
     def many_rows(
         self, x: NarrowRows, picks: Picks, others: Others, out: torch.Tensor | None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headroom.kernels.cuda.experts import PARTS
+from headroom.kernels.cuda.expert_tiles import PARTS
 
 NOWHERE, SPARE = -1, -2  # instead of a row: not on this side; in this side's spare buffer
 

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import torch
 
-from headroom.kernels.cuda.experts import PARTS, Kinds
+from headroom.kernels.cuda.expert_tiles import PARTS, Kinds
 from headroom.layers.pinned import HostMemory
 from headroom.moe.copies import CopyQueue, Mark
 from headroom.moe.cost import Choice, ColdPath

@@ -14,14 +14,8 @@ import torch
 
 from headroom.kernels.cuda import experts as cuda_experts
 from headroom.kernels.cuda import scratch
-from headroom.kernels.cuda.experts import (
-    NO_OTHERS,
-    ChosenRows,
-    ExpertTiles,
-    Others,
-    SomeExperts,
-    unpack_some,
-)
+from headroom.kernels.cuda.expert_tiles import NO_OTHERS, ExpertTiles, Others
+from headroom.kernels.cuda.experts import ChosenRows, SomeExperts, unpack_some
 from headroom.kernels.cuda.narrow import NarrowRows, as_narrow
 from headroom.kernels.cuda.picks import ExpertGroup
 from headroom.kernels.cuda.sizes import ALIGNMENT

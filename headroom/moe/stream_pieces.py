@@ -6,7 +6,8 @@ from typing import Protocol
 
 import torch
 
-from headroom.kernels.cuda.experts import ExpertTiles, group_bounds
+from headroom.kernels.cuda.expert_tiles import ExpertTiles
+from headroom.kernels.cuda.experts import group_bounds
 from headroom.moe.stream_rule import cut_pieces, runs
 
 # A row of cold memory that is none, and no neighbour of one.

@@ -14,6 +14,7 @@ import torch
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import experts as fast
 from headroom.kernels.cuda import handover
+from headroom.kernels.cuda.few_experts import few_rows
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.cuda.measure import handover_seconds
 from headroom.kernels.native.module import MODULE, POOL
@@ -86,7 +87,7 @@ def check(share: float, rows: int, choice: Choice, kinds: Kinds = MIX) -> bool:
 
     def layer() -> None:
         part.before(x, ids, weights)
-        fast.few_rows(half_rows(x), ids, weights, store.tiles, "silu", out=out)
+        few_rows(half_rows(x), ids, weights, store.tiles, "silu", out=out)
         part.after(out)
 
     replay, worst = captured(layer, compute.begin_step), 0.0
@@ -95,7 +96,7 @@ def check(share: float, rows: int, choice: Choice, kinds: Kinds = MIX) -> bool:
         x.copy_(torch.randn(rows, hidden) * 0.3)
         ids.copy_(picks[0])
         weights.copy_(picks[1])
-        wanted = fast.few_rows(half_rows(x), ids.clone(), weights, every, "silu")
+        wanted = few_rows(half_rows(x), ids.clone(), weights, every, "silu")
         replay()
         torch.cuda.synchronize()
         worst = max(worst, float((out - wanted).norm() / wanted.norm()))
@@ -161,7 +162,7 @@ def bench_layers(stores: list[SplitStore], choice: Choice | None, hit: float) ->
                 ids.copy_(turn[at])
                 if part is not None:
                     part.before(x, ids, weights)
-                fast.few_rows(half_rows(x), ids, weights, store.tiles, "silu", out=out)
+                few_rows(half_rows(x), ids, weights, store.tiles, "silu", out=out)
                 if part is not None:
                     part.after(out)
 

@@ -14,6 +14,7 @@ import torch
 
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import experts as fast
+from headroom.kernels.cuda.few_experts import few_rows
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.upload import Upload
@@ -106,7 +107,7 @@ def make_step(layer: Layer, rows: int) -> Callable[[fast.ExpertTiles], torch.Ten
     ids = torch.stack([torch.randperm(layer.experts)[:used] for _ in range(rows)]).int().to(DEVICE)
     weights = torch.rand(rows, used, device=DEVICE)
     if rows <= 32:
-        return lambda table: fast.few_rows(half_rows(x), ids, weights, table, "silu")
+        return lambda table: few_rows(half_rows(x), ids, weights, table, "silu")
     return lambda table: fast.many_rows(x, ids, weights, table, "silu")
 
 

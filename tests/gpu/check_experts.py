@@ -12,61 +12,22 @@ import torch
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import experts as fast
 from headroom.kernels.cuda import grouped, picks, sizes, sorted_experts
+from headroom.kernels.cuda.expert_tiles import OwnTiles
+from headroom.kernels.cuda.few_experts import choose_few_rows, few_rows
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.cuda.narrow import NarrowRows, narrow_rows
 from headroom.kernels.cuda.pack import pack
+from headroom.kernels.cuda.route import Choice
 from headroom.kernels.cuda.sizes import tile_bytes
-from headroom.kernels.ops import ExpertTable
+from headroom.kernels.ops import ExpertTable, RouterRule
 from headroom.kernels.reference.dequant import dequantise
+from tests.gpu import expert_cases as known
 from tests.gpu.check_matmul import random_weight
+from tests.gpu.expert_cases import Kinds
 from tests.gpu.kept import keep_code
 from tests.gpu.timing import time_us
 
 DEVICE = "cuda"
-Kinds = tuple[str, str, str]
-Case = tuple[Kinds, tuple[int, int, int], int, int, str]
-# Experts of plain types, alone and beside packed ones; sides that fill no tile.
-PLAIN: list[Case] = [
-    (("bf16", "bf16", "bf16"), (4, 40, 520), 3, 2, "silu"),
-    (("f16", "f16", "f16"), (4, 264, 72), 5, 3, "gelu"),
-    (("bf16", "f16", "bf16"), (4, 24, 40), 1, 2, "silu"),
-    (("q4_k", "q4_k", "bf16"), (4, 96, 256), 9, 2, "silu"),
-    (("f16", "bf16", "q8_0"), (4, 32, 72), 2, 2, "gelu"),
-]
-LARGE_PLAIN: list[Case] = [
-    (("bf16", "bf16", "bf16"), (16, 768, 2048), 1, 8, "silu"),
-    (("f16", "f16", "f16"), (16, 768, 2048), 32, 8, "silu"),
-    (("bf16", "bf16", "bf16"), (16, 704, 2816), 100, 8, "gelu"),
-]
-# Of rows sorted by expert, some of whom have more than are multiplied at once: every type once, for
-# compiling takes longer than running.
-SORTED: list[Case] = [
-    (("q4_k", "q4_k", "q6_k"), (4, 256, 512), 70, 2, "silu"),
-    (("q5_k", "q8_0", "q4_0"), (3, 96, 256), 45, 2, "gelu"),
-    (("q8_0", "q4_1", "q5_1"), (4, 64, 96), 11, 2, "silu"),
-    (("iq4_nl", "q5_0", "iq4_nl"), (4, 64, 320), 20, 2, "silu"),
-    (("bf16", "bf16", "bf16"), (4, 40, 520), 30, 2, "silu"),
-    (("f16", "f16", "f16"), (4, 264, 72), 35, 3, "silu"),
-]
-REAL: list[Case] = [
-    (("q4_k", "q4_k", "q6_k"), (32, 512, 2048), 40, 8, "silu"),
-    (("q4_k", "q4_k", "q6_k"), (32, 512, 2048), 300, 8, "silu"),
-    (("mxfp4", "mxfp4", "mxfp4"), (6, 1440, 2880), 90, 4, "silu"),
-]
-SORTED_ALONE: list[tuple[Kinds, tuple[int, int, int], int, int]] = [
-    ((kind, kind, kind), (5, 256, 512), 60, 2) for kind in ("q4_k", "q8_0", "f16", "bf16")
-]
-# Of our grouped product: experts, outputs and columns; rows; experts of a row.
-GROUPED = [
-    ((256, 1024, 2048), 2048, 8),
-    ((256, 2048, 512), 2048, 8),
-    ((256, 1024, 2048), 33, 8),
-    ((128, 1536, 2048), 2048, 8),
-    ((8, 136, 72), 500, 2),
-    ((60, 40, 424), 37, 4),
-    ((1, 264, 40), 1000, 1),
-    ((1000, 8, 8), 3000, 6),
-]
 
 
 def make_table(kinds: Kinds, experts: int, width: int, hidden: int) -> ExpertTable:
@@ -169,7 +130,7 @@ def check(
         errors.append(distance(fast.many_rows(halves, *moved[1:], tiles, activation), wanted))
         good = good and errors[-1] < (0.001 if way == "sorted" else 0.003)
     if rows <= 32:
-        few = fast.few_rows(half_rows(moved[0]), *moved[1:], tiles, activation, others)
+        few = few_rows(half_rows(moved[0]), *moved[1:], tiles, activation, others)
         errors.append(distance(few, wanted + more))
         good = good and errors[-1] < 0.001
     text = " ".join(f"{e:.1e}" for e in errors)
@@ -178,16 +139,76 @@ def check(
     return good
 
 
+def own_tiles(table: ExpertTable) -> OwnTiles:
+    """The first of some experts as the one that every row visits."""
+    tiles = to_tiles(table)
+    gate, up, down = (piece[0] for piece in tiles.memory)
+    return OwnTiles(gate, up, down, table.kinds, tiles.width)
+
+
+def check_own(
+    kinds: Kinds, own_kinds: Kinds, sizes: tuple[int, int, int], own_width: int, rows: int
+) -> bool:
+    """Few rows with an expert that all of them visit, by a weight of its own or by one."""
+    experts, width, hidden = sizes
+    table, own = (
+        make_table(kinds, experts, width, hidden),
+        make_table(own_kinds, 1, own_width, hidden),
+    )
+    ids = torch.stack([torch.randperm(experts)[:2] for _ in range(rows)]).int()
+    ids[torch.rand(ids.shape) < 0.2] = -1
+    inputs = torch.randn(rows, hidden) * 0.3, ids, torch.rand(rows, 2)
+    logits, everyone = torch.randn(rows, 3), torch.zeros(rows, 1, dtype=torch.int32)
+    x, moved_ids, weights = (t.to(DEVICE) for t in inputs)
+    worst, tiles, visited = 0.0, to_tiles(table), own_tiles(own)
+    for given in (logits, None):
+        by = torch.ones(rows, 1) if given is None else given[:, 2:].sigmoid()
+        wanted = wanted_sum(inputs, table, "silu")
+        wanted += wanted_sum((inputs[0], everyone, by), own, "silu")
+        others = fast.Others(
+            shared_logits=None if given is None else given.to(DEVICE)[:, 2:], own=visited
+        )
+        found = few_rows(half_rows(x), moved_ids, weights, tiles, "silu", others)
+        apart = float((found.cpu() - wanted).norm() / wanted.norm())
+        worst = max(worst, apart if apart == apart else float("inf"))
+    good = worst < 0.001
+    case = f"{kinds} {sizes} beside {own_kinds} {own_width} x{rows}"
+    print(f"{'PASS' if good else 'FAIL'} {case}: {worst:.1e}", flush=True)
+    return good
+
+
+def check_chosen(sizes: tuple[int, int, int], rule: RouterRule, biased: bool) -> bool:
+    """Experts chosen on the way are those that a router's kernel chooses, to the bit."""
+    experts, width, hidden = sizes
+    kinds = ("q4_k", "q4_k", "q8_0")
+    tiles = to_tiles(make_table(kinds, experts, width, hidden))
+    own, good = own_tiles(make_table(kinds, 1, width, hidden)), True
+    for rows in (1, 2):
+        x, logits = torch.randn(rows, hidden).to(DEVICE), torch.randn(rows, experts + 1).to(DEVICE)
+        bias = torch.randn(experts).to(DEVICE) if biased else None
+        counts = torch.zeros(2, experts, dtype=torch.int64, device=DEVICE)
+        sequence = torch.arange(0, -rows, -1, dtype=torch.int32, device=DEVICE)  # one of padding
+        others = fast.Others(residual=x, shared_logits=logits[:, experts:], own=own)
+        choice, later = (Choice(logits, rule, bias, count, sequence) for count in counts)
+        wanted = few_rows(half_rows(x), *choice.made(), tiles, "silu", others)
+        found = choose_few_rows(half_rows(x), later, tiles, "silu", others)
+        good = good and torch.equal(found, wanted) and torch.equal(*counts)
+        good = good and int(counts[0].sum()) == rule.used
+    print(f"{'PASS' if good else 'FAIL'} {sizes} chosen on the way by {rule} bias={biased}")
+    return good
+
+
 def check_alone(kinds: Kinds, sizes: tuple[int, int, int], used: int) -> bool:
     """A row has the same bits with others beside it, in pieces of any size, and without."""
     experts, width, hidden = sizes
     tiles = to_tiles(make_table(kinds, experts, width, hidden))
+    own = fast.Others(own=own_tiles(make_table(kinds, 1, width, hidden)))
     ids = torch.stack([torch.randperm(experts)[:used] for _ in range(11)]).int().to(DEVICE)
     x, weights = torch.randn(11, hidden).to(DEVICE), torch.rand(11, used).to(DEVICE)
-    together = fast.few_rows(half_rows(x), ids, weights, tiles, "silu")
+    together = few_rows(half_rows(x), ids, weights, tiles, "silu", own)
     different = 0
     for rows in (slice(0, 1), slice(4, 6), slice(7, 10), slice(10, 11)):
-        alone = fast.few_rows(half_rows(x[rows]), ids[rows], weights[rows], tiles, "silu")
+        alone = few_rows(half_rows(x[rows]), ids[rows], weights[rows], tiles, "silu", own)
         different += int((alone != together[rows]).sum())
     print(f"{'FAIL' if different else 'PASS'} {kinds} {sizes} alone: {different} numbers differ")
     return not different
@@ -313,13 +334,13 @@ def bench(name: str, kinds: Kinds, sizes: tuple[int, int, int], used: int) -> No
         x = half_rows(torch.randn(rows, hidden, device=DEVICE))
         weights = torch.rand(rows, used, device=DEVICE)
         chosen = [pick_experts(rows, count, used) for _ in range(max(4, 64 // rows))]
-        turns = [partial(fast.few_rows, x, ids, weights, tiles, "silu") for ids in chosen]
-        moved = bytes_of_one * used * rows
-        for warps in (8, 16):
-            fast.WARPS = warps
-            took = time_us(turns)
+        own = OwnTiles(*(piece[0] for piece in pieces), tiles.kinds, width)
+        for others in (fast.NO_OTHERS, fast.Others(own=own)):
+            turns = [partial(few_rows, x, ids, weights, tiles, "silu", others) for ids in chosen]
+            moved = bytes_of_one * used * rows
+            took, beside = time_us(turns), " and one" if others.own else ""
             speed = moved / took / 1e3
-            print(f"BENCH {name} x{rows}, {warps} warps: {took:.1f} us {speed:.0f} GB/s of picks")
+            print(f"BENCH {name}{beside} x{rows}: {took:.1f} us {speed:.0f} GB/s of picks")
     if "--shapes" in sys.argv and kinds[0] not in ("bf16", "f16"):  # which fit one of them only
         bench_shapes(tiles, used)
     for rows in (64, 128, 256, 512, 1024, 2048, 4096):
@@ -344,33 +365,20 @@ def main() -> None:
     keep_code()
     torch.manual_seed(0)
     small = DEVICE == "cpu"
-    mixed = ("q4_k", "q4_k", "q6_k")
-    cases: list[Case] = [
-        (mixed, (6, 256, 512), 1, 3, "silu"),
-        (mixed, (6, 256, 256), 5, 2, "gelu"),
-        (("q4_k", "q5_k", "q8_0"), (5, 96, 256), 3, 2, "silu"),
-        (("mxfp4", "q8_0", "q4_0"), (4, 160, 288), 2, 4, "gelu"),
-        (("q8_0", "q4_1", "q5_1"), (4, 64, 96), 11, 2, "silu"),
-        (("iq4_nl", "q5_0", "iq4_nl"), (4, 64, 320), 2, 2, "silu"),
-        (("q6_k", "q6_k", "q4_k"), (4, 256, 512), 2, 2, "silu"),
-        *PLAIN,
-    ]
-    if not small:
-        cases += [
-            (mixed, (32, 512, 2048), 1, 8, "silu"),
-            (mixed, (32, 512, 2048), 32, 8, "silu"),
-            (mixed, (16, 768, 2048), 100, 8, "silu"),
-            *LARGE_PLAIN,
-        ]
+    cases = known.FEW if small else [*known.FEW, *known.LARGE]
     runs = [partial(check, *case) for case in cases]
     runs += [partial(check, *case, "own") for case in cases]
-    runs += [partial(check, *case, "sorted") for case in (SORTED if small else [*SORTED, *REAL])]
-    runs += [partial(check_sorted_alone, *case) for case in SORTED_ALONE]
+    runs += [
+        partial(check, *case, "sorted")
+        for case in (known.SORTED if small else [*known.SORTED, *known.REAL])
+    ]
+    runs += [partial(check_sorted_alone, *case) for case in known.SORTED_ALONE]
+    runs += [partial(check_own, *own) for own in known.OWN]
+    runs += [partial(check_chosen, *case) for case in known.CHOSEN]
     for kind in ("q4_k", "f16", "bf16"):
         runs.append(partial(check_alone, (kind, kind, kind), (6, 256, 512), 3))
-    runs += [partial(check_grouped, *case) for case in GROUPED if not small]
-    sorted_ = ((2048, 256, 8, 24), (40, 128, 8, 128), (3001, 60, 4, 7))
-    runs += [partial(check_sorted, *case) for case in sorted_ if not small]
+    runs += [partial(check_grouped, *case) for case in known.GROUPED if not small]
+    runs += [partial(check_sorted, *case) for case in known.PICKS if not small]
     for run in runs:
         try:
             run()
@@ -381,7 +389,7 @@ def main() -> None:
         for rows in (64, 512, 2048, 8192):
             bench_grouped("gates and ups", (256, 1024, 2048), rows, 8)
             bench_grouped("downs", (256, 2048, 512), rows, 8)
-        bench("35B-A3B q4_k q6_k", mixed, (256, 512, 2048), 8)
+        bench("35B-A3B q4_k q6_k", known.MIXED, (256, 512, 2048), 8)
         bench("35B-A3B q4_k", ("q4_k", "q4_k", "q4_k"), (256, 512, 2048), 8)
         for kind in ("bf16", "f16"):
             bench(f"30B-A3B {kind}", (kind, kind, kind), (128, 768, 2048), 8)

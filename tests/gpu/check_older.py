@@ -23,6 +23,7 @@ from tests.gpu import (
     check_route,
     check_sampler,
     check_small,
+    expert_cases,
 )
 from tests.gpu.attention_cases import Heads
 from tests.gpu.kept import keep_code
@@ -68,6 +69,8 @@ def checks(sm: int) -> Iterator[Check]:
     for case in check_delta_net.cases()[:13]:
         yield named(check_delta_net.check, *case)
     yield named(check_route.check_scores, 257, 2048)
+    yield named(check_route.check_scored_rows, 257, 2048)
+    yield named(check_experts.check_own, *expert_cases.OWN[1])
     yield named(check_small.check_norm, 3, 2048)
     for size in check_sampler.SIZES[:2]:
         yield named(check_sampler.check, *size)

@@ -3,12 +3,17 @@
 import sys
 import traceback
 from functools import partial
+from unittest.mock import patch
 
 import torch
 
 from headroom.kernels.cuda import route as fast
+from headroom.kernels.cuda import scratch
+from headroom.kernels.cuda.matmul import RowNorm, half_rows
+from headroom.kernels.cuda.router import scored_rows
 from headroom.kernels.ops import RouterRule
 from headroom.kernels.reference import route as plain
+from headroom.kernels.reference.norms import rms_norm as plain_norm
 from tests.gpu.kept import keep_code
 from tests.gpu.timing import time_us
 
@@ -60,6 +65,36 @@ def check_scores(outputs: int, hidden: int) -> bool:
     return good
 
 
+def check_scored_rows(outputs: int, hidden: int) -> bool:
+    """Rows normed, scored and rounded at once; a row alone has the bits it has among others."""
+    weight, seen, by = torch.randn(outputs, hidden), torch.randn(hidden), torch.randn(hidden)
+    x = torch.randn(19, hidden) * 10.0 ** torch.arange(-9, 10)[:, None]
+    moved = weight.to(DEVICE), by.to(DEVICE), seen.to(DEVICE)
+    worst, wanted_rows = 0.0, plain_norm(x, by, 1e-20).double()
+    wanted = plain_norm(x, seen, 1e-20).double() @ weight.double().T
+    found = {}
+    for rows in ((0, 19), (3, 4), (5, 7), (0, 3), (10, 18)):
+        own = x[slice(*rows)].to(DEVICE)
+        normed = torch.full_like(own, float("nan"))
+        norm = RowNorm(moved[1], 1e-20, normed)
+        with patch.object(scratch, "empty", torch.zeros):  # not every byte of halves is written
+            halves, logits = scored_rows(own, moved[0], norm, moved[2])
+            again = half_rows(normed)
+        found[rows] = logits.cpu(), normed.cpu(), torch.equal(halves.pieces, again.pieces)
+        for one, its in zip(found[rows], (wanted, wanted_rows), strict=False):
+            apart = (one - its[slice(*rows)]).norm(dim=1) / its[slice(*rows)].norm(dim=1)
+            worst = max(worst, float(apart.nan_to_num(1.0).max()))
+    whole = found[0, 19]
+    same = all(
+        torch.equal(found[rows][i], whole[i][slice(*rows)]) for rows in found for i in range(2)
+    )
+    rounded = all(case[2] for case in found.values())
+    good = worst < 1e-5 and same and rounded
+    said = f"{worst:.1e} same bits {same} rounded alike {rounded}"
+    print(f"{'PASS' if good else 'FAIL'} scored rows {outputs}x{hidden}: {said}")
+    return good
+
+
 def bench(experts: int, hidden: int, used: int) -> None:
     """Times of scores and choice, with weights that no cache holds."""
     weights = [torch.randn(experts + 1, hidden, device=DEVICE) for _ in range(40)]
@@ -70,6 +105,9 @@ def bench(experts: int, hidden: int, used: int) -> None:
         took = time_us([partial(fast.score, x, w) for w in weights])
         size = weights[0].nbytes
         print(f"BENCH score {experts}x{hidden} x{rows}: {took:.1f} us {size / took / 1e3:.0f} GB/s")
+        norm = RowNorm(torch.ones(hidden, device=DEVICE), 1e-6)
+        took = time_us([partial(scored_rows, x, w, norm, norm.weight) for w in weights])
+        print(f"BENCH rows normed and scored {experts}x{hidden} x{rows}: {took:.1f} us")
         logits = fast.score(x, weights[0])
         took = time_us([partial(fast.route, logits, rule, None, counts)] * 20)
         print(f"BENCH route {experts} x{rows}: {took:.1f} us")
@@ -100,6 +138,12 @@ def main() -> None:
             check_scores(outputs, hidden)
         except Exception:
             print("FAIL score", outputs, hidden)
+            traceback.print_exc(limit=4)
+    for outputs, hidden in ((257, 2048), (9, 5120), (128, 2816), (5, 8192), (3, 72)):
+        try:
+            check_scored_rows(outputs, hidden)
+        except Exception:
+            print("FAIL scored rows", outputs, hidden)
             traceback.print_exc(limit=4)
     if "--bench" in sys.argv:
         bench(256, 2048, 8)

@@ -19,6 +19,7 @@ from tests.gpu import (
     check_route,
     check_sampler,
     check_small,
+    expert_cases,
 )
 
 pytestmark = [
@@ -34,20 +35,7 @@ MATMULS = [
     if size[1] % BY_NAME[kind].block == 0
 ]
 MATMULS += [(kind, 33, 768, 40, "f16") for kind in check_matmul.KINDS]
-EXPERTS = [
-    (MIXED, (6, 256, 512), 1, 3, "silu"),
-    (MIXED, (6, 256, 256), 5, 2, "gelu"),
-    (("q4_k", "q5_k", "q8_0"), (5, 96, 256), 3, 2, "silu"),
-    (("mxfp4", "q8_0", "q4_0"), (4, 160, 288), 2, 4, "gelu"),
-    (("q8_0", "q4_1", "q5_1"), (4, 64, 96), 11, 2, "silu"),
-    (("iq4_nl", "q5_0", "iq4_nl"), (4, 64, 320), 2, 2, "silu"),
-    (("q6_k", "q6_k", "q4_k"), (4, 256, 512), 2, 2, "silu"),
-    (MIXED, (32, 512, 2048), 1, 8, "silu"),
-    (MIXED, (32, 512, 2048), 32, 8, "silu"),
-    (MIXED, (16, 768, 2048), 100, 8, "silu"),
-    *check_experts.PLAIN,
-    *check_experts.LARGE_PLAIN,
-]
+EXPERTS = [*expert_cases.FEW, *expert_cases.LARGE]
 RULES = [  # a rule, whether scores are biased, whether they tie
     (RouterRule(8, "softmax", True, 1.0), False, True),
     (RouterRule(4, "softmax", False, 2.5), False, True),
@@ -118,14 +106,14 @@ def test_experts_of_many_rows_agree_by_our_own_product_too(case: tuple[object, .
     assert_passes(check_experts.check, *case, "own")
 
 
-@pytest.mark.parametrize("case", [*EXPERTS, *check_experts.SORTED, *check_experts.REAL], ids=str)
+@pytest.mark.parametrize("case", [*EXPERTS, *expert_cases.SORTED, *expert_cases.REAL], ids=str)
 def test_experts_of_rows_sorted_by_expert_agree_with_the_reference(
     case: tuple[object, ...],
 ) -> None:
     assert_passes(check_experts.check, *case, "sorted")
 
 
-@pytest.mark.parametrize("case", check_experts.SORTED_ALONE, ids=str)
+@pytest.mark.parametrize("case", expert_cases.SORTED_ALONE, ids=str)
 def test_what_a_sorted_row_gets_of_experts_does_not_depend_on_other_rows(
     case: tuple[object, ...],
 ) -> None:
@@ -137,7 +125,24 @@ def test_what_a_row_gets_of_experts_does_not_depend_on_other_rows(kind: str) -> 
     assert_passes(check_experts.check_alone, (kind, kind, kind), (6, 256, 512), 3)
 
 
-@pytest.mark.parametrize("case", check_experts.GROUPED, ids=str)
+@pytest.mark.parametrize("case", expert_cases.OWN, ids=str)
+def test_an_expert_that_every_row_visits_runs_beside_the_others(case: tuple[object, ...]) -> None:
+    assert_passes(check_experts.check_own, *case)
+
+
+@pytest.mark.parametrize("experts", [5, 128, 256, 1000])
+def test_experts_chosen_on_the_way_are_those_of_the_router(experts: int) -> None:
+    for scores in ("softmax", "sigmoid"):
+        rule = RouterRule(4, scores, True, 1.5)
+        assert_passes(check_experts.check_chosen, (experts, 32, 256), rule, scores == "sigmoid")
+
+
+@pytest.mark.parametrize("case", [(257, 2048), (9, 5120), (128, 2816), (5, 8192), (3, 72)])
+def test_rows_are_normed_scored_and_rounded_at_once(case: tuple[int, int]) -> None:
+    assert_passes(check_route.check_scored_rows, *case)
+
+
+@pytest.mark.parametrize("case", expert_cases.GROUPED, ids=str)
 def test_grouped_products_are_near_and_have_the_same_bits_in_all_tiles(
     case: tuple[object, ...],
 ) -> None:

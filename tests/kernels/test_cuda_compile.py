@@ -38,7 +38,10 @@ def _delta(columns: int, tiled: int = 0) -> Defines:
 
 def _experts(gate: str, down: str, gelu: int) -> Defines:
     kinds = {"GATE": _id(gate), "UP": _id(gate), "DOWN": _id(down)}
-    return kinds | {"GELU": gelu, "WARPS": 8, "LANES": 4 << 3 * gelu}
+    own = {"OWN_GATE": _id(gate), "OWN_UP": _id("q8_0"), "OWN_DOWN": _id(down)}
+    return (
+        kinds | own | {"GELU": gelu, "LANES": 4 << 3 * gelu, "AHEAD": 1 - gelu, "STAGES": 2 - gelu}
+    )
 
 
 def _sorted(first: str, second: str, gated: int, memory: int = 228 << 10) -> Defines:
@@ -88,7 +91,8 @@ DEFINES: dict[str, list[Defines]] = {
             ("f16", "f16", 1),
             ("q4_k", "bf16", 0),
         )
-    ],
+    ]
+    + [_experts("q4_k", "q6_k", 0) | {"EXPERTS": 256, "SIGMOID": 0}],
     "grouped.cu": [{"ROWS": rows, "STAGES": stages} for rows, stages in grouped.STAGES.items()],
     "half_experts.cu": [{"GELU": 0}, {"GELU": 1}],
     "handover.cu": [handover.WORDS],
@@ -105,6 +109,11 @@ DEFINES: dict[str, list[Defines]] = {
         {"EXPERTS": 256, "SIGMOID": 0},
         {"EXPERTS": 60, "SIGMOID": 1},
         {"EXPERTS": 32, "SIGMOID": 0, "ROWS": 4},
+    ],
+    "router.cu": [
+        {"EACH": 2, "ROWS": 1, "LANES": 4},
+        {"EACH": 5, "ROWS": 4, "LANES": 32},
+        {"EACH": 8, "ROWS": 4, "LANES": 8},
     ],
     "sampler.cu": [{}, {"MOST": 2048}],
     "small.cu": [

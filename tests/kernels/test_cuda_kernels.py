@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from headroom.kernels.cuda import (
     delta_net,
     experts,
+    few_experts,
     grouped,
     half_experts,
     matmul,
@@ -16,13 +18,14 @@ from headroom.kernels.cuda import (
     pack,
     picks,
     route,
+    router,
 )
 from headroom.kernels.cuda.delta_net import ChunkBlocks
 from headroom.kernels.cuda.product_shapes import Gpu, Product, shape_for
 from headroom.kernels.cuda.product_shapes import Shape as ProductShape
 from headroom.kernels.cuda.sizes import TILED, record_bytes
 from headroom.kernels.ops import RouterRule
-from tests.gpu import check_delta_net, check_experts, check_matmul, check_route
+from tests.gpu import check_delta_net, check_experts, check_matmul, check_route, expert_cases
 from tests.gpu.check_delta_net import Shape, span
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 
@@ -32,11 +35,17 @@ pytestmark = [
 ]
 
 
+LAUNCHERS = (
+    *(delta_net, experts, few_experts, grouped, half_experts, matmul, narrow, pack, picks, route),
+    router,
+)
+
+
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launchers run their kernels here."""
     torch.manual_seed(0)
-    for module in (delta_net, experts, grouped, half_experts, matmul, narrow, pack, picks, route):
+    for module in LAUNCHERS:
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     for check in (check_delta_net, check_experts, check_matmul, check_route):
         monkeypatch.setattr(check, "DEVICE", "cpu")
@@ -122,6 +131,11 @@ def test_scores_do_not_depend_on_other_rows() -> None:
     assert check_route.check_scores(9, 72)
 
 
+@pytest.mark.parametrize(("outputs", "hidden"), [(9, 72), (3, 2056)])
+def test_rows_are_normed_scored_and_rounded_at_once(outputs: int, hidden: int) -> None:
+    assert check_route.check_scored_rows(outputs, hidden)
+
+
 @pytest.mark.parametrize(
     ("kinds", "sizes", "activation"),
     [
@@ -135,6 +149,20 @@ def test_experts_agree_with_the_reference(
     kinds: tuple[str, str, str], sizes: tuple[int, int, int], activation: str
 ) -> None:
     assert check_experts.check(kinds, sizes, 3, 2, activation, "own")
+
+
+@pytest.mark.parametrize("case", expert_cases.OWN, ids=str)
+def test_an_expert_that_every_row_visits_runs_beside_the_others(case: Any) -> None:
+    assert check_experts.check_own(*case)
+
+
+@pytest.mark.parametrize(("scores", "biased"), [("softmax", False), ("sigmoid", True)])
+def test_experts_chosen_on_the_way_are_those_of_the_router(scores: Any, biased: bool) -> None:
+    assert check_experts.check_chosen((70, 32, 256), RouterRule(3, scores, True, 1.5), biased)
+
+
+def test_experts_of_a_row_do_not_depend_on_other_rows() -> None:
+    assert check_experts.check_alone(("q4_k", "q4_k", "q6_k"), (6, 256, 256), 3)
 
 
 def test_grouped_products_agree_with_float64() -> None:

@@ -44,6 +44,10 @@ def test_the_launches_that_may_be_early_are_found() -> None:
     assert known < {*EARLY}
 
 
+def test_a_step_begins_with_a_kernel_that_waits_for_all_before() -> None:
+    assert not {("small.cu", "embed"), ("dequant.cu", "embed_tiles")} & {*EARLY}
+
+
 @pytest.mark.parametrize(("source", "name"), EARLY, ids=str)
 def test_a_kernel_that_starts_early_waits_and_no_thread_leaves_before(
     source: str, name: str

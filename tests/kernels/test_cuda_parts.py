@@ -7,6 +7,7 @@ from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import (
     delta_net,
     experts,
+    few_experts,
     half_experts,
     matmul,
     narrow,
@@ -34,7 +35,10 @@ pytestmark = [
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launchers run their kernels here."""
     torch.manual_seed(0)
-    for module in (delta_net, experts, half_experts, matmul, narrow, pack, picks, small, unpacked):
+    for module in (
+        *(delta_net, experts, few_experts, half_experts, matmul, narrow, pack, picks, small),
+        unpacked,
+    ):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     monkeypatch.setattr(check_experts, "DEVICE", "cpu")
 

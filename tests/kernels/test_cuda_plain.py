@@ -10,6 +10,7 @@ from headroom.errors import KernelError
 from headroom.formats.quants import BF16, F16
 from headroom.kernels.cuda import (
     experts,
+    few_experts,
     grouped,
     half_experts,
     matmul,
@@ -18,12 +19,14 @@ from headroom.kernels.cuda import (
     picks,
     unpacked,
 )
-from headroom.kernels.cuda.experts import few_rows, refuses_sizes
+from headroom.kernels.cuda.experts import refuses_sizes
+from headroom.kernels.cuda.few_experts import few_rows
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.ops import ExpertTable
 from headroom.kernels.weight import PLAIN_TYPES, Weight
 from tests.gpu import check_experts, check_matmul
-from tests.gpu.check_experts import PLAIN, to_tiles, wanted_sum
+from tests.gpu.check_experts import to_tiles, wanted_sum
+from tests.gpu.expert_cases import PLAIN, Case
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 
 pytestmark = [
@@ -46,7 +49,9 @@ def bf16_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         # The activation's blocks share its work among themselves, however many they are.
         return (lambda grid, *rest: kernel((1,), *rest)) if name == "activate" else kernel
 
-    for module in (experts, grouped, half_experts, matmul, narrow, pack, picks, unpacked):
+    for module in (
+        *(experts, few_experts, grouped, half_experts, matmul, narrow, pack, picks, unpacked),
+    ):
         monkeypatch.setattr(module, "compile_kernel", compile_for_cores)
     for check in (check_experts, check_matmul):
         monkeypatch.setattr(check, "DEVICE", "cpu")
@@ -54,7 +59,7 @@ def bf16_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)
-def test_plain_experts_agree_with_the_reference(case: check_experts.Case, bf16_cores: bool) -> None:
+def test_plain_experts_agree_with_the_reference(case: Case, bf16_cores: bool) -> None:
     if not bf16_cores and case is not PLAIN[0]:
         pytest.skip("differs in bf16 alone")
     assert check_experts.check(*case, "own")

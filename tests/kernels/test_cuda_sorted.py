@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import (
     experts,
+    few_experts,
     matmul,
     narrow,
     pack,
@@ -27,6 +28,7 @@ from headroom.memory import device_scratch
 from headroom.memory.device_scratch import DeviceStep
 from tests.gpu import check_experts
 from tests.gpu.check_experts import make_table, to_tiles
+from tests.gpu.expert_cases import Case
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -37,7 +39,7 @@ GROUP, TILE = sizes.GROUP_ROWS, sizes.SORTED_ROWS
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Let the launchers run their kernels here, as if on a GPU of the properties returned."""
     torch.manual_seed(0)
-    for module in (experts, matmul, narrow, pack, sorted_experts):
+    for module in (experts, few_experts, matmul, narrow, pack, sorted_experts):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     monkeypatch.setattr(experts, "_compile_unpacked", lambda *needed: None)
     monkeypatch.setattr(check_experts, "DEVICE", "cpu")
@@ -96,7 +98,7 @@ def test_every_pick_has_a_place_among_its_experts_and_is_in_one_tile(
     assert [pick for pick in order if pick >= 0] == wanted
 
 
-CASES: list[check_experts.Case] = [
+CASES: list[Case] = [
     (("q4_k", "q4_k", "q6_k"), (2, 256, 256), 40, 2, "silu"),
     (("mxfp4", "q8_0", "q4_1"), (3, 64, 288), 45, 2, "gelu"),
     (("bf16", "f16", "bf16"), (4, 24, 40), 9, 2, "silu"),
@@ -104,7 +106,7 @@ CASES: list[check_experts.Case] = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_sorted_rows_agree_with_the_reference(case: check_experts.Case) -> None:
+def test_sorted_rows_agree_with_the_reference(case: Case) -> None:
     assert check_experts.check(*case, "sorted")
 
 

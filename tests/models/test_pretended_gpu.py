@@ -9,7 +9,7 @@ import torch
 
 from headroom.formats.checkpoint import Checkpoint, open_checkpoint
 from headroom.kernels import registry
-from headroom.kernels.cuda import attention, prefill, small
+from headroom.kernels.cuda import attention, few_experts, prefill, small
 from headroom.kernels.reference import experts as plain_experts
 from headroom.kernels.reference import norms
 from headroom.kernels.reference import route as plain_route
@@ -89,6 +89,12 @@ class _Matrices:
         return outs if add is None else [add.add_(outs[0])]
 
 
+def _scored_rows(
+    x: torch.Tensor, weight: torch.Tensor, norm: Any, seen: torch.Tensor, narrow: object
+) -> tuple[DeviceRows, torch.Tensor]:
+    return _normed_rows(x, norm, narrow), norms.rms_norm(x, seen, norm.eps) @ weight.T
+
+
 def _add_norm(residual: torch.Tensor, x: torch.Tensor, weight: Any, eps: float) -> torch.Tensor:
     return residual.add_(norms.rms_norm(x, weight, eps))
 
@@ -135,10 +141,10 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, "gated_rows", _gated_rows)
         monkeypatch.setattr(module, "narrow_type", lambda dtype: torch.float32)
     monkeypatch.setattr(device_block, "plain_rows", _rows)
-    for name in ("few_rows", "many_rows"):
-        monkeypatch.setattr(device_experts.cuda_experts, name, _experts)
+    monkeypatch.setattr(few_experts, "few_rows", _experts)
+    monkeypatch.setattr(device_experts.cuda_experts, "many_rows", _experts)
     monkeypatch.setattr(device_experts, "upload_experts", _tables)
-    monkeypatch.setattr(device_experts.cuda_route, "score", lambda x, weight: x @ weight.T)
+    monkeypatch.setattr(device_experts, "scored_rows", _scored_rows)
     monkeypatch.setattr(device_experts.cuda_route, "route", _route)
     with pretend_cuda(monkeypatch):
         yield

@@ -12,6 +12,7 @@ from headroom.kernels.cuda import (
     attention,
     delta_net,
     experts,
+    few_experts,
     half_experts,
     matmul,
     narrow,
@@ -19,6 +20,7 @@ from headroom.kernels.cuda import (
     picks,
     prefill,
     route,
+    router,
     small,
     sorted_experts,
     unpacked,
@@ -33,7 +35,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 LAUNCHERS = (
     *(attention, delta_net, experts, half_experts, matmul, narrow, pack, prefill, route),
-    *(picks, small, sorted_experts, unpacked),
+    *(few_experts, picks, router, small, sorted_experts, unpacked),
 )
 PROMPT = torch.randint(300, 1000, (35,), generator=torch.Generator().manual_seed(1)).tolist()
 PIECES = [33, 2]  # the first is longer than what goes as few rows
@@ -78,6 +80,7 @@ def on_sm_75(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("qwen3moe", "q8_0", "q8_0"),
         pytest.param("qwen3moe", "bf16", "f16", marks=pytest.mark.slow),
         pytest.param("qwen35-wide", "q4_k_m", "bf16", marks=pytest.mark.slow),
+        pytest.param("laguna", "q8_0", "f16", marks=pytest.mark.slow),
         pytest.param("gemma4", "q8_0", "f16", marks=pytest.mark.slow),
         pytest.param("qwen3", "bf16", "f16", marks=pytest.mark.slow),
         pytest.param("gemma4-e2b", "f16", "f16", marks=pytest.mark.slow),

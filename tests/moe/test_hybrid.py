@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headroom.errors import DeviceError
-from headroom.kernels.cuda import experts, handover, matmul, pack, picks, sizes
+from headroom.kernels.cuda import experts, few_experts, handover, matmul, pack, picks, sizes
 from headroom.kernels.cuda.experts import Others
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.native.module import MODULE
@@ -54,7 +54,7 @@ def compile_small(
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels, copies and pinned memory as if the host were a GPU."""
     torch.manual_seed(0)
-    for module in (pack, matmul, handover, experts, picks):
+    for module in (pack, matmul, handover, experts, few_experts, picks):
         monkeypatch.setattr(module, "compile_kernel", compile_small)
     monkeypatch.setattr(upload, "SLOT_STEP", 32)
     monkeypatch.setattr(sizes, "SORTED_PICKS", 0)  # hot experts are unpacked as cold ones are

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import experts, matmul, pack
+from headroom.kernels.cuda import few_experts, matmul, pack
 from headroom.layers import upload
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.upload import Upload
@@ -114,8 +114,9 @@ def test_the_check_for_a_gpu_passes_where_the_cpu_stands_in(
     monkeypatch.setattr(check_cold_store, "DEVICE", "cpu")
     monkeypatch.setattr(check_cold_store, "ROWS", (3,))
     monkeypatch.setattr(check_cold_store, "BESIDE", 1)
-    for module in (experts, matmul):
+    for module in (few_experts, matmul):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
+    monkeypatch.setattr(few_experts, "shared_bytes_of", lambda device: 64 << 10)
     pretend_pinning(monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(check_cold_store, "captured", lambda step: step)

@@ -18,6 +18,7 @@ from headroom.kernels.cuda import (
     attention,
     delta_net,
     experts,
+    few_experts,
     grouped,
     half_experts,
     matmul,
@@ -25,10 +26,12 @@ from headroom.kernels.cuda import (
     picks,
     prefill,
     route,
+    router,
     small,
     sorted_experts,
     unpacked,
 )
+from headroom.kernels.cuda.expert_tiles import PARTS
 from headroom.kernels.cuda.sizes import PACKED, tile_bytes
 from headroom.kernels.ops import Span, StepTables
 from headroom.kernels.weight import Weight
@@ -47,7 +50,7 @@ from tests.memory.shapes import gpu, host
 
 LAUNCHERS = (
     *(attention, delta_net, experts, grouped, half_experts, matmul, narrow, picks, prefill, route),
-    *(small, sorted_experts, unpacked),
+    *(few_experts, router, small, sorted_experts, unpacked),
 )
 ROUTE = route.route
 
@@ -88,7 +91,7 @@ def experts_in_tiles(get: WeightSource, count: int) -> experts.ExpertTiles:
     size = sum(
         one.count * tile_bytes(one.quant, one.rows, one.columns) for part in parts for one in part
     )
-    where = torch.zeros(count, experts.PARTS, dtype=torch.int64)
+    where = torch.zeros(count, PARTS, dtype=torch.int64)
     kinds = tuple(part[0].quant for part in parts)
     return experts.ExpertTiles(where, kinds, gate.rows, gate.columns, size, ())
 

@@ -33,18 +33,19 @@ __device__ __forceinline__ float gate_of(float x) {
 extern "C" __global__ void __launch_bounds__(TEAMS * CHUNK / 4)
 merge(const float* parts, const float2* stats, const int* sequence, const int* index, const int* starts,
       const float* gates, float* out, int gate_stride, int window, int pieces) {
-    begin_after_last();
+    let_next_begin();
     __shared__ float4 shared[TEAMS][CHUNK / 4];
     __shared__ float2 shared_stats[TEAMS];
     const int head = blockIdx.x, row = blockIdx.y, heads = gridDim.x;
     const int team = threadIdx.x / (CHUNK / 4), d = blockIdx.z * CHUNK + threadIdx.x % (CHUNK / 4) * 4;
     const int s = sequence[row];
     const size_t head_of_all = static_cast<size_t>(row) * heads + head;
+    const int first = piece_of(first_seen(s < 0 ? 0 : starts[s], window)), last = piece_of(index[row]);
+    wait_for_last();
     if (s < 0) {
         if (team == 0 && d < DIM) *reinterpret_cast<float4*>(out + head_of_all * DIM + d) = make_float4(0, 0, 0, 0);
         return;
     }
-    const int first = piece_of(first_seen(starts[s], window)), last = piece_of(index[row]);
     const float2* stat = stats + head_of_all * pieces;
     const float* part = parts + head_of_all * pieces * DIM;
     float peak = LOWEST, total = 0;

@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 decode(const float* queries, const u8* keys, const u8* values, const int* sequence, const int* index,
        const int* starts, const int* pages, const long long* trees, float* parts, float2* stats, int rows,
        int kv_heads, int max_pages, int groups, int window, int pieces) {
-    begin_after_last();
+    let_next_begin();
     extern __shared__ uint4 memory[];
     u16* key_tile = reinterpret_cast<u16*>(memory);
     u16* value_tile = key_tile + KEYS * STRIDE;
@@ -71,8 +71,9 @@ decode(const float* queries, const u8* keys, const u8* values, const int* sequen
     int first_row, count, first, end;
     find_rows(step, s, first_row, count);
     piece_bounds(piece, first, end);
-    if (count * GROUP <= first_query) return;
     const int start = starts[s], length = start + count, from = first_seen(start, window);
+    wait_for_last();
+    if (count * GROUP <= first_query) return;
     end = min(end, length);
     if (first >= end || from >= end) return;
     first = max(first, from / KEYS * KEYS);

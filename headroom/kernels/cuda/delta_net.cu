@@ -10,6 +10,26 @@ __device__ __forceinline__ void add(float4& to, float by, const float4& x) {
     to.w = fmaf(by, x.w, to.w);
 }
 
+// A step's row, and its channels' last inputs before the step, as far as the convolution needs them.
+struct Before {
+    int sequence, start, place;  // the place within the step
+    float4 inputs[TAPS - 1];     // of the first taps; the others' are rows of the step
+
+    __device__ __forceinline__ void load(int row, int channel, const float* state, const int* sequences,
+                                         const int* index, const int* starts, const int* slots) {
+        sequence = sequences[row];
+        if (sequence < 0) return;
+        start = starts[sequence];
+        place = index[row] - start;
+        const float* from = state + static_cast<size_t>(slots[sequence]) * (TAPS - 1) * CHANNELS + channel;
+#pragma unroll
+        for (int j = 0; j < TAPS - 1; ++j)
+            inputs[j] = start > 0 && place + j < TAPS - 1
+                            ? *reinterpret_cast<const float4*>(from + (place + j) * CHANNELS)
+                            : make_float4(0, 0, 0, 0);
+    }
+};
+
 // Rows through the convolution, with queries and keys of length one and the gates' activations.
 // A warp does `each` rows of one head; blockIdx.x: four heads; blockIdx.y: rows.
 // mixed [rows, channels]; gates [rows, heads, 2]: logarithm of the decay, strength of the change.
@@ -17,31 +37,32 @@ extern "C" __global__ void __launch_bounds__(128)
 convolve(const float* qkv, const float* beta, const float* alpha, const float* conv, const float* decay,
          const float* dt_bias, const float* inputs, const int* sequence, const int* index, const int* starts,
          const int* slots, float* mixed, float2* gates, int rows, int each) {
-    begin_after_last();
-    const int unit = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (unit >= 2 * KEY_HEADS + HEADS) return;
-    const int channel = unit * DIM + lane * 4;
+    let_next_begin();
+    const int mine = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int unit = min(mine, 2 * KEY_HEADS + HEADS - 1);
+    const int channel = unit * DIM + lane * 4, first = blockIdx.y * each;
     float taps[TAPS][4];
 #pragma unroll
     for (int j = 0; j < TAPS; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) taps[j][i] = conv[(channel + i) * TAPS + j];
-    const int end = min(rows, static_cast<int>(blockIdx.y + 1) * each);
-    for (int row = blockIdx.y * each; row < end; ++row) {
-        const int s = sequence[row];
-        if (s < 0) continue;
-        const int start = starts[s], place = index[row] - start;
-        const float* before = inputs + static_cast<size_t>(slots[s]) * (TAPS - 1) * CHANNELS + channel;
+    Before before;
+    before.load(first, channel, inputs, sequence, index, starts, slots);
+    wait_for_last();
+    if (mine > unit) return;
+    const int end = min(rows, first + each);
+    for (int row = first; row < end; ++row) {
+        if (row > first) before.load(row, channel, inputs, sequence, index, starts, slots);
+        if (before.sequence < 0) continue;
         float y[4] = {};
 #pragma unroll
         for (int j = 0; j < TAPS; ++j) {
-            const int at = place - (TAPS - 1) + j;  // within the step; the state has what came before
-            float4 x = make_float4(0, 0, 0, 0);
-            if (at >= 0)
+            float4 x;
+            if (j == TAPS - 1 || before.place + j >= TAPS - 1)
                 x = *reinterpret_cast<const float4*>(
                     qkv + static_cast<size_t>(row - (TAPS - 1) + j) * CHANNELS + channel);
-            else if (start > 0)
-                x = *reinterpret_cast<const float4*>(before + (TAPS - 1 + at) * CHANNELS);
+            else
+                x = before.inputs[j % (TAPS - 1)];
             y[0] = fmaf(taps[j][0], x.x, y[0]);
             y[1] = fmaf(taps[j][1], x.y, y[1]);
             y[2] = fmaf(taps[j][2], x.z, y[2]);
@@ -103,7 +124,7 @@ gated_norm(const float4* x, const float4* gate, const float4* weight, float4* ou
 extern "C" __global__ void __launch_bounds__(THREADS)
 recur(const float* qkv, const float* mixed, const float2* gates, float* memory, float* inputs,
       const int* sequence, const int* starts, const int* slots, float* out, int rows) {
-    begin_after_last();
+    let_next_begin();
     __shared__ float part[WARPS][2][COLUMNS];
     __shared__ float products[WARPS];
     __shared__ float total[2][COLUMNS];
@@ -128,6 +149,7 @@ recur(const float* qkv, const float* mixed, const float2* gates, float* memory, 
             atomicAdd(&count, 1);
         }
     __syncthreads();
+    wait_for_last();
     if (count == 0) return;
 
     const int channel = (head * gridDim.y + blockIdx.y) * THREADS + thread;

@@ -6,7 +6,8 @@
 #endif
 
 // Lets the next kernel of the stream begin, and waits for the one before; nothing before the wait may
-// read what another kernel writes.
+// read what another kernel of the same step writes. What earlier steps wrote, and a step's tables, are there:
+// the first kernel of a step, of the embedding, does not start early.
 __device__ __forceinline__ void let_next_begin() {
 #if EARLY
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

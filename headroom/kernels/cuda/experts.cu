@@ -1,28 +1,64 @@
-// Routed experts for a few rows: a pick is one expert chosen by one row.
-// GATE, UP, DOWN: the types of an expert's matrices; GELU: the activation, else silu; WARPS: of a
-// block, a multiple of four; LANES: of a piece of activations.
+// Routed experts for a few rows: a pick is one expert chosen by one row, and the expert that every row
+// visits is one more, after those of all rows.
+// GATE, UP, DOWN: the types of an expert's matrices; OWN_GATE, OWN_UP, OWN_DOWN: of the one that every row
+// visits; GELU: the activation, else silu; LANES: of a piece of activations; AHEAD: whether the GPU's cache
+// is told of `down` before it comes; EXPERTS, SIGMOID: where experts are chosen here, see route.cuh.
 // table [experts][3]: the addresses of an expert's tiles, on this device or mapped host memory.
-#include "early.cuh"
+#define BULK 0  // records may lie in the host's memory
 #include "plain.cuh"
+#include "ring.cuh"
 #include "experts.cuh"
+#ifdef EXPERTS
+#include "route.cuh"
+#endif
+
+#ifndef AHEAD
+#define AHEAD 0
+#endif
+#ifndef STAGES  // gate_up: records that a warp has asked for
+#define STAGES 1
+#endif
+#define TURNS 4  // warps that share a tile's columns, of which the order of sums follows
+#define MOST_WARPS 20  // of a block of `down`
 
 // Records `first`, first + step, ... of a tile times one row of activations, row % 8 of its pieces, which lie
-// `apart`; the next record is asked for before the work on one begins.
+// `apart`. Records come through the warp's own STAGES places in shared memory, so that as many are under way
+// without registers to hold them; plain ones are long, and come through registers, one ahead.
 template <int K>
 __device__ __forceinline__ void add_row(const u8* tile, const u8* pieces, size_t apart, int row, int first,
-                                        int step, int records, float (*acc)[2]) {
+                                        int step, int records, u8* memory, float (*acc)[2]) {
+    constexpr int BYTES = Record<K>::bytes;
     const int lane = threadIdx.x % 32;
-    Share<K> share, next;
-    if (first < records) next.template load<true>(tile + static_cast<size_t>(first) * Record<K>::bytes, lane);
-    for (int r = first; r < records; r += step) {
-        SingleRow<K, LANES> x;
-        x.load(pieces + r * apart, row % 8, lane);
-        share = next;
-        if (r + step < records)
-            next.template load<true>(tile + static_cast<size_t>(r + step) * Record<K>::bytes, lane);
-        x.template add<1>(&share, acc);
+    SingleRow<K, LANES> x;
+    if constexpr (is_plain(K)) {
+        Share<K> share, next;
+        if (first < records) next.template load<true>(tile + static_cast<size_t>(first) * BYTES, lane);
+        for (int r = first; r < records; r += step) {
+            x.load(pieces + r * apart, row % 8, lane);
+            share = next;
+            if (r + step < records) next.template load<true>(tile + static_cast<size_t>(r + step) * BYTES, lane);
+            x.template add<1>(&share, acc);
+        }
+    } else {
+        Ring<STAGES, 1, BYTES> ring{memory, nullptr, lane};
+        int asked = first, stage = 0;
+        for (; stage < STAGES; ++stage, asked += step)
+            ring.ask(stage, asked < records ? tile + static_cast<size_t>(asked) * BYTES : nullptr, 0);
+        stage = 0;
+        for (int r = first; r < records; r += step, asked += step) {
+            Share<K> share;
+            x.load(pieces + r * apart, row % 8, lane);
+            share.template load<false>(ring.wait(stage, 0), lane);
+            x.template add<1>(&share, acc);
+            ring.ask(stage, asked < records ? tile + static_cast<size_t>(asked) * BYTES : nullptr, 0);
+            if (++stage == STAGES) stage = 0;
+        }
     }
 }
+
+__host__ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
+// What a warp has in shared memory of a record.
+template <int K> __host__ __device__ constexpr int ring_bytes() { return is_plain(K) ? 0 : Record<K>::bytes; }
 
 // The sums of rows g and g + 8 to `out [16]`.
 __device__ __forceinline__ void write_column(const float* acc, float* out) {
@@ -32,81 +68,187 @@ __device__ __forceinline__ void write_column(const float* acc, float* out) {
     out[lane / 4 + 8] = acc[1];
 }
 
-// inner [picks, width] = act(gate x) * up x, 32 columns a block. blockIdx: columns, pick.
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
-gate_up(const long long* table, const int* ids, const u8* pieces, int groups, int used, int width, int records,
-        float* inner) {
-    begin_after_last();
-    __shared__ float sums[WARPS][16];
-    const int pick = blockIdx.y, row = pick / used, expert = ids[pick];
-    if (expert < 0) return;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % 4, turn = warp / 4;
-    // Parts of the warps: two tiles of the gate, two of up.
-    const int tile = blockIdx.x * 2 + part % 2;
-    float acc[1][2] = {};
-    if (tile * 16 < width) {
-        const u8* matrix = reinterpret_cast<const u8*>(table[expert * 3 + part / 2]);
-        const u8* x = pieces + row / 8 * Piece<LANES>::bytes;
-        const size_t at = static_cast<size_t>(tile) * records, apart = static_cast<size_t>(groups) * Piece<LANES>::bytes;
-        if (GATE == UP || part < 2)
-            add_row<GATE>(matrix + at * Record<GATE>::bytes, x, apart, row, turn, WARPS / 4, records, acc);
-        else
-            add_row<UP>(matrix + at * Record<UP>::bytes, x, apart, row, turn, WARPS / 4, records, acc);
-    }
-    write_column(acc[0], sums[warp]);
-    __syncthreads();
-    const int column = blockIdx.x * 32 + lane;
-    if (warp || column >= width) return;
-    float gate = 0, up = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; w += 4) {
-        gate += sums[w + lane / 16][lane % 16];
-        up += sums[w + 2 + lane / 16][lane % 16];
-    }
-    inner[static_cast<size_t>(pick) * width + column] = activated(gate) * up;
+// Lets the GPU's cache have the share of this block of some bytes; nobody waits for them.
+__device__ __forceinline__ void ask_ahead(const u8* from, int bytes, int share, int shares) {
+#if AHEAD && !defined(HEADROOM_ON_CPU)
+    for (int i = (share * blockDim.x + threadIdx.x) * 128; i < bytes; i += shares * blockDim.x * 128)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i));
+#endif
 }
 
-// The weighted sum of a row's experts for sixteen columns of the output. blockIdx: tile, row. Each warp
-// makes its part of an expert's inner values ready for the product by itself.
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
-down(const long long* table, const int* ids, const float* weights, const float* inner, int used, int width,
-     int hidden, int records, const float* residual, const float* visited, const float* logits, int stride,
-     float* out) {
-    begin_after_last();
-    __shared__ float sums[WARPS][16];
-    __shared__ uint4 pieces[WARPS][Piece<4>::bytes / 16];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.y;
-    const size_t tile = static_cast<size_t>(blockIdx.x) * records;
-    u8* piece = reinterpret_cast<u8*>(pieces[warp]);
-    float sum[2] = {};
-    for (int unit = warp; unit < used * records; unit += WARPS) {
-        const int pick = row * used + unit / records, r = unit % records, expert = ids[pick];
-        if (expert < 0) continue;
-        Share<DOWN> share;
-        share.template load<true>(
-            reinterpret_cast<const u8*>(table[expert * 3 + 2]) + (tile + r) * Record<DOWN>::bytes, lane);
-        float v[8], acc[1][2] = {};
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int column = r * 256 + lane * 8 + i;
-            v[i] = column < width ? inner[static_cast<size_t>(pick) * width + column] : 0.0f;
+// The expert of a pick, which every warp finds for itself: here the one that a router's kernel chose.
+struct Given {
+    const int* ids;
+
+    __device__ __forceinline__ int expert_of(int, int pick, int, bool) const { return ids[pick]; }
+};
+
+// The work of gate_up and choose_gate_up.
+template <class Choice>
+__device__ __forceinline__ void run_pick(const Choice& choice, const long long* table, const u8* pieces, int groups,
+                                         int used, int picks, int width, int records, const u8* own_gate,
+                                         const u8* own_up, int own_width, int down_bytes, float* inner,
+                                         long long* downs) {
+    extern __shared__ uint4 memory[];
+    __shared__ float sums[2][TURNS][16];  // of the gate, of up
+    const int tile = blockIdx.x, pick = blockIdx.y, warp = threadIdx.x / 32, part = warp % 2, turn = warp / 2;
+    const bool own = pick >= picks;
+    const int row = own ? pick - picks : pick / used, columns = own ? own_width : width;
+    if (tile * 16 >= columns) return;
+    const u8* matrix = part ? own_up : own_gate;
+    const u8* last = nullptr;
+    if (!own) {
+        const int expert = choice.expert_of(row, pick, used, tile == 0 && warp == 0);
+        if (expert >= 0) {
+            matrix = reinterpret_cast<const u8*>(table[expert * 3 + part]);
+            last = reinterpret_cast<const u8*>(table[expert * 3 + 2]);
         }
-        __syncwarp();  // the piece before has been read
-        write_halves<4>(v, piece, 0);
-        __syncwarp();
-        SingleRow<DOWN, 4> x;
-        x.load(piece, 0, lane);
-        x.template add<1>(&share, acc);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) sum[i] = fmaf(weights[pick], acc[0][i], sum[i]);
+        if (tile == 0 && threadIdx.x == 0) downs[pick] = reinterpret_cast<long long>(last);
+        if (expert < 0) return;
     }
-    write_column(sum, sums[warp]);
+    const u8* x = pieces + row / 8 * Piece<LANES>::bytes;
+    const size_t at = static_cast<size_t>(tile) * records, apart = static_cast<size_t>(groups) * Piece<LANES>::bytes;
+    float acc[1][2] = {};
+    constexpr int most = max_of(max_of(ring_bytes<GATE>(), ring_bytes<UP>()),
+                                max_of(ring_bytes<OWN_GATE>(), ring_bytes<OWN_UP>()));
+    u8* mine = reinterpret_cast<u8*>(memory) + warp * STAGES * most;
+    if (!own || (GATE == OWN_GATE && UP == OWN_UP)) {
+        if (GATE == UP || part == 0)
+            add_row<GATE>(matrix + at * Record<GATE>::bytes, x, apart, row, turn, TURNS, records, mine, acc);
+        else
+            add_row<UP>(matrix + at * Record<UP>::bytes, x, apart, row, turn, TURNS, records, mine, acc);
+    } else if (OWN_GATE == OWN_UP || part == 0) {
+        add_row<OWN_GATE>(matrix + at * Record<OWN_GATE>::bytes, x, apart, row, turn, TURNS, records, mine, acc);
+    } else {
+        add_row<OWN_UP>(matrix + at * Record<OWN_UP>::bytes, x, apart, row, turn, TURNS, records, mine, acc);
+    }
+    if (!own) ask_ahead(last, down_bytes, tile, gridDim.x);
+    write_column(acc[0], sums[part][turn]);
+    __syncthreads();
+    const int column = tile * 16 + threadIdx.x;
+    if (threadIdx.x >= 16 || column >= columns) return;
+    float gate = 0, up = 0;
+#pragma unroll
+    for (int i = 0; i < TURNS; ++i) {
+        gate += sums[0][i][threadIdx.x];
+        up += sums[1][i][threadIdx.x];
+    }
+    const size_t first = own ? static_cast<size_t>(picks) * width + static_cast<size_t>(row) * own_width
+                             : static_cast<size_t>(pick) * width;
+    inner[first + column] = activated(gate) * up;
+}
+
+// inner [picks, width], then [rows, own_width] = act(gate x) * up x, 16 columns a block; downs [picks]: where
+// their last matrices are, 0 where there is no expert. blockIdx: columns, pick.
+extern "C" __global__ void __launch_bounds__(2 * TURNS * 32)
+gate_up(const int* ids, const long long* table, const u8* pieces, int groups, int used, int picks, int width,
+        int records, const u8* own_gate, const u8* own_up, int own_width, int down_bytes, float* inner,
+        long long* downs) {
+    begin_after_last();
+    run_pick(Given{ids}, table, pieces, groups, used, picks, width, records, own_gate, own_up, own_width, down_bytes,
+             inner, downs);
+}
+
+#ifdef EXPERTS
+// What a router would have chosen, see route.cu: every warp of a pick does its work again, which takes less than
+// to wait for a kernel that does it once. One of them tells the others' kernel the weight, and counts the choice.
+struct Chosen {
+    const float* logits;  // rows `stride` apart
+    const float* bias;
+    const int* sequence;
+    float* weights;
+    unsigned long long* counts;
+    int stride;
+    Rule rule;
+
+    __device__ __forceinline__ int expert_of(int row, int pick, int used, bool first) const {
+        const int lane = threadIdx.x % 32;
+        if (sequence[row] < 0) {
+            if (first && lane == 0) weights[pick] = 0.0f;
+            return -1;
+        }
+        int chosen;
+        const float weight = choose(logits + static_cast<size_t>(row) * stride, bias, rule, lane, chosen);
+        if (first && lane == pick % used) {
+            weights[pick] = weight;
+            atomicAdd(counts + chosen, 1ull);
+        }
+        return __shfl_sync(ALL, chosen, pick % used);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(2 * TURNS * 32)
+choose_gate_up(const float* logits, const float* bias, const int* sequence, float* weights, unsigned long long* counts,
+               int stride, int normalise, float scale, float softcap, const long long* table, const u8* pieces,
+               int groups, int used, int picks, int width, int records, const u8* own_gate, const u8* own_up,
+               int own_width, int down_bytes, float* inner, long long* downs) {
+    begin_after_last();
+    const Chosen choice{logits, bias, sequence, weights, counts, stride, Rule{used, normalise, scale, softcap}};
+    run_pick(choice, table, pieces, groups, used, picks, width, records, own_gate, own_up, own_width, down_bytes,
+             inner, downs);
+}
+#endif
+
+// 256 columns of an expert's inner values, `count` of them there, times one record: sums of rows g and g + 8. Each
+// warp makes the values ready for the product by itself.
+template <int K>
+__device__ __forceinline__ void add_inner(const u8* record, const float* values, int count, u8* piece, float* sum) {
+    const int lane = threadIdx.x % 32;
+    Share<K> share;
+    share.template load<true>(record, lane);
+    float v[8] = {}, acc[1][2] = {};
+    if (lane * 8 < count) {  // widths are multiples of eight
+        const float4 a = *reinterpret_cast<const float4*>(values + lane * 8);
+        const float4 b = *reinterpret_cast<const float4*>(values + lane * 8 + 4);
+        v[0] = a.x; v[1] = a.y; v[2] = a.z; v[3] = a.w;
+        v[4] = b.x; v[5] = b.y; v[6] = b.z; v[7] = b.w;
+    }
+    __syncwarp();  // the piece before has been read
+    write_halves<4>(v, piece, 0);
+    __syncwarp();
+    SingleRow<K, 4> x;
+    x.load(piece, 0, lane);
+    x.template add<1>(&share, acc);
+    sum[0] = acc[0][0];
+    sum[1] = acc[0][1];
+}
+
+// The weighted sum of a row's experts for sixteen columns of the output. blockIdx: tile, row. A unit is one
+// record of one expert; their sums are added in order, however many warps there are.
+extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32)
+down(const long long* downs, const float* weights, const float* inner, int used, int picks, int width, int hidden,
+     int records, const u8* own_down, int own_width, int own_records, const float* residual, const float* visited,
+     const float* logits, int stride, float* out) {
+    begin_after_last();
+    extern __shared__ uint4 memory[];
+    const int warp = threadIdx.x / 32, row = blockIdx.y, routed = used * records, units = routed + own_records;
+    float* sums = reinterpret_cast<float*>(memory);  // [units][16]
+    u8* piece = reinterpret_cast<u8*>(memory) + units * 64 + warp * Piece<4>::bytes;
+    for (int unit = warp; unit < units; unit += blockDim.x / 32) {
+        const bool own = unit >= routed;
+        const int pick = own ? picks : row * used + unit / records, r = own ? unit - routed : unit % records;
+        const u8* matrix = own ? own_down : reinterpret_cast<const u8*>(downs[pick]);
+        float sum[2] = {}, weight = 1.0f;
+        if (!own) weight = weights[pick];
+        else if (logits) weight = 1.0f / (1.0f + expf(-logits[row * stride]));
+        const size_t record = static_cast<size_t>(blockIdx.x) * (own ? own_records : records) + r;
+        const float* values = inner + static_cast<size_t>(pick) * width + r * 256 + (own ? row * own_width : 0);
+        const int count = (own ? own_width : width) - r * 256;
+        if (matrix == nullptr) weight = 0.0f;
+        else if (!own || DOWN == OWN_DOWN)
+            add_inner<DOWN>(matrix + record * Record<DOWN>::bytes, values, count, piece, sum);
+        else
+            add_inner<OWN_DOWN>(matrix + record * Record<OWN_DOWN>::bytes, values, count, piece, sum);
+        sum[0] *= weight;
+        sum[1] *= weight;
+        write_column(sum, sums + unit * 16);
+    }
     __syncthreads();
     const int column = blockIdx.x * 16 + threadIdx.x;
     if (threadIdx.x >= 16 || column >= hidden) return;
     float total = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) total += sums[w][threadIdx.x];
+#pragma unroll 8
+    for (int unit = 0; unit < units; ++unit) total += sums[unit * 16 + threadIdx.x];
     const size_t at = static_cast<size_t>(row) * hidden + column;
     out[at] = Others{residual, visited, logits, stride}.add(total, row, at);
 }

@@ -9,9 +9,14 @@ import torch
 from headroom.formats.quants import QuantType
 from headroom.kernels.cuda import grouped, half_experts, scratch, sizes, sorted_experts
 from headroom.kernels.cuda.compile import compile_kernel, refuses_device
+from headroom.kernels.cuda.expert_tiles import (
+    NO_OTHERS,
+    ExpertTiles,
+    Kinds,
+    Others,
+    expert_constants,
+)
 from headroom.kernels.cuda.half_experts import Unpacked
-from headroom.kernels.cuda.launch import Argument
-from headroom.kernels.cuda.matmul import HalfRows
 from headroom.kernels.cuda.narrow import NarrowRows, as_narrow, refuses_type
 from headroom.kernels.cuda.picks import (
     ExpertGroup,
@@ -30,40 +35,7 @@ from headroom.kernels.cuda.sizes import (
 )
 from headroom.kernels.ops import Case
 
-WARPS = 8
 UNPACK_WARPS = 4
-PARTS = 3  # matrices of an expert: gate, up, down
-Kinds = tuple[QuantType, ...]  # of those
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertTiles:
-    """One layer's experts in tiles, found by their addresses."""
-
-    addresses: torch.Tensor  # int64 [experts, PARTS], on the GPU
-    kinds: tuple[QuantType, ...]
-    width: int  # of an expert
-    hidden: int
-    nbytes: int
-    memory: tuple[torch.Tensor, ...]  # that the addresses point into, kept alive
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Others:
-    """What rows get besides their routed experts, added where those are summed."""
-
-    residual: torch.Tensor | None = None  # [rows, hidden]
-    shared: torch.Tensor | None = None  # [rows, hidden]: of the expert that every row visits
-    shared_logits: torch.Tensor | None = None  # [rows, n]: of its weight, the first of each row
-
-    @property
-    def arguments(self) -> tuple[Argument, ...]:
-        """The last arguments of kernels that sum, but for their output."""
-        stride = 0 if self.shared_logits is None else self.shared_logits.stride(0)
-        return self.residual, self.shared, self.shared_logits, stride
-
-
-NO_OTHERS = Others()
 
 
 def refuses(case: Case) -> str | None:
@@ -92,46 +64,6 @@ def table_of(
     nbytes = sum(piece.nbytes for piece in pieces)
     addresses = where.to(pieces[0].device)
     return ExpertTiles(addresses, kinds, width, hidden, nbytes, tuple(pieces))
-
-
-def few_rows(
-    x: HalfRows,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    table: ExpertTiles,
-    activation: str,
-    others: Others = NO_OTHERS,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the weighted sum of each row's experts, for rows in f16.
-
-    Picks with a negative id are passed over. `out` may be the residual itself.
-    """
-    (rows, used), device = ids.shape, ids.device
-    constants = _constants(table, activation) | {"LANES": x.lanes}
-    inner = scratch.empty(rows * used, table.width, device=device)
-    compile_kernel("experts.cu", "gate_up", constants)(
-        (_up(table.width, 32), rows * used),
-        (WARPS * 32,),
-        (
-            *(table.addresses, ids, x.pieces, x.groups, used, table.width, x.records),
-            inner,
-        ),
-        early=True,
-    )
-    if out is None:
-        out = torch.empty(rows, table.hidden, device=device)
-    records = _up(table.width, RECORD_COLUMNS)
-    compile_kernel("experts.cu", "down", constants)(
-        (_up(table.hidden, TILE_ROWS), rows),
-        (WARPS * 32,),
-        (
-            *(table.addresses, ids, weights, inner, used, table.width, table.hidden, records),
-            *(*others.arguments, out),
-        ),
-        early=True,
-    )
-    return out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,7 +141,7 @@ def sum_groups(
     rows, used = ids.shape
     bounds = group_bounds(table)
     picks = sort_in_groups(ids, len(table.addresses), bounds[0][1])
-    constants = _constants(table, activation)
+    constants = expert_constants(table, activation)
     if out is None:
         out = torch.empty(rows, table.hidden, device=ids.device)
     for first, each in bounds:
@@ -337,18 +269,6 @@ def _unpack_constants(kinds: Kinds, dtype: torch.dtype) -> dict[str, int]:
 def _unpack_blocks(rows: int, columns: int) -> int:
     """Blocks that unpack a matrix, a record for each warp."""
     return _up(rows, TILE_ROWS) * _up(_up(columns, RECORD_COLUMNS), UNPACK_WARPS)
-
-
-def _constants(table: ExpertTiles, activation: str) -> dict[str, int]:
-    gate, up, down = (kind.ggml_id for kind in table.kinds)
-    return {
-        "GATE": gate,
-        "UP": up,
-        "DOWN": down,
-        "GELU": int(activation == "gelu"),
-        "WARPS": WARPS,
-        "LANES": 4,  # any, where no rows in f16 are read
-    }
 
 
 def _up(size: int, step: int) -> int:

@@ -5,6 +5,7 @@
 #include "rows.cuh"
 
 #define WARPS 4
+#define OWN(count) (((count) + 31) / 32)  // of so many values, those of a lane
 
 
 __device__ __forceinline__ float inverse_of(float step) {
@@ -63,15 +64,14 @@ template <int K> __device__ __forceinline__ void put_head(u8* to, const float* h
     }
 }
 
-// head[] = weight * head / sqrt(mean of squares + eps); no weight: only the division.
+// head[] = weight * head / sqrt(mean of squares + eps), where a lane holds its own of the weight's values.
 __device__ __forceinline__ void norm_head(float* head, const float* weight, float eps, int lane) {
     float squares = 0;
     for (int i = lane; i < DIM; i += 32) squares += head[i] * head[i];
     const float by = 1.0f / sqrtf(warp_sum(squares) / DIM + eps);
-    for (int i = lane; i < DIM; i += 32) {
-        const float x = __fmul_rn(head[i], by);
-        head[i] = weight ? __fmul_rn(weight[i], x) : x;
-    }
+#pragma unroll
+    for (int i = 0; i < OWN(DIM); ++i)
+        if (const int at = i * 32 + lane; at < DIM) head[at] = __fmul_rn(weight[i], __fmul_rn(head[at], by));
     __syncwarp();
 }
 
@@ -82,26 +82,41 @@ rope_write(const float* q, const float* k, const float* v, const float* cos, con
            const float* q_norm, const float* k_norm, const int* sequence, const long long* slots, u8* keys,
            u8* values, void* queries, int heads, int kv_heads, int q_stride, int k_stride, int v_stride,
            int norm_values, float eps, float scale) {
-    begin_after_last();
+    let_next_begin();
     __shared__ float shared[WARPS][DIM];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.y;
     const int job = blockIdx.x * WARPS + warp, kv = (job - heads) % max(kv_heads, 1);
-    if (sequence[row] < 0 || job >= heads + (k ? 2 * kv_heads : 0)) return;
     const bool is_q = job < heads, is_v = job >= heads + kv_heads && !is_q;
+    const bool there = sequence[row] >= 0 && job < heads + (k ? 2 * kv_heads : 0);
+    const size_t place = static_cast<size_t>(slots[row]) * kv_heads + kv;
+    const float* weight = is_q ? q_norm : is_v ? nullptr : k_norm;
+    float own[OWN(DIM)];
+#pragma unroll
+    for (int i = 0; i < OWN(DIM); ++i) own[i] = weight && i * 32 + lane < DIM ? weight[i * 32 + lane] : 1.0f;
+    wait_for_last();
+    if (!there) return;
     const float* from = is_q ? q + static_cast<size_t>(row) * q_stride + job * DIM
                       : is_v ? v + static_cast<size_t>(row) * v_stride + kv * DIM
                              : k + static_cast<size_t>(row) * k_stride + kv * DIM;
     float* head = shared[warp];
-    for (int i = lane; i < DIM; i += 32) head[i] = from[i];
+    float turn[OWN(HALF)][2];  // asked for together with the head
+#pragma unroll
+    for (int i = 0; i < OWN(HALF); ++i)
+        if (const int at = i * 32 + lane; !is_v && at < HALF)
+            turn[i][0] = cos[row * HALF + at], turn[i][1] = sin[row * HALF + at];
+#pragma unroll
+    for (int i = 0; i < OWN(DIM); ++i)
+        if (const int at = i * 32 + lane; at < DIM) head[at] = from[at];
     __syncwarp();
-    const float* weight = is_q ? q_norm : is_v ? nullptr : k_norm;
-    if (weight || (is_v && norm_values)) norm_head(head, weight, eps, lane);
+    if (weight || (is_v && norm_values)) norm_head(head, own, eps, lane);
     if (!is_v) {
-        for (int i = lane; i < HALF; i += 32) {
-            const float c = cos[row * HALF + i], s = sin[row * HALF + i], a = head[i], b = head[i + HALF];
-            head[i] = __fsub_rn(__fmul_rn(a, c), __fmul_rn(b, s));
-            head[i + HALF] = __fadd_rn(__fmul_rn(b, c), __fmul_rn(a, s));
-        }
+#pragma unroll
+        for (int i = 0; i < OWN(HALF); ++i)
+            if (const int at = i * 32 + lane; at < HALF) {
+                const float c = turn[i][0], s = turn[i][1], a = head[at], b = head[at + HALF];
+                head[at] = __fsub_rn(__fmul_rn(a, c), __fmul_rn(b, s));
+                head[at + HALF] = __fadd_rn(__fmul_rn(b, c), __fmul_rn(a, s));
+            }
         __syncwarp();
     }
     if (is_q) {
@@ -113,7 +128,6 @@ rope_write(const float* q, const float* k, const float* v, const float* cos, con
         }
         return;
     }
-    const size_t place = static_cast<size_t>(slots[row]) * kv_heads + kv;
     if (is_v) put_head<V_KIND>(values + place * row_bytes(V_KIND, DIM), head, lane);
     else put_head<K_KIND>(keys + place * row_bytes(K_KIND, DIM), head, lane);
 }

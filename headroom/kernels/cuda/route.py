@@ -1,5 +1,7 @@
 """The choice of experts on a GPU."""
 
+from dataclasses import dataclass
+
 import torch
 
 from headroom.kernels.cuda import scratch
@@ -8,6 +10,26 @@ from headroom.kernels.ops import RouterRule
 
 MAX_EXPERTS, MAX_USED = 1024, 32  # what the lanes of one warp hold
 FEW_ROWS = 32  # more are scored by the library's product
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """What the experts of some rows will be chosen by."""
+
+    logits: torch.Tensor  # [rows, experts or more]
+    rule: RouterRule
+    bias: torch.Tensor | None
+    counts: torch.Tensor  # of each expert's choices
+    sequence: torch.Tensor  # int32 [rows], negative: padding
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The macros of kernels that choose."""
+        return {"EXPERTS": len(self.counts), "SIGMOID": int(self.rule.scores == "sigmoid")}
+
+    def made(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ids and weights of each row's experts, by a kernel that does nothing else."""
+        return route(self.logits, self.rule, self.bias, self.counts, self.sequence)
 
 
 def score(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,165 @@
+"""Routed experts of a few rows on a GPU: products of tiles where they lie, in captured steps."""
+
+from dataclasses import dataclass
+
+import torch
+
+from headroom.kernels.cuda import scratch
+from headroom.kernels.cuda.compile import compile_kernel, shared_bytes_of
+from headroom.kernels.cuda.expert_tiles import NO_OTHERS, ExpertTiles, Others, expert_constants
+from headroom.kernels.cuda.launch import Argument
+from headroom.kernels.cuda.matmul import HalfRows
+from headroom.kernels.cuda.route import Choice
+from headroom.kernels.cuda.sizes import (
+    PACKED,
+    RECORD_COLUMNS,
+    TILE_ROWS,
+    record_bytes,
+    tile_bytes,
+)
+
+GATE_UP_WARPS = 8  # of a block of `gate_up`
+# Rows of a step that leaves the GPU idle between kernels: what `down` reads is asked for while
+# gates and ups are still at work, and its blocks have a warp for each record.
+AHEAD_ROWS = 2
+DOWN_WARPS, AHEAD_DOWN_WARPS = 10, 20  # most of a block of `down`
+PIECE_BYTES = 560  # of a row's 256 columns in f16
+# Of shared memory: what every block may have, and what one of `gate_up` has beside its records.
+SURE_BYTES, OTHER_BYTES = 46 << 10, 2 << 10
+Inner = tuple[torch.Tensor, torch.Tensor]
+
+
+def few_rows(
+    x: HalfRows,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    table: ExpertTiles,
+    activation: str,
+    others: Others = NO_OTHERS,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the weighted sum of each row's experts, for rows in f16.
+
+    Picks with a negative id are passed over. `out` may be the residual itself.
+    """
+    constants = expert_constants(table, activation, others)
+    layer = _Layer(x, ids.shape[1], table, others, constants)
+    inner = layer.inner()
+    kernel = compile_kernel("experts.cu", "gate_up", layer.defines)
+    kernel(*layer.gate_up((ids,), inner), early=True)
+    return layer.down(weights, inner, out)
+
+
+def choose_few_rows(
+    x: HalfRows,
+    choice: Choice,
+    table: ExpertTiles,
+    activation: str,
+    others: Others = NO_OTHERS,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the same, where the experts of `AHEAD_ROWS` rows at most are still to be chosen."""
+    constants = expert_constants(table, activation, others) | choice.constants
+    rule = choice.rule
+    layer = _Layer(x, rule.used, table, others, constants)
+    weights = scratch.empty(x.rows, rule.used, device=x.pieces.device)
+    args = (
+        *(choice.logits, choice.bias, choice.sequence, weights, choice.counts),
+        *(choice.logits.stride(0), int(rule.normalise), float(rule.scale), float(rule.softcap)),
+    )
+    inner = layer.inner()
+    kernel = compile_kernel("experts.cu", "choose_gate_up", layer.defines)
+    kernel(*layer.gate_up(args, inner), early=True)
+    return layer.down(weights, inner, out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    """A step's rows and the experts that some of them visit."""
+
+    x: HalfRows
+    used: int
+    table: ExpertTiles
+    others: Others
+    constants: dict[str, int]
+
+    def inner(self) -> Inner:
+        """Return memory for the inner values of picks, and for where their last matrices are."""
+        picks, device = self.x.rows * self.used, self.x.pieces.device
+        values = picks * self.table.width + self.x.rows * self._own_width
+        return (
+            scratch.empty(values, device=device),
+            scratch.empty(picks, dtype=torch.int64, device=device),
+        )
+
+    def gate_up(
+        self, args: tuple[Argument, ...], inner: Inner
+    ) -> tuple[tuple[int, int], tuple[int], tuple[Argument, ...], int]:
+        """Return how gates and ups are launched: grid, block, arguments, shared memory."""
+        x, table, own, rows, used = self.x, self.table, self.others.own, self.x.rows, self.used
+        tiles = _up(max(table.width, self._own_width), TILE_ROWS)
+        args = (
+            *(*args, table.addresses, x.pieces, x.groups, used, rows * used, table.width),
+            *(x.records, *((None, None) if own is None else (own.gate, own.up))),
+            *(self._own_width, tile_bytes(table.kinds[2], table.hidden, table.width), *inner),
+        )
+        grid = (tiles, rows * (used + (own is not None)))
+        return grid, (GATE_UP_WARPS * 32,), args, self._stages * self._stage_bytes
+
+    def down(self, weights: torch.Tensor, inner: Inner, out: torch.Tensor | None) -> torch.Tensor:
+        """Return the weighted sums."""
+        table, own, rows, used = self.table, self.others.own, self.x.rows, self.used
+        if out is None:
+            out = torch.empty(rows, table.hidden, device=weights.device)
+        records, own_records = (
+            _up(width, RECORD_COLUMNS) for width in (table.width, self._own_width)
+        )
+        units = used * records + own_records
+        turns = _up(units, AHEAD_DOWN_WARPS if rows <= AHEAD_ROWS else DOWN_WARPS)
+        warps = _up(units, turns)
+        values, downs = inner
+        compile_kernel("experts.cu", "down", self.defines)(
+            (_up(table.hidden, TILE_ROWS), rows),
+            (warps * 32,),
+            (
+                *(downs, weights, values, used, rows * used, table.width, table.hidden, records),
+                *(None if own is None else own.down, self._own_width, own_records),
+                *(*self.others.arguments, out),
+            ),
+            units * TILE_ROWS * 4 + warps * PIECE_BYTES,
+            early=True,
+        )
+        return out
+
+    @property
+    def _own_width(self) -> int:
+        return 0 if self.others.own is None else self.others.own.width
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """The macros of both kernels, so that one run of the compiler makes them."""
+        in_reach = all(memory.is_cuda for memory in self.table.memory)
+        return self.constants | {
+            "LANES": self.x.lanes,
+            "AHEAD": int(self.x.rows <= AHEAD_ROWS and in_reach),
+            "STAGES": self._stages,
+        }
+
+    @property
+    def _stages(self) -> int:
+        """The records that a warp of `gate_up` has asked for."""
+        size = 2 * self._stage_bytes
+        if size <= SURE_BYTES or size + OTHER_BYTES <= shared_bytes_of(self.x.pieces.device):
+            return 2
+        return 1
+
+    @property
+    def _stage_bytes(self) -> int:
+        """Shared memory for a record of each warp of `gate_up`; plain ones need none."""
+        own = self.others.own
+        kinds = (*self.table.kinds[:2], *(() if own is None else own.kinds[:2]))
+        return GATE_UP_WARPS * max(record_bytes(kind) if kind in PACKED else 0 for kind in kinds)
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step)
