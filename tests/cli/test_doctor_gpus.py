@@ -41,8 +41,8 @@ def test_what_an_older_gpu_runs_in_another_way_is_told() -> None:
     assert told["cuda:0 kernels"] == f"1 of {count} families run, {untried}"
     assert told["cuda:0 experts of many rows"] == "needs sm_80"
     assert told["cuda:0 sm_75"] == (
-        "products and attention compute in f16; in prompts, the experts of a layer are multiplied "
-        "one after another and the host waits for each layer"
+        "products and attention compute in f16; in long prompts, the experts of a layer are "
+        "multiplied one after another and the host waits for each layer"
     )
 
 

@@ -123,6 +123,27 @@ def check(
     return good
 
 
+def check_columns(shape: Shape, spans: tuple[Span, ...], rows: int) -> bool:
+    """A step has the same bits however many columns its blocks have, which follows from others."""
+    weights, state, inputs = make_weights(shape), make_state(shape, 6), make_rows(shape, rows)
+    tables = span_tables(spans, rows, torch.device(DEVICE))
+    packed, own = tuple(x.to(DEVICE) for x in inputs), torch.zeros(rows, dtype=torch.bool)
+    for span in spans:
+        own[span.first_row : span.first_row + span.rows] = True
+    found = []
+    for columns in (16, 32, 64, 128):
+        mine = RecurrentState(
+            state.memory.to(DEVICE, copy=True), state.inputs.to(DEVICE, copy=True)
+        )
+        answers = fast.step(packed, to_device(weights), mine, tables, columns).cpu()[own]
+        found.append((answers.clone(), mine.memory.cpu()))
+    good = all(
+        torch.equal(*pair) for other in found[1:] for pair in zip(other, found[0], strict=True)
+    )
+    print(f"{'PASS' if good else 'FAIL'} {shape} the same bits by 16 to 128 columns", flush=True)
+    return good
+
+
 def check_blocks(shape: Shape, spans: tuple[Span, ...], rows: int) -> bool:
     """However a prefill is divided, and whoever else is in the step: the same bits."""
     weights, state = to_device(make_weights(shape)), make_state(shape, 6)

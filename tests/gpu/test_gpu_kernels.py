@@ -164,6 +164,8 @@ def test_delta_net_agrees_with_the_reference(case: tuple[object, ...]) -> None:
 @pytest.mark.parametrize("shape", check_delta_net.SHAPES, ids=str)
 def test_delta_net_has_the_same_bits_however_it_is_divided(shape: check_delta_net.Shape) -> None:
     assert_passes(check_delta_net.check_blocks, shape, *check_delta_net.PREFILLS[-1])
+    spans = (check_delta_net.span(0, 16, 5, 0), check_delta_net.span(17, 1, 0, 2))
+    assert_passes(check_delta_net.check_columns, shape, spans, 20)
 
 
 @pytest.mark.parametrize("rows", [3, 37])

@@ -7,8 +7,9 @@ import pytest
 
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import grouped, handover, sorted_experts
-from headroom.kernels.cuda.compile import SOURCES
+from headroom.kernels.cuda.compile import SOURCES, read_source
 from headroom.kernels.cuda.pack import WARPS
+from headroom.kernels.cuda.probe import PROBES, Probe
 from headroom.kernels.cuda.product_shapes import Gpu, Product, shape_for
 from headroom.kernels.cuda.sizes import PACKED, TILED, lanes_for, record_bytes
 from tests.nvrtc import compile_source, missing
@@ -180,6 +181,14 @@ def test_a_source_compiles_for_cards_that_many_have(source: str) -> None:
     with ThreadPoolExecutor(2) as threads:
         found = threads.map(lambda arch: complaints_of(source, DEFINES[source][0], arch), USUAL)
         assert [said for said in found if said] == []
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
+@pytest.mark.parametrize("kernel", PROBES, ids=lambda kernel: kernel.family)
+def test_what_doctor_tries_compiles(kernel: Probe) -> None:
+    assert complaints_of(kernel.source, dict(kernel.defines), MAIN) == ""
+    kernels = read_source(kernel.source).split('extern "C" __global__')[1:]
+    assert any(re.search(rf"\b{kernel.kernel}\(", text.split("{")[0]) for text in kernels)
 
 
 @pytest.mark.slow

@@ -51,6 +51,11 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(check, "DEVICE", "cpu")
 
 
+def test_delta_net_has_the_same_bits_however_columns_are_shared() -> None:
+    spans = (span(0, 3, 5, 0), span(4, 1, 0, 2))
+    assert check_delta_net.check_columns(Shape(4, 2, tiled=False), spans, 6)
+
+
 @pytest.mark.parametrize("columns", [16, 64, 128])
 def test_delta_net_row_after_row_agrees_with_the_reference(columns: int) -> None:
     spans = (span(0, 1, 7, 4), span(1, 3, 2, 1), span(4, 2, 0, 0))

@@ -118,16 +118,62 @@ gated_norm(const float4* x, const float4* gate, const float4* weight, float4* ou
 #define ACROSS (COLUMNS / 4)   // threads side by side, four columns each
 #define THREADS (COLUMNS * 8)  // 32 groups of them, four rows of the state each
 #define WARPS (THREADS / 32)
+#define DIRECT (COLUMNS <= 32)  // every thread adds up what warps have, else some do it for all
 
-// The recurrence over the rows of a sequence, with the state in registers between them.
+__device__ __forceinline__ float plus(float a, float b) { return a + b; }
+__device__ __forceinline__ float4 plus(const float4& a, const float4& b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+// What all warps have, `apart` from each other: first that of every eight groups of threads, two by two, as a
+// warp has done with its own, then those. So sums are the same however many columns a block has.
+template <class T> __device__ __forceinline__ T sum_of_warps(const T* at, int apart) {
+    constexpr int EIGHT = WARPS / 4;  // warps with eight groups
+    T total;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        T sum[EIGHT];
+#pragma unroll
+        for (int w = 0; w < EIGHT; ++w) sum[w] = at[(i * EIGHT + w) * apart];
+#pragma unroll
+        for (int step = 1; step < EIGHT; step *= 2)
+#pragma unroll
+            for (int w = 0; w < EIGHT; w += 2 * step) sum[w] = plus(sum[w], sum[w + step]);
+        total = i ? plus(total, sum[0]) : sum[0];
+    }
+    return total;
+}
+
+// What a thread reads of a row: of its head's query and key, of its columns' values, and the gates.
+struct RecurrentRow {
+    float query[4], key[4];
+    float4 value;
+    float2 gate;
+
+    __device__ __forceinline__ void load(const float* mixed, const float2* gates, int row, int head, int group,
+                                         int column) {
+        const float* own = mixed + static_cast<size_t>(row) * CHANNELS;
+        const float* queries = own + key_head(head) * DIM + group;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            query[i] = queries[i * 32];
+            key[i] = queries[KEY_HEADS * DIM + i * 32];
+        }
+        value = *reinterpret_cast<const float4*>(own + (2 * KEY_HEADS + head) * DIM + column);
+        gate = gates[row * HEADS + head];
+    }
+};
+
+// The recurrence over the rows of a sequence, with the state in registers between them; a row is read while
+// the one before it is worked on.
 // blockIdx: value head, group of columns, sequence.
 extern "C" __global__ void __launch_bounds__(THREADS)
 recur(const float* qkv, const float* mixed, const float2* gates, float* memory, float* inputs,
       const int* sequence, const int* starts, const int* slots, float* out, int rows) {
     let_next_begin();
-    __shared__ float part[WARPS][2][COLUMNS];
-    __shared__ float products[WARPS];
-    __shared__ float total[2][COLUMNS];
+    // Twice, so that a row's sums are written while those of the one before may still be read.
+    __shared__ float4 part[1 + DIRECT][WARPS][2][ACROSS];
+    __shared__ float products[2][WARPS];
+    __shared__ float4 total[2][ACROSS];
     __shared__ int first, count;
     const int head = blockIdx.x, s = blockIdx.z, thread = threadIdx.x;
     const int lane = thread % 32, warp = thread / 32, group = thread / ACROSS;
@@ -156,21 +202,21 @@ recur(const float* qkv, const float* mixed, const float2* gates, float* memory, 
     if (channel < CHANNELS)
         keep_inputs(qkv, inputs + static_cast<size_t>(slot) * (TAPS - 1) * CHANNELS, channel, first, count,
                     fresh);
-    for (int row = first; row < first + count; ++row) {
-        const float* own = mixed + static_cast<size_t>(row) * CHANNELS;
-        const float* queries = own + key_head(head) * DIM + group;
-        const float* keys = queries + KEY_HEADS * DIM;
-        const float4 value = *reinterpret_cast<const float4*>(own + (2 * KEY_HEADS + head) * DIM + column);
-        const float2 gate = gates[row * HEADS + head];
-        float key[4], both = 0.0f;
+    const int end = first + count;
+    RecurrentRow next;
+    next.load(mixed, gates, first, head, group, column);
+    for (int row = first; row < end; ++row) {
+        const RecurrentRow now = next;
+        if (row + 1 < end) next.load(mixed, gates, row + 1, head, group, column);
+        const float2 gate = now.gate;
+        const float4 value = now.value;
+        float both = 0.0f;
         float4 known = make_float4(0, 0, 0, 0), seen = make_float4(0, 0, 0, 0);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float query = queries[i * 32];
-            key[i] = keys[i * 32];
-            add(known, key[i], state[i]);
-            add(seen, query, state[i]);
-            both = fmaf(key[i], query, both);
+            add(known, now.key[i], state[i]);
+            add(seen, now.query[i], state[i]);
+            both = fmaf(now.key[i], now.query[i], both);
         }
 #pragma unroll
         for (int o = ACROSS; o < 32; o <<= 1) {
@@ -178,24 +224,25 @@ recur(const float* qkv, const float* mixed, const float2* gates, float* memory, 
 #pragma unroll
             for (int i = 0; i < 9; ++i) *all[i] += __shfl_xor_sync(0xFFFFFFFFu, *all[i], o);
         }
+        const int turn = (row - first) % 2, own = DIRECT ? turn : 0, side = thread % ACROSS;
         if (lane < ACROSS) {
-            *reinterpret_cast<float4*>(&part[warp][0][four]) = known;
-            *reinterpret_cast<float4*>(&part[warp][1][four]) = seen;
+            part[own][warp][0][side] = known;
+            part[own][warp][1][side] = seen;
         }
-        if (lane == 0) products[warp] = both;
+        if (lane == 0) products[turn][warp] = both;
         __syncthreads();
-        if (thread < 2 * COLUMNS) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) sum += part[w][thread / COLUMNS][thread % COLUMNS];
-            total[thread / COLUMNS][thread % COLUMNS] = sum;
+        both = sum_of_warps(products[turn], 1);
+        if (DIRECT) {
+            known = sum_of_warps(&part[own][0][0][side], 2 * ACROSS);
+            seen = sum_of_warps(&part[own][0][1][side], 2 * ACROSS);
+        } else {
+            if (thread < 2 * COLUMNS)
+                reinterpret_cast<float*>(total)[thread] =
+                    sum_of_warps(reinterpret_cast<const float*>(part) + thread, 2 * COLUMNS);
+            __syncthreads();
+            known = total[0][side];
+            seen = total[1][side];
         }
-        both = 0.0f;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) both += products[w];
-        __syncthreads();
-        known = *reinterpret_cast<const float4*>(&total[0][four]);
-        seen = *reinterpret_cast<const float4*>(&total[1][four]);
         const float keep = expf(gate.x);
         const float4 change =
             make_float4(gate.y * (value.x - keep * known.x), gate.y * (value.y - keep * known.y),
@@ -203,7 +250,7 @@ recur(const float* qkv, const float* mixed, const float2* gates, float* memory, 
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             state[i] = make_float4(keep * state[i].x, keep * state[i].y, keep * state[i].z, keep * state[i].w);
-            add(state[i], key[i], change);
+            add(state[i], now.key[i], change);
         }
         if (group == 0) {
             // What the new state gives for the query, from what the old one gave.

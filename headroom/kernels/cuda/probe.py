@@ -29,7 +29,9 @@ class Probe:
 
 _HEADS = {"DIM": 128, "K_KIND": BF16, "V_KIND": BF16}
 _PAGED = _HEADS | {"GROUP": 4, "PAGE": 64}
-_EXPERTS = {"GATE": Q4_K, "UP": Q4_K, "DOWN": Q4_K, "GELU": 0, "WARPS": 8, "LANES": 4}
+_KINDS = {"GATE": Q4_K, "UP": Q4_K, "DOWN": Q4_K}
+_EXPERTS = _KINDS | {f"OWN_{part}": Q4_K for part in _KINDS} | {"GELU": 0, "LANES": 4}
+_SORTED = {"A_KIND": Q4_K, "B_KIND": Q4_K, "GATED": 1, "GELU": 0, "WARPS": 2, "STAGES": 1}
 _FEW = Shape(8, 8, 1, 1, 2).defines | {"KIND": Q4_K, "GROUPS": 1, "LANES": 4}
 _DELTA = {"HEADS": 32, "KEY_HEADS": 16, "TILED": 0, "TAPS": 4, "COLUMNS": 16}
 _CHUNKS = _DELTA | {"COLUMNS": 32, "HELD": 64}
@@ -44,7 +46,10 @@ PROBES = (
     Probe("norms", "small.cu", "norm_rows", {"RESIDUAL": 0}),
     Probe("rows in f16", "activations.cu", "norm_rows", {"LANES": 4}),
     Probe("routers", "route.cu", "score", {"EXPERTS": 32, "SIGMOID": 0, "ROWS": 1}),
+    Probe("routers with norms", "router.cu", "score_rows", {"EACH": 2, "ROWS": 1, "LANES": 4}),
     Probe("experts", "experts.cu", "gate_up", _EXPERTS),
+    Probe("experts of short prompts", "sorted.cu", "gate_up", _SORTED),
+    Probe("unpacked experts", "unpack.cu", "unpack", _KINDS | {"WARPS": 4, "OUT_F16": 0}),
     Probe("experts of many rows", "grouped.cu", "grouped", {"ROWS": 64, "STAGES": 4}, 80),
     Probe("experts of many rows in f16", "half_experts.cu", "activate", {"GELU": 0}),
     Probe("experts of the CPU", "handover.cu", "publish", WORDS),
@@ -75,8 +80,8 @@ def slower_on(sm: int) -> str:
     if sm >= BF16_SM:
         return ""
     return (
-        "products and attention compute in f16; in prompts, the experts of a layer are multiplied "
-        "one after another and the host waits for each layer"
+        "products and attention compute in f16; in long prompts, the experts of a layer are "
+        "multiplied one after another and the host waits for each layer"
     )
 
 

@@ -133,7 +133,34 @@ __device__ __forceinline__ Work work_on(const RowTile& tile, const u8* pieces, i
             pieces + tile.first / 8 * piece, groups * piece};
 }
 
+// Structs, not lambdas: compilers before CUDA 13.4 refuse generic ones here.
 #if GATED
+struct GatesAndUps {
+    RowTile tile;
+    size_t gate, up;  // bytes of their tiles
+
+    __device__ __forceinline__ Pair operator()(int pair) const {
+        return {tile.matrices[0] + pair * gate, tile.matrices[1] + pair * up};
+    }
+};
+
+struct PutInner {
+    RowTile tile;
+    float* inner;
+    int width;
+
+    template <int N> __device__ __forceinline__ void operator()(int pair, const float (&sums)[2][N][4]) const {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int i = 0; i < 4 * N; ++i) {
+            const int row = i / 4 * 8 + 2 * t + i % 2, column = pair * 16 + g + i % 4 / 2 * 8;
+            if (row < tile.rows && column < width)
+                inner[static_cast<size_t>(tile.first + row) * width + column] =
+                    activated(sums[0][i / 4][i % 4]) * sums[1][i / 4][i % 4];
+        }
+    }
+};
+
 // inner [8 * groups, width] = act(gate x) * up x, by place. blockIdx: the first pairs, of a gate's tile and
 // up's, others follow gridDim.x later; the tile of rows.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MOST_WARPS / WARPS)
@@ -141,51 +168,54 @@ gate_up(const RowTile* tiles, const u8* pieces, float* inner, int width, int rec
     begin_after_last();
     const RowTile tile = tiles[blockIdx.y];
     if (tile.rows == 0) return;
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const size_t each_gate = static_cast<size_t>(records) * Record<A_KIND>::bytes;
-    const size_t each_up = static_cast<size_t>(records) * Record<B_KIND>::bytes;
-    multiply_any<A_KIND, B_KIND>(
-        work_on(tile, pieces, (width + 15) / 16, records, groups),
-        [&](int pair) -> Pair { return {tile.matrices[0] + pair * each_gate, tile.matrices[1] + pair * each_up}; },
-        [&](int pair, const auto& sums) {
-            constexpr int N = sizeof sums[0] / sizeof sums[0][0];
-#pragma unroll
-            for (int i = 0; i < 4 * N; ++i) {
-                const int row = i / 4 * 8 + 2 * t + i % 2, column = pair * 16 + g + i % 4 / 2 * 8;
-                if (row < tile.rows && column < width)
-                    inner[static_cast<size_t>(tile.first + row) * width + column] =
-                        activated(sums[0][i / 4][i % 4]) * sums[1][i / 4][i % 4];
-            }
-        });
+    const GatesAndUps find{tile, static_cast<size_t>(records) * Record<A_KIND>::bytes,
+                           static_cast<size_t>(records) * Record<B_KIND>::bytes};
+    multiply_any<A_KIND, B_KIND>(work_on(tile, pieces, (width + 15) / 16, records, groups), find,
+                                 PutInner{tile, inner, width});
 }
 
 #else
+struct Neighbours {
+    const u8* matrix;
+    size_t each;  // bytes of a tile
+    int last;
+
+    // Where tiles are odd in number the last one has no neighbour but itself.
+    __device__ __forceinline__ Pair operator()(int pair) const {
+        return {matrix + 2 * pair * each, matrix + min(2 * pair + 1, last) * each};
+    }
+};
+
+struct PutAnswers {
+    RowTile tile;
+    const int* order;
+    float* answers;
+    int hidden;
+
+    template <int N> __device__ __forceinline__ void operator()(int pair, const float (&sums)[2][N][4]) const {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int i = 0; i < 2 * N; ++i) {
+            const int row = i / 2 * 8 + 2 * t + i % 2;
+            if (row >= tile.rows) continue;
+            float* to = answers + static_cast<size_t>(order[tile.first + row]) * hidden;
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                if (const int column = pair * 32 + j * 8 + g; column < hidden)
+                    to[column] = sums[j / 2][i / 2][i % 2 + j % 2 * 2];
+        }
+    }
+};
+
 // answers [picks, hidden] of each pick's expert; pairs are of neighbours.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MOST_WARPS / WARPS)
 down(const RowTile* tiles, const u8* pieces, const int* order, float* answers, int hidden, int records, int groups) {
     begin_after_last();
     const RowTile tile = tiles[blockIdx.y];
     if (tile.rows == 0) return;
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, last = (hidden - 1) / 16;
-    const size_t each = static_cast<size_t>(records) * Record<A_KIND>::bytes;
-    multiply_any<A_KIND, A_KIND>(
-        work_on(tile, pieces, last / 2 + 1, records, groups),
-        // Where tiles are odd in number the last one has no neighbour but itself.
-        [&](int pair) -> Pair {
-            return {tile.matrices[2] + 2 * pair * each, tile.matrices[2] + min(2 * pair + 1, last) * each};
-        },
-        [&](int pair, const auto& sums) {
-            constexpr int N = sizeof sums[0] / sizeof sums[0][0];
-#pragma unroll
-            for (int i = 0; i < 2 * N; ++i) {
-                const int row = i / 2 * 8 + 2 * t + i % 2;
-                if (row >= tile.rows) continue;
-                float* to = answers + static_cast<size_t>(order[tile.first + row]) * hidden;
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    if (const int column = pair * 32 + j * 8 + g; column < hidden)
-                        to[column] = sums[j / 2][i / 2][i % 2 + j % 2 * 2];
-            }
-        });
+    const int last = (hidden - 1) / 16;
+    const Neighbours find{tile.matrices[2], static_cast<size_t>(records) * Record<A_KIND>::bytes, last};
+    multiply_any<A_KIND, A_KIND>(work_on(tile, pieces, last / 2 + 1, records, groups), find,
+                                 PutAnswers{tile, order, answers, hidden});
 }
 #endif
