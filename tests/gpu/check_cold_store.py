@@ -28,6 +28,7 @@ from headroom.moe.store_swaps import StoreSwaps
 from headroom.moe.swap import Swap
 from headroom.moe.swap_round import SwapRound
 from headroom.units import MIB
+from tests.gpu.check_experts import forced
 from tests.gpu.kept import keep_code
 from tests.gpu.torch_tiles import pack_tiles
 from tests.gpu.weight_file import WeightFile
@@ -108,7 +109,12 @@ def make_step(layer: Layer, rows: int) -> Callable[[fast.ExpertTiles], torch.Ten
     weights = torch.rand(rows, used, device=DEVICE)
     if rows <= 32:
         return lambda table: few_rows(half_rows(x), ids, weights, table, "silu")
-    return lambda table: fast.many_rows(x, ids, weights, table, "silu")
+
+    def many(table: fast.ExpertTiles) -> torch.Tensor:
+        with forced(""):  # hot experts unpacked as cold ones are
+            return fast.many_rows(x, ids, weights, table, "silu")
+
+    return many
 
 
 def same_answers(layer: Layer, stored: LayerStore, rows: int) -> bool:

@@ -40,7 +40,7 @@ class CudaKernel:
         self._name = name
         self._function, self._device = function, device
         self._early = early  # whether the GPU can start a kernel while another runs out
-        self._shared_bytes = _PLAIN_SHARED_BYTES
+        self._shared_bytes = 0  # that were asked for: it may have more at fixed places
 
     def __call__(
         self,
