@@ -47,7 +47,10 @@ class CudaCopies:
 
     def copy(self, out: torch.Tensor, sources: Sequence[torch.Tensor], after: Mark) -> Mark:
         """Copy to `out`, one source after another, when `after` is reached; return the end."""
-        # By the driver: to change torch's stream and back takes several times as long.
+        # By the driver: to change torch's stream and back takes several times as long. Then nobody
+        # but the caller keeps the memory until the end is reached, or sees that it is enough.
+        assert out.is_contiguous()
+        assert sum(source.nbytes for source in sources) <= out.nbytes
         self._stream.wait_event(cast(torch.cuda.Event, after))
         to, stream, device = out.data_ptr(), self._stream.cuda_stream, self._device.index or 0
         for source in sources:

@@ -153,11 +153,15 @@ class DeviceExperts:
         """Add the answers of each row's experts."""
         few = few_rows(len(x))
         cold = self.cold if few else None
-        normed = scratch.empty(*x.shape, device=x.device)  # which few rows need for a CPU alone
-        norm = RowNorm(self._norm, self._eps, None if few and cold is None else normed)
+        normed = scratch.empty(*x.shape, device=x.device)
+        # Few rows need them for a CPU, or where they are too wide to be scored at once.
+        wanted = not few or cold is not None or not cuda_router.takes(x.shape[1])
+        norm = RowNorm(self._norm, self._eps, normed if wanted else None)
         rows, logits = scored_rows(x, self._router.weight, norm, self._norm, self._narrow)
-        picks = self._router.later(logits, batch)
-        if cold is not None:  # before all else that a CPU can run beside
+        picks: Picks | Choice
+        if cold is None:
+            picks = self._router.later(logits, batch)
+        else:  # before all else that a CPU can run beside
             picks = self._router(logits, batch)
             cold.before(normed, *picks)
         own = self._own if few else None

@@ -86,5 +86,8 @@ class Hybrid:
                 return size, took
             return size + stream.counts.cpu_bytes, took + stream.counts.cpu_s
 
-        asks_cpu = plain or (stream is not None and stream.rates is not None)
+        by_plain = any(
+            x is not None and not x.blobs.tiles and x.path not in ("gpu", "drop") for x in layers
+        )
+        asks_cpu = by_plain or (stream is not None and stream.rates is not None)
         return JoinedMeter(worker, brought, by_cpu if asks_cpu else None, in_place)

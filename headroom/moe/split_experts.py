@@ -12,6 +12,8 @@ from headroom.layers.weights import WeightSource
 from headroom.moe.load_store import fill_rows
 from headroom.moe.store import LayerStore, drop_cold
 
+Places = tuple[torch.Tensor, torch.Tensor]  # of picks: rows, and ranks among a row's
+
 
 class SplitExperts:
     """The experts of one layer as their file has them, for types without a GPU's own kernels.
@@ -35,11 +37,12 @@ class SplitExperts:
         for expert in torch.bincount(ids.flatten()).nonzero().flatten().tolist():
             own, slot, cold = ids == expert, *self._places(expert)
             if slot is not None:
-                self._answer(answers, x, own, slot)
+                self._answer(answers, x, _places(own), slot)
             elif not drops and cold is not None:
-                if (here := own & comes).any():
+                if len((here := _places(own & comes))[0]):
                     self._answer(answers, x, here, self._store.bring(cold))
-                self._answer_by_cpu(answers, x, own & ~comes, cold)
+                if len((there := _places(own & ~comes))[0]):
+                    self._answer_by_cpu(answers, x, there, cold)
         out = torch.zeros_like(x)
         for answer, weight in zip(answers.unbind(1), weights.unbind(1), strict=True):
             out += weight[:, None] * answer
@@ -54,19 +57,16 @@ class SplitExperts:
         return cold & (cold.cumsum(1) <= self._left[cold.sum(1)][:, None])
 
     def _answer(
-        self, answers: torch.Tensor, x: torch.Tensor, picks: torch.Tensor, blob: torch.Tensor
+        self, answers: torch.Tensor, x: torch.Tensor, picks: Places, blob: torch.Tensor
     ) -> None:
         """Fill in one expert's answers for some picks, computed where it lies."""
-        row, rank = torch.nonzero(picks, as_tuple=True)
-        if len(row):
-            answers[row, rank] = self._answers(x[row], blob).to(x.device)
+        row, rank = picks
+        answers[row, rank] = self._answers(x[row], blob).to(x.device)
 
     def _answer_by_cpu(
-        self, answers: torch.Tensor, x: torch.Tensor, picks: torch.Tensor, blob: torch.Tensor
+        self, answers: torch.Tensor, x: torch.Tensor, picks: Places, blob: torch.Tensor
     ) -> None:
         """Fill in a cold expert's answers where it lies, and count what that costs."""
-        if not picks.any():
-            return
         started, counts = time.perf_counter(), self._store.counts
         self._answer(answers, x, picks, blob)
         counts.cpu_bytes += self._store.expert_bytes
@@ -88,3 +88,8 @@ class SplitExperts:
             Weight(part.view(PLAIN_TYPES.get(kind.name, torch.uint8)).view(rows, -1), kind, rows, n)
             for part, kind, (rows, n) in parts
         ]
+
+
+def _places(picks: torch.Tensor) -> Places:
+    row, rank = torch.nonzero(picks, as_tuple=True)
+    return row, rank

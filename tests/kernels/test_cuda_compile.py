@@ -97,6 +97,7 @@ DEFINES: dict[str, list[Defines]] = {
     "grouped.cu": [{"ROWS": rows, "STAGES": stages} for rows, stages in grouped.STAGES.items()],
     "half_experts.cu": [{"GELU": 0}, {"GELU": 1}],
     "handover.cu": [handover.WORDS],
+    "many_experts.cu": [{"GELU": 0}, {"GELU": 1}],
     "marker.cu": [{}],
     "matmul.cu": [_product(kind, 1 + number % 4) for number, kind in enumerate(KINDS)],
     "narrow.cu": [{}],

@@ -191,7 +191,7 @@ def test_kernels_of_longer_steps_are_compiled_with_those_of_short_ones(
     monkeypatch.setattr(experts, "product_way", lambda device: "own")
     kinds = (BY_NAME["q4_k"], BY_NAME["q4_k"], BY_NAME["q6_k"])
     for dtype, products in (
-        (torch.bfloat16, [("grouped.cu", "grouped")] * 2),
+        (torch.bfloat16, [("many_experts.cu", "combine"), *[("grouped.cu", "grouped")] * 2]),
         (torch.float16, [("half_experts.cu", "combine")]),
     ):
         asked.clear()

@@ -53,7 +53,7 @@ class CudaKernel:
         """Launch with tensors as pointers, None as a null pointer, ints and floats as 32 bits.
 
         A kernel may start `early`, while the one before it still runs, if it waits for that one
-        before it touches anything but weights.
+        before it touches what kernels of the step write, see early.cuh.
         """
         if 0 in grid:
             return

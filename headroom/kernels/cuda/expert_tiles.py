@@ -53,9 +53,7 @@ class Others:
 NO_OTHERS = Others()
 
 
-def expert_constants(
-    table: ExpertTiles, activation: str, others: Others = NO_OTHERS
-) -> dict[str, int]:
+def expert_constants(table: ExpertTiles, activation: str, others: Others) -> dict[str, int]:
     """Return the macros of experts.cu that say what experts there are."""
     kinds = [kind.ggml_id for kind in table.kinds]
     own = kinds if others.own is None else [kind.ggml_id for kind in others.own.kinds]
@@ -63,5 +61,4 @@ def expert_constants(
         **dict(zip(("GATE", "UP", "DOWN"), kinds, strict=True)),
         **dict(zip(("OWN_GATE", "OWN_UP", "OWN_DOWN"), own, strict=True)),
         "GELU": int(activation == "gelu"),
-        "LANES": 4,  # any, where no rows in f16 are read
     }

@@ -1,4 +1,4 @@
-"""Routed experts on a GPU: products of tiles for few rows, products of sorted rows for many."""
+"""Routed experts of many rows on a GPU: products of rows sorted by expert."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,6 @@ from headroom.kernels.cuda.expert_tiles import (
     ExpertTiles,
     Kinds,
     Others,
-    expert_constants,
 )
 from headroom.kernels.cuda.half_experts import Unpacked
 from headroom.kernels.cuda.narrow import NarrowRows, as_narrow, refuses_type
@@ -85,7 +84,7 @@ def many_rows(
     others: Others = NO_OTHERS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the same for many rows: each expert unpacked once for the rows that chose it.
+    """Return the weighted sum of each row's experts, each unpacked once for rows that chose it.
 
     Where experts have few rows each their tiles are multiplied as they lie.
     """
@@ -112,15 +111,14 @@ def _as_they_lie(ids: torch.Tensor, table: ExpertTiles) -> bool:
 def _compile_unpacked(
     kinds: Kinds, activation: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Compile what steps of more rows run: those come when a request waits.
-
-    What is in the source of few rows, too, is there since a step of one.
-    """
+    """Compile what steps of more rows run: those come when a request waits."""
     compile_kernel("unpack.cu", "unpack", _unpack_constants(kinds, dtype))
     compile_kernel("picks.cu", "sort_picks")
     if dtype == torch.float16:
         half_experts.compile_all(activation)
-    elif product_way(device) == "own":
+        return
+    compile_kernel("many_experts.cu", "combine", _constants(activation))
+    if product_way(device) == "own":
         grouped.kernels()
 
 
@@ -141,7 +139,7 @@ def sum_groups(
     rows, used = ids.shape
     bounds = group_bounds(table)
     picks = sort_in_groups(ids, len(table.addresses), bounds[0][1])
-    constants = expert_constants(table, activation)
+    constants = _constants(activation)
     if out is None:
         out = torch.empty(rows, table.hidden, device=ids.device)
     for first, each in bounds:
@@ -153,7 +151,7 @@ def sum_groups(
                 others = Others(residual=out)
                 continue
             answers = _group_answers(chosen.x, group, table.width, constants, unpacked)
-            compile_kernel("experts.cu", "combine", constants)(
+            compile_kernel("many_experts.cu", "combine", constants)(
                 (rows,),
                 (256,),
                 (
@@ -185,7 +183,7 @@ def _group_answers(
     own = scratch.empty(picks, hidden, dtype=torch.bfloat16, device=x.device)
     inner = scratch.empty(picks, width, dtype=torch.bfloat16, device=x.device)
     both = grouped_product(gather_rows(x, group, own), plain, group.ends, group.among)
-    compile_kernel("experts.cu", "activate", constants)(
+    compile_kernel("many_experts.cu", "activate", constants)(
         (4096,), (256,), (both, inner, group.ends, group.size - 1, width)
     )
     del both  # its memory may serve the answers
@@ -258,6 +256,10 @@ def unpack_some(
             *(width, hidden, group.first, first),
         ),
     )
+
+
+def _constants(activation: str) -> dict[str, int]:
+    return {"GELU": int(activation == "gelu")}
 
 
 def _unpack_constants(kinds: Kinds, dtype: torch.dtype) -> dict[str, int]:

@@ -51,6 +51,7 @@ PROBES = (
     Probe("experts of short prompts", "sorted.cu", "gate_up", _SORTED),
     Probe("unpacked experts", "unpack.cu", "unpack", _KINDS | {"WARPS": 4, "OUT_F16": 0}),
     Probe("experts of many rows", "grouped.cu", "grouped", {"ROWS": 64, "STAGES": 4}, 80),
+    Probe("experts of many rows in bf16", "many_experts.cu", "combine", {"GELU": 0}),
     Probe("experts of many rows in f16", "half_experts.cu", "activate", {"GELU": 0}),
     Probe("experts of the CPU", "handover.cu", "publish", WORDS),
     Probe("gated linear attention, steps", "delta_net.cu", "recur", _DELTA),

@@ -82,7 +82,7 @@ def sorted_groups(picks: int, experts: int, rows: int = GROUP_ROWS) -> int:
     """Return how many groups of `rows` picks have room for, however they spread over experts.
 
     An expert's groups begin where those that end before it are counted full, and one more for each:
-    sorted.cu finds them without knowing how many picks other experts have one by one.
+    sorted_rows.cu finds them without knowing how many picks other experts have one by one.
     """
     return picks // rows + experts
 

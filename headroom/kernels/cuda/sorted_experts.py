@@ -6,7 +6,6 @@ How many rows an expert has only the device knows: nothing here waits to hear it
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import torch
 
@@ -17,6 +16,7 @@ from headroom.kernels.cuda.compile import (
     properties_of,
     shared_bytes_of,
 )
+from headroom.kernels.cuda.expert_tiles import ExpertTiles
 from headroom.kernels.cuda.launch import Argument
 from headroom.kernels.cuda.narrow import NarrowRows
 from headroom.kernels.cuda.sizes import (
@@ -29,7 +29,7 @@ from headroom.kernels.cuda.sizes import (
     sorted_groups,
 )
 
-SORT_THREADS = 512  # of sorted.cu
+SORT_THREADS = 512  # of sorted_rows.cu
 TILE_WORDS = 4  # of 64 bits: where an expert's matrices are, and which rows meet them
 WANTED_WARPS = 12  # of a multiprocessor: others work while one waits for its records
 SHARED_SHARE = 0.7  # of its shared memory: the rest is the cache that rows come through
@@ -37,22 +37,6 @@ WARP_RECORDS = 8  # of pairs, that a warp has at least: it waits once for the fi
 BLOCK_OVERHEAD_BYTES = 2048  # of shared memory: barriers, and what is kept back
 # Warps of a block and pairs of records that each has asked for, the best first.
 SHAPES = ((8, 2), (4, 2), (8, 1), (4, 1), (2, 1), (1, 1))
-
-
-class Experts(Protocol):
-    """One layer's experts in tiles, all of them in the GPU's own memory."""
-
-    @property
-    def addresses(self) -> torch.Tensor: ...  # int64 [experts, 3], on the GPU
-
-    @property
-    def kinds(self) -> tuple[QuantType, ...]: ...  # of gate, up and down
-
-    @property
-    def width(self) -> int: ...
-
-    @property
-    def hidden(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +66,7 @@ def shape_for(pair: tuple[QuantType, QuantType], block_bytes: int, all_bytes: in
     return max(shapes, key=lambda shape: min(running(shape), WANTED_WARPS))
 
 
-Launch = tuple[Sequence[int], Sequence[int], Sequence[Argument], int]
+LaunchParts = tuple[Sequence[int], Sequence[int], Sequence[Argument], int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +82,7 @@ class _Places:
 def sum_experts(
     x: NarrowRows,
     picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights [rows, used]
-    experts: Experts,
+    experts: ExpertTiles,
     activation: str,
     rest: tuple[Argument, ...],  # what rows get besides, and the output
 ) -> None:
@@ -129,7 +113,7 @@ def sum_experts(
         )
 
 
-def _sort(ids: torch.Tensor, experts: Experts, defines: dict[str, int]) -> _Places:
+def _sort(ids: torch.Tensor, experts: ExpertTiles, defines: dict[str, int]) -> _Places:
     picks, count = ids.numel(), len(experts.addresses)
     groups, tiles = (sorted_groups(picks, count, rows) for rows in (GROUP_ROWS, SORTED_ROWS))
     order = scratch.empty(groups * GROUP_ROWS, dtype=torch.int32, device=ids.device)
@@ -146,7 +130,7 @@ def _sort(ids: torch.Tensor, experts: Experts, defines: dict[str, int]) -> _Plac
 def _inner_pieces(
     x: NarrowRows,
     used: int,
-    experts: Experts,
+    experts: ExpertTiles,
     activation: str,
     places: _Places,
 ) -> torch.Tensor:
@@ -187,7 +171,7 @@ def _product(
     tensors: tuple[Argument, ...],
     sides: tuple[int, int],  # pairs of tiles, and columns
     places: _Places,
-) -> tuple[dict[str, int], Launch]:
+) -> tuple[dict[str, int], LaunchParts]:
     """Return how every tile of rows is multiplied with all pairs of its expert's tiles."""
     (kinds, activation), (pairs, columns) = product, sides
     device, records = places.order.device, _up(columns, RECORD_COLUMNS)

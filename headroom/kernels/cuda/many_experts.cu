@@ -1,0 +1,45 @@
+// Routed experts of many rows in bf16: what is done between products and after them.
+// GELU: the activation, else silu.
+#include "experts.cuh"
+
+#include <cuda_bf16.h>
+
+// act(gate) * up of rows [ends[last], 2 * width], gates first.
+extern "C" __global__ void activate(const __nv_bfloat16* both, __nv_bfloat16* inner, const int* ends, int last,
+                                    int width) {
+    const size_t pairs = static_cast<size_t>(ends[last]) * (width / 2);
+    for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < pairs;
+         i += static_cast<size_t>(gridDim.x) * blockDim.x) {
+        const size_t row = i / (width / 2), column = i % (width / 2) * 2;
+        const __nv_bfloat16* from = both + row * 2 * width + column;
+        const float2 gate = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(from));
+        const float2 up = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(from + width));
+        *reinterpret_cast<__nv_bfloat162*>(inner + row * width + column) =
+            __floats2bfloat162_rn(activated(gate.x) * up.x, activated(gate.y) * up.y);
+    }
+}
+
+// The weighted sum of each row's answers [picks, hidden], the best expert first; blockIdx.x: row.
+// places [rows, used]: where a pick's answer stands among all, `start` the place of the first one here;
+// picks of experts before `first` or after `last` have theirs elsewhere.
+extern "C" __global__ void combine(const __nv_bfloat16* answers, const long long* places, const int* start,
+                                   const int* ids, int first, int last, const float* weights, int used, int hidden,
+                                   const float* residual, const float* visited, const float* logits, int stride,
+                                   float* out) {
+    const int row = blockIdx.x;
+    const long long before = start ? *start : 0;
+    const Others others{residual, visited, logits, stride};
+    for (int column = threadIdx.x * 2; column < hidden; column += blockDim.x * 2) {
+        float2 sum = make_float2(0, 0);
+        for (int j = 0; j < used; ++j) {
+            const int pick = row * used + j;
+            if (ids[pick] < first || ids[pick] > last) continue;
+            const float2 answer = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(
+                answers + (places[pick] - before) * hidden + column));
+            sum = make_float2(fmaf(weights[pick], answer.x, sum.x), fmaf(weights[pick], answer.y, sum.y));
+        }
+        const size_t at = static_cast<size_t>(row) * hidden + column;
+        out[at] = others.add(sum.x, row, at);
+        out[at + 1] = others.add(sum.y, row, at + 1);
+    }
+}
