@@ -14,7 +14,8 @@ from headroom.kernels.cuda.sizes import (
     ALIGNMENT,
     FEW_ROWS,
     GROUP_ROWS,
-    SORTED_ROWS,
+    ROW_TILE_BYTES,
+    TILE_PICKS,
     WIDE_ROWS,
     WIDE_SCORES,
     count_pieces,
@@ -233,12 +234,10 @@ def _sorted(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
     if rows <= FEW_ROWS:
         return
     picks, width = rows * layer.experts_used, layer.expert_width
-    groups, tiles = (
-        sorted_groups(picks, layer.experts, each) for each in (GROUP_ROWS, SORTED_ROWS)
-    )
+    groups, tiles = (sorted_groups(picks, layer.experts, each) for each in (GROUP_ROWS, TILE_PICKS))
     places = GROUP_ROWS * groups
     with tally.frame():
-        tally.take(I32 * places, TILE_BYTES * tiles, half_rows_bytes(places, width))
+        tally.take(I32 * places, ROW_TILE_BYTES * tiles, half_rows_bytes(places, width))
         with tally.frame():
             tally.take(half_rows_bytes(places, step.hidden), F32 * places * width)
         tally.take(F32 * picks * step.hidden)
@@ -273,7 +272,6 @@ MOST_KEPT_DIM = 128  # wider heads are summed in memory by torch's memory-effici
 MASK_BYTES = 8  # of a row and a key while a mask is made and made ready
 RECENT, BIASES, SLICES = 1024, 512, 64  # of the sampler: tokens, biases and parts of a row
 PICK_BYTES = 128  # of a pick while picks are sorted
-TILE_BYTES = 32  # of an expert's rows that are multiplied at once, see sorted.cuh
 
 
 def sampler_bytes(vocab: int) -> int:

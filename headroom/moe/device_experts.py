@@ -12,7 +12,7 @@ from headroom.kernels.cuda import scratch, small
 from headroom.kernels.cuda.expert_tiles import NO_OTHERS, ExpertTiles, Others, OwnTiles
 from headroom.kernels.cuda.matmul import TILES, RowNorm
 from headroom.kernels.cuda.narrow import narrow_type
-from headroom.kernels.cuda.route import Choice
+from headroom.kernels.cuda.route import Unchosen
 from headroom.kernels.cuda.sizes import EXPERT_STEP, tile_bytes
 from headroom.layers.config import ExpertsConfig
 from headroom.layers.device_block import DeviceBatch, DeviceMlp
@@ -61,17 +61,17 @@ class DeviceRouter:
 
     def __call__(self, logits: torch.Tensor, batch: DeviceBatch) -> Picks:
         """Return ids and weights `[rows, used]` of rows by their logits."""
-        ids, weights = self._choice(logits, batch).made()
+        ids, weights = self._unchosen(logits, batch).made()
         # Rows of padding have ids of -1 and weights of 0: any scale will do for them.
         return ids, weights if self._scales is None else weights * self._scales[ids]
 
-    def later(self, logits: torch.Tensor, batch: DeviceBatch) -> Picks | Choice:
+    def later(self, logits: torch.Tensor, batch: DeviceBatch) -> Picks | Unchosen:
         """Return the same, or where others can do it what they are to be chosen by."""
-        return self._choice(logits, batch) if self._scales is None else self(logits, batch)
+        return self._unchosen(logits, batch) if self._scales is None else self(logits, batch)
 
-    def _choice(self, logits: torch.Tensor, batch: DeviceBatch) -> Choice:
+    def _unchosen(self, logits: torch.Tensor, batch: DeviceBatch) -> Unchosen:
         counts = self._counts[not few_rows(len(logits))]
-        return Choice(logits, self._rule, self._bias, counts, batch.tables[0].sequence)
+        return Unchosen(logits, self._rule, self._bias, counts, batch.tables[0].sequence)
 
 
 def scored_rows(
@@ -113,7 +113,7 @@ def open_steps(
 def _run(
     steps: ExpertSteps,
     rows: DeviceRows,
-    picks: Picks | Choice,
+    picks: Picks | Unchosen,
     others: Others = NO_OTHERS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -121,7 +121,7 @@ def _run(
     if rows.few is not None:
         return steps.few_rows(rows.few, picks, others, out)
     assert rows.many is not None
-    made = picks.made() if isinstance(picks, Choice) else picks
+    made = picks.made() if isinstance(picks, Unchosen) else picks
     return steps.many_rows(rows.many, made, others, out)
 
 
@@ -158,7 +158,7 @@ class DeviceExperts:
         wanted = not few or cold is not None or not cuda_router.takes(x.shape[1])
         norm = RowNorm(self._norm, self._eps, normed if wanted else None)
         rows, logits = scored_rows(x, self._router.weight, norm, self._norm, self._narrow)
-        picks: Picks | Choice
+        picks: Picks | Unchosen
         if cold is None:
             picks = self._router.later(logits, batch)
         else:  # before all else that a CPU can run beside

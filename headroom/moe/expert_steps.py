@@ -9,7 +9,7 @@ from headroom.kernels.cuda import few_experts, handover
 from headroom.kernels.cuda.expert_tiles import ExpertTiles, Others
 from headroom.kernels.cuda.matmul import HalfRows
 from headroom.kernels.cuda.narrow import NarrowRows
-from headroom.kernels.cuda.route import Choice
+from headroom.kernels.cuda.route import Unchosen
 from headroom.moe.store import LayerStore
 from headroom.moe.stream import StreamedLayer
 
@@ -23,7 +23,7 @@ class ExpertSteps(Protocol):
     """
 
     def few_rows(
-        self, x: HalfRows, picks: Picks | Choice, others: Others, out: torch.Tensor | None
+        self, x: HalfRows, picks: Picks | Unchosen, others: Others, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the weighted sum of each row's experts and others, inside a captured step."""
         ...
@@ -42,12 +42,12 @@ class ReadInPlace:
         self._tiles, self._activation = tiles, activation
 
     def few_rows(
-        self, x: HalfRows, picks: Picks | Choice, others: Others, out: torch.Tensor | None
+        self, x: HalfRows, picks: Picks | Unchosen, others: Others, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the weighted sum of each row's experts and others."""
         tiles, activation = self._tiles, self._activation
-        if isinstance(picks, Choice):
-            if x.rows <= few_experts.AHEAD_ROWS:
+        if isinstance(picks, Unchosen):
+            if x.rows <= few_experts.CHOSEN_ROWS:
                 return few_experts.choose_few_rows(x, picks, tiles, activation, others, out)
             picks = picks.made()
         ids, weights = picks
@@ -82,10 +82,10 @@ class WithoutCold(ReadInPlace):
         self._is_hot = is_hot
 
     def few_rows(
-        self, x: HalfRows, picks: Picks | Choice, others: Others, out: torch.Tensor | None
+        self, x: HalfRows, picks: Picks | Unchosen, others: Others, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the sum of each row's hot experts, whose weights grow, and others."""
-        made = picks.made() if isinstance(picks, Choice) else picks
+        made = picks.made() if isinstance(picks, Unchosen) else picks
         handover.drop(*made, self._is_hot)
         return super().few_rows(x, made, others, out)
 

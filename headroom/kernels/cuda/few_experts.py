@@ -9,11 +9,12 @@ from headroom.kernels.cuda.compile import compile_kernel, shared_bytes_of
 from headroom.kernels.cuda.expert_tiles import NO_OTHERS, ExpertTiles, Others, expert_constants
 from headroom.kernels.cuda.launch import Argument
 from headroom.kernels.cuda.matmul import HalfRows
-from headroom.kernels.cuda.route import Choice
+from headroom.kernels.cuda.route import Unchosen
 from headroom.kernels.cuda.sizes import (
     PACKED,
     RECORD_COLUMNS,
     TILE_ROWS,
+    half_rows_bytes,
     record_bytes,
     tile_bytes,
 )
@@ -22,8 +23,9 @@ GATE_UP_WARPS = 8  # of a block of `gate_up`
 # Rows of a step that leaves the GPU idle between kernels: what `down` reads is asked for while
 # gates and ups are still at work, and its blocks have a warp for each record.
 AHEAD_ROWS = 2
+CHOSEN_ROWS = 2  # of steps whose experts `gate_up` chooses itself: each of its warps does it again
 DOWN_WARPS, AHEAD_DOWN_WARPS = 10, 20  # most of a block of `down`
-PIECE_BYTES = 560  # of a row's 256 columns in f16
+PIECE_BYTES = half_rows_bytes(1, RECORD_COLUMNS)
 # Of shared memory: what every block may have, and what one of `gate_up` has beside its records.
 SURE_BYTES, OTHER_BYTES = 46 << 10, 2 << 10
 Inner = tuple[torch.Tensor, torch.Tensor]
@@ -52,13 +54,13 @@ def few_rows(
 
 def choose_few_rows(
     x: HalfRows,
-    choice: Choice,
+    choice: Unchosen,
     table: ExpertTiles,
     activation: str,
     others: Others = NO_OTHERS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the same, where the experts of `AHEAD_ROWS` rows at most are still to be chosen."""
+    """Return the same, where the experts of `CHOSEN_ROWS` rows at most are still to be chosen."""
     constants = expert_constants(table, activation, others) | choice.constants
     rule = choice.rule
     layer = _Layer(x, rule.used, table, others, constants)

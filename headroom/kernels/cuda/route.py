@@ -13,7 +13,7 @@ FEW_ROWS = 32  # more are scored by the library's product
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choice:
+class Unchosen:
     """What the experts of some rows will be chosen by."""
 
     logits: torch.Tensor  # [rows, experts or more]

@@ -16,7 +16,8 @@ TILED = PACKED | {F16, BF16}  # types that lie in tiles on a GPU; F32 does not
 # and to leave the products to the fastest there are. Measured 2026-11-15 on an H200, 256 experts of
 # 512 x 2048 in Q4_K and Q6_K: with 64 picks 1.0 ms a layer, unpacked 1.3; with 128 they are 1.8.
 SORTED_PICKS = 64
-SORTED_ROWS = 32  # most of an expert's rows that are multiplied at once, see sorted.cu
+TILE_PICKS = 32  # most of an expert's rows that are multiplied at once, see sorted.cu
+ROW_TILE_BYTES = 32  # of a tile of such rows: where its matrices are, and which rows meet them
 PLAIN_STEP = 4  # of the columns of F16 and BF16, which are read so many at a time
 EXPERT_STEP = 8  # of an expert's sides: 16 bytes of a row in bf16, which products of many rows read
 

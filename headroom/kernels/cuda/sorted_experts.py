@@ -22,7 +22,8 @@ from headroom.kernels.cuda.narrow import NarrowRows
 from headroom.kernels.cuda.sizes import (
     GROUP_ROWS,
     RECORD_COLUMNS,
-    SORTED_ROWS,
+    ROW_TILE_BYTES,
+    TILE_PICKS,
     TILE_ROWS,
     half_rows_bytes,
     record_bytes,
@@ -30,7 +31,7 @@ from headroom.kernels.cuda.sizes import (
 )
 
 SORT_THREADS = 512  # of sorted_rows.cu
-TILE_WORDS = 4  # of 64 bits: where an expert's matrices are, and which rows meet them
+TILE_WORDS = ROW_TILE_BYTES // 8
 WANTED_WARPS = 12  # of a multiprocessor: others work while one waits for its records
 SHARED_SHARE = 0.7  # of its shared memory: the rest is the cache that rows come through
 WARP_RECORDS = 8  # of pairs, that a warp has at least: it waits once for the first
@@ -115,7 +116,7 @@ def sum_experts(
 
 def _sort(ids: torch.Tensor, experts: ExpertTiles, defines: dict[str, int]) -> _Places:
     picks, count = ids.numel(), len(experts.addresses)
-    groups, tiles = (sorted_groups(picks, count, rows) for rows in (GROUP_ROWS, SORTED_ROWS))
+    groups, tiles = (sorted_groups(picks, count, rows) for rows in (GROUP_ROWS, TILE_PICKS))
     order = scratch.empty(groups * GROUP_ROWS, dtype=torch.int32, device=ids.device)
     found = scratch.empty(tiles, TILE_WORDS, dtype=torch.int64, device=ids.device)
     compile_kernel("sorted_rows.cu", "sort_picks", defines)(
