@@ -156,7 +156,7 @@ def stack(
     runs: list[list[int]] = []
     for index, part in enumerate(found):
         last = runs[-1] if runs and not get.unpack else []
-        if last and len(last) < matmul.MOST_OUTPUTS and _may_join(found[last[-1]], part):
+        if last and len(last) < sizes.MOST_OUTPUTS and _may_join(found[last[-1]], part):
             last.append(index)
         else:
             runs.append([index])

@@ -74,17 +74,15 @@ class Hybrid:
             x.expert_bytes if x is not None and x.path == "gpu" and x.blobs.tiles else 0
             for x in layers
         )
-        plain = [x.counts for x in layers if x is not None and not x.blobs.tiles]
+        counts = [x.counts for x in layers if x is not None and not x.blobs.tiles]
+        if stream is not None:
+            counts.append(stream.counts)
 
         def brought() -> int:
-            streamed = 0 if stream is None else stream.counts.streamed_bytes
-            return streamed + sum(counts.brought_bytes for counts in plain)
+            return sum(x.streamed_bytes for x in counts)
 
         def by_cpu() -> tuple[int, float]:
-            size, took = sum(x.cpu_bytes for x in plain), sum(x.cpu_s for x in plain)
-            if stream is None:
-                return size, took
-            return size + stream.counts.cpu_bytes, took + stream.counts.cpu_s
+            return sum(x.cpu_bytes for x in counts), sum(x.cpu_s for x in counts)
 
         by_plain = any(
             x is not None and not x.blobs.tiles and x.path not in ("gpu", "drop") for x in layers

@@ -20,6 +20,7 @@ from headroom.moe.residence import (
     table_bytes,
     table_views,
 )
+from headroom.moe.telemetry import ColdCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +80,6 @@ class Exchange:
     moved: Mark | None = None  # when they are there; None: that was not asked for, or it failed
 
 
-@dataclass(slots=True)
-class PlainCounts:
-    """What cold experts of a layer without fused kernels have cost so far."""
-
-    brought_bytes: int = 0  # to the GPU, an expert once a step
-    cpu_bytes: int = 0  # that the CPU has read
-    cpu_s: float = 0.0
-
-
 class LayerStore:
     """The experts of one layer; exchanges move them, and nothing else does.
 
@@ -111,7 +103,7 @@ class LayerStore:
         # uint8 [cold, bytes] in host memory; [experts, bytes] where hot ones have a copy there.
         self.cold = cold
         self.keeps_copy = bool(len(slots)) and len(cold) == blobs.experts
-        self.counts = PlainCounts()
+        self.counts = ColdCounts()  # of a layer without fused kernels
         self._spare, self._memory = spare, memory
         self._residence = first_residence(blobs.experts, sorted(hot), self.keeps_copy)
         # One piece, so that one copy changes all of it.
@@ -191,7 +183,7 @@ class LayerStore:
         """Return a cold expert's bytes in GPU memory, until the next call."""
         room = self._spare.staging[: self.expert_bytes]
         copy_bytes(room, blob)
-        self.counts.brought_bytes += self.expert_bytes
+        self.counts.streamed_bytes += self.expert_bytes
         return room
 
     def begin_exchange(self, promoted: int, demoted: int) -> None:

@@ -7,7 +7,6 @@ ones. Those that are left to the CPU are rounded as its kernels round.
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -40,15 +39,7 @@ from headroom.moe.stream_rule import (
     left_to_cpu,
     pays_to_count,
 )
-
-
-@dataclass(slots=True)
-class StreamCounts:
-    """What cold experts have cost so far; those that nobody chose may cost nothing."""
-
-    streamed_bytes: int = 0
-    cpu_bytes: int = 0  # of experts that were left to the CPU
-    cpu_s: float = 0.0  # that their answers took it, while the GPU went on
+from headroom.moe.telemetry import ColdCounts
 
 
 class ColdStream:
@@ -67,7 +58,7 @@ class ColdStream:
         self.downs = staging[BUFFERS * size :]
         self.rates = rates if MODULE is not None else None
         self.layers: list[StreamedLayer] = []  # in the order of the model
-        self.counts = StreamCounts()
+        self.counts = ColdCounts()
         self._ring = StagingRing(queue, staging[: BUFFERS * size].view(BUFFERS, -1).unbind())
         self._coming: deque[Piece] = deque()  # in the order of their use
         self._sent = 0  # of those

@@ -19,6 +19,15 @@ class ColdFigures:
     seconds: Mapping[str, float] = field(default_factory=dict)  # by TIMES; empty: not measured
 
 
+@dataclass(slots=True)
+class ColdCounts:
+    """What cold experts have cost so far, as those count it who bring or compute them."""
+
+    streamed_bytes: int = 0  # that came to the GPU
+    cpu_bytes: int = 0  # that a CPU has read
+    cpu_s: float = 0.0  # that its answers took
+
+
 class ColdMeter(Protocol):
     """Asked between steps by the engine's thread; may wait for a GPU."""
 

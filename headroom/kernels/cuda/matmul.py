@@ -19,6 +19,7 @@ from headroom.kernels.cuda.product_shapes import Gpu, Product, Shape, shape_for
 from headroom.kernels.cuda.sizes import (
     FEW_ROWS,
     GROUP_ROWS,
+    MOST_OUTPUTS,
     RECORD_COLUMNS,
     TILE_ROWS,
     TILED,
@@ -34,7 +35,6 @@ TILES = unpacked.TILES
 PACK_BYTES = 64 << 20  # of a file's blocks packed at a time
 RECORD_WARPS = 8  # of a block that makes rows ready, a record each
 BLOCK_OVERHEAD_BYTES = 2048  # of shared memory: what a block has besides, and what is kept back
-MOST_OUTPUTS = 4  # of matrices that share an input
 
 
 @dataclass(frozen=True, slots=True, eq=False)

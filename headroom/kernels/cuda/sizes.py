@@ -5,6 +5,7 @@ from headroom.formats.quants import BF16, BY_NAME, F16, QuantType
 ALIGNMENT = 256  # bytes at which a buffer of a step's scratch begins
 FEW_ROWS = 32  # the most that one pass over packed weights serves; they have captured steps
 GROUP_ROWS = 8  # of rows in f16, see halves.cuh
+MOST_OUTPUTS = 4  # of matrices that share an input
 TILE_ROWS, RECORD_COLUMNS = 16, 256  # of weights in tiles, see tiles.cuh
 PACKED = frozenset(
     BY_NAME[name]

@@ -10,11 +10,10 @@ from headroom.formats.quants import QuantType
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import compile_kernel
 from headroom.kernels.cuda.narrow import NarrowRows
-from headroom.kernels.cuda.sizes import RECORD_COLUMNS, TILE_ROWS, tile_bytes
+from headroom.kernels.cuda.sizes import MOST_OUTPUTS, RECORD_COLUMNS, TILE_ROWS, tile_bytes
 from headroom.kernels.weight import Weight
 
 TILES = "tiles"
-MOST_OUTPUTS = 4  # of matrices that share an input
 SPREAD_THREADS = 256
 PART_ROWS = 256  # parts of a weight are multiples of this where they can be, for cuBLAS's tiles
 
