@@ -218,7 +218,8 @@ def test_blocks_of_many_rows_spread_tiles_evenly_over_the_processors() -> None:
         return shape_for(Product(tiles, 20, 2304, rows), Gpu()).tiles
 
     assert tiles_of_a_block(2176, 16) == 6  # three turns of 132 blocks: 18, with four tiles 20
-    assert tiles_of_a_block(1024, 16) == 4  # two turns: 8, with six tiles 12
+    assert tiles_of_a_block(1024, 16) == 8  # one turn: 8, with six tiles 12
+    assert tiles_of_a_block(15520, 16) == 8  # 15 turns: 120, with two tiles 118
     assert tiles_of_a_block(320, 16) == 3  # one turn
 
 

@@ -103,7 +103,7 @@ __device__ __forceinline__ void add_any(const S* share, const R& rows, float (*a
 
 // One row of a piece, whatever the weight's type: where blocks have scales of their own a lane reads one
 // block of it, else all columns of a product are that row. Every lane has the sums of rows g and g + 8.
-template <int K, int L, bool BY_BLOCK = !is_plain(K) && K != Q6_K> struct SingleRow : OneRow<L> {
+template <int K, int L, bool BY_BLOCK = !is_plain(K) && !by_record(K)> struct SingleRow : OneRow<L> {
     template <int M, class S> __device__ __forceinline__ void add(const S* share, float (*acc)[2]) const {
         add_row_records<K, L, M>(share, *this, acc);
     }

@@ -16,7 +16,7 @@ BARRIER_BYTES = 640  # of shared memory that matmul.cu has at fixed places, at m
 SMALL_BLOCK_BYTES, LARGE_BLOCK_BYTES = 64 << 10, 227 << 10  # of shared memory, on sm_75 and sm_90
 LONG_RECORD = 3072  # bytes; of Q6_K, Q8_0, F16 and BF16
 FEW_TILES, SOME_TILES, MANY_TILES = 200, 600, 2000
-SHORT_ROW = 8  # records
+NEARLY = 1.05  # as many tiles for the busiest processor are as good as the fewest
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def split_for(product: Product, gpu: Gpu) -> int:
 def shape_for(product: Product, gpu: Gpu) -> Shape:
     """Return how a product's warps share the work.
 
-    Measured 2026-11-15 on an H200. From nine rows on activations are as many bytes as weights:
+    Measured 2026-11-15 on an H200, Q4_K and Q6_K. From nine rows on activations are as many bytes as weights:
     there warps with other tiles read them from the same shared memory. On sm_75, whose blocks have
     64 KiB, a copy is done when it was asked for: a second stage is of no use there.
     """
@@ -108,7 +108,8 @@ def shape_for(product: Product, gpu: Gpu) -> Shape:
         if groups > 1 and gpu.shared_bytes >= LARGE_BLOCK_BYTES and split in {4, 8}:
             found = [x for x in _sharing(split, groups) if x.fits(record, groups, gpu)]
             if found:
-                return min(found, key=lambda shape: _busiest(product, shape, gpu))
+                least = min(_busiest(product, shape, gpu) for shape in found)
+                return next(x for x in found if _busiest(product, x, gpu) <= least * NEARLY)
         for shape in _wanted(product, split):
             if shape.fits(record, groups, gpu):
                 return shape
@@ -118,17 +119,31 @@ def shape_for(product: Product, gpu: Gpu) -> Shape:
     return Shape(split, split, side, 1, 1)
 
 
+# Shapes whose warps share activations, the best first: (ways, side, height, shared), for up to 16
+# rows and for more, with four sums a tile and with eight.
+_SHARING = {
+    (4, False): (
+        (2, 4, 2, 4),
+        (4, 3, 2, 2),
+        (4, 2, 2, 2),
+        (4, 4, 1, 2),
+        (4, 3, 1, 2),
+        (4, 2, 1, 2),
+    ),
+    (4, True): ((2, 4, 2, 2), (2, 6, 1, 3), (4, 3, 1, 2), (2, 4, 1, 2), (4, 2, 1, 2)),
+    (8, False): ((4, 3, 1, 3), (4, 3, 1, 2), (4, 4, 1, 2), (4, 2, 1, 2)),
+    (8, True): ((4, 3, 1, 2), (4, 4, 1, 2), (4, 2, 1, 2)),
+}
+
+
 def _sharing(split: int, groups: int) -> Iterator[Shape]:
-    """Shapes whose warps share activations; two tiles a warp where registers are enough."""
-    for height in (2, 1) if split == 4 and groups == 2 else (1,):
-        for side in (4, 3, 2):
-            yield Shape(split, 4, side, height, 2, shared=2)
+    for ways, side, height, shared in _SHARING[split, groups > 2]:
+        yield Shape(split, ways, side, height, 2, shared)
 
 
-def _busiest(product: Product, shape: Shape, gpu: Gpu) -> tuple[int, int, int]:
-    """What a processor has to do at most, with one block at a time; better shapes first."""
-    turns = -(-product.tiles // (shape.tiles * gpu.processors))
-    return -shape.height, turns * shape.tiles, -shape.side
+def _busiest(product: Product, shape: Shape, gpu: Gpu) -> int:
+    """Tiles that a processor works on at most, with one block at a time."""
+    return -(-product.tiles // (shape.tiles * gpu.processors)) * shape.tiles
 
 
 def _wanted(product: Product, split: int) -> Iterator[Shape]:
@@ -137,18 +152,12 @@ def _wanted(product: Product, split: int) -> Iterator[Shape]:
     if split < 4:
         yield Shape(split, split, 8 // split, 1, 2)
     elif split > 4:
-        if product.rows == 1:
-            for stages in (4, 3) if split > 8 else () if long else (3,):
-                yield Shape(split, split, 1, 1, stages)
+        if product.rows == 1 and split > 8:
+            yield Shape(split, split, 1, 1, 4)
         yield Shape(split, split, 1, 1, 2)
     elif product.rows == 1:
-        yield Shape(
-            4,
-            4,
-            2 if product.records > SHORT_ROW else 1,
-            1,
-            4 if product.tiles >= MANY_TILES else 2,
-        )
+        if not long:
+            yield Shape(4, 4, 1, 1, 4)
         yield Shape(4, 4, 2, 1, 2)
     elif product.groups == 1:
         if product.tiles < MANY_TILES:

@@ -1,5 +1,6 @@
 // Sixteen rows of a packed weight times rows of activations on the tensor cores. Weights are whole
-// numbers in f16; their scales come in f32 after each block, but for Q6_K, whose numbers bring theirs.
+// numbers in f16. The whole-number scales of K types are multiplied in before: what that gives is exact in
+// f16, so that blocks add up on the tensor cores. Other types' scales come in f32 after each block.
 #include "tiles.cuh"
 #include "halves.cuh"
 #include "mma.cuh"
@@ -40,7 +41,7 @@ template <int K> struct Share {
     Quants<K> quants;
     Scales<K> scales;
     u32 lows[2];  // of rows g and g + 8: the mins or offsets' scales of blocks 2t and 2t + 1 in f16
-    float2 own[2];  // the scales of blocks 2t and 2t + 1, for rows g and g + 8
+    float2 own[2];  // but of K types: the scales of blocks 2t and 2t + 1, for rows g and g + 8
 
     static constexpr bool has_lows = has_min(K) || (offset_of(K) != 0 && K != Q6_K);
 
@@ -53,8 +54,6 @@ template <int K> struct Share {
             const u32 high = *reinterpret_cast<const u16*>(record + Record<K>::lows + 8 * g + 2 * t);
             lows[0] = (both >> 6 & 0x00030003u) | (high & 15) << 2 | (high & 0xF0) << 14;
             lows[1] = (both >> 14 & 0x00030003u) | (high >> 6 & 0x3C) | (high & 0xF000) << 6;
-            own[0] = byte_pair_scales(both, 0);
-            own[1] = byte_pair_scales(both, 1);
         } else if constexpr (K == MXFP4) {
             const u32 both = *reinterpret_cast<const u32*>(record + Record<K>::scales + 16 * g + 4 * t);
             own[0] = make_float2(power_of_two(both & 255), power_of_two(both >> 8 & 255));
@@ -71,14 +70,8 @@ template <int K> struct Share {
             lows[1] = __byte_perm(both.x, both.y, 0x7632);
         }
     }
-    // The scales of one of two blocks of a K type, without their minimum's bits.
-    static __device__ __forceinline__ float2 byte_pair_scales(u32 both, int second) {
-        const u32 halves = __byte_perm(both & 0x3F3F3F3Fu, 0x64646464u, second ? 0x4342 : 0x4140);  // 1024 + scale
-        return __half22float2(__hadd2(as_halves(halves), as_halves(0xE400E400u)));
-    }
     // The scales of block b for rows g and g + 8.
     __device__ __forceinline__ float2 scale(int b) const {
-        if constexpr (has_groups(K)) return byte_pair_scales(Quants<K>::word(scales.blocks[0], b / 2), b % 2);
         float2 found, low, second;
         scales.block(b, found, low, second);
         return found;
@@ -102,6 +95,16 @@ template <int K> struct Share {
             const u32 bits = high >> (K == Q6_K ? 4 * row : 2 * row);
             nibble_pairs<K>(word, bits, a[0][row], a[0][row + 2]);
             nibble_pairs<K>(word >> 8, bits >> 8, a[1][row], a[1][row + 2]);
+        }
+        if constexpr (has_groups(K)) {
+            const u32 both = Quants<K>::word(scales.blocks[0], b / 2) & 0x3F3F3F3Fu;
+            const __half2 by = __hadd2(as_halves(__byte_perm(both, 0x64646464u, b % 2 ? 0x4342 : 0x4140)),
+                                       as_halves(0xE400E400u));  // 1024 + scale, less 1024
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                u32& at = a[i / 4][i % 4];
+                at = as_word(__hmul2(as_halves(at), i % 2 ? __high2half2(by) : __low2half2(by)));
+            }
         }
         if constexpr (K == Q6_K) {
             const u32 four = Quants<K>::word(scales.blocks[b / 4], b % 4) ^ 0x80808080u;
@@ -173,8 +176,8 @@ __device__ __forceinline__ void add_value(const Share<K>& share, int upper, floa
     acc = fmaf(by, value, acc);
 }
 
-// acc += the records of M tiles times the pieces of N groups of rows. Blocks are summed in pairs, these two
-// by two and then both: as the lanes of a warp do it for a single row.
+// acc += the records of M tiles times the pieces of N groups of rows. Blocks with scales in f32 are summed in
+// pairs, these two by two and then both: as the lanes of a warp do it for a single row.
 template <int K, int M, int N, class R>
 __device__ __forceinline__ void add_records(const Share<K>* share, const R& rows, float (*acc)[N][4]) {
     float inner[M][N][4] = {}, half[M][N][4], pair[M][N][4];
@@ -189,7 +192,7 @@ __device__ __forceinline__ void add_records(const Share<K>* share, const R& rows
             share[m].block(b, a);
 #pragma unroll
             for (int n = 0; n < N; ++n) {
-                if constexpr (K == Q6_K) {
+                if constexpr (by_record(K)) {
                     mma(inner[m][n], a[0], x[n].x, x[n].y);
                     mma(inner[m][n], a[1], x[n].z, x[n].w);
                 } else {
