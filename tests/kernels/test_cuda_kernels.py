@@ -146,6 +146,7 @@ def test_rows_are_normed_scored_and_rounded_at_once(outputs: int, hidden: int) -
     [
         (("q4_k", "q4_k", "q6_k"), (5, 256, 256), "silu"),
         (("mxfp4", "q8_0", "q4_1"), (4, 96, 288), "gelu"),
+        (("q8_0", "q8_0", "bf16"), (4, 40, 32), "silu"),
     ],
     ids=str,
 )

@@ -8,29 +8,31 @@
 #ifndef LANES  // of a piece
 #define LANES 32
 #endif
+#define RECORD_WARPS 4  // of a block of gate_rows and norm_heads, a record each
 #define HEAD 128  // columns of a head of norm_heads
 
-// A lane's eight columns of a row; those after the last are zeros.
+// A lane's eight columns of a row, see halves.cuh; those after the last are zeros.
 __device__ __forceinline__ void read_eight(const float* row, int column, int columns, float* v) {
-    if (columns % 4 == 0 && column + 8 <= columns) {
-        const float4 a = *reinterpret_cast<const float4*>(row + column);
-        const float4 b = *reinterpret_cast<const float4*>(row + column + 4);
-        v[0] = a.x; v[1] = a.y; v[2] = a.z; v[3] = a.w;
-        v[4] = b.x; v[5] = b.y; v[6] = b.z; v[7] = b.w;
-        return;
-    }
+    if (columns % 4 == 0) return read_fours(row, column, columns, v);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = column + i < columns ? row[column + i] : 0.0f;
+    for (int i = 0; i < 8; ++i) {
+        const int from = column + i / 4 * UPPER + i % 4;
+        v[i] = from < columns ? row[from] : 0.0f;
+    }
 }
 __device__ __forceinline__ void write_eight(const float* v, float* row, int column, int columns) {
-    if (columns % 4 == 0 && column + 8 <= columns) {
-        *reinterpret_cast<float4*>(row + column) = make_float4(v[0], v[1], v[2], v[3]);
-        *reinterpret_cast<float4*>(row + column + 4) = make_float4(v[4], v[5], v[6], v[7]);
-        return;
-    }
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-        if (column + i < columns) row[column + i] = v[i];
+    for (int half = 0; half < 2; ++half) {
+        const float* four = v + 4 * half;
+        const int to = column + half * UPPER;
+        if (columns % 4 == 0) {
+            if (to < columns) *reinterpret_cast<float4*>(row + to) = make_float4(four[0], four[1], four[2], four[3]);
+            continue;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (to + i < columns) row[to + i] = four[i];
+    }
 }
 __device__ __forceinline__ void write_record(const float* v, u8* pieces, int record, int row, int rows) {
     const size_t piece = static_cast<size_t>(record) * ((rows + 7) / 8) + row / 8;
@@ -54,13 +56,13 @@ norm_rows(const float* x, const float* weight, float eps, float* normed, u8* pie
     const int own = blockIdx.y * warps + warp;  // the warp's first record, and mostly its only one
     float kept[8], by[8], factor = 1.0f;
     let_next_begin();
-    if (weight != nullptr) read_eight(weight, own * 256 + lane * 8, columns, by);
+    if (weight != nullptr) read_eight(weight, own * 256 + lane_column(), columns, by);
     wait_for_last();
-    read_eight(from, own * 256 + lane * 8, columns, kept);
+    read_eight(from, own * 256 + lane_column(), columns, kept);
     if (weight != nullptr) {
         float squares = squares_of(kept), v[8];
         for (int record = own + warps; record < records; record += warps) {
-            read_eight(from, record * 256 + lane * 8, columns, v);
+            read_eight(from, record * 256 + lane_column(), columns, v);
             squares += squares_of(v);
         }
 #pragma unroll
@@ -73,7 +75,7 @@ norm_rows(const float* x, const float* weight, float eps, float* normed, u8* pie
         factor = rsqrtf(total / columns + eps);
     }
     for (int record = own; record < records; record += gridDim.y * warps) {
-        const int column = record * 256 + lane * 8;
+        const int column = record * 256 + lane_column();
         if (record != own) {
             read_eight(from, column, columns, kept);
             if (weight != nullptr) read_eight(weight, column, columns, by);
@@ -87,16 +89,16 @@ norm_rows(const float* x, const float* weight, float eps, float* normed, u8* pie
 }
 
 // act(gate) * up. blockIdx: the row, the share of its records.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(RECORD_WARPS * 32)
 gate_rows(const float* gate, const float* up, u8* pieces, int columns, int records) {
-    const int row = blockIdx.x, record = blockIdx.y * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int row = blockIdx.x, record = blockIdx.y * RECORD_WARPS + threadIdx.x / 32;
     let_next_begin();
     wait_for_last();
     if (record >= records) return;
     const size_t first = static_cast<size_t>(row) * columns;
     float v[8], by[8];
-    read_eight(gate + first, record * 256 + lane * 8, columns, v);
-    read_eight(up + first, record * 256 + lane * 8, columns, by);
+    read_eight(gate + first, record * 256 + lane_column(), columns, v);
+    read_eight(up + first, record * 256 + lane_column(), columns, by);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const float x = v[i];
@@ -106,17 +108,17 @@ gate_rows(const float* gate, const float* up, u8* pieces, int columns, int recor
 }
 
 // weight * x / rms(x) * silu(gate) of each head; rows of `columns`, a record has two heads.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(RECORD_WARPS * 32)
 norm_heads(const float* x, const float* gate, const float* weight, float eps, u8* pieces, int columns, int records) {
-    const int row = blockIdx.x, record = blockIdx.y * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int row = blockIdx.x, record = blockIdx.y * RECORD_WARPS + threadIdx.x / 32;
     let_next_begin();
     wait_for_last();
     if (record >= records) return;
     const size_t first = static_cast<size_t>(row) * columns;
     float v[8], by[8], own[8];
-    read_eight(x + first, record * 256 + lane * 8, columns, v);
-    read_eight(gate + first, record * 256 + lane * 8, columns, by);
-    read_eight(weight, lane * 8 % HEAD, HEAD, own);
+    read_eight(x + first, record * 256 + lane_column(), columns, v);
+    read_eight(gate + first, record * 256 + lane_column(), columns, by);
+    read_eight(weight, lane_column() % HEAD, HEAD, own);
     float squares = squares_of(v);
 #pragma unroll
     for (int o = 8; o; o /= 2) squares += __shfl_xor_sync(~0u, squares, o);  // over half a warp

@@ -196,13 +196,8 @@ __device__ __forceinline__ void add_inner(const u8* record, const float* values,
     const int lane = threadIdx.x % 32;
     Share<K> share;
     share.template load<true>(record, lane);
-    float v[8] = {}, acc[1][2] = {};
-    if (lane * 8 < count) {  // widths are multiples of eight
-        const float4 a = *reinterpret_cast<const float4*>(values + lane * 8);
-        const float4 b = *reinterpret_cast<const float4*>(values + lane * 8 + 4);
-        v[0] = a.x; v[1] = a.y; v[2] = a.z; v[3] = a.w;
-        v[4] = b.x; v[5] = b.y; v[6] = b.z; v[7] = b.w;
-    }
+    float v[8], acc[1][2] = {};
+    read_fours(values, lane_column(), count, v);  // widths are multiples of eight
     __syncwarp();  // the piece before has been read
     write_halves<4>(v, piece, 0);
     __syncwarp();

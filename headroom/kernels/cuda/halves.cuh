@@ -1,10 +1,10 @@
 // Rows of activations in f16, as the second operand of tensor-core products; see mma.cuh.
 //
-// Eight rows form a group (a single one may be of one, two or four), 256 columns of a group a piece: for each block of 32 columns and each lane
-// four words of two numbers, columns 4t and 4t + 2, 16 + 4t and 18 + 4t, then the ones after these; the
-// words of columns 16 and up hold a sixteenth of the numbers. Then for each lane the sums of blocks 2t
-// and 2t + 1, and what f16 left of them. At last a power of two for each row: a number is so many times
-// what is stored.
+// Eight rows form a group (a single one may be of one, two or four), 256 columns of a group a piece: for each
+// block of 32 columns and each lane a slot of four words of two numbers, columns 4t and 4t + 2, 16 + 4t and
+// 18 + 4t, then the ones after these; the words of columns 16 and up hold a sixteenth of the numbers. Then
+// for each lane the sums of blocks 2t and 2t + 1, and what f16 left of them. At last a power of two for each
+// row: a number is so many times what is stored.
 //
 // The orders are those in which nibbles come out of a weight's words, see tensor.cuh: the upper ones of
 // a byte come as sixteen times themselves.
@@ -20,10 +20,28 @@ template <int L> struct Piece {
 __device__ __forceinline__ u32 as_word(__half2 x) { return *reinterpret_cast<const u32*>(&x); }
 __device__ __forceinline__ __half2 as_halves(u32 x) { return *reinterpret_cast<const __half2*>(&x); }
 
-// A warp writes 256 columns of row g of a piece; a lane has columns 8 * lane .. 8 * lane + 7. Sums are
-// of the rounded numbers, so that what a weight's lowest value adds and takes away is the same.
+// Of 256 columns that a warp writes, a lane has the eight of one slot, so that it writes that at once: four
+// from this one, and four from UPPER further. Four lanes read 64 neighbouring bytes each time.
+#define UPPER 16
+__device__ __forceinline__ int lane_column() { return threadIdx.x % 32 / 4 * 32 + threadIdx.x % 4 * 4; }
+
+// A lane's eight columns of a row that has a multiple of four; those after the last are zeros.
+__device__ __forceinline__ void read_fours(const float* row, int column, int columns, float* v) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int from = column + half * UPPER;
+        const float4 four = from < columns ? *reinterpret_cast<const float4*>(row + from) : make_float4(0, 0, 0, 0);
+        v[4 * half] = four.x;
+        v[4 * half + 1] = four.y;
+        v[4 * half + 2] = four.z;
+        v[4 * half + 3] = four.w;
+    }
+}
+
+// A warp writes 256 columns of row g of a piece, each lane the slot of its eight. Sums are of the
+// rounded numbers, so that what a weight's lowest value adds and takes away is the same.
 template <int L> __device__ __forceinline__ void write_halves(const float* v, u8* piece, int g) {
-    const int lane = threadIdx.x % 32, block = lane / 4, part = lane % 4;
+    const int lane = threadIdx.x % 32, block = lane / 4, t = lane % 4;
     float peak = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) peak = fmaxf(peak, fabsf(v[i]));
@@ -31,24 +49,24 @@ template <int L> __device__ __forceinline__ void write_halves(const float* v, u8
     for (int o = 16; o; o /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, o));
     // The largest becomes 512 to 1023: a sum of 32 stays below what f16 holds.
     const u32 exponent = max(__float_as_uint(peak) >> 23, 24u);
-    const float inverse = __uint_as_float((263 - exponent) << 23) * (part < 2 ? 1.0f : 0.0625f);
-    float sum = 0;
+    const float inverse = __uint_as_float((263 - exponent) << 23);
+    u32 words[4];
+    float sums[2] = {};
 #pragma unroll
-    for (int four = 0; four < 2; ++four) {
-        const int t = (2 * part + four) % 4;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const __half2 both = __floats2half2_rn(v[4 * four + i] * inverse, v[4 * four + i + 2] * inverse);
-            const float2 back = __half22float2(both);
-            sum += back.x + back.y;
-            *reinterpret_cast<u32*>(piece + block * L * 16 + (4 * g + t) * 16 + (part / 2 + 2 * i) * 4) =
-                as_word(both);
-        }
+    for (int i = 0; i < 4; ++i) {
+        const int half = i % 2, at = 4 * half + i / 2;
+        const float by = half ? inverse * 0.0625f : inverse;
+        const __half2 both = __floats2half2_rn(v[at] * by, v[at + 2] * by);
+        const float2 back = __half22float2(both);
+        sums[half] += back.x + back.y;
+        words[i] = as_word(both);
     }
-    if (part >= 2) sum *= 16.0f;
+    *reinterpret_cast<uint4*>(piece + block * L * 16 + (4 * g + t) * 16) =
+        make_uint4(words[0], words[1], words[2], words[3]);
+    float sum = fmaf(16.0f, sums[1], sums[0]);
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    if (part == 0) {
+    if (t == 0) {
         const __half first = __float2half_rn(sum);
         __half* to = reinterpret_cast<__half*>(piece + Piece<L>::sums + (4 * g + block / 2) * 8) + block % 2;
         to[0] = first;

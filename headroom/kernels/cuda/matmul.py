@@ -33,7 +33,7 @@ from headroom.kernels.weight import Weight
 
 TILES = unpacked.TILES
 PACK_BYTES = 64 << 20  # of a file's blocks packed at a time
-RECORD_WARPS = 8  # of a block that makes rows ready, a record each
+RECORD_WARPS = 4  # of a block that makes rows ready, a record each; see activations.cu
 BLOCK_OVERHEAD_BYTES = 2048  # of shared memory: what a block has besides, and what is kept back
 
 

@@ -32,23 +32,23 @@ __device__ __forceinline__ void write_row(const float* x, const float* norm, flo
     float4 kept[KEPT][2], by[KEPT][2];
 #pragma unroll
     for (int i = 0; i < KEPT; ++i) {
-        const int column = (i * WARPS + warp) * 256 + lane * 8;
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            by[i][half] = column < hidden ? *reinterpret_cast<const float4*>(norm + column + 4 * half)
-                                          : make_float4(0, 0, 0, 0);
+        for (int half = 0; half < 2; ++half) {
+            const int column = (i * WARPS + warp) * 256 + lane_column() + half * UPPER;
+            by[i][half] =
+                column < hidden ? *reinterpret_cast<const float4*>(norm + column) : make_float4(0, 0, 0, 0);
+        }
     }
     wait_for_last();
     float squares = 0;
 #pragma unroll
     for (int i = 0; i < KEPT; ++i) {
-        const int column = (i * WARPS + warp) * 256 + lane * 8;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            kept[i][half] =
-                column < hidden
-                    ? *reinterpret_cast<const float4*>(x + static_cast<size_t>(row) * hidden + column + 4 * half)
-                    : make_float4(0, 0, 0, 0);
+            const int column = (i * WARPS + warp) * 256 + lane_column() + half * UPPER;
+            kept[i][half] = column < hidden
+                                ? *reinterpret_cast<const float4*>(x + static_cast<size_t>(row) * hidden + column)
+                                : make_float4(0, 0, 0, 0);
             squares += squares_of(kept[i][half]);
         }
     }
@@ -58,18 +58,19 @@ __device__ __forceinline__ void write_row(const float* x, const float* norm, flo
     const float factor = rsqrtf(sum_of_block(parts) / hidden + eps);
 #pragma unroll
     for (int i = 0; i < KEPT; ++i) {
-        const int record = i * WARPS + warp, column = record * 256 + lane * 8;
+        const int record = i * WARPS + warp;
         if (record * 256 >= hidden) return;
         float v[8];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+            const int column = record * 256 + lane_column() + half * UPPER;
             const float4 a = kept[i][half], b = by[i][half];
             v[4 * half] = a.x * (factor * b.x);
             v[4 * half + 1] = a.y * (factor * b.y);
             v[4 * half + 2] = a.z * (factor * b.z);
             v[4 * half + 3] = a.w * (factor * b.w);
             if (normed != nullptr && column < hidden)
-                *reinterpret_cast<float4*>(normed + static_cast<size_t>(row) * hidden + column + 4 * half) =
+                *reinterpret_cast<float4*>(normed + static_cast<size_t>(row) * hidden + column) =
                     make_float4(v[4 * half], v[4 * half + 1], v[4 * half + 2], v[4 * half + 3]);
         }
         const size_t piece = static_cast<size_t>(record) * ((rows + 7) / 8) + row / 8;

@@ -71,13 +71,13 @@ sort_picks(const int* ids, const long long* table, int* order, RowTile* tiles, i
 
 // A warp's place and record of those that all warps of the grid share among themselves.
 struct Unit {
-    int place, record, column;  // the lane's first of eight
+    int place, record, column;  // the lane's first, see halves.cuh
 
     __device__ __forceinline__ explicit Unit(int records) {
         const int number = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
         place = number / records;
         record = number % records;
-        column = record * 256 + threadIdx.x % 32 * 8;
+        column = record * 256 + lane_column();
     }
     __device__ __forceinline__ u8* piece(u8* pieces, int groups) const {
         return pieces + (static_cast<size_t>(record) * groups + place / 8) * Piece<LANES>::bytes;
@@ -94,18 +94,22 @@ gather_rows(const u16* x, const float* powers, const int* order, u8* pieces, int
     if (pick < 0) return;
     const int row = pick / used;
     float v[8] = {};
-    if (unit.column < columns) {
-        const uint4 words = *reinterpret_cast<const uint4*>(x + static_cast<size_t>(row) * columns + unit.column);
-        const u32 each[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+    for (int half = 0; half < 2; ++half) {
+        const int column = unit.column + half * UPPER;
+        if (column >= columns) continue;
+        const uint2 words = *reinterpret_cast<const uint2*>(x + static_cast<size_t>(row) * columns + column);
+        const u32 each[2] = {words.x, words.y};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float* to = v + 4 * half + 2 * i;
 #if X_F16
             const float2 both = __half22float2(as_halves(each[i]));
-            v[2 * i] = both.x * powers[row];
-            v[2 * i + 1] = both.y * powers[row];
+            to[0] = both.x * powers[row];
+            to[1] = both.y * powers[row];
 #else
-            v[2 * i] = __uint_as_float(each[i] << 16);
-            v[2 * i + 1] = __uint_as_float(each[i] & 0xFFFF0000u);
+            to[0] = __uint_as_float(each[i] << 16);
+            to[1] = __uint_as_float(each[i] & 0xFFFF0000u);
 #endif
         }
     }
@@ -118,14 +122,8 @@ halve_inner(const float* inner, const int* order, u8* pieces, int width, int rec
     begin_after_last();
     const Unit unit(records);
     if (unit.place >= groups * 8 || order[unit.place] < 0) return;
-    float v[8] = {};
-    if (unit.column < width) {
-        const float4* from =
-            reinterpret_cast<const float4*>(inner + static_cast<size_t>(unit.place) * width + unit.column);
-        const float4 a = from[0], b = from[1];
-        v[0] = a.x; v[1] = a.y; v[2] = a.z; v[3] = a.w;
-        v[4] = b.x; v[5] = b.y; v[6] = b.z; v[7] = b.w;
-    }
+    float v[8];
+    read_fours(inner + static_cast<size_t>(unit.place) * width, unit.column, width, v);
     write_halves<LANES>(v, unit.piece(pieces, groups), unit.place % 8);
 }
 
