@@ -98,9 +98,9 @@ def split_for(product: Product, gpu: Gpu) -> int:
 def shape_for(product: Product, gpu: Gpu) -> Shape:
     """Return how a product's warps share the work.
 
-    Measured 2026-11-15 on an H200, Q4_K and Q6_K. From nine rows on activations are as many bytes as weights:
-    there warps with other tiles read them from the same shared memory. On sm_75, whose blocks have
-    64 KiB, a copy is done when it was asked for: a second stage is of no use there.
+    Measured 2026-11-15 on an H200, Q4_K and Q6_K. From nine rows on activations are as many bytes
+    as weights: there warps with other tiles read them from the same shared memory. On sm_75, whose
+    blocks have 64 KiB, a copy is done when it was asked for: a second stage is of no use there.
     """
     split = split_for(product, gpu)
     record, groups = product.record_bytes, product.groups
