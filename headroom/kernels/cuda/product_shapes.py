@@ -157,7 +157,7 @@ def _wanted(product: Product, split: int) -> Iterator[Shape]:
         yield Shape(split, split, 1, 1, 2)
     elif product.rows == 1:
         if not long:
-            yield Shape(4, 4, 1, 1, 4)
+            yield Shape(4, 4, 1, 1, 4) if product.tiles >= MANY_TILES else Shape(4, 4, 1, 2, 2)
         yield Shape(4, 4, 2, 1, 2)
     elif product.groups == 1:
         if product.tiles < MANY_TILES:
