@@ -143,7 +143,7 @@ def _read_row(name: str, row: object) -> Speeds:
     if unknown := sorted(row.keys() - set(known)):
         raise ValueError(f"{name} has {unknown[0]!r}, which is not known")
     for key in known:
-        value = row.get(key, "" if key == "product" else 0)
+        value = row.get(key, "" if key == "product" else 0.0)
         if key in _TEXTS:
             if not isinstance(value, str):
                 raise ValueError(f"{name} has no {key}")
