@@ -1,9 +1,9 @@
 """What NVIDIA's driver tells of GPUs beside their memory: products, its version, who holds what."""
 
-import os
 import subprocess
 
 from headroom.memory.readiness import GpuFacts, Holder
+from headroom.options import visible_gpus
 from headroom.units import MIB
 
 _GPU_QUERY = "index,name,compute_cap,driver_version,uuid"
@@ -22,7 +22,7 @@ def ask_driver(query: str) -> str:
 def ask_gpus(columns: str) -> str:
     """Return the driver's rows of the GPUs that this process may use, as torch numbers them."""
     report = ask_driver(f"--query-gpu=uuid,{columns}")
-    return visible_rows(report, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return visible_rows(report, visible_gpus())
 
 
 def visible_rows(report: str, visible: str | None) -> str:

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from headroom.memory.drivers import read_gpus, read_holders, visible_rows
+from headroom.memory.drivers import gpu_facts, read_gpus, read_holders, visible_rows
+from headroom.memory.gpus import detect_gpus
 from headroom.memory.readiness import (
     GpuFacts,
     Holder,
@@ -174,3 +175,19 @@ def test_gpus_are_numbered_as_torch_numbers_those_that_are_visible(
 
 def test_a_report_without_gpus_has_no_rows() -> None:
     assert visible_rows("No devices were found\n", None) == ""
+
+
+def test_what_cuda_hides_is_no_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def answer(query: str) -> str:
+        asked.append(query)
+        rows = ("GPU-a, 0, Hidden, {more}", "GPU-b, 1, Shown, {more}")
+        more = "24576, 24000, 8.6" if "memory" in query else "8.6, 580.1, GPU"
+        return "\n".join(row.format(more=more) for row in rows)
+
+    monkeypatch.setattr("headroom.memory.drivers.ask_driver", answer)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    (facts,), (device,) = gpu_facts(), detect_gpus()
+    assert (facts.name, facts.product) == (device.name, device.product) == ("cuda:0", "Shown")
+    assert all(query.startswith("--query-gpu=uuid,index,name,") for query in asked)
