@@ -165,6 +165,11 @@ class Options:
             ) from error
 
 
+def visible_gpus() -> str | None:
+    """Return which GPUs CUDA shows to this process, by its own variable; None: all of them."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def flag(setting: "Field[Any]") -> str:
     """Return the command-line flag of a setting."""
     return "--" + setting.name.replace("_", "-")

@@ -133,7 +133,6 @@ class ExpertReport:
         where = self.residency
         return {
             **self.totals.summary(),
-            "layer_hit_rates": self.totals.layer_hit_rates,
             "hot": sum(where.hot),
             "cold": where.cold,
             "cold_bytes": where.cold_bytes,

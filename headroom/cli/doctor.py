@@ -20,6 +20,7 @@ from headroom.formats.hub import find_model
 from headroom.memory.calibration import load_speeds, speeds_path
 from headroom.memory.cgroups import read_limits
 from headroom.memory.devices import DeviceSpec, detect_cpu, usable_cores
+from headroom.memory.gpus import detect_gpus
 from headroom.memory.precision import device_precision
 from headroom.options import Options
 from headroom.units import gib
@@ -118,13 +119,15 @@ def device_row(device: DeviceSpec) -> Section:
 
 
 def calibration(home: Path, names: Sequence[str]) -> Section:
-    """Return when each device of this machine was measured, None where it was not."""
+    """Return when each device of this machine was measured, None where it was another one."""
     path = speeds_path(home)
     try:
         speeds, problem = load_speeds(path), ""
     except FormatError as error:
         speeds, problem = {}, str(error)
-    dates = {name: speeds[name].date if name in speeds else None for name in names}
+    here = {gpu.name: gpu for gpu in detect_gpus()}
+    own = {x for x in speeds if x not in here or not speeds[x].unlike(here[x])}
+    dates = {name: speeds[name].date if name in own else None for name in names}
     return {"path": str(path), "measured": dates, "problem": problem}
 
 

@@ -1,7 +1,8 @@
 """`headroom experts`: which experts are chosen, and which of them a plan keeps in fast memory."""
 
 import json
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,13 +10,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headroom.cli.loading import ready_model
+from headroom.cli.loading import is_default, ready_model
 from headroom.cli.settings import with_settings
-from headroom.errors import ModelError, OptionError
+from headroom.errors import FormatError, ModelError, OptionError
+from headroom.memory.files import check_replaceable
 from headroom.options import Options
 
 if TYPE_CHECKING:
+    from headroom.formats.checkpoint import Checkpoint
     from headroom.moe.placement import ExpertPlacement
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +62,12 @@ def experts(
     """Show which experts are chosen and which would be hot; nothing is loaded.
 
     Choices come from the routing statistics of the model, where there are any; hot are those that
-    a run with the same options would have, on this machine or on the --device of a plan.
+    a run with the same options would have, on this machine or on the --device of a plan. MODEL may
+    also be what headroom plan takes: of a built-in name, a config.json or a URL, which have no
+    statistics, it is the numbers of the plan.
     """
+    if svg is not None:
+        check_replaceable(svg, "picture", "svg")  # what no file of a model is
     found = find_residency(options)
     if svg is not None:
         draw(found, svg)
@@ -73,27 +82,54 @@ def experts(
 def find_residency(options: Options) -> Residency:
     """Plan a model and place its experts as an engine of these settings would."""
     # torch takes seconds to import; --help must not wait for it.
-    from headroom.formats.checkpoint import open_checkpoint
+    from headroom.memory.sources import find_shape
     from headroom.models.describe import describe
     from headroom.moe.placement import ExpertPlacement
     from headroom.split.choice import make_trial_plan
     from headroom.split.expert_records import read_records
     from headroom.split.placing import find_placement
 
-    checkpoint = open_checkpoint(ready_model(options))
-    model = describe(checkpoint)
-    if not model.shape.total_experts:
-        raise ModelError(f"{checkpoint.path} has no routed experts.")
-    counts = read_records(model, options, measuring=True).file.counts
-    plan = make_trial_plan(model.shape, options)
-    placement = find_placement(model.shape, plan, options, checkpoint.identity, counts)
-    layers = [layer.experts for layer in model.shape.layers]
+    counts, identity = None, ""
+    if (checkpoint := find_checkpoint(options)) is not None:
+        model = describe(checkpoint)
+        shape, identity = model.shape, checkpoint.identity
+        if shape.total_experts:
+            counts = read_records(model, options, measuring=True).file.counts
+    else:
+        shape = find_shape(options.model, options.home_path)
+        options = without_files(options)
+    if not shape.total_experts:
+        raise ModelError(f"{checkpoint.path if checkpoint else shape.name} has no routed experts.")
+    plan = make_trial_plan(shape, options)
+    placement = find_placement(shape, plan, options, identity, counts)
+    layers = [layer.experts for layer in shape.layers]
     return Residency(
         model=plan.model,
         device=plan.devices[0].name,
         counts=counts or tuple((0.0,) * experts for experts in layers),
         placement=placement or ExpertPlacement(tuple(tuple(range(x)) for x in layers), "all"),
     )
+
+
+def find_checkpoint(options: Options) -> "Checkpoint | None":
+    """Return the model's files; None where only a plan's name, a config.json or a URL is there."""
+    from headroom.formats.checkpoint import open_checkpoint
+
+    try:
+        return open_checkpoint(ready_model(options))
+    except FormatError:
+        if is_default(options.model):
+            raise
+        return None  # what it is then, the planner's own reader finds out, or refuses
+
+
+def without_files(options: Options) -> Options:
+    """Return the options without files that belong to weights, and say that they are not read."""
+    names = [x for x in (options.placement, options.routing_stats) if x not in (None, "off")]
+    if names:
+        files = " and ".join(map(str, names))
+        log.warning("experts: not read, since no weights are at hand to compare with: %s", files)
+    return replace(options, placement=None, routing_stats="off")
 
 
 def draw(found: Residency, path: Path) -> None:

@@ -14,6 +14,7 @@ from headroom.cli.settings import with_settings
 from headroom.errors import FormatError, OptionError
 from headroom.memory.alternatives import alternatives
 from headroom.memory.emit import llama_server_command
+from headroom.memory.files import check_replaceable
 from headroom.memory.known import is_known, known_shape
 from headroom.memory.picture import plan_svg
 from headroom.memory.plan import DoesNotFitError, Plan, make_plan
@@ -65,6 +66,8 @@ def plan(
     MODEL may also be a built-in name with a mix, as in qwen3.6-35b-a3b:q4_k_m, a config.json, or
     a URL or hub name, of which only the header is read.
     """
+    if svg is not None:
+        check_replaceable(svg, "picture", "svg")
     shapes = read_shapes(options)
     if compare:
         show_comparison(shapes, options, ",".join(compare), as_json)

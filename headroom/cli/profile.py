@@ -16,6 +16,7 @@ from headroom.cli.prompts import FilePrompt, read_prompts
 from headroom.cli.settings import with_settings
 from headroom.engine.request import SamplingParams
 from headroom.errors import ModelError, OptionError
+from headroom.memory.files import check_replaceable
 from headroom.options import Options
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def counted_model(options: Options) -> "StatsModel":
     from headroom.moe.stats_file import stats_model
 
     checkpoint = open_checkpoint(ready_model(options))
-    model = stats_model(checkpoint.path, checkpoint.identity, describe(checkpoint).shape)
+    shape = describe(checkpoint).shape
+    model = stats_model(checkpoint.path, checkpoint.identity, shape, checkpoint.files)
     if not model.has_experts:
         raise ModelError(
             f"{checkpoint.path} has no routed experts.", hint="Dense models need no statistics."
@@ -85,9 +87,9 @@ def counted_model(options: Options) -> "StatsModel":
 
 def target_path(out: Path | None, options: Options, model: "StatsModel") -> Path:
     """Return the file to write, or refuse it; by default that of an engine of these settings."""
-    from headroom.moe.stats_file import OFF, check_folder, default_paths, writable
+    from headroom.moe.stats_file import OFF, check_folder, default_paths, open_stats, writable
 
-    named = options.routing_stats
+    named, param = options.routing_stats, "out"
     if out is not None:
         paths: tuple[Path, ...] = (out.expanduser(),)
         check_folder(paths[0], "out")
@@ -98,12 +100,13 @@ def target_path(out: Path | None, options: Options, model: "StatsModel") -> Path
             param="routing_stats",
         )
     elif named is not None:
-        paths = (Path(named).expanduser(),)
-        check_folder(paths[0], "routing_stats")
+        paths, param = (Path(named).expanduser(),), "routing_stats"
+        open_stats(named, model, options.home_path, time.time())  # refuses what an engine refuses
     else:
         paths = default_paths(model, options.home_path)
     for path in paths:
         if writable(path):
+            check_replaceable(path, "routing statistics", param, model.files)
             return path
     raise OptionError(
         f"{paths[-1]} cannot be written.", hint="Name a file with --out.", param="out"

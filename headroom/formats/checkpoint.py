@@ -14,6 +14,11 @@ from headroom.formats.names import Format
 from headroom.formats.safetensors import find_safetensors, read_json, read_model_files
 from headroom.formats.tensor import TensorInfo, map_file
 
+BESIDE_SAFETENSORS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "chat_template.jinja",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
@@ -29,6 +34,14 @@ class Checkpoint:
     tokenizer_config: Mapping[str, Any] = field(repr=False)  # {} for GGUF
     chat_template: str | None = field(repr=False)
     identity: str  # the same for the same file contents
+
+    @property
+    def files(self) -> frozenset[Path]:
+        """The files that it is read from; of those beside safetensors some may be missing."""
+        found = {self.path, *(tensor.path for tensor in self.tensors.values())}
+        if self.format == "safetensors":
+            found |= {self.path.with_name(name) for name in BESIDE_SAFETENSORS}
+        return frozenset(found)
 
     @property
     def header(self) -> ModelHeader:

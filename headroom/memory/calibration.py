@@ -1,6 +1,7 @@
 """Calibration: speeds and overheads that were measured, with where and when."""
 
 import json
+import logging
 import math
 import platform
 import re
@@ -12,7 +13,11 @@ from typing import Any
 from headroom.errors import FormatError
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.files import replace_text
-from headroom.units import GIB, MIB
+from headroom.units import GIB, MIB, gib
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +69,26 @@ class Speeds:
     link_read: float = 0.0  # bytes/s of a GPU's kernels that read host memory; 0: not measured
     handover_s: float = 0.0  # a GPU's request of the CPU inside a step, and its answer; 0: not
     experts: float = 0.0  # bytes/s of a CPU's expert kernels on a GPU's layout; 0: not measured
+    # Which GPU that was, as its driver tells: numbers such as cuda:0 go from card to card.
+    product: str = ""
+    total_bytes: int = 0
+
+    def unlike(self, device: DeviceSpec) -> str:
+        """Say why these are not the speeds of a device; "" where they are."""
+        total = device.card_bytes or device.total_bytes
+        if device.kind == "cpu" or (self.product, self.total_bytes) == (device.product, total):
+            return ""
+        measured = _card(self.product, self.total_bytes)
+        return f"they are of {measured}, and it is {_card(device.product, total)}"
+
+
+def _card(product: str, total_bytes: int) -> str:
+    size = f" with {gib(total_bytes)}" if total_bytes else ""
+    return f"{product or 'a GPU without a name'}{size}"
 
 
 _POSITIVE = ("bandwidth", "flops")  # others may be missing, as 0
+_TEXTS = ("date", "product")
 
 
 def speeds_path(home: Path) -> Path:
@@ -76,9 +98,12 @@ def speeds_path(home: Path) -> Path:
 
 
 def load_speeds(path: Path) -> dict[str, Speeds]:
-    """Return the measured speeds by device name; empty where nothing was measured yet."""
+    """Return the measured speeds by device name; empty where nothing was measured yet.
+
+    Those of another version of the file are passed over, with a warning.
+    """
     try:
-        return _parse(path.read_text())
+        version, speeds = _parse(path.read_text())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -86,14 +111,28 @@ def load_speeds(path: Path) -> dict[str, Speeds]:
             f"{path} is not a calibration file: {error}.",
             hint="Delete it and run headroom calibrate.",
         ) from error
+    if version != VERSION:
+        log.warning(
+            "calibration: speeds are not used, since %s has version %d and not %d: run headroom "
+            "calibrate",
+            path,
+            version,
+            VERSION,
+        )
+    return speeds
 
 
-def _parse(text: str) -> dict[str, Speeds]:
+def _parse(text: str) -> tuple[int, dict[str, Speeds]]:
+    """Return the version of a file, and the speeds if it is this one."""
     table = json.loads(text)
-    devices = table.get("devices") if isinstance(table, dict) else None
+    if not isinstance(table, dict) or type(table.get("version")) is not int:
+        raise ValueError("it has no version")
+    if table["version"] != VERSION:
+        return table["version"], {}
+    devices = table.get("devices")
     if not isinstance(devices, dict):
         raise ValueError("it lists no devices")
-    return {name: _read_row(name, row) for name, row in devices.items()}
+    return VERSION, {name: _read_row(name, row) for name, row in devices.items()}
 
 
 def _read_row(name: str, row: object) -> Speeds:
@@ -104,10 +143,10 @@ def _read_row(name: str, row: object) -> Speeds:
     if unknown := sorted(row.keys() - set(known)):
         raise ValueError(f"{name} has {unknown[0]!r}, which is not known")
     for key in known:
-        value = row.get(key, 0.0)
-        if key == "date":
+        value = row.get(key, "" if key == "product" else 0.0)
+        if key in _TEXTS:
             if not isinstance(value, str):
-                raise ValueError(f"{name} has no date")
+                raise ValueError(f"{name} has no {key}")
         elif isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{key} of {name} is not a number")
         elif not math.isfinite(value) or value < 0 or (key in _POSITIVE and value == 0):
@@ -118,16 +157,25 @@ def _read_row(name: str, row: object) -> Speeds:
 
 def save_speeds(path: Path, speeds: Mapping[str, Speeds]) -> None:
     """Keep measured speeds, in one step, so that a reader never sees half a file."""
-    table = {"version": 1, "devices": {name: asdict(row) for name, row in speeds.items()}}
+    table = {"version": VERSION, "devices": {name: asdict(row) for name, row in speeds.items()}}
     replace_text(path, json.dumps(table, indent=1, sort_keys=True) + "\n")
 
 
 def with_speeds(devices: Sequence[DeviceSpec], speeds: Mapping[str, Speeds]) -> list[DeviceSpec]:
-    """Return the devices with their measured speeds in place of the listed ones."""
+    """Return the devices with their measured speeds in place of the listed ones.
+
+    Speeds of another GPU that has the same number are passed over, with a warning.
+    """
     measured = []
     for device in devices:
         found = speeds.get("cpu" if device.kind == "cpu" else device.name)
-        if found is not None:
+        if found is not None and (why := found.unlike(device)):
+            log.warning(
+                "calibration: speeds of %s are not used, since %s: run headroom calibrate",
+                device.name,
+                why,
+            )
+        elif found is not None:
             device = replace(
                 device,
                 bandwidth=found.bandwidth,

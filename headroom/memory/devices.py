@@ -28,6 +28,7 @@ class DeviceSpec:
     total_bytes: int
     available_bytes: int  # total, less what others hold
     driver_bytes: int = 0  # of that, what its idle driver is thought to hold, where nothing is seen
+    product: str = ""  # of a GPU of this machine, what its driver calls it
     card_bytes: int = 0  # of the whole card, where total is only what may be taken of it
     bandwidth: float = ASSUMED_CPU_BANDWIDTH  # bytes/s of its own memory
     link: float = 0.0  # bytes/s between it and host memory; 0 where it is host memory

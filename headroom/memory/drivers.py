@@ -3,6 +3,7 @@
 import subprocess
 
 from headroom.memory.readiness import GpuFacts, Holder
+from headroom.options import visible_gpus
 from headroom.units import MIB
 
 _GPU_QUERY = "index,name,compute_cap,driver_version,uuid"
@@ -18,15 +19,44 @@ def ask_driver(query: str) -> str:
         return ""
 
 
+def ask_gpus(columns: str) -> str:
+    """Return the driver's rows of the GPUs that this process may use, as torch numbers them."""
+    report = ask_driver(f"--query-gpu=uuid,{columns}")
+    return visible_rows(report, visible_gpus())
+
+
+def visible_rows(report: str, visible: str | None) -> str:
+    """Return rows of `uuid, index, ...` without the first, those left visible numbered anew.
+
+    As CUDA does, it stops at the first word that names no GPU. Parts of GPUs are in no row: where
+    one is named, all rows stay.
+    """
+    rows = [row.split(",", 2) for row in report.splitlines() if row.count(",") > 1]
+    if visible is None or "MIG" in visible:
+        return "\n".join(f"{index},{rest}" for _, index, rest in rows)
+    chosen: list[str] = []
+    for word in visible.split(","):
+        found = [rest for uuid, index, rest in rows if _names(word.strip(), uuid, index.strip())]
+        if len(found) != 1:
+            break
+        chosen.append(f"{len(chosen)},{found[0]}")
+    return "\n".join(chosen)
+
+
+def _names(word: str, uuid: str, index: str) -> bool:
+    return word == index or (word.startswith("GPU-") and uuid.startswith(word))
+
+
 def gpu_facts() -> list[GpuFacts]:
     """Return what the driver knows of this machine's NVIDIA GPUs."""
-    return read_gpus(ask_driver(f"--query-gpu={_GPU_QUERY}"))
+    return read_gpus(ask_gpus(_GPU_QUERY))
 
 
 def gpu_holders(name: str) -> list[Holder]:
     """Return the processes that hold memory of a GPU, most first; none where all is hidden."""
-    gpus = ask_driver(f"--query-gpu={_GPU_QUERY}")
-    return read_holders(name, gpus, ask_driver(f"--query-compute-apps={_PROCESS_QUERY}"))
+    return read_holders(
+        name, ask_gpus(_GPU_QUERY), ask_driver(f"--query-compute-apps={_PROCESS_QUERY}")
+    )
 
 
 def read_gpus(report: str) -> list[GpuFacts]:

@@ -1,7 +1,19 @@
-"""Small files that people may read while they are written anew."""
+"""Small files that people may read while they are written anew, and what they may stand in for."""
 
+import json
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Literal
+
+from headroom.errors import OptionError
+from headroom.units import MIB, gib
+
+FileKind = Literal["routing statistics", "placement", "picture"]
+
+_MOST_BYTES = 64 * MIB  # of a table; one of a large model has 0.2
+_KEYS = {"routing statistics": "counts", "placement": "hot"}  # that a table of each kind has
+_SVG = b"<svg"
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -13,3 +25,47 @@ def replace_text(path: Path, text: str) -> None:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def read_object(path: Path) -> Mapping[str, object]:
+    """Return the JSON object of a small file, or raise a ValueError that says what is wrong."""
+    if (size := path.stat().st_size) > _MOST_BYTES:  # a model: nobody waits until it is read
+        raise ValueError(f"it has {gib(size)}")
+    table = json.loads(path.read_text())
+    if not isinstance(table, dict):
+        raise ValueError("it is not a JSON object")
+    return table
+
+
+def check_replaceable(path: Path, kind: FileKind, param: str, model: Iterable[Path] = ()) -> None:
+    """Refuse to write over a file of another kind, and over any file of the model.
+
+    An empty file is nobody's. To be asked before the work whose result is written.
+    """
+    if not path.exists():
+        return
+    if any(file.exists() and file.samefile(path) for file in model):
+        raise _refusal(path, "is a file of the model", param)
+    if not _is_of(path, kind):
+        raise _refusal(path, f"is there and is not a {kind} file", param)
+
+
+def _refusal(path: Path, why: str, param: str) -> OptionError:
+    hint = f"Name another file with --{param.replace('_', '-')}."
+    return OptionError(f"{path} {why}; it is not written over.", hint=hint, param=param)
+
+
+def _is_of(path: Path, kind: FileKind) -> bool:
+    """Whether a file that is there is of a kind, or is empty."""
+    try:
+        if kind == "picture":
+            if not path.is_file():
+                return not path.is_dir()  # a pipe or a screen has nothing to lose
+            with path.open("rb") as file:
+                return file.read(len(_SVG)) in (b"", _SVG)
+        if not path.is_file() or not path.stat().st_size:
+            return path.is_file()
+        table = read_object(path)
+    except (OSError, ValueError, RecursionError):
+        return False
+    return type(table.get("version")) is int and _KEYS[kind] in table

@@ -5,7 +5,7 @@ from pathlib import Path
 from headroom.errors import OptionError
 from headroom.memory.catalogue import CATALOGUE, find_device
 from headroom.memory.devices import DeviceSpec
-from headroom.memory.drivers import ask_driver, read_sm
+from headroom.memory.drivers import ask_gpus, read_sm
 from headroom.units import MIB
 
 _QUERY = "index,name,memory.total,memory.free,compute_cap"
@@ -15,9 +15,7 @@ UNKNOWN_BANDWIDTH, UNKNOWN_LINK, UNKNOWN_FLOPS = 400e9, 32e9, 30e12
 
 def detect_gpus() -> list[DeviceSpec]:
     """Return the NVIDIA and AMD GPUs of this machine with what is free on them now."""
-    return read_nvidia(ask_driver(f"--query-gpu={_QUERY}")) + read_amd(
-        Path("/sys/class/kfd/kfd/topology/nodes")
-    )
+    return read_nvidia(ask_gpus(_QUERY)) + read_amd(Path("/sys/class/kfd/kfd/topology/nodes"))
 
 
 def find_gpu(name: str, found: list[DeviceSpec]) -> DeviceSpec:
@@ -52,6 +50,7 @@ def read_nvidia(report: str) -> list[DeviceSpec]:
                 link=speeds[1],
                 flops=speeds[2],
                 sm=read_sm(capability),
+                product=name,
             )
         )
     return devices

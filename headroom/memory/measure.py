@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 
 import torch
@@ -16,6 +16,7 @@ from headroom.kernels.native.measure import expert_bytes, expert_speed
 from headroom.kernels.native.module import MODULE, POOL
 from headroom.memory.calibration import Speeds
 from headroom.memory.devices import DeviceSpec, detect_cpu
+from headroom.memory.gpus import detect_gpus
 from headroom.memory.precision import cuda_precision
 from headroom.units import MIB
 
@@ -41,10 +42,16 @@ def measure_machine() -> dict[str, Speeds]:
     """Return the speeds of the CPU and of every GPU that torch sees, by device name."""
     cpu = detect_cpu()
     speeds = {"cpu": measure_cpu(cpu)}
+    gpus = {gpu.name: gpu for gpu in detect_gpus()}  # as plans will see them
     POOL.set(worker_threads(cpu.cores))  # as while a GPU waits for them
     try:
         for index in range(torch.cuda.device_count()):
-            speeds[f"cuda:{index}"] = measure_cuda(torch.device("cuda", index))
+            name = f"cuda:{index}"
+            speeds[name] = measure_cuda(torch.device("cuda", index))
+            if (gpu := gpus.get(name)) is not None:
+                speeds[name] = replace(
+                    speeds[name], product=gpu.product, total_bytes=gpu.total_bytes
+                )
     finally:
         POOL.set(torch.get_num_threads())
     return speeds

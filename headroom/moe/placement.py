@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headroom.errors import FormatError, PlanError
-from headroom.memory.files import replace_text
+from headroom.memory.files import read_object, replace_text
 from headroom.units import gib
 
 VERSION = 1
@@ -191,19 +191,19 @@ def load_placement(path: Path, identity: str, layers: Sequence[LayerExperts]) ->
 def read_table(path: Path, what: str, identity: str) -> Mapping[str, object]:
     """Return the JSON object of a file that belongs to one model, or refuse it."""
     try:
-        table = json.loads(path.read_text())
-        if not isinstance(table, dict) or table.get("version") != VERSION:
+        table = read_object(path)
+        if table.get("version") != VERSION:
             raise ValueError(f"it has no version {VERSION}")
     except FileNotFoundError as error:
         raise FormatError(f"There is no {what} file {path}.", hint="Name another.") from error
     except (OSError, ValueError, RecursionError) as error:
         raise FormatError(
-            f"{path} is not a {what} file: {error}.", hint="Delete it, or name another."
+            f"{path} is not a {what} file: {error}.", hint="Name another, or a new one."
         ) from error
     if table.get("model") != identity:
         raise FormatError(
             f"{path} is of another model ({table.get('model')}, not {identity}).",
-            hint="Name the file of this model, or delete it.",
+            hint="Name the file of this model, or a new one.",
         )
     return table
 

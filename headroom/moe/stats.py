@@ -97,7 +97,7 @@ def load_history(path: Path, identity: str, layers: Sequence[LayerExperts]) -> R
     if not dated or not _rows_of_counts(counts):
         raise FormatError(
             f"{path} is not a routing statistics file: its counts are not rows of numbers from 0.",
-            hint="Delete it, or name another.",
+            hint="Name another, or a new one.",
         )
     assert isinstance(counts, list)
     assert isinstance(saved_at, int | float)

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headroom.errors import FormatError, OptionError
@@ -25,6 +25,7 @@ class StatsModel:
     identity: str
     layers: tuple[LayerExperts, ...]
     used: tuple[int, ...]  # experts that a token visits, by layer
+    files: frozenset[Path] = frozenset()  # all of them, which nothing may be written over
 
     @property
     def has_experts(self) -> bool:
@@ -45,10 +46,13 @@ class StatsFile:
         return self.history.counts if self.history.total else None
 
 
-def stats_model(path: Path, identity: str, shape: ModelShape) -> StatsModel:
+def stats_model(
+    path: Path, identity: str, shape: ModelShape, files: frozenset[Path] = frozenset()
+) -> StatsModel:
     """Return what statistics need to know of a model."""
     layers = tuple(LayerExperts(layer.experts, layer.expert_bytes) for layer in shape.layers)
-    return StatsModel(path, identity, layers, tuple(layer.experts_used for layer in shape.layers))
+    used = tuple(layer.experts_used for layer in shape.layers)
+    return StatsModel(path, identity, layers, used, files)
 
 
 def open_stats(wanted: str | None, model: StatsModel, home: Path, now: float) -> StatsFile:
@@ -70,7 +74,11 @@ def open_stats(wanted: str | None, model: StatsModel, home: Path, now: float) ->
     try:
         return StatsFile(save_to, _read(found, model, now))
     except FormatError as error:
-        log.warning("routing: statistics are neither used nor saved: %s", error)
+        log.warning(
+            "routing: statistics are neither used nor saved; the run goes on with even placement, "
+            "unless --placement names another: %s",
+            error,
+        )
         return StatsFile(None, empty)
 
 
@@ -106,7 +114,9 @@ def _named(path: Path, model: StatsModel, empty: RoutingHistory) -> StatsFile:
 
 
 def _read(path: Path, model: StatsModel, now: float) -> RoutingHistory:
-    history = load_history(path, model.identity, model.layers).decayed(now)
+    loaded = load_history(path, model.identity, model.layers)
+    # Counts from the future, of a clock that was wrong, would not fade until then.
+    history = replace(loaded, saved_at=min(loaded.saved_at, now)).decayed(now)
     log.info("routing: %.0f choices from %s", history.total, path)
     return history
 

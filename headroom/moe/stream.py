@@ -249,8 +249,11 @@ def open_stream(
 
 
 def count_picks(ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """Return the picks int32 `[experts]` of each expert, without waiting for the device."""
-    flat = ids.flatten().long()
+    """Return the picks int32 `[experts]` of each expert, without waiting for the device.
+
+    Ids that are no expert's are counted for none.
+    """
+    flat = ids.flatten().long().clamp(max=experts)
     counts = torch.zeros(experts + 1, dtype=torch.int32, device=ids.device)
     ones = torch.ones_like(flat, dtype=torch.int32)
     return counts.scatter_add_(0, torch.where(flat < 0, experts, flat), ones)[:experts]

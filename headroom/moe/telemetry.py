@@ -127,6 +127,7 @@ class ExpertTelemetry:
         tokens = max(1, self.tokens)
         return {
             "hit_rate": _rounded(self.hit_rate),
+            "layer_hit_rates": [_rounded(rate) for rate in self.layer_hit_rates],
             "cold_picks": self.cold_picks,
             "cold_bytes_per_token": {
                 path: round(size / tokens) for path, size in self.cold_bytes.items()

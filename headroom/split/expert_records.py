@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headroom.errors import OptionError
+from headroom.memory.files import check_replaceable
 from headroom.models.describe import ModelDescription
 from headroom.moe.stats_file import (
     OFF,
@@ -49,7 +50,9 @@ def read_records(
     """
     rules = upkeep_rules(options)
     checkpoint = model.checkpoint
-    counted = stats_model(checkpoint.path, checkpoint.identity, model.shape)
+    if rules.placement_path is not None:
+        check_replaceable(rules.placement_path, "placement", "save_placement", checkpoint.files)
+    counted = stats_model(checkpoint.path, checkpoint.identity, model.shape, checkpoint.files)
     file = open_stats(options.routing_stats, counted, options.home_path, time.time())
     if measuring:
         rules, file = UpkeepRules(swap_every=None), replace(file, path=None)

@@ -63,6 +63,7 @@ def find_placement(
             log.info("experts: all %d are computed by the kernels of the CPU", device.total_experts)
         elif not device.holds_all:
             log.info("experts: all %d fit in GPU memory, no hybrid parts", device.total_experts)
+            _log_memory(plan, layers)
         if named is not None:
             log.info("experts: all are hot, so that %s is not used", named.source)
         return None
@@ -74,6 +75,8 @@ def find_placement(
         placement = even_placement(shape, plan)
     _check(placement, layers, plan)
     _log_memory(plan, layers)
+    if named is not None:
+        _warn_of_unused(named, layers, plan, shape)
     return placement if counts is None else placement.judged_by(layers, counts)
 
 
@@ -94,6 +97,33 @@ def _check(placement: ExpertPlacement, layers: list[LayerExperts], plan: Plan) -
             "of that do not fit.",
             hint="Leave out --placement, or free host memory.",
         )
+
+
+def _warn_of_unused(
+    placement: ExpertPlacement, layers: list[LayerExperts], plan: Plan, shape: ModelShape
+) -> None:
+    """Say what a file leaves of the budget, where that would hold another expert."""
+    hot, budget = placement.hot_bytes(layers), _budget(plan)
+    cold = [
+        layer.expert_bytes
+        for layer, ids in zip(layers, placement.hot, strict=True)
+        if len(ids) < layer.experts
+    ]
+    if not cold or budget - hot < min(cold):
+        return
+    used = [layer.experts_used for layer in shape.layers]
+    few = sum(len(ids) < visited for ids, visited in zip(placement.hot, used, strict=True))
+    log.warning(
+        "experts: %s keeps %d experts hot, %s of the %s that the plan has for them, and %s stay "
+        "unused; in %d of %d layers fewer are hot than a token visits",
+        placement.source,
+        placement.total,
+        gib(hot),
+        gib(budget),
+        gib(budget - hot),
+        few,
+        sum(layer.experts > 0 for layer in layers),
+    )
 
 
 def _log_memory(plan: Plan, layers: list[LayerExperts]) -> None:

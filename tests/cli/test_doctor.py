@@ -2,6 +2,7 @@
 
 import json
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from headroom.cli.doctor import calibration, cpu, installed, kernels, models, re
 from headroom.cli.main import run_command
 from headroom.memory.calibration import Speeds, save_speeds, speeds_path
 from headroom.options import Options
+from headroom.units import GIB
+from tests.memory.shapes import gpu
 
 UNMEASURED = {"path": "", "measured": {}, "problem": ""}
 CODE = {"folder": "/home/me/kernels", "bytes": 3 << 20}
@@ -109,7 +112,7 @@ def test_a_corrupt_calibration_is_told_and_stops_nothing(
 ) -> None:
     path = speeds_path(tmp_path)
     path.parent.mkdir()
-    path.write_text('{"devices": 3}')
+    path.write_text('{"version": 1, "devices": 3}')
     assert run_command(["doctor", "--json", "--home", str(tmp_path)]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["calibration"]["problem"] == (
@@ -119,3 +122,14 @@ def test_a_corrupt_calibration_is_told_and_stops_nothing(
     assert report["calibration"]["measured"]["cpu"] is None
     shown = readable(report)["calibration"]
     assert shown == {"file": report["calibration"]["problem"]}
+
+
+def test_a_card_that_was_not_measured_has_no_date(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept = Speeds(2e9, 0.0, 1e11, "2026-11-15", product="Old Card", total_bytes=24 * GIB)
+    save_speeds(speeds_path(tmp_path), {"cuda:0": kept})
+    for product, date in (("Old Card", "2026-11-15"), ("New Card", None)):
+        card = replace(gpu(24), product=product)
+        monkeypatch.setattr("headroom.cli.doctor.detect_gpus", lambda card=card: [card])
+        assert calibration(tmp_path, ["cuda:0"])["measured"] == {"cuda:0": date}

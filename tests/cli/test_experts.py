@@ -138,3 +138,50 @@ def test_without_a_name_it_is_the_device_of_a_run(
     monkeypatch.setattr("headroom.split.choice.detect_gpus", list)
     found = shown(capsys, path, "--routing-stats", "off")
     assert (found["device"], found["source"]) == ("cpu", "all")
+
+
+def test_a_picture_replaces_pictures_alone(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes, picture = tmp_path / "notes.svg", tmp_path / "x.svg"
+    notes.write_text("not a picture")
+    line = ["experts", str(path), "--device", "cpu", "--routing-stats", "off", "--svg"]
+    for _ in range(2):
+        assert run_command([*line, str(picture)]) == 0
+    assert picture.read_text().startswith("<svg")
+    monkeypatch.setattr("headroom.cli.experts.find_residency", None)  # before all other work
+    for target in (path, notes):
+        before = target.read_bytes()
+        capsys.readouterr()
+        assert run_command([*line, str(target)]) == 2
+        assert capsys.readouterr().err == (
+            f"error: {target} is there and is not a picture file; it is not written over. "
+            "Name another file with --svg.\n"
+        )
+        assert target.read_bytes() == before
+
+
+def test_a_name_that_plans_take_has_the_plans_numbers(
+    stats: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["qwen3.6-35b-a3b:q4_k_m", "--device", "12GiB", "--ram", "64GiB"]
+    found = shown(capsys, *line)
+    assert run_command(["plan", *line, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["devices"][0]["hot_experts"]
+    assert sum(len(layer["hot"]) for layer in found["layers"]) == planned > 0
+    assert (found["source"], found["hit_rate"], len(found["layers"])) == ("even", None, 40)
+    assert run_command(["experts", *line, "--routing-stats", str(stats)]) == 0
+    assert f"not read, since no weights are at hand to compare with: {stats}" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_name_that_nothing_has_is_refused_with_those_that_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_command(["experts", "no-such-model"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: There is no file, folder or known model 'no-such-model'. Known")
+    assert "qwen3.6-35b-a3b" in error
+    assert run_command(["experts", "qwen3.6-27b:q4_k_m"]) == 1
+    assert capsys.readouterr().err == "error: qwen3.6-27b:q4_k_m has no routed experts.\n"

@@ -153,6 +153,19 @@ def test_a_picture_is_drawn_beside_the_table(
     assert "Cannot write" in capsys.readouterr().err
 
 
+def test_a_picture_takes_no_models_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"GGUF and all the rest")
+    assert run_command([*LARGE, "--svg", str(model)]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {model} is there and is not a picture file; it is not written over. "
+        "Name another file with --svg.\n"
+    )
+    assert model.read_bytes() == b"GGUF and all the rest"
+
+
 def test_one_line_is_explained_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command([*LARGE, "--context", "4096", "--explain", "kv"]) == 0
     assert capsys.readouterr().out == (

@@ -148,3 +148,61 @@ def test_a_file_that_cannot_be_written_is_told_before_the_model_is_loaded(
     line = ["profile", str(skewed[0]), "--prompts", str(prompts), "--tokens", "1"]
     assert run_command([*line, "--out", str(out), *FEW]) == 2
     assert capsys.readouterr().err == (f"error: {out} cannot be written. Name a file with --out.\n")
+
+
+@pytest.mark.parametrize("flag", ["--out", "--routing-stats", "--save-placement"])
+def test_a_model_is_never_written_over(
+    flag: str,
+    skewed: tuple[Path, Recipe],
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("headroom.split.launch.load_model", None)  # before anything is loaded
+    path = skewed[0]
+    other = prompts.with_name("other.gguf")
+    other.write_bytes(path.read_bytes()[: 1 << 16])
+    for target in (path, other):
+        before = target.read_bytes()
+        line = ["profile", str(path), "--prompts", str(prompts), flag, str(target), *FEW]
+        assert run_command(line) in (1, 2)
+        error = capsys.readouterr().err
+        assert f"{target} is " in error
+        assert "Delete" not in error
+        assert target.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ['{"version": 1, "model": "other", "counts": [', "notes"])
+@pytest.mark.parametrize("flag", ["--out", "--routing-stats", None])
+def test_a_file_that_is_no_statistics_is_not_written_over(
+    flag: str | None,
+    content: str,
+    skewed: tuple[Path, Recipe],
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delattr("headroom.llm.LLM.__init__")
+    model = prompts.with_name("m.gguf")
+    model.symlink_to(skewed[0])
+    target = prompts.with_name("n.json") if flag else prompts.with_name("m.gguf.routing.json")
+    target.write_text(content)
+    line = ["profile", str(model), "--prompts", str(prompts), *FEW]
+    assert run_command([*line, *([flag, str(target)] if flag else [])]) in (1, 2)
+    assert f"error: {target} is " in capsys.readouterr().err
+    assert target.read_text() == content
+
+
+def test_statistics_of_another_model_are_written_over_only_where_out_names_them(
+    skewed: tuple[Path, Recipe], prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = prompts.with_name("n.json")
+    content = '{"version": 1, "model": "other", "saved_at": 0, "counts": []}'
+    target.write_text(content)
+    line = [skewed[0], "--prompts", prompts, "--tokens", 1]
+    asked = ["profile", *map(str, line), *FEW, "--routing-stats", str(target)]
+    assert run_command(asked) == 1
+    assert f"{target} is of another model (other, not " in capsys.readouterr().err
+    assert target.read_text() == content
+    profiled(capsys, *line, "--out", target)
+    assert json.loads(target.read_text())["model"] != "other"

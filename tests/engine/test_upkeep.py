@@ -135,6 +135,8 @@ def test_an_answer_tells_what_cold_experts_cost(path: Path, half_cold: Watched) 
         told = done.timings.experts
         assert told is not None
         assert 0 < told["hit_rate"] < 1
+        rates = [rate for rate in told["layer_hit_rates"] if rate is not None]
+        assert min(rates) <= told["hit_rate"] <= max(rates)
         assert set(told["cold_bytes_per_token"]) == {"gpu", "cpu"}
         assert set(told["ms"]) == {"hot", "cold", "wait"}
 

@@ -62,6 +62,8 @@ def test_an_indexed_folder_is_one_checkpoint(tmp_path: Path) -> None:
     model = open_checkpoint(folder)
     assert set(model.tensors) == {"norm", "head"}
     assert open_checkpoint(index).tensors.keys() == model.tensors.keys()
+    assert {folder / "a.safetensors", folder / "b.safetensors", index} < model.files
+    assert {folder / "config.json", folder / "tokenizer.json"} < model.files
 
 
 @pytest.mark.parametrize(
@@ -110,6 +112,7 @@ def test_identity_follows_the_contents_and_not_the_path(tmp_path: Path) -> None:
 def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(small_gguf())
     assert open_checkpoint(tmp_path).path == tmp_path / "a.gguf"
+    assert open_checkpoint(tmp_path).files == {tmp_path / "a.gguf"}
     (tmp_path / "b.gguf").write_bytes(small_gguf())
     with pytest.raises(FormatError, match=r"holds 2 GGUF models: a.gguf, b.gguf"):
         open_checkpoint(tmp_path)

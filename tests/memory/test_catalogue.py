@@ -104,6 +104,7 @@ def test_gpus_of_this_machine_are_read_from_the_drivers_report() -> None:
     assert (first.name, first.sm, first.bandwidth) == ("cuda:0", 86, 936e9)
     assert (first.total_bytes, first.available_bytes) == (24576 * MIB, 20000 * MIB)
     assert (second.name, second.sm) == ("cuda:1", 0)
+    assert (first.product, second.product) == ("NVIDIA GeForce RTX 3090", "Odd Card")
     assert find_gpu("cuda:1", [first, second]) is second
 
 

@@ -8,14 +8,20 @@ import torch
 
 from headroom.errors import FormatError, KernelError
 from headroom.memory import measure, targets
-from headroom.memory.calibration import Speeds, load_speeds, save_speeds, speeds_path
+from headroom.memory.calibration import (
+    Speeds,
+    load_speeds,
+    save_speeds,
+    speeds_path,
+    with_speeds,
+)
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.known import known_shape
 from headroom.memory.measure import fastest, measure_cpu, measure_cuda
 from headroom.memory.plan import make_plan
 from headroom.memory.targets import plan_devices
 from headroom.options import Options
-from headroom.units import MIB
+from headroom.units import GIB, MIB
 from tests.memory.shapes import cpu, gpu
 from tests.pretend_cuda import pretend_cuda
 
@@ -50,13 +56,14 @@ def test_a_measured_machine_no_longer_estimates(tmp_path: Path) -> None:
 def test_another_machine_is_not_given_this_ones_speeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = {"cpu": Speeds(2e9, 0.0, 1e11, "2026-11-15"), "cuda:0": Speeds(9e11, 2e10, 1e13, "")}
+    card = Speeds(9e11, 2e10, 1e13, "", product="Card", total_bytes=24 * GIB)
+    own = {"cpu": Speeds(2e9, 0.0, 1e11, "2026-11-15"), "cuda:0": card}
     save_speeds(speeds_path(tmp_path), own)
     options = Options(home=str(tmp_path), device="rtx3090", ram="64GiB")
     assert [x.measured for x in plan_devices(options)] == [False, False]
 
     def find(text: str) -> DeviceSpec:
-        return replace(gpu(24), name=text)
+        return replace(gpu(24), name=text, product="Card")
 
     monkeypatch.setattr(targets, "parse_device", find)
     here = plan_devices(replace(options, device="cuda:0"))
@@ -147,7 +154,70 @@ def test_what_cold_experts_go_by_is_kept(tmp_path: Path) -> None:
     path = speeds_path(tmp_path)
     kept = {
         "cpu": Speeds(1e11, 0.0, 1e12, "2026-11-15", experts=7e10),
-        "cuda:0": Speeds(4e12, 5e10, 7e14, "2026-11-15", link_read=4e10, handover_s=8e-6),
+        "cuda:0": Speeds(
+            4e12,
+            5e10,
+            7e14,
+            "2026-11-15",
+            link_read=4e10,
+            handover_s=8e-6,
+            product="NVIDIA H200",
+            total_bytes=140 * GIB,
+        ),
     }
     save_speeds(path, kept)
     assert load_speeds(path) == kept
+
+
+OLD = Speeds(9e11, 2e10, 1e13, "", product="Old Card", total_bytes=12 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("row", "device", "told"),
+    [
+        (OLD, replace(gpu(24), product="New Card"),
+         "they are of Old Card with 12.00 GiB, and it is New Card with 24.00 GiB"),
+        (OLD, replace(gpu(24), product="Old Card"),
+         "they are of Old Card with 12.00 GiB, and it is Old Card with 24.00 GiB"),
+        (Speeds(9e11, 2e10, 1e13, ""), replace(gpu(12), product="Old Card"),
+         "they are of a GPU without a name, and it is Old Card with 12.00 GiB"),
+    ],
+)  # fmt: skip
+def test_speeds_of_another_card_are_not_used_and_that_is_told(
+    row: Speeds, device: DeviceSpec, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (found,) = with_speeds([device], {"cuda:0": row})
+    assert found == device
+    assert caplog.messages == [
+        f"calibration: speeds of cuda:0 are not used, since {told}: run headroom calibrate"
+    ]
+
+
+def test_a_card_of_which_a_part_may_be_taken_keeps_its_speeds() -> None:
+    part = replace(gpu(6), product="Old Card", card_bytes=12 * GIB)
+    (found,) = with_speeds([part], {"cuda:0": OLD})
+    assert (found.measured, found.bandwidth) == (True, 9e11)
+
+
+def test_speeds_of_another_version_are_not_used_and_that_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "speeds.json"
+    path.write_text('{"version": 2, "devices": [1]}')
+    assert load_speeds(path) == {}
+    assert caplog.messages == [
+        f"calibration: speeds are not used, since {path} has version 2 and not 1: run headroom "
+        "calibrate"
+    ]
+
+
+def test_a_measured_gpu_is_kept_with_what_its_driver_calls_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measure, "detect_gpus", lambda: [replace(gpu(24), product="Card")])
+    monkeypatch.setattr(measure, "measure_cpu", lambda cpu: Speeds(1.0, 0.0, 1.0, ""))
+    monkeypatch.setattr(measure, "measure_cuda", lambda device: Speeds(2.0, 1.0, 1.0, ""))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = measure.measure_machine()
+    assert found["cuda:0"] == Speeds(2.0, 1.0, 1.0, "", product="Card", total_bytes=24 * GIB)
+    assert found["cuda:1"] == Speeds(2.0, 1.0, 1.0, "")  # the driver lists none of that number

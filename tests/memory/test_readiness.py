@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from headroom.memory.drivers import read_gpus, read_holders
+from headroom.memory.drivers import gpu_facts, read_gpus, read_holders, visible_rows
+from headroom.memory.gpus import detect_gpus
 from headroom.memory.readiness import (
     GpuFacts,
     Holder,
@@ -147,3 +148,46 @@ def test_the_drivers_reports_are_read() -> None:
         Holder(7, "python3", 512 * MIB),
     ]
     assert read_holders("cuda:1", "", "") == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "products"),
+    [
+        (None, ["H200", "T4", "L4"]),
+        ("1", ["T4"]),
+        ("2, 0", ["L4", "H200"]),
+        ("GPU-b", ["T4"]),
+        ("GPU-bb9,0", ["T4", "H200"]),
+        ("0,7,1", ["H200"]),  # CUDA stops at what it does not know
+        ("", []),
+        ("-1", []),
+        ("MIG-1234", ["H200", "T4", "L4"]),
+    ],
+)
+def test_gpus_are_numbered_as_torch_numbers_those_that_are_visible(
+    visible: str | None, products: list[str]
+) -> None:
+    report = "GPU-aa1, 0, H200, 9.0, 1, x\nGPU-bb9, 1, T4, 7.5, 1, y\nGPU-cc2, 2, L4, 8.9, 1, z\n"
+    found = read_gpus(visible_rows(report, visible))
+    assert [gpu.product for gpu in found] == products
+    assert [gpu.name for gpu in found] == [f"cuda:{index}" for index in range(len(products))]
+
+
+def test_a_report_without_gpus_has_no_rows() -> None:
+    assert visible_rows("No devices were found\n", None) == ""
+
+
+def test_what_cuda_hides_is_no_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def answer(query: str) -> str:
+        asked.append(query)
+        rows = ("GPU-a, 0, Hidden, {more}", "GPU-b, 1, Shown, {more}")
+        more = "24576, 24000, 8.6" if "memory" in query else "8.6, 580.1, GPU"
+        return "\n".join(row.format(more=more) for row in rows)
+
+    monkeypatch.setattr("headroom.memory.drivers.ask_driver", answer)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    (facts,), (device,) = gpu_facts(), detect_gpus()
+    assert (facts.name, facts.product) == (device.name, device.product) == ("cuda:0", "Shown")
+    assert all(query.startswith("--query-gpu=uuid,index,name,") for query in asked)

@@ -102,21 +102,26 @@ def test_measured_speeds_replace_listed_ones_and_survive_a_file(tmp_path: Path) 
     ("text", "told"),
     [
         ("", "Expecting value: line 1 column 1 (char 0)"),
-        ("3", "it lists no devices"),
-        ("[]", "it lists no devices"),
-        ('{"devices": 3}', "it lists no devices"),
-        ('{"devices": {"cpu": 3}}', "cpu has no speeds"),
-        ('{"devices": {"cpu": {"speed": 1}}}', "cpu has 'speed', which is not known"),
-        ('{"devices": {"cpu": {"bandwidth": "1"}}}', "bandwidth of cpu is not a number"),
+        ("3", "it has no version"),
+        ("[]", "it has no version"),
+        ('{"version": "1", "devices": {}}', "it has no version"),
+        ('{"version": 1}', "it lists no devices"),
+        ('{"version": 1, "devices": 3}', "it lists no devices"),
+        ('{"version": 1, "devices": {"cpu": 3}}', "cpu has no speeds"),
+        ('{"version": 1, "devices": {"cpu": {"speed": 1}}}', "cpu has 'speed', which is not known"),
         (
-            '{"devices": {"cpu": {"bandwidth": NaN}}}',
+            '{"version": 1, "devices": {"cpu": {"bandwidth": "1"}}}',
+            "bandwidth of cpu is not a number",
+        ),
+        (
+            '{"version": 1, "devices": {"cpu": {"bandwidth": NaN}}}',
             "bandwidth of cpu is nan; it must be positive",
         ),
         (
-            '{"devices": {"cpu": {"bandwidth": 1}}}',
+            '{"version": 1, "devices": {"cpu": {"bandwidth": 1}}}',
             "flops of cpu is 0.0; it must be positive",
         ),
-        ('{"devices": {"cpu": {"bandwidth": 1, "flops": 1}}}', "cpu has no date"),
+        ('{"version": 1, "devices": {"cpu": {"bandwidth": 1, "flops": 1}}}', "cpu has no date"),
     ],
 )
 def test_a_broken_calibration_file_is_refused(text: str, told: str, tmp_path: Path) -> None:

@@ -81,3 +81,15 @@ def test_a_skew_that_cannot_be_is_refused() -> None:
         make_skew(wide("qwen3moe"), 0.8, 0.1)
     with pytest.raises(OptionError, match="needs a model that is 512 wide at least"):
         make_skew(find_recipe("qwen3moe", "tiny"), 0.8, 0.6)
+
+
+@pytest.mark.parametrize("family", ["qwen3moe", "qwen35moe"])
+def test_what_is_proposed_for_a_model_that_is_too_narrow_works(family: str) -> None:
+    with pytest.raises(OptionError) as refused:
+        make_skew(find_recipe(family, "tiny"), 0.8, 0.6)
+    size = refused.value.hint.split()[2]
+    assert refused.value.hint == (
+        f"Try --size {size} --layers 4, or the family laguna, which needs neither."
+    )
+    assert make_skew(find_recipe(family, size, 4), 0.8, 0.6).hot > 0
+    assert make_skew(find_recipe("laguna", "tiny"), 0.8, 0.6).hot > 0

@@ -92,7 +92,9 @@ def test_what_was_measured_comes_before_what_is_listed() -> None:
     assert guessed.gpu == pytest.approx(card.bandwidth * 0.7)
     assert guessed.cpu_flops == pytest.approx(0.7e12)
     rows = {
-        card.name: Speeds(1.0, 52e9, 3.0, "", link_read=48e9, handover_s=7e-6),
+        card.name: Speeds(
+            1.0, 52e9, 3.0, "", link_read=48e9, handover_s=7e-6, total_bytes=card.total_bytes
+        ),
         "cpu": Speeds(1.0, 0.0, 2e12, "", experts=110e9),
     }
     card, cpu = with_speeds([card, cpu], rows)

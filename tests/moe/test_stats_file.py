@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,10 @@ def test_a_file_that_was_only_found_is_left_alone_if_it_is_bad(
     path.write_text(content)
     found = open_stats(None, model, home, 0.0)
     assert (found.path, found.counts) == (None, None)
-    assert "routing: statistics are neither used nor saved" in caplog.text
+    assert caplog.messages[0].startswith(
+        "routing: statistics are neither used nor saved; the run goes on with even placement, "
+        f"unless --placement names another: {path} is "
+    )
     assert path.read_text() == content
 
 
@@ -85,8 +89,16 @@ def test_a_named_file_that_is_bad_is_refused(model: StatsModel, home: Path, tmp_
     with pytest.raises(FormatError, match=re.escape(text)):
         open_stats(str(path), model, home, 0.0)
     path.write_text("nothing")
-    with pytest.raises(FormatError, match="is not a routing statistics file"):
+    with pytest.raises(FormatError, match="is not a routing statistics file") as refused:
         open_stats(str(path), model, home, 0.0)
+    assert refused.value.hint == "Name another, or a new one."
+
+
+def test_counts_from_the_future_fade_from_now_on(model: StatsModel, home: Path) -> None:
+    save_history(default_paths(model, home)[0], replace(HISTORY, saved_at=1e15), "abc")
+    found = open_stats(None, model, home, 1000.0)
+    assert found.history == HISTORY  # as if it were saved now
+    assert found.history.decayed(1000.0 + HALF_LIFE_S).counts == ((2.0, 0.0, 4.0), ())
 
 
 def test_a_named_file_may_be_new_but_must_be_possible(

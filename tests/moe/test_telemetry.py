@@ -32,6 +32,7 @@ def test_hits_go_by_the_placement_of_their_time() -> None:
     found = counter.reading()
     assert (found.picks, found.hits) == ((0, 10), (0, 3 + 4))
     assert (found.layer_hit_rates, found.hit_rate, found.cold_picks) == ((None, 0.7), 0.7, 3)
+    assert found.summary()["layer_hit_rates"] == [None, 0.7]
     assert found.tokens == 10
 
 
@@ -54,6 +55,7 @@ def test_the_figures_of_a_time_are_what_was_added_in_it() -> None:
     found = counter.reading(meter, swaps=2).since(earlier)
     assert found.summary() == {
         "hit_rate": 0.25,
+        "layer_hit_rates": [0.25],
         "cold_picks": 3,
         "cold_bytes_per_token": {"gpu": 250, "cpu": 0},
         "ms": {"hot": 0.0, "cold": 0.0, "wait": 0.0},

@@ -87,3 +87,22 @@ def test_a_named_file_of_another_model_is_refused(model: ModelDescription, tmp_p
     path.write_text('{"version": 1, "model": "other", "saved_at": 0, "counts": []}')
     with pytest.raises(FormatError, match="is of another model"):
         read_records(model, Options(routing_stats=str(path)))
+
+
+def test_a_placement_is_saved_over_placements_alone(
+    model: ModelDescription, tmp_path: Path
+) -> None:
+    path = tmp_path / "placed.json"
+    path.write_text('{"version": 1, "model": "other", "hot": []}')
+    options = Options(home=str(tmp_path), save_placement=str(path))
+    assert read_records(model, options).rules.placement_path == path
+    path.write_text('{"version": 1, "model": "other", "counts": []}')
+    with pytest.raises(OptionError, match="is there and is not a placement file"):
+        read_records(model, options)
+    own = model.checkpoint.path
+    with pytest.raises(OptionError) as refused:
+        read_records(model, Options(home=str(tmp_path), save_placement=str(own)))
+    assert str(refused.value) == (
+        f"{own} is a file of the model; it is not written over. Name another file with "
+        "--save-placement."
+    )

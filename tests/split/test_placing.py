@@ -68,10 +68,12 @@ def test_where_no_expert_is_cold_one_line_says_why(caplog: pytest.LogCaptureFixt
         assert find_placement(MODEL, *planned("100%"), "abc") is None
         plan = make_plan([MODEL], [cpu(64)], Options())
         assert find_placement(MODEL, plan, Options(), "abc") is None
-    assert [row.message for row in caplog.records] == [
-        "experts: all 9984 fit in GPU memory, no hybrid parts",
-        "experts: all 9984 are computed by the kernels of the CPU",
-    ]
+    fit, memory, by_cpu = [row.message for row in caplog.records]
+    assert fit == "experts: all 9984 fit in GPU memory, no hybrid parts"
+    assert memory.startswith("experts: cuda:0 has 24.00 GiB: weights without experts ")
+    total = gib(sum(x.experts * x.expert_bytes for x in expert_layers(MODEL, planned("100%")[0])))
+    assert memory.endswith(f", budget for experts {total} of {total}")
+    assert by_cpu == "experts: all 9984 are computed by the kernels of the CPU"
 
 
 COLD = {"cold": "gpu", "no_pin": True, "keep_host_copy": True, "swap_every": "64"}
@@ -132,6 +134,31 @@ def test_a_file_comes_before_statistics_and_these_tell_what_it_will_meet(
     assert found.hot == tuple(DENSE_FIRST)
     assert 0.99 < found.hit_rate(1, 256) < 1
     assert found.hit_rate(2, 256) == pytest.approx(2 / 256)
+
+
+def test_what_a_file_leaves_of_the_budget_is_told_with_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "placement.json"
+    plan, options = planned(placement=str(path))
+    layers = expert_layers(MODEL, plan)
+    budget = plan.devices[0].allocated["hot_experts"]
+    small = ExpertPlacement(tuple(DENSE_FIRST), "even")
+    save_placement(path, small, "abc")
+    find_placement(MODEL, plan, options, "abc")
+    hot = small.hot_bytes(layers)
+    assert caplog.messages == [
+        f"experts: {path} keeps 78 experts hot, {gib(hot)} of the {gib(budget)} that the plan has "
+        f"for them, and {gib(budget - hot)} stay unused; in 39 of 39 layers fewer are hot than a "
+        "token visits"
+    ]
+    # A whole budget is nothing to tell of.
+    even = find_placement(MODEL, *planned(), "abc")
+    assert even is not None
+    save_placement(path, even, "abc")
+    caplog.clear()
+    find_placement(MODEL, plan, options, "abc")
+    assert caplog.messages == []
 
 
 def test_finding_a_placement_saves_none(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headroom.errors import OptionError
+from headroom.memory.known import KNOWN
 from headroom.models.synth.blocks import Floats, random_source
 from headroom.models.synth.recipe import Recipe
 
@@ -115,11 +116,22 @@ def make_skew(recipe: Recipe, share: float, hot_share: float) -> Skew:
         raise OptionError(
             f"--routing-skew needs a model that is {2 * CHANNELS} wide at least and has a head of "
             f"its own; this one is {dims.hidden} wide.",
+            hint=f"Try --size {_wide_model(family)} --layers 4, or the family laguna, which needs "
+            "neither.",
             param="routing_skew",
         )
     start = find_start(recipe, hot, share)
     quiet = 1.0 if family == "laguna" else (2 * dims.layers) ** -0.5
     return Skew(family, hot, start, dims.hidden, quiet=quiet)
+
+
+def _wide_model(family: str) -> str:
+    """Return a built-in model of a family that a skew works for."""
+    return next(
+        name
+        for name, dims in KNOWN.items()
+        if dims.architecture == family and dims.hidden >= 2 * CHANNELS and not dims.tied
+    )
 
 
 def find_start(recipe: Recipe, hot: int, share: float) -> float:
