@@ -125,7 +125,8 @@ def rank(plan: Plan | None) -> tuple[float, ...]:
     longer = 128 if all_hot else max(128, chosen.chunk)
     worth = hot * KEPT_FOR_CHUNK ** -log2(longer)
     whole = chosen.chunk >= min(128, chosen.context)
-    return (whole, chosen.context, all_hot, worth, longer, chosen.parallel, chosen.chunk)
+    shared = (chosen.parallel, chosen.cache_tokens)  # what all sequences have counts before chunks
+    return (whole, chosen.context, all_hot, worth, longer, *shared, chosen.chunk)
 
 
 @settings(max_examples=60, deadline=None)
@@ -147,6 +148,9 @@ def test_the_lines_never_exceed_a_device_unless_the_plan_does_not_fit(
 
 @settings(max_examples=60, deadline=None)
 @given(models(), kinds, percents, st.integers(0, 80), fixed_options())
+@example(  # a page more of cache, and a shorter chunk
+    made_up([F] * 3, 0, 256, 32768, False), "gpu", 36, 4, Options(parallel=7, kv_type="f16")
+)
 def test_more_memory_never_gives_a_worse_plan(
     model: ModelShape, kind: str, percent: int, more: int, options: Options
 ) -> None:
