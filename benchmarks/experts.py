@@ -254,7 +254,7 @@ def _last(result: Result) -> str:
 HEADS = (
     "hot experts", "routing", "cold by (layers)", "decode tok/s", "prompt 512", "prompt 2048",
     "hits", "GPU busy, decode / prompt", "of it waiting", "link GB/s, decode", "link GB/s, prompt",
-    "CPU GB/s", "peak of plan, GB",
+    "CPU GB/s", "peak of plan, GB", "load, s",
 )  # fmt: skip
 
 
@@ -279,10 +279,8 @@ def row(config: Config, report: Mapping[str, Any]) -> list[str]:
     use, memory = decode.get("experts") or {}, report["memory"]
     wait = use.get("ms_per_token", {}).get("wait")
     step_ms = 1e3 * decode["step_s"] if decode else 0.0
-    speeds = [
-        decode.get("tokens_per_s"),
-        *(prompts.get(n, {}).get("tokens_per_s") for n in PROMPTS),
-    ]
+    speeds = [decode.get("tokens_per_s")]
+    speeds += [prompts.get(count, {}).get("tokens_per_s") for count in PROMPTS]
     return [
         _paths(config, report),
         *(_beside(speed, config, at) for at, speed in enumerate(speeds)),
@@ -293,6 +291,7 @@ def row(config: Config, report: Mapping[str, Any]) -> list[str]:
         _rate(longest.get("experts") or {}, "stream"),
         _rate(use, "cpu"),
         f"{memory['peak_bytes'] / 1e9:.2f} of {memory['planned_bytes'] / 1e9:.2f}",
+        f"{report['load_s']:.1f}",
     ]
 
 

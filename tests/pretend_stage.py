@@ -34,21 +34,19 @@ class PretendedStage:
 
     def __init__(self, checkpoint: Checkpoint, gpu: DeviceSpec = GPU, **settings: object) -> None:
         given = {"context": 256, "parallel": 4, "kv_type": "f32", "dtype": "f32"} | settings
-        options = Options(device="cuda:0", **given)  # type: ignore[arg-type]
-        model = describe(checkpoint)
+        self.options = options = Options(device="cuda:0", **given)  # type: ignore[arg-type]
+        self.described = model = describe(checkpoint)
         host = replace(detect_cpu(), name="host", runs_layers=False)
-        self._plan = make_plan([model.shape], [gpu, host], options)
+        self.plan = make_plan([model.shape], [gpu, host], options)
         tensors = model.checkpoint.tensors
         self.counted: Counter[str] = Counter()
-        self.model = load_model(
-            model.config, tensors, self._plan, self._count, _some_hot(self._plan)
-        )
-        self._rings = _rings(model, self._plan)
+        self.model = load_model(model.config, tensors, self.plan, self._count, _some_hot(self.plan))
+        self._rings = _rings(model, self.plan)
 
     @property
     def planned(self) -> dict[str, int]:
         """The plan's bytes of the device's lines and the host's, by name."""
-        lines = (*self._plan.devices[0].lines, *self._plan.host.lines)
+        lines = (*self.plan.devices[0].lines, *self.plan.host.lines)
         sizes: Counter[str] = Counter()
         for line in lines:  # tables may be in both places
             sizes[line.name] += line.bytes
@@ -57,11 +55,14 @@ class PretendedStage:
     def _count(self, line: str, size: int) -> None:
         self.counted[line] += size
 
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        """Run a step; return the residual stream of its output rows."""
+        x = self.model.run(self._there(batch))
+        return x.index_select(0, batch.output_rows.to("cuda"))
+
     def logits(self, batch: Batch) -> torch.Tensor:
         """Run a step; return the logits of its output rows, in host memory."""
-        x = self.model.run(self._there(batch))
-        wanted = x.index_select(0, batch.output_rows.to("cuda"))
-        most = self._plan.settings.parallel
+        wanted, most = self.hidden(batch), self.plan.settings.parallel
         return torch.cat([self.model.logits(rows).cpu() for rows in wanted.split(most)])
 
     def _there(self, batch: Batch) -> DeviceBatch:
@@ -75,7 +76,7 @@ class PretendedStage:
             output_rows=batch.output_rows,
             tables=tables,
             span_rows=max(span.rows for span in spans),
-            context=self._plan.settings.context,
+            context=self.plan.settings.context,
         )
 
 

@@ -123,6 +123,7 @@ def test_the_last_object_of_an_output_counts() -> None:
 
 
 REPORT: dict[str, Any] = {
+    "load_s": 7.26,
     "prompts": [
         {"tokens": 512, "tokens_per_s": 1600.4, "experts": None},
         {
@@ -152,7 +153,7 @@ def test_the_table_has_every_figure_beside_what_it_must_be() -> None:
     assert lines[2] == (
         "| 60 % | uniform | auto (cpu 38, gpu 2) | 200.0 (must 130, aim 220) | "
         "1600 (must 1500, aim 3000) | 4000 (must 3500, aim 8000) | 60 % | 97 % / 60 % | 10 % | "
-        "10.0 (20 %) | 44.0 (80 %) | 50.0 | 12.30 of 12.50 |"
+        "10.0 (20 %) | 44.0 (80 %) | 50.0 | 12.30 of 12.50 | 7.3 |"
     )
 
 
@@ -280,6 +281,7 @@ def test_everything_is_written_to_one_file(
     assert [one["name"] for one in found["prepared"]] == ["calibrate", "uniform"]
     assert [one["status"] for one in found["results"]] == ["done", "left out"]
     assert found["results"][0]["report"]["memory"]["peak_bytes"] == 12.3e9
+    assert found["results"][0]["report"]["load_s"] == 7.26
     shown = capsys.readouterr().out
     assert (
         "60-uniform-auto: done in 1 s; decode 200.0 tok/s, prompts 1600 (512), 4000 (2048)" in shown

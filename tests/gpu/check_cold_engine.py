@@ -4,7 +4,8 @@ python -m tests.gpu.check_cold_engine [--only WORD ...] [--seconds 150]
 
 Needs the C++ module. What does not fit into the seconds is LEFT OUT, and said. Exits with 1 if a
 case failed, and with 2 if none failed but some were left out. Each family may run in a process of
-its own beside others (`--only laguna`); the cases of "worker" want all cores.
+its own beside others (`--only laguna`); those of no family want all cores. `test_gpu_cold` has the
+same cases as tests.
 """
 
 import argparse
@@ -28,11 +29,18 @@ from tests.gpu.kept import keep_code
 T = TypeVar("T")
 Case = tuple[str, Callable[[], str]]
 CPU_COLD = {"expert_budget": "30%", "cold": "cpu"}
+ALONE = "alone"  # the group of cases that are of no family
 
 
 def chosen(name: str, only: Sequence[str]) -> bool:
     """Tell whether a case is to run: no words, or one that its name has."""
     return not only or any(word in name for word in only)
+
+
+def group_of(name: str) -> str:
+    """Return the model and the type that a case is of, or that it is of none."""
+    family, kind = name.split()[:2]
+    return f"{family} {kind}" if family in cases.LIMITS else ALONE
 
 
 class Run:
@@ -82,31 +90,43 @@ class Once(Generic[T]):
         return self._made
 
 
-def worker_cases(path: Path) -> Iterator[Case]:
+def worker_cases(path: Once[Path]) -> Iterator[Case]:
     """Captured steps that ask the CPU, in one engine."""
     settings = {"device": cases.GPU, "context": 2048, **CPU_COLD}
 
     def all_of() -> str:
-        with cases.opened(path, **settings) as llm:
+        with cases.opened(path(), **settings) as llm:
             parts = (cases.told_experts, cases.long_answers, cases.with_pauses, cases.cancels)
             return "; ".join(f"{part.__name__}: {wrong}" for part in parts if (wrong := part(llm)))
 
     yield "worker: figures, long answers, pauses, cancelling", all_of
-    yield "worker: closing when idle", partial(cases.closes, path, busy=False)
-    yield "worker: closing in a step", partial(cases.closes, path, busy=True)
+    yield "worker: closing when idle", lambda: cases.closes(path(), busy=False)
+    yield "worker: closing in a step", lambda: cases.closes(path(), busy=True)
 
 
-def bf16_cases(name: str, path: Path) -> Iterator[Case]:
-    """Logits against those of all-hot experts."""
-    wanted, limit = Once(partial(cases.unpacked_logits, path)), cases.LIMITS[name]
+def bf16_cases(name: str, path: Once[Path]) -> Iterator[Case]:
+    """Logits and tokens against those of all-hot experts."""
+    wanted, limit = Once(lambda: cases.unpacked_logits(path())), cases.LIMITS[name]
+    shipped = Once(lambda: cases.logits(path()))  # short prompts multiply packed tiles there
+    tokens = Once(lambda: cases.unpacked_answers(path()))
 
     def against(case: Callable[..., str], *more: object, **settings: object) -> str:
-        return case(path, wanted(), *more, **settings)
+        return case(path(), wanted(), *more, **settings)
+
+    def near_shipped(share: str) -> str:
+        return cases.near(path(), shipped(), limit, expert_budget=share, cold="gpu")
+
+    def same_tokens(**settings: object) -> str:
+        return cases.same_tokens_of_gpu(path(), tokens(), **settings)
 
     for share in cases.SHARES:
         yield f"{name} bf16 gpu {share}", partial(against, cases.same_bits, share)
+        yield f"{name} bf16 gpu {share} and hot ones packed", partial(near_shipped, share)
         shared = partial(against, cases.near_when_shared, limit, share)
         yield f"{name} bf16 shared {share}", shared
+    yield f"{name} bf16 gpu 30% tokens", same_tokens
+    within = partial(same_tokens, swap_every="4")
+    yield f"{name} bf16 gpu 30% tokens, swaps within requests", within
     ways: dict[str, dict[str, object]] = {
         "cpu 0%": {"expert_budget": "0%", "cold": "cpu"},
         "cpu 30%": CPU_COLD,
@@ -119,19 +139,19 @@ def bf16_cases(name: str, path: Path) -> Iterator[Case]:
     yield f"{name} bf16 drop", partial(against, cases.drops, limit)
 
 
-def f32_cases(name: str, path: Path) -> Iterator[Case]:
+def f32_cases(name: str, path: Once[Path]) -> Iterator[Case]:
     """Tokens against those of the CPU's plain kernels."""
-    wanted = Once(partial(cases.exact_answers, path))
+    wanted = Once(lambda: cases.exact_answers(path()))
 
     def same(share: str, cold: str, **more: object) -> str:
-        return cases.same_tokens(path, wanted(), expert_budget=share, cold=cold, **more)
+        return cases.same_tokens(path(), wanted(), expert_budget=share, cold=cold, **more)
 
     def shared(share: str) -> str:
-        return cases.same_tokens_when_shared(path, wanted(), share)
+        return cases.same_tokens_when_shared(path(), wanted(), share)
 
     def dropped() -> str:
-        all_hot = cases.logits(path, **cases.EXACT)
-        return cases.drops(path, all_hot, cases.LIMITS[name], **cases.EXACT)
+        all_hot = cases.logits(path(), **cases.EXACT)
+        return cases.drops(path(), all_hot, cases.LIMITS[name], **cases.EXACT)
 
     for share, cold in [(share, cold) for share in ("100%", *cases.SHARES) for cold in cases.PATHS]:
         yield f"{name} f32 {cold} {share}", partial(same, share, cold)
@@ -150,17 +170,24 @@ def mixed_case(path: Path) -> str:
 
 
 def all_cases(folder: Path) -> Iterator[Case]:
-    """The cases, the most telling first; of every family before the next of one."""
-    paths = {name: cases.model_file(name, folder) for name in cases.LIMITS}
+    """The cases, the most telling first; of every family before the next of one.
+
+    A model is written when the first of its cases runs.
+    """
+    names = (*cases.LIMITS, "qwen35moe")
+    paths = {name: Once(partial(cases.model_file, name, folder)) for name in names}
     for cold in ("cpu", "gpu"):
-        memory = partial(cases.keeps_to_plan, paths["qwen3moe"], expert_budget="30%", cold=cold)
-        yield f"memory of a small card, {cold}", memory
+        yield f"memory of a small card, {cold}", partial(small_card, paths["qwen3moe"], cold)
     yield from worker_cases(paths["qwen35moe-wide"])
-    mixed = cases.model_file("qwen35moe", folder)
-    yield "some layers fused, others plain", partial(mixed_case, mixed)
-    made = [make(*model) for make in (bf16_cases, f32_cases) for model in paths.items()]
+    yield "some layers fused, others plain", lambda: mixed_case(paths["qwen35moe"]())
+    made = [make(name, paths[name]) for make in (bf16_cases, f32_cases) for name in cases.LIMITS]
     for cases_of_all in zip_longest(*made):
         yield from filter(None, cases_of_all)
+
+
+def small_card(path: Once[Path], cold: str) -> str:
+    """An engine keeps to the plan of a small card."""
+    return cases.keeps_to_plan(path(), expert_budget="30%", cold=cold)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from unittest.mock import patch
@@ -24,8 +24,9 @@ from tests.running import run_steps
 from tests.synth_models import write_model
 
 GPU = "cuda:0"
-# By model: how far logits in bf16 may be from all-hot ones where a CPU computes cold experts,
-# relative. Random weights of Gemma make much of what is rounded.
+# By model: how far logits in bf16 may be from all-hot ones where a CPU computes cold experts, or
+# where short prompts unpack cold experts and not hot ones, relative. Random weights of Gemma make
+# much of what is rounded.
 LIMITS: Mapping[str, float] = MappingProxyType(
     {
         "qwen3moe": 0.03,
@@ -49,6 +50,7 @@ PROMPTS = [
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 SETTINGS = {"context": 256, "parallel": 3, "chunk": 40, "routing_stats": "off"}
 EXACT = {"dtype": "f32", "kv_type": "f32"}
+SHORT = {"dtype": "bf16", "kv_type": "bf16"}
 # Whole, in chunks, in few rows at a time, and token by token, all together.
 PIECES = [[90], [40, 3, 47], [20, 12, 30, 1, 7, 20], [60] + [1] * 30]
 TEXT = torch.randint(300, 1000, (90,), generator=torch.Generator().manual_seed(90)).tolist()
@@ -90,23 +92,42 @@ def ask(llm: LLM) -> Tokens:
     return [done.token_ids for done in llm.generate(PROMPTS, GREEDY)]
 
 
+def ask_one_by_one(llm: LLM) -> Tokens:
+    """The same, one after another: in 16 bits, rows of another prompt in a step may be seen."""
+    return [llm.generate([prompt], GREEDY)[0].token_ids for prompt in PROMPTS]
+
+
 def exact_answers(path: Path) -> Tokens:
     """What the plain kernels of the CPU say in f32."""
     with opened(path, device="cpu", kernels="reference", **EXACT) as llm:
         return ask(llm)
 
 
-def same_tokens(path: Path, wanted: Tokens, **settings: object) -> str:
+def unpacked_answers(path: Path) -> Tokens:
+    """What a GPU says in bf16 where all experts are hot, and unpacked as cold ones are."""
+    with unpacked(), opened(path, device=GPU, **SHORT) as llm:
+        return ask_one_by_one(llm)
+
+
+def same_tokens(
+    path: Path, wanted: Tokens, asked: Callable[[LLM], Tokens] = ask, **settings: object
+) -> str:
     """In f32 the same tokens whatever is hot, before and after experts changed places."""
     moved, moves = 0, settings["expert_budget"] not in ("0%", "100%")
     with opened(path, device=GPU, **(EXACT | SWAPS | settings)) as llm:
         for turn in range(1 + moves):
             if turn:
                 moved = swaps_after_pause(llm)
-            if (found := ask(llm)) != wanted:
+            if (found := asked(llm)) != wanted:
                 return f"other tokens after {moved} swaps: {found} instead of {wanted}"
     print(f"  {moved} experts changed places", flush=True)
     return "no experts changed places between requests" if moves and not moved else ""
+
+
+def same_tokens_of_gpu(path: Path, wanted: Tokens, **settings: object) -> str:
+    """The same in bf16, in captured steps, where a GPU reads cold experts by itself."""
+    given = {"expert_budget": "30%", "cold": "gpu", **SHORT, **settings}
+    return same_tokens(path, wanted, ask_one_by_one, **given)
 
 
 def same_tokens_when_shared(path: Path, wanted: Tokens, share: str) -> str:
@@ -130,15 +151,22 @@ def swaps_after_pause(llm: LLM) -> int:
 
 def logits(path: Path, **settings: object) -> list[torch.Tensor]:
     """Logits of all rows in bf16."""
-    given = {"device": GPU, "dtype": "bf16", "kv_type": "bf16", "chunk": 256} | settings
+    given = {"device": GPU, "chunk": 256} | SHORT | settings
     found = run_steps(open_checkpoint(path), [TEXT] * len(PIECES), PIECES, HEAD_ROWS, **given)
     free_memory()
     return found
 
 
-def unpacked_logits(path: Path) -> list[torch.Tensor]:
-    """The same of all-hot experts that short prompts unpack, as they do cold ones."""
+@contextlib.contextmanager
+def unpacked() -> Iterator[None]:
+    """Let short prompts unpack hot experts, as they do cold ones."""
     with patch.object(sizes, "SORTED_PICKS", 0):
+        yield
+
+
+def unpacked_logits(path: Path) -> list[torch.Tensor]:
+    """The same of all-hot experts that are unpacked."""
+    with unpacked():
         return logits(path)
 
 
@@ -167,7 +195,7 @@ def shared_layers() -> Iterator[None]:
 
 
 def near(path: Path, wanted: list[torch.Tensor], limit: float, **settings: object) -> str:
-    """Logits are within the tolerance where a CPU computes some experts; tells how far."""
+    """Logits are within the tolerance of all-hot ones; tells how far they are."""
     found = logits(path, **settings)
     worst = apart(found, wanted)
     print(f"  {worst:.1e} from all-hot", flush=True)

@@ -12,9 +12,8 @@ PYTEST = (
     "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-o", "addopts=", "-v", "--tb=short",
     "--import-mode", "importlib", "--durations", "6", "-o", "faulthandler_timeout=150",
 )  # fmt: skip
-# In how many processes the tests of a file run; those of a family's model in one.
+# In how many processes the tests of a file run.
 PARTS = {
-    "test_gpu_families": len(MODELS),
     "test_gpu_kernels": 10,
     "test_gpu_older": 4,
     "test_gpu_table": 12,
@@ -23,8 +22,6 @@ PARTS = {
 NO_TESTS = 5  # pytest's exit where it found none to run
 # What a test file says of itself where another package may be missing: no tests are no failure.
 MAY_BE_EMPTY = "check_all: may be empty"
-# Tests whose cases check_cold_engine has, too.
-LEFT_OUT = {"test_gpu_cold"}
 # Scripts whose cases are tests: they run only to measure.
 AS_TESTS = frozenset(
     f"check_{part}"
@@ -40,13 +37,17 @@ COLD_FAMILIES = (
 COLD_TYPES = ("f32", "bf16")
 COLD_ALONE = ("worker", "memory", "some layers")  # which want all cores, or time what they see
 COLD_SECONDS = "300"
+COLD_GROUPS = (*(f"{name} {kind}" for name in COLD_FAMILIES for kind in COLD_TYPES), "alone")
+# The tests of a model in a process each.
+MODEL_PARTS = {"test_gpu_families": tuple(MODELS), "test_gpu_cold": COLD_GROUPS}
+BY_SCRIPT = {"test_gpu_cold alone"}  # which check_cold_engine runs when nothing runs beside
 LEFT_OUT_CODE = 2  # that check_cold_engine exits with where cases are left out and none failed
 # Scripts of which several processes run a part each: their arguments.
 DIVIDED = {
     "check_engine": (("laguna", "qwen3"), ("gemma4", "llama"), ("qwen3moe", "qwen35")),
 }
 # What takes longest, first, so that nothing long is begun in the end.
-LONGEST = ("check_models", "check_cold_engine", "check_engine", "moe", "laguna")
+LONGEST = ("check_models", "test_gpu_cold", "check_engine", "moe", "laguna")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class Outcome:
 
 def jobs(only: str, bench: bool) -> tuple[list[Job], list[Job]]:
     """Return what may run side by side, the longest first, and what must run alone."""
-    beside = [*_tests(), *_cold()]
+    beside = list(_tests())
     alone = [_script("check_cold_engine", "--only", *COLD_ALONE, "--seconds", COLD_SECONDS)]
     for name in sorted(path.stem for path in FOLDER.glob("check_*.py")):
         if name in ALONE:
@@ -130,17 +131,14 @@ def _script(name: str, *arguments: str) -> Job:
     return Job(" ".join([name, *shown]), ("-m", f"tests.gpu.{name}", *arguments))
 
 
-def _cold() -> Iterator[Job]:
-    for word in (f"{family} {kind}" for family in COLD_FAMILIES for kind in COLD_TYPES):
-        yield _script("check_cold_engine", "--only", word, "--seconds", COLD_SECONDS)
-
-
 def _tests() -> Iterator[Job]:
-    for name in sorted({path.stem for path in FOLDER.glob("test_gpu_*.py")} - LEFT_OUT):
+    for name in sorted(path.stem for path in FOLDER.glob("test_gpu_*.py")):
         path = str((FOLDER / f"{name}.py").relative_to(Path.cwd()))
         empty = MAY_BE_EMPTY in (FOLDER / f"{name}.py").read_text()
-        parts = PARTS.get(name, 1)
-        for part in range(1, parts + 1):
-            model = list(MODELS)[part - 1] if parts == len(MODELS) else f"{part}/{parts}"
-            words = [name, model] if parts > 1 else [name]
-            yield Job(" ".join(words), (*PYTEST, path), {VARIABLE: f"{part}/{parts}"}, empty)
+        count = PARTS.get(name, 1)
+        parts = MODEL_PARTS.get(name, tuple(f"{n}/{count}" for n in range(1, count + 1)))
+        for number, part in enumerate(parts, 1):
+            full = f"{name} {part}" if len(parts) > 1 else name
+            if full not in BY_SCRIPT:
+                variables = {VARIABLE: f"{number}/{len(parts)}"}
+                yield Job(full, (*PYTEST, path), variables, empty)

@@ -18,6 +18,7 @@ from headroom.memory.targets import plan_devices
 from headroom.models.describe import describe
 from headroom.options import load_options
 from headroom.split.launch import start_pipeline
+from headroom.split.memory_check import limit_memory
 from headroom.split.pipeline import Pipeline
 from tests.gpu.kept import keep_code
 
@@ -41,6 +42,7 @@ def open_pipeline(path: Path, **settings: object) -> tuple[Pipeline, Plan]:
     model = describe(open_checkpoint(path))
     options = load_options({"model": str(path), **settings})
     plan = make_plan([model.shape], plan_devices(options), options)
+    limit_memory(plan, options.device_memory)
     return start_pipeline(plan, model), plan
 
 

@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.check_all import environment, outcomes, run
-from tests.gpu.check_cold_engine import Run, all_cases, chosen
+from tests.gpu.check_cold_engine import ALONE, Run, all_cases, chosen, group_of
 from tests.gpu.check_engine import FAMILIES
 from tests.gpu.cold_cases import LIMITS, PATHS, SHARES
 from tests.gpu.jobs import (
     AS_TESTS,
     COLD_ALONE,
     COLD_FAMILIES,
+    COLD_GROUPS,
     COLD_TYPES,
-    LEFT_OUT,
-    PYTEST,
     Job,
     Outcome,
     jobs,
@@ -35,7 +34,7 @@ def test_every_script_and_every_test_file_is_run() -> None:
     beside, alone = jobs("", bench=True)
     words = " ".join(word for job in (*beside, *alone) for word in job.arguments)
     for path in (*FOLDER.glob("check_*.py"), *FOLDER.glob("test_gpu_*.py")):
-        assert path.stem in {"check_all", "check_older", *LEFT_OUT} or path.stem in words
+        assert path.stem in {"check_all", "check_older"} or path.stem in words
     assert "check_matmul --bench" in {job.name for job in alone}
     assert [job.name for job in jobs("check_route", bench=True)[1]] == ["check_route --bench"]
 
@@ -63,22 +62,29 @@ def test_each_test_is_in_one_part(parts: int) -> None:
     assert found == Counter(set(keys))
 
 
-def test_a_process_collects_its_part_of_a_file() -> None:
-    command = [sys.executable, *PYTEST, "--collect-only", "-q", "-q"]
+@pytest.mark.parametrize(
+    ("file", "part", "name"),
+    [("test_gpu_families", "3/14", "qwen3moe"), ("test_gpu_cold", "6/13", "laguna bf16")],
+)
+def test_a_process_collects_its_part_of_a_file(file: str, part: str, name: str) -> None:
+    job = next(job for job in jobs(file, bench=False)[0] if job.variables[VARIABLE] == part)
     done = subprocess.run(
-        [*command, str(FOLDER / "test_gpu_families.py")],
-        env=os.environ | {VARIABLE: "3/14"}, capture_output=True, text=True, timeout=200,
+        [sys.executable, *job.arguments, "--collect-only", "-q", "-q"],
+        env=os.environ | job.variables, capture_output=True, text=True, timeout=200,
         check=False, cwd=FOLDER.parent.parent,
     )  # fmt: skip
     found = [line for line in done.stdout.splitlines() if "::" in line]
     assert found
-    assert all("[qwen3moe" in line for line in found)
+    assert all(f"[{name}" in line for line in found)
+    assert job.name == f"{file} {name}"
 
 
 def test_every_family_has_its_process() -> None:
-    beside, alone = jobs("check_cold_engine", bench=False)
+    beside, none_alone = jobs("test_gpu_cold", bench=False)
+    none_beside, alone = jobs("check_cold_engine", bench=False)
+    assert none_alone == none_beside == []
     assert set(COLD_FAMILIES) == set(LIMITS)
-    assert len(beside) == 2 * len(LIMITS)
+    assert {job.name for job in beside} == {f"test_gpu_cold {name}" for name in COLD_GROUPS[:-1]}
     assert set(COLD_ALONE) <= set(alone[0].arguments)
     engines = [name for job in jobs("check_engine", bench=False)[0] for name in job.arguments[2:]]
     assert sorted(engines) == sorted(FAMILIES)
@@ -86,12 +92,12 @@ def test_every_family_has_its_process() -> None:
 
 def test_every_case_of_cold_experts_runs_in_one_process(tmp_path: Path) -> None:
     names = [name for name, _ in all_cases(tmp_path)]
-    words = [
-        job.arguments[job.arguments.index("--only") + 1 : job.arguments.index("--seconds")]
-        for part in jobs("check_cold_engine", bench=False)
-        for job in part
-    ]
-    assert {sum(chosen(name, only) for only in words) for name in names} == {1}
+    assert {group_of(name) for name in names} == set(COLD_GROUPS)
+    assert not list(tmp_path.iterdir())  # to name them writes no models
+    alone = jobs("check_cold_engine", bench=False)[1][0].arguments
+    words = alone[alone.index("--only") + 1 : alone.index("--seconds")]
+    for name in names:
+        assert chosen(name, words) == (group_of(name) == ALONE)
     for family in LIMITS:
         for share in (*SHARES, "100%"):
             assert {f"{family} f32 {path} {share}" for path in PATHS} <= set(names)
@@ -135,7 +141,7 @@ def test_a_file_without_tests_fails_unless_it_says_that_it_may_be_empty() -> Non
 def test_what_takes_longest_is_begun_first() -> None:
     names = [job.name for job in jobs("", bench=False)[0]]
     assert names[0] == "check_models"
-    assert names.index("check_cold_engine --only laguna f32") < names.index("check_code_cache")
+    assert names.index("test_gpu_cold laguna f32") < names.index("check_code_cache")
     assert names.index("test_gpu_families gemma4-moe") < names.index("test_gpu_families llama")
 
 

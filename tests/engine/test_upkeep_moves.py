@@ -1,0 +1,174 @@
+"""The engine's upkeep moves real experts of a pretended GPU, and answers stay what they are."""
+
+import gc
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from headroom.engine.engine import Engine
+from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent, TokenLogprobs
+from headroom.formats.checkpoint import Checkpoint, open_checkpoint
+from headroom.layers.batch import Batch
+from headroom.moe.store_swaps import StoreSwaps
+from headroom.split.expert_records import read_records
+from headroom.split.pipeline import Pipeline
+from headroom.split.placing import expert_layers
+from headroom.split.results import HostResult
+from headroom.split.stages import Stage
+from headroom.split.upkeep import open_upkeep
+from tests.families import PROMPT, variant
+from tests.pretend_cuda import Pretence, pretend_cuda
+from tests.pretend_stage import PretendedStage
+
+# The first one again: what it chose has become hot by then, and is read.
+PROMPTS = (PROMPT[:4], PROMPT[:4], PROMPT[6:9])
+# Wrong experts may leave the likeliest tokens as they are, but no probability.
+PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
+SETTINGS: dict[str, Any] = {"context": 64, "chunk": 4, "kernels": "reference"}
+HALF_COLD: dict[str, Any] = {"expert_budget": "50%", "swap_min_gain": 0.5, "swap_per_layer": 2}
+MOVED_S = 60.0  # that swaps are waited for
+
+Answer = list[tuple[int | None, TokenLogprobs | None]]
+
+
+class OnPretendedGpu(Stage):
+    """Steps of a pretended GPU, whose tokens the host draws."""
+
+    def __init__(self, stage: PretendedStage) -> None:
+        super().__init__("cuda:0", stage.model)
+        self._pretended = stage
+
+    def step(self, batch: Batch, draws: Sequence[object] = ()) -> HostResult:
+        model = self._pretended.model
+        return HostResult(self._pretended.hidden(batch), lambda rows: model.logits(rows).cpu())
+
+    def held_bytes(self) -> int:
+        return 0
+
+
+class PretendingEngine(Engine):
+    """Its thread has the GPU that is not there, too."""
+
+    def _run(self) -> None:
+        with Pretence():
+            super()._run()
+
+
+class Watched(StoreSwaps):
+    """Notes how many requests run when two experts change sides."""
+
+    engine: Engine
+    running: list[int]
+
+    def turn(self) -> None:
+        super().turn()
+        self.running.append(self.engine.stats().requests_running)
+
+
+@contextmanager
+def opened(checkpoint: Checkpoint, **settings: Any) -> Iterator[tuple[Engine, Watched | None]]:
+    """An engine as `open_engine` makes it, and its experts where some are cold."""
+    stage = PretendedStage(checkpoint, routing_stats="off", **(SETTINGS | settings))
+    model, plan, swaps = stage.described, stage.plan, None
+    if (hybrid := stage.model.hybrid) is not None:
+        layers = expert_layers(model.shape, plan)
+        swaps = Watched(hybrid.store, layers, same_bits=hybrid.same_bits)
+        swaps.running = []
+    meter = None if hybrid is None else hybrid.meter
+    pipeline = Pipeline(OnPretendedGpu(stage), model.config.vocab, {}, 0, swaps, meter)
+    upkeep = open_upkeep(pipeline, read_records(model, stage.options))
+    engine = PretendingEngine(pipeline, plan.settings, 4, upkeep)
+    if swaps is not None:
+        swaps.engine = engine
+    try:
+        yield engine, swaps
+    finally:
+        engine.close()
+
+
+def answer(engine: Engine, prompt: Sequence[int]) -> Answer:
+    """Tokens and their probabilities."""
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    request = GenerationRequest(
+        id=str(prompt), prompt=tuple(prompt), params=PARAMS, stop_ids=frozenset()
+    )
+    engine.submit(request, events.put)
+    found = [events.get(timeout=60)]
+    while found[-1].finish_reason is None:
+        found.append(events.get(timeout=60))
+    assert found[-1].finish_reason == "length", found[-1].error
+    return [(event.token, event.logprobs) for event in found]
+
+
+def wait_for_swap(swaps: Watched, count: int) -> None:
+    """Wait until so many experts have changed sides."""
+    until = time.monotonic() + MOVED_S
+    while len(swaps.running) < count and time.monotonic() < until:
+        time.sleep(0.01)
+    assert len(swaps.running) >= count
+
+
+@pytest.fixture(autouse=True)
+def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give memory back to the pretended driver that lent it."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A model with experts."""
+    return open_checkpoint(variant("qwen3moe").save_gguf(tmp_path_factory.mktemp("m") / "m.gguf"))
+
+
+@pytest.fixture(scope="module")
+def wanted(checkpoint: Checkpoint) -> list[Answer]:
+    """What it says where all of them are hot."""
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        pretend_cuda(monkeypatch),
+        opened(checkpoint) as (engine, swaps),
+    ):
+        assert swaps is None
+        return [answer(engine, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("cold", ["auto", "gpu"])
+def test_swaps_between_requests_move_experts_and_change_no_answer(
+    checkpoint: Checkpoint,
+    wanted: list[Answer],
+    cold: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        pretend_cuda(monkeypatch),
+        opened(checkpoint, cold=cold, **HALF_COLD) as (engine, swaps),
+    ):
+        assert swaps is not None
+        before = swaps.placement().hot
+        found = [answer(engine, PROMPTS[0])]
+        wait_for_swap(swaps, 2)
+        moved = swaps.placement().hot
+        found += [answer(engine, prompt) for prompt in PROMPTS[1:]]
+    assert moved != before
+    assert [len(ids) for ids in moved] == [len(ids) for ids in before]
+    assert set(swaps.running) == {0}
+    assert found == wanted
+
+
+def test_swaps_within_a_request_move_experts_and_change_no_answer(
+    checkpoint: Checkpoint, wanted: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = HALF_COLD | {"cold": "gpu", "swap_every": "2"}
+    with pretend_cuda(monkeypatch), opened(checkpoint, **settings) as (engine, swaps):
+        assert swaps is not None
+        before = swaps.placement().hot
+        found = [answer(engine, prompt) for prompt in PROMPTS]
+        moved = swaps.placement().hot
+    assert moved != before
+    assert 1 in swaps.running
+    assert found == wanted
