@@ -29,7 +29,8 @@ LEFT_OUT = {"test_gpu_cold"}
 AS_TESTS = frozenset(
     f"check_{part}"
     for part in (
-        "attention", "delta_net", "experts", "load", "matmul", "older", "route", "sampler", "small",
+        "attention", "delta_net", "experts", "grouped", "load", "matmul", "older", "route",
+        "sampler", "small",
     )
 )  # fmt: skip
 # Memory of the whole GPU is read there: nothing may run beside.

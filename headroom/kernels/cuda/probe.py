@@ -33,6 +33,7 @@ _KINDS = {"GATE": Q4_K, "UP": Q4_K, "DOWN": Q4_K}
 _EXPERTS = _KINDS | {f"OWN_{part}": Q4_K for part in _KINDS} | {"GELU": 0, "LANES": 4}
 _SORTED = {"A_KIND": Q4_K, "B_KIND": Q4_K, "GATED": 1, "GELU": 0, "WARPS": 2, "STAGES": 1}
 _FEW = Shape(8, 8, 1, 1, 2).defines | {"KIND": Q4_K, "GROUPS": 1, "LANES": 4}
+_GROUPED = {"ROWS": 64, "STAGES": 4}
 _DELTA = {"HEADS": 32, "KEY_HEADS": 16, "TILED": 0, "TAPS": 4, "COLUMNS": 16}
 _CHUNKS = _DELTA | {"COLUMNS": 32, "HELD": 64}
 PROBES = (
@@ -50,7 +51,8 @@ PROBES = (
     Probe("experts", "experts.cu", "gate_up", _EXPERTS),
     Probe("experts of short prompts", "sorted.cu", "gate_up", _SORTED),
     Probe("unpacked experts", "unpack.cu", "unpack", _KINDS | {"WARPS": 4, "OUT_F16": 0}),
-    Probe("experts of many rows", "grouped.cu", "grouped", {"ROWS": 64, "STAGES": 4}, 80),
+    Probe("grouped products in bf16", "grouped.cu", "grouped", _GROUPED | {"HALVES": 0}, 80),
+    Probe("grouped products in f16", "grouped.cu", "grouped", _GROUPED | {"HALVES": 1}),
     Probe("experts of many rows in bf16", "many_experts.cu", "combine", {"GELU": 0}),
     Probe("experts of many rows in f16", "half_experts.cu", "activate", {"GELU": 0}),
     Probe("experts of the CPU", "handover.cu", "publish", WORDS),
@@ -80,10 +82,7 @@ def slower_on(sm: int) -> str:
     """Say what a GPU of an older compute capability runs in another way; "" where nothing."""
     if sm >= BF16_SM:
         return ""
-    return (
-        "products and attention compute in f16; in long prompts, the experts of a layer are "
-        "multiplied one after another and the host waits for each layer"
-    )
+    return "products and attention compute in f16"
 
 
 def try_compiler(device: int) -> str:
