@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headroom.errors import KernelError
+from headroom.errors import KernelError, is_out_of_memory
 from headroom.kernels.cuda.compile import compile_kernel
 from headroom.kernels.cuda.handover import WORDS
 from headroom.kernels.cuda.product_shapes import Shape
@@ -25,6 +25,14 @@ class Probe:
     kernel: str
     defines: Mapping[str, int]
     sm: int = 75  # the least compute capability that it is for
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How a kernel did."""
+
+    problem: str = ""  # why it does not run; "" where it does
+    out_of_memory: bool = False  # whether the GPU has no room for it
 
 
 _HEADS = {"DIM": 128, "K_KIND": BF16, "V_KIND": BF16}
@@ -65,8 +73,8 @@ PROBES = (
 def try_kernels(device: int) -> dict[str, str]:
     """Compile a kernel of every family for a GPU; return why it does not run, "" where it does."""
     major, minor = torch.cuda.get_device_capability(device)
-    with torch.cuda.device(device):
-        return {x.family: _too_old(x, 10 * major + minor) or _try(x) for x in PROBES}
+    sm = 10 * major + minor
+    return {x.family: _too_old(x, sm) or _try(x, device).problem for x in PROBES}
 
 
 def expect_kernels(sm: int) -> dict[str, str]:
@@ -85,15 +93,16 @@ def slower_on(sm: int) -> str:
     return "products and attention compute in f16"
 
 
-def try_compiler(device: int) -> str:
-    """Compile the smallest kernel for a GPU; return why that fails, "" where it works."""
-    with torch.cuda.device(device):
-        return _try(next(probe for probe in PROBES if probe.family == FIRST))
+def try_compiler(device: int) -> Trial:
+    """Compile the smallest kernel for a GPU, and load it."""
+    return _try(next(probe for probe in PROBES if probe.family == FIRST), device)
 
 
-def _try(probe: Probe) -> str:
+def _try(probe: Probe, device: int) -> Trial:
     try:
-        compile_kernel(probe.source, probe.kernel, probe.defines)
+        with torch.cuda.device(device):  # CUDA starts here, for which there may be no memory
+            compile_kernel(probe.source, probe.kernel, probe.defines)
     except (KernelError, RuntimeError, OSError, AttributeError) as error:
-        return str(error) or type(error).__name__
-    return ""
+        text = str(error).partition("\n")[0] if isinstance(error, RuntimeError) else str(error)
+        return Trial(text or type(error).__name__, is_out_of_memory(error))
+    return Trial()
