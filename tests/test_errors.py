@@ -37,9 +37,12 @@ def test_other_errors_are_not_taken_for_it(error: Exception) -> None:
 
 @pytest.mark.parametrize("first", [ENDS[0], OTHERS[0]], ids=["out of memory", "another"])
 def test_the_error_that_spoiled_a_capture_is_found(first: Exception) -> None:
-    with pytest.raises(RuntimeError, match="due to a previous error") as last:
+    def capture() -> None:
         try:
             raise first
         finally:
             raise RuntimeError("CUDA error: operation failed due to a previous error")
+
+    with pytest.raises(RuntimeError, match="due to a previous error") as last:
+        capture()
     assert is_out_of_memory(last.value) == (first is ENDS[0])
