@@ -44,3 +44,25 @@ class RequestError(HeadroomError):
 
 class CapacityError(HeadroomError):
     """A request is right but cannot be taken now: the queue is full or memory is short."""
+
+
+# As the driver, torch and its libraries word it, cuBLAS at its start with the last of these; "can't
+# allocate memory" is said of the host's.
+_OUT_OF_MEMORY = (
+    *("out of memory", "outofmemory", "status_alloc_failed"),
+    "cublas_status_not_initialized",
+)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether a GPU's memory has ended, or pinned memory, whoever says so.
+
+    The driver says it in kernels of our own, torch in an error of its own or of no kind, and what
+    ends a capture hides the error that spoiled it.
+    """
+    while error is not None:
+        text = f"{type(error).__name__} {error}".lower()
+        if isinstance(error, RuntimeError | KernelError) and any(x in text for x in _OUT_OF_MEMORY):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -14,7 +14,7 @@ from typer.main import get_command
 from typer.utils import get_params_from_function
 
 from headroom import __version__
-from headroom.errors import HeadroomError, OptionError, PlanError
+from headroom.errors import HeadroomError, OptionError, PlanError, is_out_of_memory
 
 FAILED, WRONG_USAGE, DOES_NOT_FIT, INTERRUPTED = 1, 2, 3, 130
 EPILOG = (
@@ -116,6 +116,9 @@ def one_line(error: Exception) -> str:
         return " ".join(str(error).split())
     if isinstance(error, UnicodeDecodeError):  # only standard input is decoded without a net
         return f"The input is not {error.encoding} text: {error.reason} at byte {error.start}."
+    if is_out_of_memory(error):
+        told = str(error).partition("\n")[0]
+        return f"{told} (too little memory of a GPU is free; headroom doctor shows how much)"
     return f"{type(error).__name__}: {error} (a bug in headroom; --debug shows where)"
 
 

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import torch
 
+from headroom.errors import DeviceError, is_out_of_memory
 from headroom.kernels.cuda.compile import CODE
 from headroom.kernels.cuda.probe import try_compiler, try_kernels
-from headroom.memory.readiness import GpuFacts, TorchFacts
+from headroom.memory.drivers import gpu_holders
+from headroom.memory.gpus import driver_memory
+from headroom.memory.readiness import GpuFacts, GpuMemory, TorchFacts
 
 __all__ = ["gpu_memory", "keep_code", "read_gpu", "read_torch", "try_kernels"]
 
@@ -35,11 +38,15 @@ def read_gpu(known: GpuFacts, torch_facts: TorchFacts) -> GpuFacts:
     if index >= torch_facts.count:
         return known
     major, minor = torch.cuda.get_device_capability(index)
+    trial, full = try_compiler(index), None
+    if trial.out_of_memory:
+        full = GpuMemory(*driver_memory(known.name), tuple(gpu_holders(known.name)))
     return replace(
         known,
         product=torch.cuda.get_device_name(index),
         sm=10 * major + minor,
-        compiler=try_compiler(index),
+        compiler=trial.problem,
+        full=full,
     )
 
 
@@ -50,4 +57,10 @@ def keep_code(home: Path) -> None:
 
 def gpu_memory(name: str) -> tuple[int, int]:
     """Return the bytes of a GPU that are free now, and all that it has."""
-    return torch.cuda.mem_get_info(name)
+    try:
+        return torch.cuda.mem_get_info(name)
+    except RuntimeError as error:
+        if is_out_of_memory(error):  # CUDA itself had no room to start
+            return driver_memory(name)
+        told = str(error).partition("\n")[0].rstrip(".")
+        raise DeviceError(f"{name} does not start: {told}.", hint="See headroom doctor.") from error

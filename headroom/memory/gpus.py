@@ -18,6 +18,17 @@ def detect_gpus() -> list[DeviceSpec]:
     return read_nvidia(ask_gpus(_QUERY)) + read_amd(Path("/sys/class/kfd/kfd/topology/nodes"))
 
 
+def driver_memory(name: str) -> tuple[int, int]:
+    """Return the bytes of a GPU that are free, and all of them, as its driver tells.
+
+    Torch tells it only where CUDA starts, for which a full GPU has no room.
+    """
+    for device in detect_gpus():
+        if device.name == name:
+            return device.available_bytes, device.total_bytes
+    return 0, 0
+
+
 def find_gpu(name: str, found: list[DeviceSpec]) -> DeviceSpec:
     """Return the GPU of this machine called `cuda:0` or `hip:1`."""
     for device in found:

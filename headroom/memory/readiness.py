@@ -25,6 +25,24 @@ class TorchFacts:
     archs: tuple[str, ...] = ()  # architectures of its own kernels: "sm_90", "compute_120"
 
 
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process that holds memory of a GPU."""
+
+    pid: int
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """The memory of a GPU, in bytes, and who holds it, most first."""
+
+    free: int
+    total: int
+    holders: tuple[Holder, ...]  # none where all is hidden
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
     """What is known of one GPU beside its memory."""
@@ -34,6 +52,7 @@ class GpuFacts:
     sm: int = 0  # 10 x major + minor; 0 where unknown
     driver: str = ""
     compiler: str = ""  # why kernels cannot be compiled for it; "" where they can, or were not
+    full: GpuMemory | None = None  # where it has no room for a kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +61,6 @@ class Refusal:
 
     message: str
     hint: str
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A process that holds memory of a GPU."""
-
-    pid: int
-    name: str
-    bytes: int
 
 
 def refuse_gpu(torch: TorchFacts, gpu: GpuFacts, dtype: str | None = None) -> Refusal | None:
@@ -139,6 +149,12 @@ def _refuse_sm(torch: TorchFacts, gpu: GpuFacts, dtype: str | None) -> Refusal |
 def _refuse_compiler(gpu: GpuFacts) -> Refusal | None:
     if not gpu.compiler:
         return None
+    if (memory := gpu.full) is not None:
+        return Refusal(
+            f"{gpu.name} has {gib(memory.free)} of {gib(memory.total)} free, too little to start "
+            f"CUDA and load a kernel; {_held_rest(memory.holders)}.",
+            "End what holds it, or choose another --device.",
+        )
     return Refusal(
         f"Kernels cannot be compiled for {gpu.name}: {gpu.compiler.rstrip('.')}.",
         "NVRTC comes with CUDA builds of torch; see headroom doctor --kernels.",
@@ -164,10 +180,9 @@ def refuse_memory(
     free, total = memory
     if needed <= free:
         return None
-    held = _told(holders)
     return Refusal(
         f"{name} has {gib(free)} of {gib(total)} free and the plan needs {gib(needed)}; "
-        f"{held + ' hold the rest' if held else 'who holds the rest is not known'}.",
+        f"{_held_rest(holders)}.",
         "End what holds it, or plan again with a smaller --context, --parallel or --chunk.",
     )
 
@@ -181,18 +196,23 @@ def held_by_others(name: str, held: int, holders: Sequence[Holder]) -> Refusal:
     )
 
 
+def _held_rest(holders: Sequence[Holder]) -> str:
+    return f"{_told(holders)} hold the rest" if holders else "who holds the rest is not known"
+
+
 def _told(holders: Sequence[Holder]) -> str:
     return ", ".join(f"{who.name} (pid {who.pid}) {gib(who.bytes)}" for who in holders)
 
 
 def out_of_memory(
-    while_: str, name: str, planned: int, allocated: int, memory: tuple[int, int]
+    while_: str, name: str, planned: int, allocated: int, memory: GpuMemory
 ) -> Refusal:
-    """Say that memory ended where the plan had some left."""
-    free, total = memory
+    """Say that memory ended where the plan had some left, and which others hold some."""
+    held = _told(memory.holders)
+    others = f"{held} hold memory, too" if held else "no other process is known to hold any"
     return Refusal(
         f"{name} ran out of memory while {while_}: {gib(allocated)} of {gib(planned)} planned were "
-        f"allocated, and {gib(free)} of {gib(total)} are free.",
+        f"allocated, and {gib(memory.free)} of {gib(memory.total)} are free; {others}.",
         "Choose a smaller --context, --parallel or --chunk, or end what else holds its memory.",
     )
 

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,9 @@ from headroom.split.step_inputs import StepInputs, StepKind, kind_of
 log = logging.getLogger(__name__)
 
 BUCKETS = (1, 2, 4, 8, 16, FEW_ROWS)  # rows of captured steps
+# Rows that have kernels of their own where they are not filled up to a bucket: products are made
+# for 1, 2, 4 and 8 rows, and then for every eight.
+OWN_SIZES = (1, 2, 4, 8, 16, 24, FEW_ROWS)
 WARM_UPS = 2  # runs before a capture: kernels are compiled and memory is taken then
 
 DrawnRow = tuple[int, Draw]  # a place among a step's output rows, and how its token is drawn
@@ -163,8 +167,11 @@ class DeviceStage:
         of few rows. Smaller ones in which a sequence has several rows run once, and are captured
         when one is first asked for, as are those with draft trees, whose kernels are the same: that
         takes the time of three runs without a graph. A model with parts that wait for the host
-        is not captured: all its steps just run.
+        is not captured: all its steps just run, and each size runs once here. So does a long step,
+        of one sequence and of as many as there may be, whose kernels may differ.
         """
+        most, together = self._settings.rows, min(self._settings.parallel, FEW_ROWS)
+        sequences = sorted({min(size, together) for size in OWN_SIZES})
         with self._here(), torch.inference_mode():
             if self._model.capturable:
                 sizes = [size for size in BUCKETS if size < 2 * self._settings.parallel]
@@ -174,7 +181,16 @@ class DeviceStage:
                     self._few.clear()
                     self._begin_few()
                     self._run_few(self._kind(size, size))
-            self._warm_up(min(FEW_ROWS + 1, self._settings.rows))
+            else:
+                for count in sequences:
+                    self._warm_up([1] * count)
+                for size in (size for size in OWN_SIZES[1:] if size < most):
+                    self._warm_up([size])
+            self._warm_up([min(FEW_ROWS + 1, most)])
+            if together > 1 and most > FEW_ROWS:
+                hidden = self._warm_up([FEW_ROWS + 2 - together] + [1] * (together - 1))
+                for count in sequences:  # some of which may be drawn for
+                    self._sampler.draw(self._model.logits(hidden[:count]))
             if self._model.routing is not None:
                 self._model.routing.clear()
 
@@ -231,12 +247,27 @@ class DeviceStage:
     def _kind(self, rows: int, span_rows: int = FEW_ROWS) -> StepKind:
         return StepKind(rows, span_rows, self._settings.context, self._settings.page_size)
 
-    def _warm_up(self, rows: int) -> None:
-        """Run a long step over pages that nobody has yet, and draw from it."""
-        zeros, where = torch.zeros(rows, dtype=torch.int64), torch.arange(rows)
-        span = Span(0, rows, 0, torch.zeros(1, dtype=torch.int64))
-        result = self._run(Batch(zeros, where, where, (span,), where[-1:]), [])
-        self._sampler.draw(self._model.logits(result.hidden))
+    def _warm_up(self, counts: Sequence[int]) -> torch.Tensor:
+        """Run a step of sequences with so many rows over pages that nobody has yet, and draw.
+
+        Return the last row of each.
+        """
+        rows, page = sum(counts), torch.zeros(1, dtype=torch.int64)
+        ends = list(accumulate(counts))
+        spans = tuple(
+            Span(end - count, count, 0, page, slot)
+            for slot, (count, end) in enumerate(zip(counts, ends, strict=True))
+        )
+        batch = Batch(
+            tokens=torch.zeros(rows, dtype=torch.int64),
+            positions=torch.cat([torch.arange(count) for count in counts]),
+            slots=torch.arange(rows),
+            spans=spans,
+            output_rows=torch.tensor(ends) - 1,
+        )
+        hidden = self._run(batch, []).hidden
+        self._sampler.draw(self._model.logits(hidden))
+        return hidden
 
     def _replay(self, batch: Batch, drawn: list[DrawnRow]) -> DeviceResult:
         """Run a step of few rows as it was captured: drawing is its end."""

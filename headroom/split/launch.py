@@ -1,6 +1,7 @@
 """start_pipeline(): a planned model becomes weights on devices."""
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -8,15 +9,16 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from headroom.errors import DeviceError
+from headroom.errors import DeviceError, is_out_of_memory
 from headroom.layers.config import AttentionConfig
 from headroom.layers.device_rows import FEW_ROWS
 from headroom.layers.draws import DeviceSampler
 from headroom.layers.gpu import gpu_memory
 from headroom.layers.threads import set_threads, warn_of_slow_kernels
+from headroom.memory.drivers import gpu_holders
 from headroom.memory.layout import DevicePlan
 from headroom.memory.plan import Plan
-from headroom.memory.readiness import out_of_memory
+from headroom.memory.readiness import GpuMemory, out_of_memory
 from headroom.models.describe import ModelDescription
 from headroom.models.load import load_model
 from headroom.models.model import Model
@@ -64,7 +66,7 @@ def start_pipeline(
     open_device_memory(device.name)
     # Weights go to the current GPU, whatever its number.
     current = torch.cuda.device(device.name) if device.kind == "cuda" else nullcontext()
-    with current, memory_told(device, allocated, "loading weights"):
+    with memory_told(device, allocated, "loading weights"), current:
         progress(0, total)
         loaded = load_model(model.config, model.checkpoint.tensors, plan, count, placement)
         progress(total, total)
@@ -95,10 +97,14 @@ def memory_told(device: DevicePlan, allocated: Mapping[str, int], while_: str) -
     """Turn a GPU's end of memory into an error that says what was planned and what is free."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
+        if device.kind != "cuda" or not is_out_of_memory(error):
+            raise
         lines = device.allocated
         planned, held = sum(lines.values()), sum(allocated.get(line, 0) for line in lines)
-        told = out_of_memory(while_, device.name, planned, held, gpu_memory(device.name))
+        others = tuple(who for who in gpu_holders(device.name) if who.pid != os.getpid())
+        memory = GpuMemory(*gpu_memory(device.name), others)
+        told = out_of_memory(while_, device.name, planned, held, memory)
         raise DeviceError(told.message, hint=told.hint) from error
 
 

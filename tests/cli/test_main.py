@@ -70,6 +70,15 @@ def test_an_error_is_one_line_and_an_exit_code(
     assert capsys.readouterr() == ("", "error: It broke. Mend it.\n")
 
 
+def test_a_full_gpu_is_no_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raise_in_plan(RuntimeError("CUDA error: out of memory\nand more"), monkeypatch)
+    assert run_command(["plan"]) == 1
+    told = "(too little memory of a GPU is free; headroom doctor shows how much)"
+    assert capsys.readouterr().err == f"error: CUDA error: out of memory {told}\n"
+
+
 @pytest.mark.parametrize("line", [["--debug", "plan"], ["plan", "--debug"]])
 def test_debug_shows_the_traceback_wherever_it_stands(
     line: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

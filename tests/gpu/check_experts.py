@@ -11,7 +11,7 @@ import torch
 
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import experts as fast
-from headroom.kernels.cuda import grouped, picks, sizes, sorted_experts
+from headroom.kernels.cuda import picks, sizes, sorted_experts
 from headroom.kernels.cuda.expert_tiles import OwnTiles
 from headroom.kernels.cuda.few_experts import choose_few_rows, few_rows
 from headroom.kernels.cuda.matmul import half_rows
@@ -254,55 +254,6 @@ def check_sorted(rows: int, experts: int, used: int, each: int) -> bool:
     return good
 
 
-def check_grouped(sizes: tuple[int, int, int], rows: int, used: int) -> bool:
-    """Our grouped product in tiles of each size: near float64, and with the same bits."""
-    experts, outputs, columns = sizes
-    ids = pick_experts(rows, experts, used)
-    ids[torch.rand(ids.shape, device=DEVICE) < 0.1] = -1
-    order = picks.sort_picks(ids, experts)
-    x = torch.randn(rows, columns, device=DEVICE).bfloat16()[order.rows]
-    weights = torch.randn(experts, outputs, columns, device=DEVICE).bfloat16()
-    small, large = (grouped.product(x, weights, order.ends, size) for size in grouped.STAGES)
-    again = grouped.product(x, weights, order.ends, next(iter(grouped.STAGES)))
-    worst, first = 0.0, 0
-    ends = order.ends.tolist()
-    for matrix, end in zip(weights, ends, strict=True):
-        wanted = x[first:end].double() @ matrix.double().T
-        apart = (small[first:end] - wanted).abs() / (wanted.abs() + columns**0.5 / 16)
-        worst = max(worst, float(apart.max())) if end > first else worst
-        first = end
-    same = torch.equal(small[:first], large[:first]) and torch.equal(small[:first], again[:first])
-    good = worst < 2**-8 and same
-    bits = "same bits" if same else "DIFFERENT BITS"
-    print(f"{'PASS' if good else 'FAIL'} grouped {sizes} x{rows} used {used}: {worst:.1e} {bits}")
-    return good
-
-
-def bench_grouped(name: str, sizes: tuple[int, int, int], rows: int, used: int) -> None:
-    """Times of one grouped product by torch, by ours, and expert by expert."""
-    experts, outputs, columns = sizes
-    order = picks.sort_picks(pick_experts(rows, experts, used), experts)
-    x = torch.randn(rows * used, columns, device=DEVICE).bfloat16()
-    weights = torch.randn(experts, outputs, columns, device=DEVICE, dtype=torch.bfloat16)
-    out, ends = x.new_empty(len(x), outputs), order.ends.tolist()
-
-    def by_expert() -> None:
-        for expert, (first, end) in enumerate(zip((0, *ends), ends, strict=False)):
-            if end > first:
-                torch.mm(x[first:end], weights[expert].T, out=out[first:end])
-
-    ways = {"torch.mm of each expert": by_expert}
-    for size in grouped.STAGES:
-        ways[f"ours, {size} rows"] = partial(grouped.product, x, weights, order.ends, size)
-    if picks.product_way(torch.device(DEVICE)) == "library":
-        ways["torch._grouped_mm"] = partial(torch._grouped_mm, x, weights.mT, offs=order.ends)
-    work, moved = 2 * len(x) * outputs * columns, 2 * weights.numel()
-    for way, run in ways.items():
-        took = time_us([run])
-        speed = f"{work / took / 1e6:.0f} TFLOP/s {moved / took / 1e3:.0f} GB/s of weights"
-        print(f"BENCH {name} {sizes} x{rows}, {way}: {took:.0f} us {speed}", flush=True)
-
-
 def bench_shapes(tiles: fast.ExpertTiles, used: int) -> None:
     """Times of rows sorted by expert, by the shape of blocks."""
     shapes = sorted_experts.SHAPES
@@ -377,7 +328,6 @@ def main() -> None:
     runs += [partial(check_chosen, *case) for case in known.CHOSEN]
     for kind in ("q4_k", "f16", "bf16"):
         runs.append(partial(check_alone, (kind, kind, kind), (6, 256, 512), 3))
-    runs += [partial(check_grouped, *case) for case in known.GROUPED if not small]
     runs += [partial(check_sorted, *case) for case in known.PICKS if not small]
     for run in runs:
         try:
@@ -386,9 +336,6 @@ def main() -> None:
             print("FAIL", run.args)
             traceback.print_exc(limit=4)
     if "--bench" in sys.argv:
-        for rows in (64, 512, 2048, 8192):
-            bench_grouped("gates and ups", (256, 1024, 2048), rows, 8)
-            bench_grouped("downs", (256, 2048, 512), rows, 8)
         bench("35B-A3B q4_k q6_k", known.MIXED, (256, 512, 2048), 8)
         bench("35B-A3B q4_k", ("q4_k", "q4_k", "q4_k"), (256, 512, 2048), 8)
         for kind in ("bf16", "f16"):

@@ -18,6 +18,7 @@ from tests.gpu import (
     check_attention,
     check_delta_net,
     check_experts,
+    check_grouped,
     check_matmul,
     check_models,
     check_route,
@@ -66,6 +67,8 @@ def checks(sm: int) -> Iterator[Check]:
     yield named(check_experts.check, ("bf16", "bf16", "f16"), (4, 264, 520), 5, 2, "silu")
     yield named(check_experts.check, MIXED, (4, 256, 512), 70, 2, "silu", "sorted")
     yield named(check_experts.check, ("bf16", "f16", "q8_0"), (4, 96, 520), 40, 2, "silu", "sorted")
+    for case in expert_cases.GROUPED[2:]:
+        yield named(check_grouped.check, *case, dtype)
     for case in check_delta_net.cases()[:13]:
         yield named(check_delta_net.check, *case)
     yield named(check_route.check_scores, 257, 2048)

@@ -26,7 +26,8 @@ MAY_BE_EMPTY = "check_all: may be empty"
 AS_TESTS = frozenset(
     f"check_{part}"
     for part in (
-        "attention", "delta_net", "experts", "load", "matmul", "older", "route", "sampler", "small",
+        "attention", "delta_net", "experts", "grouped", "load", "matmul", "older", "route",
+        "sampler", "small",
     )
 )  # fmt: skip
 # Memory of the whole GPU is read there: nothing may run beside.

@@ -124,6 +124,21 @@ def test_code_that_the_driver_does_not_take_is_compiled_anew(
     assert len(gpu.compiled) == len(gpu.loaded) == 2
 
 
+def test_code_that_a_full_gpu_has_no_room_for_is_not_compiled_anew(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start(monkeypatch, tmp_path)
+    load()
+
+    def full(code: bytes, device: int) -> None:
+        raise KernelError("Kernels could not be loaded: out of memory.")
+
+    monkeypatch.setattr(compiling, "load_module", full)
+    with pytest.raises(KernelError, match="out of memory"):
+        load()
+    assert gpu.compiled == ["kernel"]
+
+
 def test_a_source_that_does_not_compile_is_an_error_and_leaves_nothing(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

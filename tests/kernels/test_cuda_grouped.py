@@ -36,10 +36,12 @@ def ends_of(counts: Sequence[int]) -> torch.Tensor:
     return torch.tensor(counts).cumsum(0).int()
 
 
-def make(counts: Sequence[int], outputs: int, columns: int) -> tuple[torch.Tensor, ...]:
+def make(
+    counts: Sequence[int], outputs: int, columns: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, ...]:
     """Random rows, some of them nobody's, matrices, and where experts' rows end."""
-    x = torch.randn(sum(counts) + 5, columns).bfloat16()
-    return x, torch.randn(len(counts), outputs, columns).bfloat16(), ends_of(counts)
+    x = torch.randn(sum(counts) + 5, columns).to(dtype)
+    return x, torch.randn(len(counts), outputs, columns).to(dtype), ends_of(counts)
 
 
 @given(
@@ -93,15 +95,23 @@ SHAPES = [  # rows of each expert, outputs, columns
 ]
 
 
+# Rows in f16 give their sums as they are, those in bf16 rounded.
+RESULTS = {torch.bfloat16: (torch.bfloat16, 2**-8), torch.float16: (torch.float32, 1e-5)}
+
+
+@pytest.mark.parametrize("dtype", RESULTS, ids=str)
 @pytest.mark.parametrize("rows", TILE_ROWS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_meet_their_experts_matrix(shape: tuple[list[int], int, int], rows: int) -> None:
-    x, weights, ends = make(*shape)
-    found = grouped.product(x, weights, ends, rows).double()
+def test_rows_meet_their_experts_matrix(
+    shape: tuple[list[int], int, int], rows: int, dtype: torch.dtype
+) -> None:
+    x, weights, ends = make(*shape, dtype)
+    found, (kind, apart) = grouped.product(x, weights, ends, rows), RESULTS[dtype]
+    assert found.dtype == kind
     first = 0
     for matrix, end in zip(weights, ends.tolist(), strict=True):
         wanted = x[first:end].double() @ matrix.double().T
-        torch.testing.assert_close(found[first:end], wanted, rtol=2**-8, atol=1e-4)
+        torch.testing.assert_close(found[first:end].double(), wanted, rtol=apart, atol=1e-4)
         first = end
 
 
@@ -122,18 +132,20 @@ def test_turns_are_as_few_as_can_be_and_of_one_size(tiles: int) -> None:
     assert 0 <= beside * turns - tiles < turns
 
 
-def test_rows_after_the_last_expert_are_left_alone() -> None:
-    x, weights, ends = make([3, 62], 24, 40)
-    out = torch.full((len(x), 24), 7.0, dtype=torch.bfloat16)
-    kernel = compile_on_cpu("grouped.cu", "grouped", {"ROWS": 64, "STAGES": 4})
+@pytest.mark.parametrize("dtype", RESULTS, ids=str)
+def test_rows_after_the_last_expert_are_left_alone(dtype: torch.dtype) -> None:
+    x, weights, ends = make([3, 62], 24, 40, dtype)
+    out = torch.full((len(x), 24), 7.0, dtype=RESULTS[dtype][0])
+    kernel = grouped.kernels(dtype)[64]
     tiles = grouped.most_tiles(len(x), 2, 64)
     kernel((1, tiles), (grouped.THREADS,), (x, weights, ends, out, 2, 24, 40))
     assert (out[65:] == 7).all()
     assert (out[:65] != 7).any(1).all()
 
 
-def test_a_row_has_the_same_bits_whatever_it_comes_with() -> None:
-    x, weights, ends = make([9, 120, 30], 40, 424)
+@pytest.mark.parametrize("dtype", RESULTS, ids=str)
+def test_a_row_has_the_same_bits_whatever_it_comes_with(dtype: torch.dtype) -> None:
+    x, weights, ends = make([9, 120, 30], 40, 424, dtype)
     whole = {rows: grouped.product(x, weights, ends, rows) for rows in TILE_ROWS}
     assert torch.equal(whole[64][:159], whole[128][:159])
     for row, expert in ((8, 0), (9, 1), (77, 1), (128, 1), (140, 2)):
@@ -172,6 +184,14 @@ def test_each_gpu_has_its_way(
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
     assert product_way(torch.device("cuda", 0)) == way
     assert product_way(torch.device("cpu")) == "loop"
+
+
+def test_rows_in_f16_ask_no_library_and_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weights, ends = make([3, 70], 16, 24, torch.float16)
+    for way in ("library", "own", "loop"):
+        monkeypatch.setattr(picks, "product_way", lambda device, way=way: way)
+        found = picks.grouped_product(x, weights, ends, 2)
+        assert torch.equal(found[:73], grouped.product(x, weights, ends, 64)[:73])
 
 
 def test_small_groups_of_experts_have_the_tiles_of_all(monkeypatch: pytest.MonkeyPatch) -> None:

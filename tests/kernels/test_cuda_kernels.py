@@ -25,7 +25,14 @@ from headroom.kernels.cuda.product_shapes import Gpu, Product, shape_for
 from headroom.kernels.cuda.product_shapes import Shape as ProductShape
 from headroom.kernels.cuda.sizes import TILED, record_bytes
 from headroom.kernels.ops import RouterRule
-from tests.gpu import check_delta_net, check_experts, check_matmul, check_route, expert_cases
+from tests.gpu import (
+    check_delta_net,
+    check_experts,
+    check_grouped,
+    check_matmul,
+    check_route,
+    expert_cases,
+)
 from tests.gpu.check_delta_net import Shape, span
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 
@@ -47,7 +54,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     for module in LAUNCHERS:
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
-    for check in (check_delta_net, check_experts, check_matmul, check_route):
+    for check in (check_delta_net, check_experts, check_grouped, check_matmul, check_route):
         monkeypatch.setattr(check, "DEVICE", "cpu")
 
 
@@ -171,8 +178,9 @@ def test_experts_of_a_row_do_not_depend_on_other_rows() -> None:
     assert check_experts.check_alone(("q4_k", "q4_k", "q6_k"), (6, 256, 256), 3)
 
 
-def test_grouped_products_agree_with_float64() -> None:
-    assert check_experts.check_grouped((5, 40, 72), 90, 2)
+@pytest.mark.parametrize("dtype", check_grouped.LIMITS)
+def test_grouped_products_agree_with_float64(dtype: str) -> None:
+    assert check_grouped.check((5, 40, 72), 90, 2, dtype)
 
 
 @pytest.mark.parametrize("name", check_matmul.KINDS)

@@ -8,6 +8,7 @@ from headroom.kernels.cuda import (
     delta_net,
     experts,
     few_experts,
+    grouped,
     half_experts,
     matmul,
     narrow,
@@ -36,7 +37,18 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launchers run their kernels here."""
     torch.manual_seed(0)
     for module in (
-        *(delta_net, experts, few_experts, half_experts, matmul, narrow, pack, picks, small),
+        *(
+            delta_net,
+            experts,
+            few_experts,
+            grouped,
+            half_experts,
+            matmul,
+            narrow,
+            pack,
+            picks,
+            small,
+        ),
         unpacked,
     ):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)

@@ -191,7 +191,7 @@ def test_kernels_of_longer_steps_are_compiled_with_those_of_short_ones(
     kinds = (BY_NAME["q4_k"], BY_NAME["q4_k"], BY_NAME["q6_k"])
     for dtype, products in (
         (torch.bfloat16, [("many_experts.cu", "combine"), *[("grouped.cu", "grouped")] * 2]),
-        (torch.float16, [("half_experts.cu", "combine")]),
+        (torch.float16, [("half_experts.cu", "combine"), *[("grouped.cu", "grouped")] * 2]),
     ):
         asked.clear()
         experts._compile_unpacked.__wrapped__(kinds, "silu", dtype, torch.device("cpu"))

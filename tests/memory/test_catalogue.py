@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from headroom.errors import OptionError
+from headroom.memory import gpus
 from headroom.memory.catalogue import CATALOGUE, find_device
 from headroom.memory.gpus import find_gpu, gfx_name, read_amd, read_nvidia
 from headroom.memory.lines import runtime_lines
@@ -73,6 +74,13 @@ def test_a_plan_tells_what_the_driver_keeps_apart_from_what_others_hold() -> Non
     assert reserve.why == "512.0 MiB kept free, 1.26 GiB held by others"
     (_, reserve) = runtime_lines(parse_device("12GiB"))
     assert reserve.why == "512.0 MiB kept free"
+
+
+def test_the_driver_tells_what_is_free_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = "0, NVIDIA H200, 143771, 143000, 9.0\n1, NVIDIA H200, 143771, 200, 9.0\n"
+    monkeypatch.setattr(gpus, "detect_gpus", lambda: read_nvidia(report))
+    assert gpus.driver_memory("cuda:1") == (200 * MIB, 143771 * MIB)
+    assert gpus.driver_memory("cuda:2") == (0, 0)
 
 
 def test_a_name_of_several_devices_lists_them() -> None:

@@ -8,6 +8,7 @@ from headroom.memory.drivers import gpu_facts, read_gpus, read_holders, visible_
 from headroom.memory.gpus import detect_gpus
 from headroom.memory.readiness import (
     GpuFacts,
+    GpuMemory,
     Holder,
     TorchFacts,
     has_kernels_for,
@@ -124,11 +125,15 @@ def test_too_little_free_memory_is_told_with_who_holds_it() -> None:
 
 
 def test_the_end_of_memory_is_told_with_planned_allocated_and_free_bytes() -> None:
-    told = out_of_memory("loading weights", "cuda:0", 9 * GIB, 8 * GIB, (GIB // 4, 12 * GIB))
+    alone = GpuMemory(GIB // 4, 12 * GIB, ())
+    told = out_of_memory("loading weights", "cuda:0", 9 * GIB, 8 * GIB, alone)
     assert told.message == (
         "cuda:0 ran out of memory while loading weights: 8.00 GiB of 9.00 GiB planned were "
-        "allocated, and 256.0 MiB of 12.00 GiB are free."
+        "allocated, and 256.0 MiB of 12.00 GiB are free; no other process is known to hold any."
     )
+    shared = replace(alone, holders=(Holder(4711, "python3", 3 * GIB),))
+    told = out_of_memory("loading weights", "cuda:0", 9 * GIB, 8 * GIB, shared)
+    assert told.message.endswith("are free; python3 (pid 4711) 3.00 GiB hold memory, too.")
 
 
 def test_the_drivers_reports_are_read() -> None:

@@ -13,6 +13,7 @@ from headroom.kernels.cuda import (
     delta_net,
     experts,
     few_experts,
+    grouped,
     half_experts,
     matmul,
     narrow,
@@ -34,7 +35,7 @@ from tests.synth_models import write_model
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 LAUNCHERS = (
-    *(attention, delta_net, experts, half_experts, matmul, narrow, pack, prefill, route),
+    *(attention, delta_net, experts, grouped, half_experts, matmul, narrow, pack, prefill, route),
     *(few_experts, picks, router, small, sorted_experts, unpacked),
 )
 PROMPT = torch.randint(300, 1000, (35,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headroom.kernels.cuda import experts, half_experts, narrow, picks, scratch, sizes
+from headroom.kernels.cuda import experts, grouped, half_experts, narrow, picks, scratch, sizes
 from headroom.kernels.cuda.experts import Others, many_rows
 from headroom.kernels.native.module import MODULE
 from headroom.memory.staging import BUFFERS, buffer_bytes
@@ -43,7 +43,7 @@ def compile_small(
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(experts, "compile_kernel", compile_small)
-    for module in (half_experts, narrow, picks):
+    for module in (grouped, half_experts, narrow, picks):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     monkeypatch.setattr(sizes, "SORTED_PICKS", 0)  # hot experts are unpacked as cold ones are
     monkeypatch.setattr(picks, "product_way", lambda device: "loop")

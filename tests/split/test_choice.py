@@ -1,6 +1,7 @@
 """The device that an engine runs on: named, found, or refused."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from headroom.memory import devices
 from headroom.memory.calibration import gpu_runtime
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.known import known_shape
-from headroom.memory.readiness import GpuFacts, Holder, TorchFacts
+from headroom.memory.readiness import GpuFacts, GpuMemory, Holder, TorchFacts
 from headroom.options import Options
 from headroom.split import choice
 from headroom.split.placing import even_placement
@@ -245,6 +246,22 @@ def test_a_model_that_others_leave_no_room_for_is_refused_with_who_they_are(
         "It would fit if others did not hold 131.00 GiB of cuda:0: python3 (pid 4711) 1.00 GiB."
     )
     assert refused.value.hint.startswith("End what holds it. Try ")
+
+
+def test_a_gpu_without_room_for_a_kernel_is_refused_or_passed_over(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = GpuMemory(GIB // 8, 141 * GIB, (Holder(4711, "python3", 140 * GIB),))
+    monkeypatch.setattr(
+        choice,
+        "read_gpu",
+        lambda known, torch: replace(known, compiler="out of memory", full=full),
+    )
+    told = r"cuda:0 has 128.0 MiB of 141.00 GiB free, too little .* python3 \(pid 4711\)"
+    with pytest.raises(DeviceError, match=told):
+        choice.make_run_plan(MODEL, machine.options("cuda:0"))
+    assert choice.make_run_plan(MODEL, machine.options()).devices[0].name == "cpu"
+    assert "device: not cuda:0: cuda:0 has 128.0 MiB of 141.00 GiB free" in caplog.text
 
 
 def test_hidden_holders_are_told_as_such(

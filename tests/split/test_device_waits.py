@@ -10,7 +10,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
-from headroom.kernels.cuda import picks, sizes
+from headroom.kernels.cuda import grouped, picks, sizes
+from headroom.kernels.cuda.narrow import narrow_type
 from headroom.kernels.cuda.prefill import attend
 from tests import family_configs
 from tests.family_gguf import write_gguf
@@ -63,21 +64,43 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize(
-    ("unpack", "shared"),
-    [(32 << 10, 227 << 10), (1 << 20, 99 << 10)],
-    ids=["experts in groups", "blocks with little shared memory"],
+    ("unpack", "shared", "dtype"),
+    [
+        (32 << 10, 227 << 10, "bf16"),
+        (1 << 20, 99 << 10, "bf16"),
+        (32 << 10, 227 << 10, "f16"),
+        (1 << 20, 64 << 10, "f16"),
+    ],
+    ids=["experts in groups", "little shared memory", "experts in groups, f16", "sm_75"],
 )
 def test_no_layer_waits_for_the_device(
-    path: Path, monkeypatch: pytest.MonkeyPatch, unpack: int, shared: int
+    path: Path, monkeypatch: pytest.MonkeyPatch, unpack: int, shared: int, dtype: str
 ) -> None:
     pretend(monkeypatch, unpack, shared)
-    plan, model, _ = load_on_host(path, context=512, parallel=3, chunk=300)
+    multiplied: list[torch.dtype] = []
+    product = grouped.product
+
+    def note(x: torch.Tensor, *given: Any) -> torch.Tensor:
+        multiplied.append(x.dtype)
+        return product(x, *given)
+
+    monkeypatch.setattr(grouped, "product", note)
+    sm = 75 if shared == 64 << 10 else 90
+    plan, model, _ = load_on_host(path, sm, context=512, parallel=3, chunk=300, dtype=dtype)
     with NoWaits():
         run_step(plan, model, [(300, 212), (1, 511), (1, 400)])
         run_step(plan, model, [(33, 0)])
+        monkeypatch.setattr(sizes, "SORTED_PICKS", 0)
+        run_step(plan, model, [(33, 0)])
+    assert set(multiplied) == {narrow_type(dtype)}
+
+
+def test_a_loop_over_experts_would_wait(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 1 << 20)
+    plan, model, _ = load_on_host(path, context=512, parallel=3, chunk=300)
     monkeypatch.setattr(sizes, "SORTED_PICKS", 0)
     monkeypatch.setattr(picks, "product_way", lambda device: "loop")
-    with NoWaits(), pytest.raises(WaitedError, match="tolist"):  # what sm_75 does in long ones
+    with NoWaits(), pytest.raises(WaitedError, match="tolist"):
         run_step(plan, model, [(33, 0)])
 
 

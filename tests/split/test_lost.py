@@ -1,20 +1,24 @@
 """A device that runs out of memory or is lost: told once, in words."""
 
+import os
 import queue
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
-from headroom.errors import DeviceError
+from headroom.errors import DeviceError, KernelError
 from headroom.formats.checkpoint import open_checkpoint
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.plan import make_plan
+from headroom.memory.readiness import Holder
 from headroom.models.describe import describe
 from headroom.options import Options
-from headroom.split.launch import start_pipeline
+from headroom.split import launch
 from headroom.units import GIB
 from tests.split.fake_device import FakeModel, device_engine, settings
 
@@ -23,26 +27,76 @@ GPU = DeviceSpec(
 )
 
 
-def test_the_end_of_memory_while_loading_is_an_error_with_numbers(
-    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+ENDS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    KernelError("Kernels could not be loaded: out of memory."),
+    RuntimeError("CUDA error: out of memory"),  # pinned memory, or a graph
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+PHASES = {"loading weights": "load_model", "capturing steps": "_device_stage"}
+
+
+@pytest.fixture
+def start(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
+    """Start a model on a GPU that is not there, of whose memory others hold some."""
     model = describe(open_checkpoint(tiny_path))
     plan = make_plan([model.shape], [GPU], Options(context=256, parallel=1))
 
-    def fail(
+    def load(
         config: object, tensors: object, plan: object, count: object, placement: object
-    ) -> None:
+    ) -> object:
         count("core_weights", GIB)  # type: ignore[operator]
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return object()
 
-    monkeypatch.setattr("headroom.split.launch.load_model", fail)
-    monkeypatch.setattr("headroom.split.launch.open_device_memory", lambda name: None)
+    holders = [Holder(4711, "python3", 3 * GIB), Holder(os.getpid(), "headroom", GIB)]
+    monkeypatch.setattr(launch, "load_model", load)
+    monkeypatch.setattr(launch, "open_device_memory", lambda name: None)
     monkeypatch.setattr("torch.cuda.device", lambda name: nullcontext())
-    monkeypatch.setattr("headroom.split.launch.gpu_memory", lambda name: (GIB // 2, 24 * GIB))
-    message = "cuda:0 ran out of memory while loading weights: 1.00 GiB of .* planned were"
+    monkeypatch.setattr(launch, "gpu_memory", lambda name: (GIB // 2, 24 * GIB))
+    monkeypatch.setattr(launch, "gpu_holders", lambda name: holders)
+    return lambda: launch.start_pipeline(plan, model)
+
+
+def failing(error: Exception) -> Callable[..., object]:
+    def fail(*given: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("error", ENDS, ids=str)
+@pytest.mark.parametrize("while_", PHASES)
+def test_the_end_of_memory_at_start_is_an_error_with_numbers(
+    start: Callable[[], object], monkeypatch: pytest.MonkeyPatch, while_: str, error: Exception
+) -> None:
+    monkeypatch.setattr(launch, PHASES[while_], failing(error))
+    allocated = {"loading weights": "0 B", "capturing steps": "1.00 GiB"}[while_]
+    message = f"cuda:0 ran out of memory while {while_}: {allocated} of .* planned were"
     with pytest.raises(DeviceError, match=message) as caught:
-        start_pipeline(plan, model)
-    assert "512.0 MiB of 24.00 GiB are free" in caught.value.message
+        start()
+    assert caught.value.message.endswith(
+        "512.0 MiB of 24.00 GiB are free; python3 (pid 4711) 3.00 GiB hold memory, too."
+    )
+    assert caught.value.hint.startswith("Choose a smaller --context, --parallel or --chunk")
+
+
+def test_a_gpu_that_has_no_room_to_start_is_told_alike(
+    start: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = MagicMock()
+    entered.__enter__.side_effect = ENDS[2]
+    monkeypatch.setattr("torch.cuda.device", lambda name: entered)
+    with pytest.raises(DeviceError, match="ran out of memory while loading weights"):
+        start()
+
+
+@pytest.mark.parametrize("while_", PHASES)
+def test_other_errors_at_start_stay_what_they_are(
+    start: Callable[[], object], monkeypatch: pytest.MonkeyPatch, while_: str
+) -> None:
+    monkeypatch.setattr(launch, PHASES[while_], failing(KernelError("There is no kernel x.")))
+    with pytest.raises(KernelError, match=r"There is no kernel x\."):
+        start()
 
 
 def test_a_lost_device_ends_the_engine_and_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:

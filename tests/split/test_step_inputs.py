@@ -1,11 +1,13 @@
 """What a step on a device reads: positions, pages, masks of draft trees and padding."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 from headroom.errors import KernelError
+from headroom.kernels.cuda.delta_net import blocks_for
 from headroom.layers.batch import Batch, Span
 from headroom.split.device_stage import bucket_of
 from headroom.split.step_inputs import StepInputs, StepKind, kind_of
@@ -113,6 +115,58 @@ def test_every_sort_of_few_rows_that_requests_may_ask_for_has_run_before_one_wai
     for rows in range(2, 33):
         kind = kind_of(make([Span(0, rows, 0, pages(1))]), bucket_of(rows), 512, 64)
         assert (kind.rows, kind.span_rows) in ran
+
+
+@pytest.mark.parametrize("parallel", [1, 3, 8, 20, 40])
+def test_steps_that_are_not_captured_have_run_in_every_size_that_has_kernels(parallel: int) -> None:
+    model = FakeModel(capturable=False)
+    FakeStage(model, settings(parallel=parallel)).capture()
+    ran = [[span.rows for span in batch.spans] for batch in model.seen]
+    assert [[rows] for rows in (2, 4, 8, 16, 24, 32, 33)] == [x for x in ran if x[0] > 1][:7]
+    most = min(parallel, 32)
+    smaller = [count for count in (1, 2, 4, 8, 16, 24) if count < most]
+    assert [len(x) for x in ran if max(x) == 1] == [*smaller, most]
+
+
+def test_a_small_chunk_bounds_what_runs_before_requests() -> None:
+    model = FakeModel(capturable=False)
+    FakeStage(model, settings(parallel=2, chunk=7)).capture()
+    assert [len(batch.tokens) for batch in model.seen] == [1, 2, 2, 4, 8, 9]
+
+
+def run_at_start(parallel: int) -> FakeModel:
+    model = FakeModel()
+    FakeStage(model, settings(parallel=parallel)).capture()
+    return model
+
+
+@pytest.mark.parametrize("parallel", [1, 2, 3, 8, 32, 64])
+def test_long_steps_of_one_sequence_and_of_many_have_run_before_a_request_waits(
+    parallel: int,
+) -> None:
+    long = [batch for batch in run_at_start(parallel).seen if len(batch.tokens) > 32]
+    assert {len(batch.tokens) for batch in long} == {33}
+    shared = {len(batch.spans) for batch in long}
+    assert shared == {1, min(parallel, 32)}
+    for heads, processors in product((4, 16, 32, 48, 64), (28, 46, 108, 128, 132, 170)):
+        for room in (64 << 10, 99 << 10, 163 << 10, 227 << 10):
+            reached, run = (
+                {blocks_for(heads * count, processors, room) for count in counts}
+                for counts in (range(1, parallel + 1), shared)
+            )
+            assert reached == run  # the widths of gated linear attention
+
+
+def test_logits_of_every_number_of_sequences_that_has_kernels_are_drawn_at_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn: list[int] = []
+    logits = FakeModel.logits
+    monkeypatch.setattr(
+        FakeModel, "logits", lambda self, x: (drawn.append(len(x)), logits(self, x))[1]
+    )
+    run_at_start(parallel=20)
+    assert {1, 2, 4, 8, 16, 20, 32} == set(drawn)
 
 
 def test_steps_with_a_tree_are_captured_when_one_is_asked_for_and_then_kept() -> None:

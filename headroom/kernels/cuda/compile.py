@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from headroom.errors import KernelError
+from headroom.errors import KernelError, is_out_of_memory
 from headroom.kernels.cuda.code_cache import CodeCache, code_key
 from headroom.kernels.cuda.driver import check, driver, find_function, load_module
 from headroom.kernels.cuda.launch import Argument, OwnLaunch, current_device, stream_of
@@ -146,6 +146,8 @@ def load_code(source: str, text: str, sm: int, device: int) -> ctypes.c_void_p:
         try:
             return load_module(code, device)
         except KernelError as error:  # a driver that is older than the one it was kept under
+            if is_out_of_memory(error):
+                raise
             log.debug("kernels: kept code of %s does not load: %s", source, error)
     code = nvrtc.compile(text, source, target)
     CODE.save(key, code)

@@ -119,7 +119,7 @@ def _compile_unpacked(
         return
     compile_kernel("many_experts.cu", "combine", _constants(activation))
     if product_way(device) == "own":
-        grouped.kernels()
+        grouped.kernels(dtype)
 
 
 def sum_groups(

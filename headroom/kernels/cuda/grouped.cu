@@ -1,5 +1,6 @@
-// Rows sorted by expert times their experts' matrices, in bf16 with sums in f32; for sm_80 and later.
-// ROWS: most rows of a tile, 64 or 128; STAGES: parts of a tile in shared memory.
+// Rows sorted by expert times their experts' matrices, with sums in f32.
+// ROWS: most rows of a tile, 64 or 128; STAGES: parts of a tile in shared memory; HALVES: 0, bf16 times bf16
+// gives bf16, for sm_80 and later; 1, f16 times f16 gives f32, for all GPUs.
 //
 // A tile is up to ROWS rows of one expert and OUTPUTS of its outputs. Where an expert's rows end only the
 // device knows: the grid has as many tiles as there can be, and each block looks for its own. Tiles come
@@ -18,6 +19,12 @@
 #define LINE (2 * PART)                    // bytes of a row in shared memory
 #define STAGE_BYTES ((ROWS + OUTPUTS) * LINE)
 #define ANSWER 80                          // bytes of a row of a warp's answers: rows begin in other banks
+
+#if HALVES
+typedef float Answer;
+#else
+typedef u16 Answer;
+#endif
 
 struct Tile {
     int expert, first, rows;  // of the sorted rows, its first and how many; 0: there is no such tile
@@ -68,19 +75,51 @@ template <int COUNT> struct Source {
             next[i] = from + static_cast<size_t>(min(row + i * STEP, rows - 1)) * columns + chunk * 8;
     }
     __device__ __forceinline__ void ask(u8* stage, bool there) {
+        ask_all<TURNS>(stage + to, STEP * LINE, next, there);
 #pragma unroll
-        for (int i = 0; i < TURNS; ++i) {
-            ask16(stage + to + i * STEP * LINE, next[i], there);
-            next[i] += PART;
-        }
+        for (int i = 0; i < TURNS; ++i) next[i] += PART;
     }
 };
 
 struct Product {  // of a tile
     const u16 *x, *weight;  // [rows, columns], [outputs, columns]
-    u16* out;               // [rows, outputs], rows `width` apart
+    Answer* out;            // [rows, outputs], rows `width` apart
     int rows, outputs, columns, width;
 };
+
+// Writes the warp's sums; no warp needs what is in shared memory any more. A lane has rows g and g + 8 and
+// columns 2t and 2t + 1 of every sixteen rows and eight outputs.
+template <int LIVE>
+__device__ __forceinline__ void write_answers(const Product& p, const float (&sums)[LIVE][4][4], u8* memory) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#if HALVES
+#pragma unroll
+    for (int i = 0; i < 2 * LIVE; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int row = i * 8 + lane / 4, column = 32 * warp + j * 8 + lane % 4 * 2;
+            const float* pair = sums[i / 2][j] + i % 2 * 2;
+            if (row < p.rows && column < p.outputs)
+                *reinterpret_cast<float2*>(p.out + static_cast<size_t>(row) * p.width + column) =
+                    make_float2(pair[0], pair[1]);
+        }
+#else
+    u8* own = memory + warp * ROWS * ANSWER;
+#pragma unroll
+    for (int i = 0; i < LIVE; ++i)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const float* pair = sums[i][j / 2] + j % 2 * 2;
+            u8* to = own + (i * 16 + j % 2 * 8 + lane / 4) * ANSWER + j / 2 * 16 + lane % 4 * 4;
+            *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(pair[0], pair[1]);
+        }
+    __syncwarp();
+    const int column = 32 * warp + lane % 4 * 8;
+    for (int row = lane / 4; row < p.rows && column < p.outputs; row += 8)
+        *reinterpret_cast<uint4*>(p.out + static_cast<size_t>(row) * p.width + column) =
+            *reinterpret_cast<const uint4*>(own + row * ANSWER + lane % 4 * 16);
+#endif
+}
 
 // 16 * LIVE rows of a tile times the warp's 32 outputs.
 template <int LIVE> __device__ __forceinline__ void multiply_tile(const Product& p, u8* memory) {
@@ -116,25 +155,17 @@ template <int LIVE> __device__ __forceinline__ void multiply_tile(const Product&
                 u32 a[4];
                 load_four(a, here + (of_rows ^ half * 32) + i * 16 * LINE);
 #pragma unroll
-                for (int j = 0; j < 4; ++j) mma_bf16(sums[i][j], a, b[j]);
+                for (int j = 0; j < 4; ++j)
+#if HALVES
+                    mma(sums[i][j], a, b[j][0], b[j][1]);
+#else
+                    mma_bf16(sums[i][j], a, b[j]);
+#endif
             }
         }
     }
     __syncthreads();  // all are done with the last part
-    u8* own = memory + warp * ROWS * ANSWER;
-#pragma unroll
-    for (int i = 0; i < LIVE; ++i)
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const float* pair = sums[i][j / 2] + j % 2 * 2;
-            u8* to = own + (i * 16 + j % 2 * 8 + lane / 4) * ANSWER + j / 2 * 16 + lane % 4 * 4;
-            *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(pair[0], pair[1]);
-        }
-    __syncwarp();
-    const int column = 32 * warp + lane % 4 * 8;
-    for (int row = lane / 4; row < p.rows && column < p.outputs; row += 8)
-        *reinterpret_cast<uint4*>(p.out + static_cast<size_t>(row) * p.width + column) =
-            *reinterpret_cast<const uint4*>(own + row * ANSWER + lane % 4 * 16);
+    write_answers<LIVE>(p, sums, memory);
 }
 
 // x [picks, columns], weights [experts, width, columns], out [picks, width]; ends [experts]: the row after an
@@ -142,7 +173,7 @@ template <int LIVE> __device__ __forceinline__ void multiply_tile(const Product&
 // gridDim.x times 128 outputs: tiles that follow each other have rows and an expert's outputs in common, so
 // that a cache serves most of what they read.
 extern "C" __global__ void __launch_bounds__(THREADS, ROWS == 64 ? 3 : 2)
-grouped(const u16* x, const u16* weights, const int* ends, u16* out, int experts, int width, int columns) {
+grouped(const u16* x, const u16* weights, const int* ends, Answer* out, int experts, int width, int columns) {
     extern __shared__ __align__(128) float shared[];
     const int first = (blockIdx.z * gridDim.x + blockIdx.x) * OUTPUTS, outputs = min(OUTPUTS, width - first);
     if (outputs <= 0) return;

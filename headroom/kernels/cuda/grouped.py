@@ -1,4 +1,4 @@
-"""Products of rows with their experts' matrices in one launch, for GPUs from sm_80 on.
+"""Products of rows with their experts' matrices in one launch: bf16 from sm_80 on, f16 everywhere.
 
 How many rows an expert has only the device knows: nothing here waits to hear it.
 """
@@ -17,20 +17,22 @@ BESIDE = 16  # most tiles of the same rows that run together
 def product(
     x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, tile_rows: int
 ) -> torch.Tensor:
-    """Return bf16 rows sorted by expert times their expert's matrix, transposed, in bf16.
+    """Return rows sorted by expert times their expert's matrix, transposed.
 
-    `x [picks, columns]`, `weights [experts, outputs, columns]` and `ends int32 [experts]` are as
-    `grouped_product` has them, `tile_rows` is one of STAGES. Every row has the same bits whatever
-    rows it comes with, and whatever the tiles' size.
+    That is bf16 of rows in bf16, and float32 of rows in f16. `x [picks, columns]`, `weights
+    [experts, outputs, columns]` and `ends int32 [experts]` are as `grouped_product` has them,
+    `tile_rows` is one of STAGES. Every row has the same bits whatever rows it comes with, and
+    whatever the tiles' size.
     """
     picks, (experts, outputs, columns) = len(x), weights.shape
     assert x.is_contiguous()
     assert weights.is_contiguous()
     assert outputs % 8 == 0
     assert columns % 8 == 0
-    out = x.new_empty(picks, outputs)
+    assert weights.dtype == x.dtype
+    out = x.new_empty(picks, outputs, dtype=torch.float32 if x.dtype == torch.float16 else None)
     beside, turns = _spread(-(-outputs // OUTPUTS))
-    kernels()[tile_rows](
+    kernels(x.dtype)[tile_rows](
         (beside, most_tiles(picks, experts, tile_rows), turns),
         (THREADS,),
         (x, weights, ends, out, experts, outputs, columns),
@@ -39,13 +41,16 @@ def product(
     return out
 
 
-def kernels() -> dict[int, CudaKernel]:
-    """Return the kernel of each of STAGES.
+def kernels(dtype: torch.dtype) -> dict[int, CudaKernel]:
+    """Return the kernel of each of STAGES, for rows in bf16 or f16.
 
     All are compiled when one is asked for: long steps come when a request waits.
     """
+    halves = int(dtype == torch.float16)
     return {
-        rows: compile_kernel("grouped.cu", "grouped", {"ROWS": rows, "STAGES": stages})
+        rows: compile_kernel(
+            "grouped.cu", "grouped", {"ROWS": rows, "STAGES": stages, "HALVES": halves}
+        )
         for rows, stages in STAGES.items()
     }
 

@@ -1,15 +1,14 @@
 """Routed experts of many rows in f16: rows have powers of two, sums of products are float32."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from headroom.kernels.cuda import scratch
+from headroom.kernels.cuda import grouped, scratch
 from headroom.kernels.cuda.compile import compile_kernel
 from headroom.kernels.cuda.launch import Argument
 from headroom.kernels.cuda.narrow import POWER_THREADS, NarrowRows
-from headroom.kernels.cuda.picks import ExpertGroup, gather_rows
+from headroom.kernels.cuda.picks import ExpertGroup, gather_rows, grouped_product
 
 
 class Unpacked(Protocol):
@@ -21,8 +20,9 @@ class Unpacked(Protocol):
 
 
 def compile_all(activation: str) -> None:
-    """Compile the kernels before a step needs them; one source has them all."""
+    """Compile the kernels before a step needs them: one source has all but the products."""
     compile_kernel("half_experts.cu", "combine", _constants(activation))
+    grouped.kernels(torch.float16)
 
 
 def add_group(
@@ -35,9 +35,8 @@ def add_group(
 ) -> None:
     """Write the weighted sums of the answers of a group's experts, and what rows get besides."""
     plain = unpacked.gates_and_ups(group)
-    ends = group.ends.tolist()  # the host waits to hear which rows an expert has
-    inner = _inner_rows(x, group, ends, plain, activation)
-    answers = grouped_product(inner.values, unpacked.downs(group), ends)
+    inner = _inner_rows(x, group, plain, activation)
+    answers = grouped_product(inner.values, unpacked.downs(group), group.ends, group.among)
     ids, weights = picks
     rows, used = ids.shape
     compile_kernel("half_experts.cu", "combine", _constants(activation))(
@@ -51,11 +50,7 @@ def add_group(
 
 
 def _inner_rows(
-    x: NarrowRows,
-    group: ExpertGroup,
-    ends: Sequence[int],
-    gates_and_ups: torch.Tensor,
-    activation: str,
+    x: NarrowRows, group: ExpertGroup, gates_and_ups: torch.Tensor, activation: str
 ) -> NarrowRows:
     """`act(gate) * up` of a group's picks, its own first; those of others have no meaning."""
     picks, width = group.most, gates_and_ups.shape[1] // 2
@@ -63,7 +58,8 @@ def _inner_rows(
     own = scratch.empty(picks, columns, dtype=torch.float16, device=device)
     values = scratch.empty(picks, width, dtype=torch.float16, device=device)
     powers = scratch.empty(picks, device=device)
-    both = grouped_product(gather_rows(x.values, group, own), gates_and_ups, ends)
+    gathered = gather_rows(x.values, group, own)
+    both = grouped_product(gathered, gates_and_ups, group.ends, group.among)
     compile_kernel("half_experts.cu", "activate", _constants(activation))(
         (picks,),
         (POWER_THREADS,),
@@ -73,20 +69,6 @@ def _inner_rows(
         ),
     )
     return NarrowRows(values, powers)
-
-
-def grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
-    """Return rows sorted by expert times their expert's matrix, transposed, in float32.
-
-    One product after another; rows after the last expert's end have no meaning.
-    """
-    out = torch.empty(len(x), weights.shape[1], device=x.device)
-    first = 0
-    for matrix, end in zip(weights, ends, strict=True):
-        if end > first:
-            torch.mm(x[first:end], matrix.T, out_dtype=torch.float32, out=out[first:end])
-        first = end
-    return out
 
 
 def _constants(activation: str) -> dict[str, int]:

@@ -99,13 +99,14 @@ def gather_rows(x: torch.Tensor, group: ExpertGroup, out: torch.Tensor) -> torch
 def grouped_product(
     x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, among: int
 ) -> torch.Tensor:
-    """Return rows sorted by expert times their expert's matrix, transposed, in bf16.
+    """Return rows sorted by expert times their expert's matrix, transposed.
 
-    `x [picks, columns]` and `weights [experts, rows, columns]` are bf16, columns and rows divisible
-    by 8 for 16-byte strides; rows after the last expert's end have no meaning. The picks spread
-    over `among` experts, of which `weights` may be some. All but the loop leave the host free.
+    `x [picks, columns]` and `weights [experts, rows, columns]` are bf16, and so is what comes, or
+    f16, which gives float32; columns and rows are divisible by 8 for 16-byte strides. Rows after
+    the last expert's end have no meaning. The picks spread over `among` experts, of which `weights`
+    may be some. All but the loop leave the host free.
     """
-    way = product_way(x.device)
+    way = "own" if x.dtype == torch.float16 else product_way(x.device)
     if way == "library":
         return torch._grouped_mm(x, weights.mT, offs=ends)
     if way == "own":
@@ -120,10 +121,10 @@ def grouped_product(
 
 
 def product_way(device: torch.device) -> Literal["library", "own", "loop"]:
-    """Return who multiplies on a device: torch in one go, our kernel, or torch expert by expert.
+    """Return who multiplies bf16: torch in one go, our kernel, or torch expert by expert.
 
-    Torch has a grouped product of its own for two generations only; on others it would wait for
-    the device to hear where experts end, as the loop does.
+    Torch has a grouped product of its own for two generations only, and none that gives f16's sums
+    in float32; on others it would wait for the device to hear where experts end, as the loop does.
     """
     if device.type != "cuda":
         return "loop"

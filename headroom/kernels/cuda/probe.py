@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headroom.errors import KernelError
+from headroom.errors import KernelError, is_out_of_memory
 from headroom.kernels.cuda.compile import compile_kernel
 from headroom.kernels.cuda.handover import WORDS
 from headroom.kernels.cuda.product_shapes import Shape
@@ -27,12 +27,21 @@ class Probe:
     sm: int = 75  # the least compute capability that it is for
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How a kernel did."""
+
+    problem: str = ""  # why it does not run; "" where it does
+    out_of_memory: bool = False  # whether the GPU has no room for it
+
+
 _HEADS = {"DIM": 128, "K_KIND": BF16, "V_KIND": BF16}
 _PAGED = _HEADS | {"GROUP": 4, "PAGE": 64}
 _KINDS = {"GATE": Q4_K, "UP": Q4_K, "DOWN": Q4_K}
 _EXPERTS = _KINDS | {f"OWN_{part}": Q4_K for part in _KINDS} | {"GELU": 0, "LANES": 4}
 _SORTED = {"A_KIND": Q4_K, "B_KIND": Q4_K, "GATED": 1, "GELU": 0, "WARPS": 2, "STAGES": 1}
 _FEW = Shape(8, 8, 1, 1, 2).defines | {"KIND": Q4_K, "GROUPS": 1, "LANES": 4}
+_GROUPED = {"ROWS": 64, "STAGES": 4}
 _DELTA = {"HEADS": 32, "KEY_HEADS": 16, "TILED": 0, "TAPS": 4, "COLUMNS": 16}
 _CHUNKS = _DELTA | {"COLUMNS": 32, "HELD": 64}
 PROBES = (
@@ -50,7 +59,8 @@ PROBES = (
     Probe("experts", "experts.cu", "gate_up", _EXPERTS),
     Probe("experts of short prompts", "sorted.cu", "gate_up", _SORTED),
     Probe("unpacked experts", "unpack.cu", "unpack", _KINDS | {"WARPS": 4, "OUT_F16": 0}),
-    Probe("experts of many rows", "grouped.cu", "grouped", {"ROWS": 64, "STAGES": 4}, 80),
+    Probe("grouped products in bf16", "grouped.cu", "grouped", _GROUPED | {"HALVES": 0}, 80),
+    Probe("grouped products in f16", "grouped.cu", "grouped", _GROUPED | {"HALVES": 1}),
     Probe("experts of many rows in bf16", "many_experts.cu", "combine", {"GELU": 0}),
     Probe("experts of many rows in f16", "half_experts.cu", "activate", {"GELU": 0}),
     Probe("experts of the CPU", "handover.cu", "publish", WORDS),
@@ -63,8 +73,8 @@ PROBES = (
 def try_kernels(device: int) -> dict[str, str]:
     """Compile a kernel of every family for a GPU; return why it does not run, "" where it does."""
     major, minor = torch.cuda.get_device_capability(device)
-    with torch.cuda.device(device):
-        return {x.family: _too_old(x, 10 * major + minor) or _try(x) for x in PROBES}
+    sm = 10 * major + minor
+    return {x.family: _too_old(x, sm) or _try(x, device).problem for x in PROBES}
 
 
 def expect_kernels(sm: int) -> dict[str, str]:
@@ -80,21 +90,19 @@ def slower_on(sm: int) -> str:
     """Say what a GPU of an older compute capability runs in another way; "" where nothing."""
     if sm >= BF16_SM:
         return ""
-    return (
-        "products and attention compute in f16; in long prompts, the experts of a layer are "
-        "multiplied one after another and the host waits for each layer"
-    )
+    return "products and attention compute in f16"
 
 
-def try_compiler(device: int) -> str:
-    """Compile the smallest kernel for a GPU; return why that fails, "" where it works."""
-    with torch.cuda.device(device):
-        return _try(next(probe for probe in PROBES if probe.family == FIRST))
+def try_compiler(device: int) -> Trial:
+    """Compile the smallest kernel for a GPU, and load it."""
+    return _try(next(probe for probe in PROBES if probe.family == FIRST), device)
 
 
-def _try(probe: Probe) -> str:
+def _try(probe: Probe, device: int) -> Trial:
     try:
-        compile_kernel(probe.source, probe.kernel, probe.defines)
+        with torch.cuda.device(device):  # CUDA starts here, for which there may be no memory
+            compile_kernel(probe.source, probe.kernel, probe.defines)
     except (KernelError, RuntimeError, OSError, AttributeError) as error:
-        return str(error) or type(error).__name__
-    return ""
+        text = str(error).partition("\n")[0] if isinstance(error, RuntimeError) else str(error)
+        return Trial(text or type(error).__name__, is_out_of_memory(error))
+    return Trial()
