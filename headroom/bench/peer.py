@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ class LlamaBench:
         if done.returncode:
             lines = errors.strip().splitlines() or ["it said nothing"]
             raise HeadroomError(
-                f"{self.program} ended with {done.returncode}: {lines[-1]}.",
+                f"{self.program} {_end(done.returncode)}: {lines[-1]}.",
                 hint=f"Try it alone: {VISIBLE}={setup.visible} {shlex.join(command)}",
             )
         return self._read(printed, key, wanted)
@@ -180,6 +181,13 @@ def ratios(figures: Figures, runs: Sequence[PeerRun]) -> list[dict[str, Any]]:
         for what, ours, seen in rows
         if seen
     ]
+
+
+def _end(code: int) -> str:
+    """Say how a program ended: one for other CPUs, say, by SIGILL."""
+    if code < 0 and -code in {one.value for one in signal.Signals}:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with {code}"
 
 
 def _joined(numbers: Sequence[int]) -> str:

@@ -13,6 +13,8 @@ from headroom.memory.shape import ModelShape
 from headroom.options import Options, child_environment
 
 COMPARED = ("prompts", "decode")  # kinds of figures that llama-bench has, too
+# Of its cache, for ours: f16 is as wide as bf16 and what it is fastest with; f32 it refuses.
+CACHE_TYPES = {"bf16": "f16", "f32": "f16"}
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -55,10 +57,10 @@ def setup_peer(plan: Plan, shape: ModelShape, options: Options) -> PeerSetup:
             f"{layers}), {100 * theirs:.0f} % of them; of ours {100 * ours:.0f} % are cold, some "
             "of every layer"
         )
-    # As wide as our bf16, and what llama.cpp is fastest with.
-    keys, values = (
-        "f16" if name == "bf16" else name for name in (settings.k_type, settings.v_type)
-    )
+    wanted = settings.k_type, settings.v_type
+    keys, values = (CACHE_TYPES.get(name, name) for name in wanted)
+    if "f32" in wanted:
+        notes.append("llama-bench has its cache in f16, where ours is f32, which it does not take")
     flags += ["-t", str(settings.threads), "-fa", "1", "-ctk", keys, "-ctv", values]
     visible = visible_gpu(device.name, child_environment({})) if on_gpu else ""
     return PeerSetup(tuple(flags), visible, settings.context, settings.chunk, tuple(notes))

@@ -135,6 +135,7 @@ def test_a_file_that_the_system_cannot_run_is_refused(tmp_path: Path) -> None:
     ("body", "words"),
     [
         ("echo no such flag >&2; exit 3", "ended with 3: no such flag. Try it alone: "),
+        ("kill -ILL $$", "was ended by SIGILL: it said nothing"),
         ("exit 1", "ended with 1: it said nothing"),
         (
             "printf '\\377\\n' >&2; exit 1",

@@ -23,6 +23,7 @@ from headroom.models.synth.recipe import find_recipe
 from headroom.options import Options
 
 GPU = {"device": "cuda:0", "ram": "8GiB"}
+CPU = {"device": "cpu", "ram": "8GiB", "kv_type": "bf16"}
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +52,14 @@ def test_on_a_cpu_no_gpu_is_seen() -> None:
     assert found == PeerSetup(flags, "", context=1024, chunk=256)
     assert found.environment["CUDA_VISIBLE_DEVICES"] == ""
     assert "PATH" in found.environment
+
+
+def test_a_cache_in_f32_is_one_in_f16_there() -> None:
+    found = setup_of(device="cpu", ram="8GiB", k_type="f32", v_type="q8_0")
+    assert found.flags[-4:] == ("-ctk", "f16", "-ctv", "q8_0")
+    assert found.notes == (
+        "llama-bench has its cache in f16, where ours is f32, which it does not take",
+    )
 
 
 def test_on_a_gpu_all_layers_are_there_and_no_other_gpu_is_seen() -> None:
@@ -94,7 +103,7 @@ def test_a_limit_of_memory_is_refused_where_it_cannot_be_compared() -> None:
         "llama-bench takes no --device-memory, and a dense model has no experts to leave in host "
         "memory. Leave out --device-memory, or --compare."
     )
-    assert setup_of(device="cpu", ram="8GiB", device_memory="12GiB").notes == ()
+    assert setup_of(**CPU, device_memory="12GiB").notes == ()
     assert setup_of("qwen3moe", **GPU, device_memory="12GiB").notes == (
         "--device-memory limits headroom alone; llama-bench has the whole GPU",
     )
