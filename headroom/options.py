@@ -210,6 +210,11 @@ def load_options(
     return Options(**merged)  # type: ignore[arg-type]  # each value was checked against its field
 
 
+def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment, with changes, for another program."""
+    return dict(os.environ) | dict(changes)
+
+
 def _read_config(path: Path, known: Mapping[str, "Field[Any]"]) -> dict[str, object]:
     try:
         table = tomllib.loads(path.read_text())

@@ -1,8 +1,10 @@
 """Peer: another program's benchmark on the same file, for comparison."""
 
 import json
-import os
+import math
+import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from headroom.bench.figures import BenchSettings, Figures
+from headroom.bench.peer_setup import VISIBLE, PeerSetup
 from headroom.errors import HeadroomError, OptionError
-from headroom.memory.plan import Plan
 
 PEERS = ("llama-bench",)
 TIMEOUT_S = 3600.0
+Rows = dict[int, dict[str, Any]]  # of an answer, by one of their numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,15 @@ class PeerRun:
     prompts: Mapping[int, float]  # by tokens
     decodes: Mapping[int, float]  # by the context before, one sequence
     build: str
+    backends: str = ""  # that it was built with: "CUDA", "CPU"
+    gpu: str = ""  # the GPUs that it saw; "" where there was none
+    cpu: str = ""
+    left_out: tuple[str, ...] = ()  # what it was not asked for, and why
+
+    @property
+    def where(self) -> str:
+        """What it computed on, in words."""
+        return f"{self.backends or 'unknown backend'} on {self.gpu or self.cpu or 'a CPU'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,36 +44,41 @@ class LlamaBench:
 
     program: Path
 
-    def run(self, model: Path, plan: Plan, settings: BenchSettings) -> PeerRun:
-        """Measure prompts and decoding once, with our cache types and threads."""
-        chunk = str(max(plan.settings.chunk, *settings.prompts))
-        common = ["-m", str(model), "-o", "json", "-r", str(settings.rounds), *plan_flags(plan)]
+    def run(self, model: Path, setup: PeerSetup, settings: BenchSettings) -> PeerRun:
+        """Measure once what is wanted of prompts and decoding, with our cache types and threads."""
+        chunk = str(max(setup.chunk, *settings.prompts))
+        common = ["-m", str(model), "-o", "json", "-r", str(settings.rounds), *setup.flags]
         common += ["-b", chunk, "-ub", chunk]
-        prompts = self._rows(
-            [*common, "-p", _joined(settings.prompts), "-n", "0"], "n_prompt", settings.prompts
-        )
-        contexts = [one for one in settings.contexts if one < plan.settings.context]
-        decodes: dict[int, dict[str, Any]] = {}
+        prompts: Rows = {}
+        decodes: Rows = {}
+        lengths = [one for one in settings.prompts if one < setup.context]
+        if "prompts" in settings.only and lengths:
+            asked = [*common, "-p", _joined(lengths), "-n", "0"]
+            prompts = self._rows(asked, setup, "n_prompt", lengths)
+        contexts, left_out = _within_patience(setup, settings, prompts)
         if contexts:
-            count = str(settings.tokens)
-            decodes = self._rows(
-                [*common, "-p", "0", "-n", count, "-d", _joined(contexts)], "n_depth", contexts
-            )
-        first = next(iter([*prompts.values(), *decodes.values()]))
+            asked = [*common, "-p", "0", "-n", str(settings.tokens), "-d", _joined(contexts)]
+            decodes = self._rows(asked, setup, "n_depth", contexts)
+        first = next(iter([*prompts.values(), *decodes.values()]), {})
         return PeerRun(
             {tokens: float(row["avg_ts"]) for tokens, row in prompts.items()},
             {context: float(row["avg_ts"]) for context, row in decodes.items()},
             f"llama.cpp {first.get('build_commit', '?')} ({first.get('build_number', '?')})",
+            backends=str(first.get("backends", "")),
+            gpu=str(first.get("gpu_info", "")),
+            cpu=str(first.get("cpu_info", "")),
+            left_out=left_out,
         )
 
     def _rows(
-        self, arguments: Sequence[str], key: str, wanted: Sequence[int]
-    ) -> dict[int, dict[str, Any]]:
+        self, arguments: Sequence[str], setup: PeerSetup, key: str, wanted: Sequence[int]
+    ) -> Rows:
         """Run it once; return the rows of its answer by one of their numbers."""
+        command = [str(self.program), *arguments]
         try:
             done = subprocess.run(
-                [str(self.program), *arguments],
-                capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+                command, capture_output=True, stdin=subprocess.DEVNULL, timeout=TIMEOUT_S,
+                check=False, env=setup.environment,
             )  # fmt: skip
         except OSError as error:
             raise OptionError(
@@ -73,26 +90,47 @@ class LlamaBench:
             raise HeadroomError(
                 f"{self.program} took more than {TIMEOUT_S:.0f} s.", hint="Measure less."
             ) from error
+        # It repeats names of files, which may be of any bytes: figures do not depend on them.
+        printed, errors = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
         if done.returncode:
-            lines = done.stderr.strip().splitlines() or ["it said nothing"]
+            lines = errors.strip().splitlines() or ["it said nothing"]
             raise HeadroomError(
-                f"{self.program} ended with {done.returncode}: {lines[-1]}.",
-                hint=f"Try it alone: {' '.join([str(self.program), *arguments])}",
+                f"{self.program} {_end(done.returncode)}: {lines[-1]}.",
+                hint=f"Try it alone: {VISIBLE}={setup.visible} {shlex.join(command)}",
             )
-        return self._read(done.stdout, key, wanted)
+        return self._read(printed, key, wanted)
 
-    def _read(self, text: str, key: str, wanted: Sequence[int]) -> dict[int, dict[str, Any]]:
+    def _read(self, text: str, key: str, wanted: Sequence[int]) -> Rows:
         try:
             rows = {int(row[key]): row for row in json.loads(text)}
-            missing = [number for number in wanted if float(rows[number]["avg_ts"]) <= 0]
-        except (ValueError, KeyError, TypeError) as error:
+            found = {number: rows[number] for number in wanted}
+            missing = [n for n, row in found.items() if not 0 < float(row["avg_ts"]) < math.inf]
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise HeadroomError(
                 f"{self.program} does not answer as llama-bench does: {error!r}.",
                 hint="Builds since the middle of 2025 have -d, and avg_ts in their JSON.",
             ) from error
         if missing:
             raise HeadroomError(f"{self.program} measured no speed for {_joined(missing)} tokens.")
-        return rows
+        return found
+
+
+def _within_patience(
+    setup: PeerSetup, settings: BenchSettings, prompts: Rows
+) -> tuple[list[int], tuple[str, ...]]:
+    """Return the contexts to decode after, and why others would take too long."""
+    if "decode" not in settings.only:
+        return [], ()
+    speed = float(prompts[max(prompts)]["avg_ts"]) if prompts else math.inf
+    contexts, left_out = [], []
+    for context in (one for one in settings.contexts if one < setup.context):
+        if (seconds := context / speed) > settings.patience_s:
+            limit = f"{settings.patience_s:.0f} s (--patience)"
+            why = f"its prompt would take {seconds:.0f} s and may take {limit}"
+            left_out.append(f"llama-bench, decode after {context}: {why}")
+        else:
+            contexts.append(context)
+    return contexts, tuple(left_out)
 
 
 def find_peer(kind: str, path: str) -> LlamaBench:
@@ -113,22 +151,13 @@ def find_peer(kind: str, path: str) -> LlamaBench:
     raise OptionError(f"{path} {reason}.", hint="Name the llama-bench binary.", param="compare")
 
 
-def plan_flags(plan: Plan) -> list[str]:
-    """Return the flags that make llama-bench run as the plan does."""
-    settings = plan.settings
-    layers = "0" if plan.devices[0].kind == "cpu" else "99"
-    # As wide as our bf16, and what llama.cpp is fastest with.
-    keys, values = (
-        "f16" if name == "bf16" else name for name in (settings.k_type, settings.v_type)
-    )
-    flags = ["-ngl", layers, "-t", str(settings.threads), "-fa", "1"]
-    return [*flags, "-ctk", keys, "-ctv", values]
-
-
-def check_comparable(model: Path) -> None:
-    """Refuse a model that the peer cannot read."""
-    if model.suffix != ".gguf" or not os.access(model, os.R_OK):
-        raise OptionError(f"llama-bench reads .gguf files, and {model} is none.", param="compare")
+def unlike_note(run: PeerRun, device: str) -> str:
+    """Say in words that one of us computed on a GPU and the other did not; "" where both did."""
+    ours, theirs = device != "cpu", bool(run.gpu)
+    if ours == theirs or not (run.prompts or run.decodes):
+        return ""
+    where = f"llama-bench ran {run.where} and headroom on {device}"
+    return f"{where}: the ratios compare a GPU with a CPU, not two programs"
 
 
 def ratios(figures: Figures, runs: Sequence[PeerRun]) -> list[dict[str, Any]]:
@@ -152,6 +181,13 @@ def ratios(figures: Figures, runs: Sequence[PeerRun]) -> list[dict[str, Any]]:
         for what, ours, seen in rows
         if seen
     ]
+
+
+def _end(code: int) -> str:
+    """Say how a program ended: one for other CPUs, say, by SIGILL."""
+    if code < 0 and -code in {one.value for one in signal.Signals}:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with {code}"
 
 
 def _joined(numbers: Sequence[int]) -> str:

@@ -38,6 +38,7 @@ class Report:
     memory: dict[str, Any]
     experts: ExpertReport | None = None  # None: the model has none
     peer: tuple[PeerRun, ...] = ()
+    peer_notes: tuple[str, ...] = ()  # where it did not run quite as we did
 
     def ratios(self) -> list[dict[str, Any]]:
         """Return our figures beside the peer's."""
@@ -76,7 +77,16 @@ def report_json(report: Report) -> dict[str, Any]:
         "plan": plan_json(report.plan),
     }
     if report.peer:
-        result["compare"] = {"peer": report.peer[0].build, "figures": report.ratios()}
+        peer = report.peer[0]
+        result["compare"] = {
+            "peer": peer.build,
+            "backends": peer.backends,
+            "gpu": peer.gpu,
+            "cpu": peer.cpu,
+            "runs": len(report.peer),
+            "figures": report.ratios(),
+            "notes": list(report.peer_notes),
+        }
     return result
 
 

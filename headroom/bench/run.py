@@ -11,7 +11,8 @@ from headroom.bench.expert_use import ExpertReport, find_residency
 from headroom.bench.figures import BenchSettings
 from headroom.bench.opening import Opened, open_model, read_model
 from headroom.bench.part_times import measure_parts
-from headroom.bench.peer import LlamaBench, PeerRun, check_comparable
+from headroom.bench.peer import LlamaBench, PeerRun, unlike_note
+from headroom.bench.peer_setup import PeerSetup, check_comparable, setup_peer
 from headroom.bench.report import Report
 from headroom.bench.resources import (
     cold_bandwidths,
@@ -42,16 +43,16 @@ def run_bench(
     say: Say = lambda text: None,
 ) -> Report:
     """Measure a model; `say` is told what is being done."""
+    if peer is not None:
+        check_comparable(path, settings)
     model = read_model(path)
     options = filled(on_device(options, model.shape), settings, model.shape)
-    if peer is not None:
-        check_comparable(path)
     plan = make_run_plan(model.shape, options)
     # The peer runs while our model is not in memory, before it and after.
-    runs: list[PeerRun] = []
     if peer is not None:
+        setup = setup_peer(plan, model.shape, options)
         say("llama-bench, first time")
-        runs.append(peer.run(path, plan, settings))
+        first = peer.run(path, setup, settings)
     say("loading")
     start_counting(plan.devices[0].name)
     opened = open_model(model, options)
@@ -60,11 +61,25 @@ def run_bench(
     finally:
         opened.engine.close()
     del opened
-    if peer is not None:
-        _free()
-        say("llama-bench, second time")
-        runs.append(peer.run(path, plan, settings))
-    return replace(report, peer=tuple(runs))
+    if peer is None:
+        return report
+    _free()
+    say("llama-bench, second time")
+    return _compared(report, peer, setup, first)
+
+
+def _compared(report: Report, peer: LlamaBench, setup: PeerSetup, first: PeerRun) -> Report:
+    """Run the peer again; our figures stay if it fails this time."""
+    runs, left_out = [first], report.figures.left_out
+    try:
+        runs.append(peer.run(report.path, setup, report.settings))
+    except HeadroomError as error:
+        left_out.append(f"llama-bench, second time: {error}")
+    left_out += dict.fromkeys(text for run in runs for text in run.left_out)
+    notes = list(setup.notes)
+    if unlike := unlike_note(first, report.plan.devices[0].name):
+        notes.append(unlike)
+    return replace(report, peer=tuple(runs), peer_notes=tuple(notes))
 
 
 def on_device(options: Options, shape: ModelShape) -> Options:

@@ -23,6 +23,8 @@ def report_tables(report: Report) -> Iterator[RenderableType]:
         yield _part_table(report)
     if report.peer:
         yield _peer_table(report)
+        for text in report.peer_notes:
+            yield f"note: {text}"
     yield _memory_text(report)
     if report.experts is not None:
         yield _experts_text(report.experts)
@@ -102,7 +104,9 @@ def _ms(seconds: float, figure: PartFigure) -> str:
 
 
 def _peer_table(report: Report) -> Table:
-    table = Table("", "headroom", "peer", "ratio", title=f"against {report.peer[0].build}")
+    peer = report.peer[0]
+    title = f"against {peer.build}, {peer.where}"
+    table = Table("", "headroom", "peer", "ratio", title=title)
     for row in report.ratios():
         ours, theirs = f"{row['tokens_per_s']:.1f}", f"{row['peer_tokens_per_s']:.1f}"
         table.add_row(row["what"], ours, theirs, f"{row['ratio']:.2f} x")

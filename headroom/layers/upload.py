@@ -24,7 +24,7 @@ LEAST_STAGING_BYTES = 16 * MIB  # sixteen rows of any real matrix fit into half 
 SLOTS = 4  # half of them are read into while the other half is on its way
 SLOT_STEP = 2 * MIB  # what torch rounds large pieces of GPU memory up to
 READ_BYTES = 4 * MIB  # that one thread reads at a time
-READERS = 8  # more than the link takes, and enough for a disk's queue
+READERS = 8  # enough for a disk's queue; tests/gpu/check_load.py times others
 
 Finish = Callable[[torch.Tensor, torch.Tensor | None], None]  # the buffer, places of its rows
 

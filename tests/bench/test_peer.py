@@ -3,33 +3,35 @@
 import json
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headroom.bench.figures import QUICK, DecodeFigure, Figures, PromptFigure
-from headroom.bench.peer import PeerRun, check_comparable, find_peer, plan_flags, ratios
+from headroom.bench.peer import LlamaBench, PeerRun, find_peer, ratios, unlike_note
+from headroom.bench.peer_setup import PeerSetup
 from headroom.bench.traffic import Traffic
 from headroom.errors import HeadroomError, OptionError
-from headroom.memory.mixes import find_mix
-from headroom.memory.plan import Plan, make_plan
-from headroom.memory.shaping import shape_of
-from headroom.memory.targets import plan_devices
-from headroom.models.synth.recipe import find_recipe
-from headroom.options import Options
 
 FAKE = """#!{python}
-import json, sys
+import json, os, sys
 given = sys.argv[1:]
+seen = os.environ.get("CUDA_VISIBLE_DEVICES")
 value = lambda flag: given[given.index(flag) + 1]
 with open({log!r}, "a") as log:
-    log.write(json.dumps(given) + "\\n")
+    log.write(json.dumps([*given, f"seen={{seen}}"]) + "\\n")
+if len(open({log!r}).readlines()) > {fails_after}:
+    sys.exit(print("no memory", file=sys.stderr) or 9)
 rows = []
 if value("-n") == "0":
     rows = [{{"n_prompt": int(n), "n_depth": 0, "avg_ts": 100.0}} for n in value("-p").split(",")]
 else:
     rows = [{{"n_prompt": 0, "n_depth": int(n), "avg_ts": 10.0}} for n in value("-d").split(",")]
-print(json.dumps([row | {{"build_commit": "abc", "build_number": 7}} for row in rows]))
+facts = {{"build_commit": "abc", "build_number": 7, "backends": "CUDA", "cpu_info": "Fast CPU"}}
+facts["gpu_info"] = {gpu!r} or ("H200" if seen else "")
+print(json.dumps([row | facts for row in rows]))
 """
 
 
@@ -39,42 +41,68 @@ def program(path: Path, text: str) -> Path:
     return path
 
 
-def fake_bench(folder: Path) -> Path:
-    log = str(folder / "calls")
-    return program(folder / "llama-bench", FAKE.format(python=sys.executable, log=log))
+def fake_bench(folder: Path, fails_after: int = 99, gpu: str = "") -> Path:
+    """Write a llama-bench that answers at once; `gpu` is one that it sees whatever is hidden."""
+    facts = {"python": sys.executable, "log": str(folder / "calls")}
+    text = FAKE.format(**facts, fails_after=fails_after, gpu=gpu)
+    return program(folder / "llama-bench", text)
 
 
 def calls(folder: Path) -> list[list[str]]:
     return [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
 
 
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return plan_of(device="cpu", ram="8GiB", kv_type="bf16", threads=3)
+SETUP = PeerSetup(("-ngl", "0", "-t", "3"), "", context=1024, chunk=256)
+MODEL = Path("m.gguf")
 
 
-def plan_of(**settings: object) -> Plan:
-    dims = find_recipe("llama", "tiny").dims
-    shape = shape_of("tiny", dims, find_mix("q8_0"))
-    options = Options(context=1024, parallel=1, chunk=256, **settings)  # type: ignore[arg-type]
-    return make_plan([shape], plan_devices(options), options)
+def found_bench(folder: Path) -> LlamaBench:
+    return find_peer("llama-bench", str(fake_bench(folder)))
 
 
-def test_it_is_asked_for_the_same_prompts_and_contexts(tmp_path: Path, plan: Plan) -> None:
-    peer = find_peer("llama-bench", str(fake_bench(tmp_path)))
-    found = peer.run(Path("m.gguf"), plan, QUICK)
-    assert found == PeerRun({128: 100.0, 512: 100.0}, {32: 10.0, 512: 10.0}, "llama.cpp abc (7)")
-    plan_part = "-ngl 0 -t 3 -fa 1 -ctk f16 -ctv f16"
-    common = f"-m m.gguf -o json -r 1 {plan_part} -b 512 -ub 512"
+def test_it_is_asked_for_the_same_prompts_and_contexts(tmp_path: Path) -> None:
+    found = found_bench(tmp_path).run(MODEL, SETUP, QUICK)
+    assert found == PeerRun(
+        {128: 100.0, 512: 100.0}, {32: 10.0, 512: 10.0}, "llama.cpp abc (7)", "CUDA", "", "Fast CPU"
+    )
+    common = "-m m.gguf -o json -r 1 -ngl 0 -t 3 -b 512 -ub 512"
     assert [" ".join(call) for call in calls(tmp_path)] == [
-        f"{common} -p 128,512 -n 0",
-        f"{common} -p 0 -n 16 -d 32,512",
+        f"{common} -p 128,512 -n 0 seen=",
+        f"{common} -p 0 -n 16 -d 32,512 seen=",
     ]
 
 
-def test_on_a_gpu_all_layers_are_there() -> None:
-    flags = plan_flags(plan_of(device="24GiB"))
-    assert flags[:2] == ["-ngl", "99"]
+def test_it_sees_the_chosen_gpu_alone(tmp_path: Path) -> None:
+    found = found_bench(tmp_path).run(MODEL, replace(SETUP, visible="2"), QUICK)
+    assert [call[-1] for call in calls(tmp_path)] == ["seen=2"] * 2
+    assert (found.gpu, found.where) == ("H200", "CUDA on H200")
+
+
+@pytest.mark.parametrize(
+    ("changed", "asked"),
+    [
+        ({"only": ("prompts", "parts")}, ["-p 128,512 -n 0"]),
+        ({"only": ("decode",)}, ["-p 0 -n 16 -d 32,512"]),
+        ({"prompts": (128, 1024)}, ["-p 128 -n 0", "-p 0 -n 16 -d 32,512"]),
+        ({"prompts": (4096,), "contexts": (1024,)}, []),  # our context holds neither
+    ],
+)
+def test_it_is_asked_only_for_what_we_measure(
+    tmp_path: Path, changed: dict[str, Any], asked: list[str]
+) -> None:
+    found = found_bench(tmp_path).run(MODEL, SETUP, replace(QUICK, **changed))
+    seen = calls(tmp_path) if asked else []
+    assert ["-p" + " ".join(call).split(" -p")[1].removesuffix(" seen=") for call in seen] == asked
+    assert found.left_out == ()
+    assert asked or not (found.prompts or found.decodes)
+
+
+def test_contexts_that_would_take_it_too_long_are_left_out(tmp_path: Path) -> None:
+    found = found_bench(tmp_path).run(MODEL, SETUP, replace(QUICK, patience_s=5.0))
+    assert list(found.decodes) == [32]
+    assert found.left_out == (
+        "llama-bench, decode after 512: its prompt would take 5 s and may take 5 s (--patience)",
+    )
 
 
 def test_it_is_found_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,17 +125,24 @@ def test_what_is_no_program_is_refused(tmp_path: Path) -> None:
         assert str(refused.value) == words
 
 
-def test_a_file_that_the_system_cannot_run_is_refused(tmp_path: Path, plan: Plan) -> None:
+def test_a_file_that_the_system_cannot_run_is_refused(tmp_path: Path) -> None:
     peer = find_peer("llama-bench", str(program(tmp_path / "bad", "\x7fnot a program")))
     with pytest.raises(OptionError, match="bad does not start: Exec format error"):
-        peer.run(Path("m.gguf"), plan, QUICK)
+        peer.run(MODEL, SETUP, QUICK)
 
 
 @pytest.mark.parametrize(
     ("body", "words"),
     [
         ("echo no such flag >&2; exit 3", "ended with 3: no such flag. Try it alone: "),
+        ("kill -ILL $$", "was ended by SIGILL: it said nothing"),
         ("exit 1", "ended with 1: it said nothing"),
+        (
+            "printf '\\377\\n' >&2; exit 1",
+            "ended with 1: \ufffd. Try it alone: CUDA_VISIBLE_DEVICES= ",
+        ),
+        ("printf '\\377'", "does not answer as llama-bench does: JSONDecodeError"),
+        ("echo '[{\"n_prompt\": Infinity}]'", "does not answer as llama-bench does: OverflowError"),
         ("echo hello", "does not answer as llama-bench does: JSONDecodeError"),
         ("echo '[]'", "does not answer as llama-bench does: KeyError.*middle of 2025"),
         ("echo '[{\"n_prompt\": 128}]'", "does not answer as llama-bench does: KeyError"),
@@ -116,19 +151,41 @@ def test_a_file_that_the_system_cannot_run_is_refused(tmp_path: Path, plan: Plan
             'echo \'[{"n_prompt": 128, "avg_ts": 0}, {"n_prompt": 512, "avg_ts": 1}]\'',
             "measured no speed for 128 tokens",
         ),
+        (
+            'echo \'[{"n_prompt": 128, "avg_ts": NaN}, {"n_prompt": 512, "avg_ts": 1e999}]\'',
+            "measured no speed for 128,512 tokens",
+        ),
     ],
 )
-def test_failures_and_strange_answers_are_told(
-    tmp_path: Path, plan: Plan, body: str, words: str
-) -> None:
+def test_failures_and_strange_answers_are_told(tmp_path: Path, body: str, words: str) -> None:
     peer = find_peer("llama-bench", str(program(tmp_path / "odd", f"#!/bin/sh\n{body}\n")))
     with pytest.raises(HeadroomError, match=words):
-        peer.run(Path("m.gguf"), plan, QUICK)
+        peer.run(MODEL, SETUP, QUICK)
 
 
-def test_only_gguf_files_can_be_compared(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"llama-bench reads \.gguf files, and .* is none"):
-        check_comparable(tmp_path)
+def test_a_file_whose_name_is_not_utf_8_has_its_figures(tmp_path: Path) -> None:
+    rows = ", ".join(
+        f'{{"n_prompt": {n}, "avg_ts": 5, "model_filename": "\\377"}}' for n in QUICK.prompts
+    )
+    peer = find_peer("llama-bench", str(program(tmp_path / "x", f"#!/bin/sh\nprintf '[{rows}]'")))
+    found = peer.run(MODEL, SETUP, replace(QUICK, only=("prompts",)))
+    assert found.prompts == {128: 5.0, 512: 5.0}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "device", "words"),
+    [
+        ("", "cuda:0", "llama-bench ran CPU on Fast CPU and headroom on cuda:0"),
+        ("H200", "cpu", "llama-bench ran CPU on H200 and headroom on cpu"),
+        ("H200", "cuda:1", ""),
+        ("", "cpu", ""),
+    ],
+)
+def test_a_ratio_between_a_gpu_and_a_cpu_is_told(gpu: str, device: str, words: str) -> None:
+    run = PeerRun({512: 1.0}, {}, "x", "CPU", gpu, "Fast CPU")
+    told = words and f"{words}: the ratios compare a GPU with a CPU, not two programs"
+    assert unlike_note(run, device) == told
+    assert unlike_note(replace(run, prompts={}), device) == ""  # there is no ratio
 
 
 def test_ratios_are_to_the_better_run_of_the_peer() -> None:

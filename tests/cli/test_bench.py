@@ -14,6 +14,7 @@ TINY = [
     "--prompts", "16", "--contexts", "8", "--batch", "1,2", "--tokens", "2", "--rounds", "1",
     "--threads", "1",
 ]  # fmt: skip
+F32_NOTE = "llama-bench has its cache in f16, where ours is f32, which it does not take"
 needs_module = pytest.mark.skipif(module.MODULE is None, reason="the C++ module was not built")
 Captured = pytest.CaptureFixture[str]
 
@@ -73,11 +74,38 @@ def test_a_synthesised_model_is_written_measured_and_compared(
     assert found["model"]["file"] == "qwen3-tiny-q8_0.gguf"
     assert (tmp_path / "home" / "synth" / "qwen3-tiny-q8_0.gguf").is_file()
     assert [one["batch"] for one in found["decodes"]] == [1, 2]
-    assert found["compare"]["peer"] == "llama.cpp abc (7)"
+    compare = found["compare"]
+    assert compare["peer"] == "llama.cpp abc (7)"
+    assert [compare[name] for name in ("backends", "gpu", "cpu")] == ["CUDA", "", "Fast CPU"]
+    assert (compare["runs"], compare["notes"]) == (2, [F32_NOTE])
     for row, theirs in zip(found["compare"]["figures"], (100, 10), strict=True):
         assert row["peer_runs"] == [theirs, theirs]  # before our model was loaded, and after
         assert row["ratio"] == pytest.approx(row["tokens_per_s"] / theirs)
     assert len(calls(tmp_path)) == 4
+
+
+def test_figures_stay_where_the_peer_fails_after_them(tmp_path: Path, capsys: Captured) -> None:
+    peer = fake_bench(tmp_path, fails_after=1)
+    flags = ["--json", "--compare", "llama-bench", str(peer), "--patience", "0.01"]
+    assert run_command(["bench", "synth:qwen3:q8_0", *TINY, *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["peer_runs"] for row in found["compare"]["figures"]] == [[100.0]]
+    assert found["compare"]["runs"] == 1
+    late, unasked = (text for text in found["left_out"] if text.startswith("llama-bench"))
+    assert late.startswith(f"llama-bench, second time: {peer} ended with 9: no memory. Try it")
+    assert unasked.startswith("llama-bench, decode after 8: its prompt would take 0 s and may")
+
+
+def test_a_peer_that_computed_elsewhere_is_flagged(tmp_path: Path, capsys: Captured) -> None:
+    peer = str(fake_bench(tmp_path, gpu="Vulkan0"))
+    flags = ["--only", "prompts", "--compare", "llama-bench", peer]
+    assert run_command(["bench", "synth:qwen3:q8_0", *TINY, *flags]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "llama.cpp abc (7), CUDA on Vulkan0" in shown
+    assert (
+        "note: llama-bench ran CUDA on Vulkan0 and headroom on cpu: the ratios compare a GPU with "
+        "a CPU, not two programs" in shown
+    )
 
 
 def test_the_tables_show_speeds_parts_memory_and_what_is_left_out(
@@ -89,7 +117,7 @@ def test_the_tables_show_speeds_parts_memory_and_what_is_left_out(
     shown = " ".join(capsys.readouterr().out.split())
     for words in (
         "prompt of 16", "decode, 2 after 8", "of limit", "step of 16 rows", "recurrent", "gaps",
-        "against llama.cpp abc (7)", "memory: ", "planned", "note: ",
+        "against llama.cpp abc (7), CUDA on Fast CPU", "memory: ", "planned", "note: ",
         "left out: prompt of 300: the context holds 128",
     ):  # fmt: skip
         assert words in shown

@@ -148,3 +148,15 @@ def test_decoding_steps_are_captured_before_the_first_request() -> None:
         for events in running:
             ended(events)
         assert all(kind.span_rows == kind.rows for kind in stage.kinds[len(before) :])
+
+
+def test_no_step_is_captured_twice_over_many_requests() -> None:
+    with engines(parallel=3) as (drawing, _, stage):
+        for turn in range(10):
+            running = [
+                start(drawing, f"{turn}-{n}", range(3, 9 + 11 * n + turn), CASES["plain"])
+                for n in range(3)
+            ]
+            assert [len(ended(events)) for events in running] == [30] * 3
+        assert len(stage.kinds) == len(set(stage.kinds))
+        assert len(stage.kinds) <= 8  # of 1, 2 and 4 rows that decode; of 2 to 32 with others

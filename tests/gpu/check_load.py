@@ -1,12 +1,13 @@
-"""Compares weights brought to a GPU with plain torch's; times loading with --bench [GB]."""
+"""Compares weights brought to a GPU with plain torch's; times loading with --bench [GB].
 
-import os
+`--bench 20 --no-cases` leaves the comparison out: what bounds a load, in less than a minute.
+"""
+
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,13 @@ from headroom.moe.device_experts import upload_experts
 from headroom.units import MIB
 from tests.gpu.check_matmul import KINDS, random_weight
 from tests.gpu.kept import keep_code
+from tests.gpu.load_parts import (
+    READER_COUNTS,
+    Buffers,
+    copy_speed,
+    pack_speed,
+    reader_speeds,
+)
 from tests.gpu.torch_tiles import pack_tiles
 from tests.gpu.weight_file import WeightFile
 
@@ -86,15 +94,21 @@ def check_upload(folder: Path, staging: int) -> bool:
 
 def bench(folder: Path, size_bytes: int) -> None:
     """Loads experts and dense matrices from a file in the page cache, by several settings."""
+    started = time.perf_counter()
     file = WeightFile(folder / "large")
     layer = EXPERTS[0] * EXPERTS[1] * EXPERTS[2] // 256 * 144
     layers = max(1, size_bytes // 2 // layer)
     file.add("experts", "q4_k", *EXPERTS[1:], repeats=EXPERTS[0] * layers)
     file.add("dense", "q4_k", *DENSE, repeats=3 * layers)
+    written = time.perf_counter() - started
+    print(f"BENCH file of {file.path.stat().st_size / 1e9:.2f} GB written in {written:.1f} s")
     bench_parts(file)
-    default = loading.READERS, loading.STAGING_BYTES // MIB
-    for readers, staging in (default, default, (4, 128), (16, 128), (8, 64), (8, 256), (16, 256)):
+    default = loading.STAGING_BYTES // MIB
+    for readers in READER_COUNTS:
+        load_all(file, layers, readers, default * MIB)
+    for readers, staging in ((8, default // 2), (16, 2 * default)):
         load_all(file, layers, readers, staging * MIB)
+    print(f"BENCH all of that in {time.perf_counter() - started:.1f} s", flush=True)
 
 
 def load_all(file: WeightFile, layers: int, readers: int, staging: int) -> None:
@@ -129,42 +143,14 @@ def taken(what: str = "memory_allocated") -> int:
 
 
 def bench_parts(file: WeightFile) -> None:
-    """The link, the file and the kernel, each by itself."""
-    host = torch.empty(32 * MIB, dtype=torch.uint8, pin_memory=DEVICE != "cpu")
-    there, count = torch.empty_like(host, device=DEVICE), 40
-    seconds = timed(lambda: [there.copy_(host, non_blocking=True) for _ in range(count)])
-    print(f"BENCH link: {count * host.numel() / seconds / 1e9:.1f} GB/s")
-    tiles = torch.empty_like(there)
-    quant, rows = random_weight("q4_k", 1, 2048).quant, host.numel() // (8 * 144) // 16 * 16
-    room = tiles[: tile_bytes(quant, rows, 2048)]
-    seconds = timed(lambda: [pack(there, quant, rows, 2048, room) for _ in range(count)])
-    print(f"BENCH pack q4_k: {count * room.numel() / seconds / 1e9:.1f} GB/s")
-    with file.path.open("rb") as opened:
-        offsets = range(0, min(file.path.stat().st_size, 2 << 30) - 4 * MIB, 4 * MIB)
-        view = memoryview(host.numpy())
-        rooms = [view[at : at + 4 * MIB] for at in range(0, 32 * MIB, 4 * MIB)]
-
-        def read(number: int) -> int:
-            return os.preadv(opened.fileno(), [rooms[number % 8]], offsets[number])
-
-        for threads in (1, 4, 8, 16):
-            with ThreadPoolExecutor(threads) as pool:
-                started = time.perf_counter()
-                done = sum(pool.map(read, range(len(offsets))))
-            speed = done / (time.perf_counter() - started) / 1e9
-            print(f"BENCH file, {threads} readers: {speed:.1f} GB/s", flush=True)
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Seconds of some work on the device, the second time."""
-    work()
-    if DEVICE != "cpu":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    work()
-    if DEVICE != "cpu":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+    """Readers, copies and packing, each by itself: the slowest bounds a load."""
+    buffers = Buffers(DEVICE)
+    for readers in READER_COUNTS:
+        speeds = reader_speeds(file.path, readers, buffers)
+        shown = ", ".join(f"{name} {speed:.1f}" for name, speed in speeds.items())
+        print(f"BENCH {readers} readers, GB/s: {shown}", flush=True)
+    print(f"BENCH copies: {copy_speed(buffers):.1f} GB/s")
+    print(f"BENCH packing q4_k: {pack_speed(buffers):.1f} GB/s", flush=True)
 
 
 def packings() -> list[tuple[str, int, int, int, bool]]:
@@ -179,10 +165,12 @@ def main(folder: Path) -> None:
     """Run every case, then the times if asked for."""
     keep_code()
     torch.manual_seed(0)
-    cases: list[Callable[[], object]] = [partial(check, *case) for case in packings()]
-    cases += [partial(check_upload, folder, size) for size in STAGINGS]
+    cases: list[Callable[[], object]] = []
+    if "--no-cases" not in sys.argv:
+        cases += [partial(check, *case) for case in packings()]
+        cases += [partial(check_upload, folder, size) for size in STAGINGS]
     if "--bench" in sys.argv:
-        given = sys.argv[sys.argv.index("--bench") + 1 :]
+        given = [word for word in sys.argv[1:] if not word.startswith("--")]
         cases.append(partial(bench, folder, int(float(given[0] if given else 4) * 1e9)))
     for case in cases:
         try:

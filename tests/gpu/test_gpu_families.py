@@ -1,6 +1,6 @@
 """Every family on a GPU against the plain kernels of the CPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -24,12 +24,17 @@ PROMPTS = [
     for rows in (90, 41, 7)
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-DRAWN = SamplingParams(
-    temperature=0.9, top_k=40, top_p=0.95, repetition_penalty=1.1, seed=11, max_tokens=16,
-    ignore_eos=True,
-)  # fmt: skip
+_FREE = SamplingParams(temperature=0.9, seed=11, max_tokens=16, ignore_eos=True)
+# Each filter and each penalty somewhere: one set for each prompt.
+DRAWN = (
+    replace(_FREE, top_k=40, top_p=0.95, repetition_penalty=1.1),
+    replace(_FREE, min_p=0.05, presence_penalty=0.7, frequency_penalty=0.2, seed=12),
+    replace(_FREE, temperature=1.3, logit_bias={400: 9.0, 401: -100.0, 500: 8.5}, seed=13),
+)
 # What only plain kernels do on a GPU does not differ from family to family: a layer of each sort.
 PLAIN = ("llama", "qwen35moe", "laguna", "gemma4-e4b")
+# Whose every operation has a kernel in Triton: attention, experts, and linear attention.
+IN_TRITON = ("llama", "qwen3moe", "qwen35")
 # Each mix of weights and each type once; the kernels' own tests have all pairs.
 MIXES = (("q4_k_m", "bf16"), ("q8_0", "f16"), ("bf16", "bf16"), ("f16", "bf16"), ("f16", "f16"))
 # Of logits in bf16, relative; 0.005 to 0.012 were measured. Random weights of Gemma make much of
@@ -53,7 +58,11 @@ def answers(path: Path, **settings: object) -> Answers:
     exact = {"dtype": "f32", "kv_type": "f32"} | SETTINGS | settings
     with LLM(str(path), **exact) as llm:
         # All at once: a plain step takes hardly longer with more rows.
-        begun = [llm.stream(prompt, params) for params in (GREEDY, DRAWN) for prompt in PROMPTS]
+        begun = [
+            llm.stream(prompt, params)
+            for chosen in ([GREEDY] * len(PROMPTS), DRAWN)
+            for prompt, params in zip(PROMPTS, chosen, strict=True)
+        ]
         done = [list(pieces) for pieces in begun]
     tokens = [tuple(piece.token for piece in pieces) for pieces in done]
     texts = ["".join(piece.text for piece in pieces) for pieces in done]
@@ -103,6 +112,27 @@ def test_plain_kernels_on_a_gpu_say_the_same(name: str, path: Path, wanted: Answ
     if name not in PLAIN:
         pytest.skip("other models have layers of these sorts")
     assert answers(path, device=GPU, kernels="reference") == wanted
+
+
+def test_triton_says_the_same_in_f32(name: str, path: Path, wanted: Answers) -> None:
+    if name not in IN_TRITON:
+        pytest.skip("other models have layers of these sorts")
+    pytest.importorskip("triton")
+    assert answers(path, device=GPU, kernels="triton") == wanted
+
+
+def test_logits_of_triton_in_bf16_are_near_the_exact_ones(name: str, path: Path) -> None:
+    if name not in IN_TRITON:
+        pytest.skip("other models have layers of these sorts")
+    pytest.importorskip("triton")
+    checkpoint, text = open_checkpoint(path), PROMPTS[0]
+    exact = run_steps(checkpoint, [text], [[90]], HEAD_ROWS, kernels="reference")[0]
+    settings = {"device": GPU, "dtype": "bf16", "kv_type": "bf16", "chunk": 256}
+    pieces = [[90], [60] + [1] * 30]  # read whole, and token by token
+    for logits in run_steps(
+        checkpoint, [text] * 2, pieces, HEAD_ROWS, kernels="triton", **settings
+    ):
+        assert float((logits - exact).norm() / exact.norm()) < LIMIT
 
 
 @pytest.mark.parametrize(("mix", "dtype"), MIXES)

@@ -37,9 +37,9 @@ class WeightFile:
             data = random_weight(kind, rows, columns).data
         whole = (repeats, *shape) if repeats > 1 else shape
         self._tensors[name] = self.path.stat().st_size, kind, whole
-        with self.path.open("ab") as file:
+        with self.path.open("ab", buffering=0) as file:
             for _ in range(repeats):
-                file.write(data.numpy().tobytes())
+                assert file.write(memoryview(data.numpy().reshape(-1))) == data.nbytes
         return data.view(*shape[:-1], -1)
 
     @property

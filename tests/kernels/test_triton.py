@@ -36,10 +36,8 @@ interpreted = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def large_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Large tiles in host memory: the interpreter takes its time for every program, not value."""
-    monkeypatch.setattr(experts, "DEVICE", "cpu")
+def use_large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes its time for every program, not value."""
     monkeypatch.setattr(matmul, "EXACT", TileSizes(outs=64, rows=16, columns=256, warps=1))
     monkeypatch.setattr(matmul, "SINGLE", TileSizes(outs=32, rows=1, columns=256, warps=1))
     monkeypatch.setattr(matmul, "SINGLE_WORDS", TileSizes(outs=32, rows=1, columns=512, warps=1))
@@ -48,6 +46,13 @@ def large_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(attention, "BLOCK_VALUES", 1 << 20)
     monkeypatch.setattr(attention, "PIECE_KEYS", 256)
     monkeypatch.setattr(delta_net, "STATE_COLUMNS", 128)
+
+
+@pytest.fixture(autouse=True)
+def large_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Large tiles, in host memory."""
+    monkeypatch.setattr(experts, "DEVICE", "cpu")
+    use_large_tiles(monkeypatch)
     with torch.inference_mode():
         yield
 

@@ -1,5 +1,6 @@
 """What a step on a device reads: positions, pages, masks of draft trees and padding."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 
@@ -9,7 +10,7 @@ import torch
 from headroom.errors import KernelError
 from headroom.kernels.cuda.delta_net import blocks_for
 from headroom.layers.batch import Batch, Span
-from headroom.split.device_stage import bucket_of
+from headroom.split.device_stage import BUCKETS, bucket_of
 from headroom.split.step_inputs import StepInputs, StepKind, kind_of
 from tests.split.fake_device import FakeModel, FakeStage, settings
 
@@ -181,3 +182,26 @@ def test_steps_with_a_tree_are_captured_when_one_is_asked_for_and_then_kept() ->
     assert torch.equal(again, first)
     assert len(stage.kinds) == 1
     assert torch.equal(first, model.logits(model.run(batch)[2:]))
+
+
+def test_steps_that_decode_or_check_chains_are_captured_once_for_all_requests() -> None:
+    model = FakeModel()
+    stage = FakeStage(model, settings())
+    stage.capture()
+    with torch.inference_mode():
+        for turn in range(6):  # other pages and lengths each time, as other requests have
+            for count in (1, 2, 3, 4):
+                spans = [Span(n, 1, 9 * turn + n, pages(n + turn)) for n in range(count)]
+                stage.step(make(spans, [span.start for span in spans]))
+            for rows in (2, 3, 8, 13, 32):
+                start = 7 * turn
+                span = Span(0, rows, start, pages(turn))
+                found = stage.step(make([span], [*range(start, start + rows)])).logits([0])
+    sizes = Counter((kind.rows, kind.span_rows) for kind in stage.kinds)
+    decoding, chains = {(size, 1) for size in (1, 2, 4)}, {(size, size) for size in BUCKETS[1:]}
+    assert sizes == dict.fromkeys(decoding | chains, 1)
+    assert torch.equal(found, model.logits(model.run(make([span], [*range(35, 67)]))[-1:]))
+    stage.forget_captures()  # only whoever changes what a step does
+    with torch.inference_mode():
+        stage.step(make([span], [*range(35, 67)]))
+    assert Counter((kind.rows, kind.span_rows) for kind in stage.kinds) == sizes | {(32, 32): 2}
