@@ -133,7 +133,7 @@ class _Task:
             return layout.hot_experts if layout.fits else None
 
         found = solve(ranges, judge)
-        if found is None or self.options.chunk is not None or not self._may_have_cold:
+        if found is None or self.options.chunk is not None or not self._may_stream:
             return found
         hot = judge(found)
         if hot is None or hot == self.model.total_experts:
@@ -160,9 +160,11 @@ class _Task:
         return solve(replace(ranges, contexts=(found.context,), chunks=(chunk,)), judge) or found
 
     @property
-    def _may_have_cold(self) -> bool:
+    def _may_stream(self) -> bool:
+        """Whether prompts may wait for cold experts; those that are left out do not come."""
         stages = [device for device in self.devices if device.runs_layers]
-        return bool(self.model.total_experts) and not any(device.holds_all for device in stages)
+        routed = bool(self.model.total_experts) and self.options.cold != "drop"
+        return routed and not any(device.holds_all for device in stages)
 
 
 def make_plan(
@@ -215,13 +217,16 @@ def _as_held(task: _Task) -> _Task:
 
 def _check_cold(plan: Plan, options: Options) -> None:
     """Refuse to let a GPU read cold experts in memory that is not pinned."""
-    cold = any(device.hot_experts < device.total_experts for device in plan.devices)
-    if cold and options.no_pin and options.cold == "gpu":
+    if _has_cold(plan.devices) and options.no_pin and options.cold == "gpu":
         raise OptionError(
             "--cold gpu needs pinned memory: a GPU does not read what --no-pin leaves in place.",
             hint="Leave out --no-pin, or choose --cold cpu.",
             param="cold",
         )
+
+
+def _has_cold(devices: Sequence[DevicePlan]) -> bool:
+    return any(device.hot_experts < device.total_experts for device in devices)
 
 
 def _has_8_bit_products(devices: Sequence[DeviceSpec], options: Options) -> bool:
@@ -277,7 +282,7 @@ def _lossy(settings: PlanSettings, layout: Layout) -> Iterable[str]:
             yield f"cached {word} are kept in {name}"
     if settings.dtype == "int8":
         yield "products round their activations to 8 bits per 32 columns"
-    if settings.cold == "drop" and any(x.name == "cold_experts" for x in layout.host.lines):
+    if settings.cold == "drop" and _has_cold(layout.devices):
         yield "cold experts are left out, and the weights of a row's hot ones grow instead"
 
 
@@ -300,7 +305,7 @@ def _notes(task: _Task, settings: PlanSettings, layout: Layout) -> Iterable[str]
             "cold experts that are not pinned are copied twice; more memory for the control group "
             "avoids it"
         )
-    if task.rules.expert_bytes != 0 and "cold_experts" in names and not layout.hot_experts:
+    if task.rules.expert_bytes != 0 and _has_cold(layout.devices) and not layout.hot_experts:
         yield (
             "all experts are cold: as many as one token visits would take "
             f"{gib(floor_bytes(task.model.layers))}, and less is left for them"

@@ -32,8 +32,10 @@ class Hybrid:
         rates = None
         if cold in ("auto", "cpu") and speeds.cpu:
             rates = ColdRates(speeds.copy, speeds.cpu, EXPERTS_SHARE * speeds.cpu_flops)
-        self._stream = None  # layers without fused kernels bring experts one by one
-        if any(layer is not None and layer.blobs.tiles for layer in store.layers):
+        # Layers without fused kernels bring experts one by one; what is left out does not come.
+        self._stream = None
+        tiles = any(layer is not None and layer.blobs.tiles for layer in store.layers)
+        if tiles and cold != "drop":
             most = store.largest, store.most_experts
             self._stream = open_stream(store.staging, most, store.pinned, rates)
 
