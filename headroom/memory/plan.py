@@ -133,7 +133,7 @@ class _Task:
             return layout.hot_experts if layout.fits else None
 
         found = solve(ranges, judge)
-        if found is None or self.options.chunk is not None or not self._may_stream:
+        if found is None or self.options.chunk is not None or not self._may_have_cold:
             return found
         hot = judge(found)
         if hot is None or hot == self.model.total_experts:
@@ -160,11 +160,9 @@ class _Task:
         return solve(replace(ranges, contexts=(found.context,), chunks=(chunk,)), judge) or found
 
     @property
-    def _may_stream(self) -> bool:
-        """Whether prompts may wait for cold experts; those that are left out do not come."""
+    def _may_have_cold(self) -> bool:
         stages = [device for device in self.devices if device.runs_layers]
-        routed = bool(self.model.total_experts) and self.options.cold != "drop"
-        return routed and not any(device.holds_all for device in stages)
+        return bool(self.model.total_experts) and not any(device.holds_all for device in stages)
 
 
 def make_plan(
