@@ -29,9 +29,9 @@ class Hybrid:
         self.store = store
         self._compute = ColdCompute(device)
         # Who asks for the GPU, or leaves cold experts out, wants nothing of the CPU.
-        rates = None
-        if cold in ("auto", "cpu") and speeds.cpu:
-            rates = ColdRates(speeds.copy, speeds.cpu, EXPERTS_SHARE * speeds.cpu_flops)
+        rates = ColdRates(speeds.copy, speeds.cpu, EXPERTS_SHARE * speeds.cpu_flops)
+        if cold not in ("auto", "cpu"):
+            rates = rates.without_cpu
         # Layers without fused kernels bring experts one by one; what is left out does not come.
         self._stream = None
         tiles = any(layer is not None and layer.blobs.tiles for layer in store.layers)
@@ -48,7 +48,8 @@ class Hybrid:
         if layer.path == "drop":
             return WithoutCold(tiles, activation, layer.is_hot), None
         assert self._stream is not None
-        stream = self._stream.add(tiles, layer, activation)
+        hits = self.store.placement.hit_rate(self.store.layers.index(layer), layer.experts)
+        stream = self._stream.add(tiles, layer, activation, hits)
         steps: ReadInPlace = Streamed(tiles, activation, stream)
         if layer.path == "gpu":
             return steps, None
@@ -65,7 +66,7 @@ class Hybrid:
     def same_bits(self) -> bool:
         """Whether hot and cold give the same bits: where a GPU's kernels alone compute them."""
         on_gpu = all(layer is None or layer.path == "gpu" for layer in self.store.layers)
-        return on_gpu and (self._stream is None or self._stream.rates is None)
+        return on_gpu and (self._stream is None or not self._stream.rates.asks_cpu)
 
     @property
     def meter(self) -> JoinedMeter:
@@ -89,5 +90,5 @@ class Hybrid:
         by_plain = any(
             x is not None and not x.blobs.tiles and x.path not in ("gpu", "drop") for x in layers
         )
-        asks_cpu = by_plain or (stream is not None and stream.rates is not None)
+        asks_cpu = by_plain or (stream is not None and stream.rates.asks_cpu)
         return JoinedMeter(worker, brought, by_cpu if asks_cpu else None, in_place)
