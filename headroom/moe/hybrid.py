@@ -49,7 +49,8 @@ class Hybrid:
             return WithoutCold(tiles, activation, layer.is_hot), None
         assert self._stream is not None
         hits = self.store.placement.hit_rate(self.store.layers.index(layer), layer.experts)
-        stream = self._stream.add(tiles, layer, activation, hits)
+        cold_picks = layer.blobs.used * (1.0 - hits)
+        stream = self._stream.add(tiles, layer, activation, cold_picks)
         steps: ReadInPlace = Streamed(tiles, activation, stream)
         if layer.path == "gpu":
             return steps, None

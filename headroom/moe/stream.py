@@ -33,12 +33,12 @@ from headroom.moe.copies import (
 )
 from headroom.moe.stream_pieces import ColdExperts, ColdPieces, GroupExperts, Piece, pieces_of
 from headroom.moe.stream_rule import (
+    ColdLayer,
     ColdRates,
-    ColdStep,
     ExpertSize,
     expert_flops,
     left_to_cpu,
-    pays_to_count,
+    most_counted_rows,
 )
 from headroom.moe.telemetry import ColdCounts
 
@@ -66,13 +66,13 @@ class ColdStream:
         self._rooms: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}  # of downs
 
     def add(
-        self, tiles: ExpertTiles, store: ColdExperts, activation: str, hit_rate: float
+        self, tiles: ExpertTiles, store: ColdExperts, activation: str, cold_picks: float
     ) -> "StreamedLayer":
         """Return a further layer's experts; its first copies begin while the one before works.
 
-        `hit_rate` is the share of its choices that is expected to be hot.
+        `cold_picks` are those that are expected of a row.
         """
-        layer = StreamedLayer(self, tiles, store, activation, hit_rate)
+        layer = StreamedLayer(self, tiles, store, activation, cold_picks)
         if self.layers:
             self.layers[-1].following = layer
         self.layers.append(layer)
@@ -129,15 +129,22 @@ class StreamedLayer:
         tiles: ExpertTiles,
         store: ColdExperts,
         activation: str,
-        hit_rate: float,  # that is expected
+        cold_picks: float,  # that are expected of a row
     ) -> None:
         self.following: StreamedLayer | None = None  # that comes next in a step
-        self._hit_rate = hit_rate
-        self._counted_shapes: dict[tuple[int, ...], bool] = {}  # of ids, and whether it pays
         self._size = ExpertSize(store.expert_bytes, expert_flops(tiles.width, tiles.hidden))
         self._stream, self._activation = stream, activation
         self._tiles, self._store = tiles, store
         self._pieces = ColdPieces(tiles, store, stream.buffer_bytes // store.expert_bytes)
+        cold = ColdLayer(
+            size=self._size,
+            experts=len(self._pieces.rows()),
+            picks=cold_picks,
+            ahead_bytes=BUFFERS * stream.buffer_bytes,
+        )
+        # The most of a step that waits to hear which experts were chosen. Found once: swaps leave as
+        # many experts cold, and fewer picks.
+        self.counted_rows = most_counted_rows(cold, stream.rates)
 
     def many_rows(
         self,
@@ -149,22 +156,9 @@ class StreamedLayer:
         """Return the weighted sum of each row's experts and what else it gets."""
         rows = as_narrow(x)
         chosen = ChosenRows(rows.values, *picks, rows.powers)
-        if self.counts_picks(picks[0].shape):
+        if len(picks[0]) <= self.counted_rows:
             return self._counted(chosen, others, out)
         return self._streamed(chosen, self._pieces.all_groups(), others, out)
-
-    def counts_picks(self, shape: tuple[int, ...]) -> bool:
-        """Tell whether a step with ids `[rows, used]` waits to hear which experts were chosen."""
-        if shape not in self._counted_shapes:
-            rows, used = shape
-            step = ColdStep(
-                rows=rows,
-                picks=rows * used * (1.0 - self._hit_rate),
-                experts=len(self._pieces.rows()),
-                ahead_bytes=BUFFERS * self._stream.buffer_bytes,
-            )
-            self._counted_shapes[shape] = pays_to_count(step, self._size, self._stream.rates)
-        return self._counted_shapes[shape]
 
     def _streamed(
         self,
@@ -174,14 +168,14 @@ class StreamedLayer:
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         stream, tiles = self._stream, self._tiles
-        stream.begin(pieces_of(groups), self._ahead(chosen.ids.shape))
+        stream.begin(pieces_of(groups), self._ahead(len(chosen.ids)))
         arriving = _Arriving(stream, tiles, groups, chosen.x.dtype)
         return cuda_experts.sum_groups(chosen, tiles, self._activation, arriving, others, out)
 
-    def _ahead(self, shape: tuple[int, ...]) -> list[Piece]:
+    def _ahead(self, rows: int) -> list[Piece]:
         """The pieces of the next layer, unless it waits to hear which experts were chosen."""
         following = self.following
-        if following is None or following.counts_picks(shape):
+        if following is None or rows <= following.counted_rows:
             return []
         return pieces_of(following._pieces.all_groups())
 

@@ -16,6 +16,7 @@ PREPARE_S = 200e-6
 # 2026-11 on an H200, and experts 0.36 of that.
 BESIDE_ROW_S = 0.7e-6
 WORTH = 0.9  # of the time without counting: less is gained than the estimate may be wrong by
+MOST_ROWS = 1 << 16  # of a step
 MOST_MEAN_PICKS = 700.0  # that chance is reckoned for; with so many no CPU is as quick as a copy
 
 
@@ -30,7 +31,7 @@ class ColdRates:
     @property
     def asks_cpu(self) -> bool:
         """Whether experts may be left to the CPU."""
-        return self.cpu_bandwidth > 0
+        return self.cpu_bandwidth > 0 and self.cpu_flops > 0
 
     @property
     def without_cpu(self) -> "ColdRates":
@@ -52,16 +53,28 @@ def expert_flops(width: int, hidden: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ColdStep:
-    """What a step is expected to ask of a layer's cold experts."""
+class ColdLayer:
+    """The cold experts of a layer, and what is expected of them."""
 
-    rows: int
-    picks: float  # of cold experts, all together
+    size: ExpertSize
     experts: int  # that are cold
+    picks: float  # of them by a row
     ahead_bytes: int  # that could come before the layer is reached: the buffers
 
 
-def pays_to_count(step: ColdStep, size: ExpertSize, rates: ColdRates) -> bool:
+def most_counted_rows(layer: ColdLayer, rates: ColdRates) -> int:
+    """Return the most rows of a step that should wait to hear which experts were chosen."""
+    low, high = 0, MOST_ROWS
+    while low < high:
+        middle = (low + high + 1) // 2
+        if pays_to_count(middle, layer, rates):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def pays_to_count(rows: int, layer: ColdLayer, rates: ColdRates) -> bool:
     """Tell whether a step should wait to hear which experts were chosen, before it copies any.
 
     Without waiting all cold experts are copied, from the time on when the layer before works. With
@@ -73,9 +86,10 @@ def pays_to_count(step: ColdStep, size: ExpertSize, rates: ColdRates) -> bool:
     chosen far less than others counting is worth more; a GPU that computes for longer than copies
     take gains nothing by fewer of them; kernels launched ahead are used up while the host waits.
     """
-    counted_s = _shared(expected_counts(step.picks, step.experts), size, rates)[1]
-    lost_s = min(step.rows * BESIDE_ROW_S, step.ahead_bytes / rates.link)
-    all_s = step.experts * size.bytes / rates.link
+    counts = expected_counts(rows * layer.picks, layer.experts)
+    counted_s = _shared(counts, layer.size, rates)[1]
+    lost_s = min(rows * BESIDE_ROW_S, layer.ahead_bytes / rates.link)
+    all_s = layer.experts * layer.size.bytes / rates.link
     return READ_BACK_S + PREPARE_S + lost_s + counted_s < WORTH * all_s
 
 

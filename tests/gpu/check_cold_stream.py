@@ -18,8 +18,8 @@ from headroom.memory import staging
 from headroom.moe import stream as stream_module
 from headroom.moe.stream import ColdStream, open_stream
 from headroom.moe.stream_rule import (
+    ColdLayer,
     ColdRates,
-    ColdStep,
     ExpertSize,
     expert_flops,
     pays_to_count,
@@ -52,7 +52,7 @@ def open_layers(
     memory = torch.empty(total, dtype=torch.uint8, device=DEVICE)
     stream = open_stream(memory, (size, len(tiles.addresses)), pinned, rates)
     for layer in layers:
-        stream.add(layer.tiles, layer, "silu", 0.5)
+        stream.add(layer.tiles, layer, "silu", 2.0)
     return stream
 
 
@@ -60,7 +60,7 @@ def check(
     cold_share: float, rows: int, counted: bool, pinned: bool, on_cpu: bool, kinds: Kinds = KINDS
 ) -> bool:
     """Two layers in turn, again and again, so that copies and computing run into each other."""
-    stream_module.pays_to_count = lambda *sizes: counted  # type: ignore[assignment]
+    stream_module.most_counted_rows = lambda *facts: rows * counted  # type: ignore[assignment]
     count, width, hidden = SIZES
     tables = [make_table(kinds, count, width, hidden) for _ in range(2)]
     blobs = [blobs_of(table) for table in tables]
@@ -152,7 +152,7 @@ def bench(cold_share: float, unpack_bytes: int, buffer_bytes: int) -> None:
     arena = scratch.Arena(
         torch.empty(unpack_bytes + GIB // 2, dtype=torch.uint8, device=DEVICE), unpack_bytes
     )
-    stream_module.pays_to_count = lambda *sizes: False  # type: ignore[assignment]
+    stream_module.most_counted_rows = lambda *facts: 0  # type: ignore[assignment]
     with scratch.opened(arena):
         stream = open_layers(layers, buffer_bytes // size, True)
         for rows in (512, 2048):
@@ -189,7 +189,7 @@ def bench_counted(rows: int, hits: float) -> None:
     )
     arena = scratch.Arena(torch.empty(GIB + GIB // 2, dtype=torch.uint8, device=DEVICE), GIB)
     for counted, rates in ((False, LINK), (True, LINK), (True, WITH_CPU)):
-        stream_module.pays_to_count = lambda *sizes, counted=counted: counted
+        stream_module.most_counted_rows = lambda *facts, counted=counted: rows * counted
         with scratch.opened(arena):
             stream = open_layers(layers, 64 * MIB // layers[0].expert_bytes, True, rates)
             out = torch.zeros(rows, 2048, device=DEVICE)
@@ -200,10 +200,10 @@ def bench_counted(rows: int, hits: float) -> None:
 
             took = seconds(chunk) / len(layers)
         size = ExpertSize(layers[0].expert_bytes, expert_flops(512, 2048))
-        cold = ColdStep(rows, rows * 8 * (1 - hits), 102, 2 * 64 * MIB)
+        cold = ColdLayer(size, 102, 8 * (1 - hits), 2 * 64 * MIB)
         print(
             f"BENCH hits {hits:.0%} x{rows} counted={counted} cpu={rates.asks_cpu}: "
-            f"{took * 1e6:.0f} us a layer; the rule counts: {pays_to_count(cold, size, rates)}",
+            f"{took * 1e6:.0f} us a layer; the rule counts: {pays_to_count(rows, cold, rates)}",
             flush=True,
         )
 

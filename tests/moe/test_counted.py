@@ -6,8 +6,7 @@ import torch
 from headroom.kernels.cuda.experts import Others, many_rows
 from headroom.kernels.native.module import MODULE
 from headroom.moe import stream as stream_module
-from headroom.moe.stream import StreamedLayer
-from headroom.moe.stream_rule import ColdRates, ColdStep
+from headroom.moe.stream_rule import ColdLayer, ColdRates
 from tests.kernels.cuda_on_cpu import COMPILER
 from tests.moe.cold_layer import split_layer
 from tests.moe.test_stream import (
@@ -31,20 +30,27 @@ def picks(rows: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     return torch.randn(rows, HIDDEN).bfloat16(), (ids, torch.rand(rows, USED))
 
 
-def test_a_layer_asks_once_for_each_shape_and_by_the_picks_that_will_be_cold(  # type: ignore[no-untyped-def]
+def test_a_layer_asks_once_and_by_what_is_expected_of_its_cold_experts(  # type: ignore[no-untyped-def]
     monkeypatch, layer_of
 ) -> None:
-    asked: list[ColdStep] = []
+    asked: list[ColdLayer] = []
     monkeypatch.setattr(
-        stream_module, "pays_to_count", lambda step, *more: bool(asked.append(step))
+        stream_module, "most_counted_rows", lambda layer, rates: asked.append(layer) or 40
     )
-    stream, _, _ = open_stream([split_layer(*layer_of, COLD[30])], 2)
-    layer = StreamedLayer(
-        stream, split_layer(*layer_of, ()).tiles, split_layer(*layer_of, COLD[70]), "silu", 0.9
+    layer = split_layer(*layer_of, COLD[70])
+    stream, (streamed,), _ = open_stream([layer], 2)
+    assert [(cold.experts, cold.picks) for cold in asked] == [(7, 1.0)]
+    assert asked[0].size.bytes == layer.expert_bytes
+    assert asked[0].ahead_bytes == 2 * stream.buffer_bytes
+    read: list[int] = []
+    read_back = stream_module.read_back
+    monkeypatch.setattr(
+        stream_module, "read_back", lambda tensors: read.append(1) or read_back(tensors)
     )
-    assert [layer.counts_picks(shape) for shape in ((50, 2), (50, 2), (80, 2))] == [False] * 3
-    assert [(step.rows, step.experts) for step in asked] == [(50, 7), (80, 7)]
-    assert [step.picks for step in asked] == pytest.approx([10.0, 16.0])
+    for rows, reads in ((40, 1), (41, 1)):
+        streamed.many_rows(*picks(rows))
+        assert len(read) == reads
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("counted", [(True, False), (False, True), (True, True), (False, False)])
@@ -52,7 +58,9 @@ def test_layers_that_wait_and_layers_that_do_not_may_follow_each_other(  # type:
     monkeypatch, layer_of, counted: tuple[bool, bool]
 ) -> None:
     by_cold = dict(zip((7, 3), counted, strict=True))
-    monkeypatch.setattr(stream_module, "pays_to_count", lambda step, *more: by_cold[step.experts])
+    monkeypatch.setattr(
+        stream_module, "most_counted_rows", lambda layer, rates: 36 * by_cold[layer.experts]
+    )
     read: list[int] = []
     read_back = stream_module.read_back
     monkeypatch.setattr(
@@ -79,7 +87,7 @@ def test_layers_that_wait_and_layers_that_do_not_may_follow_each_other(  # type:
 def test_only_rows_that_chose_the_cpus_experts_are_handed_to_it(  # type: ignore[no-untyped-def]
     monkeypatch, layer_of
 ) -> None:
-    monkeypatch.setattr(stream_module, "pays_to_count", lambda *sizes: True)
+    monkeypatch.setattr(stream_module, "most_counted_rows", lambda *facts: 40)
     monkeypatch.setattr(
         stream_module, "left_to_cpu", lambda counts, *more: frozenset({1}) & counts.keys()
     )

@@ -208,7 +208,7 @@ def test_a_shared_layer_asks_both_sides_and_says_how_much(file: WeightFile) -> N
 def test_what_the_cpu_reads_for_prompts_is_counted(
     file: WeightFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "pays_to_count", lambda *sizes: True)
+    monkeypatch.setattr(stream, "most_counted_rows", lambda *facts: 33)
     layer = Layer(file, ())
     assert layer.compute is not None
     assert layer.hybrid is not None

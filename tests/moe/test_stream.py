@@ -77,7 +77,7 @@ def open_stream(
         )
         queue = LateCopies()
         stream = ColdStream(staging, (size, EXPERTS), queue, rates)  # type: ignore[arg-type]
-    return stream, [stream.add(layer.tiles, layer, "silu", 0.5) for layer in layers], queue
+    return stream, [stream.add(layer.tiles, layer, "silu", 1.0) for layer in layers], queue
 
 
 def copied(layer: Layer, queue: LateCopies) -> list[int]:
@@ -96,7 +96,7 @@ def all_hot(layer_of, inputs) -> torch.Tensor:  # type: ignore[no-untyped-def]
 
 
 def never_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "pays_to_count", lambda *sizes: False)
+    monkeypatch.setattr(stream_module, "most_counted_rows", lambda *facts: 0)
 
 
 @pytest.mark.parametrize("cold", sorted(COLD))
@@ -206,7 +206,7 @@ def test_small_steps_copy_only_experts_that_were_chosen(  # type: ignore[no-unty
     monkeypatch, layer_of, inputs, group: int
 ) -> None:
     monkeypatch.setattr(experts, "experts_at_once", lambda *sizes: group)
-    monkeypatch.setattr(stream_module, "pays_to_count", lambda *sizes: True)
+    monkeypatch.setattr(stream_module, "most_counted_rows", lambda *facts: ROWS)
     x, (ids, weights), others = inputs
     ids = torch.where((ids == 4) | (ids == 7), -1, ids)
     layer = split_layer(*layer_of, COLD[70])
@@ -247,7 +247,7 @@ def test_experts_with_few_picks_may_be_left_to_the_cpu(  # type: ignore[no-untyp
 def test_nothing_on_the_gpu_meets_host_memory_but_by_copies(  # type: ignore[no-untyped-def]
     monkeypatch, layer_of, inputs, counted: bool
 ) -> None:
-    monkeypatch.setattr(stream_module, "pays_to_count", lambda *sizes: counted)
+    monkeypatch.setattr(stream_module, "most_counted_rows", lambda *facts: ROWS * counted)
     monkeypatch.setattr(stream_rule, "HAND_OVER_S", 0.0)
     layer = split_layer(*layer_of, COLD[70])
     wanted = all_hot(layer_of, inputs)
@@ -258,7 +258,7 @@ def test_nothing_on_the_gpu_meets_host_memory_but_by_copies(  # type: ignore[no-
         tiles = replace(layer.tiles, addresses=layer.tiles.addresses.to("cuda"))
         staging = torch.zeros(200_000, dtype=torch.uint8, device="cuda")
         stream = stream_module.open_stream(staging, (layer.expert_bytes, EXPERTS), False, FAST_CPU)
-        streamed = stream.add(tiles, layer, "silu", 0.3)
+        streamed = stream.add(tiles, layer, "silu", 1.0)
         parts = (others.residual, others.shared, others.shared_logits)
         moved = Others(*(part.to("cuda") for part in parts))
         chosen = ids.to("cuda"), weights.to("cuda")

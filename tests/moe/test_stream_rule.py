@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from headroom.moe import stream_rule
 from headroom.moe.stream_rule import (
     HAND_OVER_S,
+    ColdLayer,
     ColdRates,
-    ColdStep,
     ExpertSize,
     cut_pieces,
     expected_counts,
     expert_flops,
     left_to_cpu,
+    most_counted_rows,
     pays_to_count,
     runs,
 )
@@ -78,9 +79,9 @@ def test_what_the_cpu_takes_was_chosen_and_saves_time(
         assert all(n >= most for e, n in counts.items() if n and e not in left)
 
 
-def cold_step(rows: int, hits: float, experts: int = 102) -> ColdStep:
-    """A prompt's step in a layer of Qwen3.5-35B-A3B of which 102 experts are cold."""
-    return ColdStep(rows, rows * 8 * (1 - hits), experts, 2 * 35 * SIZE.bytes)
+def cold_layer(hits: float, experts: int = 102) -> ColdLayer:
+    """A layer of Qwen3.5-35B-A3B of which 102 experts are cold."""
+    return ColdLayer(SIZE, experts, 8 * (1 - hits), 2 * 35 * SIZE.bytes)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_steps_wait_for_the_numbers_of_picks_where_cold_experts_have_few(
     rows: int, hits: float, with_cpu: bool, counted: bool
 ) -> None:
     rates = MEASURED if with_cpu else MEASURED.without_cpu
-    assert pays_to_count(cold_step(rows, hits), SIZE, rates) == counted
+    assert pays_to_count(rows, cold_layer(hits), rates) == counted
 
 
 rates_drawn = st.builds(
@@ -121,29 +122,38 @@ rows_drawn, hits_drawn, experts_drawn = st.integers(33, 4096), st.floats(0, 1), 
 def test_better_statistics_and_a_cpu_never_make_counting_worth_less(
     rows: int, hits: tuple[float, float], experts: int, rates: ColdRates
 ) -> None:
-    worse, better = (cold_step(rows, share, experts) for share in sorted(hits))
+    worse, better = (cold_layer(share, experts) for share in sorted(hits))
     for one in (rates, rates.without_cpu):
-        assert pays_to_count(better, SIZE, one) >= pays_to_count(worse, SIZE, one)
-    for step in (worse, better):
-        assert pays_to_count(step, SIZE, rates) >= pays_to_count(step, SIZE, rates.without_cpu)
+        assert pays_to_count(rows, better, one) >= pays_to_count(rows, worse, one)
+    for layer in (worse, better):
+        alone = pays_to_count(rows, layer, rates.without_cpu)
+        assert pays_to_count(rows, layer, rates) >= alone
 
 
 @given(rows=rows_drawn, hits=hits_drawn, experts=experts_drawn, rates=rates_drawn)
 def test_counting_that_pays_saves_more_than_what_it_costs(
     rows: int, hits: float, experts: int, rates: ColdRates
 ) -> None:
-    step = cold_step(rows, hits, experts)
-    counts = expected_counts(step.picks, experts)
+    layer = cold_layer(hits, experts)
+    counts = expected_counts(rows * layer.picks, experts)
     saved = experts * SIZE.bytes / rates.link - slower_s(
         counts, left_to_cpu(counts, SIZE, rates), rates
     )
-    lost = min(rows * stream_rule.BESIDE_ROW_S, step.ahead_bytes / rates.link)
-    if pays_to_count(step, SIZE, rates):
+    lost = min(rows * stream_rule.BESIDE_ROW_S, layer.ahead_bytes / rates.link)
+    if pays_to_count(rows, layer, rates):
         assert saved > stream_rule.READ_BACK_S + stream_rule.PREPARE_S + lost
 
 
+@given(rows=rows_drawn, hits=hits_drawn, experts=experts_drawn, rates=rates_drawn)
+def test_a_step_waits_up_to_so_many_rows_and_no_longer(
+    rows: int, hits: float, experts: int, rates: ColdRates
+) -> None:
+    layer = cold_layer(hits, experts)
+    assert pays_to_count(rows, layer, rates) == (rows <= most_counted_rows(layer, rates))
+
+
 def test_where_nothing_is_cold_there_is_nothing_to_wait_for() -> None:
-    assert not pays_to_count(cold_step(64, 1.0, 0), SIZE, MEASURED)
+    assert most_counted_rows(cold_layer(1.0, 0), MEASURED) == 0
 
 
 @given(picks=st.floats(0, 60_000), experts=st.integers(1, 256))
