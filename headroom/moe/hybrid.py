@@ -92,4 +92,6 @@ class Hybrid:
             x is not None and not x.blobs.tiles and x.path not in ("gpu", "drop") for x in layers
         )
         asks_cpu = by_plain or (stream is not None and stream.rates.asks_cpu)
-        return JoinedMeter(worker, brought, by_cpu if asks_cpu else None, in_place)
+        waits = None if stream is None else stream.waits
+        copies_s = None if waits is None else waits.seconds
+        return JoinedMeter(worker, brought, by_cpu if asks_cpu else None, in_place, copies_s)

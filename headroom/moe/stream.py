@@ -41,6 +41,7 @@ from headroom.moe.stream_rule import (
     most_counted_rows,
 )
 from headroom.moe.telemetry import ColdCounts
+from headroom.moe.wait_clock import WaitClock
 
 
 class ColdStream:
@@ -60,6 +61,8 @@ class ColdStream:
         self.rates = rates if MODULE is not None else rates.without_cpu
         self.layers: list[StreamedLayer] = []  # in the order of the model
         self.counts = ColdCounts()
+        # Of the computing, for copies; None where no GPU computes.
+        self.waits = WaitClock(staging.device) if staging.is_cuda else None
         self._ring = StagingRing(queue, staging[: BUFFERS * size].view(BUFFERS, -1).unbind())
         self._coming: deque[Piece] = deque()  # in the order of their use
         self._sent = 0  # of those
@@ -95,7 +98,8 @@ class ColdStream:
         """Unpack the piece that comes next, and let a later one take its buffer."""
         assert self._coming[0] is piece
         gates_and_ups, downs = rooms
-        some = SomeExperts(piece.which, self._ring.first())
+        first = self._ring.first
+        some = SomeExperts(piece.which, first() if self.waits is None else self.waits.timed(first))
         unpack_some(tiles, some, group, gates_and_ups, downs)
         self._ring.release()
         self._coming.popleft()
@@ -142,8 +146,8 @@ class StreamedLayer:
             picks=cold_picks,
             ahead_bytes=BUFFERS * stream.buffer_bytes,
         )
-        # The most of a step that waits to hear which experts were chosen. Found once: swaps leave as
-        # many experts cold, and fewer picks.
+        # The most of a step that waits to hear which experts were chosen. Found once: swaps leave
+        # as many experts cold, and fewer picks.
         self.counted_rows = most_counted_rows(cold, stream.rates)
 
     def many_rows(

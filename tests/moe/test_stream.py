@@ -263,6 +263,10 @@ def test_nothing_on_the_gpu_meets_host_memory_but_by_copies(  # type: ignore[no-
         moved = Others(*(part.to("cuda") for part in parts))
         chosen = ids.to("cuda"), weights.to("cuda")
         found = streamed.many_rows(x.to("cuda"), chosen, moved).cpu()
+        assert stream.waits is not None
+        waited = stream.waits.seconds()  # a pretended event says a millisecond for each
+    pieces = stream.counts.streamed_bytes > 0
+    assert (waited > 0) == pieces
     if counted and MODULE is not None:
         torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05 * float(wanted.std()))
     else:
