@@ -152,7 +152,7 @@ def mixed_case(path: Path) -> str:
 def all_cases(folder: Path) -> Iterator[Case]:
     """The cases, the most telling first; of every family before the next of one."""
     paths = {name: cases.model_file(name, folder) for name in cases.LIMITS}
-    for cold in ("cpu", "gpu"):
+    for cold in ("cpu", "gpu", "drop"):
         memory = partial(cases.keeps_to_plan, paths["qwen3moe"], expert_budget="30%", cold=cold)
         yield f"memory of a small card, {cold}", memory
     yield from worker_cases(paths["qwen35moe-wide"])

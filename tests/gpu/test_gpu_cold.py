@@ -135,7 +135,7 @@ def test_an_engine_ends_with_its_threads(folder: Path, busy: bool) -> None:
     assert cases.closes(cases.model_file("qwen35moe-wide", folder), busy=busy) == ""
 
 
-@pytest.mark.parametrize("cold", ["cpu", "gpu"])
+@pytest.mark.parametrize("cold", ["cpu", "gpu", "drop"])
 def test_an_engine_keeps_to_the_plan_of_a_small_card(folder: Path, cold: str) -> None:
     path = cases.model_file("qwen3moe", folder)
     assert cases.keeps_to_plan(path, expert_budget="30%", cold=cold) == ""
