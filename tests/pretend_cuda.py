@@ -148,7 +148,7 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch, sm: int = 90) -> Iterator[None
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     # Its work is done when it is asked for: streams and events have nothing to wait for.
     for name in ("Stream", "Event", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda device=None: MagicMock())
+        monkeypatch.setattr(torch.cuda, name, lambda *given, **named: MagicMock())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(

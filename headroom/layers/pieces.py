@@ -1,7 +1,7 @@
 """Matrices of a file cut into pieces that fit into a buffer on their way to a device."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +62,18 @@ class Piece:
     def order_at(self) -> int:
         """Where the order lies in the buffer, after the rows."""
         return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def matrices_between(parts: Sequence[FileMatrices], first: int, end: int) -> list[FileMatrices]:
+    """Return the matrices from one number to before another, counted over all parts."""
+    found, passed = [], 0
+    for part in parts:
+        low, high = max(0, first - passed), min(part.count, end - passed)
+        if low < high:
+            begin = part.offset + low * (part.apart or part.matrix_bytes)
+            found.append(replace(part, offset=begin, count=high - low))
+        passed += part.count
+    return found
 
 
 def pieces(source: FileMatrices, capacity: int, unit: int) -> Iterator[Piece]:

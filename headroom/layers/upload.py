@@ -118,7 +118,7 @@ class Upload:
         return out
 
     def tiles_at(
-        self, parts: Sequence[FileMatrices], addresses: torch.Tensor, back: TilesBack
+        self, parts: Sequence[FileMatrices], addresses: torch.Tensor, back: TilesBack | None
     ) -> None:
         """Bring the tiles of matrices to addresses of their own, some of them back to the host.
 
@@ -128,15 +128,17 @@ class Upload:
         first = 0
         for part in parts:
             for piece in pieces(part, self._capacity(part, back), TILE_ROWS):
-                begin = first + piece.matrix
+                begin, take = first + piece.matrix, None
                 where = addresses[begin : begin + piece.matrices]
-                room = back.rooms[self._turn % SLOTS]  # that of the buffer whose turn it is
-                finish = partial(_spread, part, piece, where, partial(back.take, begin, room))
-                self._send(part, piece, finish)
+                if back is not None:  # by the room of the buffer whose turn it is
+                    take = partial(back.take, begin, back.rooms[self._turn % SLOTS])
+                self._send(part, piece, partial(_spread, part, piece, where, take))
             first += part.count
 
-    def _capacity(self, part: FileMatrices, back: TilesBack) -> int:
+    def _capacity(self, part: FileMatrices, back: TilesBack | None) -> int:
         """How many bytes of a file go at once, if their tiles must fit into a room."""
+        if back is None:
+            return self._slot_bytes
         room = back.rooms.shape[1]
         if matrices := room // tile_bytes(part.quant, part.rows, part.columns):
             return min(self._slot_bytes, matrices * part.matrix_bytes)
@@ -293,13 +295,14 @@ def _spread(
     part: FileMatrices,
     piece: Piece,
     addresses: torch.Tensor,
-    back: Callable[[FileMatrices, Piece, torch.Tensor], None],
+    back: Callable[[FileMatrices, Piece, torch.Tensor], None] | None,
     staged: torch.Tensor,
     order: torch.Tensor | None,
 ) -> None:
     first_tile = piece.row // TILE_ROWS
     pack_at(staged, part.quant, piece.rows, part.columns, addresses, first_tile)
-    back(part, piece, staged)
+    if back is not None:
+        back(part, piece, staged)
 
 
 def _place(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from headroom.kernels.cuda.sizes import FEW_ROWS
 from headroom.memory.device_scratch import NARROW_TYPES, DeviceStep, device_phases
 from headroom.memory.devices import DeviceSpec
+from headroom.memory.experts import holds_cold
 from headroom.memory.precision import checked_row_bytes, type_bytes
 from headroom.memory.shape import LayerShape, ModelShape
 from headroom.units import GIB
@@ -65,6 +66,11 @@ class PlanSettings:
     def uses_arena(self) -> bool:
         """Whether a GPU's fused kernels run the layers; their scratch is one piece of memory."""
         return self.kernels == "device" and self.dtype in NARROW_TYPES
+
+    @property
+    def holds_cold(self) -> bool:
+        """Whether host memory holds cold experts."""
+        return holds_cold(self.cold, self.keep_host_copy)
 
     @property
     def expert_unpack_bytes(self) -> int:

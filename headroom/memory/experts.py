@@ -76,6 +76,11 @@ def keep_with_staging(
     return replace(keep_experts(layers, max(0, min(room - staging, most))), staging=staging)
 
 
+def holds_cold(cold: str, keep_copy: bool) -> bool:
+    """Tell whether host memory holds cold experts: those that are left out, nobody reads."""
+    return cold != "drop" or keep_copy
+
+
 def floor_bytes(layers: Sequence[LayerShape]) -> int:
     """Return the bytes of the fewest hot experts: in every layer as many as one token visits."""
     return _bytes(layers, _floor(layers))

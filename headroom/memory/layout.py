@@ -234,15 +234,16 @@ class _Builder:
         room, most = device.total_bytes - sum(line.bytes for line in lines), total
         if self.rules.expert_bytes is not None and self.model.expert_bytes:
             most = self.rules.expert_bytes * total // self.model.expert_bytes
-        unpacks = self.settings.expert_unpack_bytes
-        staging = expert_staging_bytes(layers, self.model.hidden, unpacks)
+        staging, unpacks = 0, self.settings.expert_unpack_bytes
+        if self.settings.holds_cold:
+            staging = expert_staging_bytes(layers, self.model.hidden, unpacks)
         return keep_with_staging(layers, room, most, staging)
 
     def _host_lines(self, stages: Sequence[DeviceSpec], hot: Sequence[HotExperts]) -> list[Line]:
         lines = []
         cold_bytes = self.model.expert_bytes - sum(kept.bytes for kept in hot)
         cold = self.model.total_experts - sum(kept.total for kept in hot)
-        if cold:
+        if cold and self.settings.holds_cold:
             lines += self._cold_lines(cold, cold_bytes)
         if budget := self.rules.snapshot_bytes:
             each = snapshot_bytes(self.model, self.settings)
@@ -264,7 +265,8 @@ class _Builder:
             what += " and copies of the hot ones"
         pinned = self._pinned(cold_bytes)
         spare, why = largest_expert(self.model.layers), "for an exchange"
-        if pinned != "pinned" and self.settings.uses_arena:
+        # What is left out passes no buffers.
+        if pinned != "pinned" and self.settings.uses_arena and self.settings.cold != "drop":
             spare += bounce_bytes(self.model.layers)
             why += ", and pinned buffers that experts pass which are not"
         return [

@@ -215,13 +215,16 @@ def _as_held(task: _Task) -> _Task:
 
 def _check_cold(plan: Plan, options: Options) -> None:
     """Refuse to let a GPU read cold experts in memory that is not pinned."""
-    cold = any(device.hot_experts < device.total_experts for device in plan.devices)
-    if cold and options.no_pin and options.cold == "gpu":
+    if _has_cold(plan.devices) and options.no_pin and options.cold == "gpu":
         raise OptionError(
             "--cold gpu needs pinned memory: a GPU does not read what --no-pin leaves in place.",
             hint="Leave out --no-pin, or choose --cold cpu.",
             param="cold",
         )
+
+
+def _has_cold(devices: Sequence[DevicePlan]) -> bool:
+    return any(device.hot_experts < device.total_experts for device in devices)
 
 
 def _has_8_bit_products(devices: Sequence[DeviceSpec], options: Options) -> bool:
@@ -277,7 +280,7 @@ def _lossy(settings: PlanSettings, layout: Layout) -> Iterable[str]:
             yield f"cached {word} are kept in {name}"
     if settings.dtype == "int8":
         yield "products round their activations to 8 bits per 32 columns"
-    if settings.cold == "drop" and any(x.name == "cold_experts" for x in layout.host.lines):
+    if settings.cold == "drop" and _has_cold(layout.devices):
         yield "cold experts are left out, and the weights of a row's hot ones grow instead"
 
 
@@ -300,7 +303,7 @@ def _notes(task: _Task, settings: PlanSettings, layout: Layout) -> Iterable[str]
             "cold experts that are not pinned are copied twice; more memory for the control group "
             "avoids it"
         )
-    if task.rules.expert_bytes != 0 and "cold_experts" in names and not layout.hot_experts:
+    if task.rules.expert_bytes != 0 and _has_cold(layout.devices) and not layout.hot_experts:
         yield (
             "all experts are cold: as many as one token visits would take "
             f"{gib(floor_bytes(task.model.layers))}, and less is left for them"

@@ -113,6 +113,8 @@ class SpanJudge:
         return kinds
 
     def _staging(self, first: int, last: int) -> int:
+        if not self.settings.holds_cold:
+            return 0
         alike = self._kinds(first, last)
         if alike not in self._stagings:
             layers, unpacks = self.model.layers[first : last + 1], self.settings.expert_unpack_bytes

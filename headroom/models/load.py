@@ -141,7 +141,7 @@ def _open_hybrid(
         speeds=plan.cold_speeds,
         pin=settings.pin_experts,
         keep_copy=settings.keep_host_copy,
-        staging_bytes=device.allocated["expert_staging"],
+        staging_bytes=device.allocated.get("expert_staging", 0),
     )
     store = open_store(layouts, request, device.name, source.count)
     return Hybrid(store, device.name, plan.cold_speeds, settings.cold)

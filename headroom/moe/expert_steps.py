@@ -99,6 +99,6 @@ class WithoutCold(ReadInPlace):
 
 def stored_tiles(store: LayerStore) -> ExpertTiles:
     """Return the experts of a store as kernels find them; exchanges change what they find."""
-    memory = (store.slots, store.cold)
+    memory = tuple(piece for piece in (store.slots, store.cold) if len(piece))
     nbytes = sum(piece.nbytes for piece in memory)
     return ExpertTiles(store.addresses, store.kinds, store.width, store.hidden, nbytes, memory)

@@ -29,11 +29,13 @@ class Hybrid:
         self.store = store
         self._compute = ColdCompute(device)
         # Who asks for the GPU, or leaves cold experts out, wants nothing of the CPU.
-        rates = None
-        if cold in ("auto", "cpu") and speeds.cpu:
-            rates = ColdRates(speeds.copy, speeds.cpu, EXPERTS_SHARE * speeds.cpu_flops)
-        self._stream = None  # layers without fused kernels bring experts one by one
-        if any(layer is not None and layer.blobs.tiles for layer in store.layers):
+        rates = ColdRates(speeds.copy, speeds.cpu, EXPERTS_SHARE * speeds.cpu_flops)
+        if cold not in ("auto", "cpu"):
+            rates = rates.without_cpu
+        # Layers without fused kernels bring experts one by one; what is left out does not come.
+        self._stream = None
+        tiles = any(layer is not None and layer.blobs.tiles for layer in store.layers)
+        if tiles and cold != "drop":
             most = store.largest, store.most_experts
             self._stream = open_stream(store.staging, most, store.pinned, rates)
 
@@ -46,7 +48,9 @@ class Hybrid:
         if layer.path == "drop":
             return WithoutCold(tiles, activation, layer.is_hot), None
         assert self._stream is not None
-        stream = self._stream.add(tiles, layer, activation)
+        hits = self.store.placement.hit_rate(self.store.layers.index(layer), layer.experts)
+        cold_picks = layer.blobs.used * (1.0 - hits)
+        stream = self._stream.add(tiles, layer, activation, cold_picks)
         steps: ReadInPlace = Streamed(tiles, activation, stream)
         if layer.path == "gpu":
             return steps, None
@@ -63,7 +67,7 @@ class Hybrid:
     def same_bits(self) -> bool:
         """Whether hot and cold give the same bits: where a GPU's kernels alone compute them."""
         on_gpu = all(layer is None or layer.path == "gpu" for layer in self.store.layers)
-        return on_gpu and (self._stream is None or self._stream.rates is None)
+        return on_gpu and (self._stream is None or not self._stream.rates.asks_cpu)
 
     @property
     def meter(self) -> JoinedMeter:
@@ -87,5 +91,7 @@ class Hybrid:
         by_plain = any(
             x is not None and not x.blobs.tiles and x.path not in ("gpu", "drop") for x in layers
         )
-        asks_cpu = by_plain or (stream is not None and stream.rates is not None)
-        return JoinedMeter(worker, brought, by_cpu if asks_cpu else None, in_place)
+        asks_cpu = by_plain or (stream is not None and stream.rates.asks_cpu)
+        waits = None if stream is None else stream.waits
+        copies_s = None if waits is None else waits.seconds
+        return JoinedMeter(worker, brought, by_cpu if asks_cpu else None, in_place, copies_s)

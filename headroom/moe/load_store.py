@@ -11,16 +11,18 @@ import torch
 from headroom.errors import DeviceError
 from headroom.kernels.cuda.sizes import ALIGNMENT, tile_bytes
 from headroom.layers.config import ExpertsConfig
+from headroom.layers.pieces import matrices_between
 from headroom.layers.pinned import HostMemory, pin_limits
 from headroom.layers.upload import SLOTS, TilesBack
 from headroom.layers.weights import WeightSource
 from headroom.memory.cold_speeds import ColdSpeeds
-from headroom.memory.experts import aligned
+from headroom.memory.experts import aligned, holds_cold
 from headroom.moe.copies import open_copies, pinned_empty
 from headroom.moe.cost import Choice, ColdPath, choose, forced
 from headroom.moe.placement import ExpertPlacement
 from headroom.moe.residence import table_bytes
 from headroom.moe.store import BlobLayout, ExpertStore, LayerStore, Spare
+from headroom.moe.stream_rule import runs
 from headroom.units import gib
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,12 @@ class StoreRequest:
     pin: bool
     keep_copy: bool  # of hot experts in host memory
     staging_bytes: int  # of the buffers for cold experts on their way, and of the spare one
+
+    def cold_rows(self, layout: BlobLayout | None, hot: int) -> int:
+        """Return how many experts of a layer with so many hot ones have a place in host memory."""
+        if layout is None or hot == layout.experts or not holds_cold(self.cold, self.keep_copy):
+            return 0
+        return layout.experts if self.keep_copy else layout.experts - hot
 
 
 def blob_layout(config: ExpertsConfig, get: WeightSource, *, tiles: bool) -> BlobLayout:
@@ -64,14 +72,14 @@ def open_store(
     """Allocate the slots, the cold experts' memory and the buffers between them."""
     hot_ids = request.placement.hot
     hot = [len(ids) for ids in hot_ids]
-    cold = [
-        0 if x is None or n == x.experts else x.experts - (0 if request.keep_copy else n)
-        for x, n in zip(layouts, hot, strict=True)
-    ]
-    largest = max(x.nbytes for x, n in zip(layouts, cold, strict=True) if x is not None and n)
+    # Layers without cold experts are loaded apart.
+    mixed = [x is not None and n < x.experts for x, n in zip(layouts, hot, strict=True)]
+    slots = [n if some else 0 for n, some in zip(hot, mixed, strict=True)]
+    cold = [request.cold_rows(x, n) for x, n in zip(layouts, hot, strict=True)]
+    sizes = (x.nbytes for x, n in zip(layouts, cold, strict=True) if x is not None and n)
+    largest = max(sizes, default=0)
     memory = HostMemory(_needed(layouts, cold) + largest, pin=request.pin)
     choices = _choices(layouts, request, memory)
-    slots = [n if cold[index] else 0 for index, n in enumerate(hot)]  # others are loaded apart
     slab = torch.empty(_needed(layouts, slots), dtype=torch.uint8, device=device)
     staging = torch.empty(request.staging_bytes, dtype=torch.uint8, device=device)
     on_host = memory.bytes[len(memory) - largest :]
@@ -81,7 +89,7 @@ def open_store(
     slot_rows, cold_rows = _cut(slab, layouts, slots), _cut(memory.bytes, layouts, cold)
     layers = tuple(
         None
-        if layout is None or choice is None or not cold[index]
+        if layout is None or choice is None or not mixed[index]
         else LayerStore(
             layout, hot_ids[index], slot_rows[index], cold_rows[index], spare, memory, choice
         )
@@ -126,14 +134,15 @@ def _log(store: ExpertStore, layouts: Sequence[BlobLayout | None], device: str) 
         for x, ids in zip(layouts, store.placement.hot, strict=True)
         if x is not None
     )
+    pinned = "pinned" if store.pinned else "not pinned"
+    where = f"{gib(store.cold_bytes)} of host memory, {pinned}" if store.cold_bytes else "not held"
     log.info(
-        "experts: %d hot (%s on %s), %d cold (%s of host memory, %s), placement: %s, cold: %s",
+        "experts: %d hot (%s on %s), %d cold (%s), placement: %s, cold: %s",
         hot,
         gib(hot_bytes),
         device,
         total - hot,
-        gib(store.cold_bytes),
-        "pinned" if store.pinned else "not pinned",
+        where,
         store.source,
         _described(store),
     )
@@ -186,22 +195,29 @@ def _check_paths(request: StoreRequest, memory: HostMemory, tiles: bool) -> Cold
 
 
 def fill_tiles(store: LayerStore, get: WeightSource, rooms: torch.Tensor) -> None:
-    """Bring all experts of a layer to their places in tiles; `rooms` are the staging buffers."""
+    """Bring all experts of a layer to their places in tiles; `rooms` are the staging buffers.
+
+    Of experts that have no place, nothing is read.
+    """
     assert get.upload is not None
     only_hot = store.addresses * store.is_hot[:, None]
     each = len(rooms) // SLOTS // ALIGNMENT * ALIGNMENT
     quarters = rooms[: SLOTS * each].view(SLOTS, each)
     starts, sizes = store.blobs.starts, store.sizes
     blobs = [store.cold_of(expert) for expert in range(store.experts)]
+    held = runs(range(store.experts) if len(store.cold) else store.hot)
     for number, part in enumerate(get.found_experts(store.experts)):
         begin, size = starts[number], sizes[number]
         places = [None if blob is None else blob[begin : begin + size] for blob in blobs]
-        get.upload.tiles_at(part, only_hot[:, number], TilesBack(quarters, places))
+        for first, end in held:
+            back = TilesBack(quarters, places[first:end]) if len(store.cold) else None
+            some = matrices_between(part, first, end)
+            get.upload.tiles_at(some, only_hot[first:end, number], back)
     _count(store, get)
 
 
 def fill_rows(store: LayerStore, get: WeightSource) -> None:
-    """Copy all experts of a layer to their places as the file has them."""
+    """Copy experts of a layer to their places as the file has them; others are not read."""
     for expert, parts in enumerate(zip(*get.experts(store.experts).parts, strict=True)):
         for blob in (store.slot_of(expert), store.cold_of(expert)):
             if blob is not None:

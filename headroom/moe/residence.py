@@ -12,7 +12,10 @@ NOWHERE, SPARE = -1, -2  # instead of a row: not on this side; in this side's sp
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Residence:
-    """Which row of either side each expert is in; hot ones may have one of both."""
+    """Which row of either side each expert is in; hot ones may have one of both.
+
+    Cold ones that are left out may have none.
+    """
 
     slot: torch.Tensor  # int64 [experts]
     row: torch.Tensor  # int64 [experts]
@@ -32,12 +35,17 @@ class Residence:
         return Residence(slot, row)
 
 
-def first_residence(experts: int, hot: Sequence[int], keeps_copy: bool) -> Residence:
-    """Return where experts are loaded to; with copies, hot ones have a row as well."""
+def first_residence(experts: int, hot: Sequence[int], rows: int) -> Residence:
+    """Return where experts are loaded to: with a row for each, hot ones have one as well.
+
+    Without rows, cold experts are nowhere.
+    """
     slot = torch.full((experts,), NOWHERE)
     slot[list(hot)] = torch.arange(len(hot))
-    if keeps_copy:
+    if rows == experts:
         return Residence(slot, torch.arange(experts))
+    if not rows:
+        return Residence(slot, torch.full((experts,), NOWHERE))
     is_cold = slot == NOWHERE
     return Residence(slot, torch.where(is_cold, is_cold.cumsum(0) - 1, NOWHERE))
 

@@ -83,8 +83,8 @@ class Exchange:
 class LayerStore:
     """The experts of one layer; exchanges move them, and nothing else does.
 
-    At any moment every expert is found whole by the table: one is written to a place only while
-    no address points there, and after the steps that were launched when one did.
+    At any moment every expert that is held is found whole by the table: one is written to a place
+    only while no address points there, and after the steps that were launched when one did.
     """
 
     def __init__(
@@ -100,12 +100,13 @@ class LayerStore:
         self.blobs = blobs
         self.choice = choice  # who computes the cold ones in steps of few rows
         self.slots = slots  # uint8 [hot, bytes] on the GPU
-        # uint8 [cold, bytes] in host memory; [experts, bytes] where hot ones have a copy there.
+        # uint8 [cold, bytes] in host memory; [experts, bytes] where hot ones have a copy there, and
+        # none where cold ones are left out.
         self.cold = cold
         self.keeps_copy = bool(len(slots)) and len(cold) == blobs.experts
         self.counts = ColdCounts()  # of a layer without fused kernels
         self._spare, self._memory = spare, memory
-        self._residence = first_residence(blobs.experts, sorted(hot), self.keeps_copy)
+        self._residence = first_residence(blobs.experts, sorted(hot), len(cold))
         # One piece, so that one copy changes all of it.
         size = table_bytes(blobs.experts)
         self._device_table = torch.empty(size, dtype=torch.uint8, device=slots.device)
@@ -289,7 +290,8 @@ class LayerStore:
         slot = addresses_of(residence.slot, self.slots, self._spare.device)
         row = addresses_of(residence.row, self.cold, self._spare.host)
         starts, is_hot = torch.tensor(self.blobs.starts), residence.is_hot
-        cold = torch.where(is_hot[:, None], 0, row[:, None] + starts)
+        away = is_hot | (residence.row == NOWHERE)
+        cold = torch.where(away[:, None], 0, row[:, None] + starts)
         readable = cold if self.readable else torch.zeros_like(cold)
         spare = self._spare
         if spare.told is not None:
@@ -345,7 +347,7 @@ class ExpertStore:
 
     @property
     def cold_bytes(self) -> int:
-        """Bytes of all experts in host memory."""
+        """Bytes of all experts in host memory; 0: cold ones are left out, and none can move."""
         return sum(layer.cold.nbytes for layer in self.layers if layer is not None)
 
     def residence(self) -> ExpertPlacement:

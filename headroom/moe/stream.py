@@ -33,13 +33,15 @@ from headroom.moe.copies import (
 )
 from headroom.moe.stream_pieces import ColdExperts, ColdPieces, GroupExperts, Piece, pieces_of
 from headroom.moe.stream_rule import (
+    ColdLayer,
     ColdRates,
     ExpertSize,
     expert_flops,
     left_to_cpu,
-    pays_to_count,
+    most_counted_rows,
 )
 from headroom.moe.telemetry import ColdCounts
+from headroom.moe.wait_clock import WaitClock
 
 
 class ColdStream:
@@ -50,23 +52,30 @@ class ColdStream:
         staging: torch.Tensor,  # uint8 on the GPU
         most: tuple[int, int],  # bytes of an expert, and experts, of any layer
         queue: CopyQueue,
-        rates: ColdRates | None = None,  # None: nothing is left to the CPU
+        rates: ColdRates,
     ) -> None:
         size = min(buffer_bytes(*most), len(staging) // BUFFERS // ALIGNMENT * ALIGNMENT)
         assert size >= most[0]
         self.buffer_bytes = size
         self.downs = staging[BUFFERS * size :]
-        self.rates = rates if MODULE is not None else None
+        self.rates = rates if MODULE is not None else rates.without_cpu
         self.layers: list[StreamedLayer] = []  # in the order of the model
         self.counts = ColdCounts()
+        # Of the computing, for copies; None where no GPU computes.
+        self.waits = WaitClock(staging.device) if staging.is_cuda else None
         self._ring = StagingRing(queue, staging[: BUFFERS * size].view(BUFFERS, -1).unbind())
         self._coming: deque[Piece] = deque()  # in the order of their use
         self._sent = 0  # of those
         self._rooms: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}  # of downs
 
-    def add(self, tiles: ExpertTiles, store: ColdExperts, activation: str) -> "StreamedLayer":
-        """Return a further layer's experts; its first copies begin while the one before works."""
-        layer = StreamedLayer(self, tiles, store, activation)
+    def add(
+        self, tiles: ExpertTiles, store: ColdExperts, activation: str, cold_picks: float
+    ) -> "StreamedLayer":
+        """Return a further layer's experts; its first copies begin while the one before works.
+
+        `cold_picks` are those that are expected of a row.
+        """
+        layer = StreamedLayer(self, tiles, store, activation, cold_picks)
         if self.layers:
             self.layers[-1].following = layer
         self.layers.append(layer)
@@ -89,7 +98,8 @@ class ColdStream:
         """Unpack the piece that comes next, and let a later one take its buffer."""
         assert self._coming[0] is piece
         gates_and_ups, downs = rooms
-        some = SomeExperts(piece.which, self._ring.first())
+        first = self._ring.first
+        some = SomeExperts(piece.which, first() if self.waits is None else self.waits.timed(first))
         unpack_some(tiles, some, group, gates_and_ups, downs)
         self._ring.release()
         self._coming.popleft()
@@ -118,12 +128,27 @@ class StreamedLayer:
     """One layer's experts, some or all of them cold, for steps of many rows."""
 
     def __init__(
-        self, stream: ColdStream, tiles: ExpertTiles, store: ColdExperts, activation: str
+        self,
+        stream: ColdStream,
+        tiles: ExpertTiles,
+        store: ColdExperts,
+        activation: str,
+        cold_picks: float,  # that are expected of a row
     ) -> None:
         self.following: StreamedLayer | None = None  # that comes next in a step
+        self._size = ExpertSize(store.expert_bytes, expert_flops(tiles.width, tiles.hidden))
         self._stream, self._activation = stream, activation
         self._tiles, self._store = tiles, store
         self._pieces = ColdPieces(tiles, store, stream.buffer_bytes // store.expert_bytes)
+        cold = ColdLayer(
+            size=self._size,
+            experts=len(self._pieces.rows()),
+            picks=cold_picks,
+            ahead_bytes=BUFFERS * stream.buffer_bytes,
+        )
+        # The most of a step that waits to hear which experts were chosen. Found once: swaps leave
+        # as many experts cold, and fewer picks.
+        self.counted_rows = most_counted_rows(cold, stream.rates)
 
     def many_rows(
         self,
@@ -135,32 +160,26 @@ class StreamedLayer:
         """Return the weighted sum of each row's experts and what else it gets."""
         rows = as_narrow(x)
         chosen = ChosenRows(rows.values, *picks, rows.powers)
-        if self.counts_picks(picks[0].numel()):
+        if len(picks[0]) <= self.counted_rows:
             return self._counted(chosen, others, out)
-        groups = self._pieces.all_groups()
-        return self._streamed(chosen, groups, self._ahead(picks[0].numel()), others, out)
-
-    def counts_picks(self, picks: int) -> bool:
-        """Tell whether a step waits to hear which experts were chosen."""
-        return pays_to_count(picks, len(self._tiles.addresses), self._stream.rates is not None)
+        return self._streamed(chosen, self._pieces.all_groups(), others, out)
 
     def _streamed(
         self,
         chosen: ChosenRows,
         groups: Sequence[GroupExperts],
-        ahead: Sequence[Piece],
         others: Others,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         stream, tiles = self._stream, self._tiles
-        stream.begin(pieces_of(groups), ahead)
+        stream.begin(pieces_of(groups), self._ahead(len(chosen.ids)))
         arriving = _Arriving(stream, tiles, groups, chosen.x.dtype)
         return cuda_experts.sum_groups(chosen, tiles, self._activation, arriving, others, out)
 
-    def _ahead(self, picks: int) -> list[Piece]:
+    def _ahead(self, rows: int) -> list[Piece]:
         """The pieces of the next layer, unless it waits to hear which experts were chosen."""
         following = self.following
-        if following is None or following.counts_picks(picks):
+        if following is None or rows <= following.counted_rows:
             return []
         return pieces_of(following._pieces.all_groups())
 
@@ -170,38 +189,41 @@ class StreamedLayer:
         """Wait for the numbers of picks; stream what pays, and leave the rest to the CPU."""
         stream, tiles, cold = self._stream, self._tiles, self._pieces.rows()
         read = [count_picks(chosen.ids, len(tiles.addresses))]
-        if stream.rates is not None:
+        if stream.rates.asks_cpu:
             read += [_floats(chosen), chosen.ids, chosen.weights]
         counts, *rows = read_back(read)
         by_expert = counts.tolist()
         used = {expert: by_expert[expert] for expert in cold if by_expert[expert]}
-        size = ExpertSize(self._store.expert_bytes, expert_flops(tiles.width, tiles.hidden))
-        left = left_to_cpu(used, size, stream.rates)
+        left = left_to_cpu(used, self._size, stream.rates)
         streamed = {expert: cold[expert] for expert in used if expert not in left}
-        stream.counts.cpu_bytes += len(left) * size.bytes
+        stream.counts.cpu_bytes += len(left) * self._size.bytes
         groups = self._pieces.some_groups(streamed)
         if not left:
-            return self._streamed(chosen, groups, (), others, out)
+            return self._streamed(chosen, groups, others, out)
         theirs = torch.zeros(len(by_expert), dtype=torch.bool)
         theirs[list(left)] = True
         ids = _without(chosen.ids, theirs.to(chosen.ids.device))
         kept = ChosenRows(chosen.x, ids, chosen.weights, chosen.powers)
-        out = self._streamed(kept, groups, (), others, out)
+        out = self._streamed(kept, groups, others, out)
         # All the GPU's work was asked for: it goes on meanwhile.
         began = time.perf_counter()
-        answers = self._cpu_answers(ChosenRows(*rows), theirs)
+        which, answers = self._cpu_answers(ChosenRows(*rows), theirs)
         stream.counts.cpu_s += time.perf_counter() - began
-        return out.add_(pinned_like(answers).to(out.device, non_blocking=True))
+        there = [pinned_like(x).to(out.device, non_blocking=True) for x in (which, answers)]
+        return out.index_add_(0, *there)  # each row once: there is no order to their sums
 
-    def _cpu_answers(self, chosen: ChosenRows, theirs: torch.Tensor) -> torch.Tensor:
-        """The sums of the experts that are the CPU's."""
+    def _cpu_answers(
+        self, chosen: ChosenRows, theirs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows that chose experts which are the CPU's, and the sums of these."""
         tiles, store = self._tiles, self._store
         width, hidden = tiles.width, tiles.hidden
         shapes = [(width, hidden), (width, hidden), (hidden, width)]
         table = PanelTable(store.host_addresses, tiles.kinds, shapes, store.cold, tiles=True)
         ids = _without(chosen.ids, ~theirs)
-        x = chosen.x.float()
-        return native_experts.experts(x, ids, chosen.weights, table, self._activation, "f32")
+        which = (ids >= 0).any(1).nonzero().flatten()
+        x, weights = chosen.x[which].float(), chosen.weights[which]
+        return which, native_experts.experts(x, ids[which], weights, table, self._activation, "f32")
 
 
 class _Arriving:
@@ -237,7 +259,7 @@ class _Arriving:
 
 
 def open_stream(
-    staging: torch.Tensor, most: tuple[int, int], pinned: bool, rates: ColdRates | None = None
+    staging: torch.Tensor, most: tuple[int, int], pinned: bool, rates: ColdRates
 ) -> ColdStream:
     """Return the way of cold experts to the GPU that holds the buffers."""
     queue: CopyQueue = CudaCopies(staging.device)

@@ -80,10 +80,14 @@ class ColdPieces:
 
     def rows(self) -> dict[int, int]:
         """Where each cold expert lies in cold memory; ELSEWHERE after an exchange that failed."""
-        cold, size = self._store.cold, self._store.expert_bytes
+        size, first, end = (
+            self._store.expert_bytes,
+            self._store.cold.data_ptr(),
+            len(self._store.cold),
+        )
         places = self._store.host_addresses[:, 0].tolist()
-        rows = {e: (at - cold.data_ptr()) // size for e, at in enumerate(places) if at}
-        return {e: row if 0 <= row < len(cold) else ELSEWHERE for e, row in rows.items()}
+        rows = {e: (at - first) // size for e, at in enumerate(places) if at}
+        return {e: row if 0 <= row < end else ELSEWHERE for e, row in rows.items()}
 
     def _groups(
         self, cold: Mapping[int, int], bounds: Sequence[tuple[int, int]]

@@ -3,12 +3,21 @@ passed over; pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import exp
 
-# Picks of a mean expert, hot or cold, below which it pays to wait for the numbers of picks: without
-# a CPU there are only unused experts to pass over, of which three picks each leave one in twenty.
-COUNTED_PICKS = 3
-COUNTED_PICKS_CPU = 8
 HAND_OVER_S = 300e-6  # rows to the CPU and its answers back
+# What it costs to hear which experts were chosen. To wait for the GPU and read from it:
+READ_BACK_S = 30e-6
+# The host's own time to say what is copied: of 102 cold experts of 256, on a Xeon's core that had
+# other work, too, 2026-11.
+PREPARE_S = 200e-6
+# A row in all parts of a layer but experts, while which copies go on if they did not have to wait
+# for the router: prompts of 512 rows of Qwen3.5-35B-A3B, all experts hot, took 0.72 ms a layer
+# 2026-11 on an H200, and experts 0.36 of that.
+BESIDE_ROW_S = 0.7e-6
+WORTH = 0.9  # of the time without counting: less is gained than the estimate may be wrong by
+MOST_ROWS = 1 << 16  # of a step
+MOST_MEAN_PICKS = 700.0  # that chance is reckoned for; with so many no CPU is as quick as a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +25,18 @@ class ColdRates:
     """How fast cold experts are worked off on either side."""
 
     link: float  # bytes/s of copies to the GPU
-    cpu_bandwidth: float  # bytes/s at which the CPU reads experts
-    cpu_flops: float  # of its products, at the type that it computes in
+    cpu_bandwidth: float = 0.0  # bytes/s at which the CPU reads experts; 0: it is not asked
+    cpu_flops: float = 0.0  # of its products, at the type that it computes in
+
+    @property
+    def asks_cpu(self) -> bool:
+        """Whether experts may be left to the CPU."""
+        return self.cpu_bandwidth > 0 and self.cpu_flops > 0
+
+    @property
+    def without_cpu(self) -> "ColdRates":
+        """The same where nothing is left to the CPU."""
+        return ColdRates(self.link)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,30 +52,92 @@ def expert_flops(width: int, hidden: int) -> int:
     return 6 * width * hidden
 
 
-def pays_to_count(picks: int, experts: int, with_cpu: bool) -> bool:
-    """Tell whether a step is so small that it should wait to hear which experts were chosen."""
-    return picks < experts * (COUNTED_PICKS_CPU if with_cpu else COUNTED_PICKS)
+@dataclass(frozen=True, slots=True)
+class ColdLayer:
+    """The cold experts of a layer, and what is expected of them."""
+
+    size: ExpertSize
+    experts: int  # that are cold
+    picks: float  # of them by a row
+    ahead_bytes: int  # that could come before the layer is reached: the buffers
 
 
-def left_to_cpu(
-    counts: Mapping[int, int], size: ExpertSize, rates: ColdRates | None
-) -> frozenset[int]:
+def most_counted_rows(layer: ColdLayer, rates: ColdRates) -> int:
+    """Return the most rows of a step that should wait to hear which experts were chosen."""
+    low, high = 0, MOST_ROWS
+    while low < high:
+        middle = (low + high + 1) // 2
+        if pays_to_count(middle, layer, rates):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def pays_to_count(rows: int, layer: ColdLayer, rates: ColdRates) -> bool:
+    """Tell whether a step should wait to hear which experts were chosen, before it copies any.
+
+    Without waiting all cold experts are copied, from the time on when the layer before works. With
+    it the unused ones are not, and the CPU takes those that `left_to_cpu` gives it. Against that
+    stand the read-back, what the host does then, and the copies that could have run meanwhile: no
+    copy of this layer begins before its router is done.
+
+    Left out: cold experts are taken to differ in their picks by chance alone, and where some are
+    chosen far less than others counting is worth more; a GPU that computes for longer than copies
+    take gains nothing by fewer of them; kernels launched ahead are used up while the host waits.
+    """
+    counts = expected_counts(rows * layer.picks, layer.experts)
+    counted_s = _shared(counts, layer.size, rates)[1]
+    lost_s = min(rows * BESIDE_ROW_S, layer.ahead_bytes / rates.link)
+    all_s = layer.experts * layer.size.bytes / rates.link
+    return READ_BACK_S + PREPARE_S + lost_s + counted_s < WORTH * all_s
+
+
+def expected_counts(picks: float, experts: int) -> dict[int, int]:
+    """Return how many of some picks each expert gets if chance alone decides, fewest first.
+
+    They are the numbers that stand in the middle of so many equal shares of a Poisson
+    distribution; all together may be a few more or less than the picks.
+    """
+    mean = min(picks / max(1, experts), MOST_MEAN_PICKS)
+    counts: dict[int, int] = {}
+    count, chance = 0, exp(-mean)
+    reached = chance
+    for expert in range(experts):
+        while reached < (expert + 0.5) / experts and chance:
+            count += 1
+            chance *= mean / count
+            reached += chance
+        counts[expert] = count
+    return counts
+
+
+def left_to_cpu(counts: Mapping[int, int], size: ExpertSize, rates: ColdRates) -> frozenset[int]:
     """Return the cold experts, of those chosen, that the CPU should compute.
 
     `counts`: picks by cold expert. Those with the fewest picks go first, as many as make the
     slower of link and CPU finish soonest; both work at the same time.
     """
-    if rates is None:
-        return frozenset()
+    return _shared(counts, size, rates)[0]
+
+
+def _shared(
+    counts: Mapping[int, int], size: ExpertSize, rates: ColdRates
+) -> tuple[frozenset[int], float]:
+    """The experts that the CPU should compute, and when both sides are done."""
     chosen = sorted((count, expert) for expert, count in counts.items() if count)
-    best, best_s = 0, len(chosen) * size.bytes / rates.link
+    link_s = size.bytes / rates.link
+    best, best_s = 0, len(chosen) * link_s
+    if not rates.asks_cpu:
+        return frozenset(), best_s
+    read_s, pick_s = size.bytes / rates.cpu_bandwidth, size.flops / rates.cpu_flops
     cpu_s = HAND_OVER_S
     for taken, (count, _) in enumerate(chosen, 1):
-        cpu_s += max(size.bytes / rates.cpu_bandwidth, count * size.flops / rates.cpu_flops)
-        slower = max(cpu_s, (len(chosen) - taken) * size.bytes / rates.link)
+        cpu_s += max(read_s, count * pick_s)
+        slower = max(cpu_s, (len(chosen) - taken) * link_s)
         if slower < best_s:
             best, best_s = taken, slower
-    return frozenset(expert for _, expert in chosen[:best])
+    return frozenset(expert for _, expert in chosen[:best]), best_s
 
 
 def cut_pieces(rows: Sequence[int], most: int) -> list[list[int]]:

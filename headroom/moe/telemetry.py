@@ -8,7 +8,8 @@ import torch
 
 from headroom.moe.placement import ExpertPlacement
 
-TIMES = ("hot", "cold", "wait")  # keys of `seconds`
+TIMES = ("hot", "cold", "wait")  # keys of `seconds`: small steps that ask a CPU
+COPIES = "copies"  # another: the GPU's computing waited for copies of cold experts, long steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,9 @@ class ColdFigures:
     """Totals since the start that only those know who compute experts."""
 
     read_bytes: Mapping[str, int] = field(default_factory=dict)  # by path: "gpu", "cpu", "stream"
-    seconds: Mapping[str, float] = field(default_factory=dict)  # by TIMES; empty: not measured
+    seconds: Mapping[str, float] = field(
+        default_factory=dict
+    )  # by TIMES and COPIES; empty: not measured
 
 
 @dataclass(slots=True)
@@ -66,6 +69,7 @@ class JoinedMeter:
     streamed_bytes: Callable[[], int] | None = None
     prompt: Callable[[], tuple[int, float]] | None = None  # bytes and seconds of a CPU, long steps
     pick_bytes: tuple[int, ...] = ()
+    copies_s: Callable[[], float] | None = None  # that a GPU waited for copies, long steps
 
     def figures(self) -> ColdFigures:
         """Return the figures of both as one."""
@@ -82,6 +86,8 @@ class JoinedMeter:
             seconds["cold"] = seconds.get("cold", 0.0) + took
         if self.streamed_bytes is not None:
             sizes["stream"] = self.streamed_bytes()
+        if self.copies_s is not None:
+            seconds[COPIES] = self.copies_s()
         return ColdFigures(sizes, seconds)
 
 
@@ -93,7 +99,7 @@ class ExpertTelemetry:
     hits: tuple[int, ...]  # of them, those that were hot
     tokens: int  # rows that went through the routers, prompts included
     cold_bytes: Mapping[str, int] = field(default_factory=dict)  # read, by path
-    seconds: Mapping[str, float] = field(default_factory=dict)  # by TIMES
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by TIMES and COPIES
     swaps: int = 0
 
     @property

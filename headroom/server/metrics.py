@@ -84,7 +84,7 @@ def expert_metrics(experts: ExpertTelemetry) -> Iterable[Metric]:
         read.add_metric([path], size)
     yield read
     times = CounterMetricFamily(
-        "headroom_expert_seconds", "Seconds of experts: hot, cold, waiting", labels=["what"]
+        "headroom_expert_seconds", "Seconds of experts: hot, cold, wait, copies", labels=["what"]
     )
     for what, seconds in experts.seconds.items():
         times.add_metric([what], seconds)

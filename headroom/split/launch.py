@@ -82,7 +82,8 @@ def start_pipeline(
     swaps, meter = None, None
     if (hybrid := loaded.hybrid) is not None:
         layers, meter = expert_layers(model.shape, plan), hybrid.meter
-        swaps = StoreSwaps(hybrid.store, layers, same_bits=hybrid.same_bits)
+        if hybrid.store.cold_bytes:  # else there is nothing to swap with
+            swaps = StoreSwaps(hybrid.store, layers, same_bits=hybrid.same_bits)
     config = model.config
     return Pipeline(stage, config.vocab, allocated, planned, swaps, meter, config.refuses_trees)
 

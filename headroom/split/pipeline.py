@@ -44,7 +44,7 @@ class Pipeline:
         self.vocab = vocab
         self.allocated = allocated  # bytes by the plan's line
         self._planned_bytes = planned_bytes
-        self.experts = experts  # None where all of them are hot
+        self.experts = experts  # None where all of them are hot, or cold ones are not held
         self.meter = meter  # of the cold ones
         self.refuses_trees = refuses_trees  # why its steps check no draft tree; "" where they do
 

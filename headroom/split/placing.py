@@ -89,7 +89,7 @@ def _check(placement: ExpertPlacement, layers: list[LayerExperts], plan: Plan) -
             f"{gib(budget)} for them.",
             hint="Leave out --placement, or free memory with a smaller --context or --parallel.",
         )
-    cold = _all_bytes(layers) - hot
+    cold = _all_bytes(layers) - hot if plan.settings.holds_cold else 0
     missing = cold - _host_bytes(plan) - plan.host.free_bytes
     if missing > 0:
         raise PlanError(

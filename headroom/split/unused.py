@@ -4,6 +4,7 @@ import logging
 from dataclasses import fields, replace
 from typing import Any
 
+from headroom.memory.experts import holds_cold
 from headroom.memory.layout import DevicePlan
 from headroom.options import Options, flag
 
@@ -11,10 +12,8 @@ log = logging.getLogger(__name__)
 
 GPU_OPTIONS = ("device_memory",)
 BUDGET_OPTIONS = ("expert_budget",)
-COLD_OPTIONS = (
-    "cold", "no_pin", "keep_host_copy", "swap_every", "swap_bytes", "swap_min_gain",
-    "swap_per_layer",
-)  # fmt: skip
+SWAP_OPTIONS = ("swap_every", "swap_bytes", "swap_min_gain", "swap_per_layer")
+COLD_OPTIONS = ("cold", "no_pin", "keep_host_copy", *SWAP_OPTIONS)
 
 
 def tell_unused(device: DevicePlan, options: Options) -> None:
@@ -31,6 +30,8 @@ def tell_unused(device: DevicePlan, options: Options) -> None:
         names, why = BUDGET_OPTIONS + COLD_OPTIONS, "the model has no routed experts"
     elif device.hot_experts == device.total_experts:
         why = "all experts are hot"
+    elif not holds_cold(options.cold, options.keep_host_copy):
+        names, why = ("no_pin", *SWAP_OPTIONS), "cold experts are left out and held nowhere"
     else:
         return
     if flags := _given(options, names):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from headroom.moe.placement import save_placement
+from headroom.moe.placement import ExpertPlacement, save_placement
 from headroom.moe.stats import RoutingHistory
 from headroom.moe.stats_file import HistoryKeeper
 from headroom.moe.swap import Swappable, plan_swaps, recent
@@ -42,12 +42,14 @@ class ExpertUpkeep:
         self._viewed = counts
         self._hits = HitCounter(model.used, counts.shape[1])
         self._experts: Swappable | None = pipeline.experts
+        self._store = pipeline.store
         self._swapping = self._experts is not None and rules.swap_every is not None
         self._round: SwapRound | None = None  # that is under way
-        if self._experts is not None:
-            self._hits.place(self._experts.placement())
+        if (placement := self._placement()) is not None:
+            self._hits.place(placement)
+        self._some_cold = placement is not None
         # On a GPU whose experts are all hot, a look at the counts is not worth waiting for.
-        self._watched = self._experts is not None or pipeline.device == "cpu"
+        self._watched = self._some_cold or pipeline.device == "cpu"
         self._swaps, self._unfinished = 0, False
         self._round_tokens = self._saved_tokens = 0
         self._saved_at = time.monotonic()
@@ -109,7 +111,7 @@ class ExpertUpkeep:
     @property
     def tells_requests(self) -> bool:
         """Whether a request's end is told what its cold experts cost: where some are cold."""
-        return self._experts is not None
+        return self._some_cold
 
     def begin_request(self) -> ExpertTelemetry | None:
         """Return what the end of a request is compared with; None where all experts are hot."""
@@ -133,7 +135,18 @@ class ExpertUpkeep:
         except Exception as error:
             log.warning("experts: not saved: %s", error)
 
+    def _placement(self) -> ExpertPlacement | None:
+        """Which experts are hot now; None where all are."""
+        if self._experts is not None:
+            return self._experts.placement()
+        return None if self._store is None else self._store.residence()
+
     def _tell_when(self) -> None:
+        if self._some_cold and self._experts is None and self._rules.swap_every is not None:
+            log.info(
+                "swaps: none, since cold experts are left out and held nowhere; with "
+                "--keep-host-copy they are held, and may become hot"
+            )
         if self._swapping and self._rules.swap_every and not self._within_requests:
             log.info(
                 "swaps: hot and cold experts differ in their last bits here, so that swaps wait "
@@ -190,11 +203,13 @@ class ExpertUpkeep:
 
     def _save_placement(self) -> None:
         path = self._rules.placement_path
-        if path is not None and self._experts is None:
+        if path is None:
+            return
+        if (placement := self._placement()) is None:
             log.info("experts: all are hot, so that there is no placement to save")
-        elif path is not None and self._experts is not None:
-            save_placement(path, self._experts.placement(), self._model.identity)
-            log.info("experts: placement saved to %s", path)
+            return
+        save_placement(path, placement, self._model.identity)
+        log.info("experts: placement saved to %s", path)
 
     def _begin_round(self) -> None:
         """Plan a round, and ask for its first copies."""

@@ -176,7 +176,7 @@ def all_cases(folder: Path) -> Iterator[Case]:
     """
     names = (*cases.LIMITS, "qwen35moe")
     paths = {name: Once(partial(cases.model_file, name, folder)) for name in names}
-    for cold in ("cpu", "gpu"):
+    for cold in ("cpu", "gpu", "drop"):
         yield f"memory of a small card, {cold}", partial(small_card, paths["qwen3moe"], cold)
     yield from worker_cases(paths["qwen35moe-wide"])
     yield "some layers fused, others plain", lambda: mixed_case(paths["qwen35moe"]())

@@ -17,7 +17,13 @@ from headroom.kernels.native.module import MODULE
 from headroom.memory import staging
 from headroom.moe import stream as stream_module
 from headroom.moe.stream import ColdStream, open_stream
-from headroom.moe.stream_rule import ColdRates
+from headroom.moe.stream_rule import (
+    ColdLayer,
+    ColdRates,
+    ExpertSize,
+    expert_flops,
+    pays_to_count,
+)
 from headroom.units import GIB, MIB
 from tests.gpu.check_experts import Kinds, forced, make_table, pick_experts
 from tests.gpu.check_matmul import random_weight
@@ -29,10 +35,12 @@ KINDS: Kinds = ("q4_k", "q4_k", "q6_k")
 PLAIN: tuple[Kinds, ...] = (("bf16",) * 3, ("f16",) * 3)
 SIZES = (24, 256, 512)  # of the small layer: experts, width, hidden
 USED = 4
+LINK = ColdRates(55e9)  # of copies to an H200
+WITH_CPU = ColdRates(55e9, 75e9, 460e9)  # and of 16 cores beside it
 
 
 def open_layers(
-    layers: list[Layer], experts_a_buffer: int, pinned: bool, rates: ColdRates | None
+    layers: list[Layer], experts_a_buffer: int, pinned: bool, rates: ColdRates = LINK
 ) -> ColdStream:
     """A stream with buffers of so many experts."""
     size, tiles = layers[0].expert_bytes, layers[0].tiles
@@ -44,7 +52,7 @@ def open_layers(
     memory = torch.empty(total, dtype=torch.uint8, device=DEVICE)
     stream = open_stream(memory, (size, len(tiles.addresses)), pinned, rates)
     for layer in layers:
-        stream.add(layer.tiles, layer, "silu")
+        stream.add(layer.tiles, layer, "silu", 2.0)
     return stream
 
 
@@ -52,7 +60,7 @@ def check(
     cold_share: float, rows: int, counted: bool, pinned: bool, on_cpu: bool, kinds: Kinds = KINDS
 ) -> bool:
     """Two layers in turn, again and again, so that copies and computing run into each other."""
-    stream_module.pays_to_count = lambda *sizes: counted  # type: ignore[assignment]
+    stream_module.most_counted_rows = lambda *facts: rows * counted  # type: ignore[assignment]
     count, width, hidden = SIZES
     tables = [make_table(kinds, count, width, hidden) for _ in range(2)]
     blobs = [blobs_of(table) for table in tables]
@@ -68,7 +76,7 @@ def check(
             layer.host_addresses[layer.host_addresses != 0] += shift
             layer.cold = apart
     hot = [split_layer(*both, (), "cuda") for both in zip(tables, blobs, strict=True)]
-    rates = ColdRates(1e7, 2e7, 1e12) if on_cpu else None
+    rates = ColdRates(1e7, 2e7, 1e12) if on_cpu else LINK
     # Three groups a layer.
     arena = scratch.Arena(
         torch.empty(64 * MIB, dtype=torch.uint8, device=DEVICE), 4 * width * hidden * 8
@@ -144,9 +152,9 @@ def bench(cold_share: float, unpack_bytes: int, buffer_bytes: int) -> None:
     arena = scratch.Arena(
         torch.empty(unpack_bytes + GIB // 2, dtype=torch.uint8, device=DEVICE), unpack_bytes
     )
-    stream_module.pays_to_count = lambda *sizes: False  # type: ignore[assignment]
+    stream_module.most_counted_rows = lambda *facts: 0  # type: ignore[assignment]
     with scratch.opened(arena):
-        stream = open_layers(layers, buffer_bytes // size, True, None)
+        stream = open_layers(layers, buffer_bytes // size, True)
         for rows in (512, 2048):
             x = torch.randn(rows, 2048, device=DEVICE).bfloat16()
             picks = pick_experts(rows, 256, 8), torch.rand(rows, 8, device=DEVICE)
@@ -164,6 +172,40 @@ def bench(cold_share: float, unpack_bytes: int, buffer_bytes: int) -> None:
                 f"{moved / took / 1e9:.1f} GB/s, 40 layers {rows / took / 40:.0f} tok/s",
                 flush=True,
             )
+
+
+def bench_counted(rows: int, hits: float) -> None:
+    """The same where so many picks are hot: all cold ones copied, or those few waited for."""
+    layers = [real_layer(0.4) for _ in range(4)]
+    hot = layers[0].host_addresses[:, 0] == 0  # numbers of all layers are as good as these
+    chances = torch.where(hot, hits / hot.sum(), (1 - hits) / (~hot).sum())
+    ids = torch.multinomial(chances.expand(rows, -1), 8).int().to(DEVICE)
+    for layer in layers[1:]:
+        layer.tiles, layer.host_addresses = layers[0].tiles, layers[0].host_addresses
+        layer.cold = layers[0].cold
+    x, weights = (
+        torch.randn(rows, 2048, device=DEVICE).bfloat16(),
+        torch.rand(rows, 8, device=DEVICE),
+    )
+    arena = scratch.Arena(torch.empty(GIB + GIB // 2, dtype=torch.uint8, device=DEVICE), GIB)
+    for counted, rates in ((False, LINK), (True, LINK), (True, WITH_CPU)):
+        stream_module.most_counted_rows = lambda *facts, counted=counted: rows * counted
+        with scratch.opened(arena):
+            stream = open_layers(layers, 64 * MIB // layers[0].expert_bytes, True, rates)
+            out = torch.zeros(rows, 2048, device=DEVICE)
+
+            def chunk(stream=stream, out=out) -> None:  # type: ignore[no-untyped-def]
+                for layer in stream.layers:
+                    layer.many_rows(x, (ids, weights), Others(residual=out), out)
+
+            took = seconds(chunk) / len(layers)
+        size = ExpertSize(layers[0].expert_bytes, expert_flops(512, 2048))
+        cold = ColdLayer(size, 102, 8 * (1 - hits), 2 * 64 * MIB)
+        print(
+            f"BENCH hits {hits:.0%} x{rows} counted={counted} cpu={rates.asks_cpu}: "
+            f"{took * 1e6:.0f} us a layer; the rule counts: {pays_to_count(rows, cold, rates)}",
+            flush=True,
+        )
 
 
 def bench_link() -> None:
@@ -201,6 +243,8 @@ def main() -> None:
             bench(share, GIB, 64 * MIB)
         bench(0.4, GIB, 32 * MIB)
         bench(0.4, 96 * MIB, 64 * MIB)
+        for rows, hits in ((128, 0.9), (512, 0.9), (512, 0.6), (2048, 0.9)):
+            bench_counted(rows, hits)
 
 
 if __name__ == "__main__":

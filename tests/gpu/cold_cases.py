@@ -238,6 +238,7 @@ def told_experts(llm: LLM) -> str:
     assert isinstance(times, dict)
     right = 0.05 < hits < 0.95 and sizes.get("cpu", 0) > 0 and sizes.get("stream", 0) > 0
     right = right and all(0 < times.get(word, 0) < 20_000 for word in ("hot", "cold", "wait"))
+    right = right and 0 <= times.get("copies", -1) < 20_000
     return "" if right and done["cold_picks"] else f"{done}"
 
 

@@ -1,5 +1,7 @@
 """Matrices of a file in pieces: nothing is left out, nothing exceeds its buffer."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from headroom.errors import PlanError
 from headroom.formats.quants import BY_NAME
-from headroom.layers.pieces import FileMatrices, Piece, pieces
+from headroom.layers.pieces import FileMatrices, Piece, matrices_between, pieces
 
 UNIT = 16
 
@@ -83,3 +85,29 @@ def test_neighbours_are_read_in_one_go() -> None:
 def test_rows_that_no_buffer_holds_are_refused(order: torch.Tensor | None) -> None:
     with pytest.raises(PlanError, match=r"^w goes to its device in pieces of .* or more, and the "):
         list(pieces(matrices(32, order=order), 36 * 15, UNIT))
+
+
+@given(
+    counts=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    gap=st.booleans(),
+    bounds=st.tuples(st.integers(0, 20), st.integers(0, 20)),
+)
+def test_some_matrices_of_several_parts_are_those_between_two_numbers(
+    counts: list[int], gap: bool, bounds: tuple[int, int]
+) -> None:
+    apart = 5000 if gap else 0
+    parts = [
+        replace(matrices(16, count, apart=apart), offset=100_000 * number)
+        for number, count in enumerate(counts)
+    ]
+    first, end = bounds
+    assert _starts(matrices_between(parts, first, end)) == _starts(parts)[first:end]
+
+
+def _starts(parts: Sequence[FileMatrices]) -> list[int]:
+    """Where every matrix begins."""
+    return [
+        part.offset + number * (part.apart or part.matrix_bytes)
+        for part in parts
+        for number in range(part.count)
+    ]

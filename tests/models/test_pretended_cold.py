@@ -178,7 +178,9 @@ def test_steps_beside_the_copies_of_swaps_answer_the_same(
     assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("more", [{}, {"keep_host_copy": True}])
+@pytest.mark.parametrize("more", [
+    {}, {"keep_host_copy": True}, {"cold": "drop"}, {"cold": "drop", "keep_host_copy": True},
+])  # fmt: skip
 def test_a_store_takes_what_was_planned(
     more: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,10 +189,13 @@ def test_a_store_takes_what_was_planned(
         stage = PretendedStage(checkpoint, kernels="reference", expert_budget="50%", **more)
     names = ("hot_experts", "cold_experts", "expert_staging", "expert_spare")
     assert [stage.counted[name] for name in names] == [stage.planned[name] for name in names]
+    held = more != {"cold": "drop"}
+    assert [stage.counted[name] > 0 for name in names] == [True, held, held, held]
 
 
+@pytest.mark.parametrize("copy", [False, True])
 def test_dropped_experts_leave_their_weight_to_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(variant("qwen3moe").save_gguf(tmp_path / "m.gguf", "MIXED"))
     seen: list[tuple[torch.Tensor, ...]] = []
@@ -204,7 +209,13 @@ def test_dropped_experts_leave_their_weight_to_the_others(
     with pretend_cuda(monkeypatch):
         wanted, found = (
             run_pretended(
-                checkpoint, PROMPTS, PIECES, kernels="reference", expert_budget="50%", cold=cold
+                checkpoint,
+                PROMPTS,
+                PIECES,
+                kernels="reference",
+                expert_budget="50%",
+                cold=cold,
+                keep_host_copy=copy,
             )
             for cold in ("auto", "drop")
         )

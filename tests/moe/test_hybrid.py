@@ -104,7 +104,7 @@ class Layer:
     ) -> tuple[Hybrid, object]:
         speeds = replace(SPEEDS, **changes.pop("speeds", {}))  # type: ignore[arg-type]
         request = StoreRequest(
-            placement=ExpertPlacement((hot,), "drawn"),
+            placement=ExpertPlacement((hot,), "drawn", changes.pop("promised", ())),  # type: ignore[arg-type]
             cold=cold,
             speeds=speeds,
             staging_bytes=1 << 20,
@@ -208,7 +208,7 @@ def test_a_shared_layer_asks_both_sides_and_says_how_much(file: WeightFile) -> N
 def test_what_the_cpu_reads_for_prompts_is_counted(
     file: WeightFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "pays_to_count", lambda *sizes: True)
+    monkeypatch.setattr(stream, "most_counted_rows", lambda *facts: 33)
     layer = Layer(file, ())
     assert layer.compute is not None
     assert layer.hybrid is not None
@@ -218,6 +218,16 @@ def test_what_the_cpu_reads_for_prompts_is_counted(
     assert found["cpu"] > 0
     assert found["cpu"] + found["stream"] == EXPERTS * size
     layer.compute.close()
+
+
+@pytest.mark.parametrize(("promised", "picks"), [((0.9,), 0.3), ((), 2.0)])
+def test_long_steps_go_by_the_hit_rate_that_statistics_promise(
+    file: WeightFile, monkeypatch: pytest.MonkeyPatch, promised: tuple[float, ...], picks: float
+) -> None:
+    asked: list[stream_rule.ColdLayer] = []
+    monkeypatch.setattr(stream, "most_counted_rows", lambda cold, rates: asked.append(cold) or 0)
+    Layer(file, HOT[30], "gpu", promised=promised)
+    assert [(cold.experts, cold.picks) for cold in asked] == [(4, pytest.approx(picks))]
 
 
 def test_what_a_gpu_alone_reads_in_place_is_counted_by_choices(file: WeightFile) -> None:
@@ -233,7 +243,7 @@ def test_what_a_gpu_alone_reads_in_place_is_counted_by_choices(file: WeightFile)
 
 def test_without_cold_experts_the_hot_ones_get_their_weights(file: WeightFile) -> None:
     wanted, found = Layer(file, None), Layer(file, HOT[60], "drop")
-    assert (found.part, found.compute) == (None, None)
+    assert (found.part, found.compute, found.store.cold.nbytes) == (None, None, 0)
     for rows in (2, 33):
         x, (ids, weights) = inputs(rows)
         hot = torch.isin(ids, torch.tensor(HOT[60]))

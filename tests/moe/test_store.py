@@ -202,12 +202,18 @@ def pinning(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "path"), [("auto", "gpu"), ("gpu", "gpu"), ("cpu", "cpu"), ("drop", "drop")]
+    ("wanted", "path", "keep_copy"),
+    [
+        ("auto", "gpu", False),
+        ("gpu", "gpu", False),
+        ("cpu", "cpu", False),
+        ("drop", "drop", True),
+    ],
 )
 def test_pinned_experts_are_read_by_the_gpu(
-    wanted: str, path: str, pinning: Callable[[str], None]
+    wanted: str, path: str, keep_copy: bool, pinning: Callable[[str], None]
 ) -> None:
-    store = small_store([blob_layout(3)], [(0,)], cold=wanted, pin=True)
+    store = small_store([blob_layout(3)], [(0,)], cold=wanted, pin=True, keep_copy=keep_copy)
     assert store.pinned
     assert store.layers[0] is not None
     assert store.layers[0].path == path
@@ -232,9 +238,9 @@ def test_a_driver_that_does_not_pin_what_is_left_out_says_that_nobody_computes_i
     pinning: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     pinning("out of memory")
-    small_store([blob_layout(3)], [(0,)], cold="drop", pin=True)
+    small_store([blob_layout(3)], [(0,)], cold="drop", pin=True, keep_copy=True)
     assert caplog.messages == [
-        "experts: 384 B of cold experts are not pinned (out of memory; the control group allows "
+        "experts: 640 B of cold experts are not pinned (out of memory; the control group allows "
         "8.0 MiB): they are left out, and swaps come only between requests"
     ]
 
@@ -242,10 +248,14 @@ def test_a_driver_that_does_not_pin_what_is_left_out_says_that_nobody_computes_i
 @pytest.mark.parametrize(
     ("cold", "pin", "told"),
     [
-        ("gpu", True, "pinned), placement: drawn, cold: read by the GPU"),
-        ("cpu", True, "pinned), placement: drawn, cold: computed by the CPU"),
-        ("cpu", False, "not pinned), placement: drawn, cold: computed by the CPU"),
-        ("drop", True, "pinned), placement: drawn, cold: left out"),
+        ("gpu", True, "512 B of host memory, pinned), placement: drawn, cold: read by the GPU"),
+        ("cpu", True, "512 B of host memory, pinned), placement: drawn, cold: computed by the CPU"),
+        (
+            "cpu",
+            False,
+            "512 B of host memory, not pinned), placement: drawn, cold: computed by the CPU",
+        ),
+        ("drop", True, "not held), placement: drawn, cold: left out"),
     ],
 )
 def test_the_log_tells_what_is_hot_and_cold_and_who_computes_it(
@@ -257,9 +267,7 @@ def test_the_log_tells_what_is_hot_and_cold_and_who_computes_it(
 ) -> None:
     with caplog.at_level(logging.INFO):
         small_store([blob_layout(3), None, blob_layout(4)], [(0,), (), (1, 2)], cold=cold, pin=pin)
-    assert caplog.messages == [
-        f"experts: 3 hot (384 B on cpu), 4 cold (512 B of host memory, {told}"
-    ]
+    assert caplog.messages == [f"experts: 3 hot (384 B on cpu), 4 cold ({told}"]
 
 
 def test_the_log_tells_in_how_many_layers_who_computes_cold_experts_where_they_differ(

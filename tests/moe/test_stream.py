@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 EXPERTS, WIDTH, HIDDEN, ROWS, USED = 10, 32, 64, 34, 2
 COLD = {0: (), 30: (1, 4, 9), 70: (0, 2, 3, 4, 6, 7, 9), 100: tuple(range(10))}
 FAST_CPU = ColdRates(link=1e3, cpu_bandwidth=1e12, cpu_flops=1e15)
+NO_CPU = ColdRates(link=1e10)
 
 
 def in_float32(
@@ -65,7 +66,7 @@ def inputs() -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], Others]:
 
 
 def open_stream(
-    layers: Sequence[Layer], each: int, rates: ColdRates | None = None
+    layers: Sequence[Layer], each: int, rates: ColdRates = NO_CPU
 ) -> tuple[ColdStream, list[StreamedLayer], LateCopies]:
     """Buffers of `each` experts."""
     size = layers[0].expert_bytes
@@ -76,7 +77,7 @@ def open_stream(
         )
         queue = LateCopies()
         stream = ColdStream(staging, (size, EXPERTS), queue, rates)  # type: ignore[arg-type]
-    return stream, [stream.add(layer.tiles, layer, "silu") for layer in layers], queue
+    return stream, [stream.add(layer.tiles, layer, "silu", 1.0) for layer in layers], queue
 
 
 def copied(layer: Layer, queue: LateCopies) -> list[int]:
@@ -95,7 +96,7 @@ def all_hot(layer_of, inputs) -> torch.Tensor:  # type: ignore[no-untyped-def]
 
 
 def never_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "pays_to_count", lambda *sizes: False)
+    monkeypatch.setattr(stream_module, "most_counted_rows", lambda *facts: 0)
 
 
 @pytest.mark.parametrize("cold", sorted(COLD))
@@ -205,7 +206,7 @@ def test_small_steps_copy_only_experts_that_were_chosen(  # type: ignore[no-unty
     monkeypatch, layer_of, inputs, group: int
 ) -> None:
     monkeypatch.setattr(experts, "experts_at_once", lambda *sizes: group)
-    monkeypatch.setattr(stream_module, "pays_to_count", lambda *sizes: True)
+    monkeypatch.setattr(stream_module, "most_counted_rows", lambda *facts: ROWS)
     x, (ids, weights), others = inputs
     ids = torch.where((ids == 4) | (ids == 7), -1, ids)
     layer = split_layer(*layer_of, COLD[70])
@@ -220,7 +221,7 @@ def test_small_steps_copy_only_experts_that_were_chosen(  # type: ignore[no-unty
 
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
-@pytest.mark.parametrize("rates", [FAST_CPU, ColdRates(1e9, 2e9, 1e11)])
+@pytest.mark.parametrize("rates", [FAST_CPU, ColdRates(1e6, 2e6, 1e8)])
 def test_experts_with_few_picks_may_be_left_to_the_cpu(  # type: ignore[no-untyped-def]
     monkeypatch, layer_of, inputs, rates: ColdRates
 ) -> None:
@@ -246,7 +247,7 @@ def test_experts_with_few_picks_may_be_left_to_the_cpu(  # type: ignore[no-untyp
 def test_nothing_on_the_gpu_meets_host_memory_but_by_copies(  # type: ignore[no-untyped-def]
     monkeypatch, layer_of, inputs, counted: bool
 ) -> None:
-    monkeypatch.setattr(stream_module, "pays_to_count", lambda *sizes: counted)
+    monkeypatch.setattr(stream_module, "most_counted_rows", lambda *facts: ROWS * counted)
     monkeypatch.setattr(stream_rule, "HAND_OVER_S", 0.0)
     layer = split_layer(*layer_of, COLD[70])
     wanted = all_hot(layer_of, inputs)
@@ -257,11 +258,15 @@ def test_nothing_on_the_gpu_meets_host_memory_but_by_copies(  # type: ignore[no-
         tiles = replace(layer.tiles, addresses=layer.tiles.addresses.to("cuda"))
         staging = torch.zeros(200_000, dtype=torch.uint8, device="cuda")
         stream = stream_module.open_stream(staging, (layer.expert_bytes, EXPERTS), False, FAST_CPU)
-        streamed = stream.add(tiles, layer, "silu")
+        streamed = stream.add(tiles, layer, "silu", 1.0)
         parts = (others.residual, others.shared, others.shared_logits)
         moved = Others(*(part.to("cuda") for part in parts))
         chosen = ids.to("cuda"), weights.to("cuda")
         found = streamed.many_rows(x.to("cuda"), chosen, moved).cpu()
+        assert stream.waits is not None
+        waited = stream.waits.seconds()  # a pretended event says a millisecond for each
+    pieces = stream.counts.streamed_bytes > 0
+    assert (waited > 0) == pieces
     if counted and MODULE is not None:
         torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05 * float(wanted.std()))
     else:

@@ -1,6 +1,7 @@
 """Which cold experts of a large step are streamed, and which the CPU computes."""
 
 from itertools import pairwise
+from math import exp
 
 import pytest
 from hypothesis import given
@@ -9,11 +10,14 @@ from hypothesis import strategies as st
 from headroom.moe import stream_rule
 from headroom.moe.stream_rule import (
     HAND_OVER_S,
+    ColdLayer,
     ColdRates,
     ExpertSize,
     cut_pieces,
+    expected_counts,
     expert_flops,
     left_to_cpu,
+    most_counted_rows,
     pays_to_count,
     runs,
 )
@@ -21,6 +25,7 @@ from headroom.moe.stream_rule import (
 # An expert of Qwen3.5-35B-A3B on an H200's host.
 SIZE = ExpertSize(1_900_000, expert_flops(512, 2048))
 RATES = ColdRates(link=55e9, cpu_bandwidth=150e9, cpu_flops=1.5e12)
+MEASURED = ColdRates(link=55e9, cpu_bandwidth=75e9, cpu_flops=460e9)
 
 
 def slower_s(counts: dict[int, int], left: frozenset[int], rates: ColdRates) -> float:
@@ -33,8 +38,10 @@ def slower_s(counts: dict[int, int], left: frozenset[int], rates: ColdRates) -> 
     return max(link, cpu + HAND_OVER_S if left else 0.0)
 
 
-def test_without_rates_nothing_is_left_to_the_cpu() -> None:
-    assert left_to_cpu({3: 1, 5: 1}, SIZE, None) == frozenset()
+def test_without_a_cpu_nothing_is_left_to_it() -> None:
+    counts = dict.fromkeys(range(200), 1)
+    assert left_to_cpu(counts, SIZE, RATES)
+    assert left_to_cpu(counts, SIZE, RATES.without_cpu) == frozenset()
 
 
 def test_a_few_copies_are_done_before_the_cpu_has_its_rows() -> None:
@@ -72,15 +79,94 @@ def test_what_the_cpu_takes_was_chosen_and_saves_time(
         assert all(n >= most for e, n in counts.items() if n and e not in left)
 
 
+def cold_layer(hits: float, experts: int = 102) -> ColdLayer:
+    """A layer of Qwen3.5-35B-A3B of which 102 experts are cold."""
+    return ColdLayer(SIZE, experts, 8 * (1 - hits), 2 * 35 * SIZE.bytes)
+
+
 @pytest.mark.parametrize(
-    ("rows", "with_cpu", "counted"),
-    [(33, False, True), (128, False, False), (128, True, True), (512, True, False)],
+    ("rows", "hits", "with_cpu", "counted"),
+    [
+        (40, 0.6, False, True),
+        (128, 0.6, False, False),
+        (128, 0.9, False, True),
+        (256, 0.9, False, False),
+        (128, 0.6, True, True),
+        (512, 0.6, True, False),
+        (512, 0.9, True, True),
+        (2048, 0.9, True, False),
+    ],
 )
-def test_small_steps_wait_for_the_numbers_of_picks(
-    rows: int, with_cpu: bool, counted: bool
+def test_steps_wait_for_the_numbers_of_picks_where_cold_experts_have_few(
+    rows: int, hits: float, with_cpu: bool, counted: bool
 ) -> None:
-    assert pays_to_count(rows * 8, 256, with_cpu) == counted
-    assert stream_rule.COUNTED_PICKS < stream_rule.COUNTED_PICKS_CPU
+    rates = MEASURED if with_cpu else MEASURED.without_cpu
+    assert pays_to_count(rows, cold_layer(hits), rates) == counted
+
+
+rates_drawn = st.builds(
+    ColdRates,
+    link=st.floats(1e9, 1e11),
+    cpu_bandwidth=st.floats(1e9, 5e11),
+    cpu_flops=st.floats(1e10, 1e13),
+)
+rows_drawn, hits_drawn, experts_drawn = st.integers(33, 4096), st.floats(0, 1), st.integers(1, 256)
+
+
+@given(
+    rows=rows_drawn,
+    hits=st.tuples(hits_drawn, hits_drawn),
+    experts=experts_drawn,
+    rates=rates_drawn,
+)
+def test_better_statistics_and_a_cpu_never_make_counting_worth_less(
+    rows: int, hits: tuple[float, float], experts: int, rates: ColdRates
+) -> None:
+    worse, better = (cold_layer(share, experts) for share in sorted(hits))
+    for one in (rates, rates.without_cpu):
+        assert pays_to_count(rows, better, one) >= pays_to_count(rows, worse, one)
+    for layer in (worse, better):
+        alone = pays_to_count(rows, layer, rates.without_cpu)
+        assert pays_to_count(rows, layer, rates) >= alone
+
+
+@given(rows=rows_drawn, hits=hits_drawn, experts=experts_drawn, rates=rates_drawn)
+def test_counting_that_pays_saves_more_than_what_it_costs(
+    rows: int, hits: float, experts: int, rates: ColdRates
+) -> None:
+    layer = cold_layer(hits, experts)
+    counts = expected_counts(rows * layer.picks, experts)
+    saved = experts * SIZE.bytes / rates.link - slower_s(
+        counts, left_to_cpu(counts, SIZE, rates), rates
+    )
+    lost = min(rows * stream_rule.BESIDE_ROW_S, layer.ahead_bytes / rates.link)
+    if pays_to_count(rows, layer, rates):
+        assert saved > stream_rule.READ_BACK_S + stream_rule.PREPARE_S + lost
+
+
+@given(rows=rows_drawn, hits=hits_drawn, experts=experts_drawn, rates=rates_drawn)
+def test_a_step_waits_up_to_so_many_rows_and_no_longer(
+    rows: int, hits: float, experts: int, rates: ColdRates
+) -> None:
+    layer = cold_layer(hits, experts)
+    assert pays_to_count(rows, layer, rates) == (rows <= most_counted_rows(layer, rates))
+
+
+def test_where_nothing_is_cold_there_is_nothing_to_wait_for() -> None:
+    assert most_counted_rows(cold_layer(1.0, 0), MEASURED) == 0
+
+
+@given(picks=st.floats(0, 60_000), experts=st.integers(1, 256))
+def test_expected_picks_add_up_to_about_all_and_some_experts_have_none(
+    picks: float, experts: int
+) -> None:
+    counts = expected_counts(picks, experts)
+    assert list(counts) == list(range(experts))
+    assert list(counts.values()) == sorted(counts.values())
+    mean = min(picks / experts, stream_rule.MOST_MEAN_PICKS)
+    assert abs(sum(counts.values()) / experts - mean) <= 0.5 + 0.1 * mean**0.5
+    unused = sum(count == 0 for count in counts.values())
+    assert abs(unused - experts * exp(-mean)) <= 1
 
 
 @given(rows=st.sets(st.integers(0, 300)), most=st.integers(1, 40))

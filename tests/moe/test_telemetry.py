@@ -75,5 +75,7 @@ def test_figures_of_all_who_compute_are_joined() -> None:
     assert (found.read_bytes["cpu"], found.seconds["cold"]) == (
         counts.cpu_bytes + 5, counts.cold_s + 2.0,
     )  # fmt: skip
+    waited = JoinedMeter(streamed_bytes=lambda: 7, copies_s=lambda: 0.25).figures()
+    assert waited == ColdFigures({"stream": 7}, {"copies": 0.25})
     alone = JoinedMeter(prompt=lambda: (5, 2.0)).figures()
     assert alone == ColdFigures({"cpu": 5}, {"cold": 2.0})

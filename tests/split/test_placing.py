@@ -116,6 +116,20 @@ def test_options_that_have_an_effect_are_not_named(caplog: pytest.LogCaptureFixt
     assert "without effect" not in caplog.text
 
 
+@pytest.mark.parametrize(("copy", "named"), [(False, True), (True, False)])
+def test_experts_that_are_held_nowhere_have_no_swaps_to_choose(
+    copy: bool, named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = planned(cold="drop", keep_host_copy=copy, no_pin=True, swap_every="64")
+    with caplog.at_level(logging.INFO):
+        assert find_placement(MODEL, *given, "abc") is not None
+    told = (
+        "experts: without effect here, since cold experts are left out and held nowhere: "
+        "--no-pin, --swap-every"
+    )
+    assert (told in caplog.messages) == named
+
+
 def test_a_file_comes_before_statistics_and_these_tell_what_it_will_meet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,3 +237,8 @@ def test_a_placement_that_leaves_too_much_to_the_host_is_refused(tmp_path: Path)
     plan = make_plan([MODEL], [gpu(24), host(8)], options)
     with pytest.raises(PlanError, match=r"leaves 17\.\d+ GiB of experts to host memory, and 1\d"):
         find_placement(MODEL, plan, options, "abc")
+    dropped = Options(
+        context=2048, parallel=1, expert_budget="90%", placement=str(path), cold="drop"
+    )  # fmt: skip
+    plan = make_plan([MODEL], [gpu(24), host(8)], dropped)
+    assert find_placement(MODEL, plan, dropped, "abc") is not None

@@ -9,12 +9,14 @@ import pytest
 from headroom.moe.placement import LayerExperts, load_placement
 from headroom.moe.stats import RoutingHistory, RoutingStats, load_history
 from headroom.moe.stats_file import StatsFile, StatsModel
+from headroom.moe.store import ExpertStore
 from headroom.moe.swap import SwapPolicy
 from headroom.split.expert_records import ExpertRecords, UpkeepRules
 from headroom.split.pipeline import Pipeline
 from headroom.split.stages import Stage
 from headroom.split.upkeep import ExpertUpkeep, open_upkeep
 from tests.moe.pretended import PretendedExperts
+from tests.moe.stores import blob_layout, small_store
 
 LAYERS = (LayerExperts(0, 0), LayerExperts(4, 10), LayerExperts(4, 10))
 USED = (0, 2, 2)
@@ -26,6 +28,11 @@ class PretendedStage(Stage):
 
     def __init__(self, routing: RoutingStats | None, device: str = "cpu") -> None:
         self.device, self._routing = device, routing
+        self.kept: ExpertStore | None = None
+
+    @property
+    def store(self) -> ExpertStore | None:
+        return self.kept
 
     @property
     def routing(self) -> RoutingStats | None:
@@ -40,7 +47,7 @@ class Case:
     ) -> None:
         self.routing = RoutingStats(3, 4, "cpu")
         self.experts = experts
-        stage = PretendedStage(self.routing, **more)
+        self.stage = stage = PretendedStage(self.routing, **more)
         self.pipeline = Pipeline(stage, 10, {}, experts=experts, meter=experts)
         file = StatsFile(path, RoutingHistory.empty(LAYERS, 0.0))
         self.records = ExpertRecords(StatsModel(Path("m"), "abc", LAYERS, USED), file, rules)
@@ -298,3 +305,29 @@ def test_where_all_are_hot_requests_are_told_nothing_and_a_gpu_is_not_asked() ->
     on_gpu = Case(None, None, UpkeepRules(), device="cuda:0")
     assert on_gpu.upkeep.end_request(None) is None
     assert on_gpu.upkeep.latest is None
+
+
+@pytest.mark.parametrize(("every", "told"), [(0, 1), (None, 0)])
+def test_experts_that_are_held_nowhere_never_move_and_are_missed_all_the_same(
+    every: int | None, told: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "placed.json"
+    case = Case(None, None, UpkeepRules(swap_every=every, placement_path=path), device="cuda:0")
+    layouts = [None, blob_layout(4), blob_layout(4)]
+    case.stage.kept = small_store(layouts, [(), (0, 1), (0, 1)], cold="drop")
+    with caplog.at_level(logging.INFO):
+        case.upkeep = ExpertUpkeep(case.pipeline, case.records)
+    assert caplog.messages == [
+        "swaps: none, since cold experts are left out and held nowhere; with --keep-host-copy "
+        "they are held, and may become hot"
+    ] * told  # fmt: skip
+    began = case.upkeep.begin_request()
+    case.choose(1, 3, 9)
+    case.choose(1, 0, 3)
+    assert not case.upkeep.due(10**6, resting=True)
+    assert case.upkeep.tells_requests
+    ended = case.upkeep.end_request(began)
+    assert ended is not None
+    assert (ended["hit_rate"], ended["cold_picks"]) == (0.25, 9)
+    case.upkeep.close()
+    assert load_placement(path, "abc", LAYERS).hot == ((), (0, 1), (0, 1))
