@@ -8,17 +8,19 @@ import torch
 
 from headroom.kernels.cuda.compile import CODE
 from headroom.kernels.cuda.probe import try_compiler, try_kernels
+from headroom.kernels.triton.launch import triton_missing
+from headroom.memory.devices import torch_name
 from headroom.memory.readiness import GpuFacts, TorchFacts
 
 __all__ = ["gpu_memory", "keep_code", "read_gpu", "read_torch", "try_kernels"]
 
 
 def read_torch() -> TorchFacts:
-    """Return what torch was built for and whether it starts CUDA."""
+    """Return what torch was built for and whether it starts CUDA, or ROCm in CUDA's name."""
     facts = TorchFacts(
         version=torch.__version__, cuda=torch.version.cuda, hip=getattr(torch.version, "hip", None)
     )
-    if facts.cuda is None:
+    if facts.cuda is None and facts.hip is None:
         return facts
     with warnings.catch_warnings():  # what it warns of is in the error, too
         warnings.simplefilter("ignore")
@@ -34,13 +36,18 @@ def read_gpu(known: GpuFacts, torch_facts: TorchFacts) -> GpuFacts:
     index = int(known.name.partition(":")[2])
     if index >= torch_facts.count:
         return known
-    major, minor = torch.cuda.get_device_capability(index)
-    return replace(
+    properties = torch.cuda.get_device_properties(index)
+    known = replace(
         known,
-        product=torch.cuda.get_device_name(index),
-        sm=10 * major + minor,
-        compiler=try_compiler(index),
+        product=known.product or properties.name,
+        torch_product=properties.name,
+        torch_bytes=properties.total_memory,
     )
+    if known.is_amd:
+        gfx = getattr(properties, "gcnArchName", "").partition(":")[0]
+        return replace(known, gfx=gfx, compiler=triton_missing())
+    sm = 10 * properties.major + properties.minor
+    return replace(known, sm=sm, compiler=try_compiler(index))
 
 
 def keep_code(home: Path) -> None:
@@ -50,4 +57,4 @@ def keep_code(home: Path) -> None:
 
 def gpu_memory(name: str) -> tuple[int, int]:
     """Return the bytes of a GPU that are free now, and all that it has."""
-    return torch.cuda.mem_get_info(name)
+    return torch.cuda.mem_get_info(torch_name(name))
