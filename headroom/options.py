@@ -205,6 +205,12 @@ def load_options(
     return Options(**merged)  # type: ignore[arg-type]  # each value was checked against its field
 
 
+def cuda_variables() -> dict[str, str]:
+    """Return those variables of CUDA's that are set and say which GPUs are seen, in which order."""
+    names = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 def _read_config(path: Path, known: Mapping[str, "Field[Any]"]) -> dict[str, object]:
     try:
         table = tomllib.loads(path.read_text())

@@ -1,6 +1,5 @@
 """What NVIDIA's driver tells of GPUs, numbered as torch numbers them, and who holds what."""
 
-import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ from headroom.errors import OptionError
 from headroom.memory.catalogue import find_device
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.readiness import GpuFacts, Holder
+from headroom.options import cuda_variables
 from headroom.units import GIB, MIB
 
 _GPU_QUERY = "--query-gpu=name,memory.total,memory.free,compute_cap,driver_version,uuid"
@@ -51,7 +51,7 @@ def ask_driver(query: str) -> tuple[str, str]:
 
 def nvidia_gpus() -> list[NvidiaGpu]:
     """Return the GPUs that the driver lists and this process may see, as torch numbers them."""
-    return read_gpus(ask_driver(_GPU_QUERY)[0], os.environ)
+    return read_gpus(ask_driver(_GPU_QUERY)[0], cuda_variables())
 
 
 def gpu_facts() -> list[GpuFacts]:
@@ -78,13 +78,13 @@ def why_unseen(name: str) -> tuple[str, str]:
             f"{problem}, which tells what memory GPUs have.",
             _IN_CONTAINERS,
         )
-    seen = {gpu.name: gpu for gpu in read_gpus(report, os.environ)}
+    seen = {gpu.name: gpu for gpu in read_gpus(report, cuda_variables())}
     if name in seen and not seen[name].total_bytes:
         return (
             f"nvidia-smi lists it as {seen[name].product} and does not tell its memory.",
             "A plan needs that: choose --device cpu.",
         )
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = cuda_variables().get("CUDA_VISIBLE_DEVICES")
     if chosen is not None and read_gpus(report, {}):
         return (
             f"CUDA_VISIBLE_DEVICES={chosen} leaves {len(seen)} of the "

@@ -12,6 +12,7 @@ from headroom.memory import drivers
 from headroom.memory.drivers import ask_driver, gpu_facts, gpu_holders, read_gpus, read_holders
 from headroom.memory.gpus import detect_gpus, find_gpu
 from headroom.memory.readiness import GpuFacts, Holder
+from headroom.options import cuda_variables
 from headroom.units import MIB
 
 SLOW = "NVIDIA GeForce RTX 3060, 12288, 11000, 8.6, 580.1, GPU-a1"
@@ -64,14 +65,16 @@ def smi(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return SimpleNamespace(stdout=said, stderr="", returncode=told.returncode)
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(drivers.os, "environ", {})
+    monkeypatch.setattr(drivers, "cuda_variables", dict)
     return told
 
 
 def test_facts_and_holders_are_those_of_the_gpu_that_torch_means(
     smi: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drivers.os, "environ", {"CUDA_VISIBLE_DEVICES": "2"})
+    monkeypatch.setattr(drivers, "cuda_variables", cuda_variables)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     smi.processes = "GPU-a1, 7, /usr/bin/python3, 512\nGPU-b2, 9, other, 100\n"
     assert gpu_facts() == [
         GpuFacts(name="cuda:0", product="NVIDIA GeForce RTX 3060", sm=86, driver="580.1",
@@ -138,7 +141,7 @@ def test_a_gpu_whose_memory_is_not_told_is_refused_by_its_name(smi: SimpleNamesp
 def test_a_gpu_that_the_variable_hides_is_refused_with_its_value(
     smi: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drivers.os, "environ", {"CUDA_VISIBLE_DEVICES": "1"})
+    monkeypatch.setattr(drivers, "cuda_variables", lambda: {"CUDA_VISIBLE_DEVICES": "1"})
     with pytest.raises(OptionError) as refused:
         find_gpu("cuda:1", [])
     assert refused.value.message == (
