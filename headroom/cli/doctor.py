@@ -46,11 +46,12 @@ def doctor(
     options: Options,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     all_kernels: Annotated[
-        bool, typer.Option("--kernels", help="compile a kernel of every family for each GPU")
+        bool, typer.Option("--kernels", help="run kernels of every family on each GPU")
     ] = False,
 ) -> None:
     """Show what this machine has and what headroom can use of it."""
-    found = gpus(compile_all=all_kernels)
+    with Console(stderr=True).status("GPUs") as shown:  # nothing is seen of it but on a terminal
+        found = gpus(try_all=all_kernels, told=shown.update)
     report = {
         "versions": versions(),
         "cpu": cpu(),

@@ -1,5 +1,7 @@
 """The GPUs of `headroom doctor`: what each one is, and which kernels it runs or why not."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from headroom.memory.devices import DeviceSpec
@@ -13,8 +15,11 @@ Section = dict[str, Any]
 NO_AMD = "which has run on no AMD GPU yet"  # so that nobody takes it for tested
 
 
-def gpus(*, compile_all: bool) -> list[Section]:
-    """Return every GPU of this machine with what it can run; try a kernel, or all families'."""
+def gpus(*, try_all: bool, told: Callable[[str], None]) -> list[Section]:
+    """Return every GPU of this machine with what it can run; try a kernel, or all families'.
+
+    `told` hears what is being tried.
+    """
     found = detect_gpus()
     if not found:
         return []
@@ -29,10 +34,14 @@ def gpus(*, compile_all: bool) -> list[Section]:
         if not row["refused"]:
             index = int(device.name.partition(":")[2])
             row["triton"] = try_triton(index)
-            if compile_all and device.kind == "cuda":
-                row["kernels"] = try_kernels(index)
+            if try_all and device.kind == "cuda":
+                row["kernels"] = try_kernels(index, partial(_told, told, device.name))
         rows.append(row)
     return rows
+
+
+def _told(told: Callable[[str], None], device: str, family: str) -> None:
+    told(f"{device}: trying {family}")
 
 
 def _facts(device: DeviceSpec) -> GpuFacts:

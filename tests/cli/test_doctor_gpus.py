@@ -7,6 +7,7 @@ import torch
 
 from headroom.cli import doctor_gpus
 from headroom.cli.doctor_gpus import backend_text, families, gpu_row, gpu_texts
+from headroom.errors import KernelError
 from headroom.kernels.cuda import probe
 from headroom.kernels.triton import probe as triton_probe
 from headroom.memory.devices import DeviceSpec
@@ -30,7 +31,7 @@ def test_a_gpu_is_told_with_memory_driver_and_kernels() -> None:
         "computes in bf16, NVRTC compiles"
     )
     count = len(families(90))
-    untried = f"{count - 1} not compiled; try --kernels"
+    untried = f"{count - 1} not tried; see --kernels"
     assert told["cuda:0 kernels"] == f"1 of {count} families run, {untried}"
     assert set(told) == {"cuda:0", "cuda:0 kernels"}
 
@@ -39,7 +40,7 @@ def test_what_an_older_gpu_runs_in_another_way_is_told() -> None:
     facts = GpuFacts(name="cuda:0", product="Tesla T4", sm=75, driver="580.65.06")
     told = gpu_texts([gpu_row(spec("cuda", 75), facts, TORCH)])
     count = len(families(75))
-    untried = f"{count - 2} not compiled; try --kernels"
+    untried = f"{count - 2} not tried; see --kernels"
     assert told["cuda:0 kernels"] == f"1 of {count} families run, {untried}"
     assert told["cuda:0 experts of many rows"] == "needs sm_80"
     assert told["cuda:0 sm_75"] == (
@@ -48,21 +49,43 @@ def test_what_an_older_gpu_runs_in_another_way_is_told() -> None:
     )
 
 
-def test_each_family_is_compiled_or_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_family_is_run_or_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
+    run: list[str] = []
+    told: list[str] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(
         probe, "compile_kernel", lambda source, kernel, defines: compiled.append(source)
     )
-    tried = probe.try_kernels(0)
+    monkeypatch.setattr(probe, "run_trial", lambda family, device: run.append(family))
+    tried = probe.try_kernels(0, told.append)
     assert tried == dict.fromkeys(families(75), "") | {"experts of many rows": "needs sm_80"}
+    assert told == list(tried)
     assert len(compiled) == len(tried) - 1
     assert "grouped.cu" not in compiled
+    older = {"experts of many rows", "experts of many rows in bf16"}
+    assert set(run) == set(tried) - older
     compiled.clear()
     assert probe.try_compiler(0) == ""
     assert compiled == ["small.cu"]
     assert [family for family, why in families(90).items() if not why] == ["norms"]
+
+
+def test_a_family_that_compiles_and_does_not_launch_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(family: str, device: torch.device) -> None:
+        if family == "sampler":
+            raise KernelError("The CUDA kernel choose could not be started: error 1.")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(probe, "compile_kernel", lambda *given: None)
+    monkeypatch.setattr(probe, "run_trial", fail)
+    tried = probe.try_kernels(0)
+    assert {family for family, why in tried.items() if why} == {"sampler"}
+    assert tried["sampler"] == "The CUDA kernel choose could not be started: error 1."
 
 
 def test_families_that_a_gpu_cannot_run_are_told_with_the_reason() -> None:
