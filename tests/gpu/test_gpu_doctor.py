@@ -1,4 +1,4 @@
-"""What `headroom doctor` tries runs on a GPU that is supported, and driver and torch agree on it."""
+"""What `headroom doctor` tries runs on a GPU here, and driver and torch agree on which it is."""
 
 import pytest
 import torch
