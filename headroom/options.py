@@ -165,11 +165,6 @@ class Options:
             ) from error
 
 
-def visible_gpus() -> str | None:
-    """Return which GPUs CUDA shows to this process, by its own variable; None: all of them."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES")
-
-
 def flag(setting: "Field[Any]") -> str:
     """Return the command-line flag of a setting."""
     return "--" + setting.name.replace("_", "-")
@@ -213,6 +208,12 @@ def load_options(
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment, with changes, for another program."""
     return dict(os.environ) | dict(changes)
+
+
+def cuda_variables() -> dict[str, str]:
+    """Return those variables of CUDA's that are set and say which GPUs are seen, in which order."""
+    names = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES")
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _read_config(path: Path, known: Mapping[str, "Field[Any]"]) -> dict[str, object]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from headroom.engine.engine import Engine
 from headroom.formats.checkpoint import open_checkpoint
+from headroom.memory.devices import torch_name
 from headroom.memory.plan import Plan
 from headroom.memory.shape import ModelShape
 from headroom.models.describe import ModelDescription, describe
@@ -31,8 +32,13 @@ class Opened:
 
     @property
     def device(self) -> str:
-        """Where it runs: "cpu" or "cuda:0"."""
+        """Where it runs: "cpu", "cuda:0" or "hip:0"."""
         return self.plan.devices[0].name
+
+    @property
+    def place(self) -> str:
+        """The same as torch calls it."""
+        return torch_name(self.device)
 
     @property
     def on_gpu(self) -> bool:

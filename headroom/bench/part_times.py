@@ -59,7 +59,7 @@ def _measure(
             # Without acc_events torch warns that a second cycle, which there is none of, forgets.
             with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
                 answer()
-                torch.cuda.synchronize(opened.device)
+                torch.cuda.synchronize(opened.place)
     finally:
         opened.pipeline.forget_captures()
     return part_times(_timeline(seen), chosen)

@@ -11,7 +11,7 @@ import torch
 from headroom.bench.opening import Opened
 from headroom.kernels.native.measure import read_bandwidth
 from headroom.kernels.native.module import MODULE
-from headroom.memory.devices import detect_cpu
+from headroom.memory.devices import detect_cpu, torch_name
 from headroom.memory.measure import copy_bandwidth, measure_cpu, measure_link
 
 _STATUS, _CPUS = Path("/proc/self/status"), Path("/proc/cpuinfo")
@@ -29,7 +29,7 @@ class Bandwidth:
 def measure_bandwidth(opened: Opened) -> Bandwidth:
     """Return the bandwidth that shares are taken of."""
     if opened.on_gpu:
-        device = torch.device(opened.device)
+        device = torch.device(opened.place)
         return Bandwidth(copy_bandwidth(device), "copies within the GPU, read and written")
     threads = opened.plan.settings.threads
     if MODULE is None:
@@ -46,7 +46,7 @@ def cold_bandwidths(opened: Opened) -> dict[str, float]:
     """
     if opened.pipeline.store is None or not opened.on_gpu:
         return {}
-    link = measure_link(torch.device(opened.device))
+    link = measure_link(torch.device(opened.place))
     host = 1e9 * max(read_bandwidth() for _ in range(_READS)) if MODULE is not None else 0.0
     return {"gpu": link.read, "stream": link.copy, "cpu": host}
 
@@ -55,13 +55,13 @@ def start_counting(device: str) -> None:
     """Forget what was allocated before; call it before a model is loaded."""
     if device != "cpu":
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_peak_memory_stats(torch_name(device))
 
 
 def lift_limit(device: str) -> None:
     """Let what only measures take memory that the model may not."""
     if device != "cpu":
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, torch_name(device))
 
 
 def memory_use(opened: Opened) -> dict[str, Any]:
@@ -70,13 +70,13 @@ def memory_use(opened: Opened) -> dict[str, Any]:
     planned = {line.name: line.bytes for line in plan.lines if line.name != "reserve"}
     found: dict[str, Any] = {"lines": planned, "loaded": dict(opened.pipeline.allocated)}
     if opened.on_gpu:
-        free, total = torch.cuda.mem_get_info(opened.device)
+        free, total = torch.cuda.mem_get_info(opened.place)
         found |= {
             # What torch allocates: all lines but the driver's own.
             "planned_bytes": sum(planned.values()) - planned.get("runtime", 0),
-            "peak_bytes": torch.cuda.max_memory_allocated(opened.device),
+            "peak_bytes": torch.cuda.max_memory_allocated(opened.place),
             "peak_is": "allocated by torch, loading included",
-            "peak_reserved_bytes": torch.cuda.max_memory_reserved(opened.device),
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(opened.place),
             "device_used_bytes": total - free,
             "planned_with_runtime_bytes": sum(planned.values()),
         }
@@ -114,9 +114,9 @@ def device_facts(opened: Opened) -> dict[str, Any]:
         "machine": platform.machine(),
     }
     if opened.on_gpu:
-        facts["model"] = torch.cuda.get_device_name(opened.device)
-        facts["cuda"] = torch.version.cuda
-        major, minor = torch.cuda.get_device_capability(opened.device)
+        facts["model"] = torch.cuda.get_device_name(opened.place)
+        facts["cuda"], facts["hip"] = torch.version.cuda, torch.version.hip
+        major, minor = torch.cuda.get_device_capability(opened.place)
         facts["capability"] = f"{major}.{minor}"
     else:
         cpu = detect_cpu()

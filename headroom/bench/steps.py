@@ -47,7 +47,7 @@ def _run(opened: Opened, step: Batch) -> None:
 
 def _wait(opened: Opened) -> None:
     if opened.on_gpu:
-        torch.cuda.synchronize(opened.device)
+        torch.cuda.synchronize(opened.place)
 
 
 def _batch(opened: Opened, context: int, batch: int, rows: int, seed: int) -> Batch:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headroom import __version__
-from headroom.cli.doctor_gpus import gpu_texts, gpus
+from headroom.cli.doctor_gpus import backend_text, gpu_texts, gpus, unseen
 from headroom.cli.settings import with_settings
 from headroom.errors import FormatError
 from headroom.formats.hub import find_model
@@ -47,16 +47,18 @@ def doctor(
     options: Options,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     all_kernels: Annotated[
-        bool, typer.Option("--kernels", help="compile a kernel of every family for each GPU")
+        bool, typer.Option("--kernels", help="run kernels of every family on each GPU")
     ] = False,
 ) -> None:
     """Show what this machine has and what headroom can use of it."""
-    found = gpus(compile_all=all_kernels)
+    with Console(stderr=True).status("GPUs") as shown:  # nothing is seen of it but on a terminal
+        found = gpus(try_all=all_kernels, told=shown.update)
     report = {
         "versions": versions(),
         "cpu": cpu(),
         "devices": [device_row(detect_cpu())],
         "gpus": found,
+        "no_gpus_because": "" if found else unseen(),
         "calibration": calibration(options.home_path, ["cpu", *(row["name"] for row in found)]),
         "kernels": kernels(options),
         "models": models(options),
@@ -184,10 +186,10 @@ def readable(report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             "core limit": "none" if cores is None else f"{cores:g}",
         },
         "devices": {row["name"]: _device_text(row) for row in report["devices"]},
-        "GPUs": gpu_texts(report["gpus"]),
+        "GPUs": gpu_texts(report["gpus"], report.get("no_gpus_because", "")),
         "calibration": _calibration_texts(report["calibration"]),
         "kernels": {
-            backend: ", ".join(ops) or "none in this version"
+            backend: backend_text(backend, ops, report["gpus"])
             for backend, ops in report["kernels"]["operations"].items()
         }
         | {"C++ module": _native_text(report["kernels"]["native"])}

@@ -1,45 +1,67 @@
 """The GPUs of `headroom doctor`: what each one is, and which kernels it runs or why not."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from headroom.memory.devices import DeviceSpec
-from headroom.memory.drivers import gpu_facts
+from headroom.memory.drivers import gpu_facts, why_unseen
 from headroom.memory.gpus import detect_gpus
 from headroom.memory.precision import device_precision
 from headroom.memory.readiness import GpuFacts, TorchFacts, refuse_gpu
 from headroom.units import gib
 
 Section = dict[str, Any]
+NO_AMD = "which has run on no AMD GPU yet"  # so that nobody takes it for tested
 
 
-def gpus(*, compile_all: bool) -> list[Section]:
-    """Return every GPU of this machine with what it can run; compile a kernel, or all families'."""
+def gpus(*, try_all: bool, told: Callable[[str], None]) -> list[Section]:
+    """Return every GPU of this machine with what it can run; try a kernel, or all families'.
+
+    `told` hears what is being tried.
+    """
     found = detect_gpus()
     if not found:
         return []
-    from headroom.layers.gpu import read_gpu, read_torch, try_kernels  # torch takes seconds
+    from headroom.kernels.triton.probe import try_triton  # torch takes seconds
+    from headroom.layers.gpu import read_gpu, read_torch, try_kernels
 
     torch, listed = read_torch(), {gpu.name: gpu for gpu in gpu_facts()}
     rows = []
     for device in found:
-        facts = listed.get(device.name, GpuFacts(name=device.name, sm=device.sm))
-        if device.kind == "cuda":
-            facts = read_gpu(facts, torch)
-        row = gpu_row(device, facts, torch)
-        if compile_all and not row["refused"]:
-            row["kernels"] = try_kernels(int(device.name.partition(":")[2]))
+        facts = listed.get(device.name, _facts(device))
+        row = gpu_row(device, read_gpu(facts, torch), torch)
+        if not row["refused"]:
+            index = int(device.name.partition(":")[2])
+            row["triton"] = try_triton(index)
+            if try_all and device.kind == "cuda":
+                row["kernels"] = try_kernels(index, partial(_told, told, device.name))
         rows.append(row)
     return rows
 
 
+def _told(told: Callable[[str], None], device: str, family: str) -> None:
+    told(f"{device}: trying {family}")
+
+
+def _facts(device: DeviceSpec) -> GpuFacts:
+    return GpuFacts(name=device.name, sm=device.sm, gfx=device.gfx, total_bytes=device.total_bytes)
+
+
+def unseen() -> str:
+    """Say why no GPU is found, where that is known."""
+    from headroom.layers.gpu import read_torch
+
+    (why, hint), count = why_unseen("cuda:0"), read_torch().count
+    return f"torch sees {count} GPUs, but {why} {hint}" if count and why else why
+
+
 def gpu_row(device: DeviceSpec, facts: GpuFacts, torch: TorchFacts) -> Section:
     """Return one GPU, why it is refused where it is, and which kernel families it could run."""
-    precision = device_precision(device)
-    if device.kind == "cuda":
-        refusal = refuse_gpu(torch, facts)
-        refused = "" if refusal is None else refusal.message
-    else:
-        refused = "The kernels for AMD GPUs are not wired to the engine."
+    precision, refusal = device_precision(device), refuse_gpu(torch, facts)
+    refused = "" if refusal is None else refusal.message
+    amd = device.kind == "hip"
+    compiler = f"Triton is found, {NO_AMD}" if amd else "NVRTC compiles"
     return {
         "name": device.name,
         "product": facts.product,
@@ -49,11 +71,13 @@ def gpu_row(device: DeviceSpec, facts: GpuFacts, torch: TorchFacts) -> Section:
         "available_bytes": device.available_bytes,
         "driver": facts.driver,
         "torch_cuda": torch.cuda,
-        "compiler": "" if refused else "NVRTC compiles",
+        "torch_hip": torch.hip,
+        "compiler": "" if refused else compiler,
+        "triton": None,  # why its kernels do not run; None where that was not tried
         "activation_type": precision.activation,
         "refused": refused,
-        "kernels": {} if refused else families(facts.sm),
-        "slower": "" if refused else _slower(facts.sm),
+        "kernels": {} if refused or amd else families(facts.sm),
+        "slower": "" if refused or amd else _slower(facts.sm),
     }
 
 
@@ -70,14 +94,29 @@ def _slower(sm: int) -> str:
     return slower_on(sm)
 
 
-def gpu_texts(rows: list[Section]) -> dict[str, str]:
-    """Return the GPUs as people read them."""
+def gpu_texts(rows: list[Section], why_none: str = "") -> dict[str, str]:
+    """Return the GPUs as people read them, or why there are none."""
     told = {row["name"]: _gpu_text(row) for row in rows}
     for row in rows:
         told |= _kernel_texts(row["name"], row["kernels"])
+        if row["triton"] is not None:
+            told[f"{row['name']} triton"] = row["triton"] or "a kernel runs"
         if row["slower"]:
             told[f"{row['name']} sm_{row['sm']}"] = row["slower"]
-    return told or {"none": "no driver lists one; layers run on the CPU"}
+    because = f": {why_none.rstrip('.')}" if why_none else ""
+    return told or {"none": f"no driver lists one{because}; layers run on the CPU"}
+
+
+def backend_text(backend: str, operations: list[str], rows: list[Section]) -> str:
+    """Return the operations of a backend, or why none of them runs here."""
+    if backend in ("cuda", "triton"):
+        mine = [row for row in rows if backend == "triton" or row["name"].startswith("cuda")]
+        usable = [row for row in mine if not row["refused"]]
+        if not usable:
+            return "no GPU that runs them" if mine else "no GPU"
+        if backend == "triton" and all(row["triton"] for row in usable):
+            return f"not here: {usable[0]['triton']}"
+    return ", ".join(operations) or "none in this version"
 
 
 def _kernel_texts(name: str, kernels: dict[str, str]) -> dict[str, str]:
@@ -102,6 +141,8 @@ def _gpu_text(row: Section) -> str:
     parts.append(f"{gib(row['available_bytes'])} of {gib(row['total_bytes'])} free")
     if row["driver"]:
         parts.append(f"driver {row['driver']}, torch for CUDA {row['torch_cuda'] or 'none'}")
+    if row["name"].startswith("hip"):
+        parts.append(f"torch for ROCm {row['torch_hip'] or 'none'}")
     parts.append(f"computes in {row['activation_type']}")
     parts.append(f"not usable: {row['refused']}" if row["refused"] else row["compiler"])
     return ", ".join(parts)

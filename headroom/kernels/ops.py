@@ -18,7 +18,7 @@ from headroom.kernels.weight import Weight
 class Case:
     """What a kernel must know to say whether it can run: a device and the types in play."""
 
-    device: str = "cpu"  # the device's kind: "cpu", "cuda"
+    device: str = "cpu"  # the device's kind: "cpu", "cuda", "hip"
     quant: QuantType = F32  # of the weight
     experts: tuple[QuantType, ...] = ()  # of experts' gate, up and down matrices
     dtype: str = "f32"  # that products compute in; "int8" rounds their activations to 8 bits
@@ -27,6 +27,11 @@ class Case:
     layout: str = "rows"  # of a table that rows are taken from
     reference: bool = False  # only the plain kernels will do
     triton: bool = False  # Triton's kernels rather than CUDA's
+
+    @property
+    def place(self) -> str:
+        """Where torch puts tensors of the device: it calls AMD's GPUs cuda, too."""
+        return "cuda" if self.device == "hip" else self.device
 
 
 def _as_it_is(weight: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from headroom.kernels.cuda.sampler import SamplerScratch, SamplerTables, sample, sample_fast
 from headroom.layers.parts import part_of_step
+from headroom.memory.devices import torch_name
 
 RECENT = 1024  # most tokens that penalties look at on a device; a row with more is the host's
 BIASES = 512  # most biased tokens of a row
@@ -73,7 +74,7 @@ class DeviceSampler:
     """Tables, scratch and tokens at fixed places, so that a captured step may end with drawing."""
 
     tables: SamplerTables
-    scratch: SamplerScratch | None  # None where no GPU draws
+    scratch: SamplerScratch | None  # None where no CUDA GPU draws
     tokens: torch.Tensor  # int64 [rows]: those of the last step
     _host: dict[str, torch.Tensor]  # pinned twins of the tables
     _arrays: dict[str, Numbers]  # the same memory
@@ -83,21 +84,22 @@ class DeviceSampler:
 
     @classmethod
     def allocate(cls, rows: int, vocabulary: int, device: str) -> "DeviceSampler":
-        """Return a sampler for steps of at most so many rows."""
-        cuda = torch.device(device).type == "cuda"
-        here, packed = _tables(rows, "cpu", pin=cuda)
-        tables, there = _tables(rows, device)
+        """Return a sampler for steps of at most so many rows on a device of the plan."""
+        place = torch_name(device)
+        here, packed = _tables(rows, "cpu", pin=place != "cpu")
+        tables, there = _tables(rows, place)
+        cuda = device.startswith("cuda")  # AMD's GPUs draw by torch's own operations
         names = [table.name for table in fields(SamplerTables)]
         host = {name: getattr(here, name) for name in names}
         return cls(
             tables=tables,
-            scratch=SamplerScratch.allocate(rows, vocabulary, device) if cuda else None,
-            tokens=torch.zeros(rows, dtype=torch.int64, device=device),
+            scratch=SamplerScratch.allocate(rows, vocabulary, place) if cuda else None,
+            tokens=torch.zeros(rows, dtype=torch.int64, device=place),
             _host=host,
             _arrays={name: table.numpy() for name, table in host.items()},
             _packed=(packed, there),
             _held=[_Held() for _ in range(rows)],
-            _copied=copy_event(device),
+            _copied=copy_event(place),
         )
 
     @property

@@ -18,7 +18,10 @@ class Embedding:
     def __init__(self, table: Weight, case: Case, scale: float = 1.0) -> None:
         self._table = table
         self._scale = scale
-        case = replace(case, quant=table.quant, layout=table.layout)
+        # Of a table in host memory the host copies the rows: Triton's kernels do not read there.
+        hosted = case.triton and table.data.device.type == "cpu" != case.place
+        plain = case.reference or hosted
+        case = replace(case, quant=table.quant, layout=table.layout, reference=plain)
         self._embed: Embed = pick("embed", case).run
 
     @part_of_step("other")

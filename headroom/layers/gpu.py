@@ -9,6 +9,8 @@ import torch
 from headroom.errors import DeviceError, is_out_of_memory
 from headroom.kernels.cuda.compile import CODE
 from headroom.kernels.cuda.probe import try_compiler, try_kernels
+from headroom.kernels.triton.launch import triton_missing
+from headroom.memory.devices import torch_name
 from headroom.memory.drivers import gpu_holders
 from headroom.memory.gpus import driver_memory
 from headroom.memory.readiness import GpuFacts, GpuMemory, TorchFacts
@@ -17,11 +19,11 @@ __all__ = ["gpu_memory", "keep_code", "read_gpu", "read_torch", "try_kernels"]
 
 
 def read_torch() -> TorchFacts:
-    """Return what torch was built for and whether it starts CUDA."""
+    """Return what torch was built for and whether it starts CUDA, or ROCm in CUDA's name."""
     facts = TorchFacts(
         version=torch.__version__, cuda=torch.version.cuda, hip=getattr(torch.version, "hip", None)
     )
-    if facts.cuda is None:
+    if facts.cuda is None and facts.hip is None:
         return facts
     with warnings.catch_warnings():  # what it warns of is in the error, too
         warnings.simplefilter("ignore")
@@ -37,17 +39,21 @@ def read_gpu(known: GpuFacts, torch_facts: TorchFacts) -> GpuFacts:
     index = int(known.name.partition(":")[2])
     if index >= torch_facts.count:
         return known
-    major, minor = torch.cuda.get_device_capability(index)
+    properties = torch.cuda.get_device_properties(index)
+    known = replace(
+        known,
+        product=known.product or properties.name,
+        torch_product=properties.name,
+        torch_bytes=properties.total_memory,
+    )
+    if known.is_amd:
+        gfx = getattr(properties, "gcnArchName", "").partition(":")[0]
+        return replace(known, gfx=gfx, compiler=triton_missing())
+    sm = 10 * properties.major + properties.minor
     trial, full = try_compiler(index), None
     if trial.out_of_memory:
         full = GpuMemory(*driver_memory(known.name), tuple(gpu_holders(known.name)))
-    return replace(
-        known,
-        product=torch.cuda.get_device_name(index),
-        sm=10 * major + minor,
-        compiler=trial.problem,
-        full=full,
-    )
+    return replace(known, sm=sm, compiler=trial.problem, full=full)
 
 
 def keep_code(home: Path) -> None:
@@ -58,7 +64,7 @@ def keep_code(home: Path) -> None:
 def gpu_memory(name: str) -> tuple[int, int]:
     """Return the bytes of a GPU that are free now, and all that it has."""
     try:
-        return torch.cuda.mem_get_info(name)
+        return torch.cuda.mem_get_info(torch_name(name))
     except RuntimeError as error:
         if is_out_of_memory(error):  # CUDA itself had no room to start
             return driver_memory(name)

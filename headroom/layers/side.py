@@ -22,7 +22,7 @@ class SideInputs:
         self._norm = RmsNorm(weight, eps, get.case)
         self._proj = Linear(get("side.proj"), get.case)
         # float32 [rows, layers, width]: valid until the next step
-        self._inputs = torch.empty(rows, table.columns // width, width, device=get.case.device)
+        self._inputs = torch.empty(rows, table.columns // width, width, device=get.case.place)
         get.count("staging", self._inputs.nbytes)
 
     def prepare(self, tokens: torch.Tensor, embedded: torch.Tensor) -> None:

@@ -138,7 +138,8 @@ class WeightSource:
 
     def _pinned(self, weight: Weight) -> Weight:
         """The weight in host memory of just its size, which kernels read where it lies."""
-        memory = HostMemory(weight.nbytes, pin=True)
+        # No driver of AMD's is asked: the table's rows are copied there, see Embedding.
+        memory = HostMemory(weight.nbytes, pin=self.case.device != "hip")
         if memory.refused:
             raise DeviceError(
                 f"The GPU's driver does not pin {gib(weight.nbytes)} of host memory for the token "
@@ -154,7 +155,7 @@ class WeightSource:
         """Return a small tensor, a norm's weight say, as float32 in its file's shape."""
         info = self.tensors[self.prefix + name]
         values = dequantise(_bytes(info), info.quant, prod(info.shape))
-        vector = values.view(info.shape).to(self.case.device, copy=True)
+        vector = values.view(info.shape).to(self.case.place, copy=True)
         self.count(self.line, vector.nbytes)
         return vector
 
@@ -183,7 +184,7 @@ class WeightSource:
     def _kept(self, weight: Weight) -> Weight:
         """The weight in memory of its own, counted."""
         if weight.layout == "rows":
-            weight = replace(weight, data=weight.data.to(self.case.device, copy=True))
+            weight = replace(weight, data=weight.data.to(self.case.place, copy=True))
         self.count(self.line, weight.nbytes)
         return weight
 
@@ -196,9 +197,9 @@ def open_weights(
     norm_offset: float = 0.0,
     upload: Upload | None = None,
 ) -> WeightSource:
-    """Return a source that brings weights to `device` as the plan's settings say."""
+    """Return a source that brings weights to a device of the plan as its settings say."""
     case = Case(
-        device=torch.device(device).type,
+        device=device.partition(":")[0],  # not torch's name, which is cuda for AMD, too
         dtype=settings.dtype,
         reference=settings.kernels == "reference",
         triton=settings.kernels == "triton",

@@ -35,6 +35,7 @@ CPU_RUNTIME = Overhead(
 GPU_GRAPHS = Overhead(
     64 * MIB, "pools of captured graphs; up to 51 MiB measured 2026-11 on an H200"
 )
+NO_GRAPHS = Overhead(0, "AMD's GPUs run steps without capturing them")
 # Beside the lines of a tiny model in float32, of which torch held 187 MiB more.
 GPU_EAGER = Overhead(
     192 * MIB, "torch and cuBLAS without fused layers; 187 MiB measured 2026-11 on an H200"
@@ -48,13 +49,14 @@ _LARGEST_CONTEXT, _CONTEXT_SHARE = 528 * MIB, 64
 _MEASURED_SIZES = range(130 * GIB, 145 * GIB)
 
 
-def gpu_runtime(total_bytes: int) -> Overhead:
+def gpu_runtime(total_bytes: int, system: str = "CUDA") -> Overhead:
     """Return what a GPU of this size gives to its driver for one process."""
     context = min(_LARGEST_CONTEXT, total_bytes // _CONTEXT_SHARE)
-    how = "up to" if total_bytes in _MEASURED_SIZES else "an estimate from"
+    measured = system == "CUDA" and total_bytes in _MEASURED_SIZES
+    how = "up to" if measured else "an estimate from"
     return Overhead(
         256 * MIB + context,
-        f"CUDA's context and kernels; {how} 778 MiB measured 2026-11 on an H200",
+        f"{system}'s context and kernels; {how} 778 MiB measured 2026-11 on an H200",
     )
 
 

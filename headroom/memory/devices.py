@@ -52,6 +52,11 @@ class DeviceSpec:
         return self.kind == "cpu" or self.unified
 
 
+def torch_name(name: str) -> str:
+    """Return what torch calls a device of this machine: AMD's GPUs are cuda to it, too."""
+    return name.replace("hip", "cuda", 1) if name.startswith("hip") else name
+
+
 def detect_cpu(proc: Path = Path("/proc"), limits: GroupLimits | None = None) -> DeviceSpec:
     """Return the CPU with the memory and the cores that this process may use."""
     limits = limits or read_limits(proc)

@@ -1,21 +1,20 @@
 """GPUs of this machine, seen through the drivers' own reports; torch is not needed."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from headroom.errors import OptionError
-from headroom.memory.catalogue import CATALOGUE, find_device
+from headroom.memory.catalogue import CATALOGUE
 from headroom.memory.devices import DeviceSpec
-from headroom.memory.drivers import ask_gpus, read_sm
-from headroom.units import MIB
+from headroom.memory.drivers import NvidiaGpu, find_card, nvidia_gpus, why_unseen
 
-_QUERY = "index,name,memory.total,memory.free,compute_cap"
 # Speeds of a GPU that the catalogue does not know: a mid-range card behind PCIe 4.
 UNKNOWN_BANDWIDTH, UNKNOWN_LINK, UNKNOWN_FLOPS = 400e9, 32e9, 30e12
 
 
 def detect_gpus() -> list[DeviceSpec]:
     """Return the NVIDIA and AMD GPUs of this machine with what is free on them now."""
-    return read_nvidia(ask_gpus(_QUERY)) + read_amd(Path("/sys/class/kfd/kfd/topology/nodes"))
+    return nvidia_specs(nvidia_gpus()) + read_amd(Path("/sys/class/kfd/kfd/topology/nodes"))
 
 
 def driver_memory(name: str) -> tuple[int, int]:
@@ -35,33 +34,34 @@ def find_gpu(name: str, found: list[DeviceSpec]) -> DeviceSpec:
         if device.name == name:
             return device
     names = ", ".join([*(device.name for device in found), "cpu"])
+    why, hint = why_unseen(name) if name.startswith("cuda") else ("", "")
     raise OptionError(
-        f"--device {name} is not on this machine.",
-        hint=f"It has {names}; other machines are named as rtx3060-12gb or 24GiB.",
+        f"--device {name} is not seen on this machine: {why}"
+        if why
+        else f"--device {name} is not on this machine.",
+        hint=f"{hint} It has {names}; other machines are named as rtx3060-12gb or 24GiB.".strip(),
         param="device",
     )
 
 
-def read_nvidia(report: str) -> list[DeviceSpec]:
-    """Return the GPUs of a driver's report, one row of comma-separated values for each."""
+def nvidia_specs(gpus: Sequence[NvidiaGpu]) -> list[DeviceSpec]:
+    """Return what the planner knows of a driver's GPUs; those without a size are none."""
     devices = []
-    for row in report.splitlines():
-        parts = [part.strip() for part in row.split(",")]
-        if len(parts) != 5 or not all(part.isdigit() for part in (parts[0], *parts[2:4])):
+    for gpu in gpus:
+        if not gpu.total_bytes:
             continue
-        index, name, total, free, capability = parts
-        speeds = _speeds(name, int(total) * MIB)
+        card = find_card(gpu.product, gpu.total_bytes)
         devices.append(
             DeviceSpec(
-                name=f"cuda:{index}",
+                name=gpu.name,
                 kind="cuda",
-                total_bytes=int(total) * MIB,
-                available_bytes=min(int(free), int(total)) * MIB,
-                bandwidth=speeds[0],
-                link=speeds[1],
-                flops=speeds[2],
-                sm=read_sm(capability),
-                product=name,
+                total_bytes=gpu.total_bytes,
+                available_bytes=gpu.free_bytes,
+                bandwidth=card.bandwidth if card else UNKNOWN_BANDWIDTH,
+                link=(card.link if card else 0) or UNKNOWN_LINK,
+                flops=card.flops if card else UNKNOWN_FLOPS,
+                sm=gpu.sm,
+                product=gpu.product,
             )
         )
     return devices
@@ -99,18 +99,6 @@ def gfx_name(version: int) -> str:
     """Return the name of an AMD target version: 110001 is gfx1101, 90010 is gfx90a."""
     major, minor, step = version // 10000, version // 100 % 100, version % 100
     return f"gfx{major}{minor:x}{step:x}"
-
-
-def _speeds(name: str, total_bytes: int) -> tuple[float, float, float]:
-    """Return bandwidth, link and arithmetic of a GPU that the catalogue may know."""
-    size = round(total_bytes / (1 << 30))
-    for text in (f"{name}-{size}gb", name):
-        try:
-            known = find_device(text)
-        except OptionError:
-            continue
-        return known.bandwidth, known.link or UNKNOWN_LINK, known.flops
-    return UNKNOWN_BANDWIDTH, UNKNOWN_LINK, UNKNOWN_FLOPS
 
 
 def _amd_speeds(gfx: str, total_bytes: int) -> tuple[float, float, float]:

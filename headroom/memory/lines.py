@@ -20,7 +20,7 @@ from headroom.memory.budget import (
     verify_bytes,
     workspace_phases,
 )
-from headroom.memory.calibration import CPU_RUNTIME, GPU_EAGER, GPU_GRAPHS, gpu_runtime
+from headroom.memory.calibration import CPU_RUNTIME, GPU_EAGER, GPU_GRAPHS, NO_GRAPHS, gpu_runtime
 from headroom.memory.device_scratch import inputs_bytes, library_bytes, sampler_bytes
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.precision import feature_ring_bytes, staging_bytes
@@ -79,7 +79,8 @@ def _graphs_line(
 ) -> Line:
     """Return what captured steps hold, and what libraries allocate for themselves in a step."""
     inputs = inputs_bytes(settings.rows, settings.parallel, settings.sequence_pages)
-    size, why = GPU_GRAPHS.bytes + inputs, f"{GPU_GRAPHS.source}; inputs of steps {gib(inputs)}"
+    graphs = NO_GRAPHS if device.kind == "hip" else GPU_GRAPHS
+    size, why = graphs.bytes + inputs, f"{graphs.source}; inputs of steps {gib(inputs)}"
     if settings.uses_arena:
         library = library_bytes(layers, device_step(model.hidden, settings), device.sm)
         size, why = size + library, f"{why}; torch and cuBLAS in a step {gib(library)}"
@@ -105,7 +106,7 @@ def draft_lines(
 
 def _staging_line(model: ModelShape, settings: PlanSettings) -> Line:
     rows, hidden, buffers = settings.stream_rows, model.hidden, model.staging_buffers
-    kind = "f32" if settings.kernels == "device" else settings.activation
+    kind = "f32" if settings.kernels in ("device", "triton") else settings.activation
     size = staging_bytes(hidden, rows, kind, buffers)
     why = f"{buffers} buffers x {rows} rows x {hidden} values, {kind}"
     if model.side_values:
@@ -161,7 +162,8 @@ def runtime_lines(device: DeviceSpec) -> list[Line]:
         why += f", {gib(driver)} held by an idle driver, an estimate"
     if taken > driver:
         why += f", {gib(taken - driver)} held by others"
-    # CUDA's context grows with the card, not with what may be taken of it.
+    # A GPU's context grows with the card, not with what may be taken of it.
     card = device.card_bytes or device.total_bytes
-    runtime = CPU_RUNTIME if device.kind == "cpu" else gpu_runtime(card)
+    system = "ROCm" if device.kind == "hip" else "CUDA"
+    runtime = CPU_RUNTIME if device.kind == "cpu" else gpu_runtime(card, system)
     return [Line("runtime", runtime.bytes, runtime.source), Line("reserve", reserve + taken, why)]

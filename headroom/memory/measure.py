@@ -45,8 +45,9 @@ def measure_machine() -> dict[str, Speeds]:
     gpus = {gpu.name: gpu for gpu in detect_gpus()}  # as plans will see them
     POOL.set(worker_threads(cpu.cores))  # as while a GPU waits for them
     try:
+        kind = "hip" if torch.version.hip else "cuda"  # both are cuda to torch
         for index in range(torch.cuda.device_count()):
-            name = f"cuda:{index}"
+            name = f"{kind}:{index}"
             speeds[name] = measure_cuda(torch.device("cuda", index))
             if (gpu := gpus.get(name)) is not None:
                 speeds[name] = replace(
@@ -127,16 +128,18 @@ def measure_link(device: torch.device) -> LinkSpeeds:
         torch.cuda.synchronize(device)
 
     copy_s = fastest(lambda: target.copy_(pinned, non_blocking=True), wait)
-    with torch.cuda.device(device):
-        read_s = _or_none(
-            "reads of host memory", lambda: fastest(lambda: read_all(pinned, out), wait)
-        )
+    read_s = 0.0
+    if not torch.version.hip:  # no CUDA kernel runs there
+        with torch.cuda.device(device):
+            read_s = _or_none(
+                "reads of host memory", lambda: fastest(lambda: read_all(pinned, out), wait)
+            )
     return LinkSpeeds(pinned.nbytes / copy_s, pinned.nbytes / read_s if read_s else 0.0)
 
 
 def _handover(device: torch.device) -> float:
     """Return the time of an empty hand-over; 0 without a C++ module or a compiler of kernels."""
-    if MODULE is None:
+    if MODULE is None or torch.version.hip:
         return 0.0
     with torch.cuda.device(device):
         return _or_none("hand-overs to the CPU", lambda: handover_seconds(str(device)))

@@ -114,6 +114,8 @@ class _Task:
     def kernels(self) -> str:
         """Which kernels run the layers: a GPU's own, or C++ ones where every stage has them."""
         stages = [device for device in self.devices if device.runs_layers]
+        if any(device.kind == "hip" for device in stages):
+            return "triton" if self.options.kernels == "auto" else self.options.kernels
         if any(device.kind != "cpu" for device in stages):
             return "device" if self.options.kernels == "auto" else self.options.kernels
         wanted = self.options.kernels == "auto" and self.options.dtype in (None, "int8", "f32")

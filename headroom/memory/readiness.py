@@ -11,6 +11,7 @@ BF16_SM = 80
 LEAST_TORCH = (2, 8)  # on CUDA: products of 16-bit numbers that are summed and returned in float32
 # The least major version of NVIDIA's driver that starts each major version of CUDA.
 DRIVERS = {11: 450, 12: 525, 13: 580}
+SAME_SIZE = 0.1  # of a card: what its driver keeps is counted by some and not by others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +21,9 @@ class TorchFacts:
     version: str
     cuda: str | None = None  # the CUDA version it was built for
     hip: str | None = None  # the ROCm version it was built for
-    problem: str = ""  # why it cannot start CUDA
+    problem: str = ""  # why it cannot start CUDA, or ROCm
     count: int = 0  # GPUs that it sees
-    archs: tuple[str, ...] = ()  # architectures of its own kernels: "sm_90", "compute_120"
+    archs: tuple[str, ...] = ()  # of its own kernels: "sm_90", "compute_120", "gfx1100"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,21 @@ class GpuMemory:
 class GpuFacts:
     """What is known of one GPU beside its memory."""
 
-    name: str  # "cuda:0"
+    name: str  # "cuda:0", "hip:0"
     product: str = ""
     sm: int = 0  # 10 x major + minor; 0 where unknown
+    gfx: str = ""  # AMD's name of the architecture; "" where unknown
     driver: str = ""
+    total_bytes: int = 0  # as the driver tells; 0 where it does not
+    torch_product: str = ""  # what torch finds under this name
+    torch_bytes: int = 0
     compiler: str = ""  # why kernels cannot be compiled for it; "" where they can, or were not
     full: GpuMemory | None = None  # where it has no room for a kernel
+
+    @property
+    def is_amd(self) -> bool:
+        """Whether it is a GPU of AMD's, which runs Triton's kernels."""
+        return self.name.startswith("hip")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +75,33 @@ class Refusal:
 
 def refuse_gpu(torch: TorchFacts, gpu: GpuFacts, dtype: str | None = None) -> Refusal | None:
     """Say why a GPU cannot run layers whose products compute in `dtype`; None if it can."""
+    if gpu.is_amd:
+        return (
+            _refuse_build(torch, "ROCm", torch.hip)
+            or _refuse_start(torch, gpu)
+            or _refuse_other(gpu)
+            or _refuse_gfx(torch, gpu)
+            or _refuse_compiler(gpu)
+        )
     return (
-        _refuse_build(torch)
+        _refuse_build(torch, "CUDA", torch.cuda)
         or _refuse_version(torch)
         or _refuse_start(torch, gpu)
+        or _refuse_other(gpu)
         or _refuse_sm(torch, gpu, dtype)
         or _refuse_compiler(gpu)
     )
 
 
-def _refuse_build(torch: TorchFacts) -> Refusal | None:
-    if torch.cuda is not None:
+def _refuse_build(torch: TorchFacts, system: str, version: str | None) -> Refusal | None:
+    if version is not None:
         return None
-    built = f"for ROCm {torch.hip}" if torch.hip else "for CPUs alone"
+    built = "CPUs alone"
+    if torch.hip or torch.cuda:
+        built = f"ROCm {torch.hip}" if torch.hip else f"CUDA {torch.cuda}"
     return Refusal(
-        f"torch {torch.version} is built {built}, without CUDA.",
-        "Install a CUDA build of torch, or choose --device cpu.",
+        f"torch {torch.version} is built for {built}, without {system}.",
+        f"Install a {system} build of torch, or choose --device cpu.",
     )
 
 
@@ -98,30 +119,61 @@ def _refuse_version(torch: TorchFacts) -> Refusal | None:
 
 
 def _refuse_start(torch: TorchFacts, gpu: GpuFacts) -> Refusal | None:
-    """Refuse where CUDA does not start, or starts without this GPU."""
-    assert torch.cuda is not None
-    needed = DRIVERS.get(_major(torch.cuda))
+    """Refuse where CUDA or ROCm does not start, or starts without this GPU."""
+    system = f"ROCm {torch.hip}" if gpu.is_amd else f"CUDA {torch.cuda}"
+    hides = "HIP_VISIBLE_DEVICES" if gpu.is_amd else "CUDA_VISIBLE_DEVICES"
+    needed = DRIVERS.get(_major(torch.cuda or ""))
     if torch.problem and gpu.driver and needed and _major(gpu.driver) < needed:
         return Refusal(
-            f"The NVIDIA driver {gpu.driver} is too old for CUDA {torch.cuda}, which torch "
+            f"The NVIDIA driver {gpu.driver} is too old for {system}, which torch "
             f"{torch.version} was built for: it needs {needed} or later.",
             "Update the driver, or install a torch built for an older CUDA.",
         )
     if torch.problem:
         driver = f"the driver {gpu.driver}" if gpu.driver else "the driver"
         return Refusal(
-            f"torch {torch.version} (CUDA {torch.cuda}) does not start on {gpu.name}, which "
+            f"torch {torch.version} ({system}) does not start on {gpu.name}, which "
             f"{driver} lists: {torch.problem.rstrip('.')}.",
-            "After an update of the driver a restart may be due; CUDA_VISIBLE_DEVICES or a "
-            "container may hide the GPU.",
+            f"After an update of the driver a restart may be due; {hides} or a container may "
+            "hide the GPU.",
         )
     index = int(gpu.name.partition(":")[2])
     if index >= torch.count:
         return Refusal(
             f"torch sees {torch.count} GPUs, and {gpu.name} is not one of them.",
-            "CUDA_VISIBLE_DEVICES may hide it; torch counts what is left from cuda:0 on.",
+            f"{hides} may hide it; torch counts what is left from {gpu.name[:-1]}0 on.",
         )
     return None
+
+
+def _refuse_other(gpu: GpuFacts) -> Refusal | None:
+    """Refuse where the driver and torch call different cards by one name: a plan is for one."""
+    names = [re.sub(r"nvidia|\s", "", x.lower()) for x in (gpu.product, gpu.torch_product)]
+    renamed = all(names) and names[0] != names[1]
+    sizes = gpu.total_bytes, gpu.torch_bytes
+    resized = all(sizes) and abs(sizes[0] - sizes[1]) > SAME_SIZE * max(sizes)
+    if not resized and (gpu.is_amd or not renamed):
+        return None
+    told = f"{gpu.product or 'a card'} with {gib(gpu.total_bytes)}"
+    return Refusal(
+        f"{gpu.name} is {told} to the driver and {gpu.torch_product} with "
+        f"{gib(gpu.torch_bytes)} to torch: they count this machine's GPUs differently, or one sees "
+        "a part of a card.",
+        "Unset HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES."
+        if gpu.is_amd
+        else "Set CUDA_DEVICE_ORDER=PCI_BUS_ID: both count alike then.",
+    )
+
+
+def _refuse_gfx(torch: TorchFacts, gpu: GpuFacts) -> Refusal | None:
+    """Refuse an AMD GPU that torch has no kernels for."""
+    if not torch.archs or not gpu.gfx or gpu.gfx in {x.partition(":")[0] for x in torch.archs}:
+        return None
+    return Refusal(
+        f"torch {torch.version} has no kernels for {gpu.gfx} of {gpu.name}, only for "
+        f"{', '.join(torch.archs)}.",
+        "Install a torch that was built for it, or choose --device cpu.",
+    )
 
 
 def _refuse_sm(torch: TorchFacts, gpu: GpuFacts, dtype: str | None) -> Refusal | None:
@@ -157,7 +209,9 @@ def _refuse_compiler(gpu: GpuFacts) -> Refusal | None:
         )
     return Refusal(
         f"Kernels cannot be compiled for {gpu.name}: {gpu.compiler.rstrip('.')}.",
-        "NVRTC comes with CUDA builds of torch; see headroom doctor --kernels.",
+        "Triton comes with ROCm builds of torch, or choose --device cpu."
+        if gpu.is_amd
+        else "NVRTC comes with CUDA builds of torch; see headroom doctor --kernels.",
     )
 
 

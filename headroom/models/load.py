@@ -38,6 +38,7 @@ from headroom.layers.upload import open_upload
 from headroom.layers.weights import WeightSource, open_weights
 from headroom.layers.workspace import Workspace, open_workspace
 from headroom.memory.budget import PlanSettings
+from headroom.memory.devices import torch_name
 from headroom.memory.plan import Plan
 from headroom.models.config import LayerConfig, ModelConfig
 from headroom.models.model import Model
@@ -81,16 +82,17 @@ def load_model(
     With a placement some experts are cold; without one the device holds all of them.
     """
     settings, device = plan.settings, plan.devices[0]
+    place = torch_name(device.name)
     # Plain kernels take their scratch from torch, so that only the plan counts it.
     planned = settings.kernels == "native" or settings.uses_arena
     scratch_bytes = device.allocated["workspace"] if planned else 0
     workspace = open_workspace(
         config.hidden, config.vocab, settings, scratch_bytes, count, config.keeps_embedding,
-        device.name,
+        place,
     )  # fmt: skip
     # Steps use their scratch later: until then it is free for loading.
     lent = workspace.scratch if settings.uses_arena else None
-    with open_upload(device.name, device.allocated["workspace"], lent) as upload:
+    with open_upload(place, device.allocated["workspace"], lent) as upload:
         source = open_weights(tensors, device.name, settings, count, config.norm_offset, upload)
         return _build(config, source, plan, workspace, placement)
 
@@ -108,7 +110,8 @@ def _build(
     embeddings = source.at("", "embeddings")
     here = config.tied or "embeddings" in device.allocated
     table = embeddings("embed") if config.tied else embeddings.table("embed", pinned=not here)
-    side, routing = _side_inputs(config, source, plan), open_routing(config, device.name)
+    side = _side_inputs(config, source, plan)
+    routing = open_routing(config, torch_name(device.name))
     common = Common(settings, workspace, side, routing, hybrid)
     blocks = [
         build_layer(config, index, source.at(f"layers.{index}."), common)
@@ -194,7 +197,7 @@ def _device_block(
     layer, eps = config.layers[index], config.norm_eps
     parts: list[Part] = []
     if isinstance(layer.mixer, DeltaNetConfig):
-        state = allocate_state(layer.mixer, common.settings, get.case.device)
+        state = allocate_state(layer.mixer, common.settings, get.case.place)
         get.count("recurrent_state", state.nbytes)
         parts.append(DeviceDelta(layer.mixer, eps, get, state))
     else:
@@ -230,7 +233,7 @@ def _mixer(
     """Build a layer's mixer with what it remembers, or the whole layer where one kernel runs it."""
     layer, eps = config.layers[index], config.norm_eps
     if isinstance(layer.mixer, DeltaNetConfig):
-        state = allocate_state(layer.mixer, common.settings, get.case.device)
+        state = allocate_state(layer.mixer, common.settings, get.case.place)
         get.count("recurrent_state", state.nbytes)
         return DeltaNet(layer.mixer, eps, get, state)
     pages = _pages(layer.mixer, index, get, common)
@@ -274,7 +277,7 @@ def _pages(mixer: AttentionConfig, index: int, get: WeightSource, common: Common
     """Return the layer's pages: its own, or those of the layer whose cache it reads."""
     if mixer.shares is not None:
         return common.caches[mixer.shares]
-    pages = allocate_kv(mixer, common.settings, get.case.device)
+    pages = allocate_kv(mixer, common.settings, get.case.place)
     get.count("kv", pages.nbytes)
     common.caches[index] = pages
     return pages

@@ -23,7 +23,7 @@ class RoutedExperts:
         mapped = get.experts(config.experts)
         kernel = pick("experts", replace(get.case, experts=mapped.kinds))
         # Experts stay packed whatever other weights do: they move, and most are seldom read.
-        with torch.device(get.case.device):  # where a table takes its memory
+        with torch.device(get.case.place):  # where a table takes its memory
             self._table = kernel.prepare(mapped)
         get.count("hot_experts", self._table.nbytes)
         self._activation, self._dtype = config.activation, get.case.dtype

@@ -6,7 +6,7 @@ from dataclasses import replace
 from headroom.errors import DeviceError, OptionError, PlanError
 from headroom.layers.gpu import gpu_memory, keep_code, read_gpu, read_torch
 from headroom.memory.devices import DeviceSpec
-from headroom.memory.drivers import gpu_facts, gpu_holders
+from headroom.memory.drivers import gpu_facts, gpu_holders, why_unseen
 from headroom.memory.gpus import detect_gpus
 from headroom.memory.plan import Plan, make_plan
 from headroom.memory.readiness import (
@@ -73,16 +73,25 @@ def find_device(options: Options) -> str:
             log.warning("device: not %s: %s", gpu.name, refusal.message)
             continue
         log.info(
-            "device: %s, sm_%d, %s of %s free",
+            "device: %s, %s, %s of %s free",
             gpu.name,
-            gpu.sm,
+            gpu.gfx or f"sm_{gpu.sm}",
             gib(gpu.available_bytes),
             gib(gpu.total_bytes),
         )
         return gpu.name
     if not gpus:
-        log.info("device: cpu, since no GPU is found")
+        _log_none()
     return "cpu"
+
+
+def _log_none() -> None:
+    """Say that no GPU is found, and why where torch sees one."""
+    why, hint = why_unseen("cuda:0")
+    if (count := read_torch().count) and why:
+        log.warning("device: cpu, although torch sees %d GPUs: %s %s", count, why, hint)
+    else:
+        log.info("device: cpu, since no GPU is found")
 
 
 def check_devices(devices: list[DeviceSpec], options: Options) -> None:
@@ -112,16 +121,16 @@ def _check_number(devices: list[DeviceSpec]) -> None:
 
 def _refuse(device: DeviceSpec, options: Options) -> Refusal | None:
     """Say why a GPU of this machine cannot run layers."""
-    if device.kind != "cuda":
-        return Refusal(
-            f"{device.name} ({device.gfx or device.kind}) can be planned for and does not run yet: "
-            "the kernels for AMD GPUs are not wired to the engine.",
-            "Choose --device cpu.",
-        )
     torch = read_torch()
     found = [gpu for gpu in gpu_facts() if gpu.name == device.name]
-    known = found[0] if found else GpuFacts(name=device.name, sm=device.sm)
+    known = found[0] if found else _facts(device)
     return refuse_gpu(torch, read_gpu(known, torch), options.dtype)
+
+
+def _facts(device: DeviceSpec) -> GpuFacts:
+    """Return what is known of a GPU that NVIDIA's driver does not list."""
+    total = device.card_bytes or device.total_bytes
+    return GpuFacts(name=device.name, sm=device.sm, gfx=device.gfx, total_bytes=total)
 
 
 def _plan(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Plan:
@@ -133,7 +142,7 @@ def _plan(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Pla
         message, hint = f"{error.message} {told.message}", f"{told.hint} {error.hint}"
         raise PlanError(message, hint=hint, param=error.param) from error
     device = plan.devices[0]
-    if device.kind == "cuda":
+    if device.kind != "cpu":
         needed = sum(line.bytes for line in device.lines if line.name not in NOT_NEEDED)
         memory = gpu_memory(device.name)
         holders = gpu_holders(device.name) if needed > memory[0] else []
@@ -153,7 +162,7 @@ def _blame(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Re
     """Say who holds a GPU's memory, where a plan fails that would not fail without them."""
     gpu, *others = devices
     held = gpu.total_bytes - gpu.available_bytes
-    if gpu.kind != "cuda" or held <= NOTICEABLE_BYTES:
+    if gpu.kind == "cpu" or held <= NOTICEABLE_BYTES:
         return None
     try:
         _checked_plan(shape, [replace(gpu, available_bytes=gpu.total_bytes), *others], options)
@@ -176,6 +185,15 @@ def _caused_by_options(shape: ModelShape, error: PlanError, options: Options) ->
 
 def _check_cold(plan: Plan, options: Options) -> None:
     """Refuse to leave cold experts to kernels that this machine has not."""
+    device = plan.devices[0]
+    if device.kind == "hip":
+        cold = device.total_experts - device.hot_experts
+        raise PlanError(
+            f"{device.name} would leave {cold} of {device.total_experts} experts in host memory, "
+            "which only CUDA's driver pins and only CUDA's kernels read: AMD GPUs run no cold "
+            "experts.",
+            hint="Choose a smaller --context or a smaller file, or --device cpu.",
+        )
     by_cpu = options.cold == "cpu" or (options.no_pin and options.cold == "auto")
     speeds = plan.cold_speeds
     if by_cpu and plan.settings.uses_arena and speeds is not None and not speeds.cpu:

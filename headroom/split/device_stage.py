@@ -15,6 +15,7 @@ from headroom.layers.batch import Batch, Span
 from headroom.layers.device_rows import FEW_ROWS
 from headroom.layers.draws import DeviceSampler, Draw, copy_event
 from headroom.memory.budget import PlanSettings
+from headroom.memory.devices import torch_name
 from headroom.models.model import Model
 from headroom.moe.stats import RoutingStats
 from headroom.moe.store import ExpertStore
@@ -138,17 +139,18 @@ class DeviceStage:
         sampler: DeviceSampler,
     ) -> None:
         self.device = device
+        self._place = place = torch_name(device)
         self._model, self._settings, self._rings = model, settings, rings
         self._sampler = sampler
         pages = settings.sequence_pages
-        self._few = StepInputs(FEW_ROWS, FEW_ROWS, pages, device, sampler.tokens)
-        self._many = StepInputs(settings.rows, settings.parallel, pages, device, sampler.tokens)
+        self._few = StepInputs(FEW_ROWS, FEW_ROWS, pages, place, sampler.tokens)
+        self._many = StepInputs(settings.rows, settings.parallel, pages, place, sampler.tokens)
         self._captured: dict[StepKind, Captured] = {}
         self._pool: Any = None  # of all graphs: they never run at the same time
-        self._on_cuda = torch.device(device).type == "cuda"
+        self._on_gpu = torch.device(place).type == "cuda"
         # Two, since a step may be launched before the tokens of the last one are read.
         most = max(FEW_ROWS, settings.parallel)
-        self._reads = deque(_Read.allocate(most, device) for _ in range(2))
+        self._reads = deque(_Read.allocate(most, place) for _ in range(2))
 
     @property
     def routing(self) -> RoutingStats | None:
@@ -214,15 +216,15 @@ class DeviceStage:
 
     def held_bytes(self) -> int | None:
         """Return the bytes of the GPU that this process holds, those in graphs included."""
-        return torch.cuda.memory_reserved(self.device) if self._on_cuda else None
+        return torch.cuda.memory_reserved(self._place) if self._on_gpu else None
 
     def close(self) -> None:
         """Wait for steps under way and end the CPU's thread that they may ask; none follows."""
         if self._model.cold is None:
             return
         try:
-            if self._on_cuda:
-                torch.cuda.synchronize(self.device)
+            if self._on_gpu:
+                torch.cuda.synchronize(self._place)
         except RuntimeError as error:  # a GPU that is lost asks nobody
             log.warning("close: %s: %s", self.device, str(error).partition("\n")[0])
         self._model.cold.close()
@@ -235,14 +237,14 @@ class DeviceStage:
         if self._model.cold is not None and (reason := self._model.cold.failure()):
             return reason
         try:
-            if self._on_cuda:
-                torch.cuda.synchronize(self.device)
+            if self._on_gpu:
+                torch.cuda.synchronize(self._place)
         except RuntimeError as error:
             return str(error).partition("\n")[0]
         return ""
 
     def _here(self) -> contextlib.AbstractContextManager[None]:
-        return torch.cuda.device(self.device) if self._on_cuda else contextlib.nullcontext()
+        return torch.cuda.device(self._place) if self._on_gpu else contextlib.nullcontext()
 
     def _kind(self, rows: int, span_rows: int = FEW_ROWS) -> StepKind:
         return StepKind(rows, span_rows, self._settings.context, self._settings.page_size)

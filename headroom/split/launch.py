@@ -15,6 +15,7 @@ from headroom.layers.device_rows import FEW_ROWS
 from headroom.layers.draws import DeviceSampler
 from headroom.layers.gpu import gpu_memory
 from headroom.layers.threads import set_threads, warn_of_slow_kernels
+from headroom.memory.devices import torch_name
 from headroom.memory.drivers import gpu_holders
 from headroom.memory.layout import DevicePlan
 from headroom.memory.plan import Plan
@@ -65,14 +66,14 @@ def start_pipeline(
 
     open_device_memory(device.name)
     # Weights go to the current GPU, whatever its number.
-    current = torch.cuda.device(device.name) if device.kind == "cuda" else nullcontext()
+    current = nullcontext() if device.kind == "cpu" else torch.cuda.device(torch_name(device.name))
     with memory_told(device, allocated, "loading weights"), current:
         progress(0, total)
         loaded = load_model(model.config, model.checkpoint.tensors, plan, count, placement)
         progress(total, total)
     weights = sum(allocated[line] for line in WEIGHT_LINES)
     _log_load(device.name, weights, time.perf_counter() - started)
-    if device.kind != "cuda":
+    if device.kind == "cpu":
         stage: Stage | DeviceStage = Stage(device.name, loaded)
     else:
         with memory_told(device, allocated, "capturing steps"):
@@ -114,7 +115,13 @@ def _device_stage(
 ) -> DeviceStage:
     """Return the stage of a GPU, its steps captured."""
     device, settings = plan.devices[0].name, plan.settings
-    if not loaded.capturable:
+    if plan.devices[0].kind == "hip":
+        log.warning(
+            "kernels: %s runs Triton's kernels and plain ones, which have run on no AMD GPU yet: "
+            "compare answers with those of --device cpu; steps are not captured, and slow",
+            device,
+        )
+    elif not loaded.capturable:
         log.warning(
             "kernels: not all layers of this model have fused kernels that compute in %s; its "
             "steps are not captured, and slow",

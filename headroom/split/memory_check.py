@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
+from headroom.memory.devices import torch_name
 from headroom.memory.plan import Plan
 from headroom.units import gib, parse_size
 
@@ -29,11 +30,12 @@ def limit_memory(plan: Plan, device_memory: str | None) -> None:
     What the driver takes beside torch counts, too: as much as the plan has for it.
     """
     device = plan.devices[0]
-    if device_memory is None or device.kind != "cuda":
+    if device_memory is None or device.kind == "cpu":
         return
     most = parse_size(device_memory, "device_memory") - _line(plan, "runtime")
-    total = torch.cuda.get_device_properties(device.name).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device.name)
+    place = torch_name(device.name)
+    total = torch.cuda.get_device_properties(place).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), place)
     log.info("memory: torch may take %s of %s", gib(most), device.name)
 
 
@@ -52,9 +54,10 @@ def check_memory(plan: Plan, allocated: Mapping[str, int]) -> None:
         most = planned.get(line, on_host.get(line, 0))
         if size > most:
             log.warning("memory: %s takes %d bytes, planned were %d", line, size, most)
-    if device.name.startswith("cuda"):
+    place = torch_name(device.name)
+    if place.startswith("cuda"):
         most = sum(planned.values()) + _line(plan, "graphs")
-        warn_above(device.name, torch.cuda.max_memory_reserved(device.name), most)
+        warn_above(device.name, torch.cuda.max_memory_reserved(place), most)
 
 
 def warn_above(device: str, peak: int, planned: int) -> None:

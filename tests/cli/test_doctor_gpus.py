@@ -5,8 +5,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from headroom.cli.doctor_gpus import families, gpu_row, gpu_texts
+from headroom.cli import doctor_gpus
+from headroom.cli.doctor_gpus import backend_text, families, gpu_row, gpu_texts
+from headroom.errors import KernelError
 from headroom.kernels.cuda import probe
+from headroom.kernels.triton import probe as triton_probe
 from headroom.memory.devices import DeviceSpec
 from headroom.memory.readiness import GpuFacts, TorchFacts
 from headroom.units import GIB
@@ -28,7 +31,7 @@ def test_a_gpu_is_told_with_memory_driver_and_kernels() -> None:
         "computes in bf16, NVRTC compiles"
     )
     count = len(families(90))
-    untried = f"{count - 1} not compiled; try --kernels"
+    untried = f"{count - 1} not tried; see --kernels"
     assert told["cuda:0 kernels"] == f"1 of {count} families run, {untried}"
     assert set(told) == {"cuda:0", "cuda:0 kernels"}
 
@@ -37,27 +40,49 @@ def test_what_an_older_gpu_runs_in_another_way_is_told() -> None:
     facts = GpuFacts(name="cuda:0", product="Tesla T4", sm=75, driver="580.65.06")
     told = gpu_texts([gpu_row(spec("cuda", 75), facts, TORCH)])
     count = len(families(75))
-    untried = f"{count - 2} not compiled; try --kernels"
+    untried = f"{count - 2} not tried; see --kernels"
     assert told["cuda:0 kernels"] == f"1 of {count} families run, {untried}"
     assert told["cuda:0 grouped products in bf16"] == "needs sm_80"
     assert told["cuda:0 sm_75"] == "products and attention compute in f16"
 
 
-def test_each_family_is_compiled_or_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_family_is_run_or_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
+    run: list[str] = []
+    told: list[str] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(
         probe, "compile_kernel", lambda source, kernel, defines: compiled.append(source)
     )
-    tried = probe.try_kernels(0)
+    monkeypatch.setattr(probe, "run_trial", lambda family, device: run.append(family))
+    tried = probe.try_kernels(0, told.append)
     assert tried == dict.fromkeys(families(75), "") | {"grouped products in bf16": "needs sm_80"}
+    assert told == list(tried)
     assert len(compiled) == len(tried) - 1
     assert compiled.count("grouped.cu") == 1
+    older = {"grouped products in bf16", "experts of many rows in bf16"}
+    assert set(run) == set(tried) - older
     compiled.clear()
     assert probe.try_compiler(0) == probe.Trial()
     assert compiled == ["small.cu"]
     assert [family for family, why in families(90).items() if not why] == ["norms"]
+
+
+def test_a_family_that_compiles_and_does_not_launch_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(family: str, device: torch.device) -> None:
+        if family == "sampler":
+            raise KernelError("The CUDA kernel choose could not be started: error 1.")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(probe, "compile_kernel", lambda *given: None)
+    monkeypatch.setattr(probe, "run_trial", fail)
+    tried = probe.try_kernels(0)
+    assert {family for family, why in tried.items() if why} == {"sampler"}
+    assert tried["sampler"] == "The CUDA kernel choose could not be started: error 1."
 
 
 def test_families_that_a_gpu_cannot_run_are_told_with_the_reason() -> None:
@@ -80,8 +105,60 @@ def test_a_refused_gpu_says_why_and_lists_no_kernels() -> None:
     )
     assert row["kernels"] == {}
     amd = gpu_row(spec("hip", gfx="gfx1100"), GpuFacts(name="hip:0"), TORCH)
-    assert amd["refused"] == "The kernels for AMD GPUs are not wired to the engine."
+    assert amd["refused"] == "torch 2.11.0+cu130 is built for CUDA 13.0, without ROCm."
+    assert backend_text("triton", ["matmul"], [amd]) == "no GPU that runs them"
+    assert backend_text("cuda", ["matmul"], [amd]) == "no GPU"
+
+
+def test_an_amd_gpu_is_told_with_its_rocm_and_that_nobody_has_run_it() -> None:
+    rocm = TorchFacts(version="2.11.0+rocm7.0", hip="7.0", count=1, archs=("gfx1100",))
+    facts = GpuFacts(name="hip:0", product="AMD Radeon RX 7900 XTX", gfx="gfx1100")
+    row = gpu_row(spec("hip", gfx="gfx1100"), facts, rocm)
+    assert gpu_texts([row]) == {
+        "hip:0": "AMD Radeon RX 7900 XTX, 20.00 GiB of 24.00 GiB free, torch for ROCm 7.0, "
+        "computes in bf16, Triton is found, which has run on no AMD GPU yet"
+    }
+    row["triton"] = "no compiler"
+    assert gpu_texts([row])["hip:0 triton"] == "no compiler"
+    assert backend_text("triton", ["matmul"], [row]) == "not here: no compiler"
+    row["triton"] = ""
+    assert gpu_texts([row])["hip:0 triton"] == "a kernel runs"
+    assert backend_text("triton", ["matmul", "rope"], [row]) == "matmul, rope"
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_a_machine_without_gpus_lists_none_of_their_operations(backend: str) -> None:
+    assert backend_text(backend, ["matmul"], []) == "no GPU"
+    assert backend_text("native", ["matmul"], []) == "matmul"
+
+
+def test_a_triton_that_fails_or_is_wrong_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object) -> torch.Tensor:
+        raise ValueError("no ptxas\nand more")
+
+    made = torch.full
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch, "full", lambda shape, value, device: made(shape, value))
+    monkeypatch.setattr(triton_probe, "MISSING", "")
+    for norm, told in (
+        (lambda x, weight, eps: weight.expand(2, -1), ""),
+        (lambda x, weight, eps: x, "its norm of equal values is wrong by 1"),
+        (fail, "ValueError: no ptxas"),
+    ):
+        monkeypatch.setattr(triton_probe, "rms_norm", norm)
+        assert triton_probe.try_triton(0) == told
+    monkeypatch.setattr(triton_probe, "MISSING", "triton is not installed")
+    assert triton_probe.try_triton(0) == "triton is not installed"
 
 
 def test_a_machine_without_gpus_says_so() -> None:
     assert gpu_texts([]) == {"none": "no driver lists one; layers run on the CPU"}
+    told = gpu_texts([], "there is no nvidia-smi.")
+    assert told == {"none": "no driver lists one: there is no nvidia-smi; layers run on the CPU"}
+
+
+def test_gpus_that_only_torch_sees_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_gpus, "why_unseen", lambda name: ("there is no smi.", "Get it."))
+    assert doctor_gpus.unseen() == "there is no smi."
+    monkeypatch.setattr("headroom.layers.gpu.read_torch", lambda: TORCH)
+    assert doctor_gpus.unseen() == "torch sees 1 GPUs, but there is no smi. Get it."

@@ -2,16 +2,19 @@
 
 from unittest.mock import patch
 
-from headroom.memory.gpus import read_nvidia
+from headroom.memory.drivers import read_gpus
+from headroom.memory.gpus import nvidia_specs
 from headroom.units import MIB
 from tests.gpu import usage
 from tests.gpu.usage import Usage, free_by_driver
 
-REPORT = "0, NVIDIA H200, 143771, {free}, 9.0\n1, NVIDIA H200, 143771, 5, 9.0\n"
+REPORT = (
+    "NVIDIA H200, 143771, {free}, 9.0, 580.1, GPU-a\nNVIDIA H200, 143771, 5, 9.0, 580.1, GPU-b\n"
+)
 
 
 def test_the_drivers_report_tells_what_is_free_before_cuda_starts() -> None:
-    found = read_nvidia(REPORT.format(free=143000))
+    found = nvidia_specs(read_gpus(REPORT.format(free=143000), {}))
     with patch.object(usage, "detect_gpus", lambda: found):
         assert free_by_driver() == 143000 * MIB
     with patch.object(usage, "detect_gpus", list):

@@ -7,7 +7,8 @@ import pytest
 from headroom.errors import OptionError
 from headroom.memory import gpus
 from headroom.memory.catalogue import CATALOGUE, find_device
-from headroom.memory.gpus import find_gpu, gfx_name, read_amd, read_nvidia
+from headroom.memory.drivers import read_gpus
+from headroom.memory.gpus import find_gpu, gfx_name, nvidia_specs, read_amd
 from headroom.memory.lines import runtime_lines
 from headroom.memory.targets import parse_device, plan_devices
 from headroom.options import Options
@@ -69,7 +70,8 @@ def test_a_plan_tells_what_the_driver_keeps_apart_from_what_others_hold() -> Non
     (_, reserve) = runtime_lines(card)
     told = "512.0 MiB kept free, 288.0 MiB held by an idle driver, an estimate"
     assert (reserve.bytes, reserve.why) == (800 * MIB, told)
-    (seen,) = read_nvidia("0, NVIDIA GeForce RTX 3060, 12288, 11000, 8.6")
+    report = "NVIDIA GeForce RTX 3060, 12288, 11000, 8.6, 580.1, GPU-a"
+    (seen,) = nvidia_specs(read_gpus(report, {}))
     (_, reserve) = runtime_lines(seen)
     assert reserve.why == "512.0 MiB kept free, 1.26 GiB held by others"
     (_, reserve) = runtime_lines(parse_device("12GiB"))
@@ -77,8 +79,9 @@ def test_a_plan_tells_what_the_driver_keeps_apart_from_what_others_hold() -> Non
 
 
 def test_the_driver_tells_what_is_free_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = "0, NVIDIA H200, 143771, 143000, 9.0\n1, NVIDIA H200, 143771, 200, 9.0\n"
-    monkeypatch.setattr(gpus, "detect_gpus", lambda: read_nvidia(report))
+    rows = (f"NVIDIA H200, 143771, {free}, 9.0, 580.1, GPU-{free}" for free in (143000, 200))
+    found = nvidia_specs(read_gpus("\n".join(rows), {}))
+    monkeypatch.setattr(gpus, "detect_gpus", lambda: found)
     assert gpus.driver_memory("cuda:1") == (200 * MIB, 143771 * MIB)
     assert gpus.driver_memory("cuda:2") == (0, 0)
 
@@ -107,8 +110,12 @@ def test_what_is_no_device_is_refused(text: str) -> None:
 
 
 def test_gpus_of_this_machine_are_read_from_the_drivers_report() -> None:
-    report = "0, NVIDIA GeForce RTX 3090, 24576, 20000, 8.6\n1, Odd Card, 8192, 8192, [N/A]\nno\n"
-    first, second = read_nvidia(report)
+    report = (
+        "NVIDIA GeForce RTX 3090, 24576, 20000, 8.6, 580.1, GPU-a\n"
+        "Odd Card, 8192, 8192, [N/A], 580.1, GPU-b\n"
+        "NVIDIA GB10, [N/A], [N/A], 12.1, 580.1, GPU-c\nno\n"
+    )
+    first, second = nvidia_specs(read_gpus(report, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}))
     assert (first.name, first.sm, first.bandwidth) == ("cuda:0", 86, 936e9)
     assert (first.total_bytes, first.available_bytes) == (24576 * MIB, 20000 * MIB)
     assert (second.name, second.sm) == ("cuda:1", 0)
@@ -117,8 +124,8 @@ def test_gpus_of_this_machine_are_read_from_the_drivers_report() -> None:
 
 
 def test_a_gpu_that_is_not_there_is_refused_with_those_that_are() -> None:
-    with pytest.raises(OptionError, match=r"--device cuda:7 is not on this machine. It has cpu"):
-        find_gpu("cuda:7", [])
+    with pytest.raises(OptionError, match=r"--device hip:7 is not on this machine. It has cpu"):
+        find_gpu("hip:7", [])
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from headroom.memory.drivers import gpu_facts, read_gpus, read_holders, visible_rows
-from headroom.memory.gpus import detect_gpus
 from headroom.memory.readiness import (
     GpuFacts,
     GpuMemory,
@@ -19,12 +17,23 @@ from headroom.memory.readiness import (
 from headroom.units import GIB, MIB
 
 TORCH = TorchFacts(version="2.11.0+cu130", cuda="13.0", count=1, archs=("sm_75", "sm_90"))
+ROCM = TorchFacts(version="2.11.0+rocm7.0", hip="7.0", count=1, archs=("gfx90a:xnack-", "gfx1100"))
 GPU = GpuFacts(name="cuda:0", product="NVIDIA H200", sm=90, driver="580.65.06")
 
 
 def test_a_gpu_that_everything_runs_on_is_not_refused() -> None:
     assert refuse_gpu(TORCH, GPU) is None
     assert refuse_gpu(TORCH, GPU, "bf16") is None
+    for gfx in ("gfx1100", "gfx90a", ""):
+        assert refuse_gpu(ROCM, GpuFacts(name="hip:0", gfx=gfx), "bf16") is None
+
+
+def test_a_driver_and_torch_may_differ_in_what_they_keep_of_a_card() -> None:
+    """Old drivers leave the maker's name out, and torch does not count what ECC takes."""
+    alike = {"total_bytes": 141 * GIB, "torch_product": "H200", "torch_bytes": 140 * GIB}
+    assert refuse_gpu(TORCH, replace(GPU, **alike)) is None
+    amd = GpuFacts(name="hip:0", torch_product="AMD Radeon", torch_bytes=24 * GIB)
+    assert refuse_gpu(ROCM, replace(amd, product="gfx1100", total_bytes=25 * GIB)) is None
 
 
 @pytest.mark.parametrize(
@@ -39,6 +48,52 @@ def test_a_gpu_that_everything_runs_on_is_not_refused() -> None:
             TorchFacts(version="2.11.0", hip="7.0"), {}, None,
             "torch 2.11.0 is built for ROCm 7.0, without CUDA.",
             "Install a CUDA build of torch, or choose --device cpu.",
+        ),
+        (
+            TORCH, {"name": "hip:0"}, None,
+            "torch 2.11.0+cu130 is built for CUDA 13.0, without ROCm.",
+            "Install a ROCm build of torch, or choose --device cpu.",
+        ),
+        (
+            ROCM, {"name": "hip:1"}, None,
+            "torch sees 1 GPUs, and hip:1 is not one of them.",
+            "HIP_VISIBLE_DEVICES may hide it; torch counts what is left from hip:0 on.",
+        ),
+        (
+            replace(ROCM, problem="No HIP GPUs are available", count=0),
+            {"name": "hip:0", "driver": ""}, None,
+            "torch 2.11.0+rocm7.0 (ROCm 7.0) does not start on hip:0, which the driver lists: No "
+            "HIP GPUs are available.",
+            "After an update of the driver a restart may be due; HIP_VISIBLE_DEVICES or a "
+            "container may hide the GPU.",
+        ),
+        (
+            ROCM, {"name": "hip:0", "gfx": "gfx906"}, None,
+            "torch 2.11.0+rocm7.0 has no kernels for gfx906 of hip:0, only for gfx90a:xnack-, "
+            "gfx1100.",
+            "Install a torch that was built for it, or choose --device cpu.",
+        ),
+        (
+            ROCM, {"name": "hip:0", "compiler": "triton is not installed"}, None,
+            "Kernels cannot be compiled for hip:0: triton is not installed.",
+            "Triton comes with ROCm builds of torch, or choose --device cpu.",
+        ),
+        (
+            ROCM,
+            {"name": "hip:0", "product": "", "total_bytes": 24 * GIB, "torch_bytes": 16 * GIB,
+             "torch_product": "AMD Radeon RX 6800"}, None,
+            "hip:0 is a card with 24.00 GiB to the driver and AMD Radeon RX 6800 with 16.00 GiB to "
+            "torch: they count this machine's GPUs differently, or one sees a part of a card.",
+            "Unset HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES.",
+        ),
+        (
+            TORCH,
+            {"product": "NVIDIA GeForce RTX 3090", "total_bytes": 24 * GIB, "torch_bytes": 12 * GIB,
+             "torch_product": "NVIDIA GeForce RTX 3060"}, None,
+            "cuda:0 is NVIDIA GeForce RTX 3090 with 24.00 GiB to the driver and NVIDIA GeForce RTX "
+            "3060 with 12.00 GiB to torch: they count this machine's GPUs differently, or one sees "
+            "a part of a card.",
+            "Set CUDA_DEVICE_ORDER=PCI_BUS_ID: both count alike then.",
         ),
         (
             replace(TORCH, version="2.7.1+cu128", cuda="12.8"), {}, None,
@@ -134,65 +189,3 @@ def test_the_end_of_memory_is_told_with_planned_allocated_and_free_bytes() -> No
     shared = replace(alone, holders=(Holder(4711, "python3", 3 * GIB),))
     told = out_of_memory("loading weights", "cuda:0", 9 * GIB, 8 * GIB, shared)
     assert told.message.endswith("are free; python3 (pid 4711) 3.00 GiB hold memory, too.")
-
-
-def test_the_drivers_reports_are_read() -> None:
-    gpus = (
-        "0, NVIDIA H200, 9.0, 580.65.06, GPU-a\n1, Tesla T4, 7.5, 580.65.06, GPU-b\n"
-        "No devices were found\n"
-    )
-    assert read_gpus(gpus)[1] == GpuFacts(
-        name="cuda:1", product="Tesla T4", sm=75, driver="580.65.06"
-    )
-    processes = (
-        "GPU-b, 7, /usr/bin/python3, 512\nGPU-a, 9, other, 100\nGPU-b, 8, big, 1024\n"
-        "GPU-b, 3, hidden, [N/A]\n"
-    )
-    assert read_holders("cuda:1", gpus, processes) == [
-        Holder(8, "big", 1024 * MIB),
-        Holder(7, "python3", 512 * MIB),
-    ]
-    assert read_holders("cuda:1", "", "") == []
-
-
-@pytest.mark.parametrize(
-    ("visible", "products"),
-    [
-        (None, ["H200", "T4", "L4"]),
-        ("1", ["T4"]),
-        ("2, 0", ["L4", "H200"]),
-        ("GPU-b", ["T4"]),
-        ("GPU-bb9,0", ["T4", "H200"]),
-        ("0,7,1", ["H200"]),  # CUDA stops at what it does not know
-        ("", []),
-        ("-1", []),
-        ("MIG-1234", ["H200", "T4", "L4"]),
-    ],
-)
-def test_gpus_are_numbered_as_torch_numbers_those_that_are_visible(
-    visible: str | None, products: list[str]
-) -> None:
-    report = "GPU-aa1, 0, H200, 9.0, 1, x\nGPU-bb9, 1, T4, 7.5, 1, y\nGPU-cc2, 2, L4, 8.9, 1, z\n"
-    found = read_gpus(visible_rows(report, visible))
-    assert [gpu.product for gpu in found] == products
-    assert [gpu.name for gpu in found] == [f"cuda:{index}" for index in range(len(products))]
-
-
-def test_a_report_without_gpus_has_no_rows() -> None:
-    assert visible_rows("No devices were found\n", None) == ""
-
-
-def test_what_cuda_hides_is_no_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def answer(query: str) -> str:
-        asked.append(query)
-        rows = ("GPU-a, 0, Hidden, {more}", "GPU-b, 1, Shown, {more}")
-        more = "24576, 24000, 8.6" if "memory" in query else "8.6, 580.1, GPU"
-        return "\n".join(row.format(more=more) for row in rows)
-
-    monkeypatch.setattr("headroom.memory.drivers.ask_driver", answer)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    (facts,), (device,) = gpu_facts(), detect_gpus()
-    assert (facts.name, facts.product) == (device.name, device.product) == ("cuda:0", "Shown")
-    assert all(query.startswith("--query-gpu=uuid,index,name,") for query in asked)

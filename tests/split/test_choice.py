@@ -31,8 +31,12 @@ class Machine:
         self.gpus = [gpu("cuda:0", 140 * GIB)]
         self.free = 140 * GIB
         self.home = str(home)
+        self.compiler = ""
+        self.silence = ("", "")  # why the driver tells nothing, and what to try
         for where in ("headroom.split.choice", "headroom.memory.targets"):
             monkeypatch.setattr(f"{where}.detect_gpus", lambda: self.gpus)
+        for where in ("headroom.split.choice", "headroom.memory.gpus"):
+            monkeypatch.setattr(f"{where}.why_unseen", lambda name: self.silence)
         monkeypatch.setattr(choice, "read_torch", lambda: self.torch)
         monkeypatch.setattr(choice, "read_gpu", lambda known, torch: known)
         monkeypatch.setattr(choice, "gpu_facts", lambda: [self.facts(x) for x in self.gpus])
@@ -40,7 +44,10 @@ class Machine:
         monkeypatch.setattr(choice, "gpu_holders", lambda name: [Holder(4711, "python3", GIB)])
 
     def facts(self, device: DeviceSpec) -> GpuFacts:
-        return GpuFacts(name=device.name, product="NVIDIA H200", sm=device.sm, driver="580.1")
+        return GpuFacts(
+            name=device.name, product="NVIDIA H200", sm=device.sm, driver="580.1",
+            compiler=self.compiler,
+        )  # fmt: skip
 
     def options(self, device: str | None = None, **more: object) -> Options:
         given = {"context": 4096, "parallel": 1, "home": self.home, "ram": "256GiB"} | more
@@ -85,7 +92,61 @@ def test_without_a_usable_gpu_the_cpu_is_taken_and_told_why(
     assert "device: not cuda:0: torch 2.13.0+cpu is built for CPUs alone" in caplog.text
     machine.gpus = [gpu("hip:0", GIB)]
     assert choice.make_run_plan(MODEL, machine.options()).devices[0].name == "cpu"
-    assert "hip:0 (gfx1100) can be planned for and does not run yet" in caplog.text
+    assert "device: not hip:0: torch 2.13.0+cpu is built for CPUs alone, without R" in caplog.text
+
+
+def test_a_gpu_that_only_torch_sees_is_told_with_what_to_try(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.gpus, machine.silence = [], ("there is no nvidia-smi.", "Install it.")
+    assert choice.find_device(machine.options()) == "cpu"
+    told = "device: cpu, although torch sees 2 GPUs: there is no nvidia-smi. Install it."
+    assert told in caplog.text
+    caplog.clear()
+    machine.torch = TorchFacts(version="2.13.0+cpu")
+    assert choice.find_device(machine.options()) == "cpu"
+    assert not caplog.text
+
+
+AMD = TorchFacts(version="2.11.0+rocm7.0", hip="7.0", count=1, archs=("gfx1100",))
+
+
+@pytest.mark.parametrize("name", ["hip:0", None])
+@pytest.mark.parametrize("kernels", ["auto", "triton"])
+def test_an_amd_gpu_is_planned_for_with_tritons_kernels(
+    machine: Machine, name: str | None, kernels: str
+) -> None:
+    machine.torch, machine.gpus = AMD, [gpu("hip:0", 140 * GIB)]
+    plan = choice.make_run_plan(MODEL, machine.options(name, kernels=kernels))
+    assert (plan.devices[0].name, plan.devices[0].kind) == ("hip:0", "hip")
+    assert (plan.settings.kernels, plan.settings.uses_arena) == ("triton", False)
+    why = {line.name: line.why for line in plan.devices[0].lines}
+    assert why["graphs"].startswith("AMD's GPUs run steps without capturing them; inputs of steps")
+    assert why["runtime"].startswith("ROCm's context and kernels; an estimate from")
+    assert why["staging"].endswith("values, f32")
+    plain = choice.make_run_plan(MODEL, machine.options(name, kernels="reference"))
+    assert plain.settings.kernels == "reference"
+
+
+def test_an_amd_gpu_without_triton_or_with_too_little_memory_is_refused(machine: Machine) -> None:
+    machine.torch, machine.gpus, machine.free = AMD, [gpu("hip:0", 140 * GIB)], 2 * GIB
+    with pytest.raises(DeviceError, match=r"hip:0 has 2.00 GiB of 141.00 GiB free and the plan"):
+        choice.make_run_plan(MODEL, machine.options("hip:0"))
+    machine.compiler = "triton is not installed"
+    with pytest.raises(DeviceError, match=r"for hip:0: triton is not installed. Triton comes"):
+        choice.make_run_plan(MODEL, machine.options("hip:0"))
+
+
+def test_cold_experts_of_an_amd_gpu_are_refused_before_anything_is_loaded(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.torch, machine.gpus = AMD, [gpu("hip:0", 12 * GIB)]
+    machine.free = 12 * GIB
+    with pytest.raises(PlanError) as refused:
+        choice.make_run_plan(EXPERTS, machine.options("hip:0"))
+    assert "of 10240 experts in host memory, which only CUDA's driver pins" in str(refused.value)
+    assert choice.make_run_plan(EXPERTS, machine.options()).devices[0].name == "cpu"
+    assert "device: cpu, not hip:0: hip:0 would leave " in caplog.text
 
 
 def test_products_in_8_bits_stay_on_the_cpu(machine: Machine) -> None:
@@ -108,7 +169,7 @@ def test_a_model_that_does_not_fit_the_found_gpu_runs_on_the_cpu_and_says_so(
         ("24GiB", OptionError, "--device 24.00GiB is a device to plan for, not one of this"),
         ("cuda:0,cpu", OptionError, "--device names 2 devices, and an engine runs on one."),
         ("cuda:7", OptionError, "--device cuda:7 is not on this machine. It has cuda:0, hip:0"),
-        ("hip:0", DeviceError, r"hip:0 \(gfx1100\) can be planned for and does not run yet"),
+        ("hip:0", DeviceError, r"torch 2.11.0\+cu130 is built for CUDA 13.0, without ROCm."),
     ],
 )
 def test_devices_that_cannot_run_are_refused_by_name(

@@ -1,6 +1,6 @@
-"""One kernel of every family, to see before a request whether a GPU's compiler takes them."""
+"""One kernel of every family, to see before a request whether a GPU takes them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,11 +9,12 @@ from headroom.errors import KernelError, is_out_of_memory
 from headroom.kernels.cuda.compile import compile_kernel
 from headroom.kernels.cuda.handover import WORDS
 from headroom.kernels.cuda.product_shapes import Shape
+from headroom.kernels.cuda.trials import run_trial
 
 Q4_K, BF16 = 12, 30  # types by their numbers in files
 BF16_SM = 80  # the least compute capability whose tensor cores take bf16
 FIRST = "norms"  # the family that is always tried: its kernel is the smallest
-NOT_TRIED = "not compiled; try --kernels"
+NOT_TRIED = "not tried; see --kernels"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Probe:
     kernel: str
     defines: Mapping[str, int]
     sm: int = 75  # the least compute capability that it is for
+    runs_sm: int = 75  # the least that engines run it on; below it is compiled and not launched
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ PROBES = (
     Probe("unpacked experts", "unpack.cu", "unpack", _KINDS | {"WARPS": 4, "OUT_F16": 0}),
     Probe("grouped products in bf16", "grouped.cu", "grouped", _GROUPED | {"HALVES": 0}, 80),
     Probe("grouped products in f16", "grouped.cu", "grouped", _GROUPED | {"HALVES": 1}),
-    Probe("experts of many rows in bf16", "many_experts.cu", "combine", {"GELU": 0}),
+    Probe("experts of many rows in bf16", "many_experts.cu", "combine", {"GELU": 0}, runs_sm=80),
     Probe("experts of many rows in f16", "half_experts.cu", "activate", {"GELU": 0}),
     Probe("experts of the CPU", "handover.cu", "publish", WORDS),
     Probe("gated linear attention, steps", "delta_net.cu", "recur", _DELTA),
@@ -70,11 +72,17 @@ PROBES = (
 )  # fmt: skip
 
 
-def try_kernels(device: int) -> dict[str, str]:
-    """Compile a kernel of every family for a GPU; return why it does not run, "" where it does."""
+def try_kernels(device: int, told: Callable[[str], None] = lambda family: None) -> dict[str, str]:
+    """Run kernels of every family on a GPU; return why one does not run, "" where it does.
+
+    `told` hears of each family before it is compiled, which takes seconds.
+    """
     major, minor = torch.cuda.get_device_capability(device)
-    sm = 10 * major + minor
-    return {x.family: _too_old(x, sm) or _try(x, device).problem for x in PROBES}
+    sm, found = 10 * major + minor, {}
+    for probe in PROBES:
+        told(probe.family)
+        found[probe.family] = _too_old(probe, sm) or _problem(probe, device, sm)
+    return found
 
 
 def expect_kernels(sm: int) -> dict[str, str]:
@@ -99,9 +107,21 @@ def try_compiler(device: int) -> Trial:
 
 
 def _try(probe: Probe, device: int) -> Trial:
+    return _trial(device, lambda: compile_kernel(probe.source, probe.kernel, probe.defines))
+
+
+def _problem(probe: Probe, device: int, sm: int) -> str:
+    """Say why a kernel does not run, compiled first; "" where it does."""
+    problem = _try(probe, device).problem
+    if problem or sm < probe.runs_sm:
+        return problem
+    return _trial(device, lambda: run_trial(probe.family, torch.device("cuda", device))).problem
+
+
+def _trial(device: int, work: Callable[[], object]) -> Trial:
     try:
         with torch.cuda.device(device):  # CUDA starts here, for which there may be no memory
-            compile_kernel(probe.source, probe.kernel, probe.defines)
+            work()
     except (KernelError, RuntimeError, OSError, AttributeError) as error:
         text = str(error).partition("\n")[0] if isinstance(error, RuntimeError) else str(error)
         return Trial(text or type(error).__name__, is_out_of_memory(error))

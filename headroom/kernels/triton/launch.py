@@ -11,6 +11,11 @@ GPUS = ("cuda", "hip")  # torch calls AMD's GPUs cuda too
 MISSING = "" if find_spec("triton") else "triton is not installed"
 
 
+def triton_missing() -> str:
+    """Say why there is no Triton here; "" where there is."""
+    return MISSING
+
+
 def refuses(case: Case) -> str | None:
     """Say why no kernel of this backend runs a case."""
     if case.device not in GPUS:
