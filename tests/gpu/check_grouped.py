@@ -14,8 +14,11 @@ from tests.gpu.kept import keep_code
 from tests.gpu.timing import time_us
 
 DEVICE = "cuda"
-# What may be lost of a product: bf16 is rounded once more, sums of f16 are float32.
-LIMITS = {"bf16": 2**-8, "f16": 2**-16}
+# What may be lost of a product: bf16 is rounded once more; sums of f16 are float32, which tensor
+# cores cut off sixteen columns at a time, where rounding to f16 would lose 2**-11.
+LIMITS = {"bf16": 2**-8, "f16": 2**-12}
+# Of the columns' root: so much counts as no loss where a sum is near zero.
+SMALL = {"bf16": 1 / 16, "f16": 1 / 4}
 
 
 def check(sizes: tuple[int, int, int], rows: int, used: int, dtype: str = "bf16") -> bool:
@@ -31,7 +34,7 @@ def check(sizes: tuple[int, int, int], rows: int, used: int, dtype: str = "bf16"
     worst, first = 0.0, 0
     for matrix, end in zip(weights, order.ends.tolist(), strict=True):
         wanted = x[first:end].double() @ matrix.double().T
-        apart = (small[first:end] - wanted).abs() / (wanted.abs() + columns**0.5 / 16)
+        apart = (small[first:end] - wanted).abs() / (wanted.abs() + columns**0.5 * SMALL[dtype])
         worst = max(worst, float(apart.max())) if end > first else worst
         first = end
     same = torch.equal(small[:first], large[:first]) and torch.equal(small[:first], again[:first])
