@@ -135,7 +135,7 @@ def test_blocks_fit_and_several_warps_run_at_a_time(name: str, memory: tuple[int
     kind = BY_NAME[name]
     shape = sorted_experts.shape_for((kind, kind), *memory)
     assert shape.shared_bytes == shape.warps * shape.stages * 2 * record_bytes(kind)
-    assert shape.shared_bytes + sorted_experts.BLOCK_OVERHEAD_BYTES <= memory[0]
+    assert shape.shared_bytes + sizes.BLOCK_OVERHEAD_BYTES <= memory[0]
     running = shape.warps * (memory[1] // (shape.shared_bytes + 2048))
     plain = name in ("f16", "bf16")
     if memory[1] == 228 << 10:

@@ -1,6 +1,7 @@
 // Rows of activations made ready for products: normed or gated where asked, then in f16; see halves.cuh.
 #include "halves.cuh"
 #include "ring.cuh"
+#include "common.cuh"
 
 #ifndef GELU  // gate_rows: the activation, silu otherwise
 #define GELU 0
@@ -44,7 +45,6 @@ __device__ __forceinline__ float squares_of(const float* v) {
     for (int i = 0; i < 8; ++i) sum = fmaf(v[i], v[i], sum);
     return sum;
 }
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
 
 // Rows as they are, or weight * x / rms(x), which `normed` gets too where it is given; one block a row
 // then, else blockIdx.y is the share of the row's records.
@@ -100,10 +100,7 @@ gate_rows(const float* gate, const float* up, u8* pieces, int columns, int recor
     read_eight(gate + first, record * 256 + lane_column(), columns, v);
     read_eight(up + first, record * 256 + lane_column(), columns, by);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const float x = v[i];
-        v[i] = by[i] * (GELU ? 0.5f * x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x))) : silu(x));
-    }
+    for (int i = 0; i < 8; ++i) v[i] = by[i] * (GELU ? gelu(v[i]) : silu(v[i]));
     write_record(v, pieces, record, row, gridDim.x);
 }
 

@@ -1,19 +1,13 @@
 // What the kernels of gated linear attention share.
 // HEADS: value heads; KEY_HEADS; TILED: value head h reads key head h % KEY_HEADS, else neighbours
 // share one; TAPS: of the convolution.
+#include "common.cuh"
+
 #define DIM 128  // of keys and of values
 #define CHANNELS ((2 * KEY_HEADS + HEADS) * DIM)
 
 __device__ __forceinline__ int key_head(int head) {
     return TILED ? head % KEY_HEADS : head / (HEADS / KEY_HEADS);
-}
-
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
-
-__device__ __forceinline__ float sum_of_warp(float x) {
-#pragma unroll
-    for (int o = 16; o > 0; o >>= 1) x += __shfl_xor_sync(0xFFFFFFFFu, x, o);
-    return x;
 }
 
 // A channel's last inputs after `count` rows from `first` on; nothing may still need the old ones.

@@ -1,12 +1,7 @@
 // What steps of few rows and of many share of routed experts. GELU: the activation, else silu.
-__device__ __forceinline__ float activated(float x) {
-#if GELU
-    const float inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-    return 0.5f * x * (1.0f + tanhf(inner));
-#else
-    return x / (1.0f + __expf(-x));
-#endif
-}
+#include "common.cuh"
+
+__device__ __forceinline__ float activated(float x) { return GELU ? gelu(x) : silu(x); }
 
 // What every row gets besides its experts; null where there is none.
 struct Others {

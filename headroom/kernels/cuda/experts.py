@@ -31,6 +31,7 @@ from headroom.kernels.cuda.sizes import (
     TILE_ROWS,
     TILED,
     experts_at_once,
+    steps_of,
 )
 from headroom.kernels.ops import Case
 
@@ -270,8 +271,4 @@ def _unpack_constants(kinds: Kinds, dtype: torch.dtype) -> dict[str, int]:
 
 def _unpack_blocks(rows: int, columns: int) -> int:
     """Blocks that unpack a matrix, a record for each warp."""
-    return _up(rows, TILE_ROWS) * _up(_up(columns, RECORD_COLUMNS), UNPACK_WARPS)
-
-
-def _up(size: int, step: int) -> int:
-    return -(-size // step)
+    return steps_of(rows, TILE_ROWS) * steps_of(steps_of(columns, RECORD_COLUMNS), UNPACK_WARPS)

@@ -16,6 +16,7 @@ from headroom.kernels.cuda.sizes import (
     TILE_ROWS,
     half_rows_bytes,
     record_bytes,
+    steps_of,
     tile_bytes,
 )
 
@@ -99,7 +100,7 @@ class _Layer:
     ) -> tuple[tuple[int, int], tuple[int], tuple[Argument, ...], int]:
         """Return how gates and ups are launched: grid, block, arguments, shared memory."""
         x, table, own, rows, used = self.x, self.table, self.others.own, self.x.rows, self.used
-        tiles = _up(max(table.width, self._own_width), TILE_ROWS)
+        tiles = steps_of(max(table.width, self._own_width), TILE_ROWS)
         args = (
             *(*args, table.addresses, x.pieces, x.groups, used, rows * used, table.width),
             *(x.records, *((None, None) if own is None else (own.gate, own.up))),
@@ -114,14 +115,14 @@ class _Layer:
         if out is None:
             out = torch.empty(rows, table.hidden, device=weights.device)
         records, own_records = (
-            _up(width, RECORD_COLUMNS) for width in (table.width, self._own_width)
+            steps_of(width, RECORD_COLUMNS) for width in (table.width, self._own_width)
         )
         units = used * records + own_records
-        turns = _up(units, AHEAD_DOWN_WARPS if rows <= AHEAD_ROWS else DOWN_WARPS)
-        warps = _up(units, turns)
+        turns = steps_of(units, AHEAD_DOWN_WARPS if rows <= AHEAD_ROWS else DOWN_WARPS)
+        warps = steps_of(units, turns)
         values, downs = inner
         compile_kernel("experts.cu", "down", self.defines)(
-            (_up(table.hidden, TILE_ROWS), rows),
+            (steps_of(table.hidden, TILE_ROWS), rows),
             (warps * 32,),
             (
                 *(downs, weights, values, used, rows * used, table.width, table.hidden, records),
@@ -161,7 +162,3 @@ class _Layer:
         own = self.others.own
         kinds = (*self.table.kinds[:2], *(() if own is None else own.kinds[:2]))
         return GATE_UP_WARPS * max(record_bytes(kind) if kind in PACKED else 0 for kind in kinds)
-
-
-def _up(size: int, step: int) -> int:
-    return -(-size // step)

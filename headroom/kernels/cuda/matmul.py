@@ -17,6 +17,7 @@ from headroom.kernels.cuda.narrow import narrow_rows, narrow_type, refuses_type
 from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.product_shapes import Gpu, Product, Shape, shape_for
 from headroom.kernels.cuda.sizes import (
+    BLOCK_OVERHEAD_BYTES,
     FEW_ROWS,
     GROUP_ROWS,
     MOST_OUTPUTS,
@@ -34,7 +35,6 @@ from headroom.kernels.weight import Weight
 TILES = unpacked.TILES
 PACK_BYTES = 64 << 20  # of a file's blocks packed at a time
 RECORD_WARPS = 4  # of a block that makes rows ready, a record each; see activations.cu
-BLOCK_OVERHEAD_BYTES = 2048  # of shared memory: what a block has besides, and what is kept back
 
 
 @dataclass(frozen=True, slots=True, eq=False)

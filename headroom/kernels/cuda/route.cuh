@@ -1,13 +1,9 @@
 // How a warp chooses a row's experts by their logits.
 // EXPERTS: up to 1024; SIGMOID: scores are sigmoids of the logits, else their softmax.
+#include "common.cuh"
+
 #define NUMBERS ((EXPERTS + 31) / 32)  // that a lane holds: experts lane, lane + 32, ...
 #define ALL 0xFFFFFFFFu
-
-__device__ __forceinline__ float sum_of_warp(float x) {
-#pragma unroll
-    for (int o = 16; o > 0; o >>= 1) x += __shfl_xor_sync(ALL, x, o);
-    return x;
-}
 
 // Floats as whole numbers in the same order; 0 is below all of them.
 __device__ __forceinline__ unsigned ordered(float x) {

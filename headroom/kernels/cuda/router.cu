@@ -4,15 +4,11 @@
 // weight is read once for them; LANES: of a piece of activations.
 #include "early.cuh"
 #include "halves.cuh"
+#include "common.cuh"
 
 #define WARPS 8
 #define KEPT ((EACH + 1) / 2)  // records that a warp holds of a row
 
-__device__ __forceinline__ float sum_of_warp(float x) {
-#pragma unroll
-    for (int o = 16; o > 0; o >>= 1) x += __shfl_xor_sync(0xFFFFFFFFu, x, o);
-    return x;
-}
 __device__ __forceinline__ float squares_of(float4 v) {
     return fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, v.w * v.w)));
 }

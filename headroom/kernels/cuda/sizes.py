@@ -4,6 +4,7 @@ from headroom.formats.quants import BF16, BY_NAME, F16, QuantType
 
 ALIGNMENT = 256  # bytes at which a buffer of a step's scratch begins
 FEW_ROWS = 32  # the most that one pass over packed weights serves; they have captured steps
+BLOCK_OVERHEAD_BYTES = 2048  # of shared memory: barriers of a block, and what is kept back
 GROUP_ROWS = 8  # of rows in f16, see halves.cuh
 MOST_OUTPUTS = 4  # of matrices that share an input
 TILE_ROWS, RECORD_COLUMNS = 16, 256  # of weights in tiles, see tiles.cuh
@@ -31,6 +32,11 @@ _BF16_BYTES = 2
 # often, fewer leave more keys to a part and so add up fewer parts.
 WIDE_ROWS, WIDE_SCORES = 256, 32 << 20
 _WIDE_STEP = 64  # of keys
+
+
+def steps_of(size: int, step: int) -> int:
+    """Return how many steps cover a size."""
+    return -(-size // step)
 
 
 def count_pieces(context: int) -> int:

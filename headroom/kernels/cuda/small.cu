@@ -1,5 +1,6 @@
 // The small operations between products. Each kernel is compiled with the defines of its own.
 #include "rows.cuh"
+#include "common.cuh"
 
 // norm_rows: whether there is a residual, to which the normed x is added; nothing else is written then.
 #ifndef RESIDUAL
@@ -57,11 +58,8 @@ norm_rows(const float* x, const float* weight, float* residual, float* out, __nv
 }
 
 __device__ __forceinline__ float activate(float x) {
-    if constexpr (GELU) {
-        const float inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-        return 0.5f * x * (1.0f + tanhf(inner));
-    }
-    return x / (1.0f + expf(-x));
+    if constexpr (GELU) return gelu(x);
+    return x / (1.0f + expf(-x));  // as exact as it gets: float32 has no other
 }
 
 // out, or else narrow, [rows, width] = act(gate) * up; rows of gate and up may lie apart. blockIdx.y: the row.

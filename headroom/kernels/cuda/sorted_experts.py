@@ -20,6 +20,7 @@ from headroom.kernels.cuda.expert_tiles import ExpertTiles
 from headroom.kernels.cuda.launch import Argument
 from headroom.kernels.cuda.narrow import NarrowRows
 from headroom.kernels.cuda.sizes import (
+    BLOCK_OVERHEAD_BYTES,
     GROUP_ROWS,
     RECORD_COLUMNS,
     ROW_TILE_BYTES,
@@ -28,6 +29,7 @@ from headroom.kernels.cuda.sizes import (
     half_rows_bytes,
     record_bytes,
     sorted_groups,
+    steps_of,
 )
 
 SORT_THREADS = 512  # of sorted_rows.cu
@@ -35,7 +37,6 @@ TILE_WORDS = ROW_TILE_BYTES // 8
 WANTED_WARPS = 12  # of a multiprocessor: others work while one waits for its records
 SHARED_SHARE = 0.7  # of its shared memory: the rest is the cache that rows come through
 WARP_RECORDS = 8  # of pairs, that a warp has at least: it waits once for the first
-BLOCK_OVERHEAD_BYTES = 2048  # of shared memory: barriers, and what is kept back
 # Warps of a block and pairs of records that each has asked for, the best first.
 SHAPES = ((8, 2), (4, 2), (8, 1), (4, 1), (2, 1), (1, 1))
 
@@ -105,7 +106,7 @@ def sum_experts(
         constants, launch = _product(
             ((down, down), ""),
             (inner, places.order, answers, hidden),
-            (_up(hidden, 2 * TILE_ROWS), experts.width),
+            (steps_of(hidden, 2 * TILE_ROWS), experts.width),
             places,
         )
         compile_kernel("sorted.cu", "down", constants)(*launch, early=True)
@@ -143,7 +144,7 @@ def _inner_pieces(
     with scratch.frame():
         gathered = _empty_pieces(groups, hidden, device)
         inner = scratch.empty(GROUP_ROWS * groups, width, device=device)
-        records = _up(hidden, RECORD_COLUMNS)
+        records = steps_of(hidden, RECORD_COLUMNS)
         compile_kernel("sorted_rows.cu", "gather_rows", places.defines)(
             (groups * records,),
             (GROUP_ROWS * 32,),
@@ -153,11 +154,11 @@ def _inner_pieces(
         constants, launch = _product(
             ((gate, up), activation),
             (gathered, inner, width),
-            (_up(width, TILE_ROWS), hidden),
+            (steps_of(width, TILE_ROWS), hidden),
             places,
         )
         compile_kernel("sorted.cu", "gate_up", constants)(*launch, early=True)
-        records = _up(width, RECORD_COLUMNS)
+        records = steps_of(width, RECORD_COLUMNS)
         compile_kernel("sorted_rows.cu", "halve_inner", places.defines)(
             (groups * records,),
             (GROUP_ROWS * 32,),
@@ -175,15 +176,15 @@ def _product(
 ) -> tuple[dict[str, int], LaunchParts]:
     """Return how every tile of rows is multiplied with all pairs of its expert's tiles."""
     (kinds, activation), (pairs, columns) = product, sides
-    device, records = places.order.device, _up(columns, RECORD_COLUMNS)
+    device, records = places.order.device, steps_of(columns, RECORD_COLUMNS)
     gpu = properties_of(device)
     shape = shape_for(kinds, shared_bytes_of(device), gpu.shared_memory_per_multiprocessor)
     defines = {
         "GATED": int(activation != ""), "A_KIND": kinds[0].ggml_id, "B_KIND": kinds[1].ggml_id,
         "GELU": int(activation == "gelu"), "WARPS": shape.warps, "STAGES": shape.stages,
     }  # fmt: skip
-    turns = _up(WARP_RECORDS, records)
-    grid = (_up(pairs, shape.warps * turns), len(places.tiles))
+    turns = steps_of(WARP_RECORDS, records)
+    grid = (steps_of(pairs, shape.warps * turns), len(places.tiles))
     args = (places.tiles, *tensors, records, places.groups)
     return defines, (grid, (shape.warps * 32,), args, shape.shared_bytes)
 
@@ -191,7 +192,3 @@ def _product(
 def _empty_pieces(groups: int, columns: int, device: torch.device) -> torch.Tensor:
     size = half_rows_bytes(GROUP_ROWS * groups, columns)
     return scratch.empty(size, dtype=torch.uint8, device=device)
-
-
-def _up(size: int, step: int) -> int:
-    return -(-size // step)
