@@ -37,7 +37,9 @@ def read_torch() -> TorchFacts:
 def read_gpu(known: GpuFacts, torch_facts: TorchFacts) -> GpuFacts:
     """Return what is known of a GPU, with torch's own view of it where torch sees it."""
     index = int(known.name.partition(":")[2])
-    if index >= torch_facts.count:
+    # To a torch for the other maker's GPUs, this number means one of those.
+    built = torch_facts.hip if known.is_amd else torch_facts.cuda
+    if built is None or index >= torch_facts.count:
         return known
     properties = torch.cuda.get_device_properties(index)
     known = replace(

@@ -30,13 +30,15 @@ class NvidiaGpu:
     sm: int
     driver: str
     uuid: str
+    listed: int = 0  # GPUs that the driver lists, whether a process sees them or not
 
 
 def ask_driver(query: str) -> tuple[str, str]:
     """Return the driver's answer as rows of comma-separated values, and why there is none."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        # Names of processes may be in any encoding.
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
     except FileNotFoundError:
         return "", "there is no nvidia-smi"
     except subprocess.TimeoutExpired:
@@ -58,7 +60,12 @@ def gpu_facts() -> list[GpuFacts]:
     """Return what the driver knows of this machine's NVIDIA GPUs."""
     return [
         GpuFacts(
-            name=x.name, product=x.product, sm=x.sm, driver=x.driver, total_bytes=x.total_bytes
+            name=x.name,
+            product=x.product,
+            sm=x.sm,
+            driver=x.driver,
+            total_bytes=x.total_bytes,
+            listed=x.listed,
         )
         for x in nvidia_gpus()
     ]
@@ -112,7 +119,9 @@ def read_gpus(report: str, environment: Mapping[str, str]) -> list[NvidiaGpu]:
         # is asked whether it holds, before anything is loaded.
         found.sort(key=lambda gpu: -_flops(gpu))
     visible = _visible(found, environment.get("CUDA_VISIBLE_DEVICES"))
-    return [replace(gpu, name=f"cuda:{index}") for index, gpu in enumerate(visible)]
+    return [
+        replace(gpu, name=f"cuda:{index}", listed=len(found)) for index, gpu in enumerate(visible)
+    ]
 
 
 def _visible(gpus: Sequence[NvidiaGpu], chosen: str | None) -> list[NvidiaGpu]:
@@ -123,6 +132,8 @@ def _visible(gpus: Sequence[NvidiaGpu], chosen: str | None) -> list[NvidiaGpu]:
     for word in (part.strip() for part in chosen.split(",")):
         if word.isdigit():
             matching = list(gpus[int(word) : int(word) + 1])
+        elif word.startswith("MIG-") and len(gpus) == 1:
+            matching = list(gpus)  # a part of the only card; how large it is, torch tells
         else:
             matching = [gpu for gpu in gpus if word and gpu.uuid.startswith(word)]
         if len(matching) != 1:

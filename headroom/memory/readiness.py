@@ -54,6 +54,8 @@ class GpuFacts:
     gfx: str = ""  # AMD's name of the architecture; "" where unknown
     driver: str = ""
     total_bytes: int = 0  # as the driver tells; 0 where it does not
+    limit_bytes: int = 0  # that an engine may take of it; 0: all
+    listed: int = 0  # GPUs that the driver lists; 0 where that is not known
     torch_product: str = ""  # what torch finds under this name
     torch_bytes: int = 0
     compiler: str = ""  # why kernels cannot be compiled for it; "" where they can, or were not
@@ -79,7 +81,7 @@ def refuse_gpu(torch: TorchFacts, gpu: GpuFacts, dtype: str | None = None) -> Re
         return (
             _refuse_build(torch, "ROCm", torch.hip)
             or _refuse_start(torch, gpu)
-            or _refuse_other(gpu)
+            or _refuse_other(torch, gpu)
             or _refuse_gfx(torch, gpu)
             or _refuse_compiler(gpu)
         )
@@ -87,7 +89,7 @@ def refuse_gpu(torch: TorchFacts, gpu: GpuFacts, dtype: str | None = None) -> Re
         _refuse_build(torch, "CUDA", torch.cuda)
         or _refuse_version(torch)
         or _refuse_start(torch, gpu)
-        or _refuse_other(gpu)
+        or _refuse_other(torch, gpu)
         or _refuse_sm(torch, gpu, dtype)
         or _refuse_compiler(gpu)
     )
@@ -137,17 +139,19 @@ def _refuse_start(torch: TorchFacts, gpu: GpuFacts) -> Refusal | None:
             f"After an update of the driver a restart may be due; {hides} or a container may "
             "hide the GPU.",
         )
-    index = int(gpu.name.partition(":")[2])
-    if index >= torch.count:
+    kind, _, index = gpu.name.partition(":")
+    if int(index) >= torch.count:
         return Refusal(
             f"torch sees {torch.count} GPUs, and {gpu.name} is not one of them.",
-            f"{hides} may hide it; torch counts what is left from {gpu.name[:-1]}0 on.",
+            f"{hides} may hide it; torch counts what is left from {kind}:0 on.",
         )
     return None
 
 
-def _refuse_other(gpu: GpuFacts) -> Refusal | None:
+def _refuse_other(torch: TorchFacts, gpu: GpuFacts) -> Refusal | None:
     """Refuse where the driver and torch call different cards by one name: a plan is for one."""
+    if gpu.listed == torch.count == 1:
+        return _refuse_part(gpu)
     names = [re.sub(r"nvidia|\s", "", x.lower()) for x in (gpu.product, gpu.torch_product)]
     renamed = all(names) and names[0] != names[1]
     sizes = gpu.total_bytes, gpu.torch_bytes
@@ -162,6 +166,24 @@ def _refuse_other(gpu: GpuFacts) -> Refusal | None:
         "Unset HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES."
         if gpu.is_amd
         else "Set CUDA_DEVICE_ORDER=PCI_BUS_ID: both count alike then.",
+    )
+
+
+def _refuse_part(gpu: GpuFacts) -> Refusal | None:
+    """Refuse a part of the only card, which cannot be another one whatever its name is.
+
+    Where an engine takes no more than the part has, the plan is for the part.
+    """
+    missing = gpu.total_bytes - gpu.torch_bytes
+    if not gpu.torch_bytes or missing <= SAME_SIZE * gpu.total_bytes:
+        return None
+    if 0 < gpu.limit_bytes <= gpu.torch_bytes:
+        return None
+    size = gib(gpu.torch_bytes)
+    return Refusal(
+        f"{gpu.name} is {gpu.product or 'a card'} with {gib(gpu.total_bytes)} to the driver, and "
+        f"torch sees a part of it: {gpu.torch_product} with {size}.",
+        f"Plan for the part: --device-memory with a size below {size}.",
     )
 
 

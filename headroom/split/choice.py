@@ -20,7 +20,7 @@ from headroom.memory.shape import ModelShape
 from headroom.memory.targets import is_local, plan_devices
 from headroom.options import Options
 from headroom.split.unused import without_gpu_options
-from headroom.units import GIB, gib
+from headroom.units import GIB, gib, parse_size
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +124,9 @@ def _refuse(device: DeviceSpec, options: Options) -> Refusal | None:
     torch = read_torch()
     found = [gpu for gpu in gpu_facts() if gpu.name == device.name]
     known = found[0] if found else _facts(device)
+    if options.device_memory is not None:
+        limit = parse_size(options.device_memory, "device_memory")
+        known = replace(known, limit_bytes=limit)
     return refuse_gpu(torch, read_gpu(known, torch), options.dtype)
 
 

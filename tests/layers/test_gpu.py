@@ -83,6 +83,7 @@ def test_the_driver_tells_the_memory_of_a_gpu_on_which_cuda_does_not_start(
 
 
 SEEN = TorchFacts(version="2.11", cuda="13.0", count=1)
+ROCM = TorchFacts(version="2.11", hip="7.0", count=1)
 
 
 @pytest.fixture
@@ -109,8 +110,16 @@ def test_an_amd_card_has_a_gfx_name_and_no_compiler_of_cudas(
 ) -> None:
     card.gcnArchName = "gfx90a:sramecc+:xnack-"
     monkeypatch.setattr(gpu, "triton_missing", lambda: "triton is not installed")
-    found = read_gpu(GpuFacts(name="hip:0", total_bytes=GIB), SEEN)
+    found = read_gpu(GpuFacts(name="hip:0", total_bytes=GIB), ROCM)
     assert (found.gfx, found.sm, found.compiler) == ("gfx90a", 0, "triton is not installed")
+
+
+def test_a_torch_for_one_maker_is_not_asked_about_a_card_of_the_other(
+    card: SimpleNamespace,
+) -> None:
+    for name, torch_facts in (("hip:0", SEEN), ("cuda:0", ROCM)):
+        known = GpuFacts(name=name, total_bytes=GIB)
+        assert read_gpu(known, torch_facts) == known
 
 
 def test_a_torch_for_rocm_is_started_in_cudas_name(monkeypatch: pytest.MonkeyPatch) -> None:

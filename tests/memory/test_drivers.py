@@ -48,6 +48,11 @@ def test_only_gpus_that_the_variable_names_are_seen_up_to_the_first_wrong_name(
     assert seen(BY_BUS | {"CUDA_VISIBLE_DEVICES": chosen}) == wanted
 
 
+def test_a_part_of_the_only_card_is_seen_as_that_card() -> None:
+    found = read_gpus(SLOW, {"CUDA_VISIBLE_DEVICES": "MIG-5f0c"})
+    assert [(gpu.name, gpu.uuid, gpu.listed) for gpu in found] == [("cuda:0", "GPU-a1", 1)]
+
+
 def test_numbers_of_the_variable_follow_the_order_of_cuda() -> None:
     assert seen({"CUDA_VISIBLE_DEVICES": "0,2"}) == ["b2", "a1"]
 
@@ -78,7 +83,7 @@ def test_facts_and_holders_are_those_of_the_gpu_that_torch_means(
     smi.processes = "GPU-a1, 7, /usr/bin/python3, 512\nGPU-b2, 9, other, 100\n"
     assert gpu_facts() == [
         GpuFacts(name="cuda:0", product="NVIDIA GeForce RTX 3060", sm=86, driver="580.1",
-                 total_bytes=12288 * MIB)
+                 total_bytes=12288 * MIB, listed=3)
     ]  # fmt: skip
     assert gpu_holders("cuda:0") == [Holder(7, "python3", 512 * MIB)]
     assert [gpu.total_bytes for gpu in detect_gpus() if gpu.kind == "cuda"] == [12288 * MIB]
@@ -164,3 +169,5 @@ def test_the_real_program_is_asked_where_there_is_one(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert ask_driver("--query-gpu=name") == (REPORT, "")
+    program.write_text("#!/bin/sh\nprintf 'GPU-a1, 7, caf\\351, 512'\n")
+    assert ask_driver("--query-compute-apps=pid")[0].startswith("GPU-a1, 7, caf")

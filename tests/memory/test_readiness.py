@@ -36,6 +36,29 @@ def test_a_driver_and_torch_may_differ_in_what_they_keep_of_a_card() -> None:
     assert refuse_gpu(ROCM, replace(amd, product="gfx1100", total_bytes=25 * GIB)) is None
 
 
+def test_the_only_card_is_not_refused_for_its_name_or_for_more_memory_than_is_planned_for() -> None:
+    only = replace(GPU, listed=1, total_bytes=16 * GIB, torch_product="GRID T4-16Q")
+    assert refuse_gpu(TORCH, replace(only, torch_bytes=15 * GIB)) is None
+    assert refuse_gpu(TORCH, replace(only, torch_bytes=24 * GIB)) is None
+    assert refuse_gpu(TORCH, only) is None
+    assert refuse_gpu(replace(TORCH, count=2), only) is not None
+    assert refuse_gpu(TORCH, replace(only, listed=2)) is not None
+
+
+def test_a_part_of_the_only_card_is_taken_where_an_engine_keeps_to_it() -> None:
+    name = "NVIDIA H200 MIG 1g.18gb"
+    part = replace(GPU, listed=1, total_bytes=140 * GIB, torch_bytes=16 * GIB, torch_product=name)
+    refusal = refuse_gpu(TORCH, part)
+    assert refusal is not None
+    assert refusal.message == (
+        "cuda:0 is NVIDIA H200 with 140.00 GiB to the driver, and torch sees a part of it: "
+        "NVIDIA H200 MIG 1g.18gb with 16.00 GiB."
+    )
+    assert refusal.hint == "Plan for the part: --device-memory with a size below 16.00 GiB."
+    assert refuse_gpu(TORCH, replace(part, limit_bytes=17 * GIB)) == refusal
+    assert refuse_gpu(TORCH, replace(part, limit_bytes=15 * GIB)) is None
+
+
 @pytest.mark.parametrize(
     ("torch", "gpu", "dtype", "message", "hint"),
     [
@@ -118,6 +141,11 @@ def test_a_driver_and_torch_may_differ_in_what_they_keep_of_a_card() -> None:
         (
             TORCH, {"name": "cuda:3"}, None,
             "torch sees 1 GPUs, and cuda:3 is not one of them.",
+            "CUDA_VISIBLE_DEVICES may hide it; torch counts what is left from cuda:0 on.",
+        ),
+        (
+            TORCH, {"name": "cuda:10"}, None,
+            "torch sees 1 GPUs, and cuda:10 is not one of them.",
             "CUDA_VISIBLE_DEVICES may hide it; torch counts what is left from cuda:0 on.",
         ),
         (

@@ -149,6 +149,20 @@ def test_cold_experts_of_an_amd_gpu_are_refused_before_anything_is_loaded(
     assert "device: cpu, not hip:0: hip:0 would leave " in caplog.text
 
 
+def test_a_part_of_a_card_is_planned_for_where_an_engine_keeps_to_it(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = {"listed": 1, "total_bytes": 141 * GIB, "torch_bytes": 40 * GIB}
+    monkeypatch.setattr(machine, "torch", replace(machine.torch, count=1))
+    monkeypatch.setattr(choice, "read_gpu", lambda known, torch: replace(known, **part))
+    machine.free = 40 * GIB
+    with pytest.raises(DeviceError, match="torch sees a part of it"):
+        choice.make_run_plan(MODEL, machine.options("cuda:0"))
+    for name in ("cuda:0", None):
+        options = machine.options(name, device_memory="39GiB")
+        assert choice.make_run_plan(MODEL, options).devices[0].name == "cuda:0"
+
+
 def test_products_in_8_bits_stay_on_the_cpu(machine: Machine) -> None:
     assert choice.find_device(machine.options()) == "cuda:0"
     assert choice.find_device(machine.options(dtype="int8")) == "cpu"

@@ -80,6 +80,18 @@ def test_the_end_of_memory_at_start_is_an_error_with_numbers(
     assert caught.value.hint.startswith("Choose a smaller --context, --parallel or --chunk")
 
 
+@pytest.mark.parametrize(("kind", "wanted"), [("hip", DeviceError), ("cpu", RuntimeError)])
+def test_the_end_of_memory_is_told_of_the_gpus_of_any_maker(
+    monkeypatch: pytest.MonkeyPatch, kind: str, wanted: type[Exception]
+) -> None:
+    monkeypatch.setattr(launch, "gpu_memory", lambda name: (GIB // 2, 24 * GIB))
+    monkeypatch.setattr(launch, "gpu_holders", lambda name: [])
+    device = MagicMock(kind=kind, allocated={"kv": GIB})
+    device.name = f"{kind}:0"
+    with pytest.raises(wanted, match="out of memory"), launch.memory_told(device, {}, "x"):
+        raise RuntimeError("HIP error: out of memory")
+
+
 def test_a_gpu_that_has_no_room_to_start_is_told_alike(
     start: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
