@@ -181,7 +181,7 @@ def with_speeds(devices: Sequence[DeviceSpec], speeds: Mapping[str, Speeds]) -> 
             device = replace(
                 device,
                 bandwidth=found.bandwidth,
-                link=found.link,
+                link=found.link or device.link,  # 0: not measured, and copies take their time
                 flops=found.flops,
                 link_read=found.link_read,
                 handover_s=found.handover_s,

@@ -90,6 +90,11 @@ def test_as_many_experts_are_on_the_cpu_as_are_cold(budget: str, layers: int) ->
     assert found.notes == ((told,) if layers else ())
 
 
+def test_experts_that_only_we_leave_out_are_told() -> None:
+    (note,) = setup_of("qwen3moe", **GPU, expert_budget="50%", cold="drop").notes
+    assert note.endswith("of ours 50 % are left out and computed by nobody, some of every layer")
+
+
 def test_dense_layers_before_the_experts_count_too() -> None:
     shape, plan, _ = shape_and_plan("laguna", **GPU, expert_budget="90%")
     assert [bool(layer.experts) for layer in shape.layers[:2]] == [False, True]

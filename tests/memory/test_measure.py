@@ -199,6 +199,13 @@ def test_a_card_of_which_a_part_may_be_taken_keeps_its_speeds() -> None:
     assert (found.measured, found.bandwidth) == (True, 9e11)
 
 
+def test_a_link_that_was_not_measured_is_the_listed_one() -> None:
+    card = replace(gpu(12), product="Old Card")
+    (found,) = with_speeds([card], {"cuda:0": replace(OLD, link=0.0)})
+    assert found.measured
+    assert found.link == card.link > 0
+
+
 def test_speeds_of_another_version_are_not_used_and_that_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,6 +1,7 @@
 // Sixteen rows of a packed weight times rows of activations on the tensor cores. Weights are whole
-// numbers in f16. The whole-number scales of K types are multiplied in before: what that gives is exact in
-// f16, so that blocks add up on the tensor cores. Other types' scales come in f32 after each block.
+// numbers in f16. The whole-number scales of K types are multiplied in before, so that blocks add up on the
+// tensor cores: what that gives is at most 31 x 63 steps and exact in f16 for Q4_K and Q5_K, and up to
+// 32 x 128 for Q6_K, where it is rounded above 2048. Other types' scales come in f32 after each block.
 #include "tiles.cuh"
 #include "halves.cuh"
 #include "mma.cuh"
@@ -248,10 +249,11 @@ template <int L> struct OneRow {
     }
 };
 
-// acc += the records of M tiles times one row: what add_records gives it, bit by bit. Every lane has the sums
-// of rows g and g + 8.
+// acc += the records of M tiles times one row: what add_records gives it, bit by bit, of types whose blocks
+// have scales in f32. Every lane has the sums of rows g and g + 8.
 template <int K, int L, int M>
 __device__ __forceinline__ void add_row_records(const Share<K>* share, const OneRow<L>& row, float (*acc)[2]) {
+    static_assert(!by_record(K), "the lanes of K types have no scales of their own");
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
@@ -274,7 +276,6 @@ __device__ __forceinline__ void add_row_records(const Share<K>* share, const One
             const u32 a[4] = {share[m].lows[0], share[m].lows[1], share[m].lows[0], share[m].lows[1]};
             mma(under, a, row.sums.x, row.sums.y);
         }
-        constexpr float unit = by_record(K) ? unit_of(K) : 1.0f;
 #pragma unroll
         for (int upper = 0; upper < 2; ++upper) {
             const float2* own = share[m].own;
@@ -282,7 +283,7 @@ __device__ __forceinline__ void add_row_records(const Share<K>* share, const One
             value = fmaf(upper ? own[1].y : own[1].x, second[upper], value);
             value += __shfl_xor_sync(~0u, value, 1);
             value += __shfl_xor_sync(~0u, value, 2);
-            add_value<K>(share[m], upper, value, under[2 * upper], unit * row.power, acc[m][upper]);
+            add_value<K>(share[m], upper, value, under[2 * upper], row.power, acc[m][upper]);
         }
     }
 }
