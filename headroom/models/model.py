@@ -1,7 +1,10 @@
 """Model: a run of blocks, with embedding and head."""
 
+from collections.abc import Set
+
 import torch
 
+from headroom.kernels.cuda.matmul import Foreseen
 from headroom.layers.batch import Batch
 from headroom.layers.block import Layer
 from headroom.layers.device_block import DeviceBlock
@@ -29,6 +32,7 @@ class Model:
         hybrid: Hybrid | None = None,
     ) -> None:
         self._workspace = workspace
+        self.foreseen: Set[Foreseen] = frozenset()  # what a GPU's steps will ask for
         self._embedding = embedding
         self._side = side
         self._blocks = blocks
