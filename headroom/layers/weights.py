@@ -10,12 +10,13 @@ import torch
 from headroom.errors import DeviceError
 from headroom.formats.quants import BY_NAME, F32
 from headroom.formats.tensor import TensorInfo
-from headroom.kernels.cuda.matmul import TILES, Foreseen, TiledSize
+from headroom.kernels.cuda.matmul import TILES, TiledSize
 from headroom.kernels.cuda.narrow import QUANTS, narrow_type
 from headroom.kernels.ops import Case, ExpertTable
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.registry import pick
 from headroom.kernels.weight import PLAIN_TYPES, Weight, plain_type
+from headroom.layers.foreseen import Foreseen
 from headroom.layers.pieces import FileMatrices
 from headroom.layers.pinned import HostMemory, pin_limits
 from headroom.layers.upload import Upload

@@ -4,11 +4,11 @@ from collections.abc import Set
 
 import torch
 
-from headroom.kernels.cuda.matmul import Foreseen
 from headroom.layers.batch import Batch
 from headroom.layers.block import Layer
 from headroom.layers.device_block import DeviceBlock
 from headroom.layers.embedding import Embedding, Head
+from headroom.layers.foreseen import Foreseen
 from headroom.layers.parts import begin_step
 from headroom.layers.side import SideInputs
 from headroom.layers.workspace import Workspace

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
-from headroom.kernels.cuda.compile import compile_ahead
 from headroom.layers.batch import Batch, Span
 from headroom.layers.device_rows import FEW_ROWS
 from headroom.layers.draws import DeviceSampler, Draw, copy_event
+from headroom.layers.foreseen import compile_foreseen
 from headroom.memory.budget import PlanSettings
 from headroom.memory.devices import torch_name
 from headroom.models.model import Model
@@ -199,18 +199,11 @@ class DeviceStage:
                 self._model.routing.clear()
 
     def _compile_ahead(self, sequences: Sequence[int]) -> None:
-        """Compile kernels of the rows that `capture` runs with, many at a time.
-
-        Those that steps ask for one by one would be compiled one after another.
-        """
-        foreseen, place, most = self._model.foreseen, torch.device(self._place), self._settings.rows
-        if not foreseen:
-            return
+        """Compile kernels for the rows that `capture` runs with."""
+        most = self._settings.rows
         sizes = BUCKETS if self._model.capturable else [size for size in OWN_SIZES if size < most]
-        counts = {rows for rows in (*sizes, *sequences, most) if rows <= FEW_ROWS}
-        compile_ahead(
-            code for one in foreseen for rows in counts for code in one.codes(rows, place)
-        )
+        counts = (rows for rows in (*sizes, *sequences, most) if rows <= FEW_ROWS)
+        compile_foreseen(self._model.foreseen, counts, self._place)
 
     def forget_captures(self) -> None:
         """Capture steps anew when they are next used."""

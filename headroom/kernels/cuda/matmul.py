@@ -197,9 +197,6 @@ class Gates:
         return (("activations.cu", gate_macros(self.activation, rows)),)
 
 
-Foreseen = TiledSize | Gates  # what steps will ask for, in kernels for each number of rows
-
-
 def product_shape(
     weight: Weight | TiledSize, rows: int, device: torch.device
 ) -> tuple[Shape, dict[str, int]]:
