@@ -12,7 +12,7 @@ from headroom.kernels.cuda import attention, delta_net, prefill, scratch, small
 from headroom.kernels.cuda.attention import DecodeShape, Gate, HeadNorms, Projected
 from headroom.kernels.cuda.chunks import span_tables
 from headroom.kernels.cuda.compile import refuses_device
-from headroom.kernels.cuda.matmul import RowNorm, normed_head_rows
+from headroom.kernels.cuda.matmul import Gates, RowNorm, normed_head_rows
 from headroom.kernels.cuda.narrow import narrow_type, refuses_type
 from headroom.kernels.ops import RecurrentState, StepTables
 from headroom.layers.attention import pair_rows, query_rows
@@ -238,6 +238,7 @@ class DeviceMlp:
         self._in = stack(get, ["ffn.gate", "ffn.up"])
         self._down = stack(get, ["ffn.down"])
         self._activation, self._after = config.activation, after
+        get.foreseen.add(Gates(config.activation))
         self._narrow = narrow_type(get.case.dtype)
 
     @part_of_step("dense")
@@ -265,6 +266,7 @@ class DeviceSide:
         self._gate = stack(get, ["side.gate"])
         self._proj = stack(get, ["side.proj"])
         self._after = RowNorm(get.norm("side.norm"), eps)
+        get.foreseen.add(Gates("gelu"))
 
     def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
         """Add the part's answers."""

@@ -165,7 +165,7 @@ def stack(
         for run in runs
     )
     for weight in weights:
-        get.count(get.line, weight.nbytes)
+        get.took(weight)
     return Stack(weights, tuple(map(tuple, runs)), tuple(part.rows for part in found))
 
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -10,12 +10,13 @@ import torch
 from headroom.errors import DeviceError
 from headroom.formats.quants import BY_NAME, F32
 from headroom.formats.tensor import TensorInfo
-from headroom.kernels.cuda.matmul import TILES
+from headroom.kernels.cuda.matmul import TILES, TiledSize
 from headroom.kernels.cuda.narrow import QUANTS, narrow_type
 from headroom.kernels.ops import Case, ExpertTable
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.registry import pick
 from headroom.kernels.weight import PLAIN_TYPES, Weight, plain_type
+from headroom.layers.foreseen import Foreseen
 from headroom.layers.pieces import FileMatrices
 from headroom.layers.pinned import HostMemory, pin_limits
 from headroom.layers.upload import Upload
@@ -35,6 +36,7 @@ class WeightSource:
     line: str = "core_weights"
     norm_offset: float = 0.0  # added to the weights of norms
     upload: Upload | None = None  # to a GPU
+    foreseen: set[Foreseen] = field(default_factory=set)  # of all layers: what steps will ask for
 
     def at(self, prefix: str, line: str = "core_weights") -> "WeightSource":
         """Return the same source for the names below `prefix`, counted on another line."""
@@ -62,7 +64,7 @@ class WeightSource:
             weight = Weight(upload.rows(found), found.quant, found.rows, found.columns)
             upload.wait()  # what prepares it may read it
             weight = kernel.prepare(weight)
-        self.count(self.line, weight.nbytes)
+        self.took(weight)
         return weight
 
     def exact(self, name: str) -> Weight:
@@ -185,8 +187,14 @@ class WeightSource:
         """The weight in memory of its own, counted."""
         if weight.layout == "rows":
             weight = replace(weight, data=weight.data.to(self.case.place, copy=True))
-        self.count(self.line, weight.nbytes)
+        self.took(weight)
         return weight
+
+    def took(self, weight: Weight) -> None:
+        """Count a weight on its device, and foresee its products."""
+        self.count(self.line, weight.nbytes)
+        if weight.layout == TILES:
+            self.foreseen.add(TiledSize(weight.quant, weight.rows, weight.columns))
 
 
 def open_weights(

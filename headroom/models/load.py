@@ -121,7 +121,9 @@ def _build(
     norm = RmsNorm(source.norm("norm"), config.norm_eps, source.case)
     head = Head(norm, vocabulary, source.case, config.softcap)
     embedding = Embedding(table, source.case, config.embed_scale)
-    return Model(embedding, blocks, head, workspace, routing, side, hybrid)
+    model = Model(embedding, blocks, head, workspace, routing, side, hybrid)
+    model.foreseen = source.foreseen
+    return model
 
 
 def _open_hybrid(

@@ -1,11 +1,14 @@
 """Model: a run of blocks, with embedding and head."""
 
+from collections.abc import Set
+
 import torch
 
 from headroom.layers.batch import Batch
 from headroom.layers.block import Layer
 from headroom.layers.device_block import DeviceBlock
 from headroom.layers.embedding import Embedding, Head
+from headroom.layers.foreseen import Foreseen
 from headroom.layers.parts import begin_step
 from headroom.layers.side import SideInputs
 from headroom.layers.workspace import Workspace
@@ -29,6 +32,7 @@ class Model:
         hybrid: Hybrid | None = None,
     ) -> None:
         self._workspace = workspace
+        self.foreseen: Set[Foreseen] = frozenset()  # what a GPU's steps will ask for
         self._embedding = embedding
         self._side = side
         self._blocks = blocks

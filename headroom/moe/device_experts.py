@@ -10,7 +10,7 @@ from headroom.kernels.cuda import route as cuda_route
 from headroom.kernels.cuda import router as cuda_router
 from headroom.kernels.cuda import scratch, small
 from headroom.kernels.cuda.expert_tiles import NO_OTHERS, ExpertTiles, Others, OwnTiles
-from headroom.kernels.cuda.matmul import TILES, RowNorm
+from headroom.kernels.cuda.matmul import TILES, Gates, RowNorm
 from headroom.kernels.cuda.narrow import narrow_type
 from headroom.kernels.cuda.route import Unchosen
 from headroom.kernels.cuda.sizes import EXPERT_STEP, tile_bytes
@@ -142,11 +142,14 @@ class DeviceExperts:
         self._experts, self.cold = open_steps(config, get, place)
         self._shared, self._own = None, None
         if config.shared_width:
+            apart = replace(get, foreseen=set())
             self._shared = (
-                stack(get, ["ffn.shared.gate", "ffn.shared.up"]),
-                stack(get, ["ffn.shared.down"]),
+                stack(apart, ["ffn.shared.gate", "ffn.shared.up"]),
+                stack(apart, ["ffn.shared.down"]),
             )
             self._own = own_tiles(*self._shared)
+            if self._own is None:  # else the experts' kernels run it beside the others
+                get.foreseen.update(apart.foreseen, {Gates(config.activation)})
 
     @part_of_step("experts")
     def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:

@@ -14,6 +14,7 @@ import torch
 from headroom.layers.batch import Batch, Span
 from headroom.layers.device_rows import FEW_ROWS
 from headroom.layers.draws import DeviceSampler, Draw, copy_event
+from headroom.layers.foreseen import compile_foreseen
 from headroom.memory.budget import PlanSettings
 from headroom.memory.devices import torch_name
 from headroom.models.model import Model
@@ -175,6 +176,7 @@ class DeviceStage:
         most, together = self._settings.rows, min(self._settings.parallel, FEW_ROWS)
         sequences = sorted({min(size, together) for size in OWN_SIZES})
         with self._here(), torch.inference_mode():
+            self._compile_ahead(sequences)
             if self._model.capturable:
                 sizes = [size for size in BUCKETS if size < 2 * self._settings.parallel]
                 for kind in (*(self._kind(size, 1) for size in sizes), self._kind(FEW_ROWS)):
@@ -195,6 +197,13 @@ class DeviceStage:
                     self._sampler.draw(self._model.logits(hidden[:count]))
             if self._model.routing is not None:
                 self._model.routing.clear()
+
+    def _compile_ahead(self, sequences: Sequence[int]) -> None:
+        """Compile kernels for the rows that `capture` runs with."""
+        most = self._settings.rows
+        sizes = BUCKETS if self._model.capturable else [size for size in OWN_SIZES if size < most]
+        counts = (rows for rows in (*sizes, *sequences, most) if rows <= FEW_ROWS)
+        compile_foreseen(self._model.foreseen, counts, self._place)
 
     def forget_captures(self) -> None:
         """Capture steps anew when they are next used."""

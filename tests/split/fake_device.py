@@ -33,6 +33,7 @@ class FakeModel:
 
     routing = None
     cold = None
+    foreseen = frozenset()
 
     def __init__(self, capturable: bool = True) -> None:
         self.capturable = capturable

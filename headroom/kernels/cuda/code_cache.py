@@ -25,6 +25,8 @@ class CodeCache:
         self._folder: Path | None = None
         self._max_bytes = max_bytes
         self._told = False  # whether its trouble has been logged
+        self._telling = threading.Lock()
+        self._held: dict[str, bytes] = {}  # compiled ahead; no folder has it
 
     def open(self, home: Path) -> None:
         """Keep code below a home folder from now on; before, none is kept."""
@@ -33,6 +35,19 @@ class CodeCache:
 
     def load(self, key: str) -> bytes | None:
         """Return the code of a key; None where there is none, or none that is whole."""
+        held = self._held.pop(key, None)  # in one step: threads may ask at the same time
+        return self._read(key) if held is None else held
+
+    def has(self, key: str) -> bool:
+        """Tell whether the code of a key can be loaded."""
+        return key in self._held or self._read(key) is not None
+
+    def hold(self, key: str, code: bytes) -> None:
+        """Keep the code of a key, in memory until it is loaded where no folder takes it."""
+        if not self.save(key, code):
+            self._held[key] = code
+
+    def _read(self, key: str) -> bytes | None:
         if self._folder is None:
             return None
         path = self._folder / (key + _SUFFIX)
@@ -51,10 +66,13 @@ class CodeCache:
             os.utime(path)  # the oldest are deleted first, and this one is of use
         return code
 
-    def save(self, key: str, code: bytes) -> None:
-        """Keep the code of a key, in one step, so that other processes never see half of it."""
+    def save(self, key: str, code: bytes) -> bool:
+        """Keep the code of a key, in one step, so that other processes never see half of it.
+
+        Tell whether the folder took it.
+        """
         if self._folder is None:
-            return
+            return False
         # With the suffix, so that what a killed process leaves is deleted in its turn.
         writer = f"{os.getpid()}.{threading.get_ident()}"
         unfinished = self._folder / f".{key}.{writer}{_SUFFIX}"
@@ -68,6 +86,8 @@ class CodeCache:
             self._shrink()
         except OSError as error:
             self._tell(error)
+            return False
+        return True
 
     def _shrink(self) -> None:
         """Delete what was not used for longest until the rest is small enough."""
@@ -80,9 +100,10 @@ class CodeCache:
                 path.unlink(missing_ok=True)
 
     def _tell(self, problem: object) -> None:
-        if not self._told:
+        with self._telling:
+            told, self._told = self._told, True
+        if not told:
             log.warning("kernels: code in %s is of no use: %s", self._folder, problem)
-            self._told = True
 
 
 def code_folder(home: Path) -> Path:

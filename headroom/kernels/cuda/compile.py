@@ -2,9 +2,12 @@
 
 import ctypes
 import logging
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,13 +27,16 @@ SOURCES = Path(__file__).parent
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 _MAX_DYNAMIC_SHARED = 8  # the driver's number of this attribute of a function
 _PLAIN_SHARED_BYTES = 48 << 10  # what a block may have without asking
+_MOST_THREADS = 16  # that compile at the same time; each takes some 30 MiB
 
 T = TypeVar("T")
 Defines = tuple[tuple[str, int], ...]  # macros and their values, sorted
+Code = tuple[str, Mapping[str, int]]  # a source and the macros that it is compiled with
 
 _OWN = OwnLaunch()
 # Kernels by source, name, GPU, macros in the order that they were given in, and their values.
 _FOUND: dict[tuple[object, ...], "CudaKernel"] = {}
+_LOADED: set[tuple[str, int]] = set()  # keys of the code that GPUs have, and which GPU
 
 
 class CudaKernel:
@@ -132,16 +138,31 @@ def _find_kernel(source: str, name: str, defines: Defines, device: int) -> CudaK
 @cache
 def _load_source(source: str, defines: Defines, device: int) -> ctypes.c_void_p:
     """Return the module of all kernels of a source, which the compiler makes at once."""
+    return load_code(source, with_macros(source, dict(defines)), _sm_of(device), device)
+
+
+def _sm_of(device: int) -> int:
     major, minor = torch.cuda.get_device_capability(device)
-    text = with_macros(source, dict(defines))
-    return load_code(source, text, 10 * major + minor, device)
+    return 10 * major + minor
 
 
 def load_code(source: str, text: str, sm: int, device: int) -> ctypes.c_void_p:
     """Load a text's machine code onto a GPU: as kept from earlier days, or compiled now."""
-    nvrtc = open_nvrtc()
-    target = f"sm_{sm}"
-    key = code_key(text, target, nvrtc.version, *FLAGS)
+    key = _key_of(text, sm)
+    module = _load_kept(source, key, device)
+    if module is None:
+        code = open_nvrtc().compile(text, source, f"sm_{sm}")
+        CODE.save(key, code)
+        module = load_module(code, device)
+    _LOADED.add((key, device))
+    return module
+
+
+def _key_of(text: str, sm: int) -> str:
+    return code_key(text, f"sm_{sm}", open_nvrtc().version, *FLAGS)
+
+
+def _load_kept(source: str, key: str, device: int) -> ctypes.c_void_p | None:
     if (code := CODE.load(key)) is not None:
         try:
             return load_module(code, device)
@@ -149,9 +170,56 @@ def load_code(source: str, text: str, sm: int, device: int) -> ctypes.c_void_p:
             if is_out_of_memory(error):
                 raise
             log.debug("kernels: kept code of %s does not load: %s", source, error)
-    code = nvrtc.compile(text, source, target)
-    CODE.save(key, code)
-    return load_module(code, device)
+    return None
+
+
+def compile_ahead(wanted: Iterable[Code]) -> None:
+    """Compile for the current GPU what it will be asked for, in threads, as far as it is not kept.
+
+    It only ever saves time: what fails here fails again where it is asked for, and is told there.
+    """
+    started = time.perf_counter()
+    try:
+        device = current_device()
+        sm = _sm_of(device)
+        missing = _missing(wanted, sm, device)
+        most = max(1, min(len(missing), _cores(), _MOST_THREADS))
+        with ThreadPoolExecutor(most, "compile") as threads:
+            count = sum(threads.map(partial(_compile_one, sm), missing))
+    except Exception as error:  # whatever it is, no start ends by it
+        log.debug("kernels: nothing is compiled ahead: %s", error)
+        return
+    if count:
+        log.info("kernels: %d compiled ahead in %.1f s", count, time.perf_counter() - started)
+
+
+def _missing(wanted: Iterable[Code], sm: int, device: int) -> list[tuple[str, str, str]]:
+    """Return key, source and text of what neither this GPU has nor is kept, each once."""
+    found = {}
+    # Products of many rows, which take longest to compile, come first: threads end together.
+    codes = {(source, tuple(sorted(macros.items()))) for source, macros in wanted}
+    for source, macros in sorted(codes, reverse=True):
+        text = with_macros(source, dict(macros))
+        key = _key_of(text, sm)
+        if (key, device) not in _LOADED and not CODE.has(key):
+            found[key] = (key, source, text)
+    return list(found.values())
+
+
+def _compile_one(sm: int, wanted: tuple[str, str, str]) -> bool:
+    """Compile a text and keep its code; tell whether that went well."""
+    key, source, text = wanted
+    try:
+        CODE.hold(key, open_nvrtc().compile(text, source, f"sm_{sm}"))
+    except Exception as error:
+        log.debug("kernels: %s is not compiled ahead: %s", source, error)
+        return False
+    return True
+
+
+def _cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def with_macros(source: str, defines: Mapping[str, int]) -> str:

@@ -6,8 +6,10 @@ from itertools import accumulate
 
 import torch
 
+from headroom.formats.quants import QuantType
 from headroom.kernels.cuda import plain, scratch, unpacked
 from headroom.kernels.cuda.compile import (
+    Code,
     compile_kernel,
     properties_of,
     refuses_device,
@@ -94,7 +96,7 @@ def half_rows(x: torch.Tensor, norm: RowNorm | None = None) -> HalfRows:
     out = _empty_rows(len(x), columns, x.device)
     weight, eps, normed = (norm.weight, norm.eps, norm.out) if norm else (None, 0.0, None)
     warps = min(32, out.records) if norm else RECORD_WARPS
-    compile_kernel("activations.cu", "norm_rows", {"LANES": out.lanes})(
+    compile_kernel("activations.cu", "norm_rows", row_macros(out.rows))(
         (out.rows, 1 if norm else -(-out.records // warps)), (warps * 32,),
         (x, weight, eps, normed, out.pieces, columns, out.records), early=True,
     )  # fmt: skip
@@ -105,8 +107,7 @@ def gated_half_rows(gate: torch.Tensor, up: torch.Tensor, activation: str) -> Ha
     """Return `act(gate) * up` in f16."""
     columns = gate.shape[1]
     out = _empty_rows(len(gate), columns, gate.device)
-    defines = {"GELU": int(activation == "gelu"), "LANES": out.lanes}
-    compile_kernel("activations.cu", "gate_rows", defines)(
+    compile_kernel("activations.cu", "gate_rows", gate_macros(activation, out.rows))(
         (out.rows, -(-out.records // RECORD_WARPS)), (RECORD_WARPS * 32,),
         (gate, up, out.pieces, columns, out.records), early=True,
     )  # fmt: skip
@@ -119,11 +120,21 @@ def normed_head_rows(
     """Return `weight * x / sqrt(mean(x^2) + eps) * silu(gate)` of a row's heads of 128."""
     columns = x[0].numel()
     out = _empty_rows(len(x), columns, x.device)
-    compile_kernel("activations.cu", "norm_heads", {"LANES": out.lanes})(
+    compile_kernel("activations.cu", "norm_heads", row_macros(out.rows))(
         (out.rows, -(-out.records // RECORD_WARPS)), (RECORD_WARPS * 32,),
         (x, gate, weight, eps, out.pieces, columns, out.records), early=True,
     )  # fmt: skip
     return out
+
+
+def row_macros(rows: int) -> dict[str, int]:
+    """Return what activations.cu is compiled with for so many rows."""
+    return {"LANES": lanes_for(rows)}
+
+
+def gate_macros(activation: str, rows: int) -> dict[str, int]:
+    """Return the same where rows are gated."""
+    return {"GELU": int(activation == "gelu"), "LANES": lanes_for(rows)}
 
 
 def _empty_rows(rows: int, columns: int, device: torch.device) -> HalfRows:
@@ -149,11 +160,9 @@ def products(
     tiles = -(-weight.rows // TILE_ROWS)
     ends = list(accumulate(out.shape[1] for out in outs))
     rest = MOST_OUTPUTS - len(outs)
-    record = record_bytes(weight.quant)
-    shape = shape_for(Product(tiles, x.records, record, x.rows), gpu_of(weight.data.device))
-    rows = {"KIND": weight.quant.ggml_id, "GROUPS": x.groups, "LANES": x.lanes}
-    shared = shape.shared_bytes(record, x.groups)
-    compile_kernel("matmul.cu", "product", shape.defines | rows)(
+    shape, macros = product_shape(weight, x.rows, weight.data.device)
+    shared = shape.shared_bytes(record_bytes(weight.quant), x.groups)
+    compile_kernel("matmul.cu", "product", macros)(
         (_blocks(tiles, shape, shared, weight.data.device),), (shape.warps * 32,),
         (
             *(weight.data, x.pieces, add, *outs, *[None] * rest, *ends, *[ends[-1]] * rest),
@@ -161,6 +170,42 @@ def products(
         ),
         shared, early=True,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TiledSize:
+    """A weight in tiles as far as kernels depend on it."""
+
+    quant: QuantType
+    rows: int
+    columns: int
+
+    def codes(self, rows: int, device: torch.device) -> tuple[Code, ...]:
+        """Return what a product with so many rows is compiled from, those made ready before it."""
+        _, macros = product_shape(self, rows, device)
+        return (("activations.cu", row_macros(rows)), ("matmul.cu", macros))
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """Rows that are gated on their way into a product."""
+
+    activation: str
+
+    def codes(self, rows: int, device: torch.device) -> tuple[Code, ...]:
+        """Return what so many rows are gated by."""
+        return (("activations.cu", gate_macros(self.activation, rows)),)
+
+
+def product_shape(
+    weight: Weight | TiledSize, rows: int, device: torch.device
+) -> tuple[Shape, dict[str, int]]:
+    """Return how warps share a product with so many rows, and what matmul.cu is compiled with."""
+    tiles, records = -(-weight.rows // TILE_ROWS), -(-weight.columns // RECORD_COLUMNS)
+    product = Product(tiles, records, record_bytes(weight.quant), rows)
+    shape = shape_for(product, gpu_of(device))
+    kinds = {"KIND": weight.quant.ggml_id, "GROUPS": product.groups, "LANES": lanes_for(rows)}
+    return shape, shape.defines | kinds
 
 
 def gpu_of(device: torch.device) -> Gpu:

@@ -1,0 +1,168 @@
+"""Kernels compiled ahead, in threads: found when they are asked for, and never in the way."""
+
+import logging
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from headroom.errors import KernelError
+from headroom.formats.quants import BY_NAME
+from headroom.kernels.cuda import compile as compiling
+from headroom.kernels.cuda import matmul
+from headroom.kernels.cuda.code_cache import CodeCache, kept_bytes
+from headroom.kernels.cuda.compile import Code, compile_ahead, compile_kernel
+from headroom.kernels.cuda.nvrtc import Nvrtc, open_nvrtc
+from headroom.kernels.weight import Weight
+from tests.nvrtc import missing
+
+SIZE = matmul.TiledSize(BY_NAME["q4_k"], 48, 512)
+UNCACHED = {name: getattr(compiling, name).__wrapped__ for name in ("_find_kernel", "_load_source")}
+NAMED: list[Code] = [("marker.cu", {"B": 1, "A": 2}), ("marker.cu", {}), ("narrow.cu", {})]
+
+
+@dataclass
+class Compiler:
+    """NVRTC, or what stands for it; notes what it compiles."""
+
+    nvrtc: Nvrtc | None = None
+    version: str = "13.0"
+    compiled: list[str] = field(default_factory=list)
+    wrong: str = "nothing"  # a source that does not compile
+
+    def compile(self, text: str, name: str, target: str) -> bytes:
+        if name == self.wrong:
+            raise KernelError(f"{name} does not compile for {target}: wrong")
+        self.compiled.append(name)
+        return text.encode() if self.nvrtc is None else self.nvrtc.compile(text, name, target)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, gpu: SimpleNamespace) -> Compiler:
+    """A new process with a GPU whose driver takes any code, and no folder to keep code in."""
+    made = Compiler()
+    monkeypatch.setattr(compiling, "open_nvrtc", lambda: made)
+    monkeypatch.setattr(compiling, "load_module", lambda code, device: code)
+    monkeypatch.setattr(compiling, "find_function", lambda module, name: module)
+    monkeypatch.setattr(compiling, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    restart(monkeypatch)
+    return made
+
+
+def restart(monkeypatch: pytest.MonkeyPatch, home: Path | None = None) -> None:
+    """Forget what a process knows."""
+    kept = CodeCache()
+    if home is not None:
+        kept.open(home)
+    monkeypatch.setattr(compiling, "CODE", kept)
+    monkeypatch.setattr(compiling, "_LOADED", set())
+    monkeypatch.setattr(compiling, "_FOUND", {})
+    for name, function in UNCACHED.items():
+        monkeypatch.setattr(compiling, name, cache(function))
+
+
+def code_of(kernel: Any) -> bytes:
+    code: bytes = kernel._function
+    return code
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_a_launch_finds_the_code_that_was_compiled_ahead(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.nvrtc = open_nvrtc()
+    compiler.version = compiler.nvrtc.version
+    compile_ahead(code for rows in (1, 4, 3) for code in SIZE.codes(rows, torch.device("cpu")))
+    assert sorted(compiler.compiled) == ["activations.cu"] * 2 + ["matmul.cu"] * 2
+    launched = []
+    monkeypatch.setattr(
+        compiling.CudaKernel, "__call__", lambda self, *call, **more: launched.append(self)
+    )
+    tiles = torch.zeros(1, dtype=torch.uint8)
+    weight = Weight(tiles, SIZE.quant, SIZE.rows, SIZE.columns, matmul.TILES)
+    for rows in (1, 4, 3):
+        matmul.matmul(torch.zeros(rows, SIZE.columns), weight, "bf16")
+    assert [kernel._name for kernel in launched[:2]] == [
+        "activations.cu:norm_rows",
+        "matmul.cu:product",
+    ]
+    assert all(b"ELF" in code_of(kernel)[:4] for kernel in launched)
+    assert len(compiler.compiled) == 4  # nothing but what was compiled ahead
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_is_compiled_ahead_is_asked_for_once_and_told(
+    compiler: Compiler,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    kept: bool,
+) -> None:
+    caplog.set_level(logging.INFO)
+    restart(monkeypatch, tmp_path if kept else None)
+    compile_ahead([*NAMED, ("marker.cu", {"A": 2, "B": 1})])  # the same in another order
+    assert len(compiler.compiled) == 3
+    assert "kernels: 3 compiled ahead in " in caplog.text
+    caplog.clear()
+    for source, macros in NAMED:
+        text = code_of(compile_kernel(source, "any", macros)).decode()
+        assert text == compiling.with_macros(source, dict(sorted(macros.items())))
+    compile_ahead(NAMED)  # the GPU has them
+    assert len(compiler.compiled) == 3
+    assert caplog.records == []
+    assert (kept_bytes(tmp_path) > 0) is kept
+    restart(monkeypatch, tmp_path if kept else None)
+    compile_ahead(NAMED)
+    assert len(compiler.compiled) == (3 if kept else 6)
+
+
+def test_code_that_no_folder_takes_is_held_only_until_it_is_asked_for(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    home = tmp_path / "file"
+    home.write_text("not a folder")
+    restart(monkeypatch, home)
+    compile_ahead(NAMED)
+    compile_ahead(NAMED)
+    assert len(compiling.CODE._held) == len(compiler.compiled) == 3
+    for source, macros in NAMED:
+        compile_kernel(source, "any", macros)
+    assert compiling.CODE._held == {}
+    assert len(compiler.compiled) == 3
+
+
+def test_what_does_not_compile_ahead_is_told_when_it_is_asked_for(
+    compiler: Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    compiler.wrong = "narrow.cu"
+    compile_ahead(NAMED)
+    assert compiler.compiled == ["marker.cu"] * 2
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
+    assert "kernels: 2 compiled ahead" in caplog.text
+    with pytest.raises(KernelError, match=r"^narrow\.cu does not compile for sm_90: wrong$"):
+        compile_kernel("narrow.cu", "narrow_rows")
+    compiler.wrong = "nothing"
+    assert code_of(compile_kernel("narrow.cu", "narrow_rows"))
+
+
+def test_without_a_compiler_or_a_source_nothing_is_said_ahead(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    compile_ahead([("missing.cu", {})])
+
+    def none() -> Nvrtc:
+        raise KernelError("There is no libnvrtc.so, which compiles kernels.")
+
+    monkeypatch.setattr(compiling, "open_nvrtc", none)
+    compile_ahead(NAMED)
+    assert caplog.records == []
+    assert compiler.compiled == []
+    with pytest.raises(KernelError, match="There is no libnvrtc"):
+        compile_kernel("narrow.cu", "narrow_rows")

@@ -1,0 +1,122 @@
+"""What a stage compiles ahead is what its first steps ask for."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from headroom.formats.checkpoint import open_checkpoint
+from headroom.kernels.cuda import pack, prefill, route, sampler
+from headroom.kernels.cuda.compile import Code
+from headroom.layers import foreseen
+from headroom.layers.device_rows import FEW_ROWS
+from headroom.layers.draws import DeviceSampler
+from headroom.models.model import Model
+from headroom.split.device_stage import Captured, DeviceStage
+from headroom.split.step_inputs import StepKind
+from tests.pretend_cuda import pretend_cuda
+from tests.pretend_stage import GPU, PretendedStage
+from tests.split.fake_device import Again
+from tests.split.host_gpu import LAUNCHERS, route_to_first
+from tests.synth_models import write_model
+
+FORESEEN = ("matmul.cu", "activations.cu")
+Named = set[tuple[str, frozenset[tuple[str, int]]]]
+
+
+class PretendedCapture(DeviceStage):
+    """A stage whose captured steps run without a graph."""
+
+    def _capture(self, kind: StepKind) -> Captured:
+        self._few.clear()
+        hidden, logits = self._run_few(kind)
+        return Captured(Again(lambda: None), hidden, logits)
+
+
+def names(codes: Iterable[Code]) -> Named:
+    return {(source, frozenset(macros.items())) for source, macros in codes}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Code]:
+    """What launchers ask for; their kernels do nothing."""
+    codes: list[Code] = []
+
+    def compile_kernel(
+        source: str, name: str, defines: dict[str, int] | None = None
+    ) -> Callable[..., None]:
+        codes.append((source, defines or {}))
+        return lambda *call, **more: None
+
+    for module in (*LAUNCHERS, pack, sampler):
+        monkeypatch.setattr(module, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(route, "route", route_to_first)
+    monkeypatch.setattr(torch, "mm", lambda first, second, out_dtype=None, out=None: out)
+    monkeypatch.setattr(prefill, "attend", lambda queries, *others: queries)
+    return codes
+
+
+def capture(path: Path, **settings: object) -> None:
+    """Load a model on the pretended GPU and run what a stage runs at start."""
+    made = PretendedStage(open_checkpoint(path), replace(GPU, sm=90), **settings)
+    drawing = DeviceSampler.allocate(FEW_ROWS, made.described.config.vocab, "cuda:0")
+    rings = frozenset(made._rings)
+    PretendedCapture("cuda:0", made.model, made.plan.settings, rings, drawing).capture()
+
+
+@pytest.mark.parametrize(
+    ("name", "mix", "parallel"),
+    [
+        ("llama", "q4_k_m", 1),
+        ("llama", "q4_k_m", 5),
+        ("llama", "q4_k_m", 40),
+        ("qwen35-wide", "q4_k_m", 4),
+        ("gemma4-e2b", "q8_0", 4),
+        ("qwen3moe", "q8_0", 4),
+        ("qwen35moe-wide", "q4_k_m", 4),
+        ("laguna", "q4_k_m", 4),
+        ("gemma4-moe", "q4_k_m", 4),
+    ],
+)
+def test_a_stage_compiles_ahead_just_what_its_first_steps_ask_for(
+    name: str,
+    mix: str,
+    parallel: int,
+    tmp_path: Path,
+    asked: list[Code],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ahead: list[Code] = []
+    monkeypatch.setattr(foreseen, "compile_ahead", ahead.extend)
+    path = write_model(name, mix, tmp_path, few_layers=True)
+    with pretend_cuda(monkeypatch):
+        capture(path, dtype="bf16", kv_type="bf16", parallel=parallel)
+    wanted = names(code for code in asked if code[0] in FORESEEN)
+    assert {source for source, _ in wanted} == set(FORESEEN)
+    if parallel > 16:  # the head alone is asked for 24 rows
+        assert wanted <= names(ahead)
+    else:
+        assert wanted == names(ahead)
+
+
+@pytest.mark.parametrize("capturable", [True, False])
+@pytest.mark.parametrize(("parallel", "chunk"), [(1, 256), (20, 256), (3, 20), (2, 7)])
+def test_rows_that_run_without_a_graph_are_compiled_ahead_too(
+    capturable: bool,
+    parallel: int,
+    chunk: int,
+    tmp_path: Path,
+    asked: list[Code],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ahead: list[Code] = []
+    monkeypatch.setattr(foreseen, "compile_ahead", ahead.extend)
+    monkeypatch.setattr(Model, "capturable", capturable)
+    path = write_model("llama", "q4_k_m", tmp_path, few_layers=True)
+    with pretend_cuda(monkeypatch):
+        capture(path, dtype="bf16", kv_type="bf16", parallel=parallel, chunk=chunk)
+    wanted = names(code for code in asked if code[0] in FORESEEN)
+    assert len(wanted) > 20
+    assert wanted <= names(ahead)
