@@ -192,9 +192,8 @@ def _check_cold(plan: Plan, options: Options) -> None:
     if device.kind == "hip":
         cold = device.total_experts - device.hot_experts
         raise PlanError(
-            f"{device.name} would leave {cold} of {device.total_experts} experts in host memory, "
-            "which only CUDA's driver pins and only CUDA's kernels read: AMD GPUs run no cold "
-            "experts.",
+            f"{device.name} would leave {cold} of {device.total_experts} experts cold, which only "
+            "CUDA's driver and kernels deal with: AMD GPUs run no cold experts.",
             hint="Choose a smaller --context or a smaller file, or --device cpu.",
         )
     by_cpu = options.cold == "cpu" or (options.no_pin and options.cold == "auto")

@@ -144,7 +144,7 @@ def test_cold_experts_of_an_amd_gpu_are_refused_before_anything_is_loaded(
     machine.free = 12 * GIB
     with pytest.raises(PlanError) as refused:
         choice.make_run_plan(EXPERTS, machine.options("hip:0"))
-    assert "of 10240 experts in host memory, which only CUDA's driver pins" in str(refused.value)
+    assert "of 10240 experts cold, which only CUDA's driver and kernels" in str(refused.value)
     assert choice.make_run_plan(EXPERTS, machine.options()).devices[0].name == "cpu"
     assert "device: cpu, not hip:0: hip:0 would leave " in caplog.text
 
