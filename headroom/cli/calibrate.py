@@ -43,4 +43,6 @@ def described(speeds: Speeds) -> str:
         parts.append(f"hand-over {speeds.handover_s * 1e6:.1f} us")
     if speeds.experts:
         parts.append(f"experts {speeds.experts / 1e9:.1f} GB/s")
+    if speeds.expert_flops:
+        parts.append(f"of 8 rows each {speeds.expert_flops / 1e9:.0f} GFLOP/s")
     return ", ".join([*parts, f"arithmetic {speeds.flops / 1e12:.2f} TFLOP/s"])

@@ -71,6 +71,7 @@ class Speeds:
     link_read: float = 0.0  # bytes/s of a GPU's kernels that read host memory; 0: not measured
     handover_s: float = 0.0  # a GPU's request of the CPU inside a step, and its answer; 0: not
     experts: float = 0.0  # bytes/s of a CPU's expert kernels on a GPU's layout; 0: not measured
+    expert_flops: float = 0.0  # operations/s of those with some rows an expert; 0: not measured
     # Which GPU that was, as its driver tells: numbers such as cuda:0 go from card to card.
     product: str = ""
     total_bytes: int = 0
@@ -186,6 +187,7 @@ def with_speeds(devices: Sequence[DeviceSpec], speeds: Mapping[str, Speeds]) -> 
                 link_read=found.link_read,
                 handover_s=found.handover_s,
                 experts=found.experts,
+                expert_flops=found.expert_flops,
                 measured=True,
             )
         measured.append(device)

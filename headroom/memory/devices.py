@@ -43,6 +43,7 @@ class DeviceSpec:
     link_read: float = 0.0  # bytes/s of a GPU's kernels that read host memory
     handover_s: float = 0.0  # a GPU's request of the CPU inside a step, and its answer
     experts: float = 0.0  # bytes/s of a CPU's expert kernels
+    expert_flops: float = 0.0  # operations/s of those with some rows an expert
     measured: bool = False  # whether its speeds were measured or are only listed
     pinnable_bytes: int | None = None  # host memory that may be pinned; None: no limit is known
 

@@ -12,7 +12,7 @@ from headroom.errors import KernelError
 from headroom.kernels.cuda.handover import read_all
 from headroom.kernels.cuda.measure import handover_seconds
 from headroom.kernels.native.cold import worker_threads
-from headroom.kernels.native.measure import expert_bytes, expert_speed
+from headroom.kernels.native.measure import expert_bytes, expert_flops, expert_speed
 from headroom.kernels.native.module import MODULE, POOL
 from headroom.memory.calibration import Speeds
 from headroom.memory.devices import DeviceSpec, detect_cpu
@@ -70,23 +70,28 @@ def measure_cpu(cpu: DeviceSpec, sample_bytes: int = SAMPLE_BYTES) -> Speeds:
         product_s = fastest(lambda: square @ square)
     finally:
         torch.set_num_threads(threads)
+    experts, flops = _experts(cpu, sample_bytes)
     return Speeds(
         bandwidth=weight.nbytes / read_s,
         link=0.0,
         flops=2 * square.shape[0] ** 3 / product_s,
         date=date.today().isoformat(),
-        experts=_experts(cpu, sample_bytes),
+        experts=experts,
+        expert_flops=flops,
     )
 
 
-def _experts(cpu: DeviceSpec, sample_bytes: int) -> float:
-    """Return the bytes of experts a second; 0 where there are no kernels or too little room."""
+def _experts(cpu: DeviceSpec, sample_bytes: int) -> tuple[float, float]:
+    """Return the bytes of experts a second that one row reads, and the operations of several rows.
+
+    0 where there are no kernels or too little room.
+    """
     if MODULE is None or sample_bytes < SAMPLE_BYTES or 2 * expert_bytes() > cpu.available_bytes:
-        return 0.0
+        return 0.0, 0.0
     POOL.set(worker_threads(cpu.cores))
     try:
         # As cold experts are computed: rows stay floats.
-        return 1e9 * expert_speed(tiles=True, int8=False)
+        return 1e9 * expert_speed(tiles=True, int8=False), expert_flops()
     finally:
         POOL.set(torch.get_num_threads())
 

@@ -17,10 +17,6 @@ from headroom.moe.stream import open_stream
 from headroom.moe.stream_rule import ColdRates
 from headroom.moe.telemetry import JoinedMeter
 
-# Of the speed of large plain products, what a CPU's expert kernels reach on tiles of four bits with
-# eight rows each: 26 of 144 GFLOP/s of one core, once, on a machine that did other work, too.
-EXPERTS_SHARE = 0.2
-
 
 class Hybrid:
     """One CPU worker and one stream of copies for all layers; they are added in a step's order."""
@@ -29,7 +25,7 @@ class Hybrid:
         self.store = store
         self._compute = ColdCompute(device)
         # Who asks for the GPU, or leaves cold experts out, wants nothing of the CPU.
-        rates = ColdRates(speeds.copy, speeds.cpu, EXPERTS_SHARE * speeds.cpu_flops)
+        rates = ColdRates(speeds.copy, speeds.cpu, speeds.cpu_flops)
         if cold not in ("auto", "cpu"):
             rates = rates.without_cpu
         # Layers without fused kernels bring experts one by one; what is left out does not come.

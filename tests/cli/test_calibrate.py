@@ -13,7 +13,7 @@ from headroom.memory.calibration import Speeds, load_speeds, speeds_path
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     speeds = {
-        "cpu": Speeds(2e10, 0.0, 1e11, "2026-11-15"),
+        "cpu": Speeds(2e10, 0.0, 1e11, "2026-11-15", experts=1.5e10, expert_flops=8e10),
         "cuda:0": Speeds(9e11, 2.5e10, 7e13, "2026-11-15"),
     }
     monkeypatch.setattr(measure, "measure_machine", lambda: speeds)
@@ -24,7 +24,8 @@ def test_people_see_what_was_measured_and_where_it_is_kept(
 ) -> None:
     assert run_command(["calibrate", "--home", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "cpu: memory 20.0 GB/s, arithmetic 0.10 TFLOP/s",
+        "cpu: memory 20.0 GB/s, experts 15.0 GB/s, of 8 rows each 80 GFLOP/s, "
+        "arithmetic 0.10 TFLOP/s",
         "cuda:0: memory 900.0 GB/s, link 25.0 GB/s, arithmetic 70.00 TFLOP/s",
         f"kept in {speeds_path(tmp_path)}",
     ]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from headroom.errors import FormatError, KernelError
+from headroom.kernels.native import measure as native_measure
 from headroom.memory import measure, targets
 from headroom.memory.calibration import (
     Speeds,
@@ -124,6 +125,24 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "handover_seconds", lambda device: 7e-6)
 
 
+@pytest.mark.skipif(measure.MODULE is None, reason="the C++ module was not built")
+def test_several_rows_an_expert_are_measured_as_often_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[torch.Tensor] = []
+    run = native_measure.experts.experts
+
+    def note(x: torch.Tensor, ids: torch.Tensor, *given: object) -> torch.Tensor:
+        asked.append(ids)
+        return run(x, ids, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(native_measure.experts, "experts", note)
+    assert native_measure.expert_flops() > 1e6
+    counts = torch.bincount(asked[0].flatten().long())
+    assert counts.tolist() == [8] * native_measure.PROMPT_ROWS
+    assert all(len(set(row)) == len(row) for row in asked[0].tolist())
+
+
 def test_a_gpu_has_its_links_and_its_hand_over_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     pretended(monkeypatch)
     with pretend_cuda(monkeypatch):
@@ -153,7 +172,7 @@ def test_what_kernels_cannot_measure_is_told_and_loses_nothing_else(
 def test_what_cold_experts_go_by_is_kept(tmp_path: Path) -> None:
     path = speeds_path(tmp_path)
     kept = {
-        "cpu": Speeds(1e11, 0.0, 1e12, "2026-11-15", experts=7e10),
+        "cpu": Speeds(1e11, 0.0, 1e12, "2026-11-15", experts=7e10, expert_flops=5e11),
         "cuda:0": Speeds(
             4e12,
             5e10,

@@ -90,15 +90,15 @@ def test_what_was_measured_comes_before_what_is_listed() -> None:
     assert guessed.link == guessed.copy == pytest.approx(card.link * 0.7)
     assert guessed.cpu == pytest.approx(70e9)
     assert guessed.gpu == pytest.approx(card.bandwidth * 0.7)
-    assert guessed.cpu_flops == pytest.approx(0.7e12)
+    assert guessed.cpu_flops == pytest.approx(0.2 * 0.7e12)
     rows = {
         card.name: Speeds(
             1.0, 52e9, 3.0, "", link_read=48e9, handover_s=7e-6, total_bytes=card.total_bytes
         ),
-        "cpu": Speeds(1.0, 0.0, 2e12, "", experts=110e9),
+        "cpu": Speeds(1.0, 0.0, 2e12, "", experts=110e9, expert_flops=9e11),
     }
     card, cpu = with_speeds([card, cpu], rows)
     found = speeds_of(card, cpu)
     assert (found.link, found.cpu, found.handover_s) == (48e9, 110e9, 7e-6)
-    assert (found.copy, found.cpu_flops, found.gpu) == (52e9, 2e12, 1.0)
+    assert (found.copy, found.cpu_flops, found.gpu) == (52e9, 9e11, 1.0)
     assert speeds_of(card, replace(cpu, native=False)).cpu == 0.0

@@ -15,6 +15,7 @@ TYPES = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k", "f16")
 SIZE = 4096  # rows and columns of a product
 TOUCHED_BYTES = 512 << 20  # read in one round, beyond any cache that is this process's alone
 EXPERTS, EXPERTS_USED, HIDDEN, WIDTH = 256, 8, 2048, 512  # of one layer of Qwen3.5-35B-A3B
+PROMPT_ROWS = 64  # of a prompt whose every pick a CPU computes: eight rows an expert
 ROUNDS = 5
 
 
@@ -87,13 +88,7 @@ def expert_speed(*, tiles: bool = False, int8: bool = True) -> float:
     `tiles`: they lie as a GPU reads them; at these sizes that takes as many bytes. `int8`: the
     token's values are rounded to 8 bits.
     """
-    kinds = _kinds()
-    parts = [
-        random_panels(kind, EXPERTS * rows, columns).view(EXPERTS, -1)
-        for kind, (rows, columns) in zip(kinds, _SHAPES, strict=True)
-    ]
-    layer = experts.PanelTable.of_blobs(torch.cat(parts, dim=1), kinds, _SHAPES)
-    layer = replace(layer, tiles=tiles)
+    layer = replace(_layer(EXPERTS), tiles=tiles)
     one = layer.blobs.shape[1]
     rounds = max(1, TOUCHED_BYTES // (EXPERTS_USED * one))
     x, weights = torch.randn(1, HIDDEN), torch.rand(1, EXPERTS_USED)
@@ -104,6 +99,29 @@ def expert_speed(*, tiles: bool = False, int8: bool = True) -> float:
             experts.experts(x, ids, weights, layer, "silu", "int8" if int8 else "f32")
 
     return best_speed(answer, rounds * EXPERTS_USED * one)
+
+
+def expert_flops() -> float:
+    """Return the operations a second with several rows an expert, in tiles as a GPU has them.
+
+    So the CPU computes what prompts leave to it: rows stay floats.
+    """
+    layer = replace(_layer(PROMPT_ROWS), tiles=True)
+    x, weights = torch.randn(PROMPT_ROWS, HIDDEN), torch.rand(PROMPT_ROWS, EXPERTS_USED)
+    row, pick = torch.arange(PROMPT_ROWS)[:, None], torch.arange(EXPERTS_USED)
+    ids = ((row + pick * EXPERTS_USED) % PROMPT_ROWS).int()  # every expert as often as any other
+    work = 6 * WIDTH * HIDDEN * ids.numel()  # three products, each value multiplied and added
+    return 1e9 * best_speed(lambda: experts.experts(x, ids, weights, layer, "silu", "f32"), work)
+
+
+def _layer(count: int) -> experts.PanelTable:
+    """So many experts with random weights, in panels."""
+    kinds = _kinds()
+    parts = [
+        random_panels(kind, count * rows, columns).view(count, -1)
+        for kind, (rows, columns) in zip(kinds, _SHAPES, strict=True)
+    ]
+    return experts.PanelTable.of_blobs(torch.cat(parts, dim=1), kinds, _SHAPES)
 
 
 def random_panels(quant: QuantType, rows: int, columns: int) -> torch.Tensor:
