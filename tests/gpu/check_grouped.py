@@ -15,8 +15,9 @@ from tests.gpu.timing import time_us
 
 DEVICE = "cuda"
 # What may be lost of a product: bf16 is rounded once more; sums of f16 are float32, which tensor
-# cores cut off sixteen columns at a time, where rounding to f16 would lose 2**-11.
-LIMITS = {"bf16": 2**-8, "f16": 2**-12}
+# cores cut off sixteen columns at a time (eight before sm_80): 2**-15 was measured over 2048 of
+# them on an H200, where rounding to f16 would lose 2**-11.
+LIMITS = {"bf16": 2**-8, "f16": 2**-13}
 # Of the columns' root: so much counts as no loss where a sum is near zero.
 SMALL = {"bf16": 1 / 16, "f16": 1 / 4}
 

@@ -9,16 +9,8 @@ import torch
 
 from headroom.kernels.cuda import (
     delta_net,
-    experts,
-    few_experts,
-    grouped,
-    half_experts,
     matmul,
-    narrow,
-    pack,
-    picks,
     route,
-    router,
 )
 from headroom.kernels.cuda.delta_net import ChunkBlocks
 from headroom.kernels.cuda.product_shapes import Gpu, Product, shape_for
@@ -35,6 +27,7 @@ from tests.gpu import (
 )
 from tests.gpu.check_delta_net import Shape, span
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.launchers import replace_kernels
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
@@ -42,18 +35,11 @@ pytestmark = [
 ]
 
 
-LAUNCHERS = (
-    *(delta_net, experts, few_experts, grouped, half_experts, matmul, narrow, pack, picks, route),
-    router,
-)
-
-
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launchers run their kernels here."""
     torch.manual_seed(0)
-    for module in LAUNCHERS:
-        monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
+    replace_kernels(monkeypatch, compile_on_cpu)
     for check in (check_delta_net, check_experts, check_grouped, check_matmul, check_route):
         monkeypatch.setattr(check, "DEVICE", "cpu")
 

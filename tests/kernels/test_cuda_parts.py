@@ -7,12 +7,8 @@ from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import (
     delta_net,
     experts,
-    few_experts,
-    grouped,
-    half_experts,
     matmul,
     narrow,
-    pack,
     picks,
     scratch,
     small,
@@ -25,6 +21,7 @@ from tests.gpu import check_experts
 from tests.gpu.check_matmul import random_weight
 from tests.gpu.torch_tiles import pack_tiles
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.launchers import replace_kernels
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
@@ -36,22 +33,7 @@ pytestmark = [
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launchers run their kernels here."""
     torch.manual_seed(0)
-    for module in (
-        *(
-            delta_net,
-            experts,
-            few_experts,
-            grouped,
-            half_experts,
-            matmul,
-            narrow,
-            pack,
-            picks,
-            small,
-        ),
-        unpacked,
-    ):
-        monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
+    replace_kernels(monkeypatch, compile_on_cpu)
     monkeypatch.setattr(check_experts, "DEVICE", "cpu")
 
 

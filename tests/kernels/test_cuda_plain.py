@@ -9,14 +9,8 @@ import torch
 from headroom.errors import KernelError
 from headroom.formats.quants import BF16, F16
 from headroom.kernels.cuda import (
-    experts,
-    few_experts,
-    grouped,
-    half_experts,
     matmul,
-    narrow,
     pack,
-    picks,
     unpacked,
 )
 from headroom.kernels.cuda.experts import refuses_sizes
@@ -28,6 +22,7 @@ from tests.gpu import check_experts, check_matmul
 from tests.gpu.check_experts import to_tiles, wanted_sum
 from tests.gpu.expert_cases import PLAIN, Case
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.launchers import replace_kernels
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
@@ -49,10 +44,7 @@ def bf16_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         # The activation's blocks share its work among themselves, however many they are.
         return (lambda grid, *rest: kernel((1,), *rest)) if name == "activate" else kernel
 
-    for module in (
-        *(experts, few_experts, grouped, half_experts, matmul, narrow, pack, picks, unpacked),
-    ):
-        monkeypatch.setattr(module, "compile_kernel", compile_for_cores)
+    replace_kernels(monkeypatch, compile_for_cores)
     for check in (check_experts, check_matmul):
         monkeypatch.setattr(check, "DEVICE", "cpu")
     return bool(request.param)

@@ -7,34 +7,14 @@ import torch
 
 from headroom.errors import KernelError
 from headroom.kernels.cuda import (
-    attention,
-    delta_net,
-    experts,
-    few_experts,
-    grouped,
-    half_experts,
-    handover,
     matmul,
-    narrow,
-    pack,
-    picks,
     probe,
-    route,
-    router,
-    sampler,
-    small,
-    sorted_experts,
     trials,
-    unpacked,
-    wide,
 )
 from headroom.kernels.cuda.trials import TRIALS, run_trial
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.launchers import replace_kernels
 
-LAUNCHERS = (
-    *(attention, delta_net, experts, few_experts, grouped, half_experts, handover, matmul, narrow),
-    *(pack, picks, route, router, sampler, small, sorted_experts, unpacked, wide),
-)
 HOST = torch.device("cpu")
 
 
@@ -57,8 +37,7 @@ def launched(
         assert out.dtype == out_dtype
         return out.copy_(torch.matmul(x.float(), y.float()))
 
-    for module in LAUNCHERS:
-        monkeypatch.setattr(module, "compile_kernel", compiled)
+    replace_kernels(monkeypatch, compiled)
     monkeypatch.setattr(torch, "bmm", batches)
     return found
 

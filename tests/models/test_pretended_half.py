@@ -9,24 +9,10 @@ import torch
 
 from headroom.formats.checkpoint import open_checkpoint
 from headroom.kernels.cuda import (
-    attention,
-    delta_net,
-    experts,
-    few_experts,
-    grouped,
-    half_experts,
-    matmul,
-    narrow,
-    pack,
-    picks,
     prefill,
-    route,
-    router,
-    small,
-    sorted_experts,
-    unpacked,
 )
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.launchers import replace_kernels
 from tests.pretend_cuda import kernels_on_cpu, pretend_cuda
 from tests.pretend_stage import GPU, PretendedStage, run_pretended
 from tests.running import run_steps
@@ -34,10 +20,6 @@ from tests.synth_models import write_model
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
-LAUNCHERS = (
-    *(attention, delta_net, experts, grouped, half_experts, matmul, narrow, pack, prefill, route),
-    *(few_experts, picks, router, small, sorted_experts, unpacked),
-)
 PROMPT = torch.randint(300, 1000, (35,), generator=torch.Generator().manual_seed(1)).tolist()
 PIECES = [33, 2]  # the first is longer than what goes as few rows
 # Of logits, relative; 0.0004 to 0.0014 were measured. Random weights of Gemma make ten times as
@@ -65,9 +47,7 @@ def _causal(rows: int, count: int) -> torch.Tensor:
 
 @pytest.fixture
 def on_sm_75(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    kernels = kernels_on_cpu(compile_on_cpu)
-    for module in LAUNCHERS:
-        monkeypatch.setattr(module, "compile_kernel", kernels)
+    replace_kernels(monkeypatch, kernels_on_cpu(compile_on_cpu))
     monkeypatch.setattr(torch, "mm", _product)
     monkeypatch.setattr(prefill, "causal_mask", _causal)
     with pretend_cuda(monkeypatch, sm=75):

@@ -15,21 +15,11 @@ import torch
 
 from headroom.formats.checkpoint import open_checkpoint
 from headroom.kernels.cuda import (
-    attention,
-    delta_net,
     experts,
-    few_experts,
-    grouped,
-    half_experts,
     matmul,
-    narrow,
     picks,
     prefill,
     route,
-    router,
-    small,
-    sorted_experts,
-    unpacked,
 )
 from headroom.kernels.cuda.expert_tiles import PARTS
 from headroom.kernels.cuda.sizes import PACKED, tile_bytes
@@ -46,12 +36,9 @@ from headroom.models.describe import describe
 from headroom.models.model import Model
 from headroom.moe import device_experts
 from headroom.options import Options
+from tests.launchers import replace_kernels
 from tests.memory.shapes import gpu, host
 
-LAUNCHERS = (
-    *(attention, delta_net, experts, grouped, half_experts, matmul, narrow, picks, prefill, route),
-    *(few_experts, router, small, sorted_experts, unpacked),
-)
 ROUTE = route.route
 
 
@@ -116,8 +103,7 @@ def pretend(
         shared_memory_per_block_optin=shared_bytes,
         shared_memory_per_multiprocessor=shared_bytes + (1 << 10),
     )
-    for module in LAUNCHERS:
-        monkeypatch.setattr(module, "compile_kernel", no_kernel)
+    replace_kernels(monkeypatch, no_kernel)
     monkeypatch.setattr(route, "route", route_to_first)
     monkeypatch.setattr(picks, "product_way", lambda device: "own")
     monkeypatch.setattr(torch, "mm", lambda first, second, out_dtype=None, out=None: out)

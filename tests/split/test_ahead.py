@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headroom.formats.checkpoint import open_checkpoint
-from headroom.kernels.cuda import pack, prefill, route, sampler
+from headroom.kernels.cuda import prefill, route
 from headroom.kernels.cuda.compile import Code
 from headroom.layers import foreseen
 from headroom.layers.device_rows import FEW_ROWS
@@ -16,10 +16,11 @@ from headroom.layers.draws import DeviceSampler
 from headroom.models.model import Model
 from headroom.split.device_stage import Captured, DeviceStage
 from headroom.split.step_inputs import StepKind
+from tests.launchers import replace_kernels
 from tests.pretend_cuda import pretend_cuda
 from tests.pretend_stage import GPU, PretendedStage
 from tests.split.fake_device import Again
-from tests.split.host_gpu import LAUNCHERS, route_to_first
+from tests.split.host_gpu import route_to_first
 from tests.synth_models import write_model
 
 FORESEEN = ("matmul.cu", "activations.cu")
@@ -50,8 +51,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Code]:
         codes.append((source, defines or {}))
         return lambda *call, **more: None
 
-    for module in (*LAUNCHERS, pack, sampler):
-        monkeypatch.setattr(module, "compile_kernel", compile_kernel)
+    replace_kernels(monkeypatch, compile_kernel)
     monkeypatch.setattr(route, "route", route_to_first)
     monkeypatch.setattr(torch, "mm", lambda first, second, out_dtype=None, out=None: out)
     monkeypatch.setattr(prefill, "attend", lambda queries, *others: queries)
