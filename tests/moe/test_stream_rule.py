@@ -1,10 +1,10 @@
 """Which cold experts of a large step are streamed, and which the CPU computes."""
 
 from itertools import pairwise
-from math import exp
+from math import exp, log
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headroom.moe import stream_rule
@@ -157,6 +157,7 @@ def test_where_nothing_is_cold_there_is_nothing_to_wait_for() -> None:
 
 
 @given(picks=st.floats(0, 60_000), experts=st.integers(1, 256))
+@example(picks=0.625, experts=1)
 def test_expected_picks_add_up_to_about_all_and_some_experts_have_none(
     picks: float, experts: int
 ) -> None:
@@ -164,7 +165,8 @@ def test_expected_picks_add_up_to_about_all_and_some_experts_have_none(
     assert list(counts) == list(range(experts))
     assert list(counts.values()) == sorted(counts.values())
     mean = min(picks / experts, stream_rule.MOST_MEAN_PICKS)
-    assert abs(sum(counts.values()) / experts - mean) <= 0.5 + 0.1 * mean**0.5
+    # One expert has the median, which is at most ln 2 from the mean; several come nearer to it.
+    assert abs(sum(counts.values()) / experts - mean) <= log(2)
     unused = sum(count == 0 for count in counts.values())
     assert abs(unused - experts * exp(-mean)) <= 1
 
