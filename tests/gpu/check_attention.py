@@ -45,13 +45,24 @@ def shape_of(heads: Heads, tables: StepTables, spans: list, **more: int | bool) 
     longest = max(start + rows for start, rows in spans)
     return DecodeShape(
         rows=tables.rows,
-        sequences=len(spans),
+        sequences=len(tables.starts),
         span_rows=max(rows for _, rows in spans),
         heads=heads.heads,
         kv_heads=heads.kv_heads,
         dim=heads.dim,
         max_context=longest + 700,
         **more,
+    )
+
+
+def captured(tables: StepTables) -> StepTables:
+    """The same step in tables with room for as many sequences as rows, as captured steps have."""
+    more = tables.rows - len(tables.starts)
+    pages = torch.zeros(more, tables.pages.shape[1], dtype=torch.int32)
+    return replace(
+        tables,
+        starts=torch.cat([tables.starts, torch.zeros(more, dtype=torch.int32)]),
+        pages=torch.cat([tables.pages, pages]),
     )
 
 
@@ -71,7 +82,7 @@ def run_decode(
 def check_decode(heads: Heads, spans: list, tree: bool = False, **more: int | bool) -> None:
     slots = (max(s + r for s, r in spans) // PAGE + 2) * PAGE * len(spans)
     cache = random_cache(heads, slots)
-    tables = make_tables(spans, 2, slots, tree)
+    tables = captured(make_tables(spans, 2, slots, tree))
     shape = shape_of(heads, tables, spans, **more)
     queries = torch.randn(tables.rows, heads.heads, heads.dim) * heads.dim**-0.5 * 2
     expected = wanted(queries, cache, tables, shape)
@@ -93,8 +104,8 @@ def check_decode(heads: Heads, spans: list, tree: bool = False, **more: int | bo
         *(getattr(tables, n)[rows] for n in ("positions",)),
         torch.zeros(count, dtype=torch.int32),
         tables.index[rows],
-        tables.starts[seqs:],
-        tables.pages[seqs:].contiguous(),
+        tables.starts[seqs : seqs + 1],
+        tables.pages[seqs : seqs + 1].contiguous(),
         tables.slots[rows],
         tables.state_slots[:1],
         None if tables.trees is None else tables.trees[rows],
@@ -282,11 +293,14 @@ def checks() -> list[tuple[str, Callable[[], None]]]:
         add(check_decode, Heads(24, 4, 256, kind, kind), [(900, 16), (129, 3)], True)
     add(check_decode, Heads(16, 2, 256), [(16400, 1), (40000, 1)])
     add(check_decode, Heads(8, 2, 64), [(140000, 2)])
+    # More pieces than blocks, of which some get two and some three.
+    add(check_decode, Heads(16, 4, 64), [(4000 + 300 * i, 1 + i % 3) for i in range(12)])
+    add(check_decode, Heads(8, 8, 128), [(5000, 1)] * 8, window=3000)
     add(check_decode, Heads(8, 4, 512, "bf16", "f16"), [(500, 5), (33, 1)], True)
     add(check_decode, Heads(8, 4, 512, "bf16", "bf16"), [(500, 1)], window=100)
     add(check_decode, Heads(8, 2, 128), [(1000, 1), (50, 4), (511, 8)], window=128)
-    add(check_decode, Heads(8, 2, 128), [(1000, 9), (511, 30)], True, window=7)
-    add(check_decode, Heads(8, 2, 128, "f32", "f32"), [(1000, 9), (511, 30)], True, window=7)
+    add(check_decode, Heads(8, 2, 128), [(1000, 9), (511, 21)], True, window=7)
+    add(check_decode, Heads(8, 2, 128, "f32", "f32"), [(1000, 9), (511, 21)], True, window=7)
     add(check_decode, Heads(5, 1, 80), [(300, 2)])
     add(check_decode, Heads(8, 4, 512, "q5_1", "f32"), [(300, 2)])
     add(check_gates)

@@ -101,6 +101,15 @@ static unsigned __ballot_sync(unsigned, bool mine) {
     wait_as(AT_WARP);
     return found;
 }
+static unsigned __match_any_sync(unsigned, int mine) {
+    unsigned found = 0;
+    exchanged[current] = mine;
+    wait_as(AT_WARP);
+    for (int lane = 0; lane < 32; ++lane)
+        found |= static_cast<unsigned>(static_cast<int>(exchanged[current / 32 * 32 + lane]) == mine) << lane;
+    wait_as(AT_WARP);
+    return found;
+}
 static bool __any_sync(unsigned mask, bool mine) { return __ballot_sync(mask, mine); }
 static int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 static int __popc(unsigned x) { return __builtin_popcount(x); }

@@ -74,6 +74,7 @@ def test_blocks_of_decoding_are_small_only_where_they_must_be() -> None:
         (Heads(4, 2, 64, "f16", "bf16"), [(70, 1), (5, 3)], False),
         (Heads(4, 1, 256, "bf16", "f16"), [(130, 1), (9, 1)], False),
         (Heads(2, 1, 512, "q8_0", "q8_0"), [(20, 5)], True),
+        (Heads(4, 2, 64, "f16", "f16"), [(290, 1), (2, 2), (160, 5)], False),
     ],
     ids=str,
 )
@@ -86,16 +87,18 @@ def test_a_few_rows_attend_on_sm_75(
 ) -> None:
     torch.manual_seed(0)
     gpu.shared_memory_per_block_optin = SM_75
+    gpu.multi_processor_count = 1  # so that blocks take one piece after another
     monkeypatch.setattr(cuda_attention, "compile_kernel", compile_on_cpu)
-    cache, tables = random_cache(heads, 320), make_tables(spans, 1, 320, tree)
+    cache = random_cache(heads, 1024)
+    tables = make_tables(spans, 1, 1024, tree)
     shape = DecodeShape(
         rows=tables.rows,
-        sequences=len(spans),
+        sequences=tables.rows,  # as captured steps have room for
         span_rows=max(rows for _, rows in spans),
         heads=heads.heads,
         kv_heads=heads.kv_heads,
         dim=heads.dim,
-        max_context=160,
+        max_context=320,
     )
     queries = torch.randn(tables.rows, heads.heads, heads.dim) * heads.dim**-0.5 * 2
     scratch = torch.full((shape.scratch_floats,), float("nan"))

@@ -7,13 +7,16 @@ import torch
 
 from headroom.errors import KernelError
 from headroom.kernels.cuda import scratch as lent
-from headroom.kernels.cuda.compile import compile_kernel, shared_bytes_of
-from headroom.kernels.cuda.sizes import count_pieces
+from headroom.kernels.cuda.compile import compile_kernel, properties_of, shared_bytes_of
+from headroom.kernels.cuda.sizes import FEW_ROWS, count_pieces
 from headroom.kernels.ops import PagedKv, StepTables
 
 WARPS = 4  # of rope.cu
 MERGE_CHUNK, MERGE_THREADS = 64, 256  # of attention.cu
 MOST_DIM = 512
+# Of a step's attention, which share all pieces: twice as many as run at once on most GPUs, so that
+# those which get long pieces have no others.
+BLOCKS_A_PROCESSOR = 4
 
 GateKind = Literal["sigmoid", "softplus"]
 _GATES: dict[GateKind, int] = {"sigmoid": 1, "softplus": 2}
@@ -151,6 +154,7 @@ def decode(
     rows of the step, nor on the bucket.
     """
     _check(shape, scratch, gate)
+    assert shape.rows <= FEW_ROWS  # a lane looks after each
     if out is None:
         out = lent.empty(shape.rows, shape.heads * shape.dim, device=queries.device)
     sums = shape.rows * shape.heads * shape.pieces * shape.dim
@@ -170,17 +174,23 @@ def decode(
     args = (
         *(queries, cache.keys, cache.values, tables.sequence, tables.index, tables.starts),
         *(tables.pages, tables.trees, parts, stats, tables.rows, shape.kv_heads),
-        *(tables.pages.shape[1], blocks, shape.window, shape.pieces),
+        tables.pages.shape[1],
     )
-    grid = (shape.pieces, shape.kv_heads, shape.sequences * blocks)
+    last = (shape.window, shape.pieces)
     if exact:
+        grid = (shape.pieces, shape.kv_heads, shape.sequences * blocks)
         keys = 16 if shape.dim > 256 else 32
         shared = 4 * (keys * (shape.dim + 1) + 8 * shape.dim + 8 * keys + 24)
-        compile_kernel("exact.cu", "decode_exact", defines)(grid, (128,), args, shared)
+        exact_args = (*args, blocks, *last)
+        compile_kernel("exact.cu", "decode_exact", defines)(grid, (128,), exact_args, shared)
     else:
         defines |= {"TILES": tiles, "PARTS": block.parts}
         kernel = compile_kernel("decode.cu", "decode", defines)
-        kernel(grid, (32 * block.parts * tiles,), args, block.shared_bytes(shape.dim), early=True)
+        items = shape.pieces * shape.kv_heads * shape.sequences * blocks  # at most
+        processors = int(properties_of(queries.device).multi_processor_count)
+        grid = (min(items, BLOCKS_A_PROCESSOR * processors),)
+        threads = (32 * block.parts * tiles,)
+        kernel(grid, threads, (*args, *last), block.shared_bytes(shape.dim), early=True)
     _merge(shape, tables, (parts, stats), exact, gate, out)
     return out
 

@@ -53,29 +53,60 @@ template <int K> __device__ __forceinline__ void load_tile(u16* to, const u8* ca
     end_copies();
 }
 
-// parts [rows, heads, pieces, DIM]: sums of this piece, not yet divided; stats [rows, heads, pieces]:
-// the largest score, times log2(e), and the sum of weights.
-extern "C" __global__ void __launch_bounds__(THREADS)
-decode(const float* queries, const u8* keys, const u8* values, const int* sequence, const int* index,
-       const int* starts, const int* pages, const long long* trees, float* parts, float2* stats, int rows,
-       int kv_heads, int max_pages, int groups, int window, int pieces) {
-    let_next_begin();
-    extern __shared__ uint4 memory[];
-    u16* key_tile = reinterpret_cast<u16*>(memory);
+// What a block works at: one piece of one sequence's context, for one key head and 8 * TILES queries.
+struct Item {
+    int s, first_row, count, start;  // the sequence, its rows in the step, what it had cached before
+    int piece, kv, first_query;
+};
+
+// The item of a number; false: there are fewer. Numbers are given to what some row sees: a step is
+// captured for the longest context and as many sequences as it has rows, and blocks that find nothing
+// to do would take longer than all others. Of a sequence the last pieces, which are the longest, go first.
+// Every warp finds it for itself, a lane a row: there are no more than 32.
+__device__ __forceinline__ bool find_item(const Step& step, int number, int kv_heads, int window, Item& item) {
+    const int lane = threadIdx.x % 32, s = lane < step.rows ? step.sequence[lane] : -1;
+    const u32 same = __match_any_sync(~0u, s);
+    const int count = __popc(same);
+    const bool leads = s >= 0 && __ffs(same) - 1 == lane;  // the first of its sequence counts for it
+    const int start = leads ? step.starts[s] : 0;
+    const int last = piece_of(start + count - 1), seen = last - piece_of(first_seen(start, window)) + 1;
+    const int items = leads ? seen * kv_heads * ((count * GROUP + 8 * TILES - 1) / (8 * TILES)) : 0;
+    int end = items;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+        const int before = __shfl_up_sync(~0u, end, by);
+        if (lane >= by) end += before;
+    }
+    const u32 later = __ballot_sync(~0u, end > number);
+    if (!later) return false;
+    const int row = __ffs(later) - 1;
+    const int at = number - __shfl_sync(~0u, end - items, row), pieces = __shfl_sync(~0u, seen, row);
+    item.s = __shfl_sync(~0u, s, row);
+    item.first_row = row;
+    item.count = __shfl_sync(~0u, count, row);
+    item.start = __shfl_sync(~0u, start, row);
+    item.piece = __shfl_sync(~0u, last, row) - at % pieces;
+    item.kv = at / pieces % kv_heads;
+    item.first_query = at / pieces / kv_heads * 8 * TILES;
+    return true;
+}
+
+struct Sums {  // of all pieces, not yet merged
+    float* parts;   // [rows, heads, pieces, DIM]: not yet divided
+    float2* stats;  // [rows, heads, pieces]: the largest score, times log2(e), and the sum of weights
+    int pieces;
+};
+
+__device__ __forceinline__ void attend(const Step& step, const Item& item, const float* queries, const u8* keys,
+                                       const u8* values, const Sums& out, int kv_heads, int window, u16* key_tile) {
     u16* value_tile = key_tile + KEYS * STRIDE;
     u16* query_tile = value_tile + KEYS * STRIDE;  // [TILES][2][8][STRIDE]: values, what rounding took
-    const Step step{sequence, index, starts, pages, trees, rows, max_pages};
-    // The last pieces are the longest; they go first.
-    const int piece = pieces - 1 - blockIdx.x, kv = blockIdx.y, s = blockIdx.z / groups;
-    const int first_query = blockIdx.z % groups * 8 * TILES;
-    int first_row, count, first, end;
-    find_rows(step, s, first_row, count);
-    piece_bounds(piece, first, end);
-    const int start = starts[s], length = start + count, from = first_seen(start, window);
-    wait_for_last();
-    if (count * GROUP <= first_query) return;
-    end = min(end, length);
-    if (first >= end || from >= end) return;
+    const int s = item.s, kv = item.kv, start = item.start, count = item.count;
+    const int first_row = item.first_row, first_query = item.first_query;
+    const int from = first_seen(start, window);
+    int first, end;
+    piece_bounds(item.piece, first, end);
+    end = min(end, start + count);
     first = max(first, from / KEYS * KEYS);
 
     const Place in{step, s, kv, kv_heads, from, end};
@@ -181,7 +212,8 @@ decode(const float* queries, const u8* keys, const u8* values, const int* sequen
     // Merge the parts in order: each in turn hands its sums to the first.
     await_copies<0>();
     __syncthreads();
-    float* handed = reinterpret_cast<float*>(memory) + tile * (8 * DIM + 16);
+    float* memory = reinterpret_cast<float*>(key_tile);
+    float* handed = memory + tile * (8 * DIM + 16);
     for (int from_part = 1; from_part < PARTS; ++from_part) {
         if (part == from_part) {
 #pragma unroll
@@ -223,16 +255,33 @@ decode(const float* queries, const u8* keys, const u8* values, const int* sequen
     if (part == 0 && g == 0)
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-            if (mine + j < count * GROUP) {
-                const size_t row = first_row + (mine + j) / GROUP, head = kv * GROUP + (mine + j) % GROUP;
-                stats[(row * heads + head) * pieces + piece] = make_float2(peak[j], total[j]);
+            if (mine + j < item.count * GROUP) {
+                const size_t row = item.first_row + (mine + j) / GROUP, head = item.kv * GROUP + (mine + j) % GROUP;
+                out.stats[(row * heads + head) * out.pieces + item.piece] = make_float2(peak[j], total[j]);
             }
     __syncthreads();
     for (int i = threadIdx.x; i < 8 * TILES * DIM; i += THREADS) {
-        const int query = i / DIM, q = first_query + query;
-        if (q >= count * GROUP) continue;
-        const size_t row = first_row + q / GROUP, head = kv * GROUP + q % GROUP;
-        parts[((row * heads + head) * pieces + piece) * DIM + i % DIM] =
-            reinterpret_cast<float*>(memory)[query / 8 * (8 * DIM + 16) + query % 8 * DIM + i % DIM];
+        const int query = i / DIM, q = item.first_query + query;
+        if (q >= item.count * GROUP) continue;
+        const size_t row = item.first_row + q / GROUP, head = item.kv * GROUP + q % GROUP;
+        out.parts[((row * heads + head) * out.pieces + item.piece) * DIM + i % DIM] =
+            memory[query / 8 * (8 * DIM + 16) + query % 8 * DIM + i % DIM];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+decode(const float* queries, const u8* keys, const u8* values, const int* sequence, const int* index,
+       const int* starts, const int* pages, const long long* trees, float* parts, float2* stats, int rows,
+       int kv_heads, int max_pages, int window, int pieces) {
+    let_next_begin();
+    extern __shared__ uint4 memory[];
+    const Step step{sequence, index, starts, pages, trees, rows, max_pages};
+    const Sums out{parts, stats, pieces};
+    Item item;
+    bool found = find_item(step, blockIdx.x, kv_heads, window, item);
+    wait_for_last();
+    for (int number = blockIdx.x; found; found = find_item(step, number += gridDim.x, kv_heads, window, item)) {
+        attend(step, item, queries, keys, values, out, kv_heads, window, reinterpret_cast<u16*>(memory));
+        __syncthreads();  // all have read what the next item overwrites
     }
 }

@@ -1,5 +1,5 @@
 // Attention of a few rows a sequence in plain float32, for exact runs and for GPUs without the
-// tensor-core products of decode.cu. The same defines (TILES apart), pieces, scratch and grid.
+// tensor-core products of decode.cu. The same defines (TILES, PARTS apart), pieces and scratch.
 //
 // A block takes one piece of one sequence's context for one key head and eight queries, tile by tile:
 // scores, weights with a running maximum, sums.
