@@ -114,9 +114,9 @@ class VerifyFigure:
 class PartFigure:
     """Where the time of a step goes."""
 
-    what: str  # "decode" or "prompt"
-    batch: int
-    context: int  # tokens of the prompt
+    what: str  # "decode", "verify" or "prompt"
+    batch: int  # sequences; of "verify" the rows of one
+    context: int  # tokens of the prompt, or before the step
     step_s: float
     times: PartTimes
 

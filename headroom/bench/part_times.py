@@ -1,6 +1,8 @@
 """Part times: where the steps of a loaded model spend their time."""
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
@@ -9,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from headroom.bench.crowd import Crowd
 from headroom.bench.figures import BenchSettings, Figures, PartFigure
 from headroom.bench.opening import Opened
+from headroom.bench.steps import run_steps
 from headroom.bench.timeline import KernelTime, PartTimes, part_times
 from headroom.engine.request import SamplingParams
 from headroom.layers.parts import ClockRecorder, MarkerRecorder, StepTimes, recording
@@ -23,42 +26,62 @@ def measure_parts(opened: Opened, figures: Figures, settings: BenchSettings) -> 
     many = [figure for figure in decodes if figure.batch * figure.context <= chunk]
     most = [max(many, key=lambda figure: figure.batch)] if many else []
     for figure in [*alone, *(one for one in most if one not in alone)]:
-        times = _measure(opened, figure.context, figure.batch, settings)
+        times = _parts_of_decode(opened, figure.context, figure.batch, settings)
         # A clock's own steps; on a GPU the markers took time, so the undisturbed step counts.
         step_s = figure.step_s if opened.on_gpu else times.step_s
         figures.parts.append(PartFigure("decode", figure.batch, figure.context, step_s, times))
+    if (verify := figures.verify) is not None:
+        times = _parts_of_verify(opened, verify.context, verify.rows, settings)
+        step_s = verify.step_s if opened.on_gpu else times.step_s
+        figures.parts.append(PartFigure("verify", verify.rows, verify.context, step_s, times))
     for prompt in figures.prompts[-1:]:
         steps = -(-prompt.tokens // opened.plan.settings.chunk)
-        times = _measure(opened, prompt.tokens, 1, settings, prompt_steps=steps)
+        times = _parts_of_prompt(opened, prompt.tokens, steps, settings)
         step_s = prompt.seconds / steps if opened.on_gpu else times.step_s
         figures.parts.append(PartFigure("prompt", 1, prompt.tokens, step_s, times))
 
 
-def _measure(
-    opened: Opened, context: int, batch: int, settings: BenchSettings, prompt_steps: int = 0
+def _parts_of_decode(
+    opened: Opened, context: int, batch: int, settings: BenchSettings
 ) -> PartTimes:
-    """Run prompts and a few tokens; return the parts of decode steps, or of the prompt's steps."""
-    count = 2 if prompt_steps else settings.steps + settings.warm
-    params = SamplingParams(temperature=settings.temperature, max_tokens=count, ignore_eos=True)
-    chosen = slice(0, prompt_steps) if prompt_steps else slice(-settings.steps, None)
+    count = settings.steps + settings.warm
+    answer = partial(_answer, opened, context, batch, count, settings.temperature)
+    return _measure(opened, answer, slice(-settings.steps, None))
 
-    def answer() -> None:
-        crowd = Crowd(opened.engine, context, batch, params)
-        crowd.start()
-        crowd.close(finish=count)
 
+def _parts_of_verify(opened: Opened, context: int, rows: int, settings: BenchSettings) -> PartTimes:
+    # A clock counts whole steps, and the last one has no end.
+    work = partial(run_steps, opened, context, settings.steps + 1, rows=rows)
+    return _measure(opened, work, slice(-settings.steps, None))
+
+
+def _parts_of_prompt(opened: Opened, tokens: int, steps: int, settings: BenchSettings) -> PartTimes:
+    answer = partial(_answer, opened, tokens, 1, 2, settings.temperature)
+    return _measure(opened, answer, slice(0, steps))
+
+
+def _answer(opened: Opened, context: int, batch: int, tokens: int, temperature: float) -> None:
+    """Let the engine answer prompts together, with so many tokens each."""
+    params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
+    crowd = Crowd(opened.engine, context, batch, params)
+    crowd.start()
+    crowd.close(finish=tokens)
+
+
+def _measure(opened: Opened, work: Callable[[], None], chosen: slice) -> PartTimes:
+    """Do some work and return the parts of some of its steps."""
     if not opened.on_gpu:
         clock = ClockRecorder()
         with recording(clock):
-            answer()
+            work()
         return clock_times(clock.steps, chosen)
     opened.pipeline.forget_captures()
     try:
         with recording(MarkerRecorder()):
-            answer()  # captures steps with their markers
+            work()  # captures steps with their markers
             # Without acc_events torch warns that a second cycle, which there is none of, forgets.
             with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
-                answer()
+                work()
                 torch.cuda.synchronize(opened.place)
     finally:
         opened.pipeline.forget_captures()

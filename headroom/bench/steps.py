@@ -22,7 +22,7 @@ def step_seconds(opened: Opened, context: int, *, batch: int = 1, rows: int = 1)
 
     The cache before them holds what earlier prompts left there.
     """
-    steps = [_batch(opened, context, batch, rows, seed) for seed in range(VARIANTS)]
+    steps = _variants(opened, context, batch, rows)
     with torch.inference_mode():
         for step in steps[:2]:
             _run(opened, step)
@@ -34,6 +34,15 @@ def step_seconds(opened: Opened, context: int, *, batch: int = 1, rows: int = 1)
             _wait(opened)
             done += len(steps)
     return (time.perf_counter() - started) / done
+
+
+def run_steps(opened: Opened, context: int, count: int, *, rows: int = 1) -> None:
+    """Run so many steps of one sequence, and wait for them."""
+    steps = _variants(opened, context, 1, rows)
+    with torch.inference_mode():
+        for turn in range(count):
+            _run(opened, steps[turn % VARIANTS])
+        _wait(opened)
 
 
 def _run(opened: Opened, step: Batch) -> None:
@@ -48,6 +57,10 @@ def _run(opened: Opened, step: Batch) -> None:
 def _wait(opened: Opened) -> None:
     if opened.on_gpu:
         torch.cuda.synchronize(opened.place)
+
+
+def _variants(opened: Opened, context: int, batch: int, rows: int) -> list[Batch]:
+    return [_batch(opened, context, batch, rows, seed) for seed in range(VARIANTS)]
 
 
 def _batch(opened: Opened, context: int, batch: int, rows: int, seed: int) -> Batch:

@@ -90,6 +90,8 @@ def _part_table(report: Report) -> Table:
 def _name(figure: PartFigure) -> str:
     if figure.what == "prompt":
         return f"prompt of {figure.context}"
+    if figure.what == "verify":
+        return f"{figure.batch} rows after {figure.context}"
     return f"decode, {figure.batch} after {figure.context}"
 
 
