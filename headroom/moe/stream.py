@@ -190,7 +190,7 @@ class StreamedLayer:
         """Wait for the numbers of picks; stream what pays, and leave the rest to the CPU."""
         stream, tiles, cold = self._stream, self._tiles, self._pieces.rows()
         read = [count_picks(chosen.ids, len(tiles.addresses))]
-        if stream.rates.asks_cpu:
+        if stream.rates.of_step(len(chosen.ids)).asks_cpu:
             read += [_floats(chosen), chosen.ids, chosen.weights]
         counts, *rows = read_back(read, stream.read_room)
         by_expert = counts.tolist()

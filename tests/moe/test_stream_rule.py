@@ -58,6 +58,13 @@ def test_the_cpu_takes_those_with_the_fewest_picks() -> None:
     assert all(counts[expert] == 1 for expert in left)
 
 
+def test_steps_of_many_rows_ask_no_cpu() -> None:
+    counts = dict.fromkeys(range(200), 1)
+    most = stream_rule.MOST_CPU_ROWS
+    assert left_to_cpu(counts, SIZE, RATES, most)
+    assert left_to_cpu(counts, SIZE, RATES, most + 1) == frozenset()
+
+
 def test_experts_with_many_picks_are_streamed() -> None:
     slow = ColdRates(link=55e9, cpu_bandwidth=150e9, cpu_flops=1e10)
     assert left_to_cpu(dict.fromkeys(range(200), 64), SIZE, slow, ROWS) == frozenset()
