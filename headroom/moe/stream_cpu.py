@@ -1,7 +1,7 @@
 """CpuSide: what a CPU computes of the cold experts of a step of many rows, beside the GPU.
 
-Nothing here runs on torch's own threads: they would spin for milliseconds after every operation,
-on the cores that the C++ kernels' threads need.
+Nothing here runs on torch's own threads: they spin for a while after every operation, on the cores
+that the C++ kernels' threads need.
 """
 
 import time

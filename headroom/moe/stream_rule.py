@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from math import exp
 
 HAND_OVER_S = 300e-6  # rows to the CPU and its answers back, however few
-# A row of those: what neither copies nor the CPU's computing explained of prompts of 512 rows of
-# Qwen3.5-35B-A3B, 2 to 3 ms a layer, on an H200 with 16 cores, 2026-11-16.
+# A row of those: neither copies nor the CPU's computing explained 2 to 5 ms a layer of prompts of
+# 512 rows of Qwen3.5-35B-A3B, on an H200 with 16 cores, 2026-11-16; this is the least of that.
 HAND_OVER_ROW_S = 4e-6
-# What a CPU reaches while copies read the same memory, of what calibrate measures without them:
-# there and then 51 experts of 1.9 MB, chosen four times or less, took 2.43 ms (40 GB/s; 77 were
-# measured), and 65 chosen twelve times each 9.8 ms (500 GFLOP/s of 725).
+# What a CPU reaches in prompts, of what calibrate measures: there and then 51 experts of 1.9 MB
+# took 2.43 ms (40 GB/s, of 77), and 65 chosen twelve times each 9.8 ms (500 GFLOP/s, of 725).
+# Copies read the same memory; torch's threads ran beside, too. Which costs how much is not known.
 READ_SHARE = 0.52
 FLOPS_SHARE = 0.69
 # Rows of a step that may ask a CPU. The estimate is not trusted beyond: with 512 rows counting took
