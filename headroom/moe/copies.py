@@ -2,11 +2,13 @@
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol, cast
 
 import torch
 
 from headroom.kernels.cuda.driver import copy_beside
+from headroom.kernels.cuda.sizes import ALIGNMENT
 
 
 class Mark(Protocol):
@@ -177,11 +179,28 @@ class StagingRing:
         self._free = [self._queue.mark()] * len(self._buffers)
 
 
-def read_back(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+class KeptHost:
+    """Pinned host memory that one layer after another uses: to pin some anew may take long."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return room for such tensors; it ends what was returned before."""
+        ends = list(accumulate(-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tensors))
+        if len(self._memory) < ends[-1]:
+            self._memory = pinned_empty((ends[-1],), torch.uint8)
+        return [
+            self._memory[first : first + x.nbytes].view(x.dtype).view(x.shape)
+            for first, x in zip([0, *ends], tensors, strict=False)
+        ]
+
+
+def read_back(tensors: Sequence[torch.Tensor], kept: KeptHost) -> list[torch.Tensor]:
     """Return tensors in host memory; this waits for the device."""
     if not tensors[0].is_cuda:
         return list(tensors)
-    found = [pinned_empty(tuple(x.shape), x.dtype) for x in tensors]
+    found = kept.like(tensors)
     for host, x in zip(found, tensors, strict=True):
         host.copy_(x, non_blocking=True)
     torch.cuda.current_stream(tensors[0].device).synchronize()
@@ -196,6 +215,6 @@ def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
 
-def pinned_like(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy in host memory from which others do not hold up who asks for them."""
-    return pinned_empty(tuple(x.shape), x.dtype).copy_(x)
+def on_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a small tensor of the host's on a device; nobody waits for it."""
+    return pinned_empty(tuple(x.shape), x.dtype).copy_(x).to(device, non_blocking=True)

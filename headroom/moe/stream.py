@@ -4,7 +4,6 @@ Experts are summed in the same groups, whatever is cold: streamed ones give the 
 ones. Those that are left to the CPU are rounded as its kernels round.
 """
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from math import prod
@@ -18,7 +17,6 @@ from headroom.kernels.cuda.experts import ChosenRows, SomeExperts, unpack_some
 from headroom.kernels.cuda.narrow import NarrowRows, as_narrow
 from headroom.kernels.cuda.picks import ExpertGroup
 from headroom.kernels.cuda.sizes import ALIGNMENT
-from headroom.kernels.native import experts as native_experts
 from headroom.kernels.native.experts import PanelTable
 from headroom.kernels.native.module import MODULE
 from headroom.memory.staging import BUFFERS, buffer_bytes
@@ -26,11 +24,13 @@ from headroom.moe.copies import (
     BouncedCopies,
     CopyQueue,
     CudaCopies,
+    KeptHost,
     StagingRing,
+    on_device,
     pinned_empty,
-    pinned_like,
     read_back,
 )
+from headroom.moe.stream_cpu import CpuExperts, CpuSide
 from headroom.moe.stream_pieces import ColdExperts, ColdPieces, GroupExperts, Piece, pieces_of
 from headroom.moe.stream_rule import (
     ColdLayer,
@@ -63,6 +63,7 @@ class ColdStream:
         self.counts = ColdCounts()
         # Of the computing, for copies; None where no GPU computes.
         self.waits = WaitClock(staging.device) if staging.is_cuda else None
+        self.cpu, self.read_room = CpuSide(), KeptHost()
         self._ring = StagingRing(queue, staging[: BUFFERS * size].view(BUFFERS, -1).unbind())
         self._coming: deque[Piece] = deque()  # in the order of their use
         self._sent = 0  # of those
@@ -189,41 +190,36 @@ class StreamedLayer:
         """Wait for the numbers of picks; stream what pays, and leave the rest to the CPU."""
         stream, tiles, cold = self._stream, self._tiles, self._pieces.rows()
         read = [count_picks(chosen.ids, len(tiles.addresses))]
-        if stream.rates.asks_cpu:
+        if stream.rates.of_step(len(chosen.ids)).asks_cpu:
             read += [_floats(chosen), chosen.ids, chosen.weights]
-        counts, *rows = read_back(read)
+        counts, *rows = read_back(read, stream.read_room)
         by_expert = counts.tolist()
         used = {expert: by_expert[expert] for expert in cold if by_expert[expert]}
-        left = left_to_cpu(used, self._size, stream.rates)
+        left = left_to_cpu(used, self._size, stream.rates, len(chosen.ids))
         streamed = {expert: cold[expert] for expert in used if expert not in left}
-        stream.counts.cpu_bytes += len(left) * self._size.bytes
-        groups = self._pieces.some_groups(streamed)
         if not left:
-            return self._streamed(chosen, groups, others, out)
+            return self._streamed(chosen, self._pieces.some_groups(streamed), others, out)
         theirs = torch.zeros(len(by_expert), dtype=torch.bool)
         theirs[list(left)] = True
-        ids = _without(chosen.ids, theirs.to(chosen.ids.device))
-        kept = ChosenRows(chosen.x, ids, chosen.weights, chosen.powers)
+        x, ids, weights = rows
+        asked = stream.cpu.ask(x, (_without(ids, ~theirs), weights), self._on_cpu())
+        # The CPU is at it while the GPU's work is launched and runs.
+        groups = self._pieces.some_groups(streamed)
+        gpus = _without(chosen.ids, on_device(theirs, chosen.ids.device))
+        kept = ChosenRows(chosen.x, gpus, chosen.weights, chosen.powers)
         out = self._streamed(kept, groups, others, out)
-        # All the GPU's work was asked for: it goes on meanwhile.
-        began = time.perf_counter()
-        which, answers = self._cpu_answers(ChosenRows(*rows), theirs)
-        stream.counts.cpu_s += time.perf_counter() - began
-        there = [pinned_like(x).to(out.device, non_blocking=True) for x in (which, answers)]
-        return out.index_add_(0, *there)  # each row once: there is no order to their sums
+        answers, took_s = asked.result()
+        stream.counts.cpu_bytes += len(left) * self._size.bytes
+        stream.counts.cpu_s += took_s
+        return out.add_(answers.to(out.device, non_blocking=True))
 
-    def _cpu_answers(
-        self, chosen: ChosenRows, theirs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows that chose experts which are the CPU's, and the sums of these."""
+    def _on_cpu(self) -> CpuExperts:
+        """The cold experts as the CPU's kernels find them."""
         tiles, store = self._tiles, self._store
         width, hidden = tiles.width, tiles.hidden
         shapes = [(width, hidden), (width, hidden), (hidden, width)]
         table = PanelTable(store.host_addresses, tiles.kinds, shapes, store.cold, tiles=True)
-        ids = _without(chosen.ids, ~theirs)
-        which = (ids >= 0).any(1).nonzero().flatten()
-        x, weights = chosen.x[which].float(), chosen.weights[which]
-        return which, native_experts.experts(x, ids[which], weights, table, self._activation, "f32")
+        return CpuExperts(table, self._activation)
 
 
 class _Arriving:
@@ -282,8 +278,9 @@ def count_picks(ids: torch.Tensor, experts: int) -> torch.Tensor:
 
 
 def _floats(chosen: ChosenRows) -> torch.Tensor:
-    """Rows as a CPU reads them: as they are in bf16, or times their powers."""
-    return chosen.x if chosen.powers is None else chosen.x * chosen.powers[:, None]
+    """Rows as a CPU reads them: in float32, times their powers where they have such."""
+    x = chosen.x.float()
+    return x if chosen.powers is None else x * chosen.powers[:, None]
 
 
 def _without(ids: torch.Tensor, passed_over: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from headroom.kernels.cuda.expert_tiles import ExpertTiles
 from headroom.kernels.cuda.experts import group_bounds
+from headroom.moe.copies import on_device
 from headroom.moe.stream_rule import cut_pieces, runs
 
 # A row of cold memory that is none, and no neighbour of one.
@@ -123,7 +124,7 @@ class ColdPieces:
 
     def _on_gpu(self, lists: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
         flat = torch.tensor([number for numbers in lists for number in numbers], dtype=torch.int32)
-        moved = flat.to(self._tiles.addresses.device)
+        moved = on_device(flat, self._tiles.addresses.device)
         return torch.split(moved, [len(numbers) for numbers in lists])
 
 

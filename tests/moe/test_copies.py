@@ -129,9 +129,24 @@ def test_memory_that_cannot_be_pinned_is_plain(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "empty", refuse)
-    assert copies.pinned_like(numbers(3)).tolist() == [3, 4, 5, 6]
+    assert copies.on_device(numbers(3), torch.device("cpu")).tolist() == [3, 4, 5, 6]
 
 
 def test_host_tensors_are_read_where_they_are() -> None:
     here = numbers(1)
-    assert copies.read_back([here])[0] is here
+    assert copies.read_back([here], copies.KeptHost())[0] is here
+
+
+def test_kept_memory_is_used_again_and_grows_where_it_must() -> None:
+    kept = copies.KeptHost()
+    few, rows = torch.zeros(3, dtype=torch.uint8), torch.zeros(5, 4)
+    a, b = kept.like([few, rows])
+    assert (a.shape, a.dtype, b.shape, b.dtype) == (few.shape, few.dtype, rows.shape, rows.dtype)
+    a.fill_(7)
+    b.fill_(1.0)
+    assert a.tolist() == [7, 7, 7]
+    assert kept.like([few])[0].data_ptr() == a.data_ptr()
+    assert kept.like([rows])[0].data_ptr() == a.data_ptr()
+    (larger,) = kept.like([torch.zeros(1000, 4)])
+    assert larger.shape == (1000, 4)
+    assert kept.like([few])[0].data_ptr() == larger.data_ptr()

@@ -96,24 +96,42 @@ def experts(
 
     Picks with a negative id are passed over.
     """
-    (rows, used), (width, hidden) = ids.shape, table.shapes[0]
-    x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-    out = torch.empty(rows, hidden)
-    size = MODULE.experts_scratch(
-        rows, used, hidden, width, len(table.addresses), tiles=table.tiles
-    )
+    out = torch.empty(len(ids), table.shapes[0][1])
     if scratch is None:
-        scratch = torch.empty(size, dtype=torch.uint8)
+        scratch = torch.empty(scratch_bytes(ids, table), dtype=torch.uint8)
+    experts_into(out, x, (ids, weights), table, activation, dtype, scratch)
+    return out
+
+
+def scratch_bytes(ids: torch.Tensor, table: PanelTable) -> int:
+    """Return the memory that the experts of some picks need while they are computed."""
+    (rows, used), (width, hidden) = ids.shape, table.shapes[0]
+    count = len(table.addresses)
+    size: int = MODULE.experts_scratch(rows, used, hidden, width, count, tiles=table.tiles)
+    return size
+
+
+def experts_into(
+    out: torch.Tensor,  # [rows, hidden], contiguous
+    x: torch.Tensor,
+    picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights
+    table: PanelTable,
+    activation: str,
+    dtype: str,
+    scratch: torch.Tensor,
+) -> None:
+    """Write the same to memory that there is."""
+    x, ids, weights = x.contiguous(), picks[0].contiguous(), picks[1].contiguous()
+    assert out.is_contiguous()
     like = [
         MODULE.Matrix(0, kind.ggml_id, *shape, table.tiles)
         for kind, shape in zip(table.kinds, table.shapes, strict=True)
     ]
     MODULE.experts(
         POOL.ops, like, table.addresses.data_ptr(), len(table.addresses), ids.data_ptr(),
-        weights.data_ptr(), (rows, used), x.data_ptr(), activation == "gelu", dtype == "int8",
+        weights.data_ptr(), tuple(ids.shape), x.data_ptr(), activation == "gelu", dtype == "int8",
         out.data_ptr(), scratch.data_ptr(), scratch.numel(),
     )  # fmt: skip
-    return out
 
 
 def _panel_sizes(kinds: Sequence[QuantType], shapes: Sequence[Shape]) -> list[int]:
