@@ -5,28 +5,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
 
-HAND_OVER_S = 300e-6  # rows to the CPU and its answers back, however few
-# A row of those: neither copies nor the CPU's computing explained 2 to 5 ms a layer of prompts of
-# 512 rows of Qwen3.5-35B-A3B, on an H200 with 16 cores, 2026-11-16; this is the least of that.
-HAND_OVER_ROW_S = 4e-6
-# What a CPU reaches in prompts, of what calibrate measures: there and then 51 experts of 1.9 MB
-# took 2.43 ms (40 GB/s, of 77), and 65 chosen twelve times each 9.8 ms (500 GFLOP/s, of 725).
-# Copies read the same memory; torch's threads ran beside, too. Which costs how much is not known.
-READ_SHARE = 0.52
-FLOPS_SHARE = 0.69
-# Rows of a step that may ask a CPU. The estimate is not trusted beyond: with 512 rows counting took
-# 6.2 ms a layer where all copies take 3.65, and 16.1 for 8.9, there and then.
-MOST_CPU_ROWS = 256
+# What the estimates below go by was measured by tests/gpu/cold_phases.py on an H200 with 16 cores
+# beside it, 2026-11-16, with the experts of one layer of Qwen3.5-35B-A3B and 32 to 512 rows.
+HAND_OVER_S = 300e-6  # rows to the CPU and its answers back
+# What a CPU reaches beside copies that read the same memory, of what calibrate measures alone:
+# 59 to 79 GB/s of 77 to 88, and with several picks an expert 450 to 580 GFLOP/s of 725 to 793.
+READ_SHARE = 0.8
+FLOPS_SHARE = 0.6
 # What it costs to hear which experts were chosen. To wait for the GPU and read from it:
 READ_BACK_S = 30e-6
-# The host's own time to say what is copied: of 102 cold experts of 256, on a Xeon's core that had
-# other work, too, 2026-11.
-PREPARE_S = 200e-6
+# The host's own time to say what is copied, while which nothing is: 1.1 to 2 ms.
+PREPARE_S = 1.2e-3
 # A row in all parts of a layer but experts, while which copies go on if they did not have to wait
 # for the router: prompts of 512 rows of Qwen3.5-35B-A3B, all experts hot, took 0.72 ms a layer
 # 2026-11 on an H200, and experts 0.36 of that.
 BESIDE_ROW_S = 0.7e-6
-WORTH = 0.9  # of the time without counting: less is gained than the estimate may be wrong by
+WORTH = 0.8  # of the time without counting: less is gained than the estimate may be wrong by
 MOST_ROWS = 1 << 16  # of a step
 MOST_MEAN_PICKS = 700.0  # that chance is reckoned for; with so many no CPU is as quick as a copy
 
@@ -43,10 +37,6 @@ class ColdRates:
     def asks_cpu(self) -> bool:
         """Whether experts may be left to the CPU."""
         return self.cpu_bandwidth > 0 and self.cpu_flops > 0
-
-    def of_step(self, rows: int) -> "ColdRates":
-        """The same in a step of so many rows."""
-        return self if rows <= MOST_CPU_ROWS else self.without_cpu
 
     @property
     def without_cpu(self) -> "ColdRates":
@@ -102,7 +92,7 @@ def pays_to_count(rows: int, layer: ColdLayer, rates: ColdRates) -> bool:
     take gains nothing by fewer of them; kernels launched ahead are used up while the host waits.
     """
     counts = expected_counts(rows * layer.picks, layer.experts)
-    counted_s = _shared(counts, layer.size, rates, rows)[1]
+    counted_s = _shared(counts, layer.size, rates)[1]
     lost_s = min(rows * BESIDE_ROW_S, layer.ahead_bytes / rates.link)
     all_s = layer.experts * layer.size.bytes / rates.link
     return READ_BACK_S + PREPARE_S + lost_s + counted_s < WORTH * all_s
@@ -127,22 +117,19 @@ def expected_counts(picks: float, experts: int) -> dict[int, int]:
     return counts
 
 
-def left_to_cpu(
-    counts: Mapping[int, int], size: ExpertSize, rates: ColdRates, rows: int
-) -> frozenset[int]:
+def left_to_cpu(counts: Mapping[int, int], size: ExpertSize, rates: ColdRates) -> frozenset[int]:
     """Return the cold experts, of those chosen, that the CPU should compute.
 
-    `counts`: picks by cold expert, of so many rows. Those with the fewest picks go first, as many
-    as make the slower of link and CPU finish soonest; both work at the same time.
+    `counts`: picks by cold expert. Those with the fewest picks go first, as many as make the
+    slower of link and CPU finish soonest; both work at the same time.
     """
-    return _shared(counts, size, rates, rows)[0]
+    return _shared(counts, size, rates)[0]
 
 
 def _shared(
-    counts: Mapping[int, int], size: ExpertSize, rates: ColdRates, rows: int
+    counts: Mapping[int, int], size: ExpertSize, rates: ColdRates
 ) -> tuple[frozenset[int], float]:
     """The experts that the CPU should compute, and when both sides are done."""
-    rates = rates.of_step(rows)
     chosen = sorted((count, expert) for expert, count in counts.items() if count)
     link_s = size.bytes / rates.link
     best, best_s = 0, len(chosen) * link_s
@@ -150,7 +137,7 @@ def _shared(
         return frozenset(), best_s
     read_s = size.bytes / (READ_SHARE * rates.cpu_bandwidth)
     pick_s = size.flops / (FLOPS_SHARE * rates.cpu_flops)
-    cpu_s = HAND_OVER_S + rows * HAND_OVER_ROW_S
+    cpu_s = HAND_OVER_S
     for taken, (count, _) in enumerate(chosen, 1):
         cpu_s += max(read_s, count * pick_s)
         if cpu_s >= best_s:

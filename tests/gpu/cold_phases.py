@@ -33,10 +33,8 @@ CASES = ((1.0, 0.0), (0.4, 0.6), (0.4, 0.894))
 LAYERS = 4  # of a round
 # How experts are shared if nothing is known of copies that slow the CPU down.
 HOPEFUL = {
-    "HAND_OVER_ROW_S": 0.0,
     "READ_SHARE": 1.0,
     "FLOPS_SHARE": 1.0,
-    "MOST_CPU_ROWS": max(ROWS),
 }
 
 

@@ -209,7 +209,6 @@ def test_what_the_cpu_reads_for_prompts_is_counted(
     file: WeightFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "most_counted_rows", lambda *facts: 33)
-    monkeypatch.setattr(stream_rule, "HAND_OVER_ROW_S", 0.0)
     layer = Layer(file, ())
     assert layer.compute is not None
     assert layer.hybrid is not None

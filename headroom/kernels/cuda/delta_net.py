@@ -198,5 +198,7 @@ def _processors(device: torch.device) -> int:
 
 
 def _columns_of_step(states: int, device: torch.device) -> int:
-    """A whole state to a block where there are enough of them, else a part, to use the chip."""
-    return DIM if states >= 2 * _processors(device) else 16
+    """Narrow blocks: a row's sums are soon together, and a chain of rows is as long as its sums."""
+    # Of 27B's steps on an H200, ms: 16 sequences 9.90, 9.64, 10.19, 9.99 with 16, 32, 64, 128
+    # columns; a chain of 16 rows 8.70, 8.73, 8.94, 9.50.
+    return 32 if states >= 2 * _processors(device) else 16
