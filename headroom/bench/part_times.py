@@ -13,6 +13,8 @@ from headroom.bench.timeline import KernelTime, PartTimes, part_times
 from headroom.engine.request import SamplingParams
 from headroom.layers.parts import ClockRecorder, MarkerRecorder, StepTimes, recording
 
+PROMPT_ANSWER = 2  # tokens after a prompt that is looked into: its last step has an end then
+
 
 def measure_parts(opened: Opened, figures: Figures, settings: BenchSettings) -> None:
     """Add the parts of some of the steps that were measured: one of each kind."""
@@ -38,7 +40,7 @@ def _measure(
     opened: Opened, context: int, batch: int, settings: BenchSettings, prompt_steps: int = 0
 ) -> PartTimes:
     """Run prompts and a few tokens; return the parts of decode steps, or of the prompt's steps."""
-    count = 2 if prompt_steps else settings.steps + settings.warm
+    count = PROMPT_ANSWER if prompt_steps else settings.steps + settings.warm
     params = SamplingParams(temperature=settings.temperature, max_tokens=count, ignore_eos=True)
     chosen = slice(0, prompt_steps) if prompt_steps else slice(-settings.steps, None)
 
