@@ -59,7 +59,7 @@ def unseen() -> str:
 def gpu_row(device: DeviceSpec, facts: GpuFacts, torch: TorchFacts) -> Section:
     """Return one GPU, why it is refused where it is, and which kernel families it could run."""
     precision, refusal = device_precision(device), refuse_gpu(torch, facts)
-    refused = "" if refusal is None else refusal.message
+    refused = "" if refusal is None else f"{refusal.message} {refusal.hint}"
     amd = device.kind == "hip"
     compiler = f"Triton is found, {NO_AMD}" if amd else "NVRTC compiles"
     return {

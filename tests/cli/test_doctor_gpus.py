@@ -101,11 +101,15 @@ def test_a_refused_gpu_says_why_and_lists_no_kernels() -> None:
     facts = GpuFacts(name="cuda:0", product="Tesla P40", sm=61)
     row = gpu_row(spec("cuda", 61), facts, TORCH)
     assert gpu_texts([row])["cuda:0"].endswith(
-        "not usable: cuda:0 (Tesla P40) is sm_61; the kernels need sm_75, and bf16 sm_80."
+        "not usable: cuda:0 (Tesla P40) is sm_61; the kernels need sm_75, and bf16 sm_80. "
+        "Choose --device cpu."
     )
     assert row["kernels"] == {}
     amd = gpu_row(spec("hip", gfx="gfx1100"), GpuFacts(name="hip:0"), TORCH)
-    assert amd["refused"] == "torch 2.11.0+cu130 is built for CUDA 13.0, without ROCm."
+    assert amd["refused"] == (
+        "torch 2.11.0+cu130 is built for CUDA 13.0, without ROCm. "
+        "Install a ROCm build of torch, or choose --device cpu."
+    )
     assert backend_text("triton", ["matmul"], [amd]) == "no GPU that runs them"
     assert backend_text("cuda", ["matmul"], [amd]) == "no GPU"
 
