@@ -150,6 +150,15 @@ def test_prompts_that_would_take_too_long_are_left_out(tmp_path: Path) -> None:
     assert [part.what for part in figures.parts] == ["prompt"]
 
 
+def test_patience_holds_where_no_prompt_is_measured(tmp_path: Path) -> None:
+    path = written(tmp_path, "qwen3", 1)
+    wanted = replace(SMALL, contexts=(8,), batches=(1,), patience_s=1e-9, only=("decode",))
+    figures = run_bench(path, Options(model=str(path), threads=1), wanted).figures
+    assert (figures.prompts, figures.decodes) == ([], [])
+    (told,) = figures.left_out
+    assert told.startswith("decode of 1 after 8: its prompts would take ")
+
+
 def test_options_that_are_given_stay(tmp_path: Path) -> None:
     shape = read_model(written(tmp_path, "qwen3", 1)).shape
     found = filled(Options(), SMALL, shape)
