@@ -45,7 +45,7 @@ class BenchFlags:
     ] = None
     only: Annotated[
         str | None,
-        typer.Option(help="measure only some: prompts,decode,verify,parts", metavar="KIND,KIND"),
+        typer.Option(help="measure only some: prompts, decode, verify, parts", metavar="KIND,KIND"),
     ] = None
     quick: Annotated[
         bool, typer.Option("--quick", help="short prompts and contexts, few tokens")

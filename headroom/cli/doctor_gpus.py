@@ -116,6 +116,8 @@ def backend_text(backend: str, operations: list[str], rows: list[Section]) -> st
             return "no GPU that runs them" if mine else "no GPU"
         if backend == "triton" and all(row["triton"] for row in usable):
             return f"not here: {usable[0]['triton']}"
+        if backend == "cuda":  # most of it are no single operations
+            return f"{', '.join(operations)}; and the families of fused layers, under GPUs"
     return ", ".join(operations) or "none in this version"
 
 

@@ -34,6 +34,9 @@ def test_a_gpu_is_told_with_memory_driver_and_kernels() -> None:
     untried = f"{count - 1} not tried; see --kernels"
     assert told["cuda:0 kernels"] == f"1 of {count} families run, {untried}"
     assert set(told) == {"cuda:0", "cuda:0 kernels"}
+    row = gpu_row(spec("cuda", 90), facts, TORCH)
+    told_ops = "embed, matmul; and the families of fused layers, under GPUs"
+    assert backend_text("cuda", ["embed", "matmul"], [row]) == told_ops
 
 
 def test_what_an_older_gpu_runs_in_another_way_is_told() -> None:
