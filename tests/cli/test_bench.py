@@ -149,6 +149,7 @@ def test_the_tables_show_speeds_parts_memory_and_what_is_left_out(
         (["--batch", "1,x"], "--batch is '1,x'. Write whole numbers with commas"),
         (["--only", "verify"], "--only verify has verify without decode, whose steps it looks"),
         (["--only", "parts", "--no-parts"], "--only and --no-parts leave nothing to measure."),
+        (["--kernels", "triton", "--device", "cpu"], "Triton's kernels run on GPUs, and no layer"),
         (["--tokens", "0"], "--tokens is 0. Write whole numbers above 0."),
         (["--compare", "llama-bench", "/none"], "There is no program /none."),
         (["--compare", "other", "/none"], "--compare other is not known."),
