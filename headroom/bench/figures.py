@@ -8,6 +8,7 @@ from headroom.bench.traffic import Traffic
 from headroom.errors import OptionError
 
 KINDS = ("prompts", "decode", "verify", "parts")  # of figures
+BESIDE = {"verify": ("decode",), "parts": ("prompts", "decode")}  # what each says more of
 SHORT_CONTEXT = 512  # up to here a context is cheap enough to be made anew for every batch
 
 
@@ -32,6 +33,7 @@ class BenchSettings:
             raise OptionError(
                 f"--only has {unknown[0]!r}.", hint=f"Known: {', '.join(KINDS)}.", param="only"
             )
+        self._check_kinds()
         for name in ("prompts", "contexts", "batches", "tokens", "rounds"):
             value = getattr(self, name)
             values = value if isinstance(value, tuple) else (value,)
@@ -41,6 +43,23 @@ class BenchSettings:
                     f"--{flag} is {','.join(map(str, values)) or 'empty'}.",
                     hint="Write whole numbers above 0.",
                     param=flag,
+                )
+
+    def _check_kinds(self) -> None:
+        """Refuse kinds that say more of others where those are not measured."""
+        if not self.only:
+            raise OptionError(
+                "--only and --no-parts leave nothing to measure.",
+                hint=f"Name some of {', '.join(KINDS)}.",
+                param="only",
+            )
+        for kind, others in BESIDE.items():
+            if kind in self.only and not set(others) & set(self.only):
+                raise OptionError(
+                    f"--only {','.join(self.only)} has {kind} without {' or '.join(others)}, whose "
+                    "steps it looks into.",
+                    hint=f"Write --only {others[-1]},{','.join(self.only)}.",
+                    param="only",
                 )
 
     def room(self, context: int, batches: tuple[int, ...], chunk: int) -> int:

@@ -1,6 +1,7 @@
 """A model that is open for measuring: its engine, and what stands behind it."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +14,14 @@ from headroom.models.describe import ModelDescription, describe
 from headroom.options import Options
 from headroom.split.choice import make_run_plan
 from headroom.split.expert_records import read_records
-from headroom.split.launch import start_pipeline
+from headroom.split.launch import Progress, start_pipeline
 from headroom.split.memory_check import limit_memory
 from headroom.split.pipeline import Pipeline
 from headroom.split.placing import find_placement
+from headroom.split.unused import tell_unmeasured
 from headroom.split.upkeep import open_upkeep
+
+Say = Callable[[str], None]  # is told what is being done
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,9 +55,10 @@ def read_model(path: Path) -> ModelDescription:
     return describe(open_checkpoint(path))
 
 
-def open_model(model: ModelDescription, options: Options) -> Opened:
-    """Plan and load a model as every command does."""
+def open_model(model: ModelDescription, options: Options, say: Say = lambda text: None) -> Opened:
+    """Plan and load a model as every command does; `say` is told how far that is."""
     started = time.perf_counter()
+    tell_unmeasured(options)
     plan = make_run_plan(model.shape, options)
     # Random prompts are no sign of what people ask: choices are counted and not saved.
     records = read_records(model, options, measuring=True)
@@ -61,7 +66,17 @@ def open_model(model: ModelDescription, options: Options) -> Opened:
         model.shape, plan, options, model.checkpoint.identity, records.file.counts
     )
     limit_memory(plan, options.device_memory)
-    pipeline = start_pipeline(plan, model, placement=placement)
+    pipeline = start_pipeline(plan, model, _percent(say), placement)
     upkeep = open_upkeep(pipeline, records)
     engine = Engine(pipeline, plan.settings, options.queue, upkeep)
     return Opened(engine, pipeline, plan, model.shape, time.perf_counter() - started)
+
+
+def _percent(say: Say) -> Progress:
+    """Return what says how much of the weights is loaded, and when what follows them begins."""
+
+    def show(done: int, total: int) -> None:
+        loaded = f"loading, {100 * done // max(total, 1)} %"
+        say(loaded if done < total else "starting: kernels are compiled, steps captured")
+
+    return show

@@ -16,6 +16,8 @@ from headroom.bench.timeline import KernelTime, PartTimes, part_times
 from headroom.engine.request import SamplingParams
 from headroom.layers.parts import ClockRecorder, MarkerRecorder, StepTimes, recording
 
+PROMPT_ANSWER = 2  # tokens after a prompt that is looked into: its last step has an end then
+
 
 def measure_parts(opened: Opened, figures: Figures, settings: BenchSettings) -> None:
     """Add the parts of some of the steps that were measured: one of each kind."""
@@ -56,7 +58,7 @@ def _parts_of_verify(opened: Opened, context: int, rows: int, settings: BenchSet
 
 
 def _parts_of_prompt(opened: Opened, tokens: int, steps: int, settings: BenchSettings) -> PartTimes:
-    answer = partial(_answer, opened, tokens, 1, 2, settings.temperature)
+    answer = partial(_answer, opened, tokens, 1, PROMPT_ANSWER, settings.temperature)
     return _measure(opened, answer, slice(0, steps))
 
 

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from headroom.bench.figures import BenchSettings
 from headroom.errors import OptionError
 from headroom.memory.plan import Plan
 from headroom.memory.shape import ModelShape
 from headroom.options import Options, child_environment
 
-COMPARED = ("prompts", "decode")  # kinds of figures that llama-bench has, too
 # Of its cache, for ours: f16 is as wide as bf16 and what it is fastest with; f32 it refuses.
 CACHE_TYPES = {"bf16": "f16", "f32": "f16"}
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -93,13 +91,7 @@ def visible_gpu(name: str, environment: Mapping[str, str]) -> str:
     return listed[index] if index < len(listed) else str(index)
 
 
-def check_comparable(model: Path, settings: BenchSettings) -> None:
-    """Refuse a model that the peer cannot read, and figures that it does not have."""
+def check_comparable(model: Path) -> None:
+    """Refuse a model that the peer cannot read."""
     if model.suffix != ".gguf" or not os.access(model, os.R_OK):
         raise OptionError(f"llama-bench reads .gguf files, and {model} is none.", param="compare")
-    if not set(COMPARED) & set(settings.only):
-        raise OptionError(
-            f"--only {','.join(settings.only)} leaves nothing to compare.",
-            hint=f"llama-bench measures {' and '.join(COMPARED)}.",
-            param="compare",
-        )

@@ -1,7 +1,7 @@
 """One whole run: plan, load, measure, and put a peer beside it."""
 
 import gc
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +9,8 @@ import torch
 
 from headroom.bench.expert_use import ExpertReport, find_residency
 from headroom.bench.figures import BenchSettings
-from headroom.bench.opening import Opened, open_model, read_model
-from headroom.bench.part_times import measure_parts
+from headroom.bench.opening import Opened, Say, open_model, read_model
+from headroom.bench.part_times import PROMPT_ANSWER, measure_parts
 from headroom.bench.peer import LlamaBench, PeerRun, unlike_note
 from headroom.bench.peer_setup import PeerSetup, check_comparable, setup_peer
 from headroom.bench.report import Report
@@ -23,14 +23,14 @@ from headroom.bench.resources import (
     start_counting,
 )
 from headroom.bench.speeds import SpeedBench
-from headroom.errors import HeadroomError
+from headroom.errors import HeadroomError, PlanError
 from headroom.memory.budget import PAGE_SIZE
+from headroom.memory.plan import Plan
 from headroom.memory.shape import ModelShape
 from headroom.options import Options
 from headroom.split.choice import make_run_plan
 
 CPU_CHUNK = 512
-Say = Callable[[str], None]
 
 
 def run_bench(
@@ -39,15 +39,13 @@ def run_bench(
     settings: BenchSettings,
     *,
     peer: LlamaBench | None = None,
-    parts: bool = True,
     say: Say = lambda text: None,
 ) -> Report:
     """Measure a model; `say` is told what is being done."""
     if peer is not None:
-        check_comparable(path, settings)
+        check_comparable(path)
     model = read_model(path)
-    options = filled(on_device(options, model.shape), settings, model.shape)
-    plan = make_run_plan(model.shape, options)
+    options, plan = fitting(on_device(options, model.shape), settings, model.shape)
     # The peer runs while our model is not in memory, before it and after.
     if peer is not None:
         setup = setup_peer(plan, model.shape, options)
@@ -55,9 +53,9 @@ def run_bench(
         first = peer.run(path, setup, settings)
     say("loading")
     start_counting(plan.devices[0].name)
-    opened = open_model(model, options)
+    opened = open_model(model, options, say)
     try:
-        report = _measure(path, opened, settings, parts, say)
+        report = _measure(path, opened, settings, say)
     finally:
         opened.engine.close()
     del opened
@@ -89,29 +87,52 @@ def on_device(options: Options, shape: ModelShape) -> Options:
     return replace(options, device=make_run_plan(shape, options).devices[0].name)
 
 
+def fitting(options: Options, settings: BenchSettings, shape: ModelShape) -> tuple[Options, Plan]:
+    """Return options with a plan that fits, for as many of the sequences as fit together.
+
+    Where even one does not fit, or their number is given, the error is that of all of them.
+    """
+    full = filled(options, settings, shape)
+    assert full.parallel is not None
+    try:
+        return full, make_run_plan(shape, full)
+    except PlanError:
+        if options.parallel is not None:
+            raise
+        for fewer in sorted({x for x in settings.batches if x < full.parallel}, reverse=True):
+            smaller = filled(replace(options, parallel=fewer), settings, shape)
+            with suppress(PlanError):
+                return smaller, make_run_plan(shape, smaller)
+        raise
+
+
 def filled(options: Options, settings: BenchSettings, shape: ModelShape) -> Options:
     """Return options that hold all that is to be measured, as far as the model allows."""
     gpu = (options.device or "cpu") != "cpu"
     chunk = options.chunk or (max(CPU_CHUNK, *settings.prompts) if gpu else CPU_CHUNK)
-    parallel = options.parallel or max(settings.batches)
+    decodes = "decode" in settings.only
+    parallel = options.parallel or (max(settings.batches) if decodes else 1)
     batches = tuple(batch for batch in settings.batches if batch <= parallel) or (parallel,)
+    contexts = settings.contexts if decodes else ()
+    prompts = settings.prompts if "prompts" in settings.only else ()
     needed = max(
-        max(settings.prompts) + 1,
-        *(context + settings.room(context, batches, chunk) for context in settings.contexts),
+        *(tokens + PROMPT_ANSWER for tokens in prompts),
+        *(context + settings.room(context, batches, chunk) for context in contexts),
+        PAGE_SIZE,
     )
     whole_pages = -(-needed // PAGE_SIZE) * PAGE_SIZE
     context = options.context or min(whole_pages, shape.context_limit)
     return replace(options, chunk=chunk, parallel=parallel, context=context)
 
 
-def _measure(path: Path, opened: Opened, settings: BenchSettings, parts: bool, say: Say) -> Report:
+def _measure(path: Path, opened: Opened, settings: BenchSettings, say: Say) -> Report:
     say("prompts and answers")
     figures = SpeedBench(opened, settings).run()
     memory = memory_use(opened)  # before the profiler takes some
     lift_limit(opened.device)
     upkeep = opened.engine.upkeep  # no request runs now
     totals = None if upkeep is None else upkeep.read()
-    if parts and "parts" in settings.only:
+    if "parts" in settings.only:
         say("parts of a step")
         try:
             measure_parts(opened, figures, settings)

@@ -17,6 +17,8 @@ from headroom.bench.steps import step_seconds
 from headroom.bench.traffic import Chances, step_traffic, token_operations
 from headroom.engine.request import SamplingParams
 
+SHORT_PROMPT = 128  # tokens of one that tells how long others would take
+
 
 class SpeedBench:
     """Measures one loaded model; what cannot be measured is left out with a reason."""
@@ -26,6 +28,7 @@ class SpeedBench:
         self._settings = settings
         self._plan = opened.plan.settings
         self._params = SamplingParams(temperature=settings.temperature, ignore_eos=True)
+        self._short_speed = 0.0  # of prompts, in tokens a second; 0 where it was not needed
         self.figures = Figures()
 
     def run(self) -> Figures:
@@ -45,28 +48,40 @@ class SpeedBench:
         if tokens >= self._plan.context:
             self._leave_out(f"prompt of {tokens}", f"the context holds {self._plan.context}")
             return
-        engine, times = self._opened.engine, []
-        before: Reading | None = None
-        params = SamplingParams(temperature=self._settings.temperature, max_tokens=1)
-        for seed in range(self._settings.rounds + 1):  # the first one warms up
-            if seed == 1:
-                before = self._read()
-            answer = Answer(engine, random_prompt(tokens, engine.vocab, seed), params)
-            answer.submit()
-            answer.wait(1)
-            answer.end()
-            assert answer.last is not None
-            assert answer.last.timings is not None
-            times.append(answer.last.timings.prefill_s)
+        self._prompt_seconds(tokens, 0)  # warms up
+        before = self._read()
+        times = [self._prompt_seconds(tokens, 1 + seed) for seed in range(self._settings.rounds)]
         operations, after = tokens * token_operations(self._opened.shape), self._read()
         self.figures.prompts.append(
             PromptFigure(
                 tokens=tokens,
-                seconds=statistics.median(times[1:]),
+                seconds=statistics.median(times),
                 operations=operations,
-                experts=use_between(before, after, sum(times[1:])) if before and after else None,
+                experts=use_between(before, after, sum(times)) if before and after else None,
             )
         )
+
+    def _prompt_seconds(self, tokens: int, seed: int) -> float:
+        """Return the time of one prompt, from its first step to its first token."""
+        engine = self._opened.engine
+        params = SamplingParams(temperature=self._settings.temperature, max_tokens=1)
+        answer = Answer(engine, random_prompt(tokens, engine.vocab, seed), params)
+        answer.submit()
+        answer.wait(1)
+        answer.end()
+        assert answer.last is not None
+        assert answer.last.timings is not None
+        return answer.last.timings.prefill_s
+
+    def _prompt_speed(self) -> float:
+        """Return tokens a second of the last prompt; of a short one where none was measured."""
+        if self.figures.prompts:
+            return self.figures.prompts[-1].tokens_per_s
+        if not self._short_speed:
+            tokens = min(SHORT_PROMPT, self._plan.context - 1)
+            seconds = min(self._prompt_seconds(tokens, seed) for seed in range(2))
+            self._short_speed = tokens / seconds
+        return self._short_speed
 
     def _decode(self, context: int) -> None:
         """Measure all batches after one context, the largest first where prompts are long."""
@@ -96,8 +111,7 @@ class SpeedBench:
             return f"it needs {needed} tokens and the context holds {self._plan.context}"
         if -(-needed // self._plan.page_size) * batch > self._plan.pages:
             return f"the cache holds {self._plan.cache_tokens} tokens"
-        speeds = [figure.tokens_per_s for figure in self.figures.prompts]
-        seconds = context * batch / speeds[-1] if speeds else 0.0
+        seconds = context * batch / self._prompt_speed()
         if seconds > self._settings.patience_s:
             limit = f"{self._settings.patience_s:.0f} s (--patience)"
             return f"its prompts would take {seconds:.0f} s and may take {limit}"

@@ -1,7 +1,7 @@
 """`headroom bench`: how fast a model runs here, against what the memory allows."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,7 +45,7 @@ class BenchFlags:
     ] = None
     only: Annotated[
         str | None,
-        typer.Option(help="measure only some: prompts,decode,verify,parts", metavar="KIND,KIND"),
+        typer.Option(help="measure only some: prompts, decode, verify, parts", metavar="KIND,KIND"),
     ] = None
     quick: Annotated[
         bool, typer.Option("--quick", help="short prompts and contexts, few tokens")
@@ -71,6 +71,7 @@ def bench(*, options: Options, **flags: Any) -> None:
     """
     given = BenchFlags(**flags)
     if options.model == CPU_KERNELS:
+        check_kernel_flags(given, options)
         bench_kernels(options, as_json=given.as_json)
         return
     # torch takes seconds to import; --help must not wait for it.
@@ -83,7 +84,7 @@ def bench(*, options: Options, **flags: Any) -> None:
     peer = find_peer(*given.compare) if given.compare else None
     path = model_path(options)
     with Console(stderr=True).status("planning") as status:
-        report = run_bench(path, options, settings, peer=peer, parts=given.parts, say=status.update)
+        report = run_bench(path, options, settings, peer=peer, say=status.update)
     if given.as_json:
         print(json.dumps(report_json(report)))
         return
@@ -107,7 +108,24 @@ def bench_settings(given: BenchFlags) -> "BenchSettings":
         "only": tuple(word.strip() for word in given.only.split(",")) if given.only else None,
     }
     base = QUICK if given.quick else BenchSettings()
+    if not given.parts:
+        changes["only"] = tuple(kind for kind in changes["only"] or base.only if kind != "parts")
     return replace(base, **{name: value for name, value in changes.items() if value is not None})
+
+
+def check_kernel_flags(given: BenchFlags, options: Options) -> None:
+    """Refuse what says how a model is measured: kernels alone have none of it."""
+    usual = BenchFlags()
+    names = [x.name for x in fields(given) if getattr(given, x.name) != getattr(usual, x.name)]
+    flags = [f"--{'no-parts' if name == 'parts' else name}" for name in names if name != "as_json"]
+    if options.device not in (None, "cpu"):
+        flags.append("--device")
+    if flags:
+        raise OptionError(
+            f"bench cpu measures the CPU kernels without a model, and takes no {', '.join(flags)}.",
+            hint="It takes --threads, --pin-threads and --json.",
+            param="model",
+        )
 
 
 def model_path(options: Options) -> Path:
@@ -132,8 +150,8 @@ def bench_kernels(options: Options, *, as_json: bool) -> None:
 
     if MODULE is None:
         raise KernelError("There are no C++ kernels to measure.", hint=f"The module is {MISSING}.")
-    if options.threads:
-        POOL.set(options.threads)
+    if options.threads or options.pin_threads:
+        POOL.set(options.threads or POOL.ops.threads, pin=options.pin_threads)
     rows = list(measure_kernels())
     head = {"isa": POOL.ops.isa, "threads": POOL.ops.threads, "size": SIZE}
     if as_json:

@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from headroom.bench.expert_use import ExpertReport, ExpertUse
-from headroom.bench.figures import DecodeFigure, PartFigure, PromptFigure
+from headroom.bench.figures import DecodeFigure, PartFigure, PromptFigure, VerifyFigure
 from headroom.bench.report import NOTES, Report
 from headroom.layers.parts import PARTS
 from headroom.units import gib
@@ -18,7 +18,12 @@ NAME_WIDTH = 40
 def report_tables(report: Report) -> Iterator[RenderableType]:
     """Yield all that a run found out, for a terminal."""
     yield _head(report)
-    yield _speed_table(report)
+    if report.figures.prompts:
+        yield _prompt_table(report)
+    if report.figures.decodes:
+        yield _decode_table(report)
+    if report.figures.verify is not None:
+        yield _verify_text(report.figures.verify)
     if report.figures.parts:
         yield _part_table(report)
     if report.peer:
@@ -45,28 +50,40 @@ def _head(report: Report) -> str:
     )
 
 
-def _speed_table(report: Report) -> Table:
-    figures = report.figures
-    table = Table("", "tok/s", "step ms", "network ms", "GB a step", "of limit", title="speed")
-    for prompt in figures.prompts:
-        speed = f"{prompt.operations / prompt.seconds / 1e12:.2f} Tflop/s"
-        cells = (f"{prompt.tokens_per_s:.1f}", f"{prompt.seconds * 1e3:.2f}", "", "", speed)
-        table.add_row(f"prompt of {prompt.tokens}", *cells)
-    for figure in figures.decodes:
+def _prompt_table(report: Report) -> Table:
+    table = Table("tokens", "tok/s", "ms", "Tflop/s", title="prompts")
+    for prompt in report.figures.prompts:
         table.add_row(
-            f"decode, {figure.batch} after {figure.context}",
+            str(prompt.tokens),
+            f"{prompt.tokens_per_s:.1f}",
+            f"{prompt.seconds * 1e3:.2f}",
+            f"{prompt.operations / prompt.seconds / 1e12:.2f}",
+        )
+    return table
+
+
+def _decode_table(report: Report) -> Table:
+    heads = "batch", "context", "tok/s", "step ms", "network ms", "GB a step", "of limit"
+    table = Table(*heads, title="decoding")
+    for figure in report.figures.decodes:
+        table.add_row(
+            str(figure.batch),
+            str(figure.context),
             f"{figure.tokens_per_s:.1f}",
             f"{figure.step_s * 1e3:.2f}",
             f"{figure.pipeline_s * 1e3:.2f}",
             f"{figure.traffic.total / 1e9:.3f}",
             f"{100 * report.share(figure):.0f} %",
         )
-    if figures.verify is not None:
-        verify = figures.verify
-        name = f"step of {verify.rows} rows after {verify.context}"
-        times = f"{verify.ratio:.2f} x one row"
-        table.add_row(name, "", "", f"{verify.step_s * 1e3:.2f}", "", times)
     return table
+
+
+def _verify_text(verify: VerifyFigure) -> str:
+    return (
+        f"a step of {verify.rows} rows of one sequence after {verify.context} tokens: "
+        f"{verify.step_s * 1e3:.2f} ms, {verify.ratio:.2f} x that of one row, "
+        f"{verify.decode_s * 1e3:.2f} ms (network alone)"
+    )
 
 
 def _part_table(report: Report) -> Table:
@@ -89,10 +106,18 @@ def _part_table(report: Report) -> Table:
 
 def _name(figure: PartFigure) -> str:
     if figure.what == "prompt":
-        return f"prompt of {figure.context}"
+        return _prompt_name(figure.context)
     if figure.what == "verify":
         return f"{figure.batch} rows after {figure.context}"
-    return f"decode, {figure.batch} after {figure.context}"
+    return _decode_name(figure.batch, figure.context)
+
+
+def _prompt_name(tokens: int) -> str:
+    return f"prompt of {tokens}"
+
+
+def _decode_name(batch: int, context: int) -> str:
+    return f"batch {batch} after {context}"
 
 
 def _longest(figures: list[PartFigure], part: str) -> list[str]:
@@ -132,8 +157,8 @@ def _experts_table(report: Report, experts: ExpertReport) -> Table:
     heads = [f"{path} MB a token, GB/s of {experts.bandwidths[path] / 1e9:.0f}" for path in ways]
     table = Table("", "hot", *heads, "ms a token", "GPU busy", title="cold experts")
     figures: list[tuple[str, DecodeFigure | PromptFigure]] = [
-        *((f"prompt of {x.tokens}", x) for x in report.figures.prompts),
-        *((f"decode, {x.batch} after {x.context}", x) for x in report.figures.decodes),
+        *((_prompt_name(x.tokens), x) for x in report.figures.prompts),
+        *((_decode_name(x.batch, x.context), x) for x in report.figures.decodes),
     ]
     busy = {_name(part): part.gpu_share for part in report.figures.parts}
     for name, figure in figures:

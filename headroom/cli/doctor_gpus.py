@@ -59,7 +59,7 @@ def unseen() -> str:
 def gpu_row(device: DeviceSpec, facts: GpuFacts, torch: TorchFacts) -> Section:
     """Return one GPU, why it is refused where it is, and which kernel families it could run."""
     precision, refusal = device_precision(device), refuse_gpu(torch, facts)
-    refused = "" if refusal is None else refusal.message
+    refused = "" if refusal is None else f"{refusal.message} {refusal.hint}"
     amd = device.kind == "hip"
     compiler = f"Triton is found, {NO_AMD}" if amd else "NVRTC compiles"
     return {
@@ -116,6 +116,8 @@ def backend_text(backend: str, operations: list[str], rows: list[Section]) -> st
             return "no GPU that runs them" if mine else "no GPU"
         if backend == "triton" and all(row["triton"] for row in usable):
             return f"not here: {usable[0]['triton']}"
+        if backend == "cuda":  # most of it are no single operations
+            return f"{', '.join(operations)}; and the families of fused layers, under GPUs"
     return ", ".join(operations) or "none in this version"
 
 

@@ -143,7 +143,7 @@ def parse_sampling(name: str, text: str) -> object:
 def _option_flag(setting: "Field[Any]", default: object) -> inspect.Parameter:
     rules, kind = setting.metadata, value_type(setting)
     if setting.name == "model":  # the one setting that is written without a flag
-        model = typer.Argument(metavar="MODEL", help=rules["help"], show_default=False)
+        model = typer.Argument(metavar="[MODEL]", help=rules["help"], show_default=False)
         return _keyword(setting.name, Annotated[str | None, model])
     if rules["repeatable"]:
         kind = list[kind]  # type: ignore[valid-type]

@@ -127,7 +127,8 @@ def write(source: Source, out: Path, mix: str, options: SynthOptions) -> None:
     threads = options.threads or min(MAX_THREADS, usable_cores(read_limits()))
     columns = (TextColumn(out.name), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True) as progress:
+    quiet = not console.is_terminal  # where it would leave an empty line
+    with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
         total = checkpoint_bytes(source.recipe, mix, options.format)
         task = progress.add_task("", total=total)
         settings = Settings(threads, lambda size: progress.advance(task, size))

@@ -172,19 +172,22 @@ def make_plan(
 ) -> Plan:
     """Return the best plan that fits, or raise an error that says what would fit."""
     if options.dtype == "int8" and options.weights == "unpacked":
-        raise PlanError(
+        raise OptionError(
             "Unpacked weights are floats, which have no 8-bit products.",
             hint="Leave out --weights unpacked, or choose --dtype f32.",
+            param="weights",
         )
     if options.kernels == "triton" and all(x.kind == "cpu" for x in devices if x.runs_layers):
-        raise PlanError(
+        raise OptionError(
             "Triton's kernels run on GPUs, and no layer is on one.",
             hint="Leave out --kernels triton, or choose a GPU as --device.",
+            param="kernels",
         )
     if options.dtype == "int8" and not _has_8_bit_products(devices, options):
-        raise PlanError(
+        raise OptionError(
             "8-bit products need the C++ kernels of a CPU, which do not run here.",
             hint="Choose --dtype f32, or leave out --kernels reference; see headroom doctor.",
+            param="dtype",
         )
     model, draft = shapes[0], shapes[1] if len(shapes) > 1 else None
     stages = [device for device in devices if device.runs_layers]

@@ -38,6 +38,12 @@ def tell_unused(device: DevicePlan, options: Options) -> None:
         log.log(level, "experts: without effect here, since %s: %s", why, ", ".join(flags))
 
 
+def tell_unmeasured(options: Options) -> None:
+    """Name what was asked of experts while speeds are measured, when they stay where they are."""
+    if flags := _given(options, (*SWAP_OPTIONS, "save_placement")):
+        log.info("experts: without effect while speeds are measured: %s", ", ".join(flags))
+
+
 def without_gpu_options(options: Options) -> Options:
     """Return the options as if nothing had been asked of a GPU's memory and experts."""
     changed = {*GPU_OPTIONS, *BUDGET_OPTIONS, *COLD_OPTIONS}

@@ -1,23 +1,28 @@
 """A whole run on small synthesised models: what is measured, and what is left out with a reason."""
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from headroom.bench import run
 from headroom.bench.figures import QUICK, BenchSettings, DecodeFigure, PartFigure
 from headroom.bench.opening import read_model
 from headroom.bench.report import Report, report_json
-from headroom.bench.run import filled, run_bench
+from headroom.bench.run import filled, fitting, run_bench
 from headroom.bench.timeline import PartTimes
 from headroom.bench.traffic import Traffic
-from headroom.errors import OptionError
+from headroom.errors import OptionError, PlanError
 from headroom.kernels.native import measure
+from headroom.memory.plan import Plan
+from headroom.memory.shape import ModelShape
 from headroom.models.synth.recipe import find_recipe
 from headroom.models.synth.values import Source
 from headroom.models.synth.write import write_gguf
 from headroom.options import Options
+from headroom.split.choice import make_run_plan
 
 SMALL = BenchSettings(
     prompts=(16, 40), contexts=(8, 600), batches=(1, 2), tokens=3, rounds=1, warm=1, steps=2,
@@ -122,7 +127,8 @@ def test_what_cannot_be_measured_is_left_out_with_a_reason(tmp_path: Path) -> No
     path = written(tmp_path, "qwen3", 1)
     options = Options(model=str(path), threads=1, parallel=2, context=128, chunk=64)
     wanted = replace(SMALL, prompts=(16, 500), contexts=(8, 90), batches=(1, 3))
-    figures = run_bench(path, options, wanted, parts=False).figures
+    wanted = replace(wanted, only=("prompts", "decode", "verify"))
+    figures = run_bench(path, options, wanted).figures
     assert figures.left_out == [
         "prompt of 500: the context holds 128",
         "decode of 3 after 8: 2 sequences run together",
@@ -145,6 +151,15 @@ def test_prompts_that_would_take_too_long_are_left_out(tmp_path: Path) -> None:
     assert [part.what for part in figures.parts] == ["prompt"]
 
 
+def test_patience_holds_where_no_prompt_is_measured(tmp_path: Path) -> None:
+    path = written(tmp_path, "qwen3", 1)
+    wanted = replace(SMALL, contexts=(8,), batches=(1,), patience_s=1e-9, only=("decode",))
+    figures = run_bench(path, Options(model=str(path), threads=1), wanted).figures
+    assert (figures.prompts, figures.decodes) == ([], [])
+    (told,) = figures.left_out
+    assert told.startswith("decode of 1 after 8: its prompts would take ")
+
+
 def test_options_that_are_given_stay(tmp_path: Path) -> None:
     shape = read_model(written(tmp_path, "qwen3", 1)).shape
     found = filled(Options(), SMALL, shape)
@@ -156,6 +171,58 @@ def test_options_that_are_given_stay(tmp_path: Path) -> None:
     assert filled(given, SMALL, shape) == given
 
 
+def test_only_what_is_measured_takes_memory(tmp_path: Path) -> None:
+    shape = read_model(written(tmp_path, "qwen3", 1)).shape
+    prompts = filled(Options(), replace(SMALL, only=("prompts", "parts")), shape)
+    assert (prompts.parallel, prompts.context) == (1, 64)  # 40 tokens, and two to look into
+    decodes = replace(SMALL, prompts=(3000,), contexts=(8,), only=("decode",))
+    assert filled(Options(), decodes, shape).context < 512
+
+
+def test_fewer_sequences_are_measured_where_not_all_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, tried, most = read_model(written(tmp_path, "qwen3", 1)).shape, [], 3
+
+    def plan(shape: ModelShape, options: Options) -> Plan:
+        tried.append(options.parallel)
+        if (options.parallel or 0) > most:
+            raise PlanError(f"{options.parallel} do not fit.")
+        return make_run_plan(shape, options)
+
+    monkeypatch.setattr(run, "make_run_plan", plan)
+    wanted = replace(SMALL, batches=(1, 2, 4, 8))
+    options, found = fitting(Options(device="cpu"), wanted, shape)
+    assert tried == [8, 4, 2]
+    assert options.parallel == found.settings.parallel == 2
+    with pytest.raises(PlanError, match="4 do not fit"):  # it is given, so nothing else is tried
+        fitting(Options(device="cpu", parallel=4), wanted, shape)
+    most = 0
+    with pytest.raises(PlanError, match="8 do not fit"):
+        fitting(Options(device="cpu"), wanted, shape)
+
+
+def test_loading_says_how_far_it_is_and_what_follows(tmp_path: Path) -> None:
+    path, said = written(tmp_path, "qwen3", 1), []
+    wanted = replace(SMALL, contexts=(8,), batches=(1,), only=("decode",))
+    run_bench(path, Options(model=str(path), threads=1, device="cpu"), wanted, say=said.append)
+    assert said[:2] == ["loading", "loading, 0 %"]
+    assert "starting: kernels are compiled, steps captured" in said
+
+
+def test_options_that_measuring_does_not_heed_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, kept = written(tmp_path, "qwen3", 1), tmp_path / "placement.json"
+    wanted = replace(SMALL, contexts=(8,), batches=(1,), only=("decode",))
+    options = Options(model=str(path), threads=1, swap_every="64", save_placement=str(kept))
+    with caplog.at_level(logging.INFO):
+        run_bench(path, options, wanted)
+    told = "experts: without effect while speeds are measured: --swap-every, --save-placement"
+    assert told in caplog.messages
+    assert not kept.exists()
+
+
 def test_numbers_below_one_are_refused() -> None:
     with pytest.raises(OptionError, match=r"--batch is 1,0\. Write whole numbers above 0"):
         replace(QUICK, batches=(1, 0))
@@ -165,6 +232,9 @@ def test_numbers_below_one_are_refused() -> None:
         replace(QUICK, prompts=())
     with pytest.raises(OptionError, match=r"--only has 'speed'\. Known: prompts, decode, verify"):
         replace(QUICK, only=("decode", "speed"))
+    told = r"--only parts has parts without prompts or decode, whose .* Write --only decode,parts"
+    with pytest.raises(OptionError, match=told):
+        replace(QUICK, only=("parts",))
 
 
 def test_limits_and_gaps_are_what_is_left_of_a_step() -> None:

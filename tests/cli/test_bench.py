@@ -44,6 +44,24 @@ def test_every_kernel_has_a_speed_and_a_share(capsys: Captured) -> None:
         assert row["share"] == pytest.approx(row["gb_per_s"] / read)
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--quick", "--only", "decode", "--no-parts"], "--only, --quick, --no-parts"),
+        (["--compare", "llama-bench", "/none"], "--compare"),
+        (["--device", "cuda:0"], "--device"),
+    ],
+)
+def test_kernels_alone_take_no_flags_of_a_model(
+    flags: list[str], told: str, capsys: Captured
+) -> None:
+    assert run_command(["bench", "cpu", *flags]) == 2
+    assert capsys.readouterr().err == (
+        "error: bench cpu measures the CPU kernels without a model, and takes no "
+        f"{told}. It takes --threads, --pin-threads and --json.\n"
+    )
+
+
 @needs_module
 def test_the_table_names_the_instruction_set(capsys: Captured) -> None:
     assert run_command(["bench", "cpu", "--threads", "1"]) == 0
@@ -116,7 +134,8 @@ def test_the_tables_show_speeds_parts_memory_and_what_is_left_out(
     assert run_command(["bench", "synth:qwen35", *flags, "--compare", "llama-bench", peer]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     for words in (
-        "prompt of 16", "decode, 2 after 8", "of limit", "step of 16 rows", "recurrent", "gaps",
+        "prompt of 16", "batch 2 after 8", "of limit", "Tflop/s", "recurrent", "gaps",
+        "a step of 16 rows of one sequence after", "x that of one row",
         "against llama.cpp abc (7), CUDA on Fast CPU", "memory: ", "planned", "note: ",
         "left out: prompt of 300: the context holds 128",
     ):  # fmt: skip
@@ -128,6 +147,9 @@ def test_the_tables_show_speeds_parts_memory_and_what_is_left_out(
     [
         (["synth:gpt"], "'gpt' is no model to synthesise and run."),
         (["--batch", "1,x"], "--batch is '1,x'. Write whole numbers with commas"),
+        (["--only", "verify"], "--only verify has verify without decode, whose steps it looks"),
+        (["--only", "parts", "--no-parts"], "--only and --no-parts leave nothing to measure."),
+        (["--kernels", "triton", "--device", "cpu"], "Triton's kernels run on GPUs, and no layer"),
         (["--tokens", "0"], "--tokens is 0. Write whole numbers above 0."),
         (["--compare", "llama-bench", "/none"], "There is no program /none."),
         (["--compare", "other", "/none"], "--compare other is not known."),
@@ -156,3 +178,4 @@ def test_flags_change_what_the_defaults_measure() -> None:
     assert max(quick.contexts) < 16384
     assert usual.only == quick.only == ("prompts", "decode", "verify", "parts")
     assert bench_settings(BenchFlags(only="decode, parts")).only == ("decode", "parts")
+    assert bench_settings(BenchFlags(parts=False)).only == ("prompts", "decode", "verify")

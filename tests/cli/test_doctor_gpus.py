@@ -34,6 +34,9 @@ def test_a_gpu_is_told_with_memory_driver_and_kernels() -> None:
     untried = f"{count - 1} not tried; see --kernels"
     assert told["cuda:0 kernels"] == f"1 of {count} families run, {untried}"
     assert set(told) == {"cuda:0", "cuda:0 kernels"}
+    row = gpu_row(spec("cuda", 90), facts, TORCH)
+    told_ops = "embed, matmul; and the families of fused layers, under GPUs"
+    assert backend_text("cuda", ["embed", "matmul"], [row]) == told_ops
 
 
 def test_what_an_older_gpu_runs_in_another_way_is_told() -> None:
@@ -101,11 +104,15 @@ def test_a_refused_gpu_says_why_and_lists_no_kernels() -> None:
     facts = GpuFacts(name="cuda:0", product="Tesla P40", sm=61)
     row = gpu_row(spec("cuda", 61), facts, TORCH)
     assert gpu_texts([row])["cuda:0"].endswith(
-        "not usable: cuda:0 (Tesla P40) is sm_61; the kernels need sm_75, and bf16 sm_80."
+        "not usable: cuda:0 (Tesla P40) is sm_61; the kernels need sm_75, and bf16 sm_80. "
+        "Choose --device cpu."
     )
     assert row["kernels"] == {}
     amd = gpu_row(spec("hip", gfx="gfx1100"), GpuFacts(name="hip:0"), TORCH)
-    assert amd["refused"] == "torch 2.11.0+cu130 is built for CUDA 13.0, without ROCm."
+    assert amd["refused"] == (
+        "torch 2.11.0+cu130 is built for CUDA 13.0, without ROCm. "
+        "Install a ROCm build of torch, or choose --device cpu."
+    )
     assert backend_text("triton", ["matmul"], [amd]) == "no GPU that runs them"
     assert backend_text("cuda", ["matmul"], [amd]) == "no GPU"
 

@@ -335,10 +335,13 @@ def test_every_cache_type_of_the_27b_has_its_published_size(kv_type: str, per_to
 
 def test_8_bit_products_without_cpp_kernels_are_refused_before_anything_is_sized() -> None:
     told = r"8-bit products need the C\+\+ kernels of a CPU, which do not run here\."
-    with pytest.raises(PlanError, match=told):
+    with pytest.raises(OptionError, match=told):
         make_plan([smollm2()], [cpu(8)], Options(dtype="int8", kernels="reference"))
-    with pytest.raises(PlanError, match=told):
+    with pytest.raises(OptionError, match=told):
         make_plan([smollm2()], [replace(cpu(8), native=False)], Options(dtype="int8"))
+    floats = r"Unpacked weights are floats, which .* Leave out --weights unpacked, or choose --dty"
+    with pytest.raises(OptionError, match=floats):
+        make_plan([smollm2()], [cpu(8)], Options(dtype="int8", weights="unpacked"))
 
 
 @pytest.mark.parametrize(("dtype", "told"), [("bf16", True), ("f16", True), ("f32", False)])
@@ -358,7 +361,7 @@ def test_triton_kernels_are_planned_for_gpus_alone() -> None:
     plan = make_plan([smollm2()], [gpu(24), host(64)], options)
     assert plan.settings.kernels == "triton"
     told = r"Triton's kernels run on GPUs, and no layer is on one\."
-    with pytest.raises(PlanError, match=told) as refused:
+    with pytest.raises(OptionError, match=told) as refused:
         make_plan([smollm2()], [cpu(8)], Options(kernels="triton"))
     assert refused.value.hint == "Leave out --kernels triton, or choose a GPU as --device."
 

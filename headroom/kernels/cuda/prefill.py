@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from headroom.formats.quants import BY_NAME, QuantType
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import compile_kernel
-from headroom.kernels.cuda.wide import attend_wide, can_multiply
+from headroom.kernels.cuda.wide import attend_wide
 from headroom.kernels.ops import PagedKv, Span
 from headroom.kernels.weight import PLAIN_TYPES, plain_type
 
@@ -84,9 +84,9 @@ def attend(
         return _attend_window(queries, keys, values, window)
     if window:
         return _in_chunks(queries, keys, values, window, _attend_by_key_head)
-    if wide and can_multiply():
+    if wide:
         return attend_wide(queries, keys, values)
-    if half or wide:
+    if half:
         return _attend_by_key_head(queries, keys, values)
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (queries, keys, values))
     bias = causal_mask(queries.shape[0], keys.shape[0])

@@ -11,11 +11,6 @@ F32 = torch.float32
 KINDS = {torch.float16: F16.ggml_id, torch.bfloat16: BF16.ggml_id}
 
 
-def can_multiply() -> bool:
-    """Return whether this torch multiplies batches of 16 bits to float32 (2.8 and later do)."""
-    return hasattr(torch.ops.aten.bmm, "dtype_out")
-
-
 def attend_wide(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Attend from `queries [rows, heads, dim]`, in f16 or bf16, to `[count, kv_heads, dim]`.
 
