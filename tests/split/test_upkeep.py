@@ -296,6 +296,16 @@ def test_a_request_is_told_of_its_own_time_where_experts_are_cold() -> None:
     assert case.upkeep.latest.cold_picks == 10
 
 
+def test_totals_leave_out_what_was_read_before_the_first_request() -> None:
+    experts = cold_half()
+    experts.exchanged.append((1, 3, 1))  # each is worth 1000 bytes to those who ask
+    case = Case(None, experts, UpkeepRules())
+    assert case.upkeep.latest is not None
+    assert (case.upkeep.latest.cold_bytes["gpu"], case.upkeep.latest.seconds["hot"]) == (0, 0.0)
+    experts.exchanged.append((1, 1, 3))
+    assert case.upkeep.read().cold_bytes["gpu"] == 1000
+
+
 def test_where_all_are_hot_requests_are_told_nothing_and_a_gpu_is_not_asked() -> None:
     case = Case(None, None, UpkeepRules())
     case.choose(1, 3, 9)
