@@ -99,7 +99,10 @@ def find_residency(options: Options) -> Residency:
         shape = find_shape(options.model, options.home_path)
         options = without_files(options)
     if not shape.total_experts:
-        raise ModelError(f"{checkpoint.path if checkpoint else shape.name} has no routed experts.")
+        raise ModelError(
+            f"{checkpoint.path if checkpoint else shape.name} has no routed experts.",
+            hint="Of a dense model, headroom plan shows what goes where.",
+        )
     plan = make_trial_plan(shape, options)
     placement = find_placement(shape, plan, options, identity, counts)
     layers = [layer.experts for layer in shape.layers]
