@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headroom.errors import FormatError, OptionError
+from headroom.memory.files import check_folder
 from headroom.memory.shape import ModelShape
 from headroom.moe.placement import LayerExperts
 from headroom.moe.stats import RoutingHistory, load_history, save_history
+from headroom.options import OFF
 
 log = logging.getLogger(__name__)
 
-OFF = "off"  # in the place of a path
 SUFFIX = ".routing.json"
 
 
@@ -86,16 +87,6 @@ def default_paths(model: StatsModel, home: Path) -> tuple[Path, Path]:
     """Return where statistics are looked for: beside the model, then in the home folder."""
     beside = model.path.with_name(model.path.name + SUFFIX)
     return beside, home / "routing" / f"{model.path.stem}-{model.identity}{SUFFIX}"
-
-
-def check_folder(path: Path, param: str) -> None:
-    """Refuse a file that the user names in a folder that is not there: mostly a slip."""
-    if not path.absolute().parent.exists():
-        raise OptionError(
-            f"--{param.replace('_', '-')} {path} is in a folder that does not exist.",
-            hint="Make the folder, or name another file.",
-            param=param,
-        )
 
 
 def _named(path: Path, model: StatsModel, empty: RoutingHistory) -> StatsFile:

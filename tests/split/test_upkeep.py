@@ -11,10 +11,11 @@ from headroom.moe.stats import RoutingHistory, RoutingStats, load_history
 from headroom.moe.stats_file import StatsFile, StatsModel
 from headroom.moe.store import ExpertStore
 from headroom.moe.swap import SwapPolicy
-from headroom.split.expert_records import ExpertRecords, UpkeepRules
+from headroom.split.expert_records import ExpertRecords
 from headroom.split.pipeline import Pipeline
 from headroom.split.stages import Stage
 from headroom.split.upkeep import ExpertUpkeep, open_upkeep
+from headroom.split.upkeep_rules import UpkeepRules
 from tests.moe.pretended import PretendedExperts
 from tests.moe.stores import blob_layout, small_store
 
