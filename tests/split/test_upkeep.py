@@ -247,6 +247,18 @@ def test_new_choices_matter_after_a_long_history() -> None:
     assert experts.exchanged == [(1, 3, 1)]
 
 
+def test_new_choices_matter_after_a_long_run() -> None:
+    experts = cold_half()
+    case = Case(None, experts, UpkeepRules(policy=POLICY))
+    case.choose(1, 0, 60_000)
+    case.choose(1, 1, 60_000)
+    case.rest(60_000)
+    assert experts.exchanged == []
+    case.choose(1, 3, 20_000)
+    case.rest(70_000)
+    assert experts.exchanged == [(1, 3, 1)]
+
+
 def test_statistics_are_saved_after_a_while_and_in_the_end(tmp_path: Path) -> None:
     path = tmp_path / "m.json"
     patient = Case(path, None, UpkeepRules())
