@@ -14,7 +14,7 @@ from headroom.cli.loading import is_default, ready_model
 from headroom.cli.settings import with_settings
 from headroom.errors import FormatError, ModelError, OptionError
 from headroom.memory.files import check_replaceable
-from headroom.options import Options
+from headroom.options import OFF, Options
 
 if TYPE_CHECKING:
     from headroom.formats.checkpoint import Checkpoint
@@ -99,7 +99,10 @@ def find_residency(options: Options) -> Residency:
         shape = find_shape(options.model, options.home_path)
         options = without_files(options)
     if not shape.total_experts:
-        raise ModelError(f"{checkpoint.path if checkpoint else shape.name} has no routed experts.")
+        raise ModelError(
+            f"{checkpoint.path if checkpoint else shape.name} has no routed experts.",
+            hint="Of a dense model, headroom plan shows what goes where.",
+        )
     plan = make_trial_plan(shape, options)
     placement = find_placement(shape, plan, options, identity, counts)
     layers = [layer.experts for layer in shape.layers]
@@ -125,11 +128,11 @@ def find_checkpoint(options: Options) -> "Checkpoint | None":
 
 def without_files(options: Options) -> Options:
     """Return the options without files that belong to weights, and say that they are not read."""
-    names = [x for x in (options.placement, options.routing_stats) if x not in (None, "off")]
+    names = [x for x in (options.placement, options.routing_stats) if x not in (None, OFF)]
     if names:
         files = " and ".join(map(str, names))
         log.warning("experts: not read, since no weights are at hand to compare with: %s", files)
-    return replace(options, placement=None, routing_stats="off")
+    return replace(options, placement=None, routing_stats=OFF)
 
 
 def draw(found: Residency, path: Path) -> None:

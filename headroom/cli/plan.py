@@ -21,8 +21,9 @@ from headroom.memory.plan import DoesNotFitError, Plan, make_plan
 from headroom.memory.report import explain_line, plan_json
 from headroom.memory.shape import ModelShape
 from headroom.memory.targets import plan_devices
-from headroom.options import Options
+from headroom.options import OFF, Options
 from headroom.split.unused import tell_unused
+from headroom.split.upkeep_rules import upkeep_rules
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ def plan(
     """
     if svg is not None:
         check_replaceable(svg, "picture", "svg")
+    upkeep_rules(options)  # says nothing about memory, and is refused as by a run
     shapes = read_shapes(options)
     if compare:
         show_comparison(shapes, options, ",".join(compare), as_json)
@@ -109,8 +111,7 @@ def read_shapes(options: Options) -> list[ModelShape]:
 
 def check_expert_files(made: Plan, options: Options) -> None:
     """Read the placement and the statistics that the options name, or refuse them as a run does."""
-    names = [x for x in (options.placement, options.routing_stats) if x not in (None, "off")]
-    if not names:
+    if not (names := named_files(options)):
         if len(made.devices) == 1:
             tell_unused(made.devices[0], options)
         return
@@ -124,8 +125,7 @@ def check_expert_files(made: Plan, options: Options) -> None:
     try:
         checkpoint = open_checkpoint(find_model(options.model, options.home_path))
     except FormatError:  # the shape was found: it is a name, a URL or a config.json
-        files = " and ".join(str(name) for name in names)
-        log.warning("plan: not read, since no weights are at hand to compare with: %s", files)
+        log.warning("plan: not read, since no weights are at hand to compare with: %s", names)
         return
     model = describe(checkpoint)
     counts = read_records(model, options, measuring=True).file.counts
@@ -134,6 +134,13 @@ def check_expert_files(made: Plan, options: Options) -> None:
     else:  # no engine runs so, and the file may still be a wrong one
         layers = expert_layers(model.shape, made)
         named_placement(options.placement, checkpoint.identity, layers)
+
+
+def named_files(options: Options) -> str:
+    """Return the files of experts that the options name, as one text."""
+    return " and ".join(
+        x for x in (options.placement, options.routing_stats) if x not in (None, OFF)
+    )
 
 
 def with_alternatives(
@@ -178,6 +185,8 @@ def show_comparison(
     shapes: Sequence[ModelShape], options: Options, text: str, as_json: bool
 ) -> None:
     """Print one column for each context and device; refuse where none of them fits."""
+    if names := named_files(options):
+        log.warning("plan: not read, since plans are compared: %s", names)
     plans: dict[str, Plan] = {}
     refusal: DoesNotFitError | None = None
     for label, column in compared(options, text).items():

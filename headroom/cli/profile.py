@@ -16,8 +16,8 @@ from headroom.cli.prompts import FilePrompt, read_prompts
 from headroom.cli.settings import with_settings
 from headroom.engine.request import SamplingParams
 from headroom.errors import ModelError, OptionError
-from headroom.memory.files import check_replaceable
-from headroom.options import Options
+from headroom.memory.files import check_folder, check_replaceable
+from headroom.options import OFF, Options
 
 if TYPE_CHECKING:
     from headroom.llm import LLM
@@ -87,7 +87,7 @@ def counted_model(options: Options) -> "StatsModel":
 
 def target_path(out: Path | None, options: Options, model: "StatsModel") -> Path:
     """Return the file to write, or refuse it; by default that of an engine of these settings."""
-    from headroom.moe.stats_file import OFF, check_folder, default_paths, open_stats, writable
+    from headroom.moe.stats_file import default_paths, open_stats, writable
 
     named, param = options.routing_stats, "out"
     if out is not None:

@@ -37,6 +37,16 @@ def read_object(path: Path) -> Mapping[str, object]:
     return table
 
 
+def check_folder(path: Path, param: str) -> None:
+    """Refuse a file that the user names in a folder that is not there: mostly a slip."""
+    if not path.absolute().parent.exists():
+        raise OptionError(
+            f"--{param.replace('_', '-')} {path} is in a folder that does not exist.",
+            hint="Make the folder, or name another file.",
+            param=param,
+        )
+
+
 def check_replaceable(path: Path, kind: FileKind, param: str, model: Iterable[Path] = ()) -> None:
     """Refuse to write over a file of another kind, and over any file of the model.
 

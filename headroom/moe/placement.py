@@ -176,16 +176,22 @@ def load_placement(path: Path, identity: str, layers: Sequence[LayerExperts]) ->
     table = read_table(path, "placement", identity)
     hot = table.get("hot")
     if not isinstance(hot, list) or len(hot) != len(layers):
-        raise FormatError(f"{path}: hot experts are listed for other layers than the model's.")
+        found = f"{len(hot)} lists" if isinstance(hot, list) else "no lists"
+        raise _wrong(path, f"it has {found} of hot experts, the model {len(layers)} layers")
     for index, (ids, layer) in enumerate(zip(hot, layers, strict=True)):
         numbers = isinstance(ids, list) and all(type(expert) is int for expert in ids)
         if not numbers or len(set(ids)) != len(ids):
-            raise FormatError(f"{path}: the hot experts of layer {index} are not distinct numbers.")
+            raise _wrong(path, f"the hot experts of layer {index} are not distinct numbers")
         if wrong := [expert for expert in ids if not 0 <= expert < layer.experts]:
-            raise FormatError(
-                f"{path}: layer {index} has no expert {wrong[0]}, only {layer.experts}."
-            )
+            raise _wrong(path, f"layer {index} has {layer.experts} experts and no {wrong[0]}")
     return ExpertPlacement(tuple(tuple(sorted(ids)) for ids in hot), str(path))
+
+
+def _wrong(path: Path, what: str) -> FormatError:
+    return FormatError(
+        f"{path} does not fit this model: {what}.",
+        hint="Leave out --placement, and let --save-placement write a new file.",
+    )
 
 
 def read_table(path: Path, what: str, identity: str) -> Mapping[str, object]:

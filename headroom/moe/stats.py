@@ -93,11 +93,12 @@ def load_history(path: Path, identity: str, layers: Sequence[LayerExperts]) -> R
     """Return the saved history of this model, or refuse the file."""
     table = read_table(path, "routing statistics", identity)
     counts, saved_at = table.get("counts"), table.get("saved_at")
-    dated = isinstance(saved_at, int | float) and math.isfinite(saved_at)
-    if not dated or not _rows_of_counts(counts):
+    wrong = "" if _rows_of_counts(counts) else "its counts are not rows of numbers from 0"
+    if not (isinstance(saved_at, int | float) and math.isfinite(saved_at)):
+        wrong = f"its saved_at is {saved_at!r}, not a number of seconds"
+    if wrong:
         raise FormatError(
-            f"{path} is not a routing statistics file: its counts are not rows of numbers from 0.",
-            hint="Name another, or a new one.",
+            f"{path} is not a routing statistics file: {wrong}.", hint="Name another, or a new one."
         )
     assert isinstance(counts, list)
     assert isinstance(saved_at, int | float)

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headroom.errors import FormatError, OptionError
+from headroom.memory.files import check_folder
 from headroom.memory.shape import ModelShape
 from headroom.moe.placement import LayerExperts
 from headroom.moe.stats import RoutingHistory, load_history, save_history
+from headroom.options import OFF
 
 log = logging.getLogger(__name__)
 
-OFF = "off"  # in the place of a path
 SUFFIX = ".routing.json"
 
 
@@ -68,8 +69,8 @@ def open_stats(wanted: str | None, model: StatsModel, home: Path, now: float) ->
         return _named(Path(wanted).expanduser(), model, empty)
     beside, at_home = default_paths(model, home)
     save_to = next((path for path in (beside, at_home) if writable(path)), None)
-    found = next((path for path in (beside, at_home) if path.is_file()), None)
-    if found is None:
+    found = [path for path in (beside, at_home) if path.is_file()]
+    if not found:
         return StatsFile(save_to, empty)
     try:
         return StatsFile(save_to, _read(found, model, now))
@@ -88,19 +89,9 @@ def default_paths(model: StatsModel, home: Path) -> tuple[Path, Path]:
     return beside, home / "routing" / f"{model.path.stem}-{model.identity}{SUFFIX}"
 
 
-def check_folder(path: Path, param: str) -> None:
-    """Refuse a file that the user names in a folder that is not there: mostly a slip."""
-    if not path.absolute().parent.exists():
-        raise OptionError(
-            f"--{param.replace('_', '-')} {path} is in a folder that does not exist.",
-            hint="Make the folder, or name another file.",
-            param=param,
-        )
-
-
 def _named(path: Path, model: StatsModel, empty: RoutingHistory) -> StatsFile:
     check_folder(path, "routing_stats")
-    history = _read(path, model, empty.saved_at) if path.exists() else empty
+    history = _read([path], model, empty.saved_at) if path.exists() else empty
     if writable(path):
         return StatsFile(path, history)
     if not path.exists():
@@ -113,8 +104,14 @@ def _named(path: Path, model: StatsModel, empty: RoutingHistory) -> StatsFile:
     return StatsFile(None, history)
 
 
-def _read(path: Path, model: StatsModel, now: float) -> RoutingHistory:
-    loaded = load_history(path, model.identity, model.layers)
+def _read(paths: Sequence[Path], model: StatsModel, now: float) -> RoutingHistory:
+    """Return the history that was saved last, decayed.
+
+    Of a model in a folder that cannot be written, that is the one at home, which went on from the
+    one beside the model; or the latter, where somebody else has made it anew since.
+    """
+    read = [(load_history(path, model.identity, model.layers), path) for path in paths]
+    loaded, path = max(read, key=lambda both: both[0].saved_at)
     # Counts from the future, of a clock that was wrong, would not fade until then.
     history = replace(loaded, saved_at=min(loaded.saved_at, now)).decayed(now)
     log.info("routing: %.0f choices from %s", history.total, path)

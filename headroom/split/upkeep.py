@@ -53,6 +53,8 @@ class ExpertUpkeep:
         self._swaps, self._unfinished = 0, False
         self._round_tokens = self._saved_tokens = 0
         self._saved_at = time.monotonic()
+        # What warming up has cost: its choices are forgotten, too.
+        self._start = self._hits.reading(self._meter)
         self.latest: ExpertTelemetry | None = self.read() if self._watched else None
         self._tell_when()
 
@@ -101,7 +103,7 @@ class ExpertUpkeep:
     def read(self) -> ExpertTelemetry:
         """Return all totals so far; waits for steps that run."""
         self._count_hits()
-        self.latest = self._hits.reading(self._meter, self._swaps)
+        self.latest = self._hits.reading(self._meter, self._swaps).since(self._start)
         return self.latest
 
     def history(self) -> RoutingHistory:

@@ -87,7 +87,10 @@ def test_what_cannot_be_shown_is_refused(
     path: Path, tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(["experts", str(tiny_path), "--device", "cpu"]) == 1
-    assert capsys.readouterr().err == f"error: {tiny_path} has no routed experts.\n"
+    assert capsys.readouterr().err == (
+        f"error: {tiny_path} has no routed experts. "
+        "Of a dense model, headroom plan shows what goes where.\n"
+    )
     line = ["experts", str(path), "--device", "cpu"]
     assert run_command([*line, "--svg", str(tmp_path / "none" / "x.svg")]) == 2
     assert "No such file or directory" in capsys.readouterr().err
@@ -184,4 +187,7 @@ def test_a_name_that_nothing_has_is_refused_with_those_that_there_are(
     assert error.startswith("error: There is no file, folder or known model 'no-such-model'. Known")
     assert "qwen3.6-35b-a3b" in error
     assert run_command(["experts", "qwen3.6-27b:q4_k_m"]) == 1
-    assert capsys.readouterr().err == "error: qwen3.6-27b:q4_k_m has no routed experts.\n"
+    assert capsys.readouterr().err == (
+        "error: qwen3.6-27b:q4_k_m has no routed experts. "
+        "Of a dense model, headroom plan shows what goes where.\n"
+    )

@@ -81,3 +81,23 @@ def test_a_plan_for_a_cpu_names_the_options_that_do_nothing_there(
     assert "since the model runs on the CPU, which has no cold experts: --cold\n" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "told"),
+    [
+        ("--swap-every", "often", "--swap-every is 'often'. Write a number of tokens"),
+        ("--swap-bytes", "much", "--swap-bytes is 'much', which is not a size"),
+        ("--save-placement", "nowhere/x.json", "is in a folder that does not exist"),
+    ],
+)
+def test_what_a_run_refuses_about_swaps_a_plan_refuses_too(
+    flag: str, value: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in refused(capsys, "qwen3.6-35b-a3b:q4_k_m", *CARD, flag, value)
+
+
+def test_compared_plans_say_that_they_read_no_files(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", "qwen3.6-35b-a3b:q4_k_m", "--ram", "64GiB", "--compare", "12GiB,24GiB"]
+    assert run_command([*line, "--placement", "p.json", "--routing-stats", "s.json"]) == 0
+    assert "plan: not read, since plans are compared: p.json and s.json" in capsys.readouterr().err

@@ -176,6 +176,18 @@ def test_a_gpu_gives_up_a_cpu_that_does_not_answer() -> None:
     handover.collect(out, box, 0, last=True, limit_ms=600_000)  # does not wait again
 
 
+def test_a_gpu_that_gave_up_is_reported(made: list[ColdCompute]) -> None:
+    started(made, [split_store(MIX, SIZES, range(5))], BY_CPU)
+    made[0].check()
+    made[0].box.words[handover.WORDS["FAILED"]] = 1  # as its kernel says it
+    with pytest.raises(DeviceError) as caught:
+        made[0].check()
+    assert str(caught.value) == (
+        "A step on cpu failed: the CPU did not answer for cold experts within 10000 ms. Try --cold "
+        "gpu, which needs no CPU threads, or fewer --threads."
+    )
+
+
 def test_a_failed_worker_answers_and_is_reported(made: list[ColdCompute]) -> None:
     store = split_store(MIX, SIZES, range(5))
     (part,) = started(made, [store], BY_CPU)

@@ -46,8 +46,9 @@ def test_a_clock_that_went_back_changes_nothing() -> None:
         ({"counts": [[1, 2], []]}, "are for 2 layers with 0/2 experts, the model has 2 layers"),
         ({"counts": [[1, -2, 3], []]}, "its counts are not rows of numbers from 0"),
         ({"counts": [[1, "2", 3], []]}, "its counts are not rows of numbers from 0"),
-        ({"saved_at": float("inf")}, "its counts are not rows of numbers from 0"),
-        ({"saved_at": None}, "its counts are not rows of numbers from 0"),
+        ({"counts": [[1, float("inf"), 3], []]}, "its counts are not rows of numbers from 0"),
+        ({"saved_at": float("inf")}, "its saved_at is inf, not a number of seconds"),
+        ({"saved_at": None}, "its saved_at is None, not a number of seconds"),
     ],
 )
 def test_statistics_of_something_else_are_refused(

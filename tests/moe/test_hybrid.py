@@ -241,6 +241,25 @@ def test_what_a_gpu_alone_reads_in_place_is_counted_by_choices(file: WeightFile)
     assert found.cold_bytes == {"gpu": 7 * layer.store.expert_bytes, "stream": 0}
 
 
+@pytest.mark.parametrize(
+    ("cold", "cpu", "path", "same"),
+    [
+        ("gpu", 2e10, "gpu", True),
+        ("auto", 1e8, "gpu", False),  # too slow for small steps; prompts may still ask it
+        ("auto", 0.0, "gpu", True),  # there are no kernels of a CPU
+        ("cpu", 2e10, "cpu", False),
+    ],
+)
+def test_bits_are_the_same_where_a_cpu_is_asked_by_no_step(
+    file: WeightFile, cold: str, cpu: float, path: str, same: bool
+) -> None:
+    layer = Layer(file, HOT[30], cold, speeds={"cpu": cpu})
+    assert layer.hybrid is not None
+    assert (layer.store.path, layer.hybrid.same_bits) == (path, same)
+    if layer.compute is not None:
+        layer.compute.close()
+
+
 def test_without_cold_experts_the_hot_ones_get_their_weights(file: WeightFile) -> None:
     wanted, found = Layer(file, None), Layer(file, HOT[60], "drop")
     assert (found.part, found.compute, found.store.cold.nbytes) == (None, None, 0)

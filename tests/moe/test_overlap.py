@@ -166,3 +166,22 @@ def test_copies_go_on_while_steps_are_launched_and_nobody_waits() -> None:
         assert going.ready()
         assert gpu._steps  # the second step has not begun
         check_all(store, gpu)
+
+
+def test_sides_change_after_steps_that_run_and_places_are_waited_for_by_nobody() -> None:
+    gpu = LateGpu()
+    with pytest.MonkeyPatch.context() as patch:
+        store, swaps = open_late(False, gpu)
+        patch.setattr(stores, "copy_bytes", gpu.copy_table)
+        going = SwapRound(swaps, SWAPS[:1])
+        while not going.ready():
+            gpu.go_on()
+        gpu.launch(store)
+        gpu.compute()  # it has read the tables, and no expert yet
+        going.turn()
+        gpu.land()
+        for _ in range(4):  # two copies to their places
+            assert not going.ready()
+            gpu.copy_on()
+        assert going.ready()
+        check_all(store, gpu)

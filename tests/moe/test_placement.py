@@ -115,11 +115,12 @@ def test_a_saved_placement_is_read_again(tmp_path: Path) -> None:
     [
         ({"version": 2}, "is not a placement file: it has no version 1"),
         ({"model": "other"}, "is of another model (other, not abc)"),
-        ({"hot": [[0]]}, "listed for other layers"),
+        ({"hot": [[0]]}, "it has 1 lists of hot experts, the model 3 layers. Leave out"),
+        ({"hot": 3}, "it has no lists of hot experts, the model 3 layers"),
         ({"hot": [[0, 0], [], []]}, "layer 0 are not distinct numbers"),
         ({"hot": [[0], [], ["1"]]}, "layer 2 are not distinct numbers"),
-        ({"hot": [[0], [], [4]]}, "layer 2 has no expert 4, only 4"),
-        ({"hot": [[0], [0], []]}, "layer 1 has no expert 0, only 0"),
+        ({"hot": [[0], [], [4]]}, "layer 2 has 4 experts and no 4"),
+        ({"hot": [[0], [0], []]}, "layer 1 has 0 experts and no 0"),
     ],
 )
 def test_a_placement_of_something_else_is_refused(

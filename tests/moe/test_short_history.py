@@ -65,6 +65,13 @@ def test_few_tokens_of_even_routing_promise_hardly_more_than_the_share_that_is_h
         assert -1e-9 <= placement.hit_rate(index, LAYER.experts) - truth <= 0.06
 
 
+def test_a_few_choices_do_not_draw_room_from_one_layer_to_another() -> None:
+    # Five tokens: one layer chose four experts again and again, the other ten by turns.
+    counts = [[5.0] * 4 + [0.0] * 12, [2.0] * 10 + [0.0] * 6]
+    placement = place_experts([LayerExperts(16, 1, 4)] * 2, counts, 16, 4)
+    assert [len(ids) for ids in placement.hot] == [8, 8]
+
+
 def test_experts_that_were_never_chosen_are_spread_over_layers() -> None:
     counts = [[1.0] * 4 + [0.0] * 12] * 4
     placement = place_experts([LayerExperts(16, 1, 4)] * 4, counts, 38, 4)

@@ -57,6 +57,24 @@ def test_where_the_models_folder_cannot_be_written_they_stand_at_home(
     assert (found.path, found.history.counts[0][0]) == (at_home, 5.0)
 
 
+def test_of_two_files_the_one_that_was_saved_last_is_read(
+    model: StatsModel, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = model.path.parent
+    beside = default_paths(model, home)[0]
+    save_history(beside, HISTORY, "abc")
+    monkeypatch.setattr(
+        stats_file.os, "access", lambda path, mode: locked not in (path, Path(path).parent)
+    )
+    keeper = HistoryKeeper(open_stats(None, model, home, 1000.0), "abc")
+    keeper.take([[0, 5, 0], []], 1001.0)
+    keeper.save()  # what came with the model and what is new
+    read = open_stats(None, model, home, 1001.0).history.counts[0]
+    assert read == pytest.approx((4.0, 5.0, 8.0), abs=1e-3)
+    save_history(beside, replace(HISTORY, saved_at=1002.0), "abc")
+    assert open_stats(None, model, home, 1002.0).history.counts == HISTORY.counts
+
+
 def test_off_reads_and_writes_nothing(model: StatsModel, home: Path) -> None:
     save_history(default_paths(model, home)[0], HISTORY, "abc")
     assert open_stats("off", model, home, 0.0) == StatsFile(None, RoutingHistory.empty(LAYERS, 0.0))

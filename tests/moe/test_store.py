@@ -191,6 +191,11 @@ def test_host_memory_holds_only_cold_experts_unless_a_copy_is_kept() -> None:
     assert (len(plain.cold), len(copies.cold)) == (3, 5)
     assert plain.cold_of(1) is None
     assert copies.cold_of(1) is not None
+    alone, beside = (
+        small_store([blob_layout(n) for n in experts], hot, keep_copy=True)
+        for experts, hot in (((5,), [(1, 3)]), ((5, 2), [(1, 3), (0, 1)]))
+    )
+    assert len(beside.memory) == len(alone.memory)  # a layer that is all hot needs no copy
 
 
 @pytest.fixture

@@ -71,6 +71,13 @@ def test_the_largest_gains_come_first() -> None:
     assert [(swap.layer, swap.promoted, swap.gain) for swap in swaps] == [(1, 1, 8), (0, 1, 4)]
 
 
+def test_what_is_too_large_leaves_room_to_a_smaller_swap() -> None:
+    layers = [LayerExperts(2, 20), LayerExperts(2, 10)]
+    placement = ExpertPlacement(((0,), (0,)), "even")
+    swaps = plan_swaps(placement, [[1, 9], [1, 5]], layers, SwapPolicy(most_bytes=59))
+    assert [(swap.layer, swap.copied_bytes) for swap in swaps] == [(1, 30)]
+
+
 def test_equals_do_not_change_places() -> None:
     layers = [LayerExperts(2, 10)]
     placement = place_experts(layers, [[101, 100]], 10, 1)

@@ -10,6 +10,7 @@ import torch
 from headroom.errors import KernelError
 from headroom.kernels.cuda.delta_net import blocks_for
 from headroom.layers.batch import Batch, Span
+from headroom.moe.stats import RoutingStats
 from headroom.split.device_stage import BUCKETS, bucket_of
 from headroom.split.step_inputs import StepInputs, StepKind, kind_of
 from tests.split.fake_device import FakeModel, FakeStage, settings
@@ -133,6 +134,26 @@ def test_a_small_chunk_bounds_what_runs_before_requests() -> None:
     model = FakeModel(capturable=False)
     FakeStage(model, settings(parallel=2, chunk=7)).capture()
     assert [len(batch.tokens) for batch in model.seen] == [1, 2, 2, 4, 8, 9]
+
+
+class Counting(FakeModel):
+    """Counts a choice for every row."""
+
+    def __init__(self, capturable: bool) -> None:
+        super().__init__(capturable)
+        self.routing = RoutingStats(1, 2, "cpu")
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        self.routing.of_layer(0)[1] += len(batch.tokens)
+        return super().run(batch)
+
+
+@pytest.mark.parametrize("capturable", [True, False])
+def test_choices_of_runs_before_requests_are_forgotten(capturable: bool) -> None:
+    model = Counting(capturable)
+    FakeStage(model, settings(parallel=2)).capture()
+    assert model.seen
+    assert not model.routing.counts().any()
 
 
 def run_at_start(parallel: int) -> FakeModel:

@@ -11,10 +11,11 @@ from headroom.moe.stats import RoutingHistory, RoutingStats, load_history
 from headroom.moe.stats_file import StatsFile, StatsModel
 from headroom.moe.store import ExpertStore
 from headroom.moe.swap import SwapPolicy
-from headroom.split.expert_records import ExpertRecords, UpkeepRules
+from headroom.split.expert_records import ExpertRecords
 from headroom.split.pipeline import Pipeline
 from headroom.split.stages import Stage
 from headroom.split.upkeep import ExpertUpkeep, open_upkeep
+from headroom.split.upkeep_rules import UpkeepRules
 from tests.moe.pretended import PretendedExperts
 from tests.moe.stores import blob_layout, small_store
 
@@ -246,6 +247,18 @@ def test_new_choices_matter_after_a_long_history() -> None:
     assert experts.exchanged == [(1, 3, 1)]
 
 
+def test_new_choices_matter_after_a_long_run() -> None:
+    experts = cold_half()
+    case = Case(None, experts, UpkeepRules(policy=POLICY))
+    case.choose(1, 0, 60_000)
+    case.choose(1, 1, 60_000)
+    case.rest(60_000)
+    assert experts.exchanged == []
+    case.choose(1, 3, 20_000)
+    case.rest(70_000)
+    assert experts.exchanged == [(1, 3, 1)]
+
+
 def test_statistics_are_saved_after_a_while_and_in_the_end(tmp_path: Path) -> None:
     path = tmp_path / "m.json"
     patient = Case(path, None, UpkeepRules())
@@ -294,6 +307,16 @@ def test_a_request_is_told_of_its_own_time_where_experts_are_cold() -> None:
     assert (told["hit_rate"], told["cold_picks"]) == (0.75, 1)
     assert case.upkeep.latest is not None
     assert case.upkeep.latest.cold_picks == 10
+
+
+def test_totals_leave_out_what_was_read_before_the_first_request() -> None:
+    experts = cold_half()
+    experts.exchanged.append((1, 3, 1))  # each is worth 1000 bytes to those who ask
+    case = Case(None, experts, UpkeepRules())
+    assert case.upkeep.latest is not None
+    assert (case.upkeep.latest.cold_bytes["gpu"], case.upkeep.latest.seconds["hot"]) == (0, 0.0)
+    experts.exchanged.append((1, 1, 3))
+    assert case.upkeep.read().cold_bytes["gpu"] == 1000
 
 
 def test_where_all_are_hot_requests_are_told_nothing_and_a_gpu_is_not_asked() -> None:

@@ -1,0 +1,46 @@
+"""UpkeepRules: when experts change places and what is saved, as the options say it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headroom.errors import OptionError
+from headroom.memory.files import check_folder
+from headroom.moe.swap import SwapPolicy
+from headroom.options import OFF, Options
+from headroom.units import parse_size
+
+SAVE_EVERY_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpkeepRules:
+    """When experts are swapped, and what is saved."""
+
+    swap_every: int | None = 0  # tokens; 0: only between requests; None: never
+    policy: SwapPolicy = field(default_factory=SwapPolicy)
+    save_every_s: float = SAVE_EVERY_S
+    placement_path: Path | None = None  # where the placement goes in the end
+
+
+def upkeep_rules(options: Options) -> UpkeepRules:
+    """Return what the settings say, or refuse them."""
+    text = options.swap_every
+    if text != OFF and not text.isdecimal():
+        raise OptionError(
+            f"--swap-every is {text!r}.",
+            hint=f"Write a number of tokens, 0 for swaps only between requests, or {OFF}.",
+            param="swap_every",
+        )
+    policy = SwapPolicy(
+        min_gain=options.swap_min_gain,
+        per_layer=options.swap_per_layer,
+        most_bytes=parse_size(options.swap_bytes, "swap_bytes"),
+    )
+    path = Path(options.save_placement).expanduser() if options.save_placement else None
+    if path is not None:
+        check_folder(path, "save_placement")
+    return UpkeepRules(
+        swap_every=None if text == OFF else int(text),
+        policy=policy,
+        placement_path=path,
+    )
