@@ -190,11 +190,11 @@ class StreamedLayer:
     ) -> torch.Tensor:
         """Wait for the numbers of picks; stream what pays, and leave the rest to the CPU."""
         stream, tiles, cold = self._stream, self._tiles, self._pieces.rows()
-        read = [count_picks(chosen.ids, len(tiles.addresses))]
+        read = [chosen.ids]
         if stream.rates.asks_cpu:
-            read += [_floats(chosen), chosen.ids, chosen.weights]
-        counts, *rows = read_back(read, stream.read_room)
-        by_expert = counts.tolist()
+            read += [_floats(chosen), chosen.weights]
+        ids, *rows = read_back(read, stream.read_room)
+        by_expert = count_picks(ids, len(tiles.addresses))
         used = {expert: by_expert[expert] for expert in cold if by_expert[expert]}
         left = left_to_cpu(used, self._size, stream.rates)
         streamed = {expert: cold[expert] for expert in used if expert not in left}
@@ -202,7 +202,7 @@ class StreamedLayer:
             return self._streamed(chosen, self._pieces.some_groups(streamed), others, out)
         theirs = torch.zeros(len(by_expert), dtype=torch.bool)
         theirs[list(left)] = True
-        x, ids, weights = rows
+        x, weights = rows
         asked = stream.cpu.ask(x, (_only(ids, theirs), weights), self._on_cpu())
         # The CPU is at it while the GPU's work is launched and runs.
         groups = self._pieces.some_groups(streamed)
@@ -267,15 +267,16 @@ def open_stream(
     return ColdStream(staging, most, queue, rates)
 
 
-def count_picks(ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """Return the picks int32 `[experts]` of each expert, without waiting for the device.
+def count_picks(ids: torch.Tensor, experts: int) -> list[int]:
+    """Return how often each expert is picked by ids in host memory; ids that are none's count not.
 
-    Ids that are no expert's are counted for none.
+    By numpy: to count on the GPU would take several launches, and torch's threads spin.
     """
-    flat = ids.flatten().long().clamp(max=experts)
-    counts = torch.zeros(experts + 1, dtype=torch.int32, device=ids.device)
-    ones = torch.ones_like(flat, dtype=torch.int32)
-    return counts.scatter_add_(0, torch.where(flat < 0, experts, flat), ones)[:experts]
+    flat = ids.numpy().ravel()
+    counts: list[int] = np.bincount(
+        flat[(flat >= 0) & (flat < experts)], minlength=experts
+    ).tolist()
+    return counts
 
 
 def _floats(chosen: ChosenRows) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The pieces in which a layer's cold experts are copied to the GPU, group by group."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -50,13 +50,22 @@ class GroupExperts:
     pieces: tuple[Piece, ...]
 
 
-@dataclass(slots=True)
-class _Plans:
-    """How a layer streams all its cold experts, as long as they lie where they lie."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Places:
+    """Where a layer's experts lie, as long as they lie there."""
 
-    bounds: list[tuple[int, int]] = field(default_factory=list)
-    lies: torch.Tensor | None = None  # the addresses it was made for
-    groups: list[GroupExperts] = field(default_factory=list)
+    lies: torch.Tensor  # the addresses that the rest was found for
+    hot: list[bool]  # by expert
+    rows: dict[int, int]  # of cold memory, by cold expert
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """How all cold experts of some places are streamed."""
+
+    places: _Places
+    bounds: list[tuple[int, int]]
+    groups: list[GroupExperts]
 
 
 class ColdPieces:
@@ -64,37 +73,41 @@ class ColdPieces:
 
     def __init__(self, tiles: ExpertTiles, store: ColdExperts, most: int) -> None:
         self._tiles, self._store, self._most = tiles, store, most
-        self._plans = _Plans()
+        self._places: _Places | None = None
+        self._all: _Plan | None = None
 
     def all_groups(self) -> list[GroupExperts]:
         """Return how all cold experts are streamed."""
-        plans, bounds = self._plans, group_bounds(self._tiles)
-        lies = self._store.host_addresses
-        if bounds != plans.bounds or plans.lies is None or not torch.equal(lies, plans.lies):
-            groups = self._groups(self.rows(), bounds)
-            self._plans = plans = _Plans(bounds, lies.clone(), groups)
-        return plans.groups
+        places, bounds, plan = self._find_places(), group_bounds(self._tiles), self._all
+        if plan is None or plan.places is not places or plan.bounds != bounds:
+            plan = _Plan(places, bounds, self._groups(places.rows, bounds))
+            self._all = plan
+        return plan.groups
 
     def some_groups(self, cold: Mapping[int, int]) -> list[GroupExperts]:
         """Return how some cold experts are streamed, given with their rows of cold memory."""
         return self._groups(cold, group_bounds(self._tiles))
 
-    def rows(self) -> dict[int, int]:
+    def rows(self) -> Mapping[int, int]:
         """Where each cold expert lies in cold memory; ELSEWHERE after an exchange that failed."""
-        size, first, end = (
-            self._store.expert_bytes,
-            self._store.cold.data_ptr(),
-            len(self._store.cold),
-        )
-        places = self._store.host_addresses[:, 0].tolist()
-        rows = {e: (at - first) // size for e, at in enumerate(places) if at}
-        return {e: row if 0 <= row < end else ELSEWHERE for e, row in rows.items()}
+        return self._find_places().rows
+
+    def _find_places(self) -> _Places:
+        """Where experts lie now; found anew when some of them have moved."""
+        lies, store = self._store.host_addresses, self._store
+        if self._places is None or not torch.equal(lies, self._places.lies):
+            size, first, end = store.expert_bytes, store.cold.data_ptr(), len(store.cold)
+            addresses = lies[:, 0].tolist()
+            found = {e: (at - first) // size for e, at in enumerate(addresses) if at}
+            rows = {e: row if 0 <= row < end else ELSEWHERE for e, row in found.items()}
+            self._places = _Places(lies.clone(), [not at for at in addresses], rows)
+        return self._places
 
     def _groups(
         self, cold: Mapping[int, int], bounds: Sequence[tuple[int, int]]
     ) -> list[GroupExperts]:
         """Groups that stream the given cold experts; every expert not cold at all is hot."""
-        is_hot = (self._store.host_addresses[:, 0] == 0).tolist()
+        is_hot = self._find_places().hot
         by_row = {row: expert for expert, row in cold.items()}
         lists: list[list[int]] = []  # of experts, brought to the GPU by one copy
         rows: list[list[list[int]]] = []  # of cold memory, by group and piece
