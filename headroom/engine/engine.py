@@ -145,6 +145,9 @@ class Engine:
             # Steps and readers have nets of their own: what comes here is a broken engine.
             log.critical("engine: stopped by an error", exc_info=True)
             self._break(_named(error))
+            if self.upkeep is not None:
+                with torch.inference_mode():
+                    self.upkeep.close_after_error()
 
     def _break(self, error: str) -> None:
         """Refuse all requests to come and end those that are here, without the scheduler."""

@@ -292,8 +292,11 @@ def test_a_placement_that_cannot_be_saved_is_told(
 ) -> None:
     (tmp_path / "file").write_text("")
     rules = UpkeepRules(placement_path=tmp_path / "file" / "placed.json")
-    Case(None, cold_half(), rules).upkeep.close()
-    assert "experts: not saved" in caplog.text
+    case = Case(None, cold_half(), rules)
+    for end in (case.upkeep.close, case.upkeep.close_after_error):
+        caplog.clear()
+        end()
+        assert "experts: not saved" in caplog.text
 
 
 def test_a_request_is_told_of_its_own_time_where_experts_are_cold() -> None:
