@@ -164,6 +164,12 @@ class ExpertUpkeep:
         return None if self._store is None else self._store.residence()
 
     def _tell_when(self) -> None:
+        if self._rules.placement_path is not None and not self._some_cold:
+            log.warning(
+                "experts: all are hot, so that no placement will be saved to %s; on a GPU, try a "
+                "smaller --expert-budget or --device-memory",
+                self._rules.placement_path,
+            )
         if self._some_cold and self._experts is None and self._rules.swap_every is not None:
             log.info(
                 "swaps: none, since cold experts are left out and held nowhere; with "
@@ -224,11 +230,8 @@ class ExpertUpkeep:
             self._history.save()
 
     def _save_placement(self) -> None:
-        path = self._rules.placement_path
-        if path is None:
-            return
-        if (placement := self._placement()) is None:
-            log.info("experts: all are hot, so that there is no placement to save")
+        path, placement = self._rules.placement_path, self._placement()
+        if path is None or placement is None:
             return
         save_placement(path, placement, self._model.identity)
         log.info("experts: placement saved to %s", path)
