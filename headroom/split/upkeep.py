@@ -276,8 +276,8 @@ class ExpertUpkeep:
 
     def _count_hits(self) -> torch.Tensor:
         """Count the choices so far as hits or not, before experts move; return them."""
-        self._counts = self._routing.counts()
-        self._hits.count(self._counts, self._routing.few_rows())
+        self._counts, few_rows = self._routing.with_few_rows()
+        self._hits.count(self._counts, few_rows)
         return self._counts
 
     def _seen(self, counts: torch.Tensor) -> tuple[tuple[float, ...], ...]:
