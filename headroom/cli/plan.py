@@ -194,6 +194,8 @@ def show_comparison(
             plans[label] = make_plan(shapes, plan_devices(column), column)
         except DoesNotFitError as error:
             refusal, plans[label] = error, error.plan
+        if len(plans[label].devices) == 1:
+            tell_unused(plans[label].devices[0], column, f"in column {label}")
     if as_json:
         rows: list[dict[str, Any]] = [{"label": x, **plan_json(plans[x])} for x in plans]
         print(json.dumps({"version": rows[0]["version"], "plans": rows}))

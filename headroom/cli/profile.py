@@ -106,7 +106,12 @@ def target_path(out: Path | None, options: Options, model: "StatsModel") -> Path
         paths = default_paths(model, options.home_path)
     for path in paths:
         if writable(path):
-            check_replaceable(path, "routing statistics", param, model.files)
+            try:
+                check_replaceable(path, "routing statistics", param, model.files)
+            except OptionError as error:
+                if len(paths) > 1:  # nobody named it: its name says that it is ours to lose
+                    error.hint = f"Delete {path}, or name another file with --out."
+                raise
             return path
     raise OptionError(
         f"{paths[-1]} cannot be written.", hint="Name a file with --out.", param="out"

@@ -145,6 +145,9 @@ class Engine:
             # Steps and readers have nets of their own: what comes here is a broken engine.
             log.critical("engine: stopped by an error", exc_info=True)
             self._break(_named(error))
+            if self.upkeep is not None:
+                with torch.inference_mode():
+                    self.upkeep.close_after_error()
 
     def _break(self, error: str) -> None:
         """Refuse all requests to come and end those that are here, without the scheduler."""
@@ -304,9 +307,12 @@ class Engine:
 
     def _mark(self, turns: list[Turn]) -> None:
         """Note what cold experts did before the first step of a request."""
-        for turn in turns:
-            if self.upkeep is not None and turn.sequence.experts_before is None:
-                turn.sequence.experts_before = self.upkeep.begin_request()
+        new = [turn.sequence for turn in turns if turn.sequence.experts_before is None]
+        if self.upkeep is None or not new:
+            return
+        before = self.upkeep.begin_request()  # waits for a GPU: once for all of them
+        for sequence in new:
+            sequence.experts_before = before
 
     def _with_experts(self, sequence: Sequence, event: TokenEvent) -> TokenEvent:
         """Return a request's last event with what its cold experts cost."""

@@ -143,7 +143,8 @@ class StagingRing:
 
     def __init__(self, queue: CopyQueue, buffers: Sequence[torch.Tensor]) -> None:
         self._queue, self._buffers = queue, buffers
-        # None until its first use: the memory may have another use before.
+        # When a buffer had been read; None: it may be read until the next copy to it is asked for,
+        # by another use of the memory before the first, or by a step that failed.
         self._free: list[Mark | None] = [None] * len(buffers)
         self._filled: deque[tuple[int, Mark]] = deque()  # buffers, and when they are
         self._turn = 0
@@ -174,9 +175,8 @@ class StagingRing:
 
     def forget(self) -> None:
         """Let everything that was sent and not read be overwritten."""
-        # Later copies run after these; a step that failed may have begun to read one.
-        self._filled.clear()
-        self._free = [self._queue.mark()] * len(self._buffers)
+        self._filled.clear()  # later copies run after these
+        self._free = [None] * len(self._buffers)
 
 
 class KeptHost:

@@ -33,9 +33,10 @@ class RoutingStats:
         """
         return self._counts.cpu().sum(0)
 
-    def few_rows(self) -> torch.Tensor:
-        """Return the choices in steps of few rows alone."""
-        return self._counts[0].to("cpu", copy=True)
+    def with_few_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the same, and those of steps of few rows alone, by one copy."""
+        host = self._counts.to("cpu", copy=True)
+        return host.sum(0), host[0]
 
     def clear(self) -> None:
         """Forget all choices, those of rows that only warmed a device up."""

@@ -72,15 +72,8 @@ def open_stats(wanted: str | None, model: StatsModel, home: Path, now: float) ->
     found = [path for path in (beside, at_home) if path.is_file()]
     if not found:
         return StatsFile(save_to, empty)
-    try:
-        return StatsFile(save_to, _read(found, model, now))
-    except FormatError as error:
-        log.warning(
-            "routing: statistics are neither used nor saved; the run goes on with even placement, "
-            "unless --placement names another: %s",
-            error,
-        )
-        return StatsFile(None, empty)
+    history = _found(found, model, now)
+    return StatsFile(None, empty) if history is None else StatsFile(save_to, history)
 
 
 def default_paths(model: StatsModel, home: Path) -> tuple[Path, Path]:
@@ -91,7 +84,10 @@ def default_paths(model: StatsModel, home: Path) -> tuple[Path, Path]:
 
 def _named(path: Path, model: StatsModel, empty: RoutingHistory) -> StatsFile:
     check_folder(path, "routing_stats")
-    history = _read([path], model, empty.saved_at) if path.exists() else empty
+    history = empty
+    if path.exists():
+        loaded = load_history(path, model.identity, model.layers)
+        history = _newest([(loaded, path)], empty.saved_at)
     if writable(path):
         return StatsFile(path, history)
     if not path.exists():
@@ -104,13 +100,30 @@ def _named(path: Path, model: StatsModel, empty: RoutingHistory) -> StatsFile:
     return StatsFile(None, history)
 
 
-def _read(paths: Sequence[Path], model: StatsModel, now: float) -> RoutingHistory:
+def _found(paths: Sequence[Path], model: StatsModel, now: float) -> RoutingHistory | None:
+    """Return the history in files that nobody named; None where one of them is bad."""
+    read = []
+    for path in paths:
+        try:
+            read.append((load_history(path, model.identity, model.layers), path))
+        except FormatError as error:
+            log.warning(
+                "routing: statistics are neither used nor saved, now and at every start until %s "
+                "is deleted or --routing-stats names another file; the run goes on with even "
+                "placement, unless --placement names another: %s",
+                path,
+                error.message,
+            )
+            return None
+    return _newest(read, now)
+
+
+def _newest(read: Sequence[tuple[RoutingHistory, Path]], now: float) -> RoutingHistory:
     """Return the history that was saved last, decayed.
 
     Of a model in a folder that cannot be written, that is the one at home, which went on from the
     one beside the model; or the latter, where somebody else has made it anew since.
     """
-    read = [(load_history(path, model.identity, model.layers), path) for path in paths]
     loaded, path = max(read, key=lambda both: both[0].saved_at)
     # Counts from the future, of a clock that was wrong, would not fade until then.
     history = replace(loaded, saved_at=min(loaded.saved_at, now)).decayed(now)

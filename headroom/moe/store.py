@@ -20,7 +20,7 @@ from headroom.moe.residence import (
     table_bytes,
     table_views,
 )
-from headroom.moe.telemetry import ColdCounts
+from headroom.moe.telemetry import ColdCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class LayerStore:
         # none where cold ones are left out.
         self.cold = cold
         self.keeps_copy = bool(len(slots)) and len(cold) == blobs.experts
-        self.counts = ColdCounts()  # of a layer without fused kernels
+        self.counts = ColdCosts()  # of a layer without fused kernels
         self._spare, self._memory = spare, memory
         self._residence = first_residence(blobs.experts, sorted(hot), len(cold))
         # One piece, so that one copy changes all of it.

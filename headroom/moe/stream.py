@@ -41,7 +41,7 @@ from headroom.moe.stream_rule import (
     left_to_cpu,
     most_counted_rows,
 )
-from headroom.moe.telemetry import ColdCounts
+from headroom.moe.telemetry import ColdCosts
 from headroom.moe.wait_clock import WaitClock
 
 
@@ -61,7 +61,7 @@ class ColdStream:
         self.downs = staging[BUFFERS * size :]
         self.rates = rates if MODULE is not None else rates.without_cpu
         self.layers: list[StreamedLayer] = []  # in the order of the model
-        self.counts = ColdCounts()
+        self.counts = ColdCosts()
         # Of the computing, for copies; None where no GPU computes.
         self.waits = WaitClock(staging.device) if staging.is_cuda else None
         self.cpu, self.read_room = CpuSide(), KeptHost()

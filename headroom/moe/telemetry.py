@@ -23,7 +23,7 @@ class ColdFigures:
 
 
 @dataclass(slots=True)
-class ColdCounts:
+class ColdCosts:
     """What cold experts have cost so far, as those count it who bring or compute them."""
 
     streamed_bytes: int = 0  # that came to the GPU
@@ -42,7 +42,7 @@ class ColdMeter(Protocol):
     def figures(self) -> ColdFigures: ...
 
 
-class WorkerCounts(Protocol):
+class DecodeCounts(Protocol):
     """What is known of decode steps whose cold experts a CPU computes."""
 
     @property
@@ -65,7 +65,7 @@ class WorkerCounts(Protocol):
 class JoinedMeter:
     """Fills ColdMeter from those who compute: a worker on the CPU, a stream of long steps."""
 
-    worker: Callable[[], WorkerCounts] | None = None
+    worker: Callable[[], DecodeCounts] | None = None
     streamed_bytes: Callable[[], int] | None = None
     prompt: Callable[[], tuple[int, float]] | None = None  # bytes and seconds of a CPU, long steps
     pick_bytes: tuple[int, ...] = ()

@@ -16,7 +16,7 @@ SWAP_OPTIONS = ("swap_every", "swap_bytes", "swap_min_gain", "swap_per_layer")
 COLD_OPTIONS = ("cold", "no_pin", "keep_host_copy", *SWAP_OPTIONS)
 
 
-def tell_unused(device: DevicePlan, options: Options) -> None:
+def tell_unused(device: DevicePlan, options: Options, where: str = "here") -> None:
     """Name what was asked of experts or of a GPU where there is none of it to do.
 
     On a CPU that is a warning: whoever gives such an option means a GPU.
@@ -35,7 +35,7 @@ def tell_unused(device: DevicePlan, options: Options) -> None:
     else:
         return
     if flags := _given(options, names):
-        log.log(level, "experts: without effect here, since %s: %s", why, ", ".join(flags))
+        log.log(level, "experts: without effect %s, since %s: %s", where, why, ", ".join(flags))
 
 
 def tell_unmeasured(options: Options) -> None:

@@ -1,5 +1,6 @@
 """ExpertUpkeep: what is done for a model's experts between steps: count, save, swap, measure."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -33,14 +34,13 @@ class ExpertUpkeep:
 
     def __init__(self, pipeline: Pipeline, records: ExpertRecords) -> None:
         assert pipeline.routing is not None
-        self._routing, self._meter = pipeline.routing, pipeline.meter
+        self._routing, self._meter, self._lost = pipeline.routing, pipeline.meter, pipeline.lost
         model, file, rules = records.model, records.file, records.rules
         self._model, self._rules = model, rules
         self._history = HistoryKeeper(file, model.identity)
         self._view = recent(file.history.counts, model.used, WINDOW)  # what swaps go by
-        counts = self._routing.counts()
-        self._viewed = counts
-        self._hits = HitCounter(model.used, counts.shape[1])
+        self._counts = self._viewed = self._routing.counts()  # as they were when last asked for
+        self._hits = HitCounter(model.used, self._counts.shape[1])
         self._experts: Swappable | None = pipeline.experts
         self._store = pipeline.store
         self._swapping = self._experts is not None and rules.swap_every is not None
@@ -108,7 +108,8 @@ class ExpertUpkeep:
 
     def history(self) -> RoutingHistory:
         """Return all choices, those of earlier days included."""
-        return self._history.take(self._routing.counts().tolist(), time.time())
+        self._counts = self._routing.counts()
+        return self._known_history()
 
     @property
     def tells_requests(self) -> bool:
@@ -137,6 +138,25 @@ class ExpertUpkeep:
         except Exception as error:
             log.warning("experts: not saved: %s", error)
 
+    def close_after_error(self) -> None:
+        """Save what the host knows, since a broken engine closes nothing; raises no error.
+
+        Swaps under way are left alone, and a GPU that is lost is not asked for its counts.
+        """
+        with contextlib.suppress(Exception):  # those that were seen last are good enough
+            if not self._lost():
+                self._counts = self._routing.counts()
+        try:
+            self._known_history()
+            self._history.save()
+            self._save_placement()
+        except Exception as error:
+            log.warning("experts: not saved: %s", error)
+
+    def _known_history(self) -> RoutingHistory:
+        """All choices that the host has seen."""
+        return self._history.take(self._counts.tolist(), time.time())
+
     def _placement(self) -> ExpertPlacement | None:
         """Which experts are hot now; None where all are."""
         if self._experts is not None:
@@ -144,6 +164,12 @@ class ExpertUpkeep:
         return None if self._store is None else self._store.residence()
 
     def _tell_when(self) -> None:
+        if self._rules.placement_path is not None and not self._some_cold:
+            log.warning(
+                "experts: all are hot, so that no placement will be saved to %s; on a GPU, try a "
+                "smaller --expert-budget or --device-memory",
+                self._rules.placement_path,
+            )
         if self._some_cold and self._experts is None and self._rules.swap_every is not None:
             log.info(
                 "swaps: none, since cold experts are left out and held nowhere; with "
@@ -204,11 +230,8 @@ class ExpertUpkeep:
             self._history.save()
 
     def _save_placement(self) -> None:
-        path = self._rules.placement_path
-        if path is None:
-            return
-        if (placement := self._placement()) is None:
-            log.info("experts: all are hot, so that there is no placement to save")
+        path, placement = self._rules.placement_path, self._placement()
+        if path is None or placement is None:
             return
         save_placement(path, placement, self._model.identity)
         log.info("experts: placement saved to %s", path)
@@ -253,9 +276,9 @@ class ExpertUpkeep:
 
     def _count_hits(self) -> torch.Tensor:
         """Count the choices so far as hits or not, before experts move; return them."""
-        counts = self._routing.counts()
-        self._hits.count(counts, self._routing.few_rows())
-        return counts
+        self._counts, few_rows = self._routing.with_few_rows()
+        self._hits.count(self._counts, few_rows)
+        return self._counts
 
     def _seen(self, counts: torch.Tensor) -> tuple[tuple[float, ...], ...]:
         """Return the choices of late, the new ones included."""

@@ -101,3 +101,15 @@ def test_compared_plans_say_that_they_read_no_files(capsys: pytest.CaptureFixtur
     line = ["plan", "qwen3.6-35b-a3b:q4_k_m", "--ram", "64GiB", "--compare", "12GiB,24GiB"]
     assert run_command([*line, "--placement", "p.json", "--routing-stats", "s.json"]) == 0
     assert "plan: not read, since plans are compared: p.json and s.json" in capsys.readouterr().err
+
+
+def test_compared_plans_name_the_options_that_do_nothing_in_a_column(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = ["plan", "qwen3.6-35b-a3b:q4_k_m", "--ram", "64GiB", "--compare", "cpu,12GiB"]
+    assert run_command([*line, "--cold", "drop"]) == 0
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.endswith(
+        "experts: without effect in column cpu, since the model runs on the CPU, which has no cold "
+        "experts: --cold"
+    )

@@ -189,7 +189,10 @@ def test_a_file_that_is_no_statistics_is_not_written_over(
     target.write_text(content)
     line = ["profile", str(model), "--prompts", str(prompts), *FEW]
     assert run_command([*line, *([flag, str(target)] if flag else [])]) in (1, 2)
-    assert f"error: {target} is " in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"error: {target} is " in told
+    mends = f"Delete {target}, or name another file with --out.\n"
+    assert told.endswith(mends) == (flag is None)
     assert target.read_text() == content
 
 

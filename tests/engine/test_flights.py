@@ -2,6 +2,7 @@
 
 import queue
 from collections.abc import Callable
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -114,6 +115,26 @@ def test_nothing_is_on_its_way_while_experts_are_looked_after() -> None:
     assert {unread for unread, _ in upkeep.seen} == {0}
     assert (0, False) in upkeep.seen
     assert max(upkeep.beside) > 0  # what may be done beside steps waits for none
+
+
+def test_requests_that_begin_in_one_step_ask_once_what_experts_did_before() -> None:
+    engine, _ = device_engine(FakeModel(), settings())
+    engine.upkeep = upkeep = MagicMock(latest=None)
+    upkeep.idle_s.return_value, upkeep.due.return_value = None, False
+    upkeep.end_request.return_value = None
+    first: list[queue.SimpleQueue[TokenEvent]] = []
+
+    def join(event: TokenEvent) -> None:  # on the engine's thread: both begin in its next step
+        if event.generated_tokens == 3:
+            first.extend(submit(engine, name, PARAMS) for name in ("b", "c"))
+
+    wait(submit(engine, "a", PARAMS, also=join))
+    for events in first:
+        wait(events)
+    engine.close()
+    assert upkeep.begin_request.call_count == 2  # of the first one, and of the other two
+    began = upkeep.begin_request.return_value
+    assert [call.args for call in upkeep.end_request.call_args_list] == [(began,)] * 3
 
 
 def test_preempted_sequences_go_on_with_tokens_that_were_on_their_way() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from headroom import llm as llm_module
 from headroom.engine.request import SamplingParams
+from headroom.errors import HeadroomError
 from headroom.llm import LLM
 from headroom.models.describe import ModelDescription
 from headroom.moe.placement import LayerExperts
@@ -82,6 +83,32 @@ def test_choices_are_saved_when_the_engine_ends_and_added_to_the_next_time(path:
         counts = json.loads(beside.read_text())["counts"]
         assert [sum(row) for row in counts] == pytest.approx([times * rows * USED] * len(counts))
     beside.unlink()
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["", "nothing can be saved"])
+def test_an_engine_that_breaks_saves_what_it_knows_and_tells_its_own_error(
+    path: Path, tmp_path: Path, half_cold: Watched, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    kept, placed = tmp_path / "kept.json", tmp_path / "placed.json"
+    given = SETTINGS | {"swap_every": "off", "routing_stats": str(kept)}
+
+    def fail(reason: str) -> None:
+        raise AssertionError(reason)
+
+    with LLM(str(path), save_placement=str(placed), **given) as llm:
+        done = llm.generate("hello", PARAMS)[0]
+        if full:
+            monkeypatch.setattr("headroom.split.upkeep.HistoryKeeper.take", lambda *x: fail("no"))
+        monkeypatch.setattr(llm.engine._scheduler, "next_turns", lambda: fail("lent twice"))
+        with pytest.raises(HeadroomError, match="AssertionError: lent twice"):
+            llm.generate("hello", PARAMS)
+    assert llm.engine._failure.endswith("after an error: AssertionError: lent twice.")
+    assert (kept.exists(), placed.exists()) == (not full, not full)
+    if not full:
+        rows = done.prompt_tokens + done.generated_tokens - 1
+        assert {sum(row) for row in json.loads(kept.read_text())["counts"]} == {rows * USED}
+        hot = json.loads(placed.read_text())["hot"]
+        assert [tuple(ids) for ids in hot] == list(half_cold.placement().hot)
 
 
 def test_an_idle_engine_saves_too(

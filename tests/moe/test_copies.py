@@ -67,6 +67,25 @@ def test_forgotten_buffers_are_sent_to_again() -> None:
     assert ring.first()[:4].tolist() == [9, 10, 11, 12]
 
 
+def test_a_forgotten_buffer_that_a_failed_step_reads_is_filled_only_after_that() -> None:
+    queue = MagicMock(wraps=LateCopies())
+    ring, memory = open_ring(queue)
+    for turn in range(3):  # each buffer was read at least once, and marked then
+        ring.send([numbers(turn)])
+        ring.first()
+        if turn < 2:
+            ring.release()
+    seen = queue.mark.call_count
+    ring.forget()  # the step failed while it read the first buffer
+    for turn in range(2):
+        ring.send([numbers(10 * turn)])
+    copies_after = queue.copy.call_args_list[-2:]
+    assert all(call.args[2].number > seen for call in copies_after)
+    assert [call.args[0].data_ptr() for call in copies_after] == [
+        memory[turn].data_ptr() for turn in (1, 0)
+    ]
+
+
 def test_memory_that_is_not_pinned_goes_through_buffers_that_are() -> None:
     queue = LateCopies()
     pinned = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]

@@ -89,3 +89,13 @@ def test_counts_are_a_copy_that_later_steps_leave_alone() -> None:
     stats.of_layer(1)[2] += 4
     assert before.sum() == 0
     assert stats.counts().tolist() == [[0, 0, 0], [0, 0, 4]]
+
+
+def test_choices_of_steps_of_few_rows_are_told_apart_in_a_copy() -> None:
+    stats = RoutingStats(layers=2, experts=3, device="cpu")
+    stats.of_layer(0)[1] += 2
+    stats.of_layer(0, many=True)[1] += 5
+    counts, few_rows = stats.with_few_rows()
+    stats.of_layer(0)[1] += 1
+    assert counts.tolist() == [[0, 7, 0], [0, 0, 0]]
+    assert few_rows.tolist() == [[0, 2, 0], [0, 0, 0]]

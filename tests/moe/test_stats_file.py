@@ -85,18 +85,38 @@ def test_a_dense_model_has_no_file(model: StatsModel, home: Path) -> None:
     assert open_stats(None, dense, home, 0.0).path is None
 
 
-@pytest.mark.parametrize("content", ["{", json.dumps({"version": 1, "model": "other"})])
+@pytest.mark.parametrize("place", [0, 1], ids=["beside", "at home"])
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("{", "{path} is not a routing statistics file: "),
+        ({"model": "other"}, "{path} is of another model (other, not abc)."),
+        ({"counts": [[1.0]]}, "The routing statistics are for 1 layers with 1 experts, the model"),
+    ],
+    ids=["broken", "another model", "other layers"],
+)
 def test_a_file_that_was_only_found_is_left_alone_if_it_is_bad(
-    model: StatsModel, home: Path, content: str, caplog: pytest.LogCaptureFixture
+    model: StatsModel,
+    home: Path,
+    place: int,
+    wrong: str | dict[str, object],
+    why: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    path = default_paths(model, home)[0]
+    paths = default_paths(model, home)
+    save_history(paths[1 - place], HISTORY, "abc")
+    path = paths[place]
+    save_history(path, HISTORY, "abc")
+    content = wrong if isinstance(wrong, str) else json.dumps(json.loads(path.read_text()) | wrong)
     path.write_text(content)
     found = open_stats(None, model, home, 0.0)
     assert (found.path, found.counts) == (None, None)
     assert caplog.messages[0].startswith(
-        "routing: statistics are neither used nor saved; the run goes on with even placement, "
-        f"unless --placement names another: {path} is "
+        f"routing: statistics are neither used nor saved, now and at every start until {path} is "
+        "deleted or --routing-stats names another file; the run goes on with even placement, "
+        f"unless --placement names another: {why.format(path=path)}"
     )
+    assert len(caplog.messages) == 1
     assert path.read_text() == content
 
 

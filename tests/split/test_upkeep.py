@@ -287,13 +287,36 @@ def test_the_placement_is_saved_in_the_end_where_asked_for(tmp_path: Path) -> No
     assert load_placement(path, "abc", LAYERS).hot == ((), (0, 3), (0, 1))
 
 
+def test_where_all_are_hot_it_is_told_at_once_that_no_placement_will_be_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "placed.json"
+    case = Case(None, None, UpkeepRules(placement_path=path), device="cuda:0")
+    assert caplog.record_tuples == [
+        (
+            "headroom.split.upkeep",
+            logging.WARNING,
+            f"experts: all are hot, so that no placement will be saved to {path}; on a GPU, try "
+            "a smaller --expert-budget or --device-memory",
+        )
+    ]
+    case.upkeep.close()
+    assert not path.exists()
+    caplog.clear()
+    Case(None, None, UpkeepRules())
+    assert caplog.text == ""
+
+
 def test_a_placement_that_cannot_be_saved_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
     rules = UpkeepRules(placement_path=tmp_path / "file" / "placed.json")
-    Case(None, cold_half(), rules).upkeep.close()
-    assert "experts: not saved" in caplog.text
+    case = Case(None, cold_half(), rules)
+    for end in (case.upkeep.close, case.upkeep.close_after_error):
+        caplog.clear()
+        end()
+        assert "experts: not saved" in caplog.text
 
 
 def test_a_request_is_told_of_its_own_time_where_experts_are_cold() -> None:
@@ -338,6 +361,7 @@ def test_experts_that_are_held_nowhere_never_move_and_are_missed_all_the_same(
     case = Case(None, None, UpkeepRules(swap_every=every, placement_path=path), device="cuda:0")
     layouts = [None, blob_layout(4), blob_layout(4)]
     case.stage.kept = small_store(layouts, [(), (0, 1), (0, 1)], cold="drop")
+    caplog.clear()
     with caplog.at_level(logging.INFO):
         case.upkeep = ExpertUpkeep(case.pipeline, case.records)
     assert caplog.messages == [

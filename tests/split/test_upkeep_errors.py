@@ -1,0 +1,65 @@
+"""After an engine's error: what the host knows of experts is saved, and no lost GPU is asked."""
+
+from pathlib import Path
+
+import pytest
+
+from headroom.moe.placement import load_placement
+from headroom.moe.stats import load_history
+from headroom.split.upkeep_rules import UpkeepRules
+from tests.split.test_upkeep import LAYERS, POLICY, Case, cold_half
+
+
+class LostCase(Case):
+    """An upkeep whose GPU may be asked for nothing any more."""
+
+    def lose(self, monkeypatch: pytest.MonkeyPatch, reason: str = "CUDA error") -> None:
+        def fail() -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        monkeypatch.setattr(self.stage, "lost", lambda: reason)
+        monkeypatch.setattr(self.routing, "counts", fail)
+        monkeypatch.setattr(self.routing, "with_few_rows", fail)
+        if self.experts is not None:
+            monkeypatch.setattr(self.experts, "wait", fail)
+
+
+@pytest.mark.parametrize("reason", ["CUDA error", ""], ids=["lost", "lost when asked"])
+def test_after_a_lost_gpu_all_that_was_seen_of_it_is_saved(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept, placed = tmp_path / "m.json", tmp_path / "placed.json"
+    rules = UpkeepRules(policy=POLICY, placement_path=placed)
+    case = LostCase(kept, cold_half(slow=3), rules, device="cuda:0")
+    case.choose(1, 3, 9)
+    case.look_after(5, resting=True)  # a swap turns, and its copies are under way
+    case.choose(2, 0, 4)
+    case.upkeep.end_request(case.upkeep.begin_request())
+    case.choose(2, 1, 7)  # nobody has seen these
+    case.lose(monkeypatch, reason)
+    case.upkeep.close_after_error()
+    assert load_history(kept, "abc", LAYERS).counts == (
+        (), (0.0, 0.0, 0.0, 9.0), (4.0, 0.0, 0.0, 0.0)
+    )  # fmt: skip
+    assert load_placement(placed, "abc", LAYERS).hot == ((), (0, 3), (0, 1))
+    assert caplog.text == ""
+
+
+def test_choices_that_were_saved_are_not_taken_back_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.json"
+    case = LostCase(path, None, UpkeepRules(save_every_s=0.0), device="cuda:0")
+    case.choose(1, 2, 7)
+    case.upkeep.run(5, resting=False)
+    case.lose(monkeypatch)
+    case.upkeep.close_after_error()
+    assert load_history(path, "abc", LAYERS).counts[1] == (0.0, 0.0, 7.0, 0.0)
+
+
+def test_after_an_error_a_gpu_that_is_not_lost_is_asked_for_its_counts(tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    case = Case(path, None, UpkeepRules(), device="cuda:0")
+    case.choose(1, 2, 7)
+    case.upkeep.close_after_error()
+    assert load_history(path, "abc", LAYERS).counts[1] == (0.0, 0.0, 7.0, 0.0)
