@@ -90,7 +90,7 @@ def test_kernels_of_profiled_steps_are_sorted_by_markers(
     monkeypatch.setattr(part_times, "profile", gpu.profile)
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
     monkeypatch.setattr(type(real.pipeline), "forget_captures", lambda self: gpu.forget_captures())
-    opened = OnFakeGpu(real.engine, real.pipeline, real.plan, real.shape, 0.0)
+    opened = OnFakeGpu(real.engine, real.pipeline, real.plan, real.shape, real.loading)
     figures = Figures(prompts=[PromptFigure(tokens=16, seconds=1.0, operations=1.0)])
     try:
         part_times.measure_parts(opened, figures, SETTINGS)
