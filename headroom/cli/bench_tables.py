@@ -120,7 +120,8 @@ def _name(figure: PartFigure) -> str:
         return _prompt_name(figure.context)
     if figure.what == "verify":
         return f"{figure.batch} rows after {figure.context}"
-    return _decode_name(figure.batch, figure.context)
+    name = _decode_name(figure.batch, figure.context)
+    return f"{name}, network alone" if figure.what == "network" else name
 
 
 def _prompt_name(tokens: int) -> str:

@@ -76,10 +76,13 @@ def test_a_step_of_more_sequences_moves_more(report: Report) -> None:
 
 
 def test_parts_of_a_step_are_those_that_the_model_has(report: Report) -> None:
-    parts = report.figures.parts
+    parts, verify = report.figures.parts, report.figures.verify
+    assert verify is not None
     names = [(part.what, part.batch, part.context) for part in parts]
     decodes = [("decode", 1, 8), ("decode", 1, 600), ("decode", 2, 8)]
-    assert names == [*decodes, ("verify", 4, 12), ("prompt", 1, 40)]
+    # Prompts of two sequences after 600 tokens take several steps.
+    network, checked = ("network", 2, 600), ("verify", 4, verify.context)
+    assert names == [*decodes, network, checked, ("prompt", 1, 40)]
     for part in parts:
         expected = {"attention", "recurrent", "experts", "head", "sampling", "other"}
         assert set(part.times.parts) == expected
