@@ -33,8 +33,8 @@ DRAWN = (
 )
 # What only plain kernels do on a GPU does not differ from family to family: a layer of each sort.
 PLAIN = ("llama", "qwen35moe", "laguna", "gemma4-e4b")
-# Whose every operation has a kernel in Triton: attention, experts, and linear attention; windows and
-# gates, norms after each part, and side inputs.
+# Whose every operation has a kernel in Triton: attention, experts, and linear attention; windows
+# and gates, norms after each part, and side inputs.
 IN_TRITON = ("llama", "qwen3moe", "qwen35", "laguna", "gemma4", "gemma4-e4b")
 # Each mix of weights and each type once; the kernels' own tests have all pairs.
 MIXES = (("q4_k_m", "bf16"), ("q8_0", "f16"), ("bf16", "bf16"), ("f16", "bf16"), ("f16", "f16"))
