@@ -133,7 +133,8 @@ class VerifyFigure:
 class PartFigure:
     """Where the time of a step goes."""
 
-    what: str  # "decode", "verify" or "prompt"
+    # "decode", "verify", "prompt", or "network": decoding without the engine around it.
+    what: str
     batch: int  # sequences; of "verify" the rows of one
     context: int  # tokens of the prompt, or before the step
     step_s: float

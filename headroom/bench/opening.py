@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from headroom.engine.engine import Engine
@@ -16,12 +16,35 @@ from headroom.split.choice import make_run_plan
 from headroom.split.expert_records import read_records
 from headroom.split.launch import Progress, start_pipeline
 from headroom.split.memory_check import limit_memory
-from headroom.split.pipeline import Pipeline
+from headroom.split.pipeline import LoadTimes, Pipeline
 from headroom.split.placing import find_placement
 from headroom.split.unused import tell_unmeasured
 from headroom.split.upkeep import open_upkeep
 
 Say = Callable[[str], None]  # is told what is being done
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Where the seconds went until a model was ready."""
+
+    total_s: float
+    planning_s: float  # with choosing which experts are hot
+    times: LoadTimes
+
+    @property
+    def other_s(self) -> float:
+        """What neither planning nor weights nor captures took: starting CUDA, threads, checks."""
+        return self.total_s - self.planning_s - self.times.weights_s - self.times.capture_s
+
+    def as_json(self) -> dict[str, float]:
+        """Return it as plain data."""
+        return {
+            "planning_s": self.planning_s,
+            **asdict(self.times),
+            "weights_bytes_per_s": self.times.bytes_per_s,
+            "other_s": self.other_s,
+        }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +55,7 @@ class Opened:
     pipeline: Pipeline
     plan: Plan
     shape: ModelShape
-    load_s: float
+    loading: Loading
 
     @property
     def device(self) -> str:
@@ -66,10 +89,13 @@ def open_model(model: ModelDescription, options: Options, say: Say = lambda text
         model.shape, plan, options, model.checkpoint.identity, records.file.counts
     )
     limit_memory(plan, options.device_memory)
+    planned = time.perf_counter()
     pipeline = start_pipeline(plan, model, _percent(say), placement)
     upkeep = open_upkeep(pipeline, records)
     engine = Engine(pipeline, plan.settings, options.queue, upkeep)
-    return Opened(engine, pipeline, plan, model.shape, time.perf_counter() - started)
+    total_s = time.perf_counter() - started
+    loading = Loading(total_s, planned - started, pipeline.load_times)
+    return Opened(engine, pipeline, plan, model.shape, loading)
 
 
 def _percent(say: Say) -> Progress:

@@ -9,7 +9,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from headroom.bench.crowd import Crowd
-from headroom.bench.figures import BenchSettings, Figures, PartFigure
+from headroom.bench.figures import BenchSettings, DecodeFigure, Figures, PartFigure
 from headroom.bench.opening import Opened
 from headroom.bench.steps import run_steps
 from headroom.bench.timeline import KernelTime, PartTimes, part_times
@@ -32,8 +32,12 @@ def measure_parts(opened: Opened, figures: Figures, settings: BenchSettings) -> 
         # A clock's own steps; on a GPU the markers took time, so the undisturbed step counts.
         step_s = figure.step_s if opened.on_gpu else times.step_s
         figures.parts.append(PartFigure("decode", figure.batch, figure.context, step_s, times))
+    if decodes:
+        last = max(decodes, key=lambda figure: (figure.context, figure.batch))
+        if last not in [*alone, *most]:
+            figures.parts.append(_parts_of_network(opened, last, settings))
     if (verify := figures.verify) is not None:
-        times = _parts_of_verify(opened, verify.context, verify.rows, settings)
+        times = _parts_of_steps(opened, verify.context, settings, rows=verify.rows)
         step_s = verify.step_s if opened.on_gpu else times.step_s
         figures.parts.append(PartFigure("verify", verify.rows, verify.context, step_s, times))
     for prompt in figures.prompts[-1:]:
@@ -51,9 +55,18 @@ def _parts_of_decode(
     return _measure(opened, answer, slice(-settings.steps, None))
 
 
-def _parts_of_verify(opened: Opened, context: int, rows: int, settings: BenchSettings) -> PartTimes:
+def _parts_of_network(opened: Opened, figure: DecodeFigure, settings: BenchSettings) -> PartFigure:
+    """Return the parts of decoding without the engine, whose prompts would take long once more."""
+    times = _parts_of_steps(opened, round(figure.mean_context), settings, batch=figure.batch)
+    step_s = figure.pipeline_s if opened.on_gpu else times.step_s
+    return PartFigure("network", figure.batch, figure.context, step_s, times)
+
+
+def _parts_of_steps(
+    opened: Opened, context: int, settings: BenchSettings, *, batch: int = 1, rows: int = 1
+) -> PartTimes:
     # A clock counts whole steps, and the last one has no end.
-    work = partial(run_steps, opened, context, settings.steps + 1, rows=rows)
+    work = partial(run_steps, opened, context, settings.steps + 1, batch=batch, rows=rows)
     return _measure(opened, work, slice(-settings.steps, None))
 
 

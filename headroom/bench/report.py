@@ -8,6 +8,7 @@ from typing import Any
 from headroom import __version__
 from headroom.bench.expert_use import ExpertReport
 from headroom.bench.figures import BenchSettings, DecodeFigure, Figures, PartFigure, PromptFigure
+from headroom.bench.opening import Loading
 from headroom.bench.peer import PeerRun, ratios
 from headroom.bench.resources import Bandwidth
 from headroom.memory.plan import Plan
@@ -32,7 +33,7 @@ class Report:
     settings: BenchSettings
     plan: Plan
     device: dict[str, Any]
-    load_s: float
+    loading: Loading
     figures: Figures
     bandwidth: Bandwidth
     memory: dict[str, Any]
@@ -64,7 +65,8 @@ def report_json(report: Report) -> dict[str, Any]:
         },
         "device": report.device,
         "settings": asdict(report.settings),
-        "load_s": report.load_s,
+        "load_s": report.loading.total_s,
+        "load": report.loading.as_json(),
         "bandwidth": asdict(report.bandwidth),
         "prompts": [_prompt_json(figure, report) for figure in figures.prompts],
         "decodes": [_decode_json(figure, report) for figure in figures.decodes],

@@ -148,7 +148,7 @@ def _measure(path: Path, opened: Opened, settings: BenchSettings, say: Say) -> R
         settings=settings,
         plan=opened.plan,
         device=device_facts(opened),
-        load_s=opened.load_s,
+        loading=opened.loading,
         figures=figures,
         bandwidth=measure_bandwidth(opened),
         memory=memory,

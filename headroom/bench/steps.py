@@ -36,9 +36,9 @@ def step_seconds(opened: Opened, context: int, *, batch: int = 1, rows: int = 1)
     return (time.perf_counter() - started) / done
 
 
-def run_steps(opened: Opened, context: int, count: int, *, rows: int = 1) -> None:
-    """Run so many steps of one sequence, and wait for them."""
-    steps = _variants(opened, context, 1, rows)
+def run_steps(opened: Opened, context: int, count: int, *, batch: int = 1, rows: int = 1) -> None:
+    """Run so many steps over what earlier prompts left in the cache, and wait for them."""
+    steps = _variants(opened, context, batch, rows)
     with torch.inference_mode():
         for turn in range(count):
             _run(opened, steps[turn % VARIANTS])

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from headroom.bench.expert_use import ExpertReport, ExpertUse
 from headroom.bench.figures import DecodeFigure, PartFigure, PromptFigure, VerifyFigure
+from headroom.bench.opening import Loading
 from headroom.bench.report import NOTES, Report
 from headroom.layers.parts import PARTS
 from headroom.units import gib
@@ -46,7 +47,17 @@ def _head(report: Report) -> str:
     return (
         f"{report.plan.model} on {device['name']} ({device['model']}), torch {device['torch']}, "
         f"products in {settings.dtype}, cache {settings.k_type}/{settings.v_type}, "
-        f"loaded in {report.load_s:.1f} s; bandwidth {band.bytes_per_s / 1e9:.1f} GB/s ({band.how})"
+        f"{_loading_text(report.loading)}; bandwidth {band.bytes_per_s / 1e9:.1f} GB/s ({band.how})"
+    )
+
+
+def _loading_text(loading: Loading) -> str:
+    times = loading.times
+    return (
+        f"loaded in {loading.total_s:.1f} s (planning {loading.planning_s:.1f}, "
+        f"{gib(times.weights_bytes)} of weights {times.weights_s:.1f} at "
+        f"{times.bytes_per_s / 1e9:.1f} GB/s, compiling and capturing {times.capture_s:.1f}, "
+        f"other {loading.other_s:.1f})"
     )
 
 
@@ -109,7 +120,8 @@ def _name(figure: PartFigure) -> str:
         return _prompt_name(figure.context)
     if figure.what == "verify":
         return f"{figure.batch} rows after {figure.context}"
-    return _decode_name(figure.batch, figure.context)
+    name = _decode_name(figure.batch, figure.context)
+    return f"{name}, network alone" if figure.what == "network" else name
 
 
 def _prompt_name(tokens: int) -> str:

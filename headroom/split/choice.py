@@ -70,7 +70,7 @@ def find_device(options: Options) -> str:
     gpus = detect_gpus()
     for gpu in sorted(gpus, key=lambda gpu: -gpu.available_bytes):
         if refusal := _refuse(gpu, options):
-            log.warning("device: not %s: %s", gpu.name, refusal.message)
+            log.warning("device: not %s: %s %s", gpu.name, refusal.message, refusal.hint)
             continue
         log.info(
             "device: %s, %s, %s of %s free",

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -27,7 +28,7 @@ from headroom.moe.placement import ExpertPlacement
 from headroom.moe.store_swaps import StoreSwaps
 from headroom.split.device_stage import DeviceStage
 from headroom.split.memory_check import check_memory, open_device_memory
-from headroom.split.pipeline import Pipeline
+from headroom.split.pipeline import LoadTimes, Pipeline
 from headroom.split.placing import even_placement, expert_layers
 from headroom.split.stages import Stage
 from headroom.units import gib
@@ -49,7 +50,6 @@ def start_pipeline(
 
     Where the plan leaves experts cold, a placement says which; the even one if none is given.
     """
-    started = time.perf_counter()
     set_threads(plan.settings.threads, pin=plan.settings.pin_threads)
     warn_of_slow_kernels(plan.devices[0].name)
     allocated: Counter[str] = Counter()
@@ -69,15 +69,20 @@ def start_pipeline(
     current = nullcontext() if device.kind == "cpu" else torch.cuda.device(torch_name(device.name))
     with memory_told(device, allocated, "loading weights"), current:
         progress(0, total)
+        started = time.perf_counter()  # by now CUDA is
         loaded = load_model(model.config, model.checkpoint.tensors, plan, count, placement)
+        times = LoadTimes(
+            weights_bytes=sum(allocated[line] for line in WEIGHT_LINES),
+            weights_s=time.perf_counter() - started,
+        )
         progress(total, total)
-    weights = sum(allocated[line] for line in WEIGHT_LINES)
-    _log_load(device.name, weights, time.perf_counter() - started)
+    _log_load(device.name, times)
     if device.kind == "cpu":
         stage: Stage | DeviceStage = Stage(device.name, loaded)
     else:
         with memory_told(device, allocated, "capturing steps"):
             stage = _device_stage(loaded, plan, model, allocated)
+            times = replace(times, capture_s=_capture(stage, plan.settings.parallel))
     check_memory(plan, allocated)
     planned = sum(device.allocated.values())
     swaps, meter = None, None
@@ -86,12 +91,15 @@ def start_pipeline(
         if hybrid.store.cold_bytes:  # else there is nothing to swap with
             swaps = StoreSwaps(hybrid.store, layers, same_bits=hybrid.same_bits)
     config = model.config
-    return Pipeline(stage, config.vocab, allocated, planned, swaps, meter, config.refuses_trees)
+    refuses = config.refuses_trees
+    pipeline = Pipeline(stage, config.vocab, allocated, planned, swaps, meter, refuses)
+    pipeline.load_times = times
+    return pipeline
 
 
-def _log_load(device: str, size_bytes: int, seconds: float) -> None:
-    speed = size_bytes / seconds / 1e9
-    log.info("load: %s on %s in %.1f s (%.1f GB/s)", gib(size_bytes), device, seconds, speed)
+def _log_load(device: str, times: LoadTimes) -> None:
+    size, speed = gib(times.weights_bytes), times.bytes_per_s / 1e9
+    log.info("load: %s on %s in %.1f s (%.1f GB/s)", size, device, times.weights_s, speed)
 
 
 @contextmanager
@@ -113,7 +121,7 @@ def memory_told(device: DevicePlan, allocated: Mapping[str, int], while_: str) -
 def _device_stage(
     loaded: Model, plan: Plan, model: ModelDescription, allocated: Counter[str]
 ) -> DeviceStage:
-    """Return the stage of a GPU, its steps captured."""
+    """Return the stage of a GPU, its steps not captured yet."""
     device, settings = plan.devices[0].name, plan.settings
     if plan.devices[0].kind == "hip":
         log.warning(
@@ -135,12 +143,13 @@ def _device_stage(
     rings = frozenset(settings.window_pages(window) // settings.parallel for window in windows)
     sampler = DeviceSampler.allocate(FEW_ROWS, model.config.vocab, device)
     allocated["logits"] += sampler.nbytes
-    stage = DeviceStage(device, loaded, settings, rings, sampler)
+    return DeviceStage(device, loaded, settings, rings, sampler)
+
+
+def _capture(stage: DeviceStage, parallel: int) -> float:
+    """Compile what a stage's steps need, capture them, and return the seconds that it took."""
     started = time.perf_counter()
     stage.capture()
-    log.info(
-        "capture: steps of up to %d sequences in %.1f s",
-        settings.parallel,
-        time.perf_counter() - started,
-    )
-    return stage
+    seconds = time.perf_counter() - started
+    log.info("capture: steps of up to %d sequences in %.1f s", parallel, seconds)
+    return seconds

@@ -27,6 +27,20 @@ class DeviceMemory:
     used_bytes: int  # by this process, now
 
 
+@dataclass(frozen=True, slots=True)
+class LoadTimes:
+    """Where the time of a load went."""
+
+    weights_bytes: int = 0
+    weights_s: float = 0.0  # reading, copying and packing them; memory for the cache is taken, too
+    capture_s: float = 0.0  # compiling kernels and capturing steps; 0 on a CPU, which has neither
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes of weights in a second."""
+        return self.weights_bytes / self.weights_s if self.weights_s else 0.0
+
+
 class Pipeline:
     """Runs a step through the stages in order."""
 
@@ -46,6 +60,7 @@ class Pipeline:
         self._planned_bytes = planned_bytes
         self.experts = experts  # None where all of them are hot, or cold ones are not held
         self.meter = meter  # of the cold ones
+        self.load_times = LoadTimes()  # of whoever loaded it
         self.refuses_trees = refuses_trees  # why its steps check no draft tree; "" where they do
 
     @property

@@ -1,6 +1,7 @@
 """Parts of a step on a GPU, with a profiler and kernels that are not there."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,15 @@ import pytest
 from torch.autograd import DeviceType
 
 from headroom.bench import part_times
-from headroom.bench.figures import BenchSettings, Figures, PromptFigure
+from headroom.bench.figures import BenchSettings, DecodeFigure, Figures, PromptFigure
 from headroom.bench.opening import Opened, open_model, read_model
+from headroom.bench.traffic import Traffic
+from headroom.layers.batch import Batch
 from headroom.models.synth.recipe import find_recipe
 from headroom.models.synth.values import Source
 from headroom.models.synth.write import write_gguf
 from headroom.options import Options
+from headroom.split.results import StepResult
 
 SETTINGS = BenchSettings(
     prompts=(16,), contexts=(8,), batches=(1,), tokens=2, rounds=1, warm=1, steps=2
@@ -78,24 +82,28 @@ class OnFakeGpu(Opened):
         return True
 
 
-def test_kernels_of_profiled_steps_are_sorted_by_markers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def gpu() -> FakeGpu:
+    return FakeGpu()
+
+
+@pytest.fixture
+def opened(gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnFakeGpu]:
     path = tmp_path / "m.gguf"
     write_gguf(Source(find_recipe("qwen35", "tiny", 4), 0), path, "q8_0")
-    options = Options(model=str(path), threads=1, context=128, parallel=1, chunk=64)
+    options = Options(model=str(path), threads=1, context=128, parallel=2, chunk=64)
     real = open_model(read_model(path), options)
-    gpu = FakeGpu()
     monkeypatch.setattr("headroom.layers.parts.compile_kernel", gpu.compile_kernel)
     monkeypatch.setattr(part_times, "profile", gpu.profile)
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
     monkeypatch.setattr(type(real.pipeline), "forget_captures", lambda self: gpu.forget_captures())
-    opened = OnFakeGpu(real.engine, real.pipeline, real.plan, real.shape, 0.0)
+    yield OnFakeGpu(real.engine, real.pipeline, real.plan, real.shape, real.loading)
+    real.engine.close()
+
+
+def test_kernels_of_profiled_steps_are_sorted_by_markers(opened: OnFakeGpu, gpu: FakeGpu) -> None:
     figures = Figures(prompts=[PromptFigure(tokens=16, seconds=1.0, operations=1.0)])
-    try:
-        part_times.measure_parts(opened, figures, SETTINGS)
-    finally:
-        real.engine.close()
+    part_times.measure_parts(opened, figures, SETTINGS)
     (part,) = figures.parts
     times = part.times
     assert times.parts["recurrent"] == pytest.approx(3e-6)  # three such layers
@@ -108,3 +116,29 @@ def test_kernels_of_profiled_steps_are_sorted_by_markers(
     assert part.step_s == 1.0  # undisturbed by markers
     assert part.gaps_s == pytest.approx(1 - times.busy_s)
     assert gpu.forgotten == 2  # steps with markers are captured, and thrown away
+
+
+def test_a_batch_after_prompts_of_several_steps_has_the_parts_of_the_network(
+    opened: OnFakeGpu, gpu: FakeGpu
+) -> None:
+    figure = DecodeFigure(
+        batch=2, context=80, mean_context=90.4, step_s=2.0, pipeline_s=1.5,
+        traffic=Traffic(weights=1.0, experts=0.0, rows=0.0, cache=0.0, state=0.0),
+    )  # fmt: skip
+    shorter = replace(figure, context=70)
+    figures = Figures(decodes=[shorter, figure])
+    ran: list[tuple[int, list[int]]] = []
+    step = opened.pipeline.step
+
+    def note(batch: Batch, draws: Any = ()) -> StepResult:
+        ran.append((len(batch.tokens), [span.start for span in batch.spans]))
+        return step(batch, draws)
+
+    opened.pipeline.step = note  # type: ignore[method-assign]
+    part_times.measure_parts(opened, figures, SETTINGS)
+    (part,) = figures.parts
+    assert (part.what, part.batch, part.context, part.step_s) == ("network", 2, 80, 1.5)
+    assert ran == [(2, [90, 90])] * 6  # once to be captured and once looked at, no prompt
+    assert part.times.steps == 2
+    assert part.times.parts["recurrent"] == pytest.approx(3e-6)
+    assert gpu.forgotten == 2

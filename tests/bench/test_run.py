@@ -23,6 +23,7 @@ from headroom.models.synth.values import Source
 from headroom.models.synth.write import write_gguf
 from headroom.options import Options
 from headroom.split.choice import make_run_plan
+from headroom.split.launch import WEIGHT_LINES
 
 SMALL = BenchSettings(
     prompts=(16, 40), contexts=(8, 600), batches=(1, 2), tokens=3, rounds=1, warm=1, steps=2,
@@ -75,10 +76,13 @@ def test_a_step_of_more_sequences_moves_more(report: Report) -> None:
 
 
 def test_parts_of_a_step_are_those_that_the_model_has(report: Report) -> None:
-    parts = report.figures.parts
+    parts, verify = report.figures.parts, report.figures.verify
+    assert verify is not None
     names = [(part.what, part.batch, part.context) for part in parts]
     decodes = [("decode", 1, 8), ("decode", 1, 600), ("decode", 2, 8)]
-    assert names == [*decodes, ("verify", 4, 12), ("prompt", 1, 40)]
+    # Prompts of two sequences after 600 tokens take several steps.
+    network, checked = ("network", 2, 600), ("verify", 4, verify.context)
+    assert names == [*decodes, network, checked, ("prompt", 1, 40)]
     for part in parts:
         expected = {"attention", "recurrent", "experts", "head", "sampling", "other"}
         assert set(part.times.parts) == expected
@@ -93,6 +97,15 @@ def test_the_report_is_one_json_object_with_all_figures(report: Report) -> None:
     assert found["model"]["file"] == "qwen35moe.gguf"
     assert found["device"]["name"] == "cpu"
     assert found["plan"]["settings"]["parallel"] == 2
+    load = found["load"]
+    assert load["weights_bytes"] == sum(
+        found["memory"]["lines"].get(line, 0) for line in WEIGHT_LINES
+    )
+    assert load["weights_bytes_per_s"] == pytest.approx(load["weights_bytes"] / load["weights_s"])
+    spent = [load[f"{part}_s"] for part in ("planning", "weights", "capture", "other")]
+    assert sum(spent) == pytest.approx(found["load_s"])
+    assert min(load["planning_s"], load["weights_s"], load["other_s"]) > 0
+    assert load["capture_s"] == 0  # of a CPU
     decode = found["decodes"][0]
     assert decode["tokens_per_s"] == pytest.approx(1 / decode["step_s"])
     limit = found["bandwidth"]["bytes_per_s"] / decode["step_bytes"]["total"]

@@ -137,6 +137,7 @@ def test_the_tables_show_speeds_parts_memory_and_what_is_left_out(
         "prompt of 16", "batch 2 after 8", "of limit", "Tflop/s", "recurrent", "gaps",
         "a step of 16 rows of one sequence after", "x that of one row",
         "against llama.cpp abc (7), CUDA on Fast CPU", "memory: ", "planned", "note: ",
+        "s (planning ", " of weights ", "compiling and capturing 0.0, other ",
         "left out: prompt of 300: the context holds 128",
     ):  # fmt: skip
         assert words in shown

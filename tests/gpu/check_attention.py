@@ -313,6 +313,7 @@ def checks() -> list[tuple[str, Callable[[], None]]]:
         add(check_prefill, Heads(2, 1, 64, "q8_0", "q8_0"), [(100, 540)], 1, dtype)
         add(check_prefill, Heads(4, 1, 80), [(70, 130)], 33, dtype)
         add(check_prefill, Heads(4, 1, 512), [(70, 130)], 100, dtype)
+        add(check_prefill, Heads(4, 2, 512), [(150, 600)], 100, dtype)
         add(check_wide_parts, Heads(4, 2, 512), [(150, 270)], dtype)
     return made
 

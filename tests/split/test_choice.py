@@ -89,7 +89,10 @@ def test_without_a_usable_gpu_the_cpu_is_taken_and_told_why(
 ) -> None:
     machine.torch = TorchFacts(version="2.13.0+cpu")
     assert choice.make_run_plan(MODEL, machine.options()).devices[0].name == "cpu"
-    assert "device: not cuda:0: torch 2.13.0+cpu is built for CPUs alone" in caplog.text
+    assert (
+        "device: not cuda:0: torch 2.13.0+cpu is built for CPUs alone, without CUDA. "
+        "Install a CUDA build of torch, or choose --device cpu." in caplog.text
+    )
     machine.gpus = [gpu("hip:0", GIB)]
     assert choice.make_run_plan(MODEL, machine.options()).devices[0].name == "cpu"
     assert "device: not hip:0: torch 2.13.0+cpu is built for CPUs alone, without R" in caplog.text

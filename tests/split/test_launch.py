@@ -2,18 +2,28 @@
 
 import logging
 import re
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from headroom.formats.checkpoint import open_checkpoint
 from headroom.llm import LLM
+from headroom.memory.devices import DeviceSpec
 from headroom.memory.plan import make_plan
 from headroom.memory.targets import plan_devices
 from headroom.models.describe import describe
 from headroom.options import Options
+from headroom.split import launch
 from headroom.split.launch import WEIGHT_LINES, start_pipeline
-from headroom.units import gib
+from headroom.split.pipeline import LoadTimes
+from headroom.units import GIB, gib
+
+GPU = DeviceSpec(
+    name="cuda:0", kind="cuda", total_bytes=24 * GIB, available_bytes=24 * GIB, link=30e9, sm=90
+)
 
 
 def test_progress_goes_from_nothing_to_all_weights_of_the_plan(
@@ -40,3 +50,29 @@ def test_the_python_interface_tells_it_too(tiny_path: Path) -> None:
     with LLM(str(tiny_path), context=64, threads=1, progress=lambda *numbers: seen.append(numbers)):
         assert seen[0][0] == 0
         assert seen[-1] == (seen[0][1], seen[0][1])
+
+
+def test_weights_and_captures_are_timed_apart(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = describe(open_checkpoint(tiny_path))
+    plan = make_plan([model.shape], [GPU], Options(context=256, parallel=1))
+    clock = iter((10.0, 12.0, 20.0, 25.0))
+
+    def load(config: object, tensors: object, plan: object, count: Callable[..., None], *_: object):
+        count("core_weights", 5 * GIB)
+        count("hot_experts", GIB)
+        count("kv", GIB)
+        return SimpleNamespace(hybrid=None)
+
+    monkeypatch.setattr(launch, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(launch, "load_model", load)
+    monkeypatch.setattr(launch, "open_device_memory", lambda name: None)
+    monkeypatch.setattr(launch, "check_memory", lambda plan, allocated: None)
+    monkeypatch.setattr("torch.cuda.device", lambda name: nullcontext())
+    captured = SimpleNamespace(capture=lambda: None)
+    monkeypatch.setattr(launch, "_device_stage", lambda *given: captured)
+    times = start_pipeline(plan, model).load_times
+    assert times == LoadTimes(weights_bytes=6 * GIB, weights_s=2.0, capture_s=5.0)
+    assert times.bytes_per_s == 3 * GIB
+    assert LoadTimes().bytes_per_s == 0  # of a pipeline that nothing was loaded for
