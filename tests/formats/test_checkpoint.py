@@ -9,6 +9,9 @@ from safetensors.torch import save_file
 
 from headroom.errors import FormatError
 from headroom.formats.checkpoint import open_checkpoint
+from headroom.models.synth.recipe import find_recipe
+from headroom.models.synth.values import Source
+from headroom.models.synth.write import write_gguf
 from tests.formats.raw_files import LLAMA_CONFIG, STRING, Key, gguf_bytes, small_gguf, write_folder
 
 
@@ -107,6 +110,15 @@ def test_identity_follows_the_contents_and_not_the_path(tmp_path: Path) -> None:
     first, same, longer = (open_checkpoint(path).identity for path in paths)
     assert first == same != longer
     assert len(first) == 16
+
+
+def test_models_with_the_same_header_and_other_weights_are_told_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.gguf" for name in "ab"]
+    for path, seed in zip(paths, (1, 2), strict=True):
+        write_gguf(Source(find_recipe("qwen3moe", "tiny"), seed), path, "q4_k_m")
+    one, other = (open_checkpoint(path).identity for path in paths)
+    assert paths[0].stat().st_size == paths[1].stat().st_size
+    assert one != other
 
 
 def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
