@@ -6,6 +6,7 @@ ones. Those that are left to the CPU are rounded as its kernels round.
 
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import wait
 from math import prod
 
 import numpy as np
@@ -205,10 +206,13 @@ class StreamedLayer:
         x, weights = rows
         asked = stream.cpu.ask(x, (_only(ids, theirs), weights), self._on_cpu())
         # The CPU is at it while the GPU's work is launched and runs.
-        groups = self._pieces.some_groups(streamed)
-        gpus = _without(chosen.ids, on_device(theirs, chosen.ids.device))
-        kept = ChosenRows(chosen.x, gpus, chosen.weights, chosen.powers)
-        out = self._streamed(kept, groups, others, out)
+        try:
+            groups = self._pieces.some_groups(streamed)
+            gpus = _without(chosen.ids, on_device(theirs, chosen.ids.device))
+            kept = ChosenRows(chosen.x, gpus, chosen.weights, chosen.powers)
+            out = self._streamed(kept, groups, others, out)
+        finally:  # of a step that failed, too: what the CPU reads is what swaps and the next change
+            wait([asked])
         answers, took_s = asked.result()
         stream.counts.cpu_bytes += len(left) * self._size.bytes
         stream.counts.cpu_s += took_s

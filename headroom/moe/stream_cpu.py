@@ -4,6 +4,7 @@ Nothing here runs on torch's own threads: they spin for a while after every oper
 that the C++ kernels' threads need.
 """
 
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,6 +42,10 @@ class CpuSide:
         experts: CpuExperts,
     ) -> Future[tuple[torch.Tensor, float]]:
         """Let the sums of rows be computed; they come with the seconds that it took."""
+        if not threading.main_thread().is_alive():  # executors take nothing then; others may go on
+            done: Future[tuple[torch.Tensor, float]] = Future()
+            done.set_result(self._compute(x, picks, experts))
+            return done
         return self._thread.submit(self._compute, x, picks, experts)
 
     def _compute(

@@ -1,5 +1,7 @@
 """Steps that wait to hear which experts were chosen, beside those that do not."""
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -118,3 +120,51 @@ def test_only_picks_of_the_cpus_experts_are_handed_to_it(  # type: ignore[no-unt
         Others(residual=x.float()),
     )[~theirs])  # fmt: skip
     assert float((found - wanted).norm() / (wanted - x.float()).norm()) < 0.01
+
+
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+def test_a_step_that_fails_leaves_no_thread_that_reads_experts(  # type: ignore[no-untyped-def]
+    monkeypatch, layer_of
+) -> None:
+    monkeypatch.setattr(stream_module, "most_counted_rows", lambda *facts: 40)
+    monkeypatch.setattr(
+        stream_module, "left_to_cpu", lambda counts, *more: frozenset({1}) & counts.keys()
+    )
+    begun, ended = threading.Event(), threading.Event()
+    run = stream_cpu.experts_into
+
+    def slow(*what: Any) -> None:
+        begun.set()
+        time.sleep(0.2)
+        run(*what)
+        ended.set()
+
+    def fail(*what: Any) -> None:
+        begun.wait()
+        raise RuntimeError("the GPU is full")
+
+    monkeypatch.setattr(stream_cpu, "experts_into", slow)
+    monkeypatch.setattr(stream_module.cuda_experts, "sum_groups", fail)
+    layer = split_layer(*layer_of, COLD[30])
+    _, (streamed,), _ = open_stream([layer], 2, ColdRates(1e10, 1e10, 1e10))
+    with pytest.raises(RuntimeError, match="the GPU is full"):
+        streamed.many_rows(*picks(40))
+    assert ended.is_set()
+
+
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+def test_the_cpu_is_asked_after_the_main_thread_has_ended_too(  # type: ignore[no-untyped-def]
+    monkeypatch, layer_of
+) -> None:
+    monkeypatch.setattr(stream_module, "most_counted_rows", lambda *facts: 40)
+    monkeypatch.setattr(
+        stream_module, "left_to_cpu", lambda counts, *more: frozenset({1}) & counts.keys()
+    )
+    layer = split_layer(*layer_of, COLD[30])
+    x, chosen = picks(40)
+    found = []
+    for alive in (True, False):
+        monkeypatch.setattr(threading.main_thread(), "is_alive", lambda alive=alive: alive)
+        _, (streamed,), _ = open_stream([layer], 2, ColdRates(1e10, 1e10, 1e10))
+        found.append(streamed.many_rows(x, chosen))
+    assert torch.equal(*found)
