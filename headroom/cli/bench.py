@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from headroom.kernels.native.measure import Measured
 
 CPU_KERNELS = "cpu"  # in the place of a model: the kernels alone
+PIPED_WIDTH = 200  # columns of tables that go to a file or a pipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,8 @@ def bench(*, options: Options, **flags: Any) -> None:
         print(json.dumps(report_json(report)))
         return
     console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width
+        console = Console(width=PIPED_WIDTH)
     for table in report_tables(report):
         console.print(table)
 

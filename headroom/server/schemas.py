@@ -140,6 +140,15 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+# Of other servers and of later APIs: each would change what an answer is. Null, false, 0, "none"
+# and what is empty ask for nothing.
+NOT_HONOURED = (
+    "functions", "function_call", "audio", "web_search_options", "grammar", "json_schema",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
+    "min_tokens",
+)  # fmt: skip
+
+
 class GenerationBody(Body):
     """What chat and completions have in common; a null is as good as nothing."""
 
@@ -161,6 +170,17 @@ class GenerationBody(Body):
     stop: Annotated[tuple[str, ...], PlainValidator(_check_stops)] = ()
     ignore_eos: bool | None = None
     user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asks_for_what_there_is(cls, body: Any) -> Any:
+        given = body if isinstance(body, dict) else {}
+        for name in NOT_HONOURED:
+            if given.get(name) not in (None, False, 0, "", "none", [], {}):
+                raise _unsupported(name, f"`{name}` cannot be honoured; leave it out.")
+        if given.get("modalities") not in (None, [], ["text"]):
+            raise _unsupported("modalities", "Answers are text; leave `modalities` out.")
+        return body
 
     @property
     def include_usage(self) -> bool:

@@ -157,6 +157,26 @@ def test_what_completions_cannot_do_is_refused(
     assert problem(response, 400)["param"] == param
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"grammar": "root ::= 'x'"}, "grammar"),
+        ({"min_tokens": 5}, "min_tokens"),
+    ],
+)
+def test_what_would_change_an_answer_and_is_not_there_is_refused(
+    shared: httpx.Client, path: str, given: dict[str, Any], param: str
+) -> None:
+    subject = {"messages": [USER]} if path == CHAT else {"prompt": "hi"}
+    error = problem(shared.post(path, json={**subject, **given}), 400)
+    assert (error["code"], error["param"]) == ("unsupported_parameter", param)
+
+
 def test_an_image_is_refused_in_words(shared: httpx.Client) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
     turn = {"role": "user", "content": [{"type": "text", "text": "What is it?"}, image]}
@@ -271,6 +291,7 @@ def test_the_right_model_and_unknown_fields_and_nulls_are_taken(shared: httpx.Cl
     body = {
         "model": "fake", "messages": [USER], "store": True, "metadata": {"a": [1]}, "stop": None,
         "temperature": None, "n": None, "logit_bias": None, "tools": [], "service_tier": "auto",
+        "functions": [], "function_call": "none", "modalities": ["text"], "min_tokens": 0,
         "response_format": {"type": "text"}, "parallel_tool_calls": False,
     }  # fmt: skip
     assert shared.post(CHAT, json=body).status_code == 200
