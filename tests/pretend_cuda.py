@@ -26,13 +26,6 @@ MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
 COPIES = {torch.Tensor.copy_, *MOVES}
 # What these give is of no device.
 LEAVES = {torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.data_ptr}
-# The host needs what a GPU has computed, and so waits for all that it was asked for before.
-WAITS = {
-    *(torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.__bool__),
-    *(torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__),
-    *(torch.Tensor.nonzero, torch.nonzero, torch.Tensor.unique, torch.unique),
-    *(torch.Tensor.masked_select, torch.masked_select, torch.Tensor.equal, torch.equal),
-}
 INDEXED = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 
 
@@ -61,28 +54,6 @@ class Pretence(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return run(func, args, kwargs or {})
-
-
-class Waits(TorchFunctionMode):
-    """Writes down what would make the host wait for the pretended GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        given = tree_flatten((args, kwargs))[0]
-        back = func in COPIES and isinstance(args[0], OnCuda) and "cpu" in map(str, given[1:])
-        fetched = func is torch.Tensor.copy_ and not is_cuda(args[0]) and is_cuda(args[1])
-        if fetched or back or (func in WAITS and any(isinstance(x, OnCuda) for x in given)):
-            self.found.append(func.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def is_cuda(x: object) -> bool:

@@ -131,7 +131,7 @@ def check_columns(shape: Shape, spans: tuple[Span, ...], rows: int) -> bool:
     for span in spans:
         own[span.first_row : span.first_row + span.rows] = True
     found = []
-    for columns in (16, 32, 64, 128):
+    for columns in (16, 32):
         mine = RecurrentState(
             state.memory.to(DEVICE, copy=True), state.inputs.to(DEVICE, copy=True)
         )
@@ -140,7 +140,7 @@ def check_columns(shape: Shape, spans: tuple[Span, ...], rows: int) -> bool:
     good = all(
         torch.equal(*pair) for other in found[1:] for pair in zip(other, found[0], strict=True)
     )
-    print(f"{'PASS' if good else 'FAIL'} {shape} the same bits by 16 to 128 columns", flush=True)
+    print(f"{'PASS' if good else 'FAIL'} {shape} the same bits by 16 and 32 columns", flush=True)
     return good
 
 
@@ -187,7 +187,7 @@ def cases() -> list[tuple[object, ...]]:
     """Every kind of step."""
     found: list[tuple[object, ...]] = []
     for shape in SHAPES:
-        for columns in (16, 32, 64, 128):
+        for columns in (16, 32):
             found.append((shape, (span(0, 1, 0, 2),), 1, columns))
             found.append(
                 (shape, (span(0, 1, 7, 4), span(1, 5, 2, 1), span(6, 2, 0, 0)), 10, columns)
@@ -207,7 +207,7 @@ def bench(name: str, shape: Shape) -> None:
         torch.randn(slots, 3, shape.channels, device=DEVICE),
     )
     for sequences, rows in ((1, 1), (1, 4), (1, 16), (4, 1), (8, 1)):
-        for columns in (16, 32, 64, 128):
+        for columns in (16, 32):
             bench_step(name, shape, weights, state, (sequences, rows, columns))
     for rows in (256, 2048):
         for blocks in (None, *fitting_blocks()):

@@ -76,7 +76,7 @@ DEFINES: dict[str, list[Defines]] = {
         _attention(512, "f16", TILES=1, PARTS=1),
     ],
     "delta_chunks.cu": [_delta(64) | {"HELD": 64}, _delta(32, tiled=1) | {"HELD": 128}],
-    "delta_net.cu": [_delta(16), _delta(128, tiled=1)],
+    "delta_net.cu": [_delta(16), _delta(32, tiled=1)],
     "dequant.cu": [
         {"KIND": _id(kind), "WARPS": 4, "OUT_F16": number % 2}
         for number, kind in enumerate((*KINDS, *PLAIN))

@@ -49,10 +49,10 @@ def test_delta_net_has_the_same_bits_however_columns_are_shared() -> None:
     assert check_delta_net.check_columns(Shape(4, 2, tiled=False), spans, 6)
 
 
-@pytest.mark.parametrize("columns", [16, 64, 128])
+@pytest.mark.parametrize("columns", [16, 32])
 def test_delta_net_row_after_row_agrees_with_the_reference(columns: int) -> None:
     spans = (span(0, 1, 7, 4), span(1, 3, 2, 1), span(4, 2, 0, 0))
-    assert check_delta_net.check(Shape(4, 2, columns == 64), spans, 8, columns)
+    assert check_delta_net.check(Shape(4, 2, columns == 32), spans, 8, columns)
 
 
 @pytest.mark.parametrize("room", [227, 99, 64])  # KiB of shared memory: H200, RTX 30 to 50, RTX 20

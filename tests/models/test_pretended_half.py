@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from headroom.engine.batching import make_batch
-from headroom.engine.scheduler import Turn
 from headroom.formats.checkpoint import open_checkpoint
-from headroom.kernels.cuda import prefill, sizes
+from headroom.kernels.cuda import (
+    prefill,
+)
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 from tests.launchers import replace_kernels
-from tests.pretend_cuda import Waits, kernels_on_cpu, pretend_cuda
+from tests.pretend_cuda import kernels_on_cpu, pretend_cuda
 from tests.pretend_stage import GPU, PretendedStage, run_pretended
-from tests.running import PAGE_SIZE, run_steps, running
+from tests.running import run_steps
 from tests.synth_models import write_model
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -82,29 +82,3 @@ def test_logits_in_f16_on_sm_75_are_near_the_exact_ones(
     logits = run_pretended(checkpoint, [PROMPT], PIECES, fused, **settings)[0]
     limit = GEMMA_LIMIT if "gemma" in name else LIMIT
     assert float((logits - exact).norm() / exact.norm()) < limit
-
-
-@pytest.mark.parametrize(
-    ("name", "picks"),
-    [
-        ("qwen3moe", sizes.SORTED_PICKS),  # experts as they lie
-        ("qwen3moe", 0),  # and unpacked
-        ("qwen35-wide", 0),
-        pytest.param("laguna", sizes.SORTED_PICKS, marks=pytest.mark.slow),
-        pytest.param("gemma4-e2b", 0, marks=pytest.mark.slow),
-    ],
-)
-def test_the_host_waits_for_no_layer_of_a_long_step(
-    name: str, picks: int, tmp_path: Path, on_sm_75: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sizes, "SORTED_PICKS", picks)
-    path = write_model(name, "q8_0", tmp_path, few_layers=True)
-    gpu = replace(GPU, sm=75)
-    stage = PretendedStage(open_checkpoint(path), gpu, dtype="f16", kv_type="f16")
-    assert stage.model.capturable  # of fused layers
-    step = make_batch([Turn(running(PROMPT, [2, 0, 3, 1], slot=0), 33)], PAGE_SIZE)
-    with torch.inference_mode(), Waits() as waits:
-        stage.hidden(step)
-        assert waits.found == []
-        torch.ones(1, device="cuda").item()
-    assert waits.found == ["item"]  # which is seen

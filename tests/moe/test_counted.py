@@ -35,6 +35,15 @@ def picks(rows: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     return torch.randn(rows, HIDDEN).bfloat16(), (ids, torch.rand(rows, USED))
 
 
+@pytest.fixture
+def first_to_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of up to 40 rows wait to hear what was chosen, and leave expert 1 to the CPU."""
+    monkeypatch.setattr(stream_module, "most_counted_rows", lambda *facts: 40)
+    monkeypatch.setattr(
+        stream_module, "left_to_cpu", lambda counts, *more: frozenset({1}) & counts.keys()
+    )
+
+
 def test_a_layer_asks_once_and_by_what_is_expected_of_its_cold_experts(  # type: ignore[no-untyped-def]
     monkeypatch, layer_of
 ) -> None:
@@ -90,12 +99,8 @@ def test_layers_that_wait_and_layers_that_do_not_may_follow_each_other(  # type:
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 def test_only_picks_of_the_cpus_experts_are_handed_to_it(  # type: ignore[no-untyped-def]
-    monkeypatch, layer_of
+    monkeypatch, layer_of, first_to_cpu: None
 ) -> None:
-    monkeypatch.setattr(stream_module, "most_counted_rows", lambda *facts: 40)
-    monkeypatch.setattr(
-        stream_module, "left_to_cpu", lambda counts, *more: frozenset({1}) & counts.keys()
-    )
     handed: list[torch.Tensor] = []
     run = stream_cpu.experts_into
 
@@ -124,12 +129,8 @@ def test_only_picks_of_the_cpus_experts_are_handed_to_it(  # type: ignore[no-unt
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 def test_a_step_that_fails_leaves_no_thread_that_reads_experts(  # type: ignore[no-untyped-def]
-    monkeypatch, layer_of
+    monkeypatch, layer_of, first_to_cpu: None
 ) -> None:
-    monkeypatch.setattr(stream_module, "most_counted_rows", lambda *facts: 40)
-    monkeypatch.setattr(
-        stream_module, "left_to_cpu", lambda counts, *more: frozenset({1}) & counts.keys()
-    )
     begun, ended = threading.Event(), threading.Event()
     run = stream_cpu.experts_into
 
@@ -154,12 +155,8 @@ def test_a_step_that_fails_leaves_no_thread_that_reads_experts(  # type: ignore[
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 def test_the_cpu_is_asked_after_the_main_thread_has_ended_too(  # type: ignore[no-untyped-def]
-    monkeypatch, layer_of
+    monkeypatch, layer_of, first_to_cpu: None
 ) -> None:
-    monkeypatch.setattr(stream_module, "most_counted_rows", lambda *facts: 40)
-    monkeypatch.setattr(
-        stream_module, "left_to_cpu", lambda counts, *more: frozenset({1}) & counts.keys()
-    )
     layer = split_layer(*layer_of, COLD[30])
     x, chosen = picks(40)
     found = []

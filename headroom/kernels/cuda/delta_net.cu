@@ -1,5 +1,5 @@
 // Gated linear attention, one row after another: for steps with a few rows of each sequence.
-// COLUMNS: of a head's values in one block of `recur`, 16 to 128.
+// COLUMNS: of a head's values in one block of `recur`, 16 or 32.
 #include "early.cuh"
 #include "delta_net.cuh"
 
@@ -118,7 +118,6 @@ gated_norm(const float4* x, const float4* gate, const float4* weight, float4* ou
 #define ACROSS (COLUMNS / 4)   // threads side by side, four columns each
 #define THREADS (COLUMNS * 8)  // 32 groups of them, four rows of the state each
 #define WARPS (THREADS / 32)
-#define DIRECT (COLUMNS <= 32)  // every thread adds up what warps have, else some do it for all
 
 __device__ __forceinline__ float plus(float a, float b) { return a + b; }
 __device__ __forceinline__ float4 plus(const float4& a, const float4& b) {
@@ -171,9 +170,8 @@ recur(const float* qkv, const float* mixed, const float2* gates, float* memory, 
       const int* sequence, const int* starts, const int* slots, float* out, int rows) {
     let_next_begin();
     // Twice, so that a row's sums are written while those of the one before may still be read.
-    __shared__ float4 part[1 + DIRECT][WARPS][2][ACROSS];
+    __shared__ float4 part[2][WARPS][2][ACROSS];
     __shared__ float products[2][WARPS];
-    __shared__ float4 total[2][ACROSS];
     __shared__ int first, count;
     const int head = blockIdx.x, s = blockIdx.z, thread = threadIdx.x;
     const int lane = thread % 32, warp = thread / 32, group = thread / ACROSS;
@@ -224,25 +222,16 @@ recur(const float* qkv, const float* mixed, const float2* gates, float* memory, 
 #pragma unroll
             for (int i = 0; i < 9; ++i) *all[i] += __shfl_xor_sync(0xFFFFFFFFu, *all[i], o);
         }
-        const int turn = (row - first) % 2, own = DIRECT ? turn : 0, side = thread % ACROSS;
+        const int turn = (row - first) % 2, side = thread % ACROSS;
         if (lane < ACROSS) {
-            part[own][warp][0][side] = known;
-            part[own][warp][1][side] = seen;
+            part[turn][warp][0][side] = known;
+            part[turn][warp][1][side] = seen;
         }
         if (lane == 0) products[turn][warp] = both;
         __syncthreads();
         both = sum_of_warps(products[turn], 1);
-        if (DIRECT) {
-            known = sum_of_warps(&part[own][0][0][side], 2 * ACROSS);
-            seen = sum_of_warps(&part[own][0][1][side], 2 * ACROSS);
-        } else {
-            if (thread < 2 * COLUMNS)
-                reinterpret_cast<float*>(total)[thread] =
-                    sum_of_warps(reinterpret_cast<const float*>(part) + thread, 2 * COLUMNS);
-            __syncthreads();
-            known = total[0][side];
-            seen = total[1][side];
-        }
+        known = sum_of_warps(&part[turn][0][0][side], 2 * ACROSS);
+        seen = sum_of_warps(&part[turn][0][1][side], 2 * ACROSS);
         const float keep = expf(gate.x);
         const float4 change =
             make_float4(gate.y * (value.x - keep * known.x), gate.y * (value.y - keep * known.y),
