@@ -9,7 +9,7 @@ from headroom.options import Options
 if TYPE_CHECKING:
     from headroom.engine.request import SamplingParams
     from headroom.llm import LLM
-    from headroom.memory.plan import Plan
+    from headroom.plan.plan import Plan
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "HeadroomError", "Options", "Plan", "SamplingParams", "__version__"]
@@ -17,7 +17,7 @@ __all__ = ["LLM", "HeadroomError", "Options", "Plan", "SamplingParams", "__versi
 # These are imported when first used: the planner and the readers must work without torch.
 _LAZY = {
     "LLM": "headroom.llm",
-    "Plan": "headroom.memory.plan",
+    "Plan": "headroom.plan.plan",
     "SamplingParams": "headroom.engine.request",
 }
 

@@ -22,9 +22,9 @@ from headroom.engine.request import (
 from headroom.errors import HeadroomError, ModelError
 from headroom.formats.checkpoint import Checkpoint, open_checkpoint
 from headroom.formats.hub import ALIASES, KNOWN_MODELS, find_model
-from headroom.memory.plan import Plan
-from headroom.models.describe import describe
 from headroom.options import Options, load_options
+from headroom.plan.describe import describe
+from headroom.plan.plan import Plan
 from headroom.split.choice import make_run_plan
 from headroom.split.expert_records import read_records
 from headroom.split.launch import Progress, start_pipeline

@@ -12,7 +12,7 @@ from headroom.engine.engine import Engine
 from headroom.kernels.triton import attention, delta_net, experts, launch, matmul, rows
 from headroom.kernels.triton.matmul import TileSizes
 from headroom.layers import pinned
-from headroom.memory.devices import DeviceSpec
+from headroom.machine.devices import DeviceSpec
 from headroom.units import GIB
 from tests.pretend_cuda import OnCuda, Pretence, PretendedError, plain, pretend_cuda
 
@@ -45,7 +45,7 @@ class _Interpreted:
 def pretend_amd(monkeypatch: pytest.MonkeyPatch, device: DeviceSpec = AMD) -> Iterator[list[str]]:
     """Let this machine have an AMD GPU and torch be built for it; yield what was launched."""
     launches: list[str] = []
-    for where in ("headroom.split.choice", "headroom.memory.targets"):
+    for where in ("headroom.split.choice", "headroom.machine.targets"):
         monkeypatch.setattr(f"{where}.detect_gpus", lambda: [device])
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.version, "cuda", None)

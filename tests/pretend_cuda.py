@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from headroom.moe import copies
+from headroom.experts import copies
 from tests.pinned import is_pinned, pretend_pinning
 
 CUDA = torch.device("cuda", 0)

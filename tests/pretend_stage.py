@@ -9,18 +9,18 @@ import torch
 
 from headroom.engine.batching import make_batch
 from headroom.engine.scheduler import Turn
+from headroom.experts.placement import ExpertPlacement
+from headroom.families.config import AttentionConfig
 from headroom.formats.checkpoint import Checkpoint
 from headroom.kernels.ops import StepTables
 from headroom.layers.batch import Batch
 from headroom.layers.cache import KvPages
-from headroom.layers.config import AttentionConfig
 from headroom.layers.device_block import DeviceBatch
-from headroom.memory.devices import DeviceSpec, detect_cpu
-from headroom.memory.plan import Plan, make_plan
-from headroom.models.describe import ModelDescription, describe
-from headroom.models.load import load_model
-from headroom.moe.placement import ExpertPlacement
+from headroom.machine.devices import DeviceSpec, detect_cpu
 from headroom.options import Options
+from headroom.plan.describe import ModelDescription, describe
+from headroom.plan.plan import Plan, make_plan
+from headroom.split.build import load_model
 from headroom.units import GIB
 from tests.running import PAGE_SIZE, running
 

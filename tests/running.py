@@ -9,10 +9,10 @@ from headroom.engine.request import GenerationRequest, SamplingParams
 from headroom.engine.scheduler import Turn
 from headroom.engine.sequence import Sequence as Running
 from headroom.formats.checkpoint import Checkpoint
-from headroom.memory.plan import make_plan
-from headroom.memory.targets import plan_devices
-from headroom.models.describe import describe
+from headroom.machine.targets import plan_devices
 from headroom.options import Options
+from headroom.plan.describe import describe
+from headroom.plan.plan import make_plan
 from headroom.split.launch import start_pipeline
 from headroom.split.pipeline import Pipeline
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from headroom.models.synth.recipe import Recipe, cut, find_recipe
-from headroom.models.synth.values import Source
-from headroom.models.synth.write import write_gguf
+from headroom.families.synth.recipe import Recipe, cut, find_recipe
+from headroom.families.synth.values import Source
+from headroom.families.synth.write import write_gguf
 
 
 def _recipe(family: str, size: str = "tiny", **dims: int) -> Recipe:

@@ -9,9 +9,9 @@ import pytest
 
 from headroom import LLM, Options, SamplingParams
 from headroom.cli.main import run_command
-from headroom.models.synth.recipe import TINY, find_recipe
-from headroom.models.synth.values import Source
-from headroom.models.synth.write import write_gguf
+from headroom.families.synth.recipe import TINY, find_recipe
+from headroom.families.synth.values import Source
+from headroom.families.synth.write import write_gguf
 from tests.server.fakes import serving
 
 CASES = [(family, size) for family, sizes in TINY.items() if family != "dflash" for size in sizes]

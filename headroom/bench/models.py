@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headroom.errors import OptionError
-from headroom.memory.known import KNOWN
-from headroom.models.describe import FAMILIES
-from headroom.models.synth.recipe import TINY, Recipe, find_recipe
-from headroom.models.synth.write import mix_name
+from headroom.families.known import KNOWN
+from headroom.families.synth.recipe import TINY, Recipe, find_recipe
+from headroom.families.synth.write import mix_name
+from headroom.plan.describe import FAMILIES
 
 PREFIX = "synth:"
 DEFAULT_MIX = "q4_k_m"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from headroom.engine.engine import Engine
 from headroom.formats.checkpoint import open_checkpoint
-from headroom.memory.devices import torch_name
-from headroom.memory.plan import Plan
-from headroom.memory.shape import ModelShape
-from headroom.models.describe import ModelDescription, describe
+from headroom.machine.devices import torch_name
 from headroom.options import Options
+from headroom.plan.describe import ModelDescription, describe
+from headroom.plan.plan import Plan
+from headroom.plan.shape import ModelShape
 from headroom.split.choice import make_run_plan
 from headroom.split.expert_records import read_records
 from headroom.split.launch import Progress, start_pipeline

@@ -7,9 +7,9 @@ from itertools import accumulate
 from pathlib import Path
 
 from headroom.errors import OptionError
-from headroom.memory.plan import Plan
-from headroom.memory.shape import ModelShape
 from headroom.options import Options, child_environment
+from headroom.plan.plan import Plan
+from headroom.plan.shape import ModelShape
 
 # Of its cache, for ours: f16 is as wide as bf16 and what it is fastest with; f32 it refuses.
 CACHE_TYPES = {"bf16": "f16", "f32": "f16"}

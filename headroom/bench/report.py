@@ -11,8 +11,8 @@ from headroom.bench.figures import BenchSettings, DecodeFigure, Figures, PartFig
 from headroom.bench.opening import Loading
 from headroom.bench.peer import PeerRun, ratios
 from headroom.bench.resources import Bandwidth
-from headroom.memory.plan import Plan
-from headroom.memory.report import plan_json
+from headroom.plan.plan import Plan
+from headroom.plan.show.report import plan_json
 
 JSON_VERSION = 1
 NOTES = (

@@ -11,8 +11,8 @@ import torch
 from headroom.bench.opening import Opened
 from headroom.kernels.native.measure import read_bandwidth
 from headroom.kernels.native.module import MODULE
-from headroom.memory.devices import detect_cpu, torch_name
-from headroom.memory.measure import copy_bandwidth, measure_cpu, measure_link
+from headroom.machine.devices import detect_cpu, torch_name
+from headroom.machine.measure import copy_bandwidth, measure_cpu, measure_link
 
 _STATUS, _CPUS = Path("/proc/self/status"), Path("/proc/cpuinfo")
 _READS = 3  # of a CPU's memory; the fastest counts

@@ -24,10 +24,10 @@ from headroom.bench.resources import (
 )
 from headroom.bench.speeds import SpeedBench
 from headroom.errors import HeadroomError, PlanError
-from headroom.memory.budget import PAGE_SIZE
-from headroom.memory.plan import Plan
-from headroom.memory.shape import ModelShape
 from headroom.options import Options
+from headroom.plan.budget import PAGE_SIZE
+from headroom.plan.plan import Plan
+from headroom.plan.shape import ModelShape
 from headroom.split.choice import make_run_plan
 
 CPU_CHUNK = 512

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from headroom.memory.budget import (
+from headroom.plan.budget import (
     F32_BYTES,
     PlanSettings,
     core_bytes,
@@ -13,7 +13,7 @@ from headroom.memory.budget import (
     lookup_bytes,
     norm_bytes,
 )
-from headroom.memory.shape import LayerShape, ModelShape
+from headroom.plan.shape import LayerShape, ModelShape
 
 Chances = Sequence[Sequence[float]]  # by layer and expert: how likely a token visits it
 

@@ -135,7 +135,7 @@ def model_path(options: Options) -> Path:
     """Return the model's file; one that is to be synthesised is written if it is not there."""
     from headroom.bench.models import parse_synth
     from headroom.cli.synth import SynthOptions, write
-    from headroom.models.synth.values import Source
+    from headroom.families.synth.values import Source
 
     synthesised = parse_synth(options.model)
     if synthesised is None:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from headroom.cli.settings import with_settings
-from headroom.memory.calibration import Speeds, save_speeds, speeds_path
+from headroom.machine.calibration import Speeds, save_speeds, speeds_path
 from headroom.options import Options
 
 
@@ -19,7 +19,7 @@ def calibrate(
 ) -> None:
     """Measure this machine's memory, links and arithmetic; plans then use what was found."""
     with Console(stderr=True).status("measuring"):
-        from headroom.memory.measure import measure_machine  # torch: --help must not wait for it
+        from headroom.machine.measure import measure_machine  # torch: --help must not wait for it
 
         speeds = measure_machine()
     path = speeds_path(options.home_path)

@@ -17,11 +17,11 @@ from headroom.cli.doctor_gpus import backend_text, gpu_texts, gpus, unseen
 from headroom.cli.settings import with_settings
 from headroom.errors import FormatError
 from headroom.formats.hub import find_model
-from headroom.memory.calibration import load_speeds, speeds_path
-from headroom.memory.cgroups import read_limits
-from headroom.memory.devices import DeviceSpec, detect_cpu, usable_cores
-from headroom.memory.gpus import detect_gpus
-from headroom.memory.precision import device_precision
+from headroom.machine.calibration import load_speeds, speeds_path
+from headroom.machine.cgroups import read_limits
+from headroom.machine.devices import DeviceSpec, detect_cpu, usable_cores
+from headroom.machine.gpus import detect_gpus
+from headroom.machine.precision import device_precision
 from headroom.options import Options
 from headroom.units import gib
 

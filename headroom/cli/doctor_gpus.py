@@ -4,11 +4,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from headroom.memory.devices import DeviceSpec
-from headroom.memory.drivers import gpu_facts, why_unseen
-from headroom.memory.gpus import detect_gpus
-from headroom.memory.precision import device_precision
-from headroom.memory.readiness import GpuFacts, TorchFacts, refuse_gpu
+from headroom.machine.devices import DeviceSpec
+from headroom.machine.drivers import gpu_facts, why_unseen
+from headroom.machine.gpus import detect_gpus
+from headroom.machine.precision import device_precision
+from headroom.machine.readiness import GpuFacts, TorchFacts, refuse_gpu
 from headroom.units import gib
 
 Section = dict[str, Any]

@@ -13,12 +13,12 @@ from rich.table import Table
 from headroom.cli.loading import is_default, ready_model
 from headroom.cli.settings import with_settings
 from headroom.errors import FormatError, ModelError, OptionError
-from headroom.memory.files import check_replaceable
+from headroom.formats.json_files import check_replaceable
 from headroom.options import OFF, Options
 
 if TYPE_CHECKING:
+    from headroom.experts.placement import ExpertPlacement
     from headroom.formats.checkpoint import Checkpoint
-    from headroom.moe.placement import ExpertPlacement
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +82,9 @@ def experts(
 def find_residency(options: Options) -> Residency:
     """Plan a model and place its experts as an engine of these settings would."""
     # torch takes seconds to import; --help must not wait for it.
-    from headroom.memory.sources import find_shape
-    from headroom.models.describe import describe
-    from headroom.moe.placement import ExpertPlacement
+    from headroom.experts.placement import ExpertPlacement
+    from headroom.plan.describe import describe
+    from headroom.plan.sources import find_shape
     from headroom.split.choice import make_trial_plan
     from headroom.split.expert_records import read_records
     from headroom.split.placing import find_placement
@@ -137,7 +137,7 @@ def without_files(options: Options) -> Options:
 
 def draw(found: Residency, path: Path) -> None:
     """Draw the heat map into a file."""
-    from headroom.moe.picture import experts_svg
+    from headroom.experts.picture import experts_svg
 
     title = f"{found.model} on {found.device}: {summary(found)}"
     try:
@@ -179,7 +179,7 @@ def residency_json(found: Residency) -> dict[str, Any]:
 
 def residency_table(found: Residency) -> Table:
     """Return one line for each layer with experts."""
-    from headroom.moe.skew import SHARES, measure_skew
+    from headroom.experts.skew import SHARES, measure_skew
 
     heads = [f"top {100 * share:.0f} % take" for share in SHARES]
     title = f"{found.model} on {found.device}: {summary(found)}"

@@ -12,16 +12,17 @@ import typer
 
 from headroom.cli.settings import with_settings
 from headroom.errors import FormatError, OptionError
-from headroom.memory.alternatives import alternatives
-from headroom.memory.emit import llama_server_command
-from headroom.memory.files import check_replaceable
-from headroom.memory.known import is_known, known_shape
-from headroom.memory.picture import plan_svg
-from headroom.memory.plan import DoesNotFitError, Plan, make_plan
-from headroom.memory.report import explain_line, plan_json
-from headroom.memory.shape import ModelShape
-from headroom.memory.targets import plan_devices
+from headroom.families.known import is_known
+from headroom.formats.json_files import check_replaceable
+from headroom.machine.targets import plan_devices
 from headroom.options import OFF, Options
+from headroom.plan.alternatives import alternatives
+from headroom.plan.known import known_shape
+from headroom.plan.plan import DoesNotFitError, Plan, make_plan
+from headroom.plan.shape import ModelShape
+from headroom.plan.show.emit import llama_server_command
+from headroom.plan.show.picture import plan_svg
+from headroom.plan.show.report import explain_line, plan_json
 from headroom.split.unused import tell_unused
 from headroom.split.upkeep_rules import upkeep_rules
 
@@ -99,7 +100,7 @@ def read_shapes(options: Options) -> list[ModelShape]:
         return [known_shape(options.model)]
     # Readers of files bring numpy along, which a built-in model need not wait for.
     from headroom.cli.loading import is_default, ready_model, refuse_synth
-    from headroom.memory.sources import draft_shape, find_shape
+    from headroom.plan.sources import draft_shape, find_shape
 
     refuse_synth(options.model, options.home_path)
     name = str(ready_model(options)) if is_default(options.model) else options.model
@@ -118,7 +119,7 @@ def check_expert_files(made: Plan, options: Options) -> None:
     # torch takes seconds to import; other plans need not wait for it.
     from headroom.formats.checkpoint import open_checkpoint
     from headroom.formats.hub import find_model
-    from headroom.models.describe import describe
+    from headroom.plan.describe import describe
     from headroom.split.expert_records import read_records
     from headroom.split.placing import expert_layers, find_placement, named_placement
 
@@ -172,7 +173,7 @@ def show_plan(made: Plan, as_json: bool) -> None:
         return
     from rich.console import Console  # takes as long as the plan; scripts need not wait for it
 
-    from headroom.memory.table import plan_table, plan_text
+    from headroom.plan.show.table import plan_table, plan_text
 
     console = Console(highlight=False)
     if console.is_terminal:
@@ -202,7 +203,7 @@ def show_comparison(
     else:
         from rich.console import Console
 
-        from headroom.memory.table import compare_table
+        from headroom.plan.show.table import compare_table
 
         console = Console(highlight=False)
         wide = None if console.is_terminal else COMPARED_COLUMNS * (1 + len(plans))

@@ -16,14 +16,14 @@ from headroom.cli.prompts import FilePrompt, read_prompts
 from headroom.cli.settings import with_settings
 from headroom.engine.request import SamplingParams
 from headroom.errors import ModelError, OptionError
-from headroom.memory.files import check_folder, check_replaceable
+from headroom.formats.json_files import check_folder, check_replaceable
 from headroom.options import OFF, Options
 
 if TYPE_CHECKING:
+    from headroom.experts.skew import LayerSkew
+    from headroom.experts.stats import RoutingHistory
+    from headroom.experts.stats_file import StatsModel
     from headroom.llm import LLM
-    from headroom.moe.skew import LayerSkew
-    from headroom.moe.stats import RoutingHistory
-    from headroom.moe.stats_file import StatsModel
 
 DEFAULT_TOKENS = 128
 
@@ -71,9 +71,9 @@ def profile(
 def counted_model(options: Options) -> "StatsModel":
     """Return the model whose choices are counted, or refuse one that has none."""
     # torch takes seconds to import; --help must not wait for it.
+    from headroom.experts.stats_file import stats_model
     from headroom.formats.checkpoint import open_checkpoint
-    from headroom.models.describe import describe
-    from headroom.moe.stats_file import stats_model
+    from headroom.plan.describe import describe
 
     checkpoint = open_checkpoint(ready_model(options))
     shape = describe(checkpoint).shape
@@ -87,7 +87,7 @@ def counted_model(options: Options) -> "StatsModel":
 
 def target_path(out: Path | None, options: Options, model: "StatsModel") -> Path:
     """Return the file to write, or refuse it; by default that of an engine of these settings."""
-    from headroom.moe.stats_file import default_paths, open_stats, writable
+    from headroom.experts.stats_file import default_paths, open_stats, writable
 
     named, param = options.routing_stats, "out"
     if out is not None:
@@ -142,7 +142,7 @@ def run_prompts(llm: "LLM", asked: Sequence[FilePrompt], tokens: int, raw: bool)
 
 def write(path: Path, history: "RoutingHistory", identity: str) -> None:
     """Write the statistics in one step."""
-    from headroom.moe.stats import save_history
+    from headroom.experts.stats import save_history
 
     try:
         save_history(path, replace(history, saved_at=time.time()), identity)
@@ -152,7 +152,7 @@ def write(path: Path, history: "RoutingHistory", identity: str) -> None:
 
 def show(found: dict[str, Any], history: "RoutingHistory", as_json: bool) -> None:
     """Print how uneven the choices were."""
-    from headroom.moe.skew import measure_skew
+    from headroom.experts.skew import measure_skew
 
     layers = measure_skew(history.counts)
     if as_json:
@@ -168,7 +168,7 @@ def show(found: dict[str, Any], history: "RoutingHistory", as_json: bool) -> Non
 
 def layer_json(layer: "LayerSkew") -> dict[str, Any]:
     """Return one layer's skew as plain data; keys of `top` are percents of its experts."""
-    from headroom.moe.skew import SHARES
+    from headroom.experts.skew import SHARES
 
     top = {f"{100 * share:.0f}": value for share, value in zip(SHARES, layer.top, strict=True)}
     return {
@@ -181,7 +181,7 @@ def layer_json(layer: "LayerSkew") -> dict[str, Any]:
 
 def skew_table(layers: "Sequence[LayerSkew]") -> Table:
     """Return the skew of all layers, and their mean, as a table."""
-    from headroom.moe.skew import SHARES
+    from headroom.experts.skew import SHARES
 
     heads = [f"top {100 * share:.0f} % take" for share in SHARES]
     table = Table("layer", "experts", "choices", *heads, title="choices of experts")

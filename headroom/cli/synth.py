@@ -11,12 +11,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from headroom.cli.settings import add_flags
 from headroom.errors import OptionError
-from headroom.memory.cgroups import read_limits
-from headroom.memory.devices import usable_cores
-from headroom.models.synth.recipe import Recipe, find_recipe, read_recipe, sizes_of
-from headroom.models.synth.routing import make_skew
-from headroom.models.synth.values import Source
-from headroom.models.synth.write import (
+from headroom.families.synth.recipe import Recipe, find_recipe, read_recipe, sizes_of
+from headroom.families.synth.routing import make_skew
+from headroom.families.synth.values import Source
+from headroom.families.synth.write import (
     Settings,
     checkpoint_bytes,
     mix_name,
@@ -24,6 +22,8 @@ from headroom.models.synth.write import (
     write_gguf,
     write_safetensors,
 )
+from headroom.machine.cgroups import read_limits
+from headroom.machine.devices import usable_cores
 from headroom.text.tokenizer_file import tokenizer_file
 from headroom.units import gib
 

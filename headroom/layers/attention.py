@@ -5,13 +5,13 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import softplus
 
+from headroom.families.config import AttentionConfig
 from headroom.kernels.ops import Attention as AttentionOp
 from headroom.kernels.ops import KvWrite
 from headroom.kernels.ops import Rope as RopeOp
 from headroom.kernels.registry import pick
 from headroom.layers.batch import Batch
 from headroom.layers.cache import KvPages
-from headroom.layers.config import AttentionConfig
 from headroom.layers.linear import Linear
 from headroom.layers.norm import RmsNorm
 from headroom.layers.parts import part_of_step

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from headroom.errors import KernelError
+from headroom.families.config import AttentionConfig, DeltaNetConfig
 from headroom.formats.quants import BY_NAME, QuantType
 from headroom.kernels.ops import PagedKv, RecurrentState, Span
 from headroom.kernels.weight import PLAIN_TYPES
 from headroom.layers.batch import Batch
-from headroom.layers.config import AttentionConfig, DeltaNetConfig
-from headroom.memory.budget import PlanSettings
+from headroom.plan.budget import PlanSettings
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,11 +2,11 @@
 
 import torch
 
+from headroom.families.config import DeltaNetConfig
 from headroom.kernels.ops import DeltaNet as DeltaNetOp
 from headroom.kernels.ops import DeltaNetWeights, GatedNorm, RecurrentState
 from headroom.kernels.registry import pick
 from headroom.layers.batch import Batch
-from headroom.layers.config import DeltaNetConfig
 from headroom.layers.linear import Linear
 from headroom.layers.parts import part_of_step
 from headroom.layers.weights import WeightSource

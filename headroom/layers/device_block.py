@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from headroom.families.config import AttentionConfig, DeltaNetConfig, FfnConfig
 from headroom.kernels.cuda import attention, delta_net, prefill, scratch, small
 from headroom.kernels.cuda.attention import DecodeShape, Gate, HeadNorms, Projected
 from headroom.kernels.cuda.chunks import span_tables
@@ -18,7 +19,6 @@ from headroom.kernels.ops import RecurrentState, StepTables
 from headroom.layers.attention import pair_rows, query_rows
 from headroom.layers.batch import Batch
 from headroom.layers.cache import KvPages
-from headroom.layers.config import AttentionConfig, DeltaNetConfig, FfnConfig
 from headroom.layers.delta_net import small_weights
 from headroom.layers.device_rows import (
     DeviceRows,

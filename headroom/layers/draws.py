@@ -9,7 +9,7 @@ import torch
 
 from headroom.kernels.cuda.sampler import SamplerScratch, SamplerTables, sample, sample_fast
 from headroom.layers.parts import part_of_step
-from headroom.memory.devices import torch_name
+from headroom.machine.devices import torch_name
 
 RECENT = 1024  # most tokens that penalties look at on a device; a row with more is the host's
 BIASES = 512  # most biased tokens of a row

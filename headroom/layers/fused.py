@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import torch
 
+from headroom.families.config import AttentionConfig
 from headroom.kernels.native import layer as native
 from headroom.layers.attention import pair_rows
 from headroom.layers.batch import Batch
 from headroom.layers.cache import KvPages
-from headroom.layers.config import AttentionConfig
 from headroom.layers.parts import part_of_step
 from headroom.layers.rope import rope_tables
 from headroom.layers.weights import WeightSource

@@ -10,10 +10,10 @@ from headroom.errors import DeviceError, is_out_of_memory
 from headroom.kernels.cuda.compile import CODE
 from headroom.kernels.cuda.probe import try_compiler, try_kernels
 from headroom.kernels.triton.launch import triton_missing
-from headroom.memory.devices import torch_name
-from headroom.memory.drivers import gpu_holders
-from headroom.memory.gpus import driver_memory
-from headroom.memory.readiness import GpuFacts, GpuMemory, TorchFacts
+from headroom.machine.devices import torch_name
+from headroom.machine.drivers import gpu_holders
+from headroom.machine.gpus import driver_memory
+from headroom.machine.readiness import GpuFacts, GpuMemory, TorchFacts
 
 __all__ = ["gpu_memory", "keep_code", "read_gpu", "read_torch", "try_kernels"]
 

@@ -2,9 +2,9 @@
 
 import torch
 
+from headroom.families.config import Activation
 from headroom.kernels.ops import GatedActivation
 from headroom.kernels.registry import pick
-from headroom.layers.config import Activation
 from headroom.layers.linear import Linear
 from headroom.layers.parts import part_of_step
 from headroom.layers.weights import WeightSource

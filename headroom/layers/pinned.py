@@ -7,8 +7,8 @@ import torch
 
 from headroom.kernels.cuda.driver import lock_pages, unlock_pages
 from headroom.kernels.native.memory import large_pages
-from headroom.memory.cgroups import read_limits
-from headroom.memory.devices import pinnable_bytes
+from headroom.machine.cgroups import read_limits
+from headroom.machine.devices import pinnable_bytes
 from headroom.units import gib
 
 log = logging.getLogger(__name__)

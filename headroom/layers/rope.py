@@ -4,8 +4,8 @@ from functools import cache
 
 import torch
 
+from headroom.families.config import RopeConfig
 from headroom.layers.batch import Batch
-from headroom.layers.config import RopeConfig
 
 
 def rope_tables(config: RopeConfig, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

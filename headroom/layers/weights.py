@@ -20,7 +20,7 @@ from headroom.layers.foreseen import Foreseen
 from headroom.layers.pieces import FileMatrices
 from headroom.layers.pinned import HostMemory, pin_limits
 from headroom.layers.upload import Upload
-from headroom.memory.budget import PlanSettings
+from headroom.plan.budget import PlanSettings
 from headroom.units import gib
 
 

@@ -5,20 +5,20 @@ from dataclasses import replace
 
 from headroom.errors import DeviceError, OptionError, PlanError
 from headroom.layers.gpu import gpu_memory, keep_code, read_gpu, read_torch
-from headroom.memory.devices import DeviceSpec
-from headroom.memory.drivers import gpu_facts, gpu_holders, why_unseen
-from headroom.memory.gpus import detect_gpus
-from headroom.memory.plan import Plan, make_plan
-from headroom.memory.readiness import (
+from headroom.machine.devices import DeviceSpec
+from headroom.machine.drivers import gpu_facts, gpu_holders, why_unseen
+from headroom.machine.gpus import detect_gpus
+from headroom.machine.readiness import (
     GpuFacts,
     Refusal,
     held_by_others,
     refuse_gpu,
     refuse_memory,
 )
-from headroom.memory.shape import ModelShape
-from headroom.memory.targets import is_local, plan_devices
+from headroom.machine.targets import is_local, plan_devices
 from headroom.options import Options
+from headroom.plan.plan import Plan, make_plan
+from headroom.plan.shape import ModelShape
 from headroom.split.unused import without_gpu_options
 from headroom.units import GIB, gib, parse_size
 

@@ -11,15 +11,15 @@ from typing import Any, Protocol
 
 import torch
 
+from headroom.experts.stats import RoutingStats
+from headroom.experts.store import ExpertStore
 from headroom.layers.batch import Batch, Span
 from headroom.layers.device_rows import FEW_ROWS
 from headroom.layers.draws import DeviceSampler, Draw, copy_event
 from headroom.layers.foreseen import compile_foreseen
-from headroom.memory.budget import PlanSettings
-from headroom.memory.devices import torch_name
-from headroom.models.model import Model
-from headroom.moe.stats import RoutingStats
-from headroom.moe.store import ExpertStore
+from headroom.machine.devices import torch_name
+from headroom.plan.budget import PlanSettings
+from headroom.split.model import Model
 from headroom.split.results import pick_rows
 from headroom.split.step_inputs import StepInputs, StepKind, kind_of
 

@@ -3,10 +3,10 @@
 import time
 from dataclasses import dataclass, replace
 
-from headroom.memory.files import check_replaceable
-from headroom.models.describe import ModelDescription
-from headroom.moe.stats_file import StatsFile, StatsModel, open_stats, stats_model
+from headroom.experts.stats_file import StatsFile, StatsModel, open_stats, stats_model
+from headroom.formats.json_files import check_replaceable
 from headroom.options import Options
+from headroom.plan.describe import ModelDescription
 from headroom.split.upkeep_rules import UpkeepRules, upkeep_rules
 
 

@@ -11,23 +11,23 @@ from dataclasses import replace
 import torch
 
 from headroom.errors import DeviceError, is_out_of_memory
-from headroom.layers.config import AttentionConfig
+from headroom.experts.placement import ExpertPlacement
+from headroom.experts.store_swaps import StoreSwaps
+from headroom.families.config import AttentionConfig
 from headroom.layers.device_rows import FEW_ROWS
 from headroom.layers.draws import DeviceSampler
 from headroom.layers.gpu import gpu_memory
 from headroom.layers.threads import set_threads, warn_of_slow_kernels
-from headroom.memory.devices import torch_name
-from headroom.memory.drivers import gpu_holders
-from headroom.memory.layout import DevicePlan
-from headroom.memory.plan import Plan
-from headroom.memory.readiness import GpuMemory, out_of_memory
-from headroom.models.describe import ModelDescription
-from headroom.models.load import load_model
-from headroom.models.model import Model
-from headroom.moe.placement import ExpertPlacement
-from headroom.moe.store_swaps import StoreSwaps
+from headroom.machine.devices import torch_name
+from headroom.machine.drivers import gpu_holders
+from headroom.machine.readiness import GpuMemory, out_of_memory
+from headroom.plan.describe import ModelDescription
+from headroom.plan.layout import DevicePlan
+from headroom.plan.plan import Plan
+from headroom.split.build import load_model
 from headroom.split.device_stage import DeviceStage
 from headroom.split.memory_check import check_memory, open_device_memory
+from headroom.split.model import Model
 from headroom.split.pipeline import LoadTimes, Pipeline
 from headroom.split.placing import even_placement, expert_layers
 from headroom.split.stages import Stage

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import torch
 
-from headroom.memory.devices import torch_name
-from headroom.memory.plan import Plan
+from headroom.machine.devices import torch_name
+from headroom.plan.plan import Plan
 from headroom.units import gib, parse_size
 
 log = logging.getLogger(__name__)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from headroom.errors import KernelError
+from headroom.experts.stats import RoutingStats
+from headroom.experts.store import ExpertStore
+from headroom.experts.swap import Swappable
+from headroom.experts.telemetry import ColdMeter
 from headroom.layers.batch import Batch
 from headroom.layers.draws import Draw
 from headroom.layers.parts import part_of_step
-from headroom.moe.stats import RoutingStats
-from headroom.moe.store import ExpertStore
-from headroom.moe.swap import Swappable
-from headroom.moe.telemetry import ColdMeter
 from headroom.split.device_stage import DeviceStage
 from headroom.split.results import StepResult
 from headroom.split.stages import Stage

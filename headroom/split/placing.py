@@ -4,9 +4,7 @@ import logging
 from pathlib import Path
 
 from headroom.errors import PlanError
-from headroom.memory.plan import Plan
-from headroom.memory.shape import ModelShape
-from headroom.moe.placement import (
+from headroom.experts.placement import (
     Counts,
     ExpertPlacement,
     LayerExperts,
@@ -16,6 +14,8 @@ from headroom.moe.placement import (
     place_experts,
 )
 from headroom.options import Options
+from headroom.plan.plan import Plan
+from headroom.plan.shape import ModelShape
 from headroom.split.unused import tell_unused
 from headroom.units import gib
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
+from headroom.experts.stats import RoutingStats
+from headroom.experts.store import ExpertStore
 from headroom.layers.batch import Batch
 from headroom.layers.draws import Draw
-from headroom.models.model import Model
-from headroom.moe.stats import RoutingStats
-from headroom.moe.store import ExpertStore
+from headroom.split.model import Model
 from headroom.split.results import HostResult
 
 

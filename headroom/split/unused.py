@@ -4,9 +4,9 @@ import logging
 from dataclasses import fields, replace
 from typing import Any
 
-from headroom.memory.experts import holds_cold
-from headroom.memory.layout import DevicePlan
 from headroom.options import Options, flag
+from headroom.plan.experts import holds_cold
+from headroom.plan.layout import DevicePlan
 
 log = logging.getLogger(__name__)
 

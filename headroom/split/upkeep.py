@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import torch
 
-from headroom.moe.placement import ExpertPlacement, save_placement
-from headroom.moe.stats import RoutingHistory
-from headroom.moe.stats_file import HistoryKeeper
-from headroom.moe.swap import Swappable, plan_swaps, recent
-from headroom.moe.swap_round import SwapRound
-from headroom.moe.telemetry import ExpertTelemetry, HitCounter
+from headroom.experts.placement import ExpertPlacement, save_placement
+from headroom.experts.stats import RoutingHistory
+from headroom.experts.stats_file import HistoryKeeper
+from headroom.experts.swap import Swappable, plan_swaps, recent
+from headroom.experts.swap_round import SwapRound
+from headroom.experts.telemetry import ExpertTelemetry, HitCounter
 from headroom.split.expert_records import ExpertRecords
 from headroom.split.pipeline import Pipeline
 from headroom.units import gib

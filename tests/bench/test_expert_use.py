@@ -20,16 +20,16 @@ from headroom.bench.opening import Opened
 from headroom.bench.report import Report, report_json
 from headroom.bench.run import run_bench
 from headroom.cli.bench_tables import report_tables
+from headroom.experts.placement import ExpertPlacement, LayerExperts
+from headroom.experts.telemetry import ColdFigures, ExpertTelemetry
+from headroom.families.synth.recipe import find_recipe
+from headroom.families.synth.values import Source
+from headroom.families.synth.write import write_gguf
 from headroom.kernels.native import measure
-from headroom.models.synth.recipe import find_recipe
-from headroom.models.synth.values import Source
-from headroom.models.synth.write import write_gguf
-from headroom.moe.placement import ExpertPlacement, LayerExperts
-from headroom.moe.telemetry import ColdFigures, ExpertTelemetry
 from headroom.options import Options
 from headroom.split.pipeline import Pipeline
 from headroom.split.stages import Stage
-from tests.moe.pretended import PretendedExperts
+from tests.experts.pretended import PretendedExperts
 
 WHERE = Residency(
     experts=(0, 8, 8, 8), hot=(0, 8, 6, 2), expert_bytes=(0, 10, 10, 20),

@@ -13,10 +13,10 @@ from headroom.bench import part_times
 from headroom.bench.figures import BenchSettings, DecodeFigure, Figures, PromptFigure
 from headroom.bench.opening import Opened, open_model, read_model
 from headroom.bench.traffic import Traffic
+from headroom.families.synth.recipe import find_recipe
+from headroom.families.synth.values import Source
+from headroom.families.synth.write import write_gguf
 from headroom.layers.batch import Batch
-from headroom.models.synth.recipe import find_recipe
-from headroom.models.synth.values import Source
-from headroom.models.synth.write import write_gguf
 from headroom.options import Options
 from headroom.split.results import StepResult
 

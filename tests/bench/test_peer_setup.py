@@ -13,13 +13,13 @@ from headroom.bench.peer_setup import (
     visible_gpu,
 )
 from headroom.errors import OptionError
-from headroom.memory.mixes import find_mix
-from headroom.memory.plan import Plan, make_plan
-from headroom.memory.shape import ModelShape
-from headroom.memory.shaping import shape_of
-from headroom.memory.targets import parse_device, plan_devices
-from headroom.models.synth.recipe import find_recipe
+from headroom.families.synth.recipe import find_recipe
+from headroom.formats.mixes import find_mix
+from headroom.machine.targets import parse_device, plan_devices
 from headroom.options import Options
+from headroom.plan.plan import Plan, make_plan
+from headroom.plan.shape import ModelShape
+from headroom.plan.shaping import shape_of
 
 GPU = {"device": "cuda:0", "ram": "8GiB"}
 CPU = {"device": "cpu", "ram": "8GiB", "kv_type": "bf16"}
@@ -29,7 +29,7 @@ CPU = {"device": "cpu", "ram": "8GiB", "kv_type": "bf16"}
 def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine has two GPUs of 24 GiB, as far as plans know."""
     spec = parse_device("24GiB")
-    local = "headroom.memory.targets.find_gpu"
+    local = "headroom.machine.targets.find_gpu"
     monkeypatch.setattr(local, lambda name, found: replace(spec, name=name))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 

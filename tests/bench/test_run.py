@@ -15,13 +15,13 @@ from headroom.bench.run import filled, fitting, run_bench
 from headroom.bench.timeline import PartTimes
 from headroom.bench.traffic import Traffic
 from headroom.errors import OptionError, PlanError
+from headroom.families.synth.recipe import find_recipe
+from headroom.families.synth.values import Source
+from headroom.families.synth.write import write_gguf
 from headroom.kernels.native import measure
-from headroom.memory.plan import Plan
-from headroom.memory.shape import ModelShape
-from headroom.models.synth.recipe import find_recipe
-from headroom.models.synth.values import Source
-from headroom.models.synth.write import write_gguf
 from headroom.options import Options
+from headroom.plan.plan import Plan
+from headroom.plan.shape import ModelShape
 from headroom.split.choice import make_run_plan
 from headroom.split.launch import WEIGHT_LINES
 

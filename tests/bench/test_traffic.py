@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headroom.bench.traffic import step_traffic, token_operations, visited_experts
-from headroom.memory.budget import PlanSettings
-from headroom.memory.shape import LayerPadding, LayerShape, ModelShape, Padding
+from headroom.plan.budget import PlanSettings
+from headroom.plan.shape import LayerPadding, LayerShape, ModelShape, Padding
 
 SETTINGS = PlanSettings(
     context=4096, parallel=16, chunk=512, cache_tokens=65536, k_type="f16", v_type="f16",

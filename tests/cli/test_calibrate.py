@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from headroom.cli.main import run_command
-from headroom.memory import measure
-from headroom.memory.calibration import Speeds, load_speeds, speeds_path
+from headroom.machine import measure
+from headroom.machine.calibration import Speeds, load_speeds, speeds_path
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import pytest
 
 from headroom.cli.doctor import calibration, cpu, installed, kernels, models, readable, versions
 from headroom.cli.main import run_command
-from headroom.memory.calibration import Speeds, save_speeds, speeds_path
+from headroom.machine.calibration import Speeds, save_speeds, speeds_path
 from headroom.options import Options
 from headroom.units import GIB
-from tests.memory.shapes import gpu
+from tests.plan.shapes import gpu
 
 UNMEASURED = {"path": "", "measured": {}, "problem": ""}
 CODE = {"folder": "/home/me/kernels", "bytes": 3 << 20}

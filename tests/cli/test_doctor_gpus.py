@@ -10,8 +10,8 @@ from headroom.cli.doctor_gpus import backend_text, families, gpu_row, gpu_texts
 from headroom.errors import KernelError
 from headroom.kernels.cuda import probe
 from headroom.kernels.triton import probe as triton_probe
-from headroom.memory.devices import DeviceSpec
-from headroom.memory.readiness import GpuFacts, TorchFacts
+from headroom.machine.devices import DeviceSpec
+from headroom.machine.readiness import GpuFacts, TorchFacts
 from headroom.units import GIB
 
 TORCH = TorchFacts(version="2.11.0+cu130", cuda="13.0", count=1, archs=("sm_75", "sm_90"))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from headroom.cli.main import run_command
+from headroom.experts.stats import RoutingHistory, save_history
 from headroom.formats.checkpoint import open_checkpoint
-from headroom.moe.stats import RoutingHistory, save_history
 from tests.synth_models import MODELS, write_model
 
 DIMS = MODELS["laguna"].dims

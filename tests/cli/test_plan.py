@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from headroom.cli.main import run_command
-from headroom.memory.devices import DeviceSpec
+from headroom.machine.devices import DeviceSpec
 from headroom.options import Options
 from headroom.units import MIB
-from tests.memory.test_report import LINE_NAMES
+from tests.plan.show.test_report import LINE_NAMES
 
 
 def small_machine(options: Options) -> list[DeviceSpec]:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from headroom.cli.main import run_command
+from headroom.experts.placement import ExpertPlacement, save_placement
 from headroom.formats.checkpoint import open_checkpoint
-from headroom.moe.placement import ExpertPlacement, save_placement
 from tests.synth_models import MODELS, write_model
 
 CARD = ("--device", "2GiB", "--expert-budget", "50%")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from headroom.cli.main import run_command
-from headroom.models.synth.recipe import Recipe, find_recipe
-from headroom.models.synth.routing import hot_experts, make_skew
-from headroom.models.synth.values import Source
-from headroom.models.synth.write import write_gguf
+from headroom.families.synth.recipe import Recipe, find_recipe
+from headroom.families.synth.routing import hot_experts, make_skew
+from headroom.families.synth.values import Source
+from headroom.families.synth.write import write_gguf
 
 SHARE, HOT = 0.9, 0.6  # of the choices go to so many experts
 SEED = 2

@@ -7,7 +7,7 @@ import pytest
 
 from headroom.engine.request import SamplingParams
 from headroom.llm import LLM
-from tests.families import variant
+from tests.families.oracles import variant
 
 PROMPTS = ["a", "hello there", "x" * 70, "0123456789" * 9, "mixed\n\ttext", "zz", "q" * 33, "end"]
 SETTINGS = {"context": 256, "parallel": 4, "chunk": 32, "threads": 1, "kv_type": "f32"}

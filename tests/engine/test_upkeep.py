@@ -11,11 +11,11 @@ import pytest
 from headroom import llm as llm_module
 from headroom.engine.request import SamplingParams
 from headroom.errors import HeadroomError
+from headroom.experts.placement import LayerExperts
 from headroom.llm import LLM
-from headroom.models.describe import ModelDescription
-from headroom.moe.placement import LayerExperts
+from headroom.plan.describe import ModelDescription
 from headroom.split.pipeline import Pipeline
-from tests.moe.pretended import PretendedExperts
+from tests.experts.pretended import PretendedExperts
 from tests.synth_models import MODELS, write_model
 
 SETTINGS: dict[str, Any] = {"context": 128, "parallel": 2, "chunk": 16, "threads": 1}

@@ -11,16 +11,16 @@ import pytest
 
 from headroom.engine.engine import Engine
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent, TokenLogprobs
+from headroom.experts.store_swaps import StoreSwaps
 from headroom.formats.checkpoint import Checkpoint, open_checkpoint
 from headroom.layers.batch import Batch
-from headroom.moe.store_swaps import StoreSwaps
 from headroom.split.expert_records import read_records
 from headroom.split.pipeline import Pipeline
 from headroom.split.placing import expert_layers
 from headroom.split.results import HostResult
 from headroom.split.stages import Stage
 from headroom.split.upkeep import open_upkeep
-from tests.families import PROMPT, variant
+from tests.families.oracles import PROMPT, variant
 from tests.pretend_cuda import Pretence, pretend_cuda
 from tests.pretend_stage import PretendedStage
 

@@ -12,27 +12,27 @@ from pathlib import Path
 
 import torch
 
+from headroom.experts.device_experts import upload_experts
+from headroom.experts.expert_steps import stored_tiles
+from headroom.experts.load_store import StoreRequest, blob_layout, fill_tiles, open_store
+from headroom.experts.placement import ExpertPlacement, LayerExperts
+from headroom.experts.store import ExpertStore, LayerStore
+from headroom.experts.store_swaps import StoreSwaps
+from headroom.experts.swap import Swap
+from headroom.experts.swap_round import SwapRound
+from headroom.families.config import ExpertsConfig
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import experts as fast
 from headroom.kernels.cuda.few_experts import few_rows
 from headroom.kernels.cuda.matmul import half_rows
-from headroom.layers.config import ExpertsConfig
 from headroom.layers.upload import Upload
-from headroom.memory.cold_speeds import ColdSpeeds
-from headroom.moe.device_experts import upload_experts
-from headroom.moe.expert_steps import stored_tiles
-from headroom.moe.load_store import StoreRequest, blob_layout, fill_tiles, open_store
-from headroom.moe.placement import ExpertPlacement, LayerExperts
-from headroom.moe.store import ExpertStore, LayerStore
-from headroom.moe.store_swaps import StoreSwaps
-from headroom.moe.swap import Swap
-from headroom.moe.swap_round import SwapRound
+from headroom.plan.cold_speeds import ColdSpeeds
 from headroom.units import MIB
+from tests.experts.stores import exchange
 from tests.gpu.check_experts import forced
 from tests.gpu.kept import keep_code
 from tests.gpu.torch_tiles import pack_tiles
 from tests.gpu.weight_file import WeightFile
-from tests.moe.stores import exchange
 
 DEVICE = "cuda"
 ROWS = (1, 5, 70)  # of steps

@@ -8,27 +8,27 @@ from typing import Any
 
 import torch
 
-from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import scratch
-from headroom.kernels.cuda.experts import Others, many_rows
-from headroom.kernels.cuda.pack import pack
-from headroom.kernels.cuda.sizes import tile_bytes
-from headroom.kernels.native.module import MODULE
-from headroom.memory import staging
-from headroom.moe import stream as stream_module
-from headroom.moe.stream import ColdStream, open_stream
-from headroom.moe.stream_rule import (
+from headroom.experts import stream as stream_module
+from headroom.experts.stream import ColdStream, open_stream
+from headroom.experts.stream_rule import (
     ColdLayer,
     ColdRates,
     ExpertSize,
     expert_flops,
     pays_to_count,
 )
+from headroom.formats.quants import BY_NAME
+from headroom.kernels.cuda import scratch
+from headroom.kernels.cuda.experts import Others, many_rows
+from headroom.kernels.cuda.pack import pack
+from headroom.kernels.cuda.sizes import tile_bytes
+from headroom.kernels.native.module import MODULE
+from headroom.plan import staging
 from headroom.units import GIB, MIB
+from tests.experts.cold_layer import Layer, blobs_of, matrix_bytes, split_layer
 from tests.gpu.check_experts import Kinds, forced, make_table, pick_experts
 from tests.gpu.check_matmul import random_weight
 from tests.gpu.kept import keep_code
-from tests.moe.cold_layer import Layer, blobs_of, matrix_bytes, split_layer
 
 DEVICE = torch.device("cuda")
 KINDS: Kinds = ("q4_k", "q4_k", "q6_k")

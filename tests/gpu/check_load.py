@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
+from headroom.experts.device_experts import upload_experts
 from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.layers import upload as loading
 from headroom.layers.device_rows import stack
 from headroom.layers.upload import Upload
-from headroom.moe.device_experts import upload_experts
 from headroom.units import MIB
 from tests.gpu.check_matmul import KINDS, random_weight
 from tests.gpu.kept import keep_code

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from headroom.engine.scheduler import Turn
-from headroom.memory.layout import DevicePlan
+from headroom.plan.layout import DevicePlan
 from headroom.units import MIB
 from tests.gpu.running import MODELS, decoding, open_pipeline, sequence, step_seconds, synth
 from tests.gpu.usage import Usage, free_by_torch

@@ -15,11 +15,11 @@ from unittest.mock import patch
 import torch
 
 from headroom.engine.request import SamplingParams
+from headroom.experts import load_store, stream_rule
+from headroom.experts.cost import Choice
 from headroom.formats.checkpoint import open_checkpoint
 from headroom.kernels.cuda import sizes
 from headroom.llm import LLM
-from headroom.moe import load_store, stream_rule
-from headroom.moe.cost import Choice
 from tests.running import run_steps
 from tests.synth_models import write_model
 

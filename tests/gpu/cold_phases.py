@@ -11,20 +11,20 @@ from unittest.mock import patch
 
 import torch
 
+from headroom.experts import stream as stream_module
+from headroom.experts import stream_rule
+from headroom.experts.copies import CudaCopies
+from headroom.experts.stream import ColdStream, StreamedLayer
+from headroom.experts.stream_cpu import CpuSide
+from headroom.experts.stream_rule import ColdRates
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.experts import Others
 from headroom.kernels.native.cold import worker_threads
 from headroom.kernels.native.module import MODULE, POOL
-from headroom.moe import stream as stream_module
-from headroom.moe import stream_rule
-from headroom.moe.copies import CudaCopies
-from headroom.moe.stream import ColdStream, StreamedLayer
-from headroom.moe.stream_cpu import CpuSide
-from headroom.moe.stream_rule import ColdRates
 from headroom.units import GIB, MIB
+from tests.experts.cold_layer import Layer
 from tests.gpu.check_cold_stream import DEVICE, LINK, open_layers, real_layer, seconds
 from tests.gpu.kept import keep_code
-from tests.moe.cold_layer import Layer
 
 RATES = ColdRates(55e9, 80e9, 750e9)  # of an H200 and the 16 cores beside it
 ROWS = (32, 128, 256, 512)

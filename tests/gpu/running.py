@@ -13,10 +13,10 @@ from headroom.engine.request import GenerationRequest, SamplingParams
 from headroom.engine.scheduler import Turn
 from headroom.engine.sequence import Sequence
 from headroom.formats.checkpoint import open_checkpoint
-from headroom.memory.plan import Plan, make_plan
-from headroom.memory.targets import plan_devices
-from headroom.models.describe import describe
+from headroom.machine.targets import plan_devices
 from headroom.options import load_options
+from headroom.plan.describe import describe
+from headroom.plan.plan import Plan, make_plan
 from headroom.split.launch import start_pipeline
 from headroom.split.memory_check import limit_memory
 from headroom.split.pipeline import Pipeline

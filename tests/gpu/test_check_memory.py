@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from headroom.memory.plan import make_plan
 from headroom.options import Options
+from headroom.plan.plan import make_plan
 from tests.gpu import check_memory
 from tests.gpu.check_memory import Load, main, torch_bytes, verdict
-from tests.memory.shapes import gpu, host, laguna
+from tests.plan.shapes import gpu, host, laguna
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 # check_all: may be empty, as transformers may be missing
-families = pytest.importorskip("tests.families", exc_type=ImportError)
+families = pytest.importorskip("tests.families.oracles", exc_type=ImportError)
 
 
 @pytest.mark.parametrize("name", families.VARIANTS)

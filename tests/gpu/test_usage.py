@@ -2,8 +2,8 @@
 
 from unittest.mock import patch
 
-from headroom.memory.drivers import read_gpus
-from headroom.memory.gpus import nvidia_specs
+from headroom.machine.drivers import read_gpus
+from headroom.machine.gpus import nvidia_specs
 from headroom.units import MIB
 from tests.gpu import usage
 from tests.gpu.usage import Usage, free_by_driver

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from headroom.memory.gpus import detect_gpus
+from headroom.machine.gpus import detect_gpus
 
 GPU = "cuda:0"
 

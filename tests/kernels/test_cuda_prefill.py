@@ -11,8 +11,8 @@ from headroom.formats.quants import F32
 from headroom.kernels.cuda import prefill, sizes, wide
 from headroom.kernels.ops import PagedKv, Span
 from headroom.kernels.reference.attention import attention
-from headroom.memory.device_scratch import DeviceStep, _attention_bytes
-from headroom.memory.known import known_shape
+from headroom.plan.device_scratch import DeviceStep, _attention_bytes
+from headroom.plan.known import known_shape
 from headroom.units import MIB
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 

@@ -24,8 +24,8 @@ from headroom.kernels.cuda import (
 from headroom.kernels.cuda.compile import read_source
 from headroom.kernels.cuda.experts import many_rows
 from headroom.kernels.cuda.sizes import TILED, record_bytes, sorted_groups, sorted_rows
-from headroom.memory import device_scratch
-from headroom.memory.device_scratch import DeviceStep
+from headroom.plan import device_scratch
+from headroom.plan.device_scratch import DeviceStep
 from tests.gpu import check_experts
 from tests.gpu.check_experts import make_table, to_tiles
 from tests.gpu.expert_cases import Case

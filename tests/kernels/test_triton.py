@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from headroom.families.config import AttentionConfig, RopeConfig
 from headroom.formats.quants import BY_NAME, F32
 from headroom.kernels.ops import Case, Kernel, Span
 from headroom.kernels.registry import KERNELS, pick
 from headroom.kernels.triton import attention, delta_net, experts, launch, matmul
 from headroom.kernels.triton.matmul import TileSizes
-from headroom.layers.config import AttentionConfig, RopeConfig
 from headroom.layers.device_block import fits_device
 from headroom.layers.weights import open_weights
-from headroom.memory.budget import PlanSettings
+from headroom.plan.budget import PlanSettings
 from tests.kernels.cases import (
     CACHE_PAIRS,
     Sized,

@@ -13,10 +13,10 @@ from headroom.engine.engine import Engine
 from headroom.engine.request import SamplingParams
 from headroom.kernels.triton import attention, experts, launch, matmul, rows
 from headroom.layers import draws
-from headroom.memory.devices import detect_cpu
-from headroom.memory.plan import Plan, make_plan
-from headroom.memory.shape import ModelShape
+from headroom.machine.devices import detect_cpu
 from headroom.options import Options
+from headroom.plan.plan import Plan, make_plan
+from headroom.plan.shape import ModelShape
 from headroom.split import launch as launching
 from tests.kernels.test_triton import interpreted, use_large_tiles
 from tests.pretend_cuda import OnCuda, Pretence, PretendedError, plain, pretend_cuda

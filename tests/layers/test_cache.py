@@ -4,10 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headroom.families.config import AttentionConfig, RopeConfig
 from headroom.layers.batch import Batch, Span
 from headroom.layers.cache import allocate_kv
-from headroom.layers.config import AttentionConfig, RopeConfig
-from headroom.memory.budget import PAGE_SIZE, PlanSettings
+from headroom.plan.budget import PAGE_SIZE, PlanSettings
 
 
 def plan(context: int, parallel: int, chunk: int) -> PlanSettings:

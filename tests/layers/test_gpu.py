@@ -11,7 +11,7 @@ from headroom.errors import DeviceError, KernelError
 from headroom.kernels.cuda import probe
 from headroom.layers import gpu
 from headroom.layers.gpu import gpu_memory, read_gpu, read_torch
-from headroom.memory.readiness import GpuFacts, GpuMemory, Holder, TorchFacts, refuse_gpu
+from headroom.machine.readiness import GpuFacts, GpuMemory, Holder, TorchFacts, refuse_gpu
 from headroom.units import GIB, MIB
 
 TORCH = TorchFacts(version="2.11.0+cu130", cuda="13.0", count=2, archs=("sm_90",))

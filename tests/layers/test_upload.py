@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from headroom.errors import FormatError
+from headroom.experts.device_experts import upload_experts
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import pack
 from headroom.kernels.weight import PLAIN_TYPES
 from headroom.layers import upload
 from headroom.layers.device_rows import stack
 from headroom.layers.upload import Upload
-from headroom.moe.device_experts import upload_experts
 from tests.gpu.torch_tiles import pack_tiles
 from tests.gpu.weight_file import WeightFile
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu

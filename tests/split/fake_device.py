@@ -10,7 +10,7 @@ from headroom.layers.batch import Batch
 from headroom.layers.device_block import DeviceBatch
 from headroom.layers.device_rows import FEW_ROWS
 from headroom.layers.draws import DeviceSampler
-from headroom.memory.budget import PlanSettings
+from headroom.plan.budget import PlanSettings
 from headroom.split.device_stage import Captured, DeviceStage
 from headroom.split.pipeline import Pipeline
 from headroom.split.stages import Stage

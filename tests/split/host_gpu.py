@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from headroom.experts import device_experts
 from headroom.formats.checkpoint import open_checkpoint
 from headroom.kernels.cuda import (
     experts,
@@ -29,15 +30,14 @@ from headroom.layers import device_block, weights
 from headroom.layers.device_block import DeviceBatch
 from headroom.layers.device_rows import Stack
 from headroom.layers.weights import WeightSource
-from headroom.memory import plan as planner
-from headroom.memory.plan import Plan, make_plan
-from headroom.models import load
-from headroom.models.describe import describe
-from headroom.models.model import Model
-from headroom.moe import device_experts
 from headroom.options import Options
+from headroom.plan import plan as planner
+from headroom.plan.describe import describe
+from headroom.plan.plan import Plan, make_plan
+from headroom.split import build as load
+from headroom.split.model import Model
 from tests.launchers import replace_kernels
-from tests.memory.shapes import gpu, host
+from tests.plan.shapes import gpu, host
 
 ROUTE = route.route
 

@@ -13,8 +13,8 @@ from headroom.kernels.cuda.compile import Code
 from headroom.layers import foreseen
 from headroom.layers.device_rows import FEW_ROWS
 from headroom.layers.draws import DeviceSampler
-from headroom.models.model import Model
 from headroom.split.device_stage import Captured, DeviceStage
+from headroom.split.model import Model
 from headroom.split.step_inputs import StepKind
 from tests.launchers import replace_kernels
 from tests.pretend_cuda import pretend_cuda

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from headroom.errors import DeviceError, OptionError, PlanError
-from headroom.memory import devices
-from headroom.memory.calibration import gpu_runtime
-from headroom.memory.devices import DeviceSpec
-from headroom.memory.known import known_shape
-from headroom.memory.readiness import GpuFacts, GpuMemory, Holder, TorchFacts
+from headroom.machine import devices
+from headroom.machine.calibration import gpu_runtime
+from headroom.machine.devices import DeviceSpec
+from headroom.machine.readiness import GpuFacts, GpuMemory, Holder, TorchFacts
 from headroom.options import Options
+from headroom.plan.known import known_shape
 from headroom.split import choice
 from headroom.split.placing import even_placement
 from headroom.units import GIB
@@ -33,9 +33,9 @@ class Machine:
         self.home = str(home)
         self.compiler = ""
         self.silence = ("", "")  # why the driver tells nothing, and what to try
-        for where in ("headroom.split.choice", "headroom.memory.targets"):
+        for where in ("headroom.split.choice", "headroom.machine.targets"):
             monkeypatch.setattr(f"{where}.detect_gpus", lambda: self.gpus)
-        for where in ("headroom.split.choice", "headroom.memory.gpus"):
+        for where in ("headroom.split.choice", "headroom.machine.gpus"):
             monkeypatch.setattr(f"{where}.why_unseen", lambda name: self.silence)
         monkeypatch.setattr(choice, "read_torch", lambda: self.torch)
         monkeypatch.setattr(choice, "read_gpu", lambda known, torch: known)

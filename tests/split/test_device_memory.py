@@ -10,17 +10,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
+from headroom.experts import device_experts
 from headroom.formats.checkpoint import open_checkpoint
 from headroom.kernels.cuda import delta_net, experts
 from headroom.kernels.cuda.chunks import span_tables
 from headroom.kernels.cuda.scratch import Arena, frame, opened
-from headroom.memory.budget import device_step
-from headroom.memory.device_scratch import UPLOAD_BYTES, device_phases
-from headroom.models import load
-from headroom.models.describe import describe
-from headroom.moe import device_experts
-from tests import family_configs
-from tests.family_gguf import write_gguf
+from headroom.plan.budget import device_step
+from headroom.plan.describe import describe
+from headroom.plan.device_scratch import UPLOAD_BYTES, device_phases
+from headroom.split import build as load
+from tests.families import family_configs
+from tests.families.family_gguf import write_gguf
 from tests.gpu import check_delta_net
 from tests.split.host_gpu import load_on_host, pretend, run_step
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from headroom.kernels.cuda import grouped, picks, sizes
 from headroom.kernels.cuda.narrow import narrow_type
 from headroom.kernels.cuda.prefill import attend
-from tests import family_configs
-from tests.family_gguf import write_gguf
+from tests.families import family_configs
+from tests.families.family_gguf import write_gguf
 from tests.split.host_gpu import load_on_host, pretend, run_step
 
 WIDE = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 64}

@@ -6,8 +6,8 @@ import pytest
 
 from headroom.errors import FormatError, OptionError
 from headroom.formats.checkpoint import open_checkpoint
-from headroom.models.describe import ModelDescription, describe
 from headroom.options import Options
+from headroom.plan.describe import ModelDescription, describe
 from headroom.split.expert_records import read_records
 from tests.synth_models import write_model
 

@@ -11,11 +11,11 @@ import pytest
 
 from headroom.formats.checkpoint import open_checkpoint
 from headroom.llm import LLM
-from headroom.memory.devices import DeviceSpec
-from headroom.memory.plan import make_plan
-from headroom.memory.targets import plan_devices
-from headroom.models.describe import describe
+from headroom.machine.devices import DeviceSpec
+from headroom.machine.targets import plan_devices
 from headroom.options import Options
+from headroom.plan.describe import describe
+from headroom.plan.plan import make_plan
 from headroom.split import launch
 from headroom.split.launch import WEIGHT_LINES, start_pipeline
 from headroom.split.pipeline import LoadTimes

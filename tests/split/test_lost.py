@@ -13,11 +13,11 @@ import torch
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
 from headroom.errors import DeviceError, KernelError
 from headroom.formats.checkpoint import open_checkpoint
-from headroom.memory.devices import DeviceSpec
-from headroom.memory.plan import make_plan
-from headroom.memory.readiness import Holder
-from headroom.models.describe import describe
+from headroom.machine.devices import DeviceSpec
+from headroom.machine.readiness import Holder
 from headroom.options import Options
+from headroom.plan.describe import describe
+from headroom.plan.plan import make_plan
 from headroom.split import launch
 from headroom.units import GIB
 from tests.split.fake_device import FakeModel, device_engine, settings

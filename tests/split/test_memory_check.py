@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headroom.memory.plan import Plan, make_plan
 from headroom.options import Options
+from headroom.plan.plan import Plan, make_plan
 from headroom.split.memory_check import (
     check_memory,
     limit_memory,
@@ -15,7 +15,7 @@ from headroom.split.memory_check import (
     warn_above,
 )
 from headroom.units import GIB, gib
-from tests.memory.shapes import cpu, gpu, host, smollm2
+from tests.plan.shapes import cpu, gpu, host, smollm2
 
 
 def plan_for_a_cpu() -> Plan:

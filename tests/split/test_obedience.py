@@ -15,16 +15,16 @@ from headroom.kernels.native.module import MODULE, POOL
 from headroom.kernels.ops import Span
 from headroom.layers.threads import set_threads
 from headroom.llm import LLM
-from headroom.memory.budget import native_experts_scratch, native_layer_scratch
-from headroom.memory.plan import Plan, make_plan
-from headroom.memory.targets import plan_devices
-from headroom.models.describe import describe
+from headroom.machine.targets import plan_devices
 from headroom.options import Options
+from headroom.plan.budget import native_experts_scratch, native_layer_scratch
+from headroom.plan.describe import describe
+from headroom.plan.plan import Plan, make_plan
 from headroom.split.launch import start_pipeline
-from tests import family_configs
-from tests.families import variant
-from tests.family_configs import qwen35
-from tests.family_gguf import write_gguf
+from tests.families import family_configs
+from tests.families.family_configs import qwen35
+from tests.families.family_gguf import write_gguf
+from tests.families.oracles import variant
 
 # What a device loses beside the engine's own allocations.
 NOT_OURS = {"runtime", "reserve", "graphs"}

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from headroom.errors import FormatError, PlanError
-from headroom.memory.devices import DeviceSpec
-from headroom.memory.known import known_shape
-from headroom.memory.plan import Plan, make_plan
-from headroom.memory.shape import ModelShape
-from headroom.moe.placement import ExpertPlacement, save_placement
+from headroom.experts.placement import ExpertPlacement, save_placement
+from headroom.machine.devices import DeviceSpec
 from headroom.options import Options
+from headroom.plan.known import known_shape
+from headroom.plan.plan import Plan, make_plan
+from headroom.plan.shape import ModelShape
 from headroom.split.placing import expert_layers, find_placement
 from headroom.units import gib
-from tests.memory.shapes import cpu, gpu, host, laguna
+from tests.plan.shapes import cpu, gpu, host, laguna
 
 MODEL = laguna()
 DENSE = known_shape("qwen3.6-27b:q4_k_m")

@@ -7,7 +7,7 @@ import torch
 
 from headroom.errors import KernelError
 from headroom.formats.checkpoint import open_checkpoint
-from headroom.models.describe import describe
+from headroom.plan.describe import describe
 from tests.running import open_pipeline
 from tests.synth_models import write_model
 from tests.trees import PARENTS, path_logits, tree_batch, tree_logits

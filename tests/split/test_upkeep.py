@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from headroom.moe.placement import LayerExperts, load_placement
-from headroom.moe.stats import RoutingHistory, RoutingStats, load_history
-from headroom.moe.stats_file import StatsFile, StatsModel
-from headroom.moe.store import ExpertStore
-from headroom.moe.swap import SwapPolicy
+from headroom.experts.placement import LayerExperts, load_placement
+from headroom.experts.stats import RoutingHistory, RoutingStats, load_history
+from headroom.experts.stats_file import StatsFile, StatsModel
+from headroom.experts.store import ExpertStore
+from headroom.experts.swap import SwapPolicy
 from headroom.split.expert_records import ExpertRecords
 from headroom.split.pipeline import Pipeline
 from headroom.split.stages import Stage
 from headroom.split.upkeep import ExpertUpkeep, open_upkeep
 from headroom.split.upkeep_rules import UpkeepRules
-from tests.moe.pretended import PretendedExperts
-from tests.moe.stores import blob_layout, small_store
+from tests.experts.pretended import PretendedExperts
+from tests.experts.stores import blob_layout, small_store
 
 LAYERS = (LayerExperts(0, 0), LayerExperts(4, 10), LayerExperts(4, 10))
 USED = (0, 2, 2)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from headroom.moe.placement import load_placement
-from headroom.moe.stats import load_history
+from headroom.experts.placement import load_placement
+from headroom.experts.stats import load_history
 from headroom.split.upkeep_rules import UpkeepRules
 from tests.split.test_upkeep import LAYERS, POLICY, Case, cold_half
 

@@ -1,0 +1,1 @@
+"""Routed experts: statistics, placement, memory, computing, exchanges, telemetry."""

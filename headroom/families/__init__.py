@@ -1,0 +1,1 @@
+"""One file per model family: names, dimensions, parts, refusals, synthesis; no torch."""

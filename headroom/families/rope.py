@@ -1,0 +1,109 @@
+"""Rotary settings of families whose kinds of layers rotate differently, from both formats."""
+
+import math
+from collections.abc import Mapping
+
+from headroom.errors import ModelError
+from headroom.families.config import RopeConfig
+from headroom.families.tables import LayerKind
+from headroom.formats.checkpoint import Checkpoint
+from headroom.formats.metadata import ROPE_KEYS, Metadata
+
+_HF_KINDS = {"full": "full_attention", "window": "sliding_attention"}
+_PLAIN_KEYS = ("rope.freq_base", "rope.dimension_count", "rope.scaling.partial_rotary_factor")
+_YARN_KEYS = (
+    "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.finetuned",
+)  # fmt: skip
+
+
+def rope_settings(checkpoint: Checkpoint, kind: LayerKind) -> Metadata:
+    """Return the rotary settings of one kind of layer, by the keys that GGUF has for full ones."""
+    metadata = checkpoint.metadata
+    nested = metadata.values.get("hf.rope_parameters")
+    if nested is None:
+        return Metadata(_gguf_values(metadata, kind), metadata.path, metadata.tied)
+    own = nested.get(_HF_KINDS[kind]) if isinstance(nested, Mapping) else None
+    if not isinstance(own, Mapping):
+        raise ModelError(f"{metadata.path}: rope_parameters has no {_HF_KINDS[kind]!r}.")
+    values = {
+        ROPE_KEYS.get(key, f"rope.scaling.{key}"): value
+        for key, value in own.items()
+        if value is not None
+    }
+    return Metadata(values, metadata.path, metadata.tied)
+
+
+def _gguf_values(metadata: Metadata, kind: LayerKind) -> dict[str, object]:
+    """Return the keys of one kind; only full layers are ever scaled."""
+    ours = [key for key in metadata.values if key.startswith("rope.")]
+    if kind == "full":
+        return {key: metadata.values[key] for key in ours if not key.endswith("_swa")}
+    return {key.removesuffix("_swa"): metadata.values[key] for key in ours if key.endswith("_swa")}
+
+
+def rotated_dims(settings: Metadata, head_dim: int) -> int:
+    """Return how many values of a head are rotated."""
+    share = settings.get_float("rope.scaling.partial_rotary_factor", 1.0)
+    return settings.get_int("rope.dimension_count", int(head_dim * share))
+
+
+def plain_rope(settings: Metadata, head_dim: int) -> RopeConfig:
+    """Return a rotation without any scaling."""
+    check_scaling(settings, "none")
+    return RopeConfig(settings.get_float("rope.freq_base"), rotated_dims(settings, head_dim))
+
+
+def yarn_rope(settings: Metadata, head_dim: int) -> RopeConfig:
+    """Return a rotation whose slow frequencies were slowed down for a longer context."""
+    check_scaling(settings, "yarn", _YARN_KEYS)
+    theta, dims = settings.get_float("rope.freq_base"), rotated_dims(settings, head_dim)
+    factor = settings.get_float("rope.scaling.factor")
+    original = settings.get_float("rope.scaling.original_context_length")
+    if theta <= 1 or factor <= 0 or original <= 0:
+        raise ModelError(
+            f"{settings.path}: rotary base {theta}, factor {factor} and original context "
+            f"{original} make no rotation."
+        )
+
+    def index(key: str, default: float) -> float:
+        """Return which frequency turns so many times within the original context."""
+        turns = settings.get_float(f"rope.scaling.{key}", default)
+        return dims * math.log(original / (2 * math.pi * turns)) / (2 * math.log(theta))
+
+    low = max(math.floor(index("yarn_beta_fast", 32.0)), 0)
+    high = min(math.ceil(index("yarn_beta_slow", 1.0)), dims - 1)
+    width = max(high - low, 0.001)
+    ramps = [min(1.0, max(0.0, (i - low) / width)) for i in range(dims // 2)]
+    divisors = tuple(1 / ((1 - ramp) + ramp / factor) for ramp in ramps)
+    formula = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    scale = settings.get_float("rope.scaling.yarn_attn_factor", formula)
+    return RopeConfig(theta, dims, divisors, scale)
+
+
+def proportional_rope(settings: Metadata, head_dim: int) -> RopeConfig:
+    """Return a rotation over whole heads of which only the first frequencies turn."""
+    check_scaling(settings, "proportional")
+    share = settings.get_float("rope.scaling.partial_rotary_factor", 1.0)
+    turning = int(share * head_dim // 2)
+    divisors = (1.0,) * turning + (math.inf,) * (head_dim // 2 - turning)
+    return RopeConfig(settings.get_float("rope.freq_base"), head_dim, divisors)
+
+
+def rope_kind(settings: Metadata) -> str:
+    """Return the name of the scaling; "none" where there is none."""
+    kind = settings.get_str("rope.scaling.type", "none")
+    return "none" if kind == "default" else kind
+
+
+def check_scaling(settings: Metadata, kind: str, more: tuple[str, ...] = ()) -> None:
+    """Refuse another scaling than `kind`, and settings that it does not have."""
+    if (found := rope_kind(settings)) != kind:
+        raise ModelError(
+            f"{settings.path}: rotary scaling {found!r} is not supported where {kind!r} is usual."
+        )
+    known = (*_PLAIN_KEYS, "rope.scaling.type", *more)
+    if unknown := [key for key in settings.values if key not in known]:
+        raise ModelError(
+            f"{settings.path}: rotary setting {unknown[0].rpartition('.')[2]!r} is not supported."
+        )

@@ -1,0 +1,152 @@
+"""Skewed routing: routers made so that a few hot experts really take a wished share of choices.
+
+Most routers have no bias, so that the skew must come from the hidden state: the first channels of
+every token's embedding hold one constant, the beacon, which the residual stream keeps. Norms hide
+it from mixers and the head; routers read it, and give hot experts a head start. Which are hot is
+drawn for each layer: with the lowest numbers, a placement without statistics would find them, too.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headroom.errors import OptionError
+from headroom.families.known import KNOWN
+from headroom.families.synth.blocks import Floats, random_source
+from headroom.families.synth.recipe import Recipe
+
+CHANNELS = 256  # of the beacon; whole blocks of every type
+BEACON_POWER = 8.0  # mean square of the beacon over all channels; that of the others is 1
+FAMILIES = ("qwen3moe", "qwen35moe", "laguna")
+SHOWN = 0.25  # of the beacon, to what stands behind the norm of routers and experts
+_TOKENS = 4096  # random tokens that the head start is measured with
+_STEPS = 30  # of the search for it
+_SCATTER = 0x5CA77E12  # tells what is drawn here from a model's values
+
+Places = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Skew:
+    """How a synthesised model is changed so that hot experts are chosen more often."""
+
+    family: str
+    hot: int  # experts of each layer
+    start: float  # head start of their logits, or of their scores where routers have a bias
+    width: int  # channels of the residual stream
+    channels: int = CHANNELS
+    quiet: float = 1.0  # factor of what layers add to the residual stream
+    quieted: tuple[str, ...] = ("attn_output", "ssm_out", "ffn_down")
+
+    @property
+    def shines(self) -> bool:
+        """Whether embeddings hold a beacon; a bias of the router makes it needless."""
+        return self.family != "laguna"
+
+    @property
+    def beacon(self) -> float:
+        """The value of the beacon's channels in the embedding."""
+        return float((BEACON_POWER * self.width / self.channels) ** 0.5)
+
+    @property
+    def rms(self) -> float:
+        """Root mean square of the residual stream."""
+        return float((BEACON_POWER + 1 - self.channels / self.width) ** 0.5)
+
+    def changed(self, name: str, values: Floats, seed: int) -> Floats:
+        """Return a norm, a router or a bias of a model with its part in the skew."""
+        if self.family == "laguna":
+            biased = name.endswith("exp_probs_b.bias")
+            return self._plus_start(values, self._hot_of(name, values, seed)) if biased else values
+        if name.endswith(("attn_norm.weight", "output_norm.weight")):
+            return self._norm(values, 0.0)
+        if name.endswith(("ffn_norm.weight", "post_attention_norm.weight")):
+            return self._norm(values, SHOWN)
+        if name.endswith("ffn_gate_inp.weight"):
+            return self._router(values, self._hot_of(name, values, seed))
+        return values
+
+    def _norm(self, values: Floats, shown: float) -> Floats:
+        """Return a norm that makes the beacon `shown` and gives the others spread 1 again."""
+        changed = values * np.float32(self.rms)
+        changed[: self.channels] = shown * self.rms / self.beacon
+        return changed
+
+    def _hot_of(self, name: str, values: Floats, seed: int) -> Places:
+        """Return the hot experts of the layer that has a row, or a value, for each expert."""
+        return hot_experts(seed, int(name.split(".")[1]), len(values), self.hot)
+
+    def _router(self, values: Floats, hot: Places) -> Floats:
+        """Return a router whose hot rows read the beacon, which then stands at SHOWN."""
+        changed = values.copy()
+        changed[:, : self.channels] = 0
+        changed[hot, : self.channels] = self.start / (self.channels * SHOWN)
+        return changed
+
+    def _plus_start(self, values: Floats, hot: Places) -> Floats:
+        changed = values.copy()
+        changed[hot] += np.float32(self.start)
+        return changed
+
+
+def hot_experts(seed: int, layer: int, experts: int, hot: int) -> Places:
+    """Return the numbers of a layer's hot experts, ascending: some of all, drawn by the seed."""
+    return np.sort(random_source(seed, layer, _SCATTER).permutation(experts)[:hot])
+
+
+def make_skew(recipe: Recipe, share: float, hot_share: float) -> Skew:
+    """Return the skew by which hot experts take `share` of all choices."""
+    dims, family = recipe.dims, recipe.family
+    if family not in FAMILIES:
+        raise OptionError(
+            f"--routing-skew does not work for {family}.",
+            hint=f"It works for {', '.join(FAMILIES)}.",
+            param="routing_skew",
+        )
+    hot = round(hot_share * dims.experts)
+    if not dims.experts_used <= hot < dims.experts or not 0 < share < 1:
+        raise OptionError(
+            f"{share:g} of the choices cannot go to {hot} of {dims.experts} experts.",
+            hint=f"Choose --routing-skew between 0 and 1, and --skew-hot so that "
+            f"{dims.experts_used} to {dims.experts - 1} experts are hot.",
+            param="routing_skew",
+        )
+    if family != "laguna" and (dims.hidden < 2 * CHANNELS or dims.tied):
+        raise OptionError(
+            f"--routing-skew needs a model that is {2 * CHANNELS} wide at least and has a head of "
+            f"its own; this one is {dims.hidden} wide.",
+            hint=f"Try --size {_wide_model(family)} --layers 4, or the family laguna, which needs "
+            "neither.",
+            param="routing_skew",
+        )
+    start = find_start(recipe, hot, share)
+    quiet = 1.0 if family == "laguna" else (2 * dims.layers) ** -0.5
+    return Skew(family, hot, start, dims.hidden, quiet=quiet)
+
+
+def _wide_model(family: str) -> str:
+    """Return a built-in model of a family that a skew works for."""
+    return next(
+        name
+        for name, dims in KNOWN.items()
+        if dims.architecture == family and dims.hidden >= 2 * CHANNELS and not dims.tied
+    )
+
+
+def find_start(recipe: Recipe, hot: int, share: float) -> float:
+    """Return the head start that hot experts need, measured with random logits."""
+    dims = recipe.dims
+    spread = 0.5
+    if recipe.family != "laguna":  # the beacon's channels say nothing about a token
+        spread *= (1 - CHANNELS / dims.hidden) ** 0.5
+    logits = spread * random_source(hot, dims.experts).standard_normal((_TOKENS, dims.experts))
+    if recipe.family == "laguna":
+        logits = 1 / (1 + np.exp(-logits)) + 0.02 * random_source(1).standard_normal(dims.experts)
+    low, high = -8.0, 8.0
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        started = logits + middle * (np.arange(dims.experts) < hot)
+        chosen = np.argpartition(-started, dims.experts_used - 1, axis=1)[:, : dims.experts_used]
+        low, high = (middle, high) if np.mean(chosen < hot) < share else (low, middle)
+    return (low + high) / 2

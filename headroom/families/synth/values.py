@@ -1,0 +1,126 @@
+"""Values: what each random tensor holds, by its GGUF name, so that activations stay sane."""
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from headroom.families.synth.blocks import (
+    Bytes,
+    Floats,
+    as_plain,
+    constant_bytes,
+    normal_values,
+    random_bytes,
+    random_source,
+)
+from headroom.families.synth.recipe import Recipe
+from headroom.families.synth.routing import Skew
+from headroom.formats.gguf_writer import TensorEntry
+from headroom.formats.mixes import kept_in_f32
+from headroom.formats.quants import F32, QuantType
+from headroom.formats.writing import Job
+
+PIECE_VALUES = 1 << 22  # of one job; a multiple of every block and of every row read whole
+GAIN = 0.5  # spread of a matrix's output for inputs of spread 1
+HEAD_GAIN = 3.0  # of logits: neither flat nor certain
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The random values of one model: the same for the same seed, in every type and format."""
+
+    recipe: Recipe
+    seed: int
+    skew: Skew | None = None  # None: all experts are chosen alike
+
+    def jobs(self, entry: TensorEntry) -> Iterator[Job]:
+        """Yield what makes a tensor's bytes, piece by piece."""
+        if is_vector(entry.name, entry.shape):
+            yield lambda: as_plain(self.floats(entry.name, entry.shape), entry.quant)
+            return
+        slabs = entry.shape[0] if len(entry.shape) == 3 else 1
+        for slab in range(slabs):
+            yield from self.slab_jobs(entry, slab)
+
+    def slab_jobs(self, entry: TensorEntry, slab: int) -> Iterator[Job]:
+        """Yield what makes a matrix, or one expert of a stack of them."""
+        rows, width = entry.shape[-2:]
+        step = max(1, PIECE_VALUES // width)
+        for index, first in enumerate(range(0, rows, step)):
+            count = min(step, rows - first)
+            yield lambda index=index, count=count: self._rows(entry, slab, index, count)  # type: ignore[misc]
+
+    def floats(self, name: str, shape: tuple[int, ...]) -> Floats:
+        """Return a tensor that is never packed, or a matrix as f32."""
+        if not is_vector(name, shape):
+            parts = [job() for job in self.jobs(TensorEntry(name, shape, F32))]
+            return np.concatenate(parts).view(np.float32).reshape(shape)
+        source = random_source(self.seed, zlib.crc32(name.encode()))
+        normal = normal_values(prod(shape), source).reshape(shape)
+        values = self._vector(_inner(name), normal, source)
+        return values if self.skew is None else self.skew.changed(name, values, self.seed)
+
+    def _rows(self, entry: TensorEntry, slab: int, index: int, rows: int) -> Bytes:
+        source = random_source(self.seed, zlib.crc32(entry.name.encode()), slab, index)
+        width = entry.shape[-1]
+        made = random_bytes(entry.quant, rows * width, self.spread(entry.name, width), source)
+        skew = self.skew
+        if skew is not None and skew.shines and entry.name == "token_embd.weight":
+            _overwrite(made.reshape(rows, -1), entry.quant, skew)
+        return made
+
+    def spread(self, name: str, fan_in: int) -> float:
+        """Return the standard deviation of a matrix's values."""
+        dims, inner = self.recipe.dims, _inner(name)
+        if inner == "output.weight" or (inner == "token_embd.weight" and dims.tied):
+            return float(HEAD_GAIN / fan_in**0.5)
+        if inner == "token_embd.weight":
+            return 1.0
+        if inner == "per_layer_token_embd.weight":  # rows are looked up and multiplied by a root
+            return float(dims.side_width**-0.5)
+        spread = GAIN / fan_in**0.5
+        if self.skew is not None and inner.startswith(self.skew.quieted):
+            spread *= self.skew.quiet
+        return float(spread)
+
+    def _vector(self, name: str, normal: Floats, source: np.random.Generator) -> Floats:
+        """Return a tensor that every mix keeps in f32."""
+        if name == "rope_freqs.weight":  # Gemma turns the first quarter of a head's pairs
+            kept = np.arange(len(normal)) < len(normal) // 4
+            return np.where(kept, np.float32(1), np.float32(1e30))
+        if name == "attn_q_norm.weight" and self.recipe.family == "gemma4":
+            return 0.3 * (1 + 0.1 * normal)  # scores of this family have no scale of their own
+        if name == "ssm_a":
+            return np.asarray(-source.uniform(1, 16, normal.shape), np.float32)
+        if name == "ssm_dt.bias":  # softplus of it is 0.001 to 0.1: states forget slowly
+            steps = np.exp(source.uniform(np.log(0.001), np.log(0.1), normal.shape))
+            return np.asarray(np.log(np.expm1(steps)), np.float32)
+        if name == "exp_probs_b.bias":
+            return 0.02 * normal
+        if name == "ffn_gate_inp.weight" and self.recipe.family == "gemma4":
+            return normal  # what it reads is divided by the root of its width
+        if name.startswith(("ffn_gate_inp.weight", "ffn_gate_inp_shexp", "ssm_conv1d")):
+            return normal * np.float32(GAIN / int(normal.shape[-1]) ** 0.5)
+        if name == "output_norm.weight" and self.recipe.dims.tied:
+            # Without signs a token's own row would always win, and every answer repeat one token.
+            return np.where(source.random(normal.shape) < 0.5, -1 - 0.1 * normal, 1 + 0.1 * normal)
+        return 1 + 0.1 * normal  # norms and scales
+
+
+def is_vector(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is one of the small ones that are made whole."""
+    return kept_in_f32(_inner(name), shape)
+
+
+def _overwrite(rows: Bytes, quant: QuantType, skew: Skew) -> None:
+    """Give the beacon channels of every row the same value."""
+    blocks = -(-skew.channels // quant.block)
+    constant = np.tile(constant_bytes(quant, skew.beacon), blocks)
+    rows[:, : len(constant)] = constant
+
+
+def _inner(name: str) -> str:
+    return name.split(".", 2)[2] if name.startswith("blk.") else name

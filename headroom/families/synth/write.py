@@ -1,0 +1,177 @@
+"""Write a synthesised checkpoint: one GGUF file, or a folder of safetensors."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from headroom.errors import OptionError
+from headroom.families.synth.config import config_json
+from headroom.families.synth.convert import Origin, safetensors_jobs, safetensors_table
+from headroom.families.synth.keys import gguf_keys
+from headroom.families.synth.recipe import Recipe
+from headroom.families.synth.values import Source
+from headroom.families.synth.vocabulary import chat_template, make_vocabulary, vocabulary_keys
+from headroom.families.tables import tensor_types
+from headroom.formats.gguf_writer import TensorEntry, Value, gguf_bytes, gguf_jobs
+from headroom.formats.metadata import Vocabulary
+from headroom.formats.mixes import MIXES, find_mix
+from headroom.formats.quants import BF16, F16, F32, QuantType
+from headroom.formats.safetensors_writer import Shard, index_file, make_shards
+from headroom.formats.writing import Job, check_space, ignore, write_pieces
+
+# general.file_type of each mix: what a file is called, which no reader should trust.
+FILE_TYPES = {
+    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18,
+    "bf16": 32, "mxfp4": 38,
+}  # fmt: skip
+SAFETENSORS_TYPES: dict[str, tuple[QuantType, str]] = {
+    "f32": (F32, "float32"), "f16": (F16, "float16"), "bf16": (BF16, "bfloat16"),
+}  # fmt: skip
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a checkpoint is written."""
+
+    threads: int = 1
+    progress: Progress = ignore  # is told the bytes of each piece
+
+
+PLAIN = Settings()
+
+
+def mix_name(name: str) -> str:
+    """Return a mix as formats/mixes.py spells it, or say which there are."""
+    short = name.lower().replace("-", "_")
+    short = "mxfp4" if short == "mxfp4_moe" else short
+    if short not in MIXES:
+        known = ", ".join(name.upper() for name in MIXES)
+        raise OptionError(f"{name!r} is no quantisation.", hint=f"Choose {known}.", param="quant")
+    return short
+
+
+def gguf_table(recipe: Recipe, mix: str) -> list[TensorEntry]:
+    """Return every tensor of a model's GGUF file, in order."""
+    types = tensor_types(recipe.dims, find_mix(mix))
+    return [TensorEntry(name, shape, quant) for name, (shape, quant) in types.items()]
+
+
+def gguf_values(recipe: Recipe, mix: str) -> dict[str, Value]:
+    """Return every key of a model's GGUF file."""
+    dims = recipe.dims
+    vocabulary = make_vocabulary(recipe.family, dims.vocab)
+    return {
+        "general.architecture": recipe.family,
+        "general.type": "model",
+        "general.name": f"{recipe.family} {recipe.name}, random weights",
+        "general.quantization_version": 2,
+        "general.file_type": FILE_TYPES[mix],
+        **gguf_keys(recipe),
+        **vocabulary_keys(vocabulary, chat_template(recipe.family, dims.vocab)),
+    }
+
+
+def gguf_header(recipe: Recipe, mix: str) -> bytes:
+    """Return all of a GGUF file that stands before its tensors."""
+    return gguf_bytes(gguf_values(recipe, mix), gguf_table(recipe, mix))
+
+
+def checkpoint_bytes(recipe: Recipe, mix: str, format: str) -> int:
+    """Return the bytes of a checkpoint's tensors."""
+    if format == "gguf":
+        return sum(entry.nbytes for entry in gguf_table(recipe, mix))
+    quant, _ = plain_type(mix)
+    return sum(entry.nbytes for entry, _ in safetensors_table(recipe.dims, quant))
+
+
+def write_gguf(source: Source, path: Path, mix: str, settings: Settings = PLAIN) -> None:
+    """Write a model as one GGUF file."""
+    entries = gguf_table(source.recipe, mix)
+    check_space(path, checkpoint_bytes(source.recipe, mix, "gguf"))
+    jobs = gguf_jobs(gguf_values(source.recipe, mix), entries, source.jobs)
+    write_pieces(path, jobs, threads=settings.threads, progress=settings.progress)
+
+
+def write_safetensors(
+    source: Source,
+    folder: Path,
+    mix: str,
+    tokenizer_file: Callable[[Vocabulary], str],
+    settings: Settings = PLAIN,
+) -> None:
+    """Write a model as a folder of the files that transformers reads, the weights last."""
+    quant, dtype = plain_type(mix)
+    dims = source.recipe.dims
+    origins = dict(safetensors_table(dims, quant))
+    check_space(folder / "model", checkpoint_bytes(source.recipe, mix, "safetensors"))
+    shards = make_shards(list(origins))
+    texts = side_files(source.recipe, dtype, tokenizer_file) | index_file(shards)
+    for name, text in texts.items():
+        write_pieces(folder / name, [text.encode])
+    for shard in shards:
+        jobs = _shard_jobs(source, shard, origins)
+        write_pieces(
+            folder / shard.file, jobs, threads=settings.threads, progress=settings.progress
+        )
+
+
+def plain_type(mix: str) -> tuple[QuantType, str]:
+    """Return the type of a safetensors model and torch's name of it; packed ones have none."""
+    if mix not in SAFETENSORS_TYPES:
+        known = ", ".join(name.upper() for name in SAFETENSORS_TYPES)
+        raise OptionError(
+            f"Safetensors do not hold {mix.upper()}.", hint=f"Choose {known}.", param="quant"
+        )
+    return SAFETENSORS_TYPES[mix]
+
+
+def side_files(
+    recipe: Recipe, dtype: str, tokenizer_file: Callable[[Vocabulary], str]
+) -> dict[str, str]:
+    """Return the small files beside the weights by their names."""
+    vocabulary = make_vocabulary(recipe.family, recipe.dims.vocab)
+    ids = vocabulary.special_ids
+    ends = sorted({ids[name] for name in ("eos", "eot") if name in ids})
+    tokens = {
+        "bos_token_id": ids.get("bos"),
+        "eos_token_id": ends if len(ends) > 1 else ends[0],
+        "pad_token_id": ids["padding"],
+    }
+    if "mask" in ids and recipe.family == "dflash":
+        tokens["mask_token_id"] = ids["mask"]
+    texts = {
+        "config.json": config_json(recipe, dtype, tokens),
+        "generation_config.json": tokens,
+        "tokenizer_config.json": _tokenizer_config(recipe, vocabulary),
+    }
+    return {
+        **{name: json.dumps(text, indent=2) + "\n" for name, text in texts.items()},
+        "chat_template.jinja": chat_template(recipe.family, recipe.dims.vocab),
+        "tokenizer.json": tokenizer_file(vocabulary),
+    }
+
+
+def _tokenizer_config(recipe: Recipe, vocabulary: Vocabulary) -> dict[str, object]:
+    ids = vocabulary.special_ids
+    named = {
+        f"{key}_token": vocabulary.tokens[ids[role]]
+        for key, role in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
+        if role in ids
+    }
+    return {
+        "add_bos_token": vocabulary.add_bos,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": recipe.dims.context,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **named,
+    }
+
+
+def _shard_jobs(
+    source: Source, shard: Shard, origins: Mapping[TensorEntry, Origin]
+) -> Iterator[Job]:
+    yield shard.header
+    for entry in shard.entries:
+        yield from safetensors_jobs(source, entry, origins[entry])

@@ -1,0 +1,104 @@
+"""DeviceSpec: what a device is to the planner; detect_cpu(): what this machine's CPU has."""
+
+import math
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from headroom.machine.cgroups import GroupLimits, read_limits
+from headroom.units import KIB
+
+DeviceKind = Literal["cpu", "cuda", "hip", "metal"]
+
+# Two channels of DDR4-3200 at about 80%; used until the machine is measured.
+ASSUMED_CPU_BANDWIDTH = 40e9
+ASSUMED_CORE_FLOPS = 50e9  # one core with 256-bit vectors
+# Share of a listed bandwidth or peak that real kernels reach, until the machine is measured.
+LISTED_SHARE = 0.7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """One place that holds weights and runs layers, or holds memory for others."""
+
+    name: str  # "cpu", "cuda:0" or a catalogue name
+    kind: DeviceKind
+    total_bytes: int
+    available_bytes: int  # total, less what others hold
+    driver_bytes: int = 0  # of that, what its idle driver is thought to hold, where nothing is seen
+    product: str = ""  # of a GPU of this machine, what its driver calls it
+    card_bytes: int = 0  # of the whole card, where total is only what may be taken of it
+    bandwidth: float = ASSUMED_CPU_BANDWIDTH  # bytes/s of its own memory
+    link: float = 0.0  # bytes/s between it and host memory; 0 where it is host memory
+    flops: float = 0.0  # multiply-adds x2 per second at its compute type; 0 where unknown
+    sm: int = 0  # CUDA compute capability, 10 x major + minor
+    gfx: str = ""  # HIP architecture name
+    cores: int = 0  # CPU cores that this process may use
+    native: bool = False  # a CPU whose C++ kernels were built: they read packed weights
+    unified: bool = False  # shares its memory with the host
+    runs_layers: bool = True  # False: only lends its memory to other devices
+    # Of cold experts, where that was measured; 0 where not.
+    link_read: float = 0.0  # bytes/s of a GPU's kernels that read host memory
+    handover_s: float = 0.0  # a GPU's request of the CPU inside a step, and its answer
+    experts: float = 0.0  # bytes/s of a CPU's expert kernels
+    expert_flops: float = 0.0  # operations/s of those with some rows an expert
+    measured: bool = False  # whether its speeds were measured or are only listed
+    pinnable_bytes: int | None = None  # host memory that may be pinned; None: no limit is known
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether there is no second memory behind it that could hold cold experts."""
+        return self.kind == "cpu" or self.unified
+
+
+def torch_name(name: str) -> str:
+    """Return what torch calls a device of this machine: AMD's GPUs are cuda to it, too."""
+    return name.replace("hip", "cuda", 1) if name.startswith("hip") else name
+
+
+def detect_cpu(proc: Path = Path("/proc"), limits: GroupLimits | None = None) -> DeviceSpec:
+    """Return the CPU with the memory and the cores that this process may use."""
+    limits = limits or read_limits(proc)
+    cores = usable_cores(limits)
+    memory = _read_meminfo(proc / "meminfo")
+    total = memory.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = memory.get("MemAvailable", total)
+    if limits.memory_bytes is not None and limits.available_bytes is not None:
+        total = min(total, limits.memory_bytes)
+        available = min(available, limits.available_bytes)
+    return DeviceSpec(
+        name="cpu",
+        kind="cpu",
+        total_bytes=total,
+        available_bytes=min(available, total),
+        flops=cores * ASSUMED_CORE_FLOPS,
+        cores=cores,
+        native=find_spec("headroom.kernels.native._native") is not None,
+        pinnable_bytes=pinnable_bytes(limits),
+    )
+
+
+def pinnable_bytes(limits: GroupLimits) -> int | None:
+    """Return how much memory may be pinned for a GPU; None where no group limits it.
+
+    `ulimit -l` is none of the limits: a GPU's driver locks the pages itself and does not ask it.
+    """
+    return limits.memory_bytes
+
+
+def usable_cores(limits: GroupLimits) -> int:
+    """Return the cores by affinity and by the groups' share of time, at least one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    share = math.inf if limits.cores is None else math.ceil(limits.cores)
+    return max(1, int(min(cores or 1, share)))
+
+
+def _read_meminfo(path: Path) -> dict[str, int]:
+    """Return /proc/meminfo in bytes; empty where there is none."""
+    try:
+        rows = (row.split() for row in path.read_text().splitlines())
+        return {row[0].rstrip(":"): int(row[1]) * KIB for row in rows if len(row) > 1}
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,179 @@
+"""Measure: what this machine's memory, links and arithmetic reach, by the work of a model."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import date
+
+import torch
+
+from headroom.errors import KernelError
+from headroom.kernels.cuda.handover import read_all
+from headroom.kernels.cuda.measure import handover_seconds
+from headroom.kernels.native.cold import worker_threads
+from headroom.kernels.native.measure import expert_bytes, expert_flops, expert_speed
+from headroom.kernels.native.module import MODULE, POOL
+from headroom.machine.calibration import Speeds
+from headroom.machine.devices import DeviceSpec, detect_cpu
+from headroom.machine.gpus import detect_gpus
+from headroom.machine.precision import cuda_precision
+from headroom.units import MIB
+
+log = logging.getLogger(__name__)
+
+ROW = 4096  # values of a weight's row
+SAMPLE_BYTES = 512 * MIB  # read in one go: far more than any processor's cache
+MATRIX = 2048  # rows and columns of the products that measure arithmetic
+LINK_BYTES = 256 * MIB
+LEAST_S, TRIES, MOST_RUNS = 0.2, 3, 1000
+_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeeds:
+    """What goes from pinned host memory to a GPU, in bytes per second."""
+
+    copy: float
+    read: float  # by kernels that read it where it lies; 0: there is no compiler for them
+
+
+def measure_machine() -> dict[str, Speeds]:
+    """Return the speeds of the CPU and of every GPU that torch sees, by device name."""
+    cpu = detect_cpu()
+    speeds = {"cpu": measure_cpu(cpu)}
+    gpus = {gpu.name: gpu for gpu in detect_gpus()}  # as plans will see them
+    POOL.set(worker_threads(cpu.cores))  # as while a GPU waits for them
+    try:
+        kind = "hip" if torch.version.hip else "cuda"  # both are cuda to torch
+        for index in range(torch.cuda.device_count()):
+            name = f"{kind}:{index}"
+            speeds[name] = measure_cuda(torch.device("cuda", index))
+            if (gpu := gpus.get(name)) is not None:
+                speeds[name] = replace(
+                    speeds[name], product=gpu.product, total_bytes=gpu.total_bytes
+                )
+    finally:
+        POOL.set(torch.get_num_threads())
+    return speeds
+
+
+def measure_cpu(cpu: DeviceSpec, sample_bytes: int = SAMPLE_BYTES) -> Speeds:
+    """Return the CPU's speeds: reading weights as decoding does, and matrix products."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, cpu.cores))
+    try:
+        rows = max(1, min(sample_bytes, cpu.available_bytes // 4) // (4 * ROW))
+        weight, vector = torch.ones(rows, ROW), torch.ones(ROW)
+        read_s = fastest(lambda: torch.mv(weight, vector))
+        square = torch.ones(MATRIX // 2, MATRIX // 2)
+        product_s = fastest(lambda: square @ square)
+    finally:
+        torch.set_num_threads(threads)
+    experts, flops = _experts(cpu, sample_bytes)
+    return Speeds(
+        bandwidth=weight.nbytes / read_s,
+        link=0.0,
+        flops=2 * square.shape[0] ** 3 / product_s,
+        date=date.today().isoformat(),
+        experts=experts,
+        expert_flops=flops,
+    )
+
+
+def _experts(cpu: DeviceSpec, sample_bytes: int) -> tuple[float, float]:
+    """Return the bytes of experts a second that one row reads, and the operations of several rows.
+
+    0 where there are no kernels or too little room.
+    """
+    if MODULE is None or sample_bytes < SAMPLE_BYTES or 2 * expert_bytes() > cpu.available_bytes:
+        return 0.0, 0.0
+    POOL.set(worker_threads(cpu.cores))
+    try:
+        # As cold experts are computed: rows stay floats.
+        return 1e9 * expert_speed(tiles=True, int8=False), expert_flops()
+    finally:
+        POOL.set(torch.get_num_threads())
+
+
+def measure_cuda(device: torch.device) -> Speeds:
+    """Return a GPU's speeds: copies within it and from pinned memory, and matrix products."""
+    major, minor = torch.cuda.get_device_capability(device)
+    kind = _TYPES[cuda_precision(10 * major + minor).activation]
+    square = torch.ones(2 * MATRIX, 2 * MATRIX, dtype=kind, device=device)
+    product_s = fastest(lambda: square @ square, lambda: torch.cuda.synchronize(device))
+    link = measure_link(device)
+    return Speeds(
+        bandwidth=copy_bandwidth(device),
+        link=link.copy,
+        flops=2 * square.shape[0] ** 3 / product_s,
+        date=date.today().isoformat(),
+        link_read=link.read,
+        handover_s=_handover(device),
+    )
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Return the bytes a second that copies within a GPU read and write."""
+    free, _ = torch.cuda.mem_get_info(device)
+    source = torch.empty(min(SAMPLE_BYTES, free // 4), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = fastest(lambda: target.copy_(source), lambda: torch.cuda.synchronize(device))
+    return 2 * source.nbytes / seconds
+
+
+def measure_link(device: torch.device) -> LinkSpeeds:
+    """Return the speeds of copies from pinned memory, and of kernels that read it."""
+    free, _ = torch.cuda.mem_get_info(device)
+    pinned = torch.zeros(min(LINK_BYTES, free // 4 // MIB * MIB), dtype=torch.uint8).pin_memory()
+    target = torch.empty_like(pinned, device=device)
+    out = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def wait() -> None:
+        torch.cuda.synchronize(device)
+
+    copy_s = fastest(lambda: target.copy_(pinned, non_blocking=True), wait)
+    read_s = 0.0
+    if not torch.version.hip:  # no CUDA kernel runs there
+        with torch.cuda.device(device):
+            read_s = _or_none(
+                "reads of host memory", lambda: fastest(lambda: read_all(pinned, out), wait)
+            )
+    return LinkSpeeds(pinned.nbytes / copy_s, pinned.nbytes / read_s if read_s else 0.0)
+
+
+def _handover(device: torch.device) -> float:
+    """Return the time of an empty hand-over; 0 without a C++ module or a compiler of kernels."""
+    if MODULE is None or torch.version.hip:
+        return 0.0
+    with torch.cuda.device(device):
+        return _or_none("hand-overs to the CPU", lambda: handover_seconds(str(device)))
+
+
+def _or_none(what: str, measure: Callable[[], float]) -> float:
+    """Return what is measured, or 0 and a warning where kernels do not run."""
+    try:
+        return measure()
+    except (KernelError, RuntimeError, OSError, AttributeError) as error:
+        log.warning("calibrate: %s are not measured: %s", what, error)
+        return 0.0
+
+
+def fastest(work: Callable[[], object], wait: Callable[[], None] = lambda: None) -> float:
+    """Return the least seconds that one run of the work takes; others only make it slower."""
+    work()
+    wait()
+    start = time.perf_counter()
+    work()
+    wait()
+    once = max(1e-9, time.perf_counter() - start)
+    # Fixed before: a GPU takes orders for many seconds of work in no time.
+    runs = max(1, min(MOST_RUNS, int(LEAST_S / TRIES / once)))
+    best = float("inf")
+    for _ in range(TRIES):
+        start = time.perf_counter()
+        for _ in range(runs):
+            work()
+        wait()
+        best = min(best, (time.perf_counter() - start) / runs)
+    return best

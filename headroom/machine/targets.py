@@ -1,0 +1,120 @@
+"""Targets: the devices that a plan is made for, here or on a machine that is not at hand."""
+
+import re
+from dataclasses import replace
+
+from headroom.errors import OptionError
+from headroom.machine.calibration import load_speeds, speeds_path, with_speeds
+from headroom.machine.catalogue import find_device
+from headroom.machine.devices import DeviceSpec, detect_cpu
+from headroom.machine.gpus import (
+    UNKNOWN_BANDWIDTH,
+    UNKNOWN_FLOPS,
+    UNKNOWN_LINK,
+    detect_gpus,
+    find_gpu,
+)
+from headroom.options import Options
+from headroom.units import gib, parse_size
+
+_LOCAL = re.compile(r"(cuda|hip):\d+")  # names of this machine's GPUs
+
+
+def plan_devices(options: Options) -> list[DeviceSpec]:
+    """Return the devices that the options name, in their order, and the host memory behind them.
+
+    A device is `cpu`, a GPU of this machine (`cuda:0`, `hip:0`), a catalogue name or a size;
+    several are separated by commas. Without any it is this machine's CPU.
+    """
+    names = [name.strip() for name in (options.device or "cpu").split(",")]
+    host = _host(options.ram)
+    devices = [host if name == "cpu" else parse_device(name) for name in names]
+    if options.device_memory is not None:
+        devices = [_limited(device, options.device_memory) for device in devices]
+    if len([device for device in devices if device.kind == "cpu"]) > 1:
+        raise OptionError("--device names cpu twice.", hint="Name it once.", param="device")
+    devices = _unique(devices)
+    if not (any(device.kind == "cpu" for device in devices) or all(x.unified for x in devices)):
+        devices.append(replace(host, name="host", runs_layers=False))
+    return _with_own_speeds(devices, options)
+
+
+def _with_own_speeds(devices: list[DeviceSpec], options: Options) -> list[DeviceSpec]:
+    """Return the devices with what was measured here, unless they belong to another machine."""
+    gpus = [device for device in devices if device.kind != "cpu"]
+    if not all(is_local(device.name) for device in gpus):
+        return devices
+    return with_speeds(devices, load_speeds(speeds_path(options.home_path)))
+
+
+def is_local(name: str) -> bool:
+    """Tell whether a name means a GPU of this machine."""
+    return _LOCAL.fullmatch(name) is not None
+
+
+def parse_device(text: str) -> DeviceSpec:
+    """Return the GPU that a name or a size stands for."""
+    if is_local(text):
+        return find_gpu(text, detect_gpus())
+    if re.match(r"[\d.\-]", text):
+        return _unknown_gpu(text)
+    return find_device(text)
+
+
+def _unknown_gpu(text: str) -> DeviceSpec:
+    """Return a GPU of which only the size is known."""
+    total = parse_size(text, "device")
+    if total <= 0:
+        raise OptionError(f"--device {text} has no memory.", hint="Write 24GiB.", param="device")
+    return DeviceSpec(
+        name=gib(total).replace(" ", ""),
+        kind="cuda",
+        total_bytes=total,
+        available_bytes=total,
+        bandwidth=UNKNOWN_BANDWIDTH,
+        link=UNKNOWN_LINK,
+        flops=UNKNOWN_FLOPS,
+        sm=80,  # the oldest one that computes in bf16
+    )
+
+
+def _limited(device: DeviceSpec, text: str) -> DeviceSpec:
+    """Return a GPU as if it had no more memory than an engine may take of it."""
+    limit = parse_size(text, "device_memory")
+    if limit <= 0:
+        raise OptionError(
+            f"--device-memory is {text!r}.", hint="Write 12GiB.", param="device_memory"
+        )
+    if device.kind == "cpu":
+        return device
+    return replace(
+        device,
+        total_bytes=min(device.total_bytes, limit),
+        card_bytes=device.total_bytes,
+        available_bytes=min(device.available_bytes, limit),
+    )
+
+
+def _host(ram: str | None) -> DeviceSpec:
+    """Return this machine's CPU, with other memory where the options say so."""
+    here = detect_cpu()
+    if ram is None:
+        return here
+    total = parse_size(ram, "ram")
+    if total <= 0:
+        raise OptionError(f"--ram is {ram!r}.", hint="Write 64GiB.", param="ram")
+    return replace(here, total_bytes=total, available_bytes=total, pinnable_bytes=None)
+
+
+def _unique(devices: list[DeviceSpec]) -> list[DeviceSpec]:
+    """Number devices of one name, so that each line of a plan says which one it means."""
+    seen: dict[str, int] = {}
+    named = []
+    for device in devices:
+        count = seen[device.name] = seen.get(device.name, 0) + 1
+        if count > 1 and is_local(device.name):
+            raise OptionError(
+                f"--device names {device.name} twice.", hint="Name it once.", param="device"
+            )
+        named.append(device if count == 1 else replace(device, name=f"{device.name}#{count}"))
+    return named

@@ -1,1 +1,0 @@
-"""What fits where, decided before loading."""

@@ -1,1 +1,0 @@
-"""One small file per model family."""

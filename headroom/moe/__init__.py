@@ -1,1 +1,0 @@
-"""Experts, chosen by a router."""

@@ -1,0 +1,120 @@
+"""describe(): the family, configuration and shape of a checkpoint, without its weights."""
+
+import logging
+from dataclasses import dataclass
+from reprlib import repr as short
+
+from headroom.errors import ModelError
+from headroom.families.config import AttentionConfig, DeltaNetConfig, ModelConfig
+from headroom.families.dims import read_dims
+from headroom.families.family import ANY, USUAL, Family
+from headroom.families.gemma4 import GEMMA4
+from headroom.families.laguna import LAGUNA
+from headroom.families.llama import LLAMA
+from headroom.families.qwen3 import QWEN3
+from headroom.families.qwen3moe import QWEN3MOE
+from headroom.families.qwen35 import QWEN35
+from headroom.families.qwen35moe import QWEN35MOE
+from headroom.formats.checkpoint import Checkpoint
+from headroom.plan.shape import ModelShape
+from headroom.plan.sources import header_shape
+
+log = logging.getLogger(__name__)
+
+FAMILIES: dict[str, Family] = {
+    family.architecture: family
+    for family in (LLAMA, QWEN3, QWEN3MOE, QWEN35, QWEN35MOE, LAGUNA, GEMMA4)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """A checkpoint that was found fit to run."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    shape: ModelShape
+
+
+def describe(checkpoint: Checkpoint) -> ModelDescription:
+    """Read a checkpoint's settings and check its tensors against them."""
+    family = FAMILIES.get(checkpoint.architecture)
+    if family is None:
+        raise ModelError(
+            f"{checkpoint.path} is a {checkpoint.architecture!r} model, which is not supported.",
+            hint=f"Supported: {', '.join(FAMILIES)}.",
+        )
+    _refuse_unknown_settings(checkpoint, family)
+    _check_value_length(checkpoint)
+    # The planner's own reader: what it counts is what is built.
+    header = checkpoint.header
+    dims = read_dims(header)
+    shape = header_shape(header)
+    config = family.read_config(checkpoint, dims)
+    _check_attention(checkpoint, config)
+    _check_states(checkpoint, config)
+    if extra := checkpoint.metadata.get_int("block_count") - dims.layers:
+        log.info("describe: %d layers that predict further ahead are not used", extra)
+    if heads := sum(1 for name in checkpoint.tensors if name.startswith("mtp.")):
+        log.info("describe: %d tensors that predict further ahead are not used", heads)
+    return ModelDescription(checkpoint, config, shape)
+
+
+def _refuse_unknown_settings(checkpoint: Checkpoint, family: Family) -> None:
+    for key, allowed in {**USUAL, **family.fixed}.items():
+        value = checkpoint.metadata.values.get(key)
+        if value is None or allowed is ANY or value in allowed:
+            continue
+        words = ", ".join(map(repr, allowed)) or "a model without it"
+        raise ModelError(
+            f"{checkpoint.path}: {key} is {short(value)}, which is not supported for "
+            f"{family.architecture}.",
+            hint=f"Supported: {words}.",
+        )
+
+
+def _check_value_length(checkpoint: Checkpoint) -> None:
+    """Refuse values that are not as long as keys: no kernel here has them."""
+    metadata = checkpoint.metadata
+    for end in ("", "_swa"):
+        key, value = (f"attention.{word}_length{end}" for word in ("key", "value"))
+        if key in metadata and value in metadata:
+            lengths = metadata.get_int(key), metadata.get_int(value)
+            if lengths[0] != lengths[1]:
+                raise ModelError(
+                    f"{checkpoint.path}: {value} is {lengths[1]} and {key} is {lengths[0]}; "
+                    "values as long as keys are supported."
+                )
+
+
+def _check_attention(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Refuse sizes that no attention has, before anything is sized by them."""
+    mixers = [layer.mixer for layer in config.layers]
+    for attention in (mixer for mixer in mixers if isinstance(mixer, AttentionConfig)):
+        if attention.heads % attention.kv_heads:
+            raise ModelError(
+                f"{checkpoint.path}: {attention.heads} query heads do not share "
+                f"{attention.kv_heads} key heads evenly."
+            )
+        dims = attention.rope.dims
+        if dims < 2 or dims % 2 or dims > attention.head_dim:
+            raise ModelError(
+                f"{checkpoint.path}: {dims} rotary dimensions do not fit heads of "
+                f"{attention.head_dim}."
+            )
+        if attention.rope.divisors and len(attention.rope.divisors) != dims // 2:
+            raise ModelError(
+                f"{checkpoint.path}: {len(attention.rope.divisors)} rotary factors for "
+                f"{dims // 2} frequencies."
+            )
+
+
+def _check_states(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Refuse heads of recurrent layers that cannot be shared out."""
+    mixers = [layer.mixer for layer in config.layers]
+    for state in (mixer for mixer in mixers if isinstance(mixer, DeltaNetConfig)):
+        if state.value_heads % state.key_heads:
+            raise ModelError(
+                f"{checkpoint.path}: {state.value_heads} value heads do not share "
+                f"{state.key_heads} key heads evenly."
+            )

@@ -1,0 +1,128 @@
+"""Hot experts: how many of each layer a byte budget holds; which ones is not decided here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from headroom.errors import OptionError, PlanError
+from headroom.kernels.cuda.sizes import ALIGNMENT
+from headroom.plan.shape import LayerShape
+from headroom.units import gib, parse_size
+
+
+@dataclass(frozen=True, slots=True)
+class HotExperts:
+    """The hot experts of a run of layers."""
+
+    counts: tuple[int, ...]  # by layer
+    bytes: int
+    staging: int = 0  # bytes beside them, where others are cold
+
+    @property
+    def total(self) -> int:
+        """Hot experts of all layers."""
+        return sum(self.counts)
+
+
+def parse_expert_budget(text: str, expert_bytes: int) -> int:
+    """Return the bytes that `8GiB` or `60%` allow for hot experts, at most all of them."""
+    if text.endswith("%"):
+        try:
+            percent = float(text[:-1])
+        except ValueError:
+            percent = -1.0
+        if not 0 <= percent <= 100:
+            raise OptionError(
+                f"--expert-budget is {text!r}.",
+                hint="Write 0% to 100%, or a size as 8GiB.",
+                param="expert_budget",
+            )
+        return int(expert_bytes * percent / 100)
+    if text.strip().isdecimal() and int(text):
+        raise OptionError(
+            f"--expert-budget is {text!r}, a number without a unit.",
+            hint=f"Write {text.strip()}% or {text.strip()}GiB.",
+            param="expert_budget",
+        )
+    return min(parse_size(text, "expert_budget"), expert_bytes)
+
+
+def check_expert_budget(layers: Sequence[LayerShape], budget: int) -> None:
+    """Refuse a budget that holds some experts and not as many as one token visits."""
+    needed = floor_bytes(layers)
+    if 0 < budget < needed:
+        raise PlanError(
+            f"{_floor(layers)} hot experts in each of {sum(bool(x.experts) for x in layers)} "
+            f"layers need {gib(needed)} and the budget for experts is {gib(budget)}.",
+            hint="Raise --expert-budget, or keep all experts cold with --expert-budget 0%.",
+            param="expert_budget",
+        )
+
+
+def keep_experts(layers: Sequence[LayerShape], budget: int) -> HotExperts:
+    """Return the experts that a budget keeps hot: none where it is below the floor."""
+    hot = spread_experts(layers, budget)
+    if hot.bytes < floor_bytes(layers):
+        return HotExperts((0,) * len(layers), 0)
+    return hot
+
+
+def keep_with_staging(
+    layers: Sequence[LayerShape], room: int, most: int, staging: int
+) -> HotExperts:
+    """Return the experts that `most` bytes of a room keep hot beside the staging of cold ones."""
+    total = sum(layer.all_expert_bytes for layer in layers)
+    if total <= min(room, most):
+        return HotExperts(tuple(layer.experts for layer in layers), total)
+    return replace(keep_experts(layers, max(0, min(room - staging, most))), staging=staging)
+
+
+def holds_cold(cold: str, keep_copy: bool) -> bool:
+    """Tell whether host memory holds cold experts: those that are left out, nobody reads."""
+    return cold != "drop" or keep_copy
+
+
+def floor_bytes(layers: Sequence[LayerShape]) -> int:
+    """Return the bytes of the fewest hot experts: in every layer as many as one token visits."""
+    return _bytes(layers, _floor(layers))
+
+
+def spread_experts(layers: Sequence[LayerShape], budget: int) -> HotExperts:
+    """Return the most experts that a budget holds when every layer gets the same number.
+
+    What is left goes to one more expert in layers whose experts are small, earlier ones first.
+    """
+    low, high = 0, max((layer.experts for layer in layers), default=0)
+    while low < high:  # the largest number per layer that the budget holds
+        middle = (low + high + 1) // 2
+        if _bytes(layers, middle) <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    counts = [min(low, layer.experts) for layer in layers]
+    left = budget - _bytes(layers, low)
+    order = sorted(range(len(layers)), key=lambda index: (layers[index].expert_bytes, index))
+    for index in order:
+        layer = layers[index]
+        if counts[index] < layer.experts and layer.expert_bytes <= left:
+            counts[index] += 1
+            left -= layer.expert_bytes
+    used = sum(count * layer.expert_bytes for count, layer in zip(counts, layers, strict=True))
+    return HotExperts(tuple(counts), used)
+
+
+def largest_expert(layers: Sequence[LayerShape]) -> int:
+    """Return the bytes of the largest expert of some layers."""
+    return max((layer.expert_bytes for layer in layers if layer.experts), default=0)
+
+
+def aligned(size_bytes: int) -> int:
+    """Return a size filled up so that what follows is aligned."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _floor(layers: Sequence[LayerShape]) -> int:
+    return max((layer.experts_used for layer in layers), default=0)
+
+
+def _bytes(layers: Sequence[LayerShape], each: int) -> int:
+    return sum(min(each, layer.experts) * layer.expert_bytes for layer in layers)

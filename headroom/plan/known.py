@@ -1,0 +1,30 @@
+"""Known models: shapes that a plan can be made from before anything is downloaded."""
+
+from collections.abc import Mapping
+
+from headroom.errors import OptionError
+from headroom.families.known import KNOWN, is_known, split_mix
+from headroom.formats.mixes import MIXES, find_mix
+from headroom.plan.shape import ModelShape
+from headroom.plan.shaping import shape_of
+
+
+def known_shape(text: str) -> ModelShape:
+    """Return the shape that `qwen3.6-35b-a3b:q4_k_m` stands for; drafts are bf16 if not said."""
+    name, _, mix_name = text.lower().partition(":")
+    dims = KNOWN.get(name)
+    if dims is None:
+        raise OptionError(f"{name!r} is no known model.", hint=f"Known: {', '.join(KNOWN)}.")
+    mix_name = mix_name or ("bf16" if dims.taps else "q4_k_m")
+    return shape_of(f"{name}:{mix_name}", dims, find_mix(mix_name))
+
+
+def smaller_mixes(text: str) -> Mapping[str, ModelShape]:
+    """Return the built-in model in every mix that is smaller, largest first."""
+    if not is_known(text):
+        return {}
+    base, mix_name = split_mix(text)
+    size = known_shape(text).weight_bytes
+    shapes = {f"{base}:{name}": known_shape(f"{base}:{name}") for name in MIXES if name != mix_name}
+    smaller = [(key, shape) for key, shape in shapes.items() if shape.weight_bytes < size]
+    return dict(sorted(smaller, key=lambda row: -row[1].weight_bytes))

@@ -1,0 +1,322 @@
+"""Layout: which device holds what, for settings that are all decided."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from headroom.machine.devices import DeviceKind, DeviceSpec
+from headroom.plan.budget import (
+    NOT_ALLOCATED,
+    Line,
+    PlanSettings,
+    Rules,
+    embed_bytes,
+    lookup_bytes,
+    snapshot_bytes,
+)
+from headroom.plan.experts import HotExperts, keep_with_staging, largest_expert
+from headroom.plan.lines import draft_lines, layer_bytes, runtime_lines, stage_lines
+from headroom.plan.shape import ModelShape
+from headroom.plan.sharing import FixedBytes, SpanJudge, layer_times, share_layers
+from headroom.plan.spans import (
+    Span,
+    check_device_count,
+    split_by_balance,
+    split_by_filling,
+    split_by_weights,
+)
+from headroom.plan.staging import bounce_bytes, expert_staging_bytes
+from headroom.units import gib
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePlan:
+    """What one device holds."""
+
+    name: str
+    kind: DeviceKind
+    total_bytes: int
+    lines: tuple[Line, ...]
+    layers: tuple[int, int]  # first and last layer
+    hot_by_layer: tuple[int, ...] = ()  # routed experts held here, for each of its layers
+    total_experts: int = 0  # routed experts of its layers
+    holds_all: bool = False  # there is no other memory behind it
+
+    @property
+    def hot_experts(self) -> int:
+        """Routed experts held here."""
+        return sum(self.hot_by_layer)
+
+    @property
+    def free_bytes(self) -> int:
+        """What no line takes; negative where the lines do not fit."""
+        return self.total_bytes - sum(line.bytes for line in self.lines)
+
+    @property
+    def allocated(self) -> dict[str, int]:
+        """The lines that the engine allocates, by name."""
+        return {line.name: line.bytes for line in self.lines if line.name not in NOT_ALLOCATED}
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """What host memory holds beside the devices; empty where a device is the host itself."""
+
+    total_bytes: int
+    lines: tuple[Line, ...]
+
+    @property
+    def free_bytes(self) -> int:
+        """What no line takes; negative where the lines do not fit."""
+        return self.total_bytes - sum(line.bytes for line in self.lines)
+
+
+def biggest_line(lines: Sequence[Line]) -> Line:
+    """Return the largest line that settings or weights are to blame for."""
+    own = [line for line in lines if line.name not in NOT_ALLOCATED]
+    return max(own or lines, key=lambda line: line.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All devices that run layers, and the host."""
+
+    devices: tuple[DevicePlan, ...]
+    host: HostPlan
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device and the host hold their lines."""
+        return self.host.free_bytes >= 0 and all(x.free_bytes >= 0 for x in self.devices)
+
+    @property
+    def hot_experts(self) -> int:
+        """Routed experts that devices keep although the host could hold them."""
+        return sum(device.hot_experts for device in self.devices if not device.holds_all)
+
+
+def lay_out(
+    model: ModelShape, devices: Sequence[DeviceSpec], settings: PlanSettings, rules: Rules
+) -> Layout:
+    """Return the best way to share the layers that the settings allow, fitting or not."""
+    best, best_rank = None, (False, 0, 0)
+    for spans in _span_choices(model, devices, settings, rules):
+        layout = _Builder(model, tuple(devices), settings, rules, spans).build()
+        rank = (layout.fits, layout.hot_experts, -_picoseconds(model, devices, settings, spans))
+        if best is None or rank > best_rank:
+            best, best_rank = layout, rank
+    assert best is not None
+    return best
+
+
+def _picoseconds(
+    model: ModelShape,
+    devices: Sequence[DeviceSpec],
+    settings: PlanSettings,
+    spans: tuple[Span, ...],
+) -> int:
+    """Return how long the devices read what one token needs."""
+    stages = [device for device in devices if device.runs_layers]
+    if len(stages) == 1:
+        return 0  # there is no choice
+    return sum(
+        sum(layer_times(model, device, settings)[first : last + 1])
+        for device, (first, last) in zip(stages, spans, strict=True)
+    )
+
+
+def _span_choices(
+    model: ModelShape, devices: Sequence[DeviceSpec], settings: PlanSettings, rules: Rules
+) -> Iterator[tuple[Span, ...]]:
+    """Yield the ways to share layers that are worth trying, the one to prefer first."""
+    stages = [device for device in devices if device.runs_layers]
+    last = len(model.layers) - 1
+    if len(stages) == 1:
+        yield ((0, last),)
+        return
+    check_device_count(len(model.layers), len(stages))
+    if rules.split:
+        yield split_by_weights(len(model.layers), rules.split)
+        return
+
+    def fixed_bytes(index: int, span: Span) -> int:
+        spans = tuple(span for _ in stages)  # only the device's own is looked at
+        builder = _Builder(model, tuple(devices), settings, rules, spans)
+        return sum(line.bytes for line in builder.fixed_lines(index, stages[index]))
+
+    judge = SpanJudge(model, stages, settings, rules, fixed_bytes)
+    found = share_layers(len(model.layers), len(stages), judge)
+    if found is not None:
+        yield found
+    if found is None or any(device.holds_all for device in stages):
+        # A device that is the host also holds what others leave there, which no span tells.
+        yield from _rough_choices(model, stages, settings, fixed_bytes)
+
+
+def _rough_choices(
+    model: ModelShape,
+    stages: Sequence[DeviceSpec],
+    settings: PlanSettings,
+    fixed_bytes: FixedBytes,
+) -> Iterator[tuple[Span, ...]]:
+    """Yield spans by the bytes of layers and the room of devices, whether they fit or not."""
+    core = [layer_bytes(layer, settings) for layer in model.layers]
+    rooms = []
+    for index, device in enumerate(stages):
+        layer = len(core) - 1 if index == len(stages) - 1 else 0
+        rooms.append(device.total_bytes - fixed_bytes(index, (layer, layer)) + core[layer])
+    whole = [size + layer.all_expert_bytes for size, layer in zip(core, model.layers, strict=True)]
+    yield split_by_balance(whole, rooms)
+    for backwards in (False, True):  # all that fits on the faster device
+        if spans := split_by_filling(whole, rooms, backwards=backwards):
+            yield spans
+    if whole != core:
+        yield split_by_balance(core, rooms)
+
+
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    """Puts the lines of one way to share the layers together."""
+
+    model: ModelShape
+    devices: tuple[DeviceSpec, ...]
+    settings: PlanSettings
+    rules: Rules
+    spans: tuple[Span, ...]
+
+    def build(self) -> Layout:
+        stages = [device for device in self.devices if device.runs_layers]
+        lines = [self.fixed_lines(index, device) for index, device in enumerate(stages)]
+        hot = [
+            self._hot(device, span, own)
+            for device, span, own in zip(stages, self.spans, lines, strict=True)
+        ]
+        host_lines = self._host_lines(stages, hot)
+        for own, kept in zip(lines, hot, strict=True):
+            if kept.staging:
+                why = "cold experts on their way: buffers, and one for an exchange"
+                own.insert(1, Line("expert_staging", kept.staging, why))
+            if kept.total:
+                own.insert(1, Line("hot_experts", kept.bytes, f"{kept.total} routed experts"))
+        self._move_embeddings(stages, lines, host_lines)
+        host = next((device for device in self.devices if device.kind == "cpu"), None)
+        for index, device in enumerate(stages):
+            if device.holds_all and host_lines:  # the host's memory is this device's own
+                lines[index] += host_lines
+                host_lines = []
+        plans = tuple(map(self._device_plan, stages, lines, hot, self.spans))
+        if host is None or host.runs_layers:
+            total = host.total_bytes if host else 0
+            return Layout(plans, HostPlan(total, tuple(host_lines)))
+        return Layout(plans, HostPlan(host.total_bytes, (*host_lines, *runtime_lines(host))))
+
+    def fixed_lines(self, index: int, device: DeviceSpec) -> list[Line]:
+        """Return all lines of a device but its hot experts."""
+        lines = stage_lines(self.model, self.spans[index], device, self.settings, self.rules)
+        final = index == len(self.spans) - 1
+        alone = len(self.spans) == 1
+        if self.model.tied and final and not alone:
+            lines.insert(1, self._table("head", "the token table as head"))
+        if index == 0 and device.holds_all:
+            note = "also the head" if self.model.tied and alone else ""
+            lines.insert(1, self._table("embeddings", note, lookup=True))
+        elif index == 0 and self.model.tied and alone:
+            lines.insert(1, self._table("embeddings", "also the head"))
+        if final and self.rules.draft is not None:
+            lines += draft_lines(self.rules.draft, self.model, self.settings, self.rules)
+        return lines + runtime_lines(device)
+
+    def _hot(self, device: DeviceSpec, span: Span, lines: Sequence[Line]) -> HotExperts:
+        """Return the experts that a device keeps: all if no memory stands behind it."""
+        layers = self.model.layers[span[0] : span[1] + 1]
+        total = sum(layer.all_expert_bytes for layer in layers)
+        if device.holds_all:
+            return HotExperts(tuple(layer.experts for layer in layers), total)
+        room, most = device.total_bytes - sum(line.bytes for line in lines), total
+        if self.rules.expert_bytes is not None and self.model.expert_bytes:
+            most = self.rules.expert_bytes * total // self.model.expert_bytes
+        staging, unpacks = 0, self.settings.expert_unpack_bytes
+        if self.settings.holds_cold:
+            staging = expert_staging_bytes(layers, self.model.hidden, unpacks)
+        return keep_with_staging(layers, room, most, staging)
+
+    def _host_lines(self, stages: Sequence[DeviceSpec], hot: Sequence[HotExperts]) -> list[Line]:
+        lines = []
+        cold_bytes = self.model.expert_bytes - sum(kept.bytes for kept in hot)
+        cold = self.model.total_experts - sum(kept.total for kept in hot)
+        if cold and self.settings.holds_cold:
+            lines += self._cold_lines(cold, cold_bytes)
+        if budget := self.rules.snapshot_bytes:
+            each = snapshot_bytes(self.model, self.settings)
+            why = f"saved prefixes: {budget // each} of a whole context, {gib(each)} each"
+            lines.append(Line("snapshots", budget, why))
+        if stages[0].holds_all:
+            return lines
+        if not (self.model.tied and len(stages) == 1):
+            lines.append(self._table("embeddings", "rows are read by the host", lookup=True))
+        elif lookup := lookup_bytes(self.model, self.settings):
+            lines.append(Line("embeddings", lookup, "tables of which the host reads rows"))
+        return lines
+
+    def _cold_lines(self, cold: int, cold_bytes: int) -> list[Line]:
+        """Return what the host holds for devices that do not hold all their experts."""
+        what = f"{cold} routed experts"
+        if self.rules.keep_copy:
+            cold_bytes = self.model.expert_bytes
+            what += " and copies of the hot ones"
+        pinned = self._pinned(cold_bytes)
+        spare, why = largest_expert(self.model.layers), "for an exchange"
+        # What is left out passes no buffers.
+        if pinned != "pinned" and self.settings.uses_arena and self.settings.cold != "drop":
+            spare += bounce_bytes(self.model.layers)
+            why += ", and pinned buffers that experts pass which are not"
+        return [
+            Line("cold_experts", cold_bytes, f"{what}, {pinned}"),
+            Line("expert_spare", spare, why),
+        ]
+
+    def _pinned(self, size: int) -> str:
+        """Say whether so much host memory may be pinned, which devices read without a copy."""
+        if not self.rules.pin:
+            return "not pinned: --no-pin"
+        host = next((device for device in self.devices if device.kind == "cpu"), None)
+        limit = host.pinnable_bytes if host else None
+        if limit is None or size <= limit:
+            return "pinned"
+        return f"not pinned: the control group allows {gib(limit)}"
+
+    def _move_embeddings(
+        self, stages: Sequence[DeviceSpec], lines: list[list[Line]], host_lines: list[Line]
+    ) -> None:
+        """Move the token table from the host to the first device where there is room."""
+        names = [line.name for line in host_lines]
+        if "cold_experts" in names or "embeddings" not in names:
+            return  # experts come first: with cold ones there is no room to speak of
+        if any(line.name == "embeddings" for line in lines[0]):
+            return
+        free = stages[0].total_bytes - sum(line.bytes for line in lines[0])
+        index = names.index("embeddings")
+        if free >= host_lines[index].bytes:
+            host_lines.pop(index)
+            lines[0].insert(1, self._table("embeddings", "there is room", lookup=True))
+
+    def _table(self, name: str, note: str, *, lookup: bool = False) -> Line:
+        model, settings = self.model, self.settings
+        size, beside = embed_bytes(model, settings), lookup_bytes(model, settings)
+        why = f"{model.vocab} x {model.hidden}, {settings.weights}" + (f", {note}" if note else "")
+        if lookup and beside:
+            return Line(name, size + beside, f"{why}, and {gib(beside)} of per-layer tables")
+        return Line(name, size, why)
+
+    def _device_plan(
+        self, device: DeviceSpec, lines: list[Line], hot: HotExperts, span: Span
+    ) -> DevicePlan:
+        return DevicePlan(
+            name=device.name,
+            kind=device.kind,
+            total_bytes=device.total_bytes,
+            lines=tuple(line for line in lines if line.bytes),
+            layers=span,
+            hot_by_layer=hot.counts if self.model.total_experts else (),
+            total_experts=sum(x.experts for x in self.model.layers[span[0] : span[1] + 1]),
+            holds_all=device.holds_all,
+        )

@@ -1,0 +1,393 @@
+"""Plan: what goes where, decided before loading; make_plan() is the only way to get one."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import log2
+
+from headroom.errors import OptionError, PlanError
+from headroom.formats.quants import BY_NAME
+from headroom.machine.devices import DeviceSpec
+from headroom.machine.precision import Precision, choose_precision
+from headroom.options import Options
+from headroom.plan.budget import (
+    PAGE_SIZE,
+    PlanSettings,
+    Rules,
+    core_bytes,
+    embed_bytes,
+    head_bytes,
+)
+from headroom.plan.cold_speeds import ColdSpeeds, speeds_of
+from headroom.plan.cost import Prediction, predict
+from headroom.plan.device_scratch import NARROW_TYPES, unpack_bytes_for
+from headroom.plan.experts import check_expert_budget, floor_bytes, parse_expert_budget
+from headroom.plan.layout import DevicePlan, HostPlan, Layout, biggest_line, lay_out
+from headroom.plan.shape import ModelShape
+from headroom.plan.solver import (
+    Candidate,
+    Judge,
+    Ranges,
+    chunk_choices,
+    context_choices,
+    down_to_one,
+    open_ranges,
+    solve,
+)
+from headroom.plan.spans import parse_split
+from headroom.units import gib, parse_size
+
+COLD_CHUNKS = (2048, 1024, 512, 256)  # rows of a prompt's step where experts are cold
+KEPT_FOR_CHUNK = 0.97  # of the hot experts, by a chunk twice as long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What goes where, with every setting decided."""
+
+    model: str
+    fits: bool
+    settings: PlanSettings
+    devices: tuple[DevicePlan, ...]
+    host: HostPlan
+    precision: Precision
+    lossy: tuple[str, ...]  # named choices that change results
+    notes: tuple[str, ...]  # what a reader should know and no line says
+    predicted: Prediction
+    cold_speeds: ColdSpeeds | None = None  # where some experts are cold
+
+
+class DoesNotFitError(PlanError):
+    """The model does not fit; carries the plan that fails and settings that would fit."""
+
+    def __init__(self, message: str, *, hint: str, plan: Plan, nearest: tuple[str, ...]) -> None:
+        super().__init__(message, hint=hint)
+        self.plan = plan
+        self.nearest = nearest  # flags to try, nearest first
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One planning problem: everything but the settings that the solver chooses."""
+
+    model: ModelShape
+    devices: tuple[DeviceSpec, ...]
+    options: Options
+    precision: Precision
+    rules: Rules
+
+    def settings(self, chosen: Candidate, weights: str) -> PlanSettings:
+        options, activation = self.options, self.precision.activation
+        kv_type = options.kv_type or activation
+        return PlanSettings(
+            context=chosen.context,
+            parallel=chosen.parallel,
+            chunk=chosen.chunk,
+            cache_tokens=chosen.cache_pages * PAGE_SIZE,
+            k_type=options.k_type or kv_type,
+            v_type=options.v_type or kv_type,
+            dtype=options.dtype or activation,
+            activation=activation,
+            weights=weights,
+            threads=options.threads or self._threads,
+            pin_threads=options.pin_threads,
+            kernels=self.kernels,
+            unpack_bytes=self._unpack_bytes,
+            cold=options.cold,
+            pin_experts=not options.no_pin,
+            keep_host_copy=options.keep_host_copy,
+        )
+
+    @property
+    def _threads(self) -> int:
+        """All cores of the host; beside a GPU one is left to the thread that feeds it."""
+        cores = max((device.cores for device in self.devices), default=0)
+        fed = any(device.runs_layers and device.kind != "cpu" for device in self.devices)
+        return max(1, cores - 1 if fed else cores)
+
+    @property
+    def _unpack_bytes(self) -> int:
+        """What the smallest GPU may unpack at a time; CPUs do not unpack so."""
+        gpus = [x for x in self.devices if x.runs_layers and x.kind != "cpu"]
+        return min((unpack_bytes_for(gpu.total_bytes) for gpu in gpus), default=0)
+
+    @property
+    def kernels(self) -> str:
+        """Which kernels run the layers: a GPU's own, or C++ ones where every stage has them."""
+        stages = [device for device in self.devices if device.runs_layers]
+        if any(device.kind == "hip" for device in stages):
+            return "triton" if self.options.kernels == "auto" else self.options.kernels
+        if any(device.kind != "cpu" for device in stages):
+            return "device" if self.options.kernels == "auto" else self.options.kernels
+        wanted = self.options.kernels == "auto" and self.options.dtype in (None, "int8", "f32")
+        return "native" if wanted and all(device.native for device in stages) else "reference"
+
+    @property
+    def native(self) -> bool:
+        """Whether C++ kernels run the layers; they read packed weights."""
+        return self.kernels == "native"
+
+    def lay_out(self, chosen: Candidate, weights: str) -> Layout:
+        return lay_out(self.model, self.devices, self.settings(chosen, weights), self.rules)
+
+    def solve(self, ranges: Ranges, weights: str) -> Candidate | None:
+        def judge(candidate: Candidate) -> int | None:
+            layout = self.lay_out(candidate, weights)
+            return layout.hot_experts if layout.fits else None
+
+        found = solve(ranges, judge)
+        if found is None or self.options.chunk is not None or not self._may_have_cold:
+            return found
+        hot = judge(found)
+        if hot is None or hot == self.model.total_experts:
+            return found
+        return self._with_best_chunk(found, ranges, judge)
+
+    def _with_best_chunk(self, found: Candidate, ranges: Ranges, judge: Judge) -> Candidate:
+        """Return the candidate whose chunk and hot experts are worth most, where some are cold.
+
+        Every chunk waits for all cold experts, so that prompts take as many times longer as their
+        chunks are shorter; tokens after it hardly feel three hot experts in a hundred. What a
+        chunk is worth does not depend on the other choices, and the rest is solved as if it were
+        fixed: the plan stays the same where a user fixes what was chosen.
+        """
+
+        def worth(chunk: int) -> tuple[float, int]:
+            hot = judge(ranges.least(found.context, ranges.parallels[-1], chunk))
+            return (-1 if hot is None else hot * KEPT_FOR_CHUNK ** -log2(chunk)), chunk
+
+        longer = [x for x in COLD_CHUNKS if found.chunk < x <= found.context]
+        chunk = max((found.chunk, *longer), key=worth)
+        if chunk == found.chunk:
+            return found
+        return solve(replace(ranges, contexts=(found.context,), chunks=(chunk,)), judge) or found
+
+    @property
+    def _may_have_cold(self) -> bool:
+        stages = [device for device in self.devices if device.runs_layers]
+        return bool(self.model.total_experts) and not any(device.holds_all for device in stages)
+
+
+def make_plan(
+    shapes: Sequence[ModelShape], devices: Sequence[DeviceSpec], options: Options
+) -> Plan:
+    """Return the best plan that fits, or raise an error that says what would fit."""
+    if options.dtype == "int8" and options.weights == "unpacked":
+        raise OptionError(
+            "Unpacked weights are floats, which have no 8-bit products.",
+            hint="Leave out --weights unpacked, or choose --dtype f32.",
+            param="weights",
+        )
+    if options.kernels == "triton" and all(x.kind == "cpu" for x in devices if x.runs_layers):
+        raise OptionError(
+            "Triton's kernels run on GPUs, and no layer is on one.",
+            hint="Leave out --kernels triton, or choose a GPU as --device.",
+            param="kernels",
+        )
+    if options.dtype == "int8" and not _has_8_bit_products(devices, options):
+        raise OptionError(
+            "8-bit products need the C++ kernels of a CPU, which do not run here.",
+            hint="Choose --dtype f32, or leave out --kernels reference; see headroom doctor.",
+            param="dtype",
+        )
+    model, draft = shapes[0], shapes[1] if len(shapes) > 1 else None
+    stages = [device for device in devices if device.runs_layers]
+    precision = choose_precision(stages, options.activation_dtype)
+    task = _as_held(_Task(model, tuple(devices), options, precision, Rules()))
+    task = replace(task, rules=_rules(task.model, draft, len(stages), options))
+    if task.rules.expert_bytes is not None and any(not device.holds_all for device in stages):
+        check_expert_budget(task.model.layers, task.rules.expert_bytes)
+    ranges = open_ranges(options, model.context_limit)
+    weights = "packed" if options.weights == "auto" else options.weights
+    chosen = task.solve(ranges, weights)
+    if chosen is None:
+        raise _refusal(task, ranges, weights)
+    if options.weights == "auto" and _unpacks_well(task, ranges, chosen):
+        weights = "unpacked"
+    plan = _plan(task, chosen, weights)
+    _check_cold(plan, options)
+    return plan
+
+
+def _as_held(task: _Task) -> _Task:
+    """Return the task with weights as its kernels lay them out; others read those of the file."""
+    if task.native:
+        return replace(task, model=task.model.in_panels())
+    narrow = (task.options.dtype or task.precision.activation) in NARROW_TYPES
+    if task.kernels == "device" and narrow:
+        return replace(task, model=task.model.in_tiles())
+    return task
+
+
+def _check_cold(plan: Plan, options: Options) -> None:
+    """Refuse to let a GPU read cold experts in memory that is not pinned."""
+    if _has_cold(plan.devices) and options.no_pin and options.cold == "gpu":
+        raise OptionError(
+            "--cold gpu needs pinned memory: a GPU does not read what --no-pin leaves in place.",
+            hint="Leave out --no-pin, or choose --cold cpu.",
+            param="cold",
+        )
+
+
+def _has_cold(devices: Sequence[DevicePlan]) -> bool:
+    return any(device.hot_experts < device.total_experts for device in devices)
+
+
+def _has_8_bit_products(devices: Sequence[DeviceSpec], options: Options) -> bool:
+    """Tell whether every stage is a CPU with C++ kernels that may be used."""
+    stages = [device for device in devices if device.runs_layers]
+    return options.kernels == "auto" and all(x.kind == "cpu" and x.native for x in stages)
+
+
+def _rules(model: ModelShape, draft: ModelShape | None, stages: int, options: Options) -> Rules:
+    budget = options.expert_budget
+    return Rules(
+        split=parse_split(options.split, stages) if options.split else (),
+        expert_bytes=parse_expert_budget(budget, model.expert_bytes) if budget else None,
+        published_activation=options.activation_model == "published",
+        draft=draft,
+        feature_type=options.feature_dtype,
+        snapshot_bytes=parse_size(options.snapshots, "snapshots") if options.snapshots else 0,
+        pin=not options.no_pin,
+        keep_copy=options.keep_host_copy,
+    )
+
+
+def _plan(task: _Task, chosen: Candidate, weights: str) -> Plan:
+    layout = task.lay_out(chosen, weights)
+    settings = task.settings(chosen, weights)
+    return Plan(
+        model=task.model.name,
+        fits=layout.fits,
+        settings=settings,
+        devices=layout.devices,
+        host=layout.host,
+        precision=task.precision,
+        lossy=tuple(_lossy(settings, layout)),
+        notes=tuple(_notes(task, settings, layout)),
+        predicted=predict(task.model, task.devices, settings, layout),
+        cold_speeds=_cold_speeds(task.devices, layout),
+    )
+
+
+def _cold_speeds(devices: Sequence[DeviceSpec], layout: Layout) -> ColdSpeeds | None:
+    """Return how fast the cold experts of the first device are, where it has some."""
+    host = next((device for device in devices if device.kind == "cpu"), None)
+    first = layout.devices[0]
+    if host is None or first.holds_all or first.hot_experts == first.total_experts:
+        return None
+    return speeds_of(next(device for device in devices if device.name == first.name), host)
+
+
+def _lossy(settings: PlanSettings, layout: Layout) -> Iterable[str]:
+    """Yield the choices that round more than the model's own arithmetic does."""
+    for word, name in (("keys", settings.k_type), ("values", settings.v_type)):
+        if BY_NAME[name].bytes_for(32) < BY_NAME[settings.activation].bytes_for(32):
+            yield f"cached {word} are kept in {name}"
+    if settings.dtype == "int8":
+        yield "products round their activations to 8 bits per 32 columns"
+    if settings.cold == "drop" and _has_cold(layout.devices):
+        yield "cold experts are left out, and the weights of a row's hot ones grow instead"
+
+
+def _notes(task: _Task, settings: PlanSettings, layout: Layout) -> Iterable[str]:
+    """Yield what no line tells: memory that is lent."""
+    yield (
+        f"reading the weights fills up to {gib(task.model.weight_bytes)} of file cache, which the "
+        "kernel gives back when memory is short"
+    )
+    names = {line.name: line.why for line in layout.host.lines}
+    # Dropped experts are neither read in place nor copied for prompts.
+    cold_why = names.get("cold_experts", "") if settings.cold != "drop" else ""
+    if "--no-pin" in cold_why:
+        yield (
+            "cold experts are not pinned: only the CPU reads them in place, and long prompts copy "
+            "them twice"
+        )
+    elif "not pinned" in cold_why:
+        yield (
+            "cold experts that are not pinned are copied twice; more memory for the control group "
+            "avoids it"
+        )
+    if task.rules.expert_bytes != 0 and _has_cold(layout.devices) and not layout.hot_experts:
+        yield (
+            "all experts are cold: as many as one token visits would take "
+            f"{gib(floor_bytes(task.model.layers))}, and less is left for them"
+        )
+    if task.kernels == "reference" and task.options.kernels == "auto" and settings.dtype != "f32":
+        yield (
+            f"products in {settings.dtype} run on the slow reference kernels of a CPU; its C++ "
+            "kernels compute in f32 and int8"
+        )
+
+
+def _unpacks_well(task: _Task, ranges: Ranges, chosen: Candidate) -> bool:
+    """Whether unpacked weights cost no other setting and take at most half of the memory.
+
+    Only CPUs without C++ kernels unpack: plain ones would unpack every weight at every step.
+    """
+    if task.native:
+        return False
+    if any(device.kind != "cpu" for device in task.devices) or task.model.total_experts:
+        return False
+    model, settings = task.model, task.settings(chosen, "unpacked")
+    weights = core_bytes(model.layers, settings)
+    weights += embed_bytes(model, settings) + head_bytes(model, settings)
+    half = sum(device.available_bytes for device in task.devices) // 2
+    return weights <= half and task.solve(ranges, "unpacked") == chosen
+
+
+def _refusal(task: _Task, ranges: Ranges, weights: str) -> DoesNotFitError:
+    least = ranges.candidate(ranges.contexts[-1], ranges.parallels[-1], ranges.chunks[-1])
+    plan = _plan(task, least, weights)
+    places = {device.name: device for device in plan.devices} | {"host memory": plan.host}
+    name, worst = min(places.items(), key=lambda place: place[1].free_bytes)
+    line, missing = biggest_line(worst.lines), -worst.free_bytes
+    nearest = tuple(_nearest(task, ranges, weights))
+    hint = f"Try {' or '.join(nearest[:3])}." if nearest else "Try a smaller model or quantisation."
+    return DoesNotFitError(
+        f"{task.model.name} does not fit: {name} has {gib(worst.total_bytes)} and "
+        f"{gib(missing)} are missing; the biggest line is {line.name}, {gib(line.bytes)} "
+        f"({line.why}).",
+        hint=hint,
+        plan=plan,
+        nearest=nearest,
+    )
+
+
+def _nearest(task: _Task, ranges: Ranges, weights: str) -> Iterable[str]:
+    """Yield the flags that make it fit: one setting changed, then all of them."""
+    options = task.options
+    looser = {
+        "--chunk": replace(ranges, chunks=chunk_choices(ranges.chunks[0])),
+        "--cache-tokens": replace(ranges, cache_pages=None, cache_may_shrink=True),
+        "--parallel": replace(ranges, parallels=down_to_one(ranges.parallels[0])),
+        "--context": replace(ranges, contexts=context_choices(ranges.contexts[0])),
+    }
+    for flag, wider in looser.items():
+        if wider != ranges and (found := task.solve(wider, weights)):
+            yield f"{flag} {_value(flag, found)}"
+    if weights == "unpacked" and task.solve(ranges, "packed"):
+        yield "--weights packed"
+    if options.kv_type is None and options.k_type is None and options.v_type is None:
+        narrow = replace(task, options=replace(options, kv_type="q8_0"))
+        if narrow.solve(ranges, weights):
+            yield "--kv-type q8_0"
+    widest = Ranges(
+        contexts=looser["--context"].contexts,
+        parallels=looser["--parallel"].parallels,
+        chunks=looser["--chunk"].chunks,
+        cache_pages=None,
+        cache_may_shrink=False,
+    )
+    if widest != ranges and (found := task.solve(widest, weights)):
+        yield " ".join(f"{flag} {_value(flag, found)}" for flag in looser)
+
+
+def _value(flag: str, found: Candidate) -> int:
+    values = {
+        "--chunk": found.chunk,
+        "--cache-tokens": found.cache_pages * PAGE_SIZE,
+        "--parallel": found.parallel,
+        "--context": found.context,
+    }
+    return values[flag]

@@ -1,0 +1,170 @@
+"""ModelShape: bytes and work per layer, all that the planner knows of a model."""
+
+from dataclasses import dataclass, replace
+
+from headroom.families.tables import LayerKind
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """What a kernel's own layout adds to weights: zeros up to whole panels or tiles."""
+
+    bytes: int = 0  # of weights packed as in the file
+    values: int = 0
+    float_values: int = 0  # of `values`, those always kept in f32
+
+
+NO_PADDING = Padding()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPadding:
+    """What a layout adds to one layer."""
+
+    core: Padding = NO_PADDING
+    expert_bytes: int = 0  # of one routed expert
+
+
+@dataclass(frozen=True, slots=True)
+class OuterPadding:
+    """What a layout adds to the weights that belong to no layer."""
+
+    embed: Padding = NO_PADDING
+    head: Padding = NO_PADDING
+    norm: Padding = NO_PADDING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """What one layer weighs and what it remembers."""
+
+    kind: LayerKind
+    core_bytes: int  # all weights but the routed experts, packed as in the file
+    core_values: int  # the same weights, counted in values
+    float_values: int = 0  # of core_values, those always kept in f32: norms, biases, routers
+    query_heads: int = 0
+    kv_heads: int = 0
+    key_dim: int = 0  # values of one key head
+    value_dim: int = 0  # values of one value head
+    window: int = 0  # tokens that a window layer sees; 0 for other kinds
+    owns_kv: bool = True  # False: reads the cache of an earlier layer
+    ffn_width: int = 0  # dense or shared part; values between up and down
+    experts: int = 0  # routed experts
+    experts_used: int = 0  # experts that one token visits
+    expert_width: int = 0  # values between an expert's up and down
+    expert_bytes: int = 0  # one routed expert, packed: gate, up and down
+    expert_values: int = 0  # one routed expert, counted in values
+    state_values: int = 0  # recurrent state of one sequence
+    conv_values: int = 0  # convolution inputs that one sequence keeps
+    mixer_width: int = 0  # values of one token inside a recurrent mixer, all held at once
+    verify_values: int = 0  # values kept for each node of a draft tree
+    gate_width: int = 0  # gates of one row of attention
+    state_heads: int = 0  # value heads of a recurrent mixer
+    post_norms: bool = False  # what its parts answer is normed before it is added
+    panels: LayerPadding = LayerPadding()  # what C++ kernels add
+    tiles: LayerPadding = LayerPadding()  # what a GPU's kernels add
+
+    def padded(self, added: LayerPadding) -> "LayerShape":
+        """Return the layer as kernels hold it that add so much."""
+        core = added.core
+        return replace(
+            self,
+            core_bytes=self.core_bytes + core.bytes,
+            core_values=self.core_values + core.values,
+            float_values=self.float_values + core.float_values,
+            expert_bytes=self.expert_bytes + added.expert_bytes,
+            panels=LayerPadding(),
+            tiles=LayerPadding(),
+        )
+
+    @property
+    def kv_values(self) -> tuple[int, int]:
+        """The key and value elements that one token adds to this layer's own cache."""
+        if self.kind == "recurrent" or not self.owns_kv:
+            return 0, 0
+        return self.kv_heads * self.key_dim, self.kv_heads * self.value_dim
+
+    @property
+    def all_expert_bytes(self) -> int:
+        """The bytes of all routed experts of this layer."""
+        return self.experts * self.expert_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """One model as the planner sees it: plain numbers, no tensors."""
+
+    name: str
+    architecture: str  # GGUF's name of the family
+    hidden: int  # values of one token between layers
+    vocab: int  # rows of the head
+    context_limit: int  # positions the model was made for
+    layers: tuple[LayerShape, ...]
+    embed_bytes: int  # token table, packed as in the file
+    embed_values: int
+    head_bytes: int = 0  # 0 where the head is the token table
+    head_values: int = 0
+    lookup_bytes: int = 0  # tables of which only rows are read, beside the token table
+    lookup_values: int = 0
+    norm_bytes: int = 0  # final norm and what else belongs to no layer
+    norm_values: int = 0
+    norm_matrix_values: int = 0  # of norm_values, those not always kept in f32
+    ffn_width: int = 0  # widest dense feed-forward layer
+    staging_buffers: int = 2  # 3 where every layer reads the embedding again
+    side_values: int = 0  # of each token, beside the residual stream, for all layers together
+    taps: int = 0  # of a draft: target layers whose outputs it reads
+    tap_width: int = 0  # of a draft: values of one tapped output
+    panels: OuterPadding = OuterPadding()  # what C++ kernels add
+    tiles: OuterPadding = OuterPadding()  # what a GPU's kernels add
+
+    def in_panels(self) -> "ModelShape":
+        """Return the model as C++ kernels hold it."""
+        layers = tuple(layer.padded(layer.panels) for layer in self.layers)
+        return self._padded(layers, self.panels)
+
+    def in_tiles(self) -> "ModelShape":
+        """Return the model as a GPU's kernels hold it."""
+        layers = tuple(layer.padded(layer.tiles) for layer in self.layers)
+        return self._padded(layers, self.tiles)
+
+    def _padded(self, layers: tuple[LayerShape, ...], added: OuterPadding) -> "ModelShape":
+        embed, head, norm = added.embed, added.head, added.norm
+        return replace(
+            self,
+            layers=layers,
+            embed_bytes=self.embed_bytes + embed.bytes,
+            embed_values=self.embed_values + embed.values,
+            head_bytes=self.head_bytes + head.bytes,
+            head_values=self.head_values + head.values,
+            norm_bytes=self.norm_bytes + norm.bytes,
+            norm_values=self.norm_values + norm.values,
+            norm_matrix_values=self.norm_matrix_values + norm.values,
+            panels=OuterPadding(),
+            tiles=OuterPadding(),
+        )
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the token table."""
+        return self.head_values == 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights, packed: layers, experts, embedding, head and norm."""
+        layers = sum(layer.core_bytes + layer.all_expert_bytes for layer in self.layers)
+        return layers + self.norm_bytes + self.embed_bytes + self.head_bytes + self.lookup_bytes
+
+    @property
+    def total_experts(self) -> int:
+        """Routed experts of all layers together."""
+        return sum(layer.experts for layer in self.layers)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of all routed experts of all layers, packed."""
+        return sum(layer.all_expert_bytes for layer in self.layers)
+
+    @property
+    def window(self) -> int:
+        """The widest window of any layer; 0 where every layer sees all."""
+        return max((layer.window for layer in self.layers), default=0)

@@ -1,0 +1,125 @@
+"""Shaping: dimensions and tensor types become the bytes and work that the planner counts."""
+
+from math import prod
+
+from headroom.families.tables import LAYERS, Dims, LayerDims, Types, inner_name, tensor_types
+from headroom.formats.mixes import Mix, kept_in_f32
+from headroom.formats.quants import F32, QuantType
+from headroom.plan.panels import expert_panel_padding, padding
+from headroom.plan.shape import LayerPadding, LayerShape, ModelShape, OuterPadding
+from headroom.plan.tiles import expert_tile_padding, table_tile_padding, tile_padding
+
+# Of layers that read the cache of another layer.
+UNUSED_WHERE_SHARED = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
+
+
+def shape_of(name: str, dims: Dims, mix: Mix) -> ModelShape:
+    """Return what the planner needs to know of a model in a mix."""
+    return shape_from(name, dims, tensor_types(dims, mix))
+
+
+def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
+    """Return what the planner needs to know of a model whose tensors have these types."""
+    outer = {key: value for key, value in types.items() if not key.startswith("blk.")}
+
+    def size(*keys: str) -> tuple[int, int]:
+        held = [(key, *outer.pop(key)) for key in keys if key in outer]
+        return sum(_held(*x) for x in held), sum(prod(shape) for _, shape, _ in held)
+
+    panels, tiles = _outer_padding(dims, outer)
+    embed, head = size("token_embd.weight"), size("output.weight")
+    lookup = size("per_layer_token_embd.weight")
+    outer.pop("rope_freqs.weight", None)  # becomes a setting
+    wide = sum(prod(shape) for key, (shape, _) in outer.items() if not kept_in_f32(key, shape))
+    rest = size(*list(outer))
+    layers = [LAYERS[dims.architecture](dims, index) for index in range(dims.layers)]
+    return ModelShape(
+        name=name,
+        architecture=dims.architecture,
+        hidden=dims.hidden,
+        vocab=dims.vocab,
+        context_limit=dims.context,
+        layers=tuple(_layer_shape(dims, layer, i, types) for i, layer in enumerate(layers)),
+        embed_bytes=embed[0],
+        embed_values=embed[1],
+        head_bytes=head[0],
+        head_values=head[1],
+        lookup_bytes=lookup[0],
+        lookup_values=lookup[1],
+        norm_bytes=rest[0],
+        norm_values=rest[1],
+        norm_matrix_values=wide,
+        ffn_width=max(layer.ffn for layer in layers),
+        staging_buffers=3 if dims.architecture == "gemma4" else 2,
+        side_values=dims.layers * dims.side_width,
+        taps=dims.taps,
+        tap_width=dims.hidden if dims.taps else 0,
+        panels=panels,
+        tiles=tiles,
+    )
+
+
+def _outer_padding(dims: Dims, outer: Types) -> tuple[OuterPadding, OuterPadding]:
+    """Return what panels and tiles add to weights that belong to no layer."""
+    named = {"embed": "token_embd.weight", "head": "output.weight"}
+    unread = {*named.values(), "per_layer_token_embd.weight", "rope_freqs.weight"}
+    parts = {part: {key: outer[key]} for part, key in named.items() if key in outer}
+    if not dims.tied:
+        parts.pop("embed", None)  # only rows of it are read
+    parts["norm"] = {key: value for key, value in outer.items() if key not in unread}
+    return (
+        OuterPadding(**{part: padding(own) for part, own in parts.items()}),
+        OuterPadding(**{part: table_tile_padding(own) for part, own in parts.items()}),
+    )
+
+
+def _layer_shape(
+    dims: Dims,
+    layer: LayerDims,
+    index: int,
+    types: Types,
+) -> LayerShape:
+    own = {name: types[key] for name in layer.tensors if (key := f"blk.{index}.{name}") in types}
+    if not layer.owns_kv:  # files hold these, but nobody loads them
+        own = {name: value for name, value in own.items() if name not in UNUSED_WHERE_SHARED}
+    gates = 0
+    if layer.kind != "recurrent" and "attn_q.weight" in own:
+        gates = own["attn_q.weight"][0][0] - layer.heads * layer.head_dim
+        gates += own["attn_gate.weight"][0][0] if "attn_gate.weight" in own else 0
+    stacks = [(name, *own.pop(name)) for name in list(own) if name.endswith("_exps.weight")]
+    by_name = {name: (shape, quant) for name, shape, quant in stacks}
+    experts = dims.experts if stacks else 0
+    recurrent = layer.kind == "recurrent"
+    channels, inner = dims.conv_channels, dims.state_width
+    return LayerShape(
+        kind=layer.kind,
+        core_bytes=sum(_held(name, *tensor) for name, tensor in own.items()),
+        core_values=sum(prod(shape) for shape, _ in own.values()),
+        float_values=sum(prod(x) for name, (x, _) in own.items() if kept_in_f32(name, x)),
+        query_heads=layer.heads,
+        kv_heads=layer.kv_heads,
+        key_dim=layer.head_dim,
+        value_dim=layer.head_dim,
+        window=dims.window if layer.kind == "window" else 0,
+        owns_kv=layer.owns_kv,
+        ffn_width=layer.ffn,
+        experts=experts,
+        experts_used=dims.experts_used if stacks else 0,
+        expert_width=dims.expert_ffn if stacks else 0,
+        expert_bytes=sum(_held(*x) for x in stacks) // experts if stacks else 0,
+        expert_values=sum(prod(shape) for _, shape, _ in stacks) // experts if stacks else 0,
+        state_values=inner * dims.state_dim if recurrent else 0,
+        conv_values=channels * (dims.conv - 1) if recurrent else 0,
+        mixer_width=2 * channels + 2 * inner if recurrent else 0,
+        verify_values=dims.state_key_heads * dims.state_dim + inner if recurrent else 0,
+        gate_width=gates,
+        state_heads=layer.state_heads,
+        post_norms="post_ffw_norm.weight" in own,
+        panels=LayerPadding(padding(own), expert_panel_padding(by_name)),
+        tiles=LayerPadding(tile_padding(own), expert_tile_padding(by_name)),
+    )
+
+
+def _held(name: str, shape: tuple[int, ...], quant: QuantType) -> int:
+    """Return the bytes of a tensor as it is loaded: vectors become f32 whatever the file has."""
+    return (F32 if kept_in_f32(inner_name(name), shape) else quant).bytes_for(prod(shape))

@@ -1,0 +1,1 @@
+"""How a plan is shown: table, JSON, SVG, settings of other programs."""

@@ -1,0 +1,39 @@
+"""Other programs' settings that come nearest to a plan."""
+
+import math
+
+from headroom.plan.plan import Plan
+
+
+def llama_server_command(plan: Plan, model_path: str) -> str:
+    """Return the llama-server command that comes nearest to a plan.
+
+    Its context is shared by all slots, and it can only move the experts of whole layers.
+    """
+    settings = plan.settings
+    flags = [
+        "llama-server",
+        f"-m {model_path}",
+        f"-c {settings.context * settings.parallel}",
+        f"-np {settings.parallel}",
+        f"-b {max(settings.chunk, 32)} -ub {max(settings.chunk, 32)}",
+        f"-ctk {settings.k_type} -ctv {settings.v_type}",
+        f"-t {settings.threads}",
+    ]
+    gpus = [device for device in plan.devices if device.kind != "cpu"]
+    layers = sum(device.layers[1] - device.layers[0] + 1 for device in gpus)
+    flags.append(f"-ngl {layers + 1 if layers and len(gpus) == len(plan.devices) else layers}")
+    if len(gpus) > 1:
+        shares = (str(device.layers[1] - device.layers[0] + 1) for device in gpus)
+        flags.append(f"-ts {','.join(shares)}")
+    if cold := _layers_with_cold_experts(plan):
+        flags.append(f"--n-cpu-moe {cold}")
+    return " ".join(flags)
+
+
+def _layers_with_cold_experts(plan: Plan) -> int:
+    """Return how many layers must keep all experts on the host to hold no more than planned."""
+    total = sum(device.total_experts for device in plan.devices)
+    hot = sum(device.hot_experts for device in plan.devices)
+    layers = sum(len(device.hot_by_layer) for device in plan.devices)
+    return math.ceil((total - hot) / total * layers) if total else 0

@@ -1,0 +1,89 @@
+"""A plan as versioned JSON, and how one of its lines came about."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from headroom.errors import OptionError
+from headroom.plan.budget import Line, PlanSettings
+from headroom.plan.plan import Plan
+from headroom.units import gib
+
+JSON_VERSION = 1
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan as plain data; the keys are an interface and carry a version."""
+    predicted = plan.predicted
+    return {
+        "version": JSON_VERSION,
+        "model": plan.model,
+        "fits": plan.fits,
+        "settings": _settings_json(plan.settings),
+        "devices": [
+            {
+                "name": device.name,
+                "total_bytes": device.total_bytes,
+                "lines": _lines_json(device.lines),
+                "free_bytes": device.free_bytes,
+                "layers": list(device.layers),
+                "hot_experts": device.hot_experts,
+                "total_experts": device.total_experts,
+            }
+            for device in plan.devices
+        ],
+        "host": {
+            "total_bytes": plan.host.total_bytes,
+            "lines": _lines_json(plan.host.lines),
+            "free_bytes": plan.host.free_bytes,
+        },
+        "precision": {
+            "activation": plan.precision.activation,
+            "reason": plan.precision.reason,
+        },
+        "lossy": list(plan.lossy),
+        "notes": list(plan.notes),
+        "predicted": {
+            "decode_tokens_per_s": round(predicted.decode_tokens_per_s, 2),
+            "prefill_tokens_per_s": round(predicted.prefill_tokens_per_s, 2),
+            "bound_by": predicted.bound_by,
+            "estimate": predicted.estimate,
+        },
+    }
+
+
+def explain_line(plan: Plan, name: str) -> str:
+    """Return how one line came about, wherever the plan has it."""
+    places = [(device.name, device.lines) for device in plan.devices]
+    places.append(("host memory", plan.host.lines))
+    rows = [
+        f"{name} on {place}: {line.bytes} bytes ({gib(line.bytes)}), {line.why}"
+        for place, lines in places
+        for line in lines
+        if line.name == name
+    ]
+    if not rows:
+        names = dict.fromkeys(line.name for _, lines in places for line in lines)
+        raise OptionError(f"The plan has no line {name!r}.", hint=f"It has {', '.join(names)}.")
+    return "\n".join(rows)
+
+
+def _lines_json(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    return [{"name": line.name, "bytes": line.bytes, "why": line.why} for line in lines]
+
+
+def _settings_json(settings: PlanSettings) -> dict[str, Any]:
+    return {
+        "context": settings.context,
+        "parallel": settings.parallel,
+        "chunk": settings.chunk,
+        "cache_tokens": settings.cache_tokens,
+        "page_size": settings.page_size,
+        "pages": settings.pages,
+        "k_type": settings.k_type,
+        "v_type": settings.v_type,
+        "dtype": settings.dtype,
+        "activation": settings.activation,
+        "weights": settings.weights,
+        "threads": settings.threads,
+        "pin_threads": settings.pin_threads,
+    }

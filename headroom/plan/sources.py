@@ -1,0 +1,164 @@
+"""Sources: where a plan gets a model's shape from: a known name, files, a URL, a hub."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from headroom.errors import FormatError, ModelError, OptionError
+from headroom.families.dims import read_dims
+from headroom.families.known import KNOWN, is_known, split_mix
+from headroom.families.tables import Dims, Types, tensor_table
+from headroom.formats.checkpoint import open_header
+from headroom.formats.header import ModelHeader
+from headroom.formats.hub import find_model, split_repository
+from headroom.formats.mixes import MIXES, find_mix
+from headroom.formats.names import canonical_name
+from headroom.formats.quants import QuantType
+from headroom.formats.remote import read_hub, read_remote
+from headroom.formats.tensor import TensorInfo
+from headroom.plan.known import known_shape
+from headroom.plan.shape import ModelShape
+from headroom.plan.shaping import UNUSED_WHERE_SHARED, shape_from, shape_of
+
+# Parts of files that no text model loads: towers for pictures and sound, extra prediction heads.
+_OTHER_PARTS = re.compile(
+    r"(v|a|mm|mtp)\..*|(model\.)?(visual|vision_tower|audio_tower|embed_vision|embed_audio|"
+    r"multi_modal_projector|mtp)\..*|rope_freqs|.*inv_freq"
+)
+_LAYER = re.compile(r"(?:layers|blk)\.(\d+)\.")
+
+
+def find_shape(text: str, home: Path) -> ModelShape:
+    """Return the shape of a model by name, path or URL; `:q4_k_m` after it asks for a mix.
+
+    Without weights there are no types to read, so that a bare config.json is taken as bf16.
+    """
+    if is_known(text):
+        return known_shape(text)
+    base, mix_name = split_mix(text)
+    return header_shape(read_header(base, home), mix_name)
+
+
+def read_header(text: str, home: Path) -> ModelHeader:
+    """Return a model's header from this disk or, without a weight, over the network."""
+    if re.match(r"https?://", text):
+        return read_remote(text)
+    try:
+        path = find_model(text, home)
+    except FormatError as error:
+        repository = split_repository(text)
+        if repository is None:
+            raise OptionError(
+                f"There is no file, folder or known model {text!r}.",
+                hint=f"Known for plans: {', '.join(KNOWN)}, each with :{', :'.join(MIXES)}; or "
+                f"a .gguf file, a folder, a config.json, a URL, org/repo or org/repo:file.gguf.",
+                param="model",
+            ) from error
+        return read_hub(*repository)
+    return open_header(path)
+
+
+def header_shape(header: ModelHeader, mix_name: str = "") -> ModelShape:
+    """Return the shape of a header's model, as its file has it or in a mix."""
+    dims = read_dims(header)
+    if mix_name or not header.tensors:
+        mix_name = mix_name or "bf16"
+        return shape_of(f"{header.name}:{mix_name}", dims, find_mix(mix_name))
+    return shape_from(header.name, dims, file_types(header, dims))
+
+
+def file_types(header: ModelHeader, dims: Dims) -> Types:
+    """Return a file's tensors by GGUF's names; refuse what the settings do not agree with."""
+    left, types = dict(header.tensors), Types()
+    for name, shape in tensor_table(dims).items():
+        ours = canonical_name(name, header.architecture, "gguf")
+        quant = _take(left, ours, shape, header)
+        if quant is not None:
+            types[name] = (shape, quant)
+        elif not _may_be_missing(name, dims):
+            raise ModelError(
+                f"{header.metadata.path} has no tensor {ours!r}, which its settings call for."
+            )
+    all_layers = header.metadata.get_int("block_count")  # with those that predict further ahead
+    for name in left:
+        layer = _LAYER.match(name)
+        extra_head = layer is not None and dims.layers <= int(layer[1]) < all_layers
+        tied_copy = dims.tied and name == "head"
+        if not (extra_head or tied_copy or _OTHER_PARTS.fullmatch(name)):
+            raise ModelError(
+                f"{header.metadata.path} has a tensor {name!r}, which {header.architecture} "
+                "models do not use."
+            )
+    return types
+
+
+def _may_be_missing(name: str, dims: Dims) -> bool:
+    if name == "rope_freqs.weight":
+        return True
+    layer = _LAYER.match(name)
+    shares = layer is not None and int(layer[1]) >= dims.layers - dims.shared_kv_layers
+    return shares and name.endswith(UNUSED_WHERE_SHARED)
+
+
+def _take(
+    left: dict[str, TensorInfo], name: str, shape: tuple[int, ...], header: ModelHeader
+) -> QuantType | None:
+    """Take a tensor out of `left`, or one for each expert, and return its type."""
+    info = left.pop(name, None)
+    if info is not None:
+        return _checked(info, shape, header)
+    before, _, part = name.rpartition(".experts.")
+    if not before:
+        return None
+    found = {_checked(x, shape[1:], header) for x in _each_expert(left, before, part, shape[0])}
+    if len(found) > 1:
+        raise ModelError(f"{header.metadata.path}: the experts of {name} have different types.")
+    return found.pop() if found else None
+
+
+def _each_expert(
+    left: dict[str, TensorInfo], before: str, part: str, count: int
+) -> Iterator[TensorInfo]:
+    """Yield the tensors of all experts, where there is one for each."""
+    names = [f"{before}.experts.0.{part}"]
+    if names[0] not in left:
+        return
+    for index in range(count):
+        name = f"{before}.experts.{index}.{part}"
+        if name not in left:
+            raise ModelError(f"There is no tensor {name!r}, but {count} experts are said to be.")
+        yield left.pop(name)
+
+
+def _checked(info: TensorInfo, shape: tuple[int, ...], header: ModelHeader) -> QuantType:
+    path = header.metadata.path
+    # Files write a vector also as a matrix of one row, a convolution with a channel between.
+    if _without_ones(info.shape) != _without_ones(shape):
+        raise ModelError(f"{path}: {info.name} is {list(info.shape)}, not {list(shape)}.")
+    if not info.quant.runs:
+        raise ModelError(f"{path}: {info.name} has type {info.quant}, which is no weight type.")
+    return info.quant
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
+def draft_shape(text: str, target: ModelShape, home: Path) -> ModelShape:
+    """Return the shape of a draft that was made for the target."""
+    draft = find_shape(text, home)
+    if not draft.taps:
+        drafts = ", ".join(name for name, dims in KNOWN.items() if dims.taps)
+        raise OptionError(
+            f"--draft {text} is not a draft: it reads no features of another model.",
+            hint=f"Known drafts: {drafts}.",
+            param="draft",
+        )
+    if draft.tap_width != target.hidden:
+        raise OptionError(
+            f"--draft {text} is made for a model with {draft.tap_width} values a token; "
+            f"{target.name} has {target.hidden}.",
+            hint="Choose the draft of this model.",
+            param="draft",
+        )
+    return draft

@@ -1,0 +1,78 @@
+"""Small stores of experts in host memory, which stands in for a GPU's."""
+
+import torch
+
+from headroom.experts.load_store import StoreRequest, open_store
+from headroom.experts.placement import ExpertPlacement
+from headroom.experts.store import BlobLayout, ExpertStore, LayerStore
+from headroom.formats.quants import BY_NAME
+from headroom.plan.cold_speeds import ColdSpeeds
+
+
+def blob_layout(experts: int, sizes: tuple[int, ...] = (48, 48, 32)) -> BlobLayout:
+    """Experts of a few bytes."""
+    return BlobLayout(
+        experts=experts,
+        kinds=(BY_NAME["q8_0"],) * 3,
+        width=1,
+        hidden=1,
+        used=1,
+        sizes=sizes,
+        tiles=True,
+    )
+
+
+def small_store(
+    layouts: list[BlobLayout | None], hot: list[tuple[int, ...]], **request: object
+) -> ExpertStore:
+    """A store whose every expert is filled with bytes of its own."""
+    speeds = ColdSpeeds(gpu=1e12, link=1e10, cpu=1e11, handover_s=1e-5)
+    given = {
+        "cold": "cpu", "speeds": speeds, "pin": False, "keep_copy": False, "staging_bytes": 1024,
+    } | request  # fmt: skip
+    placement = ExpertPlacement(tuple(hot), "drawn")
+    made = StoreRequest(placement=placement, **given)  # type: ignore[arg-type]
+    store = open_store(layouts, made, "cpu", lambda line, size: None)
+    for index, layer in enumerate(store.layers):
+        for expert in range(layer.experts if layer else 0):
+            assert layer is not None
+            for blob in (layer.slot_of(expert), layer.cold_of(expert)):
+                if blob is not None:
+                    blob.copy_(contents(index, expert, layer.expert_bytes))
+    return store
+
+
+def exchange(layer: LayerStore, promoted: int, demoted: int) -> None:
+    """Make a cold expert hot and a hot one cold, as if no step ran."""
+    layer.begin_exchange(promoted, demoted)
+    layer.finish_exchange()
+
+
+def contents(layer: int, expert: int, size: int) -> torch.Tensor:
+    """The bytes of an expert."""
+    made = torch.Generator().manual_seed(1000 * layer + expert)
+    return torch.randint(256, (size,), generator=made, dtype=torch.uint8)
+
+
+def check_layer(store: ExpertStore, index: int) -> None:
+    """Assert that a table finds every expert of a layer once, whole and on the side it says."""
+    layer = store.layers[index]
+    assert layer is not None
+    found = []
+    for expert in range(layer.experts):
+        hot = bool(layer.is_hot[expert])
+        assert hot == (expert in layer.hot)
+        blob = layer.slot_of(expert) if hot else layer.cold_of(expert)
+        assert blob is not None
+        assert torch.equal(blob, contents(index, expert, layer.expert_bytes))
+        where = [blob.data_ptr() + start for start in layer.blobs.starts]
+        _check_addresses(layer, expert, where)
+        found.append(where[0])
+    assert len(set(found)) == layer.experts
+
+
+def _check_addresses(layer: LayerStore, expert: int, where: list[int]) -> None:
+    hot = bool(layer.is_hot[expert])
+    assert layer.host_addresses[expert].tolist() == ([0, 0, 0] if hot else where)
+    reached = hot or layer.readable
+    assert layer.addresses[expert].tolist() == (where if reached else [0, 0, 0])

@@ -1,0 +1,167 @@
+"""Steps that wait to hear which experts were chosen, beside those that do not."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from headroom.experts import stream as stream_module
+from headroom.experts import stream_cpu
+from headroom.experts.stream_rule import ColdLayer, ColdRates
+from headroom.kernels.cuda.experts import Others, many_rows
+from headroom.kernels.native.module import MODULE
+from tests.experts.cold_layer import split_layer
+from tests.experts.test_stream import (
+    COLD,
+    EXPERTS,
+    HIDDEN,
+    NO_CPU,
+    USED,
+    copied,
+    layer_of,
+    on_the_cpu,
+    open_stream,
+)
+from tests.kernels.cuda_on_cpu import COMPILER
+
+__all__ = ["layer_of", "on_the_cpu"]  # fixtures
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+def picks(rows: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    ids = torch.stack([torch.randperm(EXPERTS)[:USED] for _ in range(rows)]).int()
+    return torch.randn(rows, HIDDEN).bfloat16(), (ids, torch.rand(rows, USED))
+
+
+@pytest.fixture
+def first_to_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of up to 40 rows wait to hear what was chosen, and leave expert 1 to the CPU."""
+    monkeypatch.setattr(stream_module, "most_counted_rows", lambda *facts: 40)
+    monkeypatch.setattr(
+        stream_module, "left_to_cpu", lambda counts, *more: frozenset({1}) & counts.keys()
+    )
+
+
+def test_a_layer_asks_once_and_by_what_is_expected_of_its_cold_experts(  # type: ignore[no-untyped-def]
+    monkeypatch, layer_of
+) -> None:
+    asked: list[ColdLayer] = []
+    monkeypatch.setattr(
+        stream_module, "most_counted_rows", lambda layer, rates: asked.append(layer) or 40
+    )
+    layer = split_layer(*layer_of, COLD[70])
+    stream, (streamed,), _ = open_stream([layer], 2)
+    assert [(cold.experts, cold.picks) for cold in asked] == [(7, 1.0)]
+    assert asked[0].size.bytes == layer.expert_bytes
+    assert asked[0].ahead_bytes == 2 * stream.buffer_bytes
+    read: list[int] = []
+    read_back = stream_module.read_back
+    monkeypatch.setattr(
+        stream_module, "read_back", lambda *what: read.append(1) or read_back(*what)
+    )
+    for rows, reads in ((40, 1), (41, 1)):
+        streamed.many_rows(*picks(rows))
+        assert len(read) == reads
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("counted", [(True, False), (False, True), (True, True), (False, False)])
+def test_layers_that_wait_and_layers_that_do_not_may_follow_each_other(  # type: ignore[no-untyped-def]
+    monkeypatch, layer_of, counted: tuple[bool, bool]
+) -> None:
+    by_cold = dict(zip((7, 3), counted, strict=True))
+    monkeypatch.setattr(
+        stream_module, "most_counted_rows", lambda layer, rates: 36 * by_cold[layer.experts]
+    )
+    read: list[int] = []
+    read_back = stream_module.read_back
+    monkeypatch.setattr(
+        stream_module, "read_back", lambda *what: read.append(1) or read_back(*what)
+    )
+    layers = [split_layer(*layer_of, COLD[70]), split_layer(*layer_of, COLD[30])]
+    _, (first, second), queue = open_stream(layers, 1, NO_CPU)
+    hot = split_layer(*layer_of, ()).tiles
+    for _ in range(2):  # steps
+        queue.sources.clear()
+        x, (ids, weights) = picks(36)
+        ids = torch.where(ids == 4, -1, ids)  # which is cold in both
+        wanted = many_rows(x, ids, weights, hot, "silu", Others())
+        assert torch.equal(first.many_rows(x, (ids, weights)), wanted)
+        # What follows comes meanwhile, unless it waits to hear what was chosen.
+        assert copied(layers[1], queue) == ([] if counted[1] else [0, 1])
+        assert torch.equal(second.many_rows(x, (ids, weights)), wanted)
+        assert copied(layers[0], queue) == [0, 1, 2, *([] if counted[0] else [3]), 4, 5, 6]
+        assert copied(layers[1], queue) == ([0, 2] if counted[1] else [0, 1, 2])
+    assert len(read) == 2 * sum(counted)  # the host waits for nothing else
+
+
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+def test_only_picks_of_the_cpus_experts_are_handed_to_it(  # type: ignore[no-untyped-def]
+    monkeypatch, layer_of, first_to_cpu: None
+) -> None:
+    handed: list[torch.Tensor] = []
+    run = stream_cpu.experts_into
+
+    def watched(out: torch.Tensor, x: torch.Tensor, picks: Any, *more: Any) -> None:
+        handed.append(picks[0])
+        run(out, x, picks, *more)
+
+    monkeypatch.setattr(stream_cpu, "experts_into", watched)
+    layer = split_layer(*layer_of, COLD[30])
+    _, (streamed,), queue = open_stream([layer], 2, ColdRates(1e10, 1e10, 1e10))
+    x, (ids, weights) = picks(40)
+    ids[5], ids[6, 0] = -1, -1
+    found = streamed.many_rows(x, (ids, weights), Others(residual=x.float()))
+    wanted = many_rows(
+        x, ids, weights, split_layer(*layer_of, ()).tiles, "silu", Others(residual=x.float())
+    )
+    theirs = (ids == 1).any(1)
+    assert torch.equal(handed[0], torch.where(ids == 1, ids, -1))
+    assert copied(layer, queue) == [1, 2]
+    assert torch.equal(found[~theirs], many_rows(
+        x, torch.where(ids == 1, -1, ids), weights, split_layer(*layer_of, ()).tiles, "silu",
+        Others(residual=x.float()),
+    )[~theirs])  # fmt: skip
+    assert float((found - wanted).norm() / (wanted - x.float()).norm()) < 0.01
+
+
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+def test_a_step_that_fails_leaves_no_thread_that_reads_experts(  # type: ignore[no-untyped-def]
+    monkeypatch, layer_of, first_to_cpu: None
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
+    run = stream_cpu.experts_into
+
+    def slow(*what: Any) -> None:
+        begun.set()
+        time.sleep(0.2)
+        run(*what)
+        ended.set()
+
+    def fail(*what: Any) -> None:
+        begun.wait()
+        raise RuntimeError("the GPU is full")
+
+    monkeypatch.setattr(stream_cpu, "experts_into", slow)
+    monkeypatch.setattr(stream_module.cuda_experts, "sum_groups", fail)
+    layer = split_layer(*layer_of, COLD[30])
+    _, (streamed,), _ = open_stream([layer], 2, ColdRates(1e10, 1e10, 1e10))
+    with pytest.raises(RuntimeError, match="the GPU is full"):
+        streamed.many_rows(*picks(40))
+    assert ended.is_set()
+
+
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+def test_the_cpu_is_asked_after_the_main_thread_has_ended_too(  # type: ignore[no-untyped-def]
+    monkeypatch, layer_of, first_to_cpu: None
+) -> None:
+    layer = split_layer(*layer_of, COLD[30])
+    x, chosen = picks(40)
+    found = []
+    for alive in (True, False):
+        monkeypatch.setattr(threading.main_thread(), "is_alive", lambda alive=alive: alive)
+        _, (streamed,), _ = open_stream([layer], 2, ColdRates(1e10, 1e10, 1e10))
+        found.append(streamed.many_rows(x, chosen))
+    assert torch.equal(*found)

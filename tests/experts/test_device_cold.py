@@ -1,0 +1,64 @@
+"""Where a GPU's layers ask the CPU for cold experts, and where they do not."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from headroom.experts.device_experts import DeviceBeside, DeviceExperts
+from tests.families import family_configs
+from tests.families.family_gguf import write_gguf
+from tests.split.host_gpu import load_on_host, pretend, run_step
+
+WIDE = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 64}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3moe": lambda: family_configs.qwen3_moe(**WIDE, moe_intermediate_size=96),
+    "gemma4": lambda: family_configs.gemma4_moe(hidden_size=256),
+}
+
+
+class Recorded:
+    """A part that tells when it was called."""
+
+    def __init__(self, layer: int, calls: list[tuple[int, str, int]]) -> None:
+        self._layer, self._calls = layer, calls
+
+    def before(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """Note the request."""
+        assert ids.shape == weights.shape
+        assert ids.is_contiguous()
+        assert weights.is_contiguous()
+        assert len(x) == len(ids)
+        self._calls.append((self._layer, "before", len(x)))
+
+    def after(self, out: torch.Tensor) -> None:
+        """Note that answers are wanted."""
+        assert out.is_contiguous()
+        self._calls.append((self._layer, "after", len(out)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_only_steps_of_few_rows_ask_the_cpu_and_every_layer_waits_for_its_own(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(MODELS[name](), tmp_path / "m.gguf", "MIXED", fused=False, unused_keys=False)
+    pretend(monkeypatch, 1 << 20)
+    plan, model, _ = load_on_host(tmp_path / "m.gguf", context=512, parallel=3, chunk=100)
+    calls: list[tuple[int, str, int]] = []
+    parts = [
+        part
+        for block in model._blocks
+        for part in block._parts  # type: ignore[attr-defined]
+        if isinstance(part, DeviceExperts | DeviceBeside)
+    ]
+    assert parts
+    for layer, part in enumerate(parts):
+        part.cold = Recorded(layer, calls)
+    run_step(plan, model, [(40, 0)])
+    assert not calls
+    run_step(plan, model, [(2, 10), (1, 11)])
+    assert calls == [
+        (layer, word, 3) for layer in range(len(parts)) for word in ("before", "after")
+    ]

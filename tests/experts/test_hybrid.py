@@ -1,0 +1,288 @@
+"""Layers with cold experts say what all-hot ones say, whoever computes the cold ones."""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from headroom.errors import DeviceError
+from headroom.experts import stream, stream_rule
+from headroom.experts.device_experts import open_steps
+from headroom.experts.expert_steps import ExpertSteps
+from headroom.experts.hybrid import Hybrid
+from headroom.experts.load_store import StoreRequest, blob_layout, open_store
+from headroom.experts.placement import ExpertPlacement
+from headroom.experts.telemetry import HitCounter
+from headroom.families.config import ExpertsConfig
+from headroom.kernels.cuda import experts, few_experts, handover, matmul, pack, picks, sizes
+from headroom.kernels.cuda.experts import Others
+from headroom.kernels.cuda.matmul import half_rows
+from headroom.kernels.native.module import MODULE
+from headroom.layers import upload
+from headroom.layers.upload import Upload
+from headroom.layers.weights import WeightSource
+from headroom.plan.cold_speeds import ColdSpeeds
+from tests.experts.cold_layer import LateCopies
+from tests.experts.stores import exchange
+from tests.gpu.weight_file import WeightFile
+from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.pinned import pretend_pinning
+
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="needs g++"),
+    pytest.mark.skipif(MODULE is None, reason="the C++ module was not built"),
+]
+EXPERTS, USED, WIDTH, HIDDEN = 6, 3, 64, 256
+CONFIG = ExpertsConfig(experts=EXPERTS, used=USED, width=WIDTH)
+# Both sides are worth asking: of three cold picks of a row the GPU reads one.
+SPEEDS = ColdSpeeds(gpu=1e12, link=1e10, cpu=2e10, handover_s=12e-6, copy=1e10, cpu_flops=1e12)
+HOT = {0: (), 30: (1, 4), 60: (0, 1, 2, 5)}
+
+
+def compile_small(
+    source: str, name: str, defines: dict[str, int] | None = None
+) -> Callable[..., None]:
+    """The activation's blocks share its work among themselves, however many they are."""
+    kernel = compile_on_cpu(source, name, defines)
+    return (lambda grid, *rest: kernel((1,), *rest)) if name == "activate" else kernel
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels, copies and pinned memory as if the host were a GPU."""
+    torch.manual_seed(0)
+    for module in (pack, matmul, handover, experts, few_experts, picks):
+        monkeypatch.setattr(module, "compile_kernel", compile_small)
+    monkeypatch.setattr(upload, "SLOT_STEP", 32)
+    monkeypatch.setattr(sizes, "SORTED_PICKS", 0)  # hot experts are unpacked as cold ones are
+    monkeypatch.setattr(picks, "product_way", lambda device: "loop")
+    monkeypatch.setattr(torch, "mm", _in_float32)
+    monkeypatch.setattr(stream, "CudaCopies", lambda device: LateCopies())
+    monkeypatch.setattr(stream_rule, "HAND_OVER_S", 0.0)
+    pretend_pinning(monkeypatch)
+    yield
+    gc.collect()  # memory is given back to the driver that lent it
+
+
+def _in_float32(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(torch.matmul(x.float(), matrix.float()))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> WeightFile:
+    return weight_file(tmp_path, "q4_0", "q8_0")
+
+
+def weight_file(folder: Path, kind: str, down: str) -> WeightFile:
+    """A layer's experts, whose gates and ups are of one type."""
+    made = WeightFile(folder / "weights")
+    for name in ("gate", "up"):
+        made.add(f"ffn.experts.{name}", kind, EXPERTS, WIDTH, HIDDEN)
+    made.add("ffn.experts.down", down, EXPERTS, HIDDEN, WIDTH)
+    return made
+
+
+class Layer:
+    """A layer's experts, all hot or some of them cold."""
+
+    def __init__(
+        self, file: WeightFile, hot: Sequence[int] | None, cold: str = "auto", **changes: object
+    ) -> None:
+        self.hybrid: Hybrid | None = None
+        with Upload("cpu", 1 << 20) as way:
+            get = file.source(way)
+            place = None if hot is None else self._place(get, tuple(hot), cold, changes)
+            self.steps: ExpertSteps
+            self.steps, self.part = open_steps(CONFIG, get, place)
+        self.compute = None if self.hybrid is None else self.hybrid.start()
+
+    def _place(
+        self, get: WeightSource, hot: tuple[int, ...], cold: str, changes: dict[str, object]
+    ) -> tuple[Hybrid, object]:
+        speeds = replace(SPEEDS, **changes.pop("speeds", {}))  # type: ignore[arg-type]
+        request = StoreRequest(
+            placement=ExpertPlacement((hot,), "drawn", changes.pop("promised", ())),  # type: ignore[arg-type]
+            cold=cold,
+            speeds=speeds,
+            staging_bytes=1 << 20,
+            **{"pin": True, "keep_copy": False} | changes,  # type: ignore[arg-type]
+        )
+        store = open_store([blob_layout(CONFIG, get, tiles=True)], request, "cpu", _ignore)
+        self.hybrid = Hybrid(store, "cpu", speeds, cold)
+        assert store.layers[0] is not None
+        self.store = store.layers[0]
+        return self.hybrid, self.store
+
+    def run(self, x: torch.Tensor, picks: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """A step as a layer runs it."""
+        ids, weights = (one.clone() for one in picks)
+        out, others = x.clone(), Others(residual=x)
+        if len(x) > 32:
+            return self.steps.many_rows(x, (ids, weights), others, out)
+        if self.part is not None:
+            assert self.compute is not None
+            self.compute.begin_step()
+            self.part.before(x, ids, weights)
+        self.steps.few_rows(half_rows(x), (ids, weights), others, out)
+        if self.part is not None:
+            self.part.after(out)
+        return out
+
+
+def _ignore(line: str, size: int) -> None: ...
+
+
+def inputs(rows: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    ids = torch.stack([torch.randperm(EXPERTS)[:USED] for _ in range(rows)]).int()
+    return torch.randn(rows, HIDDEN), (ids, torch.rand(rows, USED))
+
+
+def apart(found: torch.Tensor, wanted: torch.Tensor, x: torch.Tensor) -> float:
+    """How far the experts' sums are from each other, in parts of their size."""
+    return float((found - wanted).norm() / (wanted - x).norm())
+
+
+@pytest.mark.parametrize(
+    ("share", "cold", "changes"),
+    [
+        *((share, cold, {}) for share in HOT for cold in ("gpu", "cpu", "auto")),  # auto: shared
+        (30, "auto", {"pin": False}),
+        (30, "auto", {"keep_copy": True}),
+        (30, "auto", {"speeds": {"cpu": 0.0}}),  # no C++ kernels
+    ],
+)
+def test_all_paths_say_what_hot_experts_say(
+    file: WeightFile, share: int, cold: str, changes: dict[str, object]
+) -> None:
+    check_paths(file, share, cold, changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "down", "cold"),
+    [
+        *(("bf16", "bf16", cold) for cold in ("gpu", "cpu", "auto")),
+        *(("f16", "bf16", "auto"), ("q4_0", "f16", "gpu")),
+    ],
+)
+def test_plain_experts_take_all_paths_too(tmp_path: Path, kind: str, down: str, cold: str) -> None:
+    check_paths(weight_file(tmp_path, kind, down), 30, cold, {})
+
+
+def check_paths(file: WeightFile, share: int, cold: str, changes: dict[str, object]) -> None:
+    """Assert that a layer with cold experts says what one says whose experts are all hot."""
+    wanted, found = Layer(file, None), Layer(file, HOT[share], cold, **changes)
+    alone = cold == "gpu" or "speeds" in changes
+    assert found.hybrid is not None
+    assert (found.part is None, found.hybrid.same_bits) == (alone, alone)
+    for rows in (2, 33):
+        x, picks = inputs(rows)
+        answers = found.run(x, picks), wanted.run(x, picks)
+        if alone:
+            assert torch.equal(*answers)
+        else:  # a CPU computes in f32, the GPU's kernels in f16 and bf16
+            assert apart(*answers, x) < 0.01
+    if found.compute is not None:
+        found.compute.check()
+        found.compute.close()
+
+
+def test_a_shared_layer_asks_both_sides_and_says_how_much(file: WeightFile) -> None:
+    layer = Layer(file, ())
+    assert (layer.store.path, layer.store.choice.left) == ("cpu", (0, 0, 0, 1))
+    assert layer.compute is not None
+    assert layer.hybrid is not None
+    x, picks = inputs(2)
+    layer.run(x, picks)
+    size, figures = layer.store.expert_bytes, layer.hybrid.meter.figures()
+    assert figures.read_bytes["gpu"] == 2 * size
+    assert size * len({*picks[0][:, 1:].flatten().tolist()}) == figures.read_bytes["cpu"]
+    assert figures.read_bytes["stream"] == 0
+    layer.run(*inputs(60))  # so many picks of each expert that all are copied
+    assert layer.hybrid.meter.figures().read_bytes["stream"] == EXPERTS * size
+    layer.compute.close()
+
+
+def test_what_the_cpu_reads_for_prompts_is_counted(
+    file: WeightFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "most_counted_rows", lambda *facts: 33)
+    layer = Layer(file, ())
+    assert layer.compute is not None
+    assert layer.hybrid is not None
+    x, (ids, weights) = inputs(33)
+    layer.run(x, (ids, weights))
+    found, size = layer.hybrid.meter.figures().read_bytes, layer.store.expert_bytes
+    assert found["cpu"] > 0
+    assert found["cpu"] + found["stream"] == EXPERTS * size
+    layer.compute.close()
+
+
+@pytest.mark.parametrize(("promised", "picks"), [((0.9,), 0.3), ((), 2.0)])
+def test_long_steps_go_by_the_hit_rate_that_statistics_promise(
+    file: WeightFile, monkeypatch: pytest.MonkeyPatch, promised: tuple[float, ...], picks: float
+) -> None:
+    asked: list[stream_rule.ColdLayer] = []
+    monkeypatch.setattr(stream, "most_counted_rows", lambda cold, rates: asked.append(cold) or 0)
+    Layer(file, HOT[30], "gpu", promised=promised)
+    assert [(cold.experts, cold.picks) for cold in asked] == [(4, pytest.approx(picks))]
+
+
+def test_what_a_gpu_alone_reads_in_place_is_counted_by_choices(file: WeightFile) -> None:
+    layer = Layer(file, HOT[30], "gpu")
+    assert layer.hybrid is not None
+    counter = HitCounter((USED,), EXPERTS)
+    counter.place(ExpertPlacement((HOT[30],), "drawn"))
+    choices = torch.tensor([[1, 0, 2, 0, 5, 4]])
+    counter.count(choices + 7, choices)  # seven more of each in steps of many rows
+    found = counter.reading(layer.hybrid.meter)
+    assert found.cold_bytes == {"gpu": 7 * layer.store.expert_bytes, "stream": 0}
+
+
+@pytest.mark.parametrize(
+    ("cold", "cpu", "path", "same"),
+    [
+        ("gpu", 2e10, "gpu", True),
+        ("auto", 1e8, "gpu", False),  # too slow for small steps; prompts may still ask it
+        ("auto", 0.0, "gpu", True),  # there are no kernels of a CPU
+        ("cpu", 2e10, "cpu", False),
+    ],
+)
+def test_bits_are_the_same_where_a_cpu_is_asked_by_no_step(
+    file: WeightFile, cold: str, cpu: float, path: str, same: bool
+) -> None:
+    layer = Layer(file, HOT[30], cold, speeds={"cpu": cpu})
+    assert layer.hybrid is not None
+    assert (layer.store.path, layer.hybrid.same_bits) == (path, same)
+    if layer.compute is not None:
+        layer.compute.close()
+
+
+def test_without_cold_experts_the_hot_ones_get_their_weights(file: WeightFile) -> None:
+    wanted, found = Layer(file, None), Layer(file, HOT[60], "drop")
+    assert (found.part, found.compute, found.store.cold.nbytes) == (None, None, 0)
+    for rows in (2, 33):
+        x, (ids, weights) = inputs(rows)
+        hot = torch.isin(ids, torch.tensor(HOT[60]))
+        kept = weights * hot
+        kept *= weights.sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp(min=1e-9)
+        others = torch.where(hot, ids, -1)
+        torch.testing.assert_close(found.run(x, (ids, weights)), wanted.run(x, (others, kept)))
+
+
+def test_an_exchange_is_seen_by_both_sides(file: WeightFile) -> None:
+    wanted, found = Layer(file, None), Layer(file, HOT[30])
+    exchange(found.store, 2, 1)
+    for rows in (2, 33):
+        x, picks = inputs(rows)
+        assert apart(found.run(x, picks), wanted.run(x, picks), x) < 0.01
+    assert found.compute is not None
+    found.compute.check()
+    found.compute.close()
+
+
+def test_what_nobody_can_read_is_refused(file: WeightFile) -> None:
+    with pytest.raises(DeviceError, match="only the CPU could compute them, and its C\\+\\+"):
+        Layer(file, HOT[30], pin=False, speeds={"cpu": 0.0})

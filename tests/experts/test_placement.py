@@ -1,0 +1,139 @@
+"""Placement: the budget is kept, the floor is kept, and statistics decide the rest."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headroom.errors import FormatError, PlanError
+from headroom.experts.placement import (
+    ExpertPlacement,
+    LayerExperts,
+    load_placement,
+    place_experts,
+    save_placement,
+)
+
+Problem = tuple[list[LayerExperts], list[list[int]], int, int]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Layers, dense ones among them, their counts, a budget and a floor that it holds."""
+    layers = draw(
+        st.lists(
+            st.builds(LayerExperts, st.integers(0, 9), st.integers(1, 50)), min_size=1, max_size=6
+        )
+    )
+    counts = [
+        draw(st.lists(st.integers(0, 5), min_size=layer.experts, max_size=layer.experts))
+        for layer in layers
+    ]
+    floor = draw(st.integers(0, 4))
+    least = sum(min(floor, layer.experts) * layer.expert_bytes for layer in layers)
+    return layers, counts, least + draw(st.integers(0, 800)), floor
+
+
+@given(problems())
+def test_a_placement_keeps_its_budget_and_its_floor_and_wastes_no_room(problem: Problem) -> None:
+    layers, counts, budget, floor = problem
+    placement = place_experts(layers, counts, budget, floor)
+    left = budget - placement.hot_bytes(layers)
+    assert left >= 0
+    for ids, layer in zip(placement.hot, layers, strict=True):
+        assert len(set(ids)) == len(ids)
+        assert all(0 <= expert < layer.experts for expert in ids)
+        if budget:
+            assert len(ids) >= min(floor, layer.experts)
+            assert len(ids) == layer.experts or layer.expert_bytes > left
+
+
+@given(problems())
+def test_within_a_layer_no_cold_expert_was_chosen_more_often_than_a_hot_one(
+    problem: Problem,
+) -> None:
+    layers, counts, budget, floor = problem
+    placement = place_experts(layers, counts, budget, floor)
+    for ids, row in zip(placement.hot, counts, strict=True):
+        cold = [row[expert] for expert in range(len(row)) if expert not in ids]
+        assert not ids or not cold or max(cold) <= min(row[expert] for expert in ids)
+
+
+@given(problems(), st.randoms())
+def test_renumbered_experts_are_placed_alike(problem: Problem, random: object) -> None:
+    layers, counts, budget, floor = problem
+    # Equal counts are told apart by id, so that only distinct ones can be compared.
+    counts = [[10 * count + i for i, count in enumerate(row)] for row in counts]
+    orders = [list(range(len(row))) for row in counts]
+    for order in orders:
+        random.shuffle(order)  # type: ignore[attr-defined]
+    moved = [[row[i] for i in order] for row, order in zip(counts, orders, strict=True)]
+    plain = place_experts(layers, counts, budget, floor)
+    renumbered = place_experts(layers, moved, budget, floor)
+    back = tuple(
+        tuple(sorted(order[expert] for expert in ids))
+        for ids, order in zip(renumbered.hot, orders, strict=True)
+    )
+    assert back == plain.hot
+
+
+def test_the_most_choices_per_byte_are_hot() -> None:
+    layers = [LayerExperts(4, 1)] * 2
+    placement = place_experts(layers, [[100, 80, 60, 40], [100, 1, 1, 1]], 4, 1)
+    assert placement.hot == ((0, 1, 2), (0,))
+
+
+def test_a_budget_of_nothing_keeps_all_experts_cold() -> None:
+    assert place_experts([LayerExperts(2, 3)], [[1, 2]], 0, 4).total == 0
+
+
+def test_a_budget_below_the_floor_is_refused_with_both_numbers() -> None:
+    with pytest.raises(PlanError) as refused:
+        place_experts([LayerExperts(256, 1 << 20)] * 40, [[1] * 256] * 40, 100 << 20, 8)
+    assert str(refused.value) == (
+        "8 hot experts in each of 40 layers need 320.0 MiB and the budget for experts is "
+        "100.0 MiB. Raise --expert-budget, free memory with a smaller --context, or keep "
+        "all experts cold with --expert-budget 0%."
+    )
+
+
+LAYERS = [LayerExperts(4, 10), LayerExperts(0, 0), LayerExperts(4, 10)]
+
+
+def test_a_saved_placement_is_read_again(tmp_path: Path) -> None:
+    placement = ExpertPlacement(((0, 3), (), (1,)), "statistics")
+    save_placement(tmp_path / "p.json", placement, "abc")
+    found = load_placement(tmp_path / "p.json", "abc", LAYERS)
+    assert found.hot == placement.hot
+    assert found.source == str(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ({"version": 2}, "is not a placement file: it has no version 1"),
+        ({"model": "other"}, "is of another model (other, not abc)"),
+        ({"hot": [[0]]}, "it has 1 lists of hot experts, the model 3 layers. Leave out"),
+        ({"hot": 3}, "it has no lists of hot experts, the model 3 layers"),
+        ({"hot": [[0, 0], [], []]}, "layer 0 are not distinct numbers"),
+        ({"hot": [[0], [], ["1"]]}, "layer 2 are not distinct numbers"),
+        ({"hot": [[0], [], [4]]}, "layer 2 has 4 experts and no 4"),
+        ({"hot": [[0], [0], []]}, "layer 1 has 0 experts and no 0"),
+    ],
+)
+def test_a_placement_of_something_else_is_refused(
+    tmp_path: Path, table: dict[str, object], text: str
+) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({"version": 1, "model": "abc", "hot": [[0], [], []], **table}))
+    with pytest.raises(FormatError) as refused:
+        load_placement(path, "abc", LAYERS)
+    assert text in str(refused.value)
+
+
+def test_a_file_that_is_not_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text("{")
+    with pytest.raises(FormatError, match="is not a placement file"):
+        load_placement(tmp_path / "p.json", "abc", LAYERS)

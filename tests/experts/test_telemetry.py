@@ -1,0 +1,81 @@
+"""Figures of experts: hits go by the placement that was valid when they were counted."""
+
+from types import SimpleNamespace
+
+import torch
+
+from headroom.experts.placement import ExpertPlacement, LayerExperts
+from headroom.experts.telemetry import ColdFigures, HitCounter, JoinedMeter
+from tests.experts.pretended import PretendedExperts
+
+NONE = torch.zeros(1, 3, dtype=torch.int64)  # in steps of few rows
+
+
+def placed(*hot: tuple[int, ...]) -> ExpertPlacement:
+    return ExpertPlacement(hot, "even")
+
+
+def test_without_a_placement_all_experts_are_hot() -> None:
+    counter = HitCounter((2, 0), 3)
+    counter.count(torch.tensor([[4, 2, 2], [0, 0, 0]]), NONE)
+    found = counter.reading()
+    assert (found.hit_rate, found.layer_hit_rates, found.cold_picks) == (1.0, (1.0, None), 0)
+    assert found.tokens == 4
+
+
+def test_hits_go_by_the_placement_of_their_time() -> None:
+    counter = HitCounter((0, 1), 3)
+    counter.place(placed((), (0,)))
+    counter.count(torch.tensor([[0, 0, 0], [3, 1, 0]]), NONE)
+    counter.place(placed((), (1,)))  # swapped
+    counter.count(torch.tensor([[0, 0, 0], [5, 5, 0]]), NONE)
+    found = counter.reading()
+    assert (found.picks, found.hits) == ((0, 10), (0, 3 + 4))
+    assert (found.layer_hit_rates, found.hit_rate, found.cold_picks) == ((None, 0.7), 0.7, 3)
+    assert found.summary()["layer_hit_rates"] == [None, 0.7]
+    assert found.tokens == 10
+
+
+def test_before_the_first_choice_there_is_no_rate() -> None:
+    found = HitCounter((2,), 3).reading()
+    assert (found.hit_rate, found.tokens) == (None, 0)
+    assert found.summary()["hit_rate"] is None
+
+
+def test_the_figures_of_a_time_are_what_was_added_in_it() -> None:
+    meter = PretendedExperts([LayerExperts(3, 10)], [(0,)])
+    counter = HitCounter((1,), 3)
+    counter.place(meter.placement())
+    counter.count(torch.tensor([[6, 2, 0]]), NONE)
+    earlier = counter.reading(meter, swaps=1)
+    meter.begin(0, 2, 0)
+    meter.turn()
+    meter.end()
+    counter.count(torch.tensor([[7, 5, 0]]), NONE)
+    found = counter.reading(meter, swaps=2).since(earlier)
+    assert found.summary() == {
+        "hit_rate": 0.25,
+        "layer_hit_rates": [0.25],
+        "cold_picks": 3,
+        "cold_bytes_per_token": {"gpu": 250, "cpu": 0},
+        "ms": {"hot": 0.0, "cold": 0.0, "wait": 0.0},
+        "swaps": 1,
+    }
+
+
+def test_figures_of_all_who_compute_are_joined() -> None:
+    assert JoinedMeter().figures() == ColdFigures({}, {})
+    counts = SimpleNamespace(cpu_bytes=5, gpu_bytes=6, hot_s=1.0, cold_s=2.0, wait_s=3.0)
+    found = JoinedMeter(lambda: counts, lambda: 7).figures()
+    assert found.read_bytes == {"gpu": 6, "cpu": 5, "stream": 7}
+    assert found.seconds == {"hot": 1.0, "cold": 2.0, "wait": 3.0}
+    assert JoinedMeter(streamed_bytes=lambda: 7).figures() == ColdFigures({"stream": 7})
+    # What a CPU does for prompts is added to what it does in small steps.
+    found = JoinedMeter(lambda: counts, prompt=lambda: (5, 2.0)).figures()
+    assert (found.read_bytes["cpu"], found.seconds["cold"]) == (
+        counts.cpu_bytes + 5, counts.cold_s + 2.0,
+    )  # fmt: skip
+    waited = JoinedMeter(streamed_bytes=lambda: 7, copies_s=lambda: 0.25).figures()
+    assert waited == ColdFigures({"stream": 7}, {"copies": 0.25})
+    alone = JoinedMeter(prompt=lambda: (5, 2.0)).figures()
+    assert alone == ColdFigures({"cpu": 5}, {"cold": 2.0})

@@ -1,0 +1,91 @@
+"""Shapes and devices that the planner's tests share; sizes as published for the real models."""
+
+from headroom.formats.quants import Q4_1, Q8_0
+from headroom.machine.devices import DeviceSpec
+from headroom.plan.known import known_shape
+from headroom.plan.shape import LayerPadding, LayerShape, ModelShape, OuterPadding, Padding
+from headroom.units import GIB
+
+
+def cpu(gibibytes: float, taken: float = 0.0) -> DeviceSpec:
+    """Return a CPU with so much memory, some of it taken by others."""
+    total = int(gibibytes * GIB)
+    return DeviceSpec(
+        name="cpu",
+        kind="cpu",
+        total_bytes=total,
+        available_bytes=total - int(taken * GIB),
+        cores=4,
+        flops=2e11,
+    )
+
+
+def gpu(gibibytes: float, name: str = "cuda:0", sm: int = 86) -> DeviceSpec:
+    """Return an NVIDIA GPU with so much memory."""
+    total = int(gibibytes * GIB)
+    return DeviceSpec(
+        name=name,
+        kind="cuda",
+        total_bytes=total,
+        available_bytes=total,
+        bandwidth=936e9,
+        link=25e9,
+        flops=7e13,
+        sm=sm,
+    )
+
+
+def host(gibibytes: float) -> DeviceSpec:
+    """Return host memory that runs no layers."""
+    total = int(gibibytes * GIB)
+    return DeviceSpec(
+        name="host",
+        kind="cpu",
+        total_bytes=total,
+        available_bytes=total,
+        cores=8,
+        runs_layers=False,
+    )
+
+
+def smollm2() -> ModelShape:
+    """SmolLM2-135M with matrices in Q4_1, the table in Q8_0 and norms in f32."""
+    hidden, ffn, vocab = 576, 1536, 49152
+    matrices = 2 * hidden * hidden + 2 * hidden * 192 + 3 * hidden * ffn
+    layer = LayerShape(
+        kind="full",
+        core_bytes=Q4_1.bytes_for(matrices) + 2 * hidden * 4,
+        core_values=matrices + 2 * hidden,
+        float_values=2 * hidden,
+        query_heads=9,
+        kv_heads=3,
+        key_dim=64,
+        value_dim=64,
+        ffn_width=ffn,
+        # 576 columns are 192 short of three records of a GPU's tiles.
+        tiles=LayerPadding(Padding(4608 * Q4_1.bytes_for(192))),
+    )
+    return ModelShape(
+        name="smollm2",
+        architecture="llama",
+        hidden=hidden,
+        vocab=vocab,
+        context_limit=8192,
+        layers=(layer,) * 30,
+        embed_bytes=Q8_0.bytes_for(vocab * hidden),
+        embed_values=vocab * hidden,
+        norm_bytes=hidden * 4,
+        norm_values=hidden,
+        ffn_width=ffn,
+        tiles=OuterPadding(embed=Padding(vocab * Q8_0.bytes_for(192))),
+    )
+
+
+def laguna() -> ModelShape:
+    """Laguna-XS.2 as Q4_K_M: window layers, one dense layer, 39 layers of 256 experts."""
+    return known_shape("laguna-xs.2:q4_k_m")
+
+
+def qwen35_27b() -> ModelShape:
+    """Qwen3.5-27B in BF16: 16 layers of attention, 48 recurrent ones."""
+    return known_shape("qwen3.5-27b:bf16")

@@ -1,0 +1,250 @@
+"""Scratch and tiles of a GPU: the planner counts as the launchers do."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headroom.formats.quants import BF16, F16, F32, Q4_K, Q8_0, Q8_K
+from headroom.kernels.cuda import (
+    chunks,
+    grouped,
+    narrow,
+    prefill,
+    unpacked,
+)
+from headroom.kernels.cuda import scratch as arena
+from headroom.kernels.cuda.sampler import SLICES, SamplerScratch
+from headroom.kernels.cuda.sizes import FEW_ROWS, experts_at_once, half_rows_bytes
+from headroom.machine.catalogue import find_device
+from headroom.options import Options
+from headroom.plan import device_scratch
+from headroom.plan.device_scratch import (
+    DeviceStep,
+    device_phases,
+    library_bytes,
+    unpack_bytes_for,
+)
+from headroom.plan.known import known_shape
+from headroom.plan.plan import make_plan
+from headroom.plan.tiles import expert_tile_padding, table_tile_padding, tile_padding
+from headroom.units import GIB, MIB
+from tests.plan.shapes import host
+
+
+def test_the_planner_knows_the_launchers_steps() -> None:
+    assert device_scratch.CHUNK == chunks.CHUNK
+    assert device_scratch.MOST_FLASH_DIM == prefill.MOST_FLASH_DIM
+    assert device_scratch.FLASH_STEP == prefill.FLASH_STEP
+    assert device_scratch.MASKED_ROWS == prefill.MASKED_ROWS
+    assert device_scratch.SLICES == SLICES
+
+
+@given(rows=st.integers(1, FEW_ROWS), columns=st.integers(1, 5000))
+def test_few_rows_have_room_for_every_half_and_a_power_of_two_per_record(
+    rows: int, columns: int
+) -> None:
+    records = -(-columns // 256)
+    size = half_rows_bytes(rows, columns)
+    assert size % records == 0
+    assert size // records >= rows * (2 * 256 + 4)
+    assert size <= half_rows_bytes(1 << (rows - 1).bit_length(), columns)
+
+
+@given(
+    count=st.integers(1, 600),
+    width=st.integers(1, 4096),
+    hidden=st.integers(1, 8192),
+    most=st.integers(1 << 10, 1 << 31),
+)
+def test_experts_are_unpacked_in_the_planned_groups(
+    count: int, width: int, hidden: int, most: int
+) -> None:
+    each = experts_at_once(count, width, hidden, most)
+    groups = -(-count // each)
+    assert 0 <= groups * each - count < groups  # of one size, but for the last
+    assert each == 1 or 4 * each * width * hidden <= most
+
+
+@given(rows=st.integers(1, 300_000), columns=st.integers(1, 20_000), most=st.integers(1, 1 << 31))
+def test_parts_of_a_weight_stay_below_the_most_and_begin_with_tiles(
+    rows: int, columns: int, most: int
+) -> None:
+    each = unpacked.part_rows(rows, columns, most)
+    assert each == rows or each % 16 == 0
+    assert each <= max(16, most // (2 * columns))
+
+
+def test_tiles_fill_up_both_sides_and_matrices_of_f32_become_bf16() -> None:
+    assert tile_padding({"attn_q.weight": ((32, 512), Q4_K)}).bytes == 0
+    assert tile_padding({"attn_q.weight": ((30, 512), Q4_K)}).bytes == 2 * 288
+    # A record has 256 columns, of which 96 are there.
+    assert tile_padding({"attn_q.weight": ((16, 96), Q8_0)}).bytes == 16 * (272 - 102)
+    assert tile_padding({"attn_q.weight": ((3, 5), F32)}).bytes == -30
+    assert tile_padding({"attn_q.weight": ((16, 512), F16)}).bytes == 0
+    assert tile_padding({"attn_q.weight": ((12, 200), BF16)}).bytes == 2 * (16 * 256 - 12 * 200)
+    assert tile_padding({"attn_norm.weight": ((5,), F32)}).bytes == 0
+    assert tile_padding({"ffn_gate_inp.weight": ((3, 5), F32)}).bytes == 0
+    assert table_tile_padding({"output.weight": ((3, 5), F32)}).bytes == -30
+    # A head or table of a type without tiles stays as it is; a layer's matrix does not.
+    assert table_tile_padding({"output.weight": ((1, 256), Q8_K)}).bytes == 0
+    assert tile_padding({"attn_q.weight": ((1, 256), Q8_K)}).bytes == 512 - 292
+    assert table_tile_padding({"output.weight": ((1, 256), Q4_K)}).bytes == 15 * 144
+    apart = dict.fromkeys(("ffn_gate_exps.weight", "ffn_up_exps.weight"), ((4, 24, 256), Q8_0))
+    fused = {"ffn_gate_up_exps.weight": ((4, 48, 256), Q8_0)}
+    assert expert_tile_padding(apart) == expert_tile_padding(fused) == 2 * 8 * 272
+
+
+def test_experts_of_16_bits_are_filled_up_and_others_without_tiles_stay_as_they_are() -> None:
+    assert expert_tile_padding({"ffn_down_exps.weight": ((4, 32, 512), BF16)}) == 0
+    assert expert_tile_padding({"ffn_down_exps.weight": ((4, 8, 8), F16)}) == 8192 - 128
+    assert expert_tile_padding({"ffn_down_exps.weight": ((4, 8, 12), F16)}) == 0
+    mixed = {"ffn_up_exps.weight": ((4, 24, 256), Q8_0), "ffn_down_exps.weight": ((4, 8, 24), F32)}
+    assert expert_tile_padding(mixed) == 0
+
+
+@pytest.mark.parametrize(
+    ("total", "most"), [(4 * GIB, 64 * MIB), (24 * GIB, 192 * MIB), (139 * GIB, GIB)]
+)
+def test_larger_gpus_unpack_more_at_a_time(total: int, most: int) -> None:
+    assert unpack_bytes_for(total) == most
+
+
+def step(**changes: int) -> DeviceStep:
+    values = {"hidden": 5120, "rows": 2049, "spans": 2, "context": 8192, "unpack_bytes": 64 * MIB}
+    return DeviceStep(**(values | changes))
+
+
+def test_scratch_of_the_27b_is_bounded_by_what_is_unpacked_at_a_time() -> None:
+    layers = known_shape("qwen3.6-27b:q4_k_m").layers
+    phases = device_phases(layers, step())
+    assert phases["loading"] == 128 * MIB
+    # Normed rows, gates and ups, what goes down, a part of its weight and the part's answers.
+    rows, width = 2049, 17408
+    part = 64 * MIB // (2 * width)
+    worked = 2 * rows * (5120 + 4 * width + width + part) + 2 * part * width
+    assert 0 <= phases["feed-forward"] - worked < 5 * 256
+    whole = device_phases(layers, step(unpack_bytes=GIB))
+    assert whole["feed-forward"] - phases["feed-forward"] > 300 * MIB
+
+
+def test_scratch_of_attention_grows_with_the_context_and_that_of_others_does_not() -> None:
+    layers = known_shape("qwen3.6-27b:q4_k_m").layers
+    short, long = (device_phases(layers, step(context=context)) for context in (8192, 131072))
+    # Keys and values of one layer in bf16 beside the queries.
+    assert long["attention"] - short["attention"] > 400 * MIB
+    assert {**long, "attention": 0} == {**short, "attention": 0}
+
+
+def test_torch_takes_as_much_on_every_gpu_but_for_the_workspace_of_its_products() -> None:
+    layers = known_shape("qwen3.6-27b:q4_k_m").layers
+    server = device_scratch.library_bytes(layers, step(), 90)
+    for sm in (75, 80, 86, 89):
+        beside = server - device_scratch.library_bytes(layers, step(), sm)
+        assert beside == 2 * (32 * MIB - 8 * MIB - 128 * 1024)
+    assert device_scratch.library_bytes(layers, step(), 120) == server
+
+
+def test_results_of_grouped_products_are_planned_as_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "compile_kernel", lambda *given: lambda *call: None)
+    layers = [layer for layer in known_shape("qwen3.6-35b-a3b:q4_k_m").layers if layer.state_heads]
+    rows, width, hidden = 64, layers[0].expert_width, 2048
+    picks, results = rows * layers[0].experts_used, 0
+    lent = arena.Arena(torch.zeros(0, dtype=torch.uint8))
+    with arena.opened(lent), arena.frame():
+        for outputs, columns in ((2 * width, hidden), (hidden, width)):
+            x = torch.zeros(picks, columns, dtype=torch.bfloat16)
+            weights = torch.zeros(2, outputs, columns, dtype=torch.bfloat16)
+            results += grouped.product(x, weights, torch.zeros(2, dtype=torch.int32), 64).nbytes
+    assert lent.peak_bytes == 0  # no scratch of the step
+    taken = library_bytes(layers, step(hidden=hidden, rows=rows), 90)
+    beside = device_scratch._cublas_bytes(90) + 4 * 4 * rows * layers[0].key_dim
+    assert taken == results + device_scratch.PICK_BYTES * picks + beside
+
+
+def test_drawing_takes_what_the_sampler_allocates() -> None:
+    held = SamplerScratch.allocate(FEW_ROWS, 1000, "cpu")
+    scratch = sum(part.nbytes for part in (held.scores, held.counts, held.best, held.masses))
+    tables = FEW_ROWS * (1024 * 8 + 512 * 12 + 72 + 8)
+    assert device_scratch.sampler_bytes(1000) == scratch + tables
+
+
+def test_a_frame_gives_back_what_was_taken_within() -> None:
+    lent = arena.Arena(torch.zeros(4096, dtype=torch.uint8))
+    where = torch.device("cpu")
+    with arena.opened(lent):
+        outside = arena.empty(4, device=where)
+        with arena.frame():
+            first = arena.empty(3, 5, device=where)
+            with arena.frame():
+                second = arena.empty(7, dtype=torch.bfloat16, device=where)
+            third = arena.empty(2, dtype=torch.int64, device=where)
+    begin = first.data_ptr()
+    assert second.data_ptr() == third.data_ptr() == begin + 256
+    assert not begin <= outside.data_ptr() < begin + 4096
+    assert (lent.peak_bytes, lent.frames) == (512, 0)
+    assert arena.unpack_bytes() == arena.UNPACK_BYTES
+
+
+def test_scratch_beyond_the_plan_is_torchs_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lent = arena.Arena(torch.zeros(1024, dtype=torch.uint8))
+    with arena.opened(lent), arena.frame():
+        for _ in range(2):
+            found = arena.empty(300, device=torch.device("cpu"))
+            found.zero_()
+    assert caplog.messages == ["memory: a step needs 1280 bytes of scratch and 1024 were planned"]
+    assert lent.peak_bytes == 2560
+
+
+def test_the_types_of_many_rows_are_the_launchers() -> None:
+    assert set(device_scratch.NARROW_TYPES) == set(narrow.QUANTS)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-27b:q4_k_m", "qwen3.6-35b-a3b:q4_k_m"])
+def test_a_gpu_without_bf16_runs_the_fused_kernels_in_f16(name: str) -> None:
+    card, fixed = find_device("rtx2080ti-22gb"), {"context": 4096, "parallel": 2, "chunk": 512}
+    shape = known_shape(name)
+    older = make_plan([shape], [card, host(64)], Options(**fixed))  # type: ignore[arg-type]
+    assert (older.settings.dtype, older.settings.k_type) == ("f16", "f16")
+    assert older.settings.uses_arena
+    later = make_plan([shape], [replace(card, sm=86), host(64)], Options(**fixed))  # type: ignore[arg-type]
+    assert later.settings.dtype == "bf16"
+    mine, its = (plan.devices[0].allocated for plan in (older, later))
+    for line in ("core_weights", "kv", "recurrent_state", "head", "logits", "staging"):
+        assert mine[line] == its[line]  # tiles, and 16 bits a value
+    # Answers are float32 until they are summed, and rows have powers of two.
+    assert its["workspace"] < mine["workspace"] < 2 * its["workspace"]
+
+
+def test_experts_in_f16_are_multiplied_to_float32() -> None:
+    layers = known_shape("qwen3.6-35b-a3b:q4_k_m").layers
+    step = DeviceStep(2048, 512, 5, 4096, 64 * MIB)
+    picks, width = 512 * layers[0].experts_used, layers[0].expert_width
+    narrow_, wide = (
+        device_scratch.library_bytes(layers, replace(step, halves=halves), 80)
+        for halves in (False, True)
+    )
+    assert wide - narrow_ == 2 * picks * (2 * width + 2048)
+
+
+def test_attention_of_wide_heads_takes_as_much_of_torch_at_any_context() -> None:
+    layers = known_shape("gemma-4-31b:q4_k_m").layers
+    short, long = (
+        library_bytes(layers, step(hidden=5376, rows=513, context=context), 90)
+        for context in (16384, 131072)
+    )
+    assert short == long < 260 * MIB
+
+
+def test_only_windows_in_f16_take_masks_of_torch() -> None:
+    window = next(x for x in known_shape("gemma-4-31b:q4_k_m").layers if x.window)
+    for halves, rows in ((False, 0), (True, prefill.MASKED_ROWS)):
+        mine = replace(step(), halves=halves)
+        full, cut = (library_bytes([replace(window, window=w)], mine, 80) for w in (0, 1024))
+        # A copy of the results by key heads; and of a chunk's, that are summed in float32.
+        copies = 2 * 2049 * 32 * 256 if halves else 0
+        assert cut - full == rows * (8 * (1024 + rows) + (2 + 2 + 4) * 32 * 256) - copies

@@ -1,0 +1,203 @@
+"""Known models: their tensor tables, their sizes in every mix, and plans made from them."""
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from headroom.errors import OptionError
+from headroom.families.known import KNOWN
+from headroom.families.tables import file_bytes, tensor_types
+from headroom.formats.mixes import MIXES, find_mix, gets_better, tensor_type
+from headroom.formats.quants import F16, F32, Q4_K, Q5_0, Q6_K, Q8_0
+from headroom.options import Options
+from headroom.plan.budget import PlanSettings, kv_bytes, verify_bytes
+from headroom.plan.device_scratch import sampler_bytes
+from headroom.plan.known import known_shape
+from headroom.plan.plan import make_plan
+from headroom.plan.shaping import shape_of
+from headroom.units import GIB, MIB
+from tests.plan.shapes import cpu, gpu, host, smollm2
+
+
+def test_the_published_smollm2_file_is_predicted_to_the_byte() -> None:
+    # Counted in the tensor table of SmolLM2-135M-Instruct.Q4_1.gguf.
+    types = tensor_types(KNOWN["smollm2-135m"], find_mix("q4_1"))
+    assert Counter(quant.name for _, quant in types.values()) == {"q4_1": 210, "f32": 61, "q8_0": 1}
+    assert file_bytes(KNOWN["smollm2-135m"], find_mix("q4_1")) == 96_576_768
+    made = shape_of("smollm2", KNOWN["smollm2-135m"], find_mix("q4_1"))
+    assert made == smollm2()
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "billions"),
+    [
+        ("qwen3-0.6b", 310, 0.596), ("qwen3-30b-a3b", 579, 30.532), ("laguna-xs.2", 678, 33.443),
+        ("qwen3.6-27b", 851, 26.896), ("qwen3.6-27b-dflash", 58, 1.730),
+    ],
+)  # fmt: skip
+def test_a_model_has_its_published_tensors_and_parameters(
+    name: str, tensors: int, billions: float
+) -> None:
+    table = tensor_types(KNOWN[name], find_mix("bf16"))
+    assert len(table) == tensors
+    shape = known_shape(f"{name}:bf16")
+    values = shape.embed_values + shape.head_values + shape.norm_values
+    values += sum(x.core_values + x.experts * x.expert_values for x in shape.layers)
+    assert round(values / 1e9, 3) == billions
+
+
+def test_laguna_takes_its_published_bytes_on_a_gpu() -> None:
+    shape = known_shape("laguna-xs.2:q4_k_m")
+    assert round((shape.weight_bytes - shape.embed_bytes) / GIB, 2) == 18.77
+    assert round(shape.embed_bytes / MIB) == 110
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_shape_holds_every_byte_of_its_file(name: str, mix: str) -> None:
+    shape = known_shape(f"{name}:{mix}")
+    # A table of rotary factors becomes a setting: it is read and not kept.
+    unused = 4 * KNOWN[name].full_head_dim // 2 if shape.architecture == "gemma4" else 0
+    if shape.name.startswith("gemma-4-e4b"):  # layers that share a cache hold keys in the file
+        types = tensor_types(KNOWN[name], find_mix(mix))
+        keys = sum(
+            quant.bytes_for(shape[0] * (shape[1] if len(shape) > 1 else 1))
+            for key, (shape, quant) in types.items()
+            if key.startswith("blk.")
+            and int(key.split(".")[1]) >= 24
+            and key.split(".")[2] in ("attn_k", "attn_v", "attn_k_norm")
+        )
+        assert keys > 0
+        unused += keys
+    assert shape.weight_bytes + unused == file_bytes(KNOWN[name], find_mix(mix))
+
+
+def test_narrow_types_give_smaller_files() -> None:
+    sizes = [
+        file_bytes(KNOWN["qwen3.6-35b-a3b"], find_mix(mix))
+        for mix in ("bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m")
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    assert round(sizes[-1] / 1e9, 2) == 21.16
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "better", "expected"),
+    [
+        ("attn_q.weight", (2048, 2048), False, Q4_K),
+        ("ffn_down.weight", (2048, 8192), True, Q6_K),
+        ("ffn_down.weight", (2816, 2112), False, Q5_0),  # 2112 is not whole blocks of 256
+        ("ffn_down.weight", (2816, 2112), True, Q8_0),
+        ("proj.weight", (64, 48), False, F16),  # 48 is not whole blocks of 32
+        ("attn_norm.weight", (2048,), False, F32),
+        ("ffn_gate_inp.weight", (256, 2048), False, F32),
+        ("token_embd.weight", (1000, 2048), False, Q4_K),
+        ("output.weight", (1000, 2048), False, Q6_K),
+    ],
+)
+def test_a_tensor_of_a_q4_k_m_file_has_its_type(
+    name: str, shape: tuple[int, ...], better: bool, expected: object
+) -> None:
+    assert tensor_type(find_mix("q4_k_m"), name, shape, False, better) is expected
+
+
+def test_half_of_the_layers_get_the_better_type() -> None:
+    chosen = [index for index in range(40) if gets_better(index, 40)]
+    assert chosen == [0, 1, 2, 3, 4, 7, 10, 13, 16, 19, 22, 25, 28, 31, 34, 35, 36, 37, 38, 39]
+
+
+def cache(name: str, context: int = 32768) -> dict[str, int]:
+    """Return the bytes of a model's f16 cache by layer kind, one sequence and one-token chunks."""
+    settings = PlanSettings(
+        context=context, parallel=1, chunk=1, cache_tokens=context, k_type="f16", v_type="f16",
+        dtype="bf16", activation="bf16", weights="packed", threads=1,
+    )  # fmt: skip
+    sizes: dict[str, int] = {}
+    for layer in known_shape(name).layers:
+        sizes[layer.kind] = sizes.get(layer.kind, 0) + kv_bytes(layer, settings)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "full_kib", "window_mib"),
+    [
+        ("qwen3-30b-a3b", 96, 0), ("qwen3.6-27b", 64, 0), ("qwen3.6-35b-a3b", 20, 0),
+        ("laguna-xs.2", 40, 60), ("gemma-4-e4b", 16, 20), ("gemma-4-31b", 80, 800),
+        ("gemma-4-26b-a4b", 20, 200),
+    ],
+)  # fmt: skip
+def test_a_cache_grows_as_published_and_windows_do_not(
+    name: str, full_kib: int, window_mib: int
+) -> None:
+    sizes = cache(name)
+    assert sizes["full"] == 32768 * full_kib * 1024
+    # A window and one token lie on at most two pages more than the window alone fills.
+    window = sizes.get("window", 0)
+    pages = KNOWN[name].window // 64
+    assert window == window_mib * MIB * (pages + 2) // max(1, pages)
+
+
+def test_a_tree_node_of_the_27b_takes_one_and_a_half_mebibytes() -> None:
+    settings = PlanSettings(
+        context=256, parallel=1, chunk=1, cache_tokens=256, k_type="f16", v_type="f16",
+        dtype="bf16", activation="bf16", weights="packed", threads=1,
+    )  # fmt: skip
+    assert verify_bytes(known_shape("qwen3.6-27b").layers, settings) == 32 * 1.5 * MIB
+
+
+def test_the_large_model_of_experts_runs_on_a_small_card() -> None:
+    plan = make_plan([known_shape("qwen3.6-35b-a3b:q4_k_m")], [gpu(12), host(64)], Options())
+    device = plan.devices[0]
+    assert device.total_experts == 10240
+    assert 4000 < device.hot_experts < 10240
+    assert plan.settings.context == 8192
+
+
+def test_a_draft_adds_its_lines_to_the_last_device() -> None:
+    shapes = [known_shape("qwen3.6-27b:q4_k_m"), known_shape("qwen3.6-27b-dflash")]
+    options = Options(context=4096, parallel=1, feature_dtype="q8_0")
+    plan = make_plan(shapes, [gpu(12, "cuda:0"), gpu(16, "cuda:1"), host(64)], options)
+    first, last = (device.allocated for device in plan.devices)
+    assert last["draft_weights"] == shapes[1].weight_bytes
+    assert last["feature_ring"] == plan.settings.rows * 25600 * 34 // 32
+    assert last["logits"] == 33 * 248320 * 4 + sampler_bytes(248320)
+    assert "verify_scratch" in first
+    assert "draft_weights" not in first
+
+
+def test_per_layer_tables_of_gemma_stay_with_the_host() -> None:
+    shape = known_shape("gemma-4-e4b:q4_k_m")
+    plan = make_plan([shape], [gpu(12), host(64)], Options())
+    assert plan.devices[0].allocated["embeddings"] == shape.embed_bytes
+    held = {line.name: line.bytes for line in plan.host.lines}
+    assert held["embeddings"] == shape.lookup_bytes > 2 * GIB
+    on_cpu = make_plan([shape], [cpu(64)], Options(weights="packed"))
+    assert on_cpu.devices[0].allocated["embeddings"] == shape.embed_bytes + shape.lookup_bytes
+
+
+def test_a_model_that_is_not_known_lists_those_that_are() -> None:
+    with pytest.raises(OptionError, match=r"'qwen9' is no known model\. Known: smollm2-135m, "):
+        known_shape("qwen9:q4_k_m")
+    with pytest.raises(
+        OptionError, match=r"'q3_x' is no quantisation\. Choose f32, f16, bf16, q8_0, "
+    ):
+        known_shape("qwen3-0.6b:q3_x")
+
+
+def test_planning_the_35b_imports_no_torch() -> None:
+    program = (
+        "import sys\n"
+        "from headroom.plan.known import known_shape\n"
+        "from headroom.plan.plan import make_plan\n"
+        "from headroom.plan.show.table import plan_text\n"
+        "from headroom.machine.targets import plan_devices\n"
+        "from headroom.options import Options\n"
+        "options = Options(device='12GiB', ram='64GiB')\n"
+        "plan = make_plan([known_shape('qwen3.6-35b-a3b')], plan_devices(options), options)\n"
+        "print(len(plan_text(plan)) > 100, 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert out == ["True", "False"]

@@ -1,0 +1,393 @@
+"""make_plan: defaults, the order of sacrifice, refusals, experts and several devices."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from headroom.errors import OptionError, PlanError
+from headroom.options import Options
+from headroom.plan.device_scratch import sampler_bytes
+from headroom.plan.known import known_shape
+from headroom.plan.plan import DoesNotFitError, Plan, make_plan
+from headroom.units import GIB, MIB
+from tests.plan.shapes import cpu, gpu, host, laguna, qwen35_27b, smollm2
+
+
+def plan_on_cpu(gibibytes: float, taken: float = 0.0, **fixed: object) -> Plan:
+    return make_plan([smollm2()], [cpu(gibibytes, taken)], Options(**fixed))  # type: ignore[arg-type]
+
+
+def lines(plan: Plan, device: int = 0) -> dict[str, int]:
+    return {line.name: line.bytes for line in plan.devices[device].lines}
+
+
+def test_with_plenty_of_memory_every_default_is_given() -> None:
+    settings = plan_on_cpu(24).settings
+    assert (settings.context, settings.parallel, settings.chunk) == (8192, 4, 512)
+    assert (settings.cache_tokens, settings.pages) == (32768, 512)
+    assert (settings.k_type, settings.v_type, settings.dtype) == ("f32", "f32", "f32")
+    assert (settings.weights, settings.threads) == ("unpacked", 4)
+
+
+def test_every_line_of_smollm2_is_the_sum_of_its_parts() -> None:
+    plan = plan_on_cpu(24)
+    assert plan.devices[0].allocated == {
+        "core_weights": 4 * (30 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536 + 1152) + 576),
+        "embeddings": 4 * 49152 * 576,
+        "kv": 32768 * 46080,
+        "staging": 2 * 516 * 576 * 4,
+        "workspace": 516 * (5 * 576 + 384 + 27 * 128 + 192 + 192 * 16) * 4 + 128 * 8 * 384,
+        "logits": 4 * 49152 * 4,
+    }
+    total = sum(line.bytes for line in plan.devices[0].lines)
+    assert total + plan.devices[0].free_bytes == 24 * GIB
+
+
+def test_layers_without_fused_kernels_leave_room_for_what_their_operations_take() -> None:
+    options = Options(context=512, parallel=1, chunk=64)
+    for eager in (replace(options, dtype="f32"), replace(options, kernels="triton")):
+        plan = make_plan([smollm2()], [gpu(8), host(8)], eager)
+        line = next(line for line in plan.devices[0].lines if line.name == "graphs")
+        assert (64 + 192) * MIB < line.bytes < (64 + 193) * MIB
+        assert "torch and cuBLAS without fused layers" in line.why
+    fused = make_plan([smollm2()], [gpu(8), host(8)], options)
+    line = next(line for line in fused.devices[0].lines if line.name == "graphs")
+    assert "torch and cuBLAS in a step" in line.why
+
+
+def test_packed_weights_keep_the_bytes_of_the_file() -> None:
+    held = lines(plan_on_cpu(24, weights="packed"))
+    assert held["core_weights"] + held["embeddings"] == smollm2().weight_bytes
+
+
+def test_weights_are_unpacked_only_within_half_of_the_memory() -> None:
+    assert plan_on_cpu(24, taken=23.0, context=256, parallel=1).settings.weights == "packed"
+    assert plan_on_cpu(24, taken=22.0, context=256, parallel=1).settings.weights == "unpacked"
+
+
+def test_memory_held_by_others_is_a_part_of_the_reserve() -> None:
+    plan = plan_on_cpu(24, taken=10.0)
+    assert lines(plan)["reserve"] == 10 * GIB + 512 * MIB
+    assert plan.devices[0].lines[-1].why == "512.0 MiB kept free, 10.00 GiB held by others"
+
+
+def test_chunk_goes_first_then_sequences_then_context() -> None:
+    shrinking = [plan_on_cpu(size / 64, weights="packed").settings for size in range(150, 30, -1)]
+    chosen = [(x.context, x.parallel, x.chunk) for x in shrinking]
+    assert chosen[0] == (8192, 4, 512)
+    assert (8192, 3, 512) in chosen
+    assert (8192, 1, 512) in chosen
+    assert all(parallel == 1 for context, parallel, _ in chosen if context < 8192)
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[-1][0] < 8192
+
+
+def test_what_the_user_fixed_is_never_changed() -> None:
+    settings = plan_on_cpu(0.7, context=1000, parallel=3, chunk=77, k_type="q8_0").settings
+    assert (settings.context, settings.parallel, settings.chunk) == (1000, 3, 77)
+    assert (settings.k_type, settings.v_type) == ("q8_0", "f32")
+
+
+def test_the_cache_is_rounded_up_to_whole_pages_of_every_sequence() -> None:
+    assert plan_on_cpu(8, context=100, parallel=3).settings.cache_tokens == 3 * 128
+    assert plan_on_cpu(8, cache_tokens=1000).settings.cache_tokens == 1024
+
+
+def test_a_fixed_cache_bounds_an_open_context() -> None:
+    settings = plan_on_cpu(8, cache_tokens=1024).settings
+    assert (settings.context, settings.parallel) == (1024, 4)
+
+
+def test_fixed_sequences_share_a_smaller_cache_before_the_context_shrinks() -> None:
+    settings = plan_on_cpu(1.2, parallel=4, weights="packed").settings
+    assert (settings.context, settings.parallel) == (8192, 4)
+    assert 8192 <= settings.cache_tokens < 32768
+
+
+def test_a_context_above_the_models_limit_is_refused() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_on_cpu(24, context=9000)
+    assert str(caught.value) == (
+        "--context 9000 is more than the 8192 tokens the model was made for. Try --context 8192."
+    )
+
+
+def test_a_cache_smaller_than_one_context_is_refused() -> None:
+    with pytest.raises(PlanError, match="--cache-tokens 512 cannot hold one conversation"):
+        plan_on_cpu(24, context=4096, cache_tokens=512)
+
+
+def test_a_plan_that_cannot_fit_names_the_line_and_what_would_fit() -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        plan_on_cpu(1, context=8192, parallel=4, cache_tokens=32768, weights="packed")
+    error = caught.value
+    assert not error.plan.fits
+    assert error.plan.settings.context == 8192
+    assert "the biggest line is kv, 1.41 GiB (30 layers x 512 pages" in error.message
+    first, *rest = error.nearest
+    assert rest == [
+        "--kv-type q8_0",
+        "--chunk 512 --cache-tokens 8192 --parallel 1 --context 8192",
+    ]
+    assert error.hint.startswith(f"Try {first} or --kv-type q8_0")
+    flag, tokens = first.split()
+    assert flag == "--cache-tokens"
+    with pytest.raises(DoesNotFitError):  # one page more does not fit
+        plan_on_cpu(1, context=8192, parallel=4, cache_tokens=int(tokens) + 64, weights="packed")
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_each_setting_that_an_error_proposes_does_fit(index: int) -> None:
+    fixed = {"context": 8192, "parallel": 4, "cache_tokens": 32768, "weights": "packed"}
+    with pytest.raises(DoesNotFitError) as caught:
+        plan_on_cpu(1, **fixed)
+    words = caught.value.nearest[index].split()
+    proposed = {
+        flag.removeprefix("--").replace("-", "_"): int(value) if value.isdigit() else value
+        for flag, value in zip(words[::2], words[1::2], strict=True)
+    }
+    assert plan_on_cpu(1, **(fixed | proposed)).fits
+
+
+def test_a_device_too_small_for_the_weights_asks_for_a_smaller_model() -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        plan_on_cpu(0.3)
+    assert caught.value.hint == "Try a smaller model or quantisation."
+
+
+def test_a_narrow_cache_is_named_as_lossy() -> None:
+    assert plan_on_cpu(8, kv_type="q8_0").lossy == (
+        "cached keys are kept in q8_0",
+        "cached values are kept in q8_0",
+    )
+    assert plan_on_cpu(8).lossy == ()
+
+
+def test_all_experts_are_hot_where_they_fit() -> None:
+    plan = make_plan([laguna()], [gpu(24), host(64)], Options())
+    assert plan.devices[0].hot_experts == plan.devices[0].total_experts == 9984
+    assert plan.settings.k_type == "bf16"
+    assert "cold_experts" not in {line.name for line in plan.host.lines}
+
+
+def test_weights_lie_in_tiles_only_where_packed_products_run() -> None:
+    shape = smollm2()
+    fixed = {"context": 4096, "parallel": 2, "chunk": 512}
+    tiled, plain, separate = (
+        lines(make_plan([shape], [gpu(8), host(8)], Options(**fixed, **more)))
+        for more in ({}, {"dtype": "f32"}, {"kernels": "reference", "dtype": "bf16"})
+    )
+    held = sum(layer.core_bytes for layer in shape.layers) + shape.norm_bytes
+    assert plain["core_weights"] == separate["core_weights"] == held
+    assert tiled["core_weights"] > held
+    # Whatever kernels run, tokens are drawn there.
+    assert separate["logits"] == 2 * shape.vocab * 4 + sampler_bytes(shape.vocab)
+
+
+def test_experts_that_do_not_fit_lie_in_host_memory() -> None:
+    model = laguna()
+    plan = make_plan([model], [gpu(12), host(64)], Options())
+    device = plan.devices[0]
+    cold = next(line for line in plan.host.lines if line.name == "cold_experts")
+    assert 0 < device.hot_experts < 9984
+    assert lines(plan)["hot_experts"] + cold.bytes == model.expert_bytes
+    assert device.hot_by_layer[0] == 0
+    assert max(device.hot_by_layer[1:]) - min(device.hot_by_layer[1:]) <= 1
+    # Less than one more expert of the smallest kind would fit.
+    assert 0 <= device.free_bytes < 2_039_808
+    # Sequences are given up before experts, and a context before neither; a chunk that all cold
+    # experts are copied for is a long one.
+    assert (plan.settings.context, plan.settings.parallel, plan.settings.chunk) == (8192, 1, 1024)
+
+
+@pytest.mark.parametrize(("budget", "most"), [("60%", 0.6), ("5GiB", 5 / 17.678), ("0%", 0.0)])
+def test_an_expert_budget_caps_what_is_hot(budget: str, most: float) -> None:
+    plan = make_plan([laguna()], [gpu(24), host(64)], Options(expert_budget=budget))
+    hot = lines(plan).get("hot_experts", 0)
+    assert hot <= most * laguna().expert_bytes + 1
+    assert hot >= most * laguna().expert_bytes - 40 * 2_039_808
+    assert (plan.settings.context, plan.settings.parallel) == (8192, 4)
+
+
+@pytest.mark.parametrize("budget", ["120%", "x%", "-1%", "lots"])
+def test_a_wrong_expert_budget_is_refused(budget: str) -> None:
+    with pytest.raises(OptionError):
+        make_plan([laguna()], [gpu(24), host(64)], Options(expert_budget=budget))
+
+
+def test_a_host_too_small_for_the_cold_experts_is_the_one_at_fault() -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        make_plan([laguna()], [gpu(8), host(8)], Options())
+    assert "host memory has 8.00 GiB" in caught.value.message
+    assert "the biggest line is cold_experts" in caught.value.message
+
+
+def test_a_cpu_holds_all_experts_itself() -> None:
+    plan = make_plan([laguna()], [cpu(64)], Options())
+    assert plan.devices[0].hot_experts == 9984
+    assert plan.host.lines == ()
+
+
+def test_unequal_devices_share_layers_by_their_room() -> None:
+    model = replace(qwen35_27b(), context_limit=32768)
+    devices = [gpu(48, "cuda:0"), gpu(24, "cuda:1"), host(64)]
+    plan = make_plan([model], devices, Options())
+    first, second = plan.devices
+    assert plan.fits
+    assert first.layers[0] == 0
+    assert first.layers[1] + 1 == second.layers[0]
+    assert second.layers[1] == 63
+    assert first.layers[1] > 40
+    assert "head" in lines(plan, 1)
+    assert "head" not in lines(plan, 0)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_gpu_beside_a_cpu_gets_all_the_layers_it_can_hold(order: int) -> None:
+    devices = [gpu(24), cpu(64)][::order]
+    plan = make_plan([known_shape("qwen3.5-27b:bf16")], devices, Options())
+    sizes = {device.name: device for device in plan.devices}
+    layer = max(x.core_bytes for x in qwen35_27b().layers)
+    assert sizes["cuda:0"].free_bytes < 4 * layer
+    assert sizes["cpu"].free_bytes > 10 * layer
+
+
+def test_equal_devices_share_layers_evenly() -> None:
+    plan = make_plan([qwen35_27b()], [gpu(48, "cuda:0"), gpu(48, "cuda:1"), host(64)], Options())
+    assert 30 <= plan.devices[0].layers[1] <= 36
+
+
+def test_given_shares_split_the_layers_as_told() -> None:
+    devices = [gpu(80, "cuda:0"), gpu(80, "cuda:1"), host(64)]
+    plan = make_plan([qwen35_27b()], devices, Options(split="3,1"))
+    assert [device.layers for device in plan.devices] == [(0, 47), (48, 63)]
+
+
+def test_a_split_for_another_number_of_devices_is_refused() -> None:
+    with pytest.raises(OptionError, match="--split has 3 shares for 1 devices"):
+        make_plan([laguna()], [gpu(80), host(64)], Options(split="1,2,1"))
+
+
+def test_the_published_activation_model_can_be_asked_for() -> None:
+    own = plan_on_cpu(24)
+    published = plan_on_cpu(24, activation_model="published")
+    assert lines(published)["workspace"] == 8 * 8192 * 1536 * 2
+    assert "published formula" in next(
+        line.why for line in published.devices[0].lines if line.name == "workspace"
+    )
+    assert lines(own)["workspace"] != lines(published)["workspace"]
+
+
+def test_planning_a_large_model_never_imports_torch() -> None:
+    program = (
+        "import sys; from headroom.plan.plan import make_plan; import headroom.plan.show.report;"
+        "from headroom.options import Options; from tests.plan.shapes import *;"
+        "make_plan([laguna()], [gpu(12), host(64)], Options());"
+        "print('torch' in sys.modules)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert out.stdout == "False\n"
+
+
+def test_memory_of_a_gpu_held_by_others_is_not_planned() -> None:
+    busy = replace(gpu(24), available_bytes=10 * GIB)
+    plan = make_plan([laguna()], [busy, host(64)], Options())
+    assert lines(plan)["reserve"] == 14 * GIB + 512 * MIB
+    assert plan.devices[0].hot_experts < 5000
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [(None, ", pinned"), (64 * GIB, ", pinned"), (8 * MIB, "not pinned: the control group allows")],
+)
+def test_cold_experts_are_pinned_where_that_is_allowed(limit: int | None, told: str) -> None:
+    behind = replace(host(64), pinnable_bytes=limit)
+    plan = make_plan([laguna()], [gpu(12), behind], Options())
+    (cold,) = (line for line in plan.host.lines if line.name == "cold_experts")
+    assert told in cold.why
+    assert any("are copied twice" in note for note in plan.notes) == ("not pinned" in told)
+
+
+def test_snapshots_are_a_line_of_the_host_and_say_how_many_they_are() -> None:
+    options = Options(snapshots="2GiB", context=4096, parallel=1)
+    plan = make_plan([known_shape("qwen3.6-27b")], [gpu(24), host(64)], options)
+    (line,) = (line for line in plan.host.lines if line.name == "snapshots")
+    each = 4096 * 65536 + 150_994_944 + 48 * 3 * 10240 * 4 + 248320 * 4
+    assert line.bytes == 2 * GIB
+    assert line.why == f"saved prefixes: {2 * GIB // each} of a whole context, 406.6 MiB each"
+
+
+@pytest.mark.parametrize(
+    ("kv_type", "per_token"),
+    [("f16", 65536), ("q8_0", 34816), ("q5_1", 24576), ("q5_0", 22528), ("q4_1", 20480),
+     ("q4_0", 18432)],
+)  # fmt: skip
+def test_every_cache_type_of_the_27b_has_its_published_size(kv_type: str, per_token: int) -> None:
+    options = Options(kv_type=kv_type, context=4096, parallel=1)
+    plan = make_plan([known_shape("qwen3.6-27b")], [gpu(24), host(64)], options)
+    assert lines(plan)["kv"] == 4096 * per_token
+    assert (len(plan.lossy) == 2) == (kv_type != "f16")
+
+
+def test_8_bit_products_without_cpp_kernels_are_refused_before_anything_is_sized() -> None:
+    told = r"8-bit products need the C\+\+ kernels of a CPU, which do not run here\."
+    with pytest.raises(OptionError, match=told):
+        make_plan([smollm2()], [cpu(8)], Options(dtype="int8", kernels="reference"))
+    with pytest.raises(OptionError, match=told):
+        make_plan([smollm2()], [replace(cpu(8), native=False)], Options(dtype="int8"))
+    floats = r"Unpacked weights are floats, which .* Leave out --weights unpacked, or choose --dty"
+    with pytest.raises(OptionError, match=floats):
+        make_plan([smollm2()], [cpu(8)], Options(dtype="int8", weights="unpacked"))
+
+
+@pytest.mark.parametrize(("dtype", "told"), [("bf16", True), ("f16", True), ("f32", False)])
+def test_types_without_cpp_kernels_are_noted_as_slow(dtype: str, told: bool) -> None:
+    plan = make_plan([smollm2()], [cpu(8)], Options(dtype=dtype))
+    note = (
+        f"products in {dtype} run on the slow reference kernels of a CPU; its C++ kernels "
+        "compute in f32 and int8"
+    )
+    assert (note in plan.notes) == told
+    asked = make_plan([smollm2()], [cpu(8)], Options(dtype=dtype, kernels="reference"))
+    assert note not in asked.notes
+
+
+def test_triton_kernels_are_planned_for_gpus_alone() -> None:
+    options = Options(kernels="triton", context=4096, parallel=1)
+    plan = make_plan([smollm2()], [gpu(24), host(64)], options)
+    assert plan.settings.kernels == "triton"
+    told = r"Triton's kernels run on GPUs, and no layer is on one\."
+    with pytest.raises(OptionError, match=told) as refused:
+        make_plan([smollm2()], [cpu(8)], Options(kernels="triton"))
+    assert refused.value.hint == "Leave out --kernels triton, or choose a GPU as --device."
+
+
+def test_cold_experts_have_buffers_on_both_sides_and_hot_ones_alone_have_none() -> None:
+    model = laguna()
+    largest = max(layer.expert_bytes for layer in model.layers)
+    plan = make_plan([model], [gpu(12), host(64)], Options(dtype="f32"))
+    spare = {line.name: line.bytes for line in plan.host.lines}["expert_spare"]
+    assert (lines(plan)["expert_staging"], spare) == (2 * -(-largest // 256) * 256, largest)
+    full = make_plan([model], [gpu(24), host(64)], Options())
+    assert "expert_staging" not in lines(full)
+
+
+def test_what_becomes_of_cold_experts_is_told() -> None:
+    given = [laguna()], [gpu(12), host(64)]
+    dropped = make_plan(*given, Options(cold="drop"))
+    assert dropped.lossy == (
+        "cold experts are left out, and the weights of a row's hot ones grow instead",
+    )
+    whole = make_plan([laguna()], [gpu(24), host(64)], Options(cold="drop"))
+    assert whole.lossy == ()
+    loose = make_plan(*given, Options(no_pin=True, keep_host_copy=True))
+    (cold,) = (line for line in loose.host.lines if line.name == "cold_experts")
+    assert cold.why.endswith("routed experts and copies of the hot ones, not pinned: --no-pin")
+    assert cold.bytes == sum(layer.all_expert_bytes for layer in laguna().in_tiles().layers)
+    assert any("only the CPU reads them in place" in note for note in loose.notes)
+    unread = make_plan(*given, Options(no_pin=True, cold="drop"))
+    assert not any("copy them twice" in note for note in unread.notes)

@@ -1,0 +1,66 @@
+"""What the planner counts for cold experts on their way to a GPU."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headroom.options import Options
+from headroom.plan.known import known_shape
+from headroom.plan.plan import make_plan
+from headroom.plan.staging import (
+    BUFFER_BYTES,
+    bounce_bytes,
+    buffer_bytes,
+    downs_bytes,
+    expert_staging_bytes,
+)
+from headroom.units import GIB, MIB
+from tests.plan.shapes import gpu, host, laguna
+
+LAYERS = known_shape("qwen3.6-27b:q4_k_m").layers
+
+
+@given(size=st.integers(1, 1 << 28), experts=st.integers(1, 512))
+def test_a_buffer_holds_whole_experts_and_at_least_one(size: int, experts: int) -> None:
+    found = buffer_bytes(size, experts)
+    assert size <= found
+    assert found % 256 == 0
+    assert found < max(size, min(BUFFER_BYTES, experts * size)) + 256
+    assert found > min(BUFFER_BYTES, experts * size) - size
+
+
+def test_staging_is_two_buffers_the_downs_of_one_group_and_a_spare_expert() -> None:
+    routed = replace(
+        LAYERS[0], experts=256, experts_used=8, expert_width=512, expert_bytes=1_900_544
+    )
+    assert expert_staging_bytes([routed], 2048, GIB) == (2 * 35 + 1) * 1_900_544 + 512 * MIB
+    mixed = expert_staging_bytes([routed, LAYERS[0]], 2048, 64 * MIB)
+    assert mixed == (2 * 35 + 1) * 1_900_544 + 32 * MIB
+    wider = replace(routed, expert_bytes=3_000_064)
+    wide = expert_staging_bytes([routed, wider], 2048, 64 * MIB)
+    assert wide == (2 * 22 + 1) * 3_000_064 + 32 * MIB
+
+
+def test_kernels_that_unpack_nothing_take_one_expert_at_a_time() -> None:
+    routed = replace(LAYERS[0], experts=8, expert_bytes=1000)
+    assert expert_staging_bytes([routed], 2048, 0) == 2 * 1024
+
+
+def test_a_group_of_one_has_room_however_little_may_be_unpacked() -> None:
+    assert downs_bytes(8, 512, 2048, 1) == 2 * 512 * 2048
+
+
+def test_dense_layers_stage_nothing() -> None:
+    assert expert_staging_bytes(LAYERS, 2048, GIB) == 0
+    assert bounce_bytes(LAYERS) == 0
+
+
+def test_experts_that_are_not_pinned_pass_two_more_buffers_in_host_memory() -> None:
+    spare = {}
+    for no_pin in (False, True):
+        options = Options(no_pin=no_pin, expert_budget="30%")
+        plan = make_plan([laguna()], [gpu(12), host(64)], options)
+        spare[no_pin] = next(x.bytes for x in plan.host.lines if x.name == "expert_spare")
+    each = spare[False]
+    assert spare[True] == each + 2 * buffer_bytes(each, 256)

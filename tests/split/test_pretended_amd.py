@@ -1,0 +1,67 @@
+"""A model on an AMD GPU that is not there, from its file to its tokens."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from headroom.engine.request import SamplingParams
+from headroom.formats.checkpoint import open_checkpoint
+from headroom.kernels.triton import launch
+from headroom.layers.embedding import Embedding
+from headroom.layers.weights import open_weights
+from headroom.llm import LLM
+from headroom.machine.devices import detect_cpu
+from headroom.options import Options
+from headroom.plan.describe import describe
+from headroom.plan.plan import make_plan
+from tests.families.oracles import PROMPT, variant
+from tests.pretend_amd import AMD, pretend_amd
+
+pytestmark = pytest.mark.skipif(
+    bool(launch.MISSING) or torch.cuda.is_available(), reason="needs triton, and no GPU"
+)
+SMALL = {"context": 128, "parallel": 2, "chunk": 16, "dtype": "f32", "kv_type": "f32", "threads": 2}
+
+
+def answers(path: Path, device: str, home: Path) -> list[tuple[int, ...]]:
+    """Tokens of a greedy request and of a drawn one."""
+    settings = {**SMALL, "device": device, "home": str(home)}
+    if device == "cpu":
+        settings["kernels"] = "reference"
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=3, ignore_eos=True) for t in (0, 1)]
+    with LLM(str(path), **settings) as llm:
+        return [llm.generate(PROMPT[:12], one)[0].token_ids for one in params]
+
+
+def test_a_llama_has_the_tokens_of_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = variant("llama").save_gguf(tmp_path / "m.gguf", "MIXED")
+    wanted = answers(path, "cpu", tmp_path)
+    with pretend_amd(monkeypatch) as launches:
+        assert answers(path, "hip:0", tmp_path) == wanted
+    assert {"product", "attend", "rms_norm", "rope", "gated", "write", "embed"} <= set(launches)
+    assert "hip:0 runs Triton's kernels and plain ones, which have run on no AMD GPU" in caplog.text
+    assert "planned were" not in caplog.text
+
+
+def test_a_token_table_in_host_memory_is_not_pinned_and_its_rows_are_copied(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = describe(open_checkpoint(tiny_path))
+    host = replace(detect_cpu(), name="host", runs_layers=False)
+    settings = make_plan([model.shape], [AMD, host], Options(context=128, dtype="f32")).settings
+    assert settings.kernels == "triton"
+    tensors, ids = model.checkpoint.tensors, torch.tensor([5, 0, 7])
+    wanted = open_weights(tensors, "cpu", settings, lambda line, size: None).table("embed")
+    with pretend_amd(monkeypatch) as launches:
+        source = open_weights(tensors, "hip:0", settings, lambda line, size: None)
+        assert (source.case.device, source.case.place) == ("hip", "cuda")
+        table = source.table("embed", pinned=True)
+        assert table.data.device.type == "cpu"
+        out = torch.empty(3, table.columns, device="cuda")
+        found = Embedding(table, source.case)(ids.to("cuda"), out).cpu()
+    assert torch.equal(found, wanted.data[ids].float())
+    assert not launches

@@ -1,0 +1,228 @@
+"""Every family with experts, some of them cold, on a GPU that is not there."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from headroom.experts import load_store, split_experts
+from headroom.experts.cost import Choice
+from headroom.experts.placement import LayerExperts
+from headroom.experts.store import LayerStore, drop_cold
+from headroom.experts.store_swaps import StoreSwaps
+from headroom.experts.swap import Swap
+from headroom.experts.swap_round import SwapRound
+from headroom.experts.telemetry import ColdFigures
+from headroom.formats.checkpoint import open_checkpoint
+from tests.experts.late_gpu import LateGpu
+from tests.experts.stores import exchange
+from tests.families.oracles import PROMPT, variant
+from tests.pretend_cuda import pretend_cuda
+from tests.pretend_stage import PretendedStage, run_pretended
+
+PROMPTS = [PROMPT[:5]]
+PIECES = [4, 1]
+FAMILIES = ("qwen3moe", "qwen3moe-fused", "qwen35moe", "laguna", "gemma4-26b")
+# Every share by every way where that takes a second; of the others each share and each way once.
+WAYS = [("0%", "cpu"), ("40%", "auto"), ("60%", "gpu"), ("100%", "auto")]
+SHARES, COLD = ("0%", "40%", "60%", "100%"), ("auto", "cpu", "gpu")
+ALL_WAYS = [(share, cold) for share in SHARES for cold in COLD]
+
+
+@pytest.fixture(autouse=True)
+def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give memory back to the pretended driver that lent it."""
+    yield
+    gc.collect()
+
+
+def _exchange_all(stage: PretendedStage) -> None:
+    """Make cold experts hot in every layer, as many as there are slots."""
+    store, draw = stage.model.store, Random(1)
+    assert store is not None
+    for layer in store.layers:
+        if layer is not None:
+            cold = [expert for expert in range(layer.experts) if expert not in layer.hot]
+            draw.shuffle(cold)
+            for promoted, demoted in zip(cold, layer.hot, strict=False):
+                exchange(layer, promoted, demoted)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_whatever_is_hot_the_answers_are_the_same(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf", "F32"))
+    with pretend_cuda(monkeypatch):
+        wanted = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference")
+        for share, cold in ALL_WAYS if name == "qwen3moe" else WAYS:
+            found = run_pretended(
+                checkpoint, PROMPTS, PIECES, kernels="reference", expert_budget=share, cold=cold
+            )
+            assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", ["qwen35moe", "gemma4-26b"])
+def test_cold_experts_of_a_layer_may_be_shared_between_both_sides(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf", "F32"))
+    monkeypatch.setattr(
+        load_store, "choose", lambda speeds, size, used, hits: Choice("cpu", (0, *range(used)))
+    )
+    brought: list[int] = []
+    bring = LayerStore.bring
+    monkeypatch.setattr(
+        LayerStore, "bring", lambda store, blob: brought.append(1) or bring(store, blob)
+    )
+
+    with pretend_cuda(monkeypatch):
+        wanted = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference")
+        found = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference", expert_budget="40%")
+    assert brought
+    assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("cold", "paths"), [("cpu", {"cpu"}), ("gpu", {"stream"})])
+def test_plain_experts_say_what_cold_ones_cost(
+    cold: str, paths: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(variant("qwen3moe").save_gguf(tmp_path / "m.gguf", "F32"))
+    read: list[ColdFigures] = []
+
+    def look(stage: PretendedStage) -> None:
+        hybrid = stage.model.hybrid
+        assert hybrid is not None
+        read.append(hybrid.meter.figures())
+
+    with pretend_cuda(monkeypatch):
+        run_pretended(
+            checkpoint, PROMPTS, PIECES, look, kernels="reference", expert_budget="40%", cold=cold
+        )
+    figures = read[-1]
+    assert {path for path, size in figures.read_bytes.items() if size} == paths
+    assert (figures.seconds.get("cold", 0.0) > 0) == (cold == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("qwen3moe", {}),
+        ("qwen3moe", {"keep_host_copy": True}),
+        ("qwen3moe", {"no_pin": True}),
+        ("qwen35moe", {"cold": "gpu"}),
+        ("laguna", {"cold": "cpu"}),
+        ("gemma4-26b", {}),
+    ],
+)
+def test_experts_that_change_places_between_steps_change_no_answer(
+    name: str, more: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    types = "MIXED" if name == "qwen3moe" else "F32"  # unpacking them takes longer than all else
+    checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf", types))
+    with pretend_cuda(monkeypatch):
+        wanted = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference")
+        found = run_pretended(
+            checkpoint, PROMPTS, PIECES, _exchange_all,
+            kernels="reference", expert_budget="50%", **more,
+        )  # fmt: skip
+    assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
+
+
+class Overlapped:
+    """After each step, goes on with copies that other steps run beside, and with their swaps."""
+
+    def __init__(self) -> None:
+        self.gpu = LateGpu()
+        self.swaps: SwapRound | None = None
+
+    def __call__(self, stage: PretendedStage) -> None:
+        if self.swaps is None:
+            self.swaps = self._begin(stage)
+        for _ in range(3):  # half a copy may be left
+            self.gpu.copy_on()
+        if not self.swaps.over and self.swaps.ready():
+            self.swaps.end() if self.swaps.turned else self.swaps.turn()
+
+    def _begin(self, stage: PretendedStage) -> SwapRound:
+        store = stage.model.store
+        assert store is not None
+        store.spare.copies = self.gpu
+        planned = []
+        for index, layer in enumerate(store.layers):
+            if layer is not None:
+                cold = [expert for expert in range(layer.experts) if expert not in layer.hot]
+                planned.append(Swap(index, cold[0], layer.hot[0], 1.0, 2))
+        layers = [LayerExperts(0, 0)] * len(store.layers)
+        return SwapRound(StoreSwaps(store, layers, same_bits=True), planned)
+
+
+@pytest.mark.parametrize("more", [{}, {"keep_host_copy": True}])
+def test_steps_beside_the_copies_of_swaps_answer_the_same(
+    more: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(variant("qwen3moe").save_gguf(tmp_path / "m.gguf", "MIXED"))
+    prompts, pieces, overlapped = [PROMPT[:9]], [1] * 9, Overlapped()
+    with pretend_cuda(monkeypatch):
+        wanted = run_pretended(checkpoint, prompts, pieces, kernels="reference")
+        found = run_pretended(
+            checkpoint, prompts, pieces, overlapped,
+            kernels="reference", expert_budget="50%", **more,
+        )  # fmt: skip
+    assert overlapped.swaps is not None
+    assert overlapped.swaps.error is None
+    assert len(overlapped.swaps.done) >= 2
+    assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("more", [
+    {}, {"keep_host_copy": True}, {"cold": "drop"}, {"cold": "drop", "keep_host_copy": True},
+])  # fmt: skip
+def test_a_store_takes_what_was_planned(
+    more: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(variant("laguna").save_gguf(tmp_path / "m.gguf", "MIXED"))
+    with pretend_cuda(monkeypatch):
+        stage = PretendedStage(checkpoint, kernels="reference", expert_budget="50%", **more)
+    names = ("hot_experts", "cold_experts", "expert_staging", "expert_spare")
+    assert [stage.counted[name] for name in names] == [stage.planned[name] for name in names]
+    held = more != {"cold": "drop"}
+    assert [stage.counted[name] > 0 for name in names] == [True, held, held, held]
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_dropped_experts_leave_their_weight_to_the_others(
+    copy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(variant("qwen3moe").save_gguf(tmp_path / "m.gguf", "MIXED"))
+    seen: list[tuple[torch.Tensor, ...]] = []
+
+    def dropped(ids: torch.Tensor, weights: torch.Tensor, is_hot: torch.Tensor) -> torch.Tensor:
+        left = drop_cold(ids, weights, is_hot)
+        seen.append((is_hot[ids].cpu() > 0, weights.cpu().clone(), left.cpu().clone()))
+        return left
+
+    monkeypatch.setattr(split_experts, "drop_cold", dropped)
+    with pretend_cuda(monkeypatch):
+        wanted, found = (
+            run_pretended(
+                checkpoint,
+                PROMPTS,
+                PIECES,
+                kernels="reference",
+                expert_budget="50%",
+                cold=cold,
+                keep_host_copy=copy,
+            )
+            for cold in ("auto", "drop")
+        )
+    assert not torch.equal(found[0], wanted[0])
+    assert all(part.isfinite().all() for part in found)
+    hot, before, after = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    some = hot.any(1)
+    assert (~hot[some]).any()
+    assert not after[~hot].any()
+    torch.testing.assert_close(after.sum(1), before.sum(1) * some)

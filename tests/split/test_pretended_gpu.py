@@ -1,0 +1,164 @@
+"""Every family with its tensors on a GPU that is not there, against the CPU's plain kernels."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headroom.experts import device_experts
+from headroom.formats.checkpoint import Checkpoint, open_checkpoint
+from headroom.kernels import registry
+from headroom.kernels.cuda import attention, few_experts, prefill, small
+from headroom.kernels.reference import experts as plain_experts
+from headroom.kernels.reference import norms
+from headroom.kernels.reference import route as plain_route
+from headroom.kernels.reference.matmul import matmul
+from headroom.layers import device_block
+from headroom.layers.device_rows import DeviceRows, few_rows
+from headroom.split import build as load
+from tests.families.oracles import PROMPT, VARIANTS, variant
+from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.pretend_cuda import kernels_on_cpu, pretend_cuda
+from tests.pretend_stage import run_pretended
+from tests.running import run_steps
+
+TEXT = PROMPT + PROMPT[::-1]
+PROMPTS = [TEXT[:41], TEXT[3:44]]
+PIECES = [34, 1, 6]  # the first is longer than what goes as few rows
+FEWER = [33, 2]  # for kernels that take their time here
+# One variant of each kind of layer; the others differ in their files alone.
+GENERIC = (
+    *("llama", "qwen3-untied", "qwen3moe", "qwen35", "qwen35moe", "laguna"),
+    *("laguna-per-element", "gemma4-31b", "gemma4-26b", "gemma4-e2b"),
+)
+FUSED = ("qwen3-tied", "gemma4-26b-separate", "gemma4-e2b")
+
+
+def _wanted(
+    checkpoint: Checkpoint, prompts: Sequence[Sequence[int]], pieces: list[int]
+) -> list[torch.Tensor]:
+    return run_steps(checkpoint, prompts, [pieces] * len(prompts), kernels="reference")
+
+
+def _assert_near(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+    for mine, its in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", GENERIC)
+def test_separate_operations_stay_on_the_device(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf", "MIXED"))
+    wanted = _wanted(checkpoint, PROMPTS, PIECES)
+    with pretend_cuda(monkeypatch):
+        found = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference")
+    _assert_near(found, wanted)
+
+
+def _rows(x: torch.Tensor, narrow: object = None) -> DeviceRows:
+    """Rows as they are, whatever a kernel would round them to."""
+    return DeviceRows(len(x), few=x) if few_rows(len(x)) else DeviceRows(len(x), many=x)  # type: ignore[arg-type]
+
+
+def _floats(rows: DeviceRows) -> Any:
+    return rows.many if rows.few is None else rows.few
+
+
+def _normed_rows(x: torch.Tensor, norm: Any, narrow: object) -> DeviceRows:
+    normed = norms.rms_norm(x, norm.weight, norm.eps)
+    return _rows(normed if norm.out is None else norm.out.copy_(normed))
+
+
+def _gated_rows(
+    gate: torch.Tensor, up: torch.Tensor, activation: str, narrow: object
+) -> DeviceRows:
+    return _rows(norms.gated_activation(gate, up, activation))
+
+
+class _Matrices:
+    """Stands in for matrices in tiles."""
+
+    def __init__(self, get: Any, names: Sequence[str], orders: Sequence[Any] = ()) -> None:
+        self._weights = [get(*named) for named in zip(names, orders or [None] * 9, strict=False)]
+
+    def __call__(self, x: DeviceRows, add: torch.Tensor | None = None) -> list[torch.Tensor]:
+        outs = [matmul(_floats(x), weight, "f32") for weight in self._weights]
+        return outs if add is None else [add.add_(outs[0])]
+
+
+def _scored_rows(
+    x: torch.Tensor, weight: torch.Tensor, norm: Any, seen: torch.Tensor, narrow: object
+) -> tuple[DeviceRows, torch.Tensor]:
+    return _normed_rows(x, norm, narrow), norms.rms_norm(x, seen, norm.eps) @ weight.T
+
+
+def _add_norm(residual: torch.Tensor, x: torch.Tensor, weight: Any, eps: float) -> torch.Tensor:
+    return residual.add_(norms.rms_norm(x, weight, eps))
+
+
+def _experts(
+    x: Any, ids: Any, weights: Any, table: Any, activation: str, others: Any, out: Any
+) -> Any:
+    answers = plain_experts.experts(x, ids, weights, table, activation, "f32")
+    if others.shared is not None:
+        scale = 1.0 if others.shared_logits is None else others.shared_logits[:, :1].sigmoid()
+        answers += others.shared * scale
+    if others.residual is not None:
+        answers += others.residual
+    return answers if out is None else out.copy_(answers)
+
+
+def _route(logits: Any, rule: Any, bias: Any, counts: Any, sequence: Any) -> Any:
+    assert len(sequence) == len(logits)
+    return plain_route.route(logits[:, : len(counts)], rule, bias, counts)
+
+
+def _tables(get: Any, count: int) -> Any:
+    with torch.device("cuda"):
+        return plain_experts.prepare(get.experts(count))
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Layers of fused parts, exactly: attention by its kernels, products and norms stood in for."""
+    kernels = kernels_on_cpu(compile_on_cpu)
+    monkeypatch.setattr(attention, "compile_kernel", kernels)
+    monkeypatch.setattr(prefill, "compile_kernel", kernels)
+    prefilled = prefill.prefill
+    monkeypatch.setattr(prefill, "prefill", lambda *args: prefilled(*args[:4], "f32"))
+    plain = tuple(k for k in registry.KERNELS if not k.backend.startswith("cuda"))
+    monkeypatch.setattr(registry, "KERNELS", plain)
+    monkeypatch.setattr(load, "fits_device", lambda mixer, get: get.case.device == "cuda")
+    monkeypatch.setattr(load, "experts_fit", lambda config, get: True)
+    monkeypatch.setattr(small, "rms_norm", norms.rms_norm)
+    monkeypatch.setattr(small, "norm_add", _add_norm)
+    for module in (device_block, device_experts):
+        monkeypatch.setattr(module, "stack", _Matrices)
+        monkeypatch.setattr(module, "normed_rows", _normed_rows)
+        monkeypatch.setattr(module, "gated_rows", _gated_rows)
+        monkeypatch.setattr(module, "narrow_type", lambda dtype: torch.float32)
+    monkeypatch.setattr(device_block, "plain_rows", _rows)
+    monkeypatch.setattr(few_experts, "few_rows", _experts)
+    monkeypatch.setattr(device_experts.cuda_experts, "many_rows", _experts)
+    monkeypatch.setattr(device_experts, "upload_experts", _tables)
+    monkeypatch.setattr(device_experts, "scored_rows", _scored_rows)
+    monkeypatch.setattr(device_experts.cuda_route, "route", _route)
+    with pretend_cuda(monkeypatch):
+        yield
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_parts_are_put_together_as_their_family_wants(
+    name: str, tmp_path: Path, fused: None
+) -> None:
+    checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf", "MIXED"))
+    wanted = _wanted(checkpoint, PROMPTS[:1], FEWER)
+    _assert_near(run_pretended(checkpoint, PROMPTS[:1], FEWER), wanted)
+
+
+def test_the_variants_are_known() -> None:
+    assert {*GENERIC, *FUSED} <= set(VARIANTS)
