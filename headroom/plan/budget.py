@@ -46,7 +46,7 @@ class PlanSettings:
     weights: str  # "packed" or "unpacked"
     threads: int
     pin_threads: bool = False  # each on a core of its own
-    kernels: str = "reference"  # "native": the C++ ones of a CPU; "device", "triton": a GPU's
+    kernels: str = "reference"  # resolved: "cuda", "triton", "native" (C++) or "reference"
     unpack_bytes: int = 0  # most bytes of weights that a GPU unpacks at a time
     cold: str = "auto"  # who computes cold experts: "gpu", "cpu" or, by "drop", nobody
     pin_experts: bool = True  # cold ones, so that a GPU reads them where they lie
@@ -60,12 +60,12 @@ class PlanSettings:
     @property
     def stream_rows(self) -> int:
         """Rows of the residual stream: a captured step may have more than a small chunk."""
-        return max(self.rows, FEW_ROWS) if self.kernels == "device" else self.rows
+        return max(self.rows, FEW_ROWS) if self.kernels == "cuda" else self.rows
 
     @property
     def uses_arena(self) -> bool:
         """Whether a GPU's fused kernels run the layers; their scratch is one piece of memory."""
-        return self.kernels == "device" and self.dtype in NARROW_TYPES
+        return self.kernels == "cuda" and self.dtype in NARROW_TYPES
 
     @property
     def holds_cold(self) -> bool:
@@ -180,7 +180,7 @@ def logits_rows(settings: PlanSettings, rules: Rules) -> int:
     Every row of a captured step has them.
     """
     rows = settings.parallel * (1 if rules.draft is None else 1 + TREE_NODES)
-    return max(rows, FEW_ROWS) if settings.kernels == "device" else rows
+    return max(rows, FEW_ROWS) if settings.kernels == "cuda" else rows
 
 
 def snapshot_bytes(model: ModelShape, settings: PlanSettings) -> int:

@@ -106,7 +106,7 @@ def draft_lines(
 
 def _staging_line(model: ModelShape, settings: PlanSettings) -> Line:
     rows, hidden, buffers = settings.stream_rows, model.hidden, model.staging_buffers
-    kind = "f32" if settings.kernels in ("device", "triton") else settings.activation
+    kind = "f32" if settings.kernels in ("cuda", "triton") else settings.activation
     size = staging_bytes(hidden, rows, kind, buffers)
     why = f"{buffers} buffers x {rows} rows x {hidden} values, {kind}"
     if model.side_values:

@@ -117,7 +117,7 @@ class _Task:
         if any(device.kind == "hip" for device in stages):
             return "triton" if self.options.kernels == "auto" else self.options.kernels
         if any(device.kind != "cpu" for device in stages):
-            return "device" if self.options.kernels == "auto" else self.options.kernels
+            return "cuda" if self.options.kernels == "auto" else self.options.kernels
         wanted = self.options.kernels == "auto" and self.options.dtype in (None, "int8", "f32")
         return "native" if wanted and all(device.native for device in stages) else "reference"
 
@@ -213,7 +213,7 @@ def _as_held(task: _Task) -> _Task:
     if task.native:
         return replace(task, model=task.model.in_panels())
     narrow = (task.options.dtype or task.precision.activation) in NARROW_TYPES
-    if task.kernels == "device" and narrow:
+    if task.kernels == "cuda" and narrow:
         return replace(task, model=task.model.in_tiles())
     return task
 

@@ -66,8 +66,8 @@ def test_kernels_that_pad_weights_read_the_padding() -> None:
     assert step_traffic(model(padded), SETTINGS, [0]).weights == 1000 + 7 + 6400
     for kernels, dtype, added in (
         ("native", "f32", 24),
-        ("device", "bf16", 40),
-        ("device", "f32", 0),  # weights as files have them
+        ("cuda", "bf16", 40),
+        ("cuda", "f32", 0),  # weights as files have them
         ("triton", "bf16", 0),
     ):
         running = replace(SETTINGS, kernels=kernels, dtype=dtype)

@@ -24,7 +24,7 @@ def settings(**changed: int) -> PlanSettings:
     sizes = {"context": 512, "parallel": 4, "chunk": 64, "cache_tokens": 2048} | changed
     return PlanSettings(
         **sizes, k_type="f32", v_type="f32", dtype="f32", activation="f32", weights="packed",
-        threads=1, kernels="device",
+        threads=1, kernels="cuda",
     )  # fmt: skip
 
 
