@@ -13,7 +13,7 @@ from headroom.plan.budget import (
     kv_token_bytes,
 )
 from headroom.plan.cold_speeds import ColdSpeeds, layer_seconds, speeds_of, usable_speeds
-from headroom.plan.layout import DevicePlan, Layout
+from headroom.plan.layout import DevicePlan, Layout, Pinning
 from headroom.plan.shape import LayerShape, ModelShape
 
 
@@ -33,7 +33,7 @@ def predict(
     """Return the speed of a layout; layers run one after the other, so times add up."""
     by_name = {device.name: device for device in devices}
     host = next((device for device in devices if device.kind == "cpu"), None)
-    pinned = not any("not pinned" in line.why for line in layout.host.lines)
+    pinned = layout.host.pinning in (None, Pinning.PINNED)
     decode: dict[str, float] = {}
     prefill_s = 0.0
     for plan in layout.devices:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from headroom.machine.devices import DeviceKind, DeviceSpec
 from headroom.plan.budget import (
@@ -57,12 +58,21 @@ class DevicePlan:
         return {line.name: line.bytes for line in self.lines if line.name not in NOT_ALLOCATED}
 
 
+class Pinning(Enum):
+    """Whether the cold experts' host memory is pinned (a GPU reads it in place), or why not."""
+
+    PINNED = "pinned"
+    TURNED_OFF = "turned off"  # by --no-pin
+    OVER_LIMIT = "over the limit"  # the control group does not allow that much
+
+
 @dataclass(frozen=True, slots=True)
 class HostPlan:
     """What host memory holds beside the devices; empty where a device is the host itself."""
 
     total_bytes: int
     lines: tuple[Line, ...]
+    pinning: Pinning | None = None  # of cold experts; None where host memory holds none
 
     @property
     def free_bytes(self) -> int:
@@ -174,6 +184,15 @@ def _rough_choices(
 
 
 @dataclass(frozen=True, slots=True)
+class _ColdExperts:
+    """What host memory holds of the routed experts."""
+
+    experts: int  # cold ones
+    bytes: int  # with the copies of hot ones, where those are kept
+    pinning: Pinning
+
+
+@dataclass(frozen=True, slots=True)
 class _Builder:
     """Puts the lines of one way to share the layers together."""
 
@@ -190,7 +209,9 @@ class _Builder:
             self._hot(device, span, own)
             for device, span, own in zip(stages, self.spans, lines, strict=True)
         ]
-        host_lines = self._host_lines(stages, hot)
+        cold = self._cold(hot)
+        host_lines = [*self._cold_lines(cold), *self._other_host_lines(stages)]
+        pinning = cold.pinning if cold else None
         for own, kept in zip(lines, hot, strict=True):
             if kept.staging:
                 why = "cold experts on their way: buffers, and one for an exchange"
@@ -206,8 +227,9 @@ class _Builder:
         plans = tuple(map(self._device_plan, stages, lines, hot, self.spans))
         if host is None or host.runs_layers:
             total = host.total_bytes if host else 0
-            return Layout(plans, HostPlan(total, tuple(host_lines)))
-        return Layout(plans, HostPlan(host.total_bytes, (*host_lines, *runtime_lines(host))))
+            return Layout(plans, HostPlan(total, tuple(host_lines), pinning))
+        host_lines += runtime_lines(host)
+        return Layout(plans, HostPlan(host.total_bytes, tuple(host_lines), pinning))
 
     def fixed_lines(self, index: int, device: DeviceSpec) -> list[Line]:
         """Return all lines of a device but its hot experts."""
@@ -239,12 +261,53 @@ class _Builder:
             staging = expert_staging_bytes(layers, self.model.hidden, unpacks)
         return keep_with_staging(layers, room, most, staging)
 
-    def _host_lines(self, stages: Sequence[DeviceSpec], hot: Sequence[HotExperts]) -> list[Line]:
+    def _cold(self, hot: Sequence[HotExperts]) -> _ColdExperts | None:
+        """Return what host memory holds of the experts; None where it holds none of them."""
+        experts = self.model.total_experts - sum(kept.total for kept in hot)
+        if not experts or not self.settings.holds_cold:
+            return None
+        size = self.model.expert_bytes
+        if not self.rules.keep_copy:
+            size -= sum(kept.bytes for kept in hot)
+        if not self.rules.pin:
+            pinning = Pinning.TURNED_OFF
+        else:
+            limit = self._pinnable_bytes
+            fits = limit is None or size <= limit
+            pinning = Pinning.PINNED if fits else Pinning.OVER_LIMIT
+        return _ColdExperts(experts, size, pinning)
+
+    def _cold_lines(self, cold: _ColdExperts | None) -> list[Line]:
+        """Return the host's lines for devices that do not hold all their experts."""
+        if cold is None:
+            return []
+        what = f"{cold.experts} routed experts"
+        if self.rules.keep_copy:
+            what += " and copies of the hot ones"
+        pinned = "pinned"
+        if cold.pinning is Pinning.TURNED_OFF:
+            pinned = "not pinned: --no-pin"
+        elif cold.pinning is Pinning.OVER_LIMIT:
+            pinned = f"not pinned: the control group allows {gib(self._pinnable_bytes or 0)}"
+        spare, why = largest_expert(self.model.layers), "for an exchange"
+        # Dropped experts are never copied to a GPU, so they need no buffers.
+        unpinned = cold.pinning is not Pinning.PINNED
+        if unpinned and self.settings.uses_arena and self.settings.cold != "drop":
+            spare += bounce_bytes(self.model.layers)
+            why += ", and pinned buffers through which unpinned experts are copied"
+        return [
+            Line("cold_experts", cold.bytes, f"{what}, {pinned}"),
+            Line("expert_spare", spare, why),
+        ]
+
+    @property
+    def _pinnable_bytes(self) -> int | None:
+        host = next((device for device in self.devices if device.kind == "cpu"), None)
+        return host.pinnable_bytes if host else None
+
+    def _other_host_lines(self, stages: Sequence[DeviceSpec]) -> list[Line]:
+        """Return the host's lines that have nothing to do with experts."""
         lines = []
-        cold_bytes = self.model.expert_bytes - sum(kept.bytes for kept in hot)
-        cold = self.model.total_experts - sum(kept.total for kept in hot)
-        if cold and self.settings.holds_cold:
-            lines += self._cold_lines(cold, cold_bytes)
         if budget := self.rules.snapshot_bytes:
             each = snapshot_bytes(self.model, self.settings)
             why = f"saved prefixes: {budget // each} of a whole context, {gib(each)} each"
@@ -256,33 +319,6 @@ class _Builder:
         elif lookup := lookup_bytes(self.model, self.settings):
             lines.append(Line("embeddings", lookup, "tables of which the host reads rows"))
         return lines
-
-    def _cold_lines(self, cold: int, cold_bytes: int) -> list[Line]:
-        """Return what the host holds for devices that do not hold all their experts."""
-        what = f"{cold} routed experts"
-        if self.rules.keep_copy:
-            cold_bytes = self.model.expert_bytes
-            what += " and copies of the hot ones"
-        pinned = self._pinned(cold_bytes)
-        spare, why = largest_expert(self.model.layers), "for an exchange"
-        # What is left out passes no buffers.
-        if pinned != "pinned" and self.settings.uses_arena and self.settings.cold != "drop":
-            spare += bounce_bytes(self.model.layers)
-            why += ", and pinned buffers that experts pass which are not"
-        return [
-            Line("cold_experts", cold_bytes, f"{what}, {pinned}"),
-            Line("expert_spare", spare, why),
-        ]
-
-    def _pinned(self, size: int) -> str:
-        """Say whether so much host memory may be pinned, which devices read without a copy."""
-        if not self.rules.pin:
-            return "not pinned: --no-pin"
-        host = next((device for device in self.devices if device.kind == "cpu"), None)
-        limit = host.pinnable_bytes if host else None
-        if limit is None or size <= limit:
-            return "pinned"
-        return f"not pinned: the control group allows {gib(limit)}"
 
     def _move_embeddings(
         self, stages: Sequence[DeviceSpec], lines: list[list[Line]], host_lines: list[Line]

@@ -21,7 +21,7 @@ from headroom.plan.cold_speeds import ColdSpeeds, speeds_of
 from headroom.plan.cost import Prediction, predict
 from headroom.plan.device_scratch import NARROW_TYPES, unpack_bytes_for
 from headroom.plan.experts import check_expert_budget, floor_bytes, parse_expert_budget
-from headroom.plan.layout import DevicePlan, HostPlan, Layout, biggest_line, lay_out
+from headroom.plan.layout import DevicePlan, HostPlan, Layout, Pinning, biggest_line, lay_out
 from headroom.plan.shape import ModelShape
 from headroom.plan.solver import (
     Candidate,
@@ -295,15 +295,14 @@ def _notes(task: _Task, settings: PlanSettings, layout: Layout) -> Iterable[str]
         f"reading the weights fills up to {gib(task.model.weight_bytes)} of file cache, which the "
         "kernel gives back when memory is short"
     )
-    names = {line.name: line.why for line in layout.host.lines}
     # Dropped experts are neither read in place nor copied for prompts.
-    cold_why = names.get("cold_experts", "") if settings.cold != "drop" else ""
-    if "--no-pin" in cold_why:
+    pinning = layout.host.pinning if settings.cold != "drop" else None
+    if pinning is Pinning.TURNED_OFF:
         yield (
             "cold experts are not pinned: only the CPU reads them in place, and long prompts copy "
             "them twice"
         )
-    elif "not pinned" in cold_why:
+    elif pinning is Pinning.OVER_LIMIT:
         yield (
             "cold experts that are not pinned are copied twice; more memory for the control group "
             "avoids it"

@@ -10,6 +10,7 @@ from headroom.errors import OptionError, PlanError
 from headroom.options import Options
 from headroom.plan.device_scratch import sampler_bytes
 from headroom.plan.known import known_shape
+from headroom.plan.layout import Pinning
 from headroom.plan.plan import DoesNotFitError, Plan, make_plan
 from headroom.units import GIB, MIB
 from tests.plan.shapes import cpu, gpu, host, laguna, qwen35_27b, smollm2
@@ -300,16 +301,30 @@ def test_memory_of_a_gpu_held_by_others_is_not_planned() -> None:
     assert plan.devices[0].hot_experts < 5000
 
 
-@pytest.mark.parametrize(
-    ("limit", "told"),
-    [(None, ", pinned"), (64 * GIB, ", pinned"), (8 * MIB, "not pinned: the control group allows")],
-)
-def test_cold_experts_are_pinned_where_that_is_allowed(limit: int | None, told: str) -> None:
-    behind = replace(host(64), pinnable_bytes=limit)
-    plan = make_plan([laguna()], [gpu(12), behind], Options())
-    (cold,) = (line for line in plan.host.lines if line.name == "cold_experts")
-    assert told in cold.why
-    assert any("are copied twice" in note for note in plan.notes) == ("not pinned" in told)
+def test_cold_experts_are_pinned_up_to_exactly_what_the_control_group_allows() -> None:
+    def planned(limit: int | None) -> Plan:
+        behind = replace(host(64), pinnable_bytes=limit)
+        return make_plan([laguna()], [gpu(12), behind], Options())
+
+    (cold,) = (x.bytes for x in planned(None).host.lines if x.name == "cold_experts")
+    for limit in (None, cold + 1, cold):
+        assert planned(limit).host.pinning is Pinning.PINNED
+        assert not any("copied twice" in note for note in planned(limit).notes)
+    over = planned(cold - 1)
+    assert over.host.pinning is Pinning.OVER_LIMIT
+    (line,) = (x for x in over.host.lines if x.name == "cold_experts")
+    assert "not pinned: the control group allows" in line.why
+    assert any("are copied twice" in note for note in over.notes)
+
+
+def test_pinning_is_known_wherever_the_lines_of_cold_experts_are() -> None:
+    options = Options(no_pin=True)
+    behind = make_plan([laguna()], [gpu(12), host(64)], options)
+    assert behind.host.pinning is Pinning.TURNED_OFF
+    beside = make_plan([laguna()], [gpu(6), cpu(64)], replace(options, split="38,2"))
+    assert "cold_experts" in lines(beside, 1)  # the CPU's own memory is the host's
+    assert beside.host.pinning is Pinning.TURNED_OFF
+    assert make_plan([laguna()], [gpu(24), host(64)], options).host.pinning is None
 
 
 def test_snapshots_are_a_line_of_the_host_and_say_how_many_they_are() -> None:
