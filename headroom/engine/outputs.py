@@ -8,7 +8,7 @@ from headroom.engine.request import TokenLogprobs
 from headroom.engine.sampler import Row, sample, token_logprobs
 from headroom.engine.scheduler import Turn
 from headroom.engine.sequence import Sequence as Running
-from headroom.layers.device_rows import FEW_ROWS
+from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers.draws import Draw
 from headroom.split.results import StepResult
 
@@ -69,7 +69,7 @@ class Flight:
         of that step looks at tokens that the host must know.
         """
         places = self.result.places
-        return len(places) <= FEW_ROWS and not any(
+        return len(places) <= DECODE_ROWS and not any(
             output.needs_logits(places.get(at)) or output.sequence.draws.penalises
             for at, output in enumerate(self.outputs)
         )

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from headroom.engine.random import uniform
 from headroom.engine.request import SamplingParams, TokenLogprobs
+from headroom.kernels.philox import uniform
 from headroom.layers.parts import part_of_step
 
 Row = npt.NDArray[np.float32]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headroom.kernels.cuda import delta_net, matmul, plain, scratch, sizes, small, unpacked
+from headroom.kernels.cuda import delta_net, matmul, plain, scratch, small, unpacked
 from headroom.kernels.cuda.matmul import HalfRows, RowNorm
 from headroom.kernels.cuda.narrow import (
     QUANTS,
@@ -15,13 +15,11 @@ from headroom.kernels.cuda.narrow import (
     narrow_rows,
     narrow_type,
 )
-from headroom.kernels.cuda.sizes import TILE_ROWS, TILED
+from headroom.kernels.cuda.sizes import DECODE_ROWS, MOST_OUTPUTS, TILE_ROWS, TILED
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.weight import PLAIN_TYPES, Weight
 from headroom.layers.pieces import FileMatrices
 from headroom.layers.weights import WeightSource
-
-FEW_ROWS = sizes.FEW_ROWS  # the most of a step that one pass over packed weights serves
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +35,7 @@ class DeviceRows:
 
 def few_rows(count: int) -> bool:
     """Tell whether a step is small enough for one pass over packed weights."""
-    return count <= FEW_ROWS
+    return count <= DECODE_ROWS
 
 
 def plain_rows(x: torch.Tensor, narrow: torch.dtype) -> DeviceRows:
@@ -156,7 +154,7 @@ def stack(
     runs: list[list[int]] = []
     for index, part in enumerate(found):
         last = runs[-1] if runs and not get.unpack else []
-        if last and len(last) < sizes.MOST_OUTPUTS and _may_join(found[last[-1]], part):
+        if last and len(last) < MOST_OUTPUTS and _may_join(found[last[-1]], part):
             last.append(index)
         else:
             runs.append([index])

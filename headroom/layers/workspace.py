@@ -8,7 +8,7 @@ import torch
 
 from headroom.errors import CapacityError
 from headroom.kernels.cuda.scratch import Arena, opened
-from headroom.kernels.cuda.sizes import FEW_ROWS
+from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.plan.budget import PlanSettings
 
 
@@ -58,7 +58,7 @@ def open_workspace(
     rows = settings.stream_rows
     stream, outputs = (torch.empty(rows, hidden, device=device) for _ in range(2))
     embedded = torch.empty(rows if keeps_embedding else 0, hidden, device=device)
-    captured = FEW_ROWS if settings.kernels == "cuda" else 0
+    captured = DECODE_ROWS if settings.kernels == "cuda" else 0
     logits = torch.empty(max(settings.parallel, captured), vocab, device=device)
     scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
     count("staging", stream.nbytes + outputs.nbytes + embedded.nbytes)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headroom.kernels.cuda.sizes import FEW_ROWS
+from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.machine.devices import DeviceSpec
 from headroom.machine.precision import checked_row_bytes, type_bytes
 from headroom.plan.device_scratch import NARROW_TYPES, DeviceStep, device_phases
@@ -60,7 +60,7 @@ class PlanSettings:
     @property
     def stream_rows(self) -> int:
         """Rows of the residual stream: a captured step may have more than a small chunk."""
-        return max(self.rows, FEW_ROWS) if self.kernels == "cuda" else self.rows
+        return max(self.rows, DECODE_ROWS) if self.kernels == "cuda" else self.rows
 
     @property
     def uses_arena(self) -> bool:
@@ -180,7 +180,7 @@ def logits_rows(settings: PlanSettings, rules: Rules) -> int:
     Every row of a captured step has them.
     """
     rows = settings.parallel * (1 if rules.draft is None else 1 + TREE_NODES)
-    return max(rows, FEW_ROWS) if settings.kernels == "cuda" else rows
+    return max(rows, DECODE_ROWS) if settings.kernels == "cuda" else rows
 
 
 def snapshot_bytes(model: ModelShape, settings: PlanSettings) -> int:

@@ -12,7 +12,7 @@ from math import isqrt
 
 from headroom.kernels.cuda.sizes import (
     ALIGNMENT,
-    FEW_ROWS,
+    DECODE_ROWS,
     GROUP_ROWS,
     ROW_TILE_BYTES,
     TILE_PICKS,
@@ -92,7 +92,7 @@ def _largest(
     step: DeviceStep,
 ) -> int:
     """The largest layer's peak, in the largest captured steps and in those of the most rows."""
-    sizes = {FEW_ROWS, max(step.rows, FEW_ROWS)}
+    sizes = {DECODE_ROWS, max(step.rows, DECODE_ROWS)}
     peak = 0
     for layer in dict.fromkeys(layers):
         for rows in sizes:
@@ -105,7 +105,7 @@ def _largest(
 def _rows_of(tally: _Tally, step: DeviceStep, columns: int, *, normed: bool = False) -> None:
     """Rows on their way into a product."""
     rows = step.rows
-    if rows <= FEW_ROWS:
+    if rows <= DECODE_ROWS:
         tally.take(half_rows_bytes(rows, columns))
         return
     tally.take(BF16 * rows * columns, *([F32 * rows] if step.halves else []))
@@ -119,7 +119,7 @@ def _product(tally: _Tally, step: DeviceStep, outputs: int, columns: int) -> Non
     fitting = max(16, step.unpack_bytes // (BF16 * columns))
     part = min(outputs, fitting)
     with tally.frame():
-        if step.rows > FEW_ROWS:
+        if step.rows > DECODE_ROWS:
             answer = F32 if step.halves else BF16
             tally.take(answer * step.rows * part, BF16 * part * columns)
         else:
@@ -135,7 +135,7 @@ def _attention(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
     tally.take(*(F32 * rows * out for out in outs))
     _product(tally, step, sum(outs), step.hidden)
     tally.take(F32 * rows * width)  # queries
-    if rows <= FEW_ROWS:
+    if rows <= DECODE_ROWS:
         heads, pieces = layer.query_heads, count_pieces(step.context)
         tally.take(F32 * rows * heads * pieces * (layer.key_dim + 2), F32 * rows * width)
     else:
@@ -168,10 +168,10 @@ def _recurrent(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
     tally.take(F32 * rows * inner)  # answers
     with tally.frame():
         tally.take(F32 * rows * channels, F32 * rows * 2 * heads)
-        if rows > FEW_ROWS:
+        if rows > DECODE_ROWS:
             chunks = rows // CHUNK + step.spans
             tally.take(*(F32 * heads * chunks * CHUNK * width for width in (2 * dim, CHUNK, 1)))
-    if rows <= FEW_ROWS:
+    if rows <= DECODE_ROWS:
         tally.take(F32 * rows * channels, F32 * rows * 2 * heads)
     _rows_of(tally, step, inner, normed=True)
     _product(tally, step, step.hidden, inner)
@@ -216,7 +216,7 @@ def _experts(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
 def _routed(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
     """What the products of each row's experts take."""
     picks = step.rows * layer.experts_used
-    if step.rows <= FEW_ROWS:
+    if step.rows <= DECODE_ROWS:
         beside = 0 if layer.post_norms else layer.ffn_width  # of the expert that every row visits
         tally.take(F32 * (picks * layer.expert_width + step.rows * beside), I64 * picks)
         return
@@ -231,7 +231,7 @@ def _routed(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
 def _sorted(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
     """What the same take in the longest step whose rows meet their experts' tiles as they lie."""
     rows = min(step.rows, sorted_rows(layer.experts, layer.experts_used))
-    if rows <= FEW_ROWS:
+    if rows <= DECODE_ROWS:
         return
     picks, width = rows * layer.experts_used, layer.expert_width
     groups, tiles = (sorted_groups(picks, layer.experts, each) for each in (GROUP_ROWS, TILE_PICKS))
@@ -251,7 +251,7 @@ def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> in
     torch's.
     """
     rows, most = step.rows, 0
-    if rows <= FEW_ROWS:
+    if rows <= DECODE_ROWS:
         return _cublas_bytes(sm)
     for layer in dict.fromkeys(layers):
         size, picks = 0, rows * layer.experts_used
@@ -278,12 +278,12 @@ def sampler_bytes(vocab: int) -> int:
     """Return what drawing tokens takes on a GPU: for each row of a captured step its settings, the
     tokens that it looks at, and a copy of its logits with counts."""
     settings = 72 + 8  # and the token itself
-    return FEW_ROWS * (settings + 8 * RECENT + 12 * BIASES + 16 * SLICES + 8 * vocab)
+    return DECODE_ROWS * (settings + 8 * RECENT + 12 * BIASES + 16 * SLICES + 8 * vocab)
 
 
 def inputs_bytes(rows: int, sequences: int, pages: int) -> int:
     """Return the inputs of a step at fixed places, of few rows and of the most."""
-    few, many = (FEW_ROWS, FEW_ROWS), (rows, sequences)
+    few, many = (DECODE_ROWS, DECODE_ROWS), (rows, sequences)
     return sum(36 * count + (8 + 4 * pages) * owners for count, owners in (few, many))
 
 

@@ -13,8 +13,8 @@ import torch
 
 from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore
+from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers.batch import Batch, Span
-from headroom.layers.device_rows import FEW_ROWS
 from headroom.layers.draws import DeviceSampler, Draw, copy_event
 from headroom.layers.foreseen import compile_foreseen
 from headroom.machine.devices import torch_name
@@ -25,10 +25,10 @@ from headroom.split.step_inputs import StepInputs, StepKind, kind_of
 
 log = logging.getLogger(__name__)
 
-BUCKETS = (1, 2, 4, 8, 16, FEW_ROWS)  # rows of captured steps
+BUCKETS = (1, 2, 4, 8, 16, DECODE_ROWS)  # rows of captured steps
 # Rows that have kernels of their own where they are not filled up to a bucket: products are made
 # for 1, 2, 4 and 8 rows, and then for every eight.
-OWN_SIZES = (1, 2, 4, 8, 16, 24, FEW_ROWS)
+OWN_SIZES = (1, 2, 4, 8, 16, 24, DECODE_ROWS)
 WARM_UPS = 2  # runs before a capture: kernels are compiled and memory is taken then
 
 DrawnRow = tuple[int, Draw]  # a place among a step's output rows, and how its token is drawn
@@ -144,13 +144,13 @@ class DeviceStage:
         self._model, self._settings, self._rings = model, settings, rings
         self._sampler = sampler
         pages = settings.sequence_pages
-        self._few = StepInputs(FEW_ROWS, FEW_ROWS, pages, place, sampler.tokens)
+        self._few = StepInputs(DECODE_ROWS, DECODE_ROWS, pages, place, sampler.tokens)
         self._many = StepInputs(settings.rows, settings.parallel, pages, place, sampler.tokens)
         self._captured: dict[StepKind, Captured] = {}
         self._pool: Any = None  # of all graphs: they never run at the same time
         self._on_gpu = torch.device(place).type == "cuda"
         # Two, since a step may be launched before the tokens of the last one are read.
-        most = max(FEW_ROWS, settings.parallel)
+        most = max(DECODE_ROWS, settings.parallel)
         self._reads = deque(_Read.allocate(most, place) for _ in range(2))
 
     @property
@@ -173,13 +173,13 @@ class DeviceStage:
         is not captured: all its steps just run, and each size runs once here. So does a long step,
         of one sequence and of as many as there may be, whose kernels may differ.
         """
-        most, together = self._settings.rows, min(self._settings.parallel, FEW_ROWS)
+        most, together = self._settings.rows, min(self._settings.parallel, DECODE_ROWS)
         sequences = sorted({min(size, together) for size in OWN_SIZES})
         with self._here(), torch.inference_mode():
             self._compile_ahead(sequences)
             if self._model.capturable:
                 sizes = [size for size in BUCKETS if size < 2 * self._settings.parallel]
-                for kind in (*(self._kind(size, 1) for size in sizes), self._kind(FEW_ROWS)):
+                for kind in (*(self._kind(size, 1) for size in sizes), self._kind(DECODE_ROWS)):
                     self._capture_of(kind)
                 for size in BUCKETS[1:-1]:
                     self._few.clear()
@@ -190,9 +190,9 @@ class DeviceStage:
                     self._warm_up([1] * count)
                 for size in (size for size in OWN_SIZES[1:] if size < most):
                     self._warm_up([size])
-            self._warm_up([min(FEW_ROWS + 1, most)])
-            if together > 1 and most > FEW_ROWS:
-                hidden = self._warm_up([FEW_ROWS + 2 - together] + [1] * (together - 1))
+            self._warm_up([min(DECODE_ROWS + 1, most)])
+            if together > 1 and most > DECODE_ROWS:
+                hidden = self._warm_up([DECODE_ROWS + 2 - together] + [1] * (together - 1))
                 for count in sequences:  # some of which may be drawn for
                     self._sampler.draw(self._model.logits(hidden[:count]))
             if self._model.routing is not None:
@@ -202,7 +202,7 @@ class DeviceStage:
         """Compile kernels for the rows that `capture` runs with."""
         most = self._settings.rows
         sizes = BUCKETS if self._model.capturable else [size for size in OWN_SIZES if size < most]
-        counts = (rows for rows in (*sizes, *sequences, most) if rows <= FEW_ROWS)
+        counts = (rows for rows in (*sizes, *sequences, most) if rows <= DECODE_ROWS)
         compile_foreseen(self._model.foreseen, counts, self._place)
 
     def forget_captures(self) -> None:
@@ -214,7 +214,7 @@ class DeviceStage:
         drawn = [(at, draw) for at, draw in enumerate(draws) if draw is not None and draw.fits]
         self._check_cold()
         with self._here():
-            if self._model.capturable and len(batch.tokens) <= FEW_ROWS:
+            if self._model.capturable and len(batch.tokens) <= DECODE_ROWS:
                 return self._replay(batch, drawn)
             return self._run(batch, drawn)
 
@@ -255,7 +255,7 @@ class DeviceStage:
     def _here(self) -> contextlib.AbstractContextManager[None]:
         return torch.cuda.device(self._place) if self._on_gpu else contextlib.nullcontext()
 
-    def _kind(self, rows: int, span_rows: int = FEW_ROWS) -> StepKind:
+    def _kind(self, rows: int, span_rows: int = DECODE_ROWS) -> StepKind:
         return StepKind(rows, span_rows, self._settings.context, self._settings.page_size)
 
     def _warm_up(self, counts: Sequence[int]) -> torch.Tensor:
@@ -305,7 +305,7 @@ class DeviceStage:
     def _run(self, batch: Batch, drawn: list[DrawnRow]) -> DeviceResult:
         """Run a step of any size as it is; only its output rows get logits."""
         count, settings = len(batch.tokens), self._settings
-        if count <= FEW_ROWS:  # of a model some of whose layers cannot be captured
+        if count <= DECODE_ROWS:  # of a model some of whose layers cannot be captured
             self._begin_few()
         self._many.fill(batch)
         kind = kind_of(batch, count, settings.context, settings.page_size)
@@ -313,8 +313,8 @@ class DeviceStage:
         x = self._model.run(self._many.batch(spans, self._rings, kind, len(spans)))
         hidden = pick_rows(x, batch.output_rows.tolist())
         read = self._next_read()
-        for first in range(0, len(drawn), FEW_ROWS):
-            group = drawn[first : first + FEW_ROWS]
+        for first in range(0, len(drawn), DECODE_ROWS):
+            group = drawn[first : first + DECODE_ROWS]
             self._sampler.fill([(row, draw) for row, (_, draw) in enumerate(group)])
             tokens = self._sampler.draw(
                 self._model.logits(pick_rows(hidden, [at for at, _ in group]))

@@ -14,7 +14,7 @@ from headroom.errors import DeviceError, is_out_of_memory
 from headroom.experts.placement import ExpertPlacement
 from headroom.experts.store_swaps import StoreSwaps
 from headroom.families.config import AttentionConfig
-from headroom.layers.device_rows import FEW_ROWS
+from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers.draws import DeviceSampler
 from headroom.layers.gpu import gpu_memory
 from headroom.layers.threads import set_threads, warn_of_slow_kernels
@@ -141,7 +141,7 @@ def _device_stage(
         if isinstance(layer.mixer, AttentionConfig) and layer.mixer.window
     }
     rings = frozenset(settings.window_pages(window) // settings.parallel for window in windows)
-    sampler = DeviceSampler.allocate(FEW_ROWS, model.config.vocab, device)
+    sampler = DeviceSampler.allocate(DECODE_ROWS, model.config.vocab, device)
     allocated["logits"] += sampler.nbytes
     return DeviceStage(device, loaded, settings, rings, sampler)
 

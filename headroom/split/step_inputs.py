@@ -7,9 +7,9 @@ import numpy.typing as npt
 import torch
 
 from headroom.errors import KernelError
+from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers.batch import Batch, Span
 from headroom.layers.device_block import DeviceBatch, StepTables
-from headroom.layers.device_rows import FEW_ROWS
 from headroom.layers.draws import copy_event
 
 WIDE_ROWS, NARROW_ROWS = 4, 3  # tables of one number a row: int64 ones, int32 ones
@@ -114,7 +114,7 @@ class StepInputs:
                 own = slice(first, first + rows)
                 sequence[own] = number
                 index[own] = np.arange(start, start + rows)
-                if rows <= FEW_ROWS:
+                if rows <= DECODE_ROWS:
                     trees[own] = _tree_bits(span)
             if self._held[number] is not span.pages:
                 self._held[number] = span.pages
@@ -195,10 +195,10 @@ def kind_of(batch: Batch, rows: int, context: int, page_size: int) -> StepKind:
     """Return what a step of a batch in so many rows is captured for."""
     decodes = all(span.rows == 1 for span in batch.spans)
     tree = any(span.tree is not None for span in batch.spans)
-    if tree and rows > FEW_ROWS:
+    if tree and rows > DECODE_ROWS:
         raise KernelError(
             f"A step with a draft tree has {rows} rows.",
-            hint=f"At most {FEW_ROWS} rows of such a step are seen through one mask.",
+            hint=f"At most {DECODE_ROWS} rows of such a step are seen through one mask.",
         )
-    longest = max(span.rows for span in batch.spans) if rows > FEW_ROWS else rows
+    longest = max(span.rows for span in batch.spans) if rows > DECODE_ROWS else rows
     return StepKind(rows, 1 if decodes else longest, context, page_size, tree)

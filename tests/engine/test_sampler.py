@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headroom.engine.random import philox, uniform
 from headroom.engine.request import SamplingParams
 from headroom.engine.sampler import sample, token_logprobs
 from headroom.errors import RequestError
+from headroom.kernels.philox import philox, uniform
 
 
 def row(*values: float) -> np.ndarray:

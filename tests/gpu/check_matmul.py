@@ -11,6 +11,7 @@ import torch
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import matmul, unpacked
 from headroom.kernels.cuda.matmul import HalfRows, RowNorm
+from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.kernels.reference import norms
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.triton import matmul as triton_matmul
@@ -83,7 +84,7 @@ def check(name: str, rows: int, columns: int, tokens: int, dtype: str = "bf16") 
     x = torch.randn(tokens, columns) * torch.randn(tokens, 1).mul(5).exp()
     found = torch.full((tokens, rows), float("nan"), device=DEVICE)
     matmul.matmul(x.to(DEVICE), to_tiles(weight), dtype, found)
-    limit = 6e-4 if tokens <= matmul.FEW_ROWS or dtype == "f16" else 5e-3
+    limit = 6e-4 if tokens <= DECODE_ROWS or dtype == "f16" else 5e-3
     error = distance(found, x.double() @ real.T)
     return report(f"{name} {rows}x{columns} x{tokens} {dtype}", error, limit)
 

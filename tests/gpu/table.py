@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from headroom.kernels.cuda.sizes import FEW_ROWS
+from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.kernels.ops import ExpertTable, Kernel, PagedKv, RecurrentState, Span
 from headroom.kernels.registry import KERNELS
 from headroom.kernels.weight import PLAIN_TYPES, Weight
@@ -117,7 +117,7 @@ def typical(reference: Kernel, inputs: tuple[Any, ...]) -> float:
 
 def limit(kernel: Kernel, sized: Sized, dtype: str) -> float:
     """What a kernel may be off: few rows of packed weights are multiplied in f16 in any case."""
-    few = str(kernel) == "matmul-cuda" and sized.sizes[0] <= FEW_ROWS
+    few = str(kernel) == "matmul-cuda" and sized.sizes[0] <= DECODE_ROWS
     return SHARE["f16" if few else dtype]
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from headroom.engine.random import uniform
 from headroom.engine.sampler import _penalised
 from headroom.engine.sampler import sample as sample_on_cpu
 from headroom.kernels.cuda import sampler
+from headroom.kernels.philox import uniform
 from tests.sampler_cases import CASES, HISTORY, tables_of
 
 

@@ -17,7 +17,7 @@ from headroom.kernels.cuda import (
 )
 from headroom.kernels.cuda import scratch as arena
 from headroom.kernels.cuda.sampler import SLICES, SamplerScratch
-from headroom.kernels.cuda.sizes import FEW_ROWS, experts_at_once, half_rows_bytes
+from headroom.kernels.cuda.sizes import DECODE_ROWS, experts_at_once, half_rows_bytes
 from headroom.machine.catalogue import find_device
 from headroom.options import Options
 from headroom.plan import device_scratch
@@ -42,7 +42,7 @@ def test_the_planner_knows_the_launchers_steps() -> None:
     assert device_scratch.SLICES == SLICES
 
 
-@given(rows=st.integers(1, FEW_ROWS), columns=st.integers(1, 5000))
+@given(rows=st.integers(1, DECODE_ROWS), columns=st.integers(1, 5000))
 def test_few_rows_have_room_for_every_half_and_a_power_of_two_per_record(
     rows: int, columns: int
 ) -> None:
@@ -165,9 +165,9 @@ def test_results_of_grouped_products_are_planned_as_torchs(monkeypatch: pytest.M
 
 
 def test_drawing_takes_what_the_sampler_allocates() -> None:
-    held = SamplerScratch.allocate(FEW_ROWS, 1000, "cpu")
+    held = SamplerScratch.allocate(DECODE_ROWS, 1000, "cpu")
     scratch = sum(part.nbytes for part in (held.scores, held.counts, held.best, held.masses))
-    tables = FEW_ROWS * (1024 * 8 + 512 * 12 + 72 + 8)
+    tables = DECODE_ROWS * (1024 * 8 + 512 * 12 + 72 + 8)
     assert device_scratch.sampler_bytes(1000) == scratch + tables
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from headroom.engine.engine import Engine
+from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers.batch import Batch
 from headroom.layers.device_block import DeviceBatch
-from headroom.layers.device_rows import FEW_ROWS
 from headroom.layers.draws import DeviceSampler
 from headroom.plan.budget import PlanSettings
 from headroom.split.device_stage import Captured, DeviceStage
@@ -73,7 +73,7 @@ class FakeStage(DeviceStage):
     """A device stage without a device."""
 
     def __init__(self, model: FakeModel, plan: PlanSettings) -> None:
-        sampler = DeviceSampler.allocate(FEW_ROWS, VOCAB, "cpu")
+        sampler = DeviceSampler.allocate(DECODE_ROWS, VOCAB, "cpu")
         super().__init__("cpu", model, plan, frozenset(), sampler)  # type: ignore[arg-type]
         self.kinds: list[StepKind] = []
 

@@ -10,8 +10,8 @@ import torch
 from headroom.formats.checkpoint import open_checkpoint
 from headroom.kernels.cuda import prefill, route
 from headroom.kernels.cuda.compile import Code
+from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers import foreseen
-from headroom.layers.device_rows import FEW_ROWS
 from headroom.layers.draws import DeviceSampler
 from headroom.split.device_stage import Captured, DeviceStage
 from headroom.split.model import Model
@@ -61,7 +61,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Code]:
 def capture(path: Path, **settings: object) -> None:
     """Load a model on the pretended GPU and run what a stage runs at start."""
     made = PretendedStage(open_checkpoint(path), replace(GPU, sm=90), **settings)
-    drawing = DeviceSampler.allocate(FEW_ROWS, made.described.config.vocab, "cuda:0")
+    drawing = DeviceSampler.allocate(DECODE_ROWS, made.described.config.vocab, "cuda:0")
     rings = frozenset(made._rings)
     PretendedCapture("cuda:0", made.model, made.plan.settings, rings, drawing).capture()
 

@@ -8,7 +8,7 @@ import torch
 from headroom.errors import KernelError
 from headroom.kernels.cuda import scratch as lent
 from headroom.kernels.cuda.compile import compile_kernel, properties_of, shared_bytes_of
-from headroom.kernels.cuda.sizes import FEW_ROWS, count_pieces
+from headroom.kernels.cuda.sizes import DECODE_ROWS, count_pieces
 from headroom.kernels.ops import PagedKv, StepTables
 
 WARPS = 4  # of rope.cu
@@ -155,7 +155,7 @@ def decode(
     rows of the step, nor on the bucket.
     """
     _check(shape, scratch, gate)
-    assert shape.rows <= FEW_ROWS  # a lane looks after each
+    assert shape.rows <= DECODE_ROWS  # a lane looks after each
     if out is None:
         out = lent.empty(shape.rows, shape.heads * shape.dim, device=queries.device)
     sums = shape.rows * shape.heads * shape.pieces * shape.dim

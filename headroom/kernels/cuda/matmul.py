@@ -20,7 +20,7 @@ from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.product_shapes import Gpu, Product, Shape, shape_for
 from headroom.kernels.cuda.sizes import (
     BLOCK_OVERHEAD_BYTES,
-    FEW_ROWS,
+    DECODE_ROWS,
     GROUP_ROWS,
     MOST_OUTPUTS,
     RECORD_COLUMNS,
@@ -232,7 +232,7 @@ def matmul(
         out = torch.empty(rows, weight.rows, device=x.device)
     if not rows:
         return out
-    if rows <= FEW_ROWS:
+    if rows <= DECODE_ROWS:
         return product(half_rows(x.contiguous()), weight, out)
     unpacked.multiply(narrow_rows(x, narrow_type(dtype)), weight, (out,))
     return out

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from headroom.kernels.cuda.sizes import (
-    FEW_ROWS,
+    DECODE_ROWS,
     GROUP_ROWS,
     RECORD_COLUMNS,
     half_rows_bytes,
@@ -85,7 +85,7 @@ class Shape:
 def split_for(product: Product, gpu: Gpu) -> int:
     """Return how many sums a tile's columns have: it depends on the weight and the GPU alone."""
     wanted = 16 if product.tiles < FEW_TILES else 8 if product.tiles < SOME_TILES else 4
-    most = -(-FEW_ROWS // GROUP_ROWS)
+    most = -(-DECODE_ROWS // GROUP_ROWS)
     while wanted > 1 and (
         wanted > product.records
         or not Shape(wanted, wanted, 1, 1, 1).fits(product.record_bytes, most, gpu)

@@ -6,10 +6,10 @@ import torch
 
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.kernels.ops import RouterRule
 
 MAX_EXPERTS, MAX_USED = 1024, 32  # what the lanes of one warp hold
-FEW_ROWS = 32  # more are scored by the library's product
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ def score(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the logits `[rows, outputs]` of rows for a float32 weight `[outputs, hidden]`."""
     (rows, hidden), outputs = x.shape, len(weight)
     logits = scratch.empty(rows, outputs, device=x.device)
-    if rows > FEW_ROWS or hidden % 4:
+    if rows > DECODE_ROWS or hidden % 4:  # by cuBLAS
         return torch.mm(x, weight.T, out=logits)
     # A sum runs in the same order however many rows share a pass over the weight.
     each = 1 if rows == 1 else 4

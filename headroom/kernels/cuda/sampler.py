@@ -9,11 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from headroom.kernels.cuda.compile import compile_kernel, shared_bytes_of
-
-_MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
+from headroom.kernels.philox import KEY_STEPS, MASK, MULTIPLIERS, ROUNDS
 
 SLICES = 64  # of a row, summed and searched by a block each
 PENALTY_THREADS, SLICE_THREADS, CHOOSE_THREADS = 512, 256, 1024
@@ -92,21 +88,21 @@ def penalise(logits: torch.Tensor, tables: SamplerTables) -> torch.Tensor:
 
 
 def uniform(seed: torch.Tensor, position: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
-    """Return the number in [0, 1) of each seed, position and draw; engine/random.py has the same.
+    """Return the number in [0, 1) of each seed, position and draw: the bits of `philox.uniform`.
 
-    Products of 32-bit words wrap around in int64, which leaves their bits as they should be.
+    Products of 32-bit words overflow int64, whose wrap-around keeps the 64 bits that are read.
     """
-    low, high = seed & _MASK, seed >> 32 & _MASK
-    a, b, c, d = position & _MASK, position >> 32 & _MASK, draw & _MASK, draw >> 32 & _MASK
-    for _ in range(_ROUNDS):
-        first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+    low, high = seed & MASK, seed >> 32 & MASK
+    a, b, c, d = position & MASK, position >> 32 & MASK, draw & MASK, draw >> 32 & MASK
+    for _ in range(ROUNDS):
+        first, second = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
         a, b, c, d = (
-            (second >> 32 & _MASK) ^ b ^ low,
-            second & _MASK,
-            (first >> 32 & _MASK) ^ d ^ high,
-            first & _MASK,
+            (second >> 32 & MASK) ^ b ^ low,
+            second & MASK,
+            (first >> 32 & MASK) ^ d ^ high,
+            first & MASK,
         )
-        low, high = (low + _KEY_STEPS[0]) & _MASK, (high + _KEY_STEPS[1]) & _MASK
+        low, high = (low + KEY_STEPS[0]) & MASK, (high + KEY_STEPS[1]) & MASK
     return ((a >> 5) * (1 << 26) + (b >> 6)).double() / (1 << 53)
 
 

@@ -3,7 +3,9 @@
 from headroom.formats.quants import BF16, BY_NAME, F16, QuantType
 
 ALIGNMENT = 256  # bytes at which a buffer of a step's scratch begins
-FEW_ROWS = 32  # the most that one pass over packed weights serves; they have captured steps
+# The most rows of a step on the decode path: one pass over the packed weights serves them, and such
+# steps are captured in a CUDA graph.
+DECODE_ROWS = 32
 BLOCK_OVERHEAD_BYTES = 2048  # of shared memory: barriers of a block, and what is kept back
 GROUP_ROWS = 8  # of rows in f16, see halves.cuh
 MOST_OUTPUTS = 4  # of matrices that share an input
