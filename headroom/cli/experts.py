@@ -179,7 +179,7 @@ def residency_json(found: Residency) -> dict[str, Any]:
 
 def residency_table(found: Residency) -> Table:
     """Return one line for each layer with experts."""
-    from headroom.experts.skew import SHARES, measure_skew
+    from headroom.experts.placement import SHARES, measure_skew
 
     heads = [f"top {100 * share:.0f} % take" for share in SHARES]
     title = f"{found.model} on {found.device}: {summary(found)}"

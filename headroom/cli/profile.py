@@ -20,9 +20,8 @@ from headroom.formats.json_files import check_folder, check_replaceable
 from headroom.options import OFF, Options
 
 if TYPE_CHECKING:
-    from headroom.experts.skew import LayerSkew
-    from headroom.experts.stats import RoutingHistory
-    from headroom.experts.stats_file import StatsModel
+    from headroom.experts.placement import LayerSkew
+    from headroom.experts.stats import RoutingHistory, StatsModel
     from headroom.llm import LLM
 
 DEFAULT_TOKENS = 128
@@ -71,7 +70,7 @@ def profile(
 def counted_model(options: Options) -> "StatsModel":
     """Return the model whose choices are counted, or refuse one that has none."""
     # torch takes seconds to import; --help must not wait for it.
-    from headroom.experts.stats_file import stats_model
+    from headroom.experts.stats import stats_model
     from headroom.formats.checkpoint import open_checkpoint
     from headroom.plan.describe import describe
 
@@ -87,7 +86,7 @@ def counted_model(options: Options) -> "StatsModel":
 
 def target_path(out: Path | None, options: Options, model: "StatsModel") -> Path:
     """Return the file to write, or refuse it; by default that of an engine of these settings."""
-    from headroom.experts.stats_file import default_paths, open_stats, writable
+    from headroom.experts.stats import default_paths, open_stats, writable
 
     named, param = options.routing_stats, "out"
     if out is not None:
@@ -152,7 +151,7 @@ def write(path: Path, history: "RoutingHistory", identity: str) -> None:
 
 def show(found: dict[str, Any], history: "RoutingHistory", as_json: bool) -> None:
     """Print how uneven the choices were."""
-    from headroom.experts.skew import measure_skew
+    from headroom.experts.placement import measure_skew
 
     layers = measure_skew(history.counts)
     if as_json:
@@ -168,7 +167,7 @@ def show(found: dict[str, Any], history: "RoutingHistory", as_json: bool) -> Non
 
 def layer_json(layer: "LayerSkew") -> dict[str, Any]:
     """Return one layer's skew as plain data; keys of `top` are percents of its experts."""
-    from headroom.experts.skew import SHARES
+    from headroom.experts.placement import SHARES
 
     top = {f"{100 * share:.0f}": value for share, value in zip(SHARES, layer.top, strict=True)}
     return {
@@ -181,7 +180,7 @@ def layer_json(layer: "LayerSkew") -> dict[str, Any]:
 
 def skew_table(layers: "Sequence[LayerSkew]") -> Table:
     """Return the skew of all layers, and their mean, as a table."""
-    from headroom.experts.skew import SHARES
+    from headroom.experts.placement import SHARES
 
     heads = [f"top {100 * share:.0f} % take" for share in SHARES]
     table = Table("layer", "experts", "choices", *heads, title="choices of experts")

@@ -1,169 +1,184 @@
-"""Cold experts in steps of few rows: the CPU computes them while the GPU computes the hot ones."""
+"""ExpertSteps: how a GPU's steps run on the experts of a layer, wherever those are."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from headroom.errors import DeviceError
-from headroom.experts.cost import Choice
-from headroom.kernels.cuda import handover
-from headroom.kernels.cuda.handover import COUNTS, LIMIT_MS, Mailbox, Takers
-from headroom.kernels.native.cold import ColdTable, ColdWorker
+from headroom.experts.decode import ColdCompute, ColdPart
+from headroom.experts.prefill import StreamedLayer, open_stream
+from headroom.experts.store import ExpertStore, LayerStore, fill_tiles
+from headroom.experts.telemetry import JoinedMeter
+from headroom.families.config import ExpertsConfig
+from headroom.kernels.cuda import experts as cuda_experts
+from headroom.kernels.cuda import few_experts, handover
+from headroom.kernels.cuda.expert_tiles import ExpertTiles, Others
+from headroom.kernels.cuda.matmul import HalfRows
+from headroom.kernels.cuda.narrow import NarrowRows
+from headroom.kernels.cuda.route import Unchosen
+from headroom.layers.weights import WeightSource
+from headroom.plan.cost_model import ColdRates, ColdSpeeds
+
+Picks = tuple[torch.Tensor, torch.Tensor]  # ids and weights [rows, used]
 
 
-class ColdStore(Protocol):
-    """What is asked of a layer's store; an exchange changes its tensors in place."""
+class ExpertSteps(Protocol):
+    """Runs a layer's experts; picks with a negative id are passed over.
+
+    `out` may be the residual of `others`.
+    """
+
+    def few_rows(
+        self, x: HalfRows, picks: Picks | Unchosen, others: Others, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the weighted sum of each row's experts and others, inside a captured step."""
+        ...
+
+    def many_rows(
+        self, x: NarrowRows, picks: Picks, others: Others, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the same for more rows; never captured."""
+        ...
+
+
+class ReadInPlace:
+    """The GPU reads experts where they lie, in its own memory or over its link."""
+
+    def __init__(self, tiles: ExpertTiles, activation: str) -> None:
+        self._tiles, self._activation = tiles, activation
+
+    def few_rows(
+        self, x: HalfRows, picks: Picks | Unchosen, others: Others, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the weighted sum of each row's experts and others."""
+        tiles, activation = self._tiles, self._activation
+        if isinstance(picks, Unchosen):
+            if x.rows <= few_experts.CHOSEN_ROWS:
+                return few_experts.choose_few_rows(x, picks, tiles, activation, others, out)
+            picks = picks.made()
+        ids, weights = picks
+        return few_experts.few_rows(x, ids, weights, tiles, activation, others, out)
+
+    def many_rows(
+        self, x: NarrowRows, picks: Picks, others: Others, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the same; each expert that was chosen is read once."""
+        return cuda_experts.many_rows(x, *picks, self._tiles, self._activation, others, out)
+
+
+class Streamed(ReadInPlace):
+    """The same, but that many rows get cold experts through buffers on the GPU."""
+
+    def __init__(self, tiles: ExpertTiles, activation: str, stream: StreamedLayer) -> None:
+        super().__init__(tiles, activation)
+        self._stream = stream
+
+    def many_rows(
+        self, x: NarrowRows, picks: Picks, others: Others, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the same; each cold expert is copied at most once."""
+        return self._stream.many_rows(x, picks, others, out)
+
+
+class WithoutCold(ReadInPlace):
+    """Only hot experts run, which changes what a model says."""
+
+    def __init__(self, tiles: ExpertTiles, activation: str, is_hot: torch.Tensor) -> None:
+        super().__init__(tiles, activation)
+        self._is_hot = is_hot
+
+    def few_rows(
+        self, x: HalfRows, picks: Picks | Unchosen, others: Others, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the sum of each row's hot experts, whose weights grow, and others."""
+        made = picks.made() if isinstance(picks, Unchosen) else picks
+        handover.drop(*made, self._is_hot)
+        return super().few_rows(x, made, others, out)
+
+    def many_rows(
+        self, x: NarrowRows, picks: Picks, others: Others, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the same."""
+        handover.drop(*picks, self._is_hot)
+        return super().many_rows(x, picks, others, out)
+
+
+def stored_tiles(store: LayerStore) -> ExpertTiles:
+    """Return the experts of a store as kernels find them; exchanges change what they find."""
+    memory = tuple(piece for piece in (store.slots, store.cold) if len(piece))
+    nbytes = sum(piece.nbytes for piece in memory)
+    return ExpertTiles(store.addresses, store.kinds, store.width, store.hidden, nbytes, memory)
+
+
+class Hybrid:
+    """One CPU worker and one stream of copies for all layers; they are added in a step's order."""
+
+    def __init__(self, store: ExpertStore, device: str, speeds: ColdSpeeds, cold: str) -> None:
+        self.store = store
+        self._compute = ColdCompute(device)
+        # Who asks for the GPU, or leaves cold experts out, wants nothing of the CPU.
+        rates = ColdRates(speeds.copy, speeds.cpu, speeds.cpu_flops)
+        if cold not in ("auto", "cpu"):
+            rates = rates.without_cpu
+        # Layers without fused kernels bring experts one by one; what is left out does not come.
+        self._stream = None
+        tiles = any(layer is not None and layer.blobs.tiles for layer in store.layers)
+        if tiles and cold != "drop":
+            most = store.largest, store.most_experts
+            self._stream = open_stream(store.staging, most, store.pinned, rates)
+
+    def load(
+        self, layer: LayerStore, config: ExpertsConfig, get: WeightSource
+    ) -> tuple[ExpertSteps, ColdPart | None]:
+        """Bring a layer's experts to their places; return how its steps run on them."""
+        fill_tiles(layer, get, self.store.staging)
+        tiles, activation = stored_tiles(layer), config.activation
+        if layer.path == "drop":
+            return WithoutCold(tiles, activation, layer.is_hot), None
+        assert self._stream is not None
+        hits = self.store.placement.hit_rate(self.store.layers.index(layer), layer.experts)
+        cold_picks = layer.blobs.used * (1.0 - hits)
+        stream = self._stream.add(tiles, layer, activation, cold_picks)
+        steps: ReadInPlace = Streamed(tiles, activation, stream)
+        if layer.path == "gpu":
+            return steps, None
+        return steps, self._compute.add(layer, layer.blobs.used, activation, layer.choice)
+
+    def start(self) -> ColdCompute | None:
+        """Start the CPU's worker once all layers are there; None where no layer asks it."""
+        if not self._compute.asks:
+            return None
+        self._compute.start()
+        return self._compute
 
     @property
-    def kinds(self) -> Sequence[Any]: ...  # types of an expert's gate, up and down
+    def same_bits(self) -> bool:
+        """Whether hot and cold give the same bits: where a GPU's kernels alone compute them."""
+        on_gpu = all(layer is None or layer.path == "gpu" for layer in self.store.layers)
+        return on_gpu and (self._stream is None or not self._stream.rates.asks_cpu)
+
     @property
-    def width(self) -> int: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def expert_bytes(self) -> int: ...
-    @property
-    def host_addresses(self) -> torch.Tensor: ...  # int64 [experts, 3], 0 of hot experts
-    @property
-    def is_hot(self) -> torch.Tensor: ...  # int32 [experts] on the GPU
-
-
-class ColdPart(Protocol):
-    """What a layer does about its cold picks, in steps of few rows."""
-
-    def before(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """See the picks of normed rows before the GPU's experts run, and take some of them."""
-
-    def after(self, out: torch.Tensor) -> None:
-        """Add what was taken to the experts' answers `[rows, hidden]`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ColdCounts:
-    """Bytes and times of steps of few rows in layers that ask the CPU."""
-
-    cpu_bytes: int  # read by the CPU
-    gpu_bytes: int  # read over the link; an expert that two rows chose counts twice
-    hot_s: float  # from a request to the time when the GPU had nothing else to do
-    wait_s: float  # of the GPU, from then to the answer
-    cold_s: float  # of the CPU, from requests to answers
-
-
-class ColdCompute:
-    """The worker of one GPU and the mailbox between them; layers are added, then it starts."""
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._layers: list[CpuShared] = []
-        self._box: Mailbox | None = None
-        self._worker: ColdWorker | None = None
-
-    def add(self, store: ColdStore, used: int, activation: str, choice: Choice) -> "CpuShared":
-        """Return the part of a layer, the next one that a step runs."""
-        assert self._worker is None
-        table = ColdTable(
-            store.host_addresses, store.kinds, store.width, store.hidden, used, activation
+    def meter(self) -> JoinedMeter:
+        """What cold experts have cost so far."""
+        worker = self._compute.counts if self._compute.asks else None
+        layers, stream = self.store.layers, self._stream
+        in_place = tuple(
+            x.expert_bytes if x is not None and x.path == "gpu" and x.blobs.tiles else 0
+            for x in layers
         )
-        left = torch.tensor(choice.left, dtype=torch.int32, device=self._device)
-        assert len(left) == used + 1
-        takers = Takers(store.is_hot, left)
-        part = CpuShared(self, len(self._layers), takers, table, store.expert_bytes)
-        self._layers.append(part)
-        return part
+        counts = [x.counts for x in layers if x is not None and not x.blobs.tiles]
+        if stream is not None:
+            counts.append(stream.counts)
 
-    @property
-    def asks(self) -> bool:
-        """Whether any layer asks the CPU: only then is there anything to start."""
-        return bool(self._layers)
+        def brought() -> int:
+            return sum(x.streamed_bytes for x in counts)
 
-    def start(self) -> None:
-        """Start the thread; no layer is added after this."""
-        tables = [layer.table for layer in self._layers]
-        self._box = Mailbox.allocate(tables[0].hidden, len(tables), self._device)
-        self._worker = ColdWorker(self._box.addresses, tables, handover.MOST_ROWS)
+        def by_cpu() -> tuple[int, float]:
+            return sum(x.cpu_bytes for x in counts), sum(x.cpu_s for x in counts)
 
-    @property
-    def box(self) -> Mailbox:
-        """The mailbox of a started worker."""
-        assert self._box is not None
-        return self._box
-
-    def is_last(self, index: int) -> bool:
-        """Tell whether a layer is the last of a step that may ask the CPU."""
-        return index == len(self._layers) - 1
-
-    def begin_step(self) -> None:
-        """Wake the worker before a step of few rows is launched, captured or not."""
-        assert self._worker is not None
-        self._worker.begin_step()
-
-    def failure(self) -> str:
-        """Return why no step can be trusted any more; "" while all is well."""
-        assert self._worker is not None
-        if reason := self._worker.failure:
-            return f"the CPU could not compute cold experts: {reason}"
-        if self.box.failed:
-            return f"the CPU did not answer for cold experts within {LIMIT_MS} ms"
-        return ""
-
-    def check(self) -> None:
-        """Raise if a step since the start failed."""
-        if reason := self.failure():
-            raise DeviceError(
-                f"A step on {self._device} failed: {reason}.",
-                hint="Try --cold gpu, which needs no CPU threads, or fewer --threads.",
-            )
-
-    def counts(self) -> ColdCounts:
-        """Return what was counted so far; waits for the GPU."""
-        assert self._worker is not None
-        rows = self.box.counts.cpu().tolist()
-        totals = dict(zip(COUNTS, map(sum, zip(*rows, strict=True)), strict=True))
-        by_gpu = COUNTS.index("gpu_picks")
-        work = self._worker.counts
-        return ColdCounts(
-            cpu_bytes=work.read_bytes,
-            gpu_bytes=sum(
-                row[by_gpu] * layer.expert_bytes
-                for row, layer in zip(rows, self._layers, strict=True)
-            ),
-            hot_s=totals["hot_ns"] / 1e9,
-            wait_s=totals["wait_ns"] / 1e9,
-            cold_s=work.busy_ns / 1e9,
+        by_plain = any(
+            x is not None and not x.blobs.tiles and x.path not in ("gpu", "drop") for x in layers
         )
-
-    def close(self) -> None:
-        """End the thread, before the memory goes that it reads; no step may be under way."""
-        if self._worker is not None:
-            self._worker.close()
-
-    def __del__(self) -> None:
-        # Layers refer to each other in circles, which are taken apart in any order after this.
-        self.close()
-
-
-class CpuShared:
-    """Cold picks that the CPU takes, all or all but some that the GPU reads in place."""
-
-    def __init__(
-        self,
-        owner: ColdCompute,
-        index: int,
-        takers: Takers,
-        table: ColdTable,
-        expert_bytes: int,
-    ) -> None:
-        self._owner, self._index, self._takers = owner, index, takers
-        self.table, self.expert_bytes = table, expert_bytes
-
-    def before(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Ask the CPU; the ids of its picks become -1."""
-        handover.publish(x, ids, weights, self._takers, self._owner.box, self._index)
-
-    def after(self, out: torch.Tensor) -> None:
-        """Wait for the CPU's answers and add them."""
-        owner = self._owner
-        last = owner.is_last(self._index)
-        handover.collect(out, owner.box, self._index, last=last)
+        asks_cpu = by_plain or (stream is not None and stream.rates.asks_cpu)
+        waits = None if stream is None else stream.waits
+        copies_s = None if waits is None else waits.seconds
+        return JoinedMeter(worker, brought, by_cpu if asks_cpu else None, in_place, copies_s)

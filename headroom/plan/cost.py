@@ -12,7 +12,7 @@ from headroom.plan.budget import (
     head_bytes,
     kv_token_bytes,
 )
-from headroom.plan.cold_speeds import ColdSpeeds, layer_seconds, speeds_of, usable_speeds
+from headroom.plan.cost_model import ColdSpeeds, layer_seconds, speeds_of, usable_speeds
 from headroom.plan.layout import DevicePlan, Layout, Pinning
 from headroom.plan.shape import LayerShape, ModelShape
 

@@ -17,8 +17,8 @@ from headroom.plan.budget import (
     embed_bytes,
     head_bytes,
 )
-from headroom.plan.cold_speeds import ColdSpeeds, speeds_of
 from headroom.plan.cost import Prediction, predict
+from headroom.plan.cost_model import ColdSpeeds, speeds_of
 from headroom.plan.device_scratch import NARROW_TYPES, unpack_bytes_for
 from headroom.plan.experts import check_expert_budget, floor_bytes, parse_expert_budget
 from headroom.plan.layout import DevicePlan, HostPlan, Layout, Pinning, biggest_line, lay_out

@@ -3,20 +3,12 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from headroom.experts.beside import BesideExperts
-from headroom.experts.device_experts import (
-    Counts,
-    DeviceBeside,
-    DeviceExperts,
-    Place,
-    experts_fit,
-)
-from headroom.experts.experts_ffn import ExpertsFfn
-from headroom.experts.hybrid import Hybrid
-from headroom.experts.load_store import StoreRequest, blob_layout, open_store
+from headroom.experts.cold import Hybrid
+from headroom.experts.device_ffn import Counts, DeviceBeside, DeviceExperts, Place, experts_fit
+from headroom.experts.ffn import BesideExperts, ExpertsFfn
 from headroom.experts.placement import ExpertPlacement
 from headroom.experts.stats import RoutingStats
-from headroom.experts.store import LayerStore
+from headroom.experts.store import LayerStore, StoreRequest, blob_layout, open_store
 from headroom.families.config import (
     AttentionConfig,
     DeltaNetConfig,

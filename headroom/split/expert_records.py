@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, replace
 
-from headroom.experts.stats_file import StatsFile, StatsModel, open_stats, stats_model
+from headroom.experts.stats import StatsFile, StatsModel, open_stats, stats_model
 from headroom.formats.json_files import check_replaceable
 from headroom.options import Options
 from headroom.plan.describe import ModelDescription

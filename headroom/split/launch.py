@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 
 from headroom.errors import DeviceError, is_out_of_memory
+from headroom.experts.exchange import StoreSwaps
 from headroom.experts.placement import ExpertPlacement
-from headroom.experts.store_swaps import StoreSwaps
 from headroom.families.config import AttentionConfig
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers.draws import DeviceSampler

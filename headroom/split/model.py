@@ -4,8 +4,8 @@ from collections.abc import Set
 
 import torch
 
-from headroom.experts.cold import ColdCompute
-from headroom.experts.hybrid import Hybrid
+from headroom.experts.cold import Hybrid
+from headroom.experts.decode import ColdCompute
 from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore
 from headroom.layers.batch import Batch

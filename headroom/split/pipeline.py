@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from headroom.errors import KernelError
+from headroom.experts.exchange import Swappable
 from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore
-from headroom.experts.swap import Swappable
 from headroom.experts.telemetry import ColdMeter
 from headroom.layers.batch import Batch
 from headroom.layers.draws import Draw

@@ -7,11 +7,9 @@ from collections.abc import Callable
 
 import torch
 
+from headroom.experts.exchange import Swappable, SwapRound, plan_swaps, recent
 from headroom.experts.placement import ExpertPlacement, save_placement
-from headroom.experts.stats import RoutingHistory
-from headroom.experts.stats_file import HistoryKeeper
-from headroom.experts.swap import Swappable, plan_swaps, recent
-from headroom.experts.swap_round import SwapRound
+from headroom.experts.stats import HistoryKeeper, RoutingHistory
 from headroom.experts.telemetry import ExpertTelemetry, HitCounter
 from headroom.split.expert_records import ExpertRecords
 from headroom.split.pipeline import Pipeline

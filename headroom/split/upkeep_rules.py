@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headroom.errors import OptionError
-from headroom.experts.swap import SwapPolicy
+from headroom.experts.exchange import SwapPolicy
 from headroom.formats.json_files import check_folder
 from headroom.options import OFF, Options
 from headroom.units import parse_size

@@ -11,7 +11,7 @@ import pytest
 
 from headroom.engine.engine import Engine
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent, TokenLogprobs
-from headroom.experts.store_swaps import StoreSwaps
+from headroom.experts.exchange import StoreSwaps
 from headroom.formats.checkpoint import Checkpoint, open_checkpoint
 from headroom.layers.batch import Batch
 from headroom.split.expert_records import read_records

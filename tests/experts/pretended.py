@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from headroom.experts.exchange import Swap
 from headroom.experts.placement import ExpertPlacement, LayerExperts
-from headroom.experts.swap import Swap
 from headroom.experts.telemetry import ColdFigures
 
 

@@ -2,11 +2,10 @@
 
 import torch
 
-from headroom.experts.load_store import StoreRequest, open_store
 from headroom.experts.placement import ExpertPlacement
-from headroom.experts.store import BlobLayout, ExpertStore, LayerStore
+from headroom.experts.store import BlobLayout, ExpertStore, LayerStore, StoreRequest, open_store
 from headroom.formats.quants import BY_NAME
-from headroom.plan.cold_speeds import ColdSpeeds
+from headroom.plan.cost_model import ColdSpeeds
 
 
 def blob_layout(experts: int, sizes: tuple[int, ...] = (48, 48, 32)) -> BlobLayout:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from headroom.errors import DeviceError
-from headroom.experts.cold import ColdCompute, CpuShared
-from headroom.experts.cost import Choice
+from headroom.experts.decode import ColdCompute, CpuShared
 from headroom.kernels.cuda import few_experts, handover, matmul
 from headroom.kernels.cuda.expert_tiles import Others
 from headroom.kernels.cuda.handover import Mailbox
@@ -15,6 +14,7 @@ from headroom.kernels.cuda.sizes import TILED
 from headroom.kernels.native import experts as native_experts
 from headroom.kernels.native.experts import PanelTable
 from headroom.kernels.native.module import MODULE
+from headroom.plan.cost_model import Choice
 from tests.experts.cold_layers import SplitStore, random_picks, split_store
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 

@@ -6,18 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headroom.experts.cost import (
+from headroom.machine.calibration import Speeds, with_speeds
+from headroom.plan.cost_model import (
     KERNELS_S,
     OWN_S,
     Choice,
+    ColdSpeeds,
     best_left,
     choose,
     expected_seconds,
     forced,
     row_seconds,
+    speeds_of,
 )
-from headroom.machine.calibration import Speeds, with_speeds
-from headroom.plan.cold_speeds import ColdSpeeds, speeds_of
 from tests.plan.shapes import gpu, host
 
 H200 = ColdSpeeds(gpu=4.0e12, link=48e9, cpu=120e9, handover_s=8e-6)

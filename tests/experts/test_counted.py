@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from headroom.experts import stream as stream_module
-from headroom.experts import stream_cpu
-from headroom.experts.stream_rule import ColdLayer, ColdRates
+from headroom.experts import prefill
 from headroom.kernels.cuda.experts import Others, many_rows
 from headroom.kernels.native.module import MODULE
+from headroom.plan.cost_model import ColdLayer, ColdRates
 from tests.experts.cold_layer import split_layer
 from tests.experts.test_stream import (
     COLD,
@@ -38,9 +37,9 @@ def picks(rows: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
 @pytest.fixture
 def first_to_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of up to 40 rows wait to hear what was chosen, and leave expert 1 to the CPU."""
-    monkeypatch.setattr(stream_module, "most_counted_rows", lambda *facts: 40)
+    monkeypatch.setattr(prefill, "most_counted_rows", lambda *facts: 40)
     monkeypatch.setattr(
-        stream_module, "left_to_cpu", lambda counts, *more: frozenset({1}) & counts.keys()
+        prefill, "left_to_cpu", lambda counts, *more: frozenset({1}) & counts.keys()
     )
 
 
@@ -49,7 +48,7 @@ def test_a_layer_asks_once_and_by_what_is_expected_of_its_cold_experts(  # type:
 ) -> None:
     asked: list[ColdLayer] = []
     monkeypatch.setattr(
-        stream_module, "most_counted_rows", lambda layer, rates: asked.append(layer) or 40
+        prefill, "most_counted_rows", lambda layer, rates: asked.append(layer) or 40
     )
     layer = split_layer(*layer_of, COLD[70])
     stream, (streamed,), _ = open_stream([layer], 2)
@@ -57,10 +56,8 @@ def test_a_layer_asks_once_and_by_what_is_expected_of_its_cold_experts(  # type:
     assert asked[0].size.bytes == layer.expert_bytes
     assert asked[0].ahead_bytes == 2 * stream.buffer_bytes
     read: list[int] = []
-    read_back = stream_module.read_back
-    monkeypatch.setattr(
-        stream_module, "read_back", lambda *what: read.append(1) or read_back(*what)
-    )
+    read_back = prefill.read_back
+    monkeypatch.setattr(prefill, "read_back", lambda *what: read.append(1) or read_back(*what))
     for rows, reads in ((40, 1), (41, 1)):
         streamed.many_rows(*picks(rows))
         assert len(read) == reads
@@ -73,13 +70,11 @@ def test_layers_that_wait_and_layers_that_do_not_may_follow_each_other(  # type:
 ) -> None:
     by_cold = dict(zip((7, 3), counted, strict=True))
     monkeypatch.setattr(
-        stream_module, "most_counted_rows", lambda layer, rates: 36 * by_cold[layer.experts]
+        prefill, "most_counted_rows", lambda layer, rates: 36 * by_cold[layer.experts]
     )
     read: list[int] = []
-    read_back = stream_module.read_back
-    monkeypatch.setattr(
-        stream_module, "read_back", lambda *what: read.append(1) or read_back(*what)
-    )
+    read_back = prefill.read_back
+    monkeypatch.setattr(prefill, "read_back", lambda *what: read.append(1) or read_back(*what))
     layers = [split_layer(*layer_of, COLD[70]), split_layer(*layer_of, COLD[30])]
     _, (first, second), queue = open_stream(layers, 1, NO_CPU)
     hot = split_layer(*layer_of, ()).tiles
@@ -102,13 +97,13 @@ def test_only_picks_of_the_cpus_experts_are_handed_to_it(  # type: ignore[no-unt
     monkeypatch, layer_of, first_to_cpu: None
 ) -> None:
     handed: list[torch.Tensor] = []
-    run = stream_cpu.experts_into
+    run = prefill.experts_into
 
     def watched(out: torch.Tensor, x: torch.Tensor, picks: Any, *more: Any) -> None:
         handed.append(picks[0])
         run(out, x, picks, *more)
 
-    monkeypatch.setattr(stream_cpu, "experts_into", watched)
+    monkeypatch.setattr(prefill, "experts_into", watched)
     layer = split_layer(*layer_of, COLD[30])
     _, (streamed,), queue = open_stream([layer], 2, ColdRates(1e10, 1e10, 1e10))
     x, (ids, weights) = picks(40)
@@ -132,7 +127,7 @@ def test_a_step_that_fails_leaves_no_thread_that_reads_experts(  # type: ignore[
     monkeypatch, layer_of, first_to_cpu: None
 ) -> None:
     begun, ended = threading.Event(), threading.Event()
-    run = stream_cpu.experts_into
+    run = prefill.experts_into
 
     def slow(*what: Any) -> None:
         begun.set()
@@ -144,8 +139,8 @@ def test_a_step_that_fails_leaves_no_thread_that_reads_experts(  # type: ignore[
         begun.wait()
         raise RuntimeError("the GPU is full")
 
-    monkeypatch.setattr(stream_cpu, "experts_into", slow)
-    monkeypatch.setattr(stream_module.cuda_experts, "sum_groups", fail)
+    monkeypatch.setattr(prefill, "experts_into", slow)
+    monkeypatch.setattr(prefill.cuda_experts, "sum_groups", fail)
     layer = split_layer(*layer_of, COLD[30])
     _, (streamed,), _ = open_stream([layer], 2, ColdRates(1e10, 1e10, 1e10))
     with pytest.raises(RuntimeError, match="the GPU is full"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from headroom.experts.device_experts import DeviceBeside, DeviceExperts
+from headroom.experts.device_ffn import DeviceBeside, DeviceExperts
 from tests.families import family_configs
 from tests.families.family_gguf import write_gguf
 from tests.split.host_gpu import load_on_host, pretend, run_step

@@ -5,16 +5,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from headroom.experts.expert_steps import stored_tiles
-from headroom.experts.load_store import StoreRequest, fill_rows, fill_tiles, open_store
-from headroom.experts.load_store import blob_layout as layout_of
+from headroom.experts.cold import stored_tiles
 from headroom.experts.placement import ExpertPlacement
-from headroom.experts.residence import NOWHERE, first_residence
+from headroom.experts.store import (
+    NOWHERE,
+    StoreRequest,
+    fill_rows,
+    fill_tiles,
+    first_residence,
+    open_store,
+)
+from headroom.experts.store import blob_layout as layout_of
 from headroom.families.config import ExpertsConfig
 from headroom.kernels.cuda import pack
 from headroom.layers import upload
 from headroom.layers.upload import Upload
-from headroom.plan.cold_speeds import ColdSpeeds
+from headroom.plan.cost_model import ColdSpeeds
 from tests.experts.stores import blob_layout, contents, small_store
 from tests.gpu.weight_file import WeightFile
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu

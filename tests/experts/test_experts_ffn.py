@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headroom.experts.experts_ffn import ExpertsFfn, RoutedExperts
-from headroom.experts.router import Router
+from headroom.experts.ffn import ExpertsFfn, RoutedExperts, Router
 from headroom.families.config import ExpertsConfig
 from headroom.formats.quants import BY_NAME
 from headroom.formats.tensor import TensorInfo

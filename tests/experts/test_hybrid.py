@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from headroom.errors import DeviceError
-from headroom.experts import stream, stream_rule
-from headroom.experts.device_experts import open_steps
-from headroom.experts.expert_steps import ExpertSteps
-from headroom.experts.hybrid import Hybrid
-from headroom.experts.load_store import StoreRequest, blob_layout, open_store
+from headroom.experts import prefill
+from headroom.experts.cold import ExpertSteps, Hybrid
+from headroom.experts.device_ffn import open_steps
 from headroom.experts.placement import ExpertPlacement
+from headroom.experts.store import StoreRequest, blob_layout, open_store
 from headroom.experts.telemetry import HitCounter
 from headroom.families.config import ExpertsConfig
 from headroom.kernels.cuda import experts, few_experts, handover, matmul, pack, picks, sizes
@@ -24,7 +23,8 @@ from headroom.kernels.native.module import MODULE
 from headroom.layers import upload
 from headroom.layers.upload import Upload
 from headroom.layers.weights import WeightSource
-from headroom.plan.cold_speeds import ColdSpeeds
+from headroom.plan import cost_model
+from headroom.plan.cost_model import ColdSpeeds
 from tests.experts.cold_layer import LateCopies
 from tests.experts.stores import exchange
 from tests.gpu.weight_file import WeightFile
@@ -60,8 +60,8 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sizes, "SORTED_PICKS", 0)  # hot experts are unpacked as cold ones are
     monkeypatch.setattr(picks, "product_way", lambda device: "loop")
     monkeypatch.setattr(torch, "mm", _in_float32)
-    monkeypatch.setattr(stream, "CudaCopies", lambda device: LateCopies())
-    monkeypatch.setattr(stream_rule, "HAND_OVER_S", 0.0)
+    monkeypatch.setattr(prefill, "CudaCopies", lambda device: LateCopies())
+    monkeypatch.setattr(cost_model, "HAND_OVER_S", 0.0)
     pretend_pinning(monkeypatch)
     yield
     gc.collect()  # memory is given back to the driver that lent it
@@ -208,7 +208,7 @@ def test_a_shared_layer_asks_both_sides_and_says_how_much(file: WeightFile) -> N
 def test_what_the_cpu_reads_for_prompts_is_counted(
     file: WeightFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "most_counted_rows", lambda *facts: 33)
+    monkeypatch.setattr(prefill, "most_counted_rows", lambda *facts: 33)
     layer = Layer(file, ())
     assert layer.compute is not None
     assert layer.hybrid is not None
@@ -224,8 +224,8 @@ def test_what_the_cpu_reads_for_prompts_is_counted(
 def test_long_steps_go_by_the_hit_rate_that_statistics_promise(
     file: WeightFile, monkeypatch: pytest.MonkeyPatch, promised: tuple[float, ...], picks: float
 ) -> None:
-    asked: list[stream_rule.ColdLayer] = []
-    monkeypatch.setattr(stream, "most_counted_rows", lambda cold, rates: asked.append(cold) or 0)
+    asked: list[cost_model.ColdLayer] = []
+    monkeypatch.setattr(prefill, "most_counted_rows", lambda cold, rates: asked.append(cold) or 0)
     Layer(file, HOT[30], "gpu", promised=promised)
     assert [(cold.experts, cold.picks) for cold in asked] == [(4, pytest.approx(picks))]
 

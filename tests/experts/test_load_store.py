@@ -7,14 +7,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headroom.experts.load_store import StoreRequest, blob_layout, fill_rows, fill_tiles, open_store
 from headroom.experts.placement import ExpertPlacement
+from headroom.experts.store import StoreRequest, blob_layout, fill_rows, fill_tiles, open_store
 from headroom.families.config import ExpertsConfig
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import few_experts, matmul, pack
 from headroom.layers import upload
 from headroom.layers.upload import Upload
-from headroom.plan.cold_speeds import ColdSpeeds
+from headroom.plan.cost_model import ColdSpeeds
 from tests.gpu import check_cold_store
 from tests.gpu.torch_tiles import pack_tiles
 from tests.gpu.weight_file import WeightFile

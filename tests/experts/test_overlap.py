@@ -7,13 +7,10 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from headroom.experts import load_store
 from headroom.experts import store as stores
+from headroom.experts.exchange import StoreSwaps, Swap, SwapRound
 from headroom.experts.placement import LayerExperts
 from headroom.experts.store import ExpertStore
-from headroom.experts.store_swaps import StoreSwaps
-from headroom.experts.swap import Swap
-from headroom.experts.swap_round import SwapRound
 from tests.experts.late_gpu import CopyError, LateGpu
 from tests.experts.pretended import swapped
 from tests.experts.stores import blob_layout, check_layer, exchange, small_store
@@ -143,7 +140,7 @@ def test_tables_of_layers_that_are_loaded_one_after_another_do_not_mix(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = LateGpu()
-    monkeypatch.setattr(load_store, "open_copies", lambda device: gpu)
+    monkeypatch.setattr(stores, "open_copies", lambda device: gpu)
     monkeypatch.setattr(stores, "copy_bytes", gpu.copy_table)
     store = small_store([blob_layout(n) for n in EXPERTS], list(HOT), pin=True, cold="gpu")
     check_all(store, gpu)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headroom.experts.skew import measure_skew
+from headroom.experts.placement import measure_skew
 
 
 def test_the_most_chosen_experts_are_counted_wherever_they_stand() -> None:

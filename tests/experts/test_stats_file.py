@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 
 from headroom.errors import FormatError, OptionError
-from headroom.experts import stats_file
+from headroom.experts import stats
 from headroom.experts.placement import LayerExperts
-from headroom.experts.stats import HALF_LIFE_S, RoutingHistory, load_history, save_history
-from headroom.experts.stats_file import (
+from headroom.experts.stats import (
+    HALF_LIFE_S,
     HistoryKeeper,
+    RoutingHistory,
     StatsFile,
     StatsModel,
     default_paths,
+    load_history,
     open_stats,
+    save_history,
 )
 
 LAYERS = (LayerExperts(3, 10), LayerExperts(0, 0))
@@ -50,7 +53,7 @@ def test_where_the_models_folder_cannot_be_written_they_stand_at_home(
 ) -> None:
     locked = model.path.parent
     monkeypatch.setattr(
-        stats_file.os, "access", lambda path, mode: locked not in (path, Path(path).parent)
+        stats.os, "access", lambda path, mode: locked not in (path, Path(path).parent)
     )
     at_home = home / "routing" / "m-abc.routing.json"
     assert default_paths(model, home)[1] == at_home
@@ -70,7 +73,7 @@ def test_of_two_files_the_one_that_was_saved_last_is_read(
     beside = default_paths(model, home)[0]
     save_history(beside, HISTORY, "abc")
     monkeypatch.setattr(
-        stats_file.os, "access", lambda path, mode: locked not in (path, Path(path).parent)
+        stats.os, "access", lambda path, mode: locked not in (path, Path(path).parent)
     )
     keeper = HistoryKeeper(open_stats(None, model, home, 1000.0), "abc")
     keeper.take([[0, 5, 0], []], 1001.0)
@@ -171,7 +174,7 @@ def test_a_named_file_that_cannot_be_written_is_read_and_kept(
 ) -> None:
     path = tmp_path / "mine.json"
     save_history(path, HISTORY, "abc")
-    monkeypatch.setattr(stats_file.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(stats.os, "access", lambda path, mode: False)
     assert open_stats(str(path), model, home, 1000.0) == StatsFile(None, HISTORY)
     assert "cannot be written; new choices are not saved" in caplog.text
 

@@ -10,14 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headroom.errors import DeviceError
-from headroom.experts import load_store
 from headroom.experts import store as stores
 from headroom.experts.copies import HostCopies, Mark
-from headroom.experts.cost import Choice
+from headroom.experts.exchange import StoreSwaps
 from headroom.experts.placement import LayerExperts
 from headroom.experts.store import drop_cold
-from headroom.experts.store_swaps import StoreSwaps
 from headroom.layers import pinned
+from headroom.plan.cost_model import Choice
 from tests.experts.stores import blob_layout, check_layer, exchange, small_store
 from tests.pinned import pretend_pinning
 
@@ -281,7 +280,7 @@ def test_the_log_tells_in_how_many_layers_who_computes_cold_experts_where_they_d
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     paths = iter([Choice("gpu", (0, 1)), Choice("cpu", (0, 1)), Choice("gpu", (0, 1))])
-    monkeypatch.setattr(load_store, "choose", lambda *facts: next(paths))
+    monkeypatch.setattr(stores, "choose", lambda *facts: next(paths))
     with caplog.at_level(logging.INFO):
         small_store([blob_layout(3)] * 3, [(0,), (1,), (2,)], cold="auto", pin=True)
     assert caplog.messages[0].endswith(

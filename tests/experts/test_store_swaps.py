@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from headroom.experts.copies import HostCopies, Mark
+from headroom.experts.exchange import StoreSwaps, SwapPolicy, plan_swaps
 from headroom.experts.placement import ExpertPlacement, LayerExperts
-from headroom.experts.store_swaps import StoreSwaps
-from headroom.experts.swap import SwapPolicy, plan_swaps
 
 LAYERS = (LayerExperts(0, 0), LayerExperts(2, 7), LayerExperts(3, 7))  # dense, all hot, some cold
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headroom.experts import stream as stream_module
-from headroom.experts import stream_rule
-from headroom.experts.stream import ColdStream, StreamedLayer, count_picks
-from headroom.experts.stream_rule import ColdRates
+from headroom.experts import prefill
+from headroom.experts.prefill import ColdStream, StreamedLayer, count_picks
 from headroom.kernels.cuda import experts, grouped, half_experts, narrow, picks, scratch, sizes
 from headroom.kernels.cuda.experts import Others, many_rows
 from headroom.kernels.native.module import MODULE
+from headroom.plan import cost_model
+from headroom.plan.cost_model import ColdRates
 from headroom.plan.staging import BUFFERS, buffer_bytes
 from tests.experts.cold_layer import LateCopies, Layer, make_blobs, split_layer
 from tests.gpu.check_experts import wanted_sum
@@ -96,7 +96,7 @@ def all_hot(layer_of, inputs) -> torch.Tensor:  # type: ignore[no-untyped-def]
 
 
 def never_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "most_counted_rows", lambda *facts: 0)
+    monkeypatch.setattr(prefill, "most_counted_rows", lambda *facts: 0)
 
 
 @pytest.mark.parametrize("cold", sorted(COLD))
@@ -206,7 +206,7 @@ def test_small_steps_copy_only_experts_that_were_chosen(  # type: ignore[no-unty
     monkeypatch, layer_of, inputs, group: int
 ) -> None:
     monkeypatch.setattr(experts, "experts_at_once", lambda *sizes: group)
-    monkeypatch.setattr(stream_module, "most_counted_rows", lambda *facts: ROWS)
+    monkeypatch.setattr(prefill, "most_counted_rows", lambda *facts: ROWS)
     x, (ids, weights), others = inputs
     ids = torch.where((ids == 4) | (ids == 7), -1, ids)
     layer = split_layer(*layer_of, COLD[70])
@@ -225,7 +225,7 @@ def test_small_steps_copy_only_experts_that_were_chosen(  # type: ignore[no-unty
 def test_experts_with_few_picks_may_be_left_to_the_cpu(  # type: ignore[no-untyped-def]
     monkeypatch, layer_of, inputs, rates: ColdRates
 ) -> None:
-    monkeypatch.setattr(stream_rule, "HAND_OVER_S", 0.0)
+    monkeypatch.setattr(cost_model, "HAND_OVER_S", 0.0)
     layer = split_layer(*layer_of, COLD[70])
     stream, (streamed,), queue = open_stream([layer], 2, rates)
     x, chosen, others = inputs
@@ -247,8 +247,8 @@ def test_experts_with_few_picks_may_be_left_to_the_cpu(  # type: ignore[no-untyp
 def test_nothing_on_the_gpu_meets_host_memory_but_by_copies(  # type: ignore[no-untyped-def]
     monkeypatch, layer_of, inputs, counted: bool
 ) -> None:
-    monkeypatch.setattr(stream_module, "most_counted_rows", lambda *facts: ROWS * counted)
-    monkeypatch.setattr(stream_rule, "HAND_OVER_S", 0.0)
+    monkeypatch.setattr(prefill, "most_counted_rows", lambda *facts: ROWS * counted)
+    monkeypatch.setattr(cost_model, "HAND_OVER_S", 0.0)
     layer = split_layer(*layer_of, COLD[70])
     wanted = all_hot(layer_of, inputs)
     x, (ids, weights), others = inputs
@@ -257,7 +257,7 @@ def test_nothing_on_the_gpu_meets_host_memory_but_by_copies(  # type: ignore[no-
     with pretend_cuda(monkeypatch):
         tiles = replace(layer.tiles, addresses=layer.tiles.addresses.to("cuda"))
         staging = torch.zeros(200_000, dtype=torch.uint8, device="cuda")
-        stream = stream_module.open_stream(staging, (layer.expert_bytes, EXPERTS), False, FAST_CPU)
+        stream = prefill.open_stream(staging, (layer.expert_bytes, EXPERTS), False, FAST_CPU)
         streamed = stream.add(tiles, layer, "silu", 1.0)
         parts = (others.residual, others.shared, others.shared_logits)
         moved = Others(*(part.to("cuda") for part in parts))

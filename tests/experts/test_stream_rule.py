@@ -7,19 +7,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from headroom.experts import stream_rule
-from headroom.experts.stream_rule import (
+from headroom.experts.prefill import cut_pieces
+from headroom.experts.store import runs
+from headroom.plan import cost_model
+from headroom.plan.cost_model import (
     HAND_OVER_S,
     ColdLayer,
     ColdRates,
     ExpertSize,
-    cut_pieces,
     expected_counts,
     expert_flops,
     left_to_cpu,
     most_counted_rows,
     pays_to_count,
-    runs,
 )
 
 # An expert of Qwen3.5-35B-A3B on an H200's host.
@@ -31,8 +31,8 @@ MEASURED = ColdRates(link=55e9, cpu_bandwidth=77e9, cpu_flops=725e9)
 def slower_s(counts: dict[int, int], left: frozenset[int], rates: ColdRates) -> float:
     """When both sides are done."""
     link = sum(SIZE.bytes / rates.link for e, n in counts.items() if n and e not in left)
-    read = SIZE.bytes / stream_rule.READ_SHARE / rates.cpu_bandwidth
-    pick = SIZE.flops / stream_rule.FLOPS_SHARE / rates.cpu_flops
+    read = SIZE.bytes / cost_model.READ_SHARE / rates.cpu_bandwidth
+    pick = SIZE.flops / cost_model.FLOPS_SHARE / rates.cpu_flops
     cpu = HAND_OVER_S + sum(max(read, counts[e] * pick) for e in left)
     return max(link, cpu if left else 0.0)
 
@@ -167,9 +167,9 @@ def test_counting_that_pays_saves_more_than_what_it_costs(
     saved = experts * SIZE.bytes / rates.link - slower_s(
         counts, left_to_cpu(counts, SIZE, rates), rates
     )
-    lost = min(rows * stream_rule.BESIDE_ROW_S, layer.ahead_bytes / rates.link)
+    lost = min(rows * cost_model.BESIDE_ROW_S, layer.ahead_bytes / rates.link)
     if pays_to_count(rows, layer, rates):
-        assert saved > stream_rule.READ_BACK_S + stream_rule.PREPARE_S + lost
+        assert saved > cost_model.READ_BACK_S + cost_model.PREPARE_S + lost
 
 
 @given(rows=rows_drawn, hits=hits_drawn, experts=experts_drawn, rates=rates_drawn)
@@ -192,7 +192,7 @@ def test_expected_picks_add_up_to_about_all_and_some_experts_have_none(
     counts = expected_counts(picks, experts)
     assert list(counts) == list(range(experts))
     assert list(counts.values()) == sorted(counts.values())
-    mean = min(picks / experts, stream_rule.MOST_MEAN_PICKS)
+    mean = min(picks / experts, cost_model.MOST_MEAN_PICKS)
     # One expert has the median, which is at most ln 2 from the mean; several come nearer to it.
     assert abs(sum(counts.values()) / experts - mean) <= log(2)
     unused = sum(count == 0 for count in counts.values())

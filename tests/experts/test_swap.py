@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headroom.experts.exchange import SwapPolicy, plan_swaps, recent
 from headroom.experts.placement import ExpertPlacement, LayerExperts, place_experts
-from headroom.experts.swap import SwapPolicy, plan_swaps, recent
 from tests.experts.pretended import swapped
 
 Problem = tuple[list[LayerExperts], list[list[int]], ExpertPlacement, SwapPolicy]

@@ -2,9 +2,8 @@
 
 import pytest
 
+from headroom.experts.exchange import Swap, SwapPolicy, SwapRound, plan_swaps
 from headroom.experts.placement import LayerExperts
-from headroom.experts.swap import Swap, SwapPolicy, plan_swaps
-from headroom.experts.swap_round import SwapRound
 from tests.experts.pretended import PretendedExperts, swapped
 
 COUNTS = [[0, 0, 9, 8], [7, 9, 0, 0]]

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from headroom.experts import wait_clock
-from headroom.experts.wait_clock import WaitClock
+from headroom.experts import copies
+from headroom.experts.copies import WaitClock
 
 
 @dataclass(eq=False)
@@ -48,8 +48,8 @@ class Event:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     made = Gpu()
-    monkeypatch.setattr(wait_clock.torch.cuda, "Event", made.event)
-    monkeypatch.setattr(wait_clock.torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(copies.torch.cuda, "Event", made.event)
+    monkeypatch.setattr(copies.torch.cuda, "current_stream", lambda device: None)
     return made
 
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from headroom.experts.cold import ColdCompute, CpuShared
-from headroom.experts.cost import Choice, best_left
+from headroom.experts.decode import ColdCompute, CpuShared
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import experts as fast
 from headroom.kernels.cuda import handover
@@ -20,7 +19,7 @@ from headroom.kernels.cuda.few_experts import few_rows
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.cuda.measure import handover_seconds
 from headroom.kernels.native.module import MODULE, POOL
-from headroom.plan.cold_speeds import ColdSpeeds
+from headroom.plan.cost_model import Choice, ColdSpeeds, best_left
 from tests.experts.cold_layers import SplitStore
 from tests.gpu.check_experts import Kinds, make_table, to_tiles
 from tests.gpu.kept import keep_code

@@ -12,21 +12,25 @@ from pathlib import Path
 
 import torch
 
-from headroom.experts.device_experts import upload_experts
-from headroom.experts.expert_steps import stored_tiles
-from headroom.experts.load_store import StoreRequest, blob_layout, fill_tiles, open_store
+from headroom.experts.cold import stored_tiles
+from headroom.experts.device_ffn import upload_experts
+from headroom.experts.exchange import StoreSwaps, Swap, SwapRound
 from headroom.experts.placement import ExpertPlacement, LayerExperts
-from headroom.experts.store import ExpertStore, LayerStore
-from headroom.experts.store_swaps import StoreSwaps
-from headroom.experts.swap import Swap
-from headroom.experts.swap_round import SwapRound
+from headroom.experts.store import (
+    ExpertStore,
+    LayerStore,
+    StoreRequest,
+    blob_layout,
+    fill_tiles,
+    open_store,
+)
 from headroom.families.config import ExpertsConfig
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import experts as fast
 from headroom.kernels.cuda.few_experts import few_rows
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.layers.upload import Upload
-from headroom.plan.cold_speeds import ColdSpeeds
+from headroom.plan.cost_model import ColdSpeeds
 from headroom.units import MIB
 from tests.experts.stores import exchange
 from tests.gpu.check_experts import forced

@@ -8,15 +8,8 @@ from typing import Any
 
 import torch
 
-from headroom.experts import stream as stream_module
-from headroom.experts.stream import ColdStream, open_stream
-from headroom.experts.stream_rule import (
-    ColdLayer,
-    ColdRates,
-    ExpertSize,
-    expert_flops,
-    pays_to_count,
-)
+from headroom.experts import prefill
+from headroom.experts.prefill import ColdStream, open_stream
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.experts import Others, many_rows
@@ -24,6 +17,7 @@ from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.native.module import MODULE
 from headroom.plan import staging
+from headroom.plan.cost_model import ColdLayer, ColdRates, ExpertSize, expert_flops, pays_to_count
 from headroom.units import GIB, MIB
 from tests.experts.cold_layer import Layer, blobs_of, matrix_bytes, split_layer
 from tests.gpu.check_experts import Kinds, forced, make_table, pick_experts
@@ -60,7 +54,7 @@ def check(
     cold_share: float, rows: int, counted: bool, pinned: bool, on_cpu: bool, kinds: Kinds = KINDS
 ) -> bool:
     """Two layers in turn, again and again, so that copies and computing run into each other."""
-    stream_module.most_counted_rows = lambda *facts: rows * counted  # type: ignore[assignment]
+    prefill.most_counted_rows = lambda *facts: rows * counted  # type: ignore[assignment]
     count, width, hidden = SIZES
     tables = [make_table(kinds, count, width, hidden) for _ in range(2)]
     blobs = [blobs_of(table) for table in tables]
@@ -128,7 +122,7 @@ def real_layer(cold_share: float) -> Layer:
         hot[expert] = slots[place].data_ptr() + starts
     for place, expert in enumerate(sorted(order[count - cold :].tolist())):
         host[expert] = rows[place].data_ptr() + starts
-    tiles = stream_module.ExpertTiles(hot.to(DEVICE), kinds, width, hidden, slots.nbytes, (slots,))
+    tiles = prefill.ExpertTiles(hot.to(DEVICE), kinds, width, hidden, slots.nbytes, (slots,))
     return Layer(tiles, rows, host, len(blob))
 
 
@@ -152,7 +146,7 @@ def bench(cold_share: float, unpack_bytes: int, buffer_bytes: int) -> None:
     arena = scratch.Arena(
         torch.empty(unpack_bytes + GIB // 2, dtype=torch.uint8, device=DEVICE), unpack_bytes
     )
-    stream_module.most_counted_rows = lambda *facts: 0  # type: ignore[assignment]
+    prefill.most_counted_rows = lambda *facts: 0  # type: ignore[assignment]
     with scratch.opened(arena):
         stream = open_layers(layers, buffer_bytes // size, True)
         for rows in (512, 2048):
@@ -189,7 +183,7 @@ def bench_counted(rows: int, hits: float) -> None:
     )
     arena = scratch.Arena(torch.empty(GIB + GIB // 2, dtype=torch.uint8, device=DEVICE), GIB)
     for counted, rates in ((False, LINK), (True, LINK), (True, WITH_CPU)):
-        stream_module.most_counted_rows = lambda *facts, counted=counted: rows * counted
+        prefill.most_counted_rows = lambda *facts, counted=counted: rows * counted
         with scratch.opened(arena):
             stream = open_layers(layers, 64 * MIB // layers[0].expert_bytes, True, rates)
             out = torch.zeros(rows, 2048, device=DEVICE)

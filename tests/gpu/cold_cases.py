@@ -15,11 +15,12 @@ from unittest.mock import patch
 import torch
 
 from headroom.engine.request import SamplingParams
-from headroom.experts import load_store, stream_rule
-from headroom.experts.cost import Choice
+from headroom.experts import store as stores
 from headroom.formats.checkpoint import open_checkpoint
 from headroom.kernels.cuda import sizes
 from headroom.llm import LLM
+from headroom.plan import cost_model
+from headroom.plan.cost_model import Choice
 from tests.running import run_steps
 from tests.synth_models import write_model
 
@@ -190,7 +191,7 @@ def shared_layers() -> Iterator[None]:
     def half(speeds: object, size: int, used: int, hits: float) -> Choice:
         return Choice("cpu", tuple(cold // 2 for cold in range(used + 1)))
 
-    with patch.object(load_store, "choose", half), patch.object(stream_rule, "HAND_OVER_S", 0.0):
+    with patch.object(stores, "choose", half), patch.object(cost_model, "HAND_OVER_S", 0.0):
         yield
 
 

@@ -11,16 +11,15 @@ from unittest.mock import patch
 
 import torch
 
-from headroom.experts import stream as stream_module
-from headroom.experts import stream_rule
+from headroom.experts import prefill
 from headroom.experts.copies import CudaCopies
-from headroom.experts.stream import ColdStream, StreamedLayer
-from headroom.experts.stream_cpu import CpuSide
-from headroom.experts.stream_rule import ColdRates
+from headroom.experts.prefill import ColdStream, CpuSide, StreamedLayer
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.experts import Others
 from headroom.kernels.native.cold import worker_threads
 from headroom.kernels.native.module import MODULE, POOL
+from headroom.plan import cost_model
+from headroom.plan.cost_model import ColdRates
 from headroom.units import GIB, MIB
 from tests.experts.cold_layer import Layer
 from tests.gpu.check_cold_stream import DEVICE, LINK, open_layers, real_layer, seconds
@@ -74,7 +73,7 @@ class Awaited:
 @contextmanager
 def watched(watch: Watch) -> Iterator[None]:
     """Let counted layers tell where their time goes."""
-    read, begin = stream_module.read_back, ColdStream.begin
+    read, begin = prefill.read_back, ColdStream.begin
     counted, streamed, ask = StreamedLayer._counted, StreamedLayer._streamed, CpuSide.ask
 
     def see_counted(self: StreamedLayer, *what: Any) -> torch.Tensor:
@@ -107,7 +106,7 @@ def watched(watch: Watch) -> Iterator[None]:
         watch.lap("first copies")
 
     with (
-        patch.object(stream_module, "read_back", see_read),
+        patch.object(prefill, "read_back", see_read),
         patch.multiple(StreamedLayer, _counted=see_counted, _streamed=see_streamed),
         patch.object(CpuSide, "ask", see_ask),
         patch.object(ColdStream, "begin", see_begin),
@@ -125,7 +124,7 @@ def choose(layer: Layer, rows: int, hits: float) -> torch.Tensor:
 def time_way(layers: list[Layer], rows: int, hits: float, rates: ColdRates | None) -> Watch:
     """Time layers one after another; no rates: all cold experts are copied."""
     watch = Watch()
-    stream_module.most_counted_rows = lambda *facts: rows * (rates is not None)  # type: ignore[assignment]
+    prefill.most_counted_rows = lambda *facts: rows * (rates is not None)  # type: ignore[assignment]
     stream = open_layers(layers, 64 * MIB // layers[0].expert_bytes, True, rates or LINK)
     hidden = layers[0].tiles.hidden
     x = torch.randn(rows, hidden, device=DEVICE).bfloat16()
@@ -221,7 +220,7 @@ def time_case(share: float, hits: float) -> None:
         print(" counted, with the CPU as the rule says", flush=True)
         time_way(layers, rows, hits, RATES)
         print(" counted, with the CPU as if copies cost it nothing", flush=True)
-        with patch.multiple(stream_rule, **HOPEFUL):
+        with patch.multiple(cost_model, **HOPEFUL):
             time_alone(time_way(layers, rows, hits, RATES))
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from headroom.options import Options
-from headroom.plan.cold_speeds import ColdSpeeds, layer_seconds, usable_speeds
+from headroom.plan.cost_model import ColdSpeeds, layer_seconds, usable_speeds
 from headroom.plan.plan import Plan, make_plan
 from tests.plan.shapes import gpu, host, laguna
 

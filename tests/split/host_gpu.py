@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from headroom.experts import device_experts
+from headroom.experts import device_ffn
 from headroom.formats.checkpoint import open_checkpoint
 from headroom.kernels.cuda import (
     experts,
@@ -108,9 +108,9 @@ def pretend(
     monkeypatch.setattr(picks, "product_way", lambda device: "own")
     monkeypatch.setattr(torch, "mm", lambda first, second, out_dtype=None, out=None: out)
     monkeypatch.setattr(prefill, "attend", lambda queries, *others: queries)
-    for module in (device_block, device_experts):
+    for module in (device_block, device_ffn):
         monkeypatch.setattr(module, "stack", stack)
-    monkeypatch.setattr(device_experts, "upload_experts", experts_in_tiles)
+    monkeypatch.setattr(device_ffn, "upload_experts", experts_in_tiles)
     monkeypatch.setattr(weights.WeightSource, "__call__", table_in_tiles)
     for name in ("Embedding", "Head"):
         monkeypatch.setattr(load, name, lambda *given: None)

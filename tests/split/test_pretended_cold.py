@@ -8,15 +8,14 @@ from random import Random
 import pytest
 import torch
 
-from headroom.experts import load_store, split_experts
-from headroom.experts.cost import Choice
+from headroom.experts import ffn
+from headroom.experts import store as stores
+from headroom.experts.exchange import StoreSwaps, Swap, SwapRound
 from headroom.experts.placement import LayerExperts
 from headroom.experts.store import LayerStore, drop_cold
-from headroom.experts.store_swaps import StoreSwaps
-from headroom.experts.swap import Swap
-from headroom.experts.swap_round import SwapRound
 from headroom.experts.telemetry import ColdFigures
 from headroom.formats.checkpoint import open_checkpoint
+from headroom.plan.cost_model import Choice
 from tests.experts.late_gpu import LateGpu
 from tests.experts.stores import exchange
 from tests.families.oracles import PROMPT, variant
@@ -71,7 +70,7 @@ def test_cold_experts_of_a_layer_may_be_shared_between_both_sides(
 ) -> None:
     checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf", "F32"))
     monkeypatch.setattr(
-        load_store, "choose", lambda speeds, size, used, hits: Choice("cpu", (0, *range(used)))
+        stores, "choose", lambda speeds, size, used, hits: Choice("cpu", (0, *range(used)))
     )
     brought: list[int] = []
     bring = LayerStore.bring
@@ -205,7 +204,7 @@ def test_dropped_experts_leave_their_weight_to_the_others(
         seen.append((is_hot[ids].cpu() > 0, weights.cpu().clone(), left.cpu().clone()))
         return left
 
-    monkeypatch.setattr(split_experts, "drop_cold", dropped)
+    monkeypatch.setattr(ffn, "drop_cold", dropped)
     with pretend_cuda(monkeypatch):
         wanted, found = (
             run_pretended(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headroom.experts import device_experts
+from headroom.experts import device_ffn
 from headroom.formats.checkpoint import Checkpoint, open_checkpoint
 from headroom.kernels import registry
 from headroom.kernels.cuda import attention, few_experts, prefill, small
@@ -135,17 +135,17 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(load, "experts_fit", lambda config, get: True)
     monkeypatch.setattr(small, "rms_norm", norms.rms_norm)
     monkeypatch.setattr(small, "norm_add", _add_norm)
-    for module in (device_block, device_experts):
+    for module in (device_block, device_ffn):
         monkeypatch.setattr(module, "stack", _Matrices)
         monkeypatch.setattr(module, "normed_rows", _normed_rows)
         monkeypatch.setattr(module, "gated_rows", _gated_rows)
         monkeypatch.setattr(module, "narrow_type", lambda dtype: torch.float32)
     monkeypatch.setattr(device_block, "plain_rows", _rows)
     monkeypatch.setattr(few_experts, "few_rows", _experts)
-    monkeypatch.setattr(device_experts.cuda_experts, "many_rows", _experts)
-    monkeypatch.setattr(device_experts, "upload_experts", _tables)
-    monkeypatch.setattr(device_experts, "scored_rows", _scored_rows)
-    monkeypatch.setattr(device_experts.cuda_route, "route", _route)
+    monkeypatch.setattr(device_ffn.cuda_experts, "many_rows", _experts)
+    monkeypatch.setattr(device_ffn, "upload_experts", _tables)
+    monkeypatch.setattr(device_ffn, "scored_rows", _scored_rows)
+    monkeypatch.setattr(device_ffn.cuda_route, "route", _route)
     with pretend_cuda(monkeypatch):
         yield
 

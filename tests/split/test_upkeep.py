@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from headroom.experts.exchange import SwapPolicy
 from headroom.experts.placement import LayerExperts, load_placement
-from headroom.experts.stats import RoutingHistory, RoutingStats, load_history
-from headroom.experts.stats_file import StatsFile, StatsModel
+from headroom.experts.stats import RoutingHistory, RoutingStats, StatsFile, StatsModel, load_history
 from headroom.experts.store import ExpertStore
-from headroom.experts.swap import SwapPolicy
 from headroom.split.expert_records import ExpertRecords
 from headroom.split.pipeline import Pipeline
 from headroom.split.stages import Stage

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headroom.errors import OptionError
-from headroom.experts.swap import SwapPolicy
+from headroom.experts.exchange import SwapPolicy
 from headroom.options import Options
 from headroom.split.upkeep_rules import UpkeepRules, upkeep_rules
 

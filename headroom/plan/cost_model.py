@@ -1,9 +1,143 @@
-"""What becomes of a layer's cold experts in a step of many rows: streamed, left to the CPU, or
-passed over; pure."""
+"""ColdSpeeds: how fast a machine works off experts that are not in GPU memory."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import exp
+from dataclasses import dataclass, replace
+from math import comb, exp
+from typing import Literal
+
+from headroom.machine.devices import LISTED_SHARE, DeviceSpec
+
+ASSUMED_HANDOVER_S = 10e-6  # until the machine is measured
+# Until then, too: of the speed of large plain products, what a CPU's expert kernels reach on tiles
+# of four bits with eight rows each. 26 of 144 GFLOP/s of one core, once, beside other work.
+EXPERTS_SHARE = 0.2
+
+Worker = Literal["link", "cpu", "both"]  # who is busy with cold experts
+
+
+@dataclass(frozen=True, slots=True)
+class ColdSpeeds:
+    """What a machine reaches with experts, in bytes per second, and how quick an answer is."""
+
+    gpu: float  # of the GPU's own memory
+    link: float  # kernels of the GPU that read host memory; 0: they cannot
+    cpu: float  # the CPU's expert kernels on host memory; 0: there are none
+    handover_s: float  # an empty request of the CPU and its answer
+    copy: float = 0.0  # copies from host memory to the GPU
+    cpu_flops: float = 0.0  # operations per second of the CPU's expert kernels, some rows each
+    measured: bool = False  # on this machine, by headroom calibrate
+
+
+def speeds_of(gpu: DeviceSpec, host: DeviceSpec) -> ColdSpeeds:
+    """Return what was measured, and what is to be expected where it was not."""
+    device_share = 1.0 if gpu.measured else LISTED_SHARE
+    host_share = 1.0 if host.measured else LISTED_SHARE
+    copy = gpu.link * device_share
+    experts = host.experts or host.bandwidth * host_share
+    return ColdSpeeds(
+        gpu=gpu.bandwidth * device_share,
+        link=gpu.link_read or copy,
+        cpu=experts if host.native else 0.0,
+        handover_s=gpu.handover_s or ASSUMED_HANDOVER_S,
+        copy=copy,
+        cpu_flops=host.expert_flops or EXPERTS_SHARE * host.flops * host_share,
+        measured=bool(gpu.link_read and host.experts),
+    )
+
+
+def usable_speeds(speeds: ColdSpeeds, cold: str, pinned: bool) -> ColdSpeeds:
+    """Return the speeds of those who may compute cold experts in small steps, 0 of the others."""
+    link = speeds.link if pinned and cold != "cpu" else 0.0
+    return replace(speeds, link=link, cpu=0.0 if cold == "gpu" else speeds.cpu)
+
+
+def layer_seconds(speeds: ColdSpeeds, cold_bytes: float) -> tuple[Worker, float]:
+    """Return who works off a layer's cold experts in a step of one row, and how long.
+
+    Both work at once, so that their rates add up from the time when the CPU was reached.
+    """
+    if not speeds.cpu:
+        return "link", cold_bytes / (speeds.link or speeds.copy)
+    if not speeds.link:
+        return "cpu", speeds.handover_s + cold_bytes / speeds.cpu
+    alone = cold_bytes / speeds.link
+    if alone <= speeds.handover_s:
+        return "link", alone
+    reached = speeds.cpu * speeds.handover_s
+    return "both", (cold_bytes + reached) / (speeds.link + speeds.cpu)
+
+
+ColdPath = Literal["gpu", "cpu", "drop"]  # who computes cold experts in small steps, if anybody
+
+KERNELS_S = 4e-6  # of the two kernels that ask the CPU and take its answers, whatever they carry
+# Of a GPU's kernels while the CPU works, before any cold expert: shared and hot ones of one row.
+# Of a layer of Qwen3.5-35B-A3B 17 us were measured 2026-11 on an H200, with copies of ids and rows
+# around them that no step makes: less is counted, an estimate.
+OWN_S = 12e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who computes a layer's cold picks."""
+
+    path: ColdPath
+    left: tuple[int, ...]  # of so many cold picks of a row, those that the GPU reads in place
+
+
+def row_seconds(speeds: ColdSpeeds, expert_bytes: int, hot: int, cold: int, left: int) -> float:
+    """Return the time of one row's experts when the GPU takes `left` of the cold ones."""
+    asked = cold - left
+    if (asked and not speeds.cpu) or (left and not speeds.link):
+        return float("inf")
+    gpu_s = OWN_S + hot * expert_bytes / speeds.gpu
+    if left:
+        gpu_s += left * expert_bytes / speeds.link
+    cpu_s = speeds.handover_s + asked * expert_bytes / speeds.cpu if asked else 0.0
+    return max(gpu_s, cpu_s)
+
+
+def best_left(speeds: ColdSpeeds, expert_bytes: int, used: int) -> tuple[int, ...]:
+    """Return for 0, 1, ... `used` cold picks of a row how many of them the GPU should read."""
+    return tuple(
+        min(
+            range(cold + 1),
+            key=lambda left: row_seconds(speeds, expert_bytes, used - cold, cold, left),
+        )
+        for cold in range(used + 1)
+    )
+
+
+def expected_seconds(
+    speeds: ColdSpeeds, expert_bytes: int, hit_rate: float, left: Sequence[int]
+) -> float:
+    """Return the expected time of one row's experts, each pick hot with probability `hit_rate`."""
+    used = len(left) - 1
+    chances = (
+        comb(used, cold) * (1 - hit_rate) ** cold * hit_rate ** (used - cold)
+        for cold in range(used + 1)
+    )
+    return sum(
+        chance * row_seconds(speeds, expert_bytes, used - cold, cold, left[cold])
+        for cold, chance in enumerate(chances)
+        if chance
+    )
+
+
+def choose(speeds: ColdSpeeds, expert_bytes: int, used: int, hit_rate: float) -> Choice:
+    """Return the quickest way for a layer: all by the GPU, or the CPU with the GPU's help."""
+    everything = tuple(range(used + 1))
+    by_gpu = expected_seconds(speeds, expert_bytes, hit_rate, everything)
+    shared = best_left(speeds, expert_bytes, used)
+    by_both = KERNELS_S + expected_seconds(speeds, expert_bytes, hit_rate, shared)
+    if by_both < by_gpu:
+        return Choice("cpu", shared)
+    return Choice("gpu", everything)
+
+
+def forced(path: ColdPath, used: int) -> Choice:
+    """Return a path that was asked for, all cold picks by it."""
+    return Choice(path, tuple(range(used + 1)) if path == "gpu" else (0,) * (used + 1))
+
 
 # What the estimates below go by was measured by tests/gpu/cold_phases.py on an H200 with 16 cores
 # beside it, 2026-11-16, with the experts of one layer of Qwen3.5-35B-A3B and 32 to 512 rows.
@@ -146,20 +280,3 @@ def _shared(
         if slower < best_s:
             best, best_s = taken, slower
     return frozenset(expert for _, expert in chosen[:best]), best_s
-
-
-def cut_pieces(rows: Sequence[int], most: int) -> list[list[int]]:
-    """Cut rows of cold memory, in ascending order, into pieces of at most so many."""
-    ordered = sorted(rows)
-    return [ordered[first : first + most] for first in range(0, len(ordered), most)]
-
-
-def runs(rows: Sequence[int]) -> list[tuple[int, int]]:
-    """Return first and end of the neighbours among ascending rows: each is one copy."""
-    found: list[tuple[int, int]] = []
-    for row in rows:
-        if found and found[-1][1] == row:
-            found[-1] = (found[-1][0], row + 1)
-        else:
-            found.append((row, row + 1))
-    return found

@@ -5,10 +5,9 @@ from functools import partial
 
 import torch
 
-from headroom.experts.cold import ColdPart
-from headroom.experts.expert_steps import ExpertSteps, Picks, ReadInPlace
-from headroom.experts.hybrid import Hybrid
-from headroom.experts.router import router_rule
+from headroom.experts.cold import ExpertSteps, Hybrid, Picks, ReadInPlace
+from headroom.experts.decode import ColdPart
+from headroom.experts.ffn import router_rule
 from headroom.experts.store import LayerStore
 from headroom.families.config import ExpertsConfig
 from headroom.kernels.cuda import experts as cuda_experts
@@ -21,14 +20,7 @@ from headroom.kernels.cuda.narrow import narrow_type
 from headroom.kernels.cuda.route import Unchosen
 from headroom.kernels.cuda.sizes import EXPERT_STEP, tile_bytes
 from headroom.layers.device_block import DeviceBatch, DeviceMlp
-from headroom.layers.device_rows import (
-    DeviceRows,
-    Stack,
-    few_rows,
-    gated_rows,
-    normed_rows,
-    stack,
-)
+from headroom.layers.device_rows import DeviceRows, Stack, few_rows, gated_rows, normed_rows, stack
 from headroom.layers.parts import part_of_step
 from headroom.layers.weights import WeightSource
 
