@@ -8,6 +8,7 @@ import torch
 from headroom.experts.store import LayerStore, drop_cold, fill_rows
 from headroom.families.config import ExpertsConfig
 from headroom.kernels.ops import Experts, Route, RouterRule
+from headroom.kernels.reference.elementwise import sigmoid
 from headroom.kernels.reference.matmul import matmul
 from headroom.kernels.reference.norms import gated_activation
 from headroom.kernels.registry import pick
@@ -173,7 +174,7 @@ class SharedExpert:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the expert's output for normed rows."""
         out = self._mlp(x)
-        return out if self._gate is None else out * self._gate(x).sigmoid()
+        return out if self._gate is None else out * sigmoid(self._gate(x))
 
 
 class ExpertsFfn:

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import torch
-from torch.nn.functional import softplus
 
 from headroom.families.config import AttentionConfig
 from headroom.kernels.ops import Attention as AttentionOp
 from headroom.kernels.ops import KvWrite
 from headroom.kernels.ops import Rope as RopeOp
+from headroom.kernels.reference.elementwise import sigmoid, softplus
 from headroom.kernels.registry import pick
 from headroom.layers.batch import Batch
 from headroom.layers.cache import KvPages
@@ -54,7 +54,7 @@ class Attention:
         spans = self._pages.view(batch).spans
         mixed = self._attend(queries, self._pages.kv, spans, config.scale, config.window)
         if config.gate == "query":
-            mixed = mixed.flatten(1) * projected[:, width:].sigmoid()
+            mixed = mixed.flatten(1) * sigmoid(projected[:, width:])
         elif self._gate is not None:
             gates = softplus(self._gate(x)).view(len(x), config.heads, -1)
             mixed = mixed * gates

@@ -68,6 +68,7 @@ def all_cases() -> list[Sized]:
         cases += [Sized("rms_norm", Case(), (rows, width)) for width in (33, 36)]
         cases.append(Sized("rope", Case(), (rows, 3, 10, 4)))
         cases += [Sized("gated_activation", Case(), (rows, 33, gelu)) for gelu in (0, 1)]
+    cases += [Sized("gated_activation", Case(), (90, 257, gelu)) for gelu in (0, 1)]
     for k_type, v_type in CACHE_PAIRS:
         case = Case(k_type=k_type, v_type=v_type)
         for rows in (0, 5):
@@ -88,6 +89,7 @@ def _expert_cases() -> list[Sized]:
     for rows in (0, 1, 7):
         for rule in range(len(ROUTER_RULES)):
             cases += [Sized("route", Case(), (rows, 8, rule, bias)) for bias in (0, 1)]
+    cases += [Sized("route", Case(), (90, 60, rule, 0)) for rule in range(len(ROUTER_RULES))]
     for names in EXPERT_TYPES:
         case = Case(experts=tuple(BY_NAME[name] for name in names))
         hidden = 256 if "q4_k" in names else 64
@@ -107,7 +109,8 @@ def _delta_cases() -> list[Sized]:
                 cases.append(Sized("delta_net", Case(), sizes))
     cases += [Sized("delta_net", Case(), (16, 48, 128, 4, tiled)) for tiled in (0, 1)]
     cases += [
-        Sized("gated_norm", Case(), sizes) for sizes in ((0, 3, 16), (7, 6, 33), (2, 48, 128))
+        Sized("gated_norm", Case(), sizes)
+        for sizes in ((0, 3, 16), (7, 6, 33), (2, 48, 128), (90, 1, 60))
     ]
     return cases
 

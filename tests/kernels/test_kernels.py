@@ -110,23 +110,45 @@ def _compare_rounded(sized: Sized, result: torch.Tensor, expected: torch.Tensor)
     assert float((result - expected).norm()) <= INNER_ROUNDING * float(expected.norm()), sized
 
 
-@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.op in ("experts", "route")], ids=str)
-def test_a_row_does_not_depend_on_the_others(kernel: Kernel) -> None:
-    """To the bit: where 90 rows share experts, and where each is alone."""
+# The arguments of an operation that have one entry per row. Operations over spans of rows have
+# tests of their own: test_attention.py, test_reference.py and test_delta_net.py.
+ROW_ARGUMENTS = {
+    "embed": (0, 2),
+    "matmul": (0,),
+    "rms_norm": (0,),
+    "rope": (0, 1, 2),
+    "gated_activation": (0, 1),
+    "gated_norm": (0, 1),
+    "route": (0,),
+    "experts": (0, 1, 2),
+}
+
+
+@pytest.mark.parametrize(
+    "kernel", [k for k in KERNELS if k.op in ROW_ARGUMENTS and k.backend != "triton"], ids=str
+)
+@pytest.mark.usefixtures("pool")
+def test_a_row_has_the_same_bits_alone_and_among_others(kernel: Kernel) -> None:
     compared = 0
-    for sized in (sized for sized in all_cases() if sized.op == kernel.op and sized.sizes[0] > 6):
+    for sized in (sized for sized in all_cases() if sized.op == kernel.op and sized.sizes[0] > 1):
         if kernel.refuses(own_case(kernel, sized).case):
             continue
         inputs = own_inputs(kernel, make_inputs(sized))
-        together = results(sized, inputs, kernel.run(*inputs))[:2]
-        for row in range(0, sized.sizes[0], 5):
-            one = tuple(
-                value[row : row + 1]
-                if isinstance(value, torch.Tensor) and value.ndim == 2
-                else value
-                for value in inputs
-            )
-            alone = results(sized, one, kernel.run(*one))[:2]
-            assert all(torch.equal(a[0], t[row]) for a, t in zip(alone, together, strict=True))
-            compared += 1
+        # The reference is torch's own code, whatever instruction set our C++ code takes.
+        for isa in MODULE.isas() if MODULE and kernel.backend != "reference" else [""]:
+            POOL.set(2, isa=isa)
+            together = [value.clone() for value in _of_rows(sized, inputs, kernel)]
+            for row in range(0, sized.sizes[0], 5):
+                one = list(inputs)
+                for place in ROW_ARGUMENTS[kernel.op]:
+                    one[place] = inputs[place][row : row + 1]
+                alone = _of_rows(sized, tuple(one), kernel)
+                for a, b in zip(alone, together, strict=True):
+                    assert torch.equal(a[0], b[row]), (sized, isa, row)
+        compared += 1
     skip_unless(compared, kernel)
+
+
+def _of_rows(sized: Sized, inputs: tuple[Any, ...], kernel: Kernel) -> list[torch.Tensor]:
+    """The results of an operation that have one entry per row: all but the router's counts."""
+    return results(sized, inputs, kernel.run(*inputs))[:2]

@@ -7,6 +7,7 @@ it, so that its bits do not depend on how steps divide a sequence.
 import torch
 
 from headroom.kernels.ops import DeltaNetWeights, RecurrentState, Span
+from headroom.kernels.reference.elementwise import sigmoid, silu, softplus
 
 L2_EPS = 1e-6  # inside the root, so that a vector of zeros stays one
 
@@ -31,10 +32,10 @@ def delta_net(
             window = torch.cat((inputs, qkv[row : row + 1]))
             inputs.copy_(window[1:])
             queries, keys, values = _convolved(window, weights, heads, dim)
-            time = torch.nn.functional.softplus(alpha[row] + weights.dt_bias)
+            time = softplus(alpha[row] + weights.dt_bias)
             memory *= (weights.decay * time).exp()[:, None, None]
             known = (memory * keys[:, :, None]).sum(1)  # [heads, dim]
-            change = beta[row].sigmoid()[:, None] * (values - known)
+            change = sigmoid(beta[row])[:, None] * (values - known)
             memory += keys[:, :, None] * change[:, None, :]
             out[row] = (memory * queries[:, :, None]).sum(1)
     return out
@@ -44,7 +45,7 @@ def _convolved(
     window: torch.Tensor, weights: DeltaNetWeights, heads: int, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The last row's queries, keys and values, one of each for every value head."""
-    mixed = torch.nn.functional.silu((window * weights.conv.T).sum(0)).view(-1, dim)
+    mixed = silu((window * weights.conv.T).sum(0)).view(-1, dim)
     count = weights.key_heads
     queries, keys, values = mixed[:count], mixed[count : 2 * count], mixed[2 * count :]
     head = torch.arange(heads, device=window.device)
@@ -61,4 +62,4 @@ def gated_norm(
 ) -> torch.Tensor:
     """Return `weight * x / sqrt(mean(x^2) + eps) * silu(gate)` over the last axis."""
     normed = weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
-    return normed * torch.nn.functional.silu(gate)
+    return normed * silu(gate)

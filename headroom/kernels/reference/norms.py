@@ -2,6 +2,8 @@
 
 import torch
 
+from headroom.kernels.reference.elementwise import gelu, silu
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return `weight * x / sqrt(mean(x^2) + eps)` over the last axis."""
@@ -19,6 +21,4 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """Return `act(gate) * up`."""
-    if activation == "gelu":
-        return torch.nn.functional.gelu(gate, approximate="tanh") * up
-    return torch.nn.functional.silu(gate) * up
+    return (gelu(gate) if activation == "gelu" else silu(gate)) * up

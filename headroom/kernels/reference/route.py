@@ -3,6 +3,7 @@
 import torch
 
 from headroom.kernels.ops import RouterRule
+from headroom.kernels.reference.elementwise import sigmoid
 
 
 def route(
@@ -11,7 +12,7 @@ def route(
     """Return the ids and weights of each row's experts, the best first, and count them."""
     if rule.softcap:
         logits = torch.tanh(logits / rule.softcap) * rule.softcap
-    scores = logits.sigmoid() if rule.scores == "sigmoid" else logits.softmax(-1)
+    scores = sigmoid(logits) if rule.scores == "sigmoid" else logits.softmax(-1)
     choice = scores if bias is None else scores + bias
     # A stable sort keeps the lower id first; topk promises no order among equals.
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : rule.used]
