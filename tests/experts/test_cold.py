@@ -1,217 +1,288 @@
-"""Cold experts computed by the CPU while the GPU runs: real kernels on the CPU, a real worker."""
+"""Layers with cold experts say what all-hot ones say, whoever computes the cold ones."""
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from headroom.errors import DeviceError
-from headroom.experts.decode import ColdCompute, CpuShared
-from headroom.kernels.cuda import few_experts, handover, matmul
-from headroom.kernels.cuda.expert_tiles import Others
-from headroom.kernels.cuda.handover import Mailbox
-from headroom.kernels.cuda.sizes import TILED
-from headroom.kernels.native import experts as native_experts
-from headroom.kernels.native.experts import PanelTable
+from headroom.experts import prefill
+from headroom.experts.cold import ExpertSteps, Hybrid
+from headroom.experts.device_ffn import open_steps
+from headroom.experts.placement import ExpertPlacement
+from headroom.experts.store import StoreRequest, blob_layout, open_store
+from headroom.experts.telemetry import HitCounter
+from headroom.families.config import ExpertsConfig
+from headroom.kernels.cuda import experts, few_experts, handover, matmul, pack, picks, sizes
+from headroom.kernels.cuda.experts import Others
+from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.native.module import MODULE
-from headroom.plan.cost_model import Choice
-from tests.experts.cold_layers import SplitStore, random_picks, split_store
+from headroom.layers import upload
+from headroom.layers.upload import Upload
+from headroom.layers.weights import WeightSource
+from headroom.plan import cost_model
+from headroom.plan.cost_model import ColdSpeeds
+from tests.experts.cold_layer import LateCopies
+from tests.experts.stores import exchange
+from tests.gpu.weight_file import WeightFile
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.pinned import pretend_pinning
 
-pytestmark = pytest.mark.skipif(
-    MODULE is None or COMPILER is None, reason="needs the C++ module and a C++ compiler"
-)
-EXPERTS, USED, WIDTH, HIDDEN = 10, 4, 256, 256
-SIZES = (EXPERTS, WIDTH, HIDDEN)
-BY_CPU = Choice("cpu", (0,) * (USED + 1))
-MIXED = Choice("cpu", (0, 0, 1, 1, 2))
-MIX = ("q4_k", "q4_k", "q6_k")
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="needs g++"),
+    pytest.mark.skipif(MODULE is None, reason="the C++ module was not built"),
+]
+EXPERTS, USED, WIDTH, HIDDEN = 6, 3, 64, 256
+CONFIG = ExpertsConfig(experts=EXPERTS, used=USED, width=WIDTH)
+# Both sides are worth asking: of three cold picks of a row the GPU reads one.
+SPEEDS = ColdSpeeds(gpu=1e12, link=1e10, cpu=2e10, handover_s=12e-6, copy=1e10, cpu_flops=1e12)
+HOT = {0: (), 30: (1, 4), 60: (0, 1, 2, 5)}
+
+
+def compile_small(
+    source: str, name: str, defines: dict[str, int] | None = None
+) -> Callable[..., None]:
+    """The activation's blocks share its work among themselves, however many they are."""
+    kernel = compile_on_cpu(source, name, defines)
+    return (lambda grid, *rest: kernel((1,), *rest)) if name == "activate" else kernel
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the launchers run their kernels here."""
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels, copies and pinned memory as if the host were a GPU."""
     torch.manual_seed(0)
-    for module in (few_experts, handover, matmul):
-        monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
-    monkeypatch.setattr(few_experts, "shared_bytes_of", lambda device: 64 << 10)
+    for module in (pack, matmul, handover, experts, few_experts, picks):
+        monkeypatch.setattr(module, "compile_kernel", compile_small)
+    monkeypatch.setattr(upload, "SLOT_STEP", 32)
+    monkeypatch.setattr(sizes, "SORTED_PICKS", 0)  # hot experts are unpacked as cold ones are
+    monkeypatch.setattr(picks, "product_way", lambda device: "loop")
+    monkeypatch.setattr(torch, "mm", _in_float32)
+    monkeypatch.setattr(prefill, "CudaCopies", lambda device: LateCopies())
+    monkeypatch.setattr(cost_model, "HAND_OVER_S", 0.0)
+    pretend_pinning(monkeypatch)
+    yield
+    gc.collect()  # memory is given back to the driver that lent it
+
+
+def _in_float32(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(torch.matmul(x.float(), matrix.float()))
 
 
 @pytest.fixture
-def made() -> Iterator[list[ColdCompute]]:
-    """What a test made, ended after it."""
-    started: list[ColdCompute] = []
-    yield started
-    for one in started:
-        one.close()
+def file(tmp_path: Path) -> WeightFile:
+    return weight_file(tmp_path, "q4_0", "q8_0")
 
 
-def started(made: list[ColdCompute], stores: list[SplitStore], choice: Choice) -> list[CpuShared]:
-    """The parts of layers whose worker runs."""
-    compute = ColdCompute("cpu")
-    made.append(compute)
-    parts = [compute.add(store, USED, "silu", choice) for store in stores]
-    compute.start()
-    return parts
+def weight_file(folder: Path, kind: str, down: str) -> WeightFile:
+    """A layer's experts, whose gates and ups are of one type."""
+    made = WeightFile(folder / "weights")
+    for name in ("gate", "up"):
+        made.add(f"ffn.experts.{name}", kind, EXPERTS, WIDTH, HIDDEN)
+    made.add("ffn.experts.down", down, EXPERTS, HIDDEN, WIDTH)
+    return made
 
 
-def all_hot(store: SplitStore, x: torch.Tensor, picks: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """What a GPU says that holds every expert, but for its rounding: its kernels are slow here."""
-    shapes = [(WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)]
-    table = PanelTable(store.tiles.addresses, store.kinds, shapes, store.blobs, tiles=True)
-    return x + native_experts.experts(x, *picks, table, "silu", "f32")
+class Layer:
+    """A layer's experts, all hot or some of them cold."""
+
+    def __init__(
+        self, file: WeightFile, hot: Sequence[int] | None, cold: str = "auto", **changes: object
+    ) -> None:
+        self.hybrid: Hybrid | None = None
+        with Upload("cpu", 1 << 20) as way:
+            get = file.source(way)
+            place = None if hot is None else self._place(get, tuple(hot), cold, changes)
+            self.steps: ExpertSteps
+            self.steps, self.part = open_steps(CONFIG, get, place)
+        self.compute = None if self.hybrid is None else self.hybrid.start()
+
+    def _place(
+        self, get: WeightSource, hot: tuple[int, ...], cold: str, changes: dict[str, object]
+    ) -> tuple[Hybrid, object]:
+        speeds = replace(SPEEDS, **changes.pop("speeds", {}))  # type: ignore[arg-type]
+        request = StoreRequest(
+            placement=ExpertPlacement((hot,), "drawn", changes.pop("promised", ())),  # type: ignore[arg-type]
+            cold=cold,
+            speeds=speeds,
+            staging_bytes=1 << 20,
+            **{"pin": True, "keep_copy": False} | changes,  # type: ignore[arg-type]
+        )
+        store = open_store([blob_layout(CONFIG, get, tiles=True)], request, "cpu", _ignore)
+        self.hybrid = Hybrid(store, "cpu", speeds, cold)
+        assert store.layers[0] is not None
+        self.store = store.layers[0]
+        return self.hybrid, self.store
+
+    def run(self, x: torch.Tensor, picks: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """A step as a layer runs it."""
+        ids, weights = (one.clone() for one in picks)
+        out, others = x.clone(), Others(residual=x)
+        if len(x) > 32:
+            return self.steps.many_rows(x, (ids, weights), others, out)
+        if self.part is not None:
+            assert self.compute is not None
+            self.compute.begin_step()
+            self.part.before(x, ids, weights)
+        self.steps.few_rows(half_rows(x), (ids, weights), others, out)
+        if self.part is not None:
+            self.part.after(out)
+        return out
 
 
-def run_layer(
-    part: CpuShared,
-    store: SplitStore,
-    x: torch.Tensor,
-    picks: tuple[torch.Tensor, torch.Tensor],
-) -> torch.Tensor:
-    """A layer as a step runs it, on copies of its inputs."""
-    ids, weights = (tensor.clone() for tensor in picks)
-    part.before(x, ids, weights)
-    out = all_hot(store, x, (ids, weights))
-    part.after(out)
-    return out
+def _ignore(line: str, size: int) -> None: ...
+
+
+def inputs(rows: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    ids = torch.stack([torch.randperm(EXPERTS)[:USED] for _ in range(rows)]).int()
+    return torch.randn(rows, HIDDEN), (ids, torch.rand(rows, USED))
 
 
 def apart(found: torch.Tensor, wanted: torch.Tensor, x: torch.Tensor) -> float:
-    """The distance of answers as a share of their size, the residual taken off."""
-    return float((found - wanted).norm() / (wanted - x).norm().clamp(min=1e-9))
+    """How far the experts' sums are from each other, in parts of their size."""
+    return float((found - wanted).norm() / (wanted - x).norm())
 
 
-@pytest.mark.parametrize("choice", [BY_CPU, MIXED], ids=["cpu", "mixed"])
-@pytest.mark.parametrize("rows", [1, 3, 32])
-@pytest.mark.parametrize("hot", [0, 3, 6, 10])
-def test_any_split_says_what_all_hot_says(
-    made: list[ColdCompute], hot: int, rows: int, choice: Choice
+@pytest.mark.parametrize(
+    ("share", "cold", "changes"),
+    [
+        *((share, cold, {}) for share in HOT for cold in ("gpu", "cpu", "auto")),  # auto: shared
+        (30, "auto", {"pin": False}),
+        (30, "auto", {"keep_copy": True}),
+        (30, "auto", {"speeds": {"cpu": 0.0}}),  # no C++ kernels
+    ],
+)
+def test_all_paths_say_what_hot_experts_say(
+    file: WeightFile, share: int, cold: str, changes: dict[str, object]
 ) -> None:
-    store = split_store(MIX, SIZES, range(hot))
-    (part,) = started(made, [store], choice)
-    x, picks = torch.randn(rows, HIDDEN) * 0.3, random_picks(rows, EXPERTS, USED)
-    made[0].begin_step()
-    found = run_layer(part, store, x, picks)
-    assert apart(found, all_hot(store, x, picks), x) < 1e-5
-    counts = made[0].counts()
-    by_row = ((picks[0] >= 0) & (picks[0] >= hot)).sum(1).tolist()  # cold ones
-    read_in_place = sum(choice.left[cold] for cold in by_row)
-    assert counts.gpu_bytes == read_in_place * store.expert_bytes
-    assert (counts.cpu_bytes > 0) == (sum(by_row) > read_in_place)
-    made[0].check()
+    check_paths(file, share, cold, changes)
 
 
-@pytest.mark.parametrize("name", sorted(kind.name for kind in TILED))
-def test_every_type_is_taken(made: list[ColdCompute], name: str) -> None:
-    store = split_store((name, name, "q8_0"), SIZES, range(0, 10, 2))
-    (part,) = started(made, [store], BY_CPU)
-    x, picks = torch.randn(2, HIDDEN) * 0.3, random_picks(2, EXPERTS, USED)
-    made[0].begin_step()
-    assert apart(run_layer(part, store, x, picks), all_hot(store, x, picks), x) < 1e-5
+@pytest.mark.parametrize(
+    ("kind", "down", "cold"),
+    [
+        *(("bf16", "bf16", cold) for cold in ("gpu", "cpu", "auto")),
+        *(("f16", "bf16", "auto"), ("q4_0", "f16", "gpu")),
+    ],
+)
+def test_plain_experts_take_all_paths_too(tmp_path: Path, kind: str, down: str, cold: str) -> None:
+    check_paths(weight_file(tmp_path, kind, down), 30, cold, {})
 
 
-def test_the_kernels_of_a_gpu_pass_over_what_the_cpu_takes(made: list[ColdCompute]) -> None:
-    store = split_store(("q8_0",) * 3, (4, 64, HIDDEN), [1, 2])
-    (part,) = started(made, [store], BY_CPU)
-    x, ids = torch.randn(1, HIDDEN) * 0.3, torch.tensor([[3, 1, 0, 2]], dtype=torch.int32)
-    weights = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
-    others = Others(residual=x)
-    rows = matmul.half_rows(x)
-    wanted = few_experts.few_rows(rows, ids.clone(), weights, store.tiles, "silu", others)
-    made[0].begin_step()
-    part.before(x, ids, weights)
-    assert ids.tolist() == [[-1, 1, -1, 2]]
-    found = few_experts.few_rows(rows, ids, weights, store.tiles, "silu", others)
-    part.after(found)
-    assert apart(found, wanted, x) < 2e-3
+def check_paths(file: WeightFile, share: int, cold: str, changes: dict[str, object]) -> None:
+    """Assert that a layer with cold experts says what one says whose experts are all hot."""
+    wanted, found = Layer(file, None), Layer(file, HOT[share], cold, **changes)
+    alone = cold == "gpu" or "speeds" in changes
+    assert found.hybrid is not None
+    assert (found.part is None, found.hybrid.same_bits) == (alone, alone)
+    for rows in (2, 33):
+        x, picks = inputs(rows)
+        answers = found.run(x, picks), wanted.run(x, picks)
+        if alone:
+            assert torch.equal(*answers)
+        else:  # a CPU computes in f32, the GPU's kernels in f16 and bf16
+            assert apart(*answers, x) < 0.01
+    if found.compute is not None:
+        found.compute.check()
+        found.compute.close()
 
 
-def test_layers_and_steps_take_turns_in_one_mailbox(made: list[ColdCompute]) -> None:
-    stores = [split_store(MIX, SIZES, hot) for hot in (range(5), range(10), range(5, 9))]
-    parts = started(made, stores, BY_CPU)
-    for step in range(6):
-        made[0].begin_step()
-        for part, store in zip(parts, stores, strict=True):
-            x, picks = torch.randn(1 + step, HIDDEN) * 0.3, random_picks(1 + step, EXPERTS, USED)
-            assert apart(run_layer(part, store, x, picks), all_hot(store, x, picks), x) < 1e-5
-    assert made[0].box.words[96] == 6  # steps that the worker was told have ended
+def test_a_shared_layer_asks_both_sides_and_says_how_much(file: WeightFile) -> None:
+    layer = Layer(file, ())
+    assert (layer.store.path, layer.store.choice.left) == ("cpu", (0, 0, 0, 1))
+    assert layer.compute is not None
+    assert layer.hybrid is not None
+    x, picks = inputs(2)
+    layer.run(x, picks)
+    size, figures = layer.store.expert_bytes, layer.hybrid.meter.figures()
+    assert figures.read_bytes["gpu"] == 2 * size
+    assert size * len({*picks[0][:, 1:].flatten().tolist()}) == figures.read_bytes["cpu"]
+    assert figures.read_bytes["stream"] == 0
+    layer.run(*inputs(60))  # so many picks of each expert that all are copied
+    assert layer.hybrid.meter.figures().read_bytes["stream"] == EXPERTS * size
+    layer.compute.close()
 
 
-def test_what_a_row_gets_does_not_depend_on_other_rows(made: list[ColdCompute]) -> None:
-    store = split_store(MIX, SIZES, range(5))
-    (part,) = started(made, [store], MIXED)
-    x, picks = torch.randn(8, HIDDEN) * 0.3, random_picks(8, EXPERTS, USED)
-    made[0].begin_step()
-    together = run_layer(part, store, x, picks)
-    for row in range(8):
-        made[0].begin_step()
-        one = slice(row, row + 1)
-        alone = run_layer(part, store, x[one], (picks[0][one], picks[1][one]))
-        assert torch.equal(alone, together[one])
+def test_what_the_cpu_reads_for_prompts_is_counted(
+    file: WeightFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "most_counted_rows", lambda *facts: 33)
+    layer = Layer(file, ())
+    assert layer.compute is not None
+    assert layer.hybrid is not None
+    x, (ids, weights) = inputs(33)
+    layer.run(x, (ids, weights))
+    found, size = layer.hybrid.meter.figures().read_bytes, layer.store.expert_bytes
+    assert found["cpu"] > 0
+    assert found["cpu"] + found["stream"] == EXPERTS * size
+    layer.compute.close()
 
 
-def test_experts_that_were_exchanged_are_found_where_they_are(made: list[ColdCompute]) -> None:
-    store = split_store(MIX, SIZES, range(5))
-    (part,) = started(made, [store], BY_CPU)
-    x, picks = torch.randn(4, HIDDEN) * 0.3, random_picks(4, EXPERTS, USED)
-    for turn in range(3):
-        made[0].begin_step()
-        assert apart(run_layer(part, store, x, picks), all_hot(store, x, picks), x) < 1e-5
-        store.is_hot[turn], store.is_hot[9 - turn] = 0, 1
-        store.host_addresses[turn] = store.tiles.addresses[turn]
-        store.host_addresses[9 - turn] = 0
+@pytest.mark.parametrize(("promised", "picks"), [((0.9,), 0.3), ((), 2.0)])
+def test_long_steps_go_by_the_hit_rate_that_statistics_promise(
+    file: WeightFile, monkeypatch: pytest.MonkeyPatch, promised: tuple[float, ...], picks: float
+) -> None:
+    asked: list[cost_model.ColdLayer] = []
+    monkeypatch.setattr(prefill, "most_counted_rows", lambda cold, rates: asked.append(cold) or 0)
+    Layer(file, HOT[30], "gpu", promised=promised)
+    assert [(cold.experts, cold.picks) for cold in asked] == [(4, pytest.approx(picks))]
 
 
-def test_a_gpu_gives_up_a_cpu_that_does_not_answer() -> None:
-    box = Mailbox.allocate(HIDDEN, 1, "cpu")
-    takers = handover.Takers(torch.zeros(EXPERTS, dtype=torch.int32), torch.zeros(USED + 1).int())
-    x, picks = torch.randn(2, HIDDEN), random_picks(2, EXPERTS, USED)
-    out = torch.zeros(2, HIDDEN)
-    handover.publish(x, *picks, takers, box, 0)
-    assert not box.failed
-    handover.collect(out, box, 0, last=True, limit_ms=20)
-    assert box.failed
-    assert not out.any()
-    handover.publish(x, *picks, takers, box, 0)
-    handover.collect(out, box, 0, last=True, limit_ms=600_000)  # does not wait again
+def test_what_a_gpu_alone_reads_in_place_is_counted_by_choices(file: WeightFile) -> None:
+    layer = Layer(file, HOT[30], "gpu")
+    assert layer.hybrid is not None
+    counter = HitCounter((USED,), EXPERTS)
+    counter.place(ExpertPlacement((HOT[30],), "drawn"))
+    choices = torch.tensor([[1, 0, 2, 0, 5, 4]])
+    counter.count(choices + 7, choices)  # seven more of each in steps of many rows
+    found = counter.reading(layer.hybrid.meter)
+    assert found.cold_bytes == {"gpu": 7 * layer.store.expert_bytes, "stream": 0}
 
 
-def test_a_gpu_that_gave_up_is_reported(made: list[ColdCompute]) -> None:
-    started(made, [split_store(MIX, SIZES, range(5))], BY_CPU)
-    made[0].check()
-    made[0].box.words[handover.WORDS["FAILED"]] = 1  # as its kernel says it
-    with pytest.raises(DeviceError) as caught:
-        made[0].check()
-    assert str(caught.value) == (
-        "A step on cpu failed: the CPU did not answer for cold experts within 10000 ms. Try --cold "
-        "gpu, which needs no CPU threads, or fewer --threads."
-    )
+@pytest.mark.parametrize(
+    ("cold", "cpu", "path", "same"),
+    [
+        ("gpu", 2e10, "gpu", True),
+        ("auto", 1e8, "gpu", False),  # too slow for small steps; prompts may still ask it
+        ("auto", 0.0, "gpu", True),  # there are no kernels of a CPU
+        ("cpu", 2e10, "cpu", False),
+    ],
+)
+def test_bits_are_the_same_where_a_cpu_is_asked_by_no_step(
+    file: WeightFile, cold: str, cpu: float, path: str, same: bool
+) -> None:
+    layer = Layer(file, HOT[30], cold, speeds={"cpu": cpu})
+    assert layer.hybrid is not None
+    assert (layer.store.path, layer.hybrid.same_bits) == (path, same)
+    if layer.compute is not None:
+        layer.compute.close()
 
 
-def test_a_failed_worker_answers_and_is_reported(made: list[ColdCompute]) -> None:
-    store = split_store(MIX, SIZES, range(5))
-    (part,) = started(made, [store], BY_CPU)
-    store.host_addresses[:] = 0  # as if the tables of both sides disagreed
-    x = torch.randn(1, HIDDEN)
-    made[0].begin_step()
-    ids = torch.tensor([[5, 6, 7, 8]], dtype=torch.int32)
-    part.before(x, ids, torch.ones(1, USED))
-    part.after(x)
-    with pytest.raises(DeviceError) as caught:
-        made[0].check()
-    assert str(caught.value) == (
-        "A step on cpu failed: the CPU could not compute cold experts: a request names an expert "
-        "that is not in host memory. Try --cold gpu, which needs no CPU threads, or fewer "
-        "--threads."
-    )
+def test_without_cold_experts_the_hot_ones_get_their_weights(file: WeightFile) -> None:
+    wanted, found = Layer(file, None), Layer(file, HOT[60], "drop")
+    assert (found.part, found.compute, found.store.cold.nbytes) == (None, None, 0)
+    for rows in (2, 33):
+        x, (ids, weights) = inputs(rows)
+        hot = torch.isin(ids, torch.tensor(HOT[60]))
+        kept = weights * hot
+        kept *= weights.sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp(min=1e-9)
+        others = torch.where(hot, ids, -1)
+        torch.testing.assert_close(found.run(x, (ids, weights)), wanted.run(x, (others, kept)))
 
 
-def test_dropped_picks_give_their_weight_to_the_others() -> None:
-    is_hot = torch.tensor([1, 0, 1, 0], dtype=torch.int32)
-    ids = torch.tensor([[0, 1], [2, 0], [1, 3], [-1, -1]], dtype=torch.int32)
-    weights = torch.tensor([[0.25, 0.5], [0.7, 0.3], [0.6, 0.4], [0.0, 0.0]])
-    handover.drop(ids, weights, is_hot)
-    assert ids.tolist() == [[0, -1], [2, 0], [-1, -1], [-1, -1]]
-    torch.testing.assert_close(
-        weights, torch.tensor([[0.75, 0.0], [0.7, 0.3], [0.0, 0.0], [0.0, 0.0]])
-    )
+def test_an_exchange_is_seen_by_both_sides(file: WeightFile) -> None:
+    wanted, found = Layer(file, None), Layer(file, HOT[30])
+    exchange(found.store, 2, 1)
+    for rows in (2, 33):
+        x, picks = inputs(rows)
+        assert apart(found.run(x, picks), wanted.run(x, picks), x) < 0.01
+    assert found.compute is not None
+    found.compute.check()
+    found.compute.close()
+
+
+def test_what_nobody_can_read_is_refused(file: WeightFile) -> None:
+    with pytest.raises(DeviceError, match="only the CPU could compute them, and its C\\+\\+"):
+        Layer(file, HOT[30], pin=False, speeds={"cpu": 0.0})

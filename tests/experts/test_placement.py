@@ -12,6 +12,7 @@ from headroom.experts.placement import (
     ExpertPlacement,
     LayerExperts,
     load_placement,
+    measure_skew,
     place_experts,
     save_placement,
 )
@@ -137,3 +138,20 @@ def test_a_file_that_is_not_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text("{")
     with pytest.raises(FormatError, match="is not a placement file"):
         load_placement(tmp_path / "p.json", "abc", LAYERS)
+
+
+def test_the_most_chosen_experts_are_counted_wherever_they_stand() -> None:
+    row = [1.0, 50.0, 1.0, 20.0, 1.0, 20.0, 1.0, 3.0, 2.0, 1.0]
+    (found,) = measure_skew([[], row, [0.0] * 10])
+    assert (found.layer, found.experts, found.choices) == (1, 10, 100.0)
+    assert found.top == pytest.approx((0.5, 0.9, 0.96))
+
+
+def test_even_choices_have_no_skew() -> None:
+    (found,) = measure_skew([[7.0] * 16])
+    assert found.top == pytest.approx((2 / 16, 5 / 16, 10 / 16))
+
+
+def test_a_share_is_one_expert_at_least() -> None:
+    (found,) = measure_skew([[3.0, 1.0]])
+    assert found.top == pytest.approx((0.75, 0.75, 0.75))

@@ -1,26 +1,190 @@
-"""Which cold experts of a large step are streamed, and which the CPU computes."""
+"""The cost model: who computes cold experts, by the seconds that each way takes."""
 
-from itertools import pairwise
+from dataclasses import replace
 from math import exp, log
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from headroom.experts.prefill import cut_pieces
-from headroom.experts.store import runs
+from headroom.machine.calibration import Speeds, with_speeds
+from headroom.options import Options
 from headroom.plan import cost_model
 from headroom.plan.cost_model import (
     HAND_OVER_S,
+    KERNELS_S,
+    OWN_S,
+    Choice,
     ColdLayer,
     ColdRates,
+    ColdSpeeds,
     ExpertSize,
+    best_left,
+    choose,
     expected_counts,
+    expected_seconds,
     expert_flops,
+    forced,
+    layer_seconds,
     left_to_cpu,
     most_counted_rows,
     pays_to_count,
+    row_seconds,
+    speeds_of,
+    usable_speeds,
 )
+from headroom.plan.plan import Plan, make_plan
+from tests.plan.shapes import gpu, host, laguna
+
+SPEEDS = ColdSpeeds(gpu=1e12, link=4e10, cpu=6e10, handover_s=1e-5, copy=5e10)
+
+
+def test_link_and_cpu_share_what_is_cold() -> None:
+    # The link alone until the CPU was reached, then both.
+    worker, seconds = layer_seconds(SPEEDS, 4e6)
+    assert worker == "both"
+    assert 4e10 * seconds + 6e10 * (seconds - 1e-5) == pytest.approx(4e6)
+
+
+def test_a_cpu_is_not_asked_for_what_the_link_has_read_by_then() -> None:
+    assert layer_seconds(SPEEDS, 3e5) == ("link", 3e5 / 4e10)
+
+
+@pytest.mark.parametrize(
+    ("cold", "pinned", "worker", "seconds"),
+    [
+        ("gpu", True, "link", 1e-4),
+        ("cpu", True, "cpu", 1e-5 + 4e6 / 6e10),
+        ("auto", False, "cpu", 1e-5 + 4e6 / 6e10),
+    ],
+)
+def test_a_path_that_was_asked_for_works_alone(
+    cold: str, pinned: bool, worker: str, seconds: float
+) -> None:
+    found = layer_seconds(usable_speeds(SPEEDS, cold, pinned), 4e6)
+    assert found == (worker, pytest.approx(seconds))
+
+
+def test_without_cpp_kernels_the_link_is_all_there_is() -> None:
+    without = replace(SPEEDS, cpu=0.0)
+    for cold in ("auto", "gpu"):
+        assert layer_seconds(usable_speeds(without, cold, True), 4e6)[0] == "link"
+
+
+def hybrid(**settings: object) -> Plan:
+    """Some cold experts, on a machine that was measured."""
+    card = replace(gpu(12), link=5e10, link_read=4e10, handover_s=1e-5, measured=True)
+    behind = replace(host(64), native=True, experts=6e10, measured=True)
+    return make_plan([laguna()], [card, behind], Options(**settings))  # type: ignore[arg-type]
+
+
+def test_a_plan_predicts_what_both_sides_reach_together() -> None:
+    speed = {
+        cold: hybrid(cold=cold, expert_budget="30%").predicted.decode_tokens_per_s
+        for cold in ("auto", "gpu", "cpu", "drop")
+    }
+    assert speed["drop"] > speed["auto"] > max(speed["gpu"], speed["cpu"])
+    plan = hybrid(expert_budget="30%")
+    assert plan.predicted.bound_by == "link of cuda:0 and memory of the host"
+    assert not plan.predicted.estimate
+
+
+def test_memory_that_is_not_pinned_is_the_cpus_alone() -> None:
+    plan = hybrid(expert_budget="30%", no_pin=True)
+    assert plan.predicted.bound_by == "memory of the host"
+
+
+def test_prompts_wait_for_all_cold_experts_once_a_chunk() -> None:
+    plans = [hybrid(expert_budget="0%", chunk=chunk) for chunk in (512, 1024)]
+    cold = next(line.bytes for line in plans[0].host.lines if line.name == "cold_experts")
+    short, long = (plan.predicted.prefill_tokens_per_s for plan in plans)
+    assert long == pytest.approx(1024 * 5e10 / cold, rel=1e-3)
+    assert long == pytest.approx(2 * short, rel=1e-2)
+
+
+H200 = ColdSpeeds(gpu=4.0e12, link=48e9, cpu=120e9, handover_s=8e-6)
+EXPERT = 1_900_000
+
+ANY_SPEEDS = st.builds(
+    ColdSpeeds,
+    gpu=st.floats(1e11, 1e13),
+    link=st.floats(1e9, 1e11),
+    cpu=st.floats(1e9, 1e12),
+    handover_s=st.floats(1e-6, 1e-3),
+)
+
+
+def test_the_gpu_takes_a_few_of_many_cold_picks() -> None:
+    assert best_left(H200, EXPERT, 8) == (0, 0, 0, 1, 1, 1, 1, 2, 2)
+
+
+def test_time_is_that_of_the_slower_side() -> None:
+    assert row_seconds(H200, EXPERT, 8, 0, 0) == pytest.approx(OWN_S + 8 * EXPERT / 4e12)
+    assert row_seconds(H200, EXPERT, 5, 3, 0) == pytest.approx(8e-6 + 3 * EXPERT / 120e9)
+    assert row_seconds(H200, EXPERT, 0, 3, 3) == pytest.approx(OWN_S + 3 * EXPERT / 48e9)
+
+
+def test_a_machine_with_a_slow_cpu_reads_over_the_link() -> None:
+    found = choose(ColdSpeeds(4e12, 48e9, 10e9, 20e-6), EXPERT, 8, 0.9)
+    assert found.path == "gpu"
+    assert found.left == tuple(range(9))
+
+
+def test_memory_that_a_gpu_cannot_read_is_left_to_the_cpu() -> None:
+    found = choose(ColdSpeeds(4e12, 0.0, 10e9, 20e-6), EXPERT, 8, 0.6)
+    assert (found.path, found.left) == ("cpu", (0,) * 9)
+
+
+def test_no_kernels_of_the_cpu_leave_all_to_the_gpu() -> None:
+    assert choose(ColdSpeeds(4e12, 48e9, 0.0, 20e-6), EXPERT, 8, 0.6).path == "gpu"
+
+
+def test_a_layer_that_is_seldom_cold_is_not_worth_two_kernels() -> None:
+    assert choose(H200, EXPERT, 8, 0.999).path == "gpu"
+    assert choose(H200, EXPERT, 8, 0.6).path == "cpu"
+
+
+def test_a_path_that_was_asked_for_is_taken() -> None:
+    assert forced("gpu", 2).left == (0, 1, 2)
+    assert forced("cpu", 2).left == (0, 0, 0)
+    assert forced("drop", 2).left == (0, 0, 0)
+
+
+@given(ANY_SPEEDS, st.integers(10_000, 100_000_000), st.integers(1, 10), st.floats(0, 1))
+def test_the_choice_is_never_slower_than_either_path(
+    speeds: ColdSpeeds, size: int, used: int, hit_rate: float
+) -> None:
+    found = choose(speeds, size, used, hit_rate)
+    assert all(0 <= left <= cold for cold, left in enumerate(found.left))
+
+    def seconds(choice: Choice) -> float:
+        kernels = KERNELS_S if choice.path == "cpu" else 0.0
+        return kernels + expected_seconds(speeds, size, hit_rate, choice.left)
+
+    for path in ("gpu", "cpu"):
+        assert seconds(found) <= seconds(forced(path, used)) * (1 + 1e-9)
+
+
+def test_what_was_measured_comes_before_what_is_listed() -> None:
+    card = gpu(80)
+    cpu = replace(host(64), native=True, bandwidth=100e9, flops=1e12)
+    guessed = speeds_of(card, cpu)
+    assert guessed.link == guessed.copy == pytest.approx(card.link * 0.7)
+    assert guessed.cpu == pytest.approx(70e9)
+    assert guessed.gpu == pytest.approx(card.bandwidth * 0.7)
+    assert guessed.cpu_flops == pytest.approx(0.2 * 0.7e12)
+    rows = {
+        card.name: Speeds(
+            1.0, 52e9, 3.0, "", link_read=48e9, handover_s=7e-6, total_bytes=card.total_bytes
+        ),
+        "cpu": Speeds(1.0, 0.0, 2e12, "", experts=110e9, expert_flops=9e11),
+    }
+    card, cpu = with_speeds([card, cpu], rows)
+    found = speeds_of(card, cpu)
+    assert (found.link, found.cpu, found.handover_s) == (48e9, 110e9, 7e-6)
+    assert (found.copy, found.cpu_flops, found.gpu) == (52e9, 9e11, 1.0)
+    assert speeds_of(card, replace(cpu, native=False)).cpu == 0.0
+
 
 # An expert of Qwen3.5-35B-A3B on an H200's host.
 SIZE = ExpertSize(1_900_000, expert_flops(512, 2048))
@@ -197,16 +361,3 @@ def test_expected_picks_add_up_to_about_all_and_some_experts_have_none(
     assert abs(sum(counts.values()) / experts - mean) <= log(2)
     unused = sum(count == 0 for count in counts.values())
     assert abs(unused - experts * exp(-mean)) <= 1
-
-
-@given(rows=st.sets(st.integers(0, 300)), most=st.integers(1, 40))
-def test_pieces_have_every_row_once_and_runs_are_their_neighbours(
-    rows: set[int], most: int
-) -> None:
-    pieces = cut_pieces(list(rows), most)
-    assert [row for piece in pieces for row in piece] == sorted(rows)
-    assert all(0 < len(piece) <= most for piece in pieces)
-    for piece in pieces:
-        found = runs(piece)
-        assert [row for first, end in found for row in range(first, end)] == piece
-        assert all(a[1] < b[0] for a, b in pairwise(found))

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headroom.experts import prefill
-from headroom.experts.prefill import ColdStream, StreamedLayer, count_picks
+from headroom.experts.prefill import ColdStream, StreamedLayer, count_picks, cut_pieces
+from headroom.experts.store import runs
 from headroom.kernels.cuda import experts, grouped, half_experts, narrow, picks, scratch, sizes
 from headroom.kernels.cuda.experts import Others, many_rows
 from headroom.kernels.native.module import MODULE
@@ -298,3 +302,16 @@ def test_ids_that_are_no_experts_change_nobodys_count(kind: torch.dtype) -> None
     ids = torch.tensor([[2, 0], [-1, 5], [6, limits.max], [limits.min, 2], [4, 0]], dtype=kind)
     assert count_picks(ids, 5) == [2, 0, 2, 0, 1]
     assert count_picks(ids[1:3], 5) == [0] * 5
+
+
+@given(rows=st.sets(st.integers(0, 300)), most=st.integers(1, 40))
+def test_pieces_have_every_row_once_and_runs_are_their_neighbours(
+    rows: set[int], most: int
+) -> None:
+    pieces = cut_pieces(list(rows), most)
+    assert [row for piece in pieces for row in piece] == sorted(rows)
+    assert all(0 < len(piece) <= most for piece in pieces)
+    for piece in pieces:
+        found = runs(piece)
+        assert [row for first, end in found for row in range(first, end)] == piece
+        assert all(a[1] < b[0] for a, b in pairwise(found))

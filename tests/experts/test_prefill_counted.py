@@ -12,7 +12,7 @@ from headroom.kernels.cuda.experts import Others, many_rows
 from headroom.kernels.native.module import MODULE
 from headroom.plan.cost_model import ColdLayer, ColdRates
 from tests.experts.cold_layer import split_layer
-from tests.experts.test_stream import (
+from tests.experts.test_prefill import (
     COLD,
     EXPERTS,
     HIDDEN,
