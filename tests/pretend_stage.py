@@ -13,9 +13,8 @@ from headroom.experts.placement import ExpertPlacement
 from headroom.families.config import AttentionConfig
 from headroom.formats.checkpoint import Checkpoint
 from headroom.kernels.ops import StepTables
-from headroom.layers.batch import Batch
+from headroom.layers.batch import Batch, GpuBatch
 from headroom.layers.cache import KvPages
-from headroom.layers.device_block import DeviceBatch
 from headroom.machine.devices import DeviceSpec, detect_cpu
 from headroom.options import Options
 from headroom.plan.describe import ModelDescription, describe
@@ -65,10 +64,10 @@ class PretendedStage:
         wanted, most = self.hidden(batch), self.plan.settings.parallel
         return torch.cat([self.model.logits(rows).cpu() for rows in wanted.split(most)])
 
-    def _there(self, batch: Batch) -> DeviceBatch:
+    def _there(self, batch: Batch) -> GpuBatch:
         spans = tuple(replace(span, pages=span.pages.to("cuda")) for span in batch.spans)
         tables = {ring: _tables(batch, ring) for ring in (0, *self._rings)}
-        return DeviceBatch(
+        return GpuBatch(
             tokens=batch.tokens.to("cuda"),
             positions=batch.positions.to("cuda"),
             slots=batch.slots.to("cuda"),

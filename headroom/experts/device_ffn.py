@@ -19,8 +19,16 @@ from headroom.kernels.cuda.matmul import TILES, Gates, RowNorm
 from headroom.kernels.cuda.narrow import narrow_type
 from headroom.kernels.cuda.route import Unchosen
 from headroom.kernels.cuda.sizes import EXPERT_STEP, tile_bytes
-from headroom.layers.device_block import DeviceBatch, DeviceMlp
-from headroom.layers.device_rows import DeviceRows, Stack, few_rows, gated_rows, normed_rows, stack
+from headroom.layers.batch import GpuBatch
+from headroom.layers.cuda_block import CudaMlp
+from headroom.layers.cuda_rows import (
+    CudaRows,
+    MergedLinear,
+    gated_rows,
+    is_decode,
+    load_merged,
+    normed_rows,
+)
 from headroom.layers.parts import part_of_step
 from headroom.layers.weights import WeightSource
 
@@ -51,18 +59,18 @@ class DeviceRouter:
         self._bias = get.vector("ffn.score_bias") if config.bias else None
         self._scales = get.vector("ffn.experts_scale") if config.expert_scales else None
 
-    def __call__(self, logits: torch.Tensor, batch: DeviceBatch) -> Picks:
+    def __call__(self, logits: torch.Tensor, batch: GpuBatch) -> Picks:
         """Return ids and weights `[rows, used]` of rows by their logits."""
         ids, weights = self._unchosen(logits, batch).made()
         # Rows of padding have ids of -1 and weights of 0: any scale will do for them.
         return ids, weights if self._scales is None else weights * self._scales[ids]
 
-    def later(self, logits: torch.Tensor, batch: DeviceBatch) -> Picks | Unchosen:
+    def later(self, logits: torch.Tensor, batch: GpuBatch) -> Picks | Unchosen:
         """Return the same, or where others can do it what they are to be chosen by."""
         return self._unchosen(logits, batch) if self._scales is None else self(logits, batch)
 
-    def _unchosen(self, logits: torch.Tensor, batch: DeviceBatch) -> Unchosen:
-        counts = self._counts[not few_rows(len(logits))]
+    def _unchosen(self, logits: torch.Tensor, batch: GpuBatch) -> Unchosen:
+        counts = self._counts[not is_decode(len(logits))]
         return Unchosen(logits, self._rule, self._bias, counts, batch.tables[0].sequence)
 
 
@@ -72,15 +80,15 @@ def scored_rows(
     norm: RowNorm,
     seen: torch.Tensor,
     narrow: torch.dtype,
-) -> tuple[DeviceRows, torch.Tensor]:
+) -> tuple[CudaRows, torch.Tensor]:
     """Return rows after a norm, and their logits for a router's weight after that of the router.
 
     `norm.out` gets the rows in float32 where it is given.
     """
-    if few_rows(len(x)) and cuda_router.takes(x.shape[1]):
+    if is_decode(len(x)) and cuda_router.takes(x.shape[1]):
         few, logits = cuda_router.scored_rows(x, weight, norm, seen)
         again = partial(small.rms_norm, x, norm.weight, norm.eps)
-        return DeviceRows(len(x), few=few, floats=again), logits
+        return CudaRows(len(x), decode=few, floats=again), logits
     rows = normed_rows(x, norm, narrow)
     if norm.out is not None and seen is norm.weight:
         return rows, cuda_route.score(norm.out, weight)
@@ -104,17 +112,17 @@ def open_steps(
 
 def _run(
     steps: ExpertSteps,
-    rows: DeviceRows,
+    rows: CudaRows,
     picks: Picks | Unchosen,
     others: Others = NO_OTHERS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of each row's experts, for rows as a layer has them."""
-    if rows.few is not None:
-        return steps.few_rows(rows.few, picks, others, out)
-    assert rows.many is not None
+    if rows.decode is not None:
+        return steps.few_rows(rows.decode, picks, others, out)
+    assert rows.prefill is not None
     made = picks.made() if isinstance(picks, Unchosen) else picks
-    return steps.many_rows(rows.many, made, others, out)
+    return steps.many_rows(rows.prefill, made, others, out)
 
 
 class DeviceExperts:
@@ -134,19 +142,19 @@ class DeviceExperts:
         self._experts, self.cold = open_steps(config, get, place)
         self._shared, self._own = None, None
         if config.shared_width:
-            apart = replace(get, foreseen=set())
+            apart = replace(get, to_compile=set())
             self._shared = (
-                stack(apart, ["ffn.shared.gate", "ffn.shared.up"]),
-                stack(apart, ["ffn.shared.down"]),
+                load_merged(apart, ["ffn.shared.gate", "ffn.shared.up"]),
+                load_merged(apart, ["ffn.shared.down"]),
             )
             self._own = own_tiles(*self._shared)
             if self._own is None:  # else the experts' kernels run it beside the others
-                get.foreseen.update(apart.foreseen, {Gates(config.activation)})
+                get.to_compile.update(apart.to_compile, {Gates(config.activation)})
 
     @part_of_step("experts")
-    def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
+    def __call__(self, x: torch.Tensor, batch: GpuBatch) -> None:
         """Add the answers of each row's experts."""
-        few = few_rows(len(x))
+        few = is_decode(len(x))
         cold = self.cold if few else None
         normed = scratch.empty(*x.shape, device=x.device)
         # Few rows need them for a CPU, or where they are too wide to be scored at once.
@@ -170,7 +178,7 @@ class DeviceExperts:
         if cold is not None:
             cold.after(x)
 
-    def _shared_answers(self, rows: DeviceRows) -> torch.Tensor | None:
+    def _shared_answers(self, rows: CudaRows) -> torch.Tensor | None:
         if self._shared is None:
             return None
         both, down = self._shared
@@ -178,7 +186,7 @@ class DeviceExperts:
         return down(gated_rows(gate, up, self._config.activation, self._narrow))[0]
 
 
-def own_tiles(both: Stack, down: Stack) -> OwnTiles | None:
+def own_tiles(both: MergedLinear, down: MergedLinear) -> OwnTiles | None:
     """Return the expert that every row visits as kernels of few rows run it beside the others.
 
     None where it is not in tiles, so that it must be run by itself.
@@ -211,7 +219,7 @@ class DeviceBeside:
 
     def __init__(
         self,
-        dense: DeviceMlp,  # with its norms
+        dense: CudaMlp,  # with its norms
         config: ExpertsConfig,
         eps: float,
         get: WeightSource,
@@ -228,9 +236,9 @@ class DeviceBeside:
         self._experts_after = get.norm("ffn.experts_post_norm")
         self._after = get.norm("ffn.post_norm")
 
-    def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
+    def __call__(self, x: torch.Tensor, batch: GpuBatch) -> None:
         """Add the normed sum of both; the router sees the stream as it is."""
-        cold = self.cold if few_rows(len(x)) else None
+        cold = self.cold if is_decode(len(x)) else None
         answers = scratch.empty(*x.shape, device=x.device)
         # What the CPU is to read lies where the answers will.
         before = RowNorm(self._before, self._eps, None if cold is None else answers)
@@ -239,7 +247,7 @@ class DeviceBeside:
         if cold is not None:
             cold.before(answers, ids, weights)
         routed = _run(self._experts, rows, (ids, weights), out=answers)
-        dense = self._dense.answers(x)
+        dense = self._dense.outputs(x)
         if cold is not None:
             cold.after(routed)
         total = small.norm_add(dense, routed, self._experts_after, self._eps)

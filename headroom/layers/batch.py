@@ -1,4 +1,4 @@
-"""Batch: what one step computes."""
+"""Batch: the tokens that one step computes, and where their keys and values lie."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from headroom.kernels.ops import Span
+from headroom.kernels.ops import Span, StepTables
 
-__all__ = ["Batch", "Span"]  # a Span is the kernels' own view of a batch
+__all__ = ["Batch", "GpuBatch", "Span"]
 
 T = TypeVar("T")
 
@@ -25,8 +25,18 @@ class Batch:
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what several layers of this step need, made by the first that asks."""
+        """Return a value that several layers of this step use; the first one to ask makes it."""
         if key not in self._shared:
             self._shared[key] = make()
         value: T = self._shared[key]
         return value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GpuBatch(Batch):
+    """A batch whose tensors are on a GPU, with the tables that CUDA kernels read."""
+
+    # By the number of pages in a sequence's ring (see KvPages); 0: pages lent by the engine.
+    tables: dict[int, StepTables] = field(kw_only=True)
+    span_rows: int = field(kw_only=True)  # most rows of one sequence
+    context: int = field(kw_only=True)  # most tokens that any of its sequences may have

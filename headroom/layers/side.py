@@ -12,7 +12,7 @@ from headroom.layers.parts import part_of_step
 from headroom.layers.weights import WeightSource
 
 
-class SideInputs:
+class PerLayerInputs:
     """The inputs of all layers, made once per step from tokens and their embedding."""
 
     def __init__(self, table: Weight, get: WeightSource, eps: float, rows: int) -> None:
@@ -32,15 +32,15 @@ class SideInputs:
         projected = self._proj(embedded).mul_(embedded.shape[1] ** -0.5)
         inputs.add_(self._norm(projected.view(inputs.shape))).mul_(0.5**0.5)
 
-    def of(self, layer: int, rows: int) -> torch.Tensor:
+    def of_layer(self, layer: int, rows: int) -> torch.Tensor:
         """Return one layer's inputs `[rows, width]`."""
         return self._inputs[:rows, layer]
 
 
-class SidePart:
+class PerLayerPart:
     """The part of a layer that reads its side inputs, gated by the residual stream."""
 
-    def __init__(self, inputs: SideInputs, layer: int, get: WeightSource, eps: float) -> None:
+    def __init__(self, inputs: PerLayerInputs, layer: int, get: WeightSource, eps: float) -> None:
         self._inputs = inputs
         self._layer = layer
         self._gate = Linear(get("side.gate"), get.case)
@@ -51,5 +51,5 @@ class SidePart:
     @part_of_step("dense")
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the part's output for rows of the residual stream."""
-        inputs = self._inputs.of(self._layer, len(x))
+        inputs = self._inputs.of_layer(self._layer, len(x))
         return self._norm(self._proj(self._activate(self._gate(x), inputs, "gelu")))

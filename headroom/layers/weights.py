@@ -10,18 +10,21 @@ import torch
 from headroom.errors import DeviceError
 from headroom.formats.quants import BY_NAME, F32
 from headroom.formats.tensor import TensorInfo
-from headroom.kernels.cuda.matmul import TILES, TiledSize
+from headroom.kernels.cuda.matmul import TILES, Gates, TiledSize
 from headroom.kernels.cuda.narrow import QUANTS, narrow_type
 from headroom.kernels.ops import Case, ExpertTable
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.registry import pick
 from headroom.kernels.weight import PLAIN_TYPES, Weight, plain_type
-from headroom.layers.foreseen import Foreseen
 from headroom.layers.pieces import FileMatrices
 from headroom.layers.pinned import HostMemory, pin_limits
 from headroom.layers.upload import Upload
 from headroom.plan.budget import PlanSettings
 from headroom.units import gib
+
+# CUDA kernels that are compiled in variants by the number of rows; loading notes which ones steps
+# will need, so that they can be compiled before the first step.
+KernelVariants = TiledSize | Gates
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class WeightSource:
     line: str = "core_weights"
     norm_offset: float = 0.0  # added to the weights of norms
     upload: Upload | None = None  # to a GPU
-    foreseen: set[Foreseen] = field(default_factory=set)  # of all layers: what steps will ask for
+    to_compile: set[KernelVariants] = field(default_factory=set)  # what steps of all layers need
 
     def at(self, prefix: str, line: str = "core_weights") -> "WeightSource":
         """Return the same source for the names below `prefix`, counted on another line."""
@@ -194,7 +197,7 @@ class WeightSource:
         """Count a weight on its device, and foresee its products."""
         self.count(self.line, weight.nbytes)
         if weight.layout == TILES:
-            self.foreseen.add(TiledSize(weight.quant, weight.rows, weight.columns))
+            self.to_compile.add(TiledSize(weight.quant, weight.rows, weight.columns))
 
 
 def open_weights(

@@ -1,7 +1,7 @@
 """Scratch of a GPU's step: what its parts take from one arena, in the order of the code.
 
-Every function here follows the one that takes the memory: layers/device_rows.py,
-layers/device_block.py, experts/device_experts.py and the launchers in kernels/cuda. A test runs
+Every function here follows the one that takes the memory: layers/cuda_rows.py,
+layers/cuda_block.py, experts/device_experts.py and the launchers in kernels/cuda. A test runs
 those on a CPU and compares.
 """
 

@@ -17,6 +17,7 @@ from headroom.families.config import (
     ModelConfig,
 )
 from headroom.formats.tensor import TensorInfo
+from headroom.kernels.cuda.matmul import RowNorm
 from headroom.layers.attention import Attention
 from headroom.layers.block import (
     Block,
@@ -29,23 +30,22 @@ from headroom.layers.block import (
     SandwichBlock,
 )
 from headroom.layers.cache import KvPages, allocate_kv, allocate_state
-from headroom.layers.delta_net import DeltaNet
-from headroom.layers.device_block import (
-    DeviceAttention,
-    DeviceBlock,
-    DeviceDelta,
-    DeviceMlp,
-    DeviceScale,
-    DeviceSide,
-    Part,
-    RowNorm,
-    fits_device,
+from headroom.layers.cuda_block import (
+    CudaAttention,
+    CudaBlock,
+    CudaDeltaNet,
+    CudaMlp,
+    CudaPart,
+    CudaPerLayerPart,
+    CudaScale,
+    fits_cuda,
 )
+from headroom.layers.delta_net import DeltaNet
 from headroom.layers.embedding import Embedding, Head
-from headroom.layers.fused import FusedBlock, refuses_to_fuse
 from headroom.layers.mlp import Mlp
+from headroom.layers.native_block import NativeBlock, refuses_native_block
 from headroom.layers.norm import RmsNorm
-from headroom.layers.side import SideInputs, SidePart
+from headroom.layers.side import PerLayerInputs, PerLayerPart
 from headroom.layers.upload import open_upload
 from headroom.layers.weights import WeightSource, open_weights
 from headroom.layers.workspace import Workspace, open_workspace
@@ -61,7 +61,7 @@ class Common:
 
     settings: PlanSettings
     workspace: Workspace
-    side: SideInputs | None
+    side: PerLayerInputs | None
     routing: RoutingStats | None
     hybrid: Hybrid | None = None  # where some experts are cold
     caches: dict[int, KvPages] = field(default_factory=dict)  # by the layer that owns them
@@ -119,7 +119,7 @@ def _build(
     head = Head(norm, vocabulary, source.case, config.softcap)
     embedding = Embedding(table, source.case, config.embed_scale)
     model = Model(embedding, blocks, head, workspace, routing, side, hybrid)
-    model.foreseen = source.foreseen
+    model.to_compile = source.to_compile
     return model
 
 
@@ -149,13 +149,13 @@ def _open_hybrid(
     return Hybrid(store, device.name, plan.cold_speeds, settings.cold)
 
 
-def _side_inputs(config: ModelConfig, source: WeightSource, plan: Plan) -> SideInputs | None:
+def _side_inputs(config: ModelConfig, source: WeightSource, plan: Plan) -> PerLayerInputs | None:
     """Return what makes the inputs of single layers, where a model has them."""
     if not config.layers[0].side_width:
         return None
     hosted = any(line.name == "embeddings" for line in plan.host.lines)
     table = source.at("", "embeddings").table("side.embed", pinned=hosted)
-    return SideInputs(table, source, config.norm_eps, plan.settings.rows)
+    return PerLayerInputs(table, source, config.norm_eps, plan.settings.rows)
 
 
 def open_routing(config: ModelConfig, device: str) -> RoutingStats | None:
@@ -170,7 +170,7 @@ def build_layer(config: ModelConfig, index: int, get: WeightSource, common: Comm
     if _fits_device(layer, get):
         return _device_block(config, index, get, common)
     mixer = _mixer(config, index, get, common)
-    if isinstance(mixer, FusedBlock):
+    if isinstance(mixer, NativeBlock):
         return mixer
     if layer.post_norms:
         return _sandwich(config, index, mixer, get, common)
@@ -184,34 +184,32 @@ def build_layer(config: ModelConfig, index: int, get: WeightSource, common: Comm
 
 def _fits_device(layer: LayerConfig, get: WeightSource) -> bool:
     """Tell whether a GPU's fused parts run a layer; others run as separate operations."""
-    if not fits_device(layer.mixer, get):
+    if not fits_cuda(layer.mixer, get):
         return False
     return layer.experts is None or experts_fit(layer.experts, get)
 
 
-def _device_block(
-    config: ModelConfig, index: int, get: WeightSource, common: Common
-) -> DeviceBlock:
+def _device_block(config: ModelConfig, index: int, get: WeightSource, common: Common) -> CudaBlock:
     """Build a layer of the GPU's fused parts."""
     layer, eps = config.layers[index], config.norm_eps
-    parts: list[Part] = []
+    parts: list[CudaPart] = []
     if isinstance(layer.mixer, DeltaNetConfig):
         state = allocate_state(layer.mixer, common.settings, get.case.place)
         get.count("recurrent_state", state.nbytes)
-        parts.append(DeviceDelta(layer.mixer, eps, get, state))
+        parts.append(CudaDeltaNet(layer.mixer, eps, get, state))
     else:
         after = RowNorm(get.norm("attn.post_norm"), eps) if layer.post_norms else None
         pages = _pages(layer.mixer, index, get, common)
-        parts.append(DeviceAttention(layer.mixer, eps, get, pages, after))
+        parts.append(CudaAttention(layer.mixer, eps, get, pages, after))
     parts.append(_device_ffn(config, index, get, common))
     if common.side is not None:
-        parts.append(DeviceSide(common.side, index, get, eps))
+        parts.append(CudaPerLayerPart(common.side, index, get, eps))
     if layer.scaled:
-        parts.append(DeviceScale(get.vector("scale")))
-    return DeviceBlock(*parts)
+        parts.append(CudaScale(get.vector("scale")))
+    return CudaBlock(*parts)
 
 
-def _device_ffn(config: ModelConfig, index: int, get: WeightSource, common: Common) -> Part:
+def _device_ffn(config: ModelConfig, index: int, get: WeightSource, common: Common) -> CudaPart:
     """Build a GPU's feed-forward part: dense, experts instead, or experts beside it."""
     layer, eps = config.layers[index], config.norm_eps
     if layer.experts is not None and not layer.post_norms:
@@ -219,16 +217,16 @@ def _device_ffn(config: ModelConfig, index: int, get: WeightSource, common: Comm
         return DeviceExperts(layer.experts, eps, get, counts, _place(index, common))
     assert layer.ffn is not None
     if layer.experts is not None:
-        dense = DeviceMlp(layer.ffn, eps, get, RowNorm(get.norm("ffn.dense_post_norm"), eps))
+        dense = CudaMlp(layer.ffn, eps, get, RowNorm(get.norm("ffn.dense_post_norm"), eps))
         counts = _counts(layer.experts, index, common)
         return DeviceBeside(dense, layer.experts, eps, get, counts, _place(index, common))
     after = RowNorm(get.norm("ffn.post_norm"), eps) if layer.post_norms else None
-    return DeviceMlp(layer.ffn, eps, get, after)
+    return CudaMlp(layer.ffn, eps, get, after)
 
 
 def _mixer(
     config: ModelConfig, index: int, get: WeightSource, common: Common
-) -> Mixer | FusedBlock:
+) -> Mixer | NativeBlock:
     """Build a layer's mixer with what it remembers, or the whole layer where one kernel runs it."""
     layer, eps = config.layers[index], config.norm_eps
     if isinstance(layer.mixer, DeltaNetConfig):
@@ -236,8 +234,8 @@ def _mixer(
         get.count("recurrent_state", state.nbytes)
         return DeltaNet(layer.mixer, eps, get, state)
     pages = _pages(layer.mixer, index, get, common)
-    if layer.plain and refuses_to_fuse(layer.mixer, get, pages) is None:
-        return FusedBlock(layer.mixer, eps, get, pages, common.workspace.scratch)
+    if layer.plain and refuses_native_block(layer.mixer, get, pages) is None:
+        return NativeBlock(layer.mixer, eps, get, pages, common.workspace.scratch)
     return Attention(layer.mixer, eps, get, pages)
 
 
@@ -248,7 +246,7 @@ def _sandwich(
     layer, eps = config.layers[index], config.norm_eps
     parts: list[Ffn] = [_sandwiched_ffn(config, index, get, common)]
     if common.side is not None:
-        parts.append(SidePart(common.side, index, get, eps))
+        parts.append(PerLayerPart(common.side, index, get, eps))
     return SandwichBlock(
         NormedMixer(_norm(get, "attn.norm", eps), mixer, _norm(get, "attn.post_norm", eps)),
         parts,

@@ -13,10 +13,10 @@ import torch
 
 from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore
+from headroom.kernels.cuda.compile import compile_ahead
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers.batch import Batch, Span
 from headroom.layers.draws import DeviceSampler, Draw, copy_event
-from headroom.layers.foreseen import compile_foreseen
 from headroom.machine.devices import torch_name
 from headroom.plan.budget import PlanSettings
 from headroom.split.model import Model
@@ -199,11 +199,19 @@ class DeviceStage:
                 self._model.routing.clear()
 
     def _compile_ahead(self, sequences: Sequence[int]) -> None:
-        """Compile kernels for the rows that `capture` runs with."""
+        """Compile the CUDA kernels of the row counts that `capture` runs, many at a time.
+
+        Kernels that are not compiled here are compiled one after another, by the step that first
+        needs them.
+        """
         most = self._settings.rows
         sizes = BUCKETS if self._model.capturable else [size for size in OWN_SIZES if size < most]
-        counts = (rows for rows in (*sizes, *sequences, most) if rows <= DECODE_ROWS)
-        compile_foreseen(self._model.foreseen, counts, self._place)
+        counts = {rows for rows in (*sizes, *sequences, most) if rows <= DECODE_ROWS}
+        variants, device = self._model.to_compile, torch.device(self._place)
+        if variants:  # empty without a GPU, and with kernels that are not compiled by NVRTC
+            compile_ahead(
+                code for one in variants for count in counts for code in one.codes(count, device)
+            )
 
     def forget_captures(self) -> None:
         """Capture steps anew when they are next used."""

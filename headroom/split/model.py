@@ -10,11 +10,11 @@ from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore
 from headroom.layers.batch import Batch
 from headroom.layers.block import Layer
-from headroom.layers.device_block import DeviceBlock
+from headroom.layers.cuda_block import CudaBlock
 from headroom.layers.embedding import Embedding, Head
-from headroom.layers.foreseen import Foreseen
 from headroom.layers.parts import begin_step
-from headroom.layers.side import SideInputs
+from headroom.layers.side import PerLayerInputs
+from headroom.layers.weights import KernelVariants
 from headroom.layers.workspace import Workspace
 
 
@@ -28,11 +28,11 @@ class Model:
         head: Head,
         workspace: Workspace,
         routing: RoutingStats | None = None,
-        side: SideInputs | None = None,
+        side: PerLayerInputs | None = None,
         hybrid: Hybrid | None = None,
     ) -> None:
         self._workspace = workspace
-        self.foreseen: Set[Foreseen] = frozenset()  # what a GPU's steps will ask for
+        self.to_compile: Set[KernelVariants] = frozenset()  # CUDA kernels that steps need
         self._embedding = embedding
         self._side = side
         self._blocks = blocks
@@ -50,7 +50,7 @@ class Model:
     @property
     def capturable(self) -> bool:
         """Whether a step on a GPU never waits for the host: only the fused layers keep to that."""
-        return all(isinstance(block, DeviceBlock) for block in self._blocks)
+        return all(isinstance(block, CudaBlock) for block in self._blocks)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run one step; return the residual stream of the rows whose logits are wanted."""

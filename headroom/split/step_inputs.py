@@ -8,8 +8,8 @@ import torch
 
 from headroom.errors import KernelError
 from headroom.kernels.cuda.sizes import DECODE_ROWS
-from headroom.layers.batch import Batch, Span
-from headroom.layers.device_block import DeviceBatch, StepTables
+from headroom.kernels.ops import StepTables
+from headroom.layers.batch import Batch, GpuBatch, Span
 from headroom.layers.draws import copy_event
 
 WIDE_ROWS, NARROW_ROWS = 4, 3  # tables of one number a row: int64 ones, int32 ones
@@ -124,7 +124,7 @@ class StepInputs:
 
     def batch(
         self, spans: tuple[Span, ...], rings: frozenset[int], kind: StepKind, sequences: int
-    ) -> DeviceBatch:
+    ) -> GpuBatch:
         """Return the step on the GPU; its tensors are views of the inputs."""
         known, slots, trees, source = self._there.wide[:, : kind.rows]
         tokens = torch.cat((self._drawn, known)).index_select(0, source)
@@ -142,7 +142,7 @@ class StepInputs:
             trees=trees if kind.tree else None,
         )
         tables = {0: lent} | {ring: _ring_tables(lent, ring, kind.page_size) for ring in rings}
-        return DeviceBatch(
+        return GpuBatch(
             tokens=tokens,
             positions=positions,
             slots=slots,

@@ -18,7 +18,7 @@ from headroom.experts.device_ffn import upload_experts
 from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.layers import upload as loading
-from headroom.layers.device_rows import stack
+from headroom.layers.cuda_rows import load_merged
 from headroom.layers.upload import Upload
 from headroom.units import MIB
 from tests.gpu.check_matmul import KINDS, random_weight
@@ -71,8 +71,10 @@ def check_upload(folder: Path, staging: int) -> bool:
     back = torch.arange(999).flip(0)
     with Upload(DEVICE, staging) as way:
         get = file.source(way)
-        joined, other = stack(get, ["q", "k", "v"], [order, None, None]).weights
-        (tiled,), (rows,) = (stack(get, [name], [back]).weights for name in ("halves", "floats"))
+        joined, other = load_merged(get, ["q", "k", "v"], [order, None, None]).weights
+        (tiled,), (rows,) = (
+            load_merged(get, [name], [back]).weights for name in ("halves", "floats")
+        )
         embedded, experts = get.table("embed"), upload_experts(get, 64)
     wanted = {
         "joined": torch.cat([pack_tiles(part, joined.quant, 2048) for part in (q[order], k)]),

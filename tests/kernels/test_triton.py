@@ -13,7 +13,7 @@ from headroom.kernels.ops import Case, Kernel, Span
 from headroom.kernels.registry import KERNELS, pick
 from headroom.kernels.triton import attention, delta_net, experts, launch, matmul
 from headroom.kernels.triton.matmul import TileSizes
-from headroom.layers.device_block import fits_device
+from headroom.layers.cuda_block import fits_cuda
 from headroom.layers.weights import open_weights
 from headroom.plan.budget import PlanSettings
 from tests.kernels.cases import (
@@ -250,5 +250,5 @@ def test_layers_of_triton_kernels_are_not_fused_for_cuda() -> None:
     )  # fmt: skip
     source = open_weights({}, "cuda:0", settings, lambda line, size: None)
     assert source.case.triton
-    assert not fits_device(mixer, source)
-    assert fits_device(mixer, replace(source, case=replace(source.case, triton=False)))
+    assert not fits_cuda(mixer, source)
+    assert fits_cuda(mixer, replace(source, case=replace(source.case, triton=False)))

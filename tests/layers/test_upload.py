@@ -14,7 +14,7 @@ from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import pack
 from headroom.kernels.weight import PLAIN_TYPES
 from headroom.layers import upload
-from headroom.layers.device_rows import stack
+from headroom.layers.cuda_rows import load_merged
 from headroom.layers.upload import Upload
 from tests.gpu.torch_tiles import pack_tiles
 from tests.gpu.weight_file import WeightFile
@@ -51,7 +51,7 @@ def test_matrices_with_one_input_lie_in_tiles_one_after_another(
     third = file.add("v", "q6_k", 48, 512)
     order = torch.arange(64).view(4, 8, 2).transpose(1, 2).flatten()
     with Upload("cpu", staging) as way:
-        stacked = stack(file.source(way), ["q", "k", "v"], [order, None, None])
+        stacked = load_merged(file.source(way), ["q", "k", "v"], [order, None, None])
     assert stacked.members == ((0, 1), (2,))
     joined = torch.cat((tiles(first[order], "q4_k", 512), tiles(second, "q4_k", 512)))
     assert torch.equal(stacked.weights[0].data, joined)
@@ -67,7 +67,7 @@ def test_matrices_of_16_bits_keep_their_numbers_in_tiles(
     first, second = file.add("gate", kind, 64, 96), file.add("up", kind, 70, 96)
     order = torch.arange(64).view(32, 2).flip(1).flatten()
     with Upload("cpu", 4 * 15_000) as way:
-        stacked = stack(file.source(way, dtype), ["gate", "up"], [order, None])
+        stacked = load_merged(file.source(way, dtype), ["gate", "up"], [order, None])
     assert stacked.members == ((0, 1),)
     (weight,) = stacked.weights
     assert torch.equal(
@@ -85,7 +85,7 @@ def test_matrices_of_f32_become_what_products_compute_in(
     data = file.add("w", "f32", 70, 96)
     order = torch.arange(70).view(35, 2).flip(1).flatten() if ordered else None
     with Upload("cpu", 4 * 15_000) as way:
-        weight = stack(file.source(way, dtype), ["w"], [order]).weights[0]
+        weight = load_merged(file.source(way, dtype), ["w"], [order]).weights[0]
     floats = data.flatten().view(torch.float32).view(70, 96)
     wanted = (floats if order is None else floats[order]).to(PLAIN_TYPES[dtype])
     assert torch.equal(weight.data.nan_to_num(7), wanted.nan_to_num(7))  # random bits may be none
@@ -154,7 +154,7 @@ def test_a_file_that_was_cut_short_is_refused_with_the_tensor_and_the_numbers(
     size = file.path.stat().st_size
     os.truncate(file.path, size - 10)
     with pytest.raises(FormatError) as caught, Upload("cpu", 4 * 6000) as way:
-        stack(file.source(way), ["a", "b"])
+        load_merged(file.source(way), ["a", "b"])
     assert str(caught.value) == (
         f"{file.path} ends at byte {size - 10}, and b needs bytes up to {size}. "
         "The file was cut short after it was opened: fetch it again."
@@ -171,7 +171,7 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_tensor_and_the_byte(
 
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(FormatError) as caught, Upload("cpu", 4 * 6000) as way:
-        stack(file.source(way), ["a"])
+        load_merged(file.source(way), ["a"])
     expected = f"Cannot read a at byte 6 of {file.path}: Input/output error."
     assert str(caught.value) == expected
 
@@ -182,7 +182,7 @@ def test_a_file_that_is_gone_is_refused(file: WeightFile) -> None:
     get = file.source(way)
     file.path.unlink()
     with pytest.raises(FormatError) as caught, way:
-        stack(get, ["a"])
+        load_merged(get, ["a"])
     assert str(caught.value) == f"Cannot read {file.path}: No such file or directory."
 
 
@@ -195,7 +195,7 @@ def test_nothing_is_left_open_after_a_failure(file: WeightFile) -> None:
     os.truncate(file.path, 1000)
     before = len(list(OPEN_FILES.iterdir())), threading.active_count()
     with pytest.raises(FormatError), way:
-        stack(get, ["a", "b"])
+        load_merged(get, ["a", "b"])
     assert (len(list(OPEN_FILES.iterdir())), threading.active_count()) == before
 
 
@@ -217,7 +217,7 @@ def test_nothing_is_left_open_when_a_device_is_full(
     monkeypatch.setattr(torch, "empty", full)
     # Whoever loads a model tells of it, with what was planned.
     with pytest.raises(torch.OutOfMemoryError), way:
-        stack(get, ["a", "b"])
+        load_merged(get, ["a", "b"])
     assert (len(list(OPEN_FILES.iterdir())), threading.active_count()) == before
 
 

@@ -7,8 +7,7 @@ import torch
 
 from headroom.engine.engine import Engine
 from headroom.kernels.cuda.sizes import DECODE_ROWS
-from headroom.layers.batch import Batch
-from headroom.layers.device_block import DeviceBatch
+from headroom.layers.batch import Batch, GpuBatch
 from headroom.layers.draws import DeviceSampler
 from headroom.plan.budget import PlanSettings
 from headroom.split.device_stage import Captured, DeviceStage
@@ -33,7 +32,7 @@ class FakeModel:
 
     routing = None
     cold = None
-    foreseen = frozenset()
+    to_compile = frozenset()
 
     def __init__(self, capturable: bool = True) -> None:
         self.capturable = capturable
@@ -41,11 +40,11 @@ class FakeModel:
         self._tokens = torch.randn(VOCAB, HIDDEN, generator=generator)
         self._positions = torch.randn(4096, HIDDEN, generator=generator)
         self._head = torch.randn(HIDDEN, VOCAB, generator=generator)
-        self.seen: list[DeviceBatch] = []
+        self.seen: list[GpuBatch] = []
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Return rows that tell their tokens and positions."""
-        if isinstance(batch, DeviceBatch):
+        if isinstance(batch, GpuBatch):
             self.seen.append(batch)
         return self._tokens[batch.tokens] + self._positions[batch.positions.long()]
 

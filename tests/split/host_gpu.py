@@ -26,9 +26,9 @@ from headroom.kernels.cuda.expert_tiles import PARTS
 from headroom.kernels.cuda.sizes import PACKED, tile_bytes
 from headroom.kernels.ops import Span, StepTables
 from headroom.kernels.weight import Weight
-from headroom.layers import device_block, weights
-from headroom.layers.device_block import DeviceBatch
-from headroom.layers.device_rows import Stack
+from headroom.layers import cuda_block, weights
+from headroom.layers.batch import GpuBatch
+from headroom.layers.cuda_rows import MergedLinear
 from headroom.layers.weights import WeightSource
 from headroom.options import Options
 from headroom.plan import plan as planner
@@ -62,13 +62,13 @@ def in_tiles(weight: Weight) -> Weight:
     return replace(weight, data=torch.zeros(size, dtype=torch.uint8), layout=matmul.TILES)
 
 
-def stack(get: WeightSource, names: Sequence[str], orders: object = ()) -> Stack:
+def load_merged(get: WeightSource, names: Sequence[str], orders: object = ()) -> MergedLinear:
     """Every matrix for itself."""
     made = [in_tiles(get.mapped(name)) for name in names]
     for weight in made:
         get.count(get.line, weight.nbytes)
     members = tuple((index,) for index in range(len(made)))
-    return Stack(tuple(made), members, tuple(weight.rows for weight in made))
+    return MergedLinear(tuple(made), members, tuple(weight.rows for weight in made))
 
 
 def experts_in_tiles(get: WeightSource, count: int) -> experts.ExpertTiles:
@@ -108,13 +108,13 @@ def pretend(
     monkeypatch.setattr(picks, "product_way", lambda device: "own")
     monkeypatch.setattr(torch, "mm", lambda first, second, out_dtype=None, out=None: out)
     monkeypatch.setattr(prefill, "attend", lambda queries, *others: queries)
-    for module in (device_block, device_ffn):
-        monkeypatch.setattr(module, "stack", stack)
+    for module in (cuda_block, device_ffn):
+        monkeypatch.setattr(module, "load_merged", load_merged)
     monkeypatch.setattr(device_ffn, "upload_experts", experts_in_tiles)
     monkeypatch.setattr(weights.WeightSource, "__call__", table_in_tiles)
     for name in ("Embedding", "Head"):
         monkeypatch.setattr(load, name, lambda *given: None)
-    monkeypatch.setattr(load, "fits_device", lambda mixer, get: True)
+    monkeypatch.setattr(load, "fits_cuda", lambda mixer, get: True)
     monkeypatch.setattr(load, "experts_fit", lambda config, get: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -158,7 +158,7 @@ def run_step(plan: Plan, model: Model, spans: Sequence[tuple[int, int]]) -> None
         slots=torch.zeros(first, dtype=torch.int64),
         state_slots=torch.zeros(count, dtype=torch.int32),
     )
-    batch = DeviceBatch(
+    batch = GpuBatch(
         tokens=torch.zeros(first, dtype=torch.int64),
         positions=torch.zeros(first, dtype=torch.int64),
         slots=torch.zeros(first, dtype=torch.int64),
@@ -174,7 +174,7 @@ def run_step(plan: Plan, model: Model, spans: Sequence[tuple[int, int]]) -> None
             block(x, batch)
 
 
-def describe_layers(model: Model) -> list[device_block.AttentionConfig]:
+def describe_layers(model: Model) -> list[cuda_block.AttentionConfig]:
     """The attention of a model's layers."""
     parts = [part for block in model._blocks for part in block._parts]  # type: ignore[attr-defined]
-    return [part._config for part in parts if isinstance(part, device_block.DeviceAttention)]
+    return [part._config for part in parts if isinstance(part, cuda_block.CudaAttention)]

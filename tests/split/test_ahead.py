@@ -11,8 +11,8 @@ from headroom.formats.checkpoint import open_checkpoint
 from headroom.kernels.cuda import prefill, route
 from headroom.kernels.cuda.compile import Code
 from headroom.kernels.cuda.sizes import DECODE_ROWS
-from headroom.layers import foreseen
 from headroom.layers.draws import DeviceSampler
+from headroom.split import device_stage
 from headroom.split.device_stage import Captured, DeviceStage
 from headroom.split.model import Model
 from headroom.split.step_inputs import StepKind
@@ -89,7 +89,7 @@ def test_a_stage_compiles_ahead_just_what_its_first_steps_ask_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ahead: list[Code] = []
-    monkeypatch.setattr(foreseen, "compile_ahead", ahead.extend)
+    monkeypatch.setattr(device_stage, "compile_ahead", ahead.extend)
     path = write_model(name, mix, tmp_path, few_layers=True)
     with pretend_cuda(monkeypatch):
         capture(path, dtype="bf16", kv_type="bf16", parallel=parallel)
@@ -112,7 +112,7 @@ def test_rows_that_run_without_a_graph_are_compiled_ahead_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ahead: list[Code] = []
-    monkeypatch.setattr(foreseen, "compile_ahead", ahead.extend)
+    monkeypatch.setattr(device_stage, "compile_ahead", ahead.extend)
     monkeypatch.setattr(Model, "capturable", capturable)
     path = write_model("llama", "q4_k_m", tmp_path, few_layers=True)
     with pretend_cuda(monkeypatch):

@@ -15,8 +15,8 @@ from headroom.kernels.reference import experts as plain_experts
 from headroom.kernels.reference import norms
 from headroom.kernels.reference import route as plain_route
 from headroom.kernels.reference.matmul import matmul
-from headroom.layers import device_block
-from headroom.layers.device_rows import DeviceRows, few_rows
+from headroom.layers import cuda_block
+from headroom.layers.cuda_rows import CudaRows, is_decode
 from headroom.split import build as load
 from tests.families.oracles import PROMPT, VARIANTS, variant
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
@@ -58,23 +58,21 @@ def test_separate_operations_stay_on_the_device(
     _assert_near(found, wanted)
 
 
-def _rows(x: torch.Tensor, narrow: object = None) -> DeviceRows:
+def _rows(x: torch.Tensor, narrow: object = None) -> CudaRows:
     """Rows as they are, whatever a kernel would round them to."""
-    return DeviceRows(len(x), few=x) if few_rows(len(x)) else DeviceRows(len(x), many=x)  # type: ignore[arg-type]
+    return CudaRows(len(x), decode=x) if is_decode(len(x)) else CudaRows(len(x), prefill=x)  # type: ignore[arg-type]
 
 
-def _floats(rows: DeviceRows) -> Any:
-    return rows.many if rows.few is None else rows.few
+def _floats(rows: CudaRows) -> Any:
+    return rows.prefill if rows.decode is None else rows.decode
 
 
-def _normed_rows(x: torch.Tensor, norm: Any, narrow: object) -> DeviceRows:
+def _normed_rows(x: torch.Tensor, norm: Any, narrow: object) -> CudaRows:
     normed = norms.rms_norm(x, norm.weight, norm.eps)
     return _rows(normed if norm.out is None else norm.out.copy_(normed))
 
 
-def _gated_rows(
-    gate: torch.Tensor, up: torch.Tensor, activation: str, narrow: object
-) -> DeviceRows:
+def _gated_rows(gate: torch.Tensor, up: torch.Tensor, activation: str, narrow: object) -> CudaRows:
     return _rows(norms.gated_activation(gate, up, activation))
 
 
@@ -84,14 +82,14 @@ class _Matrices:
     def __init__(self, get: Any, names: Sequence[str], orders: Sequence[Any] = ()) -> None:
         self._weights = [get(*named) for named in zip(names, orders or [None] * 9, strict=False)]
 
-    def __call__(self, x: DeviceRows, add: torch.Tensor | None = None) -> list[torch.Tensor]:
+    def __call__(self, x: CudaRows, add: torch.Tensor | None = None) -> list[torch.Tensor]:
         outs = [matmul(_floats(x), weight, "f32") for weight in self._weights]
         return outs if add is None else [add.add_(outs[0])]
 
 
 def _scored_rows(
     x: torch.Tensor, weight: torch.Tensor, norm: Any, seen: torch.Tensor, narrow: object
-) -> tuple[DeviceRows, torch.Tensor]:
+) -> tuple[CudaRows, torch.Tensor]:
     return _normed_rows(x, norm, narrow), norms.rms_norm(x, seen, norm.eps) @ weight.T
 
 
@@ -131,16 +129,16 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(prefill, "prefill", lambda *args: prefilled(*args[:4], "f32"))
     plain = tuple(k for k in registry.KERNELS if not k.backend.startswith("cuda"))
     monkeypatch.setattr(registry, "KERNELS", plain)
-    monkeypatch.setattr(load, "fits_device", lambda mixer, get: get.case.device == "cuda")
+    monkeypatch.setattr(load, "fits_cuda", lambda mixer, get: get.case.device == "cuda")
     monkeypatch.setattr(load, "experts_fit", lambda config, get: True)
     monkeypatch.setattr(small, "rms_norm", norms.rms_norm)
     monkeypatch.setattr(small, "norm_add", _add_norm)
-    for module in (device_block, device_ffn):
-        monkeypatch.setattr(module, "stack", _Matrices)
+    for module in (cuda_block, device_ffn):
+        monkeypatch.setattr(module, "load_merged", _Matrices)
         monkeypatch.setattr(module, "normed_rows", _normed_rows)
         monkeypatch.setattr(module, "gated_rows", _gated_rows)
         monkeypatch.setattr(module, "narrow_type", lambda dtype: torch.float32)
-    monkeypatch.setattr(device_block, "plain_rows", _rows)
+    monkeypatch.setattr(cuda_block, "plain_rows", _rows)
     monkeypatch.setattr(few_experts, "few_rows", _experts)
     monkeypatch.setattr(device_ffn.cuda_experts, "many_rows", _experts)
     monkeypatch.setattr(device_ffn, "upload_experts", _tables)

@@ -1,4 +1,4 @@
-"""FusedBlock: a whole decoder layer in one call of the C++ module."""
+"""NativeBlock: a whole decoder layer in one call of the C++ module."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from headroom.layers.weights import WeightSource
 MATRICES = ("attn.q", "attn.k", "attn.v", "attn.out", "ffn.gate", "ffn.up", "ffn.down")
 
 
-class FusedBlock:
+class NativeBlock:
     """The same layer as `Block`, without Python between its parts."""
 
     def __init__(
@@ -59,7 +59,7 @@ class FusedBlock:
         return *rope_tables(self._rope, batch), native.Step(view.spans, view.slots)
 
 
-def refuses_to_fuse(config: AttentionConfig, get: WeightSource, pages: KvPages) -> str | None:
+def refuses_native_block(config: AttentionConfig, get: WeightSource, pages: KvPages) -> str | None:
     """Say why a layer must run as separate operations; None if it need not."""
     if config.head_norms or config.value_norm or config.gate != "none" or config.keys_are_values:
         return "its attention has norms or gates of its own"

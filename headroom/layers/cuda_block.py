@@ -1,9 +1,10 @@
-"""Layers on a GPU: attention, gated linear attention and feed-forward parts by fused kernels.
+"""CudaBlock: one layer on an NVIDIA GPU, in parts that run fused CUDA kernels.
 
-Each part reads the residual stream `[rows, hidden]` in float32 and adds its answer to it.
+Each part reads the residual stream, float32 `[rows, hidden]`, and adds its output to it in place.
+A step of at most DECODE_ROWS rows takes the decode path (kernels that read packed weights in one
+pass, and that a CUDA graph can capture). A step of more rows takes the prefill path.
 """
 
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -13,54 +14,31 @@ from headroom.kernels.cuda import attention, delta_net, prefill, scratch, small
 from headroom.kernels.cuda.attention import DecodeShape, Gate, HeadNorms, Projected
 from headroom.kernels.cuda.chunks import span_tables
 from headroom.kernels.cuda.compile import refuses_device
-from headroom.kernels.cuda.matmul import Gates, RowNorm, normed_head_rows
+from headroom.kernels.cuda.matmul import Gates, RowNorm
 from headroom.kernels.cuda.narrow import narrow_type, refuses_type
 from headroom.kernels.ops import RecurrentState, StepTables
 from headroom.layers.attention import pair_rows, query_rows
-from headroom.layers.batch import Batch
+from headroom.layers.batch import Batch, GpuBatch
 from headroom.layers.cache import KvPages
-from headroom.layers.delta_net import small_weights
-from headroom.layers.device_rows import (
-    DeviceRows,
-    add_answers,
-    few_rows,
-    gated_heads,
+from headroom.layers.cuda_rows import (
+    CudaRows,
+    add_product,
+    gated_head_rows,
     gated_rows,
+    is_decode,
+    load_merged,
     normed_rows,
     plain_rows,
-    stack,
 )
+from headroom.layers.delta_net import small_weights
 from headroom.layers.parts import part_of_step
 from headroom.layers.rope import rope_tables
-from headroom.layers.side import SideInputs
+from headroom.layers.side import PerLayerInputs
 from headroom.layers.weights import WeightSource
 
-__all__ = [
-    "DeviceAttention",
-    "DeviceBatch",
-    "DeviceBlock",
-    "DeviceDelta",
-    "DeviceMlp",
-    "DeviceScale",
-    "DeviceSide",
-    "Part",
-    "RowNorm",  # the kernels' own
-    "StepTables",  # the kernels' own view of a batch
-    "fits_device",
-]
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceBatch(Batch):
-    """A batch whose tensors are on the GPU, with the tables that kernels read."""
-
-    tables: dict[int, StepTables] = field(kw_only=True)  # by the ring of a layer's pages; 0: lent
-    span_rows: int = field(kw_only=True)  # most rows of one sequence
-    context: int = field(kw_only=True)  # most tokens that any of its sequences may have
-
-
-def fits_device(mixer: AttentionConfig | DeltaNetConfig, get: WeightSource) -> bool:
-    """Tell whether a GPU's fused kernels run layers with this mixer."""
+def fits_cuda(mixer: AttentionConfig | DeltaNetConfig, get: WeightSource) -> bool:
+    """Return whether the fused CUDA kernels can run a layer with this mixer."""
     case = get.case
     if refuses_device(case) or refuses_type(case.dtype):
         return False
@@ -69,29 +47,29 @@ def fits_device(mixer: AttentionConfig | DeltaNetConfig, get: WeightSource) -> b
     return mixer.head_dim % 16 == 0 and mixer.head_dim <= attention.MOST_DIM
 
 
-class Part(Protocol):
-    """A part of a layer on the GPU; it changes the residual stream in place."""
+class CudaPart(Protocol):
+    """A part of a layer; adds its output to the residual stream in place."""
 
-    def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None: ...
+    def __call__(self, x: torch.Tensor, batch: GpuBatch) -> None: ...
 
 
-class DeviceBlock:
-    """One layer: its parts one after another, each with the whole scratch to itself."""
+class CudaBlock:
+    """One layer: its parts run one after another, and each may use the whole scratch memory."""
 
-    def __init__(self, *parts: Part) -> None:
+    def __init__(self, *parts: CudaPart) -> None:
         self._parts = parts
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the residual stream after this layer, in the memory of `x`."""
-        assert isinstance(batch, DeviceBatch)
+        assert isinstance(batch, GpuBatch)
         for part in self._parts:
             with scratch.frame():
                 part(x, batch)
         return x
 
 
-class DeviceAttention:
-    """Grouped attention over pages, with norms and gates of heads as a family has them."""
+class CudaAttention:
+    """Grouped-query attention over KV pages, with the head norms and gates that a family has."""
 
     def __init__(
         self,
@@ -99,9 +77,9 @@ class DeviceAttention:
         eps: float,
         get: WeightSource,
         pages: KvPages,
-        after: RowNorm | None = None,  # of the part's answers
+        post_norm: RowNorm | None = None,  # of the output, before it is added to the stream
     ) -> None:
-        self._config, self._pages, self._after = config, pages, after
+        self._config, self._pages, self._post_norm = config, pages, post_norm
         self._dtype, self._narrow = get.case.dtype, narrow_type(get.case.dtype)
         self._norm = RowNorm(get.norm("attn.norm"), eps)
         names, orders = ["attn.q"], [query_rows(config)]
@@ -115,8 +93,8 @@ class DeviceAttention:
             names.append("attn.gate")
             orders.append(None)
         self._names = names
-        self._in = stack(get, names, orders)
-        self._out = stack(get, ["attn.out"])
+        self._in = load_merged(get, names, orders)
+        self._out = load_merged(get, ["attn.out"])
         head_norms = config.head_norms
         self._head_norms = HeadNorms(
             q=get.norm("attn.q_norm") if head_norms else None,
@@ -126,8 +104,8 @@ class DeviceAttention:
         )
 
     @part_of_step("attention")
-    def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
-        """Add the attention of each row to it."""
+    def __call__(self, x: torch.Tensor, batch: GpuBatch) -> None:
+        """Add each row's attention output to the row, and cache its key and value."""
         config, rows = self._config, len(x)
         normed = normed_rows(x, self._norm, self._narrow)
         outs = dict(zip(self._names, self._in(normed), strict=True))
@@ -142,14 +120,14 @@ class DeviceAttention:
             projected, self._head_norms, rope, tables, self._pages.kv, queries, config.scale
         )
         gate = self._gate(outs)
-        if few_rows(rows):
+        if is_decode(rows):
             mixed = self._decode(queries, batch, tables, gate)
         else:
             spans = self._pages.view(batch).spans
             mixed = prefill.prefill(queries, self._pages.kv, spans, config.window, self._dtype)
             if gate is not None:
-                _apply(mixed, gate, config.heads)
-        add_answers(x, self._out, plain_rows(mixed, self._narrow), self._after)
+                _apply_gate(mixed, gate, config.heads)
+        add_product(x, self._out, plain_rows(mixed, self._narrow), self._post_norm)
 
     def _gate(self, outs: dict[str, torch.Tensor]) -> Gate | None:
         config = self._config
@@ -160,7 +138,7 @@ class DeviceAttention:
     def _decode(
         self,
         queries: torch.Tensor,
-        batch: DeviceBatch,
+        batch: GpuBatch,
         tables: StepTables,
         gate: Gate | None,
     ) -> torch.Tensor:
@@ -179,8 +157,8 @@ class DeviceAttention:
         return attention.decode(queries, self._pages.kv, tables, shape, partial, gate)
 
 
-def _apply(mixed: torch.Tensor, gate: Gate, heads: int) -> None:
-    """Multiply attention's output `[rows, heads * dim]` by its gates, both where they lie."""
+def _apply_gate(mixed: torch.Tensor, gate: Gate, heads: int) -> None:
+    """Multiply attention's output `[rows, heads * dim]` by its gates; overwrites both tensors."""
     values = gate.values
     if gate.kind == "sigmoid":
         values.sigmoid_()
@@ -192,96 +170,90 @@ def _apply(mixed: torch.Tensor, gate: Gate, heads: int) -> None:
         mixed.view(len(mixed), heads, -1).mul_(values[:, :, None])
 
 
-class DeviceDelta:
-    """Gated linear attention."""
+class CudaDeltaNet:
+    """Gated linear attention (gated delta net)."""
 
     def __init__(
         self, config: DeltaNetConfig, eps: float, get: WeightSource, state: RecurrentState
     ) -> None:
-        self._state, self._eps, self._narrow = state, eps, narrow_type(get.case.dtype)
+        self._state, self._narrow = state, narrow_type(get.case.dtype)
         self._norm = RowNorm(get.norm("attn.norm"), eps)
-        self._in = stack(get, ["delta.qkv", "delta.z", "delta.beta", "delta.alpha"])
-        self._out = stack(get, ["delta.out"])
-        self._head_norm = get.vector("delta.norm").flatten()
+        self._in = load_merged(get, ["delta.qkv", "delta.z", "delta.beta", "delta.alpha"])
+        self._out = load_merged(get, ["delta.out"])
+        self._head_norm = RowNorm(get.vector("delta.norm").flatten(), eps)
         self._weights = small_weights(config, get)
 
     @part_of_step("recurrent")
-    def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
-        """Add the answers of the rows' states to them."""
+    def __call__(self, x: torch.Tensor, batch: GpuBatch) -> None:
+        """Add each row's output to the row, and advance its sequence's recurrent state."""
         qkv, z, beta, alpha = self._in(normed_rows(x, self._norm, self._narrow))
         heads = len(self._weights.decay)
-        gate = (z.view(len(x), heads, -1), self._head_norm, self._eps)
         rows = (qkv, beta, alpha)
-        if few_rows(len(x)):
+        if is_decode(len(x)):
             tables = batch.tables[0]
-            assert tables.trees is None, "models with such layers refuse trees"
+            assert tables.trees is None, "a model with recurrent layers refuses draft trees"
             mixed = delta_net.step(rows, self._weights, self._state, tables)
-            answers = DeviceRows(
-                len(x),
-                few=normed_head_rows(mixed, *gate),
-                floats=lambda: delta_net.gated_norm(mixed, *gate).flatten(1),
-            )
         else:
             spans = batch.shared("span tables", lambda: span_tables(batch.spans, len(x), x.device))
             mixed = delta_net.prefill(rows, self._weights, self._state, spans)
-            answers = gated_heads(mixed, gate, self._narrow)
-        self._out(answers, add=x)
+        gate = z.view(len(x), heads, -1)
+        self._out(gated_head_rows(mixed, gate, self._head_norm, self._narrow), add=x)
 
 
-class DeviceMlp:
+class CudaMlp:
     """The gated feed-forward network."""
 
     def __init__(
-        self, config: FfnConfig, eps: float, get: WeightSource, after: RowNorm | None = None
+        self, config: FfnConfig, eps: float, get: WeightSource, post_norm: RowNorm | None = None
     ) -> None:
         self._norm = RowNorm(get.norm("ffn.norm"), eps)
-        self._in = stack(get, ["ffn.gate", "ffn.up"])
-        self._down = stack(get, ["ffn.down"])
-        self._activation, self._after = config.activation, after
-        get.foreseen.add(Gates(config.activation))
+        self._in = load_merged(get, ["ffn.gate", "ffn.up"])
+        self._down = load_merged(get, ["ffn.down"])
+        self._activation, self._post_norm = config.activation, post_norm
+        get.to_compile.add(Gates(config.activation))
         self._narrow = narrow_type(get.case.dtype)
 
     @part_of_step("dense")
-    def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
-        """Add the network's answers."""
-        add_answers(x, self._down, self._inner(x), self._after)
+    def __call__(self, x: torch.Tensor, batch: GpuBatch) -> None:
+        """Add the network's output for each row to the row."""
+        add_product(x, self._down, self._inner(x), self._post_norm)
 
-    def answers(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the network's answers, normed after it where it has a norm there."""
+    def outputs(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the network's output for each row, after its post-norm if it has one."""
         found = self._down(self._inner(x))[0]
-        if self._after is None:
+        if self._post_norm is None:
             return found
-        return small.rms_norm(found, self._after.weight, self._after.eps)
+        return small.rms_norm(found, self._post_norm.weight, self._post_norm.eps)
 
-    def _inner(self, x: torch.Tensor) -> DeviceRows:
+    def _inner(self, x: torch.Tensor) -> CudaRows:
         gate, up = self._in(normed_rows(x, self._norm, self._narrow))
         return gated_rows(gate, up, self._activation, self._narrow)
 
 
-class DeviceSide:
-    """The part of a layer that reads its side inputs, gated by the residual stream."""
+class CudaPerLayerPart:
+    """The part of a layer that reads its per-layer inputs, gated by the residual stream."""
 
-    def __init__(self, inputs: SideInputs, layer: int, get: WeightSource, eps: float) -> None:
+    def __init__(self, inputs: PerLayerInputs, layer: int, get: WeightSource, eps: float) -> None:
         self._inputs, self._layer, self._narrow = inputs, layer, narrow_type(get.case.dtype)
-        self._gate = stack(get, ["side.gate"])
-        self._proj = stack(get, ["side.proj"])
-        self._after = RowNorm(get.norm("side.norm"), eps)
-        get.foreseen.add(Gates("gelu"))
+        self._gate = load_merged(get, ["side.gate"])
+        self._proj = load_merged(get, ["side.proj"])
+        self._post_norm = RowNorm(get.norm("side.norm"), eps)
+        get.to_compile.add(Gates("gelu"))
 
-    def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
-        """Add the part's answers."""
-        inputs = self._inputs.of(self._layer, len(x)).contiguous()
+    def __call__(self, x: torch.Tensor, batch: GpuBatch) -> None:
+        """Add the part's output for each row to the row."""
+        inputs = self._inputs.of_layer(self._layer, len(x)).contiguous()
         gate = self._gate(plain_rows(x, self._narrow))[0]
         inner = gated_rows(gate, inputs, "gelu", self._narrow)
-        add_answers(x, self._proj, inner, self._after)
+        add_product(x, self._proj, inner, self._post_norm)
 
 
-class DeviceScale:
-    """Multiplies the residual stream at the end of a layer."""
+class CudaScale:
+    """Multiplies the residual stream by a learned scalar at the end of a layer."""
 
     def __init__(self, scale: torch.Tensor) -> None:
         self._scale = scale
 
-    def __call__(self, x: torch.Tensor, batch: DeviceBatch) -> None:
-        """Scale the rows."""
+    def __call__(self, x: torch.Tensor, batch: GpuBatch) -> None:
+        """Scale the rows in place."""
         x.mul_(self._scale)
