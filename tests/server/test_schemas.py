@@ -1,7 +1,6 @@
 """Bad input: refused with a 4xx in the OpenAI shape, never a 500, never a hang."""
 
 import http.client
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -235,10 +234,12 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("body", HOSTILE, ids=lambda body: str(body[:50]))
-def test_millions_of_wrong_items_are_refused_in_moments(shared: httpx.Client, body: bytes) -> None:
-    began = time.monotonic()
-    problem(shared.post(CHAT, content=body), 400)
-    assert time.monotonic() - began < 5
+def test_millions_of_wrong_items_are_refused_by_naming_a_few(
+    shared: httpx.Client, body: bytes
+) -> None:
+    answer = shared.post(CHAT, content=body)
+    problem(answer, 400)
+    assert len(answer.content) < 2000  # not a sentence for each of the 3,900,000 items
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize"])

@@ -1,7 +1,6 @@
 """The sandbox: no way out, and an end to everything."""
 
 import enum
-import time
 from typing import Any
 
 import pytest
@@ -64,10 +63,8 @@ def test_a_template_cannot_leave_the_sandbox(source: str) -> None:
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_an_endless_template_is_ended(name: str) -> None:
-    start = time.monotonic()
     with pytest.raises(RequestError, match=r"more than 500000 steps|recursion"):
         ChatTemplate(ENDLESS[name], "", "").render(CHAT)
-    assert time.monotonic() - start < 30
 
 
 @pytest.mark.parametrize("name", HUGE)
