@@ -2,13 +2,13 @@
 
 
 class HeadroomError(Exception):
-    """Base of every error that is the user's to mend; `hint` says what to try."""
+    """Base of every error that the user can correct; `hint` says what to try."""
 
     def __init__(self, message: str, *, hint: str = "", param: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
-        self.param = param  # the request field or setting at fault, where one is
+        self.param = param  # the request field or setting at fault, if there is one
 
     def __str__(self) -> str:
         return f"{self.message} {self.hint}" if self.hint else self.message
@@ -42,12 +42,17 @@ class RequestError(HeadroomError):
     """A request is wrong: a value out of range, a prompt longer than the context."""
 
 
+class ContextLengthError(RequestError):
+    """A prompt leaves no room for an answer in the context."""
+
+
 class CapacityError(HeadroomError):
     """A request is right but cannot be taken now: the queue is full or memory is short."""
 
 
-# As the driver, torch and its libraries word it, cuBLAS at its start with the last of these; "can't
-# allocate memory" is said of the host's.
+# How the CUDA driver, torch and its libraries say that GPU memory (or pinned memory) is full.
+# cuBLAS says "not initialized" if it finds no memory when it starts. "can't allocate memory" is not
+# in the list: torch says that of plain host memory.
 _OUT_OF_MEMORY = (
     *("out of memory", "outofmemory", "status_alloc_failed"),
     "cublas_status_not_initialized",
@@ -55,10 +60,10 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether a GPU's memory has ended, or pinned memory, whoever says so.
+    """Return whether an error, or an error that caused it, says that GPU or pinned memory is full.
 
-    The driver says it in kernels of our own, torch in an error of its own or of no kind, and what
-    ends a capture hides the error that spoiled it.
+    Our own kernels report the driver's words in a KernelError; torch raises a class of its own or a
+    plain RuntimeError; an error at the end of a graph capture hides the one that spoiled it.
     """
     while error is not None:
         text = f"{type(error).__name__} {error}".lower()

@@ -11,13 +11,14 @@ import typer
 from rich.console import Console
 
 from headroom.cli.loading import open_llm
-from headroom.cli.settings import SAMPLING_HELP, parse_sampling, with_settings
+from headroom.cli.run import warn_if_cut
+from headroom.cli.settings import parse_sampling, sampling_settings, with_settings
 from headroom.engine.request import SamplingParams
 from headroom.errors import HeadroomError, OptionError
 from headroom.options import Options
 
 if TYPE_CHECKING:
-    from headroom.llm import LLM, Piece
+    from headroom.llm import LLM, AnswerDelta
 
 with contextlib.suppress(ImportError):  # line editing; not every Python is built with it
     import readline  # noqa: F401
@@ -26,8 +27,8 @@ HELP = """\
 /help              this text
 /reset             forget the conversation, keep the system text and the settings
 /system TEXT       set the system text and forget the conversation; without TEXT, remove it
-/set NAME VALUE    change a sampling setting, as in /set temperature 0.3; without VALUE, as it
-                   was made; alone, show them all
+/set NAME VALUE    change a sampling setting, as in /set temperature 0.3; without VALUE, back to
+                   its default; /set alone shows all settings
 /quit              leave (so does Ctrl-D)
 A line that ends in a backslash goes on in the next one. Ctrl-C stops an answer."""
 
@@ -55,13 +56,13 @@ def coloured_prompt(more: bool) -> str:
 
 
 def no_prompt(more: bool) -> str:
-    """Return nothing: input that is not typed by a person needs no prompt."""
+    """Return no prompt at all, for input that is not typed by a person."""
     return ""
 
 
 @dataclass
 class Conversation:
-    """What was said, and how answers are drawn."""
+    """The messages so far, and the sampling settings of the next answer."""
 
     params: SamplingParams
     system: str = ""
@@ -73,7 +74,7 @@ class Conversation:
         return [*first, *self.turns]
 
     def command(self, line: str) -> str:
-        """Obey a line that starts with a slash, and return what to tell the user."""
+        """Carry out a line that starts with a slash, and return the text to show."""
         word, _, rest = line.partition(" ")
         actions: dict[str, Callable[[str], str]] = {
             "/help": lambda _: HELP,
@@ -96,7 +97,7 @@ class Conversation:
 
     def _set_param(self, text: str) -> str:
         if not text:
-            return "\n".join(f"{name} {getattr(self.params, name)}" for name in SAMPLING_HELP)
+            return "\n".join(f"{name} {getattr(self.params, name)}" for name in sampling_settings())
         name, _, value = text.replace("=", " ", 1).partition(" ")
         name = name.replace("-", "_")
         changed = {name: parse_sampling(name, value.strip())}
@@ -113,7 +114,7 @@ class Chat:
         self.console = console
 
     def talk(self, read: Callable[[bool], str]) -> None:
-        """Answer line after line, until the input ends or /quit; `read` gives one line."""
+        """Answer line after line until the input ends or says /quit; `read` returns one line."""
         while True:
             try:
                 text = read_message(read)
@@ -137,7 +138,7 @@ class Chat:
                 self._answer(text)
         except HeadroomError as error:
             self.console.print(f"error: {error}", style="red")
-        except KeyboardInterrupt:  # before the first piece, while the prompt was made ready
+        except KeyboardInterrupt:  # before the first token, while the prompt was encoded
             self.console.print("stopped", style="dim")
 
     def _answer(self, text: str) -> None:
@@ -145,13 +146,16 @@ class Chat:
         turns.append({"role": "user", "content": text})
         params = self.conversation.params
         try:
-            pieces = self.llm.stream_chat(self.conversation.messages(), params)
-            answer = write_pieces(pieces, self.console)
+            deltas = self.llm.stream_chat(self.conversation.messages(), params)
+            received = write_answer(deltas, self.console)
         except (HeadroomError, KeyboardInterrupt):
             turns.pop()  # a question that got no answer is not part of the conversation
             raise
+        answer = "".join(delta.text for delta in received)
         turns.append({"role": "assistant", "content": answer})
-        # The next answer must not repeat this one's draws; a new start is as good as any.
+        if received:
+            warn_if_cut(received[-1], params, self.llm.context)
+        # With a new seed the next answer does not repeat the random numbers of this one.
         self.conversation.params = replace(params, seed=(params.seed + 1) % (1 << 62))
 
 
@@ -164,24 +168,26 @@ def read_message(read: Callable[[bool], str]) -> str:
     return "\n".join(lines).strip()
 
 
-def write_pieces(pieces: "Iterable[Piece]", console: Console) -> str:
-    """Show an answer as it comes, then its token rate, and return it; Ctrl-C ends it early."""
-    answer, times, note = "", list[float](), ""
+def write_answer(deltas: "Iterable[AnswerDelta]", console: Console) -> "list[AnswerDelta]":
+    """Show an answer as it comes, then its token rate, and return its deltas; Ctrl-C ends it."""
+    received: list[AnswerDelta] = []
+    times, note = list[float](), ""
     try:
-        for piece in pieces:
-            answer += piece.text
-            console.file.write(piece.text)
+        for delta in deltas:
+            received.append(delta)
+            console.file.write(delta.text)
             console.file.flush()
-            if piece.token is not None:
+            if delta.token is not None:
                 times.append(time.perf_counter())
     except KeyboardInterrupt:
         note = ", stopped"
-        if isinstance(pieces, Generator):
-            pieces.close()  # which stops the request
-    console.file.write("" if answer.endswith("\n") else "\n")
+        if isinstance(deltas, Generator):
+            deltas.close()  # which cancels the request
+    ends_line = "".join(delta.text for delta in received).endswith("\n")
+    console.file.write("" if ends_line else "\n")
     if console.is_terminal:
         console.print(f"{len(times)} tokens{rate(times)}{note}\n", style="dim")
-    return answer
+    return received
 
 
 def rate(times: list[float]) -> str:

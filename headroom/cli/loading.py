@@ -1,4 +1,4 @@
-"""What the commands do before they can work: find the model, or fetch it, and load it."""
+"""What commands do first: find the model, or download it, and load it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from headroom.llm import LLM
 
 
-Show = Callable[[int, int | None], None]  # told the bytes that are done, and of all where known
+Show = Callable[[int, int | None], None]  # called with bytes done and bytes in all, if known
 
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Show]:
-    """Draw a bar on standard error while it lasts, if that is a terminal; yield what moves it."""
+    """Draw a progress bar if standard error is a terminal; yield the function that moves it."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     console = Console(stderr=True)
     quiet = not console.is_terminal
@@ -38,7 +38,7 @@ def progress_bar(what: str) -> Iterator[Show]:
 
 
 def pull_model(name: str, home: Path) -> Path:
-    """Fetch a model with a progress bar, and return its path."""
+    """Download a model with a progress bar, and return its path."""
     refuse_synth(name, home)
     with progress_bar(f"pulling {name or DEFAULT_MODEL}") as show:
         return pull(name, home, show)
@@ -50,12 +50,14 @@ def is_default(name: str) -> bool:
 
 
 def refuse_synth(name: str, home: Path) -> None:
-    """Refuse a model that is to be synthesised, which only `headroom bench` does by itself."""
+    """Refuse a name like `synth:llama`, a model that only `headroom bench` writes by itself."""
     if not name.lower().startswith("synth:"):
         return
-    from headroom.bench.models import parse_synth  # torch, for what is an error in any case
+    from headroom.bench.models import (
+        parse_synth,
+    )  # imports torch, which may take its time before an error
 
-    model = parse_synth(name)  # says what names there are where this is none
+    model = parse_synth(name)  # an unknown name is refused with the list of known ones
     assert model is not None
     path, recipe = model.path(home), model.recipe
     flags = f"--size {recipe.name} --quant {model.mix}"
@@ -70,7 +72,7 @@ def refuse_synth(name: str, home: Path) -> None:
 
 
 def ready_model(options: Options) -> Path:
-    """Return the path of the chosen model; the default model is fetched where it is missing."""
+    """Return the path of the chosen model; the default model is downloaded if it is missing."""
     refuse_synth(options.model, options.home_path)
     try:
         return find_model(options.model, options.home_path)
@@ -82,11 +84,11 @@ def ready_model(options: Options) -> Path:
 
 @contextmanager
 def open_llm(options: Options) -> "Iterator[LLM]":
-    """Load the chosen model, and let it go when the command ends."""
-    ready_model(options)
+    """Find and load the chosen model, and close it when the command ends."""
+    path = ready_model(options)
     with progress_bar("loading") as show:
         from headroom.llm import LLM  # torch takes seconds to import; --help must not wait for it
 
-        llm = LLM(options=options, progress=show)
+        llm = LLM(options=options, path=path, progress=show)
     with llm:
         yield llm

@@ -1,6 +1,7 @@
 """`headroom run`: answer one prompt."""
 
 import json
+import logging
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -15,7 +16,9 @@ from headroom.engine.request import SamplingParams
 from headroom.options import Options
 
 if TYPE_CHECKING:
-    from headroom.llm import LLM, Completion, Piece
+    from headroom.llm import LLM, AnswerDelta, Completion
+
+log = logging.getLogger(__name__)
 
 Messages = list[dict[str, str]]
 
@@ -45,9 +48,11 @@ def run(
     with open_llm(options) as llm:
         asked: str | Messages = prompt if raw else make_messages(system, prompt)
         if as_json:
-            print(json.dumps(completion_json(complete(llm, asked, params), params)))
+            answer = complete(llm, asked, params)
+            print(json.dumps(completion_json(answer, params)))
+            warn_if_cut(answer, params, llm.context)
         else:
-            show(stream(llm, asked, params))
+            warn_if_cut(show(stream(llm, asked, params)), params, llm.context)
 
 
 def split_words(words: list[str]) -> tuple[str, str]:
@@ -81,29 +86,43 @@ def complete(llm: "LLM", asked: str | Messages, params: SamplingParams) -> "Comp
     return llm.chat(asked, params)
 
 
-def stream(llm: "LLM", asked: str | Messages, params: SamplingParams) -> "Iterable[Piece]":
-    """Return the answer piece by piece."""
+def stream(llm: "LLM", asked: str | Messages, params: SamplingParams) -> "Iterable[AnswerDelta]":
+    """Return the answer as it comes."""
     if isinstance(asked, str):
         return llm.stream(asked, params)
     return llm.stream_chat(asked, params)
 
 
-def show(pieces: "Iterable[Piece]") -> None:
-    """Write an answer to standard output as it comes, ending in a line feed."""
-    last = ""
-    for piece in pieces:
-        sys.stdout.write(piece.text)
+def show(deltas: "Iterable[AnswerDelta]") -> "AnswerDelta":
+    """Write an answer to standard output as it comes, and a line feed; return the last delta."""
+    text = ""
+    for delta in deltas:
+        sys.stdout.write(delta.text)
         sys.stdout.flush()
-        last = piece.text or last
-    if not last.endswith("\n"):
+        text = delta.text or text
+    if not text.endswith("\n"):
         print(flush=True)
+    return delta
+
+
+def warn_if_cut(answer: "AnswerDelta | Completion", params: SamplingParams, context: int) -> None:
+    """Log a warning if the end of the context cut an answer short of what was asked for."""
+    wanted, generated = params.max_tokens, answer.generated_tokens
+    if answer.finish_reason == "length" and (wanted is None or generated < wanted):
+        asked = "" if wanted is None else f", not {wanted} (--max-tokens)"
+        log.warning(
+            "answer: cut after %d tokens%s, where the context of %d tokens ends; raise --context",
+            generated,
+            asked,
+            context,
+        )
 
 
 def completion_json(completion: "Completion", params: SamplingParams) -> dict[str, Any]:
     """Return an answer as `--json` prints it."""
     decode_s = completion.timings.decode_s
     times = asdict(completion.timings)
-    if times["experts"] is None:  # told only where a model has cold ones
+    if times["experts"] is None:  # the model has no cold experts
         del times["experts"]
     rate = (completion.generated_tokens - 1) / decode_s if decode_s > 0 else None
     return {

@@ -1,4 +1,4 @@
-"""Flags made from the declarations of Options and SamplingParams, so that each is written once."""
+"""Command-line flags, made from the declarations of Options and SamplingParams."""
 
 import functools
 import inspect
@@ -10,37 +10,23 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from headroom.engine.request import SamplingParams
+from headroom.engine.request import SamplingParams, user_settings
 from headroom.errors import OptionError, RequestError
 from headroom.log import start_logging
 from headroom.options import BOOLEANS, Options, flag, load_options, value_type
 
 Command = Callable[..., None]
 
-SAMPLING_HELP = {
-    "max_tokens": "tokens to generate; if left out, as many as the context holds",
-    "temperature": "how freely tokens are drawn; 0 always takes the likeliest",
-    "top_k": "draw from the K likeliest tokens; 0 for all",
-    "top_p": "draw from the likeliest tokens that together have this probability",
-    "min_p": "drop tokens below this share of the likeliest token's probability",
-    "repetition_penalty": "make tokens that were seen less likely; 1 for none",
-    "frequency_penalty": "subtract this from a token's logit for each time it was seen",
-    "presence_penalty": "subtract this once from the logit of a token that was seen",
-    "penalty_window": "last tokens that the penalties look at; 0 for all",
-    "seed": "start of the random numbers; a new one for every answer if left out",
-    "ignore_eos": "go on where the model would end its answer",
-    "stop": "text that ends the answer; may be repeated",
-}
 CONFIG_HELP = "TOML file with settings, named as the flags are"
 
 
 def with_settings(
     *groups: str, sampling: bool = False, **defaults: object
 ) -> Callable[[Command], Command]:
-    """Give a command the flags of `groups` of Options, and of SamplingParams where asked.
+    """Give a command the flags of `groups` of Options, and those of SamplingParams if `sampling`.
 
-    The command receives `options`, and `params` where it samples. `defaults` are Options that this
-    command prefers where neither a flag nor a variable nor the config file says otherwise.
+    The command receives `options`, and also `params` if `sampling`. `defaults` are this command's
+    own defaults: a flag, a variable or the config file overrides them.
     """
 
     def decorate(command: Command) -> Command:
@@ -70,7 +56,7 @@ def with_settings(
 
 
 def add_flags(command: Any, kind: type[Any]) -> None:
-    """Replace a command's catch-all by one parameter for each field of a dataclass."""
+    """Replace a command's `**flags` by one parameter for each field of a dataclass."""
     hints = get_type_hints(kind, include_extras=True)
     own = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
     flags = [
@@ -100,14 +86,23 @@ def option_flags(
 
 
 def sampling_flags() -> list[inspect.Parameter]:
-    """Return one flag for each sampling setting that a command line can hold."""
+    """Return one flag for each sampling setting that a flag can hold."""
+    return [_sampling_flag(setting) for setting in sampling_settings().values()]
+
+
+def sampling_settings() -> "dict[str, Field[Any]]":
+    """Return the sampling settings that have a flag, by name; a mapping does not fit into one."""
     kinds = get_type_hints(SamplingParams)
-    return [_sampling_flag(name, kinds[name], help) for name, help in SAMPLING_HELP.items()]
+    return {
+        setting.name: setting
+        for setting in user_settings()
+        if get_origin(kinds[setting.name]) is not Mapping
+    }
 
 
 def make_params(values: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling settings that were given, with a new seed where none was."""
-    given = {name: values[name] for name in SAMPLING_HELP if values.get(name) is not None}
+    """Return the sampling settings that were given, with a random seed if none was."""
+    given = {name: values[name] for name in sampling_settings() if values.get(name) is not None}
     given["stop"] = tuple(given.get("stop", ()))
     given.setdefault("seed", new_seed())
     try:
@@ -117,16 +112,17 @@ def make_params(values: Mapping[str, Any]) -> SamplingParams:
 
 
 def new_seed() -> int:
-    """Return a seed that nobody chose, short enough to be typed again."""
-    return int.from_bytes(os.urandom(4)) >> 1  # the module secrets takes longer to import
+    """Return a random seed of 31 bits, short enough to be typed again."""
+    return int.from_bytes(os.urandom(4)) >> 1  # `secrets` takes longer to import
 
 
 def parse_sampling(name: str, text: str) -> object:
-    """Return the value of a sampling setting that is written as `text`; none is its default."""
-    if name not in SAMPLING_HELP:
-        raise OptionError(f"Unknown setting {name!r}.", hint=f"Known: {', '.join(SAMPLING_HELP)}.")
+    """Return the value of a sampling setting that `text` stands for; "" stands for the default."""
+    known = sampling_settings()
+    if name not in known:
+        raise OptionError(f"Unknown setting {name!r}.", hint=f"Known: {', '.join(known)}.")
     if not text:
-        return _default(name)
+        return known[name].default
     kind = _plain(get_type_hints(SamplingParams)[name])
     if get_origin(kind) is tuple:
         return (text,)
@@ -147,7 +143,7 @@ def _option_flag(setting: "Field[Any]", default: object) -> inspect.Parameter:
         return _keyword(setting.name, Annotated[str | None, model])
     if rules["repeatable"]:
         kind = list[kind]  # type: ignore[valid-type]
-    # Choices and bounds are checked by Options, whose errors are one line with the right values.
+    # Options checks choices and bounds: its errors are one line with the allowed values.
     choices = "|".join(rules["choices"])
     info = typer.Option(
         flag(setting),
@@ -159,26 +155,21 @@ def _option_flag(setting: "Field[Any]", default: object) -> inspect.Parameter:
     return _keyword(setting.name, Annotated[kind | None, info])
 
 
-def _sampling_flag(name: str, kind: Any, help: str) -> inspect.Parameter:
-    kind = _plain(kind)
+def _sampling_flag(setting: "Field[Any]") -> inspect.Parameter:
+    name, kind = setting.name, _plain(get_type_hints(SamplingParams)[setting.name])
     words = flag_words = "--" + name.replace("_", "-")
     if get_origin(kind) is tuple:
         kind = list[str]
     elif kind is bool:
         words = f"{flag_words}/--no-{flag_words[2:]}"
-    default = _default(name)
-    shown = default if name != "seed" and kind in (int, float) else None
+    shown = setting.default if name != "seed" and kind in (int, float) else None
     info = typer.Option(
         words,
-        help=_with_default(help, shown),
+        help=_with_default(setting.metadata["help"], shown),
         show_default=False,
         rich_help_panel="Sampling options",
     )
     return _keyword(name, Annotated[kind | None, info])
-
-
-def _default(name: str) -> object:
-    return next(field.default for field in fields(SamplingParams) if field.name == name)
 
 
 def _with_default(help: str, default: object) -> str:

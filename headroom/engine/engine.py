@@ -13,7 +13,13 @@ import torch
 from headroom.engine.batching import make_batch
 from headroom.engine.outputs import Flight, Output, list_draws, list_outputs, read_outputs
 from headroom.engine.pages import PagePool
-from headroom.engine.request import FinishReason, GenerationRequest, TokenEvent, TokenLogprobs
+from headroom.engine.request import (
+    FinishReason,
+    GenerationRequest,
+    TokenEvent,
+    TokenLogprobs,
+    check_request,
+)
 from headroom.engine.sampler import Row
 from headroom.engine.scheduler import Limits, Scheduler, Turn
 from headroom.engine.sequence import Sequence
@@ -56,12 +62,29 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="headroom-engine", daemon=True)
         self._thread.start()
 
+    def check(self, request: GenerationRequest) -> None:
+        """Refuse a request that this engine cannot run, whatever else it is doing."""
+        check_request(request, self._settings.context, self.vocab)
+
     def submit(self, request: GenerationRequest, on_event: Callable[[TokenEvent], None]) -> None:
-        """Queue a request; `on_event` is called from the engine thread and must not block."""
-        self._check(request)
+        """Queue a request; `on_event` is called from the engine thread and must not block.
+
+        An answer ends where the context ends, also if `max_tokens` would allow more.
+        """
+        self.check(request)
         limit = self._settings.context
-        if request.params.max_tokens is not None:
-            limit = min(limit, len(request.prompt) + request.params.max_tokens)
+        wanted = request.params.max_tokens
+        if wanted is not None and len(request.prompt) + wanted > limit:
+            log.info(
+                "request: %s may generate %d tokens, not %d: a prompt of %d in a context of %d",
+                request.id,
+                limit - len(request.prompt),
+                wanted,
+                len(request.prompt),
+                limit,
+            )
+        elif wanted is not None:
+            limit = len(request.prompt) + wanted
         sequence = Sequence(request, on_event, limit, next(self._order))
         with self._changed:
             if self._closing:
@@ -109,23 +132,6 @@ class Engine:
             self._changed.notify()
         self._thread.join()
         self._pipeline.close()
-
-    def _check(self, request: GenerationRequest) -> None:
-        prompt, context = request.prompt, self._settings.context
-        if not prompt:
-            raise RequestError("The prompt is empty.", param="prompt")
-        if len(prompt) >= context:
-            raise RequestError(
-                f"The prompt has {len(prompt)} tokens and the context holds {context}, "
-                "the answer included.",
-                hint="Shorten the prompt or raise --context.",
-                param="prompt",
-            )
-        for name, ids in (("prompt", prompt), ("logit_bias", request.params.logit_bias)):
-            if wrong := next((token for token in ids if not 0 <= token < self.vocab), None):
-                raise RequestError(
-                    f"Token id {wrong} is outside the vocabulary of {self.vocab}.", param=name
-                )
 
     def _run(self) -> None:
         try:

@@ -1,65 +1,109 @@
 """What goes into the engine and what comes out: GenerationRequest, SamplingParams, TokenEvent."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Literal
 
-from headroom.errors import RequestError
+from headroom.errors import ContextLengthError, RequestError
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_LOGPROBS = 20
 MAX_SEED = (1 << 63) - 1
 
 
+def setting(
+    default: object = None,
+    help: str = "",
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,  # like `minimum`, but the value itself is refused
+) -> Any:
+    """Declare one sampling setting.
+
+    A setting with a help text is a user's: the HTTP field and the command-line flag of its name
+    are made from this declaration. Settings without one are set by the code that makes a request.
+    """
+    metadata = {"help": help, "min": minimum, "max": maximum, "above": above}
+    if default is dict:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn from the model's logits."""
+    """How tokens are drawn from the model's logits, and when an answer ends."""
 
-    max_tokens: int | None = None  # tokens to generate; None: as many as the context holds
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # 0 keeps all
-    top_p: float = 1.0
-    min_p: float = 0.0  # least probability, as a share of the likeliest token's
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    penalty_window: int = 256  # last tokens (prompt and generated) that penalties look at; 0: all
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int = 0
-    draw: int = 0  # which of several answers with the same seed this is
-    logprobs: int | None = (
-        None  # likeliest tokens to report beside the drawn one; None: no logprobs
+    max_tokens: int | None = setting(
+        None, "tokens to generate; if left out, as many as the context holds", minimum=1
     )
-    prompt_logprobs: bool = False  # also report the prompt's own tokens
-    ignore_eos: bool = False
-    stop: tuple[str, ...] = ()  # texts that end the answer; found by the caller, in text
+    temperature: float = setting(
+        1.0, "how freely tokens are drawn; 0 always takes the likeliest", minimum=0, maximum=100
+    )
+    top_k: int = setting(0, "draw from the K likeliest tokens; 0 for all", minimum=0)
+    top_p: float = setting(
+        1.0,
+        "draw from the likeliest tokens that together have this probability",
+        minimum=0,
+        maximum=1,
+    )
+    min_p: float = setting(
+        0.0,
+        "drop tokens below this share of the likeliest token's probability",
+        minimum=0,
+        maximum=1,
+    )
+    repetition_penalty: float = setting(
+        1.0, "make tokens that were seen less likely; 1 for none", above=0, maximum=100
+    )
+    frequency_penalty: float = setting(
+        0.0,
+        "subtract this from a token's logit for each time it was seen",
+        minimum=-100,
+        maximum=100,
+    )
+    presence_penalty: float = setting(
+        0.0, "subtract this once from the logit of a token that was seen", minimum=-100, maximum=100
+    )
+    penalty_window: int = setting(
+        256,
+        "number of last tokens, prompt included, that the penalties look at; 0 for all",
+        minimum=0,
+    )
+    logit_bias: Mapping[int, float] = setting(
+        dict, "numbers to add to the logits of single tokens", minimum=-100, maximum=100
+    )
+    seed: int = setting(
+        0,
+        "start of the random numbers; a new one for every answer if left out",
+        minimum=-MAX_SEED - 1,
+        maximum=MAX_SEED,
+    )
+    draw: int = setting(0, minimum=0)  # which of several answers with one seed this is
+    # The number of likeliest tokens to report with each drawn token; None: no logprobs.
+    logprobs: int | None = setting(None, minimum=0, maximum=MAX_LOGPROBS)
+    prompt_logprobs: bool = setting(False)  # also report logprobs of the prompt's tokens
+    ignore_eos: bool = setting(False, "go on where the model would end its answer")
+    # The engine does not look for stop texts: whoever turns tokens into text finds them there.
+    stop: tuple[str, ...] = setting((), "text that ends the answer; may be repeated")
 
     def __post_init__(self) -> None:
-        _in_range("max_tokens", self.max_tokens, 1, None)
-        _in_range("temperature", self.temperature, 0, 100)
-        _in_range("top_k", self.top_k, 0, None)
-        _in_range("top_p", self.top_p, 0, 1)
-        _in_range("min_p", self.min_p, 0, 1)
-        if not 0 < self.repetition_penalty <= 100:
-            raise RequestError(
-                f"repetition_penalty is {self.repetition_penalty}; it must be in (0, 100].",
-                param="repetition_penalty",
-            )
-        _in_range("frequency_penalty", self.frequency_penalty, -100, 100)
-        _in_range("presence_penalty", self.presence_penalty, -100, 100)
-        _in_range("penalty_window", self.penalty_window, 0, None)
-        _in_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
-        _in_range("draw", self.draw, 0, None)
-        _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        for bias in self.logit_bias.values():
-            _in_range("logit_bias", bias, -100, 100)
+        for declared in fields(self):
+            value = getattr(self, declared.name)
+            for number in value.values() if isinstance(value, Mapping) else (value,):
+                _check_range(declared, number)
         if isinstance(self.stop, str):
             raise RequestError(
                 f"stop is the text {self.stop[:40]!r}; it must be a tuple of texts.", param="stop"
             )
         if "" in self.stop:
             raise RequestError("A stop text is empty.", param="stop")
+
+
+def user_settings() -> "tuple[Field[Any], ...]":
+    """Return the sampling settings that users give by name, in the order of their declaration."""
+    return tuple(declared for declared in fields(SamplingParams) if declared.metadata["help"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +116,36 @@ class GenerationRequest:
     stop_ids: frozenset[int]  # tokens that end an answer, unless ignore_eos
 
 
+def check_request(request: GenerationRequest, context: int, vocab: int) -> None:
+    """Refuse a request that an engine of this context and vocabulary (in tokens) cannot run."""
+    if not request.prompt:
+        raise RequestError("The prompt is empty.", param="prompt")
+    if len(request.prompt) >= context:
+        raise ContextLengthError(
+            f"The prompt has {len(request.prompt)} tokens and the context holds {context}, "
+            "the answer included.",
+            hint="Shorten the prompt or raise --context.",
+            param="prompt",
+        )
+    check_token_ids(request.prompt, vocab, "prompt")
+    check_token_ids(request.params.logit_bias, vocab, "logit_bias")
+
+
+def check_token_ids(ids: Iterable[int], vocab: int, param: str) -> None:
+    """Refuse token ids outside a vocabulary of `vocab` tokens; `param` is the field at fault."""
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise RequestError(
+                f"Token id {token} is outside the vocabulary of {vocab}.", param=param
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How likely the model, before any sampling setting, found a token and its rivals."""
+    """Log probabilities of one position, from the model's logits before any sampling setting."""
 
-    logprob: float
-    top: tuple[tuple[int, float], ...]  # (token id, logprob), likeliest first
+    logprob: float  # of the token that stands at the position
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens: (token id, logprob), likeliest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,28 +155,40 @@ class Timings:
     queue_s: float  # from submission to its first step
     prefill_s: float  # from its first step to its first token
     decode_s: float  # from its first token to its last
-    # With the last event, where a model has cold experts: what they cost while the request ran.
+    # With the last event, if the model has cold experts: what they cost while the request ran.
     experts: Mapping[str, object] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """One token of an answer, or its end; the last event of a request has a finish reason."""
+    """One token of an answer, or the answer's end; a request's last event has a finish reason."""
 
     request_id: str
-    token: int | None = None  # None where only the end is told
+    token: int | None = None  # None if the event only reports the end
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # with the first event, where asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # with the first event, if asked for
     finish_reason: FinishReason | None = None
     error: str = ""  # with finish reason "error"
     prompt_tokens: int = 0
-    generated_tokens: int = 0  # so far, this one included
-    timings: Timings | None = None  # up to now
+    generated_tokens: int = 0  # so far, this event's token included
+    timings: Timings | None = None  # up to this event
 
 
-def _in_range(name: str, value: float | None, low: float, high: float | None) -> None:
-    if value is None:
+def _check_range(declared: "Field[Any]", value: object) -> None:
+    """Refuse a number outside the bounds that its setting was declared with."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return
-    if not math.isfinite(value) or value < low or (high is not None and value > high):
-        span = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{name} is {value}; it must be {span}.", param=name)
+    name, rules = declared.name, declared.metadata
+    low, high, above = rules["min"], rules["max"], rules["above"]
+    if (
+        math.isfinite(value)
+        and (low is None or value >= low)
+        and (above is None or value > above)
+        and (high is None or value <= high)
+    ):
+        return
+    if above is not None:
+        allowed = f"in ({above}, {high}]"
+    else:
+        allowed = f"at least {low}" if high is None else f"from {low} to {high}"
+    raise RequestError(f"{name} is {value}; it must be {allowed}.", param=name)

@@ -1,4 +1,4 @@
-"""The application: its routes, who may call them, its start and its stop."""
+"""The HTTP application: its endpoints, its API key, its start and its stop."""
 
 import contextlib
 import hmac
@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
@@ -20,21 +20,23 @@ from starlette.responses import JSONResponse, Response
 from headroom.errors import HeadroomError, OptionError
 from headroom.llm import LLM
 from headroom.options import Options
+from headroom.server import openai_chat, openai_completions, tokens
 from headroom.server.metrics import MeasureRequests, Metrics
-from headroom.server.openai_chat import chat_completions
-from headroom.server.openai_completions import completions
 from headroom.server.refusals import RefusalError, refuse
-from headroom.server.stream import Service
-from headroom.server.tokens import detokenize, tokenize
+from headroom.server.service import Service
 
 log = logging.getLogger("headroom.server")
 
-STOP_S = 5  # what a shutdown waits for clients that do not take their last events
+# A new endpoint is a module with a router, and a word here.
+ENDPOINTS = (openai_chat, openai_completions, tokens)
+STOP_S = 5  # seconds that a shutdown waits for clients to take their last events
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+status_routes = APIRouter()
 
 
 def create_app(llm: LLM, options: Options) -> FastAPI:
-    """Return the HTTP application over an engine that is ready."""
+    """Return the HTTP application of a loaded model."""
     metrics = Metrics(llm.engine)
     app = FastAPI(
         title="headroom",
@@ -47,7 +49,8 @@ def create_app(llm: LLM, options: Options) -> FastAPI:
     app.state.service = Service(llm, options, metrics)
     app.state.created = int(time.time())
     app.add_api_route("/health", health, methods=["GET", "HEAD"])
-    app.include_router(_guarded_routes())
+    for endpoint in (status_routes, *(module.router for module in ENDPOINTS)):
+        app.include_router(endpoint, dependencies=[Depends(check_key)])
     if options.cors is not None:
         app.add_middleware(
             CORSMiddleware,
@@ -59,25 +62,8 @@ def create_app(llm: LLM, options: Options) -> FastAPI:
     return app
 
 
-def _guarded_routes() -> APIRouter:
-    """Return the routes that need the key, where there is one."""
-    router = APIRouter(dependencies=[Depends(check_key)])
-    router.add_api_route("/v1/models", list_models)
-    router.add_api_route("/v1/models/{name:path}", show_model)
-    router.add_api_route("/metrics", show_metrics)
-    posts: dict[str, Callable[..., Any]] = {
-        "/v1/chat/completions": chat_completions,
-        "/v1/completions": completions,
-        "/tokenize": tokenize,
-        "/detokenize": detokenize,
-    }
-    for path, endpoint in posts.items():
-        router.add_api_route(path, endpoint, methods=["POST"], response_model=None)
-    return router
-
-
 async def check_key(request: Request) -> None:
-    """Refuse a request without the key, where the server has one."""
+    """Refuse a request without the API key, if the server has one."""
     service: Service = request.app.state.service
     if service.options.api_key is None:
         return
@@ -99,11 +85,13 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
+@status_routes.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
     """List the one model."""
     return {"object": "list", "data": [_model(request)]}
 
 
+@status_routes.get("/v1/models/{name:path}")
 async def show_model(request: Request, name: str) -> dict[str, Any]:
     """Show the one model."""
     service: Service = request.app.state.service
@@ -111,8 +99,9 @@ async def show_model(request: Request, name: str) -> dict[str, Any]:
     return _model(request)
 
 
+@status_routes.get("/metrics")
 async def show_metrics(request: Request) -> Response:
-    """Return everything measured, in Prometheus' text format."""
+    """Return all metrics in Prometheus' text format."""
     service: Service = request.app.state.service
     return Response(service.metrics.text(), media_type=METRICS_TYPE)
 
@@ -129,7 +118,7 @@ def _model(request: Request) -> dict[str, Any]:
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn that says when it is ready and ends running answers before it stops."""
+    """A uvicorn server that logs when it is ready and ends running answers before it stops."""
 
     def __init__(self, llm: LLM, options: Options, bound: socket.socket) -> None:
         self._app = create_app(llm, options)
@@ -150,13 +139,13 @@ class HttpServer(uvicorn.Server):
         super().run(sockets or [self._socket])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to listen, then say so."""
+        """Start to listen, then log the address."""
         await super().startup(sockets)
         if self.started:
             log.info("serve: ready on %s", self.address)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End running answers first: uvicorn would wait for them."""
+        """End running answers first, since uvicorn would wait for them."""
         log.info("serve: stopping")
         service: Service = self._app.state.service
         service.stop()
@@ -164,7 +153,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop on SIGINT and SIGTERM; unlike uvicorn's, never raise them anew afterwards."""
+        """Stop on SIGINT and SIGTERM; uvicorn's own version raises the signal again afterwards."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -183,7 +172,7 @@ def run_server(llm: LLM, options: Options, bound: socket.socket) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take an address; clients are refused there until the server listens."""
+    """Bind an address; connections are refused until the server listens."""
     bound = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -195,7 +184,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         if bound is not None:
             bound.close()
-        # What the system says, without the address that Python adds.
+        # The system's own words, without the address that Python adds to them.
         number = error.errno or 0
         reason = os.strerror(number) if number > 0 else error.strerror
         raise OptionError(

@@ -1,51 +1,132 @@
-"""POST /v1/chat/completions: a conversation to its next turn, as OpenAI words it."""
+"""POST /v1/chat/completions: answers a conversation, in OpenAI's format."""
 
 import asyncio
 import uuid
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
-from fastapi import Request
+from fastapi import APIRouter, Request
+from pydantic import Field, PlainValidator, model_validator
 from starlette.responses import Response
 
-from headroom.engine.request import TokenLogprobs
+from headroom.engine.request import MAX_LOGPROBS, TokenLogprobs
+from headroom.llm import AnswerDelta, AnswerToken, Completion
 from headroom.server.openai_shared import (
-    Head,
-    Job,
+    Envelope,
+    GenerationCall,
     logprob_number,
     make_requests,
+    new_seed,
     respond,
-    seed_of,
     token_text,
 )
-from headroom.server.schemas import ChatBody, read_body
-from headroom.server.stream import AnswerToken, Delta, Service
+from headroom.server.schemas import (
+    Body,
+    GenerationBody,
+    Positive,
+    read_body,
+    short,
+    unsupported,
+    wrong_type,
+)
+from headroom.server.service import Service
 from headroom.text.tokenizer import Tokenizer
 
+router = APIRouter()
 
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+def _check_content(value: object) -> str | None:
+    """Return a message's text; several text parts are joined by line breaks."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise wrong_type("a text or a list of text parts")
+    return "\n".join(_part_text(part) for part in value)
+
+
+def _part_text(part: object) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise wrong_type("a text or a list of text parts")
+    if part["type"] not in ("text", "input_text", "output_text", "refusal"):
+        raise ValueError(f"parts of type {short(part['type'])!r} cannot be read, only text")
+    text = part.get("refusal" if part["type"] == "refusal" else "text")
+    if not isinstance(text, str):
+        raise wrong_type("a text part with its text")
+    return text
+
+
+class MessageBody(Body):
+    """One turn of a conversation."""
+
+    role: Role
+    content: Annotated[str | None, PlainValidator(_check_content)] = None
+    name: str | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> "MessageBody":
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("a message needs content")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates expect it."""
+        turn = self.model_dump(exclude_none=True)
+        # Few templates know "developer", the newer name of the role "system".
+        turn["role"] = "system" if self.role == "developer" else self.role
+        return {**turn, "content": self.content or ""}
+
+
+class ChatBody(GenerationBody):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    response_format: Any = None
+
+    @model_validator(mode="after")
+    def _can_be_honoured(self) -> "ChatBody":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise unsupported("top_logprobs", "top_logprobs needs logprobs to be true.")
+        if self.tools and self.tool_choice != "none":
+            raise unsupported("tools", "Tools cannot be called yet; leave `tools` out.")
+        form = self.response_format
+        if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
+            raise unsupported("response_format", "Answers can only have the format 'text'.")
+        return self
+
+
+@router.post("/v1/chat/completions", response_model=None)
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     service: Service = request.app.state.service
     body = await read_body(request, ChatBody, service.options.max_body)
     service.check_model(body.model)
     messages = [message.for_template() for message in body.messages]
-    # Long prompts take a while to encode; other clients' events must not wait for that.
+    # Encoding a long prompt takes a while; in a thread it does not hold up other clients' events.
     prompt = await asyncio.to_thread(service.llm.encode_chat, messages)
-    service.check_prompt(prompt, "messages")
-    seed = seed_of(body)
-    settings: dict[str, Any] = {"seed": seed}
+    settings = {"seed": new_seed(), **body.sampling()}
     if body.max_completion_tokens is not None:
         settings["max_tokens"] = body.max_completion_tokens
     if body.logprobs:
         settings["logprobs"] = body.top_logprobs or 0
-    head = Head(
+    envelope = Envelope(
         id=f"chatcmpl-{uuid.uuid4().hex}",
         object="chat.completion.chunk" if body.stream else "chat.completion",
         model=service.llm.name,
-        seed=seed,
+        seed=settings["seed"],
     )
-    requests = make_requests(service, [prompt], body, **settings)
+    requests = make_requests(service, [prompt], settings, body.n, prompt_field="messages")
     writer = ChatWriter(service.llm.tokenizer, with_logprobs=bool(body.logprobs))
-    return await respond(request, service, Job(body, requests, head, writer))
+    return await respond(request, service, GenerationCall(body, requests, envelope, writer))
 
 
 class ChatWriter:
@@ -59,32 +140,32 @@ class ChatWriter:
         """Return the choice that names the speaker."""
         return _streamed(index, {"role": "assistant", "content": ""})
 
-    def piece(self, delta: Delta) -> dict[str, Any]:
+    def piece(self, delta: AnswerDelta) -> dict[str, Any]:
         """Return the choice that adds text."""
-        return _streamed(delta.index, {"content": delta.text}, self._logprobs(delta))
+        logprobs = self._logprobs(delta.shown_tokens)
+        return _streamed(delta.index, {"content": delta.text}, logprobs)
 
-    def last(self, delta: Delta) -> dict[str, Any]:
+    def last(self, delta: AnswerDelta) -> dict[str, Any]:
         """Return the choice that says why the answer ended."""
-        reason = delta.end.finish_reason if delta.end is not None else None
-        return {**_streamed(delta.index, {}), "finish_reason": reason}
+        return {**_streamed(delta.index, {}), "finish_reason": delta.finish_reason}
 
-    def whole(self, delta: Delta) -> dict[str, Any]:
+    def whole(self, index: int, answer: Completion) -> dict[str, Any]:
         """Return the choice of a whole answer."""
         return {
-            "index": delta.index,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
-            "logprobs": self._logprobs(delta),
-            "finish_reason": delta.end.finish_reason if delta.end is not None else None,
+            "index": index,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": self._logprobs(answer.shown_tokens),
+            "finish_reason": answer.finish_reason,
         }
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
-        return {"content": [self._token(token) for token in delta.tokens], "refusal": None}
+        return {"content": [self._token(token) for token in tokens], "refusal": None}
 
     def _token(self, token: AnswerToken) -> dict[str, Any]:
         known = token.logprobs or TokenLogprobs(0.0, ())
-        top = [self._entry(rival, logprob) for rival, logprob in known.top]
+        top = [self._entry(alternative, logprob) for alternative, logprob in known.top]
         return {**self._entry(token.id, known.logprob), "top_logprobs": top}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:

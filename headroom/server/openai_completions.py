@@ -1,43 +1,93 @@
-"""POST /v1/completions: prompts to their continuations, as OpenAI words it."""
+"""POST /v1/completions: continues prompts, in OpenAI's format."""
 
 import asyncio
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi import APIRouter, Request
+from pydantic import Field, PlainValidator, model_validator
 from starlette.responses import Response
 
-from headroom.engine.request import TokenLogprobs
+from headroom.engine.request import MAX_LOGPROBS, TokenLogprobs
 from headroom.errors import RequestError
+from headroom.llm import AnswerDelta, AnswerToken, Completion
 from headroom.server.openai_shared import (
-    Head,
-    Job,
+    Envelope,
+    GenerationCall,
     logprob_number,
     make_requests,
+    new_seed,
     respond,
-    seed_of,
     token_text,
 )
-from headroom.server.schemas import CompletionBody, read_body
-from headroom.server.stream import AnswerToken, Delta, Service
+from headroom.server.schemas import (
+    GenerationBody,
+    Positive,
+    read_body,
+    token_ids,
+    unsupported,
+    wrong_type,
+)
+from headroom.server.service import Service
 from headroom.text.detokenizer import Detokenizer
 from headroom.text.tokenizer import Tokenizer
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint only
+router = APIRouter()
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default, for this endpoint only
 MAX_ANSWERS = 1024  # prompts times n
 
 
+def _check_prompts(value: object) -> list[str | list[int]]:
+    """Return the list of prompts; the field is one prompt or a list of them, texts or token ids."""
+    expected = "a text, a list of texts, a list of token ids or a list of such lists"
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise wrong_type(expected)
+    if not value:
+        raise ValueError("there is no prompt in the list")
+    if isinstance(value[0], int):
+        return [token_ids(value, expected)]
+    prompts: list[str | list[int]] = []
+    for item in value:
+        if type(item) is not type(value[0]) or not isinstance(item, str | list):
+            raise wrong_type(expected)
+        prompts.append(item if isinstance(item, str) else token_ids(item, expected))
+    return prompts
+
+
+class CompletionBody(GenerationBody):
+    """The body of /v1/completions."""
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(_check_prompts)]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: Positive | None = None
+
+    @model_validator(mode="after")
+    def _can_be_honoured(self) -> "CompletionBody":
+        if self.suffix:
+            raise unsupported("suffix", "A suffix is not supported: text is only continued.")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            message = f"best_of is {self.best_of}; it can only equal n, which is {self.n or 1}."
+            raise unsupported("best_of", message)
+        return self
+
+
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt: what the model reads, and what an echo shows."""
+class EchoedPrompt:
+    """A prompt that its answer repeats."""
 
     tokens: tuple[int, ...]
     text: str
-    hidden: int  # leading tokens that the text given by the client does not contain
+    hidden: int  # leading tokens that the client's text does not contain: 1 for an added BOS token
 
 
+@router.post("/v1/completions", response_model=None)
 async def completions(request: Request) -> Response:
     """Continue one or more prompts."""
     service: Service = request.app.state.service
@@ -49,80 +99,93 @@ async def completions(request: Request) -> Response:
             f"The prompts ask for {answers} answers; at most {MAX_ANSWERS} are given at once.",
             param="prompt",
         )
-    prompts = await asyncio.to_thread(_read_prompts, service, body.prompt)
-    seed = seed_of(body)
-    settings: dict[str, Any] = {"seed": seed, "max_tokens": body.max_tokens or DEFAULT_MAX_TOKENS}
+    tokenizer = service.llm.tokenizer
+    prompts = await asyncio.to_thread(_encode, tokenizer, body.prompt)
+    settings = {"seed": new_seed(), "max_tokens": DEFAULT_MAX_TOKENS, **body.sampling()}
     if body.logprobs is not None:
         settings |= {"logprobs": body.logprobs, "prompt_logprobs": bool(body.echo)}
-    head = Head(
-        id=f"cmpl-{uuid.uuid4().hex}", object="text_completion", model=service.llm.name, seed=seed
+    envelope = Envelope(
+        id=f"cmpl-{uuid.uuid4().hex}",
+        object="text_completion",
+        model=service.llm.name,
+        seed=settings["seed"],
     )
-    requests = make_requests(service, [prompt.tokens for prompt in prompts], body, **settings)
-    writer = CompletionWriter(service.llm.tokenizer, prompts, body)
-    return await respond(request, service, Job(body, requests, head, writer))
+    requests = make_requests(service, prompts, settings, body.n, prompt_field="prompt")
+    echoed = await asyncio.to_thread(_echo, tokenizer, prompts, body) if body.echo else None
+    writer = CompletionWriter(tokenizer, echoed, body)
+    return await respond(request, service, GenerationCall(body, requests, envelope, writer))
 
 
-def _read_prompts(service: Service, given: Sequence[str | list[int]]) -> list[Prompt]:
-    prompts = []
-    for prompt in given:
-        tokenizer = service.llm.tokenizer
-        tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        service.check_prompt(tokens, "prompt")
-        prompts.append(_describe(tokenizer, tokens, prompt))
-    return prompts
+def _encode(tokenizer: Tokenizer, given: Sequence[str | list[int]]) -> list[list[int]]:
+    return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
 
 
-def _describe(tokenizer: Tokenizer, tokens: Sequence[int], given: str | list[int]) -> Prompt:
-    if not isinstance(given, str):
-        return Prompt(tuple(tokens), tokenizer.decode(tokens), hidden=0)
-    added_bos = tokens[0] == tokenizer.bos_id and not given.startswith(tokenizer.bos_token)
-    return Prompt(tuple(tokens), given, hidden=int(added_bos))
+def _echo(
+    tokenizer: Tokenizer, prompts: Sequence[list[int]], body: CompletionBody
+) -> list[EchoedPrompt]:
+    echoed = []
+    for tokens, given in zip(prompts, body.prompt, strict=True):
+        if isinstance(given, str):
+            has_bos = given.startswith(tokenizer.bos_token)
+            added_bos = tokens[0] == tokenizer.bos_id and not has_bos
+            echoed.append(EchoedPrompt(tuple(tokens), given, hidden=int(added_bos)))
+        else:
+            echoed.append(EchoedPrompt(tuple(tokens), tokenizer.decode(tokens), hidden=0))
+    return echoed
 
 
 class CompletionWriter:
     """Writes choices of /v1/completions."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompts: Sequence[Prompt], body: CompletionBody
+        self,
+        tokenizer: Tokenizer,
+        echoed: Sequence[EchoedPrompt] | None,  # None: answers do not repeat their prompts
+        body: CompletionBody,
     ) -> None:
         self._tokenizer = tokenizer
-        self._prompts = prompts
+        self._echoed = echoed
         self._choices_per_prompt = body.n or 1
-        self._echo = bool(body.echo)
         self._with_logprobs = body.logprobs is not None
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """Return the choice that echoes the prompt, where that was asked for."""
-        return _choice(index, self._prompt(index).text) if self._echo else None
+        """Return the choice that echoes the prompt; None if no echo was asked for."""
+        prompt = self._prompt(index)
+        return None if prompt is None else _choice(index, prompt.text)
 
-    def piece(self, delta: Delta) -> dict[str, Any]:
+    def piece(self, delta: AnswerDelta) -> dict[str, Any]:
         """Return the choice that adds text."""
-        return _choice(delta.index, delta.text, self._logprobs(delta))
+        logprobs = self._logprobs(delta.index, delta.shown_tokens, delta.prompt_logprobs)
+        return _choice(delta.index, delta.text, logprobs)
 
-    def last(self, delta: Delta) -> dict[str, Any]:
+    def last(self, delta: AnswerDelta) -> dict[str, Any]:
         """Return the choice that says why the answer ended."""
-        reason = delta.end.finish_reason if delta.end is not None else None
-        return {**_choice(delta.index, ""), "finish_reason": reason}
+        return {**_choice(delta.index, ""), "finish_reason": delta.finish_reason}
 
-    def whole(self, delta: Delta) -> dict[str, Any]:
+    def whole(self, index: int, answer: Completion) -> dict[str, Any]:
         """Return the choice of a whole answer."""
-        text = self._prompt(delta.index).text + delta.text if self._echo else delta.text
-        choice = _choice(delta.index, text, self._logprobs(delta))
-        return {**choice, "finish_reason": self.last(delta)["finish_reason"]}
+        prompt = self._prompt(index)
+        text = answer.text if prompt is None else prompt.text + answer.text
+        logprobs = self._logprobs(index, answer.shown_tokens, answer.prompt_logprobs)
+        return {**_choice(index, text, logprobs), "finish_reason": answer.finish_reason}
 
-    def _prompt(self, index: int) -> Prompt:
-        return self._prompts[index // self._choices_per_prompt]
+    def _prompt(self, index: int) -> EchoedPrompt | None:
+        return None if self._echoed is None else self._echoed[index // self._choices_per_prompt]
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+    def _logprobs(
+        self,
+        index: int,
+        answer_tokens: Sequence[AnswerToken],
+        prompt_logprobs: Sequence[TokenLogprobs | None],
+    ) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
-        prompt = self._prompt(delta.index)
-        shift = len(prompt.text) if self._echo else 0
-        tokens = [
-            AnswerToken(token.id, token.offset + shift, token.logprobs) for token in delta.tokens
-        ]
-        if delta.prompt_logprobs:
-            tokens = self._prompt_tokens(prompt, delta.prompt_logprobs) + tokens
+        tokens = list(answer_tokens)
+        if (prompt := self._prompt(index)) is not None:
+            shift = len(prompt.text)
+            tokens = [replace(token, offset=token.offset + shift) for token in tokens]
+            if prompt_logprobs:
+                tokens = self._prompt_tokens(prompt, prompt_logprobs) + tokens
         return {
             "tokens": [token_text(self._tokenizer, token.id) for token in tokens],
             "token_logprobs": [
@@ -134,7 +197,7 @@ class CompletionWriter:
         }
 
     def _prompt_tokens(
-        self, prompt: Prompt, logprobs: Sequence[TokenLogprobs | None]
+        self, prompt: EchoedPrompt, logprobs: Sequence[TokenLogprobs | None]
     ) -> list[AnswerToken]:
         detokenizer, offset, tokens = Detokenizer(self._tokenizer, show_control=True), 0, []
         for position, (token, known) in enumerate(zip(prompt.tokens, logprobs, strict=True)):
@@ -144,12 +207,12 @@ class CompletionWriter:
         return tokens
 
     def _top(self, token: AnswerToken) -> dict[str, float] | None:
-        """Return the likeliest tokens and the one at hand, as this endpoint always did."""
+        """Return the likeliest tokens and the drawn one, which OpenAI's endpoint adds to them."""
         if token.logprobs is None:
             return None
         top: dict[str, float] = {}
-        for rival, logprob in (*token.logprobs.top, (token.id, token.logprobs.logprob)):
-            top.setdefault(token_text(self._tokenizer, rival), logprob_number(logprob))
+        for alternative, logprob in (*token.logprobs.top, (token.id, token.logprobs.logprob)):
+            top.setdefault(token_text(self._tokenizer, alternative), logprob_number(logprob))
         return top
 
 

@@ -1,4 +1,4 @@
-"""Refusals: what an error is to an HTTP client, its status and its OpenAI shape."""
+"""Refusals: how an error is reported to an HTTP client: its status and its OpenAI error object."""
 
 import logging
 from collections.abc import Mapping
@@ -11,18 +11,24 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from headroom.errors import CapacityError, HeadroomError, ModelError, RequestError
+from headroom.errors import (
+    CapacityError,
+    ContextLengthError,
+    HeadroomError,
+    ModelError,
+    RequestError,
+)
 
 log = logging.getLogger("headroom.server")
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 RETRY_AFTER_S = 1
-CLIENT_CLOSED = 499  # what nginx logs for a client that left before its answer; never seen by one
+CLIENT_CLOSED = 499  # nginx's status for a client that left before its answer; only for metrics
 
 
 class RefusalError(HeadroomError):
-    """An error that knows its status and code."""
+    """An error with the HTTP status and the code that a client gets."""
 
     def __init__(
         self, status: int, code: str, message: str, *, hint: str = "", param: str | None = None
@@ -34,7 +40,7 @@ class RefusalError(HeadroomError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One error as the HTTP client sees it."""
+    """One error as an HTTP client gets it."""
 
     status: int
     message: str
@@ -59,9 +65,11 @@ class Problem:
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Map an error to its status and shape; what nobody foresaw is logged and becomes a 500."""
+    """Return the status and shape of an error; an unexpected error is logged and becomes a 500."""
     if isinstance(error, RefusalError):
         return _from_refusal(error)
+    if isinstance(error, ContextLengthError):
+        return Problem(400, str(error), param=error.param, code="context_length_exceeded")
     if isinstance(error, RequestError):
         return Problem(400, str(error), param=error.param, code="invalid_value")
     if isinstance(error, ModelError):

@@ -1,74 +1,59 @@
-"""Request bodies: read within their limits, checked, refused where first known to be wrong."""
+"""Request bodies: how they are read and checked, and the fields that several endpoints share."""
 
 import asyncio
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterable, Mapping
+from dataclasses import Field as DataclassField
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin, get_type_hints
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError, from_json
 from starlette.requests import ClientDisconnect
 
-from headroom.engine.request import MAX_LOGPROBS, MAX_SEED
+from headroom.engine.request import SamplingParams, user_settings
 from headroom.server.refusals import RefusalError, refuse_invalid
 
 MAX_CHOICES = 128  # answers to one prompt
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
-MAX_COUNT = (1 << 31) - 1  # what any count of tokens may be
-BODY_S = 60.0  # a client that sends no whole body in this time is not waited for
-DRAIN_BYTES = 64 << 20  # what is read of a body that is too long, so that its sender sees why
+MAX_COUNT = (1 << 31) - 1  # the largest count of tokens and the largest token id
+BODY_S = 60.0  # seconds that a client has to send a whole body
+# A body that is too long is read up to this many bytes, so that its sender gets to see the refusal.
+DRAIN_BYTES = 64 << 20
 
-Role = Literal["system", "developer", "user", "assistant", "tool"]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
-def _wrong_type(expected: str) -> PydanticCustomError:
+def wrong_type(expected: str) -> PydanticCustomError:
+    """Return the error for a value of the wrong type; `expected` says what it should be."""
     return PydanticCustomError("wrong_type", "input should be {expected}", {"expected": expected})
 
 
-def _token_ids(values: Iterable[object], expected: str) -> list[int]:
+def token_ids(values: Iterable[object], expected: str) -> list[int]:
+    """Return values as token ids, or refuse them; `expected` describes the whole field."""
     ids = []
     for value in values:
         if not isinstance(value, int) or isinstance(value, bool):
-            raise _wrong_type(expected)
+            raise wrong_type(expected)
         if not 0 <= value <= MAX_COUNT:
-            raise ValueError(f"there is no token {_short(value)}")
+            raise ValueError(f"there is no token {short(value)}")
         ids.append(value)
     return ids
 
 
-def _check_tokens(value: object) -> list[int]:
-    expected = "a list of token ids"
-    if not isinstance(value, list):
-        raise _wrong_type(expected)
-    return _token_ids(value, expected)
-
-
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """Return a client's value as text for an error message, cut at 40 characters."""
     text = str(value) if not isinstance(value, int) or abs(value) < 1 << 64 else "beyond 64 bits"
     return text if len(text) <= 40 else text[:40] + "..."
-
-
-def _check_prompts(value: object) -> list[str | list[int]]:
-    """Return the prompts that a text, a list of texts, token ids or lists of them stand for."""
-    expected = "a text, a list of texts, a list of token ids or a list of such lists"
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise _wrong_type(expected)
-    if not value:
-        raise ValueError("there is no prompt in the list")
-    if isinstance(value[0], int):
-        return [_token_ids(value, expected)]
-    prompts: list[str | list[int]] = []
-    for item in value:
-        if type(item) is not type(value[0]) or not isinstance(item, str | list):
-            raise _wrong_type(expected)
-        prompts.append(item if isinstance(item, str) else _token_ids(item, expected))
-    return prompts
 
 
 def _check_stops(value: object) -> tuple[str, ...]:
@@ -76,12 +61,12 @@ def _check_stops(value: object) -> tuple[str, ...]:
         return ()
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list):
-        raise _wrong_type("a text or a list of texts")
+        raise wrong_type("a text or a list of texts")
     if len(stops) > MAX_STOPS:
         raise ValueError(f"{len(stops)} stop texts were given; at most {MAX_STOPS} are taken")
     for stop in stops:
         if not isinstance(stop, str):
-            raise _wrong_type("a text or a list of texts")
+            raise wrong_type("a text or a list of texts")
         if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
             raise ValueError(
                 f"a stop text has {len(stop)} characters; it must have 1 to {MAX_STOP_CHARACTERS}"
@@ -93,38 +78,19 @@ def _check_bias(value: object) -> dict[int, float]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise _wrong_type("an object from token ids to numbers")
+        raise wrong_type("an object from token ids to numbers")
     biases = {}
     for key, bias in value.items():
         if not key.isascii() or not key.isdigit() or len(key) > 10:
-            raise ValueError(f"{_short(key)!r} is not a token id")
+            raise ValueError(f"{short(key)!r} is not a token id")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
             raise ValueError(f"the bias of token {key} must be a number from -100 to 100")
         biases[int(key)] = float(bias)
     return biases
 
 
-def _check_content(value: object) -> str | None:
-    """Return a message's text; several text parts are joined by line breaks."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise _wrong_type("a text or a list of text parts")
-    return "\n".join(_part_text(part) for part in value)
-
-
-def _part_text(part: object) -> str:
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise _wrong_type("a text or a list of text parts")
-    if part["type"] not in ("text", "input_text", "output_text", "refusal"):
-        raise ValueError(f"parts of type {_short(part['type'])!r} cannot be read, only text")
-    text = part.get("refusal" if part["type"] == "refusal" else "text")
-    if not isinstance(text, str):
-        raise _wrong_type("a text part with its text")
-    return text
-
-
-def _unsupported(param: str, message: str) -> RefusalError:
+def unsupported(param: str, message: str) -> RefusalError:
+    """Return the refusal of a field that this server cannot honour."""
     return RefusalError(400, "unsupported_parameter", message, param=param)
 
 
@@ -135,13 +101,13 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a streamed answer tells besides its text."""
+    """What a streamed answer reports besides its text."""
 
     include_usage: bool | None = None
 
 
-# Of other servers and of later APIs: each would change what an answer is. Null, false, 0, "none"
-# and what is empty ask for nothing.
+# Fields of other servers and of newer APIs. Each would change the answer, so it is refused unless
+# its value asks for nothing: null, false, 0, "none", or an empty text, list or object.
 NOT_HONOURED = (
     "functions", "function_call", "audio", "web_search_options", "grammar", "json_schema",
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
@@ -149,136 +115,63 @@ NOT_HONOURED = (
 )  # fmt: skip
 
 
-class GenerationBody(Body):
-    """What chat and completions have in common; a null is as good as nothing."""
+def _sampling_field(setting: "DataclassField[Any]") -> Any:
+    """Return the type and the default of the body field of one sampling setting."""
+    kind = get_type_hints(SamplingParams)[setting.name]
+    if get_origin(kind) is Mapping:
+        return Annotated[dict[int, float], PlainValidator(_check_bias)], {}
+    if get_origin(kind) is tuple:
+        return Annotated[tuple[str, ...], PlainValidator(_check_stops)], ()
+    if kind is bool:
+        return bool | None, None
+    if kind is float:  # SamplingParams checks the bounds, after the default is filled in
+        return Number | None, None
+    low, high = setting.metadata["min"], setting.metadata["max"]
+    most = MAX_COUNT if high is None else high
+    return Annotated[int, Field(ge=low, le=most)] | None, None
+
+
+if TYPE_CHECKING:
+
+    class SamplingFields(Body):
+        """A body with one field for each sampling setting that users give."""
+else:
+    SamplingFields = create_model(
+        "SamplingFields",
+        __base__=Body,
+        **{setting.name: _sampling_field(setting) for setting in user_settings()},
+    )
+
+
+class GenerationBody(SamplingFields):
+    """The fields that chat and completions share; null is the same as leaving a field out."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Positive | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: Count | None = None
-    min_p: Number | None = None
-    repetition_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    presence_penalty: Number | None = None
-    penalty_window: Count | None = None
-    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
-    logit_bias: Annotated[dict[int, float], PlainValidator(_check_bias)] = {}
-    stop: Annotated[tuple[str, ...], PlainValidator(_check_stops)] = ()
-    ignore_eos: bool | None = None
     user: str | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _asks_for_what_there_is(cls, body: Any) -> Any:
+    def _refuse_what_cannot_be_honoured(cls, body: Any) -> Any:
         given = body if isinstance(body, dict) else {}
         for name in NOT_HONOURED:
             if given.get(name) not in (None, False, 0, "", "none", [], {}):
-                raise _unsupported(name, f"`{name}` cannot be honoured; leave it out.")
+                raise unsupported(name, f"`{name}` cannot be honoured; leave it out.")
         if given.get("modalities") not in (None, [], ["text"]):
-            raise _unsupported("modalities", "Answers are text; leave `modalities` out.")
+            raise unsupported("modalities", "Answers are text; leave `modalities` out.")
         return body
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling settings that the body gives, by name."""
+        given = ((setting.name, getattr(self, setting.name)) for setting in user_settings())
+        return {name: value for name, value in given if value is not None}
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk of token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-
-class Message(Body):
-    """One turn of a conversation."""
-
-    role: Role
-    content: Annotated[str | None, PlainValidator(_check_content)] = None
-    name: str | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-    @model_validator(mode="after")
-    def _has_content(self) -> "Message":
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("a message needs content")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it."""
-        turn = self.model_dump(exclude_none=True)
-        # Few templates know the newer name of the system's role.
-        turn["role"] = "system" if self.role == "developer" else self.role
-        return {**turn, "content": self.content or ""}
-
-
-class ChatBody(GenerationBody):
-    """The body of /v1/chat/completions."""
-
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Positive | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    response_format: Any = None
-
-    @model_validator(mode="after")
-    def _can_be_honoured(self) -> "ChatBody":
-        if self.top_logprobs is not None and not self.logprobs:
-            raise _unsupported("top_logprobs", "top_logprobs needs logprobs to be true.")
-        if self.tools and self.tool_choice != "none":
-            raise _unsupported("tools", "Tools cannot be called yet; leave `tools` out.")
-        form = self.response_format
-        if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
-            raise _unsupported("response_format", "Answers can only have the format 'text'.")
-        return self
-
-
-class CompletionBody(GenerationBody):
-    """The body of /v1/completions."""
-
-    prompt: Annotated[list[str | list[int]], PlainValidator(_check_prompts)]
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    echo: bool | None = None
-    suffix: str | None = None
-    best_of: Positive | None = None
-
-    @model_validator(mode="after")
-    def _can_be_honoured(self) -> "CompletionBody":
-        if self.suffix:
-            raise _unsupported("suffix", "A suffix is not supported: text is only continued.")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            message = f"best_of is {self.best_of}; it can only equal n, which is {self.n or 1}."
-            raise _unsupported("best_of", message)
-        return self
-
-
-class TokenizeBody(Body):
-    """The body of /tokenize."""
-
-    content: str | None = None
-    text: str | None = None  # another name of `content`
-    add_special: bool = False  # begin with the model's first token, where it has one
-    parse_special: bool = True  # read the text of special tokens as those tokens
-    with_pieces: bool = False
-
-    @model_validator(mode="after")
-    def _has_text(self) -> "TokenizeBody":
-        if self.content is None and self.text is None:
-            raise RefusalError(
-                400,
-                "missing_required_parameter",
-                "content: this field is required.",
-                param="content",
-            )
-        return self
-
-
-class DetokenizeBody(Body):
-    """The body of /detokenize."""
-
-    tokens: Annotated[list[int], PlainValidator(_check_tokens)]
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)

@@ -1,15 +1,54 @@
 """POST /tokenize and /detokenize: text to token ids and back."""
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi import APIRouter, Request
+from pydantic import PlainValidator, model_validator
 
-from headroom.errors import RequestError
-from headroom.server.schemas import DetokenizeBody, TokenizeBody, read_body
-from headroom.server.stream import Service
+from headroom.engine.request import check_token_ids
+from headroom.server.refusals import RefusalError
+from headroom.server.schemas import Body, read_body, token_ids, wrong_type
+from headroom.server.service import Service
+
+router = APIRouter()
 
 
+def _check_tokens(value: object) -> list[int]:
+    expected = "a list of token ids"
+    if not isinstance(value, list):
+        raise wrong_type(expected)
+    return token_ids(value, expected)
+
+
+class TokenizeBody(Body):
+    """The body of /tokenize."""
+
+    content: str | None = None
+    text: str | None = None  # another name for `content`
+    add_special: bool = False  # begin with the model's BOS token, if it uses one
+    parse_special: bool = True  # read the text of a special token as that token
+    with_pieces: bool = False
+
+    @model_validator(mode="after")
+    def _has_text(self) -> "TokenizeBody":
+        if self.content is None and self.text is None:
+            raise RefusalError(
+                400,
+                "missing_required_parameter",
+                "content: this field is required.",
+                param="content",
+            )
+        return self
+
+
+class DetokenizeBody(Body):
+    """The body of /detokenize."""
+
+    tokens: Annotated[list[int], PlainValidator(_check_tokens)]
+
+
+@router.post("/tokenize", response_model=None)
 async def tokenize(request: Request) -> dict[str, Any]:
     """Return a text's token ids."""
     service: Service = request.app.state.service
@@ -28,13 +67,10 @@ async def tokenize(request: Request) -> dict[str, Any]:
     return answer
 
 
+@router.post("/detokenize", response_model=None)
 async def detokenize(request: Request) -> dict[str, str]:
     """Return the text of token ids."""
     service: Service = request.app.state.service
     body = await read_body(request, DetokenizeBody, service.options.max_body)
-    vocab_size = service.llm.vocab_size
-    if outside := [token for token in body.tokens if token >= vocab_size]:
-        raise RequestError(
-            f"There is no token {outside[0]}; the vocabulary has {vocab_size}.", param="tokens"
-        )
+    check_token_ids(body.tokens, service.llm.vocab_size, "tokens")
     return {"content": await asyncio.to_thread(service.llm.tokenizer.decode, body.tokens)}

@@ -7,6 +7,7 @@ from headroom.experts.stats import StatsFile, StatsModel, open_stats, stats_mode
 from headroom.formats.json_files import check_replaceable
 from headroom.options import Options
 from headroom.plan.describe import ModelDescription
+from headroom.split.unused import tell_unmeasured
 from headroom.split.upkeep_rules import UpkeepRules, upkeep_rules
 
 
@@ -33,5 +34,6 @@ def read_records(
     counted = stats_model(checkpoint.path, checkpoint.identity, model.shape, checkpoint.files)
     file = open_stats(options.routing_stats, counted, options.home_path, time.time())
     if measuring:
+        tell_unmeasured(options)
         rules, file = UpkeepRules(swap_every=None), replace(file, path=None)
     return ExpertRecords(counted, file, rules)

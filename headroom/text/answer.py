@@ -15,6 +15,8 @@ class AnswerText:
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, show_control=show_control)
         self._stops = StopFinder(stops)
+        self.decoded = 0  # characters that the tokens so far stand for, shown or not
+        self.shown = 0  # characters that `push` and `finish` have returned
 
     @property
     def stopped(self) -> bool:
@@ -23,8 +25,17 @@ class AnswerText:
 
     def push(self, token_id: int) -> str:
         """Take one token and return the text that may be shown now."""
-        return self._stops.push(self._detokenizer.push(token_id))
+        return self._show(self._detokenizer.push(token_id))
 
     def finish(self) -> str:
         """Return the text that was held back, now that no more tokens come."""
-        return self._stops.push(self._detokenizer.finish()) + self._stops.finish()
+        shown = self._show(self._detokenizer.finish())
+        held = self._stops.finish()
+        self.shown += len(held)
+        return shown + held
+
+    def _show(self, text: str) -> str:
+        self.decoded += len(text)
+        shown = self._stops.push(text)
+        self.shown += len(shown)
+        return shown

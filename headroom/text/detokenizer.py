@@ -1,4 +1,4 @@
-"""Detokenizer: tokens to text as they come, whole characters only."""
+"""Detokenizer: turns tokens into text as they come, whole characters only."""
 
 import codecs
 
@@ -6,14 +6,14 @@ from headroom.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Turns one stream of tokens into text; the pieces together equal the whole decoded at once."""
+    """Turns one stream of tokens into text; the parts joined equal all tokens decoded at once."""
 
     def __init__(self, tokenizer: Tokenizer, *, show_control: bool = False) -> None:
         self._tokenizer = tokenizer
         self._show_control = show_control
-        # It keeps the bytes of an unfinished character until the rest comes or cannot come.
+        # The decoder keeps the bytes of an unfinished character until the rest of them comes.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._drops_blank = tokenizer.drops_blank  # until the first text is out
+        self._drops_blank = tokenizer.drops_blank  # at the start of the text, and not later
 
     def push(self, token_id: int) -> str:
         """Take one token and return the characters that it completes."""

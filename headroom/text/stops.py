@@ -1,4 +1,4 @@
-"""StopFinder: ends a stream of text at the first stop text, wherever the pieces are cut."""
+"""StopFinder: ends a stream of text at its first stop text, also if tokens cut it in two."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,9 @@ from headroom.errors import RequestError
 
 
 class StopFinder:
-    """Passes text on until a stop text is complete; never shows a stop text or a part of one.
+    """Passes text on until a stop text is complete; never shows a stop text or the start of one.
 
-    The stop that is complete first wins; of several that end together, the longest.
+    The stop text that is complete first wins; of several that end together, the longest one.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -16,11 +16,11 @@ class StopFinder:
             raise RequestError("A stop text is empty.", param="stop")
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
-        self._held = ""  # the end of the text so far that may be the start of a stop
+        self._held = ""  # the end of the text so far, which may be the start of a stop text
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """Take the next piece of text and return what is safe to show."""
+        """Take the next part of the text and return what is safe to show."""
         if self.stopped:
             return ""
         text = self._held + text
@@ -38,13 +38,13 @@ class StopFinder:
         return held
 
     def _find(self, text: str) -> int | None:
-        """Return where the stop begins that is complete first, if one is."""
+        """Return the start of the stop text that is complete first; None if the text has none."""
         starts = ((text.find(stop), len(stop)) for stop in self._stops)
         found = [(start + length, start) for start, length in starts if start >= 0]
         return min(found)[1] if found else None
 
     def _overlap(self, text: str) -> int:
-        """Return the length of the longest end of the text with which a stop begins."""
+        """Return the length of the longest end of the text that may be the start of a stop text."""
         for length in range(min(len(text), self._longest - 1), 0, -1):
             end = text[-length:]
             if any(stop.startswith(end) for stop in self._stops):

@@ -25,6 +25,7 @@ class FakeLLM:
         self.asked: list[Any] = []
         self.params: list[SamplingParams] = []
         self.closed_early = False
+        self.finish_reason = "stop"
 
     def stream_chat(self, messages: Any, params: SamplingParams) -> Iterator[Any]:
         self.asked.append([dict(message) for message in messages])
@@ -41,7 +42,7 @@ class FakeLLM:
         return SimpleNamespace(
             text=text,
             token_ids=(5, 6, 7),
-            finish_reason="stop",
+            finish_reason=self.finish_reason,
             prompt_tokens=4,
             generated_tokens=3,
             timings=Timings(queue_s=0.0, prefill_s=0.5, decode_s=0.25),
@@ -55,7 +56,13 @@ class FakeLLM:
             for number, word in enumerate(self.words):
                 if self.interrupt and number == 1:
                     raise KeyboardInterrupt
-                yield SimpleNamespace(text=word, token=number)
+                last = number + 1 == len(self.words)
+                yield SimpleNamespace(
+                    text=word,
+                    token=number,
+                    finish_reason=self.finish_reason if last else None,
+                    generated_tokens=number + 1,
+                )
         except GeneratorExit:
             self.closed_early = True
             raise

@@ -1,6 +1,7 @@
 """`headroom chat`: the conversation, its commands, and Ctrl-C."""
 
 import io
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -162,3 +163,14 @@ def test_lines_may_come_from_a_pipe(
     assert run_command(["chat", "--temperature", "0"]) == 0
     assert capsys.readouterr().out == "Hello there.\nHello there.\n"
     assert fake_llm.params[0].temperature == 0
+
+
+def test_an_answer_cut_by_the_context_is_a_warning(
+    fake_llm: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("headroom"), "propagate", True)
+    talk(fake_llm, "one")
+    assert caplog.messages == []
+    fake_llm.finish_reason = "length"
+    talk(fake_llm, "one")
+    assert [text.partition(",")[0] for text in caplog.messages] == ["answer: cut after 3 tokens"]

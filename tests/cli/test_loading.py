@@ -1,6 +1,7 @@
 """What is seen while a model is loaded."""
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -13,7 +14,8 @@ from headroom.options import Options
 class SlowLLM:
     """Loads 3 MB, half of it first."""
 
-    def __init__(self, options: Options, progress: loading.Show) -> None:
+    def __init__(self, options: Options, path: Path, progress: loading.Show) -> None:
+        assert path == Path("found")
         self.steps = [progress(done, 3_000_000) for done in (0, 1_500_000, 3_000_000)]
 
     def __enter__(self) -> "SlowLLM":
@@ -27,7 +29,7 @@ class SlowLLM:
 def slow_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the command open a model that is not there."""
     monkeypatch.setattr("headroom.llm.LLM", SlowLLM)
-    monkeypatch.setattr(loading, "ready_model", lambda options: None)
+    monkeypatch.setattr(loading, "ready_model", lambda options: Path("found"))
 
 
 def test_a_terminal_shows_how_much_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,3 +95,21 @@ def test_a_refused_prompt_is_one_line(
     assert run_command(["run", "refuse me", "--json"]) == 1
     told = "error: The prompt has 99 tokens. The context holds 64.\n"
     assert capsys.readouterr() == ("", told)
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_an_answer_cut_by_the_context_is_a_warning(
+    more: list[str], opened: list[Options], fake_llm: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_llm.finish_reason = "length"
+    assert run_command(["run", "hello", "--max-tokens", "3", *more]) == 0  # all that was asked for
+    assert capsys.readouterr().err == ""
+    assert run_command(["run", "hello", "--max-tokens", "4", *more]) == 0
+    told = "answer: cut after 3 tokens, not 4 (--max-tokens), where the context of 64 tokens ends"
+    assert told in capsys.readouterr().err
+    assert run_command(["run", "hello", *more]) == 0
+    told = "answer: cut after 3 tokens, where the context of 64 tokens ends; raise --context"
+    assert told in capsys.readouterr().err
+    fake_llm.finish_reason = "stop"
+    assert run_command(["run", "hello", "--max-tokens", "4", *more]) == 0
+    assert capsys.readouterr().err == ""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headroom.cli.main import run_command
-from headroom.cli.settings import SAMPLING_HELP, make_params, parse_sampling
+from headroom.cli.settings import make_params, parse_sampling, sampling_settings
 from headroom.engine.request import SamplingParams
 from headroom.errors import OptionError
 from headroom.options import Options, flag
@@ -30,7 +30,7 @@ def test_engine_options_are_the_same_words_for_every_command(
 
 def test_every_sampling_setting_has_a_flag_or_is_known_to_have_none() -> None:
     names = {field.name for field in fields(SamplingParams)}
-    assert names == {*SAMPLING_HELP, *WITHOUT_FLAG}
+    assert names == {*sampling_settings(), *WITHOUT_FLAG}
 
 
 def test_flags_reach_the_engine_with_their_types(opened: list[Options], fake_llm: Any) -> None:

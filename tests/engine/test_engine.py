@@ -10,7 +10,7 @@ import pytest
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
 from headroom.engine.sampler import Row, sample
 from headroom.engine.scheduler import Turn
-from headroom.errors import CapacityError, RequestError
+from headroom.errors import CapacityError, ContextLengthError, RequestError
 from headroom.llm import LLM
 from headroom.split.results import StepResult
 from tests.tiny import llama_config, random_model, save_gguf
@@ -122,9 +122,28 @@ def test_an_answer_ends_where_the_context_ends(llm: LLM) -> None:
     assert events[-1].finish_reason == "length"
 
 
+@pytest.mark.parametrize(("wanted", "given", "cut"), [(5, 5, False), (6, 6, False), (7, 6, True)])
+def test_max_tokens_beyond_the_context_is_cut_and_logged(
+    llm: LLM, caplog: pytest.LogCaptureFixture, wanted: int, given: int, cut: bool
+) -> None:
+    caplog.set_level("INFO", "headroom.engine")
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=wanted)
+    request = llm.request([5] * 250, params)
+    events = collect(llm, request)
+    assert (len(events), events[-1].finish_reason) == (given, "length")
+    told = (
+        f"request: {request.id} may generate 6 tokens, not 7: a prompt of 250 in a context of 256"
+    )
+    assert (told in caplog.messages) == cut
+
+
 def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="prompt has 256 tokens and the context holds 256"):
+    with pytest.raises(
+        ContextLengthError, match="prompt has 256 tokens and the context holds 256"
+    ) as caught:
         llm.generate([[1] * 256])
+    assert caught.value.param == "prompt"
+    assert len(llm.generate([[1] * 255])[0].token_ids) == 1
 
 
 def test_token_ids_outside_the_vocabulary_are_refused(llm: LLM) -> None:

@@ -17,6 +17,7 @@ from headroom.engine.request import (
     Timings,
     TokenEvent,
     TokenLogprobs,
+    check_request,
 )
 from headroom.engine.stats import DeviceMemory, EngineStats, ExpertTelemetry
 from headroom.errors import CapacityError
@@ -25,13 +26,14 @@ from headroom.options import Options
 from headroom.server.app import HttpServer, bind
 
 EOS, BOS = 256, 257
+CONTEXT, VOCAB = 4096, 258
 TIMINGS = Timings(queue_s=0.001, prefill_s=0.002, decode_s=0.003)
 
 
 class FakeTokenizer:
     """Every byte is a token; two more begin and end a text."""
 
-    vocab_size = 258
+    vocab_size = VOCAB
     bos_id, eos_id = BOS, EOS
     bos_token, eos_token = "<s>", "</s>"
     stop_ids = frozenset([EOS])
@@ -75,7 +77,11 @@ class FakeEngine:
         self.finished: Counter[str] = Counter()
         self._cancelled: dict[str, threading.Event] = {}
 
+    def check(self, request: GenerationRequest) -> None:
+        check_request(request, CONTEXT, VOCAB)
+
     def submit(self, request: GenerationRequest, on_event: Callable[[TokenEvent], None]) -> None:
+        self.check(request)
         if self.takes is not None and len(self.requests) >= self.takes:
             raise CapacityError(f"{self.takes} requests wait already.", hint="Try again later.")
         self.requests.append(request)
@@ -172,8 +178,8 @@ class FakeLLM:
     """What the server uses of an LLM."""
 
     name = "fake"
-    context = 4096
-    vocab_size = 258
+    context = CONTEXT
+    vocab_size = VOCAB
 
     def __init__(self) -> None:
         self.engine = FakeEngine()

@@ -10,7 +10,9 @@ from hypothesis import given as fuzz
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from headroom.server.schemas import Body, ChatBody, CompletionBody
+from headroom.server.openai_chat import ChatBody
+from headroom.server.openai_completions import CompletionBody
+from headroom.server.schemas import Body
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "hi"}
@@ -190,7 +192,7 @@ def test_a_prompt_beyond_the_context_is_told_both_numbers(shared: httpx.Client) 
     assert error["code"] == "context_length_exceeded"
     assert error["message"] == (
         "The prompt has 4096 tokens and the context holds 4096, the answer included. "
-        "Shorten the prompt, or start the server with a larger --context."
+        "Shorten the prompt or raise --context."
     )
 
 

@@ -1,0 +1,127 @@
+"""Service: what every endpoint works with. Answers: what the engine says to one HTTP call."""
+
+import asyncio
+import contextlib
+import weakref
+from collections.abc import AsyncGenerator, Sequence
+
+from headroom.engine.request import GenerationRequest, TokenEvent
+from headroom.errors import HeadroomError, RequestError
+from headroom.llm import LLM, AnswerDelta, AnswerReader
+from headroom.options import Options
+from headroom.server.metrics import Metrics
+from headroom.server.refusals import RefusalError
+
+
+class Answers:
+    """The answers to several requests as one stream of deltas; its reader must close it."""
+
+    def __init__(self, llm: LLM, requests: Sequence[GenerationRequest], metrics: Metrics) -> None:
+        self._engine = llm.engine
+        self._metrics = metrics
+        self._readers = {
+            request.id: AnswerReader(request, llm.tokenizer, llm.engine, index)
+            for index, request in enumerate(requests)
+        }
+        self._unfinished = set(self._readers)
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[TokenEvent | HeadroomError] = asyncio.Queue()
+        try:
+            for request in requests:
+                self._engine.submit(request, self._receive)
+        except HeadroomError:
+            self.close()
+            raise
+
+    def _receive(self, event: TokenEvent) -> None:
+        # The engine's thread calls this, and must not fail if the event loop has ended.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    async def deltas(self) -> AsyncGenerator[AnswerDelta, None]:
+        """Yield the deltas of all answers as they come, until every answer has ended."""
+        try:
+            while self._unfinished:
+                event = await self._events.get()
+                if isinstance(event, HeadroomError):
+                    raise event
+                # The engine may generate a few tokens after a stop text has ended an answer.
+                if event.request_id in self._unfinished:
+                    delta = self._read(event)
+                    if (
+                        delta.text
+                        or delta.shown_tokens
+                        or delta.prompt_logprobs
+                        or delta.finish_reason
+                    ):
+                        yield delta
+        finally:
+            self.close()
+
+    def _read(self, event: TokenEvent) -> AnswerDelta:
+        delta = self._readers[event.request_id].read(event)
+        if delta.finish_reason == "error":
+            raise RefusalError(500, "generation_failed", delta.error or "The engine failed.")
+        if delta.finish_reason == "cancelled":
+            raise RefusalError(503, "cancelled", "The answer was cancelled by the server.")
+        if delta.finish_reason is not None:
+            self._unfinished.discard(event.request_id)
+            self._metrics.answer_ended(delta.timings, delta.generated_tokens)
+        return delta
+
+    def fail(self, error: HeadroomError) -> None:
+        """Cancel the requests and end the stream with an error."""
+        self.close()
+        self._events.put_nowait(error)
+
+    def close(self) -> None:
+        """Cancel the requests that still run."""
+        for request_id in self._unfinished:
+            self._engine.cancel(request_id)
+
+
+class Service:
+    """What every endpoint works with: the model, the settings, the metrics, the running answers."""
+
+    def __init__(self, llm: LLM, options: Options, metrics: Metrics) -> None:
+        self.llm = llm
+        self.options = options
+        self.metrics = metrics
+        self.stopping = False
+        # Weak references: answers leave the set when their stream is over and freed.
+        self._running: weakref.WeakSet[Answers] = weakref.WeakSet()
+
+    def start(self, requests: Sequence[GenerationRequest]) -> Answers:
+        """Hand requests to the engine; if it refuses one, the others are cancelled."""
+        if self.stopping:
+            raise _shutting_down()
+        if len(requests) > (most := self.llm.engine.capacity):
+            raise RequestError(
+                f"{len(requests)} answers are asked for, and the server takes {most} at once.",
+                hint="Ask for fewer, or start the server with a larger --queue.",
+                param="n",
+            )
+        answers = Answers(self.llm, requests, self.metrics)
+        self._running.add(answers)
+        return answers
+
+    def stop(self) -> None:
+        """Take no more requests and end those that run."""
+        self.stopping = True
+        for answers in list(self._running):
+            answers.fail(_shutting_down())
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model name other than the served one; a request need not name a model."""
+        if name and name != self.llm.name:
+            raise RefusalError(
+                404,
+                "model_not_found",
+                f"The model {name[:200]!r} does not exist.",
+                hint=f"This server has {self.llm.name!r}.",
+                param="model",
+            )
+
+
+def _shutting_down() -> RefusalError:
+    return RefusalError(503, "shutting_down", "The server is shutting down.")

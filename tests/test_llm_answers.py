@@ -1,0 +1,164 @@
+"""AnswerReader: token events become text, for the Python API and for the server."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from headroom.engine.engine import Engine
+from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent, TokenLogprobs
+from headroom.llm import AnswerDelta, AnswerReader, join_deltas
+from headroom.text.tokenizer import Tokenizer
+from tests.server.fakes import BOS, EOS, TIMINGS, FakeTokenizer
+
+
+class QuietEngine:
+    """Takes cancellations, and reports what experts cost if `tells_experts`."""
+
+    def __init__(self, *, tells_experts: bool = False) -> None:
+        self.tells_experts = tells_experts
+        self.cancelled: list[str] = []
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+
+def make_reader(engine: QuietEngine, stops: Sequence[str] = ()) -> AnswerReader:
+    params = SamplingParams(stop=tuple(stops))
+    request = GenerationRequest(id="a", prompt=(1, 2, 3), params=params, stop_ids=frozenset())
+    return AnswerReader(request, cast(Tokenizer, FakeTokenizer()), cast(Engine, engine))
+
+
+def token_event(token: int | None, count: int, reason: Any = None, **more: Any) -> TokenEvent:
+    return TokenEvent(
+        request_id="a",
+        token=token,
+        finish_reason=reason,
+        prompt_tokens=3,
+        generated_tokens=count,
+        timings=more.pop("timings", TIMINGS),
+        **more,
+    )
+
+
+def read(
+    tokens: Sequence[int], reason: Any = "length", stops: Sequence[str] = ()
+) -> list[AnswerDelta]:
+    reader = make_reader(QuietEngine(), stops)
+    deltas: list[AnswerDelta] = []
+    for count, token in enumerate(tokens, start=1):
+        last = count == len(tokens)
+        deltas.append(reader.read(token_event(token, count, reason if last else None)))
+        if deltas[-1].finish_reason is not None:
+            break
+    return deltas
+
+
+def test_half_a_character_is_never_shown() -> None:
+    deltas = read([*"é🙂".encode()])
+    assert [delta.text for delta in deltas] == ["", "é", "", "", "", "🙂"]
+    assert [[token.offset for token in delta.shown_tokens] for delta in deltas] == [
+        [], [0, 0], [], [], [], [1, 1, 1, 1],
+    ]  # fmt: skip
+
+
+def test_a_character_cut_off_by_the_end_is_shown_as_a_replacement() -> None:
+    deltas = read([97, 0xC3])
+    assert [delta.text for delta in deltas] == ["a", "\ufffd"]
+    assert [token.id for token in deltas[-1].shown_tokens] == [0xC3]
+
+
+def test_the_token_that_ends_an_answer_is_counted_but_not_shown() -> None:
+    deltas = read([97, EOS], reason="stop")
+    assert [delta.text for delta in deltas] == ["a", ""]
+    assert [delta.token for delta in deltas] == [97, EOS]
+    assert deltas[-1].shown_tokens == ()
+    assert (deltas[-1].finish_reason, deltas[-1].generated_tokens) == ("stop", 2)
+
+
+def test_a_plain_token_that_ends_an_answer_is_not_shown_either() -> None:
+    assert [delta.text for delta in read([97, 98], reason="stop")] == ["a", ""]
+
+
+def test_a_control_token_inside_an_answer_is_hidden_but_told() -> None:
+    deltas = read([97, BOS, 98])
+    assert "".join(delta.text for delta in deltas) == "ab"
+    assert [token.id for delta in deltas for token in delta.shown_tokens] == [97, BOS, 98]
+
+
+def test_text_that_may_become_a_stop_is_held_with_its_tokens_until_it_is_not() -> None:
+    deltas = read([*b"abcabd"], stops=["abd!"])
+    assert [delta.text for delta in deltas] == ["", "", "abc", "", "", "abd"]
+    assert [len(delta.shown_tokens) for delta in deltas] == [0, 0, 3, 0, 0, 3]
+
+
+def test_a_stop_text_takes_its_tokens_with_it() -> None:
+    deltas = read([*b"ab--cd"], stops=["--"])
+    assert "".join(delta.text for delta in deltas) == "ab"
+    assert [token.id for delta in deltas for token in delta.shown_tokens] == [97, 98]
+    end = deltas[-1]
+    assert (end.finish_reason, end.generated_tokens, end.prompt_tokens) == ("stop", 4, 3)
+
+
+def test_a_stop_text_in_the_last_token_makes_the_reason_stop() -> None:
+    assert read([*b"ab-"], reason="length", stops=["-"])[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("reason", ["error", "cancelled"])
+def test_an_answer_that_the_engine_ended_keeps_the_engines_reason(reason: str) -> None:
+    assert read([97], reason=reason)[-1].finish_reason == reason
+
+
+def test_a_stop_text_cancels_the_request_and_ends_the_answer() -> None:
+    engine = QuietEngine()
+    reader = make_reader(engine, ["-"])
+    assert reader.read(token_event(97, 1)).finish_reason is None
+    assert engine.cancelled == []
+    assert reader.read(token_event(ord("-"), 2)).finish_reason == "stop"
+    assert engine.cancelled == ["a"]
+
+
+def test_an_answer_that_the_engine_ended_itself_is_not_cancelled() -> None:
+    engine = QuietEngine()
+    reader = make_reader(engine, ["-"])
+    assert reader.read(token_event(ord("-"), 1, "length")).finish_reason == "stop"
+    assert engine.cancelled == []
+
+
+def test_the_end_at_a_stop_text_waits_for_what_the_experts_cost() -> None:
+    engine = QuietEngine(tells_experts=True)
+    reader = make_reader(engine, ["-"])
+    first = reader.read(token_event(97, 1))
+    stopped = reader.read(token_event(ord("-"), 2))
+    late = reader.read(token_event(98, 3, timings=replace(TIMINGS, decode_s=5.0)))
+    cost = {"hit_rate": 0.5}
+    timings = replace(TIMINGS, decode_s=9.0, experts=cost)
+    end = reader.read(token_event(None, 3, "cancelled", timings=timings))
+    assert [first.text, stopped.text, late.text, end.text] == ["a", "", "", ""]
+    assert engine.cancelled == ["a"]
+    assert stopped.finish_reason is None
+    assert late.is_empty
+    assert (end.finish_reason, end.generated_tokens, end.token) == ("stop", 2, None)
+    assert end.timings == replace(TIMINGS, experts=cost)  # the times up to the stop text
+    whole = join_deltas([first, stopped, end])
+    assert (whole.text, whole.token_ids, whole.finish_reason) == ("a", (97, ord("-")), "stop")
+
+
+def test_a_whole_answer_has_everything_that_its_deltas_had() -> None:
+    logprobs = [TokenLogprobs(-0.5, ((1, -0.1),)), TokenLogprobs(-0.25, ())]
+    reader = make_reader(QuietEngine())
+    of_prompt = (None, TokenLogprobs(-2.0, ()))
+    deltas = [
+        reader.read(token_event(97, 1, logprobs=logprobs[0], prompt_logprobs=of_prompt)),
+        reader.read(token_event(98, 2, "length", logprobs=logprobs[1])),
+    ]
+    whole = join_deltas(deltas)
+    assert (whole.text, whole.token_ids, whole.finish_reason) == ("ab", (97, 98), "length")
+    assert (whole.prompt_tokens, whole.generated_tokens, whole.timings) == (3, 2, TIMINGS)
+    assert whole.logprobs == tuple(logprobs)
+    assert whole.prompt_logprobs == of_prompt
+    assert [(x.id, x.offset, x.logprobs) for x in whole.shown_tokens] == [
+        (97, 0, logprobs[0]),
+        (98, 1, logprobs[1]),
+    ]
