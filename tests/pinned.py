@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headroom.layers import pinned
+from headroom.layers import host_memory
 
 _LOCKED: set[int] = set()  # addresses
 
@@ -11,8 +11,10 @@ _LOCKED: set[int] = set()  # addresses
 def pretend_pinning(monkeypatch: pytest.MonkeyPatch, refusal: str = "") -> None:
     """Let host memory be pinned, unless it is refused for a reason."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(pinned, "lock_pages", lambda address, size, device: _lock(address, refusal))
-    monkeypatch.setattr(pinned, "unlock_pages", lambda address, device: _unlock(address))
+    monkeypatch.setattr(
+        host_memory, "lock_pages", lambda address, size, device: _lock(address, refusal)
+    )
+    monkeypatch.setattr(host_memory, "unlock_pages", lambda address, device: _unlock(address))
 
 
 def is_pinned(x: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 from headroom.engine.engine import Engine
 from headroom.kernels.triton import attention, delta_net, experts, launch, matmul, rows
 from headroom.kernels.triton.matmul import TileSizes
-from headroom.layers import pinned
+from headroom.layers import host_memory
 from headroom.machine.devices import DeviceSpec
 from headroom.units import GIB
 from tests.pretend_cuda import OnCuda, Pretence, PretendedError, plain, pretend_cuda
@@ -72,7 +72,7 @@ def pretend_amd(monkeypatch: pytest.MonkeyPatch, device: DeviceSpec = AMD) -> It
             name="AMD Radeon RX 7900 XTX", total_memory=memory[1], gcnArchName="gfx1100:xnack-"
         )
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda name: properties)
-        monkeypatch.setattr(pinned, "lock_pages", _no_driver)
+        monkeypatch.setattr(host_memory, "lock_pages", _no_driver)
         yield launches
 
 

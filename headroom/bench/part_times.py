@@ -14,7 +14,7 @@ from headroom.bench.opening import Opened
 from headroom.bench.steps import run_steps
 from headroom.bench.timeline import KernelTime, PartTimes, part_times
 from headroom.engine.request import SamplingParams
-from headroom.layers.parts import ClockRecorder, MarkerRecorder, StepTimes, recording
+from headroom.layers.step_timing import ClockRecorder, MarkerRecorder, StepTimes, recording
 
 PROMPT_ANSWER = 2  # tokens after a prompt that is looked into: its last step has an end then
 

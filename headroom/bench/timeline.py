@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headroom.errors import HeadroomError
-from headroom.layers.parts import MARKER, STEP
+from headroom.layers.step_timing import MARKER, STEP
 
 _MARKED = re.compile(rf"\b{MARKER}(\w+)")
 _OVER_LINK = re.compile(r"Memcpy (HtoD|DtoH)")  # as the profiler calls them

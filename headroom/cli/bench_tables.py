@@ -9,7 +9,7 @@ from headroom.bench.expert_use import ExpertReport, ExpertUse
 from headroom.bench.figures import DecodeFigure, PartFigure, PromptFigure, VerifyFigure
 from headroom.bench.opening import Loading
 from headroom.bench.report import NOTES, Report
-from headroom.layers.parts import PARTS
+from headroom.layers.step_timing import PARTS
 from headroom.units import gib
 
 LONGEST = 3  # kernels of each part that are named

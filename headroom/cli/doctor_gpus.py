@@ -23,8 +23,9 @@ def gpus(*, try_all: bool, told: Callable[[str], None]) -> list[Section]:
     found = detect_gpus()
     if not found:
         return []
+    from headroom.kernels.cuda.probe import try_kernels
     from headroom.kernels.triton.probe import try_triton  # torch takes seconds
-    from headroom.layers.gpu import read_gpu, read_torch, try_kernels
+    from headroom.machine.torch_gpus import read_gpu, read_torch
 
     torch, listed = read_torch(), {gpu.name: gpu for gpu in gpu_facts()}
     rows = []
@@ -50,7 +51,7 @@ def _facts(device: DeviceSpec) -> GpuFacts:
 
 def unseen() -> str:
     """Say why no GPU is found, where that is known."""
-    from headroom.layers.gpu import read_torch
+    from headroom.machine.torch_gpus import read_torch
 
     (why, hint), count = why_unseen("cuda:0"), read_torch().count
     return f"torch sees {count} GPUs, but {why} {hint}" if count and why else why

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from headroom.engine.request import SamplingParams, TokenLogprobs
 from headroom.kernels.philox import uniform
-from headroom.layers.parts import part_of_step
+from headroom.layers.step_timing import part_of_step
 
 Row = npt.NDArray[np.float32]
 Probabilities = npt.NDArray[np.float64]

@@ -29,7 +29,7 @@ from headroom.layers.cuda_rows import (
     load_merged,
     normed_rows,
 )
-from headroom.layers.parts import part_of_step
+from headroom.layers.step_timing import part_of_step
 from headroom.layers.weights import WeightSource
 
 Place = tuple[Hybrid, LayerStore]

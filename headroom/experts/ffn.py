@@ -14,10 +14,8 @@ from headroom.kernels.reference.norms import gated_activation
 from headroom.kernels.registry import pick
 from headroom.kernels.weight import PLAIN_TYPES, Weight
 from headroom.layers.block import Ffn
-from headroom.layers.linear import Linear
-from headroom.layers.mlp import Mlp
-from headroom.layers.norm import RmsNorm
-from headroom.layers.parts import part_of_step
+from headroom.layers.modules import Linear, Mlp, RmsNorm
+from headroom.layers.step_timing import part_of_step
 from headroom.layers.weights import WeightSource
 
 

@@ -16,9 +16,8 @@ from headroom.experts.telemetry import ColdCosts
 from headroom.families.config import ExpertsConfig
 from headroom.kernels.cuda.expert_tiles import PARTS, Kinds
 from headroom.kernels.cuda.sizes import ALIGNMENT, tile_bytes
-from headroom.layers.pieces import matrices_between
-from headroom.layers.pinned import HostMemory, pin_limits
-from headroom.layers.upload import SLOTS, TilesBack
+from headroom.layers.host_memory import HostMemory, pin_limits
+from headroom.layers.upload import BUFFERS, HostTiles, matrices_between
 from headroom.layers.weights import WeightSource
 from headroom.plan.cost_model import Choice, ColdPath, ColdSpeeds, choose, forced
 from headroom.plan.experts import aligned, holds_cold
@@ -613,8 +612,8 @@ def fill_tiles(store: LayerStore, get: WeightSource, rooms: torch.Tensor) -> Non
     """
     assert get.upload is not None
     only_hot = store.addresses * store.is_hot[:, None]
-    each = len(rooms) // SLOTS // ALIGNMENT * ALIGNMENT
-    quarters = rooms[: SLOTS * each].view(SLOTS, each)
+    each = len(rooms) // BUFFERS // ALIGNMENT * ALIGNMENT
+    quarters = rooms[: BUFFERS * each].view(BUFFERS, each)
     starts, sizes = store.blobs.starts, store.sizes
     blobs = [store.cold_of(expert) for expert in range(store.experts)]
     held = runs(range(store.experts) if len(store.cold) else store.hot)
@@ -622,7 +621,7 @@ def fill_tiles(store: LayerStore, get: WeightSource, rooms: torch.Tensor) -> Non
         begin, size = starts[number], sizes[number]
         places = [None if blob is None else blob[begin : begin + size] for blob in blobs]
         for first, end in held:
-            back = TilesBack(quarters, places[first:end]) if len(store.cold) else None
+            back = HostTiles(quarters, places[first:end]) if len(store.cold) else None
             some = matrices_between(part, first, end)
             get.upload.tiles_at(some, only_hot[first:end, number], back)
     _count(store, get)

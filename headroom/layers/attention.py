@@ -1,10 +1,11 @@
 """Attention: grouped-query attention over paged keys and values."""
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 
-from headroom.families.config import AttentionConfig
+from headroom.families.config import AttentionConfig, RopeConfig
 from headroom.kernels.ops import Attention as AttentionOp
 from headroom.kernels.ops import KvWrite
 from headroom.kernels.ops import Rope as RopeOp
@@ -12,10 +13,8 @@ from headroom.kernels.reference.elementwise import sigmoid, softplus
 from headroom.kernels.registry import pick
 from headroom.layers.batch import Batch
 from headroom.layers.cache import KvPages
-from headroom.layers.linear import Linear
-from headroom.layers.norm import RmsNorm
-from headroom.layers.parts import part_of_step
-from headroom.layers.rope import rope_tables
+from headroom.layers.modules import Linear, RmsNorm
+from headroom.layers.step_timing import part_of_step
 from headroom.layers.weights import WeightSource
 
 
@@ -111,3 +110,22 @@ def pair_rows(config: AttentionConfig, heads: int) -> torch.Tensor | None:
         return None
     rows = torch.arange(heads * config.head_dim)
     return rows.view(heads, config.head_dim // 2, 2).transpose(1, 2).flatten()
+
+
+def rope_tables(config: RopeConfig, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cos and sin `[rows, dims / 2]`; layers with the same rotation share the tables."""
+    return batch.shared(config, lambda: _make_tables(config, batch.positions))
+
+
+def _make_tables(config: RopeConfig, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = positions[:, None].float() * _frequencies(config, positions.device)
+    return angles.cos() * config.scale, angles.sin() * config.scale
+
+
+@cache
+def _frequencies(config: RopeConfig, device: torch.device) -> torch.Tensor:
+    exponent = torch.arange(0, config.dims, 2, dtype=torch.float32) / config.dims
+    frequency = 1.0 / config.theta**exponent
+    if config.divisors:
+        frequency = frequency / torch.tensor(config.divisors)
+    return frequency.to(device)

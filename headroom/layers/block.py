@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from headroom.layers.batch import Batch
-from headroom.layers.norm import RmsNorm
+from headroom.layers.modules import RmsNorm
 
 
 class Layer(Protocol):

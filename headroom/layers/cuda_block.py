@@ -17,7 +17,7 @@ from headroom.kernels.cuda.compile import refuses_device
 from headroom.kernels.cuda.matmul import Gates, RowNorm
 from headroom.kernels.cuda.narrow import narrow_type, refuses_type
 from headroom.kernels.ops import RecurrentState, StepTables
-from headroom.layers.attention import pair_rows, query_rows
+from headroom.layers.attention import pair_rows, query_rows, rope_tables
 from headroom.layers.batch import Batch, GpuBatch
 from headroom.layers.cache import KvPages
 from headroom.layers.cuda_rows import (
@@ -31,9 +31,8 @@ from headroom.layers.cuda_rows import (
     plain_rows,
 )
 from headroom.layers.delta_net import small_weights
-from headroom.layers.parts import part_of_step
-from headroom.layers.rope import rope_tables
-from headroom.layers.side import PerLayerInputs
+from headroom.layers.per_layer_inputs import PerLayerInputs
+from headroom.layers.step_timing import part_of_step
 from headroom.layers.weights import WeightSource
 
 

@@ -23,7 +23,7 @@ from headroom.kernels.cuda.narrow import (
 from headroom.kernels.cuda.sizes import DECODE_ROWS, MOST_OUTPUTS, TILE_ROWS, TILED
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.weight import PLAIN_TYPES, Weight
-from headroom.layers.pieces import FileMatrices
+from headroom.layers.upload import FileMatrices
 from headroom.layers.weights import WeightSource
 
 

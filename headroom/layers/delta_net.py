@@ -7,8 +7,8 @@ from headroom.kernels.ops import DeltaNet as DeltaNetOp
 from headroom.kernels.ops import DeltaNetWeights, GatedNorm, RecurrentState
 from headroom.kernels.registry import pick
 from headroom.layers.batch import Batch
-from headroom.layers.linear import Linear
-from headroom.layers.parts import part_of_step
+from headroom.layers.modules import Linear
+from headroom.layers.step_timing import part_of_step
 from headroom.layers.weights import WeightSource
 
 

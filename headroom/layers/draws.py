@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from headroom.kernels.cuda.sampler import SamplerScratch, SamplerTables, sample, sample_fast
-from headroom.layers.parts import part_of_step
+from headroom.layers.step_timing import part_of_step
 from headroom.machine.devices import torch_name
 
 RECENT = 1024  # most tokens that penalties look at on a device; a row with more is the host's

@@ -6,11 +6,10 @@ import torch
 
 from headroom.families.config import AttentionConfig
 from headroom.kernels.native import layer as native
-from headroom.layers.attention import pair_rows
+from headroom.layers.attention import pair_rows, rope_tables
 from headroom.layers.batch import Batch
 from headroom.layers.cache import KvPages
-from headroom.layers.parts import part_of_step
-from headroom.layers.rope import rope_tables
+from headroom.layers.step_timing import part_of_step
 from headroom.layers.weights import WeightSource
 
 MATRICES = ("attn.q", "attn.k", "attn.v", "attn.out", "ffn.gate", "ffn.up", "ffn.down")

@@ -16,9 +16,8 @@ from headroom.kernels.ops import Case, ExpertTable
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.registry import pick
 from headroom.kernels.weight import PLAIN_TYPES, Weight, plain_type
-from headroom.layers.pieces import FileMatrices
-from headroom.layers.pinned import HostMemory, pin_limits
-from headroom.layers.upload import Upload
+from headroom.layers.host_memory import HostMemory, pin_limits
+from headroom.layers.upload import FileMatrices, Upload
 from headroom.plan.budget import PlanSettings
 from headroom.units import gib
 

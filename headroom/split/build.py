@@ -41,11 +41,9 @@ from headroom.layers.cuda_block import (
     fits_cuda,
 )
 from headroom.layers.delta_net import DeltaNet
-from headroom.layers.embedding import Embedding, Head
-from headroom.layers.mlp import Mlp
+from headroom.layers.modules import Embedding, Head, Mlp, RmsNorm
 from headroom.layers.native_block import NativeBlock, refuses_native_block
-from headroom.layers.norm import RmsNorm
-from headroom.layers.side import PerLayerInputs, PerLayerPart
+from headroom.layers.per_layer_inputs import PerLayerInputs, PerLayerPart
 from headroom.layers.upload import open_upload
 from headroom.layers.weights import WeightSource, open_weights
 from headroom.layers.workspace import Workspace, open_workspace

@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 
 from headroom.errors import DeviceError, OptionError, PlanError
-from headroom.layers.gpu import gpu_memory, keep_code, read_gpu, read_torch
+from headroom.kernels.cuda.compile import CODE
 from headroom.machine.devices import DeviceSpec
 from headroom.machine.drivers import gpu_facts, gpu_holders, why_unseen
 from headroom.machine.gpus import detect_gpus
@@ -16,6 +16,7 @@ from headroom.machine.readiness import (
     refuse_memory,
 )
 from headroom.machine.targets import is_local, plan_devices
+from headroom.machine.torch_gpus import gpu_memory, read_gpu, read_torch
 from headroom.options import Options
 from headroom.plan.plan import Plan, make_plan
 from headroom.plan.shape import ModelShape
@@ -35,7 +36,7 @@ def make_run_plan(shape: ModelShape, options: Options) -> Plan:
     Where no device is named it is a GPU that runs the kernels and holds the model, else the CPU.
     An option that makes a plan for the GPU fail is told, not answered with the CPU.
     """
-    keep_code(options.home_path)
+    CODE.open(options.home_path)
     if options.device is not None:
         devices = plan_devices(options)
         check_devices(devices, options)

@@ -15,12 +15,12 @@ from headroom.experts.exchange import StoreSwaps
 from headroom.experts.placement import ExpertPlacement
 from headroom.families.config import AttentionConfig
 from headroom.kernels.cuda.sizes import DECODE_ROWS
+from headroom.kernels.native.module import MISSING, MODULE, POOL
 from headroom.layers.draws import DeviceSampler
-from headroom.layers.gpu import gpu_memory
-from headroom.layers.threads import set_threads, warn_of_slow_kernels
 from headroom.machine.devices import torch_name
 from headroom.machine.drivers import gpu_holders
 from headroom.machine.readiness import GpuMemory, out_of_memory
+from headroom.machine.torch_gpus import gpu_memory
 from headroom.plan.describe import ModelDescription
 from headroom.plan.layout import DevicePlan
 from headroom.plan.plan import Plan
@@ -95,6 +95,21 @@ def start_pipeline(
     pipeline = Pipeline(stage, config.vocab, allocated, planned, swaps, meter, refuses)
     pipeline.load_times = times
     return pipeline
+
+
+def set_threads(threads: int, *, pin: bool = False) -> None:
+    """Give torch and the C++ kernels the same number of threads; they never work at once.
+
+    `pin` keeps each thread of the C++ kernels on one of the cores that this process may use.
+    """
+    torch.set_num_threads(threads)
+    POOL.set(threads, pin=pin)
+
+
+def warn_of_slow_kernels(device: str) -> None:
+    """Warn if the layers of a CPU run on the reference kernels, which are exact but slow."""
+    if device == "cpu" and MODULE is None:
+        log.warning("kernels: the C++ module is %s; running on slow reference kernels", MISSING)
 
 
 def _log_load(device: str, times: LoadTimes) -> None:

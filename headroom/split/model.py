@@ -11,9 +11,9 @@ from headroom.experts.store import ExpertStore
 from headroom.layers.batch import Batch
 from headroom.layers.block import Layer
 from headroom.layers.cuda_block import CudaBlock
-from headroom.layers.embedding import Embedding, Head
-from headroom.layers.parts import begin_step
-from headroom.layers.side import PerLayerInputs
+from headroom.layers.modules import Embedding, Head
+from headroom.layers.per_layer_inputs import PerLayerInputs
+from headroom.layers.step_timing import begin_step
 from headroom.layers.weights import KernelVariants
 from headroom.layers.workspace import Workspace
 

@@ -12,7 +12,7 @@ from headroom.experts.store import ExpertStore
 from headroom.experts.telemetry import ColdMeter
 from headroom.layers.batch import Batch
 from headroom.layers.draws import Draw
-from headroom.layers.parts import part_of_step
+from headroom.layers.step_timing import part_of_step
 from headroom.split.device_stage import DeviceStage
 from headroom.split.results import StepResult
 from headroom.split.stages import Stage

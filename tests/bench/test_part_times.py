@@ -93,7 +93,7 @@ def opened(gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     write_gguf(Source(find_recipe("qwen35", "tiny", 4), 0), path, "q8_0")
     options = Options(model=str(path), threads=1, context=128, parallel=2, chunk=64)
     real = open_model(read_model(path), options)
-    monkeypatch.setattr("headroom.layers.parts.compile_kernel", gpu.compile_kernel)
+    monkeypatch.setattr("headroom.layers.step_timing.compile_kernel", gpu.compile_kernel)
     monkeypatch.setattr(part_times, "profile", gpu.profile)
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
     monkeypatch.setattr(type(real.pipeline), "forget_captures", lambda self: gpu.forget_captures())

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from headroom.bench.timeline import KernelTime, marked, part_times
 from headroom.errors import HeadroomError
-from headroom.layers.parts import MARKER, PARTS
+from headroom.layers.step_timing import MARKER, PARTS
 
 ALL = slice(None)
 

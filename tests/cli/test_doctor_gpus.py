@@ -167,5 +167,5 @@ def test_a_machine_without_gpus_says_so() -> None:
 def test_gpus_that_only_torch_sees_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_gpus, "why_unseen", lambda name: ("there is no smi.", "Get it."))
     assert doctor_gpus.unseen() == "there is no smi."
-    monkeypatch.setattr("headroom.layers.gpu.read_torch", lambda: TORCH)
+    monkeypatch.setattr("headroom.machine.torch_gpus.read_torch", lambda: TORCH)
     assert doctor_gpus.unseen() == "torch sees 1 GPUs, but there is no smi. Get it."

@@ -56,7 +56,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     for module in (pack, matmul, handover, experts, few_experts, picks):
         monkeypatch.setattr(module, "compile_kernel", compile_small)
-    monkeypatch.setattr(upload, "SLOT_STEP", 32)
+    monkeypatch.setattr(upload, "BUFFER_STEP", 32)
     monkeypatch.setattr(sizes, "SORTED_PICKS", 0)  # hot experts are unpacked as cold ones are
     monkeypatch.setattr(picks, "product_way", lambda device: "loop")
     monkeypatch.setattr(torch, "mm", _in_float32)

@@ -15,7 +15,7 @@ from headroom.experts.copies import HostCopies, Mark
 from headroom.experts.exchange import StoreSwaps
 from headroom.experts.placement import LayerExperts
 from headroom.experts.store import drop_cold
-from headroom.layers import pinned
+from headroom.layers import host_memory
 from headroom.plan.cost_model import Choice
 from tests.experts.stores import blob_layout, check_layer, exchange, small_store
 from tests.pinned import pretend_pinning
@@ -200,7 +200,7 @@ def test_host_memory_holds_only_cold_experts_unless_a_copy_is_kept() -> None:
 @pytest.fixture
 def pinning(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """The part of the driver that pins memory, or refuses to for a reason."""
-    monkeypatch.setattr(pinned, "pinnable_bytes", lambda limits: 8 << 20)
+    monkeypatch.setattr(host_memory, "pinnable_bytes", lambda limits: 8 << 20)
     pretend_pinning(monkeypatch)
     return partial(pretend_pinning, monkeypatch)
 

@@ -74,7 +74,7 @@ def test_loading_reads_nothing_of_dropped_experts(
     apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pack, "compile_kernel", compile_on_cpu)
-    monkeypatch.setattr(upload, "SLOT_STEP", 32)
+    monkeypatch.setattr(upload, "BUFFER_STEP", 32)
     reads: list[tuple[int, int]] = []
     read = upload._read
 

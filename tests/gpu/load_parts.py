@@ -12,10 +12,10 @@ import torch
 
 from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.sizes import tile_bytes
-from headroom.layers.upload import READ_BYTES, SLOTS, STAGING_BYTES
+from headroom.layers.upload import BUFFERS, READ_BYTES, STAGING_BYTES
 from tests.gpu.check_matmul import random_weight
 
-SLOT_BYTES = STAGING_BYTES // SLOTS
+BUFFER_BYTES = STAGING_BYTES // BUFFERS
 READER_COUNTS = (4, 8, 12, 16)
 MOST_BYTES = 8 << 30  # of a file that readers are timed with: a second or less for each figure
 
@@ -27,16 +27,16 @@ class Buffers:
 
     def __init__(self, device: str) -> None:
         self.gpu = device != "cpu"
-        whole = torch.empty(SLOTS * SLOT_BYTES, dtype=torch.uint8, pin_memory=self.gpu)
+        whole = torch.empty(BUFFERS * BUFFER_BYTES, dtype=torch.uint8, pin_memory=self.gpu)
         whole.zero_()  # its pages are there before anything is timed
-        self.host = whole.split(SLOT_BYTES)
+        self.host = whole.split(BUFFER_BYTES)
         self.there = [torch.empty_like(part, device=device) for part in self.host]
         self._views = [memoryview(part.numpy()) for part in self.host]
 
     def room(self, offset: int, size: int) -> memoryview:
         """Where bytes from an offset of the file go."""
-        slot, at = divmod(offset, SLOT_BYTES)
-        return self._views[slot % SLOTS][at : at + size]
+        slot, at = divmod(offset, BUFFER_BYTES)
+        return self._views[slot % BUFFERS][at : at + size]
 
 
 def reader_speeds(path: Path, readers: int, buffers: Buffers) -> dict[str, float]:
@@ -45,7 +45,7 @@ def reader_speeds(path: Path, readers: int, buffers: Buffers) -> dict[str, float
     "read": each reads a share of its own; "mapped": the same, copied from a mapping; "in turn": as
     a load asks for it, by pieces and half of the buffers at a time, with no copies to wait for.
     """
-    size = min(path.stat().st_size, MOST_BYTES) // SLOT_BYTES * SLOT_BYTES
+    size = min(path.stat().st_size, MOST_BYTES) // BUFFER_BYTES * BUFFER_BYTES
     file, mapped = os.open(path, os.O_RDONLY), np.memmap(path, np.uint8, "r")
 
     def read(offset: int, room: memoryview) -> object:
@@ -74,14 +74,14 @@ def _pieces(begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 def _shares(fill: Fill, size: int, readers: int, buffers: Buffers) -> None:
     """Each thread goes through its own part of the file, and asks nobody."""
-    slots = size // SLOT_BYTES
-    ends = [slots * number // readers * SLOT_BYTES for number in range(readers + 1)]
+    slots = size // BUFFER_BYTES
+    ends = [slots * number // readers * BUFFER_BYTES for number in range(readers + 1)]
 
     def share(number: int) -> None:
         # Rooms of its own, a piece each: two threads write nothing that both have.
-        rooms = SLOTS * SLOT_BYTES // readers // READ_BYTES or 1
+        rooms = BUFFERS * BUFFER_BYTES // readers // READ_BYTES or 1
         for turn, (offset, count) in enumerate(_pieces(ends[number], ends[number + 1])):
-            place = (number * rooms + turn % rooms) * READ_BYTES % (SLOTS * SLOT_BYTES)
+            place = (number * rooms + turn % rooms) * READ_BYTES % (BUFFERS * BUFFER_BYTES)
             fill(offset, buffers.room(place, count))
 
     with ThreadPoolExecutor(readers) as pool:
@@ -92,10 +92,10 @@ def _in_turn(fill: Fill, size: int, readers: int, buffers: Buffers) -> None:
     """One thread asks for a buffer's pieces and waits for the oldest one, as a load does."""
     waiting: deque[list[Future[object]]] = deque()
     with ThreadPoolExecutor(readers) as pool:
-        for begin in range(0, size, SLOT_BYTES):
-            pieces = _pieces(begin, begin + SLOT_BYTES)
+        for begin in range(0, size, BUFFER_BYTES):
+            pieces = _pieces(begin, begin + BUFFER_BYTES)
             waiting.append([pool.submit(fill, at, buffers.room(at, n)) for at, n in pieces])
-            while len(waiting) > SLOTS // 2:
+            while len(waiting) > BUFFERS // 2:
                 for piece in waiting.popleft():
                     piece.result()
 
@@ -105,23 +105,23 @@ def copy_speed(buffers: Buffers, count: int = 200) -> float:
 
     def work() -> None:
         for turn in range(count):
-            buffers.there[turn % SLOTS].copy_(buffers.host[turn % SLOTS], non_blocking=True)
+            buffers.there[turn % BUFFERS].copy_(buffers.host[turn % BUFFERS], non_blocking=True)
 
     work()
-    return count * SLOT_BYTES / seconds(work, buffers.gpu) / 1e9
+    return count * BUFFER_BYTES / seconds(work, buffers.gpu) / 1e9
 
 
 def pack_speed(buffers: Buffers, name: str = "q4_k", count: int = 200) -> float:
     """Return the GB/s, read, at which the device packs what its buffers hold."""
     columns, blocks = 2048, 8
     quant = random_weight(name, 1, columns).quant
-    rows = SLOT_BYTES // (blocks * 144) // 16 * 16
+    rows = BUFFER_BYTES // (blocks * 144) // 16 * 16
     out = torch.empty(tile_bytes(quant, rows, columns), dtype=torch.uint8)
     out = out.to(buffers.there[0].device)
 
     def work() -> None:
         for turn in range(count):
-            pack(buffers.there[turn % SLOTS], quant, rows, columns, out)
+            pack(buffers.there[turn % BUFFERS], quant, rows, columns, out)
 
     work()
     return count * rows * blocks * 144 / seconds(work, buffers.gpu) / 1e9

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from tests.gpu import load_parts
-from tests.gpu.load_parts import SLOTS, Buffers, reader_speeds
+from tests.gpu.load_parts import BUFFERS, Buffers, reader_speeds
 
 SLOT, PIECE = 8192, 1024
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_parts, "SLOT_BYTES", SLOT)
+    monkeypatch.setattr(load_parts, "BUFFER_BYTES", SLOT)
     monkeypatch.setattr(load_parts, "READ_BYTES", PIECE)
 
 
@@ -32,6 +32,6 @@ def test_buffers_hold_the_end_of_the_file(tmp_path: Path) -> None:
     path.write_bytes(data.tobytes())
     buffers = Buffers("cpu")
     assert list(reader_speeds(path, 2, buffers)) == ["read", "mapped", "in turn"]
-    for slot in range(9 - SLOTS, 9):
-        held = buffers.host[slot % SLOTS].numpy()
+    for slot in range(9 - BUFFERS, 9):
+        held = buffers.host[slot % BUFFERS].numpy()
         assert np.array_equal(held, data[slot * SLOT : (slot + 1) * SLOT])

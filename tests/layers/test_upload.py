@@ -30,7 +30,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(pack, "compile_kernel", compile_on_cpu)
     monkeypatch.setattr(upload, "LEAST_STAGING_BYTES", 0)
-    monkeypatch.setattr(upload, "SLOT_STEP", 32)
+    monkeypatch.setattr(upload, "BUFFER_STEP", 32)
     monkeypatch.setattr(upload, "READ_BYTES", 1000)
 
 

@@ -76,3 +76,16 @@ def test_weights_and_captures_are_timed_apart(
     assert times == LoadTimes(weights_bytes=6 * GIB, weights_s=2.0, capture_s=5.0)
     assert times.bytes_per_s == 3 * GIB
     assert LoadTimes().bytes_per_s == 0  # of a pipeline that nothing was loaded for
+
+
+def test_a_cpu_without_the_cpp_module_is_told_at_load(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launch, "MODULE", None)
+    monkeypatch.setattr(launch, "MISSING", "not built")
+    with caplog.at_level(logging.WARNING):
+        launch.warn_of_slow_kernels("cpu")
+        launch.warn_of_slow_kernels("cuda:0")
+    assert [record.getMessage() for record in caplog.records] == [
+        "kernels: the C++ module is not built; running on slow reference kernels"
+    ]

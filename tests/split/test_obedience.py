@@ -13,14 +13,13 @@ from headroom.kernels.native import attention as native_attention
 from headroom.kernels.native.layer import Step
 from headroom.kernels.native.module import MODULE, POOL
 from headroom.kernels.ops import Span
-from headroom.layers.threads import set_threads
 from headroom.llm import LLM
 from headroom.machine.targets import plan_devices
 from headroom.options import Options
 from headroom.plan.budget import native_experts_scratch, native_layer_scratch
 from headroom.plan.describe import describe
 from headroom.plan.plan import Plan, make_plan
-from headroom.split.launch import start_pipeline
+from headroom.split.launch import set_threads, start_pipeline
 from tests.families import family_configs
 from tests.families.family_configs import qwen35
 from tests.families.family_gguf import write_gguf

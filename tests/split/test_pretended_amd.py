@@ -9,7 +9,7 @@ import torch
 from headroom.engine.request import SamplingParams
 from headroom.formats.checkpoint import open_checkpoint
 from headroom.kernels.triton import launch
-from headroom.layers.embedding import Embedding
+from headroom.layers.modules import Embedding
 from headroom.layers.weights import open_weights
 from headroom.llm import LLM
 from headroom.machine.devices import detect_cpu

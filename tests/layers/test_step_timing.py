@@ -2,7 +2,7 @@
 
 import pytest
 
-from headroom.layers.parts import (
+from headroom.layers.step_timing import (
     PARTS,
     ClockRecorder,
     MarkerRecorder,
@@ -72,7 +72,7 @@ def test_nobody_is_told_when_nobody_records() -> None:
 
 def test_a_clock_adds_up_the_parts_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(100))
-    monkeypatch.setattr("headroom.layers.parts.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("headroom.layers.step_timing.time.perf_counter", lambda: next(ticks))
     clock = ClockRecorder()
     with recording(clock):
         dense(1)  # before the first step: nobody's
@@ -96,7 +96,7 @@ def test_markers_are_kernels_that_the_source_has(monkeypatch: pytest.MonkeyPatch
         assert f"void {name}() {{}}" in source
         return lambda grid, block, args: launched.append(name)
 
-    monkeypatch.setattr("headroom.layers.parts.compile_kernel", compile_kernel)
+    monkeypatch.setattr("headroom.layers.step_timing.compile_kernel", compile_kernel)
     with recording(MarkerRecorder()):
         begin_step()
         for part in PARTS:

@@ -9,9 +9,9 @@ import torch
 
 from headroom.errors import DeviceError, KernelError
 from headroom.kernels.cuda import probe
-from headroom.layers import gpu
-from headroom.layers.gpu import gpu_memory, read_gpu, read_torch
+from headroom.machine import torch_gpus
 from headroom.machine.readiness import GpuFacts, GpuMemory, Holder, TorchFacts, refuse_gpu
+from headroom.machine.torch_gpus import gpu_memory, read_gpu, read_torch
 from headroom.units import GIB, MIB
 
 TORCH = TorchFacts(version="2.11.0+cu130", cuda="13.0", count=2, archs=("sm_90",))
@@ -31,12 +31,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two H200, of which others hold nearly all."""
     found = SimpleNamespace(name="NVIDIA H200", total_memory=141 * GIB, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
-    monkeypatch.setattr(gpu, "driver_memory", lambda name: (200 * MIB, 141 * GIB))
-    monkeypatch.setattr(gpu, "gpu_holders", lambda name: [HOLDER])
+    monkeypatch.setattr(torch_gpus, "driver_memory", lambda name: (200 * MIB, 141 * GIB))
+    monkeypatch.setattr(torch_gpus, "gpu_holders", lambda name: [HOLDER])
 
 
 def read(name: str = "cuda:1") -> GpuFacts:
-    return gpu.read_gpu(GpuFacts(name=name), TORCH)
+    return torch_gpus.read_gpu(GpuFacts(name=name), TORCH)
 
 
 @pytest.mark.parametrize("way", ["its context", "a kernel"])
@@ -67,7 +67,7 @@ def test_a_gpu_that_does_not_start_is_refused_in_one_line(monkeypatch: pytest.Mo
     assert (facts.compiler, facts.full) == ("CUDA error: unknown error", None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", failing(error))
     with pytest.raises(DeviceError) as refused:
-        gpu.gpu_memory("cuda:1")
+        torch_gpus.gpu_memory("cuda:1")
     assert str(refused.value) == (
         "cuda:1 does not start: CUDA error: unknown error. See headroom doctor."
     )
@@ -77,9 +77,9 @@ def test_the_driver_tells_the_memory_of_a_gpu_on_which_cuda_does_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda name: (GIB, 2 * GIB))
-    assert gpu.gpu_memory("cuda:1") == (GIB, 2 * GIB)
+    assert torch_gpus.gpu_memory("cuda:1") == (GIB, 2 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", failing(FULL))
-    assert gpu.gpu_memory("cuda:1") == (200 * MIB, 141 * GIB)
+    assert torch_gpus.gpu_memory("cuda:1") == (200 * MIB, 141 * GIB)
 
 
 SEEN = TorchFacts(version="2.11", cuda="13.0", count=1)
@@ -91,7 +91,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The one card that torch sees."""
     found = SimpleNamespace(name="NVIDIA H200", total_memory=140 * GIB, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
-    monkeypatch.setattr(gpu, "try_compiler", lambda index: probe.Trial("no NVRTC"))
+    monkeypatch.setattr(torch_gpus, "try_compiler", lambda index: probe.Trial("no NVRTC"))
     return found
 
 
@@ -109,7 +109,7 @@ def test_an_amd_card_has_a_gfx_name_and_no_compiler_of_cudas(
     card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card.gcnArchName = "gfx90a:sramecc+:xnack-"
-    monkeypatch.setattr(gpu, "triton_missing", lambda: "triton is not installed")
+    monkeypatch.setattr(torch_gpus, "triton_missing", lambda: "triton is not installed")
     found = read_gpu(GpuFacts(name="hip:0", total_bytes=GIB), ROCM)
     assert (found.gfx, found.sm, found.compiler) == ("gfx90a", 0, "triton is not installed")
 

@@ -1,19 +1,17 @@
-"""Side inputs: what each layer is told of each token beside the residual stream."""
+"""Per-layer inputs: a second embedding of each token that Gemma gives to every layer separately."""
 
 import torch
 
 from headroom.kernels.ops import GatedActivation
 from headroom.kernels.registry import pick
 from headroom.kernels.weight import Weight
-from headroom.layers.embedding import Embedding
-from headroom.layers.linear import Linear
-from headroom.layers.norm import RmsNorm
-from headroom.layers.parts import part_of_step
+from headroom.layers.modules import Embedding, Linear, RmsNorm
+from headroom.layers.step_timing import part_of_step
 from headroom.layers.weights import WeightSource
 
 
 class PerLayerInputs:
-    """The inputs of all layers, made once per step from tokens and their embedding."""
+    """The inputs of all layers, computed once per step from the tokens and their embedding."""
 
     def __init__(self, table: Weight, get: WeightSource, eps: float, rows: int) -> None:
         weight = get.norm("side.norm")
@@ -26,7 +24,7 @@ class PerLayerInputs:
         get.count("staging", self._inputs.nbytes)
 
     def prepare(self, tokens: torch.Tensor, embedded: torch.Tensor) -> None:
-        """Make the inputs of a step from its tokens and the stream before the first layer."""
+        """Compute a step's inputs from its tokens and the stream before the first layer."""
         inputs = self._inputs[: len(tokens)]
         self._table(tokens, inputs.flatten(1))
         projected = self._proj(embedded).mul_(embedded.shape[1] ** -0.5)
@@ -38,7 +36,7 @@ class PerLayerInputs:
 
 
 class PerLayerPart:
-    """The part of a layer that reads its side inputs, gated by the residual stream."""
+    """The part of a layer that reads its per-layer inputs, gated by the residual stream."""
 
     def __init__(self, inputs: PerLayerInputs, layer: int, get: WeightSource, eps: float) -> None:
         self._inputs = inputs

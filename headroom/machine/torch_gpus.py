@@ -1,31 +1,27 @@
-"""What torch and its compiler say of this machine's GPUs, as facts that others judge."""
+"""What torch and the kernel compilers say about this machine's GPUs; `readiness` judges it."""
 
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from headroom.errors import DeviceError, is_out_of_memory
-from headroom.kernels.cuda.compile import CODE
-from headroom.kernels.cuda.probe import try_compiler, try_kernels
+from headroom.kernels.cuda.probe import try_compiler
 from headroom.kernels.triton.launch import triton_missing
 from headroom.machine.devices import torch_name
 from headroom.machine.drivers import gpu_holders
 from headroom.machine.gpus import driver_memory
 from headroom.machine.readiness import GpuFacts, GpuMemory, TorchFacts
 
-__all__ = ["gpu_memory", "keep_code", "read_gpu", "read_torch", "try_kernels"]
-
 
 def read_torch() -> TorchFacts:
-    """Return what torch was built for and whether it starts CUDA, or ROCm in CUDA's name."""
+    """Return what torch was built for, and whether CUDA starts (torch calls ROCm CUDA, too)."""
     facts = TorchFacts(
         version=torch.__version__, cuda=torch.version.cuda, hip=getattr(torch.version, "hip", None)
     )
     if facts.cuda is None and facts.hip is None:
         return facts
-    with warnings.catch_warnings():  # what it warns of is in the error, too
+    with warnings.catch_warnings():  # the error that follows says what torch warns of
         warnings.simplefilter("ignore")
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -35,9 +31,12 @@ def read_torch() -> TorchFacts:
 
 
 def read_gpu(known: GpuFacts, torch_facts: TorchFacts) -> GpuFacts:
-    """Return what is known of a GPU, with torch's own view of it where torch sees it."""
+    """Return the facts about a GPU, completed by what torch and a trial compilation say of it.
+
+    A GPU that torch does not see keeps the facts that are known already.
+    """
     index = int(known.name.partition(":")[2])
-    # To a torch for the other maker's GPUs, this number means one of those.
+    # A torch built for the other maker's GPUs numbers those, and not this one.
     built = torch_facts.hip if known.is_amd else torch_facts.cuda
     if built is None or index >= torch_facts.count:
         return known
@@ -58,13 +57,8 @@ def read_gpu(known: GpuFacts, torch_facts: TorchFacts) -> GpuFacts:
     return replace(known, sm=sm, compiler=trial.problem, full=full)
 
 
-def keep_code(home: Path) -> None:
-    """Let kernels that are compiled from now on be kept in a home folder, and found there."""
-    CODE.open(home)
-
-
 def gpu_memory(name: str) -> tuple[int, int]:
-    """Return the bytes of a GPU that are free now, and all that it has."""
+    """Return the bytes of a GPU that are free now, and its total bytes."""
     try:
         return torch.cuda.mem_get_info(torch_name(name))
     except RuntimeError as error:

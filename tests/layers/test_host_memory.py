@@ -8,7 +8,7 @@ import torch
 
 from headroom.errors import DeviceError
 from headroom.kernels.weight import PLAIN_TYPES
-from headroom.layers import pinned
+from headroom.layers import host_memory
 from headroom.layers.upload import Upload
 from tests.gpu.weight_file import WeightFile
 from tests.pinned import pretend_pinning
@@ -29,8 +29,8 @@ def test_a_table_in_host_memory_is_pinned_in_just_its_size_and_given_back_with_i
         del locked[address]
         return ""
 
-    monkeypatch.setattr(pinned, "lock_pages", lock)
-    monkeypatch.setattr(pinned, "unlock_pages", unlock)
+    monkeypatch.setattr(host_memory, "lock_pages", lock)
+    monkeypatch.setattr(host_memory, "unlock_pages", unlock)
     file = WeightFile(tmp_path / "weights")
     data = file.add("embed", kind, 50, 768)
     with Upload("cpu") as way:
@@ -48,7 +48,7 @@ def test_a_table_that_the_driver_does_not_pin_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_pinning(monkeypatch, "out of memory")
-    monkeypatch.setattr(pinned, "pinnable_bytes", lambda limits: 8 << 20)
+    monkeypatch.setattr(host_memory, "pinnable_bytes", lambda limits: 8 << 20)
     file = WeightFile(tmp_path / "weights")
     file.add("embed", "q8_0", 64, 256)
     with Upload("cpu") as way, pytest.raises(DeviceError) as refused:

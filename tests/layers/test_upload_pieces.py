@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from headroom.errors import PlanError
 from headroom.formats.quants import BY_NAME
-from headroom.layers.pieces import FileMatrices, Piece, matrices_between, pieces
+from headroom.layers.upload import (
+    FileMatrices,
+    FileRange,
+    UploadPiece,
+    matrices_between,
+    split_matrices,
+)
 
 UNIT = 16
 
@@ -23,11 +29,11 @@ def matrices(rows: int, count: int = 1, **more: object) -> FileMatrices:
     )  # fmt: skip
 
 
-def row_offsets(source: FileMatrices, piece: Piece) -> dict[tuple[int, int], int]:
+def row_offsets(source: FileMatrices, piece: UploadPiece) -> dict[tuple[int, int], int]:
     """Where in the file each row of the result lies, by matrix and row."""
     size, staged = source.row_bytes, []
-    for offset, length in piece.runs:
-        staged += range(offset, offset + length, size)
+    for part in piece.ranges:
+        staged += range(part.offset, part.offset + part.nbytes, size)
     if piece.order is not None:
         staged = [staged[place] for place in piece.order.tolist()]
     assert len(staged) == piece.matrices * piece.rows
@@ -45,7 +51,7 @@ def test_every_row_comes_once_and_from_its_place(
 ) -> None:
     apart = rows * 36 * 2 if gap else 0
     source, found = matrices(rows, count, apart=apart), {}
-    for piece in pieces(source, room * 36, UNIT):
+    for piece in split_matrices(source, room * 36, UNIT):
         assert piece.nbytes <= room * 36
         assert piece.row % UNIT == 0
         assert piece.rows == rows or piece.matrices == 1
@@ -68,7 +74,7 @@ def test_rows_in_another_order_come_from_where_the_order_says(
     order = torch.cat([head * 24 + torch.randperm(24) for head in range(heads)])
     order = torch.cat((order[::2], order[1::2]))
     source, found = matrices(24 * heads, order=order), {}
-    for piece in pieces(source, room * 36, UNIT):
+    for piece in split_matrices(source, room * 36, UNIT):
         assert piece.order is not None
         assert piece.order_at >= piece.nbytes
         assert piece.order_at + piece.order.nbytes <= room * 36
@@ -77,14 +83,14 @@ def test_rows_in_another_order_come_from_where_the_order_says(
 
 
 def test_neighbours_are_read_in_one_go() -> None:
-    (piece,) = pieces(matrices(20, 6), 36 * 120, UNIT)
-    assert piece.runs == ((1000, 36 * 120),)
+    (piece,) = split_matrices(matrices(20, 6), 36 * 120, UNIT)
+    assert piece.ranges == (FileRange(1000, 36 * 120),)
 
 
 @pytest.mark.parametrize("order", [None, torch.arange(32) * 7 % 32])
 def test_rows_that_no_buffer_holds_are_refused(order: torch.Tensor | None) -> None:
     with pytest.raises(PlanError, match=r"^w goes to its device in pieces of .* or more, and the "):
-        list(pieces(matrices(32, order=order), 36 * 15, UNIT))
+        list(split_matrices(matrices(32, order=order), 36 * 15, UNIT))
 
 
 @given(
