@@ -10,10 +10,9 @@ from headroom.experts.store import ExpertStore, LayerStore, fill_tiles
 from headroom.experts.telemetry import JoinedMeter
 from headroom.families.config import ExpertsConfig
 from headroom.kernels.cuda import experts as cuda_experts
-from headroom.kernels.cuda import few_experts, handover
-from headroom.kernels.cuda.expert_tiles import ExpertTiles, Others
-from headroom.kernels.cuda.matmul import HalfRows
-from headroom.kernels.cuda.narrow import NarrowRows
+from headroom.kernels.cuda import experts_prefill, handover
+from headroom.kernels.cuda.experts import ExpertTiles, Others
+from headroom.kernels.cuda.matmul import HalfRows, NarrowRows
 from headroom.kernels.cuda.route import Unchosen
 from headroom.layers.weights import WeightSource
 from headroom.plan.cost_model import ColdRates, ColdSpeeds
@@ -52,17 +51,17 @@ class ReadInPlace:
         """Return the weighted sum of each row's experts and others."""
         tiles, activation = self._tiles, self._activation
         if isinstance(picks, Unchosen):
-            if x.rows <= few_experts.CHOSEN_ROWS:
-                return few_experts.choose_few_rows(x, picks, tiles, activation, others, out)
+            if x.rows <= cuda_experts.CHOSEN_ROWS:
+                return cuda_experts.choose_few_rows(x, picks, tiles, activation, others, out)
             picks = picks.made()
         ids, weights = picks
-        return few_experts.few_rows(x, ids, weights, tiles, activation, others, out)
+        return cuda_experts.few_rows(x, ids, weights, tiles, activation, others, out)
 
     def many_rows(
         self, x: NarrowRows, picks: Picks, others: Others, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the same; each expert that was chosen is read once."""
-        return cuda_experts.many_rows(x, *picks, self._tiles, self._activation, others, out)
+        return experts_prefill.many_rows(x, *picks, self._tiles, self._activation, others, out)
 
 
 class Streamed(ReadInPlace):

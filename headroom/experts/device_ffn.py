@@ -11,12 +11,10 @@ from headroom.experts.ffn import router_rule
 from headroom.experts.store import LayerStore
 from headroom.families.config import ExpertsConfig
 from headroom.kernels.cuda import experts as cuda_experts
+from headroom.kernels.cuda import norms, scratch
 from headroom.kernels.cuda import route as cuda_route
-from headroom.kernels.cuda import router as cuda_router
-from headroom.kernels.cuda import scratch, small
-from headroom.kernels.cuda.expert_tiles import NO_OTHERS, ExpertTiles, Others, OwnTiles
-from headroom.kernels.cuda.matmul import TILES, Gates, RowNorm
-from headroom.kernels.cuda.narrow import narrow_type
+from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles, Others, OwnTiles
+from headroom.kernels.cuda.matmul import TILES, Gates, RowNorm, narrow_type
 from headroom.kernels.cuda.route import Unchosen
 from headroom.kernels.cuda.sizes import EXPERT_STEP, tile_bytes
 from headroom.layers.batch import GpuBatch
@@ -85,14 +83,14 @@ def scored_rows(
 
     `norm.out` gets the rows in float32 where it is given.
     """
-    if is_decode(len(x)) and cuda_router.takes(x.shape[1]):
-        few, logits = cuda_router.scored_rows(x, weight, norm, seen)
-        again = partial(small.rms_norm, x, norm.weight, norm.eps)
+    if is_decode(len(x)) and cuda_route.can_score_with_norm(x.shape[1]):
+        few, logits = cuda_route.scored_rows(x, weight, norm, seen)
+        again = partial(norms.rms_norm, x, norm.weight, norm.eps)
         return CudaRows(len(x), decode=few, floats=again), logits
     rows = normed_rows(x, norm, narrow)
     if norm.out is not None and seen is norm.weight:
         return rows, cuda_route.score(norm.out, weight)
-    return rows, cuda_route.score(small.rms_norm(x, seen, norm.eps), weight)
+    return rows, cuda_route.score(norms.rms_norm(x, seen, norm.eps), weight)
 
 
 def open_steps(
@@ -158,7 +156,7 @@ class DeviceExperts:
         cold = self.cold if few else None
         normed = scratch.empty(*x.shape, device=x.device)
         # Few rows need them for a CPU, or where they are too wide to be scored at once.
-        wanted = not few or cold is not None or not cuda_router.takes(x.shape[1])
+        wanted = not few or cold is not None or not cuda_route.can_score_with_norm(x.shape[1])
         norm = RowNorm(self._norm, self._eps, normed if wanted else None)
         rows, logits = scored_rows(x, self._router.weight, norm, self._norm, self._narrow)
         picks: Picks | Unchosen
@@ -250,5 +248,5 @@ class DeviceBeside:
         dense = self._dense.outputs(x)
         if cold is not None:
             cold.after(routed)
-        total = small.norm_add(dense, routed, self._experts_after, self._eps)
-        small.norm_add(x, total, self._after, self._eps)
+        total = norms.norm_add(dense, routed, self._experts_after, self._eps)
+        norms.norm_add(x, total, self._after, self._eps)

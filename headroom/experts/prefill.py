@@ -29,12 +29,16 @@ from headroom.experts.copies import (
 )
 from headroom.experts.store import runs
 from headroom.experts.telemetry import ColdCosts
-from headroom.kernels.cuda import experts as cuda_experts
-from headroom.kernels.cuda import scratch
-from headroom.kernels.cuda.expert_tiles import NO_OTHERS, ExpertTiles, Others
-from headroom.kernels.cuda.experts import ChosenRows, SomeExperts, group_bounds, unpack_some
-from headroom.kernels.cuda.narrow import NarrowRows, as_narrow
-from headroom.kernels.cuda.picks import ExpertGroup
+from headroom.kernels.cuda import experts_prefill, scratch
+from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles, Others
+from headroom.kernels.cuda.experts_prefill import (
+    ChosenRows,
+    ExpertGroup,
+    SomeExperts,
+    group_bounds,
+    unpack_some,
+)
+from headroom.kernels.cuda.matmul import NarrowRows, as_narrow
 from headroom.kernels.cuda.sizes import ALIGNMENT
 from headroom.kernels.native.experts import PanelTable, experts_into, scratch_bytes
 from headroom.kernels.native.module import MODULE
@@ -360,7 +364,7 @@ class StreamedLayer:
         stream, tiles = self._stream, self._tiles
         stream.begin(pieces_of(groups), self._ahead(len(chosen.ids)))
         arriving = _Arriving(stream, tiles, groups, chosen.x.dtype)
-        return cuda_experts.sum_groups(chosen, tiles, self._activation, arriving, others, out)
+        return experts_prefill.sum_groups(chosen, tiles, self._activation, arriving, others, out)
 
     def _ahead(self, rows: int) -> list[Piece]:
         """The pieces of the next layer, unless it waits to hear which experts were chosen."""
@@ -427,7 +431,7 @@ class _Arriving:
     def gates_and_ups(self, group: ExpertGroup) -> torch.Tensor:
         """Unpack all of a group's experts, and return gates and ups."""
         tiles, experts = self._tiles, self._left.popleft()
-        plain = cuda_experts.empty_gates_and_ups(tiles, group, self._dtype)
+        plain = experts_prefill.empty_gates_and_ups(tiles, group, self._dtype)
         shape = group.size, tiles.hidden, tiles.width
         self._downs = downs = self._stream.room_for_downs(shape, self._dtype)
         if len(experts.hot):

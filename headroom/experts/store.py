@@ -14,7 +14,7 @@ from headroom.experts.copies import CopyQueue, Mark, open_copies, pinned_empty
 from headroom.experts.placement import ExpertPlacement
 from headroom.experts.telemetry import ColdCosts
 from headroom.families.config import ExpertsConfig
-from headroom.kernels.cuda.expert_tiles import PARTS, Kinds
+from headroom.kernels.cuda.experts import PARTS, Kinds
 from headroom.kernels.cuda.sizes import ALIGNMENT, tile_bytes
 from headroom.layers.host_memory import HostMemory, pin_limits
 from headroom.layers.upload import BUFFERS, HostTiles, matrices_between

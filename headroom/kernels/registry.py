@@ -3,8 +3,7 @@
 from headroom.errors import KernelError
 from headroom.formats.quants import Q8_K
 from headroom.kernels.cuda import matmul as cuda_matmul
-from headroom.kernels.cuda import plain as cuda_plain
-from headroom.kernels.cuda import small as cuda_small
+from headroom.kernels.cuda import norms as cuda_norms
 from headroom.kernels.cuda.compile import refuses_device
 from headroom.kernels.native import attention as native_attention
 from headroom.kernels.native import delta_net as native_delta_net
@@ -46,18 +45,24 @@ def _takes_plain_products(case: Case) -> str | None:
 
 
 KERNELS = (
-    Kernel("embed", "cuda", cuda_small.embed, _refuses_cuda_table),
+    Kernel("embed", "cuda", cuda_matmul.embed, _refuses_cuda_table),
     Kernel("matmul", "cuda", cuda_matmul.matmul, cuda_matmul.refuses, cuda_matmul.prepare),
-    Kernel("matmul", "cuda-plain", cuda_plain.matmul, cuda_plain.refuses, cuda_plain.prepare),
+    Kernel(
+        "matmul",
+        "cuda-plain",
+        cuda_matmul.plain_matmul,
+        cuda_matmul.refuses_plain,
+        cuda_matmul.prepare_plain,
+    ),
     Kernel(
         "matmul",
         "cuda-plain-f16",
-        cuda_plain.matmul,
-        cuda_plain.refuses_f16,
-        cuda_plain.prepare_f16,
+        cuda_matmul.plain_matmul,
+        cuda_matmul.refuses_plain_f16,
+        cuda_matmul.prepare_plain_f16,
     ),
-    Kernel("rms_norm", "cuda", cuda_small.rms_norm, refuses_device),
-    Kernel("gated_activation", "cuda", cuda_small.gated_activation, refuses_device),
+    Kernel("rms_norm", "cuda", cuda_norms.rms_norm, refuses_device),
+    Kernel("gated_activation", "cuda", cuda_norms.gated_activation, refuses_device),
     Kernel("embed", "triton", triton_matmul.embed, triton_matmul.refuses_table),
     Kernel("matmul", "triton", triton_matmul.matmul, triton_matmul.refuses),
     Kernel("rms_norm", "triton", triton_rows.rms_norm, triton_launch.refuses),

@@ -10,12 +10,11 @@ from typing import Protocol
 import torch
 
 from headroom.families.config import AttentionConfig, DeltaNetConfig, FfnConfig
-from headroom.kernels.cuda import attention, delta_net, prefill, scratch, small
+from headroom.kernels.cuda import attention, delta_net, norms, scratch
 from headroom.kernels.cuda.attention import DecodeShape, Gate, HeadNorms, Projected
-from headroom.kernels.cuda.chunks import span_tables
 from headroom.kernels.cuda.compile import refuses_device
-from headroom.kernels.cuda.matmul import Gates, RowNorm
-from headroom.kernels.cuda.narrow import narrow_type, refuses_type
+from headroom.kernels.cuda.delta_net import span_tables
+from headroom.kernels.cuda.matmul import Gates, RowNorm, narrow_type, refuses_type
 from headroom.kernels.ops import RecurrentState, StepTables
 from headroom.layers.attention import pair_rows, query_rows, rope_tables
 from headroom.layers.batch import Batch, GpuBatch
@@ -123,7 +122,7 @@ class CudaAttention:
             mixed = self._decode(queries, batch, tables, gate)
         else:
             spans = self._pages.view(batch).spans
-            mixed = prefill.prefill(queries, self._pages.kv, spans, config.window, self._dtype)
+            mixed = attention.prefill(queries, self._pages.kv, spans, config.window, self._dtype)
             if gate is not None:
                 _apply_gate(mixed, gate, config.heads)
         add_product(x, self._out, plain_rows(mixed, self._narrow), self._post_norm)
@@ -222,7 +221,7 @@ class CudaMlp:
         found = self._down(self._inner(x))[0]
         if self._post_norm is None:
             return found
-        return small.rms_norm(found, self._post_norm.weight, self._post_norm.eps)
+        return norms.rms_norm(found, self._post_norm.weight, self._post_norm.eps)
 
     def _inner(self, x: torch.Tensor) -> CudaRows:
         gate, up = self._in(normed_rows(x, self._norm, self._narrow))

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from headroom.kernels.cuda import delta_net, matmul, plain, scratch, small, unpacked
-from headroom.kernels.cuda.matmul import HalfRows, RowNorm
-from headroom.kernels.cuda.narrow import (
-    QUANTS,
+from headroom.kernels.cuda import delta_net, matmul, norms, scratch
+from headroom.kernels.cuda.matmul import (
+    NARROW_QUANTS,
+    HalfRows,
     NarrowRows,
-    empty_rows,
-    fill_rows,
+    RowNorm,
+    empty_narrow_rows,
+    fill_narrow_rows,
     narrow_rows,
     narrow_type,
 )
@@ -58,14 +59,14 @@ def normed_rows(x: torch.Tensor, norm: RowNorm, narrow: torch.dtype) -> CudaRows
     if is_decode(len(x)):
         rounded = matmul.half_rows(x, norm=norm)
         return CudaRows(
-            len(x), decode=rounded, floats=lambda: small.rms_norm(x, norm.weight, norm.eps)
+            len(x), decode=rounded, floats=lambda: norms.rms_norm(x, norm.weight, norm.eps)
         )
-    rows = empty_rows(x.shape, narrow, x.device)
+    rows = empty_narrow_rows(x.shape, narrow, x.device)
     if rows.powers is None:
-        small.norm_narrow(x, norm.weight, norm.eps, rows.values, norm.out)
+        norms.norm_narrow(x, norm.weight, norm.eps, rows.values, norm.out)
         return CudaRows(len(x), prefill=rows)
     with scratch.frame():
-        fill_rows(rows, small.rms_norm(x, norm.weight, norm.eps, norm.out))
+        fill_narrow_rows(rows, norms.rms_norm(x, norm.weight, norm.eps, norm.out))
     return CudaRows(len(x), prefill=rows)
 
 
@@ -77,13 +78,13 @@ def gated_rows(
         return CudaRows(
             len(gate),
             decode=matmul.gated_half_rows(gate, up, activation),
-            floats=lambda: small.gated_activation(gate, up, activation),
+            floats=lambda: norms.gated_activation(gate, up, activation),
         )
-    rows = empty_rows(gate.shape, narrow, gate.device)
+    rows = empty_narrow_rows(gate.shape, narrow, gate.device)
     if rows.powers is None:
-        small.gated_narrow(gate, up, activation, rows.values)
+        norms.gated_narrow(gate, up, activation, rows.values)
     else:
-        fill_rows(rows, small.gated_activation(gate, up, activation, gate))
+        fill_narrow_rows(rows, norms.gated_activation(gate, up, activation, gate))
     return CudaRows(len(gate), prefill=rows)
 
 
@@ -97,12 +98,12 @@ def gated_head_rows(
             decode=matmul.normed_head_rows(x, gate, norm.weight, norm.eps),
             floats=lambda: delta_net.gated_norm(x, gate, norm.weight, norm.eps).flatten(1),
         )
-    rows = empty_rows(x.flatten(1).shape, narrow, x.device)
+    rows = empty_narrow_rows(x.flatten(1).shape, narrow, x.device)
     if rows.powers is None:
         delta_net.gated_norm(x, gate, norm.weight, norm.eps, narrow=rows.values)
     else:
         with scratch.frame():
-            fill_rows(rows, delta_net.gated_norm(x, gate, norm.weight, norm.eps).flatten(1))
+            fill_narrow_rows(rows, delta_net.gated_norm(x, gate, norm.weight, norm.eps).flatten(1))
     return CudaRows(len(x), prefill=rows)
 
 
@@ -136,11 +137,11 @@ def _multiply(
         matmul.products(x.decode, weight, outs, add)
         return
     if x.prefill is not None:
-        unpacked.multiply(x.prefill, weight, outs, add is not None)
+        matmul.multiply_unpacked(x.prefill, weight, outs, add is not None)
         return
     assert x.floats is not None
     with scratch.frame():
-        product = plain.product(x.floats(), weight.data)
+        product = matmul.plain_product(x.floats(), weight.data)
     for out, part in zip(
         outs, torch.split(product, [out.shape[1] for out in outs], dim=1), strict=True
     ):
@@ -157,7 +158,7 @@ def add_product(
     if post_norm is None:
         matrix(rows, add=x)
     else:
-        small.norm_add(x, matrix(rows)[0], post_norm.weight, post_norm.eps)
+        norms.norm_add(x, matrix(rows)[0], post_norm.weight, post_norm.eps)
 
 
 def load_merged(
@@ -198,7 +199,7 @@ def _load_weight(get: WeightSource, names: Sequence[str], parts: Sequence[FileMa
         return Weight(get.upload.tiles(parts), first.quant, rows, first.columns, matmul.TILES)
     dtype = get.case.dtype
     values = get.upload.rows(first, narrow_type(dtype))
-    return Weight(values, QUANTS[dtype], rows, first.columns)
+    return Weight(values, NARROW_QUANTS[dtype], rows, first.columns)
 
 
 def _unpack(weight: Weight, dtype: str) -> Weight:
@@ -206,4 +207,4 @@ def _unpack(weight: Weight, dtype: str) -> Weight:
     there = weight.data.to("cuda")
     if weight.quant.name not in PLAIN_TYPES:
         there = dequantise(there, weight.quant, weight.columns)
-    return Weight(there.to(narrow_type(dtype)), QUANTS[dtype], weight.rows, weight.columns)
+    return Weight(there.to(narrow_type(dtype)), NARROW_QUANTS[dtype], weight.rows, weight.columns)

@@ -10,8 +10,7 @@ import torch
 from headroom.errors import DeviceError
 from headroom.formats.quants import BY_NAME, F32
 from headroom.formats.tensor import TensorInfo
-from headroom.kernels.cuda.matmul import TILES, Gates, TiledSize
-from headroom.kernels.cuda.narrow import QUANTS, narrow_type
+from headroom.kernels.cuda.matmul import NARROW_QUANTS, TILES, Gates, TiledSize, narrow_type
 from headroom.kernels.ops import Case, ExpertTable
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.registry import pick
@@ -61,7 +60,7 @@ class WeightSource:
             weight = Weight(upload.tiles([found]), found.quant, found.rows, found.columns, TILES)
         elif kernel.backend.startswith("cuda-plain"):  # in its type at once: no copy beside it
             values = upload.rows(found, narrow_type(self.case.dtype))
-            weight = Weight(values, QUANTS[self.case.dtype], found.rows, found.columns)
+            weight = Weight(values, NARROW_QUANTS[self.case.dtype], found.rows, found.columns)
         else:
             weight = Weight(upload.rows(found), found.quant, found.rows, found.columns)
             upload.wait()  # what prepares it may read it

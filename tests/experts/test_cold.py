@@ -16,7 +16,7 @@ from headroom.experts.placement import ExpertPlacement
 from headroom.experts.store import StoreRequest, blob_layout, open_store
 from headroom.experts.telemetry import HitCounter
 from headroom.families.config import ExpertsConfig
-from headroom.kernels.cuda import experts, few_experts, handover, matmul, pack, picks, sizes
+from headroom.kernels.cuda import experts, experts_prefill, grouped, handover, matmul, pack, sizes
 from headroom.kernels.cuda.experts import Others
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.native.module import MODULE
@@ -54,11 +54,11 @@ def compile_small(
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels, copies and pinned memory as if the host were a GPU."""
     torch.manual_seed(0)
-    for module in (pack, matmul, handover, experts, few_experts, picks):
+    for module in (pack, matmul, handover, experts, experts_prefill):
         monkeypatch.setattr(module, "compile_kernel", compile_small)
     monkeypatch.setattr(upload, "BUFFER_STEP", 32)
     monkeypatch.setattr(sizes, "SORTED_PICKS", 0)  # hot experts are unpacked as cold ones are
-    monkeypatch.setattr(picks, "product_way", lambda device: "loop")
+    monkeypatch.setattr(grouped, "product_way", lambda device: "loop")
     monkeypatch.setattr(torch, "mm", _in_float32)
     monkeypatch.setattr(prefill, "CudaCopies", lambda device: LateCopies())
     monkeypatch.setattr(cost_model, "HAND_OVER_S", 0.0)

@@ -7,8 +7,8 @@ import torch
 
 from headroom.errors import DeviceError
 from headroom.experts.decode import ColdCompute, CpuShared
-from headroom.kernels.cuda import few_experts, handover, matmul
-from headroom.kernels.cuda.expert_tiles import Others
+from headroom.kernels.cuda import experts, handover, matmul
+from headroom.kernels.cuda.experts import Others
 from headroom.kernels.cuda.handover import Mailbox
 from headroom.kernels.cuda.sizes import TILED
 from headroom.kernels.native import experts as native_experts
@@ -32,9 +32,9 @@ MIX = ("q4_k", "q4_k", "q6_k")
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launchers run their kernels here."""
     torch.manual_seed(0)
-    for module in (few_experts, handover, matmul):
+    for module in (experts, handover, matmul):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
-    monkeypatch.setattr(few_experts, "shared_bytes_of", lambda device: 64 << 10)
+    monkeypatch.setattr(experts, "shared_bytes_of", lambda device: 64 << 10)
 
 
 @pytest.fixture
@@ -117,11 +117,11 @@ def test_the_kernels_of_a_gpu_pass_over_what_the_cpu_takes(made: list[ColdComput
     weights = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
     others = Others(residual=x)
     rows = matmul.half_rows(x)
-    wanted = few_experts.few_rows(rows, ids.clone(), weights, store.tiles, "silu", others)
+    wanted = experts.few_rows(rows, ids.clone(), weights, store.tiles, "silu", others)
     made[0].begin_step()
     part.before(x, ids, weights)
     assert ids.tolist() == [[-1, 1, -1, 2]]
-    found = few_experts.few_rows(rows, ids, weights, store.tiles, "silu", others)
+    found = experts.few_rows(rows, ids, weights, store.tiles, "silu", others)
     part.after(found)
     assert apart(found, wanted, x) < 2e-3
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from headroom.experts import prefill
 from headroom.experts.prefill import ColdStream, StreamedLayer, count_picks, cut_pieces
 from headroom.experts.store import runs
-from headroom.kernels.cuda import experts, grouped, half_experts, narrow, picks, scratch, sizes
-from headroom.kernels.cuda.experts import Others, many_rows
+from headroom.kernels.cuda import experts_prefill, grouped, matmul, scratch, sizes
+from headroom.kernels.cuda.experts import Others
+from headroom.kernels.cuda.experts_prefill import many_rows
 from headroom.kernels.native.module import MODULE
 from headroom.plan import cost_model
 from headroom.plan.cost_model import ColdRates
@@ -47,11 +48,11 @@ def compile_small(
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(experts, "compile_kernel", compile_small)
-    for module in (grouped, half_experts, narrow, picks):
+    monkeypatch.setattr(experts_prefill, "compile_kernel", compile_small)
+    for module in (grouped, matmul):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     monkeypatch.setattr(sizes, "SORTED_PICKS", 0)  # hot experts are unpacked as cold ones are
-    monkeypatch.setattr(picks, "product_way", lambda device: "loop")
+    monkeypatch.setattr(grouped, "product_way", lambda device: "loop")
     monkeypatch.setattr(torch, "mm", in_float32)
 
 
@@ -108,7 +109,7 @@ def never_count(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_streamed_experts_give_the_bits_of_hot_ones(  # type: ignore[no-untyped-def]
     monkeypatch, layer_of, inputs, cold: int, group: int, each: int
 ) -> None:
-    monkeypatch.setattr(experts, "experts_at_once", lambda *sizes: group)
+    monkeypatch.setattr(experts_prefill, "experts_at_once", lambda *sizes: group)
     never_count(monkeypatch)
     layer = split_layer(*layer_of, COLD[cold])
     stream, (streamed,), queue = open_stream([layer], each)
@@ -122,11 +123,11 @@ def test_streamed_experts_give_the_bits_of_hot_ones(  # type: ignore[no-untyped-
 def test_streamed_experts_give_the_bits_of_hot_ones_in_f16(  # type: ignore[no-untyped-def]
     monkeypatch, layer_of, inputs
 ) -> None:
-    monkeypatch.setattr(experts, "experts_at_once", lambda *sizes: 4)
+    monkeypatch.setattr(experts_prefill, "experts_at_once", lambda *sizes: 4)
     never_count(monkeypatch)
     _, (streamed,), _ = open_stream([split_layer(*layer_of, COLD[70])], 3)
     wide, chosen, _ = inputs
-    x = narrow.narrow_rows(wide.float(), torch.float16)
+    x = matmul.narrow_rows(wide.float(), torch.float16)
     found = streamed.many_rows(x, chosen)
     hot = many_rows(x, *chosen, split_layer(*layer_of, ()).tiles, "silu")
     assert torch.equal(found, hot)
@@ -209,7 +210,7 @@ def test_an_expert_whose_exchange_failed_comes_from_the_spare_buffer(  # type: i
 def test_small_steps_copy_only_experts_that_were_chosen(  # type: ignore[no-untyped-def]
     monkeypatch, layer_of, inputs, group: int
 ) -> None:
-    monkeypatch.setattr(experts, "experts_at_once", lambda *sizes: group)
+    monkeypatch.setattr(experts_prefill, "experts_at_once", lambda *sizes: group)
     monkeypatch.setattr(prefill, "most_counted_rows", lambda *facts: ROWS)
     x, (ids, weights), others = inputs
     ids = torch.where((ids == 4) | (ids == 7), -1, ids)
@@ -256,8 +257,7 @@ def test_nothing_on_the_gpu_meets_host_memory_but_by_copies(  # type: ignore[no-
     layer = split_layer(*layer_of, COLD[70])
     wanted = all_hot(layer_of, inputs)
     x, (ids, weights), others = inputs
-    for module in (experts, picks):
-        monkeypatch.setattr(module, "compile_kernel", kernels_on_cpu(compile_small))
+    monkeypatch.setattr(experts_prefill, "compile_kernel", kernels_on_cpu(compile_small))
     with pretend_cuda(monkeypatch):
         tiles = replace(layer.tiles, addresses=layer.tiles.addresses.to("cuda"))
         staging = torch.zeros(200_000, dtype=torch.uint8, device="cuda")

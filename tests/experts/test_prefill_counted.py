@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from headroom.experts import prefill
-from headroom.kernels.cuda.experts import Others, many_rows
+from headroom.kernels.cuda.experts import Others
+from headroom.kernels.cuda.experts_prefill import many_rows
 from headroom.kernels.native.module import MODULE
 from headroom.plan.cost_model import ColdLayer, ColdRates
 from tests.experts.cold_layer import split_layer

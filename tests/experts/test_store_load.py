@@ -11,7 +11,7 @@ from headroom.experts.placement import ExpertPlacement
 from headroom.experts.store import StoreRequest, blob_layout, fill_rows, fill_tiles, open_store
 from headroom.families.config import ExpertsConfig
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import few_experts, matmul, pack
+from headroom.kernels.cuda import experts, matmul, pack
 from headroom.layers import upload
 from headroom.layers.upload import Upload
 from headroom.plan.cost_model import ColdSpeeds
@@ -114,9 +114,9 @@ def test_the_check_for_a_gpu_passes_where_the_cpu_stands_in(
     monkeypatch.setattr(check_cold_store, "DEVICE", "cpu")
     monkeypatch.setattr(check_cold_store, "ROWS", (3,))
     monkeypatch.setattr(check_cold_store, "BESIDE", 1)
-    for module in (few_experts, matmul):
+    for module in (experts, matmul):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
-    monkeypatch.setattr(few_experts, "shared_bytes_of", lambda device: 64 << 10)
+    monkeypatch.setattr(experts, "shared_bytes_of", lambda device: 64 << 10)
     pretend_pinning(monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(check_cold_store, "captured", lambda step: step)

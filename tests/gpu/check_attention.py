@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from headroom.kernels.cuda import attention, prefill, sizes
+from headroom.kernels.cuda import attention, sizes
 from headroom.kernels.cuda.attention import DecodeShape, Gate, HeadNorms, Projected
 from headroom.kernels.ops import PagedKv, Span, StepTables
 from headroom.kernels.reference import norms
@@ -213,7 +213,7 @@ def check_prefill(heads: Heads, spans: list, window: int, dtype: str) -> None:
     for number, (start, rows) in enumerate(spans):
         listed.append(Span(first, rows, start, tables.pages[number].long().cuda()))
         first += rows
-    found = prefill.prefill(queries.cuda(), on_gpu(cache), tuple(listed), window, dtype).cpu()
+    found = attention.prefill(queries.cuda(), on_gpu(cache), tuple(listed), window, dtype).cpu()
     error = float((found.double() - expected).abs().max() / expected.abs().max())
     limit = {"f32": 3e-6, "f16": 5e-3, "bf16": 3e-2}[dtype]
     report(f"prefill {dtype} {heads} {spans} window={window}", error, limit)
@@ -266,7 +266,7 @@ def bench_prefill(heads: Heads, start: int, rows: int, window: int = 0) -> None:
     cache = on_gpu(random_cache(heads, slots))
     span = (Span(0, rows, start, torch.randperm(slots // PAGE).cuda()),)
     queries = torch.randn(rows, heads.heads, heads.dim, device="cuda") * 0.1
-    us = time_us([lambda: prefill.prefill(queries, cache, span, window, "bf16")])
+    us = time_us([lambda: attention.prefill(queries, cache, span, window, "bf16")])
     seen = sum(min(start + i + 1, window or start + rows) for i in range(rows))
     flops = 4 * heads.heads * heads.dim * seen
     print(

@@ -10,9 +10,9 @@ import torch
 
 from headroom.kernels.cuda.code_cache import code_folder, kept_bytes
 from headroom.kernels.cuda.compile import CODE
+from headroom.kernels.cuda.norms import gated_activation
 from headroom.kernels.cuda.nvrtc import find_headers, open_nvrtc
 from headroom.kernels.cuda.probe import try_kernels
-from headroom.kernels.cuda.small import gated_activation
 from headroom.units import gib
 
 

@@ -13,9 +13,8 @@ import torch
 
 from headroom.experts.decode import ColdCompute, CpuShared
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import experts as fast
 from headroom.kernels.cuda import handover
-from headroom.kernels.cuda.few_experts import few_rows
+from headroom.kernels.cuda.experts import ExpertTiles, few_rows
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.cuda.measure import handover_seconds
 from headroom.kernels.native.module import MODULE, POOL
@@ -45,7 +44,7 @@ def gpu_store(pieces: list[torch.Tensor], kinds: Kinds, width: int, hot: list[in
     where = torch.where(is_hot[:, None] == 1, there, here).to(DEVICE)
     quants = tuple(BY_NAME[kind] for kind in kinds)
     hidden = {512: 2048}.get(width, 512)
-    tiles = fast.ExpertTiles(where, quants, width, hidden, slots.nbytes, (slots, host))
+    tiles = ExpertTiles(where, quants, width, hidden, slots.nbytes, (slots, host))
     return SplitStore(None, host, tiles, is_hot.to(DEVICE), cold)  # type: ignore[arg-type]
 
 

@@ -26,8 +26,8 @@ from headroom.experts.store import (
 )
 from headroom.families.config import ExpertsConfig
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import experts as fast
-from headroom.kernels.cuda.few_experts import few_rows
+from headroom.kernels.cuda import experts_prefill
+from headroom.kernels.cuda.experts import ExpertTiles, few_rows
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.layers.upload import Upload
 from headroom.plan.cost_model import ColdSpeeds
@@ -82,7 +82,7 @@ class Layer:
             fill_tiles(layer, get, store.staging)
         return store, layer
 
-    def tiles(self) -> fast.ExpertTiles:
+    def tiles(self) -> ExpertTiles:
         """The same, all in GPU memory."""
         with Upload(DEVICE) as way:
             return upload_experts(self.file.source(way), self.experts)
@@ -105,7 +105,7 @@ def wrong_experts(layer: Layer, stored: LayerStore) -> list[int]:
     return wrong
 
 
-def make_step(layer: Layer, rows: int) -> Callable[[fast.ExpertTiles], torch.Tensor]:
+def make_step(layer: Layer, rows: int) -> Callable[[ExpertTiles], torch.Tensor]:
     """A step of drawn rows, on experts wherever they are."""
     used = 2
     x = torch.randn(rows, layer.hidden, device=DEVICE)
@@ -114,9 +114,9 @@ def make_step(layer: Layer, rows: int) -> Callable[[fast.ExpertTiles], torch.Ten
     if rows <= 32:
         return lambda table: few_rows(half_rows(x), ids, weights, table, "silu")
 
-    def many(table: fast.ExpertTiles) -> torch.Tensor:
+    def many(table: ExpertTiles) -> torch.Tensor:
         with forced(""):  # hot experts unpacked as cold ones are
-            return fast.many_rows(x, ids, weights, table, "silu")
+            return experts_prefill.many_rows(x, ids, weights, table, "silu")
 
     return many
 

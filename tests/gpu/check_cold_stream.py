@@ -12,7 +12,8 @@ from headroom.experts import prefill
 from headroom.experts.prefill import ColdStream, open_stream
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import scratch
-from headroom.kernels.cuda.experts import Others, many_rows
+from headroom.kernels.cuda.experts import Others
+from headroom.kernels.cuda.experts_prefill import many_rows
 from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.native.module import MODULE

@@ -8,8 +8,7 @@ from functools import partial
 import torch
 
 from headroom.kernels.cuda import delta_net as fast
-from headroom.kernels.cuda.chunks import SpanTables, span_tables
-from headroom.kernels.cuda.delta_net import ChunkBlocks
+from headroom.kernels.cuda.delta_net import ChunkBlocks, SpanTables, span_tables
 from headroom.kernels.cuda.matmul import normed_head_rows
 from headroom.kernels.ops import DeltaNetWeights, RecurrentState, Span
 from headroom.kernels.reference import delta_net as plain

@@ -10,12 +10,17 @@ from unittest.mock import patch
 import torch
 
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import experts as fast
-from headroom.kernels.cuda import picks, sizes, sorted_experts
-from headroom.kernels.cuda.expert_tiles import OwnTiles
-from headroom.kernels.cuda.few_experts import choose_few_rows, few_rows
-from headroom.kernels.cuda.matmul import half_rows
-from headroom.kernels.cuda.narrow import NarrowRows, narrow_rows
+from headroom.kernels.cuda import experts_packed, experts_prefill, grouped, sizes
+from headroom.kernels.cuda.experts import (
+    NO_OTHERS,
+    ExpertTiles,
+    Others,
+    OwnTiles,
+    choose_few_rows,
+    few_rows,
+    table_of,
+)
+from headroom.kernels.cuda.matmul import NarrowRows, half_rows, narrow_rows
 from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.route import Unchosen
 from headroom.kernels.cuda.sizes import tile_bytes
@@ -41,7 +46,7 @@ def make_table(kinds: Kinds, experts: int, width: int, hidden: int) -> ExpertTab
     )
 
 
-def to_tiles(table: ExpertTable) -> fast.ExpertTiles:
+def to_tiles(table: ExpertTable) -> ExpertTiles:
     """The experts in tiles, each part by one launch."""
     pieces = []
     for part in table.parts:
@@ -50,7 +55,7 @@ def to_tiles(table: ExpertTable) -> fast.ExpertTiles:
         pieces.append(tiles.to(DEVICE))
         pack(torch.stack([w.data for w in part]).to(DEVICE), quant, rows, columns, pieces[-1])
     gate = table.gate[0]
-    return fast.table_of(pieces, table.kinds, gate.rows, gate.columns)
+    return table_of(pieces, table.kinds, gate.rows, gate.columns)
 
 
 def wanted_sum(
@@ -84,10 +89,10 @@ def forced(way: str) -> Iterator[None]:
     And then one of grouped products on every GPU; "": each GPU's own.
     """
     most = 1 << 20 if way == "sorted" else 0  # picks of an expert
-    product_way = picks.product_way if way in ("", "sorted") else lambda device: way
+    product_way = grouped.product_way if way in ("", "sorted") else lambda device: way
     with (
         patch.object(sizes, "SORTED_PICKS", most),
-        patch.object(picks, "product_way", product_way),
+        patch.object(grouped, "product_way", product_way),
     ):
         yield
 
@@ -113,7 +118,7 @@ def check(
     more = residual + shared * logits[:, 2:].sigmoid()
     tiles = to_tiles(table)
     moved = tuple(t.to(DEVICE) for t in inputs)
-    others = fast.Others(residual.to(DEVICE), shared.to(DEVICE), logits.to(DEVICE)[:, 2:])
+    others = Others(residual.to(DEVICE), shared.to(DEVICE), logits.to(DEVICE)[:, 2:])
 
     def distance(found: torch.Tensor, from_: torch.Tensor) -> float:
         apart = float((found.cpu() - from_).norm() / wanted.norm())
@@ -121,13 +126,15 @@ def check(
 
     with forced(way):
         errors = [
-            distance(fast.many_rows(*moved, tiles, activation, others), wanted + more),
-            distance(fast.many_rows(*moved, tiles, activation), wanted),
+            distance(experts_prefill.many_rows(*moved, tiles, activation, others), wanted + more),
+            distance(experts_prefill.many_rows(*moved, tiles, activation), wanted),
         ]
         good = max(errors) < (0.005 if way == "sorted" else 0.015)
         halves = narrow_rows(moved[0] * 2**18, torch.float16)  # beyond what f16 itself holds
         halves = NarrowRows(halves.values, halves.powers / 2**18)
-        errors.append(distance(fast.many_rows(halves, *moved[1:], tiles, activation), wanted))
+        errors.append(
+            distance(experts_prefill.many_rows(halves, *moved[1:], tiles, activation), wanted)
+        )
         good = good and errors[-1] < (0.001 if way == "sorted" else 0.003)
     if rows <= 32:
         few = few_rows(half_rows(moved[0]), *moved[1:], tiles, activation, others)
@@ -165,7 +172,7 @@ def check_own(
         by = torch.ones(rows, 1) if given is None else given[:, 2:].sigmoid()
         wanted = wanted_sum(inputs, table, "silu")
         wanted += wanted_sum((inputs[0], everyone, by), own, "silu")
-        others = fast.Others(
+        others = Others(
             shared_logits=None if given is None else given.to(DEVICE)[:, 2:], own=visited
         )
         found = few_rows(half_rows(x), moved_ids, weights, tiles, "silu", others)
@@ -188,7 +195,7 @@ def check_chosen(sizes: tuple[int, int, int], rule: RouterRule, biased: bool) ->
         bias = torch.randn(experts).to(DEVICE) if biased else None
         counts = torch.zeros(2, experts, dtype=torch.int64, device=DEVICE)
         sequence = torch.arange(0, -rows, -1, dtype=torch.int32, device=DEVICE)  # one of padding
-        others = fast.Others(residual=x, shared_logits=logits[:, experts:], own=own)
+        others = Others(residual=x, shared_logits=logits[:, experts:], own=own)
         choice, later = (Unchosen(logits, rule, bias, count, sequence) for count in counts)
         wanted = few_rows(half_rows(x), *choice.made(), tiles, "silu", others)
         found = choose_few_rows(half_rows(x), later, tiles, "silu", others)
@@ -202,7 +209,7 @@ def check_alone(kinds: Kinds, sizes: tuple[int, int, int], used: int) -> bool:
     """A row has the same bits with others beside it, in pieces of any size, and without."""
     experts, width, hidden = sizes
     tiles = to_tiles(make_table(kinds, experts, width, hidden))
-    own = fast.Others(own=own_tiles(make_table(kinds, 1, width, hidden)))
+    own = Others(own=own_tiles(make_table(kinds, 1, width, hidden)))
     ids = torch.stack([torch.randperm(experts)[:used] for _ in range(11)]).int().to(DEVICE)
     x, weights = torch.randn(11, hidden).to(DEVICE), torch.rand(11, used).to(DEVICE)
     together = few_rows(half_rows(x), ids, weights, tiles, "silu", own)
@@ -223,10 +230,10 @@ def check_sorted_alone(kinds: Kinds, sizes: tuple[int, int, int], rows: int, use
     x, weights = torch.randn(rows, hidden).bfloat16().to(DEVICE), torch.rand(rows, used).to(DEVICE)
     different = 0
     with forced("sorted"):
-        together = fast.many_rows(x, ids, weights, tiles, "silu")
-        again = fast.many_rows(x, ids, weights, tiles, "silu")
+        together = experts_prefill.many_rows(x, ids, weights, tiles, "silu")
+        again = experts_prefill.many_rows(x, ids, weights, tiles, "silu")
         for part in (slice(0, 1), slice(rows // 3, rows - 3), slice(rows - 2, rows)):
-            alone = fast.many_rows(x[part], ids[part], weights[part], tiles, "silu")
+            alone = experts_prefill.many_rows(x[part], ids[part], weights[part], tiles, "silu")
             different += int((alone != together[part]).sum())
     different += int((again != together).sum())
     case = f"{kinds} {sizes} x{rows} used {used} sorted, alone"
@@ -238,13 +245,18 @@ def check_sorted(rows: int, experts: int, used: int, each: int) -> bool:
     """Picks in the order in which torch sorts them, and their rows group by group."""
     ids = pick_experts(rows, experts, used)
     ids[torch.rand(ids.shape, device=DEVICE) < 0.1] = -1
-    found, wanted = picks.sort_in_groups(ids, experts, each), picks.sort_picks(ids, experts)
+    found, wanted = (
+        experts_prefill.sort_in_groups(ids, experts, each),
+        experts_prefill.sort_picks(ids, experts),
+    )
     pairs = ((found.rows, wanted.rows), (found.places, wanted.places), (found.ends, wanted.ends))
     good = all(torch.equal(*pair) for pair in pairs)
     x = torch.randn(rows, 64, device=DEVICE).bfloat16()
     for first in range(0, experts, each):
-        group = picks.expert_group(found, first, each)
-        own = picks.gather_rows(x, group, torch.zeros(rows * used, 64, device=DEVICE).bfloat16())
+        group = experts_prefill.expert_group(found, first, each)
+        own = experts_prefill.gather_rows(
+            x, group, torch.zeros(rows * used, 64, device=DEVICE).bfloat16()
+        )
         start = int(wanted.ends[first - 1]) if first else 0
         count = int(wanted.ends[group.last]) - start
         good = good and int(group.ends[-1]) == count
@@ -254,19 +266,19 @@ def check_sorted(rows: int, experts: int, used: int, each: int) -> bool:
     return good
 
 
-def bench_shapes(tiles: fast.ExpertTiles, used: int) -> None:
+def bench_shapes(tiles: ExpertTiles, used: int) -> None:
     """Times of rows sorted by expert, by the shape of blocks."""
-    shapes = sorted_experts.SHAPES
+    shapes = experts_packed.PACKED_SHAPES
     for rows in (128, 512, 1024):
         x = torch.randn(rows, tiles.hidden, device=DEVICE).bfloat16()
         weights = torch.rand(rows, used, device=DEVICE)
         ids = pick_experts(rows, len(tiles.addresses), used)
-        run = partial(fast.many_rows, x, ids, weights, tiles, "silu")
+        run = partial(experts_prefill.many_rows, x, ids, weights, tiles, "silu")
         for shape in shapes[:4]:
-            sorted_experts.shape_for.cache_clear()
-            with patch.object(sorted_experts, "SHAPES", (shape,)), forced("sorted"):
+            experts_packed.packed_shape_for.cache_clear()
+            with patch.object(experts_packed, "PACKED_SHAPES", (shape,)), forced("sorted"):
                 print(f"BENCH sorted x{rows}, {shape} warps and stages: {time_us([run]):.0f} us")
-    sorted_experts.shape_for.cache_clear()
+    experts_packed.packed_shape_for.cache_clear()
 
 
 def bench(name: str, kinds: Kinds, sizes: tuple[int, int, int], used: int) -> None:
@@ -279,14 +291,14 @@ def bench(name: str, kinds: Kinds, sizes: tuple[int, int, int], used: int) -> No
         packed = torch.empty(tile_bytes(one.quant, *shape), dtype=torch.uint8, device=DEVICE)
         pack(one.data.to(DEVICE), one.quant, *shape, packed)
         pieces.append(packed.repeat(count).view(count, -1))
-    tiles = fast.table_of(pieces, tuple(BY_NAME[kind] for kind in kinds), width, hidden)
+    tiles = table_of(pieces, tuple(BY_NAME[kind] for kind in kinds), width, hidden)
     bytes_of_one = sum(piece.shape[1] for piece in pieces)
     for rows in (1, 2, 4, 8, 16, 32):
         x = half_rows(torch.randn(rows, hidden, device=DEVICE))
         weights = torch.rand(rows, used, device=DEVICE)
         chosen = [pick_experts(rows, count, used) for _ in range(max(4, 64 // rows))]
         own = OwnTiles(*(piece[0] for piece in pieces), tiles.kinds, width)
-        for others in (fast.NO_OTHERS, fast.Others(own=own)):
+        for others in (NO_OTHERS, Others(own=own)):
             turns = [partial(few_rows, x, ids, weights, tiles, "silu", others) for ids in chosen]
             moved = bytes_of_one * used * rows
             took, beside = time_us(turns), " and one" if others.own else ""
@@ -301,7 +313,9 @@ def bench(name: str, kinds: Kinds, sizes: tuple[int, int, int], used: int) -> No
         chosen = len(ids.unique())
         for way in ("sorted", ""):
             with forced(way):
-                took = time_us([partial(fast.many_rows, x_many, ids, weights, tiles, "silu")])
+                took = time_us(
+                    [partial(experts_prefill.many_rows, x_many, ids, weights, tiles, "silu")]
+                )
             speed = f"{bytes_of_one * chosen / took / 1e3:.0f} GB/s of {chosen} experts"
             print(f"BENCH {name} x{rows}, {way or 'unpacked'}: {took:.0f} us a layer {speed}")
 

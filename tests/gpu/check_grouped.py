@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from headroom.kernels.cuda import grouped, picks
-from headroom.kernels.cuda.narrow import narrow_type
+from headroom.kernels.cuda import experts_prefill, grouped
+from headroom.kernels.cuda.matmul import narrow_type
 from tests.gpu import expert_cases as known
 from tests.gpu.check_experts import pick_experts
 from tests.gpu.kept import keep_code
@@ -27,7 +27,7 @@ def check(sizes: tuple[int, int, int], rows: int, used: int, dtype: str = "bf16"
     experts, outputs, columns = sizes
     ids = pick_experts(rows, experts, used)
     ids[torch.rand(ids.shape, device=DEVICE) < 0.1] = -1
-    order, kind = picks.sort_picks(ids, experts), narrow_type(dtype)
+    order, kind = experts_prefill.sort_picks(ids, experts), narrow_type(dtype)
     x = torch.randn(rows, columns, device=DEVICE).to(kind)[order.rows]
     weights = torch.randn(experts, outputs, columns, device=DEVICE).to(kind)
     small, large = (grouped.product(x, weights, order.ends, size) for size in grouped.STAGES)
@@ -48,7 +48,7 @@ def check(sizes: tuple[int, int, int], rows: int, used: int, dtype: str = "bf16"
 def bench(name: str, sizes: tuple[int, int, int], rows: int, used: int, dtype: str) -> None:
     """Times of one product by torch, by ours, and expert by expert."""
     experts, outputs, columns = sizes
-    order = picks.sort_picks(pick_experts(rows, experts, used), experts)
+    order = experts_prefill.sort_picks(pick_experts(rows, experts, used), experts)
     x = torch.randn(rows * used, columns, device=DEVICE).to(narrow_type(dtype))
     weights = torch.randn(experts, outputs, columns, device=DEVICE, dtype=x.dtype)
     wide = {"out_dtype": torch.float32} if dtype == "f16" else {}
@@ -63,7 +63,7 @@ def bench(name: str, sizes: tuple[int, int, int], rows: int, used: int, dtype: s
     ways = {"torch.mm of each expert": by_expert}
     for size in grouped.STAGES:
         ways[f"ours, {size} rows"] = partial(grouped.product, x, weights, order.ends, size)
-    if dtype == "bf16" and picks.product_way(torch.device(DEVICE)) == "library":
+    if dtype == "bf16" and grouped.product_way(torch.device(DEVICE)) == "library":
         ways["torch._grouped_mm"] = partial(torch._grouped_mm, x, weights.mT, offs=order.ends)
     work, moved = 2 * len(x) * outputs * columns, 2 * weights.numel()
     for way, run in ways.items():

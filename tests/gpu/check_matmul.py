@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import matmul, unpacked
+from headroom.kernels.cuda import matmul
 from headroom.kernels.cuda.matmul import HalfRows, RowNorm
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.kernels.reference import norms
@@ -247,7 +247,7 @@ def bench_many() -> None:
     plain = torch.empty(17408, 5120, dtype=torch.bfloat16, device=DEVICE)
     x = torch.randn(2048, 5120, device=DEVICE, dtype=torch.bfloat16)
     for what, run in (
-        ("dequantise", lambda: unpacked.dequantise(weight, plain)),
+        ("dequantise", lambda: matmul.dequantise(weight, plain)),
         ("bf16 product", lambda: x @ plain.T),
         ("both", lambda: matmul.matmul(x.float(), weight, "bf16")),
     ):

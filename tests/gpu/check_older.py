@@ -21,9 +21,9 @@ from tests.gpu import (
     check_grouped,
     check_matmul,
     check_models,
+    check_norms,
     check_route,
     check_sampler,
-    check_small,
     expert_cases,
 )
 from tests.gpu.attention_cases import Heads
@@ -74,7 +74,7 @@ def checks(sm: int) -> Iterator[Check]:
     yield named(check_route.check_scores, 257, 2048)
     yield named(check_route.check_scored_rows, 257, 2048)
     yield named(check_experts.check_own, *expert_cases.OWN[1])
-    yield named(check_small.check_norm, 3, 2048)
+    yield named(check_norms.check_norm, 3, 2048)
     for size in check_sampler.SIZES[:2]:
         yield named(check_sampler.check, *size)
 

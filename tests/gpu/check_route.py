@@ -10,7 +10,7 @@ import torch
 from headroom.kernels.cuda import route as fast
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.matmul import RowNorm, half_rows
-from headroom.kernels.cuda.router import scored_rows
+from headroom.kernels.cuda.route import scored_rows
 from headroom.kernels.ops import RouterRule
 from headroom.kernels.reference import route as plain
 from headroom.kernels.reference.norms import rms_norm as plain_norm

@@ -17,9 +17,9 @@ from tests.gpu import (
     check_grouped,
     check_load,
     check_matmul,
+    check_norms,
     check_route,
     check_sampler,
-    check_small,
     expert_cases,
 )
 
@@ -196,20 +196,20 @@ def test_tokens_are_those_that_the_engine_draws(case: tuple[object, ...]) -> Non
 
 @pytest.mark.parametrize("case", [(1, 64), (3, 2048), (17, 5120), (2, 100)], ids=str)
 def test_norms_agree_with_the_reference(case: tuple[int, int]) -> None:
-    assert_passes(check_small.check_norm, *case)
-    assert_passes(check_small.check_added_norm, *case)
+    assert_passes(check_norms.check_norm, *case)
+    assert_passes(check_norms.check_added_norm, *case)
 
 
 def test_norms_of_heads_agree_with_the_reference() -> None:
-    assert_passes(check_small.check_heads)
+    assert_passes(check_norms.check_heads)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_gated_activations_agree_with_the_reference(activation: str) -> None:
-    assert_passes(check_small.check_gated, activation)
+    assert_passes(check_norms.check_gated, activation)
 
 
-@pytest.mark.parametrize("kind", check_small.TYPES)
+@pytest.mark.parametrize("kind", check_norms.TYPES)
 @pytest.mark.parametrize(("columns", "pinned"), [(256, False), (2304, False), (5120, True)])
 def test_rows_of_tables_have_the_same_bits(kind: str, columns: int, pinned: bool) -> None:
-    assert_passes(check_small.check_embed, kind, columns, pinned)
+    assert_passes(check_norms.check_embed, kind, columns, pinned)

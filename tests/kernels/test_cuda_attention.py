@@ -7,8 +7,7 @@ import torch
 
 from headroom.formats.quants import F32
 from headroom.kernels.cuda import attention as cuda_attention
-from headroom.kernels.cuda.attention import DecodeBlock, DecodeShape, decode_block
-from headroom.kernels.cuda.prefill import attend
+from headroom.kernels.cuda.attention import DecodeBlock, DecodeShape, attend, decode_block
 from headroom.kernels.cuda.sizes import count_pieces
 from headroom.kernels.ops import PagedKv, Span
 from headroom.kernels.reference.attention import attention

@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import grouped, handover, sorted_experts
+from headroom.kernels.cuda import experts_packed, grouped, handover
 from headroom.kernels.cuda.compile import SOURCES, read_source
+from headroom.kernels.cuda.matmul_shapes import Gpu, Product, shape_for
 from headroom.kernels.cuda.pack import WARPS
 from headroom.kernels.cuda.probe import PROBES, Probe
-from headroom.kernels.cuda.product_shapes import Gpu, Product, shape_for
 from headroom.kernels.cuda.sizes import PACKED, TILED, lanes_for, record_bytes
 from tests.nvrtc import compile_source, missing
 
@@ -46,7 +46,7 @@ def _experts(gate: str, down: str, gelu: int) -> Defines:
 
 def _sorted(first: str, second: str, gated: int, memory: int = 228 << 10) -> Defines:
     pair = BY_NAME[first], BY_NAME[second]
-    shape = sorted_experts.shape_for(pair, memory - 1024, memory)
+    shape = experts_packed.packed_shape_for(pair, memory - 1024, memory)
     kinds = {"A_KIND": _id(first), "B_KIND": _id(second), "GATED": gated, "GELU": gated}
     return kinds | {"WARPS": shape.warps, "STAGES": shape.stages}
 

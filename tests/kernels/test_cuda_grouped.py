@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headroom.kernels.cuda import grouped, picks
-from headroom.kernels.cuda.picks import product_way
+from headroom.kernels.cuda import grouped
+from headroom.kernels.cuda.grouped import product_way
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -138,7 +138,7 @@ def test_rows_after_the_last_expert_are_left_alone(dtype: torch.dtype) -> None:
     out = torch.full((len(x), 24), 7.0, dtype=RESULTS[dtype][0])
     kernel = grouped.kernels(dtype)[64]
     tiles = grouped.most_tiles(len(x), 2, 64)
-    kernel((1, tiles), (grouped.THREADS,), (x, weights, ends, out, 2, 24, 40))
+    kernel((1, tiles), (grouped.GROUPED_THREADS,), (x, weights, ends, out, 2, 24, 40))
     assert (out[65:] == 7).all()
     assert (out[:65] != 7).any(1).all()
 
@@ -189,16 +189,16 @@ def test_each_gpu_has_its_way(
 def test_rows_in_f16_ask_no_library_and_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weights, ends = make([3, 70], 16, 24, torch.float16)
     for way in ("library", "own", "loop"):
-        monkeypatch.setattr(picks, "product_way", lambda device, way=way: way)
-        found = picks.grouped_product(x, weights, ends, 2)
+        monkeypatch.setattr(grouped, "product_way", lambda device, way=way: way)
+        found = grouped.grouped_product(x, weights, ends, 2)
         assert torch.equal(found[:73], grouped.product(x, weights, ends, 64)[:73])
 
 
 def test_small_groups_of_experts_have_the_tiles_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(picks, "product_way", lambda device: "own")
+    monkeypatch.setattr(grouped, "product_way", lambda device: "own")
     monkeypatch.setattr(grouped, "product", lambda *given: asked.append(given[3]))
     x, weights, ends = make([100, 100], 8, 8)
     for among in (2, 4, 64):
-        picks.grouped_product(x, weights, ends, among)
+        grouped.grouped_product(x, weights, ends, among)
     assert asked == [128, 64, 64]

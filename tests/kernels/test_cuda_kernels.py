@@ -7,14 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from headroom.kernels.cuda import (
-    delta_net,
-    matmul,
-    route,
-)
+from headroom.kernels.cuda import delta_net, matmul, route
 from headroom.kernels.cuda.delta_net import ChunkBlocks
-from headroom.kernels.cuda.product_shapes import Gpu, Product, shape_for
-from headroom.kernels.cuda.product_shapes import Shape as ProductShape
+from headroom.kernels.cuda.matmul_shapes import Gpu, Product, ProductShape, shape_for
 from headroom.kernels.cuda.sizes import TILED, record_bytes
 from headroom.kernels.ops import RouterRule
 from tests.gpu import (

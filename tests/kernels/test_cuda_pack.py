@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headroom.kernels.cuda import matmul, pack, unpacked
+from headroom.kernels.cuda import matmul, pack
 from headroom.kernels.cuda.matmul import TILES
 from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.reference.dequant import dequantise
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launchers run their kernels here."""
     torch.manual_seed(0)
-    for module in (matmul, pack, unpacked):
+    for module in (matmul, pack):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
     monkeypatch.setattr(check_load, "DEVICE", "cpu")
 
@@ -59,6 +59,6 @@ def test_tiles_have_the_values_of_the_file(name: str) -> None:
     tiles = torch.empty(tile_bytes(weight.quant, 19, 512), dtype=torch.uint8)
     pack.pack(weight.data, weight.quant, 19, 512, tiles)
     found = torch.full((19, 512), float("nan"), dtype=torch.bfloat16)
-    unpacked.dequantise(Weight(tiles, weight.quant, 19, 512, TILES), found)
+    matmul.dequantise(Weight(tiles, weight.quant, 19, 512, TILES), found)
     wanted = dequantise(weight.data, weight.quant, 512).view(19, 512)
     torch.testing.assert_close(found.float(), wanted, rtol=2**-8, atol=0)

@@ -6,15 +6,12 @@ import torch
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import (
     delta_net,
-    experts,
+    experts_prefill,
     matmul,
-    narrow,
-    picks,
+    norms,
     scratch,
-    small,
-    unpacked,
 )
-from headroom.kernels.cuda.narrow import NarrowRows
+from headroom.kernels.cuda.matmul import NarrowRows
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.weight import Weight
 from tests.gpu import check_experts
@@ -50,7 +47,7 @@ def test_rows_are_taken_out_of_tiles(name: str) -> None:
     columns = 512 if BY_NAME[name].block == 256 else 288
     table, values = tiled(name, 37, columns)
     ids = torch.tensor([36, 0, 7, 8, 15, 16, 7])
-    found = small.embed(ids, table, torch.full((7, columns), float("nan")), 2.0)
+    found = matmul.embed(ids, table, torch.full((7, columns), float("nan")), 2.0)
     torch.testing.assert_close(found, 2 * values[ids], rtol=1e-5, atol=1e-6)
 
 
@@ -64,7 +61,7 @@ def test_a_product_by_parts_is_that_of_the_whole(most: int, add: bool, sizes: li
     outs = [part.clone() for part in torch.split(before, sizes, dim=1)]
     arena = scratch.Arena(torch.empty(1 << 20, dtype=torch.uint8), unpack_bytes=most)
     with scratch.opened(arena), scratch.frame():
-        unpacked.multiply(NarrowRows(x), weight, outs, add)
+        matmul.multiply_unpacked(NarrowRows(x), weight, outs, add)
     wanted = x.float() @ values.T + (before if add else 0)
     torch.testing.assert_close(torch.cat(outs, dim=1), wanted, rtol=0.02, atol=0.02 * wanted.std())
     parts = sum(sizes) * 256 * 2 + 5 * sum(sizes) * 2
@@ -75,7 +72,7 @@ def test_answers_come_to_outputs_that_lie_anywhere() -> None:
     weight, values = tiled("q8_0", 32, 64)
     x = torch.randn(3, 64).bfloat16()
     room = torch.zeros(3, 41)
-    unpacked.multiply(NarrowRows(x), weight, (room[:, 1:17], room[:, 20:36]))
+    matmul.multiply_unpacked(NarrowRows(x), weight, (room[:, 1:17], room[:, 20:36]))
     wanted = (x.float() @ values.bfloat16().float().T).bfloat16().float()
     assert torch.equal(room[:, 1:17], wanted[:, :16])
     assert torch.equal(room[:, 20:36], wanted[:, 16:])
@@ -85,17 +82,17 @@ def test_answers_come_to_outputs_that_lie_anywhere() -> None:
 def test_norms_and_gates_in_bf16_are_those_in_float32_rounded() -> None:
     x, weight = torch.randn(5, 132), torch.randn(132)
     wide, also, narrow_ = torch.zeros(5, 132), torch.zeros(5, 132), torch.zeros(5, 132).bfloat16()
-    small.rms_norm(x, weight, 1e-6, wide)
-    small.norm_narrow(x, weight, 1e-6, narrow_, also)
+    norms.rms_norm(x, weight, 1e-6, wide)
+    norms.norm_narrow(x, weight, 1e-6, narrow_, also)
     assert torch.equal(also, wide)
     assert torch.equal(narrow_, wide.bfloat16())
-    small.norm_narrow(-x, weight, 1e-6, narrow_)
+    norms.norm_narrow(-x, weight, 1e-6, narrow_)
     assert torch.equal(narrow_, -wide.bfloat16())
     for activation in ("silu", "gelu"):
         gated = torch.zeros(5, 66).bfloat16()
-        small.gated_narrow(x[:, :66], x[:, 66:], activation, gated)
+        norms.gated_narrow(x[:, :66], x[:, 66:], activation, gated)
         assert torch.equal(
-            gated, small.gated_activation(x[:, :66], x[:, 66:], activation).bfloat16()
+            gated, norms.gated_activation(x[:, :66], x[:, 66:], activation).bfloat16()
         )
 
 
@@ -140,7 +137,7 @@ def test_rows_beyond_f16_are_multiplied_in_it(add: bool) -> None:
     x = torch.randn(6, 256) * 10.0 ** torch.arange(-20, 28, 8)[:, None]
     before = x.abs().amax(1, keepdim=True) * torch.randn(6, 90)
     outs = [part.clone() for part in torch.split(before, [50, 40], dim=1)]
-    unpacked.multiply(narrow.narrow_rows(x, torch.float16), weight, outs, add)
+    matmul.multiply_unpacked(matmul.narrow_rows(x, torch.float16), weight, outs, add)
     wanted = x.double() @ values.T.double() + (before if add else 0)
     apart = (torch.cat(outs, dim=1) - wanted).norm(dim=1) / wanted.norm(dim=1)
     assert apart.max() < 1e-3
@@ -150,7 +147,7 @@ def test_rows_in_f16_have_its_precision_whatever_their_size() -> None:
     x = torch.randn(5, 300) * torch.tensor([1e-30, 1e-3, 1.0, 1e6, 1e30])[:, None]
     x[1] = 0
     x[2, 7] = 70000.0
-    rows = narrow.narrow_rows(x[:, :290], torch.float16)
+    rows = matmul.narrow_rows(x[:, :290], torch.float16)
     assert rows.powers is not None
     found = rows.values.float() * rows.powers[:, None]
     wanted = x[:, :290]
@@ -163,24 +160,24 @@ def test_rows_in_f16_have_its_precision_whatever_their_size() -> None:
 def test_experts_in_groups_agree_with_the_reference(
     monkeypatch: pytest.MonkeyPatch, each: int
 ) -> None:
-    monkeypatch.setattr(experts, "experts_at_once", lambda *sizes: each)
+    monkeypatch.setattr(experts_prefill, "experts_at_once", lambda *sizes: each)
     assert check_experts.check(("q4_k", "q4_k", "q6_k"), (5, 256, 256), 9, 2, "silu")
 
 
 def test_a_group_has_its_own_picks_first() -> None:
     ids = torch.tensor([[2, 0], [-1, 2], [0, 3]], dtype=torch.int32)
-    sorted_ = picks.sort_in_groups(ids, 5, 2)
-    group = picks.expert_group(sorted_, 2, 2)
+    sorted_ = experts_prefill.sort_in_groups(ids, 5, 2)
+    group = experts_prefill.expert_group(sorted_, 2, 2)
     assert (group.first, group.last) == (2, 3)
     assert group.start is not None
     assert group.start.tolist() == [2]
     assert group.ends.tolist() == [2, 3]
     assert (group.most, group.among, group.size) == (6, 5, 2)
     x, out = torch.randn(3, 24).bfloat16(), torch.zeros(6, 24, dtype=torch.bfloat16)
-    assert torch.equal(picks.gather_rows(x, group, out)[:3], x[[0, 1, 2]])
+    assert torch.equal(experts_prefill.gather_rows(x, group, out)[:3], x[[0, 1, 2]])
     assert not out[3:].any()  # nobody reads them
-    assert picks.expert_group(sorted_, 0, 2).start is None
-    assert picks.expert_group(sorted_, 4, 2).last == 4
+    assert experts_prefill.expert_group(sorted_, 0, 2).start is None
+    assert experts_prefill.expert_group(sorted_, 4, 2).last == 4
 
 
 @pytest.mark.parametrize(("rows", "used", "experts_"), [(40, 8, 7), (1, 1, 3), (67, 8, 40)])
@@ -189,7 +186,10 @@ def test_picks_are_sorted_as_torch_sorts_them(
     rows: int, used: int, experts_: int, each: int
 ) -> None:
     ids = torch.randint(-2, experts_, (rows, used), dtype=torch.int32)
-    found, wanted = picks.sort_in_groups(ids, experts_, each), picks.sort_picks(ids, experts_)
+    found, wanted = (
+        experts_prefill.sort_in_groups(ids, experts_, each),
+        experts_prefill.sort_picks(ids, experts_),
+    )
     for a, b in (
         (found.rows, wanted.rows),
         (found.places, wanted.places),

@@ -8,13 +8,8 @@ import torch
 
 from headroom.errors import KernelError
 from headroom.formats.quants import BF16, F16
-from headroom.kernels.cuda import (
-    matmul,
-    pack,
-    unpacked,
-)
-from headroom.kernels.cuda.experts import refuses_sizes
-from headroom.kernels.cuda.few_experts import few_rows
+from headroom.kernels.cuda import matmul, pack
+from headroom.kernels.cuda.experts import few_rows, refuses_sizes
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.ops import ExpertTable
 from headroom.kernels.weight import PLAIN_TYPES, Weight
@@ -119,7 +114,7 @@ def test_tiles_hold_exactly_the_numbers_of_the_file_and_prompts_read_them_back(q
     tiles = torch.empty(matmul.tile_bytes(quant, 21, 260), dtype=torch.uint8)
     pack.pack(values.view(torch.uint8), quant, 21, 260, tiles)
     weight, out = Weight(tiles, quant, 21, 260, matmul.TILES), torch.empty_like(values)
-    assert torch.equal(unpacked.dequantise(weight, out), values)
+    assert torch.equal(matmul.dequantise(weight, out), values)
 
 
 def test_unpacked_weights_in_rows_go_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headroom.formats.quants import F32
-from headroom.kernels.cuda import prefill, sizes, wide
+from headroom.kernels.cuda import attention, sizes
 from headroom.kernels.ops import PagedKv, Span
-from headroom.kernels.reference.attention import attention
+from headroom.kernels.reference.attention import attention as reference_attention
 from headroom.plan.device_scratch import DeviceStep, _attention_bytes
 from headroom.plan.known import known_shape
 from headroom.units import MIB
@@ -35,7 +35,7 @@ def expected(parts: Parts, window: int = 0) -> torch.Tensor:
     rows, count = len(queries), len(keys)
     cache = PagedKv(keys, values, F32, F32, page_size=1)
     span = Span(0, rows, count - rows, torch.arange(count))
-    return attention(queries, cache, (span,), 1.0, window)
+    return reference_attention(queries, cache, (span,), 1.0, window)
 
 
 def far(found: torch.Tensor, parts: Parts, window: int = 0) -> float:
@@ -53,7 +53,7 @@ def _batches(a: Any, b: Any, *, out_dtype: torch.dtype, out: Any) -> torch.Tenso
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "bmm", _batches)
-    monkeypatch.setattr(wide, "compile_kernel", compile_on_cpu)
+    monkeypatch.setattr(attention, "compile_kernel", compile_on_cpu)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -63,7 +63,7 @@ def test_wide_heads_attend_as_the_plain_kernel_does(
     products: None, dtype: torch.dtype, start: int, rows: int
 ) -> None:
     parts = inputs((4, 2, 264), start, rows, dtype)
-    assert far(prefill.attend(*parts, 0), parts) < TOLERANCE[dtype]
+    assert far(attention.attend(*parts, 0), parts) < TOLERANCE[dtype]
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -71,22 +71,22 @@ def test_wide_heads_attend_as_the_plain_kernel_does(
 def test_wide_heads_attend_in_parts_of_rows_and_of_keys(
     products: None, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int, int]
 ) -> None:
-    monkeypatch.setattr(wide, "WIDE_ROWS", 16)
+    monkeypatch.setattr(attention, "WIDE_ROWS", 16)
     monkeypatch.setattr(sizes, "WIDE_SCORES", 1)
     assert sizes.wide_keys(heads[0], 16) == 64
     parts = inputs(heads, 150, 37, torch.float16)
     parts[1][70] *= 8  # a later part's peak is beyond the first's
-    assert far(prefill.attend(*parts, 0), parts) < TOLERANCE[torch.float16]
+    assert far(attention.attend(*parts, 0), parts) < TOLERANCE[torch.float16]
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize(("dim", "window"), [(264, 0), (264, 50), (16, 50), (16, 600)])
 def test_a_prompt_may_be_cut_anywhere(products: None, dim: int, window: int) -> None:
     queries, keys, values = inputs((4, 2, dim), 0, 130, torch.float16)
-    whole = prefill.attend(queries, keys, values, window)
+    whole = attention.attend(queries, keys, values, window)
     for cut in (1, 64, 77):
-        first = prefill.attend(queries[:cut], keys[:cut], values[:cut], window)
-        rest = prefill.attend(queries[cut:], keys, values, window)
+        first = attention.attend(queries[:cut], keys[:cut], values[:cut], window)
+        rest = attention.attend(queries[cut:], keys, values, window)
         assert (torch.cat([first, rest]) - whole).abs().max() < TOLERANCE[torch.float16]
 
 
@@ -98,9 +98,9 @@ def test_a_chunk_reads_only_the_keys_of_its_window(monkeypatch: pytest.MonkeyPat
         read.append((len(queries), *keys.shape))
         return run(queries, keys, values, seen)
 
-    run = prefill._attend_by_key_head
-    monkeypatch.setattr(prefill, "_attend_by_key_head", watched)
-    found = prefill.attend(*parts, 100)
+    run = attention._attend_by_key_head
+    monkeypatch.setattr(attention, "_attend_by_key_head", watched)
+    found = attention.attend(*parts, 100)
     assert read == [(512, 611, 2, 16), (512, 611, 2, 16), (76, 175, 2, 16)]
     assert far(found, parts, 100) < TOLERANCE[torch.float16]
 
@@ -128,18 +128,18 @@ class _Flash(TorchDispatchMode):
 def test_windows_in_bf16_are_those_of_flash_attention(
     monkeypatch: pytest.MonkeyPatch, start: int, rows: int, window: int
 ) -> None:
-    monkeypatch.setattr(prefill, "_has_flash", lambda keys: True)
+    monkeypatch.setattr(attention, "_has_flash", lambda keys: True)
     parts = inputs((6, 2, 16), start, rows, torch.bfloat16)
     first = max(0, start - window + 1)  # what `prefill` gathers
     with _Flash():
-        found = prefill.attend(parts[0], parts[1][first:], parts[2][first:], window)
+        found = attention.attend(parts[0], parts[1][first:], parts[2][first:], window)
     assert found.dtype == torch.bfloat16
     assert far(found, parts, window) < TOLERANCE[torch.bfloat16]
 
 
 def test_torch_takes_the_arguments_of_windows() -> None:
     parts = (part.to("meta") for part in inputs((4, 2, 64), 10, 40, torch.bfloat16))
-    assert prefill._attend_window(*parts, 5).shape == (40, 4, 64)
+    assert attention._attend_window(*parts, 5).shape == (40, 4, 64)
 
 
 class _Held(TorchDispatchMode):
@@ -167,13 +167,13 @@ class _Held(TorchDispatchMode):
 def test_wide_heads_take_what_is_planned(
     monkeypatch: pytest.MonkeyPatch, rows: int, context: int
 ) -> None:
-    monkeypatch.setattr(wide, "compile_kernel", lambda *given: lambda *call: None)
+    monkeypatch.setattr(attention, "compile_kernel", lambda *given: lambda *call: None)
     layer = next(x for x in known_shape("gemma-4-31b:q4_k_m").layers if not x.window)
     shape = {"dtype": torch.bfloat16, "device": "meta"}
     queries = torch.empty(rows, layer.query_heads, layer.key_dim, **shape)  # type: ignore[arg-type]
     keys = torch.empty(context, layer.kv_heads, layer.key_dim, **shape)  # type: ignore[arg-type]
     with _Held(queries, keys) as held:
-        out = wide.attend_wide(queries, keys, keys)
+        out = attention.attend_wide(queries, keys, keys)
     step = DeviceStep(5376, rows, 1, context, 64 * MIB)
     taken, planned = held.peak - out.nbytes, _attention_bytes(layer, step, 90)
     assert 0.9 * planned < taken <= planned < 200 * MIB

@@ -2,8 +2,9 @@
 
 import torch
 
-from headroom.kernels.cuda.chunks import CHUNK, span_tables
-from headroom.kernels.cuda.picks import grouped_product, sort_picks
+from headroom.kernels.cuda.delta_net import CHUNK, span_tables
+from headroom.kernels.cuda.experts_prefill import sort_picks
+from headroom.kernels.cuda.grouped import grouped_product
 from headroom.kernels.ops import Span
 
 CPU = torch.device("cpu")

@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from headroom.errors import KernelError
-from headroom.kernels.cuda import (
-    matmul,
-    probe,
-    trials,
-)
+from headroom.kernels.cuda import matmul, probe, trials
 from headroom.kernels.cuda.trials import TRIALS, run_trial
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 from tests.launchers import replace_kernels

@@ -8,13 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headroom.formats.quants import BF16, F16, F32, Q4_K, Q8_0, Q8_K
-from headroom.kernels.cuda import (
-    chunks,
-    grouped,
-    narrow,
-    prefill,
-    unpacked,
-)
+from headroom.kernels.cuda import attention, delta_net, grouped, matmul
 from headroom.kernels.cuda import scratch as arena
 from headroom.kernels.cuda.sampler import SLICES, SamplerScratch
 from headroom.kernels.cuda.sizes import DECODE_ROWS, experts_at_once, half_rows_bytes
@@ -35,10 +29,10 @@ from tests.plan.shapes import host
 
 
 def test_the_planner_knows_the_launchers_steps() -> None:
-    assert device_scratch.CHUNK == chunks.CHUNK
-    assert device_scratch.MOST_FLASH_DIM == prefill.MOST_FLASH_DIM
-    assert device_scratch.FLASH_STEP == prefill.FLASH_STEP
-    assert device_scratch.MASKED_ROWS == prefill.MASKED_ROWS
+    assert device_scratch.CHUNK == delta_net.CHUNK
+    assert device_scratch.MOST_FLASH_DIM == attention.MOST_FLASH_DIM
+    assert device_scratch.FLASH_STEP == attention.FLASH_STEP
+    assert device_scratch.MASKED_ROWS == attention.MASKED_ROWS
     assert device_scratch.SLICES == SLICES
 
 
@@ -72,7 +66,7 @@ def test_experts_are_unpacked_in_the_planned_groups(
 def test_parts_of_a_weight_stay_below_the_most_and_begin_with_tiles(
     rows: int, columns: int, most: int
 ) -> None:
-    each = unpacked.part_rows(rows, columns, most)
+    each = matmul.part_rows(rows, columns, most)
     assert each == rows or each % 16 == 0
     assert each <= max(16, most // (2 * columns))
 
@@ -201,7 +195,7 @@ def test_scratch_beyond_the_plan_is_torchs_with_one_warning(
 
 
 def test_the_types_of_many_rows_are_the_launchers() -> None:
-    assert set(device_scratch.NARROW_TYPES) == set(narrow.QUANTS)
+    assert set(device_scratch.NARROW_TYPES) == set(matmul.NARROW_QUANTS)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-27b:q4_k_m", "qwen3.6-35b-a3b:q4_k_m"])
@@ -242,7 +236,7 @@ def test_attention_of_wide_heads_takes_as_much_of_torch_at_any_context() -> None
 
 def test_only_windows_in_f16_take_masks_of_torch() -> None:
     window = next(x for x in known_shape("gemma-4-31b:q4_k_m").layers if x.window)
-    for halves, rows in ((False, 0), (True, prefill.MASKED_ROWS)):
+    for halves, rows in ((False, 0), (True, attention.MASKED_ROWS)):
         mine = replace(step(), halves=halves)
         full, cut = (library_bytes([replace(window, window=w)], mine, 80) for w in (0, 1024))
         # A copy of the results by key heads; and of a chunk's, that are summed in float32.

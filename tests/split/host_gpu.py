@@ -15,14 +15,8 @@ import torch
 
 from headroom.experts import device_ffn
 from headroom.formats.checkpoint import open_checkpoint
-from headroom.kernels.cuda import (
-    experts,
-    matmul,
-    picks,
-    prefill,
-    route,
-)
-from headroom.kernels.cuda.expert_tiles import PARTS
+from headroom.kernels.cuda import attention, grouped, matmul, route
+from headroom.kernels.cuda.experts import PARTS, ExpertTiles
 from headroom.kernels.cuda.sizes import PACKED, tile_bytes
 from headroom.kernels.ops import Span, StepTables
 from headroom.kernels.weight import Weight
@@ -71,7 +65,7 @@ def load_merged(get: WeightSource, names: Sequence[str], orders: object = ()) ->
     return MergedLinear(tuple(made), members, tuple(weight.rows for weight in made))
 
 
-def experts_in_tiles(get: WeightSource, count: int) -> experts.ExpertTiles:
+def experts_in_tiles(get: WeightSource, count: int) -> ExpertTiles:
     """A layer's experts in tiles without their values, and without addresses."""
     parts = get.found_experts(count)
     gate = parts[0][0]
@@ -80,7 +74,7 @@ def experts_in_tiles(get: WeightSource, count: int) -> experts.ExpertTiles:
     )
     where = torch.zeros(count, PARTS, dtype=torch.int64)
     kinds = tuple(part[0].quant for part in parts)
-    return experts.ExpertTiles(where, kinds, gate.rows, gate.columns, size, ())
+    return ExpertTiles(where, kinds, gate.rows, gate.columns, size, ())
 
 
 def table_in_tiles(get: WeightSource, name: str, rows: object = None) -> Weight:
@@ -105,9 +99,9 @@ def pretend(
     )
     replace_kernels(monkeypatch, no_kernel)
     monkeypatch.setattr(route, "route", route_to_first)
-    monkeypatch.setattr(picks, "product_way", lambda device: "own")
+    monkeypatch.setattr(grouped, "product_way", lambda device: "own")
     monkeypatch.setattr(torch, "mm", lambda first, second, out_dtype=None, out=None: out)
-    monkeypatch.setattr(prefill, "attend", lambda queries, *others: queries)
+    monkeypatch.setattr(attention, "attend", lambda queries, *others: queries)
     for module in (cuda_block, device_ffn):
         monkeypatch.setattr(module, "load_merged", load_merged)
     monkeypatch.setattr(device_ffn, "upload_experts", experts_in_tiles)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headroom.formats.checkpoint import open_checkpoint
-from headroom.kernels.cuda import prefill, route
+from headroom.kernels.cuda import attention, route
 from headroom.kernels.cuda.compile import Code
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers.draws import DeviceSampler
@@ -54,7 +54,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Code]:
     replace_kernels(monkeypatch, compile_kernel)
     monkeypatch.setattr(route, "route", route_to_first)
     monkeypatch.setattr(torch, "mm", lambda first, second, out_dtype=None, out=None: out)
-    monkeypatch.setattr(prefill, "attend", lambda queries, *others: queries)
+    monkeypatch.setattr(attention, "attend", lambda queries, *others: queries)
     return codes
 
 

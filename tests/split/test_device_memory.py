@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from headroom.experts import device_ffn
 from headroom.formats.checkpoint import open_checkpoint
 from headroom.kernels.cuda import delta_net, experts
-from headroom.kernels.cuda.chunks import span_tables
+from headroom.kernels.cuda.delta_net import span_tables
 from headroom.kernels.cuda.scratch import Arena, frame, opened
 from headroom.plan.budget import device_step
 from headroom.plan.describe import describe

@@ -10,9 +10,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
-from headroom.kernels.cuda import grouped, picks, sizes
-from headroom.kernels.cuda.narrow import narrow_type
-from headroom.kernels.cuda.prefill import attend
+from headroom.kernels.cuda import grouped, sizes
+from headroom.kernels.cuda.attention import attend
+from headroom.kernels.cuda.matmul import narrow_type
 from tests.families import family_configs
 from tests.families.family_gguf import write_gguf
 from tests.split.host_gpu import load_on_host, pretend, run_step
@@ -99,7 +99,7 @@ def test_a_loop_over_experts_would_wait(path: Path, monkeypatch: pytest.MonkeyPa
     pretend(monkeypatch, 1 << 20)
     plan, model, _ = load_on_host(path, context=512, parallel=3, chunk=300)
     monkeypatch.setattr(sizes, "SORTED_PICKS", 0)
-    monkeypatch.setattr(picks, "product_way", lambda device: "loop")
+    monkeypatch.setattr(grouped, "product_way", lambda device: "loop")
     with NoWaits(), pytest.raises(WaitedError, match="tolist"):
         run_step(plan, model, [(33, 0)])
 

@@ -10,7 +10,8 @@ import torch
 from headroom.experts import device_ffn
 from headroom.formats.checkpoint import Checkpoint, open_checkpoint
 from headroom.kernels import registry
-from headroom.kernels.cuda import attention, few_experts, prefill, small
+from headroom.kernels.cuda import attention, experts
+from headroom.kernels.cuda import norms as cuda_norms
 from headroom.kernels.reference import experts as plain_experts
 from headroom.kernels.reference import norms
 from headroom.kernels.reference import route as plain_route
@@ -124,22 +125,22 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Layers of fused parts, exactly: attention by its kernels, products and norms stood in for."""
     kernels = kernels_on_cpu(compile_on_cpu)
     monkeypatch.setattr(attention, "compile_kernel", kernels)
-    monkeypatch.setattr(prefill, "compile_kernel", kernels)
-    prefilled = prefill.prefill
-    monkeypatch.setattr(prefill, "prefill", lambda *args: prefilled(*args[:4], "f32"))
+    monkeypatch.setattr(attention, "compile_kernel", kernels)
+    prefilled = attention.prefill
+    monkeypatch.setattr(attention, "prefill", lambda *args: prefilled(*args[:4], "f32"))
     plain = tuple(k for k in registry.KERNELS if not k.backend.startswith("cuda"))
     monkeypatch.setattr(registry, "KERNELS", plain)
     monkeypatch.setattr(load, "fits_cuda", lambda mixer, get: get.case.device == "cuda")
     monkeypatch.setattr(load, "experts_fit", lambda config, get: True)
-    monkeypatch.setattr(small, "rms_norm", norms.rms_norm)
-    monkeypatch.setattr(small, "norm_add", _add_norm)
+    monkeypatch.setattr(cuda_norms, "rms_norm", norms.rms_norm)
+    monkeypatch.setattr(cuda_norms, "norm_add", _add_norm)
     for module in (cuda_block, device_ffn):
         monkeypatch.setattr(module, "load_merged", _Matrices)
         monkeypatch.setattr(module, "normed_rows", _normed_rows)
         monkeypatch.setattr(module, "gated_rows", _gated_rows)
         monkeypatch.setattr(module, "narrow_type", lambda dtype: torch.float32)
     monkeypatch.setattr(cuda_block, "plain_rows", _rows)
-    monkeypatch.setattr(few_experts, "few_rows", _experts)
+    monkeypatch.setattr(experts, "few_rows", _experts)
     monkeypatch.setattr(device_ffn.cuda_experts, "many_rows", _experts)
     monkeypatch.setattr(device_ffn, "upload_experts", _tables)
     monkeypatch.setattr(device_ffn, "scored_rows", _scored_rows)

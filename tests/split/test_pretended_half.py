@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from headroom.formats.checkpoint import open_checkpoint
-from headroom.kernels.cuda import (
-    prefill,
-)
+from headroom.kernels.cuda import attention
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 from tests.launchers import replace_kernels
 from tests.pretend_cuda import kernels_on_cpu, pretend_cuda
@@ -49,7 +47,7 @@ def _causal(rows: int, count: int) -> torch.Tensor:
 def on_sm_75(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     replace_kernels(monkeypatch, kernels_on_cpu(compile_on_cpu))
     monkeypatch.setattr(torch, "mm", _product)
-    monkeypatch.setattr(prefill, "causal_mask", _causal)
+    monkeypatch.setattr(attention, "causal_mask", _causal)
     with pretend_cuda(monkeypatch, sm=75):
         yield
 

@@ -1,17 +1,22 @@
-"""Launchers of attention on CUDA: rotation and cache writes, and a few rows over a long context."""
+"""Attention on a GPU: rotation and cache writes, decode over pages, prefill by torch's kernels."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.backends.cuda import is_flash_attention_available
+from torch.nn.functional import scaled_dot_product_attention
 
 from headroom.errors import KernelError
-from headroom.kernels.cuda import scratch as lent
+from headroom.formats.quants import BF16, BY_NAME, F16, QuantType
+from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import compile_kernel, properties_of, shared_bytes_of
-from headroom.kernels.cuda.sizes import DECODE_ROWS, count_pieces
-from headroom.kernels.ops import PagedKv, StepTables
+from headroom.kernels.cuda.sizes import DECODE_ROWS, WIDE_ROWS, count_pieces, wide_keys, wide_stride
+from headroom.kernels.ops import PagedKv, Span, StepTables
+from headroom.kernels.weight import PLAIN_TYPES, plain_type
 
-WARPS = 4  # of rope.cu
+ROPE_WARPS = 4  # of rope.cu
 MERGE_CHUNK, MERGE_THREADS = 64, 256  # of attention.cu
 MOST_DIM = 512
 # Of a step's attention, which share all pieces. With few, some get more long pieces than others
@@ -136,7 +141,7 @@ def rope_write(
         *(int(norms.values), float(norms.eps), float(scale)),
     )
     jobs = projected.heads + 2 * kv_heads
-    kernel((-(-jobs // WARPS), tables.rows), (32 * WARPS,), args, early=True)
+    kernel((-(-jobs // ROPE_WARPS), tables.rows), (32 * ROPE_WARPS,), args, early=True)
     return queries
 
 
@@ -145,21 +150,21 @@ def decode(
     cache: PagedKv,
     tables: StepTables,
     shape: DecodeShape,
-    scratch: torch.Tensor,
+    partial: torch.Tensor,
     gate: Gate | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from float32 `queries [rows, heads, dim]`, already scaled: `out [rows, heads * dim]`.
 
-    `scratch` has at least `shape.scratch_floats` numbers. A row's bits do not depend on the other
+    `partial` has at least `shape.scratch_floats` numbers. A row's bits do not depend on the other
     rows of the step, nor on the bucket.
     """
-    _check(shape, scratch, gate)
+    _check(shape, partial, gate)
     assert shape.rows <= DECODE_ROWS  # a lane looks after each
     if out is None:
-        out = lent.empty(shape.rows, shape.heads * shape.dim, device=queries.device)
+        out = scratch.empty(shape.rows, shape.heads * shape.dim, device=queries.device)
     sums = shape.rows * shape.heads * shape.pieces * shape.dim
-    parts, stats = scratch[:sums], scratch[sums:]
+    parts, stats = partial[:sums], partial[sums:]
     defines = {
         "DIM": shape.dim,
         "GROUP": shape.heads // shape.kv_heads,
@@ -199,7 +204,7 @@ def decode(
 def _merge(
     shape: DecodeShape,
     tables: StepTables,
-    scratch: tuple[torch.Tensor, torch.Tensor],
+    partial: tuple[torch.Tensor, torch.Tensor],
     exact: bool,
     gate: Gate | None,
     out: torch.Tensor,
@@ -212,7 +217,7 @@ def _merge(
         "GATE_PER_HEAD": int(gate is not None and gate.values.shape[1] == shape.heads),
     }
     args = (
-        *(*scratch, tables.sequence, tables.index, tables.starts),
+        *(*partial, tables.sequence, tables.index, tables.starts),
         *((gate.values, out, gate.values.stride(0)) if gate else (None, out, 0)),
         *(shape.window, shape.pieces),
     )
@@ -220,18 +225,236 @@ def _merge(
     compile_kernel("attention.cu", "merge", defines)(grid, (MERGE_THREADS,), args, early=True)
 
 
-def _check(shape: DecodeShape, scratch: torch.Tensor, gate: Gate | None) -> None:
+def _check(shape: DecodeShape, partial: torch.Tensor, gate: Gate | None) -> None:
     if shape.dim % 16 or shape.dim > MOST_DIM:
         raise KernelError(
             f"Heads of {shape.dim} values do not run on CUDA.",
             hint=f"Sizes that are a multiple of 16, up to {MOST_DIM}, do.",
         )
-    if scratch.numel() < shape.scratch_floats:
+    if partial.numel() < shape.scratch_floats:
         raise KernelError(
-            f"Attention needs {shape.scratch_floats} numbers of scratch, not {scratch.numel()}."
+            f"Attention needs {shape.scratch_floats} numbers of scratch, not {partial.numel()}."
         )
     if gate is not None and gate.values.shape[1] not in (shape.heads, shape.heads * shape.dim):
         raise KernelError(
             f"{gate.values.shape[1]} gates belong neither to {shape.heads} heads "
             f"nor to their {shape.heads * shape.dim} values."
         )
+
+
+MOST_FLASH_DIM = 256
+MOST_SCORES = 16 << 20  # held at a time by the plain path, in numbers
+MASKED_ROWS = 512  # rows that share one mask
+FLASH_STEP = 8  # of the width of heads
+GATHER_THREADS = 128
+
+
+def prefill(
+    queries: torch.Tensor, cache: PagedKv, spans: tuple[Span, ...], window: int, dtype: str
+) -> torch.Tensor:
+    """Attend from `queries [rows, heads, dim]`, already scaled: float32 `[rows, heads * dim]`.
+
+    A row sees keys up to its own, the last `window` of them if window > 0; products are made in
+    `dtype`. Rows that belong to no span come back as zeros.
+    """
+    rows, heads, dim = queries.shape
+    out = scratch.empty(rows, heads, dim, device=queries.device)
+    if sum(span.rows for span in spans) < rows:
+        out.zero_()
+    for span in spans:
+        first = max(0, span.start - window + 1) if window else 0
+        count = span.start + span.rows - first
+        mine = slice(span.first_row, span.first_row + span.rows)
+        where = (cache.page_size, span.pages, (first, count), dtype)
+        with scratch.frame():
+            keys = gather(cache.keys, cache.k_type, *where)
+            values = gather(cache.values, cache.v_type, *where)
+            wanted = scratch.empty(span.rows, heads, dim, dtype=keys.dtype, device=keys.device)
+            out[mine] = attend(wanted.copy_(queries[mine]), keys, values, window)
+    return out.flatten(1)
+
+
+def gather(
+    stored: torch.Tensor,
+    quant: QuantType,
+    page_size: int,
+    pages: torch.Tensor,
+    part: tuple[int, int],
+    dtype: str,
+) -> torch.Tensor:
+    """Return keys or values `first` to `first + count` of a sequence: `[count, kv_heads, dim]`."""
+    first, count = part
+    kv_heads, width = stored.shape[1:]
+    dim = width if quant.name in PLAIN_TYPES else width // quant.block_bytes * quant.block
+    out = scratch.empty(count, kv_heads, dim, dtype=plain_type(dtype), device=stored.device)
+    defines = {
+        "DIM": dim,
+        "PAGE": page_size,
+        "KIND": quant.ggml_id,
+        "OUT_KIND": BY_NAME[dtype].ggml_id,
+    }
+    kernel = compile_kernel("attention.cu", "gather", defines)
+    kernel((count,), (GATHER_THREADS,), (stored, pages, out, first, kv_heads))
+    return out
+
+
+def attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int
+) -> torch.Tensor:
+    """Attend from `queries [rows, heads, dim]` to keys and values `[count, kv_heads, dim]`.
+
+    Row i's own key is the one at `count - rows + i`. The answers have the type of the keys.
+    """
+    queries = queries.to(keys.dtype)
+    half, wide = keys.dtype == torch.float16, queries.shape[2] > MOST_FLASH_DIM
+    if keys.dtype == torch.float32:
+        return _in_chunks(queries, keys, values, window, _attend_plain)
+    if window and not (half or wide or queries.shape[2] % FLASH_STEP) and _has_flash(keys):
+        return _attend_window(queries, keys, values, window)
+    if window:
+        return _in_chunks(queries, keys, values, window, _attend_by_key_head)
+    if wide:
+        return attend_wide(queries, keys, values)
+    if half:
+        return _attend_by_key_head(queries, keys, values)
+    q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (queries, keys, values))
+    bias = causal_mask(queries.shape[0], keys.shape[0])
+    mixed = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0, enable_gqa=True)
+    return mixed[0].transpose(0, 1)
+
+
+def _attend_by_key_head(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The heads of a key head as those of one sequence, all with the same keys where they lie.
+
+    Of torch's fused kernels only the one for sm_80 and later knows of groups; the one that takes
+    masks, and that older GPUs have, takes any head's keys by their address, so that nothing is
+    repeated. Without a mask rows see keys up to their own.
+    """
+    (rows, heads, dim), (count, kv_heads, _) = queries.shape, keys.shape
+    group = heads // kv_heads
+    q = queries.view(rows, kv_heads, group, dim).permute(1, 2, 0, 3)
+    k, v = (
+        part.transpose(0, 1)[:, None].expand(kv_heads, group, count, dim) for part in (keys, values)
+    )
+    bias = causal_mask(rows, count) if seen is None else seen
+    mixed = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+    return mixed.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def causal_mask(rows: int, count: int) -> torch.Tensor:
+    """Return a mask, by its sizes alone, of rows that see keys up to their own."""
+    from torch.nn.attention.bias import causal_lower_right  # all of torch's compiler comes with it
+
+    return causal_lower_right(rows, count)
+
+
+def _has_flash(keys: torch.Tensor) -> bool:
+    return keys.is_cuda and is_flash_attention_available()
+
+
+def _attend_window(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int
+) -> torch.Tensor:
+    """Torch's flash attention, which knows windows and groups; its public function has none."""
+    rows, count = queries.shape[0], keys.shape[0]
+    mixed: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        *(part.unsqueeze(0) for part in (queries, keys, values)),
+        *(None, None, rows, count, 0.0, True, False),
+        scale=1.0,
+        window_size_left=window - 1,
+        window_size_right=0,
+    )[0]
+    return mixed[0]
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _in_chunks(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int, run: Attend
+) -> torch.Tensor:
+    """Run some rows at a time, each chunk with the keys that it can see and a mask of them."""
+    rows, heads, _ = queries.shape
+    count = keys.shape[0]
+    step = MASKED_ROWS
+    if run is _attend_plain:  # which holds the scores of all heads
+        widest = min(count, window + MASKED_ROWS) if window else count
+        step = max(1, min(step, MOST_SCORES // (heads * widest)))
+    place = torch.arange(count, dtype=torch.int32, device=keys.device)
+    out = torch.empty_like(queries)
+    for first in range(0, rows, step):
+        end = min(first + step, rows)
+        last = count - rows + end
+        low = max(0, count - rows + first - window + 1) if window else 0
+        own, key = place[count - rows + first : last, None], place[None, low:last]
+        seen = key <= own
+        if window:
+            seen &= own - key < window
+        out[first:end] = run(queries[first:end], keys[low:last], values[low:last], seen)
+    return out
+
+
+def _attend_plain(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor
+) -> torch.Tensor:
+    rows, heads, dim = queries.shape
+    kv_heads = keys.shape[1]
+    grouped = queries.view(rows, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
+    scores = grouped.flatten(1, 2) @ keys.permute(1, 2, 0)
+    scores = scores.view(kv_heads, -1, *seen.shape).masked_fill_(~seen, float("-inf"))
+    weights = torch.softmax(scores, dim=-1).flatten(1, 2)
+    mixed = (weights @ values.transpose(0, 1)).view(kv_heads, -1, rows, values.shape[2])
+    return mixed.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+WEIGH_THREADS = 256
+_F32 = torch.float32
+_WIDE_KINDS = {torch.float16: F16.ggml_id, torch.bfloat16: BF16.ggml_id}
+
+
+def attend_wide(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Attend from `queries [rows, heads, dim]`, in f16 or bf16, to `[count, kv_heads, dim]`.
+
+    Row i sees the keys up to `count - rows + i`. Scores and sums are float32, weights of 16 bits;
+    a part of the scores is held at a time, whatever the context is.
+    """
+    rows, count = queries.shape[0], keys.shape[0]
+    out = torch.empty_like(queries)
+    for first in range(0, rows, WIDE_ROWS):
+        mine = slice(first, min(first + WIDE_ROWS, rows))
+        seen = count - rows + mine.stop
+        _attend_rows(queries[mine], keys[:seen], values[:seen], out[mine])
+    return out
+
+
+def _attend_rows(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor
+) -> None:
+    """The heads of a key head are rows of one product, so that no key or value is repeated."""
+    (rows, heads, dim), (count, kv_heads, _) = queries.shape, keys.shape
+    split, lines = (rows, kv_heads, heads // kv_heads, dim), (kv_heads, rows * heads // kv_heads)
+    grouped = queries.view(split).transpose(0, 1).reshape(*lines, dim)
+    part = min(count, wide_keys(heads, rows))
+    places = torch.empty(heads * rows * wide_stride(part), dtype=_F32, device=keys.device)
+    stats = torch.empty(*lines, 2, dtype=_F32, device=keys.device)
+    factors = torch.empty(*lines, 1, dtype=_F32, device=keys.device)
+    sums, more = torch.empty(2, *lines, dim, dtype=_F32, device=keys.device)
+    kernel = compile_kernel("weigh.cu", "weigh", {"OUT_KIND": _WIDE_KINDS[keys.dtype]})
+    for first in range(0, count, part):
+        end = min(first + part, count)
+        size, stride = end - first, wide_stride(end - first)
+        scores = places[: heads * rows * stride].view(*lines, stride)
+        torch.bmm(grouped, keys[first:end].permute(1, 2, 0), out_dtype=_F32, out=scores[..., :size])
+        shape = (size, stride, split[2], count - rows + 1 - first, int(first == 0))
+        kernel((lines[1], kv_heads), (WEIGH_THREADS,), (scores, stats, factors, *shape))
+        weights, mixed = scores.view(keys.dtype)[..., :size], more if first else sums
+        torch.bmm(weights, values[first:end].transpose(0, 1), out_dtype=_F32, out=mixed)
+        if first:
+            torch.addcmul(more, sums, factors, out=sums)
+    sums /= stats[..., 1:]
+    out.view(split).copy_(sums.view(kv_heads, rows, -1, dim).transpose(0, 1))

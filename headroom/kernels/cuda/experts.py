@@ -1,41 +1,84 @@
-"""Routed experts of many rows on a GPU: products of rows sorted by expert."""
+"""Routed experts on a GPU: their tables in memory, and the decode path."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 from headroom.formats.quants import QuantType
-from headroom.kernels.cuda import grouped, half_experts, scratch, sizes, sorted_experts
-from headroom.kernels.cuda.compile import compile_kernel, refuses_device
-from headroom.kernels.cuda.expert_tiles import (
-    NO_OTHERS,
-    ExpertTiles,
-    Kinds,
-    Others,
-)
-from headroom.kernels.cuda.half_experts import Unpacked
-from headroom.kernels.cuda.narrow import NarrowRows, as_narrow, refuses_type
-from headroom.kernels.cuda.picks import (
-    ExpertGroup,
-    expert_group,
-    gather_rows,
-    grouped_product,
-    product_way,
-    sort_in_groups,
-)
+from headroom.kernels.cuda import scratch
+from headroom.kernels.cuda.compile import compile_kernel, refuses_device, shared_bytes_of
+from headroom.kernels.cuda.launch import Argument
+from headroom.kernels.cuda.matmul import HalfRows, refuses_type
+from headroom.kernels.cuda.route import Unchosen
 from headroom.kernels.cuda.sizes import (
     EXPERT_STEP,
+    PACKED,
     RECORD_COLUMNS,
     TILE_ROWS,
     TILED,
-    experts_at_once,
+    half_rows_bytes,
+    record_bytes,
     steps_of,
+    tile_bytes,
 )
 from headroom.kernels.ops import Case
 
-UNPACK_WARPS = 4
+PARTS = 3  # matrices of an expert: gate, up, down
+Kinds = tuple[QuantType, ...]  # of those
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertTiles:
+    """One layer's experts in tiles, found by their addresses."""
+
+    addresses: torch.Tensor  # int64 [experts, PARTS], on the GPU
+    kinds: Kinds
+    width: int  # of an expert
+    hidden: int
+    nbytes: int
+    memory: tuple[torch.Tensor, ...]  # that the addresses point into, kept alive
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnTiles:
+    """The expert that every row visits, in tiles on the GPU."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    kinds: Kinds
+    width: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Others:
+    """What rows get besides their routed experts, added where those are summed."""
+
+    residual: torch.Tensor | None = None  # [rows, hidden]
+    shared: torch.Tensor | None = None  # [rows, hidden]: of the expert that every row visits
+    shared_logits: torch.Tensor | None = None  # [rows, n]: of its weight, the first of each row
+    own: OwnTiles | None = None  # that expert, where it is still to run: steps of few rows alone
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """The last arguments of kernels that sum, but for their output."""
+        stride = 0 if self.shared_logits is None else self.shared_logits.stride(0)
+        return self.residual, self.shared, self.shared_logits, stride
+
+
+NO_OTHERS = Others()
+
+
+def expert_constants(table: ExpertTiles, activation: str, others: Others) -> dict[str, int]:
+    """Return the macros of experts.cu that say what experts there are."""
+    kinds = [kind.ggml_id for kind in table.kinds]
+    own = kinds if others.own is None else [kind.ggml_id for kind in others.own.kinds]
+    return {
+        **dict(zip(("GATE", "UP", "DOWN"), kinds, strict=True)),
+        **dict(zip(("OWN_GATE", "OWN_UP", "OWN_DOWN"), own, strict=True)),
+        "GELU": int(activation == "gelu"),
+    }
 
 
 def refuses(case: Case) -> str | None:
@@ -66,18 +109,20 @@ def table_of(
     return ExpertTiles(addresses, kinds, width, hidden, nbytes, tuple(pieces))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ChosenRows:
-    """Many rows and the experts that each of them chose."""
+GATE_UP_WARPS = 8  # of a block of `gate_up`
+# Rows of a step that leaves the GPU idle between kernels: what `down` reads is asked for while
+# gates and ups are still at work, and its blocks have a warp for each record.
+AHEAD_ROWS = 2
+CHOSEN_ROWS = 2  # of steps whose experts `gate_up` chooses itself: each of its warps does it again
+DOWN_WARPS, AHEAD_DOWN_WARPS = 10, 20  # most of a block of `down`
+PIECE_BYTES = half_rows_bytes(1, RECORD_COLUMNS)
+# Of shared memory: what every block may have, and what one of `gate_up` has beside its records.
+SURE_BYTES, OTHER_BYTES = 46 << 10, 2 << 10
+Inner = tuple[torch.Tensor, torch.Tensor]
 
-    x: torch.Tensor  # bf16 or f16 [rows, hidden]
-    ids: torch.Tensor  # int32 [rows, used], negative: none
-    weights: torch.Tensor  # [rows, used]
-    powers: torch.Tensor | None = None  # [rows], of rows in f16
 
-
-def many_rows(
-    x: torch.Tensor | NarrowRows,
+def few_rows(
+    x: HalfRows,
     ids: torch.Tensor,
     weights: torch.Tensor,
     table: ExpertTiles,
@@ -85,190 +130,124 @@ def many_rows(
     others: Others = NO_OTHERS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the weighted sum of each row's experts, each unpacked once for rows that chose it.
+    """Return the weighted sum of each row's experts, for rows in f16.
 
-    Where experts have few rows each their tiles are multiplied as they lie.
+    Picks with a negative id are passed over. `out` may be the residual itself.
     """
-    narrow = as_narrow(x)
-    if _as_they_lie(ids, table):
-        if out is None:
-            out = torch.empty(len(ids), table.hidden, device=ids.device)
-        _compile_unpacked(table.kinds, activation, narrow.values.dtype, ids.device)
-        rest = (*others.arguments, out)
-        sorted_experts.sum_experts(narrow, (ids, weights), table, activation, rest)
-        return out
-    rows = ChosenRows(narrow.values, ids, weights, narrow.powers)
-    unpacked = _ByAddress(table, narrow.values.dtype)
-    return sum_groups(rows, table, activation, unpacked, others, out)
+    constants = expert_constants(table, activation, others)
+    layer = _Layer(x, ids.shape[1], table, others, constants)
+    inner = layer.inner()
+    kernel = compile_kernel("experts.cu", "gate_up", layer.defines)
+    kernel(*layer.gate_up((ids,), inner), early=True)
+    return layer.down(weights, inner, out)
 
 
-def _as_they_lie(ids: torch.Tensor, table: ExpertTiles) -> bool:
-    """Tell whether tiles are multiplied packed: few rows of an expert, and no link to any."""
-    here = all(part.device == ids.device for part in table.memory)
-    return here and len(ids) <= sizes.sorted_rows(len(table.addresses), ids.shape[1])
-
-
-@cache
-def _compile_unpacked(
-    kinds: Kinds, activation: str, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Compile what steps of more rows run: those come when a request waits."""
-    compile_kernel("unpack.cu", "unpack", _unpack_constants(kinds, dtype))
-    compile_kernel("picks.cu", "sort_picks")
-    if dtype == torch.float16:
-        half_experts.compile_all(activation)
-        return
-    compile_kernel("many_experts.cu", "combine", _constants(activation))
-    if product_way(device) == "own":
-        grouped.kernels(dtype)
-
-
-def sum_groups(
-    chosen: ChosenRows,
+def choose_few_rows(
+    x: HalfRows,
+    choice: Unchosen,
     table: ExpertTiles,
     activation: str,
-    unpacked: Unpacked,
     others: Others = NO_OTHERS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the weighted sum of each row's experts, however they come to be unpacked.
-
-    As many experts at a time as may be unpacked; a row's sum runs over those groups in order, and
-    within one over its experts, the best first.
-    """
-    ids, weights = chosen.ids, chosen.weights
-    rows, used = ids.shape
-    bounds = group_bounds(table)
-    picks = sort_in_groups(ids, len(table.addresses), bounds[0][1])
-    constants = _constants(activation)
-    if out is None:
-        out = torch.empty(rows, table.hidden, device=ids.device)
-    for first, each in bounds:
-        group = expert_group(picks, first, each)
-        with scratch.frame():
-            if chosen.powers is not None:
-                x, rest = NarrowRows(chosen.x, chosen.powers), (*others.arguments, out)
-                half_experts.add_group(x, group, unpacked, activation, (ids, weights), rest)
-                others = Others(residual=out)
-                continue
-            answers = _group_answers(chosen.x, group, table.width, constants, unpacked)
-            compile_kernel("many_experts.cu", "combine", constants)(
-                (rows,),
-                (256,),
-                (
-                    *(answers, picks.places, group.start, ids, group.first, group.last),
-                    *(weights, used, table.hidden, *others.arguments, out),
-                ),
-            )
-        others = Others(residual=out)
-    return out
-
-
-def group_bounds(table: ExpertTiles) -> list[tuple[int, int]]:
-    """Return the first expert and the size of every group; the last may be smaller."""
-    count = len(table.addresses)
-    each = experts_at_once(count, table.width, table.hidden, scratch.unpack_bytes())
-    return [(first, min(each, count - first)) for first in range(0, count, each)]
-
-
-def _group_answers(
-    x: torch.Tensor,
-    group: ExpertGroup,
-    width: int,
-    constants: dict[str, int],
-    unpacked: Unpacked,
-) -> torch.Tensor:
-    """Return the answers `[picks, hidden]` in bf16 of a group's experts, its own picks first."""
-    picks, hidden = group.most, x.shape[1]
-    plain = unpacked.gates_and_ups(group)
-    own = scratch.empty(picks, hidden, dtype=torch.bfloat16, device=x.device)
-    inner = scratch.empty(picks, width, dtype=torch.bfloat16, device=x.device)
-    both = grouped_product(gather_rows(x, group, own), plain, group.ends, group.among)
-    compile_kernel("many_experts.cu", "activate", constants)(
-        (4096,), (256,), (both, inner, group.ends, group.size - 1, width)
+    """Return the same, where the experts of `CHOSEN_ROWS` rows at most are still to be chosen."""
+    constants = expert_constants(table, activation, others) | choice.constants
+    rule = choice.rule
+    layer = _Layer(x, rule.used, table, others, constants)
+    weights = scratch.empty(x.rows, rule.used, device=x.pieces.device)
+    args = (
+        *(choice.logits, choice.bias, choice.sequence, weights, choice.counts),
+        *(choice.logits.stride(0), int(rule.normalise), float(rule.scale), float(rule.softcap)),
     )
-    del both  # its memory may serve the answers
-    return grouped_product(inner, unpacked.downs(group), group.ends, group.among)
-
-
-class _ByAddress:
-    """Unpacks all experts of a group from where they lie; downs take the place of gates and ups."""
-
-    def __init__(self, table: ExpertTiles, dtype: torch.dtype = torch.bfloat16) -> None:
-        self._table, self._dtype = table, dtype
-        self._room: torch.Tensor | None = None  # of the group at hand
-
-    def gates_and_ups(self, group: ExpertGroup) -> torch.Tensor:
-        self._room = plain = empty_gates_and_ups(self._table, group, self._dtype)
-        unpack_some(self._table, ALL_EXPERTS, group, plain, None)
-        return plain
-
-    def downs(self, group: ExpertGroup) -> torch.Tensor:
-        assert self._room is not None
-        count, width, hidden = len(self._room), self._table.width, self._table.hidden
-        plain = self._room.flatten()[: count * hidden * width].view(count, hidden, width)
-        unpack_some(self._table, ALL_EXPERTS, group, None, plain)
-        return plain
-
-
-def empty_gates_and_ups(
-    table: ExpertTiles, group: ExpertGroup, dtype: torch.dtype = torch.bfloat16
-) -> torch.Tensor:
-    """Return room for a group's gates and ups, until the frame around the call is left."""
-    return scratch.empty(
-        group.size, 2 * table.width, table.hidden, dtype=dtype, device=table.addresses.device
-    )
+    inner = layer.inner()
+    kernel = compile_kernel("experts.cu", "choose_gate_up", layer.defines)
+    kernel(*layer.gate_up(args, inner), early=True)
+    return layer.down(weights, inner, out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SomeExperts:
-    """Experts of a group that are unpacked at once."""
+class _Layer:
+    """A step's rows and the experts that some of them visit."""
 
-    which: torch.Tensor | None  # int32 [n], counted from the group's first, on the GPU; None: all
-    # uint8: all of gate, up and down of one expert after another; None: they lie where the table
-    # says.
-    staged: torch.Tensor | None = None
+    x: HalfRows
+    used: int
+    table: ExpertTiles
+    others: Others
+    constants: dict[str, int]
 
+    def inner(self) -> Inner:
+        """Return memory for the inner values of picks, and for where their last matrices are."""
+        picks, device = self.x.rows * self.used, self.x.pieces.device
+        values = picks * self.table.width + self.x.rows * self._own_width
+        return (
+            scratch.empty(values, device=device),
+            scratch.empty(picks, dtype=torch.int64, device=device),
+        )
 
-ALL_EXPERTS = SomeExperts(None)
+    def gate_up(
+        self, args: tuple[Argument, ...], inner: Inner
+    ) -> tuple[tuple[int, int], tuple[int], tuple[Argument, ...], int]:
+        """Return how gates and ups are launched: grid, block, arguments, shared memory."""
+        x, table, own, rows, used = self.x, self.table, self.others.own, self.x.rows, self.used
+        tiles = steps_of(max(table.width, self._own_width), TILE_ROWS)
+        args = (
+            *(*args, table.addresses, x.pieces, x.groups, used, rows * used, table.width),
+            *(x.records, *((None, None) if own is None else (own.gate, own.up))),
+            *(self._own_width, tile_bytes(table.kinds[2], table.hidden, table.width), *inner),
+        )
+        grid = (tiles, rows * (used + (own is not None)))
+        return grid, (GATE_UP_WARPS * 32,), args, self._stages * self._stage_bytes
 
+    def down(self, weights: torch.Tensor, inner: Inner, out: torch.Tensor | None) -> torch.Tensor:
+        """Return the weighted sums."""
+        table, own, rows, used = self.table, self.others.own, self.x.rows, self.used
+        if out is None:
+            out = torch.empty(rows, table.hidden, device=weights.device)
+        records, own_records = (
+            steps_of(width, RECORD_COLUMNS) for width in (table.width, self._own_width)
+        )
+        units = used * records + own_records
+        turns = steps_of(units, AHEAD_DOWN_WARPS if rows <= AHEAD_ROWS else DOWN_WARPS)
+        warps = steps_of(units, turns)
+        values, downs = inner
+        compile_kernel("experts.cu", "down", self.defines)(
+            (steps_of(table.hidden, TILE_ROWS), rows),
+            (warps * 32,),
+            (
+                *(downs, weights, values, used, rows * used, table.width, table.hidden, records),
+                *(None if own is None else own.down, self._own_width, own_records),
+                *(*self.others.arguments, out),
+            ),
+            units * TILE_ROWS * 4 + warps * PIECE_BYTES,
+            early=True,
+        )
+        return out
 
-def unpack_some(
-    table: ExpertTiles,
-    some: SomeExperts,
-    group: ExpertGroup,
-    gates_and_ups: torch.Tensor | None,
-    downs: torch.Tensor | None,
-) -> None:
-    """Write matrices of those experts that were chosen to their places in a group, in one launch.
+    @property
+    def _own_width(self) -> int:
+        return 0 if self.others.own is None else self.others.own.width
 
-    None: none of those matrices.
-    """
-    width, hidden = table.width, table.hidden
-    wide, high = 2 * _unpack_blocks(width, hidden), _unpack_blocks(hidden, width)
-    first, end = 0 if gates_and_ups is not None else wide, wide if downs is None else wide + high
-    out = downs if gates_and_ups is None else gates_and_ups
-    assert out is not None
-    compile_kernel("unpack.cu", "unpack", _unpack_constants(table.kinds, out.dtype))(
-        (end - first, group.size if some.which is None else some.which.shape[0]),
-        (UNPACK_WARPS * 32,),
-        (
-            *(some.which, some.staged, table.addresses, group.ends, gates_and_ups, downs),
-            *(width, hidden, group.first, first),
-        ),
-    )
+    @property
+    def defines(self) -> dict[str, int]:
+        """The macros of both kernels, so that one run of the compiler makes them."""
+        in_reach = all(memory.is_cuda for memory in self.table.memory)
+        return self.constants | {
+            "LANES": self.x.lanes,
+            "AHEAD": int(self.x.rows <= AHEAD_ROWS and in_reach),
+            "STAGES": self._stages,
+        }
 
+    @property
+    def _stages(self) -> int:
+        """The records that a warp of `gate_up` has asked for."""
+        size = 2 * self._stage_bytes
+        if size <= SURE_BYTES or size + OTHER_BYTES <= shared_bytes_of(self.x.pieces.device):
+            return 2
+        return 1
 
-def _constants(activation: str) -> dict[str, int]:
-    return {"GELU": int(activation == "gelu")}
-
-
-def _unpack_constants(kinds: Kinds, dtype: torch.dtype) -> dict[str, int]:
-    gate, up, down = (kind.ggml_id for kind in kinds)
-    narrow = {"WARPS": UNPACK_WARPS, "OUT_F16": int(dtype == torch.float16)}
-    return {"GATE": gate, "UP": up, "DOWN": down} | narrow
-
-
-def _unpack_blocks(rows: int, columns: int) -> int:
-    """Blocks that unpack a matrix, a record for each warp."""
-    return steps_of(rows, TILE_ROWS) * steps_of(steps_of(columns, RECORD_COLUMNS), UNPACK_WARPS)
+    @property
+    def _stage_bytes(self) -> int:
+        """Shared memory for a record of each warp of `gate_up`; plain ones need none."""
+        own = self.others.own
+        kinds = (*self.table.kinds[:2], *(() if own is None else own.kinds[:2]))
+        return GATE_UP_WARPS * max(record_bytes(kind) if kind in PACKED else 0 for kind in kinds)

@@ -3,14 +3,16 @@
 How many rows an expert has only the device knows: nothing here waits to hear it.
 """
 
+from typing import Literal
+
 import torch
 
-from headroom.kernels.cuda.compile import CudaKernel, compile_kernel
+from headroom.kernels.cuda.compile import CudaKernel, capability_of, compile_kernel
 
 OUTPUTS = 128  # of a tile
 STAGES = {64: 4, 128: 3}  # of parts in shared memory, by the most rows of a tile: 48 KiB of them
 PART_BYTES = 64  # of a row
-THREADS = 128
+GROUPED_THREADS = 128
 BESIDE = 16  # most tiles of the same rows that run together
 
 
@@ -34,7 +36,7 @@ def product(
     beside, turns = _spread(-(-outputs // OUTPUTS))
     kernels(x.dtype)[tile_rows](
         (beside, most_tiles(picks, experts, tile_rows), turns),
-        (THREADS,),
+        (GROUPED_THREADS,),
         (x, weights, ends, out, experts, outputs, columns),
         STAGES[tile_rows] * (tile_rows + OUTPUTS) * PART_BYTES,
     )
@@ -73,3 +75,44 @@ def _spread(tiles: int) -> tuple[int, int]:
     """Cut the tiles of some rows into turns of one size; the last may be smaller."""
     turns = -(-tiles // BESIDE)
     return -(-tiles // turns), turns
+
+
+LIBRARYS_SM_100 = "2.13"  # the version of torch from which its grouped product runs on sm_100 too
+
+
+def grouped_product(
+    x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, among: int
+) -> torch.Tensor:
+    """Return rows sorted by expert times their expert's matrix, transposed.
+
+    `x [picks, columns]` and `weights [experts, rows, columns]` are bf16, and so is what comes, or
+    f16, which gives float32; columns and rows are divisible by 8 for 16-byte strides. Rows after
+    the last expert's end have no meaning. The picks spread over `among` experts, of which `weights`
+    may be some. All but the loop leave the host free.
+    """
+    way = "own" if x.dtype == torch.float16 else product_way(x.device)
+    if way == "library":
+        return torch._grouped_mm(x, weights.mT, offs=ends)
+    if way == "own":
+        return product(x, weights, ends, fitting_rows(len(x), among))
+    out = x.new_zeros(len(x), weights.shape[1])
+    first = 0
+    for matrix, end in zip(weights, ends.tolist(), strict=True):
+        if end > first:
+            torch.mm(x[first:end], matrix.T, out=out[first:end])
+        first = end
+    return out
+
+
+def product_way(device: torch.device) -> Literal["library", "own", "loop"]:
+    """Return who multiplies bf16: torch in one go, our kernel, or torch expert by expert.
+
+    Torch has a grouped product of its own for two generations only, and none that gives f16's sums
+    in float32; on others it would wait for the device to hear where experts end, as the loop does.
+    """
+    if device.type != "cuda":
+        return "loop"
+    major, _ = capability_of(device)
+    if major == 9 or (major == 10 and torch.__version__ >= LIBRARYS_SM_100):
+        return "library"
+    return "own" if major >= 8 else "loop"

@@ -6,8 +6,9 @@ from itertools import accumulate
 
 import torch
 
-from headroom.formats.quants import QuantType
-from headroom.kernels.cuda import plain, scratch, unpacked
+from headroom.errors import KernelError
+from headroom.formats.quants import BF16, F16, Q8_K, QuantType
+from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import (
     Code,
     compile_kernel,
@@ -15,9 +16,8 @@ from headroom.kernels.cuda.compile import (
     refuses_device,
     shared_bytes_of,
 )
-from headroom.kernels.cuda.narrow import narrow_rows, narrow_type, refuses_type
+from headroom.kernels.cuda.matmul_shapes import Gpu, Product, ProductShape, shape_for
 from headroom.kernels.cuda.pack import pack
-from headroom.kernels.cuda.product_shapes import Gpu, Product, Shape, shape_for
 from headroom.kernels.cuda.sizes import (
     BLOCK_OVERHEAD_BYTES,
     DECODE_ROWS,
@@ -32,9 +32,63 @@ from headroom.kernels.cuda.sizes import (
     tile_bytes,
 )
 from headroom.kernels.ops import Case
-from headroom.kernels.weight import Weight
+from headroom.kernels.weight import PLAIN_TYPES, Weight
 
-TILES = unpacked.TILES
+NARROW_QUANTS = {"bf16": BF16, "f16": F16}  # that products of many rows compute in
+_NARROW_TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+POWER_THREADS = 256  # of powers.cuh
+
+
+def refuses_type(dtype: str) -> str | None:
+    """Say why products on a GPU do not compute in a type."""
+    return (
+        None if dtype in NARROW_QUANTS else f"computes in {' or '.join(NARROW_QUANTS)}, not {dtype}"
+    )
+
+
+def narrow_type(dtype: str) -> torch.dtype:
+    """Return torch's type of `bf16` or `f16`."""
+    return _NARROW_TYPES[dtype]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NarrowRows:
+    """Rows in 16 bits; what they stand for is `values * powers[:, None]`."""
+
+    values: torch.Tensor  # bf16 or f16 [rows, columns]
+    powers: torch.Tensor | None = None  # float32 [rows], of f16
+
+
+def empty_narrow_rows(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> NarrowRows:
+    """Return memory for rows, valid until the frame around the call is left."""
+    values = scratch.empty(*shape, dtype=dtype, device=device)
+    powers = scratch.empty(shape[0], device=device) if dtype == torch.float16 else None
+    return NarrowRows(values, powers)
+
+
+def fill_narrow_rows(out: NarrowRows, x: torch.Tensor) -> NarrowRows:
+    """Round float32 `x [rows, columns]` to rows; those of f16 may have more rows than it."""
+    if out.powers is None:
+        out.values.copy_(x)
+        return out
+    args = (x, out.values, out.powers, x.shape[1], x.stride(0))
+    compile_kernel("narrow.cu", "narrow_rows")((len(x),), (POWER_THREADS,), args)
+    return out
+
+
+def narrow_rows(x: torch.Tensor, dtype: torch.dtype) -> NarrowRows:
+    """Return float32 rows in a type of 16 bits."""
+    return fill_narrow_rows(empty_narrow_rows(x.shape, dtype, x.device), x)
+
+
+def as_narrow(x: "torch.Tensor | NarrowRows") -> NarrowRows:
+    """Return rows as they are where they are narrow, in bf16 where they are wide."""
+    if isinstance(x, NarrowRows):
+        return x
+    return NarrowRows(x if x.dtype == torch.bfloat16 else x.to(torch.bfloat16))
+
+
+TILES = "tiles"  # the layout of weights in tiles, see tiles.cuh
 PACK_BYTES = 64 << 20  # of a file's blocks packed at a time
 RECORD_WARPS = 4  # of a block that makes rows ready, a record each; see activations.cu
 
@@ -199,7 +253,7 @@ class Gates:
 
 def product_shape(
     weight: Weight | TiledSize, rows: int, device: torch.device
-) -> tuple[Shape, dict[str, int]]:
+) -> tuple[ProductShape, dict[str, int]]:
     """Return how warps share a product with so many rows, and what matmul.cu is compiled with."""
     tiles, records = -(-weight.rows // TILE_ROWS), -(-weight.columns // RECORD_COLUMNS)
     product = Product(tiles, records, record_bytes(weight.quant), rows)
@@ -214,7 +268,7 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu(shared_bytes_of(device), processors)
 
 
-def _blocks(tiles: int, shape: Shape, shared: int, device: torch.device) -> int:
+def _blocks(tiles: int, shape: ProductShape, shared: int, device: torch.device) -> int:
     """Return as many blocks as there is work for, or as the GPU holds at a time."""
     gpu = properties_of(device)
     room = gpu.shared_memory_per_multiprocessor // (shared + BLOCK_OVERHEAD_BYTES)
@@ -226,7 +280,7 @@ def matmul(
 ) -> torch.Tensor:
     """Return `x` times the weight's transpose in float32; unpacked weights lie in rows."""
     if weight.layout != TILES:
-        return plain.matmul(x, weight, dtype, out)
+        return plain_matmul(x, weight, dtype, out)
     rows = x.shape[0]
     if out is None:
         out = torch.empty(rows, weight.rows, device=x.device)
@@ -234,5 +288,192 @@ def matmul(
         return out
     if rows <= DECODE_ROWS:
         return product(half_rows(x.contiguous()), weight, out)
-    unpacked.multiply(narrow_rows(x, narrow_type(dtype)), weight, (out,))
+    multiply_unpacked(narrow_rows(x, narrow_type(dtype)), weight, (out,))
+    return out
+
+
+SPREAD_THREADS = 256
+PART_ROWS = 256  # parts of a weight are multiples of this where they can be, for cuBLAS's tiles
+
+
+def part_rows(rows: int, columns: int, most_bytes: int) -> int:
+    """Return how many rows of a weight are unpacked at a time: parts alike, none above the most."""
+    fitting = most_bytes // (2 * columns)
+    if rows <= fitting:
+        return rows
+    step = PART_ROWS if fitting >= PART_ROWS else TILE_ROWS
+    fitting = max(step, fitting // step * step)
+    each = -(-rows // -(-rows // fitting))
+    return -(-each // step) * step
+
+
+def multiply_unpacked(
+    x: NarrowRows, weight: Weight, outs: Sequence[torch.Tensor], add: bool = False
+) -> None:
+    """Write `x` times the weight's transpose to float32 `outs`, or add it to them.
+
+    The outputs are of matrices that lie one after another in the weight.
+    """
+    rows = x.values
+    each = part_rows(weight.rows, weight.columns, scratch.unpack_bytes())
+    for first in range(0, weight.rows, each):
+        count = min(each, weight.rows - first)
+        with scratch.frame():
+            if x.powers is None:
+                answers = scratch.empty(len(rows), count, dtype=rows.dtype, device=rows.device)
+                torch.mm(rows, _plain_part(weight, first, count, rows.dtype).T, out=answers)
+            else:
+                answers = scratch.empty(len(rows), count, device=rows.device)
+                plain = _plain_part(weight, first, count, rows.dtype)
+                torch.mm(rows, plain.T, out_dtype=torch.float32, out=answers)
+            if x.powers is None:
+                _spread(answers, first, outs, add)
+            else:
+                _spread_powers(answers, first, outs, add, x.powers)
+
+
+def dequantise(weight: Weight, out: torch.Tensor) -> torch.Tensor:
+    """Write a weight's values to `out [rows, columns]`, bf16 or f16."""
+    records = -(-weight.columns // RECORD_COLUMNS)
+    tiles = -(-weight.rows // TILE_ROWS)
+    kernel = compile_kernel("dequant.cu", "dequantise", unpack_defines(weight.quant, out.dtype))
+    share = max(1, min(-(-records // 4), 2048 // max(1, tiles)))
+    kernel((tiles, share), (128,), (weight.data, out, weight.rows, weight.columns, records))
+    return out
+
+
+def unpack_defines(quant: QuantType, dtype: torch.dtype) -> dict[str, int]:
+    """Return what dequant.cu is compiled with to unpack a type of weights to another."""
+    return {"KIND": quant.ggml_id, "WARPS": 4, "OUT_F16": int(dtype == torch.float16)}
+
+
+def _plain_part(weight: Weight, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Some rows of a weight as products read them; they begin with a tile."""
+    if weight.layout != TILES:
+        return weight.data[first : first + count]
+    out = scratch.empty(count, weight.columns, dtype=dtype, device=weight.data.device)
+    if count == weight.rows:
+        return dequantise(weight, out)
+    tiles = weight.data[tile_bytes(weight.quant, first, weight.columns) :]
+    return dequantise(replace(weight, data=tiles, rows=count), out)
+
+
+def _spread(answers: torch.Tensor, first: int, outs: Sequence[torch.Tensor], add: bool) -> None:
+    """Bring the answers of rows `first` and on of a weight to the outputs that they belong to."""
+    (rows, count), rest = answers.shape, MOST_OUTPUTS - len(outs)
+    ends = list(accumulate(out.shape[1] for out in outs))
+    apart = [out.stride(0) for out in outs]
+    fours = not any(number % 4 for number in (first, count, *ends, *apart))
+    wide = 4 if fours and not any(out.data_ptr() % 16 for out in outs) else 1
+    kernel = compile_kernel("spread.cu", "spread", {"ADD": int(add), "WIDE": wide})
+    kernel(
+        (-(-count // (SPREAD_THREADS * wide)), rows), (SPREAD_THREADS,),
+        (
+            *(answers, *outs, *[None] * rest, *ends, *[ends[-1]] * rest),
+            *(*apart, *[0] * rest, first, count),
+        ),
+    )  # fmt: skip
+
+
+def _spread_powers(
+    answers: torch.Tensor,
+    first: int,
+    outs: Sequence[torch.Tensor],
+    add: bool,
+    powers: torch.Tensor,
+) -> None:
+    """The same for answers in float32, times the powers of their rows."""
+    at, end, by = 0, first + answers.shape[1], powers[:, None]
+    for out in outs:
+        begin, stop = max(first, at), min(end, at + out.shape[1])
+        if begin < stop:
+            part, target = answers[:, begin - first : stop - first], out[:, begin - at : stop - at]
+            target.addcmul_(part, by) if add else torch.mul(part, by, out=target)
+        at += out.shape[1]
+
+
+PADDED_ROWS = 32  # the library sums in an order of the rows' number: few are filled up to this
+
+
+def refuses_plain(case: Case) -> str | None:
+    """Say why a case cannot run here."""
+    if reason := refuses_device(case):
+        return reason
+    if case.quant.name not in PLAIN_TYPES:
+        return f"{case.quant} is packed"
+    return None if case.dtype == "bf16" else f"computes in bf16, not {case.dtype}"
+
+
+def refuses_plain_f16(case: Case) -> str | None:
+    """Say why a case cannot run here in f16."""
+    if case.dtype == "f16":
+        return refuses_plain(replace(case, dtype="bf16"))
+    return f"computes in f16, not {case.dtype}"
+
+
+def prepare_plain(weight: Weight, dtype: str = "bf16") -> Weight:
+    """Return a plain weight in bf16 or f16, where it lies."""
+    return replace(weight, data=weight.data.to(narrow_type(dtype)), quant=NARROW_QUANTS[dtype])
+
+
+def prepare_plain_f16(weight: Weight) -> Weight:
+    """Return a plain weight in f16, where it lies."""
+    return prepare_plain(weight, "f16")
+
+
+def plain_matmul(
+    x: torch.Tensor, weight: Weight, dtype: str, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return `x` times the weight's transpose in float32."""
+    answers = plain_product(x, weight.data)
+    return answers if out is None else out.copy_(answers)
+
+
+def plain_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return `x [rows, columns]` times narrow `weight [outputs, columns]`, transposed, as float32.
+
+    `weight` is bf16 or f16.
+    """
+    if weight.dtype == torch.float16:
+        return _plain_half_product(x, weight)
+    rows, rounded = len(x), x.to(torch.bfloat16)
+    if rows < PADDED_ROWS:
+        rounded = torch.nn.functional.pad(rounded, (0, 0, 0, PADDED_ROWS - rows))
+    return torch.mm(rounded, weight.T, out_dtype=torch.float32)[:rows]
+
+
+def _plain_half_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The same in f16, each row divided by its power of two."""
+    rows = max(len(x), PADDED_ROWS)
+    padded = NarrowRows(weight.new_zeros(rows, x.shape[1]), x.new_zeros(rows))
+    fill_narrow_rows(padded, x)
+    assert padded.powers is not None
+    answers = torch.mm(padded.values, weight.T, out_dtype=torch.float32)
+    return answers.mul_(padded.powers[:, None])[: len(x)]
+
+
+EMBED_CHUNK, EMBED_WARPS = 2048, 4
+
+
+def embed(ids: torch.Tensor, table: Weight, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Write the table's rows `ids` (int64) to `out` as float32, times `scale`.
+
+    The table is in tiles, or in file layout on the device or in pinned memory of the host.
+    """
+    if table.layout == TILES:
+        records = -(-table.columns // RECORD_COLUMNS)
+        defines = {"KIND": table.quant.ggml_id, "WARPS": EMBED_WARPS}
+        kernel = compile_kernel("dequant.cu", "embed_tiles", defines)
+        grid = (ids.shape[0], -(-records // EMBED_WARPS))
+        args = (table.data, ids, out, table.columns, records, float(scale))
+        kernel(grid, (32 * EMBED_WARPS,), args)
+        return out
+    if table.quant is Q8_K or table.layout != "rows":
+        raise KernelError(
+            f"Rows of {table.quant} in the layout {table.layout} are not read on CUDA.",
+            hint="Keep the table in file layout and in a type other than q8_k.",
+        )
+    kernel = compile_kernel("small.cu", "embed", {"KIND": table.quant.ggml_id})
+    grid = (-(-table.columns // EMBED_CHUNK), ids.shape[0])
+    kernel(grid, (256,), (table.data, ids, out, table.columns, float(scale)))
     return out

@@ -8,7 +8,7 @@ import torch
 from headroom.errors import KernelError, is_out_of_memory
 from headroom.kernels.cuda.compile import compile_kernel
 from headroom.kernels.cuda.handover import WORDS
-from headroom.kernels.cuda.product_shapes import Shape
+from headroom.kernels.cuda.matmul_shapes import ProductShape
 from headroom.kernels.cuda.trials import run_trial
 
 Q4_K, BF16 = 12, 30  # types by their numbers in files
@@ -42,7 +42,7 @@ _PAGED = _HEADS | {"GROUP": 4, "PAGE": 64}
 _KINDS = {"GATE": Q4_K, "UP": Q4_K, "DOWN": Q4_K}
 _EXPERTS = _KINDS | {f"OWN_{part}": Q4_K for part in _KINDS} | {"GELU": 0, "LANES": 4}
 _SORTED = {"A_KIND": Q4_K, "B_KIND": Q4_K, "GATED": 1, "GELU": 0, "WARPS": 2, "STAGES": 1}
-_FEW = Shape(8, 8, 1, 1, 2).defines | {"KIND": Q4_K, "GROUPS": 1, "LANES": 4}
+_FEW = ProductShape(8, 8, 1, 1, 2).defines | {"KIND": Q4_K, "GROUPS": 1, "LANES": 4}
 _GROUPED = {"ROWS": 64, "STAGES": 4}
 _DELTA = {"HEADS": 32, "KEY_HEADS": 16, "TILED": 0, "TAPS": 4, "COLUMNS": 16}
 _CHUNKS = _DELTA | {"COLUMNS": 32, "HELD": 64}

@@ -10,25 +10,21 @@ from headroom.kernels.cuda import (
     attention,
     delta_net,
     experts,
-    few_experts,
+    experts_packed,
+    experts_prefill,
     grouped,
     handover,
     matmul,
+    norms,
     route,
-    router,
     sampler,
-    small,
-    sorted_experts,
-    unpacked,
-    wide,
 )
 from headroom.kernels.cuda.attention import DecodeShape, HeadNorms, Projected
-from headroom.kernels.cuda.chunks import span_tables
-from headroom.kernels.cuda.expert_tiles import NO_OTHERS, ExpertTiles
-from headroom.kernels.cuda.matmul import RowNorm, half_rows
-from headroom.kernels.cuda.narrow import narrow_rows
+from headroom.kernels.cuda.delta_net import span_tables
+from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles
+from headroom.kernels.cuda.experts_prefill import expert_group, sort_in_groups
+from headroom.kernels.cuda.matmul import RowNorm, half_rows, narrow_rows
 from headroom.kernels.cuda.pack import pack
-from headroom.kernels.cuda.picks import expert_group, sort_in_groups
 from headroom.kernels.cuda.sizes import TILED, sorted_rows, tile_bytes
 from headroom.kernels.ops import (
     DeltaNetWeights,
@@ -73,7 +69,7 @@ def _few_products(device: torch.device) -> torch.Tensor:
 
 def _many_products(device: torch.device) -> torch.Tensor:
     out = torch.empty(HIDDEN, HIDDEN, dtype=torch.bfloat16, device=device)
-    return unpacked.dequantise(_weight(Q4_K, device), out)
+    return matmul.dequantise(_weight(Q4_K, device), out)
 
 
 def _half_rows(device: torch.device) -> torch.Tensor:
@@ -110,7 +106,7 @@ def _attend(device: torch.device, *, exact: bool) -> torch.Tensor:
 
 def _wide_heads(device: torch.device) -> torch.Tensor:
     queries, keys, values = torch.ones(3, ROWS, 1, 512, dtype=torch.float16, device=device)
-    return wide.attend_wide(queries, keys, values)
+    return attention.attend_wide(queries, keys, values)
 
 
 def _rope(device: torch.device) -> torch.Tensor:
@@ -123,7 +119,7 @@ def _rope(device: torch.device) -> torch.Tensor:
 
 
 def _norms(device: torch.device) -> torch.Tensor:
-    return small.rms_norm(
+    return norms.rms_norm(
         torch.ones(ROWS, HIDDEN, device=device), torch.ones(HIDDEN, device=device), 0.0
     )
 
@@ -146,7 +142,7 @@ def _scored_rows(device: torch.device) -> torch.Tensor:
     ones = torch.ones(HIDDEN, device=device)
     weight = torch.ones(EXPERTS, HIDDEN, device=device)
     x = torch.ones(ROWS, HIDDEN, device=device)
-    return router.scored_rows(x, weight, RowNorm(ones, 0.0), ones)[1]
+    return route.scored_rows(x, weight, RowNorm(ones, 0.0), ones)[1]
 
 
 def _table(device: torch.device) -> ExpertTiles:
@@ -162,14 +158,14 @@ def _picks(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]
 
 def _few_experts(device: torch.device) -> torch.Tensor:
     x = half_rows(torch.ones(ROWS, HIDDEN, device=device))
-    return few_experts.few_rows(x, *_picks(ROWS, device), _table(device), "silu")
+    return experts.few_rows(x, *_picks(ROWS, device), _table(device), "silu")
 
 
 def _sorted_experts(device: torch.device) -> torch.Tensor:
     x = narrow_rows(torch.ones(ROWS, HIDDEN, device=device), torch.float16)
     out = torch.empty(ROWS, HIDDEN, device=device)
     rest = (*NO_OTHERS.arguments, out)
-    sorted_experts.sum_experts(x, _picks(ROWS, device), _table(device), "silu", rest)
+    experts_packed.sum_experts(x, _picks(ROWS, device), _table(device), "silu", rest)
     return out
 
 
@@ -177,7 +173,7 @@ def _unpacked_experts(device: torch.device) -> torch.Tensor:
     picks = sort_in_groups(_picks(ROWS, device)[0], EXPERTS, EXPERTS)
     out = torch.zeros(EXPERTS, 2 * HIDDEN, HIDDEN, dtype=torch.bfloat16, device=device)
     group = expert_group(picks, 0, EXPERTS)
-    experts.unpack_some(_table(device), experts.ALL_EXPERTS, group, out, None)
+    experts_prefill.unpack_some(_table(device), experts_prefill.ALL_EXPERTS, group, out, None)
     return out
 
 
@@ -190,7 +186,7 @@ def _grouped_product(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
 
 def _many_experts(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     x = narrow_rows(torch.ones(MANY, HIDDEN, device=device), dtype)
-    return experts.many_rows(x, *_picks(MANY, device), _table(device), "silu")
+    return experts_prefill.many_rows(x, *_picks(MANY, device), _table(device), "silu")
 
 
 def _handover(device: torch.device) -> torch.Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from headroom.formats.quants import QuantType
-from headroom.kernels.cuda.picks import SortedPicks, sort_picks
+from headroom.kernels.cuda.experts_prefill import SortedPicks, sort_picks
 from headroom.kernels.ops import Case, ExpertTable
 from headroom.kernels.triton import matmul
 from headroom.kernels.triton.launch import blocks, find_kernel, language_type

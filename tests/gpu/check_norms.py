@@ -3,11 +3,13 @@
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import small
+from headroom.kernels.cuda import matmul
+from headroom.kernels.cuda import norms as cuda_norms
 from headroom.kernels.reference import norms
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.weight import PLAIN_TYPES, Weight
@@ -41,10 +43,10 @@ def check_norm(rows: int, width: int) -> None:
     wide = torch.randn(rows, width + 8) * 5
     x, weight = wide[:, :width], torch.randn(width)
     expected = norms.rms_norm(x.double(), weight.double(), 1e-6)
-    found = small.rms_norm(wide.cuda()[:, :width], weight.cuda(), 1e-6)
+    found = cuda_norms.rms_norm(wide.cuda()[:, :width], weight.cuda(), 1e-6)
     report(f"rms_norm {rows}x{width}", difference(found, expected), 1e-6)
     also, narrow = torch.empty_like(found), torch.empty_like(found, dtype=torch.bfloat16)
-    small.norm_narrow(wide.cuda()[:, :width], weight.cuda(), 1e-6, narrow, also)
+    cuda_norms.norm_narrow(wide.cuda()[:, :width], weight.cuda(), 1e-6, narrow, also)
     apart = int((also != found).sum() + (narrow != found.bfloat16()).sum())
     report(f"rms_norm {rows}x{width} in bf16, values that differ", apart, 0)
 
@@ -52,24 +54,24 @@ def check_norm(rows: int, width: int) -> None:
 def check_added_norm(rows: int, width: int) -> None:
     x, weight, residual = torch.randn(rows, width) * 5, torch.randn(width), torch.randn(rows, width)
     expected = residual + norms.rms_norm(x.double(), weight.double(), 1e-6)
-    found = small.norm_add(residual.cuda(), x.cuda(), weight.cuda(), 1e-6)
+    found = cuda_norms.norm_add(residual.cuda(), x.cuda(), weight.cuda(), 1e-6)
     report(f"norm_add {rows}x{width}", difference(found, expected), 1e-6)
 
 
 def check_heads() -> None:
     x, weight = torch.randn(7, 6, 128), torch.randn(128)
-    found = small.rms_norm(x.cuda(), weight.cuda(), 1e-6)
+    found = cuda_norms.rms_norm(x.cuda(), weight.cuda(), 1e-6)
     report("rms_norm of heads", difference(found, norms.rms_norm(x, weight, 1e-6)), 1e-6)
 
 
 def check_gated(activation: str) -> None:
     both = torch.randn(5, 2 * 771) * 4
     device = both.cuda()
-    found = small.gated_activation(device[:, :771], device[:, 771:], activation)
+    found = cuda_norms.gated_activation(device[:, :771], device[:, 771:], activation)
     expected = norms.gated_activation(both[:, :771].double(), both[:, 771:].double(), activation)
     report(f"gated {activation}", difference(found, expected), 1e-6)
     narrow = torch.empty_like(found, dtype=torch.bfloat16)
-    small.gated_narrow(device[:, :771], device[:, 771:], activation, narrow)
+    cuda_norms.gated_narrow(device[:, :771], device[:, 771:], activation, narrow)
     apart = int((narrow != found.bfloat16()).sum())
     report(f"gated {activation} in bf16, values that differ", apart, 0)
 
@@ -97,7 +99,7 @@ def check_embed(kind: str, columns: int, pinned: bool) -> None:
     plain = data.float() if kind in PLAIN_TYPES else dequantise(data, table.quant, columns)
     placed = table.data.pin_memory() if pinned else table.data.cuda()
     out = torch.empty(5, columns, device="cuda")
-    small.embed(ids.cuda(), Weight(placed, table.quant, 50, columns), out)
+    matmul.embed(ids.cuda(), Weight(placed, table.quant, 50, columns), out)
     other = int((out.cpu() != plain).sum())
     report(f"embed {kind} x{columns} pinned={pinned}, values other than plain", other, 0)
 
@@ -106,16 +108,17 @@ def bench() -> None:
     for rows, width in ((1, 5120), (16, 5120), (1, 2048), (2048, 5120)):
         x = torch.randn(rows, width, device="cuda")
         weight, out = torch.randn(width, device="cuda"), torch.empty(rows, width, device="cuda")
-        us = time_us([lambda a=x, w=weight, o=out: small.rms_norm(a, w, 1e-6, o)] * 20)
+        us = time_us([lambda a=x, w=weight, o=out: cuda_norms.rms_norm(a, w, 1e-6, o)] * 20)
         print(f"BENCH rms_norm {rows}x{width}: {us:.1f} us {rows * width * 8 / us / 1e3:.0f} GB/s")
     table = random_table("q4_k", 1000, 5120)
     placed = Weight(table.data.pin_memory(), table.quant, 1000, 5120)
     ids, out = torch.tensor([5], device="cuda"), torch.empty(1, 5120, device="cuda")
-    us = time_us([lambda: small.embed(ids, placed, out)] * 20)
+    us = time_us([lambda: matmul.embed(ids, placed, out)] * 20)
     print(f"BENCH embed from the host: {us:.1f} us")
     for rows, width in ((1, 17408), (2048, 17408)):
         both, out = torch.randn(rows, 2 * width, device="cuda"), torch.empty(rows, width).cuda()
-        turn = lambda b=both, o=out, w=width: small.gated_activation(b[:, :w], b[:, w:], "silu", o)  # noqa: E731
+        gate, up = both[:, :width], both[:, width:]
+        turn = partial(cuda_norms.gated_activation, gate, up, "silu", out)
         us = time_us([turn] * 5)
         print(f"BENCH gated {rows}x{width}: {us:.1f} us {rows * width * 12 / us / 1e3:.0f} GB/s")
 

@@ -43,7 +43,7 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ProductShape:
     """How warps share a product; sums are taken in an order that follows from `split` alone."""
 
     split: int  # sums that a tile's columns are cut into
@@ -88,14 +88,14 @@ def split_for(product: Product, gpu: Gpu) -> int:
     most = -(-DECODE_ROWS // GROUP_ROWS)
     while wanted > 1 and (
         wanted > product.records
-        or not Shape(wanted, wanted, 1, 1, 1).fits(product.record_bytes, most, gpu)
+        or not ProductShape(wanted, wanted, 1, 1, 1).fits(product.record_bytes, most, gpu)
     ):
         wanted //= 2
     return wanted
 
 
 @cache
-def shape_for(product: Product, gpu: Gpu) -> Shape:
+def shape_for(product: Product, gpu: Gpu) -> ProductShape:
     """Return how a product's warps share the work.
 
     Measured 2026-11-15 on an H200, Q4_K and Q6_K. From nine rows on activations are as many bytes
@@ -114,9 +114,9 @@ def shape_for(product: Product, gpu: Gpu) -> Shape:
             if shape.fits(record, groups, gpu):
                 return shape
     side = max(1, 8 // split)
-    while side > 1 and not Shape(split, split, side, 1, 1).fits(record, groups, gpu):
+    while side > 1 and not ProductShape(split, split, side, 1, 1).fits(record, groups, gpu):
         side //= 2
-    return Shape(split, split, side, 1, 1)
+    return ProductShape(split, split, side, 1, 1)
 
 
 # Shapes whose warps share activations, the best first: (ways, side, height, shared), for up to 16
@@ -136,33 +136,37 @@ _SHARING = {
 }
 
 
-def _sharing(split: int, groups: int) -> Iterator[Shape]:
+def _sharing(split: int, groups: int) -> Iterator[ProductShape]:
     for ways, side, height, shared in _SHARING[split, groups > 2]:
-        yield Shape(split, ways, side, height, 2, shared)
+        yield ProductShape(split, ways, side, height, 2, shared)
 
 
-def _busiest(product: Product, shape: Shape, gpu: Gpu) -> int:
+def _busiest(product: Product, shape: ProductShape, gpu: Gpu) -> int:
     """Tiles that a processor works on at most, with one block at a time."""
     return -(-product.tiles // (shape.tiles * gpu.processors)) * shape.tiles
 
 
-def _wanted(product: Product, split: int) -> Iterator[Shape]:
+def _wanted(product: Product, split: int) -> Iterator[ProductShape]:
     """Shapes whose warps read activations for themselves, the best first."""
     long = product.record_bytes > LONG_RECORD
     if split < 4:
-        yield Shape(split, split, 8 // split, 1, 2)
+        yield ProductShape(split, split, 8 // split, 1, 2)
     elif split > 4:
         if product.rows == 1 and split > 8:
-            yield Shape(split, split, 1, 1, 4)
-        yield Shape(split, split, 1, 1, 2)
+            yield ProductShape(split, split, 1, 1, 4)
+        yield ProductShape(split, split, 1, 1, 2)
     elif product.rows == 1:
         if not long:
-            yield Shape(4, 4, 1, 1, 4) if product.tiles >= MANY_TILES else Shape(4, 4, 1, 2, 2)
-        yield Shape(4, 4, 2, 1, 2)
+            yield (
+                ProductShape(4, 4, 1, 1, 4)
+                if product.tiles >= MANY_TILES
+                else ProductShape(4, 4, 1, 2, 2)
+            )
+        yield ProductShape(4, 4, 2, 1, 2)
     elif product.groups == 1:
         if product.tiles < MANY_TILES:
-            yield Shape(4, 4, 2, 2, 2)
-        yield Shape(4, 4, 1, 2 if long else 1, 2)
+            yield ProductShape(4, 4, 2, 2, 2)
+        yield ProductShape(4, 4, 1, 2 if long else 1, 2)
     else:
-        yield Shape(4, 4, 2, 1, 2)
-    yield Shape(split, split, 1, 1, 2)
+        yield ProductShape(4, 4, 2, 1, 2)
+    yield ProductShape(split, split, 1, 1, 2)

@@ -16,9 +16,9 @@ from headroom.kernels.cuda.compile import (
     properties_of,
     shared_bytes_of,
 )
-from headroom.kernels.cuda.expert_tiles import ExpertTiles
+from headroom.kernels.cuda.experts import ExpertTiles
 from headroom.kernels.cuda.launch import Argument
-from headroom.kernels.cuda.narrow import NarrowRows
+from headroom.kernels.cuda.matmul import NarrowRows
 from headroom.kernels.cuda.sizes import (
     BLOCK_OVERHEAD_BYTES,
     GROUP_ROWS,
@@ -32,17 +32,17 @@ from headroom.kernels.cuda.sizes import (
     steps_of,
 )
 
-SORT_THREADS = 512  # of sorted_rows.cu
+PACKED_SORT_THREADS = 512  # of sorted_rows.cu
 TILE_WORDS = ROW_TILE_BYTES // 8
 WANTED_WARPS = 12  # of a multiprocessor: others work while one waits for its records
 SHARED_SHARE = 0.7  # of its shared memory: the rest is the cache that rows come through
 WARP_RECORDS = 8  # of pairs, that a warp has at least: it waits once for the first
 # Warps of a block and pairs of records that each has asked for, the best first.
-SHAPES = ((8, 2), (4, 2), (8, 1), (4, 1), (2, 1), (1, 1))
+PACKED_SHAPES = ((8, 2), (4, 2), (8, 1), (4, 1), (2, 1), (1, 1))
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PackedShape:
     """How warps share a product; what they sum, and in which order, does not follow from it."""
 
     warps: int  # of a block
@@ -51,16 +51,18 @@ class Shape:
 
 
 @cache
-def shape_for(pair: tuple[QuantType, QuantType], block_bytes: int, all_bytes: int) -> Shape:
+def packed_shape_for(
+    pair: tuple[QuantType, QuantType], block_bytes: int, all_bytes: int
+) -> PackedShape:
     """Return the shape for pairs of records of two types.
 
     By the shared memory of a block and of a multiprocessor: the first of which enough warps run at
     a time, else the one that has the most.
     """
     size = sum(record_bytes(kind) for kind in pair)
-    shapes = [Shape(warps, stages, warps * stages * size) for warps, stages in SHAPES]
+    shapes = [PackedShape(warps, stages, warps * stages * size) for warps, stages in PACKED_SHAPES]
 
-    def running(shape: Shape) -> int:
+    def running(shape: PackedShape) -> int:
         needed = shape.shared_bytes + BLOCK_OVERHEAD_BYTES
         fitting = int(SHARED_SHARE * all_bytes) // needed if needed <= block_bytes else 0
         return shape.warps * fitting
@@ -122,7 +124,7 @@ def _sort(ids: torch.Tensor, experts: ExpertTiles, defines: dict[str, int]) -> _
     found = scratch.empty(tiles, TILE_WORDS, dtype=torch.int64, device=ids.device)
     compile_kernel("sorted_rows.cu", "sort_picks", defines)(
         (count,),
-        (SORT_THREADS,),
+        (PACKED_SORT_THREADS,),
         (ids, experts.addresses, order, found, picks, groups, tiles),
         early=True,
     )
@@ -178,7 +180,7 @@ def _product(
     (kinds, activation), (pairs, columns) = product, sides
     device, records = places.order.device, steps_of(columns, RECORD_COLUMNS)
     gpu = properties_of(device)
-    shape = shape_for(kinds, shared_bytes_of(device), gpu.shared_memory_per_multiprocessor)
+    shape = packed_shape_for(kinds, shared_bytes_of(device), gpu.shared_memory_per_multiprocessor)
     defines = {
         "GATED": int(activation != ""), "A_KIND": kinds[0].ggml_id, "B_KIND": kinds[1].ggml_id,
         "GELU": int(activation == "gelu"), "WARPS": shape.warps, "STAGES": shape.stages,

@@ -12,17 +12,15 @@ from hypothesis import strategies as st
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import (
     experts,
-    few_experts,
+    experts_packed,
+    experts_prefill,
     matmul,
-    narrow,
     pack,
-    picks,
     scratch,
     sizes,
-    sorted_experts,
 )
 from headroom.kernels.cuda.compile import read_source
-from headroom.kernels.cuda.experts import many_rows
+from headroom.kernels.cuda.experts_prefill import many_rows
 from headroom.kernels.cuda.sizes import TILED, record_bytes, sorted_groups, sorted_rows
 from headroom.plan import device_scratch
 from headroom.plan.device_scratch import DeviceStep
@@ -39,9 +37,9 @@ GROUP, TILE = sizes.GROUP_ROWS, sizes.TILE_PICKS
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Let the launchers run their kernels here, as if on a GPU of the properties returned."""
     torch.manual_seed(0)
-    for module in (experts, few_experts, matmul, narrow, pack, sorted_experts):
+    for module in (experts, experts_packed, experts_prefill, matmul, pack):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
-    monkeypatch.setattr(experts, "_compile_unpacked", lambda *needed: None)
+    monkeypatch.setattr(experts_prefill, "_compile_unpacked", lambda *needed: None)
     monkeypatch.setattr(check_experts, "DEVICE", "cpu")
     properties = SimpleNamespace(
         shared_memory_per_block_optin=227 << 10, shared_memory_per_multiprocessor=228 << 10
@@ -58,7 +56,7 @@ def sort(ids: torch.Tensor, count: int) -> tuple[list[int], list[list[int]]]:
     table = torch.arange(3 * count).view(count, 3)
     kernel = compile_on_cpu("sorted_rows.cu", "sort_picks", {"X_F16": 0})
     arguments = (ids, table, order, found, ids.numel(), groups, tiles)
-    kernel((count,), (sorted_experts.SORT_THREADS,), arguments)
+    kernel((count,), (experts_packed.PACKED_SORT_THREADS,), arguments)
     assert (order[groups * GROUP :] == -9).all()
     assert (found[tiles:] == -9).all()
     return order[: groups * GROUP].tolist(), found[:tiles].tolist()
@@ -133,7 +131,7 @@ def test_what_a_sorted_row_gets_does_not_depend_on_other_rows(kind: str) -> None
 @pytest.mark.parametrize("name", sorted(quant.name for quant in TILED))
 def test_blocks_fit_and_several_warps_run_at_a_time(name: str, memory: tuple[int, int]) -> None:
     kind = BY_NAME[name]
-    shape = sorted_experts.shape_for((kind, kind), *memory)
+    shape = experts_packed.packed_shape_for((kind, kind), *memory)
     assert shape.shared_bytes == shape.warps * shape.stages * 2 * record_bytes(kind)
     assert shape.shared_bytes + sizes.BLOCK_OVERHEAD_BYTES <= memory[0]
     running = shape.warps * (memory[1] // (shape.shared_bytes + 2048))
@@ -148,20 +146,20 @@ def test_blocks_fit_and_several_warps_run_at_a_time(name: str, memory: tuple[int
     ("name", "warps", "stages"), [("q4_k", 8, 2), ("q6_k", 8, 1), ("q8_0", 8, 1), ("bf16", 8, 1)]
 )
 def test_an_h200_leaves_a_cache_to_rows(name: str, warps: int, stages: int) -> None:
-    shape = sorted_experts.shape_for((BY_NAME[name],) * 2, 227 << 10, 228 << 10)
+    shape = experts_packed.packed_shape_for((BY_NAME[name],) * 2, 227 << 10, 228 << 10)
     assert (shape.warps, shape.stages) == (warps, stages)
 
 
 def test_macros_are_the_launchers_numbers() -> None:
     source = read_source("sorted_rows.cu")
     assert f"#define ROWS {sizes.TILE_PICKS} " in source
-    assert f"#define SORT_WARPS {sorted_experts.SORT_THREADS // 32}\n" in source
+    assert f"#define SORT_WARPS {experts_packed.PACKED_SORT_THREADS // 32}\n" in source
 
 
 def test_short_steps_are_sorted_and_long_ones_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     took = []
-    monkeypatch.setattr(sorted_experts, "sum_experts", lambda *given: took.append("sorted"))
-    monkeypatch.setattr(experts, "sum_groups", lambda *given: took.append("unpacked"))
+    monkeypatch.setattr(experts_packed, "sum_experts", lambda *given: took.append("sorted"))
+    monkeypatch.setattr(experts_prefill, "sum_groups", lambda *given: took.append("unpacked"))
     where, cold = torch.zeros(4, 3, dtype=torch.int64), torch.zeros(1, device="meta")
     table = experts.ExpertTiles(where, (), 8, 8, 0, ())
     most = sorted_rows(4, 2)
@@ -185,16 +183,16 @@ def test_kernels_of_longer_steps_are_compiled_with_those_of_short_ones(
     def note(source: str, name: str, defines: Mapping[str, int] | None = None) -> None:
         asked.append((source, name))
 
-    for module in (experts, experts.grouped, experts.half_experts):
+    for module in (experts_prefill, experts_prefill.grouped):
         monkeypatch.setattr(module, "compile_kernel", note)
-    monkeypatch.setattr(experts, "product_way", lambda device: "own")
+    monkeypatch.setattr(experts_prefill, "product_way", lambda device: "own")
     kinds = (BY_NAME["q4_k"], BY_NAME["q4_k"], BY_NAME["q6_k"])
     for dtype, products in (
         (torch.bfloat16, [("many_experts.cu", "combine"), *[("grouped.cu", "grouped")] * 2]),
         (torch.float16, [("half_experts.cu", "combine"), *[("grouped.cu", "grouped")] * 2]),
     ):
         asked.clear()
-        experts._compile_unpacked.__wrapped__(kinds, "silu", dtype, torch.device("cpu"))
+        experts_prefill._compile_unpacked.__wrapped__(kinds, "silu", dtype, torch.device("cpu"))
         assert asked == [("unpack.cu", "unpack"), ("picks.cu", "sort_picks"), *products]
 
 
@@ -216,7 +214,7 @@ def test_scratch_of_sorted_rows_is_what_the_planner_counts(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(
-        sorted_experts, "compile_kernel", lambda *given, **more: lambda *call, **options: None
+        experts_packed, "compile_kernel", lambda *given, **more: lambda *call, **options: None
     )
     rows, count, used, width, hidden = shape
     assert rows <= sorted_rows(count, used)
@@ -236,6 +234,6 @@ def test_no_rows_choose_nobody() -> None:
     tiles = to_tiles(make_table(("q8_0", "q8_0", "q8_0"), 2, 32, 64))
     x, residual = torch.randn(5, 64).bfloat16(), torch.randn(5, 64)
     others = experts.Others(residual=residual)
-    assert picks.sort_picks(ids, 2).ends.tolist() == [0, 0]
+    assert experts_prefill.sort_picks(ids, 2).ends.tolist() == [0, 0]
     found = many_rows(x, ids, torch.rand(5, 2), tiles, "silu", others)
     assert torch.equal(found, residual)

@@ -1,17 +1,12 @@
-"""Launchers of the small CUDA operations between products."""
+"""Norms and gated activations on a GPU, the small operations between products."""
 
 import torch
 
 from headroom.errors import KernelError
-from headroom.formats.quants import Q8_K
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import CudaKernel, compile_kernel
-from headroom.kernels.cuda.sizes import RECORD_COLUMNS
-from headroom.kernels.cuda.unpacked import TILES
-from headroom.kernels.weight import Weight
 
 NORM_THREADS = 512  # of small.cu
-EMBED_CHUNK, EMBED_WARPS = 2048, 4
 GATED_THREADS = 256
 
 
@@ -60,30 +55,6 @@ def gated_narrow(
 ) -> None:
     """Write `act(gate) * up` in bf16."""
     _gate(gate, up, activation, None, narrow)
-
-
-def embed(ids: torch.Tensor, table: Weight, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Write the table's rows `ids` (int64) to `out` as float32, times `scale`.
-
-    The table is in tiles, or in file layout on the device or in pinned memory of the host.
-    """
-    if table.layout == TILES:
-        records = -(-table.columns // RECORD_COLUMNS)
-        defines = {"KIND": table.quant.ggml_id, "WARPS": EMBED_WARPS}
-        kernel = compile_kernel("dequant.cu", "embed_tiles", defines)
-        grid = (ids.shape[0], -(-records // EMBED_WARPS))
-        args = (table.data, ids, out, table.columns, records, float(scale))
-        kernel(grid, (32 * EMBED_WARPS,), args)
-        return out
-    if table.quant is Q8_K or table.layout != "rows":
-        raise KernelError(
-            f"Rows of {table.quant} in the layout {table.layout} are not read on CUDA.",
-            hint="Keep the table in file layout and in a type other than q8_k.",
-        )
-    kernel = compile_kernel("small.cu", "embed", {"KIND": table.quant.ggml_id})
-    grid = (-(-table.columns // EMBED_CHUNK), ids.shape[0])
-    kernel(grid, (256,), (table.data, ids, out, table.columns, float(scale)))
-    return out
 
 
 def _gate(
