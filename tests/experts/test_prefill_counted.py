@@ -141,7 +141,7 @@ def test_a_step_that_fails_leaves_no_thread_that_reads_experts(  # type: ignore[
         raise RuntimeError("the GPU is full")
 
     monkeypatch.setattr(prefill, "experts_into", slow)
-    monkeypatch.setattr(prefill.cuda_experts, "sum_groups", fail)
+    monkeypatch.setattr(prefill.experts_prefill, "sum_groups", fail)
     layer = split_layer(*layer_of, COLD[30])
     _, (streamed,), _ = open_stream([layer], 2, ColdRates(1e10, 1e10, 1e10))
     with pytest.raises(RuntimeError, match="the GPU is full"):

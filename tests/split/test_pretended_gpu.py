@@ -10,7 +10,7 @@ import torch
 from headroom.experts import device_ffn
 from headroom.formats.checkpoint import Checkpoint, open_checkpoint
 from headroom.kernels import registry
-from headroom.kernels.cuda import attention, experts
+from headroom.kernels.cuda import attention, experts, experts_prefill
 from headroom.kernels.cuda import norms as cuda_norms
 from headroom.kernels.reference import experts as plain_experts
 from headroom.kernels.reference import norms
@@ -141,7 +141,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, "narrow_type", lambda dtype: torch.float32)
     monkeypatch.setattr(cuda_block, "plain_rows", _rows)
     monkeypatch.setattr(experts, "few_rows", _experts)
-    monkeypatch.setattr(device_ffn.cuda_experts, "many_rows", _experts)
+    monkeypatch.setattr(experts_prefill, "many_rows", _experts)
     monkeypatch.setattr(device_ffn, "upload_experts", _tables)
     monkeypatch.setattr(device_ffn, "scored_rows", _scored_rows)
     monkeypatch.setattr(device_ffn.cuda_route, "route", _route)
