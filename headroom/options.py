@@ -116,7 +116,7 @@ class Options:
     split: str | None = option(None, "share of layers for each device, as in 2,1", group="plan")
     activation_dtype: str | None = option(
         None,
-        "type of activations between layers and devices",
+        "type of the rows that one device hands to the next (default: by the devices)",
         group="plan",
         choices=ACTIVATION_TYPES,
     )

@@ -25,8 +25,8 @@ from headroom.bench.resources import (
 from headroom.bench.speeds import SpeedBench
 from headroom.errors import HeadroomError, PlanError
 from headroom.options import Options
-from headroom.plan.budget import PAGE_SIZE
 from headroom.plan.plan import Plan
+from headroom.plan.settings import PAGE_SIZE
 from headroom.plan.shape import ModelShape
 from headroom.split.choice import make_run_plan
 

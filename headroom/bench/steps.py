@@ -11,7 +11,7 @@ from headroom.engine.request import GenerationRequest, SamplingParams
 from headroom.engine.scheduler import Turn
 from headroom.engine.sequence import Sequence
 from headroom.layers.batch import Batch
-from headroom.plan.budget import pages_for
+from headroom.plan.settings import pages_for
 
 VARIANTS = 8  # steps with other tokens, so that no expert stays in a processor's cache
 MOST_STEPS, ENOUGH_S = 64, 2.0

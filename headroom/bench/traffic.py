@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from headroom.plan.budget import (
+from headroom.plan.lines import (
     F32_BYTES,
-    PlanSettings,
     core_bytes,
     embed_bytes,
     head_bytes,
@@ -13,6 +12,7 @@ from headroom.plan.budget import (
     lookup_bytes,
     norm_bytes,
 )
+from headroom.plan.settings import PlanSettings
 from headroom.plan.shape import LayerShape, ModelShape
 
 Chances = Sequence[Sequence[float]]  # by layer and expert: how likely a token visits it

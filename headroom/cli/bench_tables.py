@@ -46,7 +46,7 @@ def _head(report: Report) -> str:
     device, settings, band = report.device, report.plan.settings, report.bandwidth
     return (
         f"{report.plan.model} on {device['name']} ({device['model']}), torch {device['torch']}, "
-        f"products in {settings.dtype}, cache {settings.k_type}/{settings.v_type}, "
+        f"products in {settings.compute_type}, cache {settings.k_type}/{settings.v_type}, "
         f"{_loading_text(report.loading)}; bandwidth {band.bytes_per_s / 1e9:.1f} GB/s ({band.how})"
     )
 

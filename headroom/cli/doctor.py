@@ -115,7 +115,7 @@ def device_row(device: DeviceSpec) -> Section:
         "total_bytes": device.total_bytes,
         "available_bytes": device.available_bytes,
         "pinnable_bytes": device.pinnable_bytes,
-        "activation_type": precision.activation,
+        "activation_type": precision.type,
         "reason": precision.reason,
     }
 

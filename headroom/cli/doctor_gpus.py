@@ -75,7 +75,7 @@ def gpu_row(device: DeviceSpec, facts: GpuFacts, torch: TorchFacts) -> Section:
         "torch_hip": torch.hip,
         "compiler": "" if refused else compiler,
         "triton": None,  # why its kernels do not run; None where that was not tried
-        "activation_type": precision.activation,
+        "activation_type": precision.type,
         "refused": refused,
         "kernels": {} if refused or amd else families(facts.sm),
         "slower": "" if refused or amd else _slower(facts.sm),

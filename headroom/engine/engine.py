@@ -25,7 +25,7 @@ from headroom.engine.scheduler import Limits, Scheduler, Turn
 from headroom.engine.sequence import Sequence
 from headroom.engine.stats import Counters, EngineStats
 from headroom.errors import CapacityError, DeviceError, RequestError
-from headroom.plan.budget import PlanSettings
+from headroom.plan.settings import PlanSettings
 from headroom.split.pipeline import Pipeline
 from headroom.split.upkeep import ExpertUpkeep
 

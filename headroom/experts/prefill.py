@@ -50,7 +50,7 @@ from headroom.plan.cost_model import (
     left_to_cpu,
     most_counted_rows,
 )
-from headroom.plan.staging import BUFFERS, buffer_bytes
+from headroom.plan.experts import BUFFERS, buffer_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

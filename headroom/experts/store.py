@@ -20,7 +20,8 @@ from headroom.layers.host_memory import HostMemory, pin_limits
 from headroom.layers.upload import BUFFERS, HostTiles, matrices_between
 from headroom.layers.weights import WeightSource
 from headroom.plan.cost_model import Choice, ColdPath, ColdSpeeds, choose, forced
-from headroom.plan.experts import aligned, holds_cold
+from headroom.plan.experts import aligned
+from headroom.plan.settings import holds_cold
 from headroom.units import gib
 
 log = logging.getLogger(__name__)

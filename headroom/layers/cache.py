@@ -10,7 +10,7 @@ from headroom.formats.quants import BY_NAME, QuantType
 from headroom.kernels.ops import PagedKv, RecurrentState, Span
 from headroom.kernels.weight import PLAIN_TYPES
 from headroom.layers.batch import Batch
-from headroom.plan.budget import PlanSettings
+from headroom.plan.settings import PlanSettings
 
 
 @dataclass(frozen=True, slots=True, eq=False)

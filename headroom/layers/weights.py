@@ -17,7 +17,7 @@ from headroom.kernels.registry import pick
 from headroom.kernels.weight import PLAIN_TYPES, Weight, plain_type
 from headroom.layers.host_memory import HostMemory, pin_limits
 from headroom.layers.upload import FileMatrices, Upload
-from headroom.plan.budget import PlanSettings
+from headroom.plan.settings import PlanSettings
 from headroom.units import gib
 
 # CUDA kernels that are compiled in variants by the number of rows; loading notes which ones steps
@@ -209,7 +209,7 @@ def open_weights(
     """Return a source that brings weights to a device of the plan as its settings say."""
     case = Case(
         device=device.partition(":")[0],  # not torch's name, which is cuda for AMD, too
-        dtype=settings.dtype,
+        dtype=settings.compute_type,
         reference=settings.kernels == "reference",
         triton=settings.kernels == "triton",
     )

@@ -9,7 +9,7 @@ import torch
 from headroom.errors import CapacityError
 from headroom.kernels.cuda.scratch import Arena, opened
 from headroom.kernels.cuda.sizes import DECODE_ROWS
-from headroom.plan.budget import PlanSettings
+from headroom.plan.settings import PlanSettings
 
 
 @dataclass(frozen=True, slots=True, eq=False)

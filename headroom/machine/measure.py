@@ -99,7 +99,7 @@ def _experts(cpu: DeviceSpec, sample_bytes: int) -> tuple[float, float]:
 def measure_cuda(device: torch.device) -> Speeds:
     """Return a GPU's speeds: copies within it and from pinned memory, and matrix products."""
     major, minor = torch.cuda.get_device_capability(device)
-    kind = _TYPES[cuda_precision(10 * major + minor).activation]
+    kind = _TYPES[cuda_precision(10 * major + minor).type]
     square = torch.ones(2 * MATRIX, 2 * MATRIX, dtype=kind, device=device)
     product_s = fastest(lambda: square @ square, lambda: torch.cuda.synchronize(device))
     link = measure_link(device)

@@ -1,12 +1,9 @@
-"""Precision: which types a device computes and stages in, and why; pure tables."""
+"""Precision policy: the floating-point type for each kind of device, and why; pure tables."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headroom.errors import OptionError, PlanError
-from headroom.formats.quants import BY_NAME
 from headroom.machine.devices import DeviceSpec
-from headroom.options import ACTIVATION_TYPES
 
 _STRENGTH = {"f32": 0, "f16": 1, "bf16": 2}  # several devices take the weakest type present
 _HIP_BF16 = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
@@ -15,14 +12,17 @@ _HIP_F16 = ("gfx9", "gfx10")
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The type of activations between layers and devices, with the reason."""
+    """The policy's type for a device: what it computes, caches and hands rows over in by default.
 
-    activation: str  # "f32", "f16" or "bf16"
+    `--dtype`, `--kv-type` and `--activation-dtype` override one use of it each.
+    """
+
+    type: str  # "f32", "f16" or "bf16"
     reason: str
 
 
 def cuda_precision(sm: int) -> Precision:
-    """Return the activation type of an NVIDIA GPU; `sm` is 10 x major + minor, 0 if unknown."""
+    """Return the type of an NVIDIA GPU; `sm` is 10 x major + minor, 0 if unknown."""
     if sm >= 80:
         return Precision("bf16", "CUDA sm80 and later compute in bf16")
     if 70 <= sm <= 79:
@@ -33,7 +33,7 @@ def cuda_precision(sm: int) -> Precision:
 
 
 def hip_precision(gfx: str) -> Precision:
-    """Return the activation type of an AMD GPU by its gfx name, "" if unknown."""
+    """Return the type of an AMD GPU by its gfx name, "" if unknown."""
     # bf16 names come first: gfx9 is also the start of gfx90a.
     if gfx.startswith(_HIP_BF16):
         return Precision("bf16", f"HIP {gfx} computes in bf16")
@@ -43,7 +43,7 @@ def hip_precision(gfx: str) -> Precision:
 
 
 def device_precision(device: DeviceSpec) -> Precision:
-    """Return the activation type of one device."""
+    """Return the type of one device."""
     if device.kind == "cuda":
         return cuda_precision(device.sm)
     if device.kind == "hip":
@@ -53,50 +53,10 @@ def device_precision(device: DeviceSpec) -> Precision:
     return Precision("f32", "f32 runs everywhere")
 
 
-def common_precision(choices: Sequence[Precision]) -> Precision:
-    """Return the weakest type of several devices, so that all of them can run it."""
-    weakest = min(choices, key=lambda choice: _STRENGTH[choice.activation])
-    if len({choice.activation for choice in choices}) == 1:
+def common_precision(devices: Sequence[DeviceSpec]) -> Precision:
+    """Return the weakest type of several devices, which all of them can run."""
+    choices = [device_precision(device) for device in devices]
+    weakest = min(choices, key=lambda choice: _STRENGTH[choice.type])
+    if len({choice.type for choice in choices}) == 1:
         return weakest
-    return Precision(
-        weakest.activation, f"the weakest type of the devices together ({weakest.reason})"
-    )
-
-
-def choose_precision(devices: Sequence[DeviceSpec], override: str | None = None) -> Precision:
-    """Return the type for all devices together, or the override as it stands."""
-    if override is None:
-        return common_precision([device_precision(device) for device in devices])
-    if override not in ACTIVATION_TYPES:
-        raise OptionError(
-            f"The activation type is {override!r}.",
-            hint=f"Choose from {', '.join(ACTIVATION_TYPES)}.",
-            param="activation_dtype",
-        )
-    return Precision(override, "set by --activation-dtype")
-
-
-def type_bytes(name: str, values: int) -> int:
-    """Return the bytes of `values` values in a type."""
-    return BY_NAME[name].bytes_for(values)
-
-
-def staging_bytes(hidden: int, rows: int, activation: str, buffers: int = 2) -> int:
-    """Return the bytes of the buffers that carry rows between layers and devices."""
-    return type_bytes(activation, hidden) * rows * buffers
-
-
-def feature_ring_bytes(rows: int, width: int, feature_type: str) -> int:
-    """Return the bytes of a ring of `rows` tapped features, each `width` values wide."""
-    return checked_row_bytes(feature_type, width, "a feature row") * rows
-
-
-def checked_row_bytes(name: str, values: int, what: str) -> int:
-    """Return the bytes of one row in a type, which must divide the row into whole blocks."""
-    block = BY_NAME[name].block
-    if values % block:
-        raise PlanError(
-            f"{what} has {values} values, which are not whole {name} blocks of {block}.",
-            hint="Choose f32, f16 or bf16 for it.",
-        )
-    return type_bytes(name, values)
+    return Precision(weakest.type, f"the weakest type of the devices together ({weakest.reason})")

@@ -4,16 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headroom.machine.devices import LISTED_SHARE, DeviceSpec
-from headroom.plan.budget import (
-    F32_BYTES,
-    PlanSettings,
-    core_bytes,
-    embed_bytes,
-    head_bytes,
-    kv_token_bytes,
-)
 from headroom.plan.cost_model import ColdSpeeds, layer_seconds, speeds_of, usable_speeds
 from headroom.plan.layout import DevicePlan, Layout, Pinning
+from headroom.plan.lines import F32_BYTES, core_bytes, embed_bytes, head_bytes, kv_token_bytes
+from headroom.plan.settings import PlanSettings
 from headroom.plan.shape import LayerShape, ModelShape
 
 

@@ -1,12 +1,20 @@
-"""Hot experts: how many of each layer a byte budget holds; which ones is not decided here."""
+"""Routed experts in a plan: how many of each layer are hot, and the buffers for cold ones.
+
+Which experts are hot is not decided here: `experts/placement.py` picks them by statistics.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headroom.errors import OptionError, PlanError
-from headroom.kernels.cuda.sizes import ALIGNMENT
+from headroom.kernels.cuda.sizes import ALIGNMENT, experts_at_once
+from headroom.plan.device_scratch import BF16
 from headroom.plan.shape import LayerShape
-from headroom.units import gib, parse_size
+from headroom.units import MIB, gib, parse_size
+
+BUFFERS = 2  # one is read while the other is filled
+# A larger buffer hides more of a layer's computing behind the link: 64 MiB take 1.2 ms over PCIe 5.
+BUFFER_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +84,6 @@ def keep_with_staging(
     return replace(keep_experts(layers, max(0, min(room - staging, most))), staging=staging)
 
 
-def holds_cold(cold: str, keep_copy: bool) -> bool:
-    """Tell whether host memory holds cold experts: those that are left out, nobody reads."""
-    return cold != "drop" or keep_copy
-
-
 def floor_bytes(layers: Sequence[LayerShape]) -> int:
     """Return the bytes of the fewest hot experts: in every layer as many as one token visits."""
     return _bytes(layers, _floor(layers))
@@ -118,6 +121,47 @@ def largest_expert(layers: Sequence[LayerShape]) -> int:
 def aligned(size_bytes: int) -> int:
     """Return a size filled up so that what follows is aligned."""
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def buffer_bytes(expert_bytes: int, experts: int) -> int:
+    """Return the bytes of one buffer: whole experts, at least one, at most all of a layer."""
+    whole = min(experts, max(1, BUFFER_BYTES // expert_bytes)) * expert_bytes
+    return aligned(whole)
+
+
+def downs_bytes(experts: int, width: int, hidden: int, unpack_bytes: int) -> int:
+    """Return the bytes of a group's unpacked downs: a cold expert is unpacked as a whole."""
+    each = experts_at_once(experts, width, hidden, unpack_bytes)
+    return aligned(BF16 * each * width * hidden)
+
+
+def expert_staging_bytes(layers: Sequence[LayerShape], hidden: int, unpack_bytes: int) -> int:
+    """Return what a GPU with cold experts needs for those on their way to it.
+
+    Layers are as its kernels hold them, padding included; room for one expert that changes places
+    is in. Kernels that unpack nothing (`unpack_bytes` is 0) take one expert at a time.
+    """
+    spare = aligned(largest_expert(layers))
+    if not unpack_bytes:
+        return spare + spare
+    return spare + _stream_bytes(layers, hidden, unpack_bytes)
+
+
+def bounce_bytes(layers: Sequence[LayerShape]) -> int:
+    """Return the pinned host memory between experts that are not pinned and a GPU's buffers."""
+    most = max((layer.experts for layer in layers), default=0)
+    return BUFFERS * buffer_bytes(largest_expert(layers), most) if most else 0
+
+
+def _stream_bytes(layers: Sequence[LayerShape], hidden: int, unpack_bytes: int) -> int:
+    routed = [layer for layer in layers if layer.experts]
+    if not routed:
+        return 0
+    most = max(layer.experts for layer in routed)
+    downs = (
+        downs_bytes(layer.experts, layer.expert_width, hidden, unpack_bytes) for layer in routed
+    )
+    return BUFFERS * buffer_bytes(largest_expert(routed), most) + max(downs)
 
 
 def _floor(layers: Sequence[LayerShape]) -> int:

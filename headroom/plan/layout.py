@@ -5,27 +5,36 @@ from dataclasses import dataclass
 from enum import Enum
 
 from headroom.machine.devices import DeviceKind, DeviceSpec
-from headroom.plan.budget import (
+from headroom.plan.experts import (
+    HotExperts,
+    bounce_bytes,
+    expert_staging_bytes,
+    keep_with_staging,
+    largest_expert,
+)
+from headroom.plan.lines import (
     NOT_ALLOCATED,
     Line,
-    PlanSettings,
-    Rules,
+    draft_lines,
     embed_bytes,
+    layer_bytes,
     lookup_bytes,
+    runtime_lines,
     snapshot_bytes,
+    stage_lines,
 )
-from headroom.plan.experts import HotExperts, keep_with_staging, largest_expert
-from headroom.plan.lines import draft_lines, layer_bytes, runtime_lines, stage_lines
-from headroom.plan.shape import ModelShape
-from headroom.plan.sharing import FixedBytes, SpanJudge, layer_times, share_layers
-from headroom.plan.spans import (
-    Span,
+from headroom.plan.settings import PlanRequest, PlanSettings
+from headroom.plan.shape import LayerRange, ModelShape
+from headroom.plan.sharing import (
+    FixedBytes,
+    RangeValuer,
     check_device_count,
+    layer_times,
+    share_layers,
     split_by_balance,
     split_by_filling,
     split_by_weights,
 )
-from headroom.plan.staging import bounce_bytes, expert_staging_bytes
 from headroom.units import gib
 
 
@@ -37,7 +46,7 @@ class DevicePlan:
     kind: DeviceKind
     total_bytes: int
     lines: tuple[Line, ...]
-    layers: tuple[int, int]  # first and last layer
+    layers: LayerRange
     hot_by_layer: tuple[int, ...] = ()  # routed experts held here, for each of its layers
     total_experts: int = 0  # routed experts of its layers
     holds_all: bool = False  # there is no other memory behind it
@@ -105,13 +114,13 @@ class Layout:
 
 
 def lay_out(
-    model: ModelShape, devices: Sequence[DeviceSpec], settings: PlanSettings, rules: Rules
+    model: ModelShape, devices: Sequence[DeviceSpec], settings: PlanSettings, request: PlanRequest
 ) -> Layout:
     """Return the best way to share the layers that the settings allow, fitting or not."""
     best, best_rank = None, (False, 0, 0)
-    for spans in _span_choices(model, devices, settings, rules):
-        layout = _Builder(model, tuple(devices), settings, rules, spans).build()
-        rank = (layout.fits, layout.hot_experts, -_picoseconds(model, devices, settings, spans))
+    for ranges in _range_choices(model, devices, settings, request):
+        layout = _Builder(model, tuple(devices), settings, request, ranges).build()
+        rank = (layout.fits, layout.hot_experts, -_picoseconds(model, devices, settings, ranges))
         if best is None or rank > best_rank:
             best, best_rank = layout, rank
     assert best is not None
@@ -122,7 +131,7 @@ def _picoseconds(
     model: ModelShape,
     devices: Sequence[DeviceSpec],
     settings: PlanSettings,
-    spans: tuple[Span, ...],
+    ranges: tuple[LayerRange, ...],
 ) -> int:
     """Return how long the devices read what one token needs."""
     stages = [device for device in devices if device.runs_layers]
@@ -130,35 +139,35 @@ def _picoseconds(
         return 0  # there is no choice
     return sum(
         sum(layer_times(model, device, settings)[first : last + 1])
-        for device, (first, last) in zip(stages, spans, strict=True)
+        for device, (first, last) in zip(stages, ranges, strict=True)
     )
 
 
-def _span_choices(
-    model: ModelShape, devices: Sequence[DeviceSpec], settings: PlanSettings, rules: Rules
-) -> Iterator[tuple[Span, ...]]:
+def _range_choices(
+    model: ModelShape, devices: Sequence[DeviceSpec], settings: PlanSettings, request: PlanRequest
+) -> Iterator[tuple[LayerRange, ...]]:
     """Yield the ways to share layers that are worth trying, the one to prefer first."""
     stages = [device for device in devices if device.runs_layers]
     last = len(model.layers) - 1
     if len(stages) == 1:
-        yield ((0, last),)
+        yield (LayerRange(0, last),)
         return
     check_device_count(len(model.layers), len(stages))
-    if rules.split:
-        yield split_by_weights(len(model.layers), rules.split)
+    if request.split:
+        yield split_by_weights(len(model.layers), request.split)
         return
 
-    def fixed_bytes(index: int, span: Span) -> int:
-        spans = tuple(span for _ in stages)  # only the device's own is looked at
-        builder = _Builder(model, tuple(devices), settings, rules, spans)
+    def fixed_bytes(index: int, layer_range: LayerRange) -> int:
+        ranges = tuple(layer_range for _ in stages)  # only the device's own is looked at
+        builder = _Builder(model, tuple(devices), settings, request, ranges)
         return sum(line.bytes for line in builder.fixed_lines(index, stages[index]))
 
-    judge = SpanJudge(model, stages, settings, rules, fixed_bytes)
-    found = share_layers(len(model.layers), len(stages), judge)
+    value_of = RangeValuer(model, stages, settings, request, fixed_bytes)
+    found = share_layers(len(model.layers), len(stages), value_of)
     if found is not None:
         yield found
     if found is None or any(device.holds_all for device in stages):
-        # A device that is the host also holds what others leave there, which no span tells.
+        # A CPU that runs layers also holds the other devices' cold experts, which no range tells.
         yield from _rough_choices(model, stages, settings, fixed_bytes)
 
 
@@ -167,18 +176,19 @@ def _rough_choices(
     stages: Sequence[DeviceSpec],
     settings: PlanSettings,
     fixed_bytes: FixedBytes,
-) -> Iterator[tuple[Span, ...]]:
-    """Yield spans by the bytes of layers and the room of devices, whether they fit or not."""
+) -> Iterator[tuple[LayerRange, ...]]:
+    """Yield ranges by the bytes of layers and the room of devices, whether they fit or not."""
     core = [layer_bytes(layer, settings) for layer in model.layers]
     rooms = []
     for index, device in enumerate(stages):
         layer = len(core) - 1 if index == len(stages) - 1 else 0
-        rooms.append(device.total_bytes - fixed_bytes(index, (layer, layer)) + core[layer])
+        other_bytes = fixed_bytes(index, LayerRange(layer, layer)) - core[layer]
+        rooms.append(device.total_bytes - other_bytes)
     whole = [size + layer.all_expert_bytes for size, layer in zip(core, model.layers, strict=True)]
     yield split_by_balance(whole, rooms)
     for backwards in (False, True):  # all that fits on the faster device
-        if spans := split_by_filling(whole, rooms, backwards=backwards):
-            yield spans
+        if ranges := split_by_filling(whole, rooms, backwards=backwards):
+            yield ranges
     if whole != core:
         yield split_by_balance(core, rooms)
 
@@ -199,15 +209,15 @@ class _Builder:
     model: ModelShape
     devices: tuple[DeviceSpec, ...]
     settings: PlanSettings
-    rules: Rules
-    spans: tuple[Span, ...]
+    request: PlanRequest
+    ranges: tuple[LayerRange, ...]
 
     def build(self) -> Layout:
         stages = [device for device in self.devices if device.runs_layers]
         lines = [self.fixed_lines(index, device) for index, device in enumerate(stages)]
         hot = [
-            self._hot(device, span, own)
-            for device, span, own in zip(stages, self.spans, lines, strict=True)
+            self._hot(device, layer_range, own)
+            for device, layer_range, own in zip(stages, self.ranges, lines, strict=True)
         ]
         cold = self._cold(hot)
         host_lines = [*self._cold_lines(cold), *self._other_host_lines(stages)]
@@ -224,7 +234,7 @@ class _Builder:
             if device.holds_all and host_lines:  # the host's memory is this device's own
                 lines[index] += host_lines
                 host_lines = []
-        plans = tuple(map(self._device_plan, stages, lines, hot, self.spans))
+        plans = tuple(map(self._device_plan, stages, lines, hot, self.ranges))
         if host is None or host.runs_layers:
             total = host.total_bytes if host else 0
             return Layout(plans, HostPlan(total, tuple(host_lines), pinning))
@@ -233,9 +243,12 @@ class _Builder:
 
     def fixed_lines(self, index: int, device: DeviceSpec) -> list[Line]:
         """Return all lines of a device but its hot experts."""
-        lines = stage_lines(self.model, self.spans[index], device, self.settings, self.rules)
-        final = index == len(self.spans) - 1
-        alone = len(self.spans) == 1
+        final = index == len(self.ranges) - 1
+        alone = len(self.ranges) == 1
+        neighbours = (index > 0) + (not final)
+        lines = stage_lines(
+            self.model, self.ranges[index], device, self.settings, self.request, neighbours
+        )
         if self.model.tied and final and not alone:
             lines.insert(1, self._table("head", "the token table as head"))
         if index == 0 and device.holds_all:
@@ -243,19 +256,21 @@ class _Builder:
             lines.insert(1, self._table("embeddings", note, lookup=True))
         elif index == 0 and self.model.tied and alone:
             lines.insert(1, self._table("embeddings", "also the head"))
-        if final and self.rules.draft is not None:
-            lines += draft_lines(self.rules.draft, self.model, self.settings, self.rules)
+        if final and self.request.draft is not None:
+            lines += draft_lines(self.request.draft, self.model, self.settings, self.request)
         return lines + runtime_lines(device)
 
-    def _hot(self, device: DeviceSpec, span: Span, lines: Sequence[Line]) -> HotExperts:
+    def _hot(
+        self, device: DeviceSpec, layer_range: LayerRange, lines: Sequence[Line]
+    ) -> HotExperts:
         """Return the experts that a device keeps: all if no memory stands behind it."""
-        layers = self.model.layers[span[0] : span[1] + 1]
+        layers = self.model.layers[layer_range.first : layer_range.last + 1]
         total = sum(layer.all_expert_bytes for layer in layers)
         if device.holds_all:
             return HotExperts(tuple(layer.experts for layer in layers), total)
         room, most = device.total_bytes - sum(line.bytes for line in lines), total
-        if self.rules.expert_bytes is not None and self.model.expert_bytes:
-            most = self.rules.expert_bytes * total // self.model.expert_bytes
+        if self.request.expert_bytes is not None and self.model.expert_bytes:
+            most = self.request.expert_bytes * total // self.model.expert_bytes
         staging, unpacks = 0, self.settings.expert_unpack_bytes
         if self.settings.holds_cold:
             staging = expert_staging_bytes(layers, self.model.hidden, unpacks)
@@ -267,9 +282,9 @@ class _Builder:
         if not experts or not self.settings.holds_cold:
             return None
         size = self.model.expert_bytes
-        if not self.rules.keep_copy:
+        if not self.settings.keep_host_copy:
             size -= sum(kept.bytes for kept in hot)
-        if not self.rules.pin:
+        if not self.settings.pin_experts:
             pinning = Pinning.TURNED_OFF
         else:
             limit = self._pinnable_bytes
@@ -282,7 +297,7 @@ class _Builder:
         if cold is None:
             return []
         what = f"{cold.experts} routed experts"
-        if self.rules.keep_copy:
+        if self.settings.keep_host_copy:
             what += " and copies of the hot ones"
         pinned = "pinned"
         if cold.pinning is Pinning.TURNED_OFF:
@@ -308,7 +323,7 @@ class _Builder:
     def _other_host_lines(self, stages: Sequence[DeviceSpec]) -> list[Line]:
         """Return the host's lines that have nothing to do with experts."""
         lines = []
-        if budget := self.rules.snapshot_bytes:
+        if budget := self.request.snapshot_bytes:
             each = snapshot_bytes(self.model, self.settings)
             why = f"saved prefixes: {budget // each} of a whole context, {gib(each)} each"
             lines.append(Line("snapshots", budget, why))
@@ -344,15 +359,17 @@ class _Builder:
         return Line(name, size, why)
 
     def _device_plan(
-        self, device: DeviceSpec, lines: list[Line], hot: HotExperts, span: Span
+        self, device: DeviceSpec, lines: list[Line], hot: HotExperts, layer_range: LayerRange
     ) -> DevicePlan:
         return DevicePlan(
             name=device.name,
             kind=device.kind,
             total_bytes=device.total_bytes,
             lines=tuple(line for line in lines if line.bytes),
-            layers=span,
+            layers=layer_range,
             hot_by_layer=hot.counts if self.model.total_experts else (),
-            total_experts=sum(x.experts for x in self.model.layers[span[0] : span[1] + 1]),
+            total_experts=sum(
+                x.experts for x in self.model.layers[layer_range.first : layer_range.last + 1]
+            ),
             holds_all=device.holds_all,
         )

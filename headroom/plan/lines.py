@@ -1,46 +1,216 @@
-"""Lines: the entries of a plan for one device, each with how it came about."""
+"""Lines: the entries of a plan, with the bytes of each and how the number came about."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from headroom.errors import PlanError
 from headroom.formats.quants import BY_NAME
+from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.machine.calibration import CPU_RUNTIME, GPU_EAGER, GPU_GRAPHS, NO_GRAPHS, gpu_runtime
 from headroom.machine.devices import DeviceSpec
-from headroom.machine.precision import feature_ring_bytes, staging_bytes
-from headroom.plan.budget import (
-    F32_BYTES,
-    TREE_NODES,
-    Line,
-    PlanSettings,
-    Rules,
-    core_bytes,
-    device_step,
-    head_bytes,
-    kv_bytes,
-    logits_rows,
-    norm_bytes,
-    published_activation_bytes,
-    recurrent_bytes,
-    verify_bytes,
-    workspace_phases,
-)
+from headroom.plan.budget import device_step, workspace_phases
 from headroom.plan.device_scratch import inputs_bytes, library_bytes, sampler_bytes
-from headroom.plan.shape import LayerShape, ModelShape
-from headroom.plan.spans import Span
-from headroom.units import MIB, gib
+from headroom.plan.settings import PlanRequest, PlanSettings, pages_for
+from headroom.plan.shape import LayerRange, LayerShape, ModelShape
+from headroom.units import GIB, MIB, gib
+
+F32_BYTES = 4
+TREE_NODES = 32  # most tokens that a draft proposes at once
+NOT_ALLOCATED = frozenset({"graphs", "runtime", "reserve"})  # lines the engine does not allocate
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One entry of a plan."""
+
+    name: str  # a stable word of the plan's JSON
+    bytes: int
+    why: str  # how the number came about, for people; nothing decides by it
+
+
+def type_bytes(name: str, values: int) -> int:
+    """Return the bytes of `values` values in a type."""
+    return BY_NAME[name].bytes_for(values)
+
+
+def checked_row_bytes(name: str, values: int, what: str) -> int:
+    """Return the bytes of one row in a type, or refuse a row that is not whole blocks of it."""
+    block = BY_NAME[name].block
+    if values % block:
+        raise PlanError(
+            f"{what} has {values} values, which are not whole {name} blocks of {block}.",
+            hint="Choose f32, f16 or bf16 for it.",
+        )
+    return type_bytes(name, values)
+
+
+def held_bytes(packed: int, values: int, float_values: int, settings: PlanSettings) -> int:
+    """Return the bytes of weights in memory: packed as in the file, or unpacked.
+
+    Unpacked matrices have the compute type; `float_values` of the values (norms, biases) are f32.
+    """
+    if settings.weights == "packed":
+        return packed
+    matrices = type_bytes(settings.compute_type, values - float_values)
+    return matrices + float_values * F32_BYTES
+
+
+def core_bytes(layers: Sequence[LayerShape], settings: PlanSettings) -> int:
+    """Return the bytes of the layers' weights without their routed experts."""
+    return sum(
+        held_bytes(layer.core_bytes, layer.core_values, layer.float_values, settings)
+        for layer in layers
+    )
+
+
+def norm_bytes(model: ModelShape, settings: PlanSettings) -> int:
+    """Return the bytes of the final norm and of other weights that belong to no layer."""
+    floats = model.norm_values - model.norm_matrix_values
+    return held_bytes(model.norm_bytes, model.norm_values, floats, settings)
+
+
+def embed_bytes(model: ModelShape, settings: PlanSettings) -> int:
+    """Return the bytes of the token table."""
+    return held_bytes(model.embed_bytes, model.embed_values, 0, settings)
+
+
+def lookup_bytes(model: ModelShape, settings: PlanSettings) -> int:
+    """Return the bytes of tables beside the token table; only rows of them are ever read."""
+    return held_bytes(model.lookup_bytes, model.lookup_values, 0, settings)
+
+
+def head_bytes(model: ModelShape, settings: PlanSettings) -> int:
+    """Return the bytes of a head that is not the token table."""
+    return held_bytes(model.head_bytes, model.head_values, 0, settings)
+
+
+def kv_token_bytes(layer: LayerShape, k_type: str, v_type: str) -> int:
+    """Return the bytes that one token adds to a layer's own cache."""
+    if layer.kv_values == (0, 0):
+        return 0
+    key = checked_row_bytes(k_type, layer.key_dim, "A key head")
+    value = checked_row_bytes(v_type, layer.value_dim, "A value head")
+    return layer.kv_heads * (key + value)
+
+
+def kv_bytes(layer: LayerShape, settings: PlanSettings) -> int:
+    """Return the bytes of a layer's KV pages; a layer with a window has a fixed number of them."""
+    pages = settings.window_pages(layer.window) if layer.kind == "window" else settings.pages
+    token = kv_token_bytes(layer, settings.k_type, settings.v_type)
+    return pages * settings.page_size * token
+
+
+def recurrent_bytes(layer: LayerShape, settings: PlanSettings) -> int:
+    """Return the bytes of a layer's recurrent state and convolution inputs, always f32."""
+    return settings.parallel * (layer.state_values + layer.conv_values) * F32_BYTES
+
+
+def logits_rows(settings: PlanSettings, request: PlanRequest) -> int:
+    """Return the rows that get logits in one step: one for each sequence and draft tree node.
+
+    A captured step computes logits of all its rows.
+    """
+    rows = settings.parallel * (1 if request.draft is None else 1 + TREE_NODES)
+    return max(rows, DECODE_ROWS) if settings.kernels == "cuda" else rows
+
+
+def snapshot_bytes(model: ModelShape, settings: PlanSettings) -> int:
+    """Return the bytes of one snapshot of a full context: KV pages, recurrent state, logits.
+
+    Of a layer with a window only the pages that the window covers are saved.
+    """
+    total = model.vocab * F32_BYTES
+    for layer in model.layers:
+        seen = min(settings.context, layer.window) if layer.window else settings.context
+        token = kv_token_bytes(layer, settings.k_type, settings.v_type)
+        total += pages_for(seen) * settings.page_size * token
+        total += (layer.state_values + layer.conv_values) * F32_BYTES
+    return total
+
+
+def verify_bytes(layers: Sequence[LayerShape], settings: PlanSettings) -> int:
+    """Return the bytes that recurrent layers keep for the nodes of draft trees, in f32."""
+    values = sum(layer.verify_values for layer in layers)
+    return settings.parallel * TREE_NODES * values * F32_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedActivation:
+    """The activation reserve of one device by the published formula, a heuristic of others.
+
+    It is the smaller of 8 x rows x width x 2 bytes (at least 8192 rows) and an older flat reserve
+    of 30 GiB over the bytes of a cached value, plus 2 GiB where graphs are captured. Nobody here
+    has calibrated it; our own workspace formula counts each buffer of a step instead.
+    """
+
+    rows: int
+    width: int  # 0 where the model's widths are unknown: the flat reserve counts alone
+    flat_bytes: int
+    graph_bytes: int
+
+    @property
+    def scaled_bytes(self) -> int:
+        """The term that grows with the width of the model."""
+        return 8 * self.rows * self.width * 2
+
+    @property
+    def bytes(self) -> int:
+        """The whole reserve."""
+        scaled = self.scaled_bytes if self.width else self.flat_bytes
+        return min(scaled, self.flat_bytes) + self.graph_bytes
+
+    @property
+    def why(self) -> str:
+        """The formula with its numbers."""
+        scaled = f"8 x {self.rows} rows x {self.width} values x 2 bytes = {gib(self.scaled_bytes)}"
+        if not self.width or self.scaled_bytes > self.flat_bytes:
+            scaled = f"a flat {gib(self.flat_bytes)}"
+        graphs = f" + {gib(self.graph_bytes)} for captured graphs" if self.graph_bytes else ""
+        return f"published formula, an uncalibrated heuristic: {scaled}{graphs}"
+
+
+def published_activation(
+    hidden: int, ffn_width: int, batch: int, kv_value_bytes: int, graphs: bool = False
+) -> PublishedActivation:
+    """Return the activation reserve of one device by the published formula."""
+    return PublishedActivation(
+        rows=max(batch, 8192),
+        width=max(hidden, ffn_width),
+        flat_bytes=30 // max(1, kv_value_bytes) * GIB,
+        graph_bytes=2 * GIB if graphs else 0,
+    )
+
+
+def staging_bytes(hidden: int, rows: int, kind: str, buffers: int = 2) -> int:
+    """Return the bytes of `buffers` buffers of `rows` rows between layers, in the type `kind`."""
+    return type_bytes(kind, hidden) * rows * buffers
+
+
+def feature_ring_bytes(rows: int, width: int, feature_type: str) -> int:
+    """Return the bytes of a ring of `rows` tapped features, each `width` values wide."""
+    return checked_row_bytes(feature_type, width, "A feature row") * rows
 
 
 def layer_bytes(layer: LayerShape, settings: PlanSettings) -> int:
-    """Return what one layer holds and remembers, its routed experts left out."""
+    """Return the bytes of one layer: weights, KV pages and recurrent state; no routed experts."""
     return (
         core_bytes([layer], settings) + kv_bytes(layer, settings) + recurrent_bytes(layer, settings)
     )
 
 
 def stage_lines(
-    model: ModelShape, span: Span, device: DeviceSpec, settings: PlanSettings, rules: Rules
+    model: ModelShape,
+    layer_range: LayerRange,
+    device: DeviceSpec,
+    settings: PlanSettings,
+    request: PlanRequest,
+    neighbours: int = 0,
 ) -> list[Line]:
-    """Return the lines of one device that runs a span of layers: no experts, no embeddings."""
-    first, last = span
+    """Return the lines of one device that runs a range of layers: no experts, no embeddings.
+
+    `neighbours` are the devices that it takes rows from and hands rows to: 0, 1 or 2.
+    """
+    first, last = layer_range
     layers = model.layers[first : last + 1]
     ends = last == len(model.layers) - 1
     core = core_bytes(layers, settings) + (norm_bytes(model, settings) if ends else 0)
@@ -48,27 +218,27 @@ def stage_lines(
     lines = [
         Line("core_weights", core, f"layers {first} to {last}{norm}, {settings.weights}"),
         *_memory_lines(layers, settings),
-        _staging_line(model, settings),
-        workspace_line(model, layers, device, settings, rules),
+        staging_line(model, settings, neighbours),
+        workspace_line(model, layers, device, settings, request),
     ]
-    if rules.draft is not None:
+    if request.draft is not None:
         why = f"{settings.parallel} sequences x {TREE_NODES} tree nodes, f32"
         lines.append(Line("verify_scratch", verify_bytes(layers, settings), why))
     if ends:
         head = head_bytes(model, settings)
         lines.append(Line("head", head, f"{model.vocab} x {model.hidden}, {settings.weights}"))
-        lines.append(_logits_line(model, device, settings, rules))
+        lines.append(_logits_line(model, device, settings, request))
     if device.kind in ("cuda", "hip"):
         lines.append(_graphs_line(model, layers, device, settings))
     return lines
 
 
 def _logits_line(
-    model: ModelShape, device: DeviceSpec, settings: PlanSettings, rules: Rules
+    model: ModelShape, device: DeviceSpec, settings: PlanSettings, request: PlanRequest
 ) -> Line:
-    rows, vocab = logits_rows(settings, rules), model.vocab
+    rows, vocab = logits_rows(settings, request), model.vocab
     size, why = rows * vocab * F32_BYTES, f"{rows} rows x {vocab}, f32"
-    if device.kind != "cpu":  # whatever kernels run its layers
+    if device.kind != "cpu":  # a GPU draws tokens itself, whichever kernels run its layers
         drawing = sampler_bytes(vocab)
         size, why = size + drawing, f"{why}, and {gib(drawing)} to draw tokens with"
     return Line("logits", size, why)
@@ -77,41 +247,48 @@ def _logits_line(
 def _graphs_line(
     model: ModelShape, layers: Sequence[LayerShape], device: DeviceSpec, settings: PlanSettings
 ) -> Line:
-    """Return what captured steps hold, and what libraries allocate for themselves in a step."""
+    """Return the memory of captured steps and of libraries that allocate for themselves."""
     inputs = inputs_bytes(settings.rows, settings.parallel, settings.sequence_pages)
     graphs = NO_GRAPHS if device.kind == "hip" else GPU_GRAPHS
     size, why = graphs.bytes + inputs, f"{graphs.source}; inputs of steps {gib(inputs)}"
     if settings.uses_arena:
         library = library_bytes(layers, device_step(model.hidden, settings), device.sm)
         size, why = size + library, f"{why}; torch and cuBLAS in a step {gib(library)}"
-    else:  # single operations, which allocate what they need
+    else:  # without fused kernels torch allocates for each operation
         size, why = size + GPU_EAGER.bytes, f"{why}; {gib(GPU_EAGER.bytes)}: {GPU_EAGER.source}"
     return Line("graphs", size, why)
 
 
 def draft_lines(
-    draft: ModelShape, target: ModelShape, settings: PlanSettings, rules: Rules
+    draft: ModelShape, target: ModelShape, settings: PlanSettings, request: PlanRequest
 ) -> list[Line]:
-    """Return the lines of a draft; its embedding and head are the target's."""
+    """Return the lines of a draft model; it uses the target's embedding and head."""
     weights = sum(layer.core_bytes for layer in draft.layers) + draft.norm_bytes
     cache = sum(kv_bytes(layer, settings) for layer in draft.layers)
     rows, width = settings.rows, draft.taps * (draft.tap_width or target.hidden)
-    ring = feature_ring_bytes(rows, width, rules.feature_type)
+    ring = feature_ring_bytes(rows, width, request.feature_type)
     return [
         Line("draft_weights", weights, f"{len(draft.layers)} layers of {draft.name}"),
         Line("draft_kv", cache, f"{settings.cache_tokens} tokens"),
-        Line("feature_ring", ring, f"{rows} rows x {width} values, {rules.feature_type}"),
+        Line("feature_ring", ring, f"{rows} rows x {width} values, {request.feature_type}"),
     ]
 
 
-def _staging_line(model: ModelShape, settings: PlanSettings) -> Line:
+def staging_line(model: ModelShape, settings: PlanSettings, neighbours: int = 0) -> Line:
+    """Return the buffers that carry rows between layers, and to or from neighbouring devices.
+
+    The residual stream is f32 whatever the kernels compute in. A device with a neighbour before
+    or after it has one more buffer for each where rows are handed over in a narrower type.
+    """
     rows, hidden, buffers = settings.stream_rows, model.hidden, model.staging_buffers
-    kind = "f32" if settings.kernels in ("cuda", "triton") else settings.activation
-    size = staging_bytes(hidden, rows, kind, buffers)
-    why = f"{buffers} buffers x {rows} rows x {hidden} values, {kind}"
+    size = staging_bytes(hidden, rows, "f32", buffers)
+    why = f"{buffers} buffers x {rows} rows x {hidden} values, f32"
     if model.side_values:
         size += rows * model.side_values * F32_BYTES
         why += f", and {model.side_values} values a row as inputs of single layers, f32"
+    if neighbours and settings.handover_type != "f32":
+        size += staging_bytes(hidden, rows, settings.handover_type, neighbours)
+        why += f", and {neighbours} to hand rows over in {settings.handover_type}"
     return Line("staging", size, why)
 
 
@@ -120,15 +297,15 @@ def workspace_line(
     layers: Sequence[LayerShape],
     device: DeviceSpec,
     settings: PlanSettings,
-    rules: Rules,
+    request: PlanRequest,
 ) -> Line:
-    """Return the scratch of a step over a run of layers, by our formula or the published one."""
-    if rules.published_activation:
+    """Return the scratch of a step over a range of layers, by our formula or the published one."""
+    if request.published_activation:
         value_bytes = int(BY_NAME[settings.v_type].bytes_for(32) / 32)
-        size = published_activation_bytes(
+        published = published_activation(
             model.hidden, model.ffn_width, settings.parallel, value_bytes, device.kind != "cpu"
         )
-        return Line("workspace", size, "published formula: 8 x 8192 rows x width x 2 bytes")
+        return Line("workspace", published.bytes, published.why)
     phases = workspace_phases(model, layers, device, settings)
     sizes = ", ".join(f"{name} {gib(size)}" for name, size in phases.items())
     why = f"the largest phase of a step of {settings.rows} rows: {sizes}"
@@ -136,7 +313,7 @@ def workspace_line(
 
 
 def _memory_lines(layers: Sequence[LayerShape], settings: PlanSettings) -> list[Line]:
-    """Return what the layers remember: cache pages and recurrent state."""
+    """Return the lines of the layers' KV pages and recurrent state."""
     full = sum(1 for layer in layers if layer.kind == "full" and layer.owns_kv)
     windows = sum(1 for layer in layers if layer.kind == "window" and layer.owns_kv)
     why = f"{full} layers x {settings.pages} pages of {settings.page_size} tokens"
@@ -153,7 +330,7 @@ def _memory_lines(layers: Sequence[LayerShape], settings: PlanSettings) -> list[
 
 
 def runtime_lines(device: DeviceSpec) -> list[Line]:
-    """Return what a device loses to libraries and to caution; the engine allocates none of it."""
+    """Return the memory of a device that the engine does not allocate: libraries and reserve."""
     reserve = min(512 * MIB, device.total_bytes // 16)
     taken = max(0, device.total_bytes - device.available_bytes)
     driver = min(taken, device.driver_bytes)

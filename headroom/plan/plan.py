@@ -7,25 +7,20 @@ from math import log2
 from headroom.errors import OptionError, PlanError
 from headroom.formats.quants import BY_NAME
 from headroom.machine.devices import DeviceSpec
-from headroom.machine.precision import Precision, choose_precision
+from headroom.machine.precision import Precision, common_precision
 from headroom.options import Options
-from headroom.plan.budget import (
-    PAGE_SIZE,
-    PlanSettings,
-    Rules,
-    core_bytes,
-    embed_bytes,
-    head_bytes,
-)
 from headroom.plan.cost import Prediction, predict
 from headroom.plan.cost_model import ColdSpeeds, speeds_of
 from headroom.plan.device_scratch import NARROW_TYPES, unpack_bytes_for
 from headroom.plan.experts import check_expert_budget, floor_bytes, parse_expert_budget
 from headroom.plan.layout import DevicePlan, HostPlan, Layout, Pinning, biggest_line, lay_out
+from headroom.plan.lines import core_bytes, embed_bytes, head_bytes
+from headroom.plan.settings import PAGE_SIZE, PlanRequest, PlanSettings
 from headroom.plan.shape import ModelShape
+from headroom.plan.sharing import parse_split
 from headroom.plan.solver import (
     Candidate,
-    Judge,
+    CountHotExperts,
     Ranges,
     chunk_choices,
     context_choices,
@@ -33,7 +28,6 @@ from headroom.plan.solver import (
     open_ranges,
     solve,
 )
-from headroom.plan.spans import parse_split
 from headroom.units import gib, parse_size
 
 COLD_CHUNKS = (2048, 1024, 512, 256)  # rows of a prompt's step where experts are cold
@@ -66,18 +60,28 @@ class DoesNotFitError(PlanError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _Problem:
     """One planning problem: everything but the settings that the solver chooses."""
 
     model: ModelShape
     devices: tuple[DeviceSpec, ...]
     options: Options
     precision: Precision
-    rules: Rules
+    request: PlanRequest
+
+    @property
+    def compute_type(self) -> str:
+        """The type that matrix products compute in."""
+        return self.options.dtype or self.precision.type
 
     def settings(self, chosen: Candidate, weights: str) -> PlanSettings:
-        options, activation = self.options, self.precision.activation
-        kv_type = options.kv_type or activation
+        """Return all settings of a candidate.
+
+        The policy's type is the default of three types, each with an option of its own: computing,
+        KV cache, and rows that are handed from one device to the next.
+        """
+        options, policy = self.options, self.precision.type
+        kv_type = options.kv_type or policy
         return PlanSettings(
             context=chosen.context,
             parallel=chosen.parallel,
@@ -85,8 +89,8 @@ class _Task:
             cache_tokens=chosen.cache_pages * PAGE_SIZE,
             k_type=options.k_type or kv_type,
             v_type=options.v_type or kv_type,
-            dtype=options.dtype or activation,
-            activation=activation,
+            compute_type=self.compute_type,
+            handover_type=options.activation_dtype or policy,
             weights=weights,
             threads=options.threads or self._threads,
             pin_threads=options.pin_threads,
@@ -127,22 +131,24 @@ class _Task:
         return self.kernels == "native"
 
     def lay_out(self, chosen: Candidate, weights: str) -> Layout:
-        return lay_out(self.model, self.devices, self.settings(chosen, weights), self.rules)
+        return lay_out(self.model, self.devices, self.settings(chosen, weights), self.request)
 
     def solve(self, ranges: Ranges, weights: str) -> Candidate | None:
-        def judge(candidate: Candidate) -> int | None:
+        def count_hot(candidate: Candidate) -> int | None:
             layout = self.lay_out(candidate, weights)
             return layout.hot_experts if layout.fits else None
 
-        found = solve(ranges, judge)
+        found = solve(ranges, count_hot)
         if found is None or self.options.chunk is not None or not self._may_have_cold:
             return found
-        hot = judge(found)
+        hot = count_hot(found)
         if hot is None or hot == self.model.total_experts:
             return found
-        return self._with_best_chunk(found, ranges, judge)
+        return self._with_best_chunk(found, ranges, count_hot)
 
-    def _with_best_chunk(self, found: Candidate, ranges: Ranges, judge: Judge) -> Candidate:
+    def _with_best_chunk(
+        self, found: Candidate, ranges: Ranges, count_hot: CountHotExperts
+    ) -> Candidate:
         """Return the candidate whose chunk and hot experts are worth most, where some are cold.
 
         Every chunk waits for all cold experts, so that prompts take as many times longer as their
@@ -152,14 +158,16 @@ class _Task:
         """
 
         def worth(chunk: int) -> tuple[float, int]:
-            hot = judge(ranges.least(found.context, ranges.parallels[-1], chunk))
+            hot = count_hot(ranges.least(found.context, ranges.parallels[-1], chunk))
             return (-1 if hot is None else hot * KEPT_FOR_CHUNK ** -log2(chunk)), chunk
 
         longer = [x for x in COLD_CHUNKS if found.chunk < x <= found.context]
         chunk = max((found.chunk, *longer), key=worth)
         if chunk == found.chunk:
             return found
-        return solve(replace(ranges, contexts=(found.context,), chunks=(chunk,)), judge) or found
+        return (
+            solve(replace(ranges, contexts=(found.context,), chunks=(chunk,)), count_hot) or found
+        )
 
     @property
     def _may_have_cold(self) -> bool:
@@ -191,31 +199,30 @@ def make_plan(
         )
     model, draft = shapes[0], shapes[1] if len(shapes) > 1 else None
     stages = [device for device in devices if device.runs_layers]
-    precision = choose_precision(stages, options.activation_dtype)
-    task = _as_held(_Task(model, tuple(devices), options, precision, Rules()))
-    task = replace(task, rules=_rules(task.model, draft, len(stages), options))
-    if task.rules.expert_bytes is not None and any(not device.holds_all for device in stages):
-        check_expert_budget(task.model.layers, task.rules.expert_bytes)
+    precision = common_precision(stages)
+    problem = _as_held(_Problem(model, tuple(devices), options, precision, PlanRequest()))
+    problem = replace(problem, request=_request(problem.model, draft, len(stages), options))
+    if problem.request.expert_bytes is not None and any(not device.holds_all for device in stages):
+        check_expert_budget(problem.model.layers, problem.request.expert_bytes)
     ranges = open_ranges(options, model.context_limit)
     weights = "packed" if options.weights == "auto" else options.weights
-    chosen = task.solve(ranges, weights)
+    chosen = problem.solve(ranges, weights)
     if chosen is None:
-        raise _refusal(task, ranges, weights)
-    if options.weights == "auto" and _unpacks_well(task, ranges, chosen):
+        raise _refusal(problem, ranges, weights)
+    if options.weights == "auto" and _unpacks_well(problem, ranges, chosen):
         weights = "unpacked"
-    plan = _plan(task, chosen, weights)
+    plan = _plan(problem, chosen, weights)
     _check_cold(plan, options)
     return plan
 
 
-def _as_held(task: _Task) -> _Task:
-    """Return the task with weights as its kernels lay them out; others read those of the file."""
-    if task.native:
-        return replace(task, model=task.model.in_panels())
-    narrow = (task.options.dtype or task.precision.activation) in NARROW_TYPES
-    if task.kernels == "cuda" and narrow:
-        return replace(task, model=task.model.in_tiles())
-    return task
+def _as_held(problem: _Problem) -> _Problem:
+    """Return the problem with the bytes of weights as the kernels hold them, padding included."""
+    if problem.native:
+        return replace(problem, model=problem.model.in_panels())
+    if problem.kernels == "cuda" and problem.compute_type in NARROW_TYPES:
+        return replace(problem, model=problem.model.in_tiles())
+    return problem
 
 
 def _check_cold(plan: Plan, options: Options) -> None:
@@ -238,34 +245,34 @@ def _has_8_bit_products(devices: Sequence[DeviceSpec], options: Options) -> bool
     return options.kernels == "auto" and all(x.kind == "cpu" and x.native for x in stages)
 
 
-def _rules(model: ModelShape, draft: ModelShape | None, stages: int, options: Options) -> Rules:
+def _request(
+    model: ModelShape, draft: ModelShape | None, stages: int, options: Options
+) -> PlanRequest:
     budget = options.expert_budget
-    return Rules(
+    return PlanRequest(
         split=parse_split(options.split, stages) if options.split else (),
         expert_bytes=parse_expert_budget(budget, model.expert_bytes) if budget else None,
         published_activation=options.activation_model == "published",
         draft=draft,
         feature_type=options.feature_dtype,
         snapshot_bytes=parse_size(options.snapshots, "snapshots") if options.snapshots else 0,
-        pin=not options.no_pin,
-        keep_copy=options.keep_host_copy,
     )
 
 
-def _plan(task: _Task, chosen: Candidate, weights: str) -> Plan:
-    layout = task.lay_out(chosen, weights)
-    settings = task.settings(chosen, weights)
+def _plan(problem: _Problem, chosen: Candidate, weights: str) -> Plan:
+    layout = problem.lay_out(chosen, weights)
+    settings = problem.settings(chosen, weights)
     return Plan(
-        model=task.model.name,
+        model=problem.model.name,
         fits=layout.fits,
         settings=settings,
         devices=layout.devices,
         host=layout.host,
-        precision=task.precision,
-        lossy=tuple(_lossy(settings, layout)),
-        notes=tuple(_notes(task, settings, layout)),
-        predicted=predict(task.model, task.devices, settings, layout),
-        cold_speeds=_cold_speeds(task.devices, layout),
+        precision=problem.precision,
+        lossy=tuple(_lossy(settings, layout, problem.precision)),
+        notes=tuple(_notes(problem, settings, layout)),
+        predicted=predict(problem.model, problem.devices, settings, layout),
+        cold_speeds=_cold_speeds(problem.devices, layout),
     )
 
 
@@ -278,22 +285,22 @@ def _cold_speeds(devices: Sequence[DeviceSpec], layout: Layout) -> ColdSpeeds | 
     return speeds_of(next(device for device in devices if device.name == first.name), host)
 
 
-def _lossy(settings: PlanSettings, layout: Layout) -> Iterable[str]:
+def _lossy(settings: PlanSettings, layout: Layout, precision: Precision) -> Iterable[str]:
     """Yield the choices that round more than the model's own arithmetic does."""
     for word, name in (("keys", settings.k_type), ("values", settings.v_type)):
-        if BY_NAME[name].bytes_for(32) < BY_NAME[settings.activation].bytes_for(32):
+        if BY_NAME[name].bytes_for(32) < BY_NAME[precision.type].bytes_for(32):
             yield f"cached {word} are kept in {name}"
-    if settings.dtype == "int8":
+    if settings.compute_type == "int8":
         yield "products round their activations to 8 bits per 32 columns"
     if settings.cold == "drop" and _has_cold(layout.devices):
         yield "cold experts are left out, and the weights of a row's hot ones grow instead"
 
 
-def _notes(task: _Task, settings: PlanSettings, layout: Layout) -> Iterable[str]:
+def _notes(problem: _Problem, settings: PlanSettings, layout: Layout) -> Iterable[str]:
     """Yield what no line tells: memory that is lent."""
     yield (
-        f"reading the weights fills up to {gib(task.model.weight_bytes)} of file cache, which the "
-        "kernel gives back when memory is short"
+        f"reading the weights fills up to {gib(problem.model.weight_bytes)} of file cache, which "
+        "the kernel gives back when memory is short"
     )
     # Dropped experts are neither read in place nor copied for prompts.
     pinning = layout.host.pinning if settings.cold != "drop" else None
@@ -307,44 +314,48 @@ def _notes(task: _Task, settings: PlanSettings, layout: Layout) -> Iterable[str]
             "cold experts that are not pinned are copied twice; more memory for the control group "
             "avoids it"
         )
-    if task.rules.expert_bytes != 0 and _has_cold(layout.devices) and not layout.hot_experts:
+    if problem.request.expert_bytes != 0 and _has_cold(layout.devices) and not layout.hot_experts:
         yield (
             "all experts are cold: as many as one token visits would take "
-            f"{gib(floor_bytes(task.model.layers))}, and less is left for them"
+            f"{gib(floor_bytes(problem.model.layers))}, and less is left for them"
         )
-    if task.kernels == "reference" and task.options.kernels == "auto" and settings.dtype != "f32":
+    if (
+        problem.kernels == "reference"
+        and problem.options.kernels == "auto"
+        and settings.compute_type != "f32"
+    ):
         yield (
-            f"products in {settings.dtype} run on the slow reference kernels of a CPU; its C++ "
-            "kernels compute in f32 and int8"
+            f"products in {settings.compute_type} run on the slow reference kernels of a CPU; "
+            "its C++ kernels compute in f32 and int8"
         )
 
 
-def _unpacks_well(task: _Task, ranges: Ranges, chosen: Candidate) -> bool:
+def _unpacks_well(problem: _Problem, ranges: Ranges, chosen: Candidate) -> bool:
     """Whether unpacked weights cost no other setting and take at most half of the memory.
 
     Only CPUs without C++ kernels unpack: plain ones would unpack every weight at every step.
     """
-    if task.native:
+    if problem.native:
         return False
-    if any(device.kind != "cpu" for device in task.devices) or task.model.total_experts:
+    if any(device.kind != "cpu" for device in problem.devices) or problem.model.total_experts:
         return False
-    model, settings = task.model, task.settings(chosen, "unpacked")
+    model, settings = problem.model, problem.settings(chosen, "unpacked")
     weights = core_bytes(model.layers, settings)
     weights += embed_bytes(model, settings) + head_bytes(model, settings)
-    half = sum(device.available_bytes for device in task.devices) // 2
-    return weights <= half and task.solve(ranges, "unpacked") == chosen
+    half = sum(device.available_bytes for device in problem.devices) // 2
+    return weights <= half and problem.solve(ranges, "unpacked") == chosen
 
 
-def _refusal(task: _Task, ranges: Ranges, weights: str) -> DoesNotFitError:
+def _refusal(problem: _Problem, ranges: Ranges, weights: str) -> DoesNotFitError:
     least = ranges.candidate(ranges.contexts[-1], ranges.parallels[-1], ranges.chunks[-1])
-    plan = _plan(task, least, weights)
+    plan = _plan(problem, least, weights)
     places = {device.name: device for device in plan.devices} | {"host memory": plan.host}
     name, worst = min(places.items(), key=lambda place: place[1].free_bytes)
     line, missing = biggest_line(worst.lines), -worst.free_bytes
-    nearest = tuple(_nearest(task, ranges, weights))
+    nearest = tuple(_nearest(problem, ranges, weights))
     hint = f"Try {' or '.join(nearest[:3])}." if nearest else "Try a smaller model or quantisation."
     return DoesNotFitError(
-        f"{task.model.name} does not fit: {name} has {gib(worst.total_bytes)} and "
+        f"{problem.model.name} does not fit: {name} has {gib(worst.total_bytes)} and "
         f"{gib(missing)} are missing; the biggest line is {line.name}, {gib(line.bytes)} "
         f"({line.why}).",
         hint=hint,
@@ -353,9 +364,9 @@ def _refusal(task: _Task, ranges: Ranges, weights: str) -> DoesNotFitError:
     )
 
 
-def _nearest(task: _Task, ranges: Ranges, weights: str) -> Iterable[str]:
+def _nearest(problem: _Problem, ranges: Ranges, weights: str) -> Iterable[str]:
     """Yield the flags that make it fit: one setting changed, then all of them."""
-    options = task.options
+    options = problem.options
     looser = {
         "--chunk": replace(ranges, chunks=chunk_choices(ranges.chunks[0])),
         "--cache-tokens": replace(ranges, cache_pages=None, cache_may_shrink=True),
@@ -363,12 +374,12 @@ def _nearest(task: _Task, ranges: Ranges, weights: str) -> Iterable[str]:
         "--context": replace(ranges, contexts=context_choices(ranges.contexts[0])),
     }
     for flag, wider in looser.items():
-        if wider != ranges and (found := task.solve(wider, weights)):
+        if wider != ranges and (found := problem.solve(wider, weights)):
             yield f"{flag} {_value(flag, found)}"
-    if weights == "unpacked" and task.solve(ranges, "packed"):
+    if weights == "unpacked" and problem.solve(ranges, "packed"):
         yield "--weights packed"
     if options.kv_type is None and options.k_type is None and options.v_type is None:
-        narrow = replace(task, options=replace(options, kv_type="q8_0"))
+        narrow = replace(problem, options=replace(options, kv_type="q8_0"))
         if narrow.solve(ranges, weights):
             yield "--kv-type q8_0"
     widest = Ranges(
@@ -378,7 +389,7 @@ def _nearest(task: _Task, ranges: Ranges, weights: str) -> Iterable[str]:
         cache_pages=None,
         cache_may_shrink=False,
     )
-    if widest != ranges and (found := task.solve(widest, weights)):
+    if widest != ranges and (found := problem.solve(widest, weights)):
         yield " ".join(f"{flag} {_value(flag, found)}" for flag in looser)
 
 

@@ -1,8 +1,21 @@
 """ModelShape: bytes and work per layer, all that the planner knows of a model."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from headroom.families.tables import LayerKind
+
+
+class LayerRange(NamedTuple):
+    """Consecutive layers that one device runs."""
+
+    first: int
+    last: int  # inclusive
+
+    @property
+    def size(self) -> int:
+        """Layers in the range."""
+        return self.last - self.first + 1
 
 
 @dataclass(frozen=True, slots=True)

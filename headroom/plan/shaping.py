@@ -5,9 +5,14 @@ from math import prod
 from headroom.families.tables import LAYERS, Dims, LayerDims, Types, inner_name, tensor_types
 from headroom.formats.mixes import Mix, kept_in_f32
 from headroom.formats.quants import F32, QuantType
-from headroom.plan.panels import expert_panel_padding, padding
+from headroom.plan.padding import (
+    expert_panel_padding,
+    expert_tile_padding,
+    panel_padding,
+    table_tile_padding,
+    tile_padding,
+)
 from headroom.plan.shape import LayerPadding, LayerShape, ModelShape, OuterPadding
-from headroom.plan.tiles import expert_tile_padding, table_tile_padding, tile_padding
 
 # Of layers that read the cache of another layer.
 UNUSED_WHERE_SHARED = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
@@ -68,7 +73,7 @@ def _outer_padding(dims: Dims, outer: Types) -> tuple[OuterPadding, OuterPadding
         parts.pop("embed", None)  # only rows of it are read
     parts["norm"] = {key: value for key, value in outer.items() if key not in unread}
     return (
-        OuterPadding(**{part: padding(own) for part, own in parts.items()}),
+        OuterPadding(**{part: panel_padding(own) for part, own in parts.items()}),
         OuterPadding(**{part: table_tile_padding(own) for part, own in parts.items()}),
     )
 
@@ -115,7 +120,7 @@ def _layer_shape(
         gate_width=gates,
         state_heads=layer.state_heads,
         post_norms="post_ffw_norm.weight" in own,
-        panels=LayerPadding(padding(own), expert_panel_padding(by_name)),
+        panels=LayerPadding(panel_padding(own), expert_panel_padding(by_name)),
         tiles=LayerPadding(tile_padding(own), expert_tile_padding(by_name)),
     )
 

@@ -1,50 +1,57 @@
-"""Sharing: the best spans of layers for several devices, found among all of them."""
+"""Sharing: which consecutive layers each of several devices runs.
 
+`share_layers` compares all ways to cut the layers by what each device would keep and how fast it
+would read. The `split_by_...` functions are simpler: by shares that the user gives, or by the
+room of the devices where no way to cut fits.
+"""
+
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from headroom.errors import OptionError, PlanError
 from headroom.machine.devices import DeviceSpec
-from headroom.plan.budget import PlanSettings, Rules, verify_bytes
-from headroom.plan.experts import keep_with_staging
-from headroom.plan.lines import layer_bytes
-from headroom.plan.shape import ModelShape
-from headroom.plan.spans import Span
-from headroom.plan.staging import expert_staging_bytes
+from headroom.plan.experts import expert_staging_bytes, keep_with_staging
+from headroom.plan.lines import layer_bytes, verify_bytes
+from headroom.plan.settings import PlanRequest, PlanSettings
+from headroom.plan.shape import LayerRange, ModelShape
 
 PICOSECONDS = 1e12
 
 
 @dataclass(frozen=True, slots=True)
-class SpanValue:
-    """How good it is that a device runs a span."""
+class RangeValue:
+    """How good it is that a device runs a range of layers."""
 
-    hot: int  # routed experts that it keeps and would otherwise read from the host
-    time: int  # picoseconds to read what one token needs; whole, so that sums compare exactly
-    fill: int  # millionths of the device that are taken
-
-
-Judge = Callable[[int, int, int], SpanValue | None]  # of device, first, last; None: does not fit
-_Choice = tuple[tuple[int, int, int], tuple[Span, ...]]  # what it costs, smallest first; spans
-FixedBytes = Callable[[int, Span], int]  # of device and span: all lines but hot experts
+    hot: int  # routed experts that the device keeps instead of the host
+    time: int  # picoseconds to read what one token needs; an integer, so that sums are exact
+    fill: int  # millionths of the device's memory that are taken
 
 
-def share_layers(layers: int, devices: int, judge: Judge) -> tuple[Span, ...] | None:
-    """Return the spans with the most hot experts, then the least time, then the least filled.
+# The value of a device's index, first and last layer; None: the lines do not fit.
+ValueRange = Callable[[int, int, int], RangeValue | None]
+_Choice = tuple[tuple[int, int, int], tuple[LayerRange, ...]]  # cost to minimise; ranges
+FixedBytes = Callable[[int, LayerRange], int]  # of device and span: all lines but hot experts
 
-    All ways to cut the layers are compared, by the best one for each number of layers given away
-    so far; None where no way fits. A span that does not fit never fits with more layers.
+
+def share_layers(layers: int, devices: int, value_of: ValueRange) -> tuple[LayerRange, ...] | None:
+    """Return the ranges with the most hot experts, then the least time, then the least filled.
+
+    None where no way to cut the layers fits. Dynamic programming compares all of them: for each
+    device and each number of layers given to the devices so far, only the best way is kept. A
+    range that does not fit never fits with more layers.
     """
     best: dict[int, _Choice] = {0: ((0, 0, 0), ())}
     for device in range(devices):
         grown: dict[int, _Choice] = {}
         left = devices - device - 1  # devices that need a layer after this one
-        for start, (key, spans) in best.items():
+        for start, (key, ranges) in best.items():
             for end in range(start + 1, layers - left + 1) if left else (layers,):
-                value = judge(device, start, end - 1)
+                value = value_of(device, start, end - 1)
                 if value is None:
                     break
                 grown_key = (key[0] - value.hot, key[1] + value.time, max(key[2], value.fill))
-                choice = (grown_key, (*spans, (start, end - 1)))
+                choice = (grown_key, (*ranges, LayerRange(start, end - 1)))
                 if end not in grown or choice < grown[end]:
                     grown[end] = choice
         best = grown
@@ -53,18 +60,18 @@ def share_layers(layers: int, devices: int, judge: Judge) -> tuple[Span, ...] | 
 
 
 @dataclass(slots=True)
-class SpanJudge:
-    """Weighs spans from sums over layers, so that a thousand of them cost little."""
+class RangeValuer:
+    """Values ranges from running sums over the layers, so that thousands of them cost little."""
 
     model: ModelShape
     stages: Sequence[DeviceSpec]
     settings: PlanSettings
-    rules: Rules
+    request: PlanRequest
     fixed_bytes: FixedBytes
-    _held: list[int] = field(init=False)  # bytes of all layers before one
-    _times: list[list[int]] = field(init=False)  # by device: time of all layers before one
-    _alike: list[int] = field(init=False)  # a bit for each layer; equal layers share it
-    _besides: dict[tuple[int, int], int] = field(init=False, default_factory=dict)
+    _held: list[int] = field(init=False)  # bytes of all layers before each layer
+    _times: list[list[int]] = field(init=False)  # by device: time of all layers before each layer
+    _alike: list[int] = field(init=False)  # one bit for each kind of layer
+    _others: dict[tuple[int, int], int] = field(init=False, default_factory=dict)
     _stagings: dict[int, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -75,10 +82,10 @@ class SpanJudge:
         kinds = list(dict.fromkeys(layers))
         self._alike = [1 << kinds.index(layer) for layer in layers]
 
-    def __call__(self, device: int, first: int, last: int) -> SpanValue | None:
-        """Return the value of a span on a device, or None where its lines do not fit."""
+    def __call__(self, device: int, first: int, last: int) -> RangeValue | None:
+        """Return the value of a range on a device, or None where its lines do not fit."""
         spec = self.stages[device]
-        taken = self._held[last + 1] - self._held[first] + self._beside(device, first, last)
+        taken = self._held[last + 1] - self._held[first] + self._other_bytes(device, first, last)
         layers = self.model.layers[first : last + 1]
         experts = sum(layer.all_expert_bytes for layer in layers) if self.model.expert_bytes else 0
         hot, room = 0, spec.total_bytes - taken
@@ -90,23 +97,23 @@ class SpanJudge:
             hot, taken = kept.total, taken + kept.bytes + kept.staging
         if taken > spec.total_bytes:
             return None
-        return SpanValue(
+        return RangeValue(
             hot=hot,
             time=self._times[device][last + 1] - self._times[device][first],
             fill=taken * 1_000_000 // max(1, spec.total_bytes),
         )
 
     def _cap(self, experts: int) -> int:
-        budget = self.rules.expert_bytes
+        budget = self.request.expert_bytes
         return experts if budget is None else budget * experts // self.model.expert_bytes
 
     def _layer_held(self, index: int) -> int:
         layer = self.model.layers[index]
-        draft = verify_bytes([layer], self.settings) if self.rules.draft else 0
+        draft = verify_bytes([layer], self.settings) if self.request.draft else 0
         return layer_bytes(layer, self.settings) + draft
 
     def _kinds(self, first: int, last: int) -> int:
-        """Return the bits of a span's layers: those of the same kinds need the same scratch."""
+        """Return the bits of the kinds of layers in a range; equal bits mean equal scratch."""
         kinds = 0
         for bit in self._alike[first : last + 1]:
             kinds |= bit
@@ -121,17 +128,17 @@ class SpanJudge:
             self._stagings[alike] = expert_staging_bytes(layers, self.model.hidden, unpacks)
         return self._stagings[alike]
 
-    def _beside(self, device: int, first: int, last: int) -> int:
-        """Return what a device holds beside the layers of a span: all its other lines."""
+    def _other_bytes(self, device: int, first: int, last: int) -> int:
+        """Return the bytes of a device's lines that are neither layers nor hot experts."""
         alike = self._kinds(first, last)
-        if (device, alike) not in self._besides:
+        if (device, alike) not in self._others:
             held = self._held[last + 1] - self._held[first]
-            self._besides[device, alike] = self.fixed_bytes(device, (first, last)) - held
-        return self._besides[device, alike]
+            self._others[device, alike] = self.fixed_bytes(device, LayerRange(first, last)) - held
+        return self._others[device, alike]
 
 
 def layer_times(model: ModelShape, device: DeviceSpec, settings: PlanSettings) -> list[int]:
-    """Return the picoseconds in which a device reads what one token needs of each layer."""
+    """Return for each layer the picoseconds in which a device reads what one token needs."""
     return [
         int(
             (layer_bytes(layer, settings) + layer.experts_used * layer.expert_bytes)
@@ -142,8 +149,103 @@ def layer_times(model: ModelShape, device: DeviceSpec, settings: PlanSettings) -
 
 
 def _sums(values: Sequence[int]) -> list[int]:
-    """Return the sum before each value, and at last the sum of all."""
+    """Return the running sums: 0, the first value, the first two, ..., all of them."""
     sums = [0]
     for value in values:
         sums.append(sums[-1] + value)
     return sums
+
+
+def parse_split(text: str, devices: int) -> tuple[float, ...]:
+    """Return the shares of a text such as `2,1`, one for each device."""
+    try:
+        shares = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        shares = ()
+    if not shares or any(not math.isfinite(share) or share <= 0 for share in shares):
+        raise OptionError(
+            f"--split is {text!r}.", hint="Write positive numbers, as in 2,1.", param="split"
+        )
+    if len(shares) != devices:
+        raise OptionError(
+            f"--split has {len(shares)} shares for {devices} devices.",
+            hint="Write one share for each device.",
+            param="split",
+        )
+    return shares
+
+
+def split_by_weights(layers: int, weights: Sequence[float]) -> tuple[LayerRange, ...]:
+    """Return one range for each weight, in proportion, each with at least one layer."""
+    count, total = len(weights), sum(weights)
+    check_device_count(layers, count)
+    ranges, first, reached = [], 0, 0.0
+    for index, weight in enumerate(weights):
+        reached += weight
+        end = layers if index == count - 1 else math.floor(reached / total * layers + 0.5)
+        end = min(max(end, first + 1), layers - (count - index - 1))
+        ranges.append(LayerRange(first, end - 1))
+        first = end
+    return tuple(ranges)
+
+
+def split_by_balance(costs: Sequence[int], rooms: Sequence[int]) -> tuple[LayerRange, ...]:
+    """Return the ranges whose fullest device is as little filled as possible.
+
+    `costs` are bytes of layers, `rooms` bytes of devices.
+    """
+    check_device_count(len(costs), len(rooms))
+    rooms = [max(1, room) for room in rooms]
+    low, high = 0.0, sum(costs) / min(rooms) + 1.0  # at `high` any one device holds everything
+    best = _fill(costs, rooms, high)
+    assert best is not None
+    for _ in range(40):
+        middle = (low + high) / 2
+        found = _fill(costs, rooms, middle)
+        if found is None:
+            low = middle
+        else:
+            high, best = middle, found
+    return best
+
+
+def split_by_filling(
+    costs: Sequence[int], rooms: Sequence[int], *, backwards: bool = False
+) -> tuple[LayerRange, ...] | None:
+    """Return the ranges that fill one device after the other; None where layers are left over.
+
+    `backwards` begins with the last device.
+    """
+    check_device_count(len(costs), len(rooms))
+    if not backwards:
+        return _fill(costs, rooms, 1.0)
+    found = _fill(costs[::-1], rooms[::-1], 1.0)
+    last = len(costs) - 1
+    return found and tuple(LayerRange(last - end, last - first) for first, end in reversed(found))
+
+
+def check_device_count(layers: int, devices: int) -> None:
+    """Refuse more devices than layers."""
+    if not 0 < devices <= layers:
+        raise PlanError(
+            f"{devices} devices cannot share {layers} layers.",
+            hint=f"Name 1 to {layers} devices.",
+        )
+
+
+def _fill(
+    costs: Sequence[int], rooms: Sequence[int], share: float
+) -> tuple[LayerRange, ...] | None:
+    """Return ranges that fill each device up to `share` of its room; None if layers are left."""
+    ranges, first = [], 0
+    for index, room in enumerate(rooms):
+        most_end = len(costs) - (len(rooms) - index - 1)  # each later device needs a layer
+        end, load = first, 0
+        while end < most_end and load + costs[end] <= share * room:
+            load += costs[end]
+            end += 1
+        if end == first:
+            return None
+        ranges.append(LayerRange(first, end - 1))
+        first = end
+    return tuple(ranges) if first == len(costs) else None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from headroom.errors import PlanError
 from headroom.options import Options
-from headroom.plan.budget import PAGE_SIZE, pages_for
+from headroom.plan.settings import PAGE_SIZE, pages_for
 
 DEFAULT_CONTEXT, DEFAULT_PARALLEL, DEFAULT_CHUNK = 8192, 4, 512
 LEAST_CONTEXT = 256  # what the solver may go down to; users may fix less
@@ -50,8 +50,8 @@ class Ranges:
         return tuple(x for x in self.chunks if x <= context) or (context,)
 
 
-# Says how good a candidate is: None if it does not fit, else the experts it keeps hot.
-Judge = Callable[[Candidate], int | None]
+# Returns the experts that a candidate keeps hot; None if the candidate does not fit.
+CountHotExperts = Callable[[Candidate], int | None]
 
 
 def open_ranges(options: Options, limit: int) -> Ranges:
@@ -89,35 +89,37 @@ def chunk_choices(most: int) -> tuple[int, ...]:
     return tuple(choices)
 
 
-def solve(ranges: Ranges, judge: Judge) -> Candidate | None:
+def solve(ranges: Ranges, count_hot: CountHotExperts) -> Candidate | None:
     """Return the best candidate that fits, or None.
 
     Context counts most, then hot experts, then sequences, then cache, then chunk: what counts
     least is given up first. Each is the largest for which the rest, at its least, still fits.
     """
     for chunks in (ranges.chunks, (64, 32, 16)):  # tiny chunks only where nothing else fits
-        found = _solve_with(replace(ranges, chunks=chunks), judge)
+        found = _solve_with(replace(ranges, chunks=chunks), count_hot)
         if found is not None or len(ranges.chunks) == 1:
             return found
     return None
 
 
-def _solve_with(ranges: Ranges, judge: Judge) -> Candidate | None:
+def _solve_with(ranges: Ranges, count_hot: CountHotExperts) -> Candidate | None:
     parallel = ranges.parallels[-1]
 
     def fits(context: int) -> bool:
-        return judge(ranges.least(context, parallel, ranges.chunks_for(context)[-1])) is not None
+        return (
+            count_hot(ranges.least(context, parallel, ranges.chunks_for(context)[-1])) is not None
+        )
 
     context = first_good(ranges.contexts, fits)
     if context is None:
         return None
     chunks = ranges.chunks_for(context)
     chunk = chunks[-1]
-    hot = judge(ranges.least(context, parallel, chunk))
+    hot = count_hot(ranges.least(context, parallel, chunk))
     assert hot is not None
 
     def good(candidate: Candidate) -> bool:
-        kept = judge(candidate)
+        kept = count_hot(candidate)
         return kept is not None and kept >= hot
 
     found = first_good(ranges.parallels, lambda x: good(ranges.least(context, x, chunk)))

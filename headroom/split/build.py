@@ -48,8 +48,8 @@ from headroom.layers.upload import open_upload
 from headroom.layers.weights import WeightSource, open_weights
 from headroom.layers.workspace import Workspace, open_workspace
 from headroom.machine.devices import torch_name
-from headroom.plan.budget import PlanSettings
 from headroom.plan.plan import Plan
+from headroom.plan.settings import PlanSettings
 from headroom.split.model import Model
 
 
@@ -153,7 +153,7 @@ def _side_inputs(config: ModelConfig, source: WeightSource, plan: Plan) -> PerLa
         return None
     hosted = any(line.name == "embeddings" for line in plan.host.lines)
     table = source.at("", "embeddings").table("side.embed", pinned=hosted)
-    return PerLayerInputs(table, source, config.norm_eps, plan.settings.rows)
+    return PerLayerInputs(table, source, config.norm_eps, plan.settings.stream_rows)
 
 
 def open_routing(config: ModelConfig, device: str) -> RoutingStats | None:

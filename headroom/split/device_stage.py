@@ -18,7 +18,7 @@ from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers.batch import Batch, Span
 from headroom.layers.draws import DeviceSampler, Draw, copy_event
 from headroom.machine.devices import torch_name
-from headroom.plan.budget import PlanSettings
+from headroom.plan.settings import PlanSettings
 from headroom.split.model import Model
 from headroom.split.results import pick_rows
 from headroom.split.step_inputs import StepInputs, StepKind, kind_of

@@ -148,7 +148,7 @@ def _device_stage(
         log.warning(
             "kernels: not all layers of this model have fused kernels that compute in %s; its "
             "steps are not captured, and slow",
-            settings.dtype,
+            settings.compute_type,
         )
     windows = {
         layer.mixer.window

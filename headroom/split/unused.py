@@ -5,8 +5,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from headroom.options import Options, flag
-from headroom.plan.experts import holds_cold
 from headroom.plan.layout import DevicePlan
+from headroom.plan.settings import holds_cold
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +21,13 @@ def tell_unused(device: DevicePlan, options: Options, where: str = "here") -> No
 
     On a CPU that is a warning: whoever gives such an option means a GPU.
     """
+    if options.activation_dtype is not None:
+        log.warning(
+            "plan: without effect %s: --activation-dtype is the type of rows that one device hands "
+            "to the next, and all layers are on %s",
+            where,
+            device.name,
+        )
     names: tuple[str, ...] = COLD_OPTIONS
     level = logging.INFO
     if device.kind == "cpu":

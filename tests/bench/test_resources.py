@@ -8,7 +8,7 @@ import torch
 
 from headroom.bench import resources
 from headroom.bench.resources import lift_limit, memory_use, start_counting
-from headroom.plan.budget import Line
+from headroom.plan.lines import Line
 
 LINES = (
     Line("core_weights", 600, ""),

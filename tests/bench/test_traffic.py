@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headroom.bench.traffic import step_traffic, token_operations, visited_experts
-from headroom.plan.budget import PlanSettings
+from headroom.plan.settings import PlanSettings
 from headroom.plan.shape import LayerPadding, LayerShape, ModelShape, Padding
 
 SETTINGS = PlanSettings(
     context=4096, parallel=16, chunk=512, cache_tokens=65536, k_type="f16", v_type="f16",
-    dtype="f32", activation="f32", weights="packed", threads=1,
+    compute_type="f32", weights="packed", threads=1,
 )  # fmt: skip
 FULL = LayerShape(
     kind="full", core_bytes=1000, core_values=2000, query_heads=8, kv_heads=2, key_dim=32,

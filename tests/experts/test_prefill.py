@@ -18,7 +18,7 @@ from headroom.kernels.cuda.experts_prefill import many_rows
 from headroom.kernels.native.module import MODULE
 from headroom.plan import cost_model
 from headroom.plan.cost_model import ColdRates
-from headroom.plan.staging import BUFFERS, buffer_bytes
+from headroom.plan.experts import BUFFERS, buffer_bytes
 from tests.experts.cold_layer import LateCopies, Layer, make_blobs, split_layer
 from tests.gpu.check_experts import wanted_sum
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
@@ -80,7 +80,7 @@ def open_stream(
     """Buffers of `each` experts."""
     size = layers[0].expert_bytes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headroom.plan.staging.BUFFER_BYTES", each * size)
+        patch.setattr("headroom.plan.experts.BUFFER_BYTES", each * size)
         staging = torch.zeros(
             BUFFERS * buffer_bytes(size, EXPERTS) + 2 * EXPERTS * WIDTH * HIDDEN, dtype=torch.uint8
         )

@@ -15,7 +15,7 @@ from headroom.kernels.triton import attention, delta_net, experts, launch, matmu
 from headroom.kernels.triton.matmul import TileSizes
 from headroom.layers.cuda_block import fits_cuda
 from headroom.layers.weights import open_weights
-from headroom.plan.budget import PlanSettings
+from headroom.plan.settings import PlanSettings
 from tests.kernels.cases import (
     CACHE_PAIRS,
     Sized,
@@ -246,7 +246,7 @@ def test_layers_of_triton_kernels_are_not_fused_for_cuda() -> None:
     mixer = AttentionConfig(heads=4, kv_heads=2, head_dim=64, rope=rope, scale=0.125)
     settings = PlanSettings(
         context=256, parallel=1, chunk=16, cache_tokens=256, k_type="bf16", v_type="bf16",
-        dtype="bf16", activation="bf16", weights="packed", threads=1, kernels="triton",
+        compute_type="bf16", weights="packed", threads=1, kernels="triton",
     )  # fmt: skip
     source = open_weights({}, "cuda:0", settings, lambda line, size: None)
     assert source.case.triton

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from headroom.families.config import AttentionConfig, RopeConfig
 from headroom.layers.batch import Batch, Span
 from headroom.layers.cache import allocate_kv
-from headroom.plan.budget import PAGE_SIZE, PlanSettings
+from headroom.plan.settings import PAGE_SIZE, PlanSettings
 
 
 def plan(context: int, parallel: int, chunk: int) -> PlanSettings:
     return PlanSettings(
         context=context, parallel=parallel, chunk=chunk, cache_tokens=PAGE_SIZE, k_type="f16",
-        v_type="f16", dtype="f32", activation="f32", weights="packed", threads=1,
+        v_type="f16", compute_type="f32", weights="packed", threads=1,
     )  # fmt: skip
 
 

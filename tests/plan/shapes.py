@@ -3,6 +3,7 @@
 from headroom.formats.quants import Q4_1, Q8_0
 from headroom.machine.devices import DeviceSpec
 from headroom.plan.known import known_shape
+from headroom.plan.settings import PlanSettings
 from headroom.plan.shape import LayerPadding, LayerShape, ModelShape, OuterPadding, Padding
 from headroom.units import GIB
 
@@ -46,6 +47,15 @@ def host(gibibytes: float) -> DeviceSpec:
         cores=8,
         runs_layers=False,
     )
+
+
+def settings(**changes: object) -> PlanSettings:
+    """Return settings of one sequence of 8192 tokens on the reference kernels, with changes."""
+    values: dict[str, object] = {
+        "context": 8192, "parallel": 1, "chunk": 512, "cache_tokens": 8192, "k_type": "f16",
+        "v_type": "f16", "compute_type": "f32", "weights": "packed", "threads": 1,
+    }  # fmt: skip
+    return PlanSettings(**(values | changes))  # type: ignore[arg-type]
 
 
 def smollm2() -> ModelShape:

@@ -2,11 +2,15 @@
 
 import pytest
 
-from headroom.machine.precision import feature_ring_bytes, staging_bytes
 from headroom.options import Options
-from headroom.plan.budget import kv_token_bytes, published_activation_bytes
 from headroom.plan.experts import parse_expert_budget, spread_experts
 from headroom.plan.known import known_shape
+from headroom.plan.lines import (
+    feature_ring_bytes,
+    kv_token_bytes,
+    published_activation,
+    staging_bytes,
+)
 from headroom.plan.plan import make_plan
 from headroom.units import GIB, MIB
 from tests.plan.shapes import gpu, host
@@ -34,7 +38,7 @@ def test_staging_of_the_three_models(
 
 
 def test_a_plan_stages_one_chunk_and_not_the_whole_prompt() -> None:
-    options = Options(context=262144, parallel=1, chunk=511, activation_dtype="f32")
+    options = Options(context=262144, parallel=1, chunk=511)
     plan = make_plan([known_shape("qwen3.6-27b:q4_k_m")], [gpu(80), host(64)], options)
     assert plan.devices[0].allocated["staging"] == 20 * MIB  # 511 rows and one that decodes
 
@@ -50,12 +54,21 @@ def test_the_mirror_of_the_27b_draft_at_the_whole_context(kind: str, gibibytes: 
 
 def test_the_reserve_of_gemma_4_31b_against_the_flat_one() -> None:
     shape = known_shape("gemma-4-31b")
-    scaled = published_activation_bytes(shape.hidden, shape.ffn_width, 1, 2)
-    assert (scaled / GIB, published_activation_bytes(0, 0, 1, 2) / GIB) == (2.625, 15)
+    scaled = published_activation(shape.hidden, shape.ffn_width, 1, 2).bytes
+    assert (scaled / GIB, published_activation(0, 0, 1, 2).bytes / GIB) == (2.625, 15)
     options = Options(activation_model="published", parallel=1)
     plan = make_plan([known_shape("gemma-4-31b:q4_k_m")], [gpu(80), host(64)], options)
     # On a device that captures graphs their 2 GiB come on top.
     assert plan.devices[0].allocated["workspace"] == scaled + 2 * GIB
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_published_reserve_is_taken_on_every_device(count: int) -> None:
+    devices = [gpu(80, f"cuda:{index}") for index in range(count)]
+    options = Options(activation_model="published", parallel=1)
+    plan = make_plan([known_shape("gemma-4-31b:q4_k_m")], [*devices, host(64)], options)
+    reserves = [device.allocated["workspace"] for device in plan.devices]
+    assert reserves == count * [int(4.625 * GIB)]
 
 
 def laguna_budget(context: int, core_gib: float = 2.28) -> int:

@@ -22,8 +22,8 @@ from headroom.plan.device_scratch import (
     unpack_bytes_for,
 )
 from headroom.plan.known import known_shape
+from headroom.plan.padding import expert_tile_padding, table_tile_padding, tile_padding
 from headroom.plan.plan import make_plan
-from headroom.plan.tiles import expert_tile_padding, table_tile_padding, tile_padding
 from headroom.units import GIB, MIB
 from tests.plan.shapes import host
 
@@ -203,10 +203,10 @@ def test_a_gpu_without_bf16_runs_the_fused_kernels_in_f16(name: str) -> None:
     card, fixed = find_device("rtx2080ti-22gb"), {"context": 4096, "parallel": 2, "chunk": 512}
     shape = known_shape(name)
     older = make_plan([shape], [card, host(64)], Options(**fixed))  # type: ignore[arg-type]
-    assert (older.settings.dtype, older.settings.k_type) == ("f16", "f16")
+    assert (older.settings.compute_type, older.settings.k_type) == ("f16", "f16")
     assert older.settings.uses_arena
     later = make_plan([shape], [replace(card, sm=86), host(64)], Options(**fixed))  # type: ignore[arg-type]
-    assert later.settings.dtype == "bf16"
+    assert later.settings.compute_type == "bf16"
     mine, its = (plan.devices[0].allocated for plan in (older, later))
     for line in ("core_weights", "kv", "recurrent_state", "head", "logits", "staging"):
         assert mine[line] == its[line]  # tiles, and 16 bits a value

@@ -1,13 +1,27 @@
-"""How many experts a budget keeps hot."""
+"""How many experts a budget keeps hot, and the buffers for cold experts on their way to a GPU."""
+
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headroom.plan.budget import kv_token_bytes
-from headroom.plan.experts import parse_expert_budget, spread_experts
+from headroom.options import Options
+from headroom.plan.experts import (
+    BUFFER_BYTES,
+    bounce_bytes,
+    buffer_bytes,
+    downs_bytes,
+    expert_staging_bytes,
+    parse_expert_budget,
+    spread_experts,
+)
+from headroom.plan.known import known_shape
+from headroom.plan.plan import make_plan
 from headroom.plan.shape import LayerShape
 from headroom.units import GIB, MIB
-from tests.plan.shapes import laguna
+from tests.plan.shapes import gpu, host, laguna
+
+LAYERS = known_shape("qwen3.6-27b:q4_k_m").layers
 
 
 def layer(experts: int, expert_bytes: int) -> LayerShape:
@@ -31,40 +45,6 @@ def test_a_percentage_and_a_size_mean_the_same_bytes() -> None:
     assert parse_expert_budget("9GiB", 4 * GIB) == 4 * GIB
 
 
-def published_budget(context: int) -> int:
-    """Return what a 22.00 GiB card leaves for Laguna's experts, by the published terms."""
-    kv = context * sum(kv_token_bytes(x, "f16", "f16") for x in laguna().layers)
-    return 22 * GIB - int(2.28 * GIB) - kv - 200 * MIB - 512 * MIB
-
-
-def test_laguna_has_its_published_number_and_size_of_experts() -> None:
-    assert laguna().total_experts == 9984
-    assert round(laguna().expert_bytes / GIB, 2) == 17.68
-
-
-def test_a_22_gibibyte_card_holds_all_of_lagunas_experts_at_8192_tokens() -> None:
-    budget = published_budget(8192)
-    assert round(budget / GIB, 3) == 17.775
-    assert spread_experts(laguna().layers, budget).total == 9984
-
-
-def test_a_22_gibibyte_card_holds_nearly_all_at_12000_tokens() -> None:
-    model, budget = laguna(), published_budget(12000)
-    assert round(budget / GIB, 2) == 17.19
-    hot = spread_experts(model.layers, budget)
-    # Published: 258 of the larger experts cold, 0.49 GiB; spread evenly the cold ones are mixed.
-    assert round((model.expert_bytes - hot.bytes) / GIB, 2) == 0.49
-    assert 258 <= 9984 - hot.total <= 0.49 * GIB // 1_769_472 + 1
-
-
-def test_sixty_percent_of_lagunas_experts_are_their_published_bytes() -> None:
-    model = laguna()
-    budget = parse_expert_budget("60%", model.expert_bytes)
-    assert round(budget / GIB, 2) == 10.61
-    hot = spread_experts(model.layers, budget)
-    assert budget - 2_039_808 < hot.bytes <= budget
-
-
 layers = st.lists(st.builds(layer, st.integers(0, 16), st.integers(1, 50)), min_size=1, max_size=8)
 
 
@@ -83,3 +63,48 @@ def test_more_budget_never_keeps_fewer_experts(
     layers: list[LayerShape], budget: int, more: int
 ) -> None:
     assert spread_experts(layers, budget + more).total >= spread_experts(layers, budget).total
+
+
+@given(size=st.integers(1, 1 << 28), experts=st.integers(1, 512))
+def test_a_buffer_holds_whole_experts_and_at_least_one(size: int, experts: int) -> None:
+    found = buffer_bytes(size, experts)
+    assert size <= found
+    assert found % 256 == 0
+    assert found < max(size, min(BUFFER_BYTES, experts * size)) + 256
+    assert found > min(BUFFER_BYTES, experts * size) - size
+
+
+def test_staging_is_two_buffers_the_downs_of_one_group_and_a_spare_expert() -> None:
+    routed = replace(
+        LAYERS[0], experts=256, experts_used=8, expert_width=512, expert_bytes=1_900_544
+    )
+    assert expert_staging_bytes([routed], 2048, GIB) == (2 * 35 + 1) * 1_900_544 + 512 * MIB
+    mixed = expert_staging_bytes([routed, LAYERS[0]], 2048, 64 * MIB)
+    assert mixed == (2 * 35 + 1) * 1_900_544 + 32 * MIB
+    wider = replace(routed, expert_bytes=3_000_064)
+    wide = expert_staging_bytes([routed, wider], 2048, 64 * MIB)
+    assert wide == (2 * 22 + 1) * 3_000_064 + 32 * MIB
+
+
+def test_kernels_that_unpack_nothing_take_one_expert_at_a_time() -> None:
+    routed = replace(LAYERS[0], experts=8, expert_bytes=1000)
+    assert expert_staging_bytes([routed], 2048, 0) == 2 * 1024
+
+
+def test_a_group_of_one_has_room_however_little_may_be_unpacked() -> None:
+    assert downs_bytes(8, 512, 2048, 1) == 2 * 512 * 2048
+
+
+def test_dense_layers_stage_nothing() -> None:
+    assert expert_staging_bytes(LAYERS, 2048, GIB) == 0
+    assert bounce_bytes(LAYERS) == 0
+
+
+def test_experts_that_are_not_pinned_pass_two_more_buffers_in_host_memory() -> None:
+    spare = {}
+    for no_pin in (False, True):
+        options = Options(no_pin=no_pin, expert_budget="30%")
+        plan = make_plan([laguna()], [gpu(12), host(64)], options)
+        spare[no_pin] = next(x.bytes for x in plan.host.lines if x.name == "expert_spare")
+    each = spare[False]
+    assert spare[True] == each + 2 * buffer_bytes(each, 256)

@@ -12,10 +12,11 @@ from headroom.families.tables import file_bytes, tensor_types
 from headroom.formats.mixes import MIXES, find_mix, gets_better, tensor_type
 from headroom.formats.quants import F16, F32, Q4_K, Q5_0, Q6_K, Q8_0
 from headroom.options import Options
-from headroom.plan.budget import PlanSettings, kv_bytes, verify_bytes
 from headroom.plan.device_scratch import sampler_bytes
 from headroom.plan.known import known_shape
+from headroom.plan.lines import kv_bytes, verify_bytes
 from headroom.plan.plan import make_plan
+from headroom.plan.settings import PlanSettings
 from headroom.plan.shaping import shape_of
 from headroom.units import GIB, MIB
 from tests.plan.shapes import cpu, gpu, host, smollm2
@@ -112,7 +113,7 @@ def cache(name: str, context: int = 32768) -> dict[str, int]:
     """Return the bytes of a model's f16 cache by layer kind, one sequence and one-token chunks."""
     settings = PlanSettings(
         context=context, parallel=1, chunk=1, cache_tokens=context, k_type="f16", v_type="f16",
-        dtype="bf16", activation="bf16", weights="packed", threads=1,
+        compute_type="bf16", weights="packed", threads=1,
     )  # fmt: skip
     sizes: dict[str, int] = {}
     for layer in known_shape(name).layers:
@@ -142,7 +143,7 @@ def test_a_cache_grows_as_published_and_windows_do_not(
 def test_a_tree_node_of_the_27b_takes_one_and_a_half_mebibytes() -> None:
     settings = PlanSettings(
         context=256, parallel=1, chunk=1, cache_tokens=256, k_type="f16", v_type="f16",
-        dtype="bf16", activation="bf16", weights="packed", threads=1,
+        compute_type="bf16", weights="packed", threads=1,
     )  # fmt: skip
     assert verify_bytes(known_shape("qwen3.6-27b").layers, settings) == 32 * 1.5 * MIB
 

@@ -28,7 +28,7 @@ def test_with_plenty_of_memory_every_default_is_given() -> None:
     settings = plan_on_cpu(24).settings
     assert (settings.context, settings.parallel, settings.chunk) == (8192, 4, 512)
     assert (settings.cache_tokens, settings.pages) == (32768, 512)
-    assert (settings.k_type, settings.v_type, settings.dtype) == ("f32", "f32", "f32")
+    assert (settings.k_type, settings.v_type, settings.compute_type) == ("f32", "f32", "f32")
     assert (settings.weights, settings.threads) == ("unpacked", 4)
 
 
@@ -166,6 +166,43 @@ def test_a_narrow_cache_is_named_as_lossy() -> None:
     assert plan_on_cpu(8).lossy == ()
 
 
+@pytest.mark.parametrize(
+    ("given", "types"),
+    [
+        ({}, ("bf16", "bf16", "bf16", "bf16")),
+        ({"dtype": "f16"}, ("f16", "bf16", "bf16", "bf16")),
+        ({"kv_type": "q8_0"}, ("bf16", "q8_0", "q8_0", "bf16")),
+        ({"kv_type": "f16", "v_type": "q8_0"}, ("bf16", "f16", "q8_0", "bf16")),
+        ({"activation_dtype": "f32"}, ("bf16", "bf16", "bf16", "f32")),
+        ({"activation_dtype": "f16", "dtype": "f32"}, ("f32", "bf16", "bf16", "f16")),
+    ],
+)
+def test_each_of_three_types_has_an_option_of_its_own(
+    given: dict[str, str], types: tuple[str, ...]
+) -> None:
+    devices = [gpu(48, "cuda:0"), gpu(48, "cuda:1"), host(64)]
+    plan = make_plan([qwen35_27b()], devices, Options(**given))  # type: ignore[arg-type]
+    made = plan.settings
+    assert (made.compute_type, made.k_type, made.v_type, made.handover_type) == types
+    # A cache narrower than the type of the devices is lossy, whatever rows are handed over in.
+    assert len(plan.lossy) == sum(kind == "q8_0" for kind in types)
+
+
+def test_rows_handed_over_in_16_bits_have_a_buffer_on_both_devices() -> None:
+    devices = [gpu(30, f"cuda:{index}") for index in range(3)]
+    options = Options(context=4096, parallel=1, chunk=511)
+
+    def staging(**given: str) -> list[int]:
+        plan = make_plan([qwen35_27b()], [*devices, host(64)], replace(options, **given))  # type: ignore[arg-type]
+        return [device.allocated["staging"] for device in plan.devices]
+
+    stream, narrow = 2 * 512 * 5120 * 4, 512 * 5120 * 2
+    assert staging() == [stream + narrow, stream + 2 * narrow, stream + narrow]
+    assert staging(activation_dtype="f32") == 3 * [stream]
+    alone = make_plan([smollm2()], [gpu(8), host(8)], Options(activation_dtype="f16", chunk=512))
+    assert lines(alone)["staging"] == 2 * 516 * 576 * 4
+
+
 def test_all_experts_are_hot_where_they_fit() -> None:
     plan = make_plan([laguna()], [gpu(24), host(64)], Options())
     assert plan.devices[0].hot_experts == plan.devices[0].total_experts == 9984
@@ -275,7 +312,7 @@ def test_the_published_activation_model_can_be_asked_for() -> None:
     own = plan_on_cpu(24)
     published = plan_on_cpu(24, activation_model="published")
     assert lines(published)["workspace"] == 8 * 8192 * 1536 * 2
-    assert "published formula" in next(
+    assert "published formula, an uncalibrated heuristic" in next(
         line.why for line in published.devices[0].lines if line.name == "workspace"
     )
     assert lines(own)["workspace"] != lines(published)["workspace"]

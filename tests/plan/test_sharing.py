@@ -1,23 +1,101 @@
-"""The search over spans: against all ways there are, and against the lines of a plan."""
+"""Layer ranges of several devices: shares, balance, and the search against all ways there are."""
 
 from itertools import combinations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headroom.errors import OptionError, PlanError
 from headroom.options import Options
 from headroom.plan.known import known_shape
 from headroom.plan.plan import make_plan
-from headroom.plan.sharing import SpanValue, share_layers
-from headroom.plan.spans import Span
+from headroom.plan.shape import LayerRange
+from headroom.plan.sharing import (
+    RangeValue,
+    parse_split,
+    share_layers,
+    split_by_balance,
+    split_by_filling,
+    split_by_weights,
+)
 from tests.plan.shapes import gpu, host
 
 
-def all_ways(layers: int, devices: int) -> list[tuple[Span, ...]]:
+@pytest.mark.parametrize(
+    ("layers", "weights", "ranges"),
+    [
+        (64, (1, 1), ((0, 31), (32, 63))),
+        (40, (2, 1), ((0, 26), (27, 39))),
+        (3, (1, 1), ((0, 1), (2, 2))),  # 1.5 rounds away from zero
+        (4, (1000, 1, 1), ((0, 1), (2, 2), (3, 3))),  # every device has a layer
+        (4, (1, 1000), ((0, 0), (1, 3))),
+        (1, (5,), ((0, 0),)),
+    ],
+)
+def test_weights_give_their_share_of_layers(
+    layers: int, weights: tuple[float, ...], ranges: tuple[LayerRange, ...]
+) -> None:
+    assert split_by_weights(layers, weights) == ranges
+
+
+def test_more_devices_than_layers_are_refused() -> None:
+    with pytest.raises(PlanError, match="3 devices cannot share 2 layers"):
+        split_by_weights(2, (1, 1, 1))
+
+
+@pytest.mark.parametrize("text", ["1,0", "1,-1", "a,b", "1,,2", "nan,1", "inf,1"])
+def test_shares_that_are_no_positive_numbers_are_refused(text: str) -> None:
+    with pytest.raises(OptionError):
+        parse_split(text, 2)
+
+
+def fullest(costs: list[int], rooms: list[int], ranges: tuple[LayerRange, ...]) -> float:
+    return max(
+        sum(costs[first : last + 1]) / room
+        for (first, last), room in zip(ranges, rooms, strict=True)
+    )
+
+
+@given(
+    st.lists(st.integers(1, 100), min_size=2, max_size=12),
+    st.integers(1, 100),
+    st.integers(1, 100),
+)
+def test_balance_over_two_devices_is_the_best_there_is(
+    costs: list[int], first: int, second: int
+) -> None:
+    rooms = [first * 10, second * 10]
+    ranges = split_by_balance(costs, rooms)
+    choices = [((0, cut - 1), (cut, len(costs) - 1)) for cut in range(1, len(costs))]
+    best = min(fullest(costs, rooms, choice) for choice in choices)
+    assert fullest(costs, rooms, ranges) == pytest.approx(best)
+
+
+@given(
+    st.lists(st.integers(1, 100), min_size=4, max_size=20),
+    st.lists(st.integers(1, 100), min_size=1, max_size=4),
+)
+def test_ranges_cover_every_layer_once(costs: list[int], rooms: list[int]) -> None:
+    ranges = split_by_balance(costs, rooms)
+    covered = [index for first, last in ranges for index in range(first, last + 1)]
+    assert covered == list(range(len(costs)))
+    assert all(first <= last for first, last in ranges)
+
+
+def test_the_first_or_the_last_devices_are_filled() -> None:
+    costs, rooms = [10] * 6, [35, 45]
+    assert split_by_filling(costs, rooms) == ((0, 2), (3, 5))
+    assert split_by_filling(costs, rooms, backwards=True) == ((0, 1), (2, 5))
+    assert split_by_filling(costs, [100, 100]) == ((0, 4), (5, 5))
+    assert split_by_filling(costs, [25, 25]) is None
+
+
+def all_ways(layers: int, devices: int) -> list[tuple[LayerRange, ...]]:
     ways = []
     for cuts in combinations(range(1, layers), devices - 1):
         edges = (0, *cuts, layers)
-        ways.append(tuple((edges[i], edges[i + 1] - 1) for i in range(devices)))
+        ways.append(tuple(LayerRange(edges[i], edges[i + 1] - 1) for i in range(devices)))
     return ways
 
 
@@ -30,15 +108,15 @@ def all_ways(layers: int, devices: int) -> list[tuple[Span, ...]]:
 def test_no_way_to_share_layers_is_better_than_the_one_found(
     costs: list[int], rooms: list[int], slow: list[int]
 ) -> None:
-    def judge(device: int, first: int, last: int) -> SpanValue | None:
+    def value_of(device: int, first: int, last: int) -> RangeValue | None:
         taken = sum(costs[first : last + 1])
         if taken > rooms[device]:
             return None
         hot = min(rooms[device] - taken, 2 * (last + 1 - first))
-        return SpanValue(hot, taken * slow[device], taken * 1000 // rooms[device])
+        return RangeValue(hot, taken * slow[device], taken * 1000 // rooms[device])
 
-    def rank(spans: tuple[Span, ...]) -> tuple[int, int, int] | None:
-        values = [judge(device, *span) for device, span in enumerate(spans)]
+    def rank(ranges: tuple[LayerRange, ...]) -> tuple[int, int, int] | None:
+        values = [value_of(device, *layer_range) for device, layer_range in enumerate(ranges)]
         if any(value is None for value in values):
             return None
         found = [value for value in values if value is not None]
@@ -49,7 +127,7 @@ def test_no_way_to_share_layers_is_better_than_the_one_found(
         )
 
     ranks = [x for way in all_ways(len(costs), len(rooms)) if (x := rank(way)) is not None]
-    found = share_layers(len(costs), len(rooms), judge)
+    found = share_layers(len(costs), len(rooms), value_of)
     assert (found is None) == (not ranks)
     if found is not None:
         assert rank(found) == min(ranks)

@@ -9,7 +9,7 @@ from headroom.engine.engine import Engine
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers.batch import Batch, GpuBatch
 from headroom.layers.draws import DeviceSampler
-from headroom.plan.budget import PlanSettings
+from headroom.plan.settings import PlanSettings
 from headroom.split.device_stage import Captured, DeviceStage
 from headroom.split.pipeline import Pipeline
 from headroom.split.stages import Stage
@@ -22,7 +22,7 @@ def settings(**changed: int) -> PlanSettings:
     """Small settings, float32 throughout."""
     sizes = {"context": 512, "parallel": 4, "chunk": 64, "cache_tokens": 2048} | changed
     return PlanSettings(
-        **sizes, k_type="f32", v_type="f32", dtype="f32", activation="f32", weights="packed",
+        **sizes, k_type="f32", v_type="f32", compute_type="f32", weights="packed",
         threads=1, kernels="cuda",
     )  # fmt: skip
 

@@ -69,7 +69,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 
 def test_a_named_gpu_is_planned_for(machine: Machine) -> None:
     plan = choice.make_run_plan(MODEL, machine.options("cuda:0"))
-    assert (plan.devices[0].name, plan.settings.dtype) == ("cuda:0", "bf16")
+    assert (plan.devices[0].name, plan.settings.compute_type) == ("cuda:0", "bf16")
     assert plan.settings.kernels == "cuda"
     plain = choice.make_run_plan(MODEL, machine.options("cuda:0", kernels="reference", dtype="f32"))
     assert plain.settings.kernels == "reference"

@@ -54,7 +54,7 @@ def test_a_gpu_loads_what_its_plan_says(
     pretend(monkeypatch, 64 << 10)
     settings = {"context": 512, "parallel": 3, "chunk": 100}
     plan, _, counted = load_on_host(path, sm, **settings)
-    assert plan.settings.dtype == dtype
+    assert plan.settings.compute_type == dtype
     lines = plan.devices[0].allocated
     drawing = lines.pop("logits") - counted.pop("logits")
     assert counted == lines
@@ -116,7 +116,7 @@ def test_steps_of_a_gpu_take_no_more_scratch_than_planned_and_not_much_less(
     phases = device_phases(layers, device_step(hidden, plan.settings))
     assert phases.pop("loading") == UPLOAD_BYTES
     # Matrices that a GPU multiplies together come one by one here; in f16 answers are float32.
-    least = 0.8 if plan.settings.dtype == "bf16" else 0.7
+    least = 0.8 if plan.settings.compute_type == "bf16" else 0.7
     assert least * max(phases.values()) <= arena.peak_bytes <= max(phases.values())
     assert arena.frames == 0
 

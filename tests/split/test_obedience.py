@@ -15,11 +15,13 @@ from headroom.kernels.native.module import MODULE, POOL
 from headroom.kernels.ops import Span
 from headroom.llm import LLM
 from headroom.machine.targets import plan_devices
-from headroom.options import Options
+from headroom.options import Options, load_options
 from headroom.plan.budget import native_experts_scratch, native_layer_scratch
 from headroom.plan.describe import describe
 from headroom.plan.plan import Plan, make_plan
+from headroom.split.choice import make_run_plan
 from headroom.split.launch import set_threads, start_pipeline
+from headroom.split.placing import find_placement
 from tests.families import family_configs
 from tests.families.family_configs import qwen35
 from tests.families.family_gguf import write_gguf
@@ -69,6 +71,30 @@ def test_planned_equals_allocated_for_a_model_with_a_head_of_its_own(
         expected.pop("workspace")  # torch's own, measured and not allocated by us
     assert allocated == expected
     assert "head" in allocated
+
+
+@pytest.mark.parametrize("handover", ["bf16", "f16", "f32"])
+def test_a_hand_over_type_from_the_environment_changes_nothing_on_one_device_and_is_told(
+    tiny_path: Path,
+    handover: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("HEADROOM_ACTIVATION_DTYPE", handover)
+    options = load_options({"device": "cpu", "context": 128, "parallel": 2, "threads": 1})
+    model = describe(open_checkpoint(tiny_path))
+    plan = make_run_plan(model.shape, options)
+    placement = find_placement(model.shape, plan, options, model.checkpoint.identity)
+    allocated = start_pipeline(plan, model, placement=placement).allocated
+    assert allocated["staging"] == plan.devices[0].allocated["staging"]
+    settings = plan.settings
+    assert (settings.compute_type, settings.k_type, settings.v_type) == ("f32", "f32", "f32")
+    told = [x.message for x in caplog.records if "--activation-dtype" in x.message]
+    assert told == [
+        "plan: without effect here: --activation-dtype is the type of rows that one device hands "
+        "to the next, and all layers are on cpu"
+    ]
+    assert not [x for x in caplog.records if "planned were" in x.message]
 
 
 # Some with rows that fill panels of sixteen, like those of most real models, and some without.

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from headroom.plan.budget import Line
+from headroom.plan.lines import Line
 from headroom.plan.plan import Plan
 from headroom.units import gib
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from headroom.errors import OptionError
-from headroom.plan.budget import Line, PlanSettings
+from headroom.plan.lines import Line
 from headroom.plan.plan import Plan
+from headroom.plan.settings import PlanSettings
 from headroom.units import gib
 
 JSON_VERSION = 1
@@ -37,7 +38,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "free_bytes": plan.host.free_bytes,
         },
         "precision": {
-            "activation": plan.precision.activation,
+            "activation": plan.precision.type,
             "reason": plan.precision.reason,
         },
         "lossy": list(plan.lossy),
@@ -81,8 +82,8 @@ def _settings_json(settings: PlanSettings) -> dict[str, Any]:
         "pages": settings.pages,
         "k_type": settings.k_type,
         "v_type": settings.v_type,
-        "dtype": settings.dtype,
-        "activation": settings.activation,
+        "dtype": settings.compute_type,
+        "activation": settings.handover_type,
         "weights": settings.weights,
         "threads": settings.threads,
         "pin_threads": settings.pin_threads,

@@ -7,8 +7,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from headroom.plan.budget import Line
 from headroom.plan.layout import DevicePlan
+from headroom.plan.lines import Line
 from headroom.plan.plan import Plan
 from headroom.units import gib
 
@@ -126,9 +126,11 @@ def _letter(name: str) -> str:
 def _footer(plan: Plan) -> Iterable[str]:
     settings, predicted = plan.settings, plan.predicted
     word = "estimated" if predicted.estimate else "measured speeds"
+    policy = settings.compute_type == plan.precision.type
+    why = plan.precision.reason if policy else "set by --dtype"
+    handed = f", rows handed over in {settings.handover_type}" if len(plan.devices) > 1 else ""
     yield (
-        f"weights {settings.weights}, computed in {settings.dtype}, "
-        f"activations {settings.activation}: {plan.precision.reason}; "
+        f"weights {settings.weights}, computed in {settings.compute_type} ({why}){handed}; "
         f"{settings.threads} threads{', pinned' if settings.pin_threads else ''}"
     )
     yield (

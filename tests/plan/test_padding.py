@@ -1,4 +1,4 @@
-"""Panels: the planner counts the bytes that the C++ kernels allocate."""
+"""Padding: the planner counts the bytes of panels as the C++ kernels allocate them."""
 
 import pytest
 from hypothesis import given
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from headroom.formats.quants import BF16, F32, Q4_K, Q8_0, QuantType
 from headroom.kernels.native.matmul import KINDS
 from headroom.kernels.native.module import MODULE
-from headroom.plan.panels import expert_panel_padding, padding, panel_bytes
+from headroom.plan.padding import expert_panel_padding, panel_bytes, panel_padding
 from headroom.plan.shape import Padding
 
 
@@ -25,15 +25,15 @@ def test_bytes_of_panels_are_those_of_the_cpp_kernels(
 
 
 def test_rows_are_filled_up_where_tensors_are_multiplied_by() -> None:
-    assert padding({"attn_q.weight": ((32, 256), Q4_K)}) == Padding()
-    assert padding({"attn_gate.weight": ((72, 256), Q4_K)}) == Padding(8 * 144, 8 * 256)
-    assert padding({"ssm_beta.weight": ((6, 64), BF16)}) == Padding(10 * 128, 10 * 64)
+    assert panel_padding({"attn_q.weight": ((32, 256), Q4_K)}) == Padding()
+    assert panel_padding({"attn_gate.weight": ((72, 256), Q4_K)}) == Padding(8 * 144, 8 * 256)
+    assert panel_padding({"ssm_beta.weight": ((6, 64), BF16)}) == Padding(10 * 128, 10 * 64)
     # Routers are f32 whatever their file has.
-    router = padding({"ffn_gate_inp.weight": ((6, 64), BF16)})
+    router = panel_padding({"ffn_gate_inp.weight": ((6, 64), BF16)})
     assert router == Padding(10 * 256, 10 * 64, 10 * 64)
     for vector in ("attn_norm.weight", "ffn_gate_inp.scale"):
-        assert padding({vector: ((50,), F32)}) == Padding()
-    assert padding({"ssm_conv1d.weight": ((50, 4), F32)}) == Padding()
+        assert panel_padding({vector: ((50,), F32)}) == Padding()
+    assert panel_padding({"ssm_conv1d.weight": ((50, 4), F32)}) == Padding()
 
 
 def test_gate_and_up_of_experts_are_filled_up_apart() -> None:

@@ -1,0 +1,98 @@
+"""PlanSettings: every setting of an engine that memory depends on; PlanRequest: what users ask."""
+
+from dataclasses import dataclass
+
+from headroom.kernels.cuda.sizes import DECODE_ROWS
+from headroom.plan.device_scratch import NARROW_TYPES
+from headroom.plan.shape import ModelShape
+
+PAGE_SIZE = 64  # tokens per page of the KV cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings:
+    """All settings that memory depends on, none left open."""
+
+    context: int  # tokens one sequence may hold
+    parallel: int  # sequences worked on together
+    chunk: int  # prompt tokens of one step
+    cache_tokens: int  # tokens of all sequences together, whole pages
+    page_size: int = PAGE_SIZE
+    k_type: str  # of cached keys
+    v_type: str  # of cached values
+    compute_type: str  # of the inputs of matrix products; "int8" rounds them to 8 bits
+    handover_type: str = "f32"  # of rows on their way from one device to the next
+    weights: str  # "packed" or "unpacked"
+    threads: int  # of the CPU
+    pin_threads: bool = False  # each on a core of its own
+    kernels: str = "reference"  # or "native" (C++), "triton" or "cuda"
+    unpack_bytes: int = 0  # most bytes of weights that a GPU unpacks at a time
+    cold: str = "auto"  # who computes cold experts: "auto", "gpu" or "cpu"; "drop": nobody
+    pin_experts: bool = True  # pin the memory of cold experts, so that a GPU reads them in place
+    keep_host_copy: bool = False  # keep hot experts in host memory, too
+
+    @property
+    def rows(self) -> int:
+        """Rows of the largest step: one prompt chunk and one token of every sequence."""
+        return self.chunk + self.parallel
+
+    @property
+    def stream_rows(self) -> int:
+        """Rows of the residual stream: a captured step may have more rows than a small chunk."""
+        return max(self.rows, DECODE_ROWS) if self.kernels == "cuda" else self.rows
+
+    @property
+    def uses_arena(self) -> bool:
+        """Whether a GPU's fused kernels run the layers; one allocation holds their scratch."""
+        return self.kernels == "cuda" and self.compute_type in NARROW_TYPES
+
+    @property
+    def holds_cold(self) -> bool:
+        """Whether host memory holds cold experts."""
+        return holds_cold(self.cold, self.keep_host_copy)
+
+    @property
+    def expert_unpack_bytes(self) -> int:
+        """Bytes of cold experts that a GPU unpacks at a time; 0 if its kernels unpack nothing."""
+        return self.unpack_bytes if self.uses_arena else 0
+
+    @property
+    def pages(self) -> int:
+        """Pages of each layer that sees the whole context."""
+        return self.cache_tokens // self.page_size
+
+    @property
+    def sequence_pages(self) -> int:
+        """Pages of one sequence that fills the context."""
+        return pages_for(self.context)
+
+    def window_pages(self, window: int) -> int:
+        """Return the pages of each layer with a window; older pages are used again.
+
+        Every sequence that may run has its own, one more than the window and a chunk need, since
+        neither starts at a page's edge.
+        """
+        per_sequence = pages_for(window + self.chunk) + 1
+        return self.parallel * min(self.sequence_pages, per_sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What a user asks of a plan that is no setting of the engine."""
+
+    split: tuple[float, ...] = ()  # share of layers for each device; empty: by balance
+    expert_bytes: int | None = None  # most bytes of hot experts; None: as many as fit
+    published_activation: bool = False  # take the published formula for the workspace
+    draft: ModelShape | None = None
+    feature_type: str = "f32"  # of the features that a draft reads
+    snapshot_bytes: int = 0  # host memory for saved prefixes
+
+
+def pages_for(tokens: int) -> int:
+    """Return the pages that hold `tokens` tokens."""
+    return -(-tokens // PAGE_SIZE)
+
+
+def holds_cold(cold: str, keep_copy: bool) -> bool:
+    """Tell whether host memory holds cold experts: nobody reads dropped ones."""
+    return cold != "drop" or keep_copy
