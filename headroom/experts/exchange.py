@@ -3,10 +3,12 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from headroom.experts.copies import Mark
 from headroom.experts.placement import Counts, ExpertPlacement, LayerExperts, check_counts, ranked
+
+if TYPE_CHECKING:  # imports torch, which `headroom plan` must not
+    from headroom.experts.copies import Mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +199,7 @@ class StoredLayer(Protocol):
     def link_copies(self) -> int: ...  # of an expert that an exchange sends over the link
 
     @property
-    def exchange_mark(self) -> Mark: ...  # when the copies are there that were asked for
+    def exchange_mark(self) -> "Mark": ...  # when the copies are there that were asked for
 
     def begin_exchange(self, promoted: int, demoted: int) -> None: ...
 
