@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headroom.engine.request import SamplingParams
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.kernels.native.measure import read_bandwidth
 from headroom.kernels.native.module import POOL
 from headroom.llm import LLM

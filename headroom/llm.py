@@ -24,7 +24,8 @@ from headroom.engine.request import (
     TokenLogprobs,
 )
 from headroom.errors import HeadroomError, ModelError
-from headroom.formats.checkpoint import Checkpoint, open_checkpoint
+from headroom.families.files import open_checkpoint
+from headroom.formats.checkpoint import Checkpoint
 from headroom.formats.hub import ALIASES, KNOWN_MODELS, find_model
 from headroom.machine.devices import torch_name
 from headroom.options import Options, load_options

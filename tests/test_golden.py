@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headroom.engine.request import SamplingParams
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.kernels.native.module import MODULE
 from headroom.llm import LLM
 from tests.golden import CHATS, PLAIN

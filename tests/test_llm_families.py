@@ -9,12 +9,13 @@ import pytest
 
 from headroom import LLM, Options, SamplingParams
 from headroom.cli.main import run_command
-from headroom.families.synth.recipe import TINY, find_recipe
+from headroom.families.registry import FAMILIES, RUNNABLE
+from headroom.families.synth.recipe import find_recipe
 from headroom.families.synth.values import Source
 from headroom.families.synth.write import write_gguf
 from tests.server.fakes import serving
 
-CASES = [(family, size) for family, sizes in TINY.items() if family != "dflash" for size in sizes]
+CASES = [(name, size) for name in RUNNABLE for size in FAMILIES[name].synthesis.tiny]
 CHAT = [{"role": "user", "content": "What would the people say?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 IM_END, EOS = "<|im_end|>", "\u3008|EOS|\u3009"
@@ -116,7 +117,7 @@ def test_a_server_answers_a_chat_and_streams_the_same(client: httpx.Client) -> N
     assert text == choice["message"]["content"] != ""
 
 
-@pytest.mark.parametrize("family", sorted(TINY.keys() - {"dflash"}))
+@pytest.mark.parametrize("family", sorted(RUNNABLE))
 def test_run_answers_with_every_family(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from headroom.engine.batching import make_batch
 from headroom.engine.scheduler import Turn
-from headroom.formats.checkpoint import Checkpoint, open_checkpoint
+from headroom.families.files import open_checkpoint
+from headroom.formats.checkpoint import Checkpoint
 from headroom.kernels.native.module import MODULE
 from headroom.text.tokenizer import Tokenizer
 from tests.running import PAGE_SIZE, open_pipeline, running

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headroom.errors import OptionError
-from headroom.families.known import KNOWN
-from headroom.families.synth.recipe import TINY, Recipe, find_recipe
+from headroom.families.family import Recipe
+from headroom.families.registry import KNOWN, RUNNABLE
+from headroom.families.synth.recipe import find_recipe
 from headroom.families.synth.write import mix_name
-from headroom.plan.describe import FAMILIES
 
 PREFIX = "synth:"
 DEFAULT_MIX = "q4_k_m"
@@ -36,15 +36,14 @@ def parse_synth(text: str) -> SynthModel | None:
     mix = mix_name(quant or DEFAULT_MIX)
     family, _, name = size.partition("/")
     # Drafts are written, too, and do not run alone.
-    known = [model for model, dims in KNOWN.items() if dims.architecture in FAMILIES]
-    tiny = [model for model in TINY if model in FAMILIES]
+    known = [model for model, dims in KNOWN.items() if dims.architecture in RUNNABLE]
     if size in known:
         return SynthModel(find_recipe(KNOWN[size].architecture, size), mix)
-    if family in tiny:
+    if family in RUNNABLE:
         return SynthModel(find_recipe(family, name or "tiny"), mix)
     raise OptionError(
         f"{size!r} is no model to synthesise and run.",
-        hint=f"Write synth:SIZE or synth:SIZE:QUANT with a family ({', '.join(tiny)}) "
+        hint=f"Write synth:SIZE or synth:SIZE:QUANT with a family ({', '.join(RUNNABLE)}) "
         f"or one of {', '.join(known)}.",
         param="model",
     )

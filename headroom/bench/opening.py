@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from headroom.engine.engine import Engine
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.machine.devices import torch_name
 from headroom.options import Options
 from headroom.plan.describe import ModelDescription, describe

@@ -116,7 +116,7 @@ def find_residency(options: Options) -> Residency:
 
 def find_checkpoint(options: Options) -> "Checkpoint | None":
     """Return the model's files; None where only a plan's name, a config.json or a URL is there."""
-    from headroom.formats.checkpoint import open_checkpoint
+    from headroom.families.files import open_checkpoint
 
     try:
         return open_checkpoint(ready_model(options))

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from headroom.errors import FormatError, OptionError
-from headroom.families.known import is_known
+from headroom.families.registry import is_known
 from headroom.formats.hub import ALIASES, DEFAULT_MODEL, find_model, pull
 from headroom.options import Options
 

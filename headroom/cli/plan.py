@@ -12,7 +12,7 @@ import typer
 
 from headroom.cli.settings import with_settings
 from headroom.errors import FormatError, OptionError
-from headroom.families.known import is_known
+from headroom.families.registry import is_known
 from headroom.formats.json_files import check_replaceable
 from headroom.machine.targets import plan_devices
 from headroom.options import OFF, Options
@@ -117,7 +117,7 @@ def check_expert_files(made: Plan, options: Options) -> None:
             tell_unused(made.devices[0], options)
         return
     # torch takes seconds to import; other plans need not wait for it.
-    from headroom.formats.checkpoint import open_checkpoint
+    from headroom.families.files import open_checkpoint
     from headroom.formats.hub import find_model
     from headroom.plan.describe import describe
     from headroom.split.expert_records import read_records

@@ -71,7 +71,7 @@ def counted_model(options: Options) -> "StatsModel":
     """Return the model whose choices are counted, or refuse one that has none."""
     # torch takes seconds to import; --help must not wait for it.
     from headroom.experts.stats import stats_model
-    from headroom.formats.checkpoint import open_checkpoint
+    from headroom.families.files import open_checkpoint
     from headroom.plan.describe import describe
 
     checkpoint = open_checkpoint(ready_model(options))

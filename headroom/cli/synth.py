@@ -11,7 +11,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from headroom.cli.settings import add_flags
 from headroom.errors import OptionError
-from headroom.families.synth.recipe import Recipe, find_recipe, read_recipe, sizes_of
+from headroom.families.family import Recipe
+from headroom.families.registry import FAMILIES
+from headroom.families.synth.recipe import chosen_family, find_recipe, read_recipe
 from headroom.families.synth.routing import make_skew
 from headroom.families.synth.values import Source
 from headroom.families.synth.write import (
@@ -63,10 +65,7 @@ class SynthOptions:
 def synth(
     family: Annotated[
         str,
-        typer.Argument(
-            help="llama, qwen3, qwen3moe, qwen35, qwen35moe, laguna, gemma4 or dflash",
-            show_default=False,
-        ),
+        typer.Argument(help=f"one of {', '.join(FAMILIES)}", show_default=False),
     ],
     out: Annotated[
         Path,
@@ -81,7 +80,7 @@ def synth(
     """
     options = SynthOptions(**flags)
     recipe = chosen_recipe(family, options)
-    default = "bf16" if options.format == "safetensors" or family == "dflash" else "q4_k_m"
+    default = "bf16" if options.format == "safetensors" or recipe.taps else "q4_k_m"
     mix = mix_name(options.quant or default)
     if options.format == "safetensors":
         plain_type(mix)
@@ -98,7 +97,7 @@ def synth(
 
 def chosen_recipe(family: str, options: SynthOptions) -> Recipe:
     """Return what the flags say is to be made."""
-    sizes_of(family)
+    chosen_family(family)
     if options.skew_hot is not None and not options.routing_skew:
         raise OptionError("--skew-hot says nothing without --routing-skew.", param="skew-hot")
     if options.config is None:

@@ -9,7 +9,7 @@ import typer
 from headroom.cli.loading import ready_model
 from headroom.cli.run import split_words
 from headroom.cli.settings import with_settings
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.options import Options
 from headroom.text.tokenizer import Tokenizer
 

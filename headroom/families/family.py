@@ -1,17 +1,31 @@
-"""Family: how one architecture's settings become a ModelConfig."""
+"""Family: everything that is particular to one model family, as the family's own file states it.
+
+A family file has no torch and, until something is synthesised, no numpy: the planner reads it.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from headroom.families.config import LayerConfig, ModelConfig
-from headroom.families.tables import Dims
-from headroom.formats.checkpoint import Checkpoint
+from headroom.families.dims import Dims, Facts, LayerDims, Tensors
+from headroom.families.tensors import outer_tensors
+from headroom.formats.header import ModelHeader
+from headroom.formats.metadata import Metadata
+from headroom.formats.names import Naming
 
-ANY: tuple[object, ...] = ("any",)  # of a setting that a family reads itself
+if TYPE_CHECKING:
+    import numpy as np
+
+    Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+Json = dict[str, Any]
+Settings = Mapping[str, tuple[object, ...]]  # values that a family covers, by key
+
+ANY: tuple[object, ...] = ("any",)  # of a setting whose value the family checks itself
 # Settings that change the arithmetic wherever they occur, with the values that change nothing. A
-# family that has one says so in its own list.
-USUAL: dict[str, tuple[object, ...]] = {
+# family that implements one lists it in its own `fixed`.
+USUAL: Settings = {
     "hf.attention_bias": (False,),
     "hf.mlp_bias": (False,),
     "hf.quantization_config": (),
@@ -54,30 +68,166 @@ USUAL: dict[str, tuple[object, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """A list of parts for every layer, and the settings that the family relies on.
+class Yarn:
+    """How YaRN stretches the rotary angles to a longer context."""
 
-    A family file has no torch in it: the planner reads it too. The parts say what to build,
-    `load.py` builds them.
+    factor: float
+    original: int  # positions before stretching
+    beta_fast: float
+    attention_factor: float | None  # of cos and sin; None: by YaRN's formula
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A synthesised model: its dimensions and the numbers of its arithmetic."""
+
+    name: str
+    dims: Dims
+    eps: float = 1e-6
+    theta: float = 1e6  # of full layers
+    window_theta: float = 1e4  # of layers with a window, where it differs
+    rope_dims: int  # rotated values of a full layer's head
+    yarn: Yarn | None = None
+    routed_scale: float = 1.0  # of the experts' sum
+    softcap: float = 0.0  # of logits
+    taps: tuple[int, ...] = ()  # target layers that a draft reads, from 0
+
+    @property
+    def family(self) -> str:
+        """GGUF's name of the architecture."""
+        return self.dims.architecture
+
+    @property
+    def sections(self) -> tuple[int, int, int]:
+        """How many frequencies time, height and width have, where positions have three parts."""
+        half = self.rope_dims // 2
+        third = -(-half // 3)
+        return third, third, half - 2 * third
+
+
+def plain_recipe(name: str, dims: Dims) -> Recipe:
+    """Return a recipe with the usual numbers, and whole heads rotated."""
+    return Recipe(name=name, dims=dims, rope_dims=dims.head_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerKind:
+    """How a family's tokenizer is synthesised."""
+
+    model: str  # tokenizer.ggml.model
+    pre: str  # tokenizer.ggml.pre
+    template: str  # the chat template
+    special: tuple[str, ...] = ()  # special tokens in the order of their ids, from `start`
+    start: int = 0  # id of the first special token in the real model
+    places: Mapping[int, str] = field(default_factory=dict)  # special tokens by id, not in a row
+    shown: frozenset[str] = frozenset()  # special tokens that are text and not control
+    roles: Mapping[str, str]  # "bos", "eos" ... to tokens
+    add_bos: bool = False
+
+
+def _same_shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape
+
+
+def _same_values(part: str, dims: Dims) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SafetensorsLayout:
+    """How tensors of a family's GGUF table lie in its safetensors.
+
+    A tensor's `part` is its GGUF name without layer and ending, such as "attn_q".
     """
 
-    architecture: str  # GGUF's name
-    read_config: Callable[[Checkpoint, Dims], ModelConfig]  # from sizes that the planner checked
+    prefix: str = "model."  # of all names but the head's
+    bare: tuple[str, ...] = ()  # ends of names that have no ".weight"
+    stacked_experts: bool = False  # whether all experts of a layer are one tensor
+    shape: Callable[[str, tuple[int, ...]], tuple[int, ...]] = _same_shape
+    # Undoes what the conversion to GGUF does to the values of a part; None where that is nothing.
+    undo: Callable[[str, Dims], "Callable[[Floats], Floats] | None"] = _same_values
+
+
+def _no_config(recipe: Recipe, tokens: Json) -> Json:
+    return {}
+
+
+def _no_keys(recipe: Recipe) -> Json:
+    return {}
+
+
+def _same_recipe(recipe: Recipe, metadata: Metadata) -> Recipe:
+    return recipe
+
+
+def _usual_vector(name: str, normal: "Floats", source: "np.random.Generator") -> "Floats | None":
+    return None
+
+
+def _usual_spread(name: str, dims: Dims) -> float | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Synthesis:
+    """How a checkpoint of the family is synthesised, as far as it differs from the others."""
+
+    model_class: str  # transformers' class of the text model
+    model_type: str  # in config.json
+    # Small models for tests by name: every kind of layer, rows of whole 256-value blocks, short
+    # windows. The first is called "tiny".
+    tiny: Mapping[str, Dims]
+    tokenizer: Callable[[int], TokenizerKind]  # of a vocabulary of so many tokens
+    recipe: Callable[[str, Dims], Recipe] = plain_recipe  # numbers that the real files have
+    # Completes a recipe with what a config.json says in keys of its own.
+    from_config: Callable[[Recipe, Metadata], Recipe] = _same_recipe
+    # Entries of config.json beside the shared ones, from the recipe and the special tokens' ids.
+    config: Callable[[Recipe, Json], Json] = _no_config
+    keys: Callable[[Recipe], Json] = _no_keys  # GGUF keys beside the shared ones, without prefix
+    layout: SafetensorsLayout = SafetensorsLayout()
+    last_layer_is_full: bool = False  # also where a model is cut to its first layers
+    # How a synthesised router is made to prefer some experts: "beacon" by a constant in the
+    # hidden state, "bias" by the router's own bias; "": not at all.
+    skew: Literal["", "beacon", "bias"] = ""
+    # Values of a tensor that stays in f32, made from normal noise; None: the usual ones.
+    vector: Callable[[str, "Floats", "np.random.Generator"], "Floats | None"] = _usual_vector
+    # Standard deviation of a matrix's values; None: the usual one.
+    spread: Callable[[str, Dims], float | None] = _usual_spread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One architecture: its names, sizes, parts, limits, and how it is synthesised."""
+
+    naming: Naming  # of the model and its tensors, in both formats
+    read_dims: Callable[[Facts], Dims]  # from a header's settings
+    layer: Callable[[Dims, int], LayerDims]  # the tensors of a layer
+    outer: Callable[[Dims], Tensors] = outer_tensors  # the tensors outside the layers
+    # The parts of every layer, from settings and checked sizes; None: a draft, which does not run
+    # by itself.
+    read_config: Callable[[ModelHeader, Dims], ModelConfig] | None
     # Settings with the only values that the family's arithmetic covers; others are refused.
-    fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    fixed: Settings = field(default_factory=dict)
+    keeps_embedding: bool = False  # layers beyond the first read the embedded tokens
+    known: Mapping[str, Dims] = field(default_factory=dict)  # published models by name
+    synthesis: Synthesis
+
+    @property
+    def architecture(self) -> str:
+        """GGUF's name of the architecture."""
+        return self.naming.architecture
 
 
 def model_config(
-    checkpoint: Checkpoint, dims: Dims, layers: tuple[LayerConfig, ...], **more: Any
+    header: ModelHeader, dims: Dims, layers: tuple[LayerConfig, ...], **more: Any
 ) -> ModelConfig:
-    """Return a model of these layers with what all families read alike, and `more`."""
-    metadata = checkpoint.metadata
+    """Return the configuration of a model of these layers; `more` are a family's own fields."""
     return ModelConfig(
-        architecture=checkpoint.architecture,
-        name=metadata.get_str("general.name", checkpoint.path.stem),
+        architecture=header.architecture,
+        name=header.name,
         hidden=dims.hidden,
         vocab=dims.vocab,
-        norm_eps=metadata.get_float("attention.layer_norm_rms_epsilon"),
+        norm_eps=header.metadata.get_float("attention.layer_norm_rms_epsilon"),
         context_limit=dims.context,
         tied=dims.tied,
         layers=layers,

@@ -1,12 +1,13 @@
-"""Rotary settings of families whose kinds of layers rotate differently, from both formats."""
+"""Rotary settings that several families have: by kind of layer, YaRN, stored divisors."""
 
 import math
+from array import array
 from collections.abc import Mapping
 
 from headroom.errors import ModelError
 from headroom.families.config import RopeConfig
-from headroom.families.tables import LayerKind
-from headroom.formats.checkpoint import Checkpoint
+from headroom.families.dims import LayerKind
+from headroom.formats.header import ModelHeader
 from headroom.formats.metadata import ROPE_KEYS, Metadata
 
 _HF_KINDS = {"full": "full_attention", "window": "sliding_attention"}
@@ -17,9 +18,9 @@ _YARN_KEYS = (
 )  # fmt: skip
 
 
-def rope_settings(checkpoint: Checkpoint, kind: LayerKind) -> Metadata:
-    """Return the rotary settings of one kind of layer, by the keys that GGUF has for full ones."""
-    metadata = checkpoint.metadata
+def rope_settings(header: ModelHeader, kind: LayerKind) -> Metadata:
+    """Return the rotary settings of one kind of layer, by GGUF's keys for full layers."""
+    metadata = header.metadata
     nested = metadata.values.get("hf.rope_parameters")
     if nested is None:
         return Metadata(_gguf_values(metadata, kind), metadata.path, metadata.tied)
@@ -35,7 +36,7 @@ def rope_settings(checkpoint: Checkpoint, kind: LayerKind) -> Metadata:
 
 
 def _gguf_values(metadata: Metadata, kind: LayerKind) -> dict[str, object]:
-    """Return the keys of one kind; only full layers are ever scaled."""
+    """Return the GGUF keys of one kind of layer without its ending; only full ones are scaled."""
     ours = [key for key in metadata.values if key.startswith("rope.")]
     if kind == "full":
         return {key: metadata.values[key] for key in ours if not key.endswith("_swa")}
@@ -55,7 +56,7 @@ def plain_rope(settings: Metadata, head_dim: int) -> RopeConfig:
 
 
 def yarn_rope(settings: Metadata, head_dim: int) -> RopeConfig:
-    """Return a rotation whose slow frequencies were slowed down for a longer context."""
+    """Return YaRN's rotation: slow frequencies are divided by the factor, fast ones are kept."""
     check_scaling(settings, "yarn", _YARN_KEYS)
     theta, dims = settings.get_float("rope.freq_base"), rotated_dims(settings, head_dim)
     factor = settings.get_float("rope.scaling.factor")
@@ -67,7 +68,7 @@ def yarn_rope(settings: Metadata, head_dim: int) -> RopeConfig:
         )
 
     def index(key: str, default: float) -> float:
-        """Return which frequency turns so many times within the original context."""
+        """Return the index of the frequency that turns `key` times in the original context."""
         turns = settings.get_float(f"rope.scaling.{key}", default)
         return dims * math.log(original / (2 * math.pi * turns)) / (2 * math.log(theta))
 
@@ -81,15 +82,6 @@ def yarn_rope(settings: Metadata, head_dim: int) -> RopeConfig:
     return RopeConfig(theta, dims, divisors, scale)
 
 
-def proportional_rope(settings: Metadata, head_dim: int) -> RopeConfig:
-    """Return a rotation over whole heads of which only the first frequencies turn."""
-    check_scaling(settings, "proportional")
-    share = settings.get_float("rope.scaling.partial_rotary_factor", 1.0)
-    turning = int(share * head_dim // 2)
-    divisors = (1.0,) * turning + (math.inf,) * (head_dim // 2 - turning)
-    return RopeConfig(settings.get_float("rope.freq_base"), head_dim, divisors)
-
-
 def rope_kind(settings: Metadata) -> str:
     """Return the name of the scaling; "none" where there is none."""
     kind = settings.get_str("rope.scaling.type", "none")
@@ -97,7 +89,7 @@ def rope_kind(settings: Metadata) -> str:
 
 
 def check_scaling(settings: Metadata, kind: str, more: tuple[str, ...] = ()) -> None:
-    """Refuse another scaling than `kind`, and settings that it does not have."""
+    """Refuse a scaling other than `kind`, and settings that are neither plain nor in `more`."""
     if (found := rope_kind(settings)) != kind:
         raise ModelError(
             f"{settings.path}: rotary scaling {found!r} is not supported where {kind!r} is usual."
@@ -107,3 +99,11 @@ def check_scaling(settings: Metadata, kind: str, more: tuple[str, ...] = ()) -> 
         raise ModelError(
             f"{settings.path}: rotary setting {unknown[0].rpartition('.')[2]!r} is not supported."
         )
+
+
+def stored_divisors(header: ModelHeader) -> tuple[float, ...] | None:
+    """Return the divisors of rotary frequencies that a file stores; None where it has none."""
+    stored = header.tensors.get("rope_freqs")
+    if stored is None:
+        return None
+    return tuple(array("f", stored.data().tobytes()))

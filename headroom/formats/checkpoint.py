@@ -8,11 +8,13 @@ from typing import Any
 
 from headroom.errors import FormatError
 from headroom.formats.gguf import read_split_gguf
-from headroom.formats.header import ModelHeader, gguf_header, safetensors_header
-from headroom.formats.metadata import Metadata, Vocabulary, read_vocabulary
-from headroom.formats.names import Format
+from headroom.formats.header import ModelHeader
+from headroom.formats.metadata import Metadata
+from headroom.formats.names import Format, Namings
+from headroom.formats.read_header import gguf_header, safetensors_header
 from headroom.formats.safetensors import find_safetensors, read_json, read_model_files
 from headroom.formats.tensor import TensorInfo, map_file
+from headroom.formats.vocabulary import Vocabulary, read_vocabulary
 
 BESIDE_SAFETENSORS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -51,21 +53,26 @@ class Checkpoint:
         """What a plan needs of this checkpoint."""
         return ModelHeader(
             name=self.metadata.get_str("general.name", self.path.stem),
+            format=self.format,
             architecture=self.architecture,
             metadata=self.metadata,
             tensors=self.tensors,
         )
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a .gguf file, a .safetensors file or index, or a folder with one of them."""
+def open_checkpoint(path: Path, namings: Namings) -> Checkpoint:
+    """Open a .gguf file, a .safetensors file or index, or a folder with one of them.
+
+    `namings` give tensors and settings of known architectures their names; callers outside this
+    package use `families.files`, which passes those of all families.
+    """
     if not path.exists():
         raise FormatError(f"There is no file or folder {path}.")
     if path.is_dir():
         path = _main_file(path)
     if path.name.endswith((".safetensors", ".json")):
-        return _open_safetensors(path)
-    return _open_gguf(path)
+        return _open_safetensors(path, namings)
+    return _open_gguf(path, namings)
 
 
 def _main_file(folder: Path) -> Path:
@@ -82,9 +89,9 @@ def _main_file(folder: Path) -> Path:
     return parts[0] if parts else find_safetensors(folder)
 
 
-def _open_gguf(path: Path) -> Checkpoint:
+def _open_gguf(path: Path, namings: Namings) -> Checkpoint:
     parts = read_split_gguf(path)
-    header = gguf_header(parts, path)
+    header = gguf_header(parts, path, namings)
     template = header.metadata.get_str("tokenizer.chat_template", "")
     return Checkpoint(
         path=path,
@@ -100,12 +107,12 @@ def _open_gguf(path: Path) -> Checkpoint:
     )
 
 
-def _open_safetensors(path: Path) -> Checkpoint:
+def _open_safetensors(path: Path, namings: Namings) -> Checkpoint:
     path = find_safetensors(path)
     config_path = path.with_name("config.json")
     config = read_json(config_path)
     parts = read_model_files(path)
-    header = safetensors_header(config, config_path, parts, path.absolute().parent.name)
+    header = safetensors_header(config, config_path, parts, path.absolute().parent.name, namings)
     tokenizer_file = path.with_name("tokenizer.json")
     tokenizer_config = _tokenizer_config(path.parent, config)
     files = [(config_path, map_file(config_path)), *((part.path, part.header) for part in parts)]
@@ -123,13 +130,13 @@ def _open_safetensors(path: Path) -> Checkpoint:
     )
 
 
-def open_header(path: Path) -> ModelHeader:
+def open_header(path: Path, namings: Namings) -> ModelHeader:
     """Open what a plan needs of a checkpoint; a config.json without weights will do."""
     if path.is_dir() and (path / "config.json").is_file() and not _has_weights(path):
         path = path / "config.json"
     if path.name != "config.json":
-        return open_checkpoint(path).header
-    return safetensors_header(read_json(path), path, (), path.absolute().parent.name)
+        return open_checkpoint(path, namings).header
+    return safetensors_header(read_json(path), path, (), path.absolute().parent.name, namings)
 
 
 def _has_weights(folder: Path) -> bool:

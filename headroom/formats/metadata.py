@@ -1,4 +1,4 @@
-"""Metadata and Vocabulary: both formats' settings in GGUF's words, without its prefixes."""
+"""Metadata: the settings of both formats by GGUF's keys, without the architecture's prefix."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,21 +7,7 @@ from reprlib import repr as short
 from typing import Any
 
 from headroom.errors import FormatError
-from headroom.formats.mapped import MappedStrings
-
-# HF model_type to GGUF's name of the family; other names are kept as they are.
-ARCHITECTURES = {
-    "llama": "llama",
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe",
-    "qwen3_5": "qwen35",
-    "qwen3_5_text": "qwen35",
-    "qwen3_5_moe": "qwen35moe",
-    "qwen3_5_moe_text": "qwen35moe",
-    "laguna": "laguna",
-    "gemma4": "gemma4",
-    "gemma4_text": "gemma4",
-}
+from headroom.formats.names import Namings
 
 # config.json's key to ours; a key without a row is visible as "hf.<key>".
 CONFIG_KEYS: dict[str, tuple[str, ...]] = {
@@ -54,10 +40,6 @@ ROPE_KEYS = {
     "beta_slow": "rope.scaling.yarn_beta_slow",
     "mrope_section": "rope.dimension_sections",
 }
-
-SPECIAL_TOKENS = ("bos", "eos", "eot", "eom", "unknown", "padding", "mask")
-_BOS_BY_DEFAULT = ("llama", "gemma4")  # tokenizer models that begin every text with bos
-_NO_TOKEN = (-1, 0xFFFFFFFF)  # how some writers say that there is no such token
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,42 +111,6 @@ class Metadata:
         return FormatError(f"{self.path}: {key} is {short(value)}, not {wanted}.")
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """A GGUF file's tokenizer; texts are decoded from the map only when asked for."""
-
-    model: str  # gpt2, llama, gemma4
-    pre: str  # which rule splits words; "" if the file names none
-    tokens: Sequence[str] = field(repr=False)
-    types: Sequence[int] = field(repr=False)  # one per token, or none
-    scores: Sequence[float] = field(repr=False)  # one per token, or none
-    merges: Sequence[str] = field(repr=False)
-    special_ids: Mapping[str, int]  # of those of SPECIAL_TOKENS that the file names
-    add_bos: bool
-    add_eos: bool
-
-
-def read_vocabulary(metadata: Metadata) -> Vocabulary | None:
-    """Return the tokenizer that a GGUF file's keys describe, if they do."""
-    if "tokenizer.ggml.tokens" not in metadata:
-        return None
-    model = metadata.get_str("tokenizer.ggml.model")
-    tokens = _strings(metadata, "tokenizer.ggml.tokens")
-    types = _numbers(metadata, "tokenizer.ggml.token_type", "bBhHiIqQ", len(tokens))
-    scores = _numbers(metadata, "tokenizer.ggml.scores", "fd", len(tokens))
-    return Vocabulary(
-        model=model,
-        pre=metadata.get_str("tokenizer.ggml.pre", ""),
-        tokens=tokens,
-        types=types,
-        scores=scores,
-        merges=_strings(metadata, "tokenizer.ggml.merges"),
-        special_ids=_special_ids(metadata, len(tokens)),
-        add_bos=metadata.get_bool("tokenizer.ggml.add_bos_token", model in _BOS_BY_DEFAULT),
-        add_eos=metadata.get_bool("tokenizer.ggml.add_eos_token", False),
-    )
-
-
 def config_values(config: Mapping[str, Any]) -> dict[str, object]:
     """Return a config.json in our words; what GGUF has no word for begins with "hf."."""
     text = config.get("text_config")
@@ -181,17 +127,25 @@ def config_values(config: Mapping[str, Any]) -> dict[str, object]:
     return values
 
 
-def config_architecture(config: Mapping[str, Any], path: Path) -> str:
-    """Return GGUF's name of the family that a config.json describes."""
+def config_architecture(config: Mapping[str, Any], path: Path, namings: Namings) -> str:
+    """Return GGUF's name of the architecture that a config.json describes.
+
+    A model_type that no naming lists is returned as it is.
+    """
     text = config.get("text_config")
     inner = text.get("model_type") if isinstance(text, Mapping) else None
     name = config.get("model_type", inner)
     if not isinstance(name, str):
         raise FormatError(f"{path} has no model_type.", hint="It is not a model's config.json.")
     classes = config.get("architectures")
-    if isinstance(classes, list) and "DFlashDraftModel" in classes:
-        return "dflash"
-    return ARCHITECTURES.get(name, name)
+    named = classes if isinstance(classes, list) else []
+    for naming in namings.values():
+        if any(kind in naming.classes for kind in named):
+            return naming.architecture
+    for naming in namings.values():
+        if name in naming.model_types:
+            return naming.architecture
+    return name
 
 
 def _rope_values(key: str, rope: object) -> dict[str, object]:
@@ -204,33 +158,3 @@ def _rope_values(key: str, rope: object) -> dict[str, object]:
     if plain:
         values.pop("rope.scaling.type", None)
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _strings(metadata: Metadata, key: str) -> Sequence[str]:
-    value = metadata.values.get(key, ())
-    if isinstance(value, MappedStrings):
-        return value
-    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 0:
-        return ()
-    raise FormatError(f"{metadata.path}: {key} is {short(value)}, not a list of texts.")
-
-
-def _numbers(metadata: Metadata, key: str, formats: str, count: int) -> Sequence[Any]:
-    value = metadata.values.get(key, memoryview(b""))
-    if not isinstance(value, memoryview) or (len(value) and value.format not in formats):
-        raise FormatError(f"{metadata.path}: {key} is {short(value)}, not a list of numbers.")
-    if len(value) not in (0, count):
-        raise FormatError(f"{metadata.path}: {key} has {len(value)} entries for {count} tokens.")
-    return value
-
-
-def _special_ids(metadata: Metadata, count: int) -> dict[str, int]:
-    ids: dict[str, int] = {}
-    for name in SPECIAL_TOKENS:
-        key = f"tokenizer.ggml.{name}_token_id"
-        if key not in metadata or (token := metadata.get_int(key)) in _NO_TOKEN:
-            continue
-        if not 0 <= token < count:
-            raise FormatError(f"{metadata.path}: {key} is {token}, but there are {count} tokens.")
-        ids[name] = token
-    return ids

@@ -1,6 +1,11 @@
-"""Tensor names: what GGUF and safetensors call a tensor, and the one name used here."""
+"""Tensor names: what GGUF and safetensors call a tensor, and the one name used here.
+
+Most families share the names below. What one family names differently comes as data: a Naming.
+"""
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -13,13 +18,6 @@ MODEL_NAMES: tuple[Row, ...] = (
     ("norm", "output_norm", "norm"),
     ("head", "output", "lm_head"),
     ("rope_freqs", "rope_freqs", ""),
-    # Gemma 4: inputs of every layer, from a table of their own.
-    ("side.embed", "per_layer_token_embd", "embed_tokens_per_layer"),
-    ("side.proj", "per_layer_model_proj", "per_layer_model_projection"),
-    ("side.norm", "per_layer_proj_norm", "per_layer_projection_norm"),
-    # DFlash drafts: features of the target on their way into the draft.
-    ("features.proj", "fc", "fc"),
-    ("features.norm", "enc.output_norm", "hidden_norm"),
 )
 
 # After "layers.N." in ours, "blk.N." in GGUF, "layers.N." in safetensors; {e} is an expert.
@@ -49,49 +47,6 @@ LAYER_NAMES: tuple[Row, ...] = (
     ("ffn.shared.router", "ffn_gate_inp_shexp", "mlp.shared_expert_gate"),
 )
 
-# Gated linear attention.
-_DELTA_NAMES: tuple[Row, ...] = (
-    ("ffn.norm", "post_attention_norm", "post_attention_layernorm"),
-    ("delta.qkv", "attn_qkv", "linear_attn.in_proj_qkv"),
-    ("delta.z", "attn_gate", "linear_attn.in_proj_z"),
-    ("delta.beta", "ssm_beta", "linear_attn.in_proj_b"),
-    ("delta.alpha", "ssm_alpha", "linear_attn.in_proj_a"),
-    ("delta.conv", "ssm_conv1d", "linear_attn.conv1d"),
-    ("delta.a", "ssm_a", "linear_attn.A_log"),  # GGUF holds -exp of it
-    ("delta.dt", "ssm_dt", ""),
-    ("delta.dt_bias", "", "linear_attn.dt_bias"),
-    ("delta.norm", "ssm_norm", "linear_attn.norm"),
-    ("delta.out", "ssm_out", "linear_attn.out_proj"),
-)
-
-# Rows of one architecture take the place of shared ones with the same name in the file.
-LAYER_OVERRIDES: dict[str, tuple[Row, ...]] = {
-    "qwen35": _DELTA_NAMES,
-    "qwen35moe": _DELTA_NAMES,
-    "laguna": (
-        ("attn.gate", "attn_gate", "self_attn.g_proj"),
-        ("ffn.score", "exp_probs_b", ""),
-        ("ffn.score_bias", "", "mlp.experts.e_score_correction_bias"),
-    ),
-    "gemma4": (
-        ("attn.post_norm", "post_attention_norm", "post_attention_layernorm"),
-        ("ffn.norm", "ffn_norm", "pre_feedforward_layernorm"),
-        ("ffn.post_norm", "post_ffw_norm", "post_feedforward_layernorm"),
-        ("ffn.dense_post_norm", "post_ffw_norm_1", "post_feedforward_layernorm_1"),
-        ("ffn.experts_post_norm", "post_ffw_norm_2", "post_feedforward_layernorm_2"),
-        ("ffn.experts_norm", "pre_ffw_norm_2", "pre_feedforward_layernorm_2"),
-        ("ffn.router", "ffn_gate_inp", "router.proj"),
-        ("ffn.router_scale", "ffn_gate_inp.scale", "router.scale"),
-        ("ffn.experts_scale", "ffn_down_exps.scale", "router.per_expert_scale"),
-        ("ffn.experts.gate_up", "ffn_gate_up_exps", "experts.gate_up_proj"),
-        ("ffn.experts.down", "ffn_down_exps", "experts.down_proj"),
-        ("side.gate", "inp_gate", "per_layer_input_gate"),
-        ("side.proj", "proj", "per_layer_projection"),
-        ("side.norm", "post_norm", "post_per_layer_input_norm"),
-        ("scale", "layer_output_scale", "layer_scalar"),
-    ),
-}
-
 _LAYER = {
     "gguf": re.compile(r"blk\.([0-9]+)\.(.+)"),
     "safetensors": re.compile(r"layers\.([0-9]+)\.(.+)"),
@@ -101,41 +56,74 @@ _EXPERT = re.compile(r"(?<=\.experts\.)[0-9]+(?=\.)")
 _MODEL_PREFIX = re.compile(r"\Amodel\.(language_model\.)?")
 
 
-def canonical_name(name: str, architecture: str, format: Format) -> str:
-    """Return our name of a tensor, or the file's own where the tables have none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Naming:
+    """How the files of one architecture name the model and those tensors that few others have."""
+
+    architecture: str  # general.architecture of its GGUF files
+    model_types: tuple[str, ...] = ()  # model_type of its config.json
+    # Entries of `architectures` in config.json that name this architecture whatever the model_type.
+    classes: tuple[str, ...] = ()
+    # Rows beside the shared ones; a row replaces the shared row with the same name in the file.
+    model_names: tuple[Row, ...] = ()
+    layer_names: tuple[Row, ...] = ()
+    # Whether the head is the embedding where a config.json without weights does not say.
+    tied_by_default: bool = False
+
+
+Namings = Mapping[str, Naming]  # by architecture
+
+
+def find_naming(architecture: str, namings: Namings) -> Naming:
+    """Return the naming of an architecture; one that is not listed has the shared names alone."""
+    return namings.get(architecture) or Naming(architecture=architecture)
+
+
+def canonical_name(name: str, naming: Naming, format: Format) -> str:
+    """Return our name of a tensor, or the file's own name where the tables have none."""
     rest = _MODEL_PREFIX.sub("", name, count=1) if format == "safetensors" else name
     layer = _LAYER[format].fullmatch(rest)
     if layer is None:
-        return _look_up(rest, _table("", format)) or name
-    found = _look_up(layer[2], _table(architecture, format))
+        return _look_up(rest, _model_table(naming, format)) or name
+    found = _look_up(layer[2], _layer_table(naming, format))
     return f"layers.{layer[1]}.{found}" if found else name
 
 
-def file_name(name: str, architecture: str, expert: int | None = None) -> str:
+def safetensors_name(name: str, naming: Naming, expert: int | None = None) -> str:
     """Return what safetensors call a GGUF tensor, without the model's prefix and ".weight".
 
-    `expert` asks for one of those that GGUF keeps in one stack.
+    GGUF keeps all experts of a layer in one stack; `expert` asks for the name of one of them.
     """
-    ours = canonical_name(name, architecture, "gguf")
+    ours = canonical_name(name, naming, "gguf")
     layer = _OUR_LAYER.match(ours)
     before, rest = (layer[0], ours[layer.end() :]) if layer else ("", ours)
     if expert is not None:
         rest = rest.replace(".experts.", ".experts.{e}.")
-    theirs = _inverse(architecture if layer else "")
+    theirs = _inverse(naming, layer is not None)
     stem = theirs.get(rest) or f"{theirs[rest.removesuffix('_bias')]}.bias"
     return before + stem.replace("{e}", str(expert))
 
 
 @cache
-def _inverse(architecture: str) -> dict[str, str]:
-    """Return safetensors' names by ours, of an architecture's layers or outside them."""
-    return {ours: theirs for theirs, ours in _table(architecture, "safetensors").items()}
+def _inverse(naming: Naming, in_layer: bool) -> dict[str, str]:
+    """Return safetensors' names by ours, inside layers or outside them."""
+    table = (_layer_table if in_layer else _model_table)(naming, "safetensors")
+    return {ours: theirs for theirs, ours in table.items()}
 
 
 @cache
-def _table(architecture: str, format: Format) -> dict[str, str]:
-    """Return our names by the file's, of an architecture's layers or, for "", outside them."""
-    rows = LAYER_NAMES + LAYER_OVERRIDES.get(architecture, ()) if architecture else MODEL_NAMES
+def _model_table(naming: Naming, format: Format) -> dict[str, str]:
+    """Return our names by the file's, of tensors outside the layers."""
+    return _by_file_name(MODEL_NAMES + naming.model_names, format)
+
+
+@cache
+def _layer_table(naming: Naming, format: Format) -> dict[str, str]:
+    """Return our names by the file's, of tensors of a layer."""
+    return _by_file_name(LAYER_NAMES + naming.layer_names, format)
+
+
+def _by_file_name(rows: tuple[Row, ...], format: Format) -> dict[str, str]:
     column = 1 if format == "gguf" else 2
     return {row[column]: row[0] for row in rows if row[column]}
 

@@ -6,6 +6,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from headroom.formats.gguf import (
     parse_gguf,
     part_names,
 )
-from headroom.formats.header import ModelHeader, gguf_header, safetensors_header
+from headroom.formats.header import ModelHeader
+from headroom.formats.names import Namings
+from headroom.formats.read_header import gguf_header, safetensors_header
 from headroom.formats.safetensors import (
     INDEX_NAME,
     INDEX_SUFFIX,
@@ -97,46 +100,37 @@ class RemoteFile:
         return data
 
 
-def read_remote(url: str, token: str | None = None) -> ModelHeader:
+def read_remote(url: str, namings: Namings, token: str | None = None) -> ModelHeader:
     """Read the header of the model at a URL: a GGUF file, safetensors, an index, a config.json."""
     name = _folders(url)[-1]
     if name.endswith(".gguf"):
-        return gguf_header(_gguf_parts(url, token), Path(name))
+        return gguf_header(_gguf_parts(url, token), Path(name), namings)
     if name == "config.json":
-        return _with_config(url, (), token)
+        return _with_config(url, (), namings, token)
     if name.endswith(INDEX_SUFFIX):
-        return _with_config(url, _indexed(url, token), token)
+        return _with_config(url, _indexed(url, token), namings, token)
     if name.endswith(".safetensors"):
-        return _with_config(url, (_safetensors(url, token),), token)
+        return _with_config(url, (_safetensors(url, token),), namings, token)
     raise FormatError(
         f"{url} does not name a model file.",
         hint="Give the URL of a .gguf or .safetensors file, an index or a config.json.",
     )
 
 
-def read_hub(repo: str, file: str | None) -> ModelHeader:
+def read_hub(repo: str, file: str | None, namings: Namings) -> ModelHeader:
     """Read the header of a model on Hugging Face: one GGUF file, or the repository's own."""
     token = huggingface_hub.get_token()
     if file is not None:
-        return read_remote(huggingface_hub.hf_hub_url(repo, file), token)
+        return read_remote(huggingface_hub.hf_hub_url(repo, file), namings, token)
     for name in (INDEX_NAME, "model.safetensors"):
         try:
-            header = read_remote(huggingface_hub.hf_hub_url(repo, name), token)
+            header = read_remote(huggingface_hub.hf_hub_url(repo, name), namings, token)
         except MissingFileError:
             continue
-        return _renamed(header, repo)
+        return replace(header, name=repo)
     raise MissingFileError(
         f"The repository {repo} holds no safetensors.",
         hint=f"For a GGUF file of it, name the file: {repo}:FILE.gguf",
-    )
-
-
-def _renamed(header: ModelHeader, name: str) -> ModelHeader:
-    return ModelHeader(
-        name=name,
-        architecture=header.architecture,
-        metadata=header.metadata,
-        tensors=header.tensors,
     )
 
 
@@ -191,11 +185,14 @@ def _indexed(url: str, token: str | None) -> tuple[SafetensorsFile, ...]:
     )
 
 
-def _with_config(url: str, parts: Sequence[SafetensorsFile], token: str | None) -> ModelHeader:
+def _with_config(
+    url: str, parts: Sequence[SafetensorsFile], namings: Namings, token: str | None
+) -> ModelHeader:
     config_url = _beside(url, "config.json")
     folders = _folders(url)
     name = folders[-2] if len(folders) > 1 and folders[-2] else config_url
-    return safetensors_header(_json(config_url, token), Path("config.json"), parts, name)
+    config = _json(config_url, token)
+    return safetensors_header(config, Path("config.json"), parts, name, namings)
 
 
 def _folders(url: str) -> list[str]:

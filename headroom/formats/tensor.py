@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from headroom.errors import FormatError
 from headroom.formats.quants import QuantType
 
-Bytes = npt.NDArray[np.uint8]
+if TYPE_CHECKING:  # plans of known models need this module and no numpy
+    import numpy as np
+    import numpy.typing as npt
+
+    Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +27,14 @@ class TensorInfo:
     quant: QuantType
     path: Path  # the file that holds it
     offset: int  # of its first byte, from the start of the file
-    source: Bytes = field(repr=False, compare=False)  # the whole file, mapped
+    source: "Bytes" = field(repr=False, compare=False)  # the whole file, mapped
 
     @property
     def nbytes(self) -> int:
         """The bytes that the tensor takes in the file."""
         return self.quant.bytes_for(prod(self.shape))
 
-    def data(self) -> Bytes:
+    def data(self) -> "Bytes":
         """Return the tensor's bytes as a read-only view of the mapped file; copies nothing."""
         found = self.source[self.offset : self.offset + self.nbytes]
         if len(found) != self.nbytes:

@@ -6,25 +6,13 @@ from reprlib import repr as short
 
 from headroom.errors import ModelError
 from headroom.families.config import AttentionConfig, DeltaNetConfig, ModelConfig
-from headroom.families.dims import read_dims
 from headroom.families.family import ANY, USUAL, Family
-from headroom.families.gemma4 import GEMMA4
-from headroom.families.laguna import LAGUNA
-from headroom.families.llama import LLAMA
-from headroom.families.qwen3 import QWEN3
-from headroom.families.qwen3moe import QWEN3MOE
-from headroom.families.qwen35 import QWEN35
-from headroom.families.qwen35moe import QWEN35MOE
+from headroom.families.registry import FAMILIES, RUNNABLE, read_dims
 from headroom.formats.checkpoint import Checkpoint
 from headroom.plan.shape import ModelShape
 from headroom.plan.sources import header_shape
 
 log = logging.getLogger(__name__)
-
-FAMILIES: dict[str, Family] = {
-    family.architecture: family
-    for family in (LLAMA, QWEN3, QWEN3MOE, QWEN35, QWEN35MOE, LAGUNA, GEMMA4)
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +27,17 @@ class ModelDescription:
 def describe(checkpoint: Checkpoint) -> ModelDescription:
     """Read a checkpoint's settings and check its tensors against them."""
     family = FAMILIES.get(checkpoint.architecture)
-    if family is None:
+    if family is None or family.read_config is None:
         raise ModelError(
             f"{checkpoint.path} is a {checkpoint.architecture!r} model, which is not supported.",
-            hint=f"Supported: {', '.join(FAMILIES)}.",
+            hint=f"Supported: {', '.join(RUNNABLE)}.",
         )
     _refuse_unknown_settings(checkpoint, family)
     _check_value_length(checkpoint)
-    # The planner's own reader: what it counts is what is built.
     header = checkpoint.header
     dims = read_dims(header)
     shape = header_shape(header)
-    config = family.read_config(checkpoint, dims)
+    config = family.read_config(header, dims)
     _check_attention(checkpoint, config)
     _check_states(checkpoint, config)
     if extra := checkpoint.metadata.get_int("block_count") - dims.layers:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from headroom.errors import OptionError
-from headroom.families.known import KNOWN, is_known, split_mix
+from headroom.families.registry import KNOWN, is_known, split_mix
 from headroom.formats.mixes import MIXES, find_mix
 from headroom.plan.shape import ModelShape
 from headroom.plan.shaping import shape_of

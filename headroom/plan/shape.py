@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from headroom.families.tables import LayerKind
+from headroom.families.dims import LayerKind
 
 
 class LayerRange(NamedTuple):

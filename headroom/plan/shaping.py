@@ -1,8 +1,11 @@
-"""Shaping: dimensions and tensor types become the bytes and work that the planner counts."""
+"""Shaping: from dimensions and tensor types to the bytes and work that the planner counts."""
 
 from math import prod
 
-from headroom.families.tables import LAYERS, Dims, LayerDims, Types, inner_name, tensor_types
+from headroom.families.dims import Dims, LayerDims
+from headroom.families.registry import find_family
+from headroom.families.tables import Types, tensor_types
+from headroom.families.tensors import inner_name
 from headroom.formats.mixes import Mix, kept_in_f32
 from headroom.formats.quants import F32, QuantType
 from headroom.plan.padding import (
@@ -14,17 +17,17 @@ from headroom.plan.padding import (
 )
 from headroom.plan.shape import LayerPadding, LayerShape, ModelShape, OuterPadding
 
-# Of layers that read the cache of another layer.
+# Tensors that a layer does not load if it reads the cache of another layer.
 UNUSED_WHERE_SHARED = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
 
 
 def shape_of(name: str, dims: Dims, mix: Mix) -> ModelShape:
-    """Return what the planner needs to know of a model in a mix."""
+    """Return the shape of a model whose tensors have the types of a mix."""
     return shape_from(name, dims, tensor_types(dims, mix))
 
 
 def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
-    """Return what the planner needs to know of a model whose tensors have these types."""
+    """Return the shape of a model whose tensors have these types."""
     outer = {key: value for key, value in types.items() if not key.startswith("blk.")}
 
     def size(*keys: str) -> tuple[int, int]:
@@ -37,7 +40,8 @@ def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
     outer.pop("rope_freqs.weight", None)  # becomes a setting
     wide = sum(prod(shape) for key, (shape, _) in outer.items() if not kept_in_f32(key, shape))
     rest = size(*list(outer))
-    layers = [LAYERS[dims.architecture](dims, index) for index in range(dims.layers)]
+    family = find_family(dims.architecture)
+    layers = [family.layer(dims, index) for index in range(dims.layers)]
     return ModelShape(
         name=name,
         architecture=dims.architecture,
@@ -55,7 +59,7 @@ def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
         norm_values=rest[1],
         norm_matrix_values=wide,
         ffn_width=max(layer.ffn for layer in layers),
-        staging_buffers=3 if dims.architecture == "gemma4" else 2,
+        staging_buffers=3 if family.keeps_embedding else 2,
         side_values=dims.layers * dims.side_width,
         taps=dims.taps,
         tap_width=dims.hidden if dims.taps else 0,

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headroom.errors import FormatError, ModelError, OptionError
-from headroom.families.dims import read_dims
-from headroom.families.known import KNOWN, is_known, split_mix
-from headroom.families.tables import Dims, Types, tensor_table
-from headroom.formats.checkpoint import open_header
+from headroom.families.dims import Dims
+from headroom.families.files import open_header
+from headroom.families.registry import KNOWN, NAMINGS, is_known, read_dims, split_mix
+from headroom.families.tables import Types, tensor_table
 from headroom.formats.header import ModelHeader
 from headroom.formats.hub import find_model, split_repository
 from headroom.formats.mixes import MIXES, find_mix
@@ -42,7 +42,7 @@ def find_shape(text: str, home: Path) -> ModelShape:
 def read_header(text: str, home: Path) -> ModelHeader:
     """Return a model's header from this disk or, without a weight, over the network."""
     if re.match(r"https?://", text):
-        return read_remote(text)
+        return read_remote(text, NAMINGS)
     try:
         path = find_model(text, home)
     except FormatError as error:
@@ -54,7 +54,7 @@ def read_header(text: str, home: Path) -> ModelHeader:
                 f"a .gguf file, a folder, a config.json, a URL, org/repo or org/repo:file.gguf.",
                 param="model",
             ) from error
-        return read_hub(*repository)
+        return read_hub(*repository, NAMINGS)
     return open_header(path)
 
 
@@ -70,8 +70,9 @@ def header_shape(header: ModelHeader, mix_name: str = "") -> ModelShape:
 def file_types(header: ModelHeader, dims: Dims) -> Types:
     """Return a file's tensors by GGUF's names; refuse what the settings do not agree with."""
     left, types = dict(header.tensors), Types()
+    naming = NAMINGS[header.architecture]
     for name, shape in tensor_table(dims).items():
-        ours = canonical_name(name, header.architecture, "gguf")
+        ours = canonical_name(name, naming, "gguf")
         quant = _take(left, ours, shape, header)
         if quant is not None:
             types[name] = (shape, quant)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Coder
 
 from headroom.errors import FormatError, ModelError, RequestError
 from headroom.formats.checkpoint import Checkpoint
-from headroom.formats.metadata import Vocabulary
+from headroom.formats.vocabulary import Vocabulary
 from headroom.text.spelling import BLANK_MARK, Spelling
 from headroom.text.vocabulary_coder import (
     CONTROL,

@@ -2,7 +2,7 @@
 
 from tokenizers import decoders
 
-from headroom.formats.metadata import Vocabulary
+from headroom.formats.vocabulary import Vocabulary
 from headroom.text.spelling import BLANK_MARK, Spelling
 from headroom.text.vocabulary_coder import build_coder, spelling_of
 

@@ -9,7 +9,7 @@ from tokenizers.normalizers import Normalizer, Prepend, Replace
 from tokenizers.normalizers import Sequence as Normalizers
 
 from headroom.errors import ModelError
-from headroom.formats.metadata import Vocabulary
+from headroom.formats.vocabulary import Vocabulary
 from headroom.text.pre_tokenizers import word_rule
 from headroom.text.spelling import BLANK_MARK, Spelling
 

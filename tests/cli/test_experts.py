@@ -9,7 +9,7 @@ import pytest
 
 from headroom.cli.main import run_command
 from headroom.experts.stats import RoutingHistory, save_history
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from tests.synth_models import MODELS, write_model
 
 DIMS = MODELS["laguna"].dims

@@ -7,7 +7,7 @@ import pytest
 
 from headroom.cli.main import run_command
 from headroom.experts.placement import ExpertPlacement, save_placement
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from tests.synth_models import MODELS, write_model
 
 CARD = ("--device", "2GiB", "--expert-budget", "50%")

@@ -7,7 +7,7 @@ import pytest
 
 from headroom.cli.main import run_command
 from headroom.errors import FormatError
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.formats.writing import check_space
 
 

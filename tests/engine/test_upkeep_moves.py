@@ -12,7 +12,8 @@ import pytest
 from headroom.engine.engine import Engine
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent, TokenLogprobs
 from headroom.experts.exchange import StoreSwaps
-from headroom.formats.checkpoint import Checkpoint, open_checkpoint
+from headroom.families.files import open_checkpoint
+from headroom.formats.checkpoint import Checkpoint
 from headroom.layers.batch import Batch
 from headroom.split.expert_records import read_records
 from headroom.split.pipeline import Pipeline

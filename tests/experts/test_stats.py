@@ -8,7 +8,8 @@ import torch
 from headroom.engine.batching import make_batch
 from headroom.engine.scheduler import Turn
 from headroom.experts.stats import RoutingStats
-from headroom.formats.checkpoint import Checkpoint, open_checkpoint
+from headroom.families.files import open_checkpoint
+from headroom.formats.checkpoint import Checkpoint
 from headroom.kernels.ops import Case, RouterRule
 from headroom.kernels.registry import pick
 from headroom.split.pipeline import Pipeline

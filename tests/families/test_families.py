@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from headroom.formats.checkpoint import Checkpoint, open_checkpoint
-from headroom.plan.describe import FAMILIES
+from headroom.families.files import open_checkpoint
+from headroom.families.registry import RUNNABLE
+from headroom.formats.checkpoint import Checkpoint
 from tests.families.oracles import PROMPT, VARIANTS, oracle_greedy, oracle_logits, variant
 from tests.running import greedy_tokens, run_steps
 
@@ -22,7 +23,7 @@ def _cases() -> list[object]:
         pytest.param(
             name,
             marks=pytest.mark.skipif(
-                found.architecture not in FAMILIES, reason=f"{found.architecture} does not run yet"
+                found.architecture not in RUNNABLE, reason=f"{found.architecture} does not run yet"
             ),
         )
         for name, found in VARIANTS.items()

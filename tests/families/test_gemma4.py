@@ -9,7 +9,8 @@ import torch
 
 from headroom.errors import ModelError
 from headroom.families.config import AttentionConfig
-from headroom.formats.checkpoint import Checkpoint, open_checkpoint
+from headroom.families.files import open_checkpoint
+from headroom.formats.checkpoint import Checkpoint
 from headroom.plan.describe import describe
 from tests.families import family_configs as configs
 from tests.families.oracles import oracle_logits, variant
@@ -108,7 +109,7 @@ def test_settings_without_arithmetic_are_refused_by_name(
 
 def _config_only(checkpoint: Checkpoint) -> None:
     """Read the settings without the check of tensors, which other kinds of layers would fail."""
-    from headroom.families.dims import read_dims
     from headroom.families.gemma4 import read_config
+    from headroom.families.registry import read_dims
 
-    read_config(checkpoint, read_dims(checkpoint.header))
+    read_config(checkpoint.header, read_dims(checkpoint.header))

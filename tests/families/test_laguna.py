@@ -11,7 +11,8 @@ import torch
 
 from headroom.errors import ModelError
 from headroom.families.config import AttentionConfig
-from headroom.formats.checkpoint import Checkpoint, open_checkpoint
+from headroom.families.files import open_checkpoint
+from headroom.formats.checkpoint import Checkpoint
 from headroom.plan.describe import describe
 from tests.families import family_configs as configs
 from tests.families.family_gguf import write_gguf

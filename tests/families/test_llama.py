@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from headroom.errors import ModelError
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.plan.describe import describe
 from tests.running import greedy_tokens, run_steps
 from tests.tiny import VOCAB, gguf_tensors, llama_config, random_model, save_gguf, save_safetensors

@@ -22,10 +22,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from headroom.families.synth.recipe import TINY, find_recipe
+from headroom.families.files import open_checkpoint
+from headroom.families.registry import FAMILIES, RUNNABLE
+from headroom.families.synth.recipe import find_recipe
 from headroom.families.synth.values import Source
 from headroom.families.synth.write import write_gguf
-from headroom.formats.checkpoint import open_checkpoint
 from headroom.text.tokenizer import Tokenizer
 from tests.running import run_steps
 
@@ -33,7 +34,7 @@ TEXT = "What would the people say? Twelve: 12, 3.5!\n\n  There were two of them\
 TOKENS = 48
 SPECIAL = (3, 4)  # how GGUF numbers control tokens and those that users define
 PROGRAMS = ("llama-completion", "llama-cli")  # by age; the first has what the second once had
-CASES = [(family, size) for family, sizes in TINY.items() if family != "dflash" for size in sizes]
+CASES = [(name, size) for name in RUNNABLE for size in FAMILIES[name].synthesis.tiny]
 # How far behind our best token one of llama.cpp's may be, and how many of its tokens must be it.
 # llama.cpp rounds the activations of packed products to 8 bits, we do not here. Measured with
 # b21e4de: packed and dense at most 0.17 and at least 43 of 48; with experts, of which a rounded row

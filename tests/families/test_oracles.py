@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headroom.families.dims import read_dims
-from headroom.formats.checkpoint import open_header
+from headroom.families.files import open_header
+from headroom.families.registry import read_dims
 from headroom.plan.shape import ModelShape
 from headroom.plan.sources import header_shape
 from tests.families.family_gguf import from_gguf, pieces, read_gguf

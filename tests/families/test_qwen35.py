@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from headroom.errors import ModelError
-from headroom.formats.checkpoint import Checkpoint, open_checkpoint
+from headroom.families.files import open_checkpoint
+from headroom.formats.checkpoint import Checkpoint
 from headroom.plan.describe import _check_states, describe
 from tests.families.oracles import oracle_logits, variant
 from tests.running import run_steps

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headroom.errors import ModelError
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.plan.describe import describe
 from tests.families import family_configs
 from tests.families.oracles import PROMPT, oracle_logits

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from headroom.errors import ModelError
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.plan.describe import describe
 from tests.families import family_configs as configs
 from tests.families.oracles import PROMPT, oracle_logits, variant

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 
 from headroom.errors import FormatError
+from headroom.families.files import open_checkpoint
 from headroom.families.synth.recipe import find_recipe
 from headroom.families.synth.values import Source
 from headroom.families.synth.write import write_gguf
-from headroom.formats.checkpoint import open_checkpoint
 from tests.formats.raw_files import LLAMA_CONFIG, STRING, Key, gguf_bytes, small_gguf, write_folder
 
 

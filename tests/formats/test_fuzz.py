@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headroom.errors import FormatError
-from headroom.formats.checkpoint import Checkpoint, open_checkpoint
+from headroom.families.files import open_checkpoint
+from headroom.formats.checkpoint import Checkpoint
 from tests.formats.raw_files import (
     LLAMA_CONFIG,
     entry,

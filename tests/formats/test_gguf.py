@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headroom.errors import FormatError
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.formats.gguf import GgufFile, read_gguf, read_split_gguf
 from tests.formats.raw_files import (
     ARRAY,

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from headroom.errors import FormatError
-from headroom.formats.checkpoint import open_checkpoint
-from headroom.formats.metadata import Metadata, config_architecture, config_values, read_vocabulary
+from headroom.families.files import open_checkpoint
+from headroom.families.registry import NAMINGS
+from headroom.formats.metadata import Metadata, config_architecture, config_values
+from headroom.formats.vocabulary import read_vocabulary
 from tests.formats.raw_files import ARRAY, LLAMA_CONFIG, STRING, U32, Key, gguf_bytes, small_gguf
 
 PATH = Path("model.gguf")
@@ -129,12 +131,12 @@ def test_the_text_part_of_a_wrapped_config_comes_out() -> None:
     ],
 )
 def test_a_config_names_its_architecture(config: dict[str, Any], architecture: str) -> None:
-    assert config_architecture(config, PATH) == architecture
+    assert config_architecture(config, PATH, NAMINGS) == architecture
 
 
 def test_a_config_without_a_model_type_is_refused() -> None:
     with pytest.raises(FormatError, match=r"config.json has no model_type"):
-        config_architecture({"hidden_size": 3}, Path("config.json"))
+        config_architecture({"hidden_size": 3}, Path("config.json"), NAMINGS)
 
 
 def test_a_vocabulary_is_read_from_the_file(tmp_path: Path) -> None:

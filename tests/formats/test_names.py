@@ -2,7 +2,10 @@
 
 import pytest
 
-from headroom.formats.names import LAYER_NAMES, MODEL_NAMES, canonical_name
+from headroom.families.registry import NAMINGS
+from headroom.formats.names import LAYER_NAMES, MODEL_NAMES, Naming, canonical_name, find_naming
+
+LLAMA = Naming(architecture="llama")
 
 
 @pytest.mark.parametrize(
@@ -38,27 +41,29 @@ from headroom.formats.names import LAYER_NAMES, MODEL_NAMES, canonical_name
     ],
 )
 def test_both_formats_give_one_name(gguf: str, safetensors: str, ours: str) -> None:
-    assert canonical_name(gguf, "llama", "gguf") == ours
-    assert canonical_name(safetensors, "llama", "safetensors") == ours
+    assert canonical_name(gguf, LLAMA, "gguf") == ours
+    assert canonical_name(safetensors, LLAMA, "safetensors") == ours
 
 
 def test_one_expert_keeps_its_number() -> None:
     name = "model.layers.7.mlp.experts.41.down_proj.weight"
-    assert canonical_name(name, "qwen3moe", "safetensors") == "layers.7.ffn.experts.41.down"
+    assert (
+        canonical_name(name, NAMINGS["qwen3moe"], "safetensors") == "layers.7.ffn.experts.41.down"
+    )
 
 
 def test_an_architecture_may_name_a_tensor_differently() -> None:
     name = "blk.1.post_attention_norm.weight"
-    assert canonical_name(name, "qwen35", "gguf") == "layers.1.ffn.norm"
-    assert canonical_name(name, "llama", "gguf") == name
+    assert canonical_name(name, NAMINGS["qwen35"], "gguf") == "layers.1.ffn.norm"
+    assert canonical_name(name, LLAMA, "gguf") == name
 
 
 @pytest.mark.parametrize(
     "name", ["v.blk.0.attn_q.weight", "blk.x.attn_q.weight", "blk.0.attn_rot", "mtp.fc.weight"]
 )
 def test_a_name_without_an_entry_stays_as_it_is(name: str) -> None:
-    assert canonical_name(name, "llama", "gguf") == name
-    assert canonical_name(name, "llama", "safetensors") == name
+    assert canonical_name(name, LLAMA, "gguf") == name
+    assert canonical_name(name, LLAMA, "safetensors") == name
 
 
 def test_no_two_rows_have_a_name_in_common() -> None:
@@ -66,3 +71,17 @@ def test_no_two_rows_have_a_name_in_common() -> None:
         for column in range(3):
             names = [row[column] for row in rows if row[column]]
             assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("naming", NAMINGS.values(), ids=NAMINGS)
+def test_no_two_rows_of_an_architecture_have_a_name_in_common(naming: Naming) -> None:
+    for rows in (naming.model_names, naming.layer_names):
+        for column in range(3):
+            names = [row[column] for row in rows if row[column]]
+            assert len(set(names)) == len(names)
+
+
+def test_an_architecture_that_is_not_listed_has_the_shared_names() -> None:
+    naming = find_naming("mamba", NAMINGS)
+    assert naming == Naming(architecture="mamba")
+    assert canonical_name("token_embd.weight", naming, "gguf") == "embed"

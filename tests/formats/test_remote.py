@@ -15,8 +15,9 @@ import huggingface_hub
 import pytest
 
 from headroom.errors import FormatError
+from headroom.families.files import open_header
+from headroom.families.registry import NAMINGS
 from headroom.formats import remote
-from headroom.formats.checkpoint import open_header
 from headroom.formats.remote import MissingFileError, read_hub, read_remote
 from tests.formats.test_gguf import part, write_parts
 from tests.tiny import llama_config, random_model, save_gguf, save_safetensors
@@ -100,7 +101,7 @@ def small_gguf(served: Served, name: str = "m.gguf") -> Path:
 
 def test_only_the_header_of_a_large_file_travels(served: Served, smollm2_path: Path) -> None:
     (served.folder / "smollm2.gguf").symlink_to(smollm2_path)
-    found, local = read_remote(f"{served.url}/smollm2.gguf"), open_header(smollm2_path)
+    found, local = read_remote(f"{served.url}/smollm2.gguf", NAMINGS), open_header(smollm2_path)
     assert (found.architecture, found.name) == (local.architecture, local.name)
     assert found.tensors == {
         key: type(info)(
@@ -116,7 +117,7 @@ def test_only_the_header_of_a_large_file_travels(served: Served, smollm2_path: P
 
 def test_weights_of_a_remote_file_cannot_be_used(served: Served, smollm2_path: Path) -> None:
     (served.folder / "smollm2.gguf").symlink_to(smollm2_path)
-    found = read_remote(f"{served.url}/smollm2.gguf")
+    found = read_remote(f"{served.url}/smollm2.gguf", NAMINGS)
     with pytest.raises(FormatError, match=r"Only the header of smollm2.gguf was read, not"):
         found.tensors["layers.29.ffn.down"].data()
 
@@ -124,7 +125,7 @@ def test_weights_of_a_remote_file_cannot_be_used(served: Served, smollm2_path: P
 def test_a_header_grows_request_by_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FIRST_BYTES", 100)
     path = small_gguf(served)
-    found = read_remote(f"{served.url}/m.gguf")
+    found = read_remote(f"{served.url}/m.gguf", NAMINGS)
     assert found.tensors.keys() == open_header(path).tensors.keys()
     assert 5 <= len(served.ranges) <= 12
     assert served.sent_bytes < 64 << 10
@@ -135,7 +136,7 @@ def test_safetensors_send_their_header_and_settings(
 ) -> None:
     monkeypatch.setattr(remote, "FIRST_BYTES", 64)
     folder = save_safetensors(random_model(llama_config()), served.folder / "tiny")
-    found = read_remote(f"{served.url}/tiny/model.safetensors")
+    found = read_remote(f"{served.url}/tiny/model.safetensors", NAMINGS)
     assert found.tensors.keys() == open_header(folder).tensors.keys()
     assert (found.name, found.architecture) == ("tiny", "llama")
     assert served.sent_bytes < (folder / "model.safetensors").stat().st_size // 2
@@ -144,14 +145,14 @@ def test_safetensors_send_their_header_and_settings(
 def test_an_index_sends_the_header_of_each_part(served: Served) -> None:
     model = random_model(llama_config())
     model.save_pretrained(served.folder / "parts", max_shard_size="100KB")
-    found = read_remote(f"{served.url}/parts/model.safetensors.index.json")
+    found = read_remote(f"{served.url}/parts/model.safetensors.index.json", NAMINGS)
     assert found.tensors.keys() == open_header(served.folder / "parts").tensors.keys()
     assert len(served.ranges) == len(list((served.folder / "parts").glob("*.safetensors"))) > 1
 
 
 def test_a_config_alone_is_enough_and_a_query_is_kept(served: Served) -> None:
     save_safetensors(random_model(llama_config()), served.folder / "tiny")
-    found = read_remote(f"{served.url}/tiny/config.json?download=true")
+    found = read_remote(f"{served.url}/tiny/config.json?download=true", NAMINGS)
     assert (found.tensors, found.metadata.get_int("block_count")) == ({}, 3)
 
 
@@ -161,7 +162,7 @@ def test_a_server_without_ranges_is_refused(served: Served) -> None:
     with pytest.raises(
         FormatError, match=r"answers range requests with the whole file \(status 200"
     ):
-        read_remote(f"{served.url}/m.gguf")
+        read_remote(f"{served.url}/m.gguf", NAMINGS)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_a_server_that_sends_something_else_is_refused(
     small_gguf(served)
     served.mode = mode
     with pytest.raises(FormatError, match=told):
-        read_remote(f"{served.url}/m.gguf")
+        read_remote(f"{served.url}/m.gguf", NAMINGS)
 
 
 def test_a_file_that_changes_meanwhile_is_refused(
@@ -187,14 +188,14 @@ def test_a_file_that_changes_meanwhile_is_refused(
     small_gguf(served)
     served.mode = "growing"
     with pytest.raises(FormatError, match="changed while it was read"):
-        read_remote(f"{served.url}/m.gguf")
+        read_remote(f"{served.url}/m.gguf", NAMINGS)
 
 
 def test_a_truncated_file_is_refused(served: Served) -> None:
     path = small_gguf(served)
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(FormatError, match=r"outside the file|left in the file|bytes that follow"):
-        read_remote(f"{served.url}/m.gguf")
+        read_remote(f"{served.url}/m.gguf", NAMINGS)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +209,7 @@ def test_a_truncated_file_is_refused(served: Served) -> None:
 def test_a_lying_header_costs_one_request(header: bytes, told: str, served: Served) -> None:
     (served.folder / "m.gguf").write_bytes(header + bytes(4 << 20))
     with pytest.raises(FormatError, match=told):
-        read_remote(f"{served.url}/m.gguf")
+        read_remote(f"{served.url}/m.gguf", NAMINGS)
     assert served.sent_bytes == 1 << 20
 
 
@@ -220,26 +221,26 @@ def test_a_huge_header_is_not_read_to_its_end(
     text = struct.pack("<Q", 3) + b"key" + struct.pack("<IQ", 8, 3 << 20) + bytes(3 << 20)
     (served.folder / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text)
     with pytest.raises(FormatError, match="at most 2097152 are read"):
-        read_remote(f"{served.url}/m.gguf")
+        read_remote(f"{served.url}/m.gguf", NAMINGS)
     assert served.sent_bytes == 1 << 20
 
 
 def test_a_split_file_reads_the_header_of_each_part(served: Served) -> None:
     write_parts(served.folder, [part(0, 3, [], 3), part(1, 3, ["a", "b"]), part(2, 3, ["c"])])
-    found = read_remote(f"{served.url}/model-00001-of-00003.gguf")
+    found = read_remote(f"{served.url}/model-00001-of-00003.gguf", NAMINGS)
     assert set(found.tensors) == {"a", "b", "c"}
     with pytest.raises(FormatError, match=r"not the first of 3 parts\. Give model-00001-of-00003"):
-        read_remote(f"{served.url}/model-00002-of-00003.gguf")
+        read_remote(f"{served.url}/model-00002-of-00003.gguf", NAMINGS)
     (served.folder / "model-00003-of-00003.gguf").unlink()
     with pytest.raises(
         MissingFileError, match=r"model-00003-of-00003.gguf: the server answers 404"
     ):
-        read_remote(f"{served.url}/model-00001-of-00003.gguf")
+        read_remote(f"{served.url}/model-00001-of-00003.gguf", NAMINGS)
 
 
 def test_a_file_that_is_not_there_is_told_apart(served: Served) -> None:
     with pytest.raises(MissingFileError, match="the server answers 404"):
-        read_remote(f"{served.url}/missing.gguf")
+        read_remote(f"{served.url}/missing.gguf", NAMINGS)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +254,7 @@ def test_a_file_that_is_not_there_is_told_apart(served: Served) -> None:
 )
 def test_a_wrong_address_is_one_clear_error(url: str, told: str) -> None:
     with pytest.raises(FormatError, match=told):
-        read_remote(url)
+        read_remote(url, NAMINGS)
 
 
 @pytest.fixture
@@ -270,17 +271,17 @@ def test_a_hub_name_reads_a_repository_or_one_file(hub: Served) -> None:
     (hub.folder / "org").mkdir()
     save_safetensors(random_model(llama_config()), hub.folder / "org" / "repo")
     small_gguf(hub, "org/repo/m.gguf")
-    assert read_hub("org/repo", None).name == "org/repo"
-    assert read_hub("org/repo", "m.gguf").name == "tiny llama"
+    assert read_hub("org/repo", None, NAMINGS).name == "org/repo"
+    assert read_hub("org/repo", "m.gguf", NAMINGS).name == "tiny llama"
     with pytest.raises(MissingFileError, match="The repository org/none holds no safetensors"):
-        read_hub("org/none", None)
+        read_hub("org/none", None, NAMINGS)
 
 
 def test_a_token_is_not_sent_along_with_a_redirect(hub: Served) -> None:
     (hub.folder / "org" / "repo").mkdir(parents=True)
     small_gguf(hub, "org/repo/m.gguf")
     hub.mode = "redirect"
-    assert read_hub("org/repo", "m.gguf").architecture == "llama"
+    assert read_hub("org/repo", "m.gguf", NAMINGS).architecture == "llama"
     assert hub.tokens == ["Bearer secret", None]
 
 
@@ -289,4 +290,4 @@ def test_an_index_cannot_name_files_elsewhere(served: Served) -> None:
     index = {"weight_map": {"a": "../secret.safetensors"}}
     (served.folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(FormatError, match="is not a file name"):
-        read_remote(f"{served.url}/model.safetensors.index.json")
+        read_remote(f"{served.url}/model.safetensors.index.json", NAMINGS)

@@ -16,7 +16,7 @@ import torch
 
 from headroom.engine.request import SamplingParams
 from headroom.experts import store as stores
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.kernels.cuda import sizes
 from headroom.llm import LLM
 from headroom.plan import cost_model

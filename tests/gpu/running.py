@@ -12,7 +12,7 @@ from headroom.engine.batching import make_batch
 from headroom.engine.request import GenerationRequest, SamplingParams
 from headroom.engine.scheduler import Turn
 from headroom.engine.sequence import Sequence
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.machine.targets import plan_devices
 from headroom.options import load_options
 from headroom.plan.describe import describe

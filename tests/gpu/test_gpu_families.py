@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headroom.engine.request import SamplingParams
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.llm import LLM
 from tests.running import run_steps
 from tests.synth_models import MODELS, write_model

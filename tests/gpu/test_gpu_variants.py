@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from tests.running import run_steps
 
 pytestmark = [

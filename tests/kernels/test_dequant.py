@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headroom.errors import FormatError
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.formats.quants import I32, Q4_K, Q8_0, Q8_K, QUANTS, QuantType
 from headroom.kernels.reference.dequant import dequantise
 

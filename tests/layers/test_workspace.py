@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headroom.errors import CapacityError
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.formats.quants import F32
 from headroom.kernels.native import matmul
 from headroom.kernels.native.module import MODULE

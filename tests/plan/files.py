@@ -7,7 +7,8 @@ from typing import Any
 import gguf
 import numpy as np
 
-from headroom.families.tables import Dims, pattern, tensor_types
+from headroom.families.dims import Dims, pattern
+from headroom.families.tables import tensor_types
 from headroom.formats.mixes import find_mix
 from headroom.formats.quants import QuantType
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from headroom.errors import OptionError
-from headroom.families.known import KNOWN
+from headroom.families.registry import KNOWN
 from headroom.families.tables import file_bytes, tensor_types
 from headroom.formats.mixes import MIXES, find_mix, gets_better, tensor_type
 from headroom.formats.quants import F16, F32, Q4_K, Q5_0, Q6_K, Q8_0

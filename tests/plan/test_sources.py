@@ -13,12 +13,13 @@ import torch
 import transformers
 
 from headroom.errors import FormatError, ModelError, OptionError
-from headroom.families.dims import READERS, read_dims
-from headroom.families.known import KNOWN, split_mix
+from headroom.families import registry
+from headroom.families.files import open_checkpoint, open_header
+from headroom.families.registry import KNOWN, read_dims, split_mix
 from headroom.families.tables import file_bytes
-from headroom.formats.checkpoint import open_checkpoint, open_header
 from headroom.formats.header import ModelHeader
 from headroom.formats.mixes import MIXES, find_mix
+from headroom.formats.names import Namings
 from headroom.plan import sources
 from headroom.plan.describe import describe
 from headroom.plan.known import known_shape, smaller_mixes
@@ -145,8 +146,8 @@ def test_a_gguf_file_of_every_family_has_its_predicted_bytes(
 
 
 def test_every_family_of_the_plan_is_tested_from_both_formats() -> None:
-    assert {dims.architecture for dims in SMALL.values()} == set(READERS)
-    assert {name.split()[0] for name in FAMILIES} == set(READERS) - {"dflash"}
+    assert {dims.architecture for dims in SMALL.values()} == set(registry.FAMILIES)
+    assert {name.split()[0] for name in FAMILIES} == set(registry.RUNNABLE)
 
 
 def test_the_real_file_is_predicted_to_the_byte(smollm2_path: Path) -> None:
@@ -301,11 +302,11 @@ def test_addresses_and_hub_names_are_read_remotely(
     header = open_header(write_gguf(tmp_path / "model.gguf", SMALL["qwen3"], "q8_0"))
     asked: list[object] = []
 
-    def read_hub(repo: str, file: str | None) -> ModelHeader:
+    def read_hub(repo: str, file: str | None, namings: Namings) -> ModelHeader:
         asked.append((repo, file))
         return header
 
-    def read_remote(url: str) -> ModelHeader:
+    def read_remote(url: str, namings: Namings) -> ModelHeader:
         asked.append(url)
         return header
 

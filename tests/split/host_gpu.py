@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from headroom.experts import device_ffn
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.kernels.cuda import attention, grouped, matmul, route
 from headroom.kernels.cuda.experts import PARTS, ExpertTiles
 from headroom.kernels.cuda.sizes import PACKED, tile_bytes

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.kernels.cuda import attention, route
 from headroom.kernels.cuda.compile import Code
 from headroom.kernels.cuda.sizes import DECODE_ROWS

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
 from headroom.experts import device_ffn
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.kernels.cuda import delta_net, experts
 from headroom.kernels.cuda.delta_net import span_tables
 from headroom.kernels.cuda.scratch import Arena, frame, opened

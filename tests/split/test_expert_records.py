@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headroom.errors import FormatError, OptionError
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.options import Options
 from headroom.plan.describe import ModelDescription, describe
 from headroom.split.expert_records import read_records

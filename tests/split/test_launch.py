@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.llm import LLM
 from headroom.machine.devices import DeviceSpec
 from headroom.machine.targets import plan_devices

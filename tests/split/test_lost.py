@@ -12,7 +12,7 @@ import torch
 
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
 from headroom.errors import DeviceError, KernelError
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.machine.devices import DeviceSpec
 from headroom.machine.readiness import Holder
 from headroom.options import Options

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headroom.engine.request import SamplingParams
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.kernels.native import attention as native_attention
 from headroom.kernels.native.layer import Step
 from headroom.kernels.native.module import MODULE, POOL

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headroom.engine.request import SamplingParams
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.kernels.triton import launch
 from headroom.layers.modules import Embedding
 from headroom.layers.weights import open_weights

@@ -14,7 +14,7 @@ from headroom.experts.exchange import StoreSwaps, Swap, SwapRound
 from headroom.experts.placement import LayerExperts
 from headroom.experts.store import LayerStore, drop_cold
 from headroom.experts.telemetry import ColdFigures
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.plan.cost_model import Choice
 from tests.experts.late_gpu import LateGpu
 from tests.experts.stores import exchange

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from headroom.experts import device_ffn
-from headroom.formats.checkpoint import Checkpoint, open_checkpoint
+from headroom.families.files import open_checkpoint
+from headroom.formats.checkpoint import Checkpoint
 from headroom.kernels import registry
 from headroom.kernels.cuda import attention, experts, experts_prefill
 from headroom.kernels.cuda import norms as cuda_norms

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.kernels.cuda import attention
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 from tests.launchers import replace_kernels

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headroom.errors import KernelError
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.plan.describe import describe
 from tests.running import open_pipeline
 from tests.synth_models import write_model

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.text.tokenizer import Tokenizer
 
 

@@ -1,6 +1,6 @@
 """Vocabularies as GGUF files hold them, small enough to read."""
 
-from headroom.formats.metadata import Vocabulary
+from headroom.formats.vocabulary import Vocabulary
 
 
 def sentencepiece_vocabulary() -> Vocabulary:

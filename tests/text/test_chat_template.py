@@ -9,7 +9,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from headroom.errors import ModelError, RequestError
-from headroom.formats.checkpoint import open_checkpoint
+from headroom.families.files import open_checkpoint
 from headroom.text.chat_template import ChatTemplate
 
 CHAT = [

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from headroom.formats.metadata import Vocabulary
+from headroom.formats.vocabulary import Vocabulary
 from headroom.text.chat_template import ChatTemplate
 from headroom.text.reasoning import Reasoning, find_reasoning
 from headroom.text.spelling import BYTE_OF

@@ -17,8 +17,8 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer
 
 from headroom.errors import FormatError, ModelError, RequestError
-from headroom.formats.checkpoint import open_checkpoint
-from headroom.formats.metadata import Vocabulary
+from headroom.families.files import open_checkpoint
+from headroom.formats.vocabulary import Vocabulary
 from headroom.text.tokenizer import Tokenizer
 from tests.text.reference_bpe import NO_SPACE, SPACE, ByteLevelReference, byte_letters
 from tests.text.small_vocabularies import gemma_vocabulary, sentencepiece_vocabulary

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from headroom.errors import OptionError
-from headroom.families.known import KNOWN
+from headroom.families.dims import Dims
+from headroom.families.family import Recipe
+from headroom.families.registry import FAMILIES, find_family
 from headroom.families.synth.blocks import Floats, random_source
-from headroom.families.synth.recipe import Recipe
 
 CHANNELS = 256  # of the beacon; whole blocks of every type
 BEACON_POWER = 8.0  # mean square of the beacon over all channels; that of the others is 1
-FAMILIES = ("qwen3moe", "qwen35moe", "laguna")
 SHOWN = 0.25  # of the beacon, to what stands behind the norm of routers and experts
 _TOKENS = 4096  # random tokens that the head start is measured with
 _STEPS = 30  # of the search for it
@@ -31,18 +31,13 @@ Places = npt.NDArray[np.int64]
 class Skew:
     """How a synthesised model is changed so that hot experts are chosen more often."""
 
-    family: str
+    by_bias: bool  # the router's bias makes them hot, not a beacon in the embeddings
     hot: int  # experts of each layer
     start: float  # head start of their logits, or of their scores where routers have a bias
     width: int  # channels of the residual stream
     channels: int = CHANNELS
     quiet: float = 1.0  # factor of what layers add to the residual stream
     quieted: tuple[str, ...] = ("attn_output", "ssm_out", "ffn_down")
-
-    @property
-    def shines(self) -> bool:
-        """Whether embeddings hold a beacon; a bias of the router makes it needless."""
-        return self.family != "laguna"
 
     @property
     def beacon(self) -> float:
@@ -56,7 +51,7 @@ class Skew:
 
     def changed(self, name: str, values: Floats, seed: int) -> Floats:
         """Return a norm, a router or a bias of a model with its part in the skew."""
-        if self.family == "laguna":
+        if self.by_bias:
             biased = name.endswith("exp_probs_b.bias")
             return self._plus_start(values, self._hot_of(name, values, seed)) if biased else values
         if name.endswith(("attn_norm.weight", "output_norm.weight")):
@@ -98,10 +93,12 @@ def hot_experts(seed: int, layer: int, experts: int, hot: int) -> Places:
 def make_skew(recipe: Recipe, share: float, hot_share: float) -> Skew:
     """Return the skew by which hot experts take `share` of all choices."""
     dims, family = recipe.dims, recipe.family
-    if family not in FAMILIES:
+    skew = find_family(family).synthesis.skew
+    able = {name: found.synthesis.skew for name, found in FAMILIES.items()}
+    if not skew:
         raise OptionError(
             f"--routing-skew does not work for {family}.",
-            hint=f"It works for {', '.join(FAMILIES)}.",
+            hint=f"It works for {', '.join(name for name, way in able.items() if way)}.",
             param="routing_skew",
         )
     hot = round(hot_share * dims.experts)
@@ -112,36 +109,40 @@ def make_skew(recipe: Recipe, share: float, hot_share: float) -> Skew:
             f"{dims.experts_used} to {dims.experts - 1} experts are hot.",
             param="routing_skew",
         )
-    if family != "laguna" and (dims.hidden < 2 * CHANNELS or dims.tied):
+    if skew == "beacon" and (dims.hidden < 2 * CHANNELS or dims.tied):
+        biased = next(name for name, way in able.items() if way == "bias")
         raise OptionError(
             f"--routing-skew needs a model that is {2 * CHANNELS} wide at least and has a head of "
             f"its own; this one is {dims.hidden} wide.",
-            hint=f"Try --size {_wide_model(family)} --layers 4, or the family laguna, which needs "
-            "neither.",
+            hint=f"Try --size {_wide_model(family)} --layers 4, or the family {biased}, "
+            "which needs neither.",
             param="routing_skew",
         )
-    start = find_start(recipe, hot, share)
-    quiet = 1.0 if family == "laguna" else (2 * dims.layers) ** -0.5
-    return Skew(family, hot, start, dims.hidden, quiet=quiet)
+    by_bias = skew == "bias"
+    start = find_start(dims, hot, share, by_bias)
+    quiet = 1.0 if by_bias else (2 * dims.layers) ** -0.5
+    return Skew(by_bias, hot, start, dims.hidden, quiet=quiet)
 
 
 def _wide_model(family: str) -> str:
     """Return a built-in model of a family that a skew works for."""
     return next(
         name
-        for name, dims in KNOWN.items()
-        if dims.architecture == family and dims.hidden >= 2 * CHANNELS and not dims.tied
+        for name, dims in find_family(family).known.items()
+        if dims.hidden >= 2 * CHANNELS and not dims.tied
     )
 
 
-def find_start(recipe: Recipe, hot: int, share: float) -> float:
-    """Return the head start that hot experts need, measured with random logits."""
-    dims = recipe.dims
+def find_start(dims: Dims, hot: int, share: float, by_bias: bool) -> float:
+    """Return the head start that hot experts need, measured with random logits.
+
+    Routers with a bias add it to sigmoid scores.
+    """
     spread = 0.5
-    if recipe.family != "laguna":  # the beacon's channels say nothing about a token
+    if not by_bias:  # the beacon's channels say nothing about a token
         spread *= (1 - CHANNELS / dims.hidden) ** 0.5
     logits = spread * random_source(hot, dims.experts).standard_normal((_TOKENS, dims.experts))
-    if recipe.family == "laguna":
+    if by_bias:
         logits = 1 / (1 + np.exp(-logits)) + 0.02 * random_source(1).standard_normal(dims.experts)
     low, high = -8.0, 8.0
     for _ in range(_STEPS):

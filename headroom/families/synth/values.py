@@ -7,6 +7,8 @@ from math import prod
 
 import numpy as np
 
+from headroom.families.family import Recipe, Synthesis
+from headroom.families.registry import find_family
 from headroom.families.synth.blocks import (
     Bytes,
     Floats,
@@ -16,8 +18,8 @@ from headroom.families.synth.blocks import (
     random_bytes,
     random_source,
 )
-from headroom.families.synth.recipe import Recipe
 from headroom.families.synth.routing import Skew
+from headroom.families.tensors import inner_name
 from headroom.formats.gguf_writer import TensorEntry
 from headroom.formats.mixes import kept_in_f32
 from headroom.formats.quants import F32, QuantType
@@ -35,6 +37,10 @@ class Source:
     recipe: Recipe
     seed: int
     skew: Skew | None = None  # None: all experts are chosen alike
+
+    @property
+    def _synthesis(self) -> Synthesis:
+        return find_family(self.recipe.family).synthesis
 
     def jobs(self, entry: TensorEntry) -> Iterator[Job]:
         """Yield what makes a tensor's bytes, piece by piece."""
@@ -60,7 +66,7 @@ class Source:
             return np.concatenate(parts).view(np.float32).reshape(shape)
         source = random_source(self.seed, zlib.crc32(name.encode()))
         normal = normal_values(prod(shape), source).reshape(shape)
-        values = self._vector(_inner(name), normal, source)
+        values = self._vector(inner_name(name), normal, source)
         return values if self.skew is None else self.skew.changed(name, values, self.seed)
 
     def _rows(self, entry: TensorEntry, slab: int, index: int, rows: int) -> Bytes:
@@ -68,19 +74,19 @@ class Source:
         width = entry.shape[-1]
         made = random_bytes(entry.quant, rows * width, self.spread(entry.name, width), source)
         skew = self.skew
-        if skew is not None and skew.shines and entry.name == "token_embd.weight":
+        if skew is not None and not skew.by_bias and entry.name == "token_embd.weight":
             _overwrite(made.reshape(rows, -1), entry.quant, skew)
         return made
 
     def spread(self, name: str, fan_in: int) -> float:
         """Return the standard deviation of a matrix's values."""
-        dims, inner = self.recipe.dims, _inner(name)
+        dims, inner = self.recipe.dims, inner_name(name)
         if inner == "output.weight" or (inner == "token_embd.weight" and dims.tied):
             return float(HEAD_GAIN / fan_in**0.5)
         if inner == "token_embd.weight":
             return 1.0
-        if inner == "per_layer_token_embd.weight":  # rows are looked up and multiplied by a root
-            return float(dims.side_width**-0.5)
+        if (own := self._synthesis.spread(inner, dims)) is not None:
+            return own
         spread = GAIN / fan_in**0.5
         if self.skew is not None and inner.startswith(self.skew.quieted):
             spread *= self.skew.quiet
@@ -88,20 +94,9 @@ class Source:
 
     def _vector(self, name: str, normal: Floats, source: np.random.Generator) -> Floats:
         """Return a tensor that every mix keeps in f32."""
-        if name == "rope_freqs.weight":  # Gemma turns the first quarter of a head's pairs
-            kept = np.arange(len(normal)) < len(normal) // 4
-            return np.where(kept, np.float32(1), np.float32(1e30))
-        if name == "attn_q_norm.weight" and self.recipe.family == "gemma4":
-            return 0.3 * (1 + 0.1 * normal)  # scores of this family have no scale of their own
-        if name == "ssm_a":
-            return np.asarray(-source.uniform(1, 16, normal.shape), np.float32)
-        if name == "ssm_dt.bias":  # softplus of it is 0.001 to 0.1: states forget slowly
-            steps = np.exp(source.uniform(np.log(0.001), np.log(0.1), normal.shape))
-            return np.asarray(np.log(np.expm1(steps)), np.float32)
-        if name == "exp_probs_b.bias":
-            return 0.02 * normal
-        if name == "ffn_gate_inp.weight" and self.recipe.family == "gemma4":
-            return normal  # what it reads is divided by the root of its width
+        own = self._synthesis.vector(name, normal, source)
+        if own is not None:
+            return own
         if name.startswith(("ffn_gate_inp.weight", "ffn_gate_inp_shexp", "ssm_conv1d")):
             return normal * np.float32(GAIN / int(normal.shape[-1]) ** 0.5)
         if name == "output_norm.weight" and self.recipe.dims.tied:
@@ -112,7 +107,7 @@ class Source:
 
 def is_vector(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor is one of the small ones that are made whole."""
-    return kept_in_f32(_inner(name), shape)
+    return kept_in_f32(inner_name(name), shape)
 
 
 def _overwrite(rows: Bytes, quant: QuantType, skew: Skew) -> None:
@@ -120,7 +115,3 @@ def _overwrite(rows: Bytes, quant: QuantType, skew: Skew) -> None:
     blocks = -(-skew.channels // quant.block)
     constant = np.tile(constant_bytes(quant, skew.beacon), blocks)
     rows[:, : len(constant)] = constant
-
-
-def _inner(name: str) -> str:
-    return name.split(".", 2)[2] if name.startswith("blk.") else name

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headroom.errors import OptionError
-from headroom.families.synth.config import config_json
+from headroom.families.family import Recipe
+from headroom.families.registry import find_family
 from headroom.families.synth.convert import Origin, safetensors_jobs, safetensors_table
-from headroom.families.synth.keys import gguf_keys
-from headroom.families.synth.recipe import Recipe
+from headroom.families.synth.settings import config_json, gguf_keys
 from headroom.families.synth.values import Source
-from headroom.families.synth.vocabulary import chat_template, make_vocabulary, vocabulary_keys
+from headroom.families.synth.vocabulary import make_vocabulary, tokenizer_kind, vocabulary_keys
 from headroom.families.tables import tensor_types
 from headroom.formats.gguf_writer import TensorEntry, Value, gguf_bytes, gguf_jobs
-from headroom.formats.metadata import Vocabulary
 from headroom.formats.mixes import MIXES, find_mix
 from headroom.formats.quants import BF16, F16, F32, QuantType
 from headroom.formats.safetensors_writer import Shard, index_file, make_shards
+from headroom.formats.vocabulary import Vocabulary
 from headroom.formats.writing import Job, check_space, ignore, write_pieces
 
 # general.file_type of each mix: what a file is called, which no reader should trust.
@@ -60,16 +60,14 @@ def gguf_table(recipe: Recipe, mix: str) -> list[TensorEntry]:
 
 def gguf_values(recipe: Recipe, mix: str) -> dict[str, Value]:
     """Return every key of a model's GGUF file."""
-    dims = recipe.dims
-    vocabulary = make_vocabulary(recipe.family, dims.vocab)
     return {
         "general.architecture": recipe.family,
         "general.type": "model",
         "general.name": f"{recipe.family} {recipe.name}, random weights",
         "general.quantization_version": 2,
         "general.file_type": FILE_TYPES[mix],
-        **gguf_keys(recipe),
-        **vocabulary_keys(vocabulary, chat_template(recipe.family, dims.vocab)),
+        **gguf_keys(find_family(recipe.family).synthesis, recipe),
+        **vocabulary_keys(make_vocabulary(recipe), tokenizer_kind(recipe).template),
     }
 
 
@@ -131,7 +129,7 @@ def side_files(
     recipe: Recipe, dtype: str, tokenizer_file: Callable[[Vocabulary], str]
 ) -> dict[str, str]:
     """Return the small files beside the weights by their names."""
-    vocabulary = make_vocabulary(recipe.family, recipe.dims.vocab)
+    vocabulary = make_vocabulary(recipe)
     ids = vocabulary.special_ids
     ends = sorted({ids[name] for name in ("eos", "eot") if name in ids})
     tokens = {
@@ -139,16 +137,16 @@ def side_files(
         "eos_token_id": ends if len(ends) > 1 else ends[0],
         "pad_token_id": ids["padding"],
     }
-    if "mask" in ids and recipe.family == "dflash":
+    if "mask" in ids and recipe.taps:  # of drafts, which fill in masks
         tokens["mask_token_id"] = ids["mask"]
     texts = {
-        "config.json": config_json(recipe, dtype, tokens),
+        "config.json": config_json(find_family(recipe.family).synthesis, recipe, dtype, tokens),
         "generation_config.json": tokens,
         "tokenizer_config.json": _tokenizer_config(recipe, vocabulary),
     }
     return {
         **{name: json.dumps(text, indent=2) + "\n" for name, text in texts.items()},
-        "chat_template.jinja": chat_template(recipe.family, recipe.dims.vocab),
+        "chat_template.jinja": tokenizer_kind(recipe).template,
         "tokenizer.json": tokenizer_file(vocabulary),
     }
 

@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 
 from headroom.errors import OptionError
-from headroom.families.dims import read_dims
-from headroom.families.known import KNOWN
+from headroom.families.dims import Dims
+from headroom.families.files import open_checkpoint, open_header
+from headroom.families.registry import FAMILIES, KNOWN, NAMINGS, read_dims
 from headroom.families.synth.blocks import SPREAD, constant_bytes, random_bytes, random_source
-from headroom.families.synth.recipe import TINY, cut, find_recipe
+from headroom.families.synth.recipe import cut, find_recipe
 from headroom.families.synth.values import Source
 from headroom.families.synth.write import Settings, gguf_header, gguf_table, write_gguf
-from headroom.families.tables import Dims, tensor_types
-from headroom.formats.checkpoint import open_checkpoint, open_header
+from headroom.families.tables import tensor_types
 from headroom.formats.gguf import parse_gguf
-from headroom.formats.header import gguf_header as header_of
 from headroom.formats.mixes import MIXES, find_mix
 from headroom.formats.quants import Q8_0, QuantType
+from headroom.formats.read_header import gguf_header as header_of
 from headroom.plan.known import known_shape
 from headroom.plan.sources import find_shape, header_shape
 
-TINY_SIZES = [(family, size) for family, sizes in TINY.items() for size in sizes]
+TINY_SIZES = [(name, size) for name, found in FAMILIES.items() for size in found.synthesis.tiny]
 
 
 def synthesise(path: Path, family: str, size: str = "tiny", mix: str = "q4_k_m") -> Path:
@@ -72,7 +72,7 @@ def test_a_file_of_true_size_has_exactly_the_tensors_that_the_planner_counts(nam
     planned = tensor_types(dims, find_mix("q4_k_m"))
     found = {key: (info.shape, info.quant) for key, info in file.tensors.items()}
     assert found == planned
-    header = header_of([file], path)
+    header = header_of([file], path, NAMINGS)
     assert read_dims(header) == as_read(dims)
     assert header_shape(header).weight_bytes == known_shape(f"{name}:q4_k_m").weight_bytes
 

@@ -10,14 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from headroom import LLM, SamplingParams
 from headroom.errors import OptionError
-from headroom.families.dims import read_dims
-from headroom.families.known import KNOWN
+from headroom.families.files import open_checkpoint, open_header
+from headroom.families.registry import FAMILIES, KNOWN, RUNNABLE, read_dims
 from headroom.families.synth.blocks import as_plain
 from headroom.families.synth.convert import safetensors_table
-from headroom.families.synth.recipe import TINY, find_recipe, read_recipe
+from headroom.families.synth.recipe import find_recipe, read_recipe
 from headroom.families.synth.values import Source
 from headroom.families.synth.write import write_gguf, write_safetensors
-from headroom.formats.checkpoint import open_checkpoint, open_header
 from headroom.formats.mixes import MIXES
 from headroom.formats.quants import BF16
 from headroom.formats.safetensors_writer import index_file, make_shards
@@ -25,7 +24,7 @@ from headroom.plan.sources import find_shape
 from headroom.text.tokenizer import Tokenizer
 from headroom.text.tokenizer_file import tokenizer_file
 
-SIZES = [(f, size) for f, sizes in TINY.items() for size in sizes if f != "dflash"]
+SIZES = [(name, size) for name in RUNNABLE for size in FAMILIES[name].synthesis.tiny]
 IDS = torch.arange(300, 340)[None]
 
 

@@ -1,18 +1,19 @@
 """Tokenizers and chat templates of synthesised checkpoints."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Coder
 
 from headroom.errors import OptionError
-from headroom.families.known import KNOWN
+from headroom.families.family import Recipe
+from headroom.families.files import open_checkpoint
+from headroom.families.registry import KNOWN, RUNNABLE
 from headroom.families.synth.recipe import find_recipe
-from headroom.families.synth.templates import GEMMA, LAGUNA, QWEN3, QWEN35, SMOLLM
 from headroom.families.synth.values import Source
-from headroom.families.synth.vocabulary import KINDS, byte_alphabet, make_vocabulary
+from headroom.families.synth.vocabulary import byte_alphabet, make_vocabulary, tokenizer_kind
 from headroom.families.synth.write import write_gguf
-from headroom.formats.checkpoint import open_checkpoint
 from headroom.text.chat_template import ChatTemplate
 from headroom.text.tokenizer import Tokenizer
 from headroom.text.tokenizer_file import tokenizer_file
@@ -43,7 +44,17 @@ LAGUNA_TURNS = (
 )
 
 
-@pytest.mark.parametrize("family", KINDS)
+def known(model: str) -> Recipe:
+    """The recipe of a published model."""
+    return find_recipe(KNOWN[model].architecture, model)
+
+
+def template_of(family: str) -> str:
+    """The chat template of a family's small model."""
+    return tokenizer_kind(find_recipe(family, "tiny")).template
+
+
+@pytest.mark.parametrize("family", RUNNABLE)
 def test_text_survives_the_tokenizer_of_a_file(family: str, tmp_path: Path) -> None:
     write_gguf(Source(find_recipe(family, "tiny"), 0), tmp_path / "m.gguf", "q8_0")
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
@@ -65,36 +76,34 @@ def test_text_survives_the_tokenizer_of_a_file(family: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("source", "off", "on"),
+    ("family", "off", "on"),
     [
-        (SMOLLM, TURNS, TURNS),
-        (QWEN3, TURNS + "<think>\n\n</think>\n\n", TURNS),
-        (QWEN35, TURNS + "<think>\n\n</think>\n\n", TURNS + "<think>\n"),
-        (LAGUNA, LAGUNA_TURNS + "</think>", LAGUNA_TURNS + "<think>"),
+        ("llama", TURNS, TURNS),
+        ("qwen3", TURNS + "<think>\n\n</think>\n\n", TURNS),
+        ("qwen35", TURNS + "<think>\n\n</think>\n\n", TURNS + "<think>\n"),
+        ("laguna", LAGUNA_TURNS + "</think>", LAGUNA_TURNS + "<think>"),
         (
-            GEMMA,
+            "gemma4",
             GEMMA_TURNS.format("") + "<|channel>thought\n<channel|>",
             GEMMA_TURNS.format("<|think|>"),
         ),
     ],
-    ids=["smollm", "qwen3", "qwen35", "laguna", "gemma"],
 )
-def test_prompts_have_the_shape_of_the_family(source: str, off: str, on: str) -> None:
-    template = ChatTemplate(source, "<bos>", "<eos>")
+def test_prompts_have_the_shape_of_the_family(family: str, off: str, on: str) -> None:
+    template = ChatTemplate(template_of(family), "<bos>", "<eos>")
     assert template.render(CHAT, enable_thinking=False) == off
     assert template.render(CHAT, enable_thinking=True) == on
 
 
 def test_tools_reach_the_prompt_of_qwen() -> None:
     tool = {"type": "function", "function": {"name": "add"}}
-    prompt = ChatTemplate(QWEN35, "", "").render(CHAT, tools=[tool])
+    prompt = ChatTemplate(template_of("qwen35"), "", "").render(CHAT, tools=[tool])
     assert '"name": "add"' in prompt
 
 
 def test_special_tokens_stand_at_the_ids_of_the_real_models() -> None:
     def token(model: str, token_id: int) -> str:
-        dims = KNOWN[model]
-        return make_vocabulary(dims.architecture, dims.vocab).tokens[token_id]
+        return make_vocabulary(known(model)).tokens[token_id]
 
     assert token("smollm2-135m", 2) == "<|im_end|>"
     assert token("qwen3-0.6b", 151645) == "<|im_end|>"
@@ -106,9 +115,9 @@ def test_special_tokens_stand_at_the_ids_of_the_real_models() -> None:
 
 
 def test_a_draft_has_the_vocabulary_of_its_target() -> None:
-    draft = make_vocabulary("dflash", KNOWN["qwen3.6-27b"].vocab)
+    draft = make_vocabulary(known("qwen3.6-27b-dflash"))
     assert draft.special_ids["mask"] == 248070
-    assert make_vocabulary("dflash", 262144).model == "gemma4"
+    assert make_vocabulary(known("gemma-4-31b-dflash")).model == "gemma4"
 
 
 def test_every_byte_has_a_character_of_its_own() -> None:
@@ -122,5 +131,6 @@ def test_every_byte_has_a_character_of_its_own() -> None:
 
 
 def test_a_vocabulary_too_small_for_its_tokens_is_refused() -> None:
+    recipe = find_recipe("qwen3", "tiny")
     with pytest.raises(OptionError, match="A vocabulary of 300 tokens is too small for qwen3"):
-        make_vocabulary("qwen3", 300)
+        make_vocabulary(replace(recipe, dims=replace(recipe.dims, vocab=300)))

@@ -1,0 +1,73 @@
+"""From parsed files to a ModelHeader, whose tensors have one name in both formats."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headroom.errors import FormatError
+from headroom.formats.gguf import GgufFile
+from headroom.formats.header import ModelHeader
+from headroom.formats.metadata import Metadata, config_architecture, config_values
+from headroom.formats.names import Format, Naming, Namings, canonical_name, find_naming
+from headroom.formats.safetensors import SafetensorsFile
+from headroom.formats.tensor import TensorInfo
+
+
+def gguf_header(parts: Sequence[GgufFile], path: Path, namings: Namings) -> ModelHeader:
+    """Return what the parts of a GGUF model say together."""
+    values = parts[0].values
+    architecture = values.get("general.architecture")
+    if not isinstance(architecture, str) or not architecture:
+        raise FormatError(f"{path} has no general.architecture.", hint="It is not a model file.")
+    naming = find_naming(architecture, namings)
+    tensors = _by_name([part.tensors for part in parts], naming, "gguf", path)
+    metadata = Metadata(values.without_prefix(f"{architecture}."), path, "head" not in tensors)
+    return ModelHeader(
+        name=metadata.get_str("general.name", path.stem),
+        format="gguf",
+        architecture=architecture,
+        metadata=metadata,
+        tensors=tensors,
+    )
+
+
+def safetensors_header(
+    config: Mapping[str, Any],
+    config_path: Path,
+    parts: Sequence[SafetensorsFile],
+    name: str,
+    namings: Namings,
+) -> ModelHeader:
+    """Return what a config.json and the parts of a safetensors model say.
+
+    Without parts, the header has settings and no tensors.
+    """
+    architecture = config_architecture(config, config_path, namings)
+    naming = find_naming(architecture, namings)
+    tensors = _by_name([part.tensors for part in parts], naming, "safetensors", config_path)
+    values = config_values(config)
+    values["general.architecture"] = architecture
+    values["general.name"] = name
+    tied_if_unsaid = "head" not in tensors if parts else naming.tied_by_default
+    tied = values.get("hf.tie_word_embeddings", tied_if_unsaid) is True
+    return ModelHeader(
+        name=name,
+        format="safetensors",
+        architecture=architecture,
+        metadata=Metadata(values, config_path, tied),
+        tensors=tensors,
+    )
+
+
+def _by_name(
+    files: Sequence[Mapping[str, TensorInfo]], naming: Naming, format: Format, path: Path
+) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    for info in (info for file in files for info in file.values()):
+        name = canonical_name(info.name, naming, format)
+        if name in tensors:
+            raise FormatError(
+                f"{path}: {tensors[name].name!r} and {info.name!r} are the same tensor, {name}."
+            )
+        tensors[name] = info
+    return tensors

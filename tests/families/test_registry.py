@@ -1,0 +1,85 @@
+"""A family is one file and one line: the rest of the code knows no family by name."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import headroom
+from headroom.families.files import open_checkpoint
+from headroom.families.registry import FAMILIES, FILES, KNOWN, NAMINGS, RUNNABLE
+from headroom.formats.checkpoint import Checkpoint
+from headroom.formats.metadata import config_architecture
+from headroom.plan.describe import describe
+from tests.families.oracles import VARIANTS, variant
+
+ROOT = Path(headroom.__file__).parent
+# Tokenizer rules have names of their own in GGUF files, some of them those of families.
+TOKENIZER_RULES = ("formats/vocabulary.py", "text/")
+GENERAL = [
+    path
+    for path in sorted(ROOT.rglob("*.py"))
+    if not path.relative_to(ROOT).as_posix().startswith(("families/", *TOKENIZER_RULES))
+]
+SYNTH = sorted((ROOT / "families" / "synth").glob("*.py"))
+SHARED = [
+    path
+    for path in sorted((ROOT / "families").glob("*.py"))
+    if path.stem not in (*FILES, "registry")
+]
+NAMES = {
+    name
+    for naming in NAMINGS.values()
+    for name in (naming.architecture, *naming.model_types, *naming.classes)
+}
+
+
+def strings(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the string literals of a file with their lines."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+@pytest.mark.parametrize(
+    "path", [*GENERAL, *SYNTH, *SHARED], ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+def test_general_code_names_no_family(path: Path) -> None:
+    assert [(line, text) for line, text in strings(path) if text in NAMES] == []
+
+
+def test_every_family_file_is_registered() -> None:
+    general = {"__init__", "config", "dims", "family", "files", "registry", "rope", "tables"}
+    general.add("tensors")
+    files = {path.stem for path in (ROOT / "families").glob("*.py")}
+    assert files - general == set(FILES)
+
+
+def test_names_of_models_and_types_belong_to_one_family() -> None:
+    types = [name for naming in NAMINGS.values() for name in naming.model_types]
+    assert len(set(types)) == len(types)
+    assert sum(len(family.known) for family in FAMILIES.values()) == len(KNOWN)
+    for name, family in FAMILIES.items():
+        sizes = {**family.synthesis.tiny, **family.known}
+        assert {dims.architecture for dims in sizes.values()} == {name}
+        synthesis = family.synthesis
+        config = {"model_type": synthesis.model_type, "architectures": [synthesis.model_class]}
+        assert config_architecture(config, Path("config.json"), NAMINGS) == name
+        assert next(iter(family.synthesis.tiny)) == "tiny"
+
+
+def test_drafts_do_not_run_by_themselves() -> None:
+    drafts = {name for name, family in FAMILIES.items() if family.synthesis.tiny["tiny"].taps}
+    assert set(RUNNABLE) == FAMILIES.keys() - drafts
+
+
+@pytest.fixture(params=VARIANTS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Checkpoint:
+    return open_checkpoint(variant(request.param).save_gguf(tmp_path / "m.gguf"))
+
+
+def test_plan_and_model_agree_on_whether_the_embedding_is_kept(checkpoint: Checkpoint) -> None:
+    found = describe(checkpoint)
+    assert found.config.keeps_embedding == FAMILIES[checkpoint.architecture].keeps_embedding
+    assert found.shape.staging_buffers == (3 if found.config.keeps_embedding else 2)
