@@ -1,4 +1,8 @@
-// Attention of a step: rows, heads and blocks of keys shared out over threads.
+// Attention of a step: divides rows, heads and blocks of keys among threads.
+//
+// Two ways give the same numbers. For few rows of a span (decode) threads divide its keys in blocks of
+// KEY_BLOCK and the partial softmaxes are merged in order (attend_split). For many rows (prefill) threads
+// divide the rows; each thread goes over all keys of its rows, block after block (attend_whole).
 #include "ops.h"
 
 #include <algorithm>
@@ -10,19 +14,19 @@
 namespace headroom {
 namespace {
 
-constexpr int MAX_QUERIES = 32;      // queries that share one pass over the keys
-constexpr int64_t MAX_DIM = 512;     // of a head
-constexpr int64_t QUERY_ROWS = 8;    // tokens of a prompt that share a pass, at most
+constexpr int MAX_QUERIES = 32;      // most queries that share one pass over the keys
+constexpr int64_t MAX_DIM = 512;     // most values of a head
+constexpr int64_t QUERY_ROWS = 8;    // most rows of a prompt that share one pass over the keys
 
 int64_t blocks_of(int64_t length) { return (length + KEY_BLOCK - 1) / KEY_BLOCK; }
 
-// Memory for what each block of keys gives each query of a span.
+// Floats for the partial results of a span: a Partial and `padded_dim` sums per block of keys and query.
 int64_t partial_floats(const AttentionShape& shape, const SpanView& span) {
     return blocks_of(span.start + span.rows) * shape.heads * span.rows *
            (padded_dim(shape.dim) + 2);
 }
 
-// The running result of attention for one query.
+// One query's softmax over the blocks of keys so far, and its weighted sum of values.
 struct Running {
     Partial state{-INFINITY, 0};
     float* sums;
@@ -70,13 +74,13 @@ size_t Ops::split_scratch(const AttentionShape& shape, const SpanView* spans, in
     return bytes;
 }
 
-// The queries of one job, ready for the kernels.
+// The queries of one job, scaled and padded, with what each of them sees.
 struct Ops::Queries {
     alignas(64) float values[MAX_QUERIES * MAX_DIM];
     int64_t first[MAX_QUERIES], last[MAX_QUERIES], shallowest[MAX_QUERIES];
     const uint8_t* tree[MAX_QUERIES];
 
-    // Rows [row, row + rows) of a span and the query heads of some key-value heads.
+    // Fills in rows [row, row + rows) of a span, for the query heads of `kv_heads` KV heads from `kv_head`.
     AttentionJob fill(const AttentionShape& shape, const KvCache& cache, const float* queries,
                       const SpanView& span, int64_t row, int64_t rows, int64_t kv_head,
                       int64_t kv_heads) {
@@ -112,7 +116,7 @@ struct Ops::Queries {
     }
 };
 
-// Some rows of one span and one key-value head, block after block.
+// Attends from some rows of a span for one KV head, one block of keys after another.
 void Ops::attend_rows(const AttentionShape& shape, const KvCache& cache, const float* queries,
                       const SpanView& span, int64_t row, int64_t rows, int64_t kv_head, float* out) {
     const int64_t group = shape.heads / shape.kv_heads, width = padded_dim(shape.dim);
@@ -137,7 +141,7 @@ void Ops::attend_rows(const AttentionShape& shape, const KvCache& cache, const f
     }
 }
 
-// One block of keys of a span: the partial results of some heads [heads * rows, width + 2].
+// Attends to one block of keys from all rows of a span; writes partial results [heads * rows, width + 2].
 void Ops::attend_block(const AttentionShape& shape, const KvCache& cache, const float* queries,
                        const SpanView& span, int64_t kv_head, int64_t kv_heads, int64_t block,
                        float* out) {
@@ -156,8 +160,8 @@ void Ops::attend_block(const AttentionShape& shape, const KvCache& cache, const 
     }
 }
 
-// A few rows: their keys are shared out in blocks and the results merged in order. Heads that lie
-// side by side in memory are read together.
+// Few rows: threads divide the keys in blocks, and the results are merged in the order of the blocks. Heads
+// that are adjacent in memory are read together.
 void Ops::attend_split(const AttentionShape& shape, const KvCache& cache, const float* queries,
                        const SpanView& span, float* partials, float* out) {
     const int64_t group = shape.heads / shape.kv_heads, width = padded_dim(shape.dim);
@@ -189,18 +193,18 @@ void Ops::attend_split(const AttentionShape& shape, const KvCache& cache, const 
     }
 }
 
-// Rows whose queries share one pass over the keys.
+// How many rows' queries share one pass over the keys.
 int64_t Ops::rows_together(const AttentionShape& shape) {
     return std::clamp<int64_t>(MAX_QUERIES * shape.kv_heads / shape.heads, 1, QUERY_ROWS);
 }
 
-// A piece of a prompt: its rows are shared out, each pass over the keys serving a few.
+// Many rows: threads divide the rows; each pass over the keys serves `rows_together` of them.
 void Ops::attend_whole(const AttentionShape& shape, const KvCache& cache, const float* queries,
                        const SpanView& span, float* out) {
     const int64_t tile = rows_together(shape), tiles = (span.rows + tile - 1) / tile;
     pool_.parallel(tiles * shape.kv_heads, 1, [&](int64_t first, int64_t last) {
         for (int64_t job = first; job < last; ++job) {
-            // Later rows see more keys; taking them first leaves small jobs for the end.
+            // Later rows see more keys. Starting with them leaves the small jobs for the end.
             const int64_t row = (tiles - 1 - job / shape.kv_heads) * tile;
             attend_rows(shape, cache, queries, span, row, std::min(tile, span.rows - row),
                         job % shape.kv_heads, out);
@@ -214,10 +218,10 @@ void Ops::attention(const AttentionShape& shape, const KvCache& cache, const flo
         throw std::invalid_argument("attention heads of this size are not supported");
     for (int64_t i = 0; i < span_count; ++i) {
         const SpanView& span = spans[i];
-        Scratch own = scratch;  // spans come one after another and use the same memory
+        Scratch own = scratch;  // spans run one after another in the same memory
         const int64_t needed = partial_floats(shape, span);
-        // Either way comes to the same numbers. Memory is planned for single rows; a few more,
-        // such as those of a tree, are shared out where there is enough of it.
+        // Both ways give the same numbers. The plan counts scratch for spans of one row; spans of a few
+        // rows, such as those of a draft tree, are split too if the scratch suffices.
         const bool few = span.rows <= rows_together(shape) && own.has<float>(needed);
         if (span.rows == 1 || few)
             attend_split(shape, cache, queries, span, own.take<float>(needed), out);

@@ -1,4 +1,4 @@
-// Attention of some queries over a block of cached keys.
+// Attention of some queries over one block of cached keys: scores, softmax, weighted sum of values.
 
 namespace headroom {
 namespace {
@@ -7,13 +7,13 @@ inline void prefetch(const uint8_t* data, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i);
 }
 
-// Where the heads of some keys begin; null for keys that are not to be read.
+// The addresses of KEY_TILE keys' heads; null for keys that no query sees, which must not be read.
 struct Tile {
     const uint8_t* heads[KEY_TILE];
 };
 
-// Finds the keys [from, from + KEY_TILE) that lie in [first, to), and asks memory for them: all
-// heads of a job lie side by side.
+// Looks up the keys [from, from + KEY_TILE) that lie in [first, to), and prefetches them. The heads of a
+// job are adjacent in a slot.
 void open_tile(const AttentionJob& job, const KvPlane& plane, int64_t from, int64_t first, int64_t to,
                Tile& tile) {
     const int64_t low = first > from ? first : from;
@@ -25,14 +25,15 @@ void open_tile(const AttentionJob& job, const KvPlane& plane, int64_t from, int6
         const uint8_t* heads = plane.data + slot * plane.slot_bytes + job.head * plane.head_bytes;
         prefetch(heads, job.heads * plane.head_bytes);
         tile.heads[key - from] = heads;
-        if (++offset == job.page_size) {  // a division per key would cost more than the key does
+        if (++offset == job.page_size) {  // cheaper than a division per key
             offset = 0;
             ++page;
         }
     }
 }
 
-// One head of a tile's keys as floats, in `memory` where they are not floats already.
+// Unpacks one head of a tile's keys to floats in `memory`, unless they are floats already. `rows` receives
+// the addresses; keys that are not read point to a row of zeros.
 template <Kind K>
 void read_tile(const Tile& tile, int64_t offset, int64_t dim, float* memory, const uint8_t** rows) {
     const int64_t width = padded_dim(dim);
@@ -59,13 +60,13 @@ void read_tile(Kind kind, const Tile& tile, int64_t offset, int64_t dim, float* 
     }
 }
 
-// Scores of Q queries with N keys of plain type K, at most sixteen in all. Each is summed along its
-// own lanes in the same order, however many are summed together.
+// The scores of Q queries with N keys of plain type K; Q * N is at most sixteen. Every score is summed in
+// the same order, whatever Q and N are.
 template <Kind K, int Q, int N>
 inline void score(const float* queries, int64_t width, const uint8_t* const* rows, float* scores) {
     constexpr int size = kind_info(K).block_bytes;
-    constexpr int B = MANY_REGISTERS ? Q : Q % 2 ? 1 : 2;  // queries and keys whose sums fit into
-    constexpr int C = MANY_REGISTERS ? N : 4 / B;          // registers
+    constexpr int B = MANY_REGISTERS ? Q : Q % 2 ? 1 : 2;  // B queries x C keys at a time: so many sums
+    constexpr int C = MANY_REGISTERS ? N : 4 / B;          // fit into registers
     F sums[16];
     for (int i = Q * N; i < 16; ++i) sums[i] = zero();
     for (int q = 0; q < Q; q += B)
@@ -108,7 +109,7 @@ void score_all(const float* queries, int count, int64_t width, const uint8_t* co
     if (count - q == 1) score_tile<K, 1, 16>(rest, width, rows, scores + q * KEY_BLOCK);
 }
 
-// Adds a tile's values, weighted, to C vectors of the sums of Q queries.
+// Adds a tile's weighted values to C vectors (16 columns each) of the sums of Q queries.
 template <Kind K, int Q, int C>
 inline void add_columns(const uint8_t* const* rows, int64_t column, const float* weights,
                         int64_t width, float* sums) {
@@ -149,7 +150,7 @@ void add_all(const uint8_t* const* rows, const float* weights, int count, int64_
     if (count - q == 1) add_tile<K, 1>(rows, weights, width, sums + q * width);
 }
 
-// Scores of one head's queries with a tile's keys or, where `add`, its weighted values.
+// Computes the scores of one head's queries with a tile's keys; with `add` adds its weighted values.
 template <Kind K>
 inline void use_rows(bool add, const uint8_t* const* rows, const float* queries, int count,
                      int64_t width, float* scores, float* sums) {
@@ -157,8 +158,8 @@ inline void use_rows(bool add, const uint8_t* const* rows, const float* queries,
     else score_all<K>(queries, count, width, rows, scores);
 }
 
-// The same from the cache itself. Few queries take half floats as they lie: memory that is read
-// once is not worth unpacking to another place first.
+// Runs use_rows on a tile of the cache. Up to four queries read f16 and bf16 in place: unpacking them to
+// memory first pays only when they are read more than once.
 void use_tile(bool add, Kind kind, const Tile& tile, int64_t offset, int dim, float* memory,
               const float* queries, int count, float* scores, float* sums) {
     const int64_t width = padded_dim(dim);
@@ -178,7 +179,7 @@ inline int64_t clamped(int64_t value, int64_t low, int64_t high) {
     return value < low ? low : value > high ? high : value;
 }
 
-// Writes `value` for those of the keys [from, from + count) that a query does not see.
+// Writes `value` as the score of each of the keys [from, from + count) that a query does not see.
 void hide(const AttentionJob& job, int query, int64_t from, int64_t count, float value, float* scores) {
     const int64_t low = clamped(job.first[query] - from, 0, count);
     const int64_t high = clamped(job.last[query] - from, 0, count);
@@ -186,7 +187,7 @@ void hide(const AttentionJob& job, int query, int64_t from, int64_t count, float
     for (int64_t i = high; i < count; ++i) scores[i] = value;
     const uint8_t* tree = job.tree[query];
     if (!tree) return;
-    int64_t depth = 0;  // of the next key that is seen: ancestors come in the order of their depth
+    int64_t depth = 0;  // depth of the next ancestor: ancestors are stored in the order of their depth
     for (int64_t key = job.start; key < from + high; ++key) {
         const bool seen = tree[key - job.start] && depth >= job.shallowest[query];
         depth += tree[key - job.start];
@@ -194,7 +195,7 @@ void hide(const AttentionJob& job, int query, int64_t from, int64_t count, float
     }
 }
 
-// Turns one query's scores into weights: keys it does not see get none.
+// Turns one query's scores into softmax weights, 0 for keys that it does not see; returns peak and sum.
 Partial weigh(const AttentionJob& job, int query, int64_t from, int64_t count, float* scores) {
     hide(job, query, from, count, -INFINITY, scores);
     F peaks = set1(-INFINITY);
@@ -223,7 +224,8 @@ void attend(const AttentionJob& job, int64_t from, int64_t to, Partial* partials
     int64_t first = to;
     for (int q = 0; q < queries; ++q) first = job.first[q] < first ? job.first[q] : first;
     const auto plane = [&](int64_t i) -> const KvPlane& { return i < tiles ? job.keys : job.values; };
-    // Keys tile by tile, then values; each is asked for while the one before it is computed.
+    // First all tiles of keys, then all tiles of values. Each tile is prefetched while the one before it is
+    // computed; the softmax is done between the two.
     Tile opened[2];
     open_tile(job, job.keys, from, first, to, opened[0]);
     for (int64_t i = 0; i < 2 * tiles; ++i) {

@@ -1,4 +1,4 @@
-// What Python sees: plain functions over addresses and sizes; the interpreter lock is released.
+// The Python module `_native`: functions over plain addresses and sizes that release the interpreter lock.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
@@ -35,8 +35,8 @@ Matrix make_matrix(Address data, int kind, int64_t rows, int64_t columns, bool t
     return {at<const uint8_t>(data), checked_kind(kind), rows, columns, tiles};
 }
 
-// Spans come as a table [count, 5]: first row, rows, start, where its pages begin in `pages` and its
-// tree in `trees` (-1: it has none).
+// Reads a table of spans [count, 5]: first row, rows, start, offset of its pages in `pages`, offset of its
+// tree in `trees` (-1: no tree).
 std::vector<SpanView> read_spans(Address table, int64_t count, Address pages, Address trees) {
     std::vector<SpanView> spans;
     spans.reserve(static_cast<size_t>(count));
@@ -47,7 +47,7 @@ std::vector<SpanView> read_spans(Address table, int64_t count, Address pages, Ad
     return spans;
 }
 
-struct Lent {  // scratch memory of a call
+struct Lent {  // scratch memory that Python lends for one call
     Address data;
     size_t bytes;
     Scratch open() const { return Scratch(at<uint8_t>(data), bytes); }
@@ -60,7 +60,7 @@ KvCache make_cache(Address keys, int k_kind, int64_t k_head_bytes, Address value
             page_size};
 }
 
-// A layer with its cache, ready to run.
+// A decoder layer's weights with its KV cache.
 struct Layer {
     LayerWeights weights;
     KvCache cache;
@@ -109,7 +109,7 @@ void bind_ops(nb::module_& m) {
             const AttentionShape shape{sizes[0], sizes[1], sizes[2], sizes[3], scale};
             const auto spans = read_spans(table, count, pages, trees);
             nb::gil_scoped_release released;
-            constexpr size_t LITTLE = 4 << 20;  // for speed only, and not planned
+            constexpr size_t LITTLE = 4 << 20;  // bytes allocated beyond the plan, only to be faster
             const size_t bytes = std::max(self.attention_scratch(shape, spans.data(), count),
                                           std::min(LITTLE, self.split_scratch(shape, spans.data(), count)));
             const std::unique_ptr<uint8_t[]> scratch(new uint8_t[bytes + 64]);
@@ -197,7 +197,7 @@ void bind_cold(nb::module_& m) {
 
 NB_MODULE(_native, m) {
     using namespace headroom;
-    nb::set_leak_warnings(false);  // a process that ends while somebody holds a pool has lost nothing
+    nb::set_leak_warnings(false);  // a pool that is still alive at the end of the process is no leak
     m.def("isas", [] {
         std::vector<std::string> names;
         for (const char* name : ISAS)

@@ -1,21 +1,21 @@
-// Cached keys and values: heads of all types, written and read.
+// Writing and reading of cached keys and values, one head at a time, in all cache types.
 
 namespace headroom {
 namespace {
 
-// To the nearest whole number, halves away from zero.
+// Rounds to the nearest whole number, halves away from zero.
 inline F round_away(F x) {
     const F whole = truncate(x);
     return add(whole, truncate(mul(set1(2), sub(x, whole))));
 }
 
-// Scales are stored as f16; what overflows there would come back as infinity.
+// Stores a scale as f16. A larger one is stored as the largest f16, not as infinity.
 inline void store_scale(float value, uint8_t* out) {
     const uint16_t half = float_to_half(value > 65504.0f ? 65504.0f : value < -65504.0f ? -65504.0f : value);
     std::memcpy(out, &half, 2);
 }
 
-// A step so small that its inverse overflows is stored as zero anyway.
+// Returns 1 / step, or 0 if that overflows: f16 stores such a small step as zero anyway.
 inline float inverse_of(float step) {
     const float inverse = 1 / step;
     return step == 0 || std::isinf(inverse) ? 0 : inverse;
@@ -33,7 +33,8 @@ void store_q8_0(const float* x, uint8_t* out) {
     store_int8(reinterpret_cast<int8_t*>(out + 18), round(b));
 }
 
-// Four or five bits of 32 values: low halves of the bytes first, fifth bits in a word before them.
+// Stores 32 values of four or five bits: first a word of the fifth bits, then bytes whose low nibbles are
+// values 0..15 and whose high nibbles are values 16..31.
 template <Kind K> void store_quants(const int* quants, uint8_t* out) {
     if constexpr (has_high_bit(K)) {
         uint32_t high = 0;
@@ -45,7 +46,7 @@ template <Kind K> void store_quants(const int* quants, uint8_t* out) {
         out[i] = static_cast<uint8_t>((quants[i] & 15) | (quants[i + 16] & 15) << 4);
 }
 
-// Q4_0, Q5_0: the value that is largest in size becomes the lowest number, -8 or -16.
+// Q4_0, Q5_0: the value of largest magnitude becomes the lowest code, -8 or -16.
 template <Kind K> void store_signed(const float* x, uint8_t* out) {
     constexpr int zero_point = offset_of(K);
     float peak = 0, value = x[0];
@@ -58,7 +59,7 @@ template <Kind K> void store_signed(const float* x, uint8_t* out) {
     const double inverse = inverse_of(step);
     int quants[32];
     for (int i = 0; i < 32; ++i) {
-        // Rounded once, as a fused product and sum would be, on any CPU.
+        // Computed in double and rounded once: the result of an fma, on CPUs without one, too.
         const float raised = static_cast<float>(static_cast<double>(x[i]) * inverse + (zero_point + 0.5));
         quants[i] = static_cast<int>(raised < 2 * zero_point - 1 ? raised : 2 * zero_point - 1);
     }
@@ -120,7 +121,7 @@ void store_head(Kind kind, const float* x, int64_t dim, uint8_t* out) {
     }
 }
 
-// The 32 values of a packed block.
+// Reads the 32 values of a packed block.
 template <Kind K> inline void load_block(const uint8_t* block, F& a, F& b) {
     const F scale = set1(read_half(block));
     if constexpr (K == Q8_0) {
@@ -146,7 +147,7 @@ template <Kind K> inline void load_block(const uint8_t* block, F& a, F& b) {
     }
 }
 
-// One cached head as floats, filled up with zeros to whole vectors.
+// Reads one cached head as floats; the last vector is filled up with zeros.
 template <Kind K> inline void load_head(const uint8_t* head, int64_t dim, float* out) {
     if constexpr (is_plain(K)) {
         constexpr int size = kind_info(K).block_bytes;

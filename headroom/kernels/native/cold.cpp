@@ -11,15 +11,16 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 
-// Between layers of a step the pool's threads are kept from sleeping as long as a layer may take;
-// behind a long prompt the GPU comes later, and the worker looks now and then only.
+// While a step runs the worker spins. It gives the pool's threads an empty task every KEEP_AWAKE, so that
+// they do not fall asleep between layers. After PATIENCE without a request (the GPU works on a long prompt)
+// it polls every LOOK_AGAIN, and after LATE (the step may have failed) every LOOK_RARELY.
 constexpr auto KEEP_AWAKE = microseconds(100), PATIENCE = microseconds(3000);
 constexpr auto LOOK_AGAIN = microseconds(30), LOOK_RARELY = microseconds(1000);
-constexpr auto LINGER = microseconds(1000);  // after a step: the next one follows soon, mostly
-constexpr auto LATE = std::chrono::seconds(1);  // of a step that was begun: it may never come
-constexpr auto LOOK_ASLEEP = std::chrono::milliseconds(50);  // for a step that nobody announced
+constexpr auto LINGER = microseconds(1000);  // spins this long after a step: mostly the next one follows
+constexpr auto LATE = std::chrono::seconds(1);
+constexpr auto LOOK_ASLEEP = std::chrono::milliseconds(50);  // polls asleep: a step may be unannounced
 
-// The words are plain memory that another device writes, too; C++ has no atomics over such.
+// The words are plain memory that the GPU also writes; std::atomic_ref does not exist in C++17.
 uint32_t load_acquire(const uint32_t* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
 void store_release(uint32_t* at, uint32_t value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
 
@@ -49,7 +50,8 @@ ColdWorker::~ColdWorker() {
 }
 
 void ColdWorker::begin_step() {
-    // Steps that nobody announced have ended, too: they must not count for this one.
+    // `done` also counts steps that were not announced. Start from the larger number, so that such a step
+    // does not count as the end of this one.
     const uint32_t done = load_acquire(mail_.done), begun = begun_.load(std::memory_order_relaxed);
     begun_.store((static_cast<int32_t>(done - begun) > 0 ? done : begun) + 1, std::memory_order_seq_cst);
     if (!asleep_.load(std::memory_order_seq_cst)) return;
@@ -66,7 +68,7 @@ void ColdWorker::run() {
     uint32_t seen = load_acquire(mail_.answer);
     Clock::time_point since = Clock::now(), kept = since;
     for (int64_t spins = 0; !stop_.load(std::memory_order_relaxed); ++spins) {
-        // Steps are looked at before requests: one that has ended has asked for all that it will.
+        // Read `done` before `request`: when a step is done, all of its requests have been written.
         const uint32_t begun = begun_.load(std::memory_order_seq_cst), done = load_acquire(mail_.done);
         const uint32_t number = load_acquire(mail_.request);
         if (number != seen) {
@@ -96,7 +98,7 @@ void ColdWorker::sleep(uint32_t begun, uint32_t seen) {
     std::unique_lock<std::mutex> lock(mutex_);
     asleep_.store(true, std::memory_order_seq_cst);
     counts_.sleeps.fetch_add(1, std::memory_order_relaxed);
-    // Any step but those that were known when it was decided to sleep.
+    // Wake up for any step after those that were known when the worker decided to sleep.
     const auto called = [&] { return stop_.load() || begun_.load(std::memory_order_seq_cst) != begun; };
     while (!wake_.wait_for(lock, LOOK_ASLEEP, called) && load_acquire(mail_.request) == seen) {
     }
@@ -114,7 +116,7 @@ void ColdWorker::serve(uint32_t number) {
         }
         store_release(mail_.failed, 1);
     }
-    store_release(mail_.answer, number);  // a failure too: the GPU must not wait for it
+    store_release(mail_.answer, number);  // also after a failure: the GPU must not wait for ever
     const auto spent = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start);
     counts_.requests.fetch_add(1, std::memory_order_relaxed);
     counts_.busy_ns.fetch_add(spent.count(), std::memory_order_relaxed);
@@ -125,7 +127,7 @@ void ColdWorker::answer_layer() {
     if (index < 0 || index >= static_cast<int64_t>(layers_.size()) || rows < 1 || rows > most_rows_)
         throw std::out_of_range("a request names a layer or rows that there are not");
     const ColdLayer& layer = layers_[index];
-    // A copy: what is checked here must be what is computed.
+    // Copy the ids before checking them: the GPU could change the shared ones in between.
     const int64_t picks = rows * layer.used;
     int64_t asked = 0, experts = 0;
     for (int64_t i = 0; i < picks; ++i) {

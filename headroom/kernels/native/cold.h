@@ -1,5 +1,14 @@
-// A thread that computes cold experts for a GPU: requests and answers go through shared memory, so
-// that neither side waits for the other's runtime.
+// ColdWorker: a thread that computes cold experts (those in host memory) for a GPU.
+//
+// The GPU and the worker talk through words in pinned memory, without the CUDA runtime and without Python:
+//
+//   GPU (kernels/cuda/handover.cu)          worker thread
+//   writes layer, rows, ids, weights, x
+//   writes the request's number       --->  sees a new number in `request`
+//   computes the hot experts                computes the cold ones with the thread pool
+//   waits for the number in `answer`  <---  writes `out`, then the same number to `answer`
+//   adds `out`
+//   at the step's end: increments `done`
 #pragma once
 
 #include <atomic>
@@ -13,22 +22,21 @@
 
 namespace headroom {
 
-// Where the words lie that both sides see. The GPU writes a request, then its number; the worker
-// writes the answers, then the same number.
+// The addresses of the words that both sides read and write.
 struct ColdMail {
-    uint32_t *request, *answer;  // numbers
+    uint32_t *request, *answer;  // numbers of the last request and of the last answer
     const int32_t *layer, *rows;
-    uint32_t* done;  // steps that the GPU has ended
-    uint32_t* failed;
-    const int32_t* ids;  // [rows, used], negative where a pick is not asked for
+    uint32_t* done;  // how many steps the GPU has finished
+    uint32_t* failed;  // the worker sets it to 1 after an exception
+    const int32_t* ids;  // [rows, used]; negative: not a cold expert, the worker skips it
     const float* weights;  // [rows, used]
     const float* x;  // [rows, hidden]
     float* out;  // [rows, hidden]
 };
 
 struct ColdLayer {
-    Matrix gate, up, down;  // their data is not looked at
-    const ExpertWeights* table;  // null pointers where an expert is not in host memory
+    Matrix gate, up, down;  // types and sizes only; `data` is not used
+    const ExpertWeights* table;  // [experts]; null pointers for experts that are not in host memory
     int64_t experts, used;
     Gate act;
 };
@@ -44,9 +52,9 @@ class ColdWorker {
     ColdWorker(const ColdWorker&) = delete;
     ColdWorker& operator=(const ColdWorker&) = delete;
 
-    // Tells that a step is about to run, whose end the GPU will tell.
+    // Announces a step, which wakes the worker. The GPU reports the step's end by incrementing `done`.
     void begin_step();
-    // What went wrong; empty while nothing did.
+    // The message of the first exception; empty if there was none.
     std::string failure();
     const ColdCounts& counts() const { return counts_; }
 

@@ -1,4 +1,5 @@
-// Gated linear attention of a step, shared out over threads.
+// Gated DeltaNet of a step, divided among threads: first the convolution by rows, then the recurrence by
+// span, value head and block of columns.
 #include "ops.h"
 
 #include <cmath>
@@ -9,8 +10,8 @@ namespace headroom {
 
 namespace {
 
-// The last `taps` inputs up to row `row` of a span, oldest first: from the step, from the
-// sequence's state, or zeros before its beginning.
+// Finds the last `taps` inputs up to row `row` of a span, oldest first. They come from this step, from the
+// sequence's state, or are zeros before the sequence begins.
 void find_inputs(const DeltaShape& shape, const DeltaSpan& span, const float* qkv,
                  const float* kept, const float* zeros, int64_t row, const float** inputs) {
     for (int64_t j = 0; j < shape.taps; ++j) {
@@ -25,7 +26,7 @@ void find_inputs(const DeltaShape& shape, const DeltaSpan& span, const float* qk
 
 float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
-// The last inputs of a span become those that the sequence's next step begins from.
+// Stores the last inputs of a span in the sequence's state, for the convolution of its next step.
 void keep_inputs(const DeltaShape& shape, const DeltaSpan& span, const float* qkv, float* kept) {
     const int64_t count = shape.taps - 1, channels = shape.channels();
     const int64_t fresh = std::min(count, span.rows), old = count - fresh;

@@ -1,4 +1,4 @@
-// Gated linear attention: what its operation and the kernels of each instruction set share.
+// Gated DeltaNet (linear attention with a recurrent state): types shared by the operation and the kernels.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@ namespace headroom {
 
 struct DeltaShape {
     int64_t key_heads, value_heads, dim, taps;
-    bool tiled;  // value head h reads key head h % key_heads
+    bool tiled;  // value head h reads key head h % key_heads, else h / (value_heads / key_heads)
 
     int64_t channels() const { return (2 * key_heads + value_heads) * dim; }
     int64_t key_head(int64_t h) const {
@@ -15,20 +15,20 @@ struct DeltaShape {
     }
 };
 
-constexpr int64_t DELTA_COLUMNS = 64;  // of a head's memory that one thread works on at a time
+constexpr int64_t DELTA_COLUMNS = 64;  // columns of a head's memory in one job of a thread
 
-// Rows of one value head, and `width` columns of its memory from `column` on. A column of the
-// memory depends on no other.
+// One job: all rows of a span for one value head, and `width` columns of its memory from `column` on. The
+// columns of the memory do not depend on each other.
 struct DeltaJob {
-    const float *queries, *keys, *values;  // of the first row; rows are `channels` apart
-    const float *decays, *betas;           // of the first row; rows are `heads` apart
-    float* out;                            // rows are `heads * dim` apart
+    const float *queries, *keys, *values;  // the first row's; rows are `channels` floats apart
+    const float *decays, *betas;           // the first row's; rows are `heads` floats apart
+    float* out;                            // rows are `heads * dim` floats apart
     float* memory;                         // [dim, dim]
     int64_t rows, dim, channels, heads, column, width;
-    bool fresh;  // the memory is zeros, whatever lies there
+    bool fresh;  // the sequence begins: treat the memory as zeros, whatever it holds
 };
 
-// Rows that share one sequence, and where its state lies.
+// The rows of one sequence in a step, and the slot of its state.
 struct DeltaSpan {
     int64_t first_row, rows, start, slot;
 };

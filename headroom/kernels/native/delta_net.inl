@@ -1,10 +1,12 @@
-// Gated linear attention, written once over the sixteen-lane vectors of a simd_*.h file.
+// The kernels of gated DeltaNet. For each row and value head, with a state S [key dim, value dim]:
+//
+//   S = decay * S;  S += key^T * beta * (value - key S);  out = query S
 
 namespace headroom {
 namespace {
 
-// Each channel's last inputs, weighted. Plain loops: taps lie side by side, and compilers know
-// how to take four apart. Products are summed from the oldest on.
+// The causal convolution of each channel, summed from the oldest input on. A channel's taps are adjacent in
+// memory; compilers vectorise the loop over four taps well.
 void weigh_inputs(const DeltaShape& shape, const float* conv, const float* const* inputs,
                   float* out) {
     const int64_t channels = shape.channels();
@@ -50,8 +52,8 @@ void convolve(const DeltaShape& shape, const float* conv, const float* const* in
         scale_to_unit(out + head * shape.dim, shape.dim, head < shape.key_heads ? query_scale : 1);
 }
 
-// Vectors of a head's memory that are worked on together: their sums must fit into registers, and
-// be enough that none waits for the one before it.
+// Vectors of a row of the memory that are computed together: few enough for their sums to stay in
+// registers, and enough to hide the latency of fma.
 constexpr int DELTA_VECTORS = MANY_REGISTERS ? 4 : 2;
 constexpr int64_t DELTA_WIDTH = 16 * DELTA_VECTORS;
 
@@ -61,7 +63,7 @@ struct DeltaBlock {
     int64_t stride;
 };
 
-// What the memory answers to the first row's key.
+// answer = key S, for the first row.
 inline void ask(const DeltaBlock& block, const float* key, int64_t dim, F* answer) {
     F sums[DELTA_VECTORS];
     for (F& one : sums) one = zero();
@@ -75,8 +77,8 @@ inline void ask(const DeltaBlock& block, const float* key, int64_t dim, F* answe
     for (int v = 0; v < DELTA_VECTORS; ++v) answer[v] = sums[v];
 }
 
-// One row: the memory fades, takes in what it did not know of the value, and is asked, also for
-// what it answers to the next row's key. `answer` is that of this row's key.
+// One row in a single pass over S: decays and updates S, and computes query S and the next row's key S.
+// `answer` holds this row's key S (before decay) on entry and the next row's on return.
 template <bool last>
 inline void delta_row(const DeltaJob& job, int64_t row, int64_t column, const DeltaBlock& block,
                       F* answer) {
@@ -119,8 +121,8 @@ inline void delta_block(const DeltaJob& job, int64_t column, const DeltaBlock& b
     delta_row<true>(job, job.rows - 1, column, block, answer);
 }
 
-// Columns of a head's memory, DELTA_WIDTH at a time. For several rows they are first brought side
-// by side into `copy` [dim, DELTA_WIDTH], which stays in the nearest cache.
+// Runs a job over its columns, DELTA_WIDTH at a time. For several rows the columns are first copied to
+// `copy` [dim, DELTA_WIDTH], which stays in L1.
 void delta_rows(const DeltaJob& job, float* copy) {
     for (int64_t column = job.column; column < job.column + job.width; column += DELTA_WIDTH) {
         float* memory = job.memory + column;

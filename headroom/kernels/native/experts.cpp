@@ -1,4 +1,5 @@
-// The experts of a step: each one is read once for all tokens that chose it.
+// The routed experts of a step: sorts the picks by expert, so that each expert's weights are read once for
+// all tokens that chose it. A pick is one (token, rank) pair of the router's choice.
 #include "ops.h"
 
 #include <algorithm>
@@ -16,7 +17,7 @@ size_t Ops::experts_scratch(int64_t tokens, int64_t per_token, int64_t hidden, i
     };
     size_t inputs = Scratch::size(picks * hidden * 4) + matmul_scratch(picks, hidden);
     size_t inner = matmul_scratch(picks, width);
-    if (tiles) {  // whose rows may be wide
+    if (tiles) {  // the rows may be WideRecords instead
         inputs = std::max(inputs, wide(tokens, hidden) + Scratch::size(picks * 8));
         inner = std::max(inner, wide(picks, width) + Scratch::size(picks * width * 4));
     }
@@ -24,7 +25,7 @@ size_t Ops::experts_scratch(int64_t tokens, int64_t per_token, int64_t hidden, i
            Scratch::size(picks * width * 4) + inputs + inner;
 }
 
-// A row of its own for each pick.
+// Copies each pick's row of x, in the sorted order, and prepares it.
 Ops::Input Ops::gather_picks(const float* x, int64_t hidden, const Picks& picks, bool int8,
                              Scratch& scratch) {
     float* rows = scratch.take<float>(picks.count * hidden);
@@ -38,7 +39,7 @@ Ops::Input Ops::gather_picks(const float* x, int64_t hidden, const Picks& picks,
     return input;
 }
 
-// Rows of tokens, each prepared once however many experts it chose.
+// Prepares each token's row once as WideRecords; the picks point to their tokens' records.
 Ops::Input Ops::wide_picks(const float* x, int64_t tokens, int64_t hidden, const Picks& picks,
                            Scratch& scratch) {
     const Input of_tokens = prepare(x, tokens, hidden, Form::wide, scratch);
@@ -76,7 +77,7 @@ void Ops::experts(const Matrix& gate, const Matrix& up, const Matrix& down,
     starts[expert_count] = static_cast<int32_t>(picks);
 
     float* inner = scratch.take<float>(picks * width);
-    const bool packed = !is_plain(gate.kind) && !is_plain(up.kind);  // one input serves both
+    const bool packed = !is_plain(gate.kind) && !is_plain(up.kind);  // gate and up share one prepared input
     const bool wide = gate.tiles && !int8 && packed && !is_plain(down.kind) && kernels_.tile_wide;
     const Input in = wide ? wide_picks(x, tokens, hidden, {order, picks, per_token}, scratch)
                           : gather_picks(x, hidden, {order, picks, per_token}, int8 && packed, scratch);
@@ -86,7 +87,7 @@ void Ops::experts(const Matrix& gate, const Matrix& up, const Matrix& down,
         return Matrix{data, like.kind, like.rows, like.columns, like.tiles};
     };
     const int64_t panels = gate.panels();
-    if (wide) {  // of few rows, mostly: gates and ups apart, so that threads share them evenly
+    if (wide) {  // mostly few rows: gate and up panels are separate jobs, which balances the threads
         float* ups = scratch.take<float>(picks * width);
         pool_.parallel(2 * chosen_count * panels, panel_grain(gate), [&](int64_t first, int64_t last) {
             for (int64_t job = first; job < last; ++job) {
@@ -117,7 +118,8 @@ void Ops::experts(const Matrix& gate, const Matrix& up, const Matrix& down,
     }
     pool_.parallel(down.panels(), panel_grain(down),
                    [&](int64_t first, int64_t last) {
-        // Expert after expert, so that each one's panels are read in a run.
+        // For each expert in turn all panels of this range: each expert's memory is read in one run. A
+        // token's sum runs over its experts in the order of their ids.
         float result[ROW_BATCH * PANEL_ROWS];
         const int64_t begin = first * PANEL_ROWS, end = std::min(hidden, last * PANEL_ROWS);
         for (int64_t t = 0; t < tokens; ++t)

@@ -1,15 +1,22 @@
-// Weights that lie as a GPU reads them (kernels/cuda/tiles.cuh), turned into panels on their way
-// into a product: a host can so compute with experts that a GPU may also read where they are.
-// Both layouts are records of sixteen rows and 256 columns with the same numbers in as many bytes;
-// a tile's last record is always whole. F16 and BF16 have no records in panels.
+// Conversion of GPU tiles to panels.
+//
+// Cold experts lie in host memory in the GPU's tile layout (kernels/cuda/tiles.cuh), so that the GPU can
+// copy them without conversion. Instruction sets that cannot multiply with tiles directly (wide.inl)
+// convert sixteen rows at a time into a panel just before its product.
+//
+// Both layouts consist of records of sixteen rows and 256 columns that hold the same numbers in as many
+// bytes. The last record of a tile is always full. F16 and BF16 have no records in panels.
+//
+// Letters in this file: a tile's rows are g and g + 8h with g = 0..7, h = 0..1; a GPU lane 4g + t (t =
+// 0..3) holds columns 4t .. 4t+3 and 16+4t .. 16+4t+3 of a block b of 32 columns; `half` says which of
+// the two.
 
 #include <algorithm>
 
 namespace headroom {
 namespace {
 
-// Planes of a tile's record. Row i is g + 8h; block b is 32 columns, of which a lane 4g + t holds
-// 4t .. 4t+3 and 16+4t .. 16+4t+3.
+// The byte offset of each plane in a record of a tile; the values begin at 0.
 template <Kind K> struct TileShape {
     static constexpr int high = K == Q8_0 ? 4096 : 2048;
     static constexpr int groups = high + (has_high_bit(K) ? 512 : K == Q6_K ? 1024 : 0);
@@ -27,9 +34,9 @@ inline uint32_t word_at(const uint8_t* p, int index) {
 inline void put_word(uint8_t* p, int index, uint32_t word) { std::memcpy(p + 4 * index, &word, 4); }
 
 #if defined(__AVX512F__)
-// Words [g][t][x][y] as vectors out[x][t] of sixteen rows [y][g].
+// Transposes words [g][t][x][y] (vector z[g]) into vectors out[x][t] of sixteen words [y][g].
 inline void rows_together(const __m512i* z, __m512i (*out)[4]) {
-    __m512i four[2][4];  // by x: rows 0..3, 4..7 of y = 0, then of y = 1; 128 bits for each t
+    __m512i four[2][4];  // [x]: g = 0..3 and 4..7 of y = 0, then of y = 1; 128 bits for each t
     for (int i = 0; i < 2; ++i) {
         const __m512i* q = z + 4 * i;
         const __m512i a = _mm512_unpacklo_epi32(q[0], q[1]), b = _mm512_unpacklo_epi32(q[2], q[3]);
@@ -52,7 +59,7 @@ inline void rows_together(const __m512i* z, __m512i (*out)[4]) {
 }
 #endif
 
-// Two neighbouring blocks of four-bit values: `cells` has 256 bytes for each.
+// Converts two neighbouring blocks of 4-bit values; `cells` receives 256 bytes for each.
 inline void four_bit_pair(const uint8_t* pair, uint8_t* cells) {
 #if defined(__AVX512F__)
     __m512i z[8], turned[2][4];
@@ -83,7 +90,7 @@ inline void four_bit_pair(const uint8_t* pair, uint8_t* cells) {
 #endif
 }
 
-// Values of eight bits, stored + 128 in panels.
+// Converts a block of 8-bit values, which panels store with an offset of 128.
 inline void eight_bit_block(const uint8_t* block, uint8_t* cell) {
 #if defined(__AVX512F__)
     __m512i z[8], turned[2][4];
@@ -102,10 +109,10 @@ inline void eight_bit_block(const uint8_t* block, uint8_t* cell) {
 #endif
 }
 
-// The words of eight groups of lanes: `words [g][t][n]` becomes `out [t][n][g]`.
+// Transposes `words [g][t][n]` into `out [t][n][g]`.
 template <int n> inline void lanes_together(const uint8_t* words, uint32_t* out) {
 #if defined(__AVX512F__)
-    // Eight columns of eight rows at a time, wherever in [t][n] they begin.
+    // 8 x 8 words at a time: all g, and eight consecutive places of [t][n].
     for (int first = 0; first < 4 * n; first += 8) {
         __m256i r[8], a[8], b[8];
         for (int g = 0; g < 8; ++g)
@@ -131,8 +138,8 @@ template <int n> inline void lanes_together(const uint8_t* words, uint32_t* out)
 #endif
 }
 
-// The fifth bits of all blocks: in a panel a mask for each four columns, a bit for each row and
-// column. A word of a tile has two blocks, four bits of a byte each: h, half.
+// Converts the fifth bits of all blocks. A panel has one 64-bit mask per four columns, with a bit for each
+// row and column. A byte of a tile's word is one column and has the bits [block of a pair][h][half].
 inline void fifth_bits(const uint8_t* high, int cells, uint8_t* masks) {
     alignas(64) uint32_t words[4 * 4 * 8];  // [t][pair][g]
     lanes_together<4>(high, words);
@@ -144,14 +151,14 @@ inline void fifth_bits(const uint8_t* high, int cells, uint8_t* masks) {
                 for (int g = 0; g < 8; ++g)
                     for (int h = 0; h < 2; ++h) {
                         const uint32_t bits = eight[g] >> (4 * (b % 2) + 2 * h + half) & 0x01010101u;
-                        // One bit of each byte, gathered into four neighbouring ones.
+                        // The multiplication gathers the lowest bit of each byte into four adjacent bits.
                         mask |= static_cast<uint64_t>(bits * 0x01020408u >> 24 & 15) << (4 * (8 * h + g));
                     }
                 std::memcpy(masks + 64 * b + 8 * (4 * half + t), &mask, 8);
             }
 }
 
-// Bits five and six of Q6_K: a word of a tile has one block, two bits for each h and half.
+// Converts the high two bits of Q6_K. A byte of a tile's word has two bits for each [h][half] of a block.
 inline void two_more_bits(const uint8_t* high, int cells, uint8_t* out) {
     alignas(64) uint32_t words[4 * 8 * 8];  // [t][block][g]
     lanes_together<8>(high, words);
@@ -181,7 +188,7 @@ inline void two_more_bits(const uint8_t* high, int cells, uint8_t* out) {
         }
 }
 
-// Where 16-bit number i of the result comes from: [g][of][inner] becomes [of][inner][g].
+// The permutation that turns 16-bit numbers [g][of][inner] into [of][inner][g]: the source of each place.
 template <int of, int inner> struct ByRow {
     static constexpr int count = 8 * of * inner;
     uint16_t from[count < 32 ? 32 : count];
@@ -217,7 +224,7 @@ template <int of, int inner> inline void reorder(const uint8_t* plane, uint8_t* 
     for (int i = 0; i < count; ++i) std::memcpy(out + 2 * i, plane + 2 * order.from[i], 2);
 }
 
-// Single bytes of rows g and g + 8, side by side: [g][of][h] becomes [of][row].
+// Reorders bytes [g][of][h] to [of][row].
 template <int of> inline void bytes_by_row(const uint8_t* plane, uint8_t* out) {
     alignas(64) uint8_t pairs[16 * of];  // [of][g][h]
     reorder<of, 1>(plane, pairs);
@@ -226,7 +233,7 @@ template <int of> inline void bytes_by_row(const uint8_t* plane, uint8_t* out) {
             for (int g = 0; g < 8; ++g) out[16 * b + 8 * h + g] = pairs[16 * b + 2 * g + h];
 }
 
-// The scales or mins of all blocks of a record.
+// Converts the scales or mins of all blocks of a record.
 template <Kind K> inline void scales_by_row(const uint8_t* plane, int cells, uint8_t* out) {
     if constexpr (by_record(K)) {
         reorder<1, 2>(plane, out);
@@ -265,7 +272,7 @@ template <Kind K> void record_to_panel(const uint8_t* tile, int cells, uint8_t* 
 template <Kind K> void all_records(int64_t columns, const uint8_t* tile, uint8_t* panel) {
     for (int64_t column = 0; column < columns; column += RECORD * CELL) {
         const int cells = static_cast<int>(std::min<int64_t>(RECORD, (columns - column) / CELL));
-        // The record after the next: conversion is quick enough to wait for memory.
+        // Prefetch the record after the next: the conversion is fast enough to be bound by memory.
         prefetch(tile + 2 * TileShape<K>::bytes, TileShape<K>::bytes);
         record_to_panel<K>(tile, cells, panel);
         tile += TileShape<K>::bytes;
@@ -273,8 +280,8 @@ template <Kind K> void all_records(int64_t columns, const uint8_t* tile, uint8_t
     }
 }
 
-// Four columns of sixteen rows of 16 bits: lanes [g] of a tile, 64 bytes apart, hold columns 0 and 2 of
-// rows g and g + 8, then columns 1 and 3 of both.
+// Converts four columns of sixteen rows of 16-bit values. The tile's lanes for g = 0..7 are 64 bytes apart;
+// each holds columns 0 and 2 of rows g and g + 8, then columns 1 and 3 of both rows.
 inline void plain_four(const uint8_t* lanes, uint8_t* panel) {
     for (int g = 0; g < 8; ++g)
         for (int h = 0; h < 2; ++h)
@@ -282,7 +289,7 @@ inline void plain_four(const uint8_t* lanes, uint8_t* panel) {
                 std::memcpy(panel + 32 * c + 16 * h + 2 * g, lanes + 64 * g + 8 * (c % 2) + 4 * h + 2 * (c / 2), 2);
 }
 
-// Eight columns: the lanes of two neighbouring t lie side by side.
+// Converts eight columns: the lanes of two neighbouring t are adjacent.
 inline void plain_eight(const uint8_t* lanes, uint8_t* panel) {
 #if defined(__AVX2__)
     __m256i r[8], a[8], b[8];
@@ -296,8 +303,8 @@ inline void plain_eight(const uint8_t* lanes, uint8_t* panel) {
             b[4 * i + 2 * j] = _mm256_unpacklo_epi32(a[4 * i + j], a[4 * i + j + 2]);
             b[4 * i + 2 * j + 1] = _mm256_unpackhi_epi32(a[4 * i + j], a[4 * i + j + 2]);
         }
-    // For each t, b[n] has numbers 2n and 2n + 1 of a lane for g = 0..3, b[n + 4] for g = 4..7; of n even
-    // they are of rows g, of n odd of rows g + 8.
+    // For each t, b[n] has numbers 2n and 2n + 1 of the lanes g = 0..3, and b[n + 4] those of g = 4..7.
+    // Even n belong to rows g, odd n to rows g + 8.
     for (int n = 0; n < 4; n += 2) {
         const __m256i first[2] = {_mm256_unpacklo_epi64(b[n], b[n + 4]), _mm256_unpackhi_epi64(b[n], b[n + 4])};
         const __m256i second[2] = {_mm256_unpacklo_epi64(b[n + 1], b[n + 5]),
@@ -313,7 +320,7 @@ inline void plain_eight(const uint8_t* lanes, uint8_t* panel) {
 #endif
 }
 
-// Sixteen values for each column; a tile has sixteen columns at a time.
+// Converts plain 16-bit values: sixteen per column in a panel, groups of sixteen columns in a tile.
 void plain_to_panel(int64_t columns, const uint8_t* tile, uint8_t* panel) {
     const auto from = [&](int64_t column) { return tile + 32 * (column / 16 * 16) + 4 * (column % 16); };
     int64_t column = 0;

@@ -1,4 +1,4 @@
-// The instruction sets: which of them this CPU runs.
+// Which instruction sets this CPU can run.
 #include <cstring>
 
 #if defined(HEADROOM_AMX)
@@ -26,10 +26,10 @@ bool runs_avx512() {
 #endif
 
 #if defined(HEADROOM_AMX)
-// Tiles are too large for Linux to keep for every process: one must ask for them, and is refused
-// where the CPU has none or the system does not save them.
+// Whether this process may use AMX tiles. Linux saves their large state only for processes that ask, and
+// refuses if the CPU has none or the kernel does not support them.
 bool granted_tiles() {
-    constexpr unsigned TILE = 1 << 24, INT8 = 1 << 25;  // of leaf 7
+    constexpr unsigned TILE = 1 << 24, INT8 = 1 << 25;  // bits of CPUID leaf 7, edx
     constexpr long ASK = 0x1023, TILE_DATA = 18;        // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & TILE) || !(d & INT8)) return false;

@@ -1,4 +1,9 @@
-// The arithmetic of one instruction set: small pieces that the operations share out over threads.
+// The table of functions that each instruction set provides.
+//
+// A `Kernels` holds the single-threaded inner loops: one panel of a product, one row of a norm, one
+// block of keys. The operations (matmul.cpp, attention.cpp, experts.cpp, delta_net.cpp, ops.cpp) divide
+// their work into such pieces, give the pieces to threads, and call the table of the instruction set that
+// was chosen at run time (isas.cpp).
 #pragma once
 
 #include "delta_net.h"
@@ -6,22 +11,23 @@
 
 namespace headroom {
 
-// Rows of activations, rounded to 8 bits with a scale per 32 columns.
+// Rows of activations, rounded to 8 bits with one scale per 32 columns.
 struct QuantisedRows {
     int8_t* values;  // [rows, columns]
     float* scales;   // [rows, columns / 32]
-    int32_t* sums;   // [rows, columns / 16], of the rounded values
+    int32_t* sums;   // [rows, columns / 16]: sums of the rounded values
 };
 
 struct FloatRows {
     const float* values;  // [rows, columns]
-    const float* sums;    // [rows, columns / 16]
+    const float* sums;    // [rows, columns / 16]: sums of the values
 };
 
-// 256 columns of a row of activations in 16 bits, as the products with tiles want them: see wide.inl.
+// 256 columns of a row of activations, rounded to 16 bits, in the order that wide.inl multiplies with
+// GPU tiles. A 16-bit number is split into two 8-bit digits: value = (256 * high + low) * scale.
 struct alignas(64) WideRecord {
-    int8_t high[4][2][64], low[4][2][64];  // digits of pairs of blocks and halves of them: [t][block][h][4]
-    float sums[2][16];                     // of halves of blocks: [block][h]
+    int8_t high[4][2][64], low[4][2][64];  // [pair of blocks][half of a block][t][block][h][4 columns]
+    float sums[2][16];                     // [half][block][h]: sums of the rounded values of a half block
     float scale;
 };
 HEADROOM_INLINE constexpr int64_t wide_records(int64_t columns) { return (columns + 255) / 256; }
@@ -29,29 +35,29 @@ using Widen = void (*)(const float* x, int64_t columns, WideRecord* out);
 using TileWide = void (*)(const Matrix& w, int64_t tile, const WideRecord* const* x, int64_t rows,
                           float* out);
 
-// One layer's cached keys or values; a head of a slot is `head_bytes` long.
+// One layer's cached keys or values. A slot holds one token; each head of a slot takes `head_bytes`.
 struct KvPlane {
     uint8_t* data;
     Kind kind;
     int64_t slot_bytes, head_bytes;
 };
 
-constexpr int64_t KEY_BLOCK = 256;  // keys whose softmax is summed up before it is merged
-constexpr int64_t KEY_TILE = 32;    // keys that are unpacked together
+constexpr int64_t KEY_BLOCK = 256;  // keys per partial softmax; the partial results are merged afterwards
+constexpr int64_t KEY_TILE = 32;    // keys that are unpacked to floats at a time
 
-// What attention has gathered for one query: a maximum, and sums relative to it.
+// The running softmax of one query: the largest score so far, and the sum of exp(score - peak).
 struct Partial {
     float peak, total;
 };
 
-// Queries of some neighbouring key-value heads, `count` for each, and the keys that they see.
+// Queries that read the same keys: `count` queries for each of `heads` neighbouring KV heads.
 struct AttentionJob {
     const float* queries;        // [heads * count, padded dim], scaled, zeros beyond `dim`
-    const int64_t* first;        // first key that each query sees
-    const int64_t* last;         // one past the last
-    const uint8_t* const* tree;  // which keys from `start` on each query sees; null: all
-    const int64_t* shallowest;   // of a tree's keys, those above this depth are out of the window
-    int64_t start;
+    const int64_t* first;        // per query: the first key that it sees
+    const int64_t* last;         // per query: one past the last key that it sees
+    const uint8_t* const* tree;  // per query: byte i is 1 if it sees key `start + i`; null: it sees all
+    const int64_t* shallowest;   // per query: tree keys of smaller depth are outside its window
+    int64_t start;               // first key of the tree: the number of tokens cached before this step
     int count, dim, head, heads;
     KvPlane keys, values;
     const int64_t* pages;
@@ -63,12 +69,13 @@ struct Kernels {
     void (*quantise)(const float* x, int64_t columns, int8_t* values, float* scales, int32_t* sums);
     void (*sum_columns)(const float* x, int64_t columns, float* sums);
     float (*read_bytes)(const uint8_t* data, int64_t bytes);
-    // One panel times all rows: out [rows, 16].
+    // The product of all rows with one panel of 16 weight rows: out [rows, 16].
     void (*panel_int8)(const Matrix& w, int64_t panel, QuantisedRows x, int64_t rows, float* out);
     void (*panel_float)(const Matrix& w, int64_t panel, FloatRows x, int64_t rows, float* out);
-    // Sixteen rows from a GPU's layout into a panel.
+    // Converts 16 weight rows from the GPU's tile layout (gpu_tiles.inl) into a panel.
     void (*tile_to_panel)(Kind kind, int64_t columns, const uint8_t* tile, uint8_t* panel);
-    // Rows in 16 bits and one such tile times all of them: out [rows, 16]; null where rows stay floats.
+    // `widen` rounds a row to WideRecords; `tile_wide` multiplies such rows with one GPU tile: out [rows,
+    // 16]. Both are null on instruction sets without VNNI, which convert tiles to panels instead.
     Widen widen;
     TileWide tile_wide;
     void (*rms_norm)(const float* x, const float* weight, int64_t columns, float eps, float* out);
@@ -77,10 +84,12 @@ struct Kernels {
     void (*rope)(const float* x, int64_t heads, int64_t dim, const float* cos, const float* sin,
                  int64_t half, float* out);
     void (*store_head)(Kind kind, const float* x, int64_t dim, uint8_t* out);
-    // Keys [from, to) of at most KEY_BLOCK: sums [queries, padded dim] and a Partial per query.
+    // Attends to keys [from, to), at most KEY_BLOCK of them. Writes one Partial per query and the weighted
+    // sums of the values [queries, padded dim].
     void (*attend)(const AttentionJob& job, int64_t from, int64_t to, Partial* partials,
                    float* sums, float* scratch);
-    // One row's channels, from `taps` rows of inputs: activated, queries and keys of unit length.
+    // Convolves `taps` rows of inputs into one row of channels, applies silu, and scales each query and
+    // key head to unit length.
     void (*convolve)(const DeltaShape& shape, const float* conv, const float* const* inputs,
                      float* out);
     void (*delta_rows)(const DeltaJob& job, float* block);
@@ -89,7 +98,7 @@ struct Kernels {
 };
 
 HEADROOM_INLINE int64_t padded_dim(int64_t dim) { return (dim + 15) / 16 * 16; }
-// Floats of scratch that `attend` needs for heads of `width` values, padded.
+// Scratch of `attend` in floats, for heads of `width` values (a padded dim).
 constexpr int64_t attend_scratch(int64_t queries, int64_t width) {
     return queries * KEY_BLOCK + (KEY_TILE + 1) * width;
 }
@@ -100,7 +109,7 @@ extern const Kernels AVX2_KERNELS;
 extern const Kernels AVX512_KERNELS;
 #endif
 #if defined(HEADROOM_AMX)
-const Kernels& amx_kernels();  // AVX512_KERNELS, but for products of many rows
+const Kernels& amx_kernels();  // AVX512_KERNELS with another panel_int8
 #endif
 
 }  // namespace headroom

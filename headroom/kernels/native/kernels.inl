@@ -1,5 +1,7 @@
-// The kernels, written once over the sixteen-lane vectors of a simd_*.h file.
-// Every row is computed by the same operations in the same order however many share a call.
+// All kernels of one instruction set, written over the sixteen-lane vectors of a simd_*.h file.
+//
+// kernels_<isa>.cpp includes one simd_*.h and then this file. A row's result is computed by the same
+// operations in the same order, however many rows share a call: it does not depend on the batch.
 #include "quants.inl"
 
 #include "products.inl"

@@ -1,8 +1,8 @@
-// Products of many rows with 8-bit tiles (AMX); everything else as with AVX-512.
+// AMX: products of at least 16 rows of 8-bit activations with tile registers; all else is AVX-512.
 //
-// A tile product takes sixteen rows of activations times the sixteen rows of a panel over the
-// columns that share a scale. Its sums are whole numbers, and what follows is done by the same
-// operations in the same order as without tiles, so that no bit of a result depends on them.
+// One tile product multiplies sixteen rows of activations with the sixteen rows of a panel, over the
+// columns that share one scale. Its sums are integers and therefore exact. Scales and mins are applied by
+// the same operations in the same order as in products.inl, so AMX and AVX-512 give the same bits.
 #include "panels.h"
 
 #include "simd_avx512.h"
@@ -14,12 +14,12 @@ namespace {
 
 constexpr int TILE_ROWS = 16;
 
-// Runs of columns with a scale of their own, in one cell.
+// How many runs of columns of one cell have a scale of their own: Q6_K has one scale per 16 columns.
 constexpr int parts_of(Kind k) { return k == Q6_K ? 2 : 1; }
 
-// The shapes of the tiles: 0 are the sums, 1 activations, 2 weights.
+// The AMX configuration of three tile registers: 0 holds the sums, 1 the activations, 2 the weights.
 struct TileShapes {
-    alignas(64) uint8_t bytes[64] = {1};  // "palette" 1; shapes are a width in bytes and some rows
+    alignas(64) uint8_t bytes[64] = {1};  // palette 1; bytes 16..: widths in bytes, bytes 48..: rows
 
     explicit TileShapes(int columns) {
         shape(0, TILE_ROWS, PANEL_ROWS * 4);
@@ -34,7 +34,7 @@ struct TileShapes {
     }
 };
 
-// Tiles of this thread, in use as long as this lives.
+// Configures this thread's tile registers, and releases them when it goes out of scope.
 struct Tiles {
     explicit Tiles(int columns) {
         const TileShapes shapes(columns);
@@ -45,7 +45,7 @@ struct Tiles {
     Tiles& operator=(const Tiles&) = delete;
 };
 
-// The weights of up to a record as signed bytes, unpacked once for all rows.
+// A record of weights as signed bytes with its scales, unpacked once for all rows.
 template <Kind K> struct UnpackedRecord {
     static constexpr int PARTS = parts_of(K), WIDTH = CELL / PARTS;
     using Groups = std::conditional_t<has_groups(K), KGroups, NoGroups>;
@@ -75,7 +75,7 @@ template <Kind K> struct UnpackedRecord {
     }
 };
 
-// Sixteen rows times a record: sums of whole numbers, [parts, rows, 16].
+// Multiplies sixteen rows of activations with a record: integer sums [parts, 16 rows, 16 weight rows].
 template <Kind K>
 inline void multiply_tiles(const UnpackedRecord<K>& record, const int8_t* x, int64_t columns,
                            int32_t* sums) {
@@ -89,7 +89,7 @@ inline void multiply_tiles(const UnpackedRecord<K>& record, const int8_t* x, int
     }
 }
 
-// What the sum of each cell's activations comes to, for the mins of up to eight cells.
+// The sum of each cell's activations as a float (scale * sum of its two halves), for up to eight cells.
 inline void scale_counts(const float* scales, const int32_t* counts, int cells, float* out) {
     const __mmask8 some = static_cast<__mmask8>((1 << cells) - 1);
     const __m512i pairs = _mm512_maskz_loadu_epi64(some, counts);
@@ -98,14 +98,14 @@ inline void scale_counts(const float* scales, const int32_t* counts, int cells, 
     _mm256_storeu_ps(out, _mm256_mul_ps(_mm256_maskz_loadu_ps(some, scales), sums));
 }
 
-// Adds the sums of sixteen rows to their results, scaled: what Int8Product does after its last dot
-// product. Scales and counts are those of the record's first cell, `cells` apart for each row.
+// Scales the integer sums of sixteen rows and adds them to `out`, as Int8Product (products.inl) does after
+// its dot products. `scales` and `counts` point to the record's first cell; rows are `cells` cells apart.
 template <Kind K, bool WHOLE>
 inline void add_rows(const UnpackedRecord<K>& record, const int32_t* sums, const float* scales,
                      const int32_t* counts, int64_t cells, float* out) {
     constexpr int PARTS = UnpackedRecord<K>::PARTS;
     const int count = WHOLE ? RECORD : record.cells;
-    F by_part[RECORD * PARTS], lows[RECORD];  // copies, which stay in registers
+    F by_part[RECORD * PARTS], lows[RECORD];  // local copies, so that the compiler keeps them in registers
     for (int part = 0; part < count * PARTS; ++part) by_part[part] = record.scales[part];
     if constexpr (has_min(K))
         for (int c = 0; c < count; ++c) lows[c] = record.lows[c];

@@ -1,4 +1,4 @@
-// Matrix products of a step: panels shared out over threads.
+// Matrix products of a step: threads divide the panels of a weight; each computes all rows of its panels.
 #include "ops.h"
 
 #include <algorithm>
@@ -7,8 +7,8 @@
 
 namespace headroom {
 
-// Panels that a thread takes at a time: enough to be worth the taking, few enough that no thread
-// waits long for the last one.
+// The grain of ThreadPool::parallel for a weight: at least 64 KiB of panels, but at least four ranges per
+// thread, so that no thread waits long for the last range.
 int64_t Ops::panel_grain(const Matrix& w) const {
     const int64_t bytes = static_cast<int64_t>(panel_size(w.kind, w.columns));
     const int64_t worth = std::max<int64_t>(1, (64 << 10) / bytes);
@@ -52,7 +52,7 @@ void Ops::prepare_row(const Input& input, int64_t row) {
 void Ops::panel(const Matrix& w, int64_t index, const Input& input, float* out) {
     if (input.form == Form::wide) return kernels_.tile_wide(w, index, input.wide, input.rows, out);
     if (w.tiles) {
-        thread_local std::vector<uint8_t> memory;  // of one panel, aligned below
+        thread_local std::vector<uint8_t> memory;  // one panel; `turned` is its part aligned to 64 bytes
         memory.resize(panel_size(w.kind, w.columns) + 64);
         uint8_t* turned = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
         const size_t at = static_cast<size_t>(index) * tile_size(w.kind, w.columns);
@@ -63,7 +63,7 @@ void Ops::panel(const Matrix& w, int64_t index, const Input& input, float* out) 
     else kernels_.panel_float(w, index, input.floats, input.rows, out);
 }
 
-// out [rows, w.rows] = input times w, or += where `add`.
+// out [rows, w.rows] = input times w^T; with `add` it is added to `out`.
 void Ops::project(const Matrix& w, const Input& input, float* out, bool add) {
     const int64_t panels = w.panels();
     const int64_t grain = panel_grain(w);
@@ -126,7 +126,7 @@ void Ops::prepare_rows(const Input& input) {
     });
 }
 
-// Several matrices of the same input, shared out together so that small ones do not wait.
+// Products of several matrices with the same input, in one parallel run over the panels of all.
 void Ops::project_several(const Matrix* const* matrices, float* const* outputs, int count,
                           const Input& input) {
     int64_t total = 0;
@@ -155,7 +155,7 @@ void Ops::panel_into(const Matrix& w, int64_t index, const Input& input, float* 
     }
 }
 
-// inner [rows, width] = act(gate x) * up x, panel by panel.
+// inner [rows, width] = act(gate x) * (up x), panel by panel.
 void Ops::gate_up(const Matrix& gate, const Matrix& up, const Input& input, Gate act, float* inner) {
     const int64_t panels = gate.panels();
     const int64_t grain = panel_grain(gate);

@@ -1,4 +1,4 @@
-// Weights, whole layers and small operations, shared out over threads.
+// Packing of weights, whole decoder layers and small operations, divided among threads.
 #include "ops.h"
 
 #include <algorithm>
@@ -28,7 +28,7 @@ void Ops::unpack(const Matrix& w, const int64_t* rows, int64_t count, float* out
 
 float Ops::read_bytes(const uint8_t* data, int64_t bytes) {
     constexpr int64_t PIECE = 1 << 20;
-    std::atomic<float> result{0};  // kept, so that the reads are not left out
+    std::atomic<float> result{0};  // returned, so that the compiler cannot drop the reads
     pool_.parallel((bytes + PIECE - 1) / PIECE, 1, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i)
             result.store(kernels_.read_bytes(data + i * PIECE, std::min(PIECE, bytes - i * PIECE)),

@@ -1,4 +1,4 @@
-// The operations: what one call does with all threads.
+// Ops: the operations that Python calls; each divides its work among all threads of one pool.
 #pragma once
 
 #include "kernels.h"
@@ -6,9 +6,9 @@
 
 namespace headroom {
 
-constexpr int64_t ROW_BATCH = 256;  // rows of one panel's product kept on the stack
+constexpr int64_t ROW_BATCH = 256;  // most rows of one panel's product, which are kept on the stack
 
-// Memory lent for one call; it hands out aligned pieces and never more than it has.
+// Scratch memory of one call: hands out pieces aligned to 64 bytes, and throws when none is left.
 class Scratch {
   public:
     Scratch(uint8_t* data, size_t bytes) : next_(data), end_(data + bytes) {}
@@ -30,11 +30,11 @@ class Scratch {
     uint8_t *next_, *end_;
 };
 
-// Rows that share one sequence: `rows` tokens, the first at position `start`.
+// The rows of one sequence in a step: `rows` tokens, the first of them cached as token `start`.
 struct SpanView {
     int64_t first_row, rows, start;
     const int64_t* pages;
-    const uint8_t* tree;  // [rows, rows]: which rows of the span each one sees; null: those up to it
+    const uint8_t* tree;  // [rows, rows]: row i sees row j; null: row i sees rows 0 .. i
 };
 
 struct AttentionShape {
@@ -44,7 +44,7 @@ struct AttentionShape {
 
 enum class Gate { silu, gelu };
 
-// A decoder layer's weights and sizes; pointers stay valid as long as the layer is used.
+// A decoder layer's weights and sizes. The pointers must stay valid as long as the layer is used.
 struct LayerWeights {
     Matrix q, k, v, out, gate, up, down;
     const float *attention_norm, *ffn_norm;
@@ -66,18 +66,18 @@ struct StepView {
     int64_t span_count;
 };
 
-// An expert's three matrices, wherever they lie.
+// The addresses of an expert's three matrices.
 struct ExpertWeights {
     const uint8_t *gate, *up, *down;
 };
 
-// How a router's logits become a choice of experts and their weights.
+// How a router's logits become the ids and weights of the picked experts.
 struct RouterRule {
     int64_t used;  // experts that a row visits
-    bool sigmoid;  // scores are the logits' sigmoid, not their softmax
+    bool sigmoid;  // scores are sigmoid(logits), else softmax(logits)
     bool normalise;  // weights are divided by their sum
-    float scale;  // of the weights, after that
-    float softcap;  // logits become softcap * tanh(logits / softcap); 0: they stay
+    float scale;  // factor of the weights, applied last
+    float softcap;  // logits become softcap * tanh(logits / softcap); 0: no cap
 };
 
 class Ops {
@@ -86,43 +86,44 @@ class Ops {
 
     const Kernels& kernels() const { return kernels_; }
     int threads() const { return pool_.size(); }
-    // Lets threads that sleep wake up, so that the next operation finds them.
+    // Wakes sleeping threads, so that the next operation finds them spinning.
     void wake() { pool_.parallel(threads(), 1, [](int64_t, int64_t) {}); }
 
     void pack(Kind kind, int64_t rows, int64_t columns, const uint8_t* file, uint8_t* panels);
     void unpack(const Matrix& w, const int64_t* rows, int64_t count, float* out);
 
-    // Reads `bytes` bytes with all threads, as fast as memory gives them.
+    // Reads `bytes` bytes with all threads, to measure memory bandwidth.
     float read_bytes(const uint8_t* data, int64_t bytes);
 
     // out [rows, w.rows] = x times the transpose of w. `int8` rounds x to 8 bits per 32 columns.
     void matmul(const Matrix& w, const float* x, int64_t rows, bool int8, float* out, Scratch scratch);
     static size_t matmul_scratch(int64_t rows, int64_t columns);
 
-    // Queries come as they are; they are scaled on the way.
+    // `queries` are unscaled; attention multiplies them by shape.scale.
     void attention(const AttentionShape& shape, const KvCache& cache, const float* queries,
                    const SpanView* spans, int64_t span_count, float* out, Scratch scratch);
     size_t attention_scratch(const AttentionShape& shape, const SpanView* spans, int64_t span_count);
-    // What it takes to share out the keys of few rows too; attention does with less.
+    // Scratch with which spans of a few rows are split over their keys, too; attention runs with less.
     size_t split_scratch(const AttentionShape& shape, const SpanView* spans, int64_t span_count);
 
     void write_kv(const KvCache& cache, int64_t kv_heads, int64_t dim, const int64_t* slots,
                   const float* keys, const float* values, int64_t rows);
 
-    // x [rows, hidden] becomes the residual stream after the layer.
+    // Runs a whole decoder layer on the residual stream x [rows, hidden], in place.
     void layer(const LayerWeights& w, const KvCache& cache, const StepView& step, bool int8, float* x,
                Scratch scratch);
     size_t layer_scratch(const LayerWeights& w, const StepView& step);
 
-    // Picks with a negative id are passed over.
     // out [tokens, hidden] = sum over each token's experts of weight * down(act(gate x) * up x).
+    // Picks with a negative id are skipped.
     void experts(const Matrix& gate, const Matrix& up, const Matrix& down, const ExpertWeights* table,
                  int64_t expert_count, const int32_t* ids, const float* weights, int64_t per_token,
                  const float* x, int64_t tokens, Gate act, bool int8, float* out, Scratch scratch);
     static size_t experts_scratch(int64_t tokens, int64_t per_token, int64_t hidden, int64_t width,
                                   int64_t experts, bool tiles);
 
-    // ids and weights [rows, used] of logits [rows, experts], the best first; counts [experts] grow.
+    // Writes ids and weights [rows, used] for logits [rows, experts], the best first, and adds the picks to
+    // counts [experts].
     void route(const RouterRule& rule, const float* logits, int64_t rows, int64_t experts,
                const float* bias, int64_t* counts, int32_t* ids, float* weights);
     // Spans cover all rows. Scratch: mixed [rows, channels], gates [2, rows, value heads].
@@ -139,9 +140,9 @@ class Ops {
     void gated(Gate act, const float* gate, const float* up, int64_t count, float* out);
 
   private:
-    enum class Form { floats, int8, wide };  // of a row's values
+    enum class Form { floats, int8, wide };  // how the values of a row are represented
 
-    // Rows ready for the panels of one input.
+    // Rows of activations in the form that a product reads.
     struct Input {
         Form form;
         QuantisedRows quantised;
@@ -150,7 +151,7 @@ class Ops {
         int64_t rows, columns;
     };
 
-    // Picks sorted by expert: which of all asked picks each one is.
+    // Picks sorted by expert: order[i] is the number of the i-th among all picks [tokens, per_token].
     struct Picks {
         const int32_t* order;
         int64_t count, per_token;
@@ -190,8 +191,8 @@ class Ops {
     ThreadPool pool_;
 };
 
-constexpr const char* ISAS[] = {"amx", "avx512", "avx2", "portable"};  // the best first
+constexpr const char* ISAS[] = {"amx", "avx512", "avx2", "portable"};  // in order of preference
 const Kernels& best_kernels();
-const Kernels* find_kernels(const char* name);  // nullptr where this CPU cannot run them
+const Kernels* find_kernels(const char* name);  // nullptr if this CPU cannot run them
 
 }  // namespace headroom

@@ -1,3 +1,4 @@
+// Packing of GGUF blocks into panels, and unpacking of single rows; the layout is in panels.h.
 #include "panels.h"
 
 #include <algorithm>
@@ -48,7 +49,7 @@ size_t panel_bytes(Kind kind, int64_t rows, int64_t columns) {
 
 namespace {
 
-// The 6-bit scale and min of group g (0..7) in a file's 12 bytes of a K block.
+// Reads the 6-bit scale and min of group g (0..7) from the 12 bytes `s` of a Q4_K or Q5_K block.
 void read_scale_min(const uint8_t* s, int g, int& scale, int& min) {
     if (g < 4) {
         scale = s[g] & 63;
@@ -59,13 +60,13 @@ void read_scale_min(const uint8_t* s, int g, int& scale, int& min) {
     }
 }
 
-struct Block {  // one block of a file, taken apart
-    uint8_t quants[256];  // as the panel stores them
+struct Block {  // one GGUF block, unpacked
+    uint8_t quants[256];  // one value per byte, with the offset that panels store (Q8_0: + 128)
     uint8_t scales[16], mins[8];
     uint16_t d, m;
 };
 
-void read_nibbles(const uint8_t* qs, int count, uint8_t* out) {  // low halves first, then high
+void read_nibbles(const uint8_t* qs, int count, uint8_t* out) {  // low nibbles first, then high ones
     for (int i = 0; i < count; ++i) {
         out[i] = qs[i] & 15;
         out[count + i] = qs[i] >> 4;
@@ -147,7 +148,7 @@ void read_block(Kind kind, const uint8_t* p, Block& b) {
 
 void put16(uint8_t* p, uint16_t value) { std::memcpy(p, &value, 2); }
 
-// Places one row's 32 values of a cell, and for wide types their high bits.
+// Writes one row's 32 values of a cell into the quants plane, and bits above the fourth into `high`.
 void put_cell(Kind kind, const uint8_t* q, int row, uint8_t* quants, uint8_t* high) {
     for (int k = 0; k < CELL; ++k) {
         const int step = k / 4, lane = 4 * row + k % 4;
@@ -161,8 +162,9 @@ void put_cell(Kind kind, const uint8_t* q, int row, uint8_t* quants, uint8_t* hi
     }
 }
 
-// Scales and mins of a K block: eight bytes of scale (6 bits) and the low 2 bits of the min, then
-// four bytes with the high 4 bits of two mins each; every byte sixteen times, once per row.
+// Writes one row's scales and mins of a Q4_K or Q5_K block into the groups plane: for each of the eight
+// groups sixteen bytes (one per row) of 6 bits scale and the low 2 bits of the min; then for each pair of
+// groups sixteen bytes with the high 4 bits of both mins.
 void put_k_groups(const Block& b, int row, uint8_t* groups) {
     for (int g = 0; g < 8; ++g) {
         groups[16 * g + row] = b.scales[g] | (b.mins[g] & 3) << 6;
@@ -176,7 +178,7 @@ void pack_plain(Kind kind, int64_t columns, const uint8_t* file, int row, uint8_
         std::memcpy(panel + (k * PANEL_ROWS + row) * size, file + k * size, size);
 }
 
-// One record of a row: up to 256 columns of a file become a row of the record's planes.
+// Packs up to 256 columns of one row into row `row` of a record's planes.
 void pack_record(Kind kind, int64_t cells, const uint8_t* file, int row, uint8_t* record) {
     const KindInfo info = kind_info(kind);
     const RecordShape shape = RecordShape::of(kind, cells);
@@ -223,7 +225,7 @@ float plain_value(Kind kind, const uint8_t* p) {
     return value;
 }
 
-// Column k of a record, as a whole number.
+// The quantised value of column k of a record, as a signed whole number without scale and min.
 int stored_value(Kind kind, const uint8_t* record, const RecordShape& shape, int64_t k, int row) {
     const KindInfo info = kind_info(kind);
     const int64_t cell = k / CELL;

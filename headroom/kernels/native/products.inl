@@ -1,10 +1,13 @@
-// Products of rows with panels: activations in 8 bits or as floats, weights of all types.
+// Products of activations with panels: 8-bit or float activations, weights of all types.
+//
+// The innermost step multiplies one cell (32 columns of 16 weight rows) with R rows of activations. Each
+// lane of a vector is one weight row, so that no sum crosses lanes.
 
 namespace headroom {
 namespace {
 
-// Bytes asked for before they are needed, where memory is the bound: far ahead into the second
-// cache, which can wait for many at once, and shortly before their use into the first.
+// Prefetch distances in bytes, used for few rows (R <= 2), where memory is the bound: far ahead into L2,
+// which can have many requests in flight, and shortly before use into L1.
 constexpr int64_t FAR_AHEAD = 8192, NEAR_AHEAD = 512;
 
 template <int R> inline void prefetch_ahead(const uint8_t* data, int64_t bytes) {
@@ -14,14 +17,14 @@ template <int R> inline void prefetch_ahead(const uint8_t* data, int64_t bytes) 
             __builtin_prefetch(data + NEAR_AHEAD + i, 0, 3);
         }
 }
-// The share of cell c in its record.
+// Prefetches an eighth of a record for cell c, counted from the cell's place plus both distances.
 template <int R> inline void prefetch_cell(const uint8_t* record, const RecordShape& shape, int c) {
     const int64_t share = static_cast<int64_t>(shape.bytes + 511) / 512 * 64;
     prefetch_ahead<R>(record + c * share, share);
 }
 
-// What the rows of a record add up to. A K type's block scale is applied once a record, so that
-// `inner` and `low` (of its mins) are sums within the record.
+// The sums of R rows. For K types `inner` (values) and `low` (mins) are sums within the current record,
+// to which the block's scale and min are applied once.
 template <int R> struct Sums {
     F total[R], inner[R], low[R];
 };
@@ -30,7 +33,7 @@ template <int R> struct Sums {
 template <Kind K, int R> struct Int8Product {
     const Unpacker<K> unpacker;
     const QuantisedRows x;
-    const int64_t cells;  // of a row
+    const int64_t cells;  // cells of a row
 
     template <class Groups>
     inline void cell(const uint8_t* record, const RecordShape& shape, int c, int64_t column,
@@ -45,7 +48,8 @@ template <Kind K, int R> struct Int8Product {
             const int8_t* values = x.values + at * CELL;
             const int32_t *counts = x.sums + at * 2, both = counts[0] + counts[1];
             const F by = set1(x.scales[at]);
-            // Sums begin at minus the offset times the activations, so that they end exact.
+            // Stored weights are too large by an offset. The sums start at -offset * sum(activations), so
+            // that they end as the exact integer product.
             I first = set1_ints(-offset_of(K) * (K == Q6_K ? counts[0] : both));
             I second = K == Q6_K ? set1_ints(-offset_of(K) * counts[1]) : zero_ints();
             for (int t = 0; t < 4; ++t) first = dot(first, w[t], values + 4 * t);
@@ -69,9 +73,9 @@ template <Kind K, int R> struct Int8Product {
 template <Kind K, int R> struct FloatProduct {
     const Unpacker<K> unpacker;
     const FloatRows x;
-    const int64_t cells;  // of a row
+    const int64_t cells;  // cells of a row
 
-    // Eight columns of a cell as floats, for sixteen rows of the weight each.
+    // Converts columns 8i .. 8i+7 of a cell to floats: one vector of sixteen weight rows per column.
     inline void eight(const uint8_t* quants, const I* w, int i, F* columns) const {
         if constexpr (has_float_table(K)) {
             nibbles_to_floats(load_bytes(quants + 64 * i), unpacker.floats, columns);
@@ -99,7 +103,7 @@ template <Kind K, int R> struct FloatProduct {
                 eight(quants, w, i, columns);
                 for (int r = 0; r < R; ++r) {
                     const float* values = x.values + (r * cells + column) * CELL + 8 * i;
-                    for (int j = 0; j < 8; ++j)  // two sums hide the latency
+                    for (int j = 0; j < 8; ++j)  // two independent sums hide the latency of fma
                         parts[r][j % 2] = fma(columns[j], set1(values[j]), parts[r][j % 2]);
                 }
             }
@@ -122,7 +126,7 @@ template <Kind K, int R> struct FloatProduct {
     }
 };
 
-// All records of a panel; whole ones have a size that the compiler knows.
+// Runs over all records of a panel. Full records have a size that the compiler knows.
 template <Kind K, int R, class Product>
 void product_rows(const Product& product, const uint8_t* panel, float* out) {
     using Groups = std::conditional_t<has_groups(K), KGroups, NoGroups>;
@@ -145,7 +149,7 @@ void product_rows(const Product& product, const uint8_t* panel, float* out) {
             }
         }
     }
-    if constexpr (!by_record(K)) {  // K types have whole records only
+    if constexpr (!by_record(K)) {  // the shorter last record; K types have full records only
         const int rest = static_cast<int>(product.cells - column);
         const RecordShape shape = RecordShape::of(K, rest);
         for (int c = 0; c < rest; ++c)
@@ -164,7 +168,7 @@ void float_rows(const uint8_t* panel, int64_t columns, FloatRows x, float* out) 
     product_rows<K, R>(FloatProduct<K, R>{{}, x, columns / CELL}, panel, out);
 }
 
-// R rows of float activations times a panel of plain values; four sums hide the latency.
+// R rows of float activations times a panel of a plain type. Four independent sums hide the latency of fma.
 template <Kind K, int R>
 void plain_rows(const uint8_t* panel, int64_t columns, FloatRows x, float* out) {
     constexpr int bytes = kind_info(K).block_bytes * PANEL_ROWS;

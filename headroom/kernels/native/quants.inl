@@ -1,4 +1,4 @@
-// What the panels of packed types hold: values, scales and mins of one cell.
+// Reading of panels: the values, scales and mins of one cell (32 columns of 16 rows).
 #include <cmath>
 #include <cstring>
 #include <type_traits>
@@ -16,14 +16,14 @@ constexpr bool has_min(Kind k) { return k == Q4_1 || k == Q5_1 || k == Q4_K || k
 constexpr bool has_groups(Kind k) { return k == Q4_K || k == Q5_K; }
 constexpr bool has_high_bit(Kind k) { return k == Q5_0 || k == Q5_1 || k == Q5_K; }
 constexpr bool has_table(Kind k) { return k == IQ4_NL || k == MXFP4; }
-// Whether a block is a whole record, whose own scale is applied once.
+// Whether a block is as long as a record (K types). Its scale is then applied once per record.
 constexpr bool by_record(Kind k) { return kind_info(k).block == RECORD * CELL; }
-// Whether four bits look up a float: where there is an instruction for it.
+// Whether 4-bit values are turned into floats by a table lookup, where an instruction exists for it.
 constexpr bool has_float_table(Kind k) {
     return HAS_NIBBLE_TABLE && (k == Q4_0 || k == Q4_1 || k == Q4_K || has_table(k));
 }
 
-// What is subtracted from a stored value to get the real one.
+// The offset of stored values: the real value is the stored one minus this.
 constexpr int offset_of(Kind k) {
     switch (k) {
         case Q4_0: return 8;
@@ -53,7 +53,7 @@ template <Kind K> struct Unpacker {
         }
     }
 
-    // The 32 columns of a cell: vector t has columns 4t .. 4t+3 of the sixteen rows.
+    // Unpacks the 32 columns of a cell: vector w[t] has columns 4t .. 4t+3 of the sixteen rows.
     inline void cell(const uint8_t* quants, const uint8_t* high, I* w) const {
         if constexpr (K == Q8_0) {
             for (int t = 0; t < 8; ++t) w[t] = load_bytes(quants + 64 * t);
@@ -79,11 +79,11 @@ template <Kind K> struct Unpacker {
     }
 };
 
-// The 6-bit scales and mins of a K record, one byte each: [8 groups, 16 rows].
+// The 6-bit scales and mins of a Q4_K or Q5_K record, one byte each: [8 groups, 16 rows].
 struct KGroups {
     alignas(64) uint8_t scales[RECORD * PANEL_ROWS], mins[RECORD * PANEL_ROWS];
 
-    // The layout is in panels.cpp; plain loops, since compilers make vectors of them.
+    // The packed form is in panels.cpp (put_k_groups). Compilers vectorise these loops.
     explicit inline KGroups(const uint8_t* groups) {
         const uint8_t* pairs = groups + RECORD * PANEL_ROWS;
         for (int g = 0; g < RECORD; g += 2)
@@ -101,8 +101,8 @@ struct NoGroups {
     explicit inline NoGroups(const uint8_t*) {}
 };
 
-// Scales of one cell; the second pair is for columns 16..31 of Q6_K. K types leave out the scale
-// of the block.
+// Scale and min (`low`) of one cell. `scale2` is Q6_K's scale of columns 16..31. For K types these do not
+// include the scale and min of the block, which are applied once per record.
 struct CellScales { F scale, scale2, low; };
 
 template <Kind K, class Groups>

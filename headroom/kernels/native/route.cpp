@@ -1,4 +1,4 @@
-// The choice of experts: router logits become ids, weights and counts.
+// Top-k routing: turns router logits into expert ids and weights, and counts the picks.
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
@@ -9,7 +9,7 @@
 namespace headroom {
 namespace {
 
-// Scores of one row, in float32; each row's sums run over its experts in order.
+// The scores of one row (softmax or sigmoid), in float32, summed in the order of the experts.
 void score(const RouterRule& rule, const float* logits, int64_t experts, float* scores) {
     for (int64_t e = 0; e < experts; ++e)
         scores[e] = rule.softcap > 0 ? std::tanh(logits[e] / rule.softcap) * rule.softcap : logits[e];
@@ -23,7 +23,7 @@ void score(const RouterRule& rule, const float* logits, int64_t experts, float* 
     for (int64_t e = 0; e < experts; ++e) scores[e] /= total;
 }
 
-// The `used` best of one row, the best first and the lower id on ties; `choice` is used up.
+// The ids of the `used` largest values of a row, the largest first, and the lower id first on ties.
 void choose(float* choice, int64_t experts, int64_t used, int32_t* ids) {
     std::vector<bool> taken(static_cast<size_t>(experts));
     for (int64_t rank = 0; rank < used; ++rank) {

@@ -1,4 +1,4 @@
-// Operations on single rows: rounding, sums, norms, gates and positions.
+// Operations on single rows: rounding to 8 bits, sums, norms, gated activations and rotary embedding.
 
 namespace headroom {
 namespace {
@@ -24,7 +24,7 @@ void sum_columns(const float* x, int64_t columns, float* sums) {
     for (int64_t i = 0; i < columns / 16; ++i) sums[i] = sum(load(x + 16 * i));
 }
 
-// Reads memory and does next to nothing else: the yardstick of all other kernels.
+// Reads memory and does almost nothing else: measures the bandwidth that other kernels are compared with.
 float read_bytes(const uint8_t* data, int64_t bytes) {
     I sums[4] = {zero_ints(), zero_ints(), zero_ints(), zero_ints()};
     for (int64_t i = 0; i + 256 <= bytes; i += 256)
@@ -44,7 +44,7 @@ void rms_norm(const float* x, const float* weight, int64_t columns, float eps, f
     for (; k < columns; ++k) out[k] = weight[k] * (x[k] * scale);
 }
 
-// e^x to about one unit in the last place, for x from -104 to 88.
+// e^x to about one unit in the last place; x is clamped to [-104, 88.7].
 inline F exponential(F x) {
     x = min(max(x, set1(-104.0f)), set1(88.7f));
     const F power = round_even(mul(x, set1(1.44269504f)));
@@ -60,7 +60,8 @@ inline F exponential(F x) {
     return scale_by_power(value, power);
 }
 
-// The exponential ends at e^88: a gate far below that must come out as nothing all the same.
+// Clamps the numerator of a gate. `exponential` never exceeds e^88.7, so that a very negative x divided by
+// it would not come out as 0.
 inline F closed(F x) { return max(x, set1(-104.0f)); }
 
 inline F silu(F x) { return div(closed(x), add(set1(1.0f), exponential(sub(zero(), x)))); }

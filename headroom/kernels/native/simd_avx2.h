@@ -1,4 +1,4 @@
-// Vectors of sixteen lanes as two halves with AVX2, FMA and F16C.
+// Vectors of sixteen lanes as two 256-bit halves, with AVX2, FMA and F16C.
 #include <immintrin.h>
 
 namespace headroom {
@@ -53,8 +53,8 @@ inline I look_up(Table table, I index) {
     return {_mm256_shuffle_epi8(table.v, index.a), _mm256_shuffle_epi8(table.v, index.b)};
 }
 
-// Without VNNI, pairs of products are added in 16 bits, where 255 x 127 x 2 would overflow:
-// the low seven bits and the top bit of each byte go apart.
+// AVX2 has no VNNI. vpmaddubsw adds pairs of products in 16 bits, where 2 x 255 x 127 would overflow, so
+// the low seven bits and the top bit of each byte are multiplied separately.
 inline __m256i dot_half(__m256i sum, __m256i w, __m256i x) {
     const __m256i ones = _mm256_set1_epi16(1);
     const __m256i low = _mm256_and_si256(w, _mm256_set1_epi8(127));
@@ -82,7 +82,7 @@ inline void bytes_to_floats(I x, F* out) {
     out[2] = byte_to_float<2>(x);
     out[3] = byte_to_float<3>(x);
 }
-// There is no instruction that looks up sixteen floats.
+// No table lookup of sixteen floats on this instruction set; the functions are never called.
 constexpr bool HAS_NIBBLE_TABLE = false;
 struct FloatTable {};
 inline FloatTable make_float_table(const float*) { return {}; }
@@ -149,9 +149,9 @@ inline I bytes_to_ints(const uint8_t* p) {
     return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
 }
 inline F load_uint8(const uint8_t* p) { return to_float(bytes_to_ints(p)); }
-inline __m256 power_of_two(__m256i e) {  // 2^(e - 128), also below the normal range
+inline __m256 power_of_two(__m256i e) {  // 2^(e - 128), also where that is subnormal
     const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
-    const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);  // e is 0 or 1
+    const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);  // used where e is 0 or 1
     const __m256i is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e);
     return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, small, is_small));
 }
@@ -160,7 +160,7 @@ inline F powers_of_two(const uint8_t* p) {
     return {power_of_two(e.a), power_of_two(e.b)};
 }
 inline F round_even(F x) { return {_mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8)}; }
-inline __m256 scale_half(__m256 x, __m256 power) {  // in two steps, so that 2^-140 can be had
+inline __m256 scale_half(__m256 x, __m256 power) {  // x * 2^power in two steps: 2^-140 is no normal float
     const __m256i n = _mm256_cvtps_epi32(power), first = _mm256_srai_epi32(n, 1);
     const auto factor = [](__m256i e) {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(127)), 23));
@@ -175,7 +175,7 @@ inline float read_half(const uint8_t* p) {
     __builtin_memcpy(&bits, p, 2);
     return _cvtsh_ss(bits);
 }
-// The low and the high halves of sixteen bytes.
+// The low and the high nibbles of sixteen bytes, as floats.
 inline void load_nibbles(const uint8_t* p, F& low, F& high) {
     const __m128i both = load_sixteen_bytes(p), mask = _mm_set1_epi8(15);
     const auto floats = [](__m128i bytes) -> F {
@@ -185,7 +185,7 @@ inline void load_nibbles(const uint8_t* p, F& low, F& high) {
     low = floats(_mm_and_si128(both, mask));
     high = floats(_mm_and_si128(_mm_srli_epi16(both, 4), mask));
 }
-inline F sixteens(const uint8_t* p) {  // 16 where one of sixteen bits is set, else 0
+inline F sixteens(const uint8_t* p) {  // lane i: 16 if bit i of the two bytes is set, else 0
     const __m256i single = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     const auto eight = [&](int bits) {
         const __m256i set =
@@ -209,7 +209,7 @@ inline F sum_each(const F* x) {
     };
     return {eight(0), eight(8)};
 }
-constexpr bool MANY_REGISTERS = false;  // sixteen of eight lanes
+constexpr bool MANY_REGISTERS = false;  // sixteen registers of eight floats
 inline F scale_by_power(F x, F power) {
     return {scale_half(x.a, power.a), scale_half(x.b, power.b)};
 }

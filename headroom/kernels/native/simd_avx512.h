@@ -50,7 +50,7 @@ inline void bytes_to_floats(I a, F* out) {
     out[2] = {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(a.v, 16), byte))};
     out[3] = {_mm512_cvtepi32_ps(_mm512_srli_epi32(a.v, 24))};
 }
-// The eight nibbles of each lane as the floats that a table has for them: low ones, then high ones.
+// Looks up the eight nibbles of each lane in a table of floats: out[0..3] low nibbles, out[4..7] high.
 constexpr bool HAS_NIBBLE_TABLE = true;
 struct FloatTable { __m512 v; };
 inline FloatTable make_float_table(const float* values) { return {_mm512_loadu_ps(values)}; }
@@ -116,13 +116,13 @@ inline float read_half(const uint8_t* p) {
     __builtin_memcpy(&bits, p, 2);
     return _cvtsh_ss(bits);
 }
-// The low and the high halves of sixteen bytes.
+// The low and the high nibbles of sixteen bytes, as floats.
 inline void load_nibbles(const uint8_t* p, F& low, F& high) {
     const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     low.v = _mm512_cvtepi32_ps(_mm512_and_si512(both, _mm512_set1_epi32(15)));
     high.v = _mm512_cvtepi32_ps(_mm512_srli_epi32(both, 4));
 }
-inline F sixteens(const uint8_t* p) {  // 16 where one of sixteen bits is set, else 0
+inline F sixteens(const uint8_t* p) {  // lane i: 16 if bit i of the two bytes is set, else 0
     uint16_t bits;
     __builtin_memcpy(&bits, p, 2);
     return {_mm512_maskz_mov_ps(bits, _mm512_set1_ps(16.0f))};
@@ -146,7 +146,7 @@ inline F sum_each(const F* x) {
     return {_mm512_permutexvar_ps(
         _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), all)};
 }
-constexpr bool MANY_REGISTERS = true;  // thirty-two of sixteen lanes
+constexpr bool MANY_REGISTERS = true;  // thirty-two registers of sixteen floats
 inline F scale_by_power(F a, F power) { return {_mm512_scalef_ps(a.v, power.v)}; }
 
 }  // namespace

@@ -1,4 +1,7 @@
-// Vectors of sixteen lanes as plain loops, for compilers to vectorise as they can.
+// Vectors of sixteen lanes as plain loops, which the compiler vectorises as it can.
+//
+// simd_portable.h, simd_avx2.h and simd_avx512.h define the same functions on the types I (64 bytes or
+// 16 x int32) and F (16 x float32); the kernels are written once over them.
 #include <cmath>
 
 namespace headroom {
@@ -75,7 +78,7 @@ inline F to_float(I a) {
 inline void bytes_to_floats(I a, F* out) {
     for (int j = 0; j < 4; ++j) EACH(16) out[j].v[i] = static_cast<float>(a.bytes[4 * i + j]);
 }
-// There is no instruction that looks up sixteen floats.
+// No table lookup of sixteen floats on this instruction set; the functions are never called.
 constexpr bool HAS_NIBBLE_TABLE = false;
 struct FloatTable {};
 inline FloatTable make_float_table(const float*) { return {}; }
@@ -183,14 +186,14 @@ inline float read_half(const uint8_t* p) {
     __builtin_memcpy(&bits, p, 2);
     return half_to_float(bits);
 }
-// The low and the high halves of sixteen bytes.
+// The low and the high nibbles of sixteen bytes, as floats.
 inline void load_nibbles(const uint8_t* p, F& low, F& high) {
     EACH(16) {
         low.v[i] = static_cast<float>(p[i] & 15);
         high.v[i] = static_cast<float>(p[i] >> 4);
     }
 }
-inline F sixteens(const uint8_t* p) {  // 16 where one of sixteen bits is set, else 0
+inline F sixteens(const uint8_t* p) {  // lane i: 16 if bit i of the two bytes is set, else 0
     F f;
     EACH(16) f.v[i] = p[i / 8] >> i % 8 & 1 ? 16.0f : 0.0f;
     return f;

@@ -11,7 +11,7 @@
 namespace headroom {
 namespace {
 
-// Long enough to bridge the gap between two layers, short enough not to burn an idle core.
+// How long a worker spins before it sleeps: longer than the gap between two layers.
 constexpr auto SPIN = std::chrono::microseconds(200);
 
 constexpr uint64_t OPEN = uint64_t{1} << 31, WORKERS = OPEN - 1;
@@ -64,15 +64,15 @@ void ThreadPool::run(Call call, const void* body, int64_t count, int64_t grain) 
     }
     take_ranges();
     round_.fetch_and(~OPEN, std::memory_order_acq_rel);
-    // The caller gives its core away if a worker was descheduled in the middle of its share.
+    // If a worker was descheduled in the middle of a range, the caller yields its core to it.
     for (int spins = 0; round_.load(std::memory_order_acquire) & WORKERS; ++spins) {
         if (spins < 4096) relax();
         else std::this_thread::yield();
     }
 }
 
-// Large pieces first, so that a thread reads long runs of memory; small ones at the end, so that
-// none waits for another.
+// Takes ranges until none are left: large ones first, so that a thread reads long runs of memory, and small
+// ones at the end, so that all threads finish at about the same time.
 void ThreadPool::take_ranges() {
     const int64_t shares = 2 * size();
     int64_t first = next_.load(std::memory_order_relaxed);
@@ -88,7 +88,7 @@ void ThreadPool::take_ranges() {
 bool ThreadPool::join(uint64_t& seen) {
     uint64_t round = round_.load(std::memory_order_acquire);
     while (number_of(round) != seen) {
-        if (!(round & OPEN)) {  // came too late
+        if (!(round & OPEN)) {  // too late: the round is closed
             seen = number_of(round);
             return false;
         }

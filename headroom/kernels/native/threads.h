@@ -1,4 +1,4 @@
-// A pool of threads that stays awake between the steps of a layer and sleeps between requests.
+// ThreadPool: threads that spin between the operations of a step and sleep between requests.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,7 @@
 
 namespace headroom {
 
-// What a thread does between two looks at a word that another one writes.
+// Tells the CPU that this thread is spinning.
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -30,15 +30,16 @@ class ThreadPool {
 
     int size() const { return static_cast<int>(workers_.size()) + 1; }
 
-    // Calls body(first, last) on ranges that together are [0, count), on all threads, and returns
-    // when all is done. Ranges are handed out as threads come for them, `grain` items or more at a time.
+    // Calls body(first, last) on all threads for ranges that together cover [0, count), and returns when
+    // all are done. A thread that has finished a range takes the next one; all ranges but the last have at
+    // least `grain` items. The calling thread takes part.
     template <class Body> void parallel(int64_t count, int64_t grain, const Body& body) {
         if (count <= 0) return;
         if (workers_.empty() || count <= grain) {
             body(int64_t{0}, count);
             return;
         }
-        std::lock_guard<std::mutex> turn(caller_);  // one caller at a time; others wait here
+        std::lock_guard<std::mutex> turn(caller_);  // one caller at a time
         run([](const void* self, int64_t first, int64_t last) {
             (*static_cast<const Body*>(self))(first, last);
         }, &body, count, grain);
@@ -58,8 +59,9 @@ class ThreadPool {
     const void* body_ = nullptr;
     int64_t count_ = 0, grain_ = 1;
     alignas(64) std::atomic<int64_t> next_{0};
-    // The round's number, whether it may still be joined, and how many workers are in it. A
-    // worker that comes late finds the round closed; nobody waits for one that never came.
+    // One call of `run` is a round. Bits 32..63: its number; bit 31: whether workers may still join; bits
+    // 0..30: how many workers are in it. The caller closes the round when no ranges are left, then waits
+    // only for the workers that joined.
     alignas(64) std::atomic<uint64_t> round_{0};
     std::atomic<int> asleep_{0};
     std::atomic<bool> stop_{false};

@@ -1,16 +1,22 @@
-// Rows of 16 bits times weights that lie as a GPU reads them (gpu_tiles.inl), without panels between:
-// a vector has the same four columns of rows g and g + 8, in two blocks: lanes [t][block][h].
-// A row's values are whole numbers times one scale for 256 columns, each of two digits of 8 bits, so
-// that their products are exact; what is rounded is 2^-16 of the largest value.
+// Products of 16-bit activations with weights in GPU tiles (gpu_tiles.inl), without conversion to panels.
+//
+// A 512-bit vector of weights has sixteen lanes [t][block][h] of four columns each: t = 0..3 says which
+// four columns of a half block, block which of two neighbouring blocks of 32 columns, and h whether the
+// lane belongs to weight row g or g + 8 of the tile. The products of a vector therefore sum up in even
+// lanes to row g and in odd lanes to row g + 8 (sum_lanes).
+//
+// The activations of 256 columns are rounded to 16-bit whole numbers times one scale (WideRecord in
+// kernels.h). Each number is two 8-bit digits, so that VNNI computes the products exactly. The only
+// rounding is that of the activations: at most 2^-16 of the largest of the 256 values.
 
 namespace headroom {
 namespace {
 
 #if defined(__AVX512VNNI__)
 
-constexpr float WIDEST = 127 * 256;  // of a row's whole numbers: both digits fit into 8 bits
+constexpr float WIDEST = 127 * 256;  // largest whole number of a row: both of its digits fit into 8 bits
 
-// Two digits of sixteen numbers for each of the lanes [t][block][h].
+// Spreads sixteen digits of each of two blocks over the lanes [t][block][h]; both h get the same.
 inline __m512i to_lanes(const int8_t* first, const int8_t* second) {
     const __m512i order = _mm512_setr_epi32(0, 0, 4, 4, 1, 1, 5, 5, 2, 2, 6, 6, 3, 3, 7, 7);
     const __m256i both = _mm256_inserti128_si256(
@@ -22,7 +28,7 @@ inline __m512i to_lanes(const int8_t* first, const int8_t* second) {
 void widen(const float* x, int64_t columns, WideRecord* out) {
     for (int64_t begin = 0; begin < columns; begin += RECORD * CELL, ++out) {
         const int vectors = static_cast<int>(std::min<int64_t>(RECORD * CELL, columns - begin) / 16);
-        F values[16], peaks = zero(), finite = zero();  // which is no number where a value is none
+        F values[16], peaks = zero(), finite = zero();  // `finite`: 0, or NaN after a NaN or inf
         for (int i = 0; i < 16; ++i) {
             values[i] = i < vectors ? load(x + begin + 16 * i) : zero();
             finite = fma(values[i], zero(), finite);
@@ -40,7 +46,7 @@ void widen(const float* x, int64_t columns, WideRecord* out) {
             _mm_store_si128(reinterpret_cast<__m128i*>(high + 16 * i), _mm512_cvtepi32_epi8(upper));
             _mm_store_si128(reinterpret_cast<__m128i*>(low + 16 * i), _mm512_cvtepi32_epi8(lower));
         }
-        for (int i = 0; i < 16; ++i)  // whole numbers: exact
+        for (int i = 0; i < 16; ++i)  // sums of whole numbers: exact
             out->sums[i % 2][i / 2 * 2] = out->sums[i % 2][i / 2 * 2 + 1] = sum(values[i]);
         for (int pair = 0; pair < RECORD / 2; ++pair)
             for (int half = 0; half < 2; ++half) {
@@ -51,7 +57,8 @@ void widen(const float* x, int64_t columns, WideRecord* out) {
     }
 }
 
-// The words of a plane for lanes [t][block][h], moved so that the wanted bits of rows g + 8h are lowest.
+// Shifts the word of each lane [t][block][h] right by first + of_block * block + of_row * h bits, which
+// brings the high bits of the lane's block and row to the bottom.
 inline __m512i shifted(__m512i words, int first, int of_block, int of_row) {
     const __m512i by = _mm512_add_epi32(
         _mm512_set1_epi32(first),
@@ -63,13 +70,14 @@ inline __m512i shifted(__m512i words, int first, int of_block, int of_row) {
     return _mm512_srlv_epi32(words, by);
 }
 
-// One record of a tile: its values as unsigned bytes, and scales for the lanes [block][h] of a record.
+// Reads one record of a tile: values as unsigned bytes, scales and mins for the lanes [block][h].
 template <Kind K> struct WideTile {
     using At = TileShape<K>;
     Unpacker<K> unpacker;
     alignas(64) uint8_t scales[RECORD * PANEL_ROWS], mins[RECORD * PANEL_ROWS];  // [g][block][h]
 
-    // The 6-bit scales and mins, a byte each; the lows have two blocks' bits in a byte.
+    // Unpacks a K record's 6-bit scales and mins to a byte each. A byte of `lows` has the high bits of the
+    // mins of two blocks.
     inline void begin([[maybe_unused]] const uint8_t* record) {
         if constexpr (has_groups(K))
             for (int i = 0; i < 2; ++i) {
@@ -85,9 +93,9 @@ template <Kind K> struct WideTile {
             }
     }
 
-    // Columns 0..15 and 16..31 of two blocks.
+    // Unpacks rows g and g + 8 of blocks 2p and 2p + 1: columns 0..15 to `first`, 16..31 to `second`.
     inline void pair(const uint8_t* record, int p, int g, __m512i& first, __m512i& second) const {
-        if constexpr (K == Q8_0) {  // lanes [t][h][half], a block each
+        if constexpr (K == Q8_0) {  // the tile has lanes [t][h][half] and one block per vector
             const __m512i a = _mm512_loadu_si512(record + 1024 * p + 64 * g);
             const __m512i b = _mm512_loadu_si512(record + 1024 * p + 512 + 64 * g);
             const __m512i order = _mm512_setr_epi32(0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30);
@@ -125,14 +133,14 @@ template <Kind K> struct WideTile {
         }
     }
 
-    // A block's own scale or min, of rows g and g + 8 in turn.
+    // The block scale or min of a K type, alternating between rows g and g + 8.
     static inline __m512 of_record(const uint8_t* plane, int g) {
         uint32_t two;
         std::memcpy(&two, plane + 4 * g, 4);
         return _mm512_cvtph_ps(_mm256_set1_epi32(static_cast<int>(two)));
     }
 
-    // Lanes [block][h]: of columns 0..15 and 16..31, which differ in Q6_K only.
+    // The scales for lanes [block][h]: of columns 0..15 and of 16..31 (`second` is set for Q6_K only).
     inline void scales_of(const uint8_t* record, int g, __m512& first, __m512& second) const {
         if constexpr (has_groups(K)) {
             first = _mm512_mul_ps(load_uint8(scales + 16 * g).v, of_record(record + At::scales, g));
@@ -152,7 +160,7 @@ template <Kind K> struct WideTile {
         }
     }
 
-    // What is subtracted for each unit of a block's sum.
+    // The mins for lanes [block][h], to be multiplied by the sum of a block's activations and added.
     inline __m512 mins_of(const uint8_t* record, int g) const {
         if constexpr (has_groups(K))
             return _mm512_mul_ps(load_uint8(mins + 16 * g).v,
@@ -162,7 +170,7 @@ template <Kind K> struct WideTile {
     }
 };
 
-// What a row's two digits make of two blocks of rows g and g + 8.
+// The dot products of a row's high and low digits with two blocks of weight rows g and g + 8.
 struct WideSum {
     __m512i high = _mm512_setzero_si512(), low = _mm512_setzero_si512();
 
@@ -175,20 +183,21 @@ struct WideSum {
     }
 };
 
-// Lane [block][h] of a record's scales for each lane [t][block][h] of pair p.
+// Picks from a record's scales [block][h] those of blocks 2p and 2p + 1, for lanes [t][block][h].
 inline __m512 of_pair(__m512 scales, int p) {
     const __m512i order = _mm512_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
     return _mm512_permutexvar_ps(_mm512_add_epi32(order, _mm512_set1_epi32(4 * p)), scales);
 }
 
-// Rows g and g + 8 of a record times R rows; the rows' scales are left out.
+// Multiplies weight rows g and g + 8 of a record with R activation rows. The caller applies the scale of
+// each activation row.
 template <Kind K, int R>
 inline void wide_lanes(const WideTile<K>& weights, const uint8_t* record, int g,
                        const WideRecord* const* x, __m512* inner) {
     __m512 scale, scale2;
     weights.scales_of(record, g, scale, scale2);
     if constexpr (K != Q6_K) scale2 = scale;
-    for (int r = 0; r < R; ++r) {  // what the values are too large by, and mins
+    for (int r = 0; r < R; ++r) {  // start with the mins, or with minus the offset of the stored values
         const __m512 first = _mm512_load_ps(x[r]->sums[0]), second = _mm512_load_ps(x[r]->sums[1]);
         if constexpr (has_min(K))
             inner[r] = _mm512_mul_ps(weights.mins_of(record, g), _mm512_add_ps(first, second));
@@ -213,7 +222,7 @@ inline void wide_lanes(const WideTile<K>& weights, const uint8_t* record, int g,
     }
 }
 
-// Sums of even lanes, which are of row g, and of odd ones, of row g + 8: out [h][g].
+// Sums the even lanes, which belong to row g, and the odd lanes, row g + 8: out [h][g].
 inline void sum_lanes(const __m512* totals, int stride, float* out) {
     alignas(16) float sums[8][4];
     for (int g = 0; g < 8; ++g) {
@@ -241,7 +250,7 @@ void wide_rows(const uint8_t* tile, int64_t columns, const WideRecord* const* x,
         for (int r = 0; r < R; ++r) rows[r] = x[r] + record;
         weights.begin(tile);
         for (int g = 0; g < 8; ++g) {
-            // A share of what comes: the next record into the first cache, a later one into the second.
+            // Prefetch an eighth of the next record into L1 and of a later one into L2.
             for (int64_t i = g * SHARE; i < (g + 1) * SHARE; i += 64) {
                 __builtin_prefetch(tile + FAR_AHEAD + i, 0, 2);
                 __builtin_prefetch(tile + TileShape<K>::bytes + i, 0, 3);
@@ -275,7 +284,7 @@ void tile_wide(const Matrix& w, int64_t index, const WideRecord* const* x, int64
 constexpr auto WIDEN = widen;
 constexpr auto TILE_WIDE = tile_wide;
 #else
-constexpr Widen WIDEN = nullptr;  // rows stay floats
+constexpr Widen WIDEN = nullptr;  // without VNNI: tiles are converted to panels, rows stay floats
 constexpr TileWide TILE_WIDE = nullptr;
 #endif
 
