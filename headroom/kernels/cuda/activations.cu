@@ -1,18 +1,19 @@
-// Rows of activations made ready for products: normed or gated where asked, then in f16; see halves.cuh.
+// Preparation of activations for products of few rows: norm or gated activation, then f16 pieces
+// (halves.cuh).
 #include "halves.cuh"
 #include "ring.cuh"
 #include "common.cuh"
 
-#ifndef GELU  // gate_rows: the activation, silu otherwise
+#ifndef GELU  // gate_rows: 1 for GELU, 0 for silu
 #define GELU 0
 #endif
-#ifndef LANES  // of a piece
+#ifndef LANES  // lanes of a piece: four per row
 #define LANES 32
 #endif
-#define RECORD_WARPS 4  // of a block of gate_rows and norm_heads, a record each
+#define RECORD_WARPS 4  // warps of a block of gate_rows and norm_heads; each writes one record
 #define HEAD 128  // columns of a head of norm_heads
 
-// A lane's eight columns of a row, see halves.cuh; those after the last are zeros.
+// Reads a lane's eight columns of a row (halves.cuh); columns after the end are zeros.
 __device__ __forceinline__ void read_eight(const float* row, int column, int columns, float* v) {
     if (columns % 4 == 0) return read_fours(row, column, columns, v);
 #pragma unroll
@@ -46,14 +47,14 @@ __device__ __forceinline__ float squares_of(const float* v) {
     return sum;
 }
 
-// Rows as they are, or weight * x / rms(x), which `normed` gets too where it is given; one block a row
-// then, else blockIdx.y is the share of the row's records.
+// Writes rows as pieces: x itself, or with `weight` the norm weight * x / rms(x), which is also written to
+// `normed` if given. With `weight` one block handles a row; else blockIdx.y is a share of its records.
 extern "C" __global__ void __launch_bounds__(1024)
 norm_rows(const float* x, const float* weight, float eps, float* normed, u8* pieces, int columns, int records) {
     __shared__ float partial[32];
     const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const float* from = x + static_cast<size_t>(row) * columns;
-    const int own = blockIdx.y * warps + warp;  // the warp's first record, and mostly its only one
+    const int own = blockIdx.y * warps + warp;  // the warp's first record; mostly it is the only one
     float kept[8], by[8], factor = 1.0f;
     let_next_begin();
     if (weight != nullptr) read_eight(weight, own * 256 + lane_column(), columns, by);
@@ -88,7 +89,7 @@ norm_rows(const float* x, const float* weight, float eps, float* normed, u8* pie
     }
 }
 
-// act(gate) * up. blockIdx: the row, the share of its records.
+// Writes act(gate) * up as pieces. blockIdx.x: the row; blockIdx.y: the share of its records.
 extern "C" __global__ void __launch_bounds__(RECORD_WARPS * 32)
 gate_rows(const float* gate, const float* up, u8* pieces, int columns, int records) {
     const int row = blockIdx.x, record = blockIdx.y * RECORD_WARPS + threadIdx.x / 32;
@@ -104,7 +105,8 @@ gate_rows(const float* gate, const float* up, u8* pieces, int columns, int recor
     write_record(v, pieces, record, row, gridDim.x);
 }
 
-// weight * x / rms(x) * silu(gate) of each head; rows of `columns`, a record has two heads.
+// Writes weight * x / rms(x) * silu(gate) as pieces, normed over each head of HEAD columns; a record has
+// two heads.
 extern "C" __global__ void __launch_bounds__(RECORD_WARPS * 32)
 norm_heads(const float* x, const float* gate, const float* weight, float eps, u8* pieces, int columns, int records) {
     const int row = blockIdx.x, record = blockIdx.y * RECORD_WARPS + threadIdx.x / 32;
@@ -118,7 +120,7 @@ norm_heads(const float* x, const float* gate, const float* weight, float eps, u8
     read_eight(weight, lane_column() % HEAD, HEAD, own);
     float squares = squares_of(v);
 #pragma unroll
-    for (int o = 8; o; o /= 2) squares += __shfl_xor_sync(~0u, squares, o);  // over half a warp
+    for (int o = 8; o; o /= 2) squares += __shfl_xor_sync(~0u, squares, o);  // over half a warp: one head
     const float factor = rsqrtf(squares / HEAD + eps);
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] = own[i] * (v[i] * factor) * silu(by[i]);

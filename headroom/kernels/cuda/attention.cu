@@ -1,13 +1,13 @@
-// What stands around the attention kernels: merging a context's pieces, and gathering a sequence's
-// keys and values for products over whole prompts.
-// DIM: values of a head; PAGE: slots of a page.
-// merge: BASE2: weights of pieces are powers of 2, not of e; GATE: 0 none, 1 sigmoid, 2 softplus;
-// GATE_PER_HEAD: one gate a head, not one a value.
+// Kernels around attention: `merge` combines the partial results of a context's pieces (decode path),
+// `gather` copies a sequence's keys or values out of their pages for dense products (prefill path). DIM:
+// values of a head; PAGE: slots of a page.
+// merge: BASE2: the pieces' scores are times log2(e), so that weights are powers of 2; GATE: 0 none, 1
+// sigmoid, 2 softplus; GATE_PER_HEAD: one gate per head, else one per value.
 // gather: KIND: type of the cache; OUT_KIND: F32, F16 or BF16.
 #include "early.cuh"
 #include "attention.cuh"
 
-// A kernel is compiled with the defines of its own; the others have these.
+// Each kernel is compiled on its own; these are the values of defines that it does not use.
 #ifndef BASE2
 #define BASE2 0
 #endif
@@ -21,7 +21,7 @@
 #endif
 
 #define CHUNK 64   // values of a head that one block merges
-#define TEAMS 16   // of CHUNK / 4 threads; each takes every TEAMS-th piece
+#define TEAMS 16   // teams of CHUNK / 4 threads; each team takes every TEAMS-th piece
 
 __device__ __forceinline__ float power(float x) { return BASE2 ? exp2f(x) : expf(x); }
 __device__ __forceinline__ float gate_of(float x) {
@@ -29,7 +29,8 @@ __device__ __forceinline__ float gate_of(float x) {
     return x > 20.0f ? x : log1pf(expf(x));
 }
 
-// out [rows, heads * DIM]. blockIdx: the head, the row, the chunk. Padding rows become zeros.
+// Merges the pieces of each row and head to out [rows, heads * DIM], and applies the gate. blockIdx: the
+// head, the row, the chunk. Padding rows become zeros.
 extern "C" __global__ void __launch_bounds__(TEAMS * CHUNK / 4)
 merge(const float* parts, const float2* stats, const int* sequence, const int* index, const int* starts,
       const float* gates, float* out, int gate_stride, int window, int pieces) {
@@ -90,8 +91,8 @@ merge(const float* parts, const float2* stats, const int* sequence, const int* i
         make_float4(result[0], result[1], result[2], result[3]);
 }
 
-// out [count, kv_heads, DIM]: the keys, or values, `first` to `first + count` of one sequence.
-// blockIdx.x: the key; one warp a head.
+// Copies keys (or values) first .. first + count of one sequence to out [count, kv_heads, DIM]. blockIdx.x:
+// the key; one warp per head.
 extern "C" __global__ void gather(const u8* cache, const long long* pages, void* out, int first, int kv_heads) {
     const int key = first + blockIdx.x, lane = threadIdx.x % 32;
     const size_t slot = static_cast<size_t>(pages[key / PAGE]) * PAGE + key % PAGE;

@@ -1,13 +1,14 @@
-// What the kernels of attention share: pieces of a context, a step's rows, and who sees what.
+// What the attention kernels share: the pieces of a context, the tables of a step, and which keys a row
+// sees.
 //
-// A context is cut into pieces by absolute place, so that a row's sums run in the same order
-// whoever shares its step: 128 keys each up to 4096, 256 up to 16384, then 32 pieces to each
-// doubling. attention.py counts them the same way.
+// A context is cut into pieces by absolute position, so that a row's sums run in the same order whatever
+// else is in its step: pieces of 128 keys up to key 4096, of 256 up to 16384, then 32 pieces per doubling.
+// attention.py counts them in the same way.
 #ifndef HEADROOM_ATTENTION
 #define HEADROOM_ATTENTION
 #include "rows.cuh"
 
-#define LOWEST -1e30f  // a running maximum before any key; finite, so that differences stay numbers
+#define LOWEST -1e30f  // start of a running maximum; finite, so that LOWEST - LOWEST is 0 and not NaN
 
 __device__ __forceinline__ int piece_of(int key) {
     if (key < 4096) return key / 128;
@@ -30,7 +31,7 @@ __device__ __forceinline__ void piece_bounds(int piece, int& first, int& end) {
     end = first + size;
 }
 
-// The tables of a step, as kernels/ops.py describes them.
+// The tables of a step; see StepTables in kernels/ops.py.
 struct Step {
     const int* sequence;
     const int* index;
@@ -44,7 +45,7 @@ struct Step {
     }
 };
 
-// The rows of one sequence, which lie together. Every warp of a block finds them for itself.
+// Finds the rows of one sequence, which are adjacent. Every warp of a block does this itself.
 __device__ __forceinline__ void find_rows(const Step& step, int s, int& first, int& count) {
     const int lane = threadIdx.x % 32;
     first = -1;
@@ -57,10 +58,10 @@ __device__ __forceinline__ void find_rows(const Step& step, int s, int& first, i
     }
 }
 
-// What one row sees. In a draft tree a row sees what its sequence had before the step and those
-// rows of the step whose bits it has; a row's depth is the number of its bits less one.
+// Which keys one row sees. In a draft tree a row sees what its sequence had cached before the step, and
+// those rows of the step whose bits are set in its mask; its depth is the number of set bits minus one.
 struct View {
-    const long long* trees;  // of the sequence's first row of the step; null: plain causal
+    const long long* trees;  // masks from the sequence's first row of the step on; null: plain causal
     u64 bits;
     int start, limit, window;
 

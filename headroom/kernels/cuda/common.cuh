@@ -1,4 +1,4 @@
-// What kernels of several sources compute alike.
+// Functions that kernels of several sources share.
 #ifndef HEADROOM_COMMON
 #define HEADROOM_COMMON
 
@@ -8,7 +8,7 @@ __device__ __forceinline__ float sum_of_warp(float x) {
     return x;
 }
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
-// Gelu by a hyperbolic tangent.
+// GELU in its tanh form.
 __device__ __forceinline__ float gelu(float x) {
     return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
 }

@@ -1,36 +1,41 @@
-// Attention of a few rows a sequence over its cached keys and values, on the tensor cores.
-// DIM: values of a head; GROUP: query heads of a key head; K_KIND, V_KIND: types of the cache (not
-// F32); PAGE: slots of a page; TILES: groups of eight queries in a block; PARTS: warps that share a tile's
-// keys, of which the order of sums follows.
+// Attention of few rows per sequence over cached keys and values, on the tensor cores.
+// DIM: values of a head; GROUP: query heads per KV head; K_KIND, V_KIND: types of the cache (not F32);
+// PAGE: slots of a page; TILES: groups of eight queries in a block; PARTS: warps that divide a tile's keys
+// (this fixes the order of the sums).
 //
-// A block takes one piece of one sequence's context for one key head and 8 * TILES queries. Keys and
-// values come in tiles of 16 * PARTS keys. A warp takes eight queries and sixteen keys of each tile;
-// what the PARTS warps of the same queries gather is merged in order at the end. Products are
-// transposed, keys x queries and dims x queries: eight queries are exactly what the tensor cores
-// take, and a lane's sums all belong to the same two queries.
-// Queries and probabilities go in as two numbers of 16 bits each, a value and what rounding took
-// from it, so that nothing but the cache's own type limits how exact the result is.
+// A block handles one item: one piece of one sequence's context, for one KV head and 8 * TILES queries.
+// Keys and values are loaded in tiles of 16 * PARTS keys. A warp handles eight queries and sixteen keys of
+// each tile; at the end the results of the PARTS warps of the same queries are merged in order.
+//
+//            tile of keys (16 * PARTS)              warps of a block: [TILES][PARTS]
+//            | 16 keys | 16 keys | ...              warp (tile, part) multiplies its 8 queries with
+//   8 queries| part 0  | part 1  | ...              the 16 keys `part` of every tile
+//
+// Products are transposed (keys x queries, dims x queries): eight queries are exactly the n of m16n8k16,
+// and all sums of a lane belong to the same two queries. Queries and probabilities are split into two
+// 16-bit numbers each, a rounded value and the rest, so that only the type of the cache limits the
+// accuracy.
 #include "early.cuh"
 #include "attention.cuh"
 #include "matrices.cuh"
 
 #define KEYS (16 * PARTS)
 #define THREADS (32 * PARTS * TILES)
-#define STRIDE (DIM + 8)  // values of a row in shared memory: rows begin 4 banks apart
+#define STRIDE (DIM + 8)  // values from one row in shared memory to the next: rows begin 4 banks apart
 #define LOG2E 1.4426950408889634f
-#define HIDDEN __int_as_float(0xff800000)  // minus infinity, the score of a key that is not seen
+#define HIDDEN __int_as_float(0xff800000)  // minus infinity: the score of a key that the row does not see
 
-// A cache in bf16 is multiplied as it is where tensor cores take that, and in f16 where they do not.
+// A bf16 cache is multiplied in bf16 if the tensor cores can, else it is converted to f16.
 #define K_BF16 (K_KIND == BF16 && HAS_BF16)
 #define V_BF16 (V_KIND == BF16 && HAS_BF16)
 
-struct Place {  // of a sequence's keys, or values, that a block reads
+struct Place {  // the keys (or values) [low, end) of a sequence and KV head that a block reads
     const Step& step;
     int s, kv, kv_heads, low, end;
 };
 
-// KEYS rows of the cache to shared memory, in 16 bits; zeros outside [low, end), so that nothing that
-// was never written meets a probability of zero.
+// Loads KEYS rows of the cache to shared memory in 16 bits. Outside [low, end) it writes zeros: slots that
+// were never written could hold NaN, and NaN times a probability of zero is NaN.
 template <int K> __device__ __forceinline__ void load_tile(u16* to, const u8* cache, const Place& in, int first) {
     constexpr int chunks = DIM / 8;
 #pragma unroll 8
@@ -53,21 +58,21 @@ template <int K> __device__ __forceinline__ void load_tile(u16* to, const u8* ca
     end_copies();
 }
 
-// What a block works at: one piece of one sequence's context, for one key head and 8 * TILES queries.
+// What a block works on: one piece of one sequence's context, for one KV head and 8 * TILES queries.
 struct Item {
-    int s, first_row, count, start;  // the sequence, its rows in the step, what it had cached before
+    int s, first_row, count, start;  // the sequence, its rows in the step, tokens cached before the step
     int piece, kv, first_query;
 };
 
-// The item of a number; false: there are fewer. Numbers are given to what some row sees: a step is
-// captured for the longest context and as many sequences as it has rows, and blocks that find nothing
-// to do would take longer than all others. Of a sequence the last pieces, which are the longest, go first.
-// Every warp finds it for itself, a lane a row: there are no more than 32.
+// Finds the item with a number; returns false if there are fewer items. Only pieces that some row sees are
+// numbered: a captured step is launched for the longest context and the most sequences, and empty blocks
+// would take longer than all others. The last pieces of a sequence, which are the longest, come first.
+// Every warp does this itself, with one lane per row: a step has at most 32 rows.
 __device__ __forceinline__ bool find_item(const Step& step, int number, int kv_heads, int window, Item& item) {
     const int lane = threadIdx.x % 32, s = lane < step.rows ? step.sequence[lane] : -1;
     const u32 same = __match_any_sync(~0u, s);
     const int count = __popc(same);
-    const bool leads = s >= 0 && __ffs(same) - 1 == lane;  // the first of its sequence counts for it
+    const bool leads = s >= 0 && __ffs(same) - 1 == lane;  // the first row of a sequence counts its items
     const int start = leads ? step.starts[s] : 0;
     const int last = piece_of(start + count - 1), seen = last - piece_of(first_seen(start, window)) + 1;
     const int items = leads ? seen * kv_heads * ((count * GROUP + 8 * TILES - 1) / (8 * TILES)) : 0;
@@ -91,8 +96,8 @@ __device__ __forceinline__ bool find_item(const Step& step, int number, int kv_h
     return true;
 }
 
-struct Sums {  // of all pieces, not yet merged
-    float* parts;   // [rows, heads, pieces, DIM]: not yet divided
+struct Sums {  // results per piece, which `merge` in attention.cu combines
+    float* parts;   // [rows, heads, pieces, DIM]: weighted sums of values, not divided by the sum of weights
     float2* stats;  // [rows, heads, pieces]: the largest score, times log2(e), and the sum of weights
     int pieces;
 };
@@ -100,7 +105,7 @@ struct Sums {  // of all pieces, not yet merged
 __device__ __forceinline__ void attend(const Step& step, const Item& item, const float* queries, const u8* keys,
                                        const u8* values, const Sums& out, int kv_heads, int window, u16* key_tile) {
     u16* value_tile = key_tile + KEYS * STRIDE;
-    u16* query_tile = value_tile + KEYS * STRIDE;  // [TILES][2][8][STRIDE]: values, what rounding took
+    u16* query_tile = value_tile + KEYS * STRIDE;  // [TILES][2][8][STRIDE]: rounded values, then the rests
     const int s = item.s, kv = item.kv, start = item.start, count = item.count;
     const int first_row = item.first_row, first_query = item.first_query;
     const int from = first_seen(start, window);
@@ -209,7 +214,7 @@ __device__ __forceinline__ void attend(const Step& step, const Item& item, const
     for (int j = 0; j < 2; ++j)
 #pragma unroll
         for (int by = 4; by < 32; by *= 2) total[j] += __shfl_xor_sync(~0u, total[j], by);
-    // Merge the parts in order: each in turn hands its sums to the first.
+    // Merge the parts in order: one after another hands its sums to part 0 through shared memory.
     await_copies<0>();
     __syncthreads();
     float* memory = reinterpret_cast<float*>(key_tile);
@@ -246,7 +251,7 @@ __device__ __forceinline__ void attend(const Step& step, const Item& item, const
         }
         __syncthreads();
     }
-    // Turned around in shared memory, so that heads are written in rows.
+    // Transpose in shared memory, so that each head is written as one row.
     if (part == 0)
 #pragma unroll
         for (int d = 0; d < DIM / 16; ++d)
@@ -282,6 +287,6 @@ decode(const float* queries, const u8* keys, const u8* values, const int* sequen
     wait_for_last();
     for (int number = blockIdx.x; found; found = find_item(step, number += gridDim.x, kv_heads, window, item)) {
         attend(step, item, queries, keys, values, out, kv_heads, window, reinterpret_cast<u16*>(memory));
-        __syncthreads();  // all have read what the next item overwrites
+        __syncthreads();  // the next item overwrites shared memory
     }
 }

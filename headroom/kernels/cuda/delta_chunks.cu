@@ -1,17 +1,17 @@
-// Gated linear attention in chunks of 64 rows: for steps with many rows of a sequence.
-// COLUMNS: of a head's values in one block of `run_chunks`, 32 or 64.
-// HELD: channels of keys and queries in a block's shared memory: all 128, or 64 where it is small;
-// then parts of a chunk take turns there.
+// Gated DeltaNet in chunks of 64 rows, for steps with many rows of a sequence.
+// COLUMNS: columns of a head's values in one block of `run_chunks`, 32 or 64.
+// HELD: channels of keys and queries in a block's shared memory: all 128, or 64 on GPUs with little; then
+// the two halves take turns there.
 //
-// With a_i the sum of a chunk's gates up to row i, b the strengths, D_ij = exp(a_i - a_j) where
-// j <= i, and S the state before the chunk:
+// With a_i the sum of the logarithms of a chunk's decays up to row i, b the update strengths (beta), D_ij =
+// exp(a_i - a_j) for j <= i, and S the state before the chunk:
 //   (1 + strict lower part of b_i (k_i.k_j) D_ij) [Wv, Wk] = b [V, exp(a) K]
 //   U = Wv - Wk S;   out = exp(a) Q S + (Q K^T . D) U;   S <- exp(a_n) S + (exp(a_n - a) K)^T U
 #include "delta_net.cuh"
 
 #define CHUNK 64
 #define WHOLE (HELD == DIM)
-#define LONG (DIM + 4)     // a row's stride in shared memory, so that rows begin in other banks
+#define LONG (DIM + 4)     // strides of rows in shared memory: 4 floats more, so that rows begin in other banks
 #define SHORT (CHUNK + 4)
 #define STRIDE (HELD + 4)
 
@@ -20,7 +20,7 @@ __device__ __forceinline__ float dot(const float4& a, const float4& b, float to)
 }
 __device__ __forceinline__ const float4& four_at(const float* p) { return *reinterpret_cast<const float4*>(p); }
 
-// 64 rows of HELD channels to shared memory, each times its factor; zeros after the chunk's end.
+// Loads 64 rows of HELD channels to shared memory, each row times its factor; zeros after the chunk's end.
 __device__ __forceinline__ void load_rows(const float* from, int stride, int count, const float* factors, float* to) {
 #pragma unroll
     for (int n = 0; n < CHUNK * HELD / 4 / 256; ++n) {
@@ -35,7 +35,8 @@ __device__ __forceinline__ void load_rows(const float* from, int stride, int cou
     }
 }
 
-// The same in two steps, so that rows are on their way while others are used.
+// load_rows in two steps (to registers, then to shared memory), so that loads are in flight while other
+// rows are used.
 __device__ __forceinline__ void fetch_rows(const float* from, int stride, int count, float4* rows) {
 #pragma unroll
     for (int n = 0; n < CHUNK * HELD / 4 / 256; ++n) {
@@ -54,9 +55,9 @@ __device__ __forceinline__ void put_rows(const float4* rows, const float* factor
     }
 }
 
-// What of a chunk does not depend on the state. blockIdx: value head, chunk.
-// solved [heads, chunks, 64, 256]: Wv, Wk; scores [heads, chunks, 64, 64]: Q K^T . D;
-// sums [heads, chunks, 64]: a.
+// Computes what does not depend on the state, for all chunks in parallel. blockIdx: value head, chunk.
+// solved [heads, chunks, 64, 256]: Wv, Wk; scores [heads, chunks, 64, 64]: Q K^T . D; sums [heads, chunks,
+// 64]: a.
 extern "C" __global__ void __launch_bounds__(256, 2)
 prepare_chunks(const float* mixed, const float2* gates, const int* first_rows, const int* counts, float* solved,
                float* scores, float* sums) {
@@ -108,27 +109,27 @@ prepare_chunks(const float* mixed, const float2* gates, const int* first_rows, c
                 const float4 key = four_at(keys + (ty + 16 * i) * STRIDE + d);
                 const float4 query = four_at(queries + (ty + 16 * i) * STRIDE + d);
 #pragma unroll
-                for (int j = 0; j <= i; ++j) {  // squares above the diagonal are not wanted
+                for (int j = 0; j <= i; ++j) {  // 16 x 16 squares above the diagonal are not needed
                     kk[i][j] = dot(key, other[j], kk[i][j]);
                     qk[i][j] = dot(query, other[j], qk[i][j]);
                 }
             }
         }
     }
-    if (!WHOLE) __syncthreads();  // factors take the queries' place
+    if (!WHOLE) __syncthreads();  // `factors` overwrites the queries
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const int row = ty + 16 * i, column = tx + 16 * j;
-            // Above the diagonal the exponent is positive and may overflow.
+            // Above the diagonal the exponent would be positive and might overflow.
             const float decay = column <= row ? expf(sum[row] - sum[column]) : 0.0f;
             factors[row * CHUNK + column] = column < row ? strength[row] * kk[i][j] * decay : 0.0f;
             scores[place * CHUNK * CHUNK + row * CHUNK + column] = column <= row ? qk[i][j] * decay : 0.0f;
         }
     __syncthreads();
 
-    // A thread solves one column of the right sides, from the first row down.
+    // Forward substitution: each thread solves one column of the right-hand sides.
     float u[CHUNK];
     if (thread < DIM) {
         const float* values = mixed + static_cast<size_t>(first) * CHANNELS + (2 * KEY_HEADS + head) * DIM + thread;
@@ -164,7 +165,7 @@ prepare_chunks(const float* mixed, const float2* gates, const int* first_rows, c
 }
 
 #define ACROSS (COLUMNS / 4)            // threads side by side, four columns each
-#define ROWS (CHUNK / (256 / ACROSS))   // of a chunk that a thread computes
+#define ROWS (CHUNK / (256 / ACROSS))   // rows of a chunk that a thread computes
 
 __device__ __forceinline__ void add(float* to, float by, const float4& x) {
     to[0] = fmaf(by, x.x, to[0]);
@@ -173,7 +174,7 @@ __device__ __forceinline__ void add(float* to, float by, const float4& x) {
     to[3] = fmaf(by, x.w, to[3]);
 }
 
-// Four columns of each of a thread's rows += rows of `left` (from d on) times four rows of `right`.
+// to [ROWS][4] += four columns of a thread's rows of `left` times four rows of `right`.
 __device__ __forceinline__ void add_product(float (*to)[4], const float* left, int stride, const float4* right) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
@@ -185,8 +186,8 @@ __device__ __forceinline__ void add_product(float (*to)[4], const float* left, i
     }
 }
 
-// The chunks of a sequence one after another. blockIdx: value head, group of columns, sequence.
-// chunk_ends [sequences]: the chunk after a sequence's last.
+// Runs the chunks of each sequence one after another. blockIdx: value head, group of columns, sequence.
+// chunk_ends [sequences]: one past a sequence's last chunk.
 extern "C" __global__ void __launch_bounds__(256, 1)
 run_chunks(const float* qkv, const float* mixed, const float* solved, const float* scores, const float* sums,
            const int* first_rows, const int* counts, const int* chunk_ends, const int* starts, const int* slots,
@@ -218,13 +219,13 @@ run_chunks(const float* qkv, const float* mixed, const float* solved, const floa
         const float* own = mixed + static_cast<size_t>(first) * CHANNELS + key_head(head) * DIM;
         const float* from = solved + place * CHUNK * 2 * DIM;
         const float last = sums[place * CHUNK + CHUNK - 1];  // rows after the end have gates of 0
-        // Where parts take turns, the next ones are on their way while those at hand are used.
+        // If the halves of the channels take turns, the next half is loaded while this one is used.
         float4 one[CHUNK * HELD / 4 / 256], other[CHUNK * HELD / 4 / 256];
         if (!WHOLE) {
             fetch_rows(from + DIM, 2 * DIM, CHUNK, one);
             fetch_rows(own, CHANNELS, count, other);
         }
-        __syncthreads();  // the last chunk's readers are done
+        __syncthreads();  // all threads are done with the previous chunk
         if (thread < CHUNK) {
             const float a = sums[place * CHUNK + thread];
             grown[thread] = expf(a);
@@ -302,7 +303,7 @@ run_chunks(const float* qkv, const float* mixed, const float* solved, const floa
             put_rows(other, left, keys + HELD, LONG);
             __syncthreads();
         }
-        // The state: 2 * ROWS rows of four columns each, a tile that only this thread writes.
+        // Update the state: this thread alone writes a tile of 2 * ROWS rows and four columns.
         float tile[2 * ROWS][4];
         const float keep = expf(last);
 #pragma unroll
@@ -335,7 +336,8 @@ run_chunks(const float* qkv, const float* mixed, const float* solved, const floa
         const int row = i / ACROSS, at = i % ACROSS * 4;
         *reinterpret_cast<float4*>(mine + row * DIM + at) = four_at(state + row * COLUMNS + at);
     }
-    // Every head keeps a share of the channels' last inputs; the rows of a sequence are adjacent.
+    // Store the convolution's last inputs: every block stores a share of the channels. The rows of a
+    // sequence are adjacent.
     const int first = first_rows[begin], count = first_rows[end - 1] + counts[end - 1] - first;
     for (int channel = (head * gridDim.y + blockIdx.y) * 256 + thread; channel < CHANNELS;
          channel += gridDim.x * gridDim.y * 256)

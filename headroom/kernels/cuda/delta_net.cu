@@ -1,5 +1,5 @@
-// Gated linear attention, one row after another: for steps with a few rows of each sequence.
-// COLUMNS: of a head's values in one block of `recur`, 16 or 32.
+// Gated DeltaNet row by row, for steps with few rows per sequence: `convolve`, then `recur`, then
+// `gated_norm`. COLUMNS: columns of a head's values in one block of `recur`, 16 or 32.
 #include "early.cuh"
 #include "delta_net.cuh"
 
@@ -10,10 +10,10 @@ __device__ __forceinline__ void add(float4& to, float by, const float4& x) {
     to.w = fmaf(by, x.w, to.w);
 }
 
-// A step's row, and its channels' last inputs before the step, as far as the convolution needs them.
+// A row of a step, and those of its four channels' inputs that were made before the step.
 struct Before {
-    int sequence, start, place;  // the place within the step
-    float4 inputs[TAPS - 1];     // of the first taps; the others' are rows of the step
+    int sequence, start, place;  // `place`: number of the row within its sequence's rows of this step
+    float4 inputs[TAPS - 1];     // inputs for the first taps; those of later taps are rows of the step
 
     __device__ __forceinline__ void load(int row, int channel, const float* state, const int* sequences,
                                          const int* index, const int* starts, const int* slots) {
@@ -30,9 +30,9 @@ struct Before {
     }
 };
 
-// Rows through the convolution, with queries and keys of length one and the gates' activations.
-// A warp does `each` rows of one head; blockIdx.x: four heads; blockIdx.y: rows.
-// mixed [rows, channels]; gates [rows, heads, 2]: logarithm of the decay, strength of the change.
+// Convolves the rows, applies silu, scales queries and keys to unit length, and computes the gates. A warp
+// handles `each` rows of one head; blockIdx.x: four heads; blockIdx.y: a share of the rows.
+// mixed [rows, channels]; gates [rows, heads, 2]: logarithm of the decay, update strength.
 extern "C" __global__ void __launch_bounds__(128)
 convolve(const float* qkv, const float* beta, const float* alpha, const float* conv, const float* decay,
          const float* dt_bias, const float* inputs, const int* sequence, const int* index, const int* starts,
@@ -97,8 +97,8 @@ __device__ __forceinline__ float4 gated(float4 x, float4 gate, float4 weight, fl
 
 #include <cuda_bf16.h>
 
-// weight * x / rms(x) * silu(gate) to out, or else to narrow, a warp for each head of each row; [heads of all
-// rows, DIM].
+// Writes weight * x / rms(x) * silu(gate) [heads of all rows, DIM] to `out` (f32) or, if that is null, to
+// `narrow` (bf16). One warp per head of each row.
 extern "C" __global__ void __launch_bounds__(128)
 gated_norm(const float4* x, const float4* gate, const float4* weight, float4* out, uint2* narrow, float eps,
            int heads) {
@@ -115,18 +115,19 @@ gated_norm(const float4* x, const float4* gate, const float4* weight, float4* ou
     narrow[at] = *reinterpret_cast<const uint2*>(four);
 }
 
-#define ACROSS (COLUMNS / 4)   // threads side by side, four columns each
-#define THREADS (COLUMNS * 8)  // 32 groups of them, four rows of the state each
+#define ACROSS (COLUMNS / 4)   // threads of a group: four columns each
+#define THREADS (COLUMNS * 8)  // 32 groups; each thread holds four rows of the state
 #define WARPS (THREADS / 32)
 
 __device__ __forceinline__ float plus(float a, float b) { return a + b; }
 __device__ __forceinline__ float4 plus(const float4& a, const float4& b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
-// What all warps have, `apart` from each other: first that of every eight groups of threads, two by two, as a
-// warp has done with its own, then those. So sums are the same however many columns a block has.
+// Adds up the sums of all warps, which are `apart` from each other: pairwise within every eight groups of
+// threads, as the shuffles within a warp do, then these four one after another. The order does not depend
+// on COLUMNS.
 template <class T> __device__ __forceinline__ T sum_of_warps(const T* at, int apart) {
-    constexpr int EIGHT = WARPS / 4;  // warps with eight groups
+    constexpr int EIGHT = WARPS / 4;  // warps that hold eight groups
     T total;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -142,7 +143,8 @@ template <class T> __device__ __forceinline__ T sum_of_warps(const T* at, int ap
     return total;
 }
 
-// What a thread reads of a row: of its head's query and key, of its columns' values, and the gates.
+// What a thread reads of a row: four values of the query and the key, its four columns of the value, and
+// the gates.
 struct RecurrentRow {
     float query[4], key[4];
     float4 value;
@@ -162,14 +164,13 @@ struct RecurrentRow {
     }
 };
 
-// The recurrence over the rows of a sequence, with the state in registers between them; a row is read while
-// the one before it is worked on.
-// blockIdx: value head, group of columns, sequence.
+// Runs the recurrence over the rows of each sequence. The state stays in registers between rows; the next
+// row is loaded while one is computed. blockIdx: value head, group of columns, sequence.
 extern "C" __global__ void __launch_bounds__(THREADS)
 recur(const float* qkv, const float* mixed, const float2* gates, float* memory, float* inputs,
       const int* sequence, const int* starts, const int* slots, float* out, int rows) {
     let_next_begin();
-    // Twice, so that a row's sums are written while those of the one before may still be read.
+    // Double buffered: a row's sums are written while other threads may still read those of the row before.
     __shared__ float4 part[2][WARPS][2][ACROSS];
     __shared__ float products[2][WARPS];
     __shared__ int first, count;
@@ -177,7 +178,7 @@ recur(const float* qkv, const float* mixed, const float2* gates, float* memory, 
     const int lane = thread % 32, warp = thread / 32, group = thread / ACROSS;
     const int four = thread % ACROSS * 4, column = blockIdx.y * COLUMNS + four;
     if (thread == 0) first = rows, count = 0;
-    // A sequence without rows may have no slot; any will do for it, since nothing is written.
+    // A sequence without rows may have no slot (-1). Any slot will do for it, since nothing is written.
     const int slot = max(slots[s], 0);
     const bool fresh = starts[s] == 0;
     float* mine = memory + ((static_cast<size_t>(slot) * HEADS + head) * DIM + group) * DIM + column;
@@ -242,7 +243,7 @@ recur(const float* qkv, const float* mixed, const float2* gates, float* memory, 
             add(state[i], now.key[i], change);
         }
         if (group == 0) {
-            // What the new state gives for the query, from what the old one gave.
+            // query * new state, computed from query * old state: keep * seen + (query . key) * change.
             float4 answer = make_float4(keep * seen.x, keep * seen.y, keep * seen.z, keep * seen.w);
             add(answer, both, change);
             *reinterpret_cast<float4*>(out + (static_cast<size_t>(row) * HEADS + head) * DIM + column) = answer;

@@ -1,7 +1,9 @@
-// A weight in tiles as plain rows in bf16, or in f16 with OUT_F16, for the products of many rows.
+// Unpacking of a weight in tiles to plain bf16 rows (f16 with OUT_F16), for products of many rows;
+// embedding rows.
 #include "unpack.cuh"
 
-// blockIdx.x: the tile; each warp takes every WARPS-th record. `out` is [rows, columns].
+// Unpacks a weight to `out [rows, columns]`. blockIdx.x: the tile; blockIdx.y: a share of its records. Each
+// warp takes every (gridDim.y * WARPS)-th record.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 dequantise(const u8* weight, Narrow* out, int rows, int columns, int records) {
     const u8* tile = weight + static_cast<size_t>(blockIdx.x) * records * Record<KIND>::bytes;
@@ -9,8 +11,8 @@ dequantise(const u8* weight, Narrow* out, int rows, int columns, int records) {
         write_record<KIND>(tile + static_cast<size_t>(r) * Record<KIND>::bytes, out, blockIdx.x, r, rows, columns);
 }
 
-// out [rows, columns] = scale * the rows `ids` of a table in tiles. blockIdx: the row, WARPS records.
-// Of a warp only the four lanes that hold the row have work.
+// out [rows, columns] = by * the rows `ids` of a table in tiles. blockIdx.x: the row; blockIdx.y: WARPS
+// records. In a warp only the four lanes that hold the wanted row have work.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 embed_tiles(const u8* table, const long long* ids, float* out, int columns, int records, float by) {
     const int r = blockIdx.y * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;

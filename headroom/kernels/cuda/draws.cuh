@@ -1,10 +1,10 @@
-// What the sampler's kernels are made of: sums over a row, its order, and ways to draw a token of it.
+// Building blocks of the sampler: sums over a row of scores, its order, and three ways to draw a token.
 #ifndef HEADROOM_DRAWS
 #define HEADROOM_DRAWS
 #include "rank.cuh"
 
-#define SLICES 64      // of a row, a block each
-#define THREADS 1024   // of a block that draws
+#define SLICES 64      // slices of a row; `peaks` and `masses` have a block for each
+#define THREADS 1024   // threads of a block that draws
 
 // The largest of a block's numbers, in every thread.
 __device__ __forceinline__ u64 block_best(u64 best) {
@@ -32,7 +32,7 @@ template <typename T> __device__ __forceinline__ T block_sum(T x) {
 
 __device__ __forceinline__ int slice_size(int vocabulary) { return (vocabulary + SLICES - 1) / SLICES; }
 
-struct Odds {  // a score's probability, the largest being 1
+struct Odds {  // unnormalised probabilities: the largest is 1
     double temperature, peak;
     __device__ __forceinline__ double of(float score) const {
         return exp(static_cast<double>(score) / temperature - peak);
@@ -45,7 +45,7 @@ __device__ __forceinline__ u64 best_of(const u64* best, int row) {
     return top;
 }
 
-// A number of [0, 1) that depends on nothing but these three.
+// A number of [0, 1) that depends on these three only: Philox 4x32-10, as in engine/sampler.py.
 __device__ double uniform(u64 seed, u64 position, u64 draw) {
     u32 a = position, b = position >> 32, c = draw, d = draw >> 32, low = seed, high = seed >> 32;
     for (int i = 0; i < 10; ++i) {
@@ -60,7 +60,7 @@ __device__ double uniform(u64 seed, u64 position, u64 draw) {
     return static_cast<double>((static_cast<u64>(a >> 5) << 26) + (b >> 6)) / 9007199254740992.0;
 }
 
-// The largest first; count is a power of two.
+// Bitonic sort, the largest first; count is a power of two.
 __device__ void sort_down(u64* list, int count) {
     for (int run = 2; run <= count; run *= 2)
         for (int gap = run / 2; gap; gap /= 2) {
@@ -87,7 +87,7 @@ struct Row {
     int vocabulary;
     Odds odds;
 
-    // How many tokens, or how much probability, come at or before a rank.
+    // The number, and the probability, of the tokens whose rank is at least `cut`.
     __device__ int count(u64 cut) const {
         int mine = 0;
         for (int i = threadIdx.x; i < vocabulary; i += THREADS) mine += rank_of(scores[i], i) >= cut;
@@ -99,10 +99,11 @@ struct Row {
             if (rank_of(scores[i], i) >= cut) mine += odds.of(scores[i]);
         return block_sum(mine);
     }
-    // The last rank of the fewest tokens that are `wanted`, or that reach `target`. Passes over the
-    // row for each bit: for settings that leave very many tokens.
+    // The largest cut such that the tokens from it on are at least `wanted` in number (COUNT) or
+    // probability. Binary search with one pass over the row per bit: only for settings that leave very many
+    // tokens.
     template <bool COUNT> __device__ u64 find(u64 low, u64 high, double wanted) const {
-        while (low < high) {  // at `low` it is reached
+        while (low < high) {  // invariant: `low` reaches `wanted`
             const u64 middle = low + (high - low) / 2 + 1;
             const bool reached = COUNT ? count(middle) >= wanted : mass(middle) >= wanted;
             if (reached) low = middle;
@@ -112,7 +113,8 @@ struct Row {
     }
 };
 
-// A token among all from `cut` on with at least `least` probability, each thread a run of ids.
+// Draws among all tokens whose rank is at least `cut` and whose probability is at least `least`; each
+// thread sums up a run of ids.
 __device__ int draw_wide(const Row& row, u64 cut, double least, double share, double* shared) {
     const int size = (row.vocabulary + THREADS - 1) / THREADS;
     const int first = min(static_cast<int>(threadIdx.x) * size, row.vocabulary);
@@ -142,7 +144,7 @@ __device__ int draw_wide(const Row& row, u64 cut, double least, double share, do
     const double point = share * shared[THREADS];
     double bound = shared[threadIdx.x];
     if (sum > 0 && bound <= point && point < shared[threadIdx.x + 1]) {
-        int chosen = first;  // the last token of the run where sums in another order fall short
+        int chosen = first;  // stays at the run's last token if rounding makes its sum fall short of `point`
         for (int i = first; i < end && bound <= point; ++i) {
             const double p = row.odds.of(row.scores[i]);
             if (rank_of(row.scores[i], i) < cut || p < least || p == 0) continue;
@@ -155,7 +157,7 @@ __device__ int draw_wide(const Row& row, u64 cut, double least, double share, do
     return token;
 }
 
-// A token among all, none left out: the slice is found by the slices' sums, the token within it.
+// Draws among all tokens: finds the slice by the slices' sums, then the token within it.
 __device__ int draw_any(const Row& row, const double* masses, double share, double* shared) {
     __shared__ double sums[SLICES], point;
     __shared__ int slice, token;
@@ -167,7 +169,7 @@ __device__ int draw_any(const Row& row, const double* masses, double share, doub
         slice = 0;
         for (int i = 0; i < SLICES; ++i) {
             if (sums[i] <= 0) continue;
-            slice = i;  // the last one with any chance, where rounding puts the point on the end
+            slice = i;  // the last slice with any probability, if rounding puts the point at the very end
             if (before + sums[i] > share * total) break;
             before += sums[i];
         }
@@ -184,7 +186,7 @@ __device__ int draw_any(const Row& row, const double* masses, double share, doub
             sum += p;
             last = i;
         }
-    // Sums of all threads before: within a warp by shuffles, then over the warps.
+    // Prefix sums over the threads: within a warp by shuffles, then over the warps.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     double upto = sum;
     for (int o = 1; o < 32; o *= 2) {
@@ -199,7 +201,7 @@ __device__ int draw_any(const Row& row, const double* masses, double share, doub
     double bound = 0;
     for (int i = 0; i < warp; ++i) bound += shared[i];
     const double after = bound + upto;
-    if (lane) bound += earlier;  // where the thread before ends
+    if (lane) bound += earlier;  // where the previous thread's run ends
     if (sum > 0 && bound <= point && point < after) {
         int chosen = first;
         for (int i = first; i < end && bound <= point; ++i) {
@@ -214,12 +216,13 @@ __device__ int draw_any(const Row& row, const double* masses, double share, doub
     return token;
 }
 
-// A token among the first `keep` of a sorted list, in the order of ids, as the engine's sampler adds.
+// Draws among the first `keep` tokens of a sorted list. Adds up probabilities in the order of ids, as
+// engine/sampler.py does.
 __device__ int draw_listed(u64* list, double* odds, int keep, double share) {
     __shared__ int token;
     const int power = power_of_two(keep);
     __syncthreads();
-    // Sorting puts large numbers first and ids are stored upside down: the lowest id comes first.
+    // A rank stores the complement of the id, so that sorting the largest first puts the lowest id first.
     for (int i = threadIdx.x; i < power; i += THREADS)
         list[i] = i < keep ? (list[i] & 0xFFFFFFFFu) << 32 | static_cast<u32>(i) : 0;
     sort_down(list, power);

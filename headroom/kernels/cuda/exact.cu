@@ -1,17 +1,17 @@
-// Attention of a few rows a sequence in plain float32, for exact runs and for GPUs without the
-// tensor-core products of decode.cu. The same defines (TILES, PARTS apart), pieces and scratch.
+// Attention of few rows per sequence in float32: for exact runs, and for GPUs without the tensor-core
+// products of decode.cu. It has the same defines (but TILES and PARTS), pieces and scratch as decode.cu.
 //
-// A block takes one piece of one sequence's context for one key head and eight queries, tile by tile:
-// scores, weights with a running maximum, sums.
+// A block handles one piece of one sequence's context, for one KV head and eight queries. For each tile of
+// KEYS keys it computes the scores, the softmax weights with a running maximum, and the weighted sums.
 #include "attention.cuh"
 
 #define KEYS (DIM > 256 ? 16 : 32)
 #define THREADS 128
-#define STRIDE (DIM + 1)  // of a row in shared memory: keys begin one bank apart
+#define STRIDE (DIM + 1)  // floats from one row in shared memory to the next: keys begin one bank apart
 #define MINE ((DIM + THREADS - 1) / THREADS)
-#define HIDDEN __int_as_float(0xff800000)  // minus infinity, the score of a key that is not seen
+#define HIDDEN __int_as_float(0xff800000)  // minus infinity: the score of a key that the row does not see
 
-// KEYS rows of the cache to shared memory; zeros outside [low, end).
+// Loads KEYS rows of the cache to shared memory; zeros outside [low, end).
 template <int K> __device__ __forceinline__ void load_tile(float* to, const u8* cache, const Step& step, int s,
                                                            int kv, int kv_heads, int first, int low, int end) {
     for (int i = threadIdx.x; i < KEYS * DIM; i += THREADS) {

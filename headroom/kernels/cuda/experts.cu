@@ -1,10 +1,18 @@
-// Routed experts for a few rows: a pick is one expert chosen by one row, and the expert that every row
-// visits is one more, after those of all rows.
-// GATE, UP, DOWN: the types of an expert's matrices; OWN_GATE, OWN_UP, OWN_DOWN: of the one that every row
-// visits; GELU: the activation, else silu; LANES: of a piece of activations; AHEAD: whether the GPU's cache
-// is told of `down` before it comes; EXPERTS, SIGMOID: where experts are chosen here, see route.cuh.
-// table [experts][3]: the addresses of an expert's tiles, on this device or mapped host memory.
-#define BULK 0  // records may lie in the host's memory
+// Routed experts for few rows (decode path). A pick is one expert chosen by one row; the shared expert, if
+// there is one, is one more pick per row, numbered after all routed picks.
+//
+// Two kernels: `gate_up` computes act(gate x) * up x of each pick, 16 columns per block; `down` computes
+// the weighted sum of each row's experts, 16 output columns per block.
+//
+//   GATE, UP, DOWN             types of a routed expert's matrices
+//   OWN_GATE, OWN_UP, OWN_DOWN types of the shared expert's matrices
+//   GELU                       the activation is GELU, else silu
+//   LANES                      lanes of a piece of activations (halves.cuh)
+//   AHEAD                      gate_up prefetches the down matrices into L2
+//   EXPERTS, SIGMOID           defined if gate_up also chooses the experts (route.cuh)
+//
+// table [experts][3]: the addresses of an expert's tiles, in this GPU's memory or in mapped host memory.
+#define BULK 0  // no bulk copies: records may be in host memory
 #include "plain.cuh"
 #include "ring.cuh"
 #include "experts.cuh"
@@ -15,15 +23,16 @@
 #ifndef AHEAD
 #define AHEAD 0
 #endif
-#ifndef STAGES  // gate_up: records that a warp has asked for
+#ifndef STAGES  // gate_up: records of a warp's ring
 #define STAGES 1
 #endif
-#define TURNS 4  // warps that share a tile's columns, of which the order of sums follows
-#define MOST_WARPS 20  // of a block of `down`
+#define TURNS 4  // warps that divide the columns of a tile; this fixes the order of the sums
+#define MOST_WARPS 20  // most warps of a block of `down`
 
-// Records `first`, first + step, ... of a tile times one row of activations, row % 8 of its pieces, which lie
-// `apart`. Records come through the warp's own STAGES places in shared memory, so that as many are under way
-// without registers to hold them; plain ones are long, and come through registers, one ahead.
+// Multiplies records first, first + step, ... of a tile with one row of activations: row % 8 of pieces that
+// are `apart` bytes from each other. Packed records go through the warp's ring of STAGES stages in shared
+// memory, so that several are in flight without registers. Plain records are long; they are loaded to
+// registers, one ahead.
 template <int K>
 __device__ __forceinline__ void add_row(const u8* tile, const u8* pieces, size_t apart, int row, int first,
                                         int step, int records, u8* memory, float (*acc)[2]) {
@@ -57,10 +66,10 @@ __device__ __forceinline__ void add_row(const u8* tile, const u8* pieces, size_t
 }
 
 __host__ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
-// What a warp has in shared memory of a record.
+// Bytes of one stage of a warp's ring.
 template <int K> __host__ __device__ constexpr int ring_bytes() { return is_plain(K) ? 0 : Record<K>::bytes; }
 
-// The sums of rows g and g + 8 to `out [16]`.
+// Writes the sums of weight rows g and g + 8 to `out [16]`.
 __device__ __forceinline__ void write_column(const float* acc, float* out) {
     const int lane = threadIdx.x % 32;
     if (lane % 4) return;
@@ -68,7 +77,7 @@ __device__ __forceinline__ void write_column(const float* acc, float* out) {
     out[lane / 4 + 8] = acc[1];
 }
 
-// Lets the GPU's cache have the share of this block of some bytes; nobody waits for them.
+// Prefetches this block's share of some bytes into L2.
 __device__ __forceinline__ void ask_ahead(const u8* from, int bytes, int share, int shares) {
 #if AHEAD && !defined(HEADROOM_ON_CPU)
     for (int i = (share * blockDim.x + threadIdx.x) * 128; i < bytes; i += shares * blockDim.x * 128)
@@ -76,21 +85,21 @@ __device__ __forceinline__ void ask_ahead(const u8* from, int bytes, int share, 
 #endif
 }
 
-// The expert of a pick, which every warp finds for itself: here the one that a router's kernel chose.
+// A choice of experts that another kernel (route.cu) has made.
 struct Given {
     const int* ids;
 
     __device__ __forceinline__ int expert_of(int, int pick, int, bool) const { return ids[pick]; }
 };
 
-// The work of gate_up and choose_gate_up.
+// The body of gate_up and choose_gate_up; `choice` tells each warp the expert of the block's pick.
 template <class Choice>
 __device__ __forceinline__ void run_pick(const Choice& choice, const long long* table, const u8* pieces, int groups,
                                          int used, int picks, int width, int records, const u8* own_gate,
                                          const u8* own_up, int own_width, int down_bytes, float* inner,
                                          long long* downs) {
     extern __shared__ uint4 memory[];
-    __shared__ float sums[2][TURNS][16];  // of the gate, of up
+    __shared__ float sums[2][TURNS][16];  // [gate, up]
     const int tile = blockIdx.x, pick = blockIdx.y, warp = threadIdx.x / 32, part = warp % 2, turn = warp / 2;
     const bool own = pick >= picks;
     const int row = own ? pick - picks : pick / used, columns = own ? own_width : width;
@@ -138,8 +147,9 @@ __device__ __forceinline__ void run_pick(const Choice& choice, const long long* 
     inner[first + column] = activated(gate) * up;
 }
 
-// inner [picks, width], then [rows, own_width] = act(gate x) * up x, 16 columns a block; downs [picks]: where
-// their last matrices are, 0 where there is no expert. blockIdx: columns, pick.
+// inner = act(gate x) * up x: [picks, width] of the routed picks, then [rows, own_width] of the shared
+// expert. downs [picks]: the addresses of the picks' down matrices, 0 where there is no expert. blockIdx:
+// 16 columns, pick.
 extern "C" __global__ void __launch_bounds__(2 * TURNS * 32)
 gate_up(const int* ids, const long long* table, const u8* pieces, int groups, int used, int picks, int width,
         int records, const u8* own_gate, const u8* own_up, int own_width, int down_bytes, float* inner,
@@ -150,10 +160,10 @@ gate_up(const int* ids, const long long* table, const u8* pieces, int groups, in
 }
 
 #ifdef EXPERTS
-// What a router would have chosen, see route.cu: every warp of a pick does its work again, which takes less than
-// to wait for a kernel that does it once. One of them tells the others' kernel the weight, and counts the choice.
+// A choice of experts that every warp computes for itself from the logits (route.cuh): this takes less time
+// than to wait for a separate kernel. One warp per pick writes the weight for `down` and counts the pick.
 struct Chosen {
-    const float* logits;  // rows `stride` apart
+    const float* logits;  // rows are `stride` floats apart
     const float* bias;
     const int* sequence;
     float* weights;
@@ -189,8 +199,8 @@ choose_gate_up(const float* logits, const float* bias, const int* sequence, floa
 }
 #endif
 
-// 256 columns of an expert's inner values, `count` of them there, times one record: sums of rows g and g + 8. Each
-// warp makes the values ready for the product by itself.
+// Multiplies one record with 256 columns of an expert's inner values, of which `count` exist: sums of
+// weight rows g and g + 8. Each warp converts the values to a piece itself.
 template <int K>
 __device__ __forceinline__ void add_inner(const u8* record, const float* values, int count, u8* piece, float* sum) {
     const int lane = threadIdx.x % 32;
@@ -198,7 +208,7 @@ __device__ __forceinline__ void add_inner(const u8* record, const float* values,
     share.template load<true>(record, lane);
     float v[8], acc[1][2] = {};
     read_fours(values, lane_column(), count, v);  // widths are multiples of eight
-    __syncwarp();  // the piece before has been read
+    __syncwarp();  // all lanes have read the previous piece
     write_halves<4>(v, piece, 0);
     __syncwarp();
     SingleRow<K, 4> x;
@@ -209,7 +219,8 @@ __device__ __forceinline__ void add_inner(const u8* record, const float* values,
 }
 
 // The weighted sum of a row's experts for sixteen columns of the output. blockIdx: tile, row. A unit is one
-// record of one expert; their sums are added in order, however many warps there are.
+// record of one expert; warps divide the units, and their sums are added in the order of the units, however
+// many warps.
 extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32)
 down(const long long* downs, const float* weights, const float* inner, int used, int picks, int width, int hidden,
      int records, const u8* own_down, int own_width, int own_records, const float* residual, const float* visited,

@@ -1,12 +1,12 @@
-// Rows sorted by expert times their experts' matrices, with sums in f32.
-// ROWS: most rows of a tile, 64 or 128; STAGES: parts of a tile in shared memory; HALVES: 0, bf16 times bf16
-// gives bf16, for sm_80 and later; 1, f16 times f16 gives f32, for all GPUs.
+// Grouped matrix products: rows sorted by expert times their expert's unpacked matrix, with sums in f32.
+// ROWS: most rows of a tile, 64 or 128; STAGES: parts of a tile in shared memory; HALVES: 0: bf16 operands,
+// bf16 results, for sm_80 and later; 1: f16 operands, f32 results, for all GPUs.
 //
-// A tile is up to ROWS rows of one expert and OUTPUTS of its outputs. Where an expert's rows end only the
-// device knows: the grid has as many tiles as there can be, and each block looks for its own. Tiles come
-// in parts of 32 columns. A warp takes all rows of a tile for a quarter of its outputs, so that rows that
-// a tile lacks cost no warp anything. Sums run over the columns in one order, sixteen at a time: a row's
-// bits are the same in every tile.
+// A tile is up to ROWS rows of one expert and OUTPUTS outputs. Only the device knows where an expert's rows
+// end: the grid is large enough for the most tiles there can be, and each block looks for its own. Tiles
+// are multiplied in parts of 32 columns. Each of the four warps handles all rows of the tile and a quarter
+// of its outputs, so that missing rows cost nothing. Sums run over the columns in one order, sixteen at a
+// time: a row has the same bits in every tile.
 #include "types.cuh"
 #include "fragments.cuh"
 #include "mma.cuh"
@@ -15,10 +15,10 @@
 #define OUTPUTS 128
 #define WARPS 4
 #define THREADS (32 * WARPS)
-#define PART 32                            // columns
-#define LINE (2 * PART)                    // bytes of a row in shared memory
+#define PART 32                            // columns of a part
+#define LINE (2 * PART)                    // bytes of a row of a part in shared memory
 #define STAGE_BYTES ((ROWS + OUTPUTS) * LINE)
-#define ANSWER 80                          // bytes of a row of a warp's answers: rows begin in other banks
+#define ANSWER 80                          // bytes from one row of a warp's results to the next: other banks
 
 #if HALVES
 typedef float Answer;
@@ -27,11 +27,11 @@ typedef u16 Answer;
 #endif
 
 struct Tile {
-    int expert, first, rows;  // of the sorted rows, its first and how many; 0: there is no such tile
+    int expert, first, rows;  // first sorted row and number of rows; 0 rows: there is no such tile
 };
 
-// The tile of a number; all lanes of a warp call it and get the same. Each looks at its share of the
-// experts, of which those without rows have no tiles.
+// Finds the tile with a number; all lanes of a warp call it and get the same result. Each lane counts the
+// tiles of its share of the experts; experts without rows have none.
 __device__ __forceinline__ Tile find_tile(const int* ends, int experts, int number) {
     const int lane = threadIdx.x % 32, each = (experts + 31) / 32;
     const int begin = min(lane * each, experts), end = min(begin + each, experts);
@@ -40,7 +40,7 @@ __device__ __forceinline__ Tile find_tile(const int* ends, int experts, int numb
         tiles += (ends[expert] - before + ROWS - 1) / ROWS;
         before = ends[expert];
     }
-    int after = tiles;  // of this lane and those before it
+    int after = tiles;  // tiles of this lane and of the lanes before it
 #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
         const int others = __shfl_up_sync(~0u, after, by);
@@ -57,11 +57,12 @@ __device__ __forceinline__ Tile find_tile(const int* ends, int experts, int numb
     }
 }
 
-// Where 16 bytes of a row are in a stage: eight rows' same columns, and two rows' all columns, are in
-// different banks.
+// The place of 16 bytes of a row in a stage, swizzled: the same columns of eight rows are in different
+// banks, and so are all columns of two rows.
 __device__ __forceinline__ int place_of(int row, int chunk) { return row * LINE + (chunk ^ row / 2 % 4) * 16; }
 
-// A thread's 16 bytes of every part of up to COUNT rows. Where a tile has fewer, the last comes again.
+// The addresses of a thread's 16 bytes in each part of up to COUNT rows. Missing rows read the last row
+// again.
 template <int COUNT> struct Source {
     static constexpr int STEP = THREADS / 4, TURNS = (COUNT + STEP - 1) / STEP;
     const u16* next[TURNS];
@@ -81,14 +82,14 @@ template <int COUNT> struct Source {
     }
 };
 
-struct Product {  // of a tile
+struct Product {  // the operands and the result of one tile
     const u16 *x, *weight;  // [rows, columns], [outputs, columns]
-    Answer* out;            // [rows, outputs], rows `width` apart
+    Answer* out;            // [rows, outputs]; rows are `width` numbers apart
     int rows, outputs, columns, width;
 };
 
-// Writes the warp's sums; no warp needs what is in shared memory any more. A lane has rows g and g + 8 and
-// columns 2t and 2t + 1 of every sixteen rows and eight outputs.
+// Writes the warp's sums; shared memory is free by now. A lane has rows g and g + 8 and columns 2t and 2t +
+// 1 of every sixteen rows and eight outputs.
 template <int LIVE>
 __device__ __forceinline__ void write_answers(const Product& p, const float (&sums)[LIVE][4][4], u8* memory) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -121,7 +122,7 @@ __device__ __forceinline__ void write_answers(const Product& p, const float (&su
 #endif
 }
 
-// 16 * LIVE rows of a tile times the warp's 32 outputs.
+// Multiplies 16 * LIVE rows of a tile with the warp's 32 outputs.
 template <int LIVE> __device__ __forceinline__ void multiply_tile(const Product& p, u8* memory) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, parts = (p.columns + PART - 1) / PART;
     Source<16 * LIVE> of_x(p.x, p.rows, p.columns);
@@ -132,17 +133,18 @@ template <int LIVE> __device__ __forceinline__ void multiply_tile(const Product&
             of_x.ask(memory + stage * STAGE_BYTES, there);
             of_weight.ask(memory + stage * STAGE_BYTES + ROWS * LINE, there);
         }
-        end_group();  // also an empty one, so that the same number is always under way
+        end_group();  // even if empty: await_groups counts groups
     };
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) ask(stage, stage);
-    // Lanes' rows and columns in what `load_four` takes: 16 rows by 16 columns, and twice 8 by 16.
+    // The addresses that each lane gives to `load_four`: 16 rows x 16 columns of x, and 16 outputs x 16
+    // columns.
     const int of_rows = place_of(lane % 16, lane / 16);
     const int of_outputs = (ROWS + 32 * warp) * LINE + place_of(lane / 16 * 8 + lane % 8, lane / 8 % 2);
     float sums[LIVE][4][4] = {};
     for (int part = 0, stage = 0; part < parts; ++part, stage = stage + 1 == STAGES ? 0 : stage + 1) {
         await_groups<STAGES - 2>();
-        __syncthreads();  // the part is there for all, and all are done with the one before it
+        __syncthreads();  // the part has arrived for all threads, and all are done with the part before it
         ask(stage ? stage - 1 : STAGES - 1, part + STAGES - 1);
         const u8* here = memory + stage * STAGE_BYTES;
 #pragma unroll
@@ -164,14 +166,14 @@ template <int LIVE> __device__ __forceinline__ void multiply_tile(const Product&
             }
         }
     }
-    __syncthreads();  // all are done with the last part
+    __syncthreads();  // all threads are done with the last part
     write_answers<LIVE>(p, sums, memory);
 }
 
-// x [picks, columns], weights [experts, width, columns], out [picks, width]; ends [experts]: the row after an
-// expert's last. Columns and width are multiples of 8. blockIdx: 128 outputs, the number of a tile's rows, and
-// gridDim.x times 128 outputs: tiles that follow each other have rows and an expert's outputs in common, so
-// that a cache serves most of what they read.
+// x [picks, columns], weights [experts, width, columns], out [picks, width]; ends [experts]: one past an
+// expert's last row. Columns and width are multiples of 8. blockIdx.y: the number of the tile's rows;
+// blockIdx.z * gridDim.x + blockIdx.x: its OUTPUTS outputs. Blocks that run at the same time share rows and
+// an expert's outputs, so that L2 serves most of their reads.
 extern "C" __global__ void __launch_bounds__(THREADS, ROWS == 64 ? 3 : 2)
 grouped(const u16* x, const u16* weights, const int* ends, Answer* out, int experts, int width, int columns) {
     extern __shared__ __align__(128) float shared[];
@@ -183,7 +185,7 @@ grouped(const u16* x, const u16* weights, const int* ends, Answer* out, int expe
     const Product p{x + row * columns, weights + output * columns, out + row * width + first,
                     tile.rows, outputs, columns, width};
     u8* memory = reinterpret_cast<u8*>(shared);
-    constexpr int QUARTER = ROWS / 64;  // of a tile's rows, in sixteens
+    constexpr int QUARTER = ROWS / 64;  // a quarter of a tile's rows, in units of sixteen rows
     if (p.rows <= ROWS / 4) multiply_tile<QUARTER>(p, memory);
     else if (p.rows <= ROWS / 2) multiply_tile<2 * QUARTER>(p, memory);
     else if (p.rows <= ROWS / 4 * 3) multiply_tile<3 * QUARTER>(p, memory);

@@ -1,11 +1,13 @@
-// Routed experts of many rows in f16: sums come in float32, rows have powers of two; see narrow.py.
-// GELU: the activation, else silu.
+// Routed experts of many rows in f16 (GPUs without bf16): activation between the products, and the weighted
+// sum. Rows are f16 times a power of two (narrow.py); sums are float32. GELU: the activation is GELU, else
+// silu.
 #include "types.cuh"
 #include "experts.cuh"
 #include "powers.cuh"
 
-// inner [picks, width] * inner_powers = act(gate) * up of [picks, 2 * width], gates first, times the powers of
-// the rows that picks belong to, of a group from `start` on (null: from 0). blockIdx.x: the pick.
+// inner [picks, width] * inner_powers = act(gate) * up. `both` [picks, 2 * width] has the gates first, and
+// must be multiplied by the power of the pick's row. The group's picks begin at `start` (null: at 0) and
+// are ends[last] in number. blockIdx.x: the pick.
 extern "C" __global__ void __launch_bounds__(POWER_THREADS)
 activate(const float* both, const float* powers, const long long* rows, const int* start, const int* ends,
          __half* inner, float* inner_powers, int last, int width) {
@@ -20,7 +22,8 @@ activate(const float* both, const float* powers, const long long* rows, const in
     for (int i = threadIdx.x; i < width; i += POWER_THREADS) to[i] = __float2half_rn(value(i) * inverse);
 }
 
-// The weighted sum of each row's answers [picks, hidden] * powers, as `combine` of experts.cu has it.
+// The weighted sum of each row's answers [picks, hidden] * powers; the arguments are those of `combine` in
+// many_experts.cu.
 extern "C" __global__ void __launch_bounds__(POWER_THREADS)
 combine(const float* answers, const float* powers, const long long* places, const int* start, const int* ids,
         int first, int last, const float* weights, int used, int hidden, const float* residual,

@@ -1,16 +1,19 @@
-// Rows of activations in f16, as the second operand of tensor-core products; see mma.cuh.
+// Pieces: rows of activations in f16, in the order of the second operand of tensor-core products (mma.cuh).
 //
-// Eight rows form a group (a single one may be of one, two or four), 256 columns of a group a piece: for each
-// block of 32 columns and each lane a slot of four words of two numbers, columns 4t and 4t + 2, 16 + 4t and
-// 18 + 4t, then the ones after these; the words of columns 16 and up hold a sixteenth of the numbers. Then
-// for each lane the sums of blocks 2t and 2t + 1, and what f16 left of them. At last a power of two for each
-// row: a number is so many times what is stored.
+// Eight rows form a group; the only group of a step may have one, two or four. 256 columns of a group form
+// a piece. With lane 4g + t for row g of the group, a piece holds, one after another:
 //
-// The orders are those in which nibbles come out of a weight's words, see tensor.cuh: the upper ones of
-// a byte come as sixteen times themselves.
+//   words   [block of 32 columns][lane] 16 bytes: four words of two f16 numbers, columns
+//           (4t, 4t + 2), (16 + 4t, 18 + 4t), (4t + 1, 4t + 3), (17 + 4t, 19 + 4t)
+//   sums    [lane] 8 bytes: sums of blocks 2t and 2t + 1 in f16, and the rest that f16 could not hold
+//   scales  [row] f32: a power of two; a number is the stored one times this
+//
+// The order of columns is that in which nibbles come out of a weight's words (tensor.cuh). High nibbles
+// come out multiplied by sixteen; therefore the words of columns 16 and up hold the numbers divided by
+// sixteen.
 #include "types.cuh"
 
-// Offsets in a piece of L / 4 rows, four lanes each.
+// The offsets of the parts of a piece of L / 4 rows; each row has four lanes.
 template <int L> struct Piece {
     static constexpr int sums = 8 * L * 16;
     static constexpr int scales = sums + L * 8;
@@ -20,12 +23,14 @@ template <int L> struct Piece {
 __device__ __forceinline__ u32 as_word(__half2 x) { return *reinterpret_cast<const u32*>(&x); }
 __device__ __forceinline__ __half2 as_halves(u32 x) { return *reinterpret_cast<const __half2*>(&x); }
 
-// Of 256 columns that a warp writes, a lane has the eight of one slot, so that it writes that at once: four
-// from this one, and four from UPPER further. Four lanes read 64 neighbouring bytes each time.
+// When a warp writes 256 columns, each lane has the eight columns of one slot and writes them in one store:
+// four from lane_column() on, and four from UPPER columns later. Four lanes read 64 adjacent bytes at a
+// time.
 #define UPPER 16
 __device__ __forceinline__ int lane_column() { return threadIdx.x % 32 / 4 * 32 + threadIdx.x % 4 * 4; }
 
-// A lane's eight columns of a row that has a multiple of four; those after the last are zeros.
+// Reads a lane's eight columns of a row whose length is a multiple of four; columns after the end are
+// zeros.
 __device__ __forceinline__ void read_fours(const float* row, int column, int columns, float* v) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -38,8 +43,8 @@ __device__ __forceinline__ void read_fours(const float* row, int column, int col
     }
 }
 
-// A warp writes 256 columns of row g of a piece, each lane the slot of its eight. Sums are of the
-// rounded numbers, so that what a weight's lowest value adds and takes away is the same.
+// Writes 256 columns of row g of a piece with one warp; each lane writes the slot of its eight columns. The
+// sums are those of the rounded numbers, so that offsets and mins of the weights cancel exactly.
 template <int L> __device__ __forceinline__ void write_halves(const float* v, u8* piece, int g) {
     const int lane = threadIdx.x % 32, block = lane / 4, t = lane % 4;
     float peak = 0;
@@ -47,7 +52,7 @@ template <int L> __device__ __forceinline__ void write_halves(const float* v, u8
     for (int i = 0; i < 8; ++i) peak = fmaxf(peak, fabsf(v[i]));
 #pragma unroll
     for (int o = 16; o; o /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, o));
-    // The largest becomes 512 to 1023: a sum of 32 stays below what f16 holds.
+    // Scale the largest number to 512 .. 1023: a sum of 32 numbers then stays below the largest f16.
     const u32 exponent = max(__float_as_uint(peak) >> 23, 24u);
     const float inverse = __uint_as_float((263 - exponent) << 23);
     u32 words[4];

@@ -1,15 +1,23 @@
-// Cold experts handed to the CPU from inside a captured step, and their answers taken back.
-// The mailbox is pinned host memory: one request at a time, since a layer's answers are taken before the
-// next layer's router runs. Its words are REQUEST, ANSWER (numbers of requests), LAYER, ROWS, DONE (steps
-// that have ended), FAILED, IDS [rows, used], WEIGHTS [rows, used] and INPUTS [rows, hidden].
-// A second block of words, `own`, stays on the GPU and outlives steps.
+// Hands cold picks to the CPU from inside a captured step, and takes their answers back.
+//
+// `publish` runs after the router: it writes the request into a mailbox in pinned host memory and removes
+// the picks from the GPU's own list. Then the GPU computes the hot experts. `collect` waits for the CPU's
+// answer (native/cold.h, ColdWorker) and adds it. There is one request at a time: a layer's answers are
+// collected before the next layer's router runs.
+//
+// The words of the mailbox: REQUEST, ANSWER (numbers of the last request and answer), LAYER, ROWS, DONE
+// (steps that the GPU has finished), FAILED, IDS [rows, used], WEIGHTS [rows, used], INPUTS [rows, hidden].
+// A second block of words, `own`, is in GPU memory and keeps its contents between steps.
 #include "early.cuh"
 typedef unsigned u32;
 typedef unsigned long long u64;
 #define ALL 0xFFFFFFFFu
-#define MOST_ROWS 32  // a warp for each, in one block
+#define MOST_ROWS 32  // one block has a warp for each row
 
-enum Own { REQUESTS = 0, STEPS = 1, LOST = 2, FIRST = 3, SINCE = 4, ASKED = 8 };  // SINCE: two words
+// REQUESTS: number of the last request; STEPS: finished steps; LOST: 1 after the CPU has not answered in
+// time; FIRST: the first row with cold picks; SINCE (two words): when the request was published, in ns;
+// ASKED [rows]: the number of the request that a row waits for, 0 if it has no cold picks.
+enum Own { REQUESTS = 0, STEPS = 1, LOST = 2, FIRST = 3, SINCE = 4, ASKED = 8 };
 enum Count { HOT_NS = 0, WAIT_NS = 1, GPU_PICKS = 2 };
 
 #ifndef HEADROOM_ON_CPU
@@ -29,9 +37,10 @@ __device__ __forceinline__ u64 now_ns() {
 __device__ __forceinline__ void rest() { __nanosleep(64); }
 #endif
 
-// Asks the CPU for the picks that it takes: of a row's cold picks all but the first `left[their number]`,
-// which the GPU reads in place. Their ids become -1, so that the kernels after this one pass them over.
-// is_hot [experts]: 1 where an expert is in GPU memory. One block, a warp for each row.
+// Publishes a request for a row's cold picks. The first left[number of cold picks] of them stay with the
+// GPU, which reads those experts from host memory; the CPU gets the others. Their ids become -1, so that
+// later kernels of the step skip them. is_hot [experts]: 1 if an expert is in GPU memory. One block, a warp
+// per row.
 extern "C" __global__ void __launch_bounds__(MOST_ROWS * 32)
 publish(const float* x, int* ids, const float* weights, const int* is_hot, const int* left, int rows, int used,
         int hidden, int layer, u32* mail, u32* own, u64* counts) {
@@ -51,8 +60,8 @@ publish(const float* x, int* ids, const float* weights, const int* is_hot, const
     for (int r = rows - 1; r >= 0; --r)
         if (taken[r]) total += taken[r], first = r;
     u32 number = own[REQUESTS] + 1;
-    if (number == 0) number = 1;  // after four thousand million requests
-    __syncthreads();  // everyone has read the last number
+    if (number == 0) number = 1;  // 0 means "no request"; the number wraps after 2^32 requests
+    __syncthreads();  // all threads have read the last number
     if (lane == 0) own[ASKED + row] = taken[row] ? number : 0;
     if (threadIdx.x == 0) {
         for (int r = 0; r < rows; ++r) counts[GPU_PICKS] += others[r];
@@ -60,7 +69,7 @@ publish(const float* x, int* ids, const float* weights, const int* is_hot, const
         if (total) own[REQUESTS] = number;
         *reinterpret_cast<u64*>(own + SINCE) = now_ns();
     }
-    if (!total) return;  // nobody will wait
+    if (!total) return;  // no cold picks: `collect` will not wait
     if (row < rows && lane < used) {
         if (mine) ids[pick] = -1;
         mail[IDS + pick] = mine ? expert : -1;
@@ -78,8 +87,9 @@ publish(const float* x, int* ids, const float* weights, const int* is_hot, const
     if (threadIdx.x == 0) store_release(mail + REQUEST, number);
 }
 
-// Waits for the answers of the layer and adds them to `out`. blockIdx.x: row. A CPU that does not answer
-// within `limit_ms` is given up for good: FAILED tells the host. `last`: of a step's layers with cold experts.
+// Waits for the layer's answers and adds them to `out`. blockIdx.x: the row. If the CPU does not answer
+// within `limit_ms`, the GPU stops waiting for good and sets FAILED for the host. last: 1 in the step's
+// last layer with cold experts.
 extern "C" __global__ void collect(float* out, const float* answers, u32* mail, u32* own, u64* counts, int hidden,
                                    int limit_ms, int last) {
     begin_after_last();
@@ -108,7 +118,7 @@ extern "C" __global__ void collect(float* out, const float* answers, u32* mail, 
             const float4* from = reinterpret_cast<const float4*>(answers + static_cast<size_t>(row) * hidden);
             float4* to = reinterpret_cast<float4*>(out + static_cast<size_t>(row) * hidden);
             for (int i = threadIdx.x; i < hidden / 4; i += blockDim.x) {
-                const float4 a = __ldcv(from + i), b = to[i];  // never what a cache had of an earlier layer
+                const float4 a = __ldcv(from + i), b = to[i];  // __ldcv: not from a cache, which may be stale
                 to[i] = make_float4(b.x + a.x, b.y + a.y, b.z + a.z, b.w + a.w);
             }
         }
@@ -116,7 +126,8 @@ extern "C" __global__ void collect(float* out, const float* answers, u32* mail, 
     if (last && row == 0 && threadIdx.x == 0) store_release(mail + DONE, ++own[STEPS]);
 }
 
-// Leaves cold picks out: the weights of a row's others grow so that their sum stays. A warp for each row.
+// Drops cold picks and scales the weights of a row's hot picks so that their sum stays the same. A warp per
+// row.
 extern "C" __global__ void __launch_bounds__(128)
 drop(int* ids, float* weights, const int* is_hot, int rows, int used) {
     begin_after_last();
@@ -136,12 +147,12 @@ drop(int* ids, float* weights, const int* is_hot, int rows, int used) {
     weights[pick] = kept && rest != 0.0f ? weight * (all / rest) : 0.0f;
 }
 
-// How fast kernels read host memory: every block reads its share, 16 bytes a thread at a time.
+// Reads host memory, 16 bytes per thread at a time, to measure how fast kernels can do that.
 extern "C" __global__ void read_all(const uint4* data, int pieces, u32* out) {
     u32 sum = 0;
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < pieces; i += gridDim.x * blockDim.x) {
         const uint4 v = __ldcs(data + i);
         sum ^= v.x ^ v.y ^ v.z ^ v.w;
     }
-    if (sum == 0x12345678u) *out = sum;  // so that the reads are not left out
+    if (sum == 0x12345678u) *out = sum;  // uses `sum`, so that the compiler cannot drop the reads
 }

@@ -1,10 +1,10 @@
-// Routed experts of many rows in bf16: what is done between products and after them.
-// GELU: the activation, else silu.
+// Routed experts of many rows in bf16: the activation between the products, and the weighted sum after
+// them. GELU: the activation is GELU, else silu.
 #include "experts.cuh"
 
 #include <cuda_bf16.h>
 
-// act(gate) * up of rows [ends[last], 2 * width], gates first.
+// inner = act(gate) * up for ends[last] picks; `both` [picks, 2 * width] has the gates first.
 extern "C" __global__ void activate(const __nv_bfloat16* both, __nv_bfloat16* inner, const int* ends, int last,
                                     int width) {
     const size_t pairs = static_cast<size_t>(ends[last]) * (width / 2);
@@ -19,9 +19,9 @@ extern "C" __global__ void activate(const __nv_bfloat16* both, __nv_bfloat16* in
     }
 }
 
-// The weighted sum of each row's answers [picks, hidden], the best expert first; blockIdx.x: row.
-// places [rows, used]: where a pick's answer stands among all, `start` the place of the first one here;
-// picks of experts before `first` or after `last` have theirs elsewhere.
+// The weighted sum of each row's answers [picks, hidden], the best expert first. blockIdx.x: the row.
+// places [rows, used]: the place of a pick's answer among all sorted picks; `answers` begins at place
+// *start (null: 0). Only picks of experts first .. last are summed; the answers of others are elsewhere.
 extern "C" __global__ void combine(const __nv_bfloat16* answers, const long long* places, const int* start,
                                    const int* ids, int first, int last, const float* weights, int used, int hidden,
                                    const float* residual, const float* visited, const float* logits, int stride,

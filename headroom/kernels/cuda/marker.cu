@@ -1,4 +1,4 @@
-// Kernels that do nothing: on a timeline their names tell where a step and its parts begin.
+// Empty kernels whose names mark on a profiler's timeline where a step and its parts begin.
 extern "C" __global__ void headroom_part_step() {}
 extern "C" __global__ void headroom_part_attention() {}
 extern "C" __global__ void headroom_part_recurrent() {}

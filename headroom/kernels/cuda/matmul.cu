@@ -1,27 +1,36 @@
-// Products of a few rows with weights in tiles, packed or plain, on the tensor cores.
-// KIND: the weight's type; GROUPS: of eight rows of activations;
-// SPLIT: sums of a tile's columns, of which their order follows; WAYS: warps that share the columns, as many
-// or half of them; HEIGHT: tiles of a warp;
-// SIDE: warps of a block with tiles of their own; STAGES: records that a warp has asked for; LANES: of a
-// piece of activations, 32 where there are several groups; SHARED: records of activations that warps with
-// the same columns have asked for together, 0: each reads its own.
+// Products of few rows with weights in tiles, packed or plain, on the tensor cores.
+//
+// A block has WAYS * SIDE warps. WAYS warps divide the records (columns) of the same tiles among them; SIDE
+// such teams work on different tiles. Each warp keeps STAGES records in flight in its ring (ring.cuh).
+//
+// Compile-time settings:
+//   KIND    the weight's type
+//   GROUPS  groups of eight rows of activations
+//   SPLIT   partial sums over a tile's columns; it fixes the order of summation, whatever WAYS is
+//   WAYS    warps that divide the columns: SPLIT or SPLIT / 2
+//   HEIGHT  tiles that a warp multiplies at a time
+//   SIDE    teams of warps of a block
+//   STAGES  records of a warp's ring
+//   LANES   lanes of a piece of activations; 32 if there are several groups
+//   SHARED  activation pieces that the SIDE warps with the same columns prefetch together; 0: each warp reads
+//           the activations itself
 #include "plain.cuh"
 #include "ring.cuh"
 
-#define PARTS (SPLIT / WAYS)   // sums of a warp, one or two
+#define PARTS (SPLIT / WAYS)   // partial sums of a warp: one or two
 #define WARPS (WAYS * SIDE)
-#define TILES (SIDE * HEIGHT)  // of a block
-#define SINGLE (LANES == 4)    // there is one row, and a warp has one sum of it
+#define TILES (SIDE * HEIGHT)  // tiles that a block works on at a time
+#define SINGLE (LANES == 4)    // there is a single row
 #ifndef SHARED
 #define SHARED 0
 #endif
-#define PITCH 20               // floats of a row of sums: lanes of a warp write to banks of their own
+#define PITCH 20               // floats from one row of sums to the next: avoids bank conflicts
 
-// Matrices of one type that share their input lie one after another, and each has an output of its own;
-// all columns of a tile belong to one output, for matrices are whole tiles but for the last.
+// Up to four matrices of one type that share their input are stored one after another; each has its own
+// output. All columns of a tile belong to one output: all matrices but the last consist of whole tiles.
 struct Outputs {
     float* out[4];
-    int end[4];  // one past the last column, counted over all of them
+    int end[4];  // one past the last column of each, counted over all matrices
 
     __device__ __forceinline__ void write(int tile, int row, int i, float value, const float* add) const {
         const int first = tile * 16, column = first + i;
@@ -35,15 +44,15 @@ struct Outputs {
     }
 };
 
-// The records that one warp reads: those of its columns, tile after tile.
+// The records that one warp reads: every WAYS-th record of its tiles, tile after tile.
 struct Walk {
     const u8* weight;
     int first, tiles, stride, side, record, way, records;
 
-    // Address of the next, null after the last.
+    // The address of the next record; null after the last.
     __device__ __forceinline__ const u8* next() {
         if (first >= tiles || way >= records) return nullptr;
-        // Tiles after the last are read as the last ones, and nothing is written of them.
+        // If the last HEIGHT tiles reach beyond the end, read the last ones of the weight instead.
         const int from = max(0, min(first + side * HEIGHT, tiles - HEIGHT));
         const u8* at = weight + (static_cast<size_t>(from) * records + record) * Record<KIND>::bytes;
         record += WAYS;
@@ -57,14 +66,15 @@ struct Walk {
 
 #if SHARED && BULK
 #define TOGETHER 1
-// The activations of the records that warps of the same columns work on, one after another, tile after tile.
+// Activation pieces in shared memory, for the SIDE warps that work on the same columns. One lane (`leads`)
+// fills the SHARED stages; `full` says that a stage has arrived, `empty` that all SIDE warps have used it.
 struct Pieces {
     static constexpr int size = GROUPS * Piece<LANES>::bytes;
     u8* memory;         // [SHARED][size]
     u64 *full, *empty;  // [SHARED] barriers
     const u8* x;
-    int way, own, left;  // the first record, records of a tile, all that are still to be asked for
-    int next;              // of those of a tile
+    int way, own, left;  // first record, records of a tile, pieces still to be copied
+    int next;            // number of the next one among the records of a tile
 
     __device__ __forceinline__ void begin() {
         for (int i = 0; i < SHARED; ++i) {
@@ -85,8 +95,8 @@ struct Pieces {
 #define TOGETHER 0
 #endif
 
-// The sum of all columns: of the first half of the sums, each with one of the second half. A warp that has
-// two sums has added them.
+// Adds the partial sums of all warps in an order that depends on SPLIT only: partial sum w plus partial sum
+// w + SPLIT / 2, then these one after another. A warp with two partial sums has added its two already.
 __device__ __forceinline__ float total_of(const float* part) {
     constexpr int apart = HEIGHT * 8 * GROUPS * PITCH, half = PARTS > 1 || SPLIT == 1 ? WAYS : WAYS / 2;
     float total = 0;
@@ -99,9 +109,9 @@ __device__ __forceinline__ float total_of(const float* part) {
     return total;
 }
 
-// Each output [rows, its columns] = x times the weight's transpose, plus `add` of the same shape if there
-// is one (then there is one output). blockIdx.x: the first tiles, others follow gridDim.x later.
-// x: [record][group of eight rows] pieces.
+// out [rows, its columns] = x times the weight's transpose, for each output; plus `add` of the same shape,
+// if given (then there is one output). A block computes tiles blockIdx.x * TILES .., and then every
+// gridDim.x-th such batch. x: pieces [record][group of eight rows].
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 product(const u8* weight, const u8* x, const float* add, float* out0, float* out1, float* out2, float* out3,
         int end0, int end1, int end2, int end3, int rows, int records) {
@@ -148,7 +158,7 @@ product(const u8* weight, const u8* x, const float* add, float* out0, float* out
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
                 if (r >= records) break;
-                // Read before the wait for the record; a few rows all at once.
+                // Read the activations before waiting for the record; one group all at once.
 #if TOGETHER
                 wait_barrier(together.full + place, round);
                 const u8* pieces = together.memory + place * Pieces::size;
@@ -204,7 +214,7 @@ product(const u8* weight, const u8* x, const float* add, float* out0, float* out
             const int of_block = i / (GROUPS * 128), own = of_block / HEIGHT;
             const int row = i / 16 % (GROUPS * 8), wanted = first + of_block;
             if (row >= rows || wanted >= tiles) continue;
-            // A warp whose tiles begin after the last ones' place has read those.
+            // The place of the tile among those that its warp has read (see Walk::next).
             const int from = max(0, min(first + own * HEIGHT, tiles - HEIGHT));
             const int at = wanted - from;
             const float* part = sums + ((own * WAYS * HEIGHT + at) * 8 * GROUPS + row) * PITCH + i % 16;

@@ -1,4 +1,4 @@
-// What a warp does with matrices of 16 bits in shared memory: copy, load, turn and multiply them.
+// Operations of a warp on 16-bit matrices in shared memory: copy, load, transpose, multiply.
 #include "types.cuh"
 #include "mma.cuh"
 #include <cuda_bf16.h>
@@ -18,7 +18,7 @@ template <bool BF> __device__ __forceinline__ float2 unpack(u32 both) {
     if constexpr (BF) return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&both));
     else return __half22float2(*reinterpret_cast<const __half2*>(&both));
 }
-// Eight numbers in bf16, or zeros.
+// Reads eight bf16 numbers as floats; if not `there`, `to` is left as it is (zeros).
 __device__ __forceinline__ void eight_of_bf16(const u8* from, bool there, float* to) {
     if (!there) return;
     const uint4 words = *reinterpret_cast<const uint4*>(from);
@@ -44,7 +44,7 @@ template <bool BF> __device__ __forceinline__ void multiply(float* c, const u32*
 }
 
 #ifndef HEADROOM_ON_CPU
-// Four matrices of 8 x 8, turned around where asked; lanes 8i .. 8i + 7 say where the rows of matrix i are.
+// ldmatrix of four 8 x 8 matrices, transposed with TURN; lanes 8i .. 8i + 7 supply the rows of matrix i.
 template <bool TURN> __device__ __forceinline__ void load_matrices(u32* to, const u16* from) {
     const u32 at = static_cast<u32>(__cvta_generic_to_shared(from));
     if constexpr (TURN)
@@ -61,7 +61,7 @@ __device__ __forceinline__ u32 turn(u32 x) {
 }
 #endif
 
-// Copies to shared memory: under way until they are awaited where the GPU can do that, else done at once.
+// Copies to shared memory: asynchronous until awaited (cp.async), before sm_80 done at once.
 #if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ void copy16(u16* to, const u8* from, bool there) {
     const u32 at = static_cast<u32>(__cvta_generic_to_shared(to));

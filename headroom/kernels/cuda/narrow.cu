@@ -1,8 +1,8 @@
-// Rows in f16, each with a power of two of its own; see narrow.py.
+// Rounding of rows to f16, each divided by a power of two of its own (powers.cuh); see narrow.py.
 #include "types.cuh"
 #include "powers.cuh"
 
-// out [rows, columns] = x / powers. blockIdx.x: the row; rows of x lie `stride` apart.
+// out [rows, columns] = x / powers[row]. blockIdx.x: the row; rows of x are `stride` floats apart.
 extern "C" __global__ void __launch_bounds__(POWER_THREADS)
 narrow_rows(const float* x, __half* out, float* powers, int columns, int stride) {
     const float* from = x + static_cast<size_t>(blockIdx.x) * stride;

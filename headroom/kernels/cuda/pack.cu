@@ -1,19 +1,19 @@
-// A file's rows into the tiles of tiles.cuh: many rows, or many matrices, in one launch.
+// Packs rows as a GGUF file has them into tiles (tiles.cuh): many rows, or many matrices, in one launch.
 #include "tiles.cuh"
 
-// How 256 columns of a row lie in a file.
+// The layout of GGUF blocks: byte offsets within a block.
 constexpr int BLOCK_BYTES = KIND == Q4_0 || KIND == IQ4_NL ? 18 : KIND == Q4_1 ? 20 : KIND == Q5_0 ? 22
     : KIND == Q5_1 ? 24 : KIND == Q8_0 ? 34 : KIND == MXFP4 ? 17 : KIND == Q4_K ? 144 : KIND == Q5_K ? 176
     : KIND == Q6_K ? 210 : 2;
-constexpr int BLOCKS = by_record(KIND) ? 1 : is_plain(KIND) ? 256 : 8;  // of a record
+constexpr int BLOCKS = by_record(KIND) ? 1 : is_plain(KIND) ? 256 : 8;  // blocks of a record (256 columns)
 constexpr int SCALE_BYTES = KIND == MXFP4 ? 1 : 2;
 constexpr int SCALES_AT = KIND == Q6_K ? 208 : 0;
 constexpr int HIGH_AT = KIND == Q5_K ? 16 : KIND == Q6_K ? 128 : has_min(KIND) ? 4 : 2;
 constexpr int QUANTS_AT = KIND == Q6_K ? 0 : KIND == Q4_K ? 16 : KIND == Q5_K ? 48
     : one_high_bit(KIND) ? HIGH_AT + 4 : KIND == MXFP4 ? 1 : has_min(KIND) ? 4 : 2;
 
-// Four bytes of a block, at a multiple of four from its quants or high bits. Rows begin at multiples of
-// four bytes only where blocks have such sizes.
+// Reads four bytes of a block, at a multiple of four from its quants or high bits, in the widest words that
+// the size of a block allows.
 __device__ __forceinline__ u32 read4(const u8* p) {
     if constexpr (BLOCK_BYTES % 4 == 0) return *reinterpret_cast<const u32*>(p);
     const u16* halves = reinterpret_cast<const u16*>(p);
@@ -21,46 +21,46 @@ __device__ __forceinline__ u32 read4(const u8* p) {
     return p[0] | p[1] << 8 | p[2] << 16 | static_cast<u32>(p[3]) << 24;
 }
 
-// The part of a row that belongs to a record; what is beyond the matrix is zero.
+// The 256 columns of a row that belong to a record; beyond the matrix all values are zero.
 struct RowPart {
-    const u8* at;  // null: a row beyond the last
-    int blocks;    // of the file that are there
+    const u8* at;  // null: the row is beyond the last
+    int blocks;    // blocks of the file from `at` to the end of the row
 
-    // Columns 32 b + c .. + 3, a byte each, with all their bits.
+    // Columns 32 b + c .. 32 b + c + 3, one byte each, with all their bits.
     __device__ __forceinline__ u32 quants(int b, int c) const {
         if (at == nullptr || (by_record(KIND) ? 0 : b) >= blocks) return 0;
         const u8* block = at + (by_record(KIND) ? 0 : b * BLOCK_BYTES);
         if constexpr (KIND == Q8_0) return read4(block + QUANTS_AT + c);
-        if constexpr (KIND == Q6_K) {  // halves of four blocks: low nibbles of two, then high ones
+        if constexpr (KIND == Q6_K) {  // halves of 128 columns: low nibbles of 64 columns, then high nibbles
             const u32 low = read4(block + b / 4 * 64 + b % 2 * 32 + c) >> (b / 2 % 2 * 4);
             const u32 high = read4(block + HIGH_AT + b / 4 * 32 + c) >> (b % 4 * 2);
             return (low & 0x0F0F0F0Fu) | (high & 0x03030303u) << 4;
         }
-        if constexpr (by_record(KIND)) {  // low nibbles of a block, then high ones of the next
+        if constexpr (by_record(KIND)) {  // low nibbles are 32 columns, high nibbles the next 32
             u32 four = read4(block + QUANTS_AT + b / 2 * 32 + c) >> (b % 2 * 4) & 0x0F0F0F0Fu;
             if constexpr (KIND == Q5_K) four |= (read4(block + HIGH_AT + c) >> b & 0x01010101u) << 4;
             return four;
         }
         u32 four = read4(block + QUANTS_AT + c % 16) >> (c / 16 * 4) & 0x0F0F0F0Fu;
         if constexpr (one_high_bit(KIND)) {
-            const u32 bits = read4(block + HIGH_AT) >> c;  // one for each column
+            const u32 bits = read4(block + HIGH_AT) >> c;  // one bit per column
 #pragma unroll
             for (int i = 0; i < 4; ++i) four |= (bits >> i & 1) << (8 * i + 4);
         }
         return four;
     }
 
-    // Columns c .. c + 3 of a plain type, whose rows have a multiple of four.
+    // Columns c .. c + 3 of a plain type; the length of a row is a multiple of four.
     __device__ __forceinline__ uint2 four(int c) const {
         return at == nullptr || c >= blocks ? make_uint2(0, 0) : *reinterpret_cast<const uint2*>(at + 2 * c);
     }
 
-    // Byte i of a file's block b.
+    // Byte i of block b.
     __device__ __forceinline__ u32 byte(int b, int i) const {
         return at == nullptr || b >= blocks ? 0 : at[b * BLOCK_BYTES + i];
     }
 
-    // 6-bit scale and min of group b, of types that have both.
+    // The 6-bit scale and min of group b (Q4_K, Q5_K).
     __device__ __forceinline__ u32 group_scale(int b) const {
         return b < 4 ? byte(0, 4 + b) & 63 : (byte(0, 8 + b) & 15) | byte(0, b) >> 6 << 4;
     }
@@ -69,7 +69,7 @@ struct RowPart {
     }
 };
 
-// The words of one lane of a plain type; rows[h] is row g + 8 h.
+// Writes the words of one lane of a plain record; rows[h] is row g + 8 h.
 __device__ __forceinline__ void pack_plain(const RowPart* rows, u8* record, int lane) {
     uint4* words = reinterpret_cast<uint4*>(record) + lane;
 #pragma unroll
@@ -80,7 +80,7 @@ __device__ __forceinline__ void pack_plain(const RowPart* rows, u8* record, int 
     }
 }
 
-// The words of one lane of a packed type.
+// Writes the quants and high bits of one lane of a packed record.
 __device__ __forceinline__ void pack_quants(const RowPart* rows, u8* record, int lane) {
     const int t = lane % 4;
     u32 high[8] = {};
@@ -110,7 +110,7 @@ __device__ __forceinline__ void pack_quants(const RowPart* rows, u8* record, int
     for (int i = 0; i < HIGH_WORDS; ++i) plane[i] = high[i];
 }
 
-// The scales of rows g and g + 8; lanes t share their blocks.
+// Writes the scales and mins of rows g and g + 8; the four lanes t divide the blocks.
 __device__ __forceinline__ void pack_scales(const RowPart* rows, u8* record, int lane) {
     const int g = lane / 4, t = lane % 4;
     for (int h = 0; h < 2; ++h) {
@@ -135,9 +135,9 @@ __device__ __forceinline__ void pack_scales(const RowPart* rows, u8* record, int
     }
 }
 
-// Tile blockIdx.x of matrix blockIdx.z; each warp takes every WARPS-th record. `source`
-// [matrices * rows][row_bytes]; order [rows], if given, is the row of `source` that comes to each place of
-// the only matrix; `blocks` of the file make a row.
+// Packs tile blockIdx.x of matrix blockIdx.z; each warp packs every (gridDim.y * WARPS)-th record.
+// source [matrices * rows][row bytes]; order [rows], if given (for a single matrix): which row of `source`
+// becomes row i; blocks: blocks of a row.
 __device__ __forceinline__ void pack_tile(const u8* source, const int* order, u8* tile, int rows, int blocks, int records) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
     const size_t row_bytes = static_cast<size_t>(blocks) * BLOCK_BYTES;
@@ -163,15 +163,15 @@ __device__ __forceinline__ void pack_tile(const u8* source, const int* order, u8
     }
 }
 
-// Matrices one after another.
+// Packs matrices whose tiles follow one another in memory.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 pack(const u8* source, const int* order, u8* tiles, int rows, int blocks, int records) {
     u8* tile = tiles + (static_cast<size_t>(blockIdx.z) * gridDim.x + blockIdx.x) * records * Record<KIND>::bytes;
     pack_tile(source, order, tile, rows, blocks, records);
 }
 
-// Each matrix at an address of its own, `apart` numbers from the next one's, and there from a tile on;
-// addresses of 0 are passed over. They may be in host memory.
+// Packs each matrix to its own address, from tile `first_tile` on. The addresses are `apart` entries from
+// each other; a matrix with address 0 is skipped. The addresses may be in host memory.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 pack_at(const u8* source, const long long* addresses, int apart, int first_tile, int rows, int blocks, int records) {
     u8* matrix = reinterpret_cast<u8*>(addresses[static_cast<size_t>(blockIdx.z) * apart]);

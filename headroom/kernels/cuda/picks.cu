@@ -1,10 +1,13 @@
-// Picks in the order of their experts, and the rows that they belong to.
-#define WARPS 16  // of a block that sorts
+// Sorts picks by expert, and gathers the rows that they belong to (products of many rows).
+#define WARPS 16  // warps of a block that sorts
 
-// The picks of one expert among all, in their order; blockIdx.x: the expert, after the last those of none, whose
-// ids are negative. rows [picks]: whose pick stands at a place; places [picks]: where a pick stands;
-// ends [experts]: the place after an expert's last; group_ends: the same, counted from the first place of the
-// experts' group, which are `each` neighbours. Every block reads all ids: they are few.
+// Sorts the picks by expert; the picks of an expert keep their order. Every block reads all ids and places
+// the picks of one expert.
+//   blockIdx.x            the expert; the last block places picks with a negative id, after all others
+//   rows [picks]          the row of the pick at each place
+//   places [picks]        the place of each pick
+//   ends [experts]        one past an expert's last place
+//   group_ends [experts]  ends, counted from the first place of the expert's group of `each` adjacent experts
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 sort_picks(const int* ids, long long* rows, long long* places, int* ends, int* group_ends, int picks, int used,
            int experts, int each) {
@@ -12,7 +15,7 @@ sort_picks(const int* ids, long long* rows, long long* places, int* ends, int* g
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, expert = blockIdx.x, group = expert / each * each;
     const int share = (picks + WARPS * 32 - 1) / (WARPS * 32) * 32;
     const int first = warp * share, end = min(picks, first + share);
-    // Of a warp's picks: the expert's own, those of experts before it, and of groups before its own.
+    // Among a warp's picks: those of this expert, of earlier experts, and of earlier groups.
     int own = 0, earlier = 0, outside = 0;
     for (int i = first + lane; i < first + share; i += 32) {
         const int id = i >= end ? experts + 1 : ids[i] < 0 ? experts : ids[i];
@@ -48,8 +51,9 @@ sort_picks(const int* ids, long long* rows, long long* places, int* ends, int* g
     }
 }
 
-// out [picks, columns] of 16 bits: the rows of x that the picks of a group belong to, `words` of 16 bytes each.
-// The group's picks stand from `start` on (null: from 0) and are ends[last]; nothing is written after them.
+// out [picks, columns] in 16 bits: the rows of x that the picks of a group belong to; a row has `words` x
+// 16 bytes. The group's picks begin at place *start (null: 0) and are ends[last] in number; nothing is
+// written after them.
 extern "C" __global__ void gather(const uint4* x, const long long* rows, const int* start, const int* ends,
                                   uint4* out, int last, int words) {
     const int count = ends[last], before = start ? *start : 0;

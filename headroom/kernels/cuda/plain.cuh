@@ -1,13 +1,14 @@
-// Sixteen rows of an F16 or BF16 weight in tiles times rows of activations: on the tensor cores as packed
-// ones, but that its numbers are read as they are. Then no product meets a scale of the weight's.
+// Products of F16 and BF16 weights in tiles with rows of activations: as tensor.cuh, but the weights are
+// the operands themselves and have no scales. Also add_any and SingleRow, which serve packed and plain
+// types.
 #include "tensor.cuh"
 
-// Tensor cores that multiply in bf16; others get BF16 weights in f16, as dense ones have them there.
+// Whether the tensor cores multiply bf16. If not, BF16 weights are converted to f16.
 #ifndef BF16_CORES
 #define BF16_CORES (__CUDA_ARCH__ >= 800)
 #endif
 
-// What a lane holds of a record: the first operands of the products of each half of a block.
+// A lane's share of a plain record: the first operands for each half of each block.
 struct PlainShare {
     uint4 words[16];
 
@@ -21,7 +22,7 @@ struct PlainShare {
 template <> struct Share<F16> : PlainShare {};
 template <> struct Share<BF16> : PlainShare {};
 
-// The same of a record in shared memory, which stays until its products are done: read when they want it.
+// A lane's share of a plain record in shared memory, read only when a product needs it.
 struct PlainPlace {
     const uint4* from;
 
@@ -34,11 +35,11 @@ template <int K> struct SharedShare { typedef Share<K> Type; };
 template <> struct SharedShare<F16> { typedef PlainPlace Type; };
 template <> struct SharedShare<BF16> { typedef PlainPlace Type; };
 
-// Two numbers of bf16 in f16.
+// Converts two bf16 numbers to f16.
 __device__ __forceinline__ u32 to_halves(u32 pair) {
     return as_word(__floats2half2_rn(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u)));
 }
-// Two numbers of f16 as sums of two of bf16, which has eight bits of their eleven: nothing is rounded.
+// Splits two f16 numbers exactly into sums of two bf16 numbers: f16 has 11 significant bits, bf16 has 8.
 __device__ __forceinline__ void split_pair(u32 pair, u32& upper, u32& rest) {
     const float2 both = __half22float2(as_halves(pair));
     const u32 x = __float_as_uint(both.x), y = __float_as_uint(both.y);
@@ -46,7 +47,7 @@ __device__ __forceinline__ void split_pair(u32 pair, u32& upper, u32& rest) {
     rest = __byte_perm(__float_as_uint(both.x - __uint_as_float(x & 0xFFFF0000u)),
                        __float_as_uint(both.y - __uint_as_float(y & 0xFFFF0000u)), 0x7632);
 }
-// c += sixteen columns of a weight of type K times the same of a row.
+// c += sixteen columns of a weight of type K times those of a row.
 template <int K> __device__ __forceinline__ void add_columns(float* c, const uint4& weight, u32 even, u32 odd) {
     u32 a[4] = {weight.x, weight.y, weight.z, weight.w};
     if constexpr (K == BF16) {
@@ -65,8 +66,8 @@ template <int K> __device__ __forceinline__ void add_columns(float* c, const uin
     mma(c, a, even, odd);
 }
 
-// acc += the records of M tiles times the pieces of N groups of rows, packed or plain. The upper columns of a
-// block are stored as sixteenths, see halves.cuh.
+// acc += the records of M tiles times the pieces of N groups of rows, for packed and plain types.
+// Activations of the upper sixteen columns of a block are stored divided by sixteen (halves.cuh).
 template <int K, int M, int N, class S, class R>
 __device__ __forceinline__ void add_any(const S* share, const R& rows, float (*acc)[N][4]) {
     if constexpr (!is_plain(K)) {
@@ -101,8 +102,9 @@ __device__ __forceinline__ void add_any(const S* share, const R& rows, float (*a
     }
 }
 
-// One row of a piece, whatever the weight's type: where blocks have scales of their own a lane reads one
-// block of it, else all columns of a product are that row. Every lane has the sums of rows g and g + 8.
+// Products with one row of a piece. If blocks have f32 scales, a lane reads one block of the row (OneRow);
+// else all eight columns of a product are the same row. Every lane ends with the sums of weight rows g and
+// g + 8.
 template <int K, int L, bool BY_BLOCK = !is_plain(K) && !by_record(K)> struct SingleRow : OneRow<L> {
     template <int M, class S> __device__ __forceinline__ void add(const S* share, float (*acc)[2]) const {
         add_row_records<K, L, M>(share, *this, acc);

@@ -1,8 +1,9 @@
-// The power of two that a row is divided by so that f16 holds it.
-#define POWER_THREADS 256  // of a block, which has one row
+// The power of two by which a row is divided so that it fits into f16.
+#define POWER_THREADS 256  // threads of a block; a block handles one row
 
-// One over the power of a row whose largest number in this thread is `peak`; the power itself goes to `to`.
-// The largest of the row becomes 512 to 1023, as in halves.cuh; a row of zeros stays one.
+// Returns 1 / power for a row and writes the power to `to`; `peak` is the largest magnitude among this
+// thread's numbers. The largest number of the row becomes 512 to 1023, as in halves.cuh. All threads must
+// call it.
 __device__ __forceinline__ float inverse_power(float peak, float* to) {
     __shared__ float peaks[POWER_THREADS / 32];
 #pragma unroll

@@ -1,4 +1,4 @@
-// Records on their way into shared memory: each warp has a ring of stages, asked for well ahead.
+// Ring: a warp's ring buffer of records in shared memory, filled by asynchronous copies well ahead of use.
 #include "early.cuh"
 
 #ifndef HEADROOM_ON_CPU
@@ -6,7 +6,7 @@ __device__ __forceinline__ u32 shared_address(const void* at) {
     return static_cast<u32>(__cvta_generic_to_shared(at));
 }
 #endif
-#ifndef BULK  // records come by bulk copies, else lane by lane
+#ifndef BULK  // copy records with cp.async.bulk (one lane copies a whole record), else 16 bytes per lane
 #define BULK EARLY
 #endif
 
@@ -17,7 +17,8 @@ __device__ __forceinline__ void set_barrier(u64* barrier, int arrivals) {
 __device__ __forceinline__ void arrive(u64* barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// Bulk copies go another way than stores do, and must be told of barriers that stores have set.
+// Bulk copies use the async proxy: a fence makes barriers that ordinary stores have initialised visible to
+// it.
 __device__ __forceinline__ void show_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -29,7 +30,7 @@ __device__ __forceinline__ void copy_bulk(u8* to, const u8* from, int bytes, u64
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
-// Waits until a barrier was completed once more than `turn` times.
+// Waits until the phase number `turn` of a barrier is complete; the first phase is 0.
 __device__ __forceinline__ void wait_barrier(u64* barrier, int turn) {
     u32 done = 0;
     while (!done)
@@ -38,8 +39,8 @@ __device__ __forceinline__ void wait_barrier(u64* barrier, int turn) {
 }
 #endif
 
-// One warp's own ring. A stage holds COUNT pieces of SIZE bytes, `apart` bytes from each other in global
-// memory.
+// One warp's ring of DEPTH stages. A stage holds COUNT records of SIZE bytes, which are `apart` bytes from
+// each other in global memory.
 template <int DEPTH, int COUNT, int SIZE> struct Ring {
     u8* memory;
     u64* full;  // [DEPTH] barriers
@@ -54,8 +55,8 @@ template <int DEPTH, int COUNT, int SIZE> struct Ring {
         __syncwarp();
 #endif
     }
-    // All lanes have used what the stage held before: a copy does not wait for loads under way. `from` null:
-    // nothing more to ask for.
+    // Starts to fill a stage; a null `from` copies nothing. __syncwarp makes sure that all lanes have read
+    // what the stage held before, since a copy does not wait for loads in flight.
     __device__ __forceinline__ void ask(int stage, const u8* from, size_t apart) {
         u8* to = memory + stage * COUNT * SIZE;
         __syncwarp();
@@ -76,8 +77,7 @@ template <int DEPTH, int COUNT, int SIZE> struct Ring {
 #endif
     }
 #if !BULK && (defined(HEADROOM_ON_CPU) || __CUDA_ARCH__ < 800)
-    // Copies that take their way through registers: all are read before the first is written, so that they
-    // are under way together.
+    // Copies through registers: all loads before the first store, so that they are in flight together.
     __device__ __forceinline__ void load(u8* to, const u8* from, size_t apart) {
         constexpr int each = (SIZE + 511) / 512;
         uint4 words[COUNT * each];
@@ -91,7 +91,7 @@ template <int DEPTH, int COUNT, int SIZE> struct Ring {
                 *reinterpret_cast<uint4*>(to + i / each * SIZE + at) = words[i];
     }
 #endif
-    // Waits for a stage; `turn` counts how often it was filled before.
+    // Waits for a stage and returns its address; `turn` counts how often it was filled before.
     __device__ __forceinline__ const u8* wait(int stage, int turn) const {
 #if BULK
         wait_barrier(full + stage, turn);

@@ -1,11 +1,11 @@
-// Norms of heads, rotation, and the way of new keys and values into the cache, in one pass.
-// DIM: values of a head; HALF: rotary pairs; K_KIND, V_KIND: types of the cache; Q_BF16: type of
-// the queries that are written. One warp a head: query heads, then key heads, then value heads.
+// Norms of heads, rotary embedding, and writing of new keys and values to the KV cache, in one pass.
+// DIM: values of a head; HALF: rotary pairs; K_KIND, V_KIND: types of the cache; Q_BF16: queries are
+// written in bf16, else in f32. One warp per head: query heads, then key heads, then value heads.
 #include "early.cuh"
 #include "rows.cuh"
 
 #define WARPS 4
-#define OWN(count) (((count) + 31) / 32)  // of so many values, those of a lane
+#define OWN(count) (((count) + 31) / 32)  // how many of `count` values a lane holds
 
 
 __device__ __forceinline__ float inverse_of(float step) {
@@ -16,7 +16,7 @@ __device__ __forceinline__ void put_half(u8* at, float scale) {
     *reinterpret_cast<__half*>(at) = __float2half_rn(fminf(fmaxf(scale, -65504.0f), 65504.0f));
 }
 
-// One block of 32 values, one a lane.
+// Quantises and stores one block of 32 values, one per lane.
 template <int K> __device__ __forceinline__ void put_block(u8* to, float x, int lane) {
     if constexpr (K == Q8_0) {
         const float step = __fdiv_rn(warp_max(fabsf(x)), 127.0f);
@@ -28,7 +28,7 @@ template <int K> __device__ __forceinline__ void put_block(u8* to, float x, int 
     }
     int value;
     if constexpr (K == Q4_0 || K == Q5_0) {
-        // The value that is largest in size becomes the lowest number: -8 or -16.
+        // The value of largest magnitude becomes the lowest code: -8 or -16.
         constexpr int zero = K == Q5_0 ? 16 : 8;
         const float size = fabsf(x), largest = warp_max(size);
         const float peak = __shfl_sync(~0u, x, __ffs(__ballot_sync(~0u, size == largest)) - 1);
@@ -64,7 +64,7 @@ template <int K> __device__ __forceinline__ void put_head(u8* to, const float* h
     }
 }
 
-// head[] = weight * head / sqrt(mean of squares + eps), where a lane holds its own of the weight's values.
+// head = weight * head / sqrt(mean of squares + eps); a lane holds weight[lane], weight[lane + 32], ...
 __device__ __forceinline__ void norm_head(float* head, const float* weight, float eps, int lane) {
     float squares = 0;
     for (int i = lane; i < DIM; i += 32) squares += head[i] * head[i];
@@ -75,8 +75,8 @@ __device__ __forceinline__ void norm_head(float* head, const float* weight, floa
     __syncwarp();
 }
 
-// blockIdx.x: WARPS heads; blockIdx.y: the row. Heads of the cache come after the query heads;
-// without k there are none. A row of a bucket's padding (sequence < 0) is left alone.
+// blockIdx.x: WARPS heads; blockIdx.y: the row. Key and value heads come after the query heads; if k is
+// null, there are none. Padding rows (sequence < 0) are skipped.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 rope_write(const float* q, const float* k, const float* v, const float* cos, const float* sin,
            const float* q_norm, const float* k_norm, const int* sequence, const long long* slots, u8* keys,
@@ -99,7 +99,7 @@ rope_write(const float* q, const float* k, const float* v, const float* cos, con
                       : is_v ? v + static_cast<size_t>(row) * v_stride + kv * DIM
                              : k + static_cast<size_t>(row) * k_stride + kv * DIM;
     float* head = shared[warp];
-    float turn[OWN(HALF)][2];  // asked for together with the head
+    float turn[OWN(HALF)][2];  // cos and sin, loaded together with the head
 #pragma unroll
     for (int i = 0; i < OWN(HALF); ++i)
         if (const int at = i * 32 + lane; !is_v && at < HALF)

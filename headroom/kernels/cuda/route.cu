@@ -1,9 +1,9 @@
-// Routers: which experts a row visits.
+// Routers: logits of all experts (`score`), and the choice of each row's experts (`route`).
 #include "early.cuh"
 #include "route.cuh"
 
-// logits [rows, outputs] = x [rows, hidden] times the transpose of weight [outputs, hidden], hidden
-// divisible by 4. blockIdx.x: the output; blockIdx.y: ROWS rows, so that each weight is read once for them.
+// logits [rows, outputs] = x [rows, hidden] times the transpose of weight [outputs, hidden]; hidden is a
+// multiple of 4. blockIdx.x: the output; blockIdx.y: ROWS rows, for which each weight is read once.
 #ifndef ROWS
 #define ROWS 1
 #endif
@@ -36,8 +36,9 @@ score(const float* x, const float* weight, float* logits, int rows, int outputs,
             (part[0][n] + part[1][n]) + (part[2][n] + part[3][n]);
 }
 
-// The best experts first, the lower number on ties; a warp for each row. `sequence` may be null;
-// rows where it is negative choose none: their ids are -1, their weights 0.
+// Writes ids and weights [rows, used], the best expert first and the lower id first on ties, and counts the
+// picks. A warp per row. Padding rows (negative `sequence`, which may be null) choose none: their ids are
+// -1, their weights 0.
 extern "C" __global__ void __launch_bounds__(128)
 route(const float* logits, int stride, const float* bias, const int* sequence, int* ids, float* weights,
       unsigned long long* counts, int rows, int used, int normalise, float scale, float softcap) {

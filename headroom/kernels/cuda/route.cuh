@@ -1,11 +1,11 @@
-// How a warp chooses a row's experts by their logits.
-// EXPERTS: up to 1024; SIGMOID: scores are sigmoids of the logits, else their softmax.
+// Top-k routing of one row by one warp.
+// EXPERTS: number of experts, up to 1024; SIGMOID: scores are sigmoids of the logits, else their softmax.
 #include "common.cuh"
 
-#define NUMBERS ((EXPERTS + 31) / 32)  // that a lane holds: experts lane, lane + 32, ...
+#define NUMBERS ((EXPERTS + 31) / 32)  // experts that a lane holds: lane, lane + 32, ...
 #define ALL 0xFFFFFFFFu
 
-// Floats as whole numbers in the same order; 0 is below all of them.
+// Maps floats to unsigned numbers in the same order; 0 is smaller than all of them.
 __device__ __forceinline__ unsigned ordered(float x) {
     const unsigned bits = __float_as_uint(x);
     return max(bits & 0x80000000u ? ~bits : bits | 0x80000000u, 1u);
@@ -25,7 +25,8 @@ struct Rule {
     float scale, softcap;  // 0: none
 };
 
-// The best experts first, the lower number on ties: lane j gets what is chosen j-th, and its weight.
+// Chooses a row's experts, the best first and the lower id first on ties. Lane j receives the j-th expert
+// in `chosen` and returns its weight.
 __device__ __forceinline__ float choose(const float* logits, const float* bias, const Rule& rule, int lane,
                                         int& chosen) {
     float scores[NUMBERS];
@@ -57,7 +58,7 @@ __device__ __forceinline__ float choose(const float* logits, const float* bias, 
     }
     chosen = 0;
     for (int j = 0; j < rule.used; ++j) {
-        // The best of a lane by pairs of neighbours, so that the lower number stays on ties.
+        // A lane's best expert by a tree of adjacent pairs, which keeps the lower id on ties.
         unsigned best[NUMBERS], number[NUMBERS];
 #pragma unroll
         for (int i = 0; i < NUMBERS; ++i) best[i] = keys[i], number[i] = i;

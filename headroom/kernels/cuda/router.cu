@@ -1,7 +1,6 @@
-// The way of a few rows into routed experts, in one pass over the residual stream: the logits of all experts, and
-// the rows in f16, both of rows that are normed on their way.
-// EACH: fours that a thread holds of a row, which has up to 1024 * EACH values; ROWS: rows of a block, so that each
-// weight is read once for them; LANES: of a piece of activations.
+// Norm, router logits and f16 pieces of few rows in one pass over the residual stream (decode path of
+// routed experts). EACH: float4 values of a row that a thread holds (a row has up to 1024 * EACH values);
+// ROWS: rows of a block, for which each weight is read once; LANES: lanes of a piece of activations.
 #include "early.cuh"
 #include "halves.cuh"
 #include "common.cuh"
@@ -12,7 +11,7 @@
 __device__ __forceinline__ float squares_of(float4 v) {
     return fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, v.w * v.w)));
 }
-// The sum of what the warps hold, in order.
+// The sum of the warps' parts, in order.
 __device__ __forceinline__ float sum_of_block(const float* parts) {
     float total = parts[0];
 #pragma unroll
@@ -20,7 +19,7 @@ __device__ __forceinline__ float sum_of_block(const float* parts) {
     return total;
 }
 
-// One row of x times norm / rms(x) in f16, and in f32 where `normed` is given: a warp for each 256 columns.
+// Writes one row of x * norm / rms(x) as pieces, and as f32 to `normed` if given: a warp per 256 columns.
 __device__ __forceinline__ void write_row(const float* x, const float* norm, float eps, float* normed, u8* pieces,
                                           int row, int rows, int hidden) {
     __shared__ float parts[WARPS];
@@ -74,8 +73,9 @@ __device__ __forceinline__ void write_row(const float* x, const float* norm, flo
     }
 }
 
-// logits [rows, outputs] = x * seen / rms(x) times the transpose of weight [outputs, hidden]; rows by write_row, with
-// a norm of their own. blockIdx.x: the output, after the last ROWS rows; blockIdx.y: ROWS rows.
+// logits [rows, outputs] = x * seen / rms(x) times the transpose of weight [outputs, hidden]; `seen` is the
+// norm weight that the router sees. Also writes the normed rows (write_row), which may have another norm
+// weight. blockIdx.x: the output; the last ROWS blocks write rows instead. blockIdx.y: ROWS rows.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 score_rows(const float* x, const float* weight, const float* seen, const float* norm, float eps, float* logits,
            float* normed, u8* pieces, int rows, int outputs, int hidden) {
@@ -85,7 +85,7 @@ score_rows(const float* x, const float* weight, const float* seen, const float* 
     if (output >= outputs) {
         const int row = first + output - outputs;
         if (row < rows) write_row(x, norm, eps, normed, pieces, row, rows, hidden);
-        else wait_for_last();  // no block may be done before the kernel before this one is
+        else wait_for_last();  // no block may finish before the previous kernel has finished
         return;
     }
     float4 by[EACH];

@@ -1,5 +1,6 @@
-// Rows of values as files and caches hold them: block after block, in the types of formats/quants.py.
-// Every value is computed in the order of the plain kernels, so that it has the same bits.
+// Reading of rows in GGUF's own block order (embedding tables, KV caches), in all types of
+// formats/quants.py. Every value is computed by the operations of the reference kernels in their order, so
+// that it has the same bits.
 #ifndef HEADROOM_ROWS
 #define HEADROOM_ROWS
 #include "types.cuh"
@@ -27,12 +28,12 @@ __device__ __forceinline__ u32 word16(const u8* at) { return *reinterpret_cast<c
 __device__ __forceinline__ float half_at(const u8* at) {
     return __half2float(*reinterpret_cast<const __half*>(at));
 }
-// Sums and products that the compiler may not fuse: the plain kernels round each.
+// a * b + c that the compiler may not fuse into an fma: the reference kernels round both.
 __device__ __forceinline__ float times_plus(float a, float b, float c) {
     return __fadd_rn(__fmul_rn(a, b), c);
 }
 
-// Value i of a block of 32 with 4 or 5 bits, as stored; `fifth` holds bit 4 of all 32.
+// The value of one nibble of a block of 32; `fifth` is its fifth bit (bit 4), if the type has one.
 template <int K> __device__ __forceinline__ float of_nibble(const u8* block, int nibble, int fifth) {
     const float scale = K == MXFP4 ? 0.0f : half_at(block);
     if constexpr (K == Q4_0) return __fmul_rn(scale, static_cast<float>(nibble - 8));

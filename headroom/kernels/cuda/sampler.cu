@@ -1,17 +1,17 @@
-// Tokens drawn from logits, in the order of the engine's sampler: logit bias, penalties, temperature,
-// top-k, top-p, min-p, draw. Probabilities are float64, not normalised; the likeliest token has 1.
-// The number that engine/sampler.py adds in some order is added in that order here where few tokens
-// can be drawn; over the whole vocabulary sums are made in another order, fixed too.
+// Draws tokens from logits, with the steps of engine/sampler.py: logit bias, penalties, temperature, top-k,
+// top-p, min-p, draw. Probabilities are float64 and not normalised: the likeliest token has 1. If few
+// tokens can be drawn, sums run in the order of engine/sampler.py; over the whole vocabulary they run in
+// another fixed order.
 #include "early.cuh"
 #include "draws.cuh"
 
-#ifndef MOST           // candidates that are sorted in shared memory
+#ifndef MOST           // most candidates that are sorted in shared memory
 #define MOST 4096
 #endif
-#define USUAL 512      // likeliest tokens that usually hold all that top-p and min-p leave
+#define USUAL 512      // so many of the likeliest tokens usually contain all that top-p and min-p leave
 
-// scores [rows, vocabulary] in place. counts [rows, vocabulary] are zeros before and after.
-// One block a row.
+// Applies logit bias and penalties to scores [rows, vocabulary] in place. counts [rows, vocabulary] are
+// zeros before and after. One block per row.
 extern "C" __global__ void penalise(float* scores, int* counts, const long long* recent, const long long* bias_ids,
                                     const float* bias, const float* repetition, const double* frequency,
                                     const float* presence, int vocabulary, int most_recent, int most_bias) {
@@ -31,7 +31,7 @@ extern "C" __global__ void penalise(float* scores, int* counts, const long long*
     for (int i = threadIdx.x; i < most_recent; i += blockDim.x) {
         const long long id = recent[row * most_recent + i];
         if (id < 0) continue;
-        const int count = atomicExch(counts + id, 0);  // the first that comes deals with the token
+        const int count = atomicExch(counts + id, 0);  // the first thread that gets here handles the token
         if (!count) continue;
         float x = scores[id];
         x = x > 0 ? __fdiv_rn(x, repetition[row]) : __fmul_rn(x, repetition[row]);
@@ -40,7 +40,7 @@ extern "C" __global__ void penalise(float* scores, int* counts, const long long*
     }
 }
 
-// best [rows, SLICES]: the likeliest token of each slice. blockIdx: the slice, the row.
+// Writes best [rows, SLICES]: the rank of the likeliest token of each slice. blockIdx: the slice, the row.
 extern "C" __global__ void peaks(const float* scores, u64* best, int vocabulary) {
     begin_after_last();
     const int size = slice_size(vocabulary), first = blockIdx.x * size, end = min(first + size, vocabulary);
@@ -51,7 +51,7 @@ extern "C" __global__ void peaks(const float* scores, u64* best, int vocabulary)
     if (threadIdx.x == 0) best[blockIdx.y * SLICES + blockIdx.x] = mine;
 }
 
-// masses [rows, SLICES]: the sum of each slice's probabilities, where anything needs them.
+// Writes mass [rows, SLICES]: the sum of each slice's probabilities, for rows whose settings need it.
 extern "C" __global__ void masses(const float* scores, const u64* best, const double* temperature,
                                   const long long* top_k, double* mass, int vocabulary) {
     begin_after_last();
@@ -67,7 +67,7 @@ extern "C" __global__ void masses(const float* scores, const u64* best, const do
     if (threadIdx.x == 0) mass[row * SLICES + blockIdx.x] = sum;
 }
 
-// ids [rows]: the tokens. One block a row.
+// Draws the tokens ids [rows]. One block per row.
 extern "C" __global__ void __launch_bounds__(THREADS)
 choose(const float* scores, const u64* best, const double* mass, const double* temperature, const double* top_p,
        const double* min_p, const long long* top_k, const long long* seed, const long long* position,
@@ -94,7 +94,8 @@ choose(const float* scores, const u64* best, const double* mass, const double* t
     if (summed)
         for (int i = 0; i < SLICES; ++i) total += mass[at * SLICES + i];
     if (limited || p < 1 || least > 0) {
-        // The best tokens of 1024 threads bound what the likeliest `wanted` of all can be.
+        // Each of the 1024 threads finds its best token. The `wanted`-th best of these is a lower bound for
+        // the ranks of the `wanted` likeliest tokens of all.
         const int wanted = min(limited && limit <= THREADS ? limit : USUAL, vocabulary);
         u64 mine = 0;
         for (int i = threadIdx.x; i < vocabulary; i += THREADS) mine = max(mine, rank_of(row.scores[i], i));
@@ -118,7 +119,7 @@ choose(const float* scores, const u64* best, const double* mass, const double* t
             for (int i = threadIdx.x; i < count; i += THREADS) odds[i] = row.odds.of(score_of(list[i]));
             __syncthreads();
             if (threadIdx.x == 0) {
-                const bool whole = limit <= count || count == vocabulary;  // nothing else can be drawn
+                const bool whole = limit <= count || count == vocabulary;  // the list has all tokens of the top-k
                 int left = min(limit, count);
                 keep = whole ? left : 0;  // 0: the list may be too short
                 if (p < 1 && (whole || !limited)) {

@@ -1,12 +1,13 @@
-// The small operations between products. Each kernel is compiled with the defines of its own.
+// Small operations between products: RMS norm, gated activation, embedding. Each kernel is compiled on its
+// own, with its own defines.
 #include "rows.cuh"
 #include "common.cuh"
 
-// norm_rows: whether there is a residual, to which the normed x is added; nothing else is written then.
+// norm_rows: 1 if the normed x is added to a residual; then nothing else is written.
 #ifndef RESIDUAL
 #define RESIDUAL 0
 #endif
-#ifndef GELU  // gated: the activation, silu otherwise
+#ifndef GELU  // gated: 1 for GELU, 0 for silu
 #define GELU 0
 #endif
 #ifndef KIND  // embed: the table's type
@@ -14,17 +15,17 @@
 #endif
 
 #define NORM_WARPS 16
-#define CHUNK 2048  // values that one block of embed unpacks
+#define CHUNK 2048  // values that one thread block of embed unpacks
 
-// Four values in bf16 to their place.
+// Stores four values as bf16.
 __device__ __forceinline__ void write_narrow(__nv_bfloat16* to, float4 y) {
     __align__(8) const __nv_bfloat16 four[4] = {__float2bfloat16(y.x), __float2bfloat16(y.y), __float2bfloat16(y.z),
                                    __float2bfloat16(y.w)};
     *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(four);
 }
 
-// out, and narrow, of which one may be null, = weight * x / sqrt(mean(x^2) + eps), one block a row; width a
-// multiple of 4.
+// out = narrow = weight * x / sqrt(mean(x^2) + eps); out (f32) or narrow (bf16) may be null. One block per
+// row; width is a multiple of 4.
 extern "C" __global__ void __launch_bounds__(NORM_WARPS * 32)
 norm_rows(const float* x, const float* weight, float* residual, float* out, __nv_bfloat16* narrow, int width,
           int stride, float eps) {
@@ -59,10 +60,11 @@ norm_rows(const float* x, const float* weight, float* residual, float* out, __nv
 
 __device__ __forceinline__ float activate(float x) {
     if constexpr (GELU) return gelu(x);
-    return x / (1.0f + expf(-x));  // as exact as it gets: float32 has no other
+    return x / (1.0f + expf(-x));  // expf, not __expf: accurate to float32 rounding
 }
 
-// out, or else narrow, [rows, width] = act(gate) * up; rows of gate and up may lie apart. blockIdx.y: the row.
+// act(gate) * up [rows, width], written to `out` (f32) or, if that is null, to `narrow` (bf16). Rows of
+// gate and up are gate_stride and up_stride floats apart. blockIdx.y: the row.
 extern "C" __global__ void gated(const float* gate, const float* up, float* out, __nv_bfloat16* narrow, int width,
                                  int gate_stride, int up_stride) {
     const size_t row = blockIdx.y;
@@ -73,8 +75,9 @@ extern "C" __global__ void gated(const float* gate, const float* up, float* out,
     }
 }
 
-// out [rows, columns] = scale * the table's rows `ids`. blockIdx: the chunk of CHUNK values, the row.
-// The table may lie in the host's memory: its bytes are read once, in the widest words it allows.
+// out [rows, columns] = scale * the table's rows `ids`. blockIdx.x: a chunk of CHUNK values; blockIdx.y:
+// the row. The table may be in pinned host memory: its bytes are read once, in the widest words that its
+// alignment allows.
 extern "C" __global__ void __launch_bounds__(256)
 embed(const u8* table, const long long* ids, float* out, int columns, float scale) {
     __shared__ uint4 shared[row_bytes(KIND, CHUNK) / 16];

@@ -1,24 +1,25 @@
-// Rows sorted by expert times the packed tiles of their expert, of which nothing is unpacked in memory.
-// GATED: whether gates and ups are multiplied, else downs; A_KIND, B_KIND: the types of both tiles of a pair, of
-// gate and up or twice of down; GELU: the activation, else silu; WARPS: of a block; STAGES: pairs of records
-// that a warp has asked for.
+// Routed experts for short prompts: rows sorted by expert (sorted.cuh) are multiplied directly with the
+// packed tiles of their expert; no weights are unpacked to memory.
+// GATED: 1: gate and up matrices, 0: down; A_KIND, B_KIND: the types of the two weight tiles of a pair:
+// gate and up, or twice down; GELU: the activation is GELU, else silu; WARPS: warps of a block; STAGES:
+// pairs of records in a warp's ring.
 //
-// A warp multiplies two tiles of weights with a tile of rows, record after record, so that a row's bits are the
-// same in every tile.
+// A warp multiplies a pair of weight tiles with a tile of rows, record after record. The order of the sums
+// does not depend on the tile of rows, so a row has the same bits in every tile.
 #include "plain.cuh"
 #include "ring.cuh"
 #include "sorted.cuh"
 #include "experts.cuh"
 
-// Of a multiprocessor: then a thread has 128 registers, of which 25 to 32 rows want some more. Twice the warps
-// hide more of the time that records and rows take to come.
+// Warps per multiprocessor. With 16 a thread has 128 registers; 25 to 32 rows would use a few more, but
+// with half the warps less of the latency of loads would be hidden.
 #define MOST_WARPS 16
 
 struct Pair {
-    const u8 *first, *second;  // null: none
+    const u8 *first, *second;  // addresses of two records; null: none
 };
 
-// A warp's ring of pairs of records, of so many bytes.
+// A warp's ring of pairs of records of FIRST and SECOND bytes.
 template <int FIRST, int SECOND> struct PairRing {
     Ring<STAGES, 1, FIRST> first;
     Ring<STAGES, 1, SECOND> second;
@@ -36,7 +37,7 @@ template <int FIRST, int SECOND> struct PairRing {
         return {first.wait(stage, turn), second.wait(stage, turn)};
     }
 };
-// Records of one size come as one stage.
+// If both records have the same size, a stage holds both.
 template <int BYTES> struct PairRing<BYTES, BYTES> {
     Ring<STAGES, 2, BYTES> both;
 
@@ -52,14 +53,15 @@ template <int BYTES> struct PairRing<BYTES, BYTES> {
     }
 };
 
-// What a warp multiplies: pairs `first`, first + step, ... of a tile of rows.
+// What a warp multiplies with a tile of rows: pairs first, first + step, ... of weight tiles.
 struct Work {
     int first, step, pairs, records, rows;
-    const u8* pieces;  // of the rows' first record
-    size_t apart;      // bytes to the next
+    const u8* pieces;  // the rows' activations for the first record
+    size_t apart;      // bytes to those of the next record
 };
 
-// find(pair) tells where both tiles of a pair begin; put(pair, sums) gets their products with N groups of rows.
+// Multiplies the pairs of `work` with N groups of rows. find(pair) returns the addresses of both tiles of a
+// pair; put(pair, sums) receives their products.
 template <int A, int B, int N, class Find, class Put>
 __device__ __forceinline__ void multiply_pairs(const Work& work, u8* memory, u64* barriers, Find find, Put put) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -111,7 +113,7 @@ __device__ __forceinline__ void multiply_pairs(const Work& work, u8* memory, u64
     }
 }
 
-// As many groups as the tile of rows has.
+// multiply_pairs with as many groups as the tile of rows has.
 template <int A, int B, class Find, class Put>
 __device__ __forceinline__ void multiply_any(const Work& work, Find find, Put put) {
     extern __shared__ __align__(16) float shared[];
@@ -133,11 +135,11 @@ __device__ __forceinline__ Work work_on(const RowTile& tile, const u8* pieces, i
             pieces + tile.first / 8 * piece, groups * piece};
 }
 
-// Structs, not lambdas: compilers before CUDA 13.4 refuse generic ones here.
+// Structs instead of generic lambdas, which compilers before CUDA 13.4 refuse here.
 #if GATED
 struct GatesAndUps {
     RowTile tile;
-    size_t gate, up;  // bytes of their tiles
+    size_t gate, up;  // bytes of a tile of the gate and the up matrix
 
     __device__ __forceinline__ Pair operator()(int pair) const {
         return {tile.matrices[0] + pair * gate, tile.matrices[1] + pair * up};
@@ -161,8 +163,8 @@ struct PutInner {
     }
 };
 
-// inner [8 * groups, width] = act(gate x) * up x, by place. blockIdx: the first pairs, of a gate's tile and
-// up's, others follow gridDim.x later; the tile of rows.
+// inner [8 * groups, width] = act(gate x) * up x, in the order of places. blockIdx.x: the first pairs of a
+// gate tile and an up tile (then every gridDim.x-th batch); blockIdx.y: the tile of rows.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MOST_WARPS / WARPS)
 gate_up(const RowTile* tiles, const u8* pieces, float* inner, int width, int records, int groups) {
     begin_after_last();
@@ -180,7 +182,7 @@ struct Neighbours {
     size_t each;  // bytes of a tile
     int last;
 
-    // Where tiles are odd in number the last one has no neighbour but itself.
+    // If the number of tiles is odd, the last one is paired with itself.
     __device__ __forceinline__ Pair operator()(int pair) const {
         return {matrix + 2 * pair * each, matrix + min(2 * pair + 1, last) * each};
     }
@@ -207,7 +209,8 @@ struct PutAnswers {
     }
 };
 
-// answers [picks, hidden] of each pick's expert; pairs are of neighbours.
+// answers [picks, hidden]: the output of each pick's expert. A pair is two adjacent tiles of the down
+// matrix.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MOST_WARPS / WARPS)
 down(const RowTile* tiles, const u8* pieces, const int* order, float* answers, int hidden, int records, int groups) {
     begin_after_last();

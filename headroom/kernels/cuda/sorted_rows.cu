@@ -1,5 +1,5 @@
-// Rows on their way to their experts and back: sorted, made ready for products, and summed.
-// X_F16: rows are f16 with powers of two, else bf16.
+// Around the products of sorted.cu: sort the picks by expert, convert rows to pieces, and sum up the
+// answers. X_F16: rows are f16 times a power of two, else bf16.
 #include "early.cuh"
 #include "halves.cuh"
 #include "sorted.cuh"
@@ -8,8 +8,8 @@
 
 #define SORT_WARPS 16
 
-// Groups and tiles of an expert come after those of the experts before it, each of which may have one that is
-// not full: where they begin follows from how many picks these have in all.
+// Where the groups and row tiles of an expert begin. Each earlier expert may have one group and one tile
+// that are not full; the places follow from how many picks the earlier experts have in all.
 struct Begin {
     int group, tile;
 
@@ -17,8 +17,9 @@ struct Begin {
         : group(picks_before / 8 + expert), tile(picks_before / ROWS + expert) {}
 };
 
-// order [8 * groups]: the pick at each place, -1 where there is none; picks of an expert keep their order.
-// blockIdx.x: the expert. Every block counts for itself what the picks of earlier experts take.
+// Writes order [8 * groups]: the pick at each place, -1 for padding; the picks of an expert keep their
+// order. Also writes the row tiles. blockIdx.x: the expert. Every block counts the picks of earlier experts
+// itself.
 extern "C" __global__ void __launch_bounds__(SORT_WARPS * 32)
 sort_picks(const int* ids, const long long* table, int* order, RowTile* tiles, int picks, int groups, int most_tiles) {
     begin_after_last();
@@ -69,9 +70,9 @@ sort_picks(const int* ids, const long long* table, int* order, RowTile* tiles, i
     }
 }
 
-// A warp's place and record of those that all warps of the grid share among themselves.
+// The place and the record that a warp handles; the warps of the grid divide all of them.
 struct Unit {
-    int place, record, column;  // the lane's first, see halves.cuh
+    int place, record, column;  // `column`: the lane's first column (halves.cuh)
 
     __device__ __forceinline__ explicit Unit(int records) {
         const int number = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
@@ -84,7 +85,7 @@ struct Unit {
     }
 };
 
-// pieces [record][group] of the rows at all places. x [rows, columns], columns a multiple of 8.
+// Writes pieces [record][group] of the rows at all places. x [rows, columns]; columns is a multiple of 8.
 extern "C" __global__ void __launch_bounds__(256)
 gather_rows(const u16* x, const float* powers, const int* order, u8* pieces, int used, int columns, int records,
             int groups) {
@@ -116,7 +117,7 @@ gather_rows(const u16* x, const float* powers, const int* order, u8* pieces, int
     write_halves<LANES>(v, unit.piece(pieces, groups), unit.place % 8);
 }
 
-// The same of what experts have between up and down, which lies by place: inner [8 * groups, width].
+// Writes pieces of the experts' inner values, which are in the order of places: inner [8 * groups, width].
 extern "C" __global__ void __launch_bounds__(256)
 halve_inner(const float* inner, const int* order, u8* pieces, int width, int records, int groups) {
     begin_after_last();

@@ -1,9 +1,10 @@
-// Answers of matrices that share an input, to the matrices' own outputs.
-// ADD: whether they are added to what is there; WIDE: values that a thread moves, 4 where all widths allow it.
+// Distributes the joint result of matrices that share an input to their own outputs.
+// ADD: add to what the outputs hold; WIDE: values that a thread moves, 4 if all widths are multiples of 4,
+// else 1.
 #include <cuda_bf16.h>
 
-// answers [rows, count] in bf16 are those of columns `first` and on of the matrices side by side, which end before
-// `ends`. Outputs in float32 have rows `apart`. blockIdx.y: the row.
+// answers [rows, count] in bf16 are columns first .. first + count of the matrices side by side; matrix i
+// ends before column end_i. Rows of the float32 output i are apart_i floats apart. blockIdx.y: the row.
 extern "C" __global__ void spread(const __nv_bfloat16* answers, float* out_0, float* out_1, float* out_2, float* out_3,
                                   int end_0, int end_1, int end_2, int end_3, int apart_0, int apart_1, int apart_2,
                                   int apart_3, int first, int count) {

@@ -1,18 +1,23 @@
-// Sixteen rows of a packed weight times rows of activations on the tensor cores. Weights are whole
-// numbers in f16. The whole-number scales of K types are multiplied in before, so that blocks add up on the
-// tensor cores: what that gives is at most 31 x 63 steps and exact in f16 for Q4_K and Q5_K, and up to
-// 32 x 128 for Q6_K, where it is rounded above 2048. Other types' scales come in f32 after each block.
+// Products of a packed weight's tile (16 rows) with rows of activations (pieces, halves.cuh) on the tensor
+// cores.
+//
+// Quantised weights are whole numbers and become f16 operands. K types have whole-number scales per block,
+// which are multiplied into the operands first, so that the tensor cores add up all blocks of a record. The
+// result is exact in f16 for Q4_K and Q5_K (at most 31 x 63); for Q6_K (at most 32 x 128) it is rounded
+// above 2048. The scales of other types are applied in f32 after each block.
 #include "tiles.cuh"
 #include "halves.cuh"
 #include "mma.cuh"
 
-// What stored weights count: nibbles are read as f16 numbers below the normal range, in steps of 2^-24.
+// The factor from operands to values. Nibbles become subnormal f16 numbers, in steps of 2^-24, without any
+// conversion: their bits are the operand.
 __host__ __device__ constexpr float unit_of(int k) {
     return k == Q8_0 || k == IQ4_NL ? 1.0f : k == MXFP4 ? 32768.0f : 16777216.0f;
 }
 __host__ __device__ constexpr bool in_bytes(int k) { return k == Q8_0 || k == IQ4_NL; }
 
-// Two columns of the lower and of the upper nibbles, these sixteen times, with their high bits.
+// Two columns of low nibbles and two of high nibbles as operands, with their high bits. The upper ones come
+// out multiplied by sixteen.
 template <int K> __device__ __forceinline__ void nibble_pairs(u32 word, u32 high, u32& lower, u32& upper) {
     lower = word & 0x000F000Fu;
     upper = word & 0x00F000F0u;
@@ -24,25 +29,25 @@ template <int K> __device__ __forceinline__ void nibble_pairs(u32 word, u32 high
         lower |= high << 4 & 0x00300030u;
         upper |= high << 6 & 0x03000300u;
     }
-    if constexpr (K == MXFP4) {  // sign, exponent and mantissa where f16 has them: 2^-14 of the value
+    if constexpr (K == MXFP4) {  // sign, exponent and mantissa moved to where f16 has them: value * 2^-14
         lower = (word << 12 & 0x80008000u) | (word << 9 & 0x0E000E00u);
         upper = (word << 8 & 0x80008000u) | (word << 5 & 0x0E000E00u);
         upper = as_word(__hmul2(as_halves(upper), as_halves(0x4C004C00u)));
     }
 }
-// Bytes 0 and 2, or 1 and 3, of a word as f16; `sixteen` times where asked.
+// Bytes 0 and 2, or 1 and 3 (odd), of a word as f16 operands; with `sixteen` multiplied by sixteen.
 __device__ __forceinline__ u32 byte_pair(u32 word, bool odd, bool sixteen) {
     const u32 shifted = __byte_perm(word ^ 0x80808080u, 0x64646464u, odd ? 0x4341 : 0x4240);  // 1152 + byte
     return as_word(__hfma2(as_halves(shifted), as_halves(sixteen ? 0x4C004C00u : 0x3C003C00u),
                            as_halves(sixteen ? 0xF480F480u : 0xE480E480u)));
 }
 
-// What a lane holds of a record.
+// A lane's share of a record: quants and scales.
 template <int K> struct Share {
     Quants<K> quants;
     Scales<K> scales;
-    u32 lows[2];  // of rows g and g + 8: the mins or offsets' scales of blocks 2t and 2t + 1 in f16
-    float2 own[2];  // but of K types: the scales of blocks 2t and 2t + 1, for rows g and g + 8
+    u32 lows[2];  // rows g and g + 8: f16 mins of blocks 2t and 2t + 1; without mins their scales, for the offset
+    float2 own[2];  // not K types: the scales of blocks 2t and 2t + 1, for rows g and g + 8
 
     static constexpr bool has_lows = has_min(K) || (offset_of(K) != 0 && K != Q6_K);
 
@@ -78,7 +83,7 @@ template <int K> struct Share {
         return found;
     }
 
-    // Block b as the first operands of two products.
+    // Block b as the first operands of two products of sixteen columns each.
     __device__ __forceinline__ void block(int b, u32 (*a)[4]) const {
         if constexpr (in_bytes(K)) {
             u32 bytes[4];
@@ -100,7 +105,7 @@ template <int K> struct Share {
         if constexpr (has_groups(K)) {
             const u32 both = Quants<K>::word(scales.blocks[0], b / 2) & 0x3F3F3F3Fu;
             const __half2 by = __hadd2(as_halves(__byte_perm(both, 0x64646464u, b % 2 ? 0x4342 : 0x4140)),
-                                       as_halves(0xE400E400u));  // 1024 + scale, less 1024
+                                       as_halves(0xE400E400u));  // (1024 + scale) - 1024
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 u32& at = a[i / 4][i % 4];
@@ -113,7 +118,7 @@ template <int K> struct Share {
             for (int half = 0; half < 2; ++half) {
                 const __half2 by = __hadd2(as_halves(__byte_perm(four, 0x64646464u, half ? 0x4342 : 0x4140)),
                                            as_halves(0xE480E480u));
-                const __half2 low = __hmul2(by, as_halves(half ? 0x82008200u : 0x80208020u));  // of 32
+                const __half2 low = __hmul2(by, as_halves(half ? 0x82008200u : 0x80208020u));  // -32 * scale
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     u32& at = a[i / 2][i % 2 + 2 * half];
@@ -125,14 +130,14 @@ template <int K> struct Share {
     }
 };
 
-// Where a lane finds rows of activations: its slot of a piece, and the powers of two of the rows whose
-// sums it holds. Where a row is missing any other will do: no row's sums depend on another's.
+// Where a lane reads activations: its slot of a piece, and the powers of two of the rows whose sums it
+// holds. For a missing row any other row may be read: no row's sums depend on another row.
 struct Slot {
     int words;
     int scales[2];
 };
 
-// Rows of activations of a record: read when a block wants them, or all AT_ONCE.
+// The activations of N groups for one record, read block by block or all AT_ONCE.
 template <int L, int N, bool AT_ONCE> struct Rows {
     const u8* piece;
     Slot slots[N];
@@ -162,7 +167,7 @@ template <int L, int N, bool AT_ONCE> struct Rows {
     }
 };
 
-// What a record's blocks sum up to, without its own scales, becomes part of the sum of one row.
+// Applies a record's own scale and min to the sum of its blocks and adds the result to one row's sum.
 template <int K>
 __device__ __forceinline__ void add_value(const Share<K>& share, int upper, float value, float under, float by,
                                           float& acc) {
@@ -177,8 +182,8 @@ __device__ __forceinline__ void add_value(const Share<K>& share, int upper, floa
     acc = fmaf(by, value, acc);
 }
 
-// acc += the records of M tiles times the pieces of N groups of rows. Blocks with scales in f32 are summed in
-// pairs, these two by two and then both: as the lanes of a warp do it for a single row.
+// acc += the records of M tiles times the pieces of N groups of rows. Blocks with f32 scales are summed as
+// ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), the order in which add_row_records sums them across lanes.
 template <int K, int M, int N, class R>
 __device__ __forceinline__ void add_records(const Share<K>* share, const R& rows, float (*acc)[N][4]) {
     float inner[M][N][4] = {}, half[M][N][4], pair[M][N][4];
@@ -235,7 +240,8 @@ __device__ __forceinline__ void add_records(const Share<K>* share, const R& rows
     }
 }
 
-// One row of activations: a lane has those of block g. Then the eight columns of a product are the blocks'.
+// A single row of activations. A lane holds block g of it, so that the eight columns of a product's result
+// are the eight blocks instead of eight rows.
 template <int L> struct OneRow {
     uint4 words;
     uint2 sums;
@@ -249,15 +255,15 @@ template <int L> struct OneRow {
     }
 };
 
-// acc += the records of M tiles times one row: what add_records gives it, bit by bit, of types whose blocks
-// have scales in f32. Every lane has the sums of rows g and g + 8.
+// acc += the records of M tiles times one row, for types whose blocks have f32 scales; the same bits as
+// from add_records. Every lane ends with the sums of weight rows g and g + 8.
 template <int K, int L, int M>
 __device__ __forceinline__ void add_row_records(const Share<K>* share, const OneRow<L>& row, float (*acc)[2]) {
     static_assert(!by_record(K), "the lanes of K types have no scales of their own");
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
-        float first[2], second[2];  // of blocks 2t and 2t + 1
+        float first[2], second[2];  // sums of blocks 2t and 2t + 1, for rows g and g + 8
 #pragma unroll
         for (int b = 0; b < 8; ++b) {
             u32 a[2][4];

@@ -1,22 +1,28 @@
-// How weights in tiles lie in GPU memory, and how a warp reads them.
+// Tiles: the memory layout of packed weights that the GPU kernels read, and how a warp reads them.
 //
-// Sixteen rows of a matrix form a tile, 256 columns of a tile a record: the planes below, one after
-// another. A lane holds what the tensor cores want of it: with g = lane / 4 and t = lane % 4 the
-// columns 4t .. 4t+3 and 16+4t .. 16+4t+3 of rows g and g + 8, for each of the eight blocks of 32
-// columns.
+// Sixteen rows of a matrix form a tile; 256 columns of a tile form a record. A record is read by one warp.
+// With g = lane / 4 and t = lane % 4 a lane holds what the tensor cores want from it (mma.cuh): columns 4t
+// .. 4t+3 and 16+4t .. 16+4t+3 of rows g and g + 8, for each of the eight blocks of 32 columns.
 //
-//   quants   4-bit: [pair of blocks][lane] for each block a word for row g and one for row g + 8, low
-//            nibbles the first columns; 8-bit: [block][lane] two words for row g, two for row g + 8
+//                 block 0 (32 columns)              block 1   ...   block 7
+//   row g     | 4t..4t+3 | ... | 16+4t..16+4t+3 |
+//   row g + 8 | 4t..4t+3 | ... | 16+4t..16+4t+3 |
+//
+// A record is a run of planes:
+//
+//   quants   4-bit: [pair of blocks][lane] for each block a word for row g and one for row g + 8; low
+//            nibbles are columns 4t.., high nibbles columns 16+4t..
+//            8-bit: [block][lane] two words for row g, two for row g + 8
 //   high     [lane] 5-bit: 4 words, one bit of each byte for each of 8 words; 6-bit: 8 words, two bits
 //   groups   [g] K types: 8 x 2 bytes of scale and low bits of the min; Q6_K: 8 x 2 x 2 scales
 //   lows     [g] Q4_K, Q5_K: 4 x 2 bytes, the high bits of two mins each
 //   scales   [g] f16 for rows g and g + 8 (of each block of 32, or of the record); MXFP4: exponents
-//   mins     [g] the same, where the type has mins
+//   mins     [g] ordered as the scales, if the type has mins
 //
 // F16 and BF16 have one plane: [block][half of its columns][lane] four words of two numbers, columns 4t and
 // 4t + 2 of rows g and g + 8, then columns 4t + 1 and 4t + 3 of both; see plain.cuh.
 //
-// Nothing is rounded: a record holds exactly the numbers of the file, in as many bytes.
+// Packing rounds nothing: a record holds exactly the numbers of the file, in as many bytes.
 #include "types.cuh"
 
 __host__ __device__ constexpr bool has_min(int k) { return k == Q4_1 || k == Q5_1 || k == Q4_K || k == Q5_K; }
@@ -52,13 +58,13 @@ __device__ __forceinline__ u32 look_up(u32 nibbles, const u32* table) {
 __constant__ const u32 IQ4_TABLE[4] = {0xBFAD9881u, 0xF6EADDCFu, 0x26190D01u, 0x71594535u};
 __constant__ const u32 MXFP4_TABLE[4] = {0x03020100u, 0x0C080604u, 0xFDFEFF00u, 0xF4F8FAFCu};
 
-// What a lane holds of a record: all its quants at once, so that many loads are under way.
+// A lane's quants of a whole record, loaded at once, so that many loads are in flight.
 template <int K> struct Quants {
     static constexpr bool wide = K == Q8_0;
     uint4 words[wide ? 8 : 4];
     uint4 high[K == Q6_K ? 2 : 1];
 
-    // STREAMED: the record lies in global memory, and no cache needs to keep it.
+    // STREAMED: the record is in global memory and is read once; caches need not keep it.
     template <bool STREAMED> __device__ __forceinline__ void load(const u8* record, int lane) {
 #pragma unroll
         for (int i = 0; i < (wide ? 8 : 4); ++i)
@@ -75,7 +81,7 @@ template <int K> struct Quants {
         return *at;
     }
 
-    // Block b in bytes: columns 4t .. of rows g and g + 8, then columns 16 + 4t .. of both.
+    // Unpacks block b to bytes: a[0], a[1] columns 4t.. of rows g and g + 8, a[2], a[3] columns 16 + 4t...
     __device__ __forceinline__ void block(int b, u32* a) const {
         if constexpr (wide) {
             a[0] = words[b].x;
@@ -115,12 +121,13 @@ template <int K> struct Quants {
     }
 };
 
-__device__ __forceinline__ float power_of_two(u32 e) {  // 2^(e - 128), also below the normal range
+__device__ __forceinline__ float power_of_two(u32 e) {  // 2^(e - 128), also where that is subnormal
     return e < 2 ? __uint_as_float(0x00200000u << e) : __uint_as_float((e - 1) << 23);
 }
 
-// The scales of rows g and g + 8 of a record. A real value is scale * stored + low, times the
-// record's own `outer` pair for K types; the second scales are for columns 16..31 of Q6_K.
+// The scales of rows g and g + 8 of a record. A value is scale * stored + low; for K types both are
+// multiplied by the record's own `outer` and `outer_min`. The `second` scales are for columns 16..31 of
+// Q6_K.
 template <int K> struct Scales {
     uint4 blocks[K == Q6_K || !by_record(K) ? 2 : 1], mins[has_min(K) && !by_record(K) ? 2 : 1];
     uint2 lows;

@@ -1,4 +1,4 @@
-// Short names of words, and the numbers of the types in formats/quants.py.
+// Short names of unsigned types, and GGUF's numbers of the quantisation types (formats/quants.py).
 #ifndef HEADROOM_TYPES
 #define HEADROOM_TYPES
 #include <cuda_fp16.h>

@@ -1,8 +1,8 @@
-// Experts in tiles as plain rows in bf16, or in f16 with OUT_F16, for the products of many rows.
-// GATE, UP, DOWN: the types of an expert's matrices; WARPS: of a block.
+// Unpacking of experts in tiles to plain bf16 rows (f16 with OUT_F16), for products of many rows.
+// GATE, UP, DOWN: the types of an expert's matrices; WARPS: warps of a block.
 #include "unpack.cuh"
 
-// Blocks that a matrix takes, a record for each warp.
+// How many thread blocks a matrix takes: one record per warp.
 __device__ __forceinline__ int blocks_of(int rows, int columns) {
     return (rows + 15) / 16 * (((columns + 255) / 256 + WARPS - 1) / WARPS);
 }
@@ -10,7 +10,7 @@ template <int K> __device__ __forceinline__ size_t bytes_of(int rows, int column
     return static_cast<size_t>((rows + 15) / 16) * ((columns + 255) / 256) * Record<K>::bytes;
 }
 
-// What block `block` of a matrix does.
+// Unpacks the records of thread block number `block` of a matrix.
 template <int K>
 __device__ __forceinline__ void unpack_matrix(const u8* weight, Narrow* out, int block, int rows, int columns) {
     const int records = (columns + 255) / 256, shares = (records + WARPS - 1) / WARPS;
@@ -19,10 +19,13 @@ __device__ __forceinline__ void unpack_matrix(const u8* weight, Narrow* out, int
     write_record<K>(weight + (static_cast<size_t>(tile) * records + r) * Record<K>::bytes, out, tile, r, rows, columns);
 }
 
-// Those of some experts of a group that have picks. blockIdx.y: the expert, which[blockIdx.y] of the group where
-// `which` is given. blockIdx.x + first: the block, of the gate, of up, then of down. With `staged` experts lie
-// there one after another, else where `table [all experts][3]` says, in which the group begins at `start`.
-// ends [experts]: the pick after an expert's last, in sorted order. gates_and_ups is [experts, 2 * width, hidden], downs [experts, hidden, width].
+// Unpacks those experts of a group that have picks.
+//   blockIdx.y         the expert of the group, or which[blockIdx.y] if `which` is given
+//   blockIdx.x + first the thread block: those of the gate matrix, then of up, then of down
+//   staged             address of the experts one after another; null: their addresses are in `table [all
+//                      experts][3]`, in which the group begins at `start`
+//   ends [experts]     one past an expert's last pick, in sorted order
+//   gates_and_ups      [experts, 2 * width, hidden]; downs [experts, hidden, width]
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 unpack(const int* which, const u8* staged, const long long* table, const int* ends, Narrow* gates_and_ups,
        Narrow* downs, int width, int hidden, int start, int first) {

@@ -1,4 +1,4 @@
-// Tiles back to plain values, and those in bf16, or in f16 with OUT_F16, for the products of many rows.
+// Unpacking of tiles to plain bf16 values (f16 with OUT_F16), for products of many rows.
 #include "tiles.cuh"
 #include <cuda_bf16.h>
 
@@ -13,8 +13,8 @@ typedef __nv_bfloat16 Narrow;
 __device__ __forceinline__ Narrow narrowed(float x) { return __float2bfloat16(x); }
 #endif
 
-// What a lane holds of a record, block by block: put(block, i, values) gets four neighbours, for
-// i % 2 in row g + 8 instead of g, for i / 2 from column 16 + 4t of the block instead of 4t.
+// Unpacks what a lane holds of a packed record: calls put(block, i, values) with four adjacent columns. Odd
+// i are of row g + 8, even i of row g; i / 2 says whether they begin at column 4t or 16 + 4t of the block.
 template <int K, class Put> __device__ __forceinline__ void unpack_packed(const u8* record, int lane, Put put) {
     Quants<K> quants;
     Scales<K> scales;
@@ -55,7 +55,7 @@ template <int K, class Put> __device__ __forceinline__ void unpack_packed(const 
     }
 }
 
-// The same of a plain type.
+// Unpacks what a lane holds of an F16 or BF16 record, with calls of `put` as above.
 template <int K, class Put> __device__ __forceinline__ void unpack_plain(const u8* record, int lane, Put put) {
     const auto value = [](u32 bits) {
         const u16 half = bits;
@@ -77,7 +77,7 @@ template <int K, class Put> __device__ __forceinline__ void unpack_record(const 
     else unpack_packed<K>(record, lane, put);
 }
 
-// A record, the r-th of a tile, to its place in `out [rows, columns]`.
+// Unpacks record r of a tile to its place in `out [rows, columns]`.
 template <int K>
 __device__ __forceinline__ void write_record(const u8* record, Narrow* out, int tile, int r, int rows, int columns) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

@@ -1,14 +1,15 @@
-// The weights of attention made of plain products: a part of each row's scores becomes powers of e in place,
-// and the row's running peak and sum take them in.
+// The softmax of prefill attention, which multiplies queries with a part of the keys, weighs, and
+// multiplies with the values (prefill.py). `weigh` turns a part of each row's scores into 16-bit weights in
+// place, and updates the row's running maximum and sum.
 // OUT_KIND: F16 or BF16.
 #include "types.cuh"
 #include <cuda_bf16.h>
 
 #define THREADS 256
-#define PAIRS 2        // of neighbours, that a thread holds at a time
-#define LOWEST -1e30f  // a running maximum before any key; finite, so that differences stay numbers
+#define PAIRS 2        // pairs of adjacent scores that a thread holds at a time
+#define LOWEST -1e30f  // start of a running maximum; finite, so that LOWEST - LOWEST is 0 and not NaN
 
-// The largest, or the sum, of what the threads of a block hold.
+// The maximum, or with SUM the sum, of x over the threads of a block.
 template <bool SUM> __device__ __forceinline__ float over_block(float x) {
     __shared__ float held[THREADS / 32];
 #pragma unroll
@@ -33,10 +34,11 @@ __device__ __forceinline__ u32 rounded_pair(float x, float y) {
     return *reinterpret_cast<const u32*>(&pair);
 }
 
-// scores [kv_heads, rows * group, stride], of which `count` are keys; row 0 sees `seen` of them, each next row one
-// more. Weights of half the size take their places from each row's beginning on: of a row, what is written lies
-// before what is still to be read. stats: peak and sum of each row; factors: what sums of earlier parts are
-// multiplied by. blockIdx: the row's head, the key head.
+// scores [kv_heads, rows * group, stride] for `count` keys; row 0 sees the first `seen` of them, each next
+// row one more. The weights, half as large as the scores, are written from the beginning of each row on,
+// always before the scores that are still to be read. stats: running maximum and sum of each row; factors:
+// what the sums of earlier parts must be multiplied by; fresh: this is the first part. blockIdx: the query
+// head of a row, the KV head.
 extern "C" __global__ void __launch_bounds__(THREADS)
 weigh(float* scores, float2* stats, float* factors, int count, int stride, int group, int seen, int fresh) {
     const size_t line = static_cast<size_t>(blockIdx.y) * gridDim.x + blockIdx.x;
@@ -61,7 +63,7 @@ weigh(float* scores, float2* stats, float* factors, int count, int stride, int g
             sum += a + b;
             made[j] = rounded_pair(a, b);
         }
-        __syncthreads();  // all have read what is overwritten now
+        __syncthreads();  // all threads have read what is overwritten now
 #pragma unroll
         for (int j = 0; j < PAIRS; ++j) {
             const int i = first + 2 * (j * THREADS + threadIdx.x);
