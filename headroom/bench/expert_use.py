@@ -1,44 +1,44 @@
-"""ExpertUse: what a model's experts did while a figure was measured, and where they lay."""
+"""What a model's routed experts did while a figure was measured, and where they were."""
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headroom.bench.opening import Opened
+from headroom.llm import OpenedModel
 from headroom.split.upkeep import ExpertTelemetry, ExpertUpkeep
 
 
 @dataclass(frozen=True, slots=True)
-class Residency:
-    """Where experts are, and who computes the cold ones; one entry for each layer."""
+class ExpertLocations:
+    """Which experts are hot, and who computes the cold ones; one entry for each layer."""
 
-    experts: tuple[int, ...]  # 0: a dense layer
-    hot: tuple[int, ...]  # in the device's memory
-    expert_bytes: tuple[int, ...]  # of each
-    paths: tuple[str, ...]  # "gpu", "cpu" or "drop" in steps of few rows; "": none is cold
-    source: str = ""  # of the placement; "" where none is cold
-    pinned: bool = False  # the memory of cold experts
+    experts: tuple[int, ...]  # number of experts; 0: a dense layer
+    hot: tuple[int, ...]  # number of experts in the device's memory
+    expert_bytes: tuple[int, ...]  # bytes of one expert
+    paths: tuple[str, ...]  # of cold experts in decode: "gpu", "cpu" or "drop"; "": none is cold
+    source: str = ""  # where the placement came from; "": no expert is cold
+    pinned: bool = False  # whether the host memory of cold experts is pinned
 
     @property
     def cold(self) -> int:
-        """Cold experts of all layers."""
+        """The number of cold experts in all layers."""
         return sum(self.experts) - sum(self.hot)
 
     @property
     def cold_bytes(self) -> int:
-        """Their bytes."""
+        """The bytes of all cold experts."""
         rows = zip(self.experts, self.hot, self.expert_bytes, strict=True)
         return sum((all_of - hot) * size for all_of, hot, size in rows)
 
     @property
     def layers_by_path(self) -> dict[str, int]:
-        """How many layers go each way."""
+        """The number of layers on each decode path."""
         return {path: self.paths.count(path) for path in sorted(set(self.paths) - {""})}
 
 
-def find_residency(opened: Opened) -> Residency | None:
-    """Return where a loaded model's experts are; None where it has none."""
+def find_locations(opened: OpenedModel) -> ExpertLocations | None:
+    """Return where a loaded model's experts are; None if it has no experts."""
     layers = opened.shape.layers
     experts = tuple(layer.experts for layer in layers)
     if not any(experts):
@@ -46,8 +46,8 @@ def find_residency(opened: Opened) -> Residency | None:
     sizes = tuple(layer.expert_bytes if layer.experts else 0 for layer in layers)
     store = opened.pipeline.store
     if store is None:
-        return Residency(experts, experts, sizes, ("",) * len(layers))
-    return Residency(
+        return ExpertLocations(experts, experts, sizes, ("",) * len(layers))
+    return ExpertLocations(
         experts,
         tuple(len(ids) for ids in store.residence().hot),
         tuple(
@@ -61,36 +61,36 @@ def find_residency(opened: Opened) -> Residency | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """All totals at one moment; reading them takes time, since steps that run are waited for."""
+class TelemetryReading:
+    """All expert counters at one moment; reading them waits for running steps, which takes time."""
 
-    began: float  # seconds of the process's clock
-    ended: float
+    began: float  # when the reading began, in seconds of time.perf_counter
+    ended: float  # when it ended
     totals: ExpertTelemetry
 
 
-def read_experts(upkeep: ExpertUpkeep) -> Reading:
-    """Read now; by the engine's thread, or while no request runs."""
+def read_experts(upkeep: ExpertUpkeep) -> TelemetryReading:
+    """Read the counters; only the engine's thread may do so while requests run."""
     began = time.perf_counter()
     totals = upkeep.read()
-    return Reading(began, time.perf_counter(), totals)
+    return TelemetryReading(began, time.perf_counter(), totals)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertUse:
-    """What happened to experts in some time."""
+    """What experts did in a span of time."""
 
-    change: ExpertTelemetry
+    change: ExpertTelemetry  # of the counters
     seconds: float
-    read_bytes: Mapping[str, int]  # of cold experts, by path: "gpu", "cpu", "stream"
+    read_bytes: Mapping[str, int]  # bytes of cold experts, by path: "gpu", "cpu", "stream"
 
     @property
     def tokens(self) -> int:
-        """Rows that went through the routers."""
+        """Rows that went through the routers, at least 1."""
         return max(1, self.change.tokens)
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures as plain data."""
+        """Return the figures as JSON."""
         return {
             "hit_rate": self.change.hit_rate,
             "tokens": self.change.tokens,
@@ -102,8 +102,10 @@ class ExpertUse:
         }
 
 
-def use_between(before: Reading, after: Reading, seconds: float | None = None) -> ExpertUse:
-    """Return what experts did between two readings; in all of that time where none is given."""
+def use_between(
+    before: TelemetryReading, after: TelemetryReading, seconds: float | None = None
+) -> ExpertUse:
+    """Return what experts did between two readings; `seconds` replaces the time between them."""
     change = after.totals.since(before.totals)
     taken = after.began - before.ended if seconds is None else seconds
     read = {path: size for path, size in change.cold_bytes.items() if size}
@@ -112,12 +114,12 @@ def use_between(before: Reading, after: Reading, seconds: float | None = None) -
 
 @dataclass(frozen=True, slots=True)
 class ExpertReport:
-    """Experts over a whole run, and what the ways to the cold ones allow."""
+    """The experts of a whole run, and the bandwidth of the paths to the cold ones."""
 
-    residency: Residency
+    locations: ExpertLocations
     totals: ExpertTelemetry  # of all prompts and answers
-    # Bytes per second, by path: kernels that read over the link, a CPU that reads its memory,
-    # copies over the link; empty where none is cold.
+    # Bytes per second by path: "gpu" kernels read host memory over the link, "cpu" threads read
+    # host memory, "stream" copies over the link. Empty if no expert is cold.
     bandwidths: Mapping[str, float]
 
     def shares(self, use: ExpertUse) -> dict[str, float]:
@@ -129,8 +131,8 @@ class ExpertReport:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        where = self.residency
+        """Return the report as JSON."""
+        where = self.locations
         return {
             **self.totals.summary(),
             "hot": sum(where.hot),
@@ -145,7 +147,7 @@ class ExpertReport:
         }
 
     def use_json(self, use: ExpertUse | None) -> dict[str, Any] | None:
-        """Return one figure's use as plain data."""
+        """Return the expert use of one figure as JSON."""
         if use is None:
             return None
         return use.summary() | {"bandwidth_share": self.shares(use)}

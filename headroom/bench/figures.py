@@ -1,15 +1,16 @@
-"""What is measured, and what came of it: plain values."""
+"""What `headroom bench` measures (BenchSettings) and its results (Figures), as plain values."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from headroom.bench.expert_use import ExpertUse
-from headroom.bench.timeline import PartTimes
 from headroom.bench.traffic import Traffic
 from headroom.errors import OptionError
+from headroom.split.pipeline import LoadTimes
 
-KINDS = ("prompts", "decode", "verify", "parts")  # of figures
-BESIDE = {"verify": ("decode",), "parts": ("prompts", "decode")}  # what each says more of
-SHORT_CONTEXT = 512  # up to here a context is cheap enough to be made anew for every batch
+FIGURE_KINDS = ("prompts", "decode", "verify", "parts")
+# Kinds that look into the steps of other kinds, at least one of which must be measured, too.
+LOOKS_INTO = {"verify": ("decode",), "parts": ("prompts", "decode")}
+SHORT_CONTEXT = 512  # tokens; up to here the prompts are read again for every batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,17 +22,19 @@ class BenchSettings:
     batches: tuple[int, ...] = (1, 4, 8, 16)  # sequences that decode together
     tokens: int = 128  # decoded by each sequence
     rounds: int = 3  # of every prompt; the median counts
-    warm: int = 4  # tokens before those that are measured
-    steps: int = 12  # whose parts are measured
-    verify_rows: int = 16
-    temperature: float = 1.0  # 0: sequences may fall into loops, which visit few experts
-    patience_s: float = 300.0  # the most that the prompts of one context may take
-    only: tuple[str, ...] = KINDS  # what is measured of all that
+    warm: int = 4  # tokens before the measured ones
+    steps: int = 12  # number of steps whose parts are measured
+    verify_rows: int = 16  # rows of one sequence in a verify step
+    temperature: float = 1.0  # at 0, sequences may fall into loops, which visit few experts
+    patience_s: float = 300.0  # contexts whose prompts would take longer are left out
+    only: tuple[str, ...] = FIGURE_KINDS  # the kinds that are measured
 
     def __post_init__(self) -> None:
-        if unknown := [kind for kind in self.only if kind not in KINDS]:
+        if unknown := [kind for kind in self.only if kind not in FIGURE_KINDS]:
             raise OptionError(
-                f"--only has {unknown[0]!r}.", hint=f"Known: {', '.join(KINDS)}.", param="only"
+                f"--only has {unknown[0]!r}.",
+                hint=f"Known: {', '.join(FIGURE_KINDS)}.",
+                param="only",
             )
         self._check_kinds()
         for name in ("prompts", "contexts", "batches", "tokens", "rounds"):
@@ -46,14 +49,14 @@ class BenchSettings:
                 )
 
     def _check_kinds(self) -> None:
-        """Refuse kinds that say more of others where those are not measured."""
+        """Refuse kinds that look into the steps of other kinds if none of those is measured."""
         if not self.only:
             raise OptionError(
                 "--only and --no-parts leave nothing to measure.",
-                hint=f"Name some of {', '.join(KINDS)}.",
+                hint=f"Name some of {', '.join(FIGURE_KINDS)}.",
                 param="only",
             )
-        for kind, others in BESIDE.items():
+        for kind, others in LOOKS_INTO.items():
             if kind in self.only and not set(others) & set(self.only):
                 raise OptionError(
                     f"--only {','.join(self.only)} has {kind} without {' or '.join(others)}, whose "
@@ -65,10 +68,10 @@ class BenchSettings:
     def room(self, context: int, batches: tuple[int, ...], chunk: int) -> int:
         """Return the tokens that a sequence needs beyond its context while batches shrink.
 
-        Those whose prompts are read first decode while the others' are read.
+        Sequences whose prompts are read first decode while the prompts of the others are read.
         """
         waiting = -(-context * max(batches) // chunk) + 1
-        margin = 64  # it takes a few steps to see that a figure is complete
+        margin = 64  # tokens: the engine goes on for a few steps when a figure is complete
         return waiting + len(batches) * (self.warm + self.tokens + margin)
 
 
@@ -77,77 +80,117 @@ QUICK = BenchSettings(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Where the time went until a model was ready."""
+
+    total_s: float
+    planning_s: float  # reading headers, planning, choosing which experts are hot
+    times: LoadTimes
+
+    @property
+    def other_s(self) -> float:
+        """The rest: starting CUDA and threads, and checks."""
+        return self.total_s - self.planning_s - self.times.weights_s - self.times.capture_s
+
+    def as_json(self) -> dict[str, float]:
+        """Return the times as JSON."""
+        return {
+            "planning_s": self.planning_s,
+            **asdict(self.times),
+            "weights_bytes_per_s": self.times.bytes_per_s,
+            "other_s": self.other_s,
+        }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFigure:
-    """One prompt, from its first step to its first token."""
+    """The speed of one prompt, from its first step to its first token."""
 
     tokens: int
     seconds: float
-    operations: float  # of the whole prompt's products
-    experts: ExpertUse | None = None  # None: the model has none
+    operations: float  # multiplications and additions of the prompt's matrix products
+    experts: ExpertUse | None = None  # None: the model has no routed experts
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompt tokens in a second."""
+        """Prompt tokens per second."""
         return self.tokens / self.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeFigure:
-    """Sequences that decode together."""
+    """The speed of sequences that decode together."""
 
     batch: int
     context: int  # tokens of each prompt
-    mean_context: float  # tokens in each one's cache while it was measured
-    step_s: float  # from token to token, all of the engine included
-    pipeline_s: float  # of the network alone, from tables to logits
-    traffic: Traffic  # of one step
-    experts: ExpertUse | None = None  # None: the model has none
+    mean_context: float  # mean number of cached tokens of a sequence during the measurement
+    step_s: float  # from token to token, through the engine
+    pipeline_s: float  # of the network alone: a step from token ids to logits
+    traffic: Traffic  # bytes of one step
+    experts: ExpertUse | None = None  # None: the model has no routed experts
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of all sequences in a second."""
+        """Tokens per second of all sequences together."""
         return self.batch / self.step_s
 
     def limit(self, bandwidth: float) -> float:
-        """Return the tokens per second if a step took only the time of its bytes."""
+        """Return the tokens per second of a step that takes only the time to move its bytes."""
         return self.batch * bandwidth / self.traffic.total
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyFigure:
-    """A step that checks several guessed tokens of one sequence, against one that decodes."""
+    """A step that verifies several drafted tokens of one sequence, against one that decodes."""
 
     rows: int
     context: int
-    step_s: float  # of the network alone
-    decode_s: float  # of the network alone, one row
+    step_s: float  # with `rows` rows, network alone
+    decode_s: float  # with one row, network alone
 
     @property
     def ratio(self) -> float:
-        """How much longer the step with several rows takes."""
+        """How many times as long the step with several rows takes."""
         return self.step_s / self.decode_s
+
+
+@dataclass(frozen=True, slots=True)
+class PartTimes:
+    """The parts of a step, as the mean over some steps, in seconds."""
+
+    steps: int
+    step_s: float  # from the start of one step to the start of the next
+    parts: dict[str, float]
+    kernels: dict[str, dict[str, float]]  # on a GPU: the kernels of each part, longest first
+    kernel_s: float = 0.0  # in which a GPU ran at least one kernel
+    link_s: float = 0.0  # in which something was copied between the GPU and the host
+
+    @property
+    def busy_s(self) -> float:
+        """The time of all parts together."""
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True, slots=True)
 class PartFigure:
     """Where the time of a step goes."""
 
-    # "decode", "verify", "prompt", or "network": decoding without the engine around it.
+    # "decode", "verify", "prompt", or "network": decode steps without the engine.
     what: str
-    batch: int  # sequences; of "verify" the rows of one
-    context: int  # tokens of the prompt, or before the step
+    batch: int  # sequences; for "verify" the rows of one sequence
+    context: int  # tokens of the prompt, or tokens before the step
     step_s: float
     times: PartTimes
 
     @property
     def gaps_s(self) -> float:
-        """What no part accounts for."""
+        """The time of a step that belongs to no part."""
         return max(0.0, self.step_s - self.times.busy_s)
 
     @property
     def gpu_share(self) -> float | None:
-        """The share of a step in which a GPU ran kernels, waiting ones too; None on a CPU."""
+        """The share of a step in which a GPU ran kernels, also ones that wait; None on a CPU."""
         return min(1.0, self.times.kernel_s / self.step_s) if self.times.kernel_s else None
 
     @property
@@ -158,10 +201,10 @@ class PartFigure:
 
 @dataclass(slots=True)
 class Figures:
-    """All that one run measured of a model."""
+    """All measurements of one run."""
 
     prompts: list[PromptFigure] = field(default_factory=list)
     decodes: list[DecodeFigure] = field(default_factory=list)
     verify: VerifyFigure | None = None
     parts: list[PartFigure] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)  # what was asked for and why it is not here
+    left_out: list[str] = field(default_factory=list)  # what was not measured, and why

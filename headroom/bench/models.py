@@ -1,4 +1,4 @@
-"""Synthesised models that are measured by name: `synth:qwen3.5-27b:q4_k_m`."""
+"""Models with random weights that `headroom bench` takes by name: `synth:qwen3.5-27b:q4_k_m`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +28,14 @@ class SynthModel:
 def parse_synth(text: str) -> SynthModel | None:
     """Return the model that `synth:SIZE[:QUANT]` names; None for any other text.
 
-    A size is a known model, a family for its small test model, or `FAMILY/SIZE`.
+    SIZE is a known model, a family (for its small test model), or FAMILY/SIZE.
     """
     if not text.lower().startswith(PREFIX):
         return None
     size, _, quant = text[len(PREFIX) :].lower().partition(":")
     mix = mix_name(quant or DEFAULT_MIX)
     family, _, name = size.partition("/")
-    # Drafts are written, too, and do not run alone.
+    # `headroom synth` also writes draft models, which do not run alone; they are not in the list.
     known = [model for model, dims in KNOWN.items() if dims.architecture in RUNNABLE]
     if size in known:
         return SynthModel(find_recipe(KNOWN[size].architecture, size), mix)

@@ -1,40 +1,129 @@
-"""Peer: another program's benchmark on the same file, for comparison."""
+"""Runs another program's benchmark, llama-bench, on the same file for comparison."""
 
 import json
 import math
+import os
 import shlex
 import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from headroom.bench.figures import BenchSettings, Figures
-from headroom.bench.peer_setup import VISIBLE, PeerSetup
 from headroom.errors import HeadroomError, OptionError
+from headroom.options import Options, child_environment
+from headroom.plan.plan import Plan
+from headroom.plan.shape import ModelShape
 
 PEERS = ("llama-bench",)
 TIMEOUT_S = 3600.0
-Rows = dict[int, dict[str, Any]]  # of an answer, by one of their numbers
+Rows = dict[int, dict[str, Any]]  # rows of llama-bench's JSON, by tokens of prompt or context
+# llama-bench's cache type for ours, if not equal: f16 is as wide as bf16 and its fastest type; it
+# has no f32.
+CACHE_TYPES = {"bf16": "f16", "f32": "f16"}
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSetup:
+    """The flags and environment that make llama-bench run as our plan does, and the differences."""
+
+    flags: tuple[str, ...]
+    visible: str  # its CUDA_VISIBLE_DEVICES; "": no GPU
+    context: int  # tokens that a sequence may hold in our plan
+    chunk: int  # prompt tokens in one step of our plan
+    notes: tuple[str, ...] = ()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment that llama-bench is started in."""
+        return child_environment({VISIBLE: self.visible})
+
+
+def setup_peer(plan: Plan, shape: ModelShape, options: Options) -> PeerSetup:
+    """Return how llama-bench runs as a plan does, or refuse a plan that it cannot imitate."""
+    device, settings, notes = plan.devices[0], plan.settings, []
+    on_gpu = device.kind != "cpu"
+    if on_gpu and options.device_memory is not None:
+        if not device.total_experts:
+            raise OptionError(
+                "llama-bench takes no --device-memory, and a dense model has no experts to leave "
+                "in host memory.",
+                hint="Leave out --device-memory, or --compare.",
+                param="compare",
+            )
+        notes.append("--device-memory limits headroom alone; llama-bench has the whole GPU")
+    flags = ["-ngl", "99" if on_gpu else "0"]
+    if layers := cold_layers(plan, shape):
+        flags += ["-ncmoe", str(layers)]
+        theirs = sum(layer.experts for layer in shape.layers[:layers]) / device.total_experts
+        ours = 1 - device.hot_experts / device.total_experts
+        how = "cold" if settings.cold != "drop" else "left out and computed by nobody"
+        notes.append(
+            f"llama-bench has all experts of its first {layers} layers on the CPU (-ncmoe "
+            f"{layers}), {100 * theirs:.0f} % of them; of ours {100 * ours:.0f} % are {how}, some "
+            "of every layer"
+        )
+    wanted = settings.k_type, settings.v_type
+    keys, values = (CACHE_TYPES.get(name, name) for name in wanted)
+    if "f32" in wanted:
+        notes.append("llama-bench has its cache in f16, where ours is f32, which it does not take")
+    flags += ["-t", str(settings.threads), "-fa", "1", "-ctk", keys, "-ctv", values]
+    visible = visible_gpu(device.name, child_environment({})) if on_gpu else ""
+    return PeerSetup(tuple(flags), visible, settings.context, settings.chunk, tuple(notes))
+
+
+def cold_layers(plan: Plan, shape: ModelShape) -> int:
+    """Return the number of first layers that together have about as many experts as are cold.
+
+    llama-bench keeps the experts of whole layers on the CPU, starting with the first layer.
+    """
+    device = plan.devices[0]
+    cold = device.total_experts - device.hot_experts
+    if device.kind == "cpu" or cold <= 0:
+        return 0
+    sums = list(accumulate(layer.experts for layer in shape.layers))
+    return 1 + min(
+        (at for at, layer in enumerate(shape.layers) if layer.experts),
+        key=lambda at: abs(sums[at] - cold),
+    )
+
+
+def visible_gpu(name: str, environment: Mapping[str, str]) -> str:
+    """Return the CUDA_VISIBLE_DEVICES under which a program sees only the GPU `name`.
+
+    Torch's `cuda:1` is the second entry of this process's own CUDA_VISIBLE_DEVICES.
+    """
+    index = int(name.rpartition(":")[2])
+    listed = [word.strip() for word in environment.get(VISIBLE, "").split(",") if word.strip()]
+    return listed[index] if index < len(listed) else str(index)
+
+
+def check_comparable(model: Path) -> None:
+    """Refuse a model that llama-bench cannot read."""
+    if model.suffix != ".gguf" or not os.access(model, os.R_OK):
+        raise OptionError(f"llama-bench reads .gguf files, and {model} is none.", param="compare")
 
 
 @dataclass(frozen=True, slots=True)
 class PeerRun:
-    """What one run of llama-bench said, in tokens per second."""
+    """The results of one run of llama-bench, in tokens per second."""
 
     prompts: Mapping[int, float]  # by tokens
-    decodes: Mapping[int, float]  # by the context before, one sequence
+    decodes: Mapping[int, float]  # of one sequence, by the tokens of its context
     build: str
-    backends: str = ""  # that it was built with: "CUDA", "CPU"
-    gpu: str = ""  # the GPUs that it saw; "" where there was none
+    backends: str = ""  # that the binary was built with: "CUDA", "CPU"
+    gpu: str = ""  # the GPUs that it saw; "" for none
     cpu: str = ""
-    left_out: tuple[str, ...] = ()  # what it was not asked for, and why
+    left_out: tuple[str, ...] = ()  # what was not measured, and why
 
     @property
     def where(self) -> str:
-        """What it computed on, in words."""
+        """What llama-bench computed on, in words."""
         return f"{self.backends or 'unknown backend'} on {self.gpu or self.cpu or 'a CPU'}"
 
 
@@ -45,7 +134,7 @@ class LlamaBench:
     program: Path
 
     def run(self, model: Path, setup: PeerSetup, settings: BenchSettings) -> PeerRun:
-        """Measure once what is wanted of prompts and decoding, with our cache types and threads."""
+        """Measure prompts and decoding once, with our cache types and threads."""
         chunk = str(max(setup.chunk, *settings.prompts))
         common = ["-m", str(model), "-o", "json", "-r", str(settings.rounds), *setup.flags]
         common += ["-b", chunk, "-ub", chunk]
@@ -73,7 +162,7 @@ class LlamaBench:
     def _rows(
         self, arguments: Sequence[str], setup: PeerSetup, key: str, wanted: Sequence[int]
     ) -> Rows:
-        """Run it once; return the rows of its answer by one of their numbers."""
+        """Run llama-bench once; return the rows of its JSON for the `wanted` values of `key`."""
         command = [str(self.program), *arguments]
         try:
             done = subprocess.run(
@@ -90,7 +179,7 @@ class LlamaBench:
             raise HeadroomError(
                 f"{self.program} took more than {TIMEOUT_S:.0f} s.", hint="Measure less."
             ) from error
-        # It repeats names of files, which may be of any bytes: figures do not depend on them.
+        # The output repeats file names, which may hold any bytes; the figures do not need them.
         printed, errors = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
         if done.returncode:
             lines = errors.strip().splitlines() or ["it said nothing"]
@@ -118,7 +207,7 @@ class LlamaBench:
 def _within_patience(
     setup: PeerSetup, settings: BenchSettings, prompts: Rows
 ) -> tuple[list[int], tuple[str, ...]]:
-    """Return the contexts to decode after, and why others would take too long."""
+    """Return the contexts to measure, and a text for each that would take longer than allowed."""
     if "decode" not in settings.only:
         return [], ()
     speed = float(prompts[max(prompts)]["avg_ts"]) if prompts else math.inf
@@ -134,7 +223,7 @@ def _within_patience(
 
 
 def find_peer(kind: str, path: str) -> LlamaBench:
-    """Return the program that `--compare KIND PATH` names, or say what is wrong with it."""
+    """Return the program that `--compare KIND PATH` names, or refuse it."""
     if kind not in PEERS:
         raise OptionError(
             f"--compare {kind} is not known.", hint=f"Known: {', '.join(PEERS)}.", param="compare"
@@ -152,7 +241,7 @@ def find_peer(kind: str, path: str) -> LlamaBench:
 
 
 def unlike_note(run: PeerRun, device: str) -> str:
-    """Say in words that one of us computed on a GPU and the other did not; "" where both did."""
+    """Return a note if only one of headroom and llama-bench ran on a GPU; "" otherwise."""
     ours, theirs = device != "cpu", bool(run.gpu)
     if ours == theirs or not (run.prompts or run.decodes):
         return ""
@@ -161,7 +250,7 @@ def unlike_note(run: PeerRun, device: str) -> str:
 
 
 def ratios(figures: Figures, runs: Sequence[PeerRun]) -> list[dict[str, Any]]:
-    """Return our figures beside the better of the peer's runs, where both measured the same."""
+    """Return our figures and the better of the peer's runs, for what both have measured."""
     rows = []
     for prompt in figures.prompts:
         seen = [run.prompts[prompt.tokens] for run in runs if prompt.tokens in run.prompts]
@@ -184,7 +273,7 @@ def ratios(figures: Figures, runs: Sequence[PeerRun]) -> list[dict[str, Any]]:
 
 
 def _end(code: int) -> str:
-    """Say how a program ended: one for other CPUs, say, by SIGILL."""
+    """Say how a program ended; a binary built for another CPU, for example, by SIGILL."""
     if code < 0 and -code in {one.value for one in signal.Signals}:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with {code}"

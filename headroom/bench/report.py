@@ -1,4 +1,4 @@
-"""A whole run, and its figures as plain data."""
+"""Report: everything that one run of `headroom bench` found, and its JSON."""
 
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -7,8 +7,14 @@ from typing import Any
 
 from headroom import __version__
 from headroom.bench.expert_use import ExpertReport
-from headroom.bench.figures import BenchSettings, DecodeFigure, Figures, PartFigure, PromptFigure
-from headroom.bench.opening import Loading
+from headroom.bench.figures import (
+    BenchSettings,
+    DecodeFigure,
+    Figures,
+    Loading,
+    PartFigure,
+    PromptFigure,
+)
 from headroom.bench.peer import PeerRun, ratios
 from headroom.bench.resources import Bandwidth
 from headroom.plan.plan import Plan
@@ -27,7 +33,7 @@ NOTES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All that one run of `headroom bench` found out."""
+    """Everything that one run of `headroom bench` found."""
 
     path: Path
     settings: BenchSettings
@@ -37,21 +43,21 @@ class Report:
     figures: Figures
     bandwidth: Bandwidth
     memory: dict[str, Any]
-    experts: ExpertReport | None = None  # None: the model has none
+    experts: ExpertReport | None = None  # None: the model has no routed experts
     peer: tuple[PeerRun, ...] = ()
-    peer_notes: tuple[str, ...] = ()  # where it did not run quite as we did
+    peer_notes: tuple[str, ...] = ()  # how its run differed from ours
 
     def ratios(self) -> list[dict[str, Any]]:
-        """Return our figures beside the peer's."""
+        """Return our figures and the peer's, for what both have measured."""
         return ratios(self.figures, self.peer)
 
     def share(self, figure: DecodeFigure) -> float:
-        """Return the share of the bandwidth's limit that a figure reaches."""
+        """Return the measured speed as a share of what the bandwidth allows."""
         return figure.tokens_per_s / figure.limit(self.bandwidth.bytes_per_s)
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """Return the report as plain data; the keys are an interface and carry a version."""
+    """Return the report as JSON; other programs read its keys, so they carry a version."""
     figures, path = report.figures, report.path
     verify = figures.verify
     result: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Resources: the bandwidth of a device's memory, and the memory that a run took."""
+"""What a run has and takes of a device: memory bandwidth, memory in use, names and versions."""
 
 import platform
 import re
@@ -8,28 +8,28 @@ from typing import Any
 
 import torch
 
-from headroom.bench.opening import Opened
 from headroom.kernels.native.measure import read_bandwidth
 from headroom.kernels.native.module import MODULE
+from headroom.llm import OpenedModel
 from headroom.machine.devices import detect_cpu, torch_name
 from headroom.machine.measure import copy_bandwidth, measure_cpu, measure_link
 
 _STATUS, _CPUS = Path("/proc/self/status"), Path("/proc/cpuinfo")
-_READS = 3  # of a CPU's memory; the fastest counts
+_READS = 3  # measurements of the CPU's read bandwidth; the fastest counts
 
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """What memory moves in a second, measured in this run."""
+    """The bandwidth of a device's memory, measured in this run."""
 
     bytes_per_s: float
-    how: str
+    how: str  # how it was measured, in words
 
 
-def measure_bandwidth(opened: Opened) -> Bandwidth:
-    """Return the bandwidth that shares are taken of."""
+def measure_bandwidth(opened: OpenedModel) -> Bandwidth:
+    """Return the memory bandwidth of the model's device, the limit of its decode speed."""
     if opened.on_gpu:
-        device = torch.device(opened.place)
+        device = torch.device(opened.torch_device)
         return Bandwidth(copy_bandwidth(device), "copies within the GPU, read and written")
     threads = opened.plan.settings.threads
     if MODULE is None:
@@ -39,44 +39,44 @@ def measure_bandwidth(opened: Opened) -> Bandwidth:
     return Bandwidth(speed, f"reads of memory by {threads} threads")
 
 
-def cold_bandwidths(opened: Opened) -> dict[str, float]:
-    """Return the bytes a second of each way that cold experts are read; empty where none is cold.
+def cold_bandwidths(opened: OpenedModel) -> dict[str, float]:
+    """Return the bytes per second of each path to cold experts; empty if no expert is cold.
 
     "gpu": kernels that read host memory, "stream": copies from it, "cpu": reads by all threads.
     """
     if opened.pipeline.store is None or not opened.on_gpu:
         return {}
-    link = measure_link(torch.device(opened.place))
+    link = measure_link(torch.device(opened.torch_device))
     host = 1e9 * max(read_bandwidth() for _ in range(_READS)) if MODULE is not None else 0.0
     return {"gpu": link.read, "stream": link.copy, "cpu": host}
 
 
 def start_counting(device: str) -> None:
-    """Forget what was allocated before; call it before a model is loaded."""
+    """Reset torch's peak memory; to be called before a model is loaded."""
     if device != "cpu":
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats(torch_name(device))
 
 
 def lift_limit(device: str) -> None:
-    """Let what only measures take memory that the model may not."""
+    """Let the profiler take memory beyond `--device-memory`, which limits the model."""
     if device != "cpu":
         torch.cuda.set_per_process_memory_fraction(1.0, torch_name(device))
 
 
-def memory_use(opened: Opened) -> dict[str, Any]:
-    """Return what was taken of the device's memory, against the plan's lines."""
+def memory_use(opened: OpenedModel) -> dict[str, Any]:
+    """Return the memory that was taken of the device, and what the plan had for it."""
     plan = opened.plan.devices[0]
     planned = {line.name: line.bytes for line in plan.lines if line.name != "reserve"}
     found: dict[str, Any] = {"lines": planned, "loaded": dict(opened.pipeline.allocated)}
     if opened.on_gpu:
-        free, total = torch.cuda.mem_get_info(opened.place)
+        free, total = torch.cuda.mem_get_info(opened.torch_device)
         found |= {
-            # What torch allocates: all lines but the driver's own.
+            # Torch allocates all lines but "runtime", which is the driver's.
             "planned_bytes": sum(planned.values()) - planned.get("runtime", 0),
-            "peak_bytes": torch.cuda.max_memory_allocated(opened.place),
+            "peak_bytes": torch.cuda.max_memory_allocated(opened.torch_device),
             "peak_is": "allocated by torch, loading included",
-            "peak_reserved_bytes": torch.cuda.max_memory_reserved(opened.place),
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(opened.torch_device),
             "device_used_bytes": total - free,
             "planned_with_runtime_bytes": sum(planned.values()),
         }
@@ -85,14 +85,14 @@ def memory_use(opened: Opened) -> dict[str, Any]:
             "planned_bytes": sum(planned.values()),
             "peak_bytes": _status("RssAnon"),
             "peak_is": "memory of its own after the last figure; pages never written to are not in",
-            "peak_resident_bytes": _status("VmHWM"),  # with what is mapped of the file
+            "peak_resident_bytes": _status("VmHWM"),  # with the mapped pages of the model's file
         }
     found["share"] = found["peak_bytes"] / found["planned_bytes"]
     return found
 
 
 def _status(name: str) -> int:
-    """Return a size of this process in bytes; 0 where the system does not tell."""
+    """Return a size of this process in bytes; 0 if the system does not report it."""
     if not _STATUS.is_file():
         return 0
     found = re.search(rf"^{name}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
@@ -105,8 +105,8 @@ def _cpu_name() -> str:
     return found[1] if found else platform.processor() or "a CPU"
 
 
-def device_facts(opened: Opened) -> dict[str, Any]:
-    """Return what the device and its software are called."""
+def device_facts(opened: OpenedModel) -> dict[str, Any]:
+    """Return the names of the device and the versions of its software."""
     facts: dict[str, Any] = {
         "name": opened.device,
         "python": platform.python_version(),
@@ -114,9 +114,9 @@ def device_facts(opened: Opened) -> dict[str, Any]:
         "machine": platform.machine(),
     }
     if opened.on_gpu:
-        facts["model"] = torch.cuda.get_device_name(opened.place)
+        facts["model"] = torch.cuda.get_device_name(opened.torch_device)
         facts["cuda"], facts["hip"] = torch.version.cuda, torch.version.hip
-        major, minor = torch.cuda.get_device_capability(opened.place)
+        major, minor = torch.cuda.get_device_capability(opened.torch_device)
         facts["capability"] = f"{major}.{minor}"
     else:
         cpu = detect_cpu()

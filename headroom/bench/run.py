@@ -1,18 +1,25 @@
-"""One whole run: plan, load, measure, and put a peer beside it."""
+"""run_bench(): plan and load a model, measure it, and run a peer program for comparison."""
 
 import gc
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from headroom.bench.expert_use import ExpertReport, find_residency
-from headroom.bench.figures import BenchSettings
-from headroom.bench.opening import Opened, Say, open_model, read_model
-from headroom.bench.part_times import PROMPT_ANSWER, measure_parts
-from headroom.bench.peer import LlamaBench, PeerRun, unlike_note
-from headroom.bench.peer_setup import PeerSetup, check_comparable, setup_peer
+from headroom.bench.expert_use import ExpertReport, find_locations
+from headroom.bench.figures import BenchSettings, Loading
+from headroom.bench.parts import PROMPT_ANSWER, measure_parts
+from headroom.bench.peer import (
+    LlamaBench,
+    PeerRun,
+    PeerSetup,
+    check_comparable,
+    setup_peer,
+    unlike_note,
+)
 from headroom.bench.report import Report
 from headroom.bench.resources import (
     cold_bandwidths,
@@ -24,13 +31,19 @@ from headroom.bench.resources import (
 )
 from headroom.bench.speeds import SpeedBench
 from headroom.errors import HeadroomError, PlanError
+from headroom.families.files import open_checkpoint
+from headroom.llm import OpenedModel, open_engine
 from headroom.options import Options
+from headroom.plan.describe import describe
 from headroom.plan.plan import Plan
 from headroom.plan.settings import PAGE_SIZE
 from headroom.plan.shape import ModelShape
 from headroom.split.choice import make_run_plan
+from headroom.split.launch import Progress
 
-CPU_CHUNK = 512
+CPU_CHUNK = 512  # prompt tokens in one step on a CPU
+
+Say = Callable[[str], None]  # shows the user what is being done
 
 
 def run_bench(
@@ -41,21 +54,25 @@ def run_bench(
     peer: LlamaBench | None = None,
     say: Say = lambda text: None,
 ) -> Report:
-    """Measure a model; `say` is told what is being done."""
+    """Measure a model; `say` is called with what is being done."""
     if peer is not None:
         check_comparable(path)
-    model = read_model(path)
-    options, plan = fitting(on_device(options, model.shape), settings, model.shape)
-    # The peer runs while our model is not in memory, before it and after.
+    checkpoint = open_checkpoint(path)
+    shape = describe(checkpoint).shape
+    options, plan = make_fitting_plan(with_device(options, shape), settings, shape)
+    # The peer runs before our model is loaded and again after it is freed.
     if peer is not None:
-        setup = setup_peer(plan, model.shape, options)
+        setup = setup_peer(plan, shape, options)
         say("llama-bench, first time")
         first = peer.run(path, setup, settings)
     say("loading")
     start_counting(plan.devices[0].name)
-    opened = open_model(model, options, say)
+    started = time.perf_counter()
+    opened = open_engine(checkpoint, options, _show_percent(say), measuring=True)
+    total_s = time.perf_counter() - started
+    loading = Loading(total_s, opened.planning_s, opened.pipeline.load_times)
     try:
-        report = _measure(path, opened, settings, say)
+        report = _measure(path, opened, loading, settings, say)
     finally:
         opened.engine.close()
     del opened
@@ -67,7 +84,7 @@ def run_bench(
 
 
 def _compared(report: Report, peer: LlamaBench, setup: PeerSetup, first: PeerRun) -> Report:
-    """Run the peer again; our figures stay if it fails this time."""
+    """Run the peer again and add its runs to the report; our figures stay if it fails this time."""
     runs, left_out = [first], report.figures.left_out
     try:
         runs.append(peer.run(report.path, setup, report.settings))
@@ -80,19 +97,21 @@ def _compared(report: Report, peer: LlamaBench, setup: PeerSetup, first: PeerRun
     return replace(report, peer=tuple(runs), peer_notes=tuple(notes))
 
 
-def on_device(options: Options, shape: ModelShape) -> Options:
-    """Return options that name a device: where none is given, the one that a run would choose."""
+def with_device(options: Options, shape: ModelShape) -> Options:
+    """Return options that name a device; if none is given, the one that a run would choose."""
     if options.device is not None:
         return options
     return replace(options, device=make_run_plan(shape, options).devices[0].name)
 
 
-def fitting(options: Options, settings: BenchSettings, shape: ModelShape) -> tuple[Options, Plan]:
-    """Return options with a plan that fits, for as many of the sequences as fit together.
+def make_fitting_plan(
+    options: Options, settings: BenchSettings, shape: ModelShape
+) -> tuple[Options, Plan]:
+    """Return options and their plan, for the largest of the batches that fits into memory.
 
-    Where even one does not fit, or their number is given, the error is that of all of them.
+    If not even the smallest fits, or `--parallel` is given, the error is that of the largest.
     """
-    full = filled(options, settings, shape)
+    full = with_room(options, settings, shape)
     assert full.parallel is not None
     try:
         return full, make_run_plan(shape, full)
@@ -100,14 +119,14 @@ def fitting(options: Options, settings: BenchSettings, shape: ModelShape) -> tup
         if options.parallel is not None:
             raise
         for fewer in sorted({x for x in settings.batches if x < full.parallel}, reverse=True):
-            smaller = filled(replace(options, parallel=fewer), settings, shape)
+            smaller = with_room(replace(options, parallel=fewer), settings, shape)
             with suppress(PlanError):
                 return smaller, make_run_plan(shape, smaller)
         raise
 
 
-def filled(options: Options, settings: BenchSettings, shape: ModelShape) -> Options:
-    """Return options that hold all that is to be measured, as far as the model allows."""
+def with_room(options: Options, settings: BenchSettings, shape: ModelShape) -> Options:
+    """Return options with room for all that is measured, as far as the model allows."""
     gpu = (options.device or "cpu") != "cpu"
     chunk = options.chunk or (max(CPU_CHUNK, *settings.prompts) if gpu else CPU_CHUNK)
     decodes = "decode" in settings.only
@@ -125,30 +144,35 @@ def filled(options: Options, settings: BenchSettings, shape: ModelShape) -> Opti
     return replace(options, chunk=chunk, parallel=parallel, context=context)
 
 
-def _measure(path: Path, opened: Opened, settings: BenchSettings, say: Say) -> Report:
+def _measure(
+    path: Path, opened: OpenedModel, loading: Loading, settings: BenchSettings, say: Say
+) -> Report:
     say("prompts and answers")
     figures = SpeedBench(opened, settings).run()
     memory = memory_use(opened)  # before the profiler takes some
     lift_limit(opened.device)
-    upkeep = opened.engine.upkeep  # no request runs now
+    upkeep = opened.engine.upkeep  # may be called here, since no request runs
     totals = None if upkeep is None else upkeep.read()
     if "parts" in settings.only:
         say("parts of a step")
         try:
             measure_parts(opened, figures, settings)
-        except (HeadroomError, RuntimeError) as error:  # of the profiler: other figures are there
+        except (
+            HeadroomError,
+            RuntimeError,
+        ) as error:  # of the profiler
             figures.left_out.append(f"parts: {error}")
     say("bandwidth")
-    residency = find_residency(opened)
+    locations = find_locations(opened)
     experts = None
-    if residency is not None and totals is not None:
-        experts = ExpertReport(residency, totals, cold_bandwidths(opened))
+    if locations is not None and totals is not None:
+        experts = ExpertReport(locations, totals, cold_bandwidths(opened))
     return Report(
         path=path,
         settings=settings,
         plan=opened.plan,
         device=device_facts(opened),
-        loading=opened.loading,
+        loading=loading,
         figures=figures,
         bandwidth=measure_bandwidth(opened),
         memory=memory,
@@ -156,8 +180,18 @@ def _measure(path: Path, opened: Opened, settings: BenchSettings, say: Say) -> R
     )
 
 
+def _show_percent(say: Say) -> Progress:
+    """Return a function that shows the percentage of weights loaded, then the step after them."""
+
+    def show(done: int, total: int) -> None:
+        loaded = f"loading, {100 * done // max(total, 1)} %"
+        say(loaded if done < total else "starting: kernels are compiled, steps captured")
+
+    return show
+
+
 def _free() -> None:
-    """Give back what a closed model held."""
+    """Free the memory that a closed model held."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,9 +1,8 @@
-"""Speeds of prompts and of decoding, measured through the engine as a user meets them."""
+"""SpeedBench: the speed of prompts and of decoding, measured through the engine."""
 
 import statistics
 
-from headroom.bench.crowd import Answer, Crowd, Decoded, random_prompt
-from headroom.bench.expert_use import Reading, read_experts, use_between
+from headroom.bench.expert_use import TelemetryReading, read_experts, use_between
 from headroom.bench.figures import (
     SHORT_CONTEXT,
     BenchSettings,
@@ -12,27 +11,33 @@ from headroom.bench.figures import (
     PromptFigure,
     VerifyFigure,
 )
-from headroom.bench.opening import Opened
-from headroom.bench.steps import step_seconds
-from headroom.bench.traffic import Chances, step_traffic, token_operations
+from headroom.bench.traffic import VisitRates, step_traffic, token_operations
+from headroom.bench.workload import (
+    ConcurrentRequests,
+    DecodeMeasurement,
+    TimedRequest,
+    random_prompt,
+    step_seconds,
+)
 from headroom.engine.request import SamplingParams
+from headroom.llm import OpenedModel
 
-SHORT_PROMPT = 128  # tokens of one that tells how long others would take
+SHORT_PROMPT = 128  # tokens of a prompt that only estimates how long others would take
 
 
 class SpeedBench:
-    """Measures one loaded model; what cannot be measured is left out with a reason."""
+    """Measures one loaded model; a figure that cannot be measured is left out with a reason."""
 
-    def __init__(self, opened: Opened, settings: BenchSettings) -> None:
+    def __init__(self, opened: OpenedModel, settings: BenchSettings) -> None:
         self._opened = opened
         self._settings = settings
         self._plan = opened.plan.settings
         self._params = SamplingParams(temperature=settings.temperature, ignore_eos=True)
-        self._short_speed = 0.0  # of prompts, in tokens a second; 0 where it was not needed
+        self._short_speed = 0.0  # tokens per second of a short prompt; 0: not measured
         self.figures = Figures()
 
     def run(self) -> Figures:
-        """Measure prompts, decoding and a step of several rows."""
+        """Measure prompts, decoding and a verify step, as far as the settings ask for them."""
         only = self._settings.only
         if "prompts" in only:
             for tokens in self._settings.prompts:
@@ -48,7 +53,7 @@ class SpeedBench:
         if tokens >= self._plan.context:
             self._leave_out(f"prompt of {tokens}", f"the context holds {self._plan.context}")
             return
-        self._prompt_seconds(tokens, 0)  # warms up
+        self._prompt_seconds(tokens, 0)  # warm-up
         before = self._read()
         times = [self._prompt_seconds(tokens, 1 + seed) for seed in range(self._settings.rounds)]
         operations, after = tokens * token_operations(self._opened.shape), self._read()
@@ -62,10 +67,10 @@ class SpeedBench:
         )
 
     def _prompt_seconds(self, tokens: int, seed: int) -> float:
-        """Return the time of one prompt, from its first step to its first token."""
+        """Return the seconds of one prompt, from its first step to its first token."""
         engine = self._opened.engine
         params = SamplingParams(temperature=self._settings.temperature, max_tokens=1)
-        answer = Answer(engine, random_prompt(tokens, engine.vocab, seed), params)
+        answer = TimedRequest(engine, random_prompt(tokens, engine.vocab, seed), params)
         answer.submit()
         answer.wait(1)
         answer.end()
@@ -74,7 +79,7 @@ class SpeedBench:
         return answer.last.timings.prefill_s
 
     def _prompt_speed(self) -> float:
-        """Return tokens a second of the last prompt; of a short one where none was measured."""
+        """Return the tokens per second of the last prompt figure, else of a short prompt."""
         if self.figures.prompts:
             return self.figures.prompts[-1].tokens_per_s
         if not self._short_speed:
@@ -84,7 +89,7 @@ class SpeedBench:
         return self._short_speed
 
     def _decode(self, context: int) -> None:
-        """Measure all batches after one context, the largest first where prompts are long."""
+        """Measure all batches after one context; of long contexts the largest batch comes first."""
         wanted = []
         for batch in sorted(set(self._settings.batches)):
             if reason := self._refuses(context, batch):
@@ -100,7 +105,7 @@ class SpeedBench:
         self.figures.decodes += sorted(found, key=lambda figure: figure.batch)
 
     def _refuses(self, context: int, batch: int) -> str | None:
-        """Say why sequences of this context cannot be measured; None if they can."""
+        """Return why this batch cannot be measured after this context; None if it can."""
         if batch > self._plan.parallel:
             return f"{self._plan.parallel} sequences run together"
         batches = tuple(one for one in self._settings.batches if one <= batch)
@@ -118,25 +123,25 @@ class SpeedBench:
         return None
 
     def _shrinking(self, context: int, batches: list[int]) -> list[DecodeFigure]:
-        """Start the largest batch, measure it, end some of its sequences, measure the next."""
-        before, crowd = self._counts(), Crowd(
+        """Measure batches of falling size: between two, some of the requests are ended."""
+        before, requests = self._counts(), ConcurrentRequests(
             self._opened.engine, context, batches[0], self._params
         )  # fmt: skip
         measured = []
         read = None if self._opened.engine.upkeep is None else self._read_now
         try:
-            crowd.start()
+            requests.start()
             for batch in batches:
-                crowd.shrink(batch)
-                decoded = crowd.decode(self._settings.tokens, self._settings.warm, read)
+                requests.shrink(batch)
+                decoded = requests.decode(self._settings.tokens, self._settings.warm, read)
                 measured.append((batch, decoded))
         finally:
-            crowd.close()
-        chances = self._chances(before)
-        return [self._figure(context, *one, chances) for one in measured]
+            requests.close()
+        rates = self._visit_rates(before)
+        return [self._figure(context, *one, rates) for one in measured]
 
     def _figure(
-        self, context: int, batch: int, decoded: Decoded, chances: Chances | None
+        self, context: int, batch: int, decoded: DecodeMeasurement, rates: VisitRates | None
     ) -> DecodeFigure:
         opened, mean = self._opened, decoded.mean_context
         return DecodeFigure(
@@ -145,15 +150,15 @@ class SpeedBench:
             mean_context=mean,
             step_s=decoded.step_s,
             pipeline_s=step_seconds(opened, round(mean), batch=batch),
-            traffic=step_traffic(opened.shape, self._plan, [mean] * batch, chances),
+            traffic=step_traffic(opened.shape, self._plan, [mean] * batch, rates),
             experts=None if decoded.readings is None else use_between(*decoded.readings),
         )
 
-    def _read(self) -> Reading | None:
-        """Read experts while no request runs; None where there are none."""
+    def _read(self) -> TelemetryReading | None:
+        """Read the expert counters while no request runs; None if the model has no experts."""
         return None if self._opened.engine.upkeep is None else self._read_now()
 
-    def _read_now(self) -> Reading:
+    def _read_now(self) -> TelemetryReading:
         assert self._opened.engine.upkeep is not None
         return read_experts(self._opened.engine.upkeep)
 
@@ -162,15 +167,15 @@ class SpeedBench:
         counts: list[list[int]] = routing.counts().tolist() if routing is not None else []
         return counts
 
-    def _chances(self, before: list[list[int]]) -> Chances | None:
-        """Return how often a token visited each expert since `before`."""
-        chances = []
+    def _visit_rates(self, before: list[list[int]]) -> VisitRates | None:
+        """Return the share of tokens that visited each expert since `before`, by layer."""
+        rates = []
         pairs = zip(self._counts(), before, self._opened.shape.layers, strict=False)
         for now, then, layer in pairs:
             new = [high - low for high, low in zip(now, then, strict=True)]
             tokens = sum(new) / layer.experts_used if layer.experts_used else 0
-            chances.append([count / tokens if tokens else 0.0 for count in new])
-        return chances or None
+            rates.append([count / tokens if tokens else 0.0 for count in new])
+        return rates or None
 
     def _verify(self, single: DecodeFigure) -> None:
         rows, context = self._settings.verify_rows, round(single.mean_context)

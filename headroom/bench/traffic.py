@@ -1,4 +1,4 @@
-"""Traffic: the bytes that a decode step must move, and the speed that a bandwidth allows."""
+"""Traffic: the bytes that a decode step must move, which limit its speed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,22 +15,22 @@ from headroom.plan.lines import (
 from headroom.plan.settings import PlanSettings
 from headroom.plan.shape import LayerShape, ModelShape
 
-Chances = Sequence[Sequence[float]]  # by layer and expert: how likely a token visits it
+VisitRates = Sequence[Sequence[float]]  # by layer and expert: the share of tokens that visit it
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes of one step, each counted once however many rows share it."""
+    """Bytes of one step; bytes that several rows share are counted once."""
 
-    weights: float  # of layers without their routed experts, head and norms
-    experts: float  # those that any row visits
-    rows: float  # of the token table and of other tables
-    cache: float  # keys and values that were read, and the new ones
-    state: float  # of recurrent layers, read and written
+    weights: float  # all weights but routed experts and embedding tables
+    experts: float  # routed experts that at least one row visits
+    rows: float  # rows of the embedding table and of other lookup tables
+    cache: float  # cached keys and values that are read, and new ones that are written
+    state: float  # states of recurrent layers, read and written
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """All bytes of the step."""
         return self.weights + self.experts + self.rows + self.cache + self.state
 
 
@@ -38,12 +38,12 @@ def step_traffic(
     model: ModelShape,
     settings: PlanSettings,
     contexts: Sequence[float],
-    chances: Chances | None = None,
+    rates: VisitRates | None = None,
 ) -> Traffic:
-    """Return what a step moves in which each sequence decodes one token.
+    """Return the bytes of a step in which each sequence decodes one token.
 
-    `contexts` are the tokens that each has in the cache. Without `chances` every expert is as
-    likely as any other.
+    `contexts` has the number of cached tokens of each sequence. Without `rates` all experts of a
+    layer count as equally likely.
     """
     if settings.kernels == "native":
         model = model.in_panels()
@@ -55,7 +55,7 @@ def step_traffic(
     return Traffic(
         weights=core_bytes(model.layers, settings) + norm_bytes(model, settings) + last,
         experts=sum(
-            visited_experts(layer, batch, chances[index] if chances else None) * layer.expert_bytes
+            visited_experts(layer, batch, rates[index] if rates else None) * layer.expert_bytes
             for index, layer in enumerate(model.layers)
         ),
         rows=batch * tables / model.vocab,
@@ -65,17 +65,17 @@ def step_traffic(
     )  # fmt: skip
 
 
-def visited_experts(layer: LayerShape, rows: int, chances: Sequence[float] | None = None) -> float:
-    """Return how many experts of a layer so many independent rows are expected to visit."""
+def visited_experts(layer: LayerShape, rows: int, rates: Sequence[float] | None = None) -> float:
+    """Return how many experts of a layer `rows` independent rows are expected to visit."""
     if not layer.experts:
         return 0.0
-    if chances is None:
-        chances = [layer.experts_used / layer.experts] * layer.experts
-    return sum(1 - (1 - min(1.0, chance)) ** rows for chance in chances)
+    if rates is None:
+        rates = [layer.experts_used / layer.experts] * layer.experts
+    return sum(1 - (1 - min(1.0, rate)) ** rows for rate in rates)
 
 
 def token_operations(model: ModelShape) -> float:
-    """Return the multiplications and additions of one prompt token's products, without the head."""
+    """Return the operations of one prompt token's matrix products, without the head."""
     values = sum(x.core_values + x.experts_used * x.expert_values for x in model.layers)
     return 2.0 * values
 
@@ -86,7 +86,7 @@ def _cache_bytes(layer: LayerShape, settings: PlanSettings, context: float) -> f
         return 0.0
     seen = min(context + 1, layer.window) if layer.window else context + 1
     types = settings.k_type, settings.v_type
-    # A layer without a cache of its own reads another's.
+    # A layer without a cache of its own reads the cache of another layer.
     return seen * kv_token_bytes(replace(layer, owns_kv=True), *types) + kv_token_bytes(
         layer, *types
     )

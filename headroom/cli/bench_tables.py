@@ -6,8 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from headroom.bench.expert_use import ExpertReport, ExpertUse
-from headroom.bench.figures import DecodeFigure, PartFigure, PromptFigure, VerifyFigure
-from headroom.bench.opening import Loading
+from headroom.bench.figures import DecodeFigure, Loading, PartFigure, PromptFigure, VerifyFigure
 from headroom.bench.report import NOTES, Report
 from headroom.layers.step_timing import PARTS
 from headroom.units import gib
@@ -34,7 +33,7 @@ def report_tables(report: Report) -> Iterator[RenderableType]:
     yield _memory_text(report)
     if report.experts is not None:
         yield _experts_text(report.experts)
-        if report.experts.residency.cold:
+        if report.experts.locations.cold:
             yield _experts_table(report, report.experts)
     for text in report.figures.left_out:
         yield f"left out: {text}"
@@ -153,7 +152,7 @@ def _peer_table(report: Report) -> Table:
 
 
 def _experts_text(experts: ExpertReport) -> str:
-    where, totals = experts.residency, experts.totals
+    where, totals = experts.locations, experts.totals
     text = f"experts: {sum(where.hot)} hot, {where.cold} cold"
     if where.cold:
         pinned = "pinned" if where.pinned else "not pinned"

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from headroom.bench import opening, run
+from headroom import llm
+from headroom.bench import run
 from headroom.bench.expert_use import (
+    ExpertLocations,
     ExpertReport,
-    Reading,
-    Residency,
-    find_residency,
+    TelemetryReading,
+    find_locations,
     use_between,
 )
 from headroom.bench.figures import BenchSettings
-from headroom.bench.opening import Opened
 from headroom.bench.report import Report, report_json
 from headroom.bench.run import run_bench
 from headroom.cli.bench_tables import report_tables
@@ -26,19 +26,20 @@ from headroom.families.synth.recipe import find_recipe
 from headroom.families.synth.values import Source
 from headroom.families.synth.write import write_gguf
 from headroom.kernels.native import measure
+from headroom.llm import OpenedModel
 from headroom.options import Options
 from headroom.split.pipeline import Pipeline
 from headroom.split.stages import Stage
 from tests.experts.pretended import PretendedExperts
 
-WHERE = Residency(
+WHERE = ExpertLocations(
     experts=(0, 8, 8, 8), hot=(0, 8, 6, 2), expert_bytes=(0, 10, 10, 20),
     paths=("", "", "gpu", "cpu"), source="even", pinned=True,
 )  # fmt: skip
-BEFORE = Reading(
+BEFORE = TelemetryReading(
     1.0, 1.5, ExpertTelemetry((0, 4, 4, 4), (0, 4, 3, 1), 2, {"gpu": 5, "cpu": 60}, {"wait": 0.5})
 )
-AFTER = Reading(
+AFTER = TelemetryReading(
     3.5, 9.0,
     ExpertTelemetry(
         (0, 24, 24, 24), (0, 24, 19, 5), 12, {"gpu": 25, "cpu": 360, "stream": 0}, {"wait": 0.75}
@@ -46,7 +47,7 @@ AFTER = Reading(
 )  # fmt: skip
 
 
-def test_residency_counts_what_is_cold() -> None:
+def test_locations_count_what_is_cold() -> None:
     assert WHERE.cold == 2 + 6
     assert WHERE.cold_bytes == 2 * 10 + 6 * 20
     assert WHERE.layers_by_path == {"cpu": 1, "gpu": 1}
@@ -77,9 +78,9 @@ def test_shares_are_of_what_each_path_was_measured_to_reach() -> None:
     assert (found["hot"], found["cold"], found["paths"]) == (16, 8, ["", "", "gpu", "cpu"])
 
 
-def test_a_model_without_experts_has_no_residency() -> None:
+def test_a_model_without_experts_has_no_locations() -> None:
     dense = SimpleNamespace(layers=[SimpleNamespace(experts=0)])
-    assert find_residency(SimpleNamespace(shape=dense)) is None  # type: ignore[arg-type]
+    assert find_locations(SimpleNamespace(shape=dense)) is None  # type: ignore[arg-type]
 
 
 class Meter:
@@ -111,7 +112,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
         only=("prompts", "decode"),
     )  # fmt: skip
     hot = (tuple(range(HOT)),) * 2
-    start = opening.start_pipeline
+    start = llm.start_pipeline
 
     def started(*given: object, **named: object) -> Pipeline:
         pipeline = start(*given, **named)  # type: ignore[arg-type]
@@ -126,12 +127,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
         pinned=True,
     )
 
-    def bandwidths(opened: Opened) -> dict[str, float]:
+    def bandwidths(opened: OpenedModel) -> dict[str, float]:
         return {"gpu": 5e10, "stream": 5.5e10, "cpu": 1e11}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "TOUCHED_BYTES", 8 << 20)
-        patch.setattr(opening, "start_pipeline", started)
+        patch.setattr(llm, "start_pipeline", started)
         patch.setattr(run, "cold_bandwidths", bandwidths)
         patch.setattr(Stage, "store", property(lambda self: store))
         return run_bench(path, Options(model=str(path), threads=1, device="cpu"), settings)
@@ -193,7 +194,7 @@ def test_nothing_cold_is_one_line(tmp_path: Path) -> None:
         patch.setattr(measure, "TOUCHED_BYTES", 8 << 20)
         report = run_bench(path, Options(model=str(path), threads=1, device="cpu"), settings)
     assert report.experts is not None
-    total = report.experts.residency.experts[0]
+    total = report.experts.locations.experts[0]
     texts = [text for text in report_tables(report) if isinstance(text, str)]
     line = next(text for text in texts if text.startswith("experts"))
     assert line == f"experts: {total} hot, 0 cold; 100.0 % of all choices hot"

@@ -25,7 +25,7 @@ def opened(device: str) -> Any:
         plan=SimpleNamespace(devices=[planned]),
         pipeline=SimpleNamespace(allocated={"core_weights": 600}),
         on_gpu=device != "cpu",
-        place=place,
+        torch_device=place,
     )
 
 

@@ -4,22 +4,23 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from headroom.bench import run
-from headroom.bench.figures import QUICK, BenchSettings, DecodeFigure, PartFigure
-from headroom.bench.opening import read_model
+from headroom.bench.figures import QUICK, BenchSettings, DecodeFigure, PartFigure, PartTimes
 from headroom.bench.report import Report, report_json
-from headroom.bench.run import filled, fitting, run_bench
-from headroom.bench.timeline import PartTimes
+from headroom.bench.run import make_fitting_plan, run_bench, with_room
 from headroom.bench.traffic import Traffic
 from headroom.errors import OptionError, PlanError
+from headroom.families.files import open_checkpoint
 from headroom.families.synth.recipe import find_recipe
 from headroom.families.synth.values import Source
 from headroom.families.synth.write import write_gguf
 from headroom.kernels.native import measure
 from headroom.options import Options
+from headroom.plan.describe import describe
 from headroom.plan.plan import Plan
 from headroom.plan.shape import ModelShape
 from headroom.split.choice import make_run_plan
@@ -128,7 +129,7 @@ def test_measuring_leaves_no_statistics_behind(report: Report) -> None:
 def test_layers_that_one_call_runs_are_one_part(tmp_path: Path) -> None:
     path = written(tmp_path, "llama", 2)
     options = Options(model=str(path), threads=1)
-    native = read_model(path).config.layers[0].plain and measure.MODULE is not None
+    native = describe(open_checkpoint(path)).config.layers[0].plain and measure.MODULE is not None
     report = run_bench(path, options, replace(SMALL, contexts=(8,), batches=(1,), prompts=(16,)))
     assert report_json(report)["experts"] is None
     parts = set(report.figures.parts[0].times.parts)
@@ -174,28 +175,28 @@ def test_patience_holds_where_no_prompt_is_measured(tmp_path: Path) -> None:
 
 
 def test_options_that_are_given_stay(tmp_path: Path) -> None:
-    shape = read_model(written(tmp_path, "qwen3", 1)).shape
-    found = filled(Options(), SMALL, shape)
+    shape = describe(open_checkpoint(written(tmp_path, "qwen3", 1))).shape
+    found = with_room(Options(), SMALL, shape)
     assert (found.parallel, found.chunk) == (2, 512)
     assert found.context == 768  # 600, and what two batches and waiting for prompts take
-    assert filled(Options(device="cuda:0"), replace(SMALL, prompts=(2048,)), shape).chunk == 2048
-    assert filled(Options(), BenchSettings(), shape).context == shape.context_limit == 4096
+    assert with_room(Options(device="cuda:0"), replace(SMALL, prompts=(2048,)), shape).chunk == 2048
+    assert with_room(Options(), BenchSettings(), shape).context == shape.context_limit == 4096
     given = Options(parallel=5, chunk=7, context=99)
-    assert filled(given, SMALL, shape) == given
+    assert with_room(given, SMALL, shape) == given
 
 
 def test_only_what_is_measured_takes_memory(tmp_path: Path) -> None:
-    shape = read_model(written(tmp_path, "qwen3", 1)).shape
-    prompts = filled(Options(), replace(SMALL, only=("prompts", "parts")), shape)
+    shape = describe(open_checkpoint(written(tmp_path, "qwen3", 1))).shape
+    prompts = with_room(Options(), replace(SMALL, only=("prompts", "parts")), shape)
     assert (prompts.parallel, prompts.context) == (1, 64)  # 40 tokens, and two to look into
     decodes = replace(SMALL, prompts=(3000,), contexts=(8,), only=("decode",))
-    assert filled(Options(), decodes, shape).context < 512
+    assert with_room(Options(), decodes, shape).context < 512
 
 
 def test_fewer_sequences_are_measured_where_not_all_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape, tried, most = read_model(written(tmp_path, "qwen3", 1)).shape, [], 3
+    shape, tried, most = describe(open_checkpoint(written(tmp_path, "qwen3", 1))).shape, [], 3
 
     def plan(shape: ModelShape, options: Options) -> Plan:
         tried.append(options.parallel)
@@ -205,14 +206,14 @@ def test_fewer_sequences_are_measured_where_not_all_fit(
 
     monkeypatch.setattr(run, "make_run_plan", plan)
     wanted = replace(SMALL, batches=(1, 2, 4, 8))
-    options, found = fitting(Options(device="cpu"), wanted, shape)
+    options, found = make_fitting_plan(Options(device="cpu"), wanted, shape)
     assert tried == [8, 4, 2]
     assert options.parallel == found.settings.parallel == 2
     with pytest.raises(PlanError, match="4 do not fit"):  # it is given, so nothing else is tried
-        fitting(Options(device="cpu", parallel=4), wanted, shape)
+        make_fitting_plan(Options(device="cpu", parallel=4), wanted, shape)
     most = 0
     with pytest.raises(PlanError, match="8 do not fit"):
-        fitting(Options(device="cpu"), wanted, shape)
+        make_fitting_plan(Options(device="cpu"), wanted, shape)
 
 
 def test_loading_says_how_far_it_is_and_what_follows(tmp_path: Path) -> None:
@@ -265,3 +266,18 @@ def test_limits_and_gaps_are_what_is_left_of_a_step() -> None:
     assert PartFigure("decode", 1, 8, 0.5, seen).gpu_share == pytest.approx(0.8)
     assert PartFigure("decode", 1, 8, 0.5, seen).link_share == pytest.approx(0.2)
     assert PartFigure("decode", 1, 8, 0.3, seen).gpu_share == 1.0
+
+
+def test_the_device_is_the_one_that_a_run_would_choose(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, asked = describe(open_checkpoint(tiny_path)).shape, []
+
+    def chosen(shape: object, options: Options) -> SimpleNamespace:
+        asked.append(options.device)
+        return SimpleNamespace(devices=[SimpleNamespace(name="cuda:1")])
+
+    monkeypatch.setattr(run, "make_run_plan", chosen)
+    assert run.with_device(Options(context=64), shape) == Options(context=64, device="cuda:1")
+    assert run.with_device(Options(device="cpu"), shape) == Options(device="cpu")
+    assert asked == [None]

@@ -1,4 +1,4 @@
-"""Parts of a step on a GPU, with a profiler and kernels that are not there."""
+"""Parts of a step: a timeline's kernels go to the part whose marker came last."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -7,19 +7,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.autograd import DeviceType
 
-from headroom.bench import part_times
+from headroom.bench import parts
 from headroom.bench.figures import BenchSettings, DecodeFigure, Figures, PromptFigure
-from headroom.bench.opening import Opened, open_model, read_model
+from headroom.bench.parts import KernelTime, marked, part_times
 from headroom.bench.traffic import Traffic
+from headroom.errors import HeadroomError
+from headroom.families.files import open_checkpoint
 from headroom.families.synth.recipe import find_recipe
 from headroom.families.synth.values import Source
 from headroom.families.synth.write import write_gguf
 from headroom.layers.batch import Batch
+from headroom.layers.step_timing import MARKER, PARTS
+from headroom.llm import OpenedModel, open_engine
 from headroom.options import Options
 from headroom.split.results import StepResult
 
+ALL = slice(None)
 SETTINGS = BenchSettings(
     prompts=(16,), contexts=(8,), batches=(1,), tokens=2, rounds=1, warm=1, steps=2
 )
@@ -74,7 +81,7 @@ class FakeProfile:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OnFakeGpu(Opened):
+class OnFakeGpu(OpenedModel):
     """A model of the CPU that says it is elsewhere."""
 
     @property
@@ -92,18 +99,18 @@ def opened(gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     path = tmp_path / "m.gguf"
     write_gguf(Source(find_recipe("qwen35", "tiny", 4), 0), path, "q8_0")
     options = Options(model=str(path), threads=1, context=128, parallel=2, chunk=64)
-    real = open_model(read_model(path), options)
+    real = open_engine(open_checkpoint(path), options, measuring=True)
     monkeypatch.setattr("headroom.layers.step_timing.compile_kernel", gpu.compile_kernel)
-    monkeypatch.setattr(part_times, "profile", gpu.profile)
+    monkeypatch.setattr(parts, "profile", gpu.profile)
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
     monkeypatch.setattr(type(real.pipeline), "forget_captures", lambda self: gpu.forget_captures())
-    yield OnFakeGpu(real.engine, real.pipeline, real.plan, real.shape, real.loading)
+    yield OnFakeGpu(real.engine, real.pipeline, real.plan, real.shape, real.planning_s)
     real.engine.close()
 
 
 def test_kernels_of_profiled_steps_are_sorted_by_markers(opened: OnFakeGpu, gpu: FakeGpu) -> None:
     figures = Figures(prompts=[PromptFigure(tokens=16, seconds=1.0, operations=1.0)])
-    part_times.measure_parts(opened, figures, SETTINGS)
+    parts.measure_parts(opened, figures, SETTINGS)
     (part,) = figures.parts
     times = part.times
     assert times.parts["recurrent"] == pytest.approx(3e-6)  # three such layers
@@ -135,10 +142,102 @@ def test_a_batch_after_prompts_of_several_steps_has_the_parts_of_the_network(
         return step(batch, draws)
 
     opened.pipeline.step = note  # type: ignore[method-assign]
-    part_times.measure_parts(opened, figures, SETTINGS)
+    parts.measure_parts(opened, figures, SETTINGS)
     (part,) = figures.parts
     assert (part.what, part.batch, part.context, part.step_s) == ("network", 2, 80, 1.5)
     assert ran == [(2, [90, 90])] * 6  # once to be captured and once looked at, no prompt
     assert part.times.steps == 2
     assert part.times.parts["recurrent"] == pytest.approx(3e-6)
     assert gpu.forgotten == 2
+
+
+def timeline(*entries: tuple[str, float]) -> list[KernelTime]:
+    """Kernels one after another, a second between them; names of parts stand for markers."""
+    found, now = [], 0.0
+    for name, seconds in entries:
+        found.append(KernelTime(name, now, now + seconds))
+        now += seconds + 1
+    return found
+
+
+def marker(name: str) -> tuple[str, float]:
+    return MARKER + name, 0.25
+
+
+def test_kernels_belong_to_the_marker_before_them() -> None:
+    step = [
+        marker("step"), ("embed", 1.0), marker("attention"), ("product", 2.0), ("decode", 3.0),
+        marker("other"), ("copy", 0.5), marker("head"), ("product", 4.0),
+    ]  # fmt: skip
+    times = part_times(timeline(*step, *step, marker("step")), ALL)
+    assert times.steps == 2
+    assert times.parts == {"other": 1.5, "attention": 5.0, "head": 4.0}
+    assert times.kernels["attention"] == {"decode": 3.0, "product": 2.0}
+    assert list(times.kernels["attention"]) == ["decode", "product"]  # the longest first
+    assert times.step_s == pytest.approx(10.5 + 4 * 0.25 + 9)
+
+
+def test_markers_are_known_however_their_names_are_written() -> None:
+    assert marked(MARKER + "head") == "head"
+    assert marked(f"void {MARKER}sampling()") == "sampling"
+    assert marked("product") == ""
+
+
+def test_only_the_chosen_steps_count() -> None:
+    prompt = [marker("step"), marker("dense"), ("long", 9.0)]
+    decode = [marker("step"), marker("dense"), ("short", 1.0)]
+    seen = timeline(*prompt, *decode, *decode, marker("step"), ("half a step", 5.0))
+    assert part_times(seen, slice(0, 1)).parts == {"dense": 9.0}
+    assert part_times(seen, slice(-2, None)).parts == {"dense": 1.0}
+
+
+def test_time_that_kernels_share_is_counted_once() -> None:
+    kernels = [
+        KernelTime(MARKER + "step", 0.0, 0.1),
+        KernelTime("first", 1.0, 3.0),
+        KernelTime("overlaps", 2.0, 4.0),
+        KernelTime("within", 2.5, 3.5),
+        KernelTime(MARKER + "step", 5.0, 5.1),
+    ]
+    times = part_times(kernels[::-1], ALL)
+    assert times.kernels == {"other": {"first": 2.0, "overlaps": 1.0, "within": 0.0}}
+    assert times.busy_s == 3.0
+
+
+def test_a_timeline_without_a_whole_step_is_refused() -> None:
+    with pytest.raises(HeadroomError, match=r"saw 2 kernels and 1 starts of steps.*--no-parts"):
+        part_times(timeline(marker("step"), ("product", 1.0)), ALL)
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.sampled_from(PARTS), st.floats(0, 10)), max_size=6),
+        min_size=1, max_size=5,
+    )
+)  # fmt: skip
+def test_parts_together_are_all_that_kernels_took(steps: list[list[tuple[str, float]]]) -> None:
+    entries = []
+    for step in steps:
+        entries.append(marker("step"))
+        for part, seconds in step:
+            entries += [marker(part), (f"kernel of {part}", seconds), marker("other")]
+    times = part_times(timeline(*entries, marker("step")), ALL)
+    total = sum(seconds for step in steps for _, seconds in step)
+    assert times.busy_s * len(steps) == pytest.approx(total)
+    assert times.busy_s <= times.step_s
+    for part, kernels in times.kernels.items():
+        assert sum(kernels.values()) == pytest.approx(times.parts[part])
+
+
+def test_copies_over_the_link_do_not_keep_a_gpu_busy() -> None:
+    kernels = [
+        KernelTime(MARKER + "step", 0.0, 0.5),
+        KernelTime("Memcpy HtoD (Pinned -> Device)", 1.0, 4.0),
+        KernelTime("product", 2.0, 3.0),
+        KernelTime("other product", 2.5, 3.5),
+        KernelTime("Memcpy DtoD (Device -> Device)", 5.0, 6.0),
+        KernelTime(MARKER + "step", 8.0, 8.5),
+    ]
+    times = part_times(kernels, ALL)
+    assert times.kernel_s == 2.5
+    assert times.link_s == 3.0

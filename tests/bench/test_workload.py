@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from headroom.bench import crowd
-from headroom.bench.crowd import Answer, Crowd, random_prompt
+from headroom.bench import workload
+from headroom.bench.workload import ConcurrentRequests, TimedRequest, random_prompt
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
 from headroom.errors import HeadroomError
 
@@ -41,7 +41,7 @@ class Stepping:
 def _seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock on which every event takes a second."""
     clock = count()
-    monkeypatch.setattr(crowd, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    monkeypatch.setattr(workload, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
 
 
 def test_prompts_of_one_seed_are_the_same_and_others_are_not() -> None:
@@ -51,35 +51,35 @@ def test_prompts_of_one_seed_are_the_same_and_others_are_not() -> None:
 
 
 def test_an_answer_that_ends_before_its_tokens_came_says_why() -> None:
-    answer = Answer(Stepping(2, "the GPU is gone"), (1, 2), FREE)  # type: ignore[arg-type]
+    answer = TimedRequest(Stepping(2, "the GPU is gone"), (1, 2), FREE)  # type: ignore[arg-type]
     answer.submit()
     answer.wait(2)
     with pytest.raises(HeadroomError, match=r"An answer ended after 2 tokens: the GPU is gone\."):
         answer.wait(3)
 
 
-def test_a_smaller_crowd_ends_the_last_requests_alone() -> None:
+def test_shrinking_ends_the_last_requests_alone() -> None:
     engine: Any = Stepping(1)
-    crowded = Crowd(engine, 8, 3, FREE)
-    crowded.start()
-    names = [answer.request.id for answer in crowded.answers]
-    crowded.shrink(1)
+    requests = ConcurrentRequests(engine, 8, 3, FREE)
+    requests.start()
+    names = [answer.request.id for answer in requests.answers]
+    requests.shrink(1)
     assert engine.cancelled == names[1:]
-    crowded.close()
+    requests.close()
     assert engine.cancelled == [*names[1:], names[0]]
 
 
 def test_what_is_measured_begins_after_warm_tokens_of_the_last_to_start() -> None:
-    crowded = Crowd(Stepping(1), 8, 2, FREE)  # type: ignore[arg-type]
-    crowded.start()
-    first, last = crowded.answers
+    requests = ConcurrentRequests(Stepping(1), 8, 2, FREE)  # type: ignore[arg-type]
+    requests.start()
+    first, last = requests.answers
     assert first.times[0] < last.times[0]
-    assert all(len(answer.times) == 1 for answer in crowded.answers)
+    assert all(len(answer.times) == 1 for answer in requests.answers)
 
     read: list[int] = []
-    wait = Answer.wait
+    wait = TimedRequest.wait
 
-    def step(answer: Answer, tokens: int) -> None:
+    def step(answer: TimedRequest, tokens: int) -> None:
         """Decode both until the one that is waited for has its tokens."""
         assert answer is last
         while len(last.times) < tokens:
@@ -88,8 +88,8 @@ def test_what_is_measured_begins_after_warm_tokens_of_the_last_to_start() -> Non
         wait(answer, tokens)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Answer, "wait", step)
-        found = crowded.decode(4, 2, lambda: read.append(len(last.times)))  # type: ignore[arg-type,func-returns-value]
+        patch.setattr(TimedRequest, "wait", step)
+        found = requests.decode(4, 2, lambda: read.append(len(last.times)))  # type: ignore[arg-type,func-returns-value]
     # Two sequences share the clock: each has a token every two seconds.
     assert found.step_s == 2.0
     # One token was there, one let experts be read, two were warm, four were measured.
