@@ -15,7 +15,7 @@ from headroom.kernels.cuda.experts import ExpertTiles, Others
 from headroom.kernels.cuda.matmul import HalfRows, NarrowRows
 from headroom.kernels.cuda.route import Unchosen
 from headroom.layers.weights import WeightSource
-from headroom.plan.cost_model import ColdRates, ColdSpeeds
+from headroom.plan.cost_model import ColdSpeeds, prefill_speeds
 
 Picks = tuple[torch.Tensor, torch.Tensor]  # ids and weights [rows, used]
 
@@ -115,15 +115,13 @@ class Hybrid:
         self.store = store
         self._compute = ColdCompute(device)
         # Who asks for the GPU, or leaves cold experts out, wants nothing of the CPU.
-        rates = ColdRates(speeds.copy, speeds.cpu, speeds.cpu_flops)
-        if cold not in ("auto", "cpu"):
-            rates = rates.without_cpu
+        speeds = prefill_speeds(speeds, cold)
         # Layers without fused kernels bring experts one by one; what is left out does not come.
         self._stream = None
         tiles = any(layer is not None and layer.blobs.tiles for layer in store.layers)
         if tiles and cold != "drop":
             most = store.largest, store.most_experts
-            self._stream = open_stream(store.staging, most, store.pinned, rates)
+            self._stream = open_stream(store.staging, most, store.pinned, speeds)
 
     def load(
         self, layer: LayerStore, config: ExpertsConfig, get: WeightSource
@@ -153,7 +151,7 @@ class Hybrid:
     def same_bits(self) -> bool:
         """Whether hot and cold give the same bits: where a GPU's kernels alone compute them."""
         on_gpu = all(layer is None or layer.path == "gpu" for layer in self.store.layers)
-        return on_gpu and (self._stream is None or not self._stream.rates.asks_cpu)
+        return on_gpu and (self._stream is None or not self._stream.speeds.cpu_takes_prefill)
 
     @property
     def meter(self) -> JoinedMeter:
@@ -177,7 +175,7 @@ class Hybrid:
         by_plain = any(
             x is not None and not x.blobs.tiles and x.path not in ("gpu", "drop") for x in layers
         )
-        asks_cpu = by_plain or (stream is not None and stream.rates.asks_cpu)
+        asks_cpu = by_plain or (stream is not None and stream.speeds.cpu_takes_prefill)
         waits = None if stream is None else stream.waits
         copies_s = None if waits is None else waits.seconds
         return JoinedMeter(worker, brought, by_cpu if asks_cpu else None, in_place, copies_s)

@@ -10,7 +10,7 @@ from headroom.errors import DeviceError
 from headroom.kernels.cuda import handover
 from headroom.kernels.cuda.handover import COUNTS, LIMIT_MS, Mailbox, Takers
 from headroom.kernels.native.cold import ColdTable, ColdWorker
-from headroom.plan.cost_model import Choice
+from headroom.plan.cost_model import DecodeChoice
 
 
 class ColdStore(Protocol):
@@ -60,13 +60,15 @@ class ColdCompute:
         self._box: Mailbox | None = None
         self._worker: ColdWorker | None = None
 
-    def add(self, store: ColdStore, used: int, activation: str, choice: Choice) -> "CpuShared":
+    def add(
+        self, store: ColdStore, used: int, activation: str, choice: DecodeChoice
+    ) -> "CpuShared":
         """Return the part of a layer, the next one that a step runs."""
         assert self._worker is None
         table = ColdTable(
             store.host_addresses, store.kinds, store.width, store.hidden, used, activation
         )
-        left = torch.tensor(choice.left, dtype=torch.int32, device=self._device)
+        left = torch.tensor(choice.in_place, dtype=torch.int32, device=self._device)
         assert len(left) == used + 1
         takers = Takers(store.is_hot, left)
         part = CpuShared(self, len(self._layers), takers, table, store.expert_bytes)

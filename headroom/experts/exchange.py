@@ -1,14 +1,14 @@
-"""Swaps: plan_swaps() finds cold experts that should be hot; Swappable lets them change."""
+"""Swaps: plan_swaps() finds cold experts that should be hot; StoreSwaps lets them change."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from headroom.experts.placement import Counts, ExpertPlacement, LayerExperts, check_counts, ranked
 
 if TYPE_CHECKING:  # imports torch, which `headroom plan` must not
-    from headroom.experts.copies import Mark
+    from headroom.experts.store import ExpertStore, LayerStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,32 +78,6 @@ def _of_layer(
     return swaps
 
 
-class Swappable(Protocol):
-    """Experts that can change places, two at a time; called by the engine's thread alone."""
-
-    @property
-    def same_bits(self) -> bool: ...  # hot and cold give the same results, bit by bit
-
-    def placement(self) -> ExpertPlacement: ...  # as it is now
-
-    def layers(self) -> Sequence[LayerExperts]: ...  # of the whole model
-
-    def begin(self, layer: int, promoted: int, demoted: int) -> None:
-        """Ask for the copies of two experts; steps may run, and until `turn` nothing changes."""
-
-    def ready(self) -> bool:
-        """Tell whether the copies are there that were asked for last."""
-
-    def wait(self) -> None:
-        """Wait for them."""
-
-    def turn(self) -> None:
-        """Let the two change sides and ask for copies to their places; no step may run."""
-
-    def end(self) -> None:
-        """Let them be at their places; steps may run."""
-
-
 def recent(counts: Counts, used: Sequence[int], tokens: int) -> tuple[tuple[float, ...], ...]:
     """Return counts that are worth at most so many tokens, so that new choices soon matter."""
     scaled = []
@@ -121,7 +95,7 @@ class SwapRound:
     the one that failed leaves every expert where its layer finds it.
     """
 
-    def __init__(self, experts: Swappable, swaps: Sequence[Swap]) -> None:
+    def __init__(self, experts: "StoreSwaps", swaps: Sequence[Swap]) -> None:
         self._experts = experts
         self._left = deque(swaps)
         self._now: Swap | None = None
@@ -189,46 +163,18 @@ class SwapRound:
         return True
 
 
-class StoredLayer(Protocol):
-    """What swaps need of one layer's store."""
-
-    @property
-    def expert_bytes(self) -> int: ...
-
-    @property
-    def link_copies(self) -> int: ...  # of an expert that an exchange sends over the link
-
-    @property
-    def exchange_mark(self) -> "Mark": ...  # when the copies are there that were asked for
-
-    def begin_exchange(self, promoted: int, demoted: int) -> None: ...
-
-    def turn_exchange(self) -> None: ...
-
-    def end_exchange(self) -> None: ...
-
-
-class Stored(Protocol):
-    """What swaps need of the store of a whole model."""
-
-    @property
-    def layers(self) -> "Sequence[StoredLayer | None]": ...  # None: dense, or all hot
-
-    def residence(self) -> ExpertPlacement: ...  # as it is now
-
-
 class StoreSwaps:
-    """Fills Swappable."""
+    """The experts of a store, which change places two at a time; for the engine's thread alone."""
 
     def __init__(
         self,
-        store: Stored,
+        store: "ExpertStore",
         layers: Sequence[LayerExperts],
         *,
         same_bits: bool,  # whether hot and cold experts give the same
     ) -> None:
         self._store, self.same_bits = store, same_bits
-        self._changing: StoredLayer | None = None  # the layer of the exchange that was begun last
+        self._changing: LayerStore | None = None  # the layer of the exchange that was begun last
         self._layers = tuple(
             layer if stored is None else _as_stored(layer, stored)
             for layer, stored in zip(layers, store.layers, strict=True)
@@ -264,10 +210,10 @@ class StoreSwaps:
         self._layer.end_exchange()
 
     @property
-    def _layer(self) -> StoredLayer:
+    def _layer(self) -> "LayerStore":
         assert self._changing is not None, "only layers with cold experts change"
         return self._changing
 
 
-def _as_stored(layer: LayerExperts, stored: StoredLayer) -> LayerExperts:
+def _as_stored(layer: LayerExperts, stored: "LayerStore") -> LayerExperts:
     return replace(layer, expert_bytes=stored.expert_bytes, swap_copies=stored.link_copies)

@@ -61,7 +61,7 @@ class SplitExperts:
         fill_rows(store, get)
         self._store, self._activation, self._dtype = store, config.activation, get.case.dtype
         # Of so many cold picks of a row, those whose experts come to the GPU.
-        self._left = torch.tensor(store.choice.left, device=get.case.place)
+        self._left = torch.tensor(store.choice.in_place, device=get.case.place)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each row's experts; `ids` and `weights` `[rows, used]`."""

@@ -44,7 +44,7 @@ from headroom.kernels.native.experts import PanelTable, experts_into, scratch_by
 from headroom.kernels.native.module import MODULE
 from headroom.plan.cost_model import (
     ColdLayer,
-    ColdRates,
+    ColdSpeeds,
     ExpertSize,
     expert_flops,
     left_to_cpu,
@@ -241,13 +241,13 @@ class ColdStream:
         staging: torch.Tensor,  # uint8 on the GPU
         most: tuple[int, int],  # bytes of an expert, and experts, of any layer
         queue: CopyQueue,
-        rates: ColdRates,
+        speeds: ColdSpeeds,
     ) -> None:
         size = min(buffer_bytes(*most), len(staging) // BUFFERS // ALIGNMENT * ALIGNMENT)
         assert size >= most[0]
         self.buffer_bytes = size
         self.downs = staging[BUFFERS * size :]
-        self.rates = rates if MODULE is not None else rates.without_cpu
+        self.speeds = speeds if MODULE is not None else speeds.without_cpu
         self.layers: list[StreamedLayer] = []  # in the order of the model
         self.counts = ColdCosts()
         # Of the computing, for copies; None where no GPU computes.
@@ -338,7 +338,7 @@ class StreamedLayer:
         )
         # The most of a step that waits to hear which experts were chosen. Found once: swaps leave
         # as many experts cold, and fewer picks.
-        self.counted_rows = most_counted_rows(cold, stream.rates)
+        self.counted_rows = most_counted_rows(cold, stream.speeds)
 
     def many_rows(
         self,
@@ -379,12 +379,12 @@ class StreamedLayer:
         """Wait for the numbers of picks; stream what pays, and leave the rest to the CPU."""
         stream, tiles, cold = self._stream, self._tiles, self._pieces.rows()
         read = [chosen.ids]
-        if stream.rates.asks_cpu:
+        if stream.speeds.cpu_takes_prefill:
             read += [_floats(chosen), chosen.weights]
         ids, *rows = read_back(read, stream.read_room)
         by_expert = count_picks(ids, len(tiles.addresses))
         used = {expert: by_expert[expert] for expert in cold if by_expert[expert]}
-        left = left_to_cpu(used, self._size, stream.rates)
+        left = left_to_cpu(used, self._size, stream.speeds)
         streamed = {expert: cold[expert] for expert in used if expert not in left}
         if not left:
             return self._streamed(chosen, self._pieces.some_groups(streamed), others, out)
@@ -447,7 +447,7 @@ class _Arriving:
 
 
 def open_stream(
-    staging: torch.Tensor, most: tuple[int, int], pinned: bool, rates: ColdRates
+    staging: torch.Tensor, most: tuple[int, int], pinned: bool, speeds: ColdSpeeds
 ) -> ColdStream:
     """Return the way of cold experts to the GPU that holds the buffers."""
     queue: CopyQueue = CudaCopies(staging.device)
@@ -455,7 +455,7 @@ def open_stream(
         size = buffer_bytes(*most)
         buffers = [pinned_empty((size,), torch.uint8) for _ in range(BUFFERS)]
         queue = BouncedCopies(queue, buffers)
-    return ColdStream(staging, most, queue, rates)
+    return ColdStream(staging, most, queue, speeds)
 
 
 def count_picks(ids: torch.Tensor, experts: int) -> list[int]:

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import cast
 
 import torch
 
@@ -16,10 +15,17 @@ from headroom.experts.telemetry import ColdCosts
 from headroom.families.config import ExpertsConfig
 from headroom.kernels.cuda.experts import PARTS, Kinds
 from headroom.kernels.cuda.sizes import ALIGNMENT, tile_bytes
+from headroom.kernels.native.module import MISSING
 from headroom.layers.host_memory import HostMemory, pin_limits
 from headroom.layers.upload import BUFFERS, HostTiles, matrices_between
 from headroom.layers.weights import WeightSource
-from headroom.plan.cost_model import Choice, ColdPath, ColdSpeeds, choose, forced
+from headroom.plan.cost_model import (
+    ColdPath,
+    ColdSpeeds,
+    DecodeChoice,
+    choose_decode,
+    decode_speeds,
+)
 from headroom.plan.experts import aligned
 from headroom.plan.settings import holds_cold
 from headroom.units import gib
@@ -160,7 +166,7 @@ class LayerStore:
         cold: torch.Tensor,
         spare: Spare,
         memory: HostMemory,
-        choice: Choice,
+        choice: DecodeChoice,
     ) -> None:
         self.blobs = blobs
         self.choice = choice  # who computes the cold ones in steps of few rows
@@ -491,7 +497,8 @@ def open_store(
     sizes = (x.nbytes for x, n in zip(layouts, cold, strict=True) if x is not None and n)
     largest = max(sizes, default=0)
     memory = HostMemory(_needed(layouts, cold) + largest, pin=request.pin)
-    choices = _choices(layouts, request, memory)
+    _check_memory(layouts, request, memory)
+    choices = decode_choices(layouts, request, pinned=memory.pinned)
     slab = torch.empty(_needed(layouts, slots), dtype=torch.uint8, device=device)
     staging = torch.empty(request.staging_bytes, dtype=torch.uint8, device=device)
     on_host = memory.bytes[len(memory) - largest :]
@@ -519,23 +526,23 @@ def open_store(
     return store
 
 
-def _choices(
-    layouts: Sequence[BlobLayout | None], request: StoreRequest, memory: HostMemory
-) -> list[Choice | None]:
-    """Return who computes the cold experts of each layer; None where it has no experts."""
-    tiles = any(layout is not None and layout.tiles for layout in layouts)
-    speeds = _check_paths(request, memory, tiles)
-    choices: list[Choice | None] = []
-    for index, layout in enumerate(layouts):
-        if layout is None:
-            choices.append(None)
-        elif request.cold == "auto":
-            hits = request.placement.hit_rate(index, layout.experts)
-            choices.append(choose(speeds, layout.nbytes, layout.used, hits))
-        else:
-            path = cast(ColdPath, request.cold)
-            choices.append(forced(path, layout.used))
-    return choices
+def decode_choices(
+    layouts: Sequence[BlobLayout | None], request: StoreRequest, *, pinned: bool
+) -> list[DecodeChoice | None]:
+    """Return who computes each layer's cold experts in decode steps; None for a dense layer."""
+    speeds = decode_speeds(request.speeds, request.cold, pinned)
+    return [
+        None
+        if layout is None
+        else choose_decode(
+            speeds,
+            layout.nbytes,
+            layout.used,
+            request.placement.hit_rate(index, layout.experts),
+            request.cold,
+        )
+        for index, layout in enumerate(layouts)
+    ]
 
 
 def _log(store: ExpertStore, layouts: Sequence[BlobLayout | None], device: str) -> None:
@@ -561,24 +568,28 @@ def _log(store: ExpertStore, layouts: Sequence[BlobLayout | None], device: str) 
 
 
 def _described(store: ExpertStore) -> str:
-    """Say who computes cold experts, and in how many layers where they differ."""
-    words = {"gpu": "read by the GPU", "cpu": "computed by the CPU", "drop": "left out"}
-    found = Counter(
-        f"{words[x.path]}{' and read by the GPU' if x.path == 'cpu' and any(x.choice.left) else ''}"
-        for x in store.layers
-        if x is not None
-    )
+    """Return who computes cold experts, with the number of layers where they differ."""
+    found = Counter(_path_words(x.choice) for x in store.layers if x is not None)
     if len(found) == 1:
         return next(iter(found))
-    return ", ".join(f"{what} in {count} layers" for what, count in found.items())
+    return ", ".join(f"{words} in {count} layers" for words, count in found.items())
 
 
-def _check_paths(request: StoreRequest, memory: HostMemory, tiles: bool) -> ColdSpeeds:
-    """Refuse a way that this memory or machine has not; return the speeds of those it has.
+def _path_words(choice: DecodeChoice) -> str:
+    words = {"gpu": "read by the GPU", "cpu": "computed by the CPU", "drop": "left out"}
+    shared = choice.path == "cpu" and any(choice.in_place)
+    return words[choice.path] + (" and read by the GPU" if shared else "")
 
-    `tiles`, which the GPU's own kernels read, only the C++ kernels of a CPU read as well.
+
+def _check_memory(
+    layouts: Sequence[BlobLayout | None], request: StoreRequest, memory: HostMemory
+) -> None:
+    """Refuse a setting that this host memory or machine cannot serve; warn of slower ways.
+
+    Experts in tiles are read by the GPU's own kernels and by the C++ kernels of the CPU alone.
     """
-    wanted, speeds = request.cold, request.speeds
+    wanted, has_cpu = request.cold, request.speeds.cpu > 0
+    tiles = any(layout is not None and layout.tiles for layout in layouts)
     if memory.refused and wanted == "gpu":
         raise DeviceError(
             f"The GPU's driver does not pin {gib(len(memory))} of host memory for cold experts: "
@@ -596,14 +607,19 @@ def _check_paths(request: StoreRequest, memory: HostMemory, tiles: bool) -> Cold
             if wanted == "drop"
             else "the CPU computes them, and long prompts copy them twice",
         )
-    nobody = tiles and not memory.pinned and not speeds.cpu
-    if nobody and wanted != "drop":
+    if wanted != "drop" and tiles and not memory.pinned and not has_cpu:
         raise DeviceError(
-            f"{gib(len(memory))} of cold experts are not pinned, and only the CPU could compute "
-            "them, and its C++ kernels were not built.",
+            f"{gib(len(memory))} of cold experts are not pinned, so that only the CPU could "
+            "compute them, and its C++ kernels were not built.",
             hint="Free host memory, or build the kernels; see headroom doctor.",
         )
-    return speeds if memory.pinned else replace(speeds, link=0.0)
+    if wanted == "auto" and tiles and not has_cpu:
+        log.warning(
+            "experts: the CPU takes no part in computing cold experts, because the C++ module is "
+            "%s. The GPU reads all of them over its link, which is slower. Install a C++ compiler "
+            "and run pip install again for headroom; --cold gpu turns this warning off",
+            MISSING or "not in use",
+        )
 
 
 def fill_tiles(store: LayerStore, get: WeightSource, rooms: torch.Tensor) -> None:

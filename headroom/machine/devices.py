@@ -15,8 +15,6 @@ DeviceKind = Literal["cpu", "cuda", "hip", "metal"]
 # Two channels of DDR4-3200 at about 80%; used until the machine is measured.
 ASSUMED_CPU_BANDWIDTH = 40e9
 ASSUMED_CORE_FLOPS = 50e9  # one core with 256-bit vectors
-# Share of a listed bandwidth or peak that real kernels reach, until the machine is measured.
-LISTED_SHARE = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

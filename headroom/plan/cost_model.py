@@ -1,242 +1,295 @@
-"""ColdSpeeds: how fast a machine works off experts that are not in GPU memory."""
+"""The cost model: all rates and constants by which times are predicted and ways are chosen.
 
-from collections.abc import Mapping, Sequence
+Three callers share the functions here, so that a prediction is the time of the way that is taken:
+
+- the plan predicts tokens per second of a layout (`plan/predict.py`);
+- the decode rule chooses who computes a layer's cold experts in steps of few rows
+  (`choose_decode`, called by `experts/store.py`);
+- the prefill rule chooses which cold experts are copied to the GPU in steps of many rows and which
+  the CPU computes (`most_counted_rows`, `left_to_cpu`, called by `experts/prefill.py`).
+
+A *pick* is one expert that the router chose for one row. A pick is *hot* if its expert is in GPU
+memory and *cold* if it is in host memory. Rates are bytes per second unless they say otherwise.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import comb, exp
 from typing import Literal
 
-from headroom.machine.devices import LISTED_SHARE, DeviceSpec
+from headroom.machine.devices import DeviceSpec
 
-ASSUMED_HANDOVER_S = 10e-6  # until the machine is measured
-# Until then, too: of the speed of large plain products, what a CPU's expert kernels reach on tiles
-# of four bits with eight rows each. 26 of 144 GFLOP/s of one core, once, beside other work.
-EXPERTS_SHARE = 0.2
+ColdPath = Literal["gpu", "cpu", "drop"]  # who computes cold experts in decode steps, if anybody
 
-Worker = Literal["link", "cpu", "both"]  # who is busy with cold experts
+# Share of a listed bandwidth or peak that kernels reach, until `headroom calibrate` has measured
+# the machine.
+LISTED_SHARE = 0.7
+# An empty request of the CPU inside a decode step and its answer, until that is measured.
+ASSUMED_HANDOVER_S = 10e-6
+# Share of the CPU's speed in large plain products that its expert kernels reach on 4-bit tiles with
+# eight rows an expert, until that is measured: 26 of 144 GFLOP/s of one core, measured once beside
+# other work.
+EXPERT_KERNEL_SHARE = 0.2
+
+# Decode steps. The two kernels that ask the CPU and add its answers, whatever they carry: estimate.
+HANDOVER_KERNELS_S = 4e-6
+# The GPU's kernels for shared and hot experts of one row, apart from the bytes of the experts. One
+# layer of Qwen3.5-35B-A3B took 17 us (H200, 2026-11), including copies of ids and rows that no step
+# makes; so less is counted, an estimate.
+HOT_KERNELS_S = 12e-6
+
+# Prefill steps. Measured by tests/gpu/cold_phases.py with the experts of one layer of
+# Qwen3.5-35B-A3B and 32 to 512 rows (H200 with 16 cores, 2026-11-16).
+# Rows to the CPU and its answers back:
+PREFILL_HANDOVER_S = 300e-6
+# What the CPU reaches while copies read the same memory, as a share of what calibrate measures
+# without them: 59 to 79 of 77 to 88 GB/s, and 450 to 580 of 725 to 793 GFLOP/s with several picks
+# an expert.
+CPU_READ_SHARE = 0.8
+CPU_FLOPS_SHARE = 0.6
+# To wait for the GPU and read the picks back from it:
+READ_BACK_S = 30e-6
+# Host time to prepare and enqueue the copies of one layer, during which no copy runs: 1.1 to 2 ms.
+ENQUEUE_S = 1.2e-3
+# One row in all parts of a layer but the experts. Copies go on meanwhile, unless they wait for the
+# router. A prompt of 512 rows of Qwen3.5-35B-A3B with all experts hot took 0.72 ms a layer, and
+# experts 0.36 ms of that (H200, 2026-11).
+OTHER_PARTS_ROW_S = 0.7e-6
+# Counting first is chosen only if it is predicted to take at most this share of the time of copying
+# everything: the estimates may be wrong by the rest.
+COUNTING_WORTH = 0.8
+MOST_STEP_ROWS = 1 << 16  # rows of a step that the prefill rule considers
+# Mean picks an expert at which `expected_counts` stops: with so many, a copy beats every CPU.
+MOST_MEAN_PICKS = 700.0
+
+
+def memory_rate(device: DeviceSpec) -> float:
+    """Return the bytes per second at which a device's kernels read its own memory."""
+    return device.bandwidth if device.measured else device.bandwidth * LISTED_SHARE
+
+
+def compute_rate(device: DeviceSpec) -> float:
+    """Return the operations per second of a device's products; 0 where nothing is known."""
+    return device.flops if device.measured else device.flops * LISTED_SHARE
 
 
 @dataclass(frozen=True, slots=True)
 class ColdSpeeds:
-    """What a machine reaches with experts, in bytes per second, and how quick an answer is."""
+    """How fast a GPU and the CPU beside it work on experts."""
 
-    gpu: float  # of the GPU's own memory
-    link: float  # kernels of the GPU that read host memory; 0: they cannot
-    cpu: float  # the CPU's expert kernels on host memory; 0: there are none
-    handover_s: float  # an empty request of the CPU and its answer
+    gpu: float  # kernels of the GPU that read its own memory
+    link: float  # kernels of the GPU that read host memory in place; 0: they cannot
+    cpu: float  # the CPU's expert kernels that read host memory; 0: the CPU is not asked
+    handover_s: float  # seconds of an empty request of the CPU in a decode step and its answer
     copy: float = 0.0  # copies from host memory to the GPU
-    cpu_flops: float = 0.0  # operations per second of the CPU's expert kernels, some rows each
+    cpu_flops: float = 0.0  # operations per second of the CPU's expert kernels, some rows an expert
     measured: bool = False  # on this machine, by headroom calibrate
 
+    @property
+    def cpu_takes_prefill(self) -> bool:
+        """Whether the CPU may compute experts in prefill steps."""
+        return self.cpu > 0 and self.cpu_flops > 0
 
-def speeds_of(gpu: DeviceSpec, host: DeviceSpec) -> ColdSpeeds:
-    """Return what was measured, and what is to be expected where it was not."""
-    device_share = 1.0 if gpu.measured else LISTED_SHARE
-    host_share = 1.0 if host.measured else LISTED_SHARE
-    copy = gpu.link * device_share
-    experts = host.experts or host.bandwidth * host_share
+    @property
+    def without_cpu(self) -> "ColdSpeeds":
+        """The speeds of this machine if the CPU is not asked."""
+        return replace(self, cpu=0.0, cpu_flops=0.0)
+
+
+def cold_speeds_of(gpu: DeviceSpec, host: DeviceSpec) -> ColdSpeeds:
+    """Return the measured speeds of a GPU and its host, or estimates where none were measured."""
+    copy = gpu.link if gpu.measured else gpu.link * LISTED_SHARE
     return ColdSpeeds(
-        gpu=gpu.bandwidth * device_share,
+        gpu=memory_rate(gpu),
         link=gpu.link_read or copy,
-        cpu=experts if host.native else 0.0,
+        cpu=(host.experts or memory_rate(host)) if host.native else 0.0,
         handover_s=gpu.handover_s or ASSUMED_HANDOVER_S,
         copy=copy,
-        cpu_flops=host.expert_flops or EXPERTS_SHARE * host.flops * host_share,
+        cpu_flops=host.expert_flops or EXPERT_KERNEL_SHARE * compute_rate(host),
         measured=bool(gpu.link_read and host.experts),
     )
 
 
-def usable_speeds(speeds: ColdSpeeds, cold: str, pinned: bool) -> ColdSpeeds:
-    """Return the speeds of those who may compute cold experts in small steps, 0 of the others."""
-    link = speeds.link if pinned and cold != "cpu" else 0.0
-    return replace(speeds, link=link, cpu=0.0 if cold == "gpu" else speeds.cpu)
+def decode_speeds(speeds: ColdSpeeds, cold: str, pinned: bool) -> ColdSpeeds:
+    """Return the speeds with 0 for those who may not compute cold experts in decode steps.
 
-
-def layer_seconds(speeds: ColdSpeeds, cold_bytes: float) -> tuple[Worker, float]:
-    """Return who works off a layer's cold experts in a step of one row, and how long.
-
-    Both work at once, so that their rates add up from the time when the CPU was reached.
+    `cold` is the setting of that name. A GPU reads host memory in place only if it is pinned. If
+    neither GPU nor CPU may read the experts where they lie, they are copied one by one.
     """
-    if not speeds.cpu:
-        return "link", cold_bytes / (speeds.link or speeds.copy)
-    if not speeds.link:
-        return "cpu", speeds.handover_s + cold_bytes / speeds.cpu
-    alone = cold_bytes / speeds.link
-    if alone <= speeds.handover_s:
-        return "link", alone
-    reached = speeds.cpu * speeds.handover_s
-    return "both", (cold_bytes + reached) / (speeds.link + speeds.cpu)
+    cpu = 0.0 if cold == "gpu" else speeds.cpu
+    link = speeds.link if pinned and cold != "cpu" else 0.0
+    return replace(speeds, cpu=cpu, link=link if link or cpu else speeds.copy)
 
 
-ColdPath = Literal["gpu", "cpu", "drop"]  # who computes cold experts in small steps, if anybody
+def prefill_speeds(speeds: ColdSpeeds, cold: str) -> ColdSpeeds:
+    """Return the speeds that the prefill rule uses under the setting `cold`.
 
-KERNELS_S = 4e-6  # of the two kernels that ask the CPU and take its answers, whatever they carry
-# Of a GPU's kernels while the CPU works, before any cold expert: shared and hot ones of one row.
-# Of a layer of Qwen3.5-35B-A3B 17 us were measured 2026-11 on an H200, with copies of ids and rows
-# around them that no step makes: less is counted, an estimate.
-OWN_S = 12e-6
+    With `gpu` or `drop` the user wants nothing from the CPU.
+    """
+    return speeds if cold in ("auto", "cpu") else speeds.without_cpu
+
+
+# ---------------------------------------------------------------------------- the decode rule
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Who computes a layer's cold picks."""
+class DecodeChoice:
+    """Who computes a layer's cold picks in decode steps."""
 
     path: ColdPath
-    left: tuple[int, ...]  # of so many cold picks of a row, those that the GPU reads in place
+    # Entry n: of n cold picks of a row, those whose experts the GPU reads in place.
+    in_place: tuple[int, ...]
 
 
-def row_seconds(speeds: ColdSpeeds, expert_bytes: int, hot: int, cold: int, left: int) -> float:
-    """Return the time of one row's experts when the GPU takes `left` of the cold ones."""
-    asked = cold - left
-    if (asked and not speeds.cpu) or (left and not speeds.link):
+def row_seconds(speeds: ColdSpeeds, expert_bytes: int, hot: int, cold: int, in_place: int) -> float:
+    """Return the time of one row's experts if the GPU reads `in_place` of the cold ones.
+
+    GPU and CPU work at the same time; the slower one counts. Infinite if a side is asked that
+    cannot do it.
+    """
+    by_cpu = cold - in_place
+    if (by_cpu and not speeds.cpu) or (in_place and not speeds.link):
         return float("inf")
-    gpu_s = OWN_S + hot * expert_bytes / speeds.gpu
-    if left:
-        gpu_s += left * expert_bytes / speeds.link
-    cpu_s = speeds.handover_s + asked * expert_bytes / speeds.cpu if asked else 0.0
+    gpu_s = HOT_KERNELS_S + hot * expert_bytes / speeds.gpu
+    if in_place:
+        gpu_s += in_place * expert_bytes / speeds.link
+    cpu_s = speeds.handover_s + by_cpu * expert_bytes / speeds.cpu if by_cpu else 0.0
     return max(gpu_s, cpu_s)
 
 
-def best_left(speeds: ColdSpeeds, expert_bytes: int, used: int) -> tuple[int, ...]:
-    """Return for 0, 1, ... `used` cold picks of a row how many of them the GPU should read."""
+def best_in_place(speeds: ColdSpeeds, expert_bytes: int, used: int) -> tuple[int, ...]:
+    """Return, for 0 to `used` cold picks of a row, how many of them the GPU should read."""
     return tuple(
         min(
             range(cold + 1),
-            key=lambda left: row_seconds(speeds, expert_bytes, used - cold, cold, left),
+            key=lambda in_place: row_seconds(speeds, expert_bytes, used - cold, cold, in_place),
         )
         for cold in range(used + 1)
     )
 
 
-def expected_seconds(
-    speeds: ColdSpeeds, expert_bytes: int, hit_rate: float, left: Sequence[int]
+def decode_seconds(
+    speeds: ColdSpeeds, expert_bytes: int, hit_rate: float, choice: DecodeChoice
 ) -> float:
     """Return the expected time of one row's experts, each pick hot with probability `hit_rate`."""
-    used = len(left) - 1
-    chances = (
-        comb(used, cold) * (1 - hit_rate) ** cold * hit_rate ** (used - cold)
-        for cold in range(used + 1)
-    )
-    return sum(
-        chance * row_seconds(speeds, expert_bytes, used - cold, cold, left[cold])
-        for cold, chance in enumerate(chances)
-        if chance
-    )
+    used = len(choice.in_place) - 1
+    seconds = HANDOVER_KERNELS_S if choice.path == "cpu" else 0.0
+    for cold, in_place in enumerate(choice.in_place):
+        chance = comb(used, cold) * (1 - hit_rate) ** cold * hit_rate ** (used - cold)
+        if chance:
+            read = 0 if choice.path == "drop" else cold
+            seconds += chance * row_seconds(speeds, expert_bytes, used - cold, read, in_place)
+    return seconds
 
 
-def choose(speeds: ColdSpeeds, expert_bytes: int, used: int, hit_rate: float) -> Choice:
-    """Return the quickest way for a layer: all by the GPU, or the CPU with the GPU's help."""
-    everything = tuple(range(used + 1))
-    by_gpu = expected_seconds(speeds, expert_bytes, hit_rate, everything)
-    shared = best_left(speeds, expert_bytes, used)
-    by_both = KERNELS_S + expected_seconds(speeds, expert_bytes, hit_rate, shared)
-    if by_both < by_gpu:
-        return Choice("cpu", shared)
-    return Choice("gpu", everything)
+def cold_seconds(
+    speeds: ColdSpeeds, expert_bytes: int, hit_rate: float, choice: DecodeChoice
+) -> float:
+    """Return the expected time that cold picks add to the time of one row's hot picks."""
+    used = len(choice.in_place) - 1
+    hot_s = HOT_KERNELS_S + used * hit_rate * expert_bytes / speeds.gpu
+    return max(0.0, decode_seconds(speeds, expert_bytes, hit_rate, choice) - hot_s)
 
 
-def forced(path: ColdPath, used: int) -> Choice:
-    """Return a path that was asked for, all cold picks by it."""
-    return Choice(path, tuple(range(used + 1)) if path == "gpu" else (0,) * (used + 1))
+def choose_decode(
+    speeds: ColdSpeeds, expert_bytes: int, used: int, hit_rate: float, cold: str = "auto"
+) -> DecodeChoice:
+    """Return who computes a layer's cold picks: as the setting `cold` says, or the quickest way.
+
+    The CPU is asked only if it saves more than the two kernels that ask it take; it then shares the
+    cold picks with the GPU where the GPU may read host memory.
+    """
+    by_gpu = DecodeChoice("gpu", tuple(range(used + 1)))
+    none = (0,) * (used + 1)
+    if cold == "gpu":
+        return by_gpu
+    if cold == "cpu":
+        return DecodeChoice("cpu", none)
+    if cold == "drop":
+        return DecodeChoice("drop", none)
+    shared = DecodeChoice("cpu", best_in_place(speeds, expert_bytes, used))
+    shared_s = decode_seconds(speeds, expert_bytes, hit_rate, shared)
+    return shared if shared_s < decode_seconds(speeds, expert_bytes, hit_rate, by_gpu) else by_gpu
 
 
-# What the estimates below go by was measured by tests/gpu/cold_phases.py on an H200 with 16 cores
-# beside it, 2026-11-16, with the experts of one layer of Qwen3.5-35B-A3B and 32 to 512 rows.
-HAND_OVER_S = 300e-6  # rows to the CPU and its answers back
-# What a CPU reaches beside copies that read the same memory, of what calibrate measures alone:
-# 59 to 79 GB/s of 77 to 88, and with several picks an expert 450 to 580 GFLOP/s of 725 to 793.
-READ_SHARE = 0.8
-FLOPS_SHARE = 0.6
-# What it costs to hear which experts were chosen. To wait for the GPU and read from it:
-READ_BACK_S = 30e-6
-# The host's own time to say what is copied, while which nothing is: 1.1 to 2 ms.
-PREPARE_S = 1.2e-3
-# A row in all parts of a layer but experts, while which copies go on if they did not have to wait
-# for the router: prompts of 512 rows of Qwen3.5-35B-A3B, all experts hot, took 0.72 ms a layer
-# 2026-11 on an H200, and experts 0.36 of that.
-BESIDE_ROW_S = 0.7e-6
-WORTH = 0.8  # of the time without counting: less is gained than the estimate may be wrong by
-MOST_ROWS = 1 << 16  # of a step
-MOST_MEAN_PICKS = 700.0  # that chance is reckoned for; with so many no CPU is as quick as a copy
-
-
-@dataclass(frozen=True, slots=True)
-class ColdRates:
-    """How fast cold experts are worked off on either side."""
-
-    link: float  # bytes/s of copies to the GPU
-    cpu_bandwidth: float = 0.0  # bytes/s at which the CPU reads experts; 0: it is not asked
-    cpu_flops: float = 0.0  # of its products, at the type that it computes in
-
-    @property
-    def asks_cpu(self) -> bool:
-        """Whether experts may be left to the CPU."""
-        return self.cpu_bandwidth > 0 and self.cpu_flops > 0
-
-    @property
-    def without_cpu(self) -> "ColdRates":
-        """The same where nothing is left to the CPU."""
-        return ColdRates(self.link)
+# --------------------------------------------------------------------------- the prefill rule
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSize:
-    """What one expert weighs and works."""
+    """Bytes of one expert, and the operations of one pick of it."""
 
     bytes: int
-    flops: int  # of one pick
+    flops: int
 
 
 def expert_flops(width: int, hidden: int) -> int:
-    """Return the operations of one pick: three products, each value multiplied and added."""
+    """Return the operations of one pick: three products, one multiply and one add a weight."""
     return 6 * width * hidden
 
 
 @dataclass(frozen=True, slots=True)
 class ColdLayer:
-    """The cold experts of a layer, and what is expected of them."""
+    """The cold experts of a layer, and what a prefill step expects of them."""
 
     size: ExpertSize
     experts: int  # that are cold
-    picks: float  # of them by a row
-    ahead_bytes: int  # that could come before the layer is reached: the buffers
+    picks: float  # cold picks expected of one row
+    ahead_bytes: int  # of the staging buffers: so much may be copied before the layer is reached
 
 
-def most_counted_rows(layer: ColdLayer, rates: ColdRates) -> int:
-    """Return the most rows of a step that should wait to hear which experts were chosen."""
-    low, high = 0, MOST_ROWS
+def most_counted_rows(layer: ColdLayer, speeds: ColdSpeeds) -> int:
+    """Return the most rows of a step that should wait for the picks before it copies experts."""
+    low, high = 0, MOST_STEP_ROWS
     while low < high:
         middle = (low + high + 1) // 2
-        if pays_to_count(middle, layer, rates):
+        if pays_to_count(middle, layer, speeds):
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def pays_to_count(rows: int, layer: ColdLayer, rates: ColdRates) -> bool:
-    """Tell whether a step should wait to hear which experts were chosen, before it copies any.
+def pays_to_count(rows: int, layer: ColdLayer, speeds: ColdSpeeds) -> bool:
+    """Tell whether a step should wait for its picks before it copies experts.
 
-    Without waiting all cold experts are copied, from the time on when the layer before works. With
-    it the unused ones are not, and the CPU takes those that `left_to_cpu` gives it. Against that
-    stand the read-back, what the host does then, and the copies that could have run meanwhile: no
-    copy of this layer begins before its router is done.
+    Without waiting, all cold experts are copied, beginning while the layer before still computes.
+    With waiting, unused experts are not copied, and the CPU takes those that `left_to_cpu` gives
+    it; but no copy of this layer begins before its router is done.
 
-    Left out: cold experts are taken to differ in their picks by chance alone, and where some are
-    chosen far less than others counting is worth more; a GPU that computes for longer than copies
-    take gains nothing by fewer of them; kernels launched ahead are used up while the host waits.
+    The estimate leaves out three things. Cold experts are taken to differ in their picks by chance
+    alone; where some are chosen far less than others, counting is worth more. A GPU that computes
+    for longer than copies take gains nothing from fewer copies. Kernels that were launched ahead
+    run out while the host waits.
     """
+    counted_s = counted_seconds(rows, layer, speeds)
+    return counted_s < COUNTING_WORTH * streamed_seconds(layer, speeds)
+
+
+def prefill_seconds(rows: int, layer: ColdLayer, speeds: ColdSpeeds) -> float:
+    """Return the time of a layer's cold experts in a step of many rows, by the way it takes."""
+    if pays_to_count(rows, layer, speeds):
+        return counted_seconds(rows, layer, speeds)
+    return streamed_seconds(layer, speeds)
+
+
+def streamed_seconds(layer: ColdLayer, speeds: ColdSpeeds) -> float:
+    """Return the time to copy all cold experts of a layer to the GPU."""
+    return layer.experts * layer.size.bytes / speeds.copy
+
+
+def counted_seconds(rows: int, layer: ColdLayer, speeds: ColdSpeeds) -> float:
+    """Return the time of a layer's cold experts if the step waits for its picks first."""
     counts = expected_counts(rows * layer.picks, layer.experts)
-    counted_s = _shared(counts, layer.size, rates)[1]
-    lost_s = min(rows * BESIDE_ROW_S, layer.ahead_bytes / rates.link)
-    all_s = layer.experts * layer.size.bytes / rates.link
-    return READ_BACK_S + PREPARE_S + lost_s + counted_s < WORTH * all_s
+    lost_s = min(rows * OTHER_PARTS_ROW_S, layer.ahead_bytes / speeds.copy)
+    return READ_BACK_S + ENQUEUE_S + lost_s + _share(counts, layer.size, speeds).seconds
 
 
 def expected_counts(picks: float, experts: int) -> dict[int, int]:
-    """Return how many of some picks each expert gets if chance alone decides, fewest first.
+    """Return the picks that each expert gets if chance alone decides, by expert, fewest first.
 
-    They are the numbers that stand in the middle of so many equal shares of a Poisson
-    distribution; all together may be a few more or less than the picks.
+    Expert i of n gets the (i + 0.5) / n quantile of a Poisson distribution. The sum may differ
+    from `picks` by a few.
     """
     mean = min(picks / max(1, experts), MOST_MEAN_PICKS)
     counts: dict[int, int] = {}
@@ -251,32 +304,36 @@ def expected_counts(picks: float, experts: int) -> dict[int, int]:
     return counts
 
 
-def left_to_cpu(counts: Mapping[int, int], size: ExpertSize, rates: ColdRates) -> frozenset[int]:
-    """Return the cold experts, of those chosen, that the CPU should compute.
+def left_to_cpu(counts: Mapping[int, int], size: ExpertSize, speeds: ColdSpeeds) -> frozenset[int]:
+    """Return the cold experts that the CPU should compute, of those that were picked.
 
-    `counts`: picks by cold expert. Those with the fewest picks go first, as many as make the
-    slower of link and CPU finish soonest; both work at the same time.
+    `counts` has the picks of each cold expert. The CPU takes the experts with the fewest picks, as
+    many as let the slower of copies and CPU finish soonest; both work at the same time.
     """
-    return _shared(counts, size, rates)[0]
+    return _share(counts, size, speeds).by_cpu
 
 
-def _shared(
-    counts: Mapping[int, int], size: ExpertSize, rates: ColdRates
-) -> tuple[frozenset[int], float]:
-    """The experts that the CPU should compute, and when both sides are done."""
-    chosen = sorted((count, expert) for expert, count in counts.items() if count)
-    link_s = size.bytes / rates.link
-    best, best_s = 0, len(chosen) * link_s
-    if not rates.asks_cpu:
-        return frozenset(), best_s
-    read_s = size.bytes / (READ_SHARE * rates.cpu_bandwidth)
-    pick_s = size.flops / (FLOPS_SHARE * rates.cpu_flops)
-    cpu_s = HAND_OVER_S
-    for taken, (count, _) in enumerate(chosen, 1):
+@dataclass(frozen=True, slots=True)
+class _Share:
+    by_cpu: frozenset[int]  # experts that the CPU computes; the others are copied
+    seconds: float  # until both sides are done
+
+
+def _share(counts: Mapping[int, int], size: ExpertSize, speeds: ColdSpeeds) -> _Share:
+    """Return the quickest way to share picked experts between copies and the CPU."""
+    picked = sorted((count, expert) for expert, count in counts.items() if count)
+    copy_s = size.bytes / speeds.copy
+    best, best_s = 0, len(picked) * copy_s
+    if not speeds.cpu_takes_prefill:
+        return _Share(frozenset(), best_s)
+    read_s = size.bytes / (CPU_READ_SHARE * speeds.cpu)
+    pick_s = size.flops / (CPU_FLOPS_SHARE * speeds.cpu_flops)
+    cpu_s = PREFILL_HANDOVER_S
+    for taken, (count, _) in enumerate(picked, 1):
         cpu_s += max(read_s, count * pick_s)
         if cpu_s >= best_s:
-            break  # more of them take longer still
-        slower = max(cpu_s, (len(chosen) - taken) * link_s)
+            break  # more experts take the CPU longer still
+        slower = max(cpu_s, (len(picked) - taken) * copy_s)
         if slower < best_s:
             best, best_s = taken, slower
-    return frozenset(expert for _, expert in chosen[:best]), best_s
+    return _Share(frozenset(expert for _, expert in picked[:best]), best_s)

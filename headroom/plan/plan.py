@@ -9,12 +9,12 @@ from headroom.formats.quants import BY_NAME
 from headroom.machine.devices import DeviceSpec
 from headroom.machine.precision import Precision, common_precision
 from headroom.options import Options
-from headroom.plan.cost import Prediction, predict
-from headroom.plan.cost_model import ColdSpeeds, speeds_of
+from headroom.plan.cost_model import ColdSpeeds, cold_speeds_of
 from headroom.plan.device_scratch import NARROW_TYPES, unpack_bytes_for
 from headroom.plan.experts import check_expert_budget, floor_bytes, parse_expert_budget
 from headroom.plan.layout import DevicePlan, HostPlan, Layout, Pinning, biggest_line, lay_out
 from headroom.plan.lines import core_bytes, embed_bytes, head_bytes
+from headroom.plan.predict import Prediction, predict
 from headroom.plan.settings import PAGE_SIZE, PlanRequest, PlanSettings
 from headroom.plan.shape import ModelShape
 from headroom.plan.sharing import parse_split
@@ -282,7 +282,7 @@ def _cold_speeds(devices: Sequence[DeviceSpec], layout: Layout) -> ColdSpeeds | 
     first = layout.devices[0]
     if host is None or first.holds_all or first.hot_experts == first.total_experts:
         return None
-    return speeds_of(next(device for device in devices if device.name == first.name), host)
+    return cold_speeds_of(next(device for device in devices if device.name == first.name), host)
 
 
 def _lossy(settings: PlanSettings, layout: Layout, precision: Precision) -> Iterable[str]:

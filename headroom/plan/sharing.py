@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from headroom.errors import OptionError, PlanError
 from headroom.machine.devices import DeviceSpec
+from headroom.plan.cost_model import memory_rate
 from headroom.plan.experts import expert_staging_bytes, keep_with_staging
 from headroom.plan.lines import layer_bytes, verify_bytes
 from headroom.plan.settings import PlanRequest, PlanSettings
@@ -142,7 +143,7 @@ def layer_times(model: ModelShape, device: DeviceSpec, settings: PlanSettings) -
     return [
         int(
             (layer_bytes(layer, settings) + layer.experts_used * layer.expert_bytes)
-            * (PICOSECONDS / device.bandwidth)
+            * (PICOSECONDS / memory_rate(device))
         )
         for layer in model.layers
     ]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from headroom.experts.exchange import Swappable, SwapRound, plan_swaps, recent
+from headroom.experts.exchange import StoreSwaps, SwapRound, plan_swaps, recent
 from headroom.experts.placement import ExpertPlacement, save_placement
 from headroom.experts.stats import HistoryKeeper, RoutingHistory
 from headroom.experts.telemetry import ExpertTelemetry, HitCounter
@@ -39,7 +39,7 @@ class ExpertUpkeep:
         self._view = recent(file.history.counts, model.used, WINDOW)  # what swaps go by
         self._counts = self._viewed = self._routing.counts()  # as they were when last asked for
         self._hits = HitCounter(model.used, self._counts.shape[1])
-        self._experts: Swappable | None = pipeline.experts
+        self._experts: StoreSwaps | None = pipeline.experts
         self._store = pipeline.store
         self._swapping = self._experts is not None and rules.swap_every is not None
         self._round: SwapRound | None = None  # that is under way

@@ -65,7 +65,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(grouped, "product_way", lambda device: "loop")
     monkeypatch.setattr(torch, "mm", _in_float32)
     monkeypatch.setattr(prefill, "CudaCopies", lambda device: LateCopies())
-    monkeypatch.setattr(cost_model, "HAND_OVER_S", 0.0)
+    monkeypatch.setattr(cost_model, "PREFILL_HANDOVER_S", 0.0)
     pretend_pinning(monkeypatch)
     yield
     gc.collect()  # memory is given back to the driver that lent it
@@ -195,7 +195,7 @@ def check_paths(file: WeightFile, share: int, cold: str, changes: dict[str, obje
 
 def test_a_shared_layer_asks_both_sides_and_says_how_much(file: WeightFile) -> None:
     layer = Layer(file, ())
-    assert (layer.store.path, layer.store.choice.left) == ("cpu", (0, 0, 0, 1))
+    assert (layer.store.path, layer.store.choice.in_place) == ("cpu", (0, 0, 0, 1))
     assert layer.compute is not None
     assert layer.hybrid is not None
     x, picks = inputs(2)
@@ -229,7 +229,7 @@ def test_long_steps_go_by_the_hit_rate_that_statistics_promise(
     file: WeightFile, monkeypatch: pytest.MonkeyPatch, promised: tuple[float, ...], picks: float
 ) -> None:
     asked: list[cost_model.ColdLayer] = []
-    monkeypatch.setattr(prefill, "most_counted_rows", lambda cold, rates: asked.append(cold) or 0)
+    monkeypatch.setattr(prefill, "most_counted_rows", lambda cold, speeds: asked.append(cold) or 0)
     Layer(file, HOT[30], "gpu", promised=promised)
     assert [(cold.experts, cold.picks) for cold in asked] == [(4, pytest.approx(picks))]
 

@@ -14,7 +14,7 @@ from headroom.kernels.cuda.sizes import TILED
 from headroom.kernels.native import experts as native_experts
 from headroom.kernels.native.experts import PanelTable
 from headroom.kernels.native.module import MODULE
-from headroom.plan.cost_model import Choice
+from headroom.plan.cost_model import DecodeChoice
 from tests.experts.cold_layers import SplitStore, random_picks, split_store
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(
 )
 EXPERTS, USED, WIDTH, HIDDEN = 10, 4, 256, 256
 SIZES = (EXPERTS, WIDTH, HIDDEN)
-BY_CPU = Choice("cpu", (0,) * (USED + 1))
-MIXED = Choice("cpu", (0, 0, 1, 1, 2))
+BY_CPU = DecodeChoice("cpu", (0,) * (USED + 1))
+MIXED = DecodeChoice("cpu", (0, 0, 1, 1, 2))
 MIX = ("q4_k", "q4_k", "q6_k")
 
 
@@ -46,7 +46,9 @@ def made() -> Iterator[list[ColdCompute]]:
         one.close()
 
 
-def started(made: list[ColdCompute], stores: list[SplitStore], choice: Choice) -> list[CpuShared]:
+def started(
+    made: list[ColdCompute], stores: list[SplitStore], choice: DecodeChoice
+) -> list[CpuShared]:
     """The parts of layers whose worker runs."""
     compute = ColdCompute("cpu")
     made.append(compute)
@@ -85,7 +87,7 @@ def apart(found: torch.Tensor, wanted: torch.Tensor, x: torch.Tensor) -> float:
 @pytest.mark.parametrize("rows", [1, 3, 32])
 @pytest.mark.parametrize("hot", [0, 3, 6, 10])
 def test_any_split_says_what_all_hot_says(
-    made: list[ColdCompute], hot: int, rows: int, choice: Choice
+    made: list[ColdCompute], hot: int, rows: int, choice: DecodeChoice
 ) -> None:
     store = split_store(MIX, SIZES, range(hot))
     (part,) = started(made, [store], choice)
@@ -95,7 +97,7 @@ def test_any_split_says_what_all_hot_says(
     assert apart(found, all_hot(store, x, picks), x) < 1e-5
     counts = made[0].counts()
     by_row = ((picks[0] >= 0) & (picks[0] >= hot)).sum(1).tolist()  # cold ones
-    read_in_place = sum(choice.left[cold] for cold in by_row)
+    read_in_place = sum(choice.in_place[cold] for cold in by_row)
     assert counts.gpu_bytes == read_in_place * store.expert_bytes
     assert (counts.cpu_bytes > 0) == (sum(by_row) > read_in_place)
     made[0].check()

@@ -17,7 +17,7 @@ from headroom.kernels.cuda.experts import Others
 from headroom.kernels.cuda.experts_prefill import many_rows
 from headroom.kernels.native.module import MODULE
 from headroom.plan import cost_model
-from headroom.plan.cost_model import ColdRates
+from headroom.plan.cost_model import ColdSpeeds
 from headroom.plan.experts import BUFFERS, buffer_bytes
 from tests.experts.cold_layer import LateCopies, Layer, make_blobs, split_layer
 from tests.gpu.check_experts import wanted_sum
@@ -27,8 +27,8 @@ from tests.pretend_cuda import kernels_on_cpu, pretend_cuda
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 EXPERTS, WIDTH, HIDDEN, ROWS, USED = 10, 32, 64, 34, 2
 COLD = {0: (), 30: (1, 4, 9), 70: (0, 2, 3, 4, 6, 7, 9), 100: tuple(range(10))}
-FAST_CPU = ColdRates(link=1e3, cpu_bandwidth=1e12, cpu_flops=1e15)
-NO_CPU = ColdRates(link=1e10)
+FAST_CPU = ColdSpeeds(gpu=4e12, link=48e9, cpu=1e12, handover_s=1e-5, copy=1e3, cpu_flops=1e15)
+NO_CPU = ColdSpeeds(gpu=4e12, link=48e9, cpu=0.0, handover_s=1e-5, copy=1e10, cpu_flops=0.0)
 
 
 def in_float32(
@@ -75,7 +75,7 @@ def inputs() -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], Others]:
 
 
 def open_stream(
-    layers: Sequence[Layer], each: int, rates: ColdRates = NO_CPU
+    layers: Sequence[Layer], each: int, speeds: ColdSpeeds = NO_CPU
 ) -> tuple[ColdStream, list[StreamedLayer], LateCopies]:
     """Buffers of `each` experts."""
     size = layers[0].expert_bytes
@@ -85,7 +85,7 @@ def open_stream(
             BUFFERS * buffer_bytes(size, EXPERTS) + 2 * EXPERTS * WIDTH * HIDDEN, dtype=torch.uint8
         )
         queue = LateCopies()
-        stream = ColdStream(staging, (size, EXPERTS), queue, rates)  # type: ignore[arg-type]
+        stream = ColdStream(staging, (size, EXPERTS), queue, speeds)  # type: ignore[arg-type]
     return stream, [stream.add(layer.tiles, layer, "silu", 1.0) for layer in layers], queue
 
 
@@ -230,13 +230,16 @@ def test_small_steps_copy_only_experts_that_were_chosen(  # type: ignore[no-unty
 
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
-@pytest.mark.parametrize("rates", [FAST_CPU, ColdRates(1e6, 2e6, 1e8)])
+@pytest.mark.parametrize(
+    "speeds",
+    [FAST_CPU, ColdSpeeds(gpu=4e12, link=48e9, cpu=2e6, handover_s=1e-5, copy=1e6, cpu_flops=1e8)],
+)
 def test_experts_with_few_picks_may_be_left_to_the_cpu(  # type: ignore[no-untyped-def]
-    monkeypatch, layer_of, inputs, rates: ColdRates
+    monkeypatch, layer_of, inputs, speeds: ColdSpeeds
 ) -> None:
-    monkeypatch.setattr(cost_model, "HAND_OVER_S", 0.0)
+    monkeypatch.setattr(cost_model, "PREFILL_HANDOVER_S", 0.0)
     layer = split_layer(*layer_of, COLD[70])
-    stream, (streamed,), queue = open_stream([layer], 2, rates)
+    stream, (streamed,), queue = open_stream([layer], 2, speeds)
     x, chosen, others = inputs
     found = streamed.many_rows(x, chosen, others)
     counts = stream.counts
@@ -245,7 +248,7 @@ def test_experts_with_few_picks_may_be_left_to_the_cpu(  # type: ignore[no-untyp
     )
     assert left + streamed_ones == 7
     assert len(copied(layer, queue)) == streamed_ones
-    assert left == 7 if rates is FAST_CPU else 0 < left < 7
+    assert left == 7 if speeds is FAST_CPU else 0 < left < 7
     assert counts.cpu_s > 0
     wanted = all_hot(layer_of, inputs)
     routed = many_rows(x, *chosen, split_layer(*layer_of, ()).tiles, "silu")
@@ -257,7 +260,7 @@ def test_nothing_on_the_gpu_meets_host_memory_but_by_copies(  # type: ignore[no-
     monkeypatch, layer_of, inputs, counted: bool
 ) -> None:
     monkeypatch.setattr(prefill, "most_counted_rows", lambda *facts: ROWS * counted)
-    monkeypatch.setattr(cost_model, "HAND_OVER_S", 0.0)
+    monkeypatch.setattr(cost_model, "PREFILL_HANDOVER_S", 0.0)
     layer = split_layer(*layer_of, COLD[70])
     wanted = all_hot(layer_of, inputs)
     x, (ids, weights), others = inputs

@@ -11,7 +11,7 @@ from headroom.experts import prefill
 from headroom.kernels.cuda.experts import Others
 from headroom.kernels.cuda.experts_prefill import many_rows
 from headroom.kernels.native.module import MODULE
-from headroom.plan.cost_model import ColdLayer, ColdRates
+from headroom.plan.cost_model import ColdLayer, ColdSpeeds
 from tests.experts.cold_layer import split_layer
 from tests.experts.test_prefill import (
     COLD,
@@ -28,6 +28,8 @@ from tests.kernels.cuda_on_cpu import COMPILER
 
 __all__ = ["layer_of", "on_the_cpu"]  # fixtures
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+SLOW_CPU = ColdSpeeds(gpu=4e12, link=48e9, cpu=1e10, handover_s=1e-5, copy=1e10, cpu_flops=1e10)
 
 
 def picks(rows: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
@@ -49,7 +51,7 @@ def test_a_layer_asks_once_and_by_what_is_expected_of_its_cold_experts(  # type:
 ) -> None:
     asked: list[ColdLayer] = []
     monkeypatch.setattr(
-        prefill, "most_counted_rows", lambda layer, rates: asked.append(layer) or 40
+        prefill, "most_counted_rows", lambda layer, speeds: asked.append(layer) or 40
     )
     layer = split_layer(*layer_of, COLD[70])
     stream, (streamed,), _ = open_stream([layer], 2)
@@ -71,7 +73,7 @@ def test_layers_that_wait_and_layers_that_do_not_may_follow_each_other(  # type:
 ) -> None:
     by_cold = dict(zip((7, 3), counted, strict=True))
     monkeypatch.setattr(
-        prefill, "most_counted_rows", lambda layer, rates: 36 * by_cold[layer.experts]
+        prefill, "most_counted_rows", lambda layer, speeds: 36 * by_cold[layer.experts]
     )
     read: list[int] = []
     read_back = prefill.read_back
@@ -106,7 +108,7 @@ def test_only_picks_of_the_cpus_experts_are_handed_to_it(  # type: ignore[no-unt
 
     monkeypatch.setattr(prefill, "experts_into", watched)
     layer = split_layer(*layer_of, COLD[30])
-    _, (streamed,), queue = open_stream([layer], 2, ColdRates(1e10, 1e10, 1e10))
+    _, (streamed,), queue = open_stream([layer], 2, SLOW_CPU)
     x, (ids, weights) = picks(40)
     ids[5], ids[6, 0] = -1, -1
     found = streamed.many_rows(x, (ids, weights), Others(residual=x.float()))
@@ -143,7 +145,7 @@ def test_a_step_that_fails_leaves_no_thread_that_reads_experts(  # type: ignore[
     monkeypatch.setattr(prefill, "experts_into", slow)
     monkeypatch.setattr(prefill.experts_prefill, "sum_groups", fail)
     layer = split_layer(*layer_of, COLD[30])
-    _, (streamed,), _ = open_stream([layer], 2, ColdRates(1e10, 1e10, 1e10))
+    _, (streamed,), _ = open_stream([layer], 2, SLOW_CPU)
     with pytest.raises(RuntimeError, match="the GPU is full"):
         streamed.many_rows(*picks(40))
     assert ended.is_set()
@@ -158,6 +160,6 @@ def test_the_cpu_is_asked_after_the_main_thread_has_ended_too(  # type: ignore[n
     found = []
     for alive in (True, False):
         monkeypatch.setattr(threading.main_thread(), "is_alive", lambda alive=alive: alive)
-        _, (streamed,), _ = open_stream([layer], 2, ColdRates(1e10, 1e10, 1e10))
+        _, (streamed,), _ = open_stream([layer], 2, SLOW_CPU)
         found.append(streamed.many_rows(x, chosen))
     assert torch.equal(*found)

@@ -16,7 +16,7 @@ from headroom.experts.exchange import StoreSwaps
 from headroom.experts.placement import LayerExperts
 from headroom.experts.store import drop_cold
 from headroom.layers import host_memory
-from headroom.plan.cost_model import Choice
+from headroom.plan.cost_model import ColdSpeeds, DecodeChoice
 from tests.experts.stores import blob_layout, check_layer, exchange, small_store
 from tests.pinned import pretend_pinning
 
@@ -279,14 +279,44 @@ def test_the_log_tells_in_how_many_layers_who_computes_cold_experts_where_they_d
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    paths = iter([Choice("gpu", (0, 1)), Choice("cpu", (0, 1)), Choice("gpu", (0, 1))])
-    monkeypatch.setattr(stores, "choose", lambda *facts: next(paths))
+    paths = iter(
+        [DecodeChoice("gpu", (0, 1)), DecodeChoice("cpu", (0, 1)), DecodeChoice("gpu", (0, 1))]
+    )
+    monkeypatch.setattr(stores, "choose_decode", lambda *facts: next(paths))
     with caplog.at_level(logging.INFO):
         small_store([blob_layout(3)] * 3, [(0,), (1,), (2,)], cold="auto", pin=True)
     assert caplog.messages[0].endswith(
         "cold: read by the GPU in 2 layers, computed by the CPU and read by the GPU in 1 layers"
     )
     assert "chosen by listed speeds" in caplog.messages[1]
+
+
+NO_CPU = ColdSpeeds(gpu=1e12, link=1e10, cpu=0.0, handover_s=1e-5, measured=True)
+
+
+def test_without_the_cpp_module_a_warning_says_what_is_slower_and_what_to_install(
+    pinning: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(stores, "MISSING", "not built")
+    store = small_store([blob_layout(3)], [(0,)], cold="auto", pin=True, speeds=NO_CPU)
+    assert store.layers[0] is not None
+    assert store.layers[0].path == "gpu"
+    warnings = [x.getMessage() for x in caplog.records if x.levelno == logging.WARNING]
+    assert warnings == [
+        "experts: the CPU takes no part in computing cold experts, because the C++ module is not "
+        "built. The GPU reads all of them over its link, which is slower. Install a C++ compiler "
+        "and run pip install again for headroom; --cold gpu turns this warning off"
+    ]
+
+
+@pytest.mark.parametrize(("cold", "keep_copy"), [("gpu", False), ("drop", True), ("drop", False)])
+def test_who_wants_nothing_of_the_cpu_is_not_warned_of_a_missing_cpp_module(
+    cold: str, keep_copy: bool, pinning: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    small_store([blob_layout(3)], [(0,)], cold=cold, pin=True, keep_copy=keep_copy, speeds=NO_CPU)
+    assert not [x for x in caplog.records if x.levelno == logging.WARNING]
 
 
 def test_a_gpu_that_must_read_what_is_not_pinned_is_refused(pinning: Callable[[str], None]) -> None:

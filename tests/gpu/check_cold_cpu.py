@@ -18,7 +18,7 @@ from headroom.kernels.cuda.experts import ExpertTiles, few_rows
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.cuda.measure import handover_seconds
 from headroom.kernels.native.module import MODULE, POOL
-from headroom.plan.cost_model import Choice, ColdSpeeds, best_left
+from headroom.plan.cost_model import ColdSpeeds, DecodeChoice, best_in_place
 from tests.experts.cold_layers import SplitStore
 from tests.gpu.check_experts import Kinds, make_table, to_tiles
 from tests.gpu.kept import keep_code
@@ -26,8 +26,8 @@ from tests.gpu.kept import keep_code
 DEVICE = "cuda"
 USED = 8
 MIX: Kinds = ("q4_k", "q4_k", "q6_k")
-BY_CPU = Choice("cpu", (0,) * (USED + 1))
-MIXED = Choice("cpu", (0, 0, 0, 1, 1, 1, 2, 2, 2))
+BY_CPU = DecodeChoice("cpu", (0,) * (USED + 1))
+MIXED = DecodeChoice("cpu", (0, 0, 0, 1, 1, 1, 2, 2, 2))
 
 
 def gpu_store(pieces: list[torch.Tensor], kinds: Kinds, width: int, hot: list[int]) -> SplitStore:
@@ -70,7 +70,7 @@ def pick(rows: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.softmax(torch.randn(rows, USED), 1)
 
 
-def check(share: float, rows: int, choice: Choice, kinds: Kinds = MIX) -> bool:
+def check(share: float, rows: int, choice: DecodeChoice, kinds: Kinds = MIX) -> bool:
     """A layer of which a share is hot, replayed with new rows and picks."""
     count, width, hidden = 20, 256, 512
     every = to_tiles(make_table(kinds, count, width, hidden))
@@ -102,7 +102,7 @@ def check(share: float, rows: int, choice: Choice, kinds: Kinds = MIX) -> bool:
     counts = compute.counts()
     compute.close()
     good = worst < 0.002 and (share == 1.0 or counts.cpu_bytes > 0)
-    named = f"{share:.0%} hot x{rows} left {choice.left[-1]} {kinds}"
+    named = f"{share:.0%} hot x{rows} left {choice.in_place[-1]} {kinds}"
     print(f"{'PASS' if good else 'FAIL'} {named}: {worst:.1e} {counts}", flush=True)
     return good
 
@@ -134,7 +134,7 @@ def check_limit() -> bool:
     return good
 
 
-def bench_layers(stores: list[SplitStore], choice: Choice | None, hit: float) -> None:
+def bench_layers(stores: list[SplitStore], choice: DecodeChoice | None, hit: float) -> None:
     """Microseconds of a layer's experts, one row; None: the GPU reads all that is cold."""
     compute = ColdCompute(DEVICE)
     parts: list[CpuShared | None] = [
@@ -173,7 +173,7 @@ def bench_layers(stores: list[SplitStore], choice: Choice | None, hit: float) ->
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / rounds / len(stores))
-    name = "gpu" if choice is None else f"cpu, left {choice.left}"
+    name = "gpu" if choice is None else f"cpu, left {choice.in_place}"
     size = stores[0].expert_bytes * float(cold.float().sum(2).mean())
     us = sorted(times)[3]
     print(
@@ -204,11 +204,11 @@ def bench() -> None:
         some = to_tiles(make_table(MIX, 8, 512, 2048))
         pieces = [piece.repeat(32, 1) for piece in some.memory]  # 256 experts, apart in memory
         stores.append(gpu_store(pieces, MIX, 512, list(range(128))))
-    shared = best_left(ColdSpeeds(4e12, link, 90e9, handover_s), stores[0].expert_bytes, USED)
+    shared = best_in_place(ColdSpeeds(4e12, link, 90e9, handover_s), stores[0].expert_bytes, USED)
     for hit in (1.0, 0.9, 0.6, 0.0):
         bench_layers(stores, None, hit)
         bench_layers(stores, BY_CPU, hit)
-        bench_layers(stores, Choice("cpu", shared), hit)
+        bench_layers(stores, DecodeChoice("cpu", shared), hit)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.native.module import MODULE
 from headroom.plan import staging
-from headroom.plan.cost_model import ColdLayer, ColdRates, ExpertSize, expert_flops, pays_to_count
+from headroom.plan.cost_model import ColdLayer, ColdSpeeds, ExpertSize, expert_flops, pays_to_count
 from headroom.units import GIB, MIB
 from tests.experts.cold_layer import Layer, blobs_of, matrix_bytes, split_layer
 from tests.gpu.check_experts import Kinds, forced, make_table, pick_experts
@@ -30,12 +31,13 @@ KINDS: Kinds = ("q4_k", "q4_k", "q6_k")
 PLAIN: tuple[Kinds, ...] = (("bf16",) * 3, ("f16",) * 3)
 SIZES = (24, 256, 512)  # of the small layer: experts, width, hidden
 USED = 4
-LINK = ColdRates(55e9)  # of copies to an H200
-WITH_CPU = ColdRates(55e9, 75e9, 460e9)  # and of 16 cores beside it
+# Copies to an H200, without its CPU and with 16 cores of it.
+LINK = ColdSpeeds(gpu=4e12, link=48e9, cpu=0.0, handover_s=1e-5, copy=55e9)
+WITH_CPU = ColdSpeeds(gpu=4e12, link=48e9, cpu=75e9, handover_s=1e-5, copy=55e9, cpu_flops=460e9)
 
 
 def open_layers(
-    layers: list[Layer], experts_a_buffer: int, pinned: bool, rates: ColdRates = LINK
+    layers: list[Layer], experts_a_buffer: int, pinned: bool, speeds: ColdSpeeds = LINK
 ) -> ColdStream:
     """A stream with buffers of so many experts."""
     size, tiles = layers[0].expert_bytes, layers[0].tiles
@@ -45,7 +47,7 @@ def open_layers(
     )
     total = staging.BUFFERS * staging.buffer_bytes(size, len(tiles.addresses)) + downs
     memory = torch.empty(total, dtype=torch.uint8, device=DEVICE)
-    stream = open_stream(memory, (size, len(tiles.addresses)), pinned, rates)
+    stream = open_stream(memory, (size, len(tiles.addresses)), pinned, speeds)
     for layer in layers:
         stream.add(layer.tiles, layer, "silu", 2.0)
     return stream
@@ -71,14 +73,14 @@ def check(
             layer.host_addresses[layer.host_addresses != 0] += shift
             layer.cold = apart
     hot = [split_layer(*both, (), "cuda") for both in zip(tables, blobs, strict=True)]
-    rates = ColdRates(1e7, 2e7, 1e12) if on_cpu else LINK
+    speeds = replace(LINK, copy=1e7, cpu=2e7, cpu_flops=1e12) if on_cpu else LINK
     # Three groups a layer.
     arena = scratch.Arena(
         torch.empty(64 * MIB, dtype=torch.uint8, device=DEVICE), 4 * width * hidden * 8
     )
     good, worst = True, 0.0
     with scratch.opened(arena):
-        stream = open_layers(halves, 3, pinned, rates)
+        stream = open_layers(halves, 3, pinned, speeds)
         for _ in range(10):
             x = torch.randn(rows, hidden, device=DEVICE).bfloat16()
             weights = torch.rand(rows, USED, device=DEVICE)
@@ -183,10 +185,10 @@ def bench_counted(rows: int, hits: float) -> None:
         torch.rand(rows, 8, device=DEVICE),
     )
     arena = scratch.Arena(torch.empty(GIB + GIB // 2, dtype=torch.uint8, device=DEVICE), GIB)
-    for counted, rates in ((False, LINK), (True, LINK), (True, WITH_CPU)):
+    for counted, speeds in ((False, LINK), (True, LINK), (True, WITH_CPU)):
         prefill.most_counted_rows = lambda *facts, counted=counted: rows * counted
         with scratch.opened(arena):
-            stream = open_layers(layers, 64 * MIB // layers[0].expert_bytes, True, rates)
+            stream = open_layers(layers, 64 * MIB // layers[0].expert_bytes, True, speeds)
             out = torch.zeros(rows, 2048, device=DEVICE)
 
             def chunk(stream=stream, out=out) -> None:  # type: ignore[no-untyped-def]
@@ -197,8 +199,8 @@ def bench_counted(rows: int, hits: float) -> None:
         size = ExpertSize(layers[0].expert_bytes, expert_flops(512, 2048))
         cold = ColdLayer(size, 102, 8 * (1 - hits), 2 * 64 * MIB)
         print(
-            f"BENCH hits {hits:.0%} x{rows} counted={counted} cpu={rates.asks_cpu}: "
-            f"{took * 1e6:.0f} us a layer; the rule counts: {pays_to_count(rows, cold, rates)}",
+            f"BENCH hits {hits:.0%} x{rows} counted={counted} cpu={speeds.cpu_takes_prefill}: "
+            f"{took * 1e6:.0f} us a layer; the rule counts: {pays_to_count(rows, cold, speeds)}",
             flush=True,
         )
 

@@ -20,7 +20,7 @@ from headroom.families.files import open_checkpoint
 from headroom.kernels.cuda import sizes
 from headroom.llm import LLM
 from headroom.plan import cost_model
-from headroom.plan.cost_model import Choice
+from headroom.plan.cost_model import DecodeChoice
 from tests.running import run_steps
 from tests.synth_models import write_model
 
@@ -188,10 +188,13 @@ def same_bits(path: Path, wanted: list[torch.Tensor], share: str) -> str:
 def shared_layers() -> Iterator[None]:
     """Let CPU and GPU share the cold picks of a row, and a CPU take few rows of prompts."""
 
-    def half(speeds: object, size: int, used: int, hits: float) -> Choice:
-        return Choice("cpu", tuple(cold // 2 for cold in range(used + 1)))
+    def half(speeds: object, size: int, used: int, hits: float, cold: str) -> DecodeChoice:
+        return DecodeChoice("cpu", tuple(cold // 2 for cold in range(used + 1)))
 
-    with patch.object(stores, "choose", half), patch.object(cost_model, "HAND_OVER_S", 0.0):
+    with (
+        patch.object(stores, "choose_decode", half),
+        patch.object(cost_model, "PREFILL_HANDOVER_S", 0.0),
+    ):
         yield
 
 

@@ -19,21 +19,22 @@ from headroom.kernels.cuda.experts import Others
 from headroom.kernels.native.cold import worker_threads
 from headroom.kernels.native.module import MODULE, POOL
 from headroom.plan import cost_model
-from headroom.plan.cost_model import ColdRates
+from headroom.plan.cost_model import ColdSpeeds
 from headroom.units import GIB, MIB
 from tests.experts.cold_layer import Layer
 from tests.gpu.check_cold_stream import DEVICE, LINK, open_layers, real_layer, seconds
 from tests.gpu.kept import keep_code
 
-RATES = ColdRates(55e9, 80e9, 750e9)  # of an H200 and the 16 cores beside it
+# An H200 and the 16 cores beside it.
+RATES = ColdSpeeds(gpu=4e12, link=48e9, cpu=80e9, handover_s=1e-5, copy=55e9, cpu_flops=750e9)
 ROWS = (32, 128, 256, 512)
 # Cold experts, and the picks of a row that are hot: by chance, or by statistics.
 CASES = ((1.0, 0.0), (0.4, 0.6), (0.4, 0.894))
 LAYERS = 4  # of a round
 # How experts are shared if nothing is known of copies that slow the CPU down.
 HOPEFUL = {
-    "READ_SHARE": 1.0,
-    "FLOPS_SHARE": 1.0,
+    "CPU_READ_SHARE": 1.0,
+    "CPU_FLOPS_SHARE": 1.0,
 }
 
 
@@ -121,11 +122,11 @@ def choose(layer: Layer, rows: int, hits: float) -> torch.Tensor:
     return torch.multinomial(chances.expand(rows, -1), 8).int().to(DEVICE)
 
 
-def time_way(layers: list[Layer], rows: int, hits: float, rates: ColdRates | None) -> Watch:
-    """Time layers one after another; no rates: all cold experts are copied."""
+def time_way(layers: list[Layer], rows: int, hits: float, speeds: ColdSpeeds | None) -> Watch:
+    """Time layers one after another; no speeds: all cold experts are copied."""
     watch = Watch()
-    prefill.most_counted_rows = lambda *facts: rows * (rates is not None)  # type: ignore[assignment]
-    stream = open_layers(layers, 64 * MIB // layers[0].expert_bytes, True, rates or LINK)
+    prefill.most_counted_rows = lambda *facts: rows * (speeds is not None)  # type: ignore[assignment]
+    stream = open_layers(layers, 64 * MIB // layers[0].expert_bytes, True, speeds or LINK)
     hidden = layers[0].tiles.hidden
     x = torch.randn(rows, hidden, device=DEVICE).bfloat16()
     weights, out = torch.rand(rows, 8, device=DEVICE), torch.zeros(rows, hidden, device=DEVICE)

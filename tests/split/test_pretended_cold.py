@@ -15,7 +15,7 @@ from headroom.experts.placement import LayerExperts
 from headroom.experts.store import LayerStore, drop_cold
 from headroom.experts.telemetry import ColdFigures
 from headroom.families.files import open_checkpoint
-from headroom.plan.cost_model import Choice
+from headroom.plan.cost_model import DecodeChoice
 from tests.experts.late_gpu import LateGpu
 from tests.experts.stores import exchange
 from tests.families.oracles import PROMPT, variant
@@ -70,7 +70,9 @@ def test_cold_experts_of_a_layer_may_be_shared_between_both_sides(
 ) -> None:
     checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf", "F32"))
     monkeypatch.setattr(
-        stores, "choose", lambda speeds, size, used, hits: Choice("cpu", (0, *range(used)))
+        stores,
+        "choose_decode",
+        lambda speeds, size, used, *more: DecodeChoice("cpu", (0, *range(used))),
     )
     brought: list[int] = []
     bring = LayerStore.bring

@@ -1,0 +1,213 @@
+"""predict(): the tokens per second of a plan, by the cost model and the bytes of its layout."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headroom.machine.devices import DeviceSpec
+from headroom.plan.cost_model import (
+    ColdLayer,
+    ColdSpeeds,
+    DecodeChoice,
+    ExpertSize,
+    choose_decode,
+    cold_seconds,
+    cold_speeds_of,
+    compute_rate,
+    decode_speeds,
+    memory_rate,
+    prefill_seconds,
+    prefill_speeds,
+)
+from headroom.plan.experts import BUFFERS, buffer_bytes
+from headroom.plan.layout import DevicePlan, Layout, Pinning
+from headroom.plan.lines import F32_BYTES, core_bytes, embed_bytes, head_bytes, kv_token_bytes
+from headroom.plan.settings import PlanSettings
+from headroom.plan.shape import LayerShape, ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The speed to expect, and what limits it."""
+
+    decode_tokens_per_s: float  # one sequence, the context half full
+    prefill_tokens_per_s: float
+    bound_by: str  # what the largest part of a decode step is spent on
+    estimate: bool  # False once the speeds of all devices in use were measured
+
+
+def predict(
+    model: ModelShape, devices: Sequence[DeviceSpec], settings: PlanSettings, layout: Layout
+) -> Prediction:
+    """Return the speed of a layout. Layers run one after another, so their times add up."""
+    by_name = {device.name: device for device in devices}
+    host = next((device for device in devices if device.kind == "cpu"), None)
+    pinned = layout.host.pinning in (None, Pinning.PINNED)
+    decode: dict[str, float] = {}
+    prefill_s = 0.0
+    for plan in layout.devices:
+        device = by_name[plan.name]
+        work = _StageWork(model, plan, settings)
+        speeds = cold_speeds_of(device, host or device)
+        in_decode = decode_speeds(speeds, settings.cold, pinned)
+        for name, seconds in _decode_parts(work, device, in_decode).items():
+            decode[name] = decode.get(name, 0.0) + seconds
+        prefill_s += _prefill_seconds(work, device, prefill_speeds(speeds, settings.cold))
+    used = {plan.name for plan in layout.devices}
+    if host is not None and any(line.name == "cold_experts" for line in layout.host.lines):
+        used.add(host.name)
+    measured = all(device.measured for device in devices if device.name in used)
+    return Prediction(
+        decode_tokens_per_s=1 / sum(decode.values()),
+        prefill_tokens_per_s=settings.chunk / prefill_s,
+        bound_by=max(decode, key=lambda name: decode[name]),
+        estimate=not measured,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedLayer:
+    """A layer with routed experts, some of which a plan keeps in the device's memory."""
+
+    shape: LayerShape
+    hot: int  # experts
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of picks that are hot if all experts are chosen equally often."""
+        return self.hot / self.shape.experts
+
+    def decode_choice(self, speeds: ColdSpeeds, cold: str) -> DecodeChoice:
+        """Return who computes the cold picks of a row under the setting `cold`."""
+        if cold == "cpu" and not speeds.cpu:
+            cold = "gpu"  # the CPU has no C++ kernels: its plain ones are counted as copies
+        shape = self.shape
+        return choose_decode(speeds, shape.expert_bytes, shape.experts_used, self.hit_rate, cold)
+
+    def decode_seconds(self, speeds: ColdSpeeds, choice: DecodeChoice) -> float:
+        """Return the seconds that the cold picks of a row add to a decode step."""
+        return cold_seconds(speeds, self.shape.expert_bytes, self.hit_rate, choice)
+
+    def prefill_seconds(self, rows: int, speeds: ColdSpeeds) -> float:
+        """Return the seconds of the cold experts in a prefill step of so many rows."""
+        shape = self.shape
+        layer = ColdLayer(
+            size=ExpertSize(shape.expert_bytes, 2 * shape.expert_values),
+            experts=shape.experts - self.hot,
+            picks=shape.experts_used * (1 - self.hit_rate),
+            ahead_bytes=BUFFERS * buffer_bytes(shape.expert_bytes, shape.experts),
+        )
+        return prefill_seconds(rows, layer, speeds)
+
+
+@dataclass(frozen=True, slots=True)
+class _StageWork:
+    """Bytes and operations of the layers of one device."""
+
+    model: ModelShape
+    plan: DevicePlan
+    settings: PlanSettings
+
+    @property
+    def layers(self) -> tuple[LayerShape, ...]:
+        first, last = self.plan.layers
+        return self.model.layers[first : last + 1]
+
+    @property
+    def has_head(self) -> bool:
+        return self.plan.layers[1] == len(self.model.layers) - 1
+
+    def weight_bytes(self, *, unpacking: bool) -> int:
+        """Return the bytes that a step reads of all weights but experts.
+
+        Kernels that unpack weights first write and read them again in float32.
+        """
+        held = core_bytes(self.layers, self.settings)
+        values = sum(layer.core_values for layer in self.layers)
+        if self.has_head:
+            model = self.model
+            held += (embed_bytes if model.tied else head_bytes)(model, self.settings)
+            values += model.embed_values if model.tied else model.head_values
+        return held + (2 * values * F32_BYTES if unpacking else 0)
+
+    def cache_bytes(self) -> int:
+        """Return the bytes of KV cache and state that one token reads, the context half full."""
+        half, total = max(1, self.settings.context // 2), 0
+        for layer in self.layers:
+            seen = min(half, layer.window) if layer.kind == "window" else half
+            total += seen * kv_token_bytes(layer, self.settings.k_type, self.settings.v_type)
+            total += 2 * (layer.state_values + layer.conv_values) * F32_BYTES  # read and written
+        return total
+
+    def hot_bytes(self) -> float:
+        """Return the bytes of all hot experts."""
+        return sum(layer.hot * layer.shape.expert_bytes for layer in self.routed())
+
+    def hot_bytes_of_token(self) -> float:
+        """Return the bytes of the hot experts that one token visits."""
+        return sum(
+            layer.hit_rate * layer.shape.experts_used * layer.shape.expert_bytes
+            for layer in self.routed()
+        )
+
+    def routed(self) -> list[RoutedLayer]:
+        """Return the layers with experts."""
+        hot = self.plan.hot_by_layer or (0,) * len(self.layers)
+        both = zip(self.layers, hot, strict=True)
+        return [RoutedLayer(shape, count) for shape, count in both if shape.experts]
+
+    def with_cold(self) -> Counter[RoutedLayer]:
+        """Return the layers whose cold experts cost time, and how many are equal to each.
+
+        Dropped experts cost no time.
+        """
+        if self.settings.cold == "drop":
+            return Counter()
+        return Counter(layer for layer in self.routed() if layer.hot < layer.shape.experts)
+
+    def operations(self) -> float:
+        """Return the multiplications and additions of one token."""
+        values = sum(x.core_values + x.experts_used * x.expert_values for x in self.layers)
+        return 2.0 * values
+
+
+def _decode_parts(work: _StageWork, device: DeviceSpec, speeds: ColdSpeeds) -> dict[str, float]:
+    """Return the seconds of one token, by what they are spent on."""
+    unpacking = _unpacks(device, work.settings)
+    own = work.weight_bytes(unpacking=unpacking) + work.cache_bytes() + work.hot_bytes_of_token()
+    parts = {f"memory of {device.name}": own / memory_rate(device)}
+    for layer, count in work.with_cold().items():
+        choice = layer.decode_choice(speeds, work.settings.cold)
+        name = _worker_name(device, choice)
+        parts[name] = parts.get(name, 0.0) + count * layer.decode_seconds(speeds, choice)
+    return parts
+
+
+def _worker_name(device: DeviceSpec, choice: DecodeChoice) -> str:
+    """Return what is busy with cold experts, as a plan's table says it."""
+    if choice.path == "gpu":
+        return f"link of {device.name}"
+    shared = any(choice.in_place)
+    return f"link of {device.name} and memory of the host" if shared else "memory of the host"
+
+
+def _prefill_seconds(work: _StageWork, device: DeviceSpec, speeds: ColdSpeeds) -> float:
+    """Return the seconds of one chunk: the slowest of memory, cold experts and arithmetic.
+
+    Cold experts come to the device while it computes.
+    """
+    rows, unpacking = work.settings.chunk, _unpacks(device, work.settings)
+    moved = work.weight_bytes(unpacking=unpacking) + work.hot_bytes()
+    times = [
+        moved / memory_rate(device),
+        sum(n * layer.prefill_seconds(rows, speeds) for layer, n in work.with_cold().items()),
+    ]
+    if device.flops:
+        times.append(rows * work.operations() / compute_rate(device))
+    return max(times)
+
+
+def _unpacks(device: DeviceSpec, settings: PlanSettings) -> bool:
+    """Tell whether kernels unpack weights at every step: the plain ones of a CPU do."""
+    plain = device.kind == "cpu" and (not device.native or settings.kernels == "reference")
+    return plain and settings.weights == "packed"

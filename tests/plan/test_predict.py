@@ -1,0 +1,151 @@
+"""Predicted speeds are the times of the ways that an engine takes, by the same cost model."""
+
+from dataclasses import replace
+
+import pytest
+
+from headroom.experts.placement import even_experts
+from headroom.experts.store import BlobLayout, StoreRequest, decode_choices
+from headroom.formats.quants import BY_NAME
+from headroom.machine.devices import DeviceSpec
+from headroom.options import Options
+from headroom.plan.cost_model import (
+    ColdLayer,
+    DecodeChoice,
+    ExpertSize,
+    cold_seconds,
+    cold_speeds_of,
+    decode_speeds,
+    pays_to_count,
+    prefill_seconds,
+    prefill_speeds,
+)
+from headroom.plan.experts import BUFFERS, buffer_bytes
+from headroom.plan.layout import Layout
+from headroom.plan.plan import Plan, make_plan
+from headroom.plan.predict import predict
+from tests.plan.shapes import gpu, host, laguna
+
+CARD = replace(gpu(12), link=5e10, link_read=4e10, handover_s=1e-5, measured=True)
+CPU = replace(host(64), native=True, experts=6e10, expert_flops=7e11, measured=True)
+
+
+def plan_with(**settings: object) -> Plan:
+    """Some cold experts, on a machine that was measured."""
+    return make_plan([laguna()], [CARD, CPU], Options(**settings))  # type: ignore[arg-type]
+
+
+def test_a_plan_predicts_what_both_sides_reach_together() -> None:
+    speed = {
+        cold: plan_with(cold=cold, expert_budget="30%").predicted.decode_tokens_per_s
+        for cold in ("auto", "gpu", "cpu", "drop")
+    }
+    assert speed["drop"] > speed["auto"] > max(speed["gpu"], speed["cpu"])
+    plan = plan_with(expert_budget="30%")
+    assert plan.predicted.bound_by == "link of cuda:0 and memory of the host"
+    assert not plan.predicted.estimate
+
+
+def test_memory_that_is_not_pinned_is_the_cpus_alone() -> None:
+    plan = plan_with(expert_budget="30%", no_pin=True)
+    assert plan.predicted.bound_by == "memory of the host"
+
+
+def test_prompts_wait_for_all_cold_experts_once_a_chunk() -> None:
+    plans = [plan_with(expert_budget="0%", chunk=chunk) for chunk in (512, 1024)]
+    cold = next(line.bytes for line in plans[0].host.lines if line.name == "cold_experts")
+    short, long = (plan.predicted.prefill_tokens_per_s for plan in plans)
+    assert long == pytest.approx(1024 * 5e10 / cold, rel=1e-3)
+    assert long == pytest.approx(2 * short, rel=1e-2)
+
+
+def engine_choices(plan: Plan) -> list[DecodeChoice | None]:
+    """What the store of an engine decides for the layers of a plan."""
+    assert plan.cold_speeds is not None
+    layouts = [
+        BlobLayout(
+            experts=layer.experts,
+            kinds=(BY_NAME["q4_k"],) * 3,
+            width=layer.expert_width,
+            hidden=2048,
+            used=layer.experts_used,
+            sizes=(layer.expert_bytes, 0, 0),
+            tiles=True,
+        )
+        if layer.experts
+        else None
+        for layer in laguna().in_tiles().layers
+    ]
+    request = StoreRequest(
+        placement=even_experts(plan.devices[0].hot_by_layer),
+        cold=plan.settings.cold,
+        speeds=plan.cold_speeds,
+        pin=True,
+        keep_copy=False,
+        staging_bytes=0,
+    )
+    return decode_choices(layouts, request, pinned=plan.settings.pin_experts)
+
+
+def step_s(plan: Plan, devices: list[DeviceSpec]) -> float:
+    """The predicted seconds of a token of this layout on other devices."""
+    layout = Layout(plan.devices, plan.host)
+    found = predict(laguna().in_tiles(), devices, plan.settings, layout)
+    return 1 / found.decode_tokens_per_s
+
+
+@pytest.mark.parametrize("budget", ["0%", "10%", "30%", "60%"])
+@pytest.mark.parametrize(
+    ("settings", "cpu"),
+    [
+        ({}, CPU),
+        ({"no_pin": True}, CPU),
+        ({"cold": "gpu"}, CPU),
+        ({"cold": "cpu"}, CPU),
+        ({"cold": "drop"}, CPU),
+        ({}, replace(CPU, native=False)),
+        ({}, replace(CPU, experts=2e9)),
+        ({}, replace(CPU, experts=0.0, measured=False)),
+    ],
+    ids=["auto", "no-pin", "gpu", "cpu", "drop", "no C++", "slow CPU", "listed"],
+)
+def test_predicted_seconds_of_cold_experts_are_those_of_the_choice_that_an_engine_makes(
+    budget: str, settings: dict[str, object], cpu: DeviceSpec
+) -> None:
+    options = Options(expert_budget=budget, **settings)  # type: ignore[arg-type]
+    plan = make_plan([laguna()], [CARD, cpu], options)
+    speeds = decode_speeds(cold_speeds_of(CARD, cpu), options.cold, not options.no_pin)
+    choices = engine_choices(plan)
+    hot = plan.devices[0].hot_by_layer
+    cold_s = sum(
+        cold_seconds(speeds, layer.expert_bytes, count / layer.experts, choice)
+        for layer, count, choice in zip(laguna().in_tiles().layers, hot, choices, strict=True)
+        if choice is not None
+    )
+    # A link of no cost leaves the seconds of all that is not cold.
+    free = replace(CARD, link=1e30, link_read=1e30)
+    without_s = step_s(plan, [free, replace(cpu, native=False)])
+    assert step_s(plan, [CARD, cpu]) - without_s == pytest.approx(cold_s, rel=1e-6, abs=1e-12)
+    assert 1 / plan.predicted.decode_tokens_per_s == pytest.approx(step_s(plan, [CARD, cpu]))
+    assert (cold_s > 1e-12) == (options.cold != "drop")
+
+
+@pytest.mark.parametrize("chunk", [48, 512])
+@pytest.mark.parametrize("cold", ["auto", "gpu"])
+def test_predicted_seconds_of_prompts_are_those_of_the_way_that_the_prefill_rule_takes(
+    chunk: int, cold: str
+) -> None:
+    plan = plan_with(expert_budget="0%", chunk=chunk, cold=cold)
+    speeds = prefill_speeds(cold_speeds_of(CARD, CPU), cold)
+    total = 0.0
+    for layer in laguna().in_tiles().layers:
+        if layer.experts:
+            expected = ColdLayer(
+                size=ExpertSize(layer.expert_bytes, 2 * layer.expert_values),
+                experts=layer.experts,
+                picks=layer.experts_used,
+                ahead_bytes=BUFFERS * buffer_bytes(layer.expert_bytes, layer.experts),
+            )
+            assert pays_to_count(chunk, expected, speeds) == (chunk == 48 and cold == "auto")
+            total += prefill_seconds(chunk, expected, speeds)
+    assert chunk / plan.predicted.prefill_tokens_per_s == pytest.approx(total)
