@@ -12,6 +12,7 @@ from headroom.families.config import ExpertsConfig
 from headroom.kernels.cuda import experts as cuda_experts
 from headroom.kernels.cuda import experts_prefill, handover
 from headroom.kernels.cuda.experts import ExpertTiles, Others
+from headroom.kernels.cuda.experts_scratch import CHOSEN_ROWS
 from headroom.kernels.cuda.matmul import HalfRows, NarrowRows
 from headroom.kernels.cuda.route import Unchosen
 from headroom.layers.weights import WeightSource
@@ -51,7 +52,7 @@ class ReadInPlace:
         """Return the weighted sum of each row's experts and others."""
         tiles, activation = self._tiles, self._activation
         if isinstance(picks, Unchosen):
-            if x.rows <= cuda_experts.CHOSEN_ROWS:
+            if x.rows <= CHOSEN_ROWS:
                 return cuda_experts.choose_few_rows(x, picks, tiles, activation, others, out)
             picks = picks.made()
         ids, weights = picks

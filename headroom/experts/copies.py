@@ -7,8 +7,8 @@ from typing import Protocol, TypeVar, cast
 
 import torch
 
+from headroom.kernels.cuda.buffers import aligned
 from headroom.kernels.cuda.driver import copy_beside
-from headroom.kernels.cuda.sizes import ALIGNMENT
 
 
 class Mark(Protocol):
@@ -187,7 +187,7 @@ class KeptHost:
 
     def like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return room for such tensors; it ends what was returned before."""
-        ends = list(accumulate(-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tensors))
+        ends = list(accumulate(aligned(x.nbytes) for x in tensors))
         if len(self._memory) < ends[-1]:
             self._memory = pinned_empty((ends[-1],), torch.uint8)
         return [

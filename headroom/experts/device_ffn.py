@@ -13,9 +13,11 @@ from headroom.families.config import ExpertsConfig
 from headroom.kernels.cuda import experts as cuda_experts
 from headroom.kernels.cuda import norms, scratch
 from headroom.kernels.cuda import route as cuda_route
+from headroom.kernels.cuda.buffers import floats
 from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles, Others, OwnTiles
 from headroom.kernels.cuda.matmul import TILES, Gates, RowNorm, narrow_type
 from headroom.kernels.cuda.route import Unchosen
+from headroom.kernels.cuda.route_scratch import can_score_with_norm
 from headroom.kernels.cuda.sizes import EXPERT_STEP, tile_bytes
 from headroom.layers.batch import GpuBatch
 from headroom.layers.cuda_block import CudaMlp
@@ -83,7 +85,7 @@ def scored_rows(
 
     `norm.out` gets the rows in float32 where it is given.
     """
-    if is_decode(len(x)) and cuda_route.can_score_with_norm(x.shape[1]):
+    if is_decode(len(x)) and can_score_with_norm(x.shape[1]):
         few, logits = cuda_route.scored_rows(x, weight, norm, seen)
         again = partial(norms.rms_norm, x, norm.weight, norm.eps)
         return CudaRows(len(x), decode=few, floats=again), logits
@@ -154,9 +156,9 @@ class DeviceExperts:
         """Add the answers of each row's experts."""
         few = is_decode(len(x))
         cold = self.cold if few else None
-        normed = scratch.empty(*x.shape, device=x.device)
+        normed = scratch.take(floats(*x.shape), x.device)
         # Few rows need them for a CPU, or where they are too wide to be scored at once.
-        wanted = not few or cold is not None or not cuda_route.can_score_with_norm(x.shape[1])
+        wanted = not few or cold is not None or not can_score_with_norm(x.shape[1])
         norm = RowNorm(self._norm, self._eps, normed if wanted else None)
         rows, logits = scored_rows(x, self._router.weight, norm, self._norm, self._narrow)
         picks: Picks | Unchosen
@@ -237,7 +239,7 @@ class DeviceBeside:
     def __call__(self, x: torch.Tensor, batch: GpuBatch) -> None:
         """Add the normed sum of both; the router sees the stream as it is."""
         cold = self.cold if is_decode(len(x)) else None
-        answers = scratch.empty(*x.shape, device=x.device)
+        answers = scratch.take(floats(*x.shape), x.device)
         # What the CPU is to read lies where the answers will.
         before = RowNorm(self._before, self._eps, None if cold is None else answers)
         rows, logits = scored_rows(x, self._router.weight, before, self._router_norm, self._narrow)

@@ -30,6 +30,7 @@ from headroom.experts.copies import (
 from headroom.experts.store import runs
 from headroom.experts.telemetry import ColdCosts
 from headroom.kernels.cuda import experts_prefill, scratch
+from headroom.kernels.cuda.buffers import ALIGNMENT, Buffer
 from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles, Others
 from headroom.kernels.cuda.experts_prefill import (
     ChosenRows,
@@ -39,7 +40,6 @@ from headroom.kernels.cuda.experts_prefill import (
     unpack_some,
 )
 from headroom.kernels.cuda.matmul import NarrowRows, as_narrow
-from headroom.kernels.cuda.sizes import ALIGNMENT
 from headroom.kernels.native.experts import PanelTable, experts_into, scratch_bytes
 from headroom.kernels.native.module import MODULE
 from headroom.plan.cost_model import (
@@ -302,7 +302,7 @@ class ColdStream:
             return found
         room = self.downs.view(dtype)[: prod(shape)]
         if len(room) < prod(shape):  # more than planned: the scratch says so
-            return scratch.empty(*shape, dtype=dtype, device=room.device)
+            return scratch.take(Buffer(shape, scratch.name_of(dtype)), room.device)
         self._rooms[shape, dtype] = room.view(shape)
         return self._rooms[shape, dtype]
 

@@ -13,8 +13,9 @@ from headroom.experts.copies import CopyQueue, Mark, open_copies, pinned_empty
 from headroom.experts.placement import ExpertPlacement
 from headroom.experts.telemetry import ColdCosts
 from headroom.families.config import ExpertsConfig
+from headroom.kernels.cuda.buffers import ALIGNMENT, aligned
 from headroom.kernels.cuda.experts import PARTS, Kinds
-from headroom.kernels.cuda.sizes import ALIGNMENT, tile_bytes
+from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.native.module import MISSING
 from headroom.layers.host_memory import HostMemory, pin_limits
 from headroom.layers.upload import BUFFERS, HostTiles, matrices_between
@@ -26,7 +27,6 @@ from headroom.plan.cost_model import (
     choose_decode,
     decode_speeds,
 )
-from headroom.plan.experts import aligned
 from headroom.plan.settings import holds_cold
 from headroom.units import gib
 

@@ -10,7 +10,14 @@ from typing import Protocol
 import torch
 
 from headroom.families.config import AttentionConfig, DeltaNetConfig, FfnConfig
-from headroom.kernels.cuda import attention, delta_net, norms, scratch
+from headroom.kernels.cuda import (
+    attention,
+    attention_scratch,
+    delta_net,
+    delta_net_scratch,
+    norms,
+    scratch,
+)
 from headroom.kernels.cuda.attention import DecodeShape, Gate, HeadNorms, Projected
 from headroom.kernels.cuda.compile import refuses_device
 from headroom.kernels.cuda.delta_net import span_tables
@@ -41,7 +48,7 @@ def fits_cuda(mixer: AttentionConfig | DeltaNetConfig, get: WeightSource) -> boo
     if refuses_device(case) or refuses_type(case.dtype):
         return False
     if isinstance(mixer, DeltaNetConfig):
-        return mixer.head_dim == delta_net.DIM
+        return mixer.head_dim == delta_net_scratch.DIM
     return mixer.head_dim % 16 == 0 and mixer.head_dim <= attention.MOST_DIM
 
 
@@ -112,7 +119,8 @@ class CudaAttention:
             outs["attn.q"], keys, outs.get("attn.v", keys), config.heads, config.head_dim
         )
         tables = batch.tables[self._pages.ring]
-        queries = scratch.empty(rows, config.heads, config.head_dim, device=x.device)
+        declared = attention_scratch.queries(rows, config.heads, config.head_dim)
+        queries = scratch.take(declared, x.device)
         rope = rope_tables(config.rope, batch)
         attention.rope_write(
             projected, self._head_norms, rope, tables, self._pages.kv, queries, config.scale
@@ -151,7 +159,7 @@ class CudaAttention:
             max_context=batch.context,
             window=config.window,
         )
-        partial = scratch.empty(shape.scratch_floats, device=queries.device)
+        partial = scratch.take(shape.partial, queries.device)
         return attention.decode(queries, self._pages.kv, tables, shape, partial, gate)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from headroom.kernels.cuda import delta_net, matmul, norms, scratch
+from headroom.kernels.cuda.buffers import floats
 from headroom.kernels.cuda.matmul import (
     NARROW_QUANTS,
     HalfRows,
@@ -122,7 +123,7 @@ class MergedLinear:
         """
         device = self.weights[0].data.device
         if add is None:
-            outs = [scratch.empty(x.count, rows, device=device) for rows in self.rows]
+            outs = [scratch.take(floats(x.count, rows), device) for rows in self.rows]
         else:
             outs = [add]
         for weight, members in zip(self.weights, self.members, strict=True):

@@ -32,7 +32,7 @@ BUFFER_STEP = 2 * MIB  # torch rounds large allocations on a GPU up to this
 READ_BYTES = 4 * MIB  # of one read by one thread
 READERS = 8  # threads; enough for a disk's queue (tests/gpu/check_load.py times other numbers)
 INDEX_BYTES = 4  # of one entry of a row order
-ALIGNMENT = 16  # bytes, of a row order in a buffer
+ORDER_ALIGNMENT = 16  # bytes, of a row order in a buffer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +103,7 @@ class UploadPiece:
     @property
     def order_at(self) -> int:
         """The offset of the row order in the buffer."""
-        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+        return -(-self.nbytes // ORDER_ALIGNMENT) * ORDER_ALIGNMENT
 
 
 def split_matrices(source: FileMatrices, capacity: int, unit: int) -> Iterator[UploadPiece]:
@@ -166,7 +166,7 @@ def _split_ordered(
 
 def _ordered_bytes(source: FileMatrices, low: int, high: int, rows: int) -> int:
     """Return the bytes of a buffer with rows `low` to `high` of a file and an order of `rows`."""
-    return (high + 1 - low) * source.row_bytes + ALIGNMENT + rows * INDEX_BYTES
+    return (high + 1 - low) * source.row_bytes + ORDER_ALIGNMENT + rows * INDEX_BYTES
 
 
 def _too_small(source: FileMatrices, needed: int, capacity: int) -> PlanError:

@@ -10,21 +10,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import isqrt
 
-from headroom.kernels.cuda.sizes import (
-    ALIGNMENT,
-    DECODE_ROWS,
-    GROUP_ROWS,
-    ROW_TILE_BYTES,
-    TILE_PICKS,
+from headroom.kernels.cuda.attention_scratch import (
     WIDE_ROWS,
     WIDE_SCORES,
     count_pieces,
-    experts_at_once,
-    half_rows_bytes,
-    sorted_groups,
-    sorted_rows,
     wide_stride,
 )
+from headroom.kernels.cuda.buffers import ALIGNMENT
+from headroom.kernels.cuda.experts_scratch import (
+    ROW_TILE_WORDS,
+    TILE_PICKS,
+    experts_at_once,
+    sorted_groups,
+    sorted_rows,
+)
+from headroom.kernels.cuda.matmul_scratch import half_rows_bytes
+from headroom.kernels.cuda.sizes import DECODE_ROWS, GROUP_ROWS
 from headroom.plan.shape import LayerShape
 from headroom.units import GIB, MIB
 
@@ -237,7 +238,7 @@ def _sorted(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
     groups, tiles = (sorted_groups(picks, layer.experts, each) for each in (GROUP_ROWS, TILE_PICKS))
     places = GROUP_ROWS * groups
     with tally.frame():
-        tally.take(I32 * places, ROW_TILE_BYTES * tiles, half_rows_bytes(places, width))
+        tally.take(I32 * places, 8 * ROW_TILE_WORDS * tiles, half_rows_bytes(places, width))
         with tally.frame():
             tally.take(half_rows_bytes(places, step.hidden), F32 * places * width)
         tally.take(F32 * picks * step.hidden)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headroom.errors import OptionError, PlanError
-from headroom.kernels.cuda.sizes import ALIGNMENT, experts_at_once
+from headroom.kernels.cuda.buffers import aligned
+from headroom.kernels.cuda.experts_scratch import experts_at_once
 from headroom.plan.device_scratch import BF16
 from headroom.plan.shape import LayerShape
 from headroom.units import MIB, gib, parse_size
@@ -116,11 +117,6 @@ def spread_experts(layers: Sequence[LayerShape], budget: int) -> HotExperts:
 def largest_expert(layers: Sequence[LayerShape]) -> int:
     """Return the bytes of the largest expert of some layers."""
     return max((layer.expert_bytes for layer in layers if layer.experts), default=0)
-
-
-def aligned(size_bytes: int) -> int:
-    """Return a size filled up so that what follows is aligned."""
-    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def buffer_bytes(expert_bytes: int, experts: int) -> int:

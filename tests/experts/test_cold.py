@@ -16,7 +16,15 @@ from headroom.experts.placement import ExpertPlacement
 from headroom.experts.store import StoreRequest, blob_layout, open_store
 from headroom.experts.telemetry import HitCounter
 from headroom.families.config import ExpertsConfig
-from headroom.kernels.cuda import experts, experts_prefill, grouped, handover, matmul, pack, sizes
+from headroom.kernels.cuda import (
+    experts,
+    experts_prefill,
+    experts_scratch,
+    grouped,
+    handover,
+    matmul,
+    pack,
+)
 from headroom.kernels.cuda.experts import Others
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.native.module import MODULE
@@ -61,7 +69,9 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (pack, matmul, handover, experts, experts_prefill):
         monkeypatch.setattr(module, "compile_kernel", compile_small)
     monkeypatch.setattr(upload, "BUFFER_STEP", 32)
-    monkeypatch.setattr(sizes, "SORTED_PICKS", 0)  # hot experts are unpacked as cold ones are
+    monkeypatch.setattr(
+        experts_scratch, "SORTED_PICKS", 0
+    )  # hot experts are unpacked as cold ones are
     monkeypatch.setattr(grouped, "product_way", lambda device: "loop")
     monkeypatch.setattr(torch, "mm", _in_float32)
     monkeypatch.setattr(prefill, "CudaCopies", lambda device: LateCopies())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headroom.experts import prefill
 from headroom.experts.prefill import ColdStream, StreamedLayer, count_picks, cut_pieces
 from headroom.experts.store import runs
-from headroom.kernels.cuda import experts_prefill, grouped, matmul, scratch, sizes
+from headroom.kernels.cuda import experts_prefill, experts_scratch, grouped, matmul, scratch
 from headroom.kernels.cuda.experts import Others
 from headroom.kernels.cuda.experts_prefill import many_rows
 from headroom.kernels.native.module import MODULE
@@ -55,7 +55,9 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts_prefill, "compile_kernel", compile_small)
     for module in (grouped, matmul):
         monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
-    monkeypatch.setattr(sizes, "SORTED_PICKS", 0)  # hot experts are unpacked as cold ones are
+    monkeypatch.setattr(
+        experts_scratch, "SORTED_PICKS", 0
+    )  # hot experts are unpacked as cold ones are
     monkeypatch.setattr(grouped, "product_way", lambda device: "loop")
     monkeypatch.setattr(torch, "mm", in_float32)
 

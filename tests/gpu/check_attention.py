@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from headroom.kernels.cuda import attention, sizes
+from headroom.kernels.cuda import attention, attention_scratch
 from headroom.kernels.cuda.attention import DecodeShape, Gate, HeadNorms, Projected
 from headroom.kernels.ops import PagedKv, Span, StepTables
 from headroom.kernels.reference import norms
@@ -221,11 +221,11 @@ def check_prefill(heads: Heads, spans: list, window: int, dtype: str) -> None:
 
 def check_wide_parts(heads: Heads, spans: list, dtype: str) -> None:
     """Wide heads with their keys in parts, which would take contexts too long for plain torch."""
-    before, sizes.WIDE_SCORES = sizes.WIDE_SCORES, 1 << 17
+    before, attention_scratch.WIDE_SCORES = attention_scratch.WIDE_SCORES, 1 << 17
     try:
         check_prefill(heads, spans, 0, dtype)
     finally:
-        sizes.WIDE_SCORES = before
+        attention_scratch.WIDE_SCORES = before
 
 
 def bench_decode(name: str, heads: Heads, context: int, spans: int, rows: int) -> None:

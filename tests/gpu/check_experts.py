@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import experts_packed, experts_prefill, grouped, sizes
+from headroom.kernels.cuda import experts_packed, experts_prefill, experts_scratch, grouped
 from headroom.kernels.cuda.experts import (
     NO_OTHERS,
     ExpertTiles,
@@ -91,7 +91,7 @@ def forced(way: str) -> Iterator[None]:
     most = 1 << 20 if way == "sorted" else 0  # picks of an expert
     product_way = grouped.product_way if way in ("", "sorted") else lambda device: way
     with (
-        patch.object(sizes, "SORTED_PICKS", most),
+        patch.object(experts_scratch, "SORTED_PICKS", most),
         patch.object(grouped, "product_way", product_way),
     ):
         yield

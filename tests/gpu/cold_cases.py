@@ -17,7 +17,7 @@ import torch
 from headroom.engine.request import SamplingParams
 from headroom.experts import store as stores
 from headroom.families.files import open_checkpoint
-from headroom.kernels.cuda import sizes
+from headroom.kernels.cuda import experts_scratch
 from headroom.llm import LLM
 from headroom.plan import cost_model
 from headroom.plan.cost_model import DecodeChoice
@@ -161,7 +161,7 @@ def logits(path: Path, **settings: object) -> list[torch.Tensor]:
 @contextlib.contextmanager
 def unpacked() -> Iterator[None]:
     """Let short prompts unpack hot experts, as they do cold ones."""
-    with patch.object(sizes, "SORTED_PICKS", 0):
+    with patch.object(experts_scratch, "SORTED_PICKS", 0):
         yield
 
 

@@ -8,7 +8,7 @@ import torch
 from headroom.formats.quants import F32
 from headroom.kernels.cuda import attention as cuda_attention
 from headroom.kernels.cuda.attention import DecodeBlock, DecodeShape, attend, decode_block
-from headroom.kernels.cuda.sizes import count_pieces
+from headroom.kernels.cuda.attention_scratch import count_pieces
 from headroom.kernels.ops import PagedKv, Span
 from headroom.kernels.reference.attention import attention
 from tests.gpu.attention_cases import Heads, make_tables, random_cache, wanted

@@ -8,10 +8,11 @@ import pytest
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import experts_packed, grouped, handover
 from headroom.kernels.cuda.compile import SOURCES, read_source
+from headroom.kernels.cuda.matmul_scratch import lanes_for
 from headroom.kernels.cuda.matmul_shapes import Gpu, Product, shape_for
 from headroom.kernels.cuda.pack import WARPS
 from headroom.kernels.cuda.probe import PROBES, Probe
-from headroom.kernels.cuda.sizes import PACKED, TILED, lanes_for, record_bytes
+from headroom.kernels.cuda.sizes import PACKED, TILED, record_bytes
 from tests.nvrtc import compile_source, missing
 
 MAIN = 90  # the GPU for which all macros are tried

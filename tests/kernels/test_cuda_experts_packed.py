@@ -14,6 +14,7 @@ from headroom.kernels.cuda import (
     experts,
     experts_packed,
     experts_prefill,
+    experts_scratch,
     matmul,
     pack,
     scratch,
@@ -21,7 +22,8 @@ from headroom.kernels.cuda import (
 )
 from headroom.kernels.cuda.compile import read_source
 from headroom.kernels.cuda.experts_prefill import many_rows
-from headroom.kernels.cuda.sizes import TILED, record_bytes, sorted_groups, sorted_rows
+from headroom.kernels.cuda.experts_scratch import sorted_groups, sorted_rows
+from headroom.kernels.cuda.sizes import TILED, record_bytes
 from headroom.plan import device_scratch
 from headroom.plan.device_scratch import DeviceStep
 from tests.gpu import check_experts
@@ -30,7 +32,7 @@ from tests.gpu.expert_cases import Case
 from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-GROUP, TILE = sizes.GROUP_ROWS, sizes.TILE_PICKS
+GROUP, TILE = sizes.GROUP_ROWS, experts_scratch.TILE_PICKS
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +154,7 @@ def test_an_h200_leaves_a_cache_to_rows(name: str, warps: int, stages: int) -> N
 
 def test_macros_are_the_launchers_numbers() -> None:
     source = read_source("sorted_rows.cu")
-    assert f"#define ROWS {sizes.TILE_PICKS} " in source
+    assert f"#define ROWS {experts_scratch.TILE_PICKS} " in source
     assert f"#define SORT_WARPS {experts_packed.PACKED_SORT_THREADS // 32}\n" in source
 
 
@@ -163,7 +165,7 @@ def test_short_steps_are_sorted_and_long_ones_unpacked(monkeypatch: pytest.Monke
     where, cold = torch.zeros(4, 3, dtype=torch.int64), torch.zeros(1, device="meta")
     table = experts.ExpertTiles(where, (), 8, 8, 0, ())
     most = sorted_rows(4, 2)
-    assert most == sizes.SORTED_PICKS * 2
+    assert most == experts_scratch.SORTED_PICKS * 2
     for rows in (33, most, most + 1):
         ids = torch.zeros(rows, 2, dtype=torch.int32)
         many_rows(torch.zeros(rows, 8), ids, ids.float(), table, "silu")
@@ -223,7 +225,7 @@ def test_scratch_of_sorted_rows_is_what_the_planner_counts(
     device_scratch._sorted(tally, layer, DeviceStep(hidden, rows, 1, 4096, 1 << 20))  # type: ignore[arg-type]
     arena = scratch.Arena(torch.empty(0, dtype=torch.uint8))
     assert peak_bytes(shape, arena) == tally.peak
-    monkeypatch.setattr(sizes, "SORTED_PICKS", 0)
+    monkeypatch.setattr(experts_scratch, "SORTED_PICKS", 0)
     none = device_scratch._Tally()
     device_scratch._sorted(none, layer, DeviceStep(hidden, rows, 1, 4096, 1 << 20))  # type: ignore[arg-type]
     assert none.peak == 0

@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headroom.formats.quants import F32
-from headroom.kernels.cuda import attention, sizes
+from headroom.kernels.cuda import attention, attention_scratch
 from headroom.kernels.ops import PagedKv, Span
 from headroom.kernels.reference.attention import attention as reference_attention
 from headroom.plan.device_scratch import DeviceStep, _attention_bytes
@@ -72,8 +72,8 @@ def test_wide_heads_attend_in_parts_of_rows_and_of_keys(
     products: None, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int, int]
 ) -> None:
     monkeypatch.setattr(attention, "WIDE_ROWS", 16)
-    monkeypatch.setattr(sizes, "WIDE_SCORES", 1)
-    assert sizes.wide_keys(heads[0], 16) == 64
+    monkeypatch.setattr(attention_scratch, "WIDE_SCORES", 1)
+    assert attention_scratch.wide_keys(heads[0], 16) == 64
     parts = inputs(heads, 150, 37, torch.float16)
     parts[1][70] *= 8  # a later part's peak is beyond the first's
     assert far(attention.attend(*parts, 0), parts) < TOLERANCE[torch.float16]

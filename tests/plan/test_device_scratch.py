@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from headroom.formats.quants import BF16, F16, F32, Q4_K, Q8_0, Q8_K
 from headroom.kernels.cuda import attention, delta_net, grouped, matmul
 from headroom.kernels.cuda import scratch as arena
+from headroom.kernels.cuda.buffers import Buffer, floats
+from headroom.kernels.cuda.experts_scratch import experts_at_once
+from headroom.kernels.cuda.matmul_scratch import half_rows_bytes, part_rows
 from headroom.kernels.cuda.sampler import SLICES, SamplerScratch
-from headroom.kernels.cuda.sizes import DECODE_ROWS, experts_at_once, half_rows_bytes
+from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.machine.catalogue import find_device
 from headroom.options import Options
 from headroom.plan import device_scratch
@@ -66,7 +69,7 @@ def test_experts_are_unpacked_in_the_planned_groups(
 def test_parts_of_a_weight_stay_below_the_most_and_begin_with_tiles(
     rows: int, columns: int, most: int
 ) -> None:
-    each = matmul.part_rows(rows, columns, most)
+    each = part_rows(rows, columns, most)
     assert each == rows or each % 16 == 0
     assert each <= max(16, most // (2 * columns))
 
@@ -169,12 +172,12 @@ def test_a_frame_gives_back_what_was_taken_within() -> None:
     lent = arena.Arena(torch.zeros(4096, dtype=torch.uint8))
     where = torch.device("cpu")
     with arena.opened(lent):
-        outside = arena.empty(4, device=where)
+        outside = arena.take(floats(4), where)
         with arena.frame():
-            first = arena.empty(3, 5, device=where)
+            first = arena.take(floats(3, 5), where)
             with arena.frame():
-                second = arena.empty(7, dtype=torch.bfloat16, device=where)
-            third = arena.empty(2, dtype=torch.int64, device=where)
+                second = arena.take(Buffer((7,), "bf16"), where)
+            third = arena.take(Buffer((2,), "i64"), where)
     begin = first.data_ptr()
     assert second.data_ptr() == third.data_ptr() == begin + 256
     assert not begin <= outside.data_ptr() < begin + 4096
@@ -188,7 +191,7 @@ def test_scratch_beyond_the_plan_is_torchs_with_one_warning(
     lent = arena.Arena(torch.zeros(1024, dtype=torch.uint8))
     with arena.opened(lent), arena.frame():
         for _ in range(2):
-            found = arena.empty(300, device=torch.device("cpu"))
+            found = arena.take(floats(300), torch.device("cpu"))
             found.zero_()
     assert caplog.messages == ["memory: a step needs 1280 bytes of scratch and 1024 were planned"]
     assert lent.peak_bytes == 2560

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
-from headroom.kernels.cuda import grouped, sizes
+from headroom.kernels.cuda import experts_scratch, grouped
 from headroom.kernels.cuda.attention import attend
 from headroom.kernels.cuda.matmul import narrow_type
 from tests.families import family_configs
@@ -90,7 +90,7 @@ def test_no_layer_waits_for_the_device(
     with NoWaits():
         run_step(plan, model, [(300, 212), (1, 511), (1, 400)])
         run_step(plan, model, [(33, 0)])
-        monkeypatch.setattr(sizes, "SORTED_PICKS", 0)
+        monkeypatch.setattr(experts_scratch, "SORTED_PICKS", 0)
         run_step(plan, model, [(33, 0)])
     assert set(multiplied) == {narrow_type(dtype)}
 
@@ -98,7 +98,7 @@ def test_no_layer_waits_for_the_device(
 def test_a_loop_over_experts_would_wait(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, 1 << 20)
     plan, model, _ = load_on_host(path, context=512, parallel=3, chunk=300)
-    monkeypatch.setattr(sizes, "SORTED_PICKS", 0)
+    monkeypatch.setattr(experts_scratch, "SORTED_PICKS", 0)
     monkeypatch.setattr(grouped, "product_way", lambda device: "loop")
     with NoWaits(), pytest.raises(WaitedError, match="tolist"):
         run_step(plan, model, [(33, 0)])

@@ -11,10 +11,23 @@ from torch.nn.functional import scaled_dot_product_attention
 from headroom.errors import KernelError
 from headroom.formats.quants import BF16, BY_NAME, F16, QuantType
 from headroom.kernels.cuda import scratch
+from headroom.kernels.cuda.attention_scratch import (
+    FLASH_STEP,
+    MASKED_ROWS,
+    MOST_FLASH_DIM,
+    WIDE_ROWS,
+    attended,
+    count_pieces,
+    first_key,
+    partial_sums,
+    span_buffers,
+    wide_keys,
+    wide_stride,
+)
+from headroom.kernels.cuda.buffers import Buffer
 from headroom.kernels.cuda.compile import compile_kernel, properties_of, shared_bytes_of
-from headroom.kernels.cuda.sizes import DECODE_ROWS, WIDE_ROWS, count_pieces, wide_keys, wide_stride
+from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.kernels.ops import PagedKv, Span, StepTables
-from headroom.kernels.weight import PLAIN_TYPES, plain_type
 
 ROPE_WARPS = 4  # of rope.cu
 MERGE_CHUNK, MERGE_THREADS = 64, 256  # of attention.cu
@@ -78,8 +91,13 @@ class DecodeShape:
 
     @property
     def scratch_floats(self) -> int:
-        """The float32 numbers that a step needs besides its result."""
-        return self.rows * self.heads * self.pieces * (self.dim + 2)
+        """The float32 numbers of partial sums that a step needs besides its result."""
+        return self.partial.shape[0]
+
+    @property
+    def partial(self) -> Buffer:
+        """The buffer of a step's partial sums."""
+        return partial_sums(self.rows, self.heads, self.dim, self.max_context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +180,7 @@ def decode(
     _check(shape, partial, gate)
     assert shape.rows <= DECODE_ROWS  # a lane looks after each
     if out is None:
-        out = scratch.empty(shape.rows, shape.heads * shape.dim, device=queries.device)
+        out = scratch.take(attended(shape.rows, shape.heads, shape.dim), queries.device)
     sums = shape.rows * shape.heads * shape.pieces * shape.dim
     parts, stats = partial[:sums], partial[sums:]
     defines = {
@@ -242,10 +260,7 @@ def _check(shape: DecodeShape, partial: torch.Tensor, gate: Gate | None) -> None
         )
 
 
-MOST_FLASH_DIM = 256
 MOST_SCORES = 16 << 20  # held at a time by the plain path, in numbers
-MASKED_ROWS = 512  # rows that share one mask
-FLASH_STEP = 8  # of the width of heads
 GATHER_THREADS = 128
 
 
@@ -257,19 +272,20 @@ def prefill(
     A row sees keys up to its own, the last `window` of them if window > 0; products are made in
     `dtype`. Rows that belong to no span come back as zeros.
     """
-    rows, heads, dim = queries.shape
-    out = scratch.empty(rows, heads, dim, device=queries.device)
+    (rows, heads, dim), device = queries.shape, queries.device
+    kv_heads = cache.keys.shape[1]
+    out = scratch.take(attended(rows, heads, dim), device).view(rows, heads, dim)
     if sum(span.rows for span in spans) < rows:
         out.zero_()
     for span in spans:
-        first = max(0, span.start - window + 1) if window else 0
+        first = first_key(span.start, window)
         count = span.start + span.rows - first
         mine = slice(span.first_row, span.first_row + span.rows)
-        where = (cache.page_size, span.pages, (first, count), dtype)
+        buffers = span_buffers(span.rows, count, (heads, kv_heads), dim, dtype)
         with scratch.frame():
-            keys = gather(cache.keys, cache.k_type, *where)
-            values = gather(cache.values, cache.v_type, *where)
-            wanted = scratch.empty(span.rows, heads, dim, dtype=keys.dtype, device=keys.device)
+            keys, values, wanted = (scratch.take(buffer, device) for buffer in buffers)
+            gather(cache.keys, cache.k_type, cache.page_size, span.pages, first, keys)
+            gather(cache.values, cache.v_type, cache.page_size, span.pages, first, values)
             out[mine] = attend(wanted.copy_(queries[mine]), keys, values, window)
     return out.flatten(1)
 
@@ -279,23 +295,19 @@ def gather(
     quant: QuantType,
     page_size: int,
     pages: torch.Tensor,
-    part: tuple[int, int],
-    dtype: str,
-) -> torch.Tensor:
-    """Return keys or values `first` to `first + count` of a sequence: `[count, kv_heads, dim]`."""
-    first, count = part
-    kv_heads, width = stored.shape[1:]
-    dim = width if quant.name in PLAIN_TYPES else width // quant.block_bytes * quant.block
-    out = scratch.empty(count, kv_heads, dim, dtype=plain_type(dtype), device=stored.device)
+    first: int,
+    out: torch.Tensor,
+) -> None:
+    """Write keys or values of a sequence from `first` on to `out [count, kv_heads, dim]`."""
+    count, kv_heads, dim = out.shape
     defines = {
         "DIM": dim,
         "PAGE": page_size,
         "KIND": quant.ggml_id,
-        "OUT_KIND": BY_NAME[dtype].ggml_id,
+        "OUT_KIND": BY_NAME[scratch.name_of(out.dtype)].ggml_id,
     }
     kernel = compile_kernel("attention.cu", "gather", defines)
     kernel((count,), (GATHER_THREADS,), (stored, pages, out, first, kv_heads))
-    return out
 
 
 def attend(

@@ -6,10 +6,16 @@ from typing import Protocol
 import torch
 
 from headroom.kernels.cuda import scratch
+from headroom.kernels.cuda.buffers import floats
 from headroom.kernels.cuda.compile import compile_kernel, properties_of, shared_bytes_of
+from headroom.kernels.cuda.delta_net_scratch import (
+    CHUNK,
+    DIM,
+    answers,
+    chunk_buffers,
+    convolved,
+)
 from headroom.kernels.ops import DeltaNetWeights, RecurrentState, Span
-
-CHUNK = 64  # rows whose products run at once; the kernels are written for it
 
 
 class SequenceTables(Protocol):
@@ -69,7 +75,6 @@ def span_tables(spans: tuple[Span, ...], rows: int, device: torch.device) -> Spa
     return SpanTables(spans, *torch.split(joined, [len(part) for part in parts]))
 
 
-DIM = 128  # of keys and values; the kernels are written for it
 CONVOLVED_ROWS = 16  # rows of a head that one warp takes, of many
 # What the norm kernels do not depend on, but their file does.
 NORM_CONSTANTS = {"HEADS": 1, "KEY_HEADS": 1, "TILED": 0, "TAPS": 4, "COLUMNS": 16}
@@ -134,13 +139,13 @@ def step(
     heads, sequences = len(weights.decay), len(tables.starts)
     columns = columns or _columns_of_step(heads * sequences, qkv.device)
     constants = _constants(weights) | {"COLUMNS": columns}
-    convolved = _convolve(rows, weights, state, tables, constants)
-    out = scratch.empty(len(qkv), heads, DIM, device=qkv.device)
+    inputs = _convolve(rows, weights, state, tables, constants)
+    out = scratch.take(answers(len(qkv), heads), qkv.device)
     compile_kernel("delta_net.cu", "recur", constants)(
         (heads, DIM // columns, sequences),
         (columns * 8, 1, 1),
         (
-            *(qkv, convolved.mixed, convolved.gates, state.memory, state.inputs),
+            *(qkv, inputs.mixed, inputs.gates, state.memory, state.inputs),
             *(tables.sequence, tables.starts, tables.state_slots, out, len(qkv)),
         ),
         early=True,
@@ -163,15 +168,15 @@ def prefill(
     heads, sequences = len(weights.decay), len(tables.starts)
     blocks = blocks or blocks_for(heads * sequences, _processors(device), shared_bytes_of(device))
     constants = _constants(weights) | {"COLUMNS": blocks.columns, "HELD": blocks.held}
-    out = scratch.empty(len(qkv), heads, DIM, device=device)
+    out = scratch.take(answers(len(qkv), heads), device)
     with scratch.frame():
-        convolved = _convolve(rows, weights, state, tables, _constants(weights))
-        solved = _prepare_chunks(convolved, blocks, constants, tables)
+        inputs = _convolve(rows, weights, state, tables, _constants(weights))
+        solved = _prepare_chunks(inputs, blocks, constants, tables)
         compile_kernel("delta_chunks.cu", "run_chunks", constants)(
             (heads, DIM // blocks.columns, sequences),
             (256, 1, 1),
             (
-                *(qkv, convolved.mixed, *solved, tables.first_rows, tables.counts),
+                *(qkv, inputs.mixed, *solved, tables.first_rows, tables.counts),
                 *(tables.chunk_ends, tables.starts, tables.state_slots),
                 *(state.memory, state.inputs, out, len(tables.counts)),
             ),
@@ -181,18 +186,17 @@ def prefill(
 
 
 def _prepare_chunks(
-    convolved: _Convolved, blocks: ChunkBlocks, constants: dict[str, int], tables: SpanTables
+    inputs: _Convolved, blocks: ChunkBlocks, constants: dict[str, int], tables: SpanTables
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What of chunks does not depend on the state: solved right sides, scores, sums of gates."""
-    heads, chunks, device = constants["HEADS"], len(tables.counts), convolved.mixed.device
-    solved = scratch.empty(heads, chunks, CHUNK, 2 * DIM, device=device)
-    scores = scratch.empty(heads, chunks, CHUNK, CHUNK, device=device)
-    sums = scratch.empty(heads, chunks, CHUNK, device=device)
+    heads, chunks, device = constants["HEADS"], len(tables.counts), inputs.mixed.device
+    buffers = chunk_buffers(heads, chunks)
+    solved, scores, sums = (scratch.take(buffer, device) for buffer in buffers)
     compile_kernel("delta_chunks.cu", "prepare_chunks", constants)(
         (heads, chunks, 1),
         (256, 1, 1),
         (
-            *(convolved.mixed, convolved.gates, tables.first_rows, tables.counts),
+            *(inputs.mixed, inputs.gates, tables.first_rows, tables.counts),
             *(solved, scores, sums),
         ),
         blocks.prepare_bytes,
@@ -211,7 +215,7 @@ def gated_norm(
 
     In float32, or in bf16 in `narrow`, whatever its shape.
     """
-    out = scratch.empty(*x.shape, device=x.device) if narrow is None else None
+    out = scratch.take(floats(*x.shape), x.device) if narrow is None else None
     heads = x.numel() // DIM
     kernel = compile_kernel("delta_net.cu", "gated_norm", NORM_CONSTANTS)
     kernel((-(-heads // 4), 1, 1), (128, 1, 1), (x, gate, weight, out, narrow, eps, heads))
@@ -229,8 +233,8 @@ def _convolve(
 ) -> _Convolved:
     qkv, count, heads = rows[0], len(rows[0]), len(weights.decay)
     each = 1 if count <= CHUNK else CONVOLVED_ROWS
-    mixed = scratch.empty(*qkv.shape, device=qkv.device)
-    gates = scratch.empty(count, heads, 2, device=qkv.device)
+    buffers = convolved(count, qkv.shape[1], heads)
+    mixed, gates = (scratch.take(buffer, qkv.device) for buffer in buffers)
     compile_kernel("delta_net.cu", "convolve", constants | {"COLUMNS": 16})(
         (-(-(2 * weights.key_heads + heads) // 4), -(-count // each), 1),
         (128, 1, 1),

@@ -8,8 +8,10 @@ import torch
 from headroom.formats.quants import QuantType
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import compile_kernel, refuses_device, shared_bytes_of
+from headroom.kernels.cuda.experts_scratch import chosen_weights, decode_buffers
 from headroom.kernels.cuda.launch import Argument
 from headroom.kernels.cuda.matmul import HalfRows, refuses_type
+from headroom.kernels.cuda.matmul_scratch import half_rows_bytes
 from headroom.kernels.cuda.route import Unchosen
 from headroom.kernels.cuda.sizes import (
     EXPERT_STEP,
@@ -17,7 +19,6 @@ from headroom.kernels.cuda.sizes import (
     RECORD_COLUMNS,
     TILE_ROWS,
     TILED,
-    half_rows_bytes,
     record_bytes,
     steps_of,
     tile_bytes,
@@ -113,7 +114,6 @@ GATE_UP_WARPS = 8  # of a block of `gate_up`
 # Rows of a step that leaves the GPU idle between kernels: what `down` reads is asked for while
 # gates and ups are still at work, and its blocks have a warp for each record.
 AHEAD_ROWS = 2
-CHOSEN_ROWS = 2  # of steps whose experts `gate_up` chooses itself: each of its warps does it again
 DOWN_WARPS, AHEAD_DOWN_WARPS = 10, 20  # most of a block of `down`
 PIECE_BYTES = half_rows_bytes(1, RECORD_COLUMNS)
 # Of shared memory: what every block may have, and what one of `gate_up` has beside its records.
@@ -154,7 +154,7 @@ def choose_few_rows(
     constants = expert_constants(table, activation, others) | choice.constants
     rule = choice.rule
     layer = _Layer(x, rule.used, table, others, constants)
-    weights = scratch.empty(x.rows, rule.used, device=x.pieces.device)
+    weights = scratch.take(chosen_weights(x.rows, rule.used), x.pieces.device)
     args = (
         *(choice.logits, choice.bias, choice.sequence, weights, choice.counts),
         *(choice.logits.stride(0), int(rule.normalise), float(rule.scale), float(rule.softcap)),
@@ -177,12 +177,9 @@ class _Layer:
 
     def inner(self) -> Inner:
         """Return memory for the inner values of picks, and for where their last matrices are."""
-        picks, device = self.x.rows * self.used, self.x.pieces.device
-        values = picks * self.table.width + self.x.rows * self._own_width
-        return (
-            scratch.empty(values, device=device),
-            scratch.empty(picks, dtype=torch.int64, device=device),
-        )
+        device = self.x.pieces.device
+        buffers = decode_buffers(self.x.rows, self.used, self.table.width, self._own_width)
+        return scratch.take(buffers.inner, device), scratch.take(buffers.downs, device)
 
     def gate_up(
         self, args: tuple[Argument, ...], inner: Inner

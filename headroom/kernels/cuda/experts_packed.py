@@ -17,23 +17,25 @@ from headroom.kernels.cuda.compile import (
     shared_bytes_of,
 )
 from headroom.kernels.cuda.experts import ExpertTiles
+from headroom.kernels.cuda.experts_scratch import (
+    TILE_PICKS,
+    packed_answers,
+    packed_buffers,
+    packed_inputs,
+    sorted_groups,
+)
 from headroom.kernels.cuda.launch import Argument
 from headroom.kernels.cuda.matmul import NarrowRows
 from headroom.kernels.cuda.sizes import (
     BLOCK_OVERHEAD_BYTES,
     GROUP_ROWS,
     RECORD_COLUMNS,
-    ROW_TILE_BYTES,
-    TILE_PICKS,
     TILE_ROWS,
-    half_rows_bytes,
     record_bytes,
-    sorted_groups,
     steps_of,
 )
 
 PACKED_SORT_THREADS = 512  # of sorted_rows.cu
-TILE_WORDS = ROW_TILE_BYTES // 8
 WANTED_WARPS = 12  # of a multiprocessor: others work while one waits for its records
 SHARED_SHARE = 0.7  # of its shared memory: the rest is the cache that rows come through
 WARP_RECORDS = 8  # of pairs, that a warp has at least: it waits once for the first
@@ -78,7 +80,8 @@ class _Places:
     """Where picks stand, sorted by expert in groups of eight."""
 
     order: torch.Tensor  # int32 [8 * groups]: the pick at each place, -1: none
-    tiles: torch.Tensor  # int64 [tiles, TILE_WORDS], see sorted.cuh
+    tiles: torch.Tensor  # int64 [tiles, ROW_TILE_WORDS], see sorted.cuh
+    inner: torch.Tensor  # f16 pieces: what the picks' experts have between up and down
     groups: int
     defines: dict[str, int]  # of kernels that read rows
 
@@ -103,11 +106,11 @@ def sum_experts(
     defines = {"X_F16": int(x.values.dtype == torch.float16)}
     with scratch.frame():
         places = _sort(ids, experts, defines)
-        inner = _inner_pieces(x, used, experts, activation, places)
-        answers = scratch.empty(rows * used, hidden, device=ids.device)
+        _run_gates_and_ups(x, used, experts, activation, places)
+        answers = scratch.take(packed_answers(rows * used, hidden), ids.device)
         constants, launch = _product(
             ((down, down), ""),
-            (inner, places.order, answers, hidden),
+            (places.inner, places.order, answers, hidden),
             (steps_of(hidden, 2 * TILE_ROWS), experts.width),
             places,
         )
@@ -120,32 +123,31 @@ def sum_experts(
 def _sort(ids: torch.Tensor, experts: ExpertTiles, defines: dict[str, int]) -> _Places:
     picks, count = ids.numel(), len(experts.addresses)
     groups, tiles = (sorted_groups(picks, count, rows) for rows in (GROUP_ROWS, TILE_PICKS))
-    order = scratch.empty(groups * GROUP_ROWS, dtype=torch.int32, device=ids.device)
-    found = scratch.empty(tiles, TILE_WORDS, dtype=torch.int64, device=ids.device)
+    buffers = packed_buffers(picks, count, experts.width)
+    order, found, inner = (scratch.take(buffer, ids.device) for buffer in buffers)
     compile_kernel("sorted_rows.cu", "sort_picks", defines)(
         (count,),
         (PACKED_SORT_THREADS,),
         (ids, experts.addresses, order, found, picks, groups, tiles),
         early=True,
     )
-    return _Places(order, found, groups, defines)
+    return _Places(order, found, inner, groups, defines)
 
 
-def _inner_pieces(
+def _run_gates_and_ups(
     x: NarrowRows,
     used: int,
     experts: ExpertTiles,
     activation: str,
     places: _Places,
-) -> torch.Tensor:
-    """Return what the picks' experts have between up and down, in f16."""
+) -> None:
+    """Write what the picks' experts have between up and down, in f16, to `places.inner`."""
     device, groups = x.values.device, places.groups
     width, hidden = experts.width, experts.hidden
     gate, up, _ = experts.kinds
-    out = _empty_pieces(groups, width, device)
+    buffers = packed_inputs(len(x.values) * used, len(experts.addresses), width, hidden)
     with scratch.frame():
-        gathered = _empty_pieces(groups, hidden, device)
-        inner = scratch.empty(GROUP_ROWS * groups, width, device=device)
+        gathered, inner = (scratch.take(buffer, device) for buffer in buffers)
         records = steps_of(hidden, RECORD_COLUMNS)
         compile_kernel("sorted_rows.cu", "gather_rows", places.defines)(
             (groups * records,),
@@ -164,10 +166,9 @@ def _inner_pieces(
         compile_kernel("sorted_rows.cu", "halve_inner", places.defines)(
             (groups * records,),
             (GROUP_ROWS * 32,),
-            (inner, places.order, out, width, records, groups),
+            (inner, places.order, places.inner, width, records, groups),
             early=True,
         )
-    return out
 
 
 def _product(
@@ -189,8 +190,3 @@ def _product(
     grid = (steps_of(pairs, shape.warps * turns), len(places.tiles))
     args = (places.tiles, *tensors, records, places.groups)
     return defines, (grid, (shape.warps * 32,), args, shape.shared_bytes)
-
-
-def _empty_pieces(groups: int, columns: int, device: torch.device) -> torch.Tensor:
-    size = half_rows_bytes(GROUP_ROWS * groups, columns)
-    return scratch.empty(size, dtype=torch.uint8, device=device)

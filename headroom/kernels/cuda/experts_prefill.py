@@ -6,18 +6,14 @@ from typing import Protocol
 
 import torch
 
-from headroom.kernels.cuda import experts_packed, grouped, scratch, sizes
+from headroom.kernels.cuda import experts_packed, experts_scratch, grouped, scratch
 from headroom.kernels.cuda.compile import compile_kernel
 from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles, Kinds, Others
+from headroom.kernels.cuda.experts_scratch import experts_at_once, group_buffers
 from headroom.kernels.cuda.grouped import grouped_product, product_way
 from headroom.kernels.cuda.launch import Argument
 from headroom.kernels.cuda.matmul import POWER_THREADS, NarrowRows, as_narrow
-from headroom.kernels.cuda.sizes import (
-    RECORD_COLUMNS,
-    TILE_ROWS,
-    experts_at_once,
-    steps_of,
-)
+from headroom.kernels.cuda.sizes import RECORD_COLUMNS, TILE_ROWS, steps_of
 
 PICK_SORT_THREADS = 512  # of picks.cu
 GATHER_THREADS, GATHER_BLOCKS = 256, 4096
@@ -150,9 +146,11 @@ def _inner_rows(
     """`act(gate) * up` of a group's picks, its own first; those of others have no meaning."""
     picks, width = group.most, gates_and_ups.shape[1] // 2
     device, columns = x.values.device, x.values.shape[1]
-    own = scratch.empty(picks, columns, dtype=torch.float16, device=device)
-    values = scratch.empty(picks, width, dtype=torch.float16, device=device)
-    powers = scratch.empty(picks, device=device)
+    buffers = group_buffers(group.size, (width, columns), picks, "f16")
+    assert buffers.powers is not None
+    own = scratch.take(buffers.rows, device)
+    values = scratch.take(buffers.inner, device)
+    powers = scratch.take(buffers.powers, device)
     gathered = gather_rows(x.values, group, own)
     both = grouped_product(gathered, gates_and_ups, group.ends, group.among)
     compile_kernel("half_experts.cu", "activate", _constants(activation))(
@@ -208,7 +206,7 @@ def many_rows(
 def _as_they_lie(ids: torch.Tensor, table: ExpertTiles) -> bool:
     """Tell whether tiles are multiplied packed: few rows of an expert, and no link to any."""
     here = all(part.device == ids.device for part in table.memory)
-    return here and len(ids) <= sizes.sorted_rows(len(table.addresses), ids.shape[1])
+    return here and len(ids) <= experts_scratch.sorted_rows(len(table.addresses), ids.shape[1])
 
 
 @cache
@@ -284,8 +282,9 @@ def _group_answers(
     """Return the answers `[picks, hidden]` in bf16 of a group's experts, its own picks first."""
     picks, hidden = group.most, x.shape[1]
     plain = unpacked.gates_and_ups(group)
-    own = scratch.empty(picks, hidden, dtype=torch.bfloat16, device=x.device)
-    inner = scratch.empty(picks, width, dtype=torch.bfloat16, device=x.device)
+    buffers = group_buffers(group.size, (width, hidden), picks, "bf16")
+    own = scratch.take(buffers.rows, x.device)
+    inner = scratch.take(buffers.inner, x.device)
     both = grouped_product(gather_rows(x, group, own), plain, group.ends, group.among)
     compile_kernel("many_experts.cu", "activate", constants)(
         (4096,), (256,), (both, inner, group.ends, group.size - 1, width)
@@ -318,9 +317,9 @@ def empty_gates_and_ups(
     table: ExpertTiles, group: ExpertGroup, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
     """Return room for a group's gates and ups, until the frame around the call is left."""
-    return scratch.empty(
-        group.size, 2 * table.width, table.hidden, dtype=dtype, device=table.addresses.device
-    )
+    sizes = table.width, table.hidden
+    buffers = group_buffers(group.size, sizes, group.most, scratch.name_of(dtype))
+    return scratch.take(buffers.gates_and_ups, table.addresses.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,8 @@ import torch
 
 from headroom.errors import KernelError
 from headroom.formats.quants import BF16, F16, Q8_K, QuantType
-from headroom.kernels.cuda import scratch
+from headroom.kernels.cuda import matmul_scratch, scratch
+from headroom.kernels.cuda.buffers import Buffer
 from headroom.kernels.cuda.compile import (
     Code,
     compile_kernel,
@@ -16,6 +17,7 @@ from headroom.kernels.cuda.compile import (
     refuses_device,
     shared_bytes_of,
 )
+from headroom.kernels.cuda.matmul_scratch import lanes_for
 from headroom.kernels.cuda.matmul_shapes import Gpu, Product, ProductShape, shape_for
 from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.sizes import (
@@ -26,8 +28,6 @@ from headroom.kernels.cuda.sizes import (
     RECORD_COLUMNS,
     TILE_ROWS,
     TILED,
-    half_rows_bytes,
-    lanes_for,
     record_bytes,
     tile_bytes,
 )
@@ -61,9 +61,10 @@ class NarrowRows:
 
 def empty_narrow_rows(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> NarrowRows:
     """Return memory for rows, valid until the frame around the call is left."""
-    values = scratch.empty(*shape, dtype=dtype, device=device)
-    powers = scratch.empty(shape[0], device=device) if dtype == torch.float16 else None
-    return NarrowRows(values, powers)
+    rows, columns = shape
+    buffers = matmul_scratch.narrow_rows(rows, columns, scratch.name_of(dtype))
+    values = scratch.take(buffers.values, device)
+    return NarrowRows(values, scratch.take(buffers.powers, device) if buffers.powers else None)
 
 
 def fill_narrow_rows(out: NarrowRows, x: torch.Tensor) -> NarrowRows:
@@ -192,7 +193,7 @@ def gate_macros(activation: str, rows: int) -> dict[str, int]:
 
 
 def _empty_rows(rows: int, columns: int, device: torch.device) -> HalfRows:
-    pieces = scratch.empty(half_rows_bytes(rows, columns), dtype=torch.uint8, device=device)
+    pieces = scratch.take(matmul_scratch.half_rows(rows, columns), device)
     return HalfRows(pieces, rows, -(-columns // RECORD_COLUMNS))
 
 
@@ -293,18 +294,6 @@ def matmul(
 
 
 SPREAD_THREADS = 256
-PART_ROWS = 256  # parts of a weight are multiples of this where they can be, for cuBLAS's tiles
-
-
-def part_rows(rows: int, columns: int, most_bytes: int) -> int:
-    """Return how many rows of a weight are unpacked at a time: parts alike, none above the most."""
-    fitting = most_bytes // (2 * columns)
-    if rows <= fitting:
-        return rows
-    step = PART_ROWS if fitting >= PART_ROWS else TILE_ROWS
-    fitting = max(step, fitting // step * step)
-    each = -(-rows // -(-rows // fitting))
-    return -(-each // step) * step
 
 
 def multiply_unpacked(
@@ -315,16 +304,19 @@ def multiply_unpacked(
     The outputs are of matrices that lie one after another in the weight.
     """
     rows = x.values
-    each = part_rows(weight.rows, weight.columns, scratch.unpack_bytes())
+    tiled = weight.layout == TILES
+    each = matmul_scratch.part_rows(weight.rows, weight.columns, scratch.unpack_bytes())
     for first in range(0, weight.rows, each):
         count = min(each, weight.rows - first)
+        buffers = matmul_scratch.unpacked_part(
+            len(rows), count, weight.columns, scratch.name_of(rows.dtype), tiled=tiled
+        )
         with scratch.frame():
+            answers = scratch.take(buffers.answers, rows.device)
+            plain = _plain_part(weight, first, count, buffers.weight)
             if x.powers is None:
-                answers = scratch.empty(len(rows), count, dtype=rows.dtype, device=rows.device)
-                torch.mm(rows, _plain_part(weight, first, count, rows.dtype).T, out=answers)
+                torch.mm(rows, plain.T, out=answers)
             else:
-                answers = scratch.empty(len(rows), count, device=rows.device)
-                plain = _plain_part(weight, first, count, rows.dtype)
                 torch.mm(rows, plain.T, out_dtype=torch.float32, out=answers)
             if x.powers is None:
                 _spread(answers, first, outs, add)
@@ -347,11 +339,14 @@ def unpack_defines(quant: QuantType, dtype: torch.dtype) -> dict[str, int]:
     return {"KIND": quant.ggml_id, "WARPS": 4, "OUT_F16": int(dtype == torch.float16)}
 
 
-def _plain_part(weight: Weight, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Some rows of a weight as products read them; they begin with a tile."""
-    if weight.layout != TILES:
+def _plain_part(weight: Weight, first: int, count: int, buffer: Buffer | None) -> torch.Tensor:
+    """Return `count` rows of a weight in 16 bits, unpacked to a buffer if they lie in tiles.
+
+    The first row is the first of a tile.
+    """
+    if buffer is None:
         return weight.data[first : first + count]
-    out = scratch.empty(count, weight.columns, dtype=dtype, device=weight.data.device)
+    out = scratch.take(buffer, weight.data.device)
     if count == weight.rows:
         return dequantise(weight, out)
     tiles = weight.data[tile_bytes(weight.quant, first, weight.columns) :]

@@ -4,12 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from headroom.kernels.cuda.sizes import (
-    DECODE_ROWS,
-    GROUP_ROWS,
-    RECORD_COLUMNS,
-    half_rows_bytes,
-)
+from headroom.kernels.cuda.matmul_scratch import half_rows_bytes
+from headroom.kernels.cuda.sizes import DECODE_ROWS, GROUP_ROWS, RECORD_COLUMNS
 
 SUM_PITCH = 20  # PITCH of matmul.cu
 BARRIER_BYTES = 640  # of shared memory that matmul.cu has at fixed places, at most

@@ -4,6 +4,7 @@ import torch
 
 from headroom.errors import KernelError
 from headroom.kernels.cuda import scratch
+from headroom.kernels.cuda.buffers import floats
 from headroom.kernels.cuda.compile import CudaKernel, compile_kernel
 
 NORM_THREADS = 512  # of small.cu
@@ -15,7 +16,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """Return `weight * x / sqrt(mean(x^2) + eps)` over the last axis; rows may lie apart."""
     if out is None:
-        out = scratch.empty(*x.shape, device=x.device)
+        out = scratch.take(floats(*x.shape), x.device)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     _norm(0)(*_norm_call(rows, (weight, eps), (None, out, None)))
     return out
@@ -45,7 +46,7 @@ def gated_activation(
 ) -> torch.Tensor:
     """Return `act(gate) * up`; rows `[rows, width]` may lie apart, as halves of one product do."""
     if out is None:
-        out = scratch.empty(*gate.shape, device=gate.device)
+        out = scratch.take(floats(*gate.shape), gate.device)
     _gate(gate, up, activation, out, None)
     return out
 

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from headroom.kernels.cuda import scratch
+from headroom.kernels.cuda import matmul_scratch, route_scratch, scratch
 from headroom.kernels.cuda.compile import compile_kernel
 from headroom.kernels.cuda.matmul import HalfRows, RowNorm
-from headroom.kernels.cuda.sizes import DECODE_ROWS, RECORD_COLUMNS, half_rows_bytes
+from headroom.kernels.cuda.route_scratch import ROUTER_THREADS
+from headroom.kernels.cuda.sizes import DECODE_ROWS, RECORD_COLUMNS
 from headroom.kernels.ops import RouterRule
 
 MAX_EXPERTS, MAX_USED = 1024, 32  # what the lanes of one warp hold
@@ -36,7 +37,7 @@ class Unchosen:
 def score(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the logits `[rows, outputs]` of rows for a float32 weight `[outputs, hidden]`."""
     (rows, hidden), outputs = x.shape, len(weight)
-    logits = scratch.empty(rows, outputs, device=x.device)
+    logits = scratch.take(route_scratch.logits(rows, outputs), x.device)
     if rows > DECODE_ROWS or hidden % 4:  # by cuBLAS
         return torch.mm(x, weight.T, out=logits)
     # A sum runs in the same order however many rows share a pass over the weight.
@@ -63,8 +64,8 @@ def route(
     rows, stride = logits.shape
     assert len(counts) <= MAX_EXPERTS
     assert rule.used <= MAX_USED
-    ids = scratch.empty(rows, rule.used, dtype=torch.int32, device=logits.device)
-    weights = scratch.empty(rows, rule.used, device=logits.device)
+    buffers = route_scratch.picks(rows, rule.used)
+    ids, weights = (scratch.take(buffer, logits.device) for buffer in buffers)
     constants = {"EXPERTS": len(counts), "SIGMOID": int(rule.scores == "sigmoid")}
     compile_kernel("route.cu", "route", constants)(
         (-(-rows // 4),),
@@ -78,15 +79,6 @@ def route(
     return ids, weights
 
 
-ROUTER_THREADS = 256  # of router.cu
-MOST_HIDDEN = 8 * 4 * ROUTER_THREADS  # that its threads hold
-
-
-def can_score_with_norm(hidden: int) -> bool:
-    """Tell whether rows of a width can come this way."""
-    return hidden % 8 == 0 and hidden <= MOST_HIDDEN
-
-
 def scored_rows(
     x: torch.Tensor, weight: torch.Tensor, norm: RowNorm, seen: torch.Tensor
 ) -> tuple[HalfRows, torch.Tensor]:
@@ -95,10 +87,9 @@ def scored_rows(
     `weight [outputs, hidden]` is the router's, `seen [hidden]` its norm's.
     """
     (rows, hidden), outputs = x.shape, len(weight)
-    size = half_rows_bytes(rows, hidden)
-    pieces = scratch.empty(size, dtype=torch.uint8, device=x.device)
+    pieces = scratch.take(matmul_scratch.half_rows(rows, hidden), x.device)
     out = HalfRows(pieces, rows, -(-hidden // RECORD_COLUMNS))
-    logits = scratch.empty(rows, outputs, device=x.device)
+    logits = scratch.take(route_scratch.logits(rows, outputs), x.device)
     # A sum runs in the same order however many rows share a pass over the weight.
     each = 1 if rows == 1 else 4
     defines = {"EACH": -(-hidden // (4 * ROUTER_THREADS)), "ROWS": each, "LANES": out.lanes}

@@ -1,47 +1,61 @@
-"""Scratch of a step: one piece of planned memory that the parts of a step use one after another.
+"""Scratch of a step: one piece of planned memory that the operations of a step share in turn.
 
-Kernels take buffers by `empty` and give them back by leaving a `frame`. All work of a step is in
-the order of one stream, so that a buffer may be used again as soon as its frame was left. Outside
-of frames, and where no arena is opened, buffers are torch's own.
+An operation declares its buffers in `<operation>_scratch.py`, takes them with `take`, and gives
+them back by leaving a `frame`. All work of a step runs in the order of one stream, so a buffer may
+be used again as soon as its frame was left. Outside of frames, and where no arena is open, torch
+allocates the buffers.
 """
 
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from math import prod
 
 import torch
 
-from headroom.kernels.cuda.sizes import ALIGNMENT
+from headroom.kernels.cuda.buffers import Buffer, aligned
 
 log = logging.getLogger(__name__)
 
-UNPACK_BYTES = 64 << 20  # of weights unpacked at a time, where no plan says so
-MOST_LENT = 4096  # tensors that an arena knows; every size of a step has some two hundred
+DTYPES = {
+    "u8": torch.uint8,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "i32": torch.int32,
+    "f32": torch.float32,
+    "i64": torch.int64,
+    "f64": torch.float64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+UNPACK_BYTES = 64 << 20  # of weights unpacked at a time, where no plan says how many
+MOST_LENT = 4096  # tensors that an arena remembers; a step of one size takes about two hundred
 _NO_FRAME = nullcontext()
 
-_Key = tuple[int, tuple[int, ...], torch.dtype]  # where its memory begins, shape and type
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name by which buffers are declared with a type."""
+    return _NAMES[dtype]
 
 
 class Arena:
-    """Memory lent in frames: what was taken within one is free again after it."""
+    """Planned memory that is lent in frames: what was taken within a frame is free after it."""
 
     def __init__(self, memory: torch.Tensor, unpack_bytes: int = UNPACK_BYTES) -> None:
         self.unpack_bytes = unpack_bytes  # most bytes of weights unpacked at a time
-        self.peak_bytes = 0  # most that was ever lent at once, or asked for
+        self.peak_bytes = 0  # most that was ever taken at once, beyond the memory included
         self.frames = 0  # that are open
         self._memory = memory  # uint8
         self._used = 0
-        # Layers are alike, and so is what they take: each tensor, with the end of its memory.
-        self._lent: dict[_Key, tuple[torch.Tensor, int]] = {}
+        # Layers are alike, and so are their buffers: the tensor of each (first byte, buffer), and
+        # the byte after it.
+        self._lent: dict[tuple[int, Buffer], tuple[torch.Tensor, int]] = {}
 
     def frame(self) -> AbstractContextManager[None]:
-        """Take back at the end what was lent within."""
+        """Return a frame that takes back at its end what was lent within."""
         return _Frame(self)
 
     def open_frame(self) -> int:
-        """Begin a frame; return what its end is to be told."""
+        """Begin a frame; return what `close_frame` needs to end it."""
         self.frames += 1
         return self._used
 
@@ -50,15 +64,15 @@ class Arena:
         self.frames -= 1
         self._used = before
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for a tensor; beyond the plan it is torch's, with a warning."""
-        key = self._used, shape, dtype
+    def take(self, buffer: Buffer) -> torch.Tensor:
+        """Return a tensor; beyond the planned memory torch allocates it, with one warning."""
+        key = self._used, buffer
         lent = self._lent.get(key)
         if lent is not None:
             found, self._used = lent
             return found
-        size = prod(shape) * dtype.itemsize
-        first, self._used = self._used, self._used + -(-size // ALIGNMENT) * ALIGNMENT
+        size, dtype = buffer.nbytes, DTYPES[buffer.dtype]
+        first, self._used = self._used, self._used + aligned(size)
         if self._used > self.peak_bytes:
             if self._used > len(self._memory) >= self.peak_bytes:
                 log.warning(
@@ -68,8 +82,8 @@ class Arena:
                 )
             self.peak_bytes = self._used
         if first + size > len(self._memory):
-            return torch.empty(shape, dtype=dtype, device=self._memory.device)
-        found = self._memory[first : first + size].view(dtype).view(shape)
+            return torch.empty(buffer.shape, dtype=dtype, device=self._memory.device)
+        found = self._memory[first : first + size].view(dtype).view(buffer.shape)
         if len(self._lent) == MOST_LENT:
             self._lent.clear()
         self._lent[key] = found, self._used
@@ -77,7 +91,7 @@ class Arena:
 
 
 class _Frame:
-    """One frame of an arena; a generator would take longer than what it is around."""
+    """One frame of an arena; entering a generator instead would take longer than a launch."""
 
     __slots__ = ("_arena", "_before")
 
@@ -94,17 +108,17 @@ class _Frame:
 _CURRENT: ContextVar[Arena | None] = ContextVar("arena", default=None)
 
 
-def empty(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return memory that is valid until the frame around the call is left."""
+def take(buffer: Buffer, device: torch.device) -> torch.Tensor:
+    """Return an uninitialised tensor that is valid until the frame around the call is left."""
     arena = _CURRENT.get()
     if arena is None or not arena.frames:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return arena.take(shape, dtype)
+        return torch.empty(buffer.shape, dtype=DTYPES[buffer.dtype], device=device)
+    return arena.take(buffer)
 
 
 @contextmanager
 def opened(arena: Arena | None) -> Iterator[None]:
-    """Let frames lend an arena's memory."""
+    """Let `take` and `frame` lend this arena's memory within the block."""
     token = _CURRENT.set(arena)
     try:
         yield
@@ -113,7 +127,7 @@ def opened(arena: Arena | None) -> Iterator[None]:
 
 
 def frame() -> AbstractContextManager[None]:
-    """Give back at the end what was taken within, where an arena lends it."""
+    """Return a frame of the open arena; without an arena, torch frees buffers by itself."""
     arena = _CURRENT.get()
     return _NO_FRAME if arena is None else arena.frame()
 

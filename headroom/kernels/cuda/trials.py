@@ -23,9 +23,10 @@ from headroom.kernels.cuda.attention import DecodeShape, HeadNorms, Projected
 from headroom.kernels.cuda.delta_net import span_tables
 from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles
 from headroom.kernels.cuda.experts_prefill import expert_group, sort_in_groups
+from headroom.kernels.cuda.experts_scratch import sorted_rows
 from headroom.kernels.cuda.matmul import RowNorm, half_rows, narrow_rows
 from headroom.kernels.cuda.pack import pack
-from headroom.kernels.cuda.sizes import TILED, sorted_rows, tile_bytes
+from headroom.kernels.cuda.sizes import TILED, tile_bytes
 from headroom.kernels.ops import (
     DeltaNetWeights,
     PagedKv,

@@ -1,0 +1,86 @@
+"""Scratch of matrix products: rows in 16 bits on their way into them, and unpacked weights."""
+
+from dataclasses import dataclass
+
+from headroom.kernels.cuda.buffers import Buffer, Buffers, ScratchCount, floats
+from headroom.kernels.cuda.sizes import GROUP_ROWS, RECORD_COLUMNS, TILE_ROWS
+
+# An unpacked part of a weight has a multiple of these rows where it can, as cuBLAS's tiles have.
+PART_ROWS = 256
+
+
+def lanes_for(rows: int) -> int:
+    """Return the lanes of a piece of f16 rows (halves.cuh): four for each of 1, 2, 4 or 8 rows."""
+    return 4 << min(3, (rows - 1).bit_length())
+
+
+def half_rows_bytes(rows: int, columns: int) -> int:
+    """Return the bytes of f16 rows with a power of two per 256 columns, in pieces of halves.cuh."""
+    lanes = lanes_for(rows)
+    piece = 136 * lanes + -(-lanes // 16) * 16
+    return -(-rows // GROUP_ROWS) * -(-columns // RECORD_COLUMNS) * piece
+
+
+def half_rows(rows: int, columns: int) -> Buffer:
+    """Return the buffer of rows as products of the decode path read them."""
+    return Buffer((half_rows_bytes(rows, columns),), "u8")
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowBuffers(Buffers):
+    """Rows in 16 bits, as products of the prefill path read them."""
+
+    values: Buffer  # bf16 or f16 [rows, columns]
+    powers: Buffer | None  # float32 [rows] for f16: what each row was divided by
+
+
+def narrow_rows(rows: int, columns: int, dtype: str) -> NarrowBuffers:
+    """Return the buffers of rows in bf16 or f16."""
+    return NarrowBuffers(Buffer((rows, columns), dtype), floats(rows) if dtype == "f16" else None)
+
+
+def part_rows(rows: int, columns: int, most_bytes: int) -> int:
+    """Return how many rows of a weight are unpacked at a time.
+
+    All parts but the last have this size, and none has more than `most_bytes` unless a single tile
+    does.
+    """
+    fitting = most_bytes // (2 * columns)
+    if rows <= fitting:
+        return rows
+    step = PART_ROWS if fitting >= PART_ROWS else TILE_ROWS
+    fitting = max(step, fitting // step * step)
+    each = -(-rows // -(-rows // fitting))
+    return -(-each // step) * step
+
+
+@dataclass(frozen=True, slots=True)
+class PartBuffers(Buffers):
+    """A part of a weight that is unpacked for many rows, and its products."""
+
+    answers: Buffer  # [rows, rows of the part]: bf16, or float32 for rows in f16
+    weight: Buffer | None  # 16 bits [rows of the part, columns]; None: the weight is plain already
+
+
+def unpacked_part(rows: int, part: int, columns: int, dtype: str, *, tiled: bool) -> PartBuffers:
+    """Return the buffers of a product of `rows` rows with `part` rows of a weight."""
+    answers = Buffer((rows, part), "f32" if dtype == "f16" else dtype)
+    return PartBuffers(answers, Buffer((part, columns), dtype) if tiled else None)
+
+
+def count_unpacked(
+    count: ScratchCount,
+    rows: int,
+    weight: tuple[int, int],
+    dtype: str,
+    unpack_bytes: int,
+    *,
+    tiled: bool,
+) -> None:
+    """Count `multiply_unpacked` with a weight of (rows, columns): one part after another."""
+    outputs, columns = weight
+    each = part_rows(outputs, columns, unpack_bytes)
+    for first in range(0, outputs, each):
+        with count.frame():
+            part = min(each, outputs - first)
+            count.take(unpacked_part(rows, part, columns, dtype, tiled=tiled))
