@@ -1,4 +1,4 @@
-# make demo | test | serve | lint | clean
+# make demo | test | numerical | serve | lint | clean
 # Set-up runs once; it runs again when pyproject.toml changes.
 
 PYTHON ?= python3
@@ -10,17 +10,21 @@ QUESTION ?= Why is the sky blue? Answer in two sentences.
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Tests of arithmetic on a CPU: kernels, families against transformers, the engine's answers.
+NUMERICAL := $(filter-out tests/kernels/test_cuda_% tests/kernels/test_triton% tests/kernels/test_n%, \
+	$(wildcard tests/kernels/test_*.py)) $(wildcard tests/families/test_*.py) tests/engine
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup demo test serve lint format clean
+.PHONY: help setup demo test numerical serve lint format clean
 
 help:
-	@echo "make demo    set up, fetch the default model, show its memory, answer a question"
-	@echo "make test    set up, then lint, types and tests"
-	@echo "make serve   set up and serve the default model (MODEL=... for another)"
-	@echo "make lint    ruff and mypy"
-	@echo "make format  let ruff rewrite the code"
-	@echo "make clean   remove what set-up and the tools made"
+	@echo "make demo       set up, fetch the default model, show its memory, answer a question"
+	@echo "make test       set up, then lint, types and tests (ARGS=... for other options of pytest)"
+	@echo "make numerical  the numerical tests alone, with torch's code for AVX2 and for any CPU"
+	@echo "make serve      set up and serve the default model (MODEL=... for another)"
+	@echo "make lint       ruff and mypy"
+	@echo "make format     let ruff rewrite the code"
+	@echo "make clean      remove what set-up and the tools made"
 
 setup: $(READY)
 
@@ -38,6 +42,15 @@ demo: $(READY)
 
 test: $(READY) lint
 	$(BIN)/python -m pytest $(ARGS)
+ifneq ($(origin ARGS), command line)
+	$(MAKE) --no-print-directory numerical
+endif
+
+# torch reads this variable when it is imported, and takes its code for AVX2, or for any CPU, as it would
+# on a machine without AVX-512. The tests run our own C++ kernels on every instruction set of the CPU.
+numerical: $(READY)
+	ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest $(ARGS) $(NUMERICAL)
+	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest $(ARGS) $(NUMERICAL)
 
 serve: $(READY)
 	$(BIN)/headroom serve $(MODEL)
