@@ -39,7 +39,14 @@ class PretendedStage:
         self.plan = make_plan([model.shape], [gpu, host], options)
         tensors = model.checkpoint.tensors
         self.counted: Counter[str] = Counter()
-        self.model = load_model(model.config, tensors, self.plan, self._count, _some_hot(self.plan))
+        self.model = load_model(
+            model.config,
+            tensors,
+            self.plan,
+            self.plan.devices[0],
+            self._count,
+            _some_hot(self.plan),
+        )
         self._rings = _rings(model, self.plan)
 
     @property

@@ -10,7 +10,7 @@ from headroom.engine.scheduler import Turn
 from headroom.engine.sequence import Sequence as Running
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers.draws import Draw
-from headroom.split.results import StepResult
+from headroom.split.stage import StepResult
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,7 @@
-"""Block: norm, mixer, norm, feed-forward, each added to the residual stream."""
+"""Blocks: one layer each; here with a mixer and a feed-forward part that are run one by one.
+
+`native_block` and `cuda_block` have the blocks whose parts are fused for one backend.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,7 +12,7 @@ from headroom.layers.batch import Batch
 from headroom.layers.modules import RmsNorm
 
 
-class Layer(Protocol):
+class Block(Protocol):
     """One layer of a model: the residual stream in, the residual stream out."""
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor: ...
@@ -22,13 +25,13 @@ class Mixer(Protocol):
 
 
 class Ffn(Protocol):
-    """Changes each row on its own: a plain network or a choice of experts."""
+    """Changes each row on its own: a dense network, routed experts, or both."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
-class Block:
-    """One layer of a model."""
+class PreNormBlock:
+    """Norm, mixer, norm, feed-forward part; each part is added to the residual stream."""
 
     def __init__(self, mixer_norm: RmsNorm, mixer: Mixer, ffn_norm: RmsNorm, ffn: Ffn) -> None:
         self._mixer_norm = mixer_norm
@@ -43,12 +46,12 @@ class Block:
 
 
 class SandwichBlock:
-    """One layer whose parts bring their own norms, before and after, and may be more than two."""
+    """A layer whose parts have norms before and after them; there may be more than two parts."""
 
     def __init__(
         self,
-        mixer: Mixer,
-        parts: Sequence[Ffn],  # each added to the residual stream that it reads
+        mixer: Mixer,  # with its norms
+        parts: Sequence[Ffn],  # with their norms; each is added to the residual stream it reads
         scale: torch.Tensor | None,  # of the residual stream at the end
     ) -> None:
         self._mixer = mixer
@@ -72,7 +75,7 @@ class NormedMixer:
         self._after = after
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the part's output for rows of the residual stream."""
+        """Return the mixer's normed output for rows of the residual stream."""
         return self._after(self._mixer(self._before(x), batch))
 
 
@@ -85,17 +88,17 @@ class NormedFfn:
         self._after = after
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the part's output for rows of the residual stream."""
+        """Return the part's normed output for rows of the residual stream."""
         return self._after(self._ffn(self._before(x)))
 
 
 class PostNormed:
-    """A feed-forward part that norms its own input, and a norm after it."""
+    """A feed-forward part that norms its own input, followed by a norm."""
 
     def __init__(self, ffn: Ffn, after: RmsNorm) -> None:
         self._ffn = ffn
         self._after = after
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the part's output for rows of the residual stream."""
+        """Return the part's normed output for rows of the residual stream."""
         return self._after(self._ffn(x))

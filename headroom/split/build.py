@@ -1,7 +1,7 @@
-"""load_model(): planned weights into blocks."""
+"""load_model(): loads the weights of one stage as planned, and builds its layers from them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from headroom.experts.cold import Hybrid
 from headroom.experts.device_ffn import Counts, DeviceBeside, DeviceExperts, Place, experts_fit
@@ -13,20 +13,22 @@ from headroom.families.config import (
     AttentionConfig,
     DeltaNetConfig,
     ExpertsConfig,
+    FfnConfig,
     LayerConfig,
     ModelConfig,
 )
 from headroom.formats.tensor import TensorInfo
 from headroom.kernels.cuda.matmul import RowNorm
+from headroom.kernels.ops import RecurrentState
 from headroom.layers.attention import Attention
 from headroom.layers.block import (
     Block,
     Ffn,
-    Layer,
     Mixer,
     NormedFfn,
     NormedMixer,
     PostNormed,
+    PreNormBlock,
     SandwichBlock,
 )
 from headroom.layers.cache import KvPages, allocate_kv, allocate_state
@@ -48,263 +50,292 @@ from headroom.layers.upload import open_upload
 from headroom.layers.weights import WeightSource, open_weights
 from headroom.layers.workspace import Workspace, open_workspace
 from headroom.machine.devices import torch_name
+from headroom.plan.layout import DevicePlan
 from headroom.plan.plan import Plan
-from headroom.plan.settings import PlanSettings
 from headroom.split.model import Model
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Common:
-    """What the layers of a model share while they are built."""
-
-    settings: PlanSettings
-    workspace: Workspace
-    side: PerLayerInputs | None
-    routing: RoutingStats | None
-    hybrid: Hybrid | None = None  # where some experts are cold
-    caches: dict[int, KvPages] = field(default_factory=dict)  # by the layer that owns them
 
 
 def load_model(
     config: ModelConfig,
     tensors: Mapping[str, TensorInfo],
     plan: Plan,
-    count: Callable[[str, int], None],
+    device: DevicePlan,
+    count: Callable[[str, int], None],  # told the plan's line and the bytes of each allocation
     placement: ExpertPlacement | None = None,
 ) -> Model:
-    """Bring a model's weights to their device as the plan says and build its blocks.
+    """Load a model's weights to one device of the plan and build its layers.
 
-    With a placement some experts are cold; without one the device holds all of them.
+    `placement` says which experts are hot; without one the device holds all experts.
     """
-    settings, device = plan.settings, plan.devices[0]
-    place = torch_name(device.name)
-    # Plain kernels take their scratch from torch, so that only the plan counts it.
-    planned = settings.kernels == "native" or settings.uses_arena
-    scratch_bytes = device.allocated["workspace"] if planned else 0
+    settings = plan.settings
+    torch_device = torch_name(device.name)
+    # Kernels of other backends take their scratch from torch: it is planned, but not allocated.
+    allocates_scratch = settings.kernels == "native" or settings.uses_arena
     workspace = open_workspace(
-        config.hidden, config.vocab, settings, scratch_bytes, count, config.keeps_embedding,
-        place,
-    )  # fmt: skip
-    # Steps use their scratch later: until then it is free for loading.
+        config.hidden,
+        config.vocab,
+        settings,
+        device.allocated["workspace"] if allocates_scratch else 0,
+        count,
+        config.keeps_embedding,
+        torch_device,
+    )
+    # No step runs while weights are loaded, so the upload may use the scratch for its buffers.
     lent = workspace.scratch if settings.uses_arena else None
-    with open_upload(place, device.allocated["workspace"], lent) as upload:
+    with open_upload(torch_device, device.allocated["workspace"], lent) as upload:
         source = open_weights(tensors, device.name, settings, count, config.norm_offset, upload)
-        return _build(config, source, plan, workspace, placement)
+        return _StageBuilder(config, source, plan, device, workspace).build(placement)
 
 
-def _build(
-    config: ModelConfig,
-    source: WeightSource,
-    plan: Plan,
-    workspace: Workspace,
-    placement: ExpertPlacement | None,
-) -> Model:
-    settings, device = plan.settings, plan.devices[0]
-    # First of all: memory that is refused is told before anything is read.
-    hybrid = None if placement is None else _open_hybrid(config, source, plan, placement)
-    embeddings = source.at("", "embeddings")
-    here = config.tied or "embeddings" in device.allocated
-    table = embeddings("embed") if config.tied else embeddings.table("embed", pinned=not here)
-    side = _side_inputs(config, source, plan)
-    routing = open_routing(config, torch_name(device.name))
-    common = Common(settings, workspace, side, routing, hybrid)
-    blocks = [
-        build_layer(config, index, source.at(f"layers.{index}."), common)
-        for index in range(len(config.layers))
-    ]
-    vocabulary = table if config.tied else source.at("", "head")("head")
-    norm = RmsNorm(source.norm("norm"), config.norm_eps, source.case)
-    head = Head(norm, vocabulary, source.case, config.softcap)
-    embedding = Embedding(table, source.case, config.embed_scale)
-    model = Model(embedding, blocks, head, workspace, routing, side, hybrid)
-    model.to_compile = source.to_compile
-    return model
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    """One layer that is being built."""
+
+    index: int
+    config: LayerConfig
+    get: WeightSource  # returns the layer's weights on the planned device, by their short names
 
 
-def _open_hybrid(
-    config: ModelConfig, source: WeightSource, plan: Plan, placement: ExpertPlacement
-) -> Hybrid:
-    """Return memory for the experts of all layers that have cold ones, and who computes those."""
-    settings, device = plan.settings, plan.devices[0]
-    assert plan.cold_speeds is not None
-    layouts = []
-    for index, layer in enumerate(config.layers):
-        get = source.at(f"layers.{index}.")
-        layouts.append(
-            None
-            if layer.experts is None
-            else blob_layout(layer.experts, get, tiles=_fits_device(layer, get))
+class _StageBuilder:
+    """Builds all layers of a stage, and what they share: routing counts, caches, cold experts."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        plan: Plan,
+        device: DevicePlan,
+        workspace: Workspace,
+    ) -> None:
+        self._config, self._source, self._workspace = config, source, workspace
+        self._plan, self._settings, self._device = plan, plan.settings, device
+        self._eps = config.norm_eps
+        self._hybrid: Hybrid | None = None  # None if no expert is cold
+        self._per_layer_inputs: PerLayerInputs | None = None
+        self._routing: RoutingStats | None = None
+        self._pages: dict[int, KvPages] = {}  # by the layer that owns the cache
+
+    def build(self, placement: ExpertPlacement | None) -> Model:
+        """Load all weights, in the order in which a step uses them."""
+        config, source = self._config, self._source
+        layers = [
+            _Layer(index, layer, source.at(f"layers.{index}."))
+            for index, layer in enumerate(config.layers)
+        ]
+        if placement is not None:
+            # Before anything is read, so that memory that cannot be had is refused at once.
+            self._hybrid = self._open_hybrid(layers, placement)
+        embeddings = source.at("", "embeddings")
+        on_device = config.tied or "embeddings" in self._device.allocated
+        if config.tied:
+            table = embeddings("embed")
+        else:
+            table = embeddings.table("embed", pinned=not on_device)
+        self._per_layer_inputs = self._open_per_layer_inputs()
+        self._routing = self._open_routing()
+        blocks = [self._build_layer(layer) for layer in layers]
+        vocabulary = table if config.tied else source.at("", "head")("head")
+        norm = RmsNorm(source.norm("norm"), self._eps, source.case)
+        return Model(
+            embedding=Embedding(table, source.case, config.embed_scale),
+            blocks=blocks,
+            head=Head(norm, vocabulary, source.case, config.softcap),
+            workspace=self._workspace,
+            per_layer_inputs=self._per_layer_inputs,
+            routing=self._routing,
+            hybrid=self._hybrid,
+            to_compile=source.to_compile,
         )
-    request = StoreRequest(
-        placement=placement,
-        cold=settings.cold,
-        speeds=plan.cold_speeds,
-        pin=settings.pin_experts,
-        keep_copy=settings.keep_host_copy,
-        staging_bytes=device.allocated.get("expert_staging", 0),
-    )
-    store = open_store(layouts, request, device.name, source.count)
-    return Hybrid(store, device.name, plan.cold_speeds, settings.cold)
+
+    def _open_hybrid(self, layers: list[_Layer], placement: ExpertPlacement) -> Hybrid:
+        """Allocate memory for the experts of all layers, hot and cold."""
+        settings, cold_speeds = self._settings, self._plan.cold_speeds
+        assert cold_speeds is not None
+        layouts = [
+            None
+            if layer.config.experts is None
+            else blob_layout(layer.config.experts, layer.get, tiles=_runs_cuda(layer))
+            for layer in layers
+        ]
+        request = StoreRequest(
+            placement=placement,
+            cold=settings.cold,
+            speeds=cold_speeds,
+            pin=settings.pin_experts,
+            keep_copy=settings.keep_host_copy,
+            staging_bytes=self._device.allocated.get("expert_staging", 0),
+        )
+        store = open_store(layouts, request, self._device.name, self._source.count)
+        return Hybrid(store, self._device.name, cold_speeds, settings.cold)
+
+    def _open_per_layer_inputs(self) -> PerLayerInputs | None:
+        """Load the table of per-layer inputs, for a model that has them."""
+        if not self._config.layers[0].side_width:
+            return None
+        hosted = any(line.name == "embeddings" for line in self._plan.host.lines)
+        table = self._source.at("", "embeddings").table("side.embed", pinned=hosted)
+        return PerLayerInputs(table, self._source, self._eps, self._settings.stream_rows)
+
+    def _open_routing(self) -> RoutingStats | None:
+        """Return empty routing counts; None for a model without experts."""
+        layers = self._config.layers
+        experts = max((layer.experts.experts for layer in layers if layer.experts), default=0)
+        if not experts:
+            return None
+        return RoutingStats(len(layers), experts, torch_name(self._device.name))
+
+    def _build_layer(self, layer: _Layer) -> Block:
+        """Build a layer for the fastest backend that runs it: CUDA, C++, or single operations."""
+        if _runs_cuda(layer):
+            return self._cuda_block(layer)
+        mixer = self._mixer_or_native(layer)
+        if isinstance(mixer, NativeBlock):
+            return mixer
+        if layer.config.post_norms:
+            return self._sandwich_block(layer, mixer)
+        return PreNormBlock(
+            mixer_norm=self._norm(layer, "attn.norm"),
+            mixer=mixer,
+            ffn_norm=self._norm(layer, "ffn.norm"),
+            ffn=self._ffn(layer),
+        )
+
+    # Layers of CUDA parts
+
+    def _cuda_block(self, layer: _Layer) -> CudaBlock:
+        config, get = layer.config, layer.get
+        parts: list[CudaPart] = []
+        if isinstance(config.mixer, DeltaNetConfig):
+            state = self._state(config.mixer, get)
+            parts.append(CudaDeltaNet(config.mixer, self._eps, get, state))
+        else:
+            post_norm = self._row_norm(layer, "attn.post_norm") if config.post_norms else None
+            pages = self._kv_pages(config.mixer, layer)
+            parts.append(CudaAttention(config.mixer, self._eps, get, pages, post_norm))
+        parts.append(self._cuda_ffn(layer))
+        if self._per_layer_inputs is not None:
+            inputs = self._per_layer_inputs
+            parts.append(CudaPerLayerPart(inputs, layer.index, get, self._eps))
+        if config.scaled:
+            parts.append(CudaScale(get.vector("scale")))
+        return CudaBlock(*parts)
+
+    def _cuda_ffn(self, layer: _Layer) -> CudaPart:
+        """Build the feed-forward part: dense, routed experts, or the sum of both."""
+        config, get = layer.config, layer.get
+        experts = config.experts
+        if experts is not None and not config.post_norms:
+            counts, place = self._counts(experts, layer.index), self._place(layer.index)
+            return DeviceExperts(experts, self._eps, get, counts, place)
+        ffn = _dense(config)
+        if experts is not None:
+            dense = CudaMlp(ffn, self._eps, get, self._row_norm(layer, "ffn.dense_post_norm"))
+            counts, place = self._counts(experts, layer.index), self._place(layer.index)
+            return DeviceBeside(dense, experts, self._eps, get, counts, place)
+        post_norm = self._row_norm(layer, "ffn.post_norm") if config.post_norms else None
+        return CudaMlp(ffn, self._eps, get, post_norm)
+
+    # Layers of single operations, and whole layers in C++
+
+    def _mixer_or_native(self, layer: _Layer) -> Mixer | NativeBlock:
+        """Build the mixer with its cache, or the whole layer if the C++ module runs it."""
+        config, get = layer.config, layer.get
+        if isinstance(config.mixer, DeltaNetConfig):
+            return DeltaNet(config.mixer, self._eps, get, self._state(config.mixer, get))
+        pages = self._kv_pages(config.mixer, layer)
+        if config.plain and refuses_native_block(config.mixer, get, pages) is None:
+            return NativeBlock(config.mixer, self._eps, get, pages, self._workspace.scratch)
+        return Attention(config.mixer, self._eps, get, pages)
+
+    def _sandwich_block(self, layer: _Layer, mixer: Mixer) -> SandwichBlock:
+        """Build a layer whose parts have norms before and after them."""
+        get = layer.get
+        parts: list[Ffn] = [self._sandwiched_ffn(layer)]
+        if self._per_layer_inputs is not None:
+            parts.append(PerLayerPart(self._per_layer_inputs, layer.index, get, self._eps))
+        return SandwichBlock(
+            NormedMixer(self._norm(layer, "attn.norm"), mixer, self._norm(layer, "attn.post_norm")),
+            parts,
+            get.vector("scale") if layer.config.scaled else None,
+        )
+
+    def _sandwiched_ffn(self, layer: _Layer) -> Ffn:
+        """Build a feed-forward part with norms around it: dense, or dense and routed experts."""
+        get, experts = layer.get, layer.config.experts
+        dense = Mlp(get, _dense(layer.config).activation)
+        before, after = self._norm(layer, "ffn.norm"), self._norm(layer, "ffn.post_norm")
+        if experts is None:
+            return NormedFfn(before, dense, after)
+        normed = NormedFfn(before, dense, self._norm(layer, "ffn.dense_post_norm"))
+        decode_counts, _ = self._counts(experts, layer.index)
+        both = BesideExperts(
+            normed,
+            experts,
+            get,
+            self._eps,
+            decode_counts,
+            self._workspace.scratch,
+            self._layer_store(layer.index),
+        )
+        return PostNormed(both, after)
+
+    def _ffn(self, layer: _Layer) -> Ffn:
+        """Build a feed-forward part: dense, or routed experts."""
+        experts = layer.config.experts
+        if experts is None:
+            return Mlp(layer.get, _dense(layer.config).activation)
+        decode_counts, _ = self._counts(experts, layer.index)
+        scratch, store = self._workspace.scratch, self._layer_store(layer.index)
+        return ExpertsFfn(experts, layer.get, decode_counts, scratch, store)
+
+    # What the layers of all backends need
+
+    def _state(self, mixer: DeltaNetConfig, get: WeightSource) -> RecurrentState:
+        state = allocate_state(mixer, self._settings, get.case.place)
+        get.count("recurrent_state", state.nbytes)
+        return state
+
+    def _kv_pages(self, mixer: AttentionConfig, layer: _Layer) -> KvPages:
+        """Return the layer's own KV pages, or those of the layer whose cache it shares."""
+        if mixer.shares is not None:
+            return self._pages[mixer.shares]
+        pages = allocate_kv(mixer, self._settings, layer.get.case.place)
+        layer.get.count("kv", pages.nbytes)
+        self._pages[layer.index] = pages
+        return pages
+
+    def _layer_store(self, index: int) -> LayerStore | None:
+        """Return where a layer's experts are; None if none of them is cold."""
+        return None if self._hybrid is None else self._hybrid.store.layers[index]
+
+    def _place(self, index: int) -> Place | None:
+        store = self._layer_store(index)
+        return None if self._hybrid is None or store is None else (self._hybrid, store)
+
+    def _counts(self, experts: ExpertsConfig, index: int) -> Counts:
+        """Return a layer's routing counts of the decode path and of the prefill path.
+
+        Layers may have fewer experts than the counts have columns.
+        """
+        assert self._routing is not None
+        few, many = (self._routing.of_layer(index, many=many) for many in (False, True))
+        return few[: experts.experts], many[: experts.experts]
+
+    def _norm(self, layer: _Layer, name: str) -> RmsNorm:
+        return RmsNorm(layer.get.norm(name), self._eps, layer.get.case)
+
+    def _row_norm(self, layer: _Layer, name: str) -> RowNorm:
+        return RowNorm(layer.get.norm(name), self._eps)
 
 
-def _side_inputs(config: ModelConfig, source: WeightSource, plan: Plan) -> PerLayerInputs | None:
-    """Return what makes the inputs of single layers, where a model has them."""
-    if not config.layers[0].side_width:
-        return None
-    hosted = any(line.name == "embeddings" for line in plan.host.lines)
-    table = source.at("", "embeddings").table("side.embed", pinned=hosted)
-    return PerLayerInputs(table, source, config.norm_eps, plan.settings.stream_rows)
-
-
-def open_routing(config: ModelConfig, device: str) -> RoutingStats | None:
-    """Return empty statistics of a model's routers; None where it has none."""
-    experts = max((layer.experts.experts for layer in config.layers if layer.experts), default=0)
-    return RoutingStats(len(config.layers), experts, device) if experts else None
-
-
-def build_layer(config: ModelConfig, index: int, get: WeightSource, common: Common) -> Layer:
-    """Build layer `index`; `get` returns its weights on the planned device."""
-    layer, eps = config.layers[index], config.norm_eps
-    if _fits_device(layer, get):
-        return _device_block(config, index, get, common)
-    mixer = _mixer(config, index, get, common)
-    if isinstance(mixer, NativeBlock):
-        return mixer
-    if layer.post_norms:
-        return _sandwich(config, index, mixer, get, common)
-    return Block(
-        mixer_norm=_norm(get, "attn.norm", eps),
-        mixer=mixer,
-        ffn_norm=_norm(get, "ffn.norm", eps),
-        ffn=_ffn(layer, index, get, common),
-    )
-
-
-def _fits_device(layer: LayerConfig, get: WeightSource) -> bool:
-    """Tell whether a GPU's fused parts run a layer; others run as separate operations."""
-    if not fits_cuda(layer.mixer, get):
+def _runs_cuda(layer: _Layer) -> bool:
+    """Return whether fused CUDA kernels run a layer."""
+    config, get = layer.config, layer.get
+    if not fits_cuda(config.mixer, get):
         return False
-    return layer.experts is None or experts_fit(layer.experts, get)
+    return config.experts is None or experts_fit(config.experts, get)
 
 
-def _device_block(config: ModelConfig, index: int, get: WeightSource, common: Common) -> CudaBlock:
-    """Build a layer of the GPU's fused parts."""
-    layer, eps = config.layers[index], config.norm_eps
-    parts: list[CudaPart] = []
-    if isinstance(layer.mixer, DeltaNetConfig):
-        state = allocate_state(layer.mixer, common.settings, get.case.place)
-        get.count("recurrent_state", state.nbytes)
-        parts.append(CudaDeltaNet(layer.mixer, eps, get, state))
-    else:
-        after = RowNorm(get.norm("attn.post_norm"), eps) if layer.post_norms else None
-        pages = _pages(layer.mixer, index, get, common)
-        parts.append(CudaAttention(layer.mixer, eps, get, pages, after))
-    parts.append(_device_ffn(config, index, get, common))
-    if common.side is not None:
-        parts.append(CudaPerLayerPart(common.side, index, get, eps))
-    if layer.scaled:
-        parts.append(CudaScale(get.vector("scale")))
-    return CudaBlock(*parts)
-
-
-def _device_ffn(config: ModelConfig, index: int, get: WeightSource, common: Common) -> CudaPart:
-    """Build a GPU's feed-forward part: dense, experts instead, or experts beside it."""
-    layer, eps = config.layers[index], config.norm_eps
-    if layer.experts is not None and not layer.post_norms:
-        counts = _counts(layer.experts, index, common)
-        return DeviceExperts(layer.experts, eps, get, counts, _place(index, common))
-    assert layer.ffn is not None
-    if layer.experts is not None:
-        dense = CudaMlp(layer.ffn, eps, get, RowNorm(get.norm("ffn.dense_post_norm"), eps))
-        counts = _counts(layer.experts, index, common)
-        return DeviceBeside(dense, layer.experts, eps, get, counts, _place(index, common))
-    after = RowNorm(get.norm("ffn.post_norm"), eps) if layer.post_norms else None
-    return CudaMlp(layer.ffn, eps, get, after)
-
-
-def _mixer(
-    config: ModelConfig, index: int, get: WeightSource, common: Common
-) -> Mixer | NativeBlock:
-    """Build a layer's mixer with what it remembers, or the whole layer where one kernel runs it."""
-    layer, eps = config.layers[index], config.norm_eps
-    if isinstance(layer.mixer, DeltaNetConfig):
-        state = allocate_state(layer.mixer, common.settings, get.case.place)
-        get.count("recurrent_state", state.nbytes)
-        return DeltaNet(layer.mixer, eps, get, state)
-    pages = _pages(layer.mixer, index, get, common)
-    if layer.plain and refuses_native_block(layer.mixer, get, pages) is None:
-        return NativeBlock(layer.mixer, eps, get, pages, common.workspace.scratch)
-    return Attention(layer.mixer, eps, get, pages)
-
-
-def _sandwich(
-    config: ModelConfig, index: int, mixer: Mixer, get: WeightSource, common: Common
-) -> Layer:
-    """Build a layer whose parts are normed before and after."""
-    layer, eps = config.layers[index], config.norm_eps
-    parts: list[Ffn] = [_sandwiched_ffn(config, index, get, common)]
-    if common.side is not None:
-        parts.append(PerLayerPart(common.side, index, get, eps))
-    return SandwichBlock(
-        NormedMixer(_norm(get, "attn.norm", eps), mixer, _norm(get, "attn.post_norm", eps)),
-        parts,
-        get.vector("scale") if layer.scaled else None,
-    )
-
-
-def _sandwiched_ffn(config: ModelConfig, index: int, get: WeightSource, common: Common) -> Ffn:
-    """Build a feed-forward part with norms before and after: dense, or experts beside it."""
-    layer, eps = config.layers[index], config.norm_eps
-    assert layer.ffn is not None
-    dense = Mlp(get, layer.ffn.activation)
-    before, after = _norm(get, "ffn.norm", eps), _norm(get, "ffn.post_norm", eps)
-    if layer.experts is None:
-        return NormedFfn(before, dense, after)
-    beside = NormedFfn(before, dense, _norm(get, "ffn.dense_post_norm", eps))
-    (counts, _), scratch = _counts(layer.experts, index, common), common.workspace.scratch
-    experts = BesideExperts(
-        beside, layer.experts, get, eps, counts, scratch, _stored(index, common)
-    )
-    return PostNormed(experts, after)
-
-
-def _pages(mixer: AttentionConfig, index: int, get: WeightSource, common: Common) -> KvPages:
-    """Return the layer's pages: its own, or those of the layer whose cache it reads."""
-    if mixer.shares is not None:
-        return common.caches[mixer.shares]
-    pages = allocate_kv(mixer, common.settings, get.case.place)
-    get.count("kv", pages.nbytes)
-    common.caches[index] = pages
-    return pages
-
-
-def _ffn(layer: LayerConfig, index: int, get: WeightSource, common: Common) -> Ffn:
-    """Build a layer's feed-forward part: dense, or experts instead."""
-    if layer.experts is not None:
-        counts, _ = _counts(layer.experts, index, common)
-        scratch = common.workspace.scratch
-        return ExpertsFfn(layer.experts, get, counts, scratch, _stored(index, common))
-    assert layer.ffn is not None
-    return Mlp(get, layer.ffn.activation)
-
-
-def _stored(index: int, common: Common) -> LayerStore | None:
-    """Return where a layer's experts are, if some are cold."""
-    return None if common.hybrid is None else common.hybrid.store.layers[index]
-
-
-def _place(index: int, common: Common) -> Place | None:
-    """Return the same with what is done about cold ones."""
-    stored = _stored(index, common)
-    return None if common.hybrid is None or stored is None else (common.hybrid, stored)
-
-
-def _counts(experts: ExpertsConfig, index: int, common: Common) -> Counts:
-    """Return the layer's rows of the statistics, which may be longer than its experts are many."""
-    assert common.routing is not None
-    few, many = (common.routing.of_layer(index, many=many) for many in (False, True))
-    return few[: experts.experts], many[: experts.experts]
-
-
-def _norm(get: WeightSource, name: str, eps: float) -> RmsNorm:
-    return RmsNorm(get.norm(name), eps, get.case)
+def _dense(layer: LayerConfig) -> FfnConfig:
+    assert layer.ffn is not None, "a layer without routed experts has a dense network"
+    return layer.ffn

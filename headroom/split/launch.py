@@ -1,4 +1,4 @@
-"""start_pipeline(): a planned model becomes weights on devices."""
+"""start_pipeline(): loads a planned model to its device and opens the pipeline that runs it."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ import torch
 from headroom.errors import DeviceError, is_out_of_memory
 from headroom.experts.exchange import StoreSwaps
 from headroom.experts.placement import ExpertPlacement
-from headroom.families.config import AttentionConfig
+from headroom.families.config import AttentionConfig, ModelConfig
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.kernels.native.module import MISSING, MODULE, POOL
 from headroom.layers.draws import DeviceSampler
@@ -24,20 +24,21 @@ from headroom.machine.torch_gpus import gpu_memory
 from headroom.plan.describe import ModelDescription
 from headroom.plan.layout import DevicePlan
 from headroom.plan.plan import Plan
+from headroom.plan.settings import PlanSettings
 from headroom.split.build import load_model
-from headroom.split.device_stage import DeviceStage
+from headroom.split.gpu_stage import GpuStage
 from headroom.split.memory_check import check_memory, open_device_memory
 from headroom.split.model import Model
 from headroom.split.pipeline import LoadTimes, Pipeline
 from headroom.split.placing import even_placement, expert_layers
-from headroom.split.stages import Stage
+from headroom.split.stage import CpuStage, Stage
 from headroom.units import gib
 
 log = logging.getLogger(__name__)
 
-# That files fill.
+# The plan's lines that hold tensors of the checkpoint.
 WEIGHT_LINES = ("core_weights", "embeddings", "head", "hot_experts", "cold_experts")
-Progress = Callable[[int, int], None]  # told the bytes of weights that are loaded, and of all
+Progress = Callable[[int, int], None]  # told the bytes of weights loaded so far, and of all weights
 
 
 def start_pipeline(
@@ -46,55 +47,44 @@ def start_pipeline(
     progress: Progress = lambda done, total: None,
     placement: ExpertPlacement | None = None,
 ) -> Pipeline:
-    """Load the model as the plan says, and tell how far it is.
+    """Load the model as the plan says, and return the pipeline that runs it.
 
-    Where the plan leaves experts cold, a placement says which; the even one if none is given.
+    If the plan leaves experts cold, `placement` says which; without one, each layer has its planned
+    number of hot experts, evenly spread.
     """
-    set_threads(plan.settings.threads, pin=plan.settings.pin_threads)
-    warn_of_slow_kernels(plan.devices[0].name)
-    allocated: Counter[str] = Counter()
-    device = plan.devices[0]
+    device, settings = plan.devices[0], plan.settings  # the engine runs one stage
+    set_threads(settings.threads, pin=settings.pin_threads)
+    warn_of_slow_kernels(device.name)
     if placement is None and device.hot_experts < device.total_experts:
         placement = even_placement(model.shape, plan)
-    lines = device.allocated | {line.name: line.bytes for line in plan.host.lines}
-    total = sum(lines.get(line, 0) for line in WEIGHT_LINES)
-
-    def count(line: str, size_bytes: int) -> None:
-        allocated[line] += size_bytes
-        if line in WEIGHT_LINES:
-            progress(min(sum(allocated[line] for line in WEIGHT_LINES), total), total)
-
+    allocated: Counter[str] = Counter()  # bytes by the plan's line
     open_device_memory(device.name)
-    # Weights go to the current GPU, whatever its number.
-    current = nullcontext() if device.kind == "cpu" else torch.cuda.device(torch_name(device.name))
-    with memory_told(device, allocated, "loading weights"), current:
-        progress(0, total)
-        started = time.perf_counter()  # by now CUDA is
-        loaded = load_model(model.config, model.checkpoint.tensors, plan, count, placement)
-        times = LoadTimes(
-            weights_bytes=sum(allocated[line] for line in WEIGHT_LINES),
-            weights_s=time.perf_counter() - started,
-        )
-        progress(total, total)
-    _log_load(device.name, times)
+    loaded, times = _load(plan, device, model, placement, allocated, progress)
+    stage: Stage
     if device.kind == "cpu":
-        stage: Stage | DeviceStage = Stage(device.name, loaded)
+        stage = CpuStage(device.name, loaded)
     else:
-        with memory_told(device, allocated, "capturing steps"):
-            stage = _device_stage(loaded, plan, model, allocated)
-            times = replace(times, capture_s=_capture(stage, plan.settings.parallel))
-    check_memory(plan, allocated)
-    planned = sum(device.allocated.values())
+        with explain_out_of_memory(device, allocated, "capturing steps"):
+            gpu_stage = _open_gpu_stage(device, settings, model.config, loaded, allocated)
+            times = replace(times, capture_s=_capture(gpu_stage, settings.parallel))
+        stage = gpu_stage
+    check_memory(plan, device, allocated)
     swaps, meter = None, None
     if (hybrid := loaded.hybrid) is not None:
-        layers, meter = expert_layers(model.shape, plan), hybrid.meter
-        if hybrid.store.cold_bytes:  # else there is nothing to swap with
+        meter = hybrid.meter
+        if hybrid.store.cold_bytes:  # otherwise there is no cold expert to exchange
+            layers = expert_layers(model.shape, plan)
             swaps = StoreSwaps(hybrid.store, layers, same_bits=hybrid.same_bits)
-    config = model.config
-    refuses = config.refuses_trees
-    pipeline = Pipeline(stage, config.vocab, allocated, planned, swaps, meter, refuses)
-    pipeline.load_times = times
-    return pipeline
+    return Pipeline(
+        stage,
+        model.config.vocab,
+        allocated,
+        planned_bytes=sum(device.allocated.values()),
+        experts=swaps,
+        meter=meter,
+        refuses_trees=model.config.refuses_trees,
+        load_times=times,
+    )
 
 
 def set_threads(threads: int, *, pin: bool = False) -> None:
@@ -112,14 +102,45 @@ def warn_of_slow_kernels(device: str) -> None:
         log.warning("kernels: the C++ module is %s; running on slow reference kernels", MISSING)
 
 
-def _log_load(device: str, times: LoadTimes) -> None:
+def _load(
+    plan: Plan,
+    device: DevicePlan,
+    model: ModelDescription,
+    placement: ExpertPlacement | None,
+    allocated: Counter[str],
+    progress: Progress,
+) -> tuple[Model, LoadTimes]:
+    """Load a device's layers; count what they allocate and report the progress."""
+    planned = device.allocated | {line.name: line.bytes for line in plan.host.lines}
+    total = sum(planned.get(line, 0) for line in WEIGHT_LINES)
+
+    def count(line: str, size_bytes: int) -> None:
+        allocated[line] += size_bytes
+        if line in WEIGHT_LINES:
+            progress(min(sum(allocated[line] for line in WEIGHT_LINES), total), total)
+
+    # Layers allocate on torch's current GPU.
+    current = nullcontext() if device.kind == "cpu" else torch.cuda.device(torch_name(device.name))
+    with explain_out_of_memory(device, allocated, "loading weights"), current:
+        progress(0, total)
+        started = time.perf_counter()  # after CUDA has started
+        tensors = model.checkpoint.tensors
+        loaded = load_model(model.config, tensors, plan, device, count, placement)
+        times = LoadTimes(
+            weights_bytes=sum(allocated[line] for line in WEIGHT_LINES),
+            weights_s=time.perf_counter() - started,
+        )
+        progress(total, total)
     size, speed = gib(times.weights_bytes), times.bytes_per_s / 1e9
-    log.info("load: %s on %s in %.1f s (%.1f GB/s)", size, device, times.weights_s, speed)
+    log.info("load: %s on %s in %.1f s (%.1f GB/s)", size, device.name, times.weights_s, speed)
+    return loaded, times
 
 
 @contextmanager
-def memory_told(device: DevicePlan, allocated: Mapping[str, int], while_: str) -> Iterator[None]:
-    """Turn a GPU's end of memory into an error that says what was planned and what is free."""
+def explain_out_of_memory(
+    device: DevicePlan, allocated: Mapping[str, int], while_: str
+) -> Iterator[None]:
+    """Turn a GPU's out-of-memory error into one that says what was planned and what is free."""
     try:
         yield
     except Exception as error:
@@ -133,16 +154,19 @@ def memory_told(device: DevicePlan, allocated: Mapping[str, int], while_: str) -
         raise DeviceError(told.message, hint=told.hint) from error
 
 
-def _device_stage(
-    loaded: Model, plan: Plan, model: ModelDescription, allocated: Counter[str]
-) -> DeviceStage:
-    """Return the stage of a GPU, its steps not captured yet."""
-    device, settings = plan.devices[0].name, plan.settings
-    if plan.devices[0].kind == "hip":
+def _open_gpu_stage(
+    device: DevicePlan,
+    settings: PlanSettings,
+    config: ModelConfig,
+    loaded: Model,
+    allocated: Counter[str],
+) -> GpuStage:
+    """Return the stage of a GPU, before its steps are captured."""
+    if device.kind == "hip":
         log.warning(
             "kernels: %s runs Triton's kernels and plain ones, which have run on no AMD GPU yet: "
             "compare answers with those of --device cpu; steps are not captured, and slow",
-            device,
+            device.name,
         )
     elif not loaded.capturable:
         log.warning(
@@ -152,17 +176,17 @@ def _device_stage(
         )
     windows = {
         layer.mixer.window
-        for layer in model.config.layers
+        for layer in config.layers
         if isinstance(layer.mixer, AttentionConfig) and layer.mixer.window
     }
     rings = frozenset(settings.window_pages(window) // settings.parallel for window in windows)
-    sampler = DeviceSampler.allocate(DECODE_ROWS, model.config.vocab, device)
+    sampler = DeviceSampler.allocate(DECODE_ROWS, config.vocab, device.name)
     allocated["logits"] += sampler.nbytes
-    return DeviceStage(device, loaded, settings, rings, sampler)
+    return GpuStage(device.name, loaded, settings, rings, sampler)
 
 
-def _capture(stage: DeviceStage, parallel: int) -> float:
-    """Compile what a stage's steps need, capture them, and return the seconds that it took."""
+def _capture(stage: GpuStage, parallel: int) -> float:
+    """Compile a stage's kernels and capture its steps; return the seconds that this took."""
     started = time.perf_counter()
     stage.capture()
     seconds = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Memory of a device against its plan: how torch is told to take it, and what was taken."""
+"""A device's memory: how torch may allocate it, and whether that kept to the plan."""
 
 import logging
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from headroom.machine.devices import torch_name
+from headroom.plan.layout import DevicePlan
 from headroom.plan.plan import Plan
 from headroom.units import gib, parse_size
 
@@ -13,60 +14,59 @@ log = logging.getLogger(__name__)
 
 
 def open_device_memory(device: str) -> None:
-    """Let torch pack a GPU's allocations closely; to be called before the first of them.
+    """Let torch pack a GPU's allocations closely; call this before the first allocation.
 
-    By default each large one is rounded up to 2 MiB, which for the weights of a model comes to
-    some hundred MiB that no plan counts. Another allocator, which a user may choose, is left alone.
+    By default torch rounds each large allocation up to 2 MiB, which adds some hundred MiB for the
+    weights of a model that no plan counts. If the user chose another allocator, nothing is changed.
     """
     if device.startswith("cuda") and torch.cuda.memory.get_allocator_backend() == "native":
-        # torch 2.11 and later have another name for it, and warn of the older one.
+        # torch 2.11 and later have another function for this, and warn if the older one is used.
         newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         (newer or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
 def limit_memory(plan: Plan, device_memory: str | None) -> None:
-    """Let torch refuse what would take more of a GPU than `--device-memory` says.
+    """Let torch refuse allocations beyond the memory of each GPU that `--device-memory` allows.
 
-    What the driver takes beside torch counts, too: as much as the plan has for it.
+    The driver's own memory counts, too: the plan's `runtime` line is subtracted.
     """
-    device = plan.devices[0]
-    if device_memory is None or device.kind == "cpu":
-        return
-    most = parse_size(device_memory, "device_memory") - _line(plan, "runtime")
-    place = torch_name(device.name)
-    total = torch.cuda.get_device_properties(place).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), place)
-    log.info("memory: torch may take %s of %s", gib(most), device.name)
+    for device in plan.devices:
+        if device_memory is None or device.kind == "cpu":
+            continue
+        most = parse_size(device_memory, "device_memory") - _line(device, "runtime")
+        torch_device = torch_name(device.name)
+        total = torch.cuda.get_device_properties(torch_device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), torch_device)
+        log.info("memory: torch may take %s of %s", gib(most), device.name)
 
 
-def check_memory(plan: Plan, allocated: Mapping[str, int]) -> None:
-    """Say what was planned and what was allocated, and warn of every line that is above its plan.
+def check_memory(plan: Plan, device: DevicePlan, allocated: Mapping[str, int]) -> None:
+    """Log what a device's stage was planned to allocate and what it did; warn of lines above plan.
 
-    There is no limit that stops torch at the plan: where a formula is wrong by a little the
-    memory is mostly there, and a warning with numbers is of more use than a failed step.
+    Torch is not stopped at the plan: if a formula is wrong by a little, the memory is usually
+    there, and a warning with numbers is of more use than a failed step.
     """
-    device = plan.devices[0]
     planned = device.allocated
-    here = sum(size for line, size in allocated.items() if line in planned)
-    log.info("memory: planned %s, allocated %s", gib(sum(planned.values())), gib(here))
+    on_device = sum(size for line, size in allocated.items() if line in planned)
+    log.info("memory: planned %s, allocated %s", gib(sum(planned.values())), gib(on_device))
     on_host = {line.name: line.bytes for line in plan.host.lines}
     for line, size in allocated.items():
         most = planned.get(line, on_host.get(line, 0))
         if size > most:
             log.warning("memory: %s takes %d bytes, planned were %d", line, size, most)
-    place = torch_name(device.name)
-    if place.startswith("cuda"):
-        most = sum(planned.values()) + _line(plan, "graphs")
-        warn_above(device.name, torch.cuda.max_memory_reserved(place), most)
+    torch_device = torch_name(device.name)
+    if torch_device.startswith("cuda"):
+        most = sum(planned.values()) + _line(device, "graphs")
+        warn_above(device.name, torch.cuda.max_memory_reserved(torch_device), most)
 
 
 def warn_above(device: str, peak: int, planned: int) -> None:
-    """Say how much of its planned memory a device has held at most."""
+    """Log the most memory that torch has held on a device; warn if it is above the plan."""
     if peak > planned:
         log.warning("memory: %s has held %s, planned were %s", device, gib(peak), gib(planned))
     else:
         log.info("memory: %s has held %s of %s planned", device, gib(peak), gib(planned))
 
 
-def _line(plan: Plan, name: str) -> int:
-    return sum(line.bytes for line in plan.devices[0].lines if line.name == name)
+def _line(device: DevicePlan, name: str) -> int:
+    return sum(line.bytes for line in device.lines if line.name == name)

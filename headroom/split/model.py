@@ -1,6 +1,6 @@
-"""Model: a run of blocks, with embedding and head."""
+"""Model: the layers of one stage, with embedding and head."""
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 import torch
 
@@ -9,7 +9,7 @@ from headroom.experts.decode import ColdCompute
 from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore
 from headroom.layers.batch import Batch
-from headroom.layers.block import Layer
+from headroom.layers.block import Block
 from headroom.layers.cuda_block import CudaBlock
 from headroom.layers.modules import Embedding, Head
 from headroom.layers.per_layer_inputs import PerLayerInputs
@@ -19,37 +19,39 @@ from headroom.layers.workspace import Workspace
 
 
 class Model:
-    """The whole network; blocks hold their own caches."""
+    """Runs steps through the blocks, which hold their own weights and caches."""
 
     def __init__(
         self,
+        *,
         embedding: Embedding,
-        blocks: list[Layer],
+        blocks: Sequence[Block],
         head: Head,
         workspace: Workspace,
+        per_layer_inputs: PerLayerInputs | None = None,
         routing: RoutingStats | None = None,
-        side: PerLayerInputs | None = None,
         hybrid: Hybrid | None = None,
+        to_compile: Set[KernelVariants] = frozenset(),
     ) -> None:
-        self._workspace = workspace
-        self.to_compile: Set[KernelVariants] = frozenset()  # CUDA kernels that steps need
         self._embedding = embedding
-        self._side = side
         self._blocks = blocks
         self._head = head
-        self.routing = routing  # of all layers; None where there are no experts
-        self.hybrid = hybrid  # None where no expert is cold
-        # Where the CPU computes cold experts for a GPU.
+        self._workspace = workspace
+        self._per_layer_inputs = per_layer_inputs
+        self.routing = routing  # how often each expert of all layers was picked; None: no experts
+        self.hybrid = hybrid  # None if no expert is cold
+        # Computes cold experts on the CPU for a GPU; None if no layer asks for it.
         self.cold: ColdCompute | None = None if hybrid is None else hybrid.start()
+        self.to_compile = to_compile  # CUDA kernels that steps will need
 
     @property
     def store(self) -> ExpertStore | None:
-        """Where experts are; None where none is cold."""
+        """Where each expert is; None if no expert is cold."""
         return None if self.hybrid is None else self.hybrid.store
 
     @property
     def capturable(self) -> bool:
-        """Whether a step on a GPU never waits for the host: only the fused layers keep to that."""
+        """Whether a decode step can be captured: a CudaBlock never waits for the host."""
         return all(isinstance(block, CudaBlock) for block in self._blocks)
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -62,10 +64,10 @@ class Model:
         begin_step()
         self._workspace.check(len(batch.tokens))
         x = self._embedding(batch.tokens, self._workspace.stream[: len(batch.tokens)])
-        if self._side is not None:
-            # A copy: the first layers may change the stream where it lies.
+        if self._per_layer_inputs is not None:
+            # A copy, because the first layer may change the stream in place.
             embedded = self._workspace.embedded[: len(x)].copy_(x)
-            self._side.prepare(batch.tokens, embedded)
+            self._per_layer_inputs.prepare(batch.tokens, embedded)
         with self._workspace.lend():
             for block in self._blocks:
                 x = block(x, batch)

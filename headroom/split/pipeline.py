@@ -1,4 +1,4 @@
-"""Pipeline: the whole model over all its stages, as the engine sees it."""
+"""Pipeline: a loaded model as the engine sees it; today it has one stage."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,89 +13,88 @@ from headroom.experts.telemetry import ColdMeter
 from headroom.layers.batch import Batch
 from headroom.layers.draws import Draw
 from headroom.layers.step_timing import part_of_step
-from headroom.split.device_stage import DeviceStage
-from headroom.split.results import StepResult
-from headroom.split.stages import Stage
+from headroom.split.stage import Stage, StepResult
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What layers hold of a device."""
+    """The memory that layers hold on a device."""
 
     device: str
-    planned_bytes: int  # that the engine allocates; 0 where there is no plan
+    planned_bytes: int  # of the lines that the engine allocates; 0 without a plan
     used_bytes: int  # by this process, now
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
-    """Where the time of a load went."""
+    """How long the parts of a load took."""
 
     weights_bytes: int = 0
-    weights_s: float = 0.0  # reading, copying and packing them; memory for the cache is taken, too
-    capture_s: float = 0.0  # compiling kernels and capturing steps; 0 on a CPU, which has neither
+    weights_s: float = 0.0  # reading, copying and packing weights, and allocating the caches
+    capture_s: float = 0.0  # compiling kernels and capturing steps; 0 on a CPU
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes of weights in a second."""
+        """Bytes of weights per second."""
         return self.weights_bytes / self.weights_s if self.weights_s else 0.0
 
 
 class Pipeline:
-    """Runs a step through the stages in order."""
+    """Runs the steps of the engine."""
 
     def __init__(
         self,
-        stage: Stage | DeviceStage,
+        stage: Stage,
         vocab: int,
         allocated: Mapping[str, int],
         planned_bytes: int = 0,
         experts: StoreSwaps | None = None,
         meter: ColdMeter | None = None,
         refuses_trees: str = "",
+        load_times: LoadTimes | None = None,
     ) -> None:
         self._stage = stage
         self.vocab = vocab
         self.allocated = allocated  # bytes by the plan's line
         self._planned_bytes = planned_bytes
-        self.experts = experts  # None where all of them are hot, or cold ones are not held
-        self.meter = meter  # of the cold ones
-        self.load_times = LoadTimes()  # of whoever loaded it
-        self.refuses_trees = refuses_trees  # why its steps check no draft tree; "" where they do
+        self.experts = experts  # exchanges hot and cold experts; None if host memory holds none
+        self.meter = meter  # what cold experts cost; None if no expert is cold
+        self.load_times = load_times or LoadTimes()
+        self.refuses_trees = refuses_trees  # why steps cannot verify draft trees; "" if they can
 
     @property
     def device(self) -> str:
-        """Where the layers run."""
+        """The name of the device that runs the layers."""
         return self._stage.device
 
     @property
     def routing(self) -> RoutingStats | None:
-        """How often each expert was chosen; None where the model has none."""
+        """How often each expert was picked; None for a model without experts."""
         return self._stage.routing
 
     @property
     def store(self) -> ExpertStore | None:
-        """Where experts are; None where none is cold."""
+        """Where each expert is; None if no expert is cold."""
         return self._stage.store
 
     def memory(self) -> DeviceMemory:
-        """Return what was planned and what is held now, from any thread."""
+        """Return the planned bytes and the bytes held now; may be called from any thread."""
         used = self._stage.held_bytes()
         held = sum(self.allocated.values()) if used is None else used
         return DeviceMemory(self.device, self._planned_bytes, held)
 
     def lost(self) -> str:
-        """Return why the device runs nothing any more; "" while it does."""
+        """Return why the device can run no more steps; "" while it can."""
         return self._stage.lost()
 
     def close(self) -> None:
-        """End what runs beside the engine's thread; no step follows."""
+        """End all threads that the stage has started; no step follows."""
         self._stage.close()
 
     def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> StepResult:
-        """Run one step; `draws` says for each output row how its token is drawn, if one is.
+        """Run one step; `draws` says for each output row how to draw its token, if at all.
 
-        A stage that cannot draw, or not this way, leaves it to the caller.
+        The result has no token for a row that the stage cannot draw; the caller draws it then.
         """
         if self.refuses_trees and any(span.tree is not None for span in batch.spans):
             raise KernelError(
@@ -113,10 +112,10 @@ class Pipeline:
         return _to_host(self._stage.logits(hidden))
 
     def forget_captures(self) -> None:
-        """Capture steps anew when they are next used."""
+        """Drop the captured steps; each is captured again when it is next used."""
         self._stage.forget_captures()
 
 
-@part_of_step("sampling")  # tokens are drawn there
+@part_of_step("sampling")  # the host draws tokens from these logits
 def _to_host(logits: torch.Tensor) -> torch.Tensor:
     return logits.float().cpu()

@@ -29,7 +29,7 @@ from headroom.kernels.native import measure
 from headroom.llm import OpenedModel
 from headroom.options import Options
 from headroom.split.pipeline import Pipeline
-from headroom.split.stages import Stage
+from headroom.split.stage import CpuStage
 from tests.experts.pretended import PretendedExperts
 
 WHERE = ExpertLocations(
@@ -134,7 +134,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
         patch.setattr(measure, "TOUCHED_BYTES", 8 << 20)
         patch.setattr(llm, "start_pipeline", started)
         patch.setattr(run, "cold_bandwidths", bandwidths)
-        patch.setattr(Stage, "store", property(lambda self: store))
+        patch.setattr(CpuStage, "store", property(lambda self: store))
         return run_bench(path, Options(model=str(path), threads=1, device="cpu"), settings)
 
 

@@ -24,7 +24,7 @@ from headroom.layers.batch import Batch
 from headroom.layers.step_timing import MARKER, PARTS
 from headroom.llm import OpenedModel, open_engine
 from headroom.options import Options
-from headroom.split.results import StepResult
+from headroom.split.stage import StepResult
 
 ALL = slice(None)
 SETTINGS = BenchSettings(

@@ -88,7 +88,7 @@ def test_rows_with_different_wishes_share_steps_on_a_device() -> None:
 
 def test_only_rows_that_need_them_bring_logits_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     fetched = []
-    logits = "headroom.split.device_stage.DeviceResult.logits"
+    logits = "headroom.split.gpu_stage.GpuResult.logits"
     with engines() as (drawing, _, stage):
         model = stage._model
 

@@ -12,7 +12,7 @@ from headroom.engine.sampler import Row, sample
 from headroom.engine.scheduler import Turn
 from headroom.errors import CapacityError, ContextLengthError, RequestError
 from headroom.llm import LLM
-from headroom.split.results import StepResult
+from headroom.split.stage import StepResult
 from tests.tiny import llama_config, random_model, save_gguf
 
 SAMPLED = {"temperature": 0.8, "max_tokens": 40, "ignore_eos": True}

@@ -8,7 +8,7 @@ import pytest
 
 from headroom.engine.engine import Engine
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
-from headroom.split.device_stage import DeviceResult
+from headroom.split.gpu_stage import GpuResult
 from tests.split.fake_device import FakeModel, device_engine, host_engine, settings
 
 PARAMS = SamplingParams(seed=3, temperature=0.9, max_tokens=60, ignore_eos=True)
@@ -49,18 +49,18 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_read(
 ) -> None:
     engine, stage = device_engine(FakeModel(), settings())
     order: list[str] = []
-    step, tokens = stage.step, DeviceResult.tokens
+    step, tokens = stage.step, GpuResult.tokens
 
     def launch(batch, draws=()):  # type: ignore[no-untyped-def]
         order.append("launch")
         return step(batch, draws)
 
-    def read(self: DeviceResult) -> list[int | None]:
+    def read(self: GpuResult) -> list[int | None]:
         order.append("read")
         return tokens(self)
 
     monkeypatch.setattr(stage, "step", launch)
-    monkeypatch.setattr(DeviceResult, "tokens", read)
+    monkeypatch.setattr(GpuResult, "tokens", read)
     found = wait(submit(engine, "a", SamplingParams(max_tokens=4, ignore_eos=True)))
     engine.close()
     assert len(found) == 4

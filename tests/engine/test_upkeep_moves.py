@@ -18,8 +18,7 @@ from headroom.layers.batch import Batch
 from headroom.split.expert_records import read_records
 from headroom.split.pipeline import Pipeline
 from headroom.split.placing import expert_layers
-from headroom.split.results import HostResult
-from headroom.split.stages import Stage
+from headroom.split.stage import CpuResult, CpuStage
 from headroom.split.upkeep import open_upkeep
 from tests.families.oracles import PROMPT, variant
 from tests.pretend_cuda import Pretence, pretend_cuda
@@ -36,16 +35,16 @@ MOVED_S = 60.0  # that swaps are waited for
 Answer = list[tuple[int | None, TokenLogprobs | None]]
 
 
-class OnPretendedGpu(Stage):
+class OnPretendedGpu(CpuStage):
     """Steps of a pretended GPU, whose tokens the host draws."""
 
     def __init__(self, stage: PretendedStage) -> None:
         super().__init__("cuda:0", stage.model)
         self._pretended = stage
 
-    def step(self, batch: Batch, draws: Sequence[object] = ()) -> HostResult:
+    def step(self, batch: Batch, draws: Sequence[object] = ()) -> CpuResult:
         model = self._pretended.model
-        return HostResult(self._pretended.hidden(batch), lambda rows: model.logits(rows).cpu())
+        return CpuResult(self._pretended.hidden(batch), lambda rows: model.logits(rows).cpu())
 
     def held_bytes(self) -> int:
         return 0

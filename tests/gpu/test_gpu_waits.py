@@ -11,7 +11,7 @@ from headroom.engine.batching import make_batch
 from headroom.engine.scheduler import Turn
 from headroom.layers.draws import Draw, DrawSettings
 from headroom.split.pipeline import Pipeline
-from headroom.split.results import StepResult
+from headroom.split.stage import StepResult
 from tests.gpu.cold_cases import free_memory
 from tests.gpu.running import open_pipeline, sequence
 from tests.synth_models import write_model

@@ -67,7 +67,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     )
     # Only a driver knows what memory it has.
     monkeypatch.setattr(launching, "open_device_memory", lambda device: None)
-    monkeypatch.setattr(launching, "check_memory", lambda plan, allocated: None)
+    monkeypatch.setattr(launching, "check_memory", lambda *given: None)
     for name, value in (("memory_reserved", 0), ("synchronize", None)):
         monkeypatch.setattr(torch.cuda, name, lambda device=None, value=value: value)
     monkeypatch.setattr(llm, "make_run_plan", _plan_there)

@@ -10,9 +10,9 @@ from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers.batch import Batch, GpuBatch
 from headroom.layers.draws import DeviceSampler
 from headroom.plan.settings import PlanSettings
-from headroom.split.device_stage import Captured, DeviceStage
+from headroom.split.gpu_stage import Captured, GpuStage
 from headroom.split.pipeline import Pipeline
-from headroom.split.stages import Stage
+from headroom.split.stage import CpuStage
 from headroom.split.step_inputs import StepKind
 
 VOCAB, HIDDEN = 300, 16
@@ -68,7 +68,7 @@ class Again:
         self.run()
 
 
-class FakeStage(DeviceStage):
+class FakeStage(GpuStage):
     """A device stage without a device."""
 
     def __init__(self, model: FakeModel, plan: PlanSettings) -> None:
@@ -77,14 +77,14 @@ class FakeStage(DeviceStage):
         self.kinds: list[StepKind] = []
 
     def _capture(self, kind: StepKind) -> Captured:
-        self._few.clear()
-        self._run_few(kind)  # as a warm-up does, which draws
+        self._captured_inputs.clear()
+        self._run_captured(kind)  # as a warm-up does, which draws
         self.kinds.append(kind)
         hidden = torch.empty(kind.rows, HIDDEN)
         logits = torch.empty(kind.rows, VOCAB)
 
         def run() -> None:
-            found, scores = self._run_few(kind)
+            found, scores = self._run_captured(kind)
             hidden.copy_(found)
             logits.copy_(scores)
 
@@ -100,4 +100,4 @@ def device_engine(model: FakeModel, plan: PlanSettings) -> tuple[Engine, FakeSta
 
 def host_engine(model: FakeModel, plan: PlanSettings) -> Engine:
     """An engine that draws itself."""
-    return Engine(Pipeline(Stage("cpu", model), VOCAB, {}), plan, queue=64)  # type: ignore[arg-type]
+    return Engine(Pipeline(CpuStage("cpu", model), VOCAB, {}), plan, queue=64)  # type: ignore[arg-type]

@@ -126,7 +126,11 @@ def load_on_host(path: Path, sm: int = 90, **settings: object) -> tuple[Plan, Mo
     def count(line: str, size: int) -> None:
         counted[line] += size
 
-    return plan, load.load_model(model.config, model.checkpoint.tensors, plan, count), counted
+    return (
+        plan,
+        load.load_model(model.config, model.checkpoint.tensors, plan, plan.devices[0], count),
+        counted,
+    )
 
 
 def run_step(plan: Plan, model: Model, spans: Sequence[tuple[int, int]]) -> None:

@@ -12,8 +12,8 @@ from headroom.kernels.cuda import attention, route
 from headroom.kernels.cuda.compile import Code
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers.draws import DeviceSampler
-from headroom.split import device_stage
-from headroom.split.device_stage import Captured, DeviceStage
+from headroom.split import gpu_stage
+from headroom.split.gpu_stage import Captured, GpuStage
 from headroom.split.model import Model
 from headroom.split.step_inputs import StepKind
 from tests.launchers import replace_kernels
@@ -27,12 +27,12 @@ FORESEEN = ("matmul.cu", "activations.cu")
 Named = set[tuple[str, frozenset[tuple[str, int]]]]
 
 
-class PretendedCapture(DeviceStage):
+class PretendedCapture(GpuStage):
     """A stage whose captured steps run without a graph."""
 
     def _capture(self, kind: StepKind) -> Captured:
-        self._few.clear()
-        hidden, logits = self._run_few(kind)
+        self._captured_inputs.clear()
+        hidden, logits = self._run_captured(kind)
         return Captured(Again(lambda: None), hidden, logits)
 
 
@@ -89,7 +89,7 @@ def test_a_stage_compiles_ahead_just_what_its_first_steps_ask_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ahead: list[Code] = []
-    monkeypatch.setattr(device_stage, "compile_ahead", ahead.extend)
+    monkeypatch.setattr(gpu_stage, "compile_ahead", ahead.extend)
     path = write_model(name, mix, tmp_path, few_layers=True)
     with pretend_cuda(monkeypatch):
         capture(path, dtype="bf16", kv_type="bf16", parallel=parallel)
@@ -112,7 +112,7 @@ def test_rows_that_run_without_a_graph_are_compiled_ahead_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ahead: list[Code] = []
-    monkeypatch.setattr(device_stage, "compile_ahead", ahead.extend)
+    monkeypatch.setattr(gpu_stage, "compile_ahead", ahead.extend)
     monkeypatch.setattr(Model, "capturable", capturable)
     path = write_model("llama", "q4_k_m", tmp_path, few_layers=True)
     with pretend_cuda(monkeypatch):

@@ -2,10 +2,10 @@
 
 import logging
 import re
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -59,7 +59,7 @@ def test_weights_and_captures_are_timed_apart(
     plan = make_plan([model.shape], [GPU], Options(context=256, parallel=1))
     clock = iter((10.0, 12.0, 20.0, 25.0))
 
-    def load(config: object, tensors: object, plan: object, count: Callable[..., None], *_: object):
+    def load(config: object, tensors: object, plan: object, device: object, count: Any, *_: object):
         count("core_weights", 5 * GIB)
         count("hot_experts", GIB)
         count("kv", GIB)
@@ -68,10 +68,10 @@ def test_weights_and_captures_are_timed_apart(
     monkeypatch.setattr(launch, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(launch, "load_model", load)
     monkeypatch.setattr(launch, "open_device_memory", lambda name: None)
-    monkeypatch.setattr(launch, "check_memory", lambda plan, allocated: None)
+    monkeypatch.setattr(launch, "check_memory", lambda *given: None)
     monkeypatch.setattr("torch.cuda.device", lambda name: nullcontext())
     captured = SimpleNamespace(capture=lambda: None)
-    monkeypatch.setattr(launch, "_device_stage", lambda *given: captured)
+    monkeypatch.setattr(launch, "_open_gpu_stage", lambda *given: captured)
     times = start_pipeline(plan, model).load_times
     assert times == LoadTimes(weights_bytes=6 * GIB, weights_s=2.0, capture_s=5.0)
     assert times.bytes_per_s == 3 * GIB

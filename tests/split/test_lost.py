@@ -5,6 +5,7 @@ import queue
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -33,7 +34,7 @@ ENDS = [
     RuntimeError("CUDA error: out of memory"),  # pinned memory, or a graph
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
 ]
-PHASES = {"loading weights": "load_model", "capturing steps": "_device_stage"}
+PHASES = {"loading weights": "load_model", "capturing steps": "_open_gpu_stage"}
 
 
 @pytest.fixture
@@ -43,9 +44,9 @@ def start(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], obje
     plan = make_plan([model.shape], [GPU], Options(context=256, parallel=1))
 
     def load(
-        config: object, tensors: object, plan: object, count: object, placement: object
+        config: object, tensors: object, plan: object, device: object, count: Any, *_: object
     ) -> object:
-        count("core_weights", GIB)  # type: ignore[operator]
+        count("core_weights", GIB)
         return object()
 
     holders = [Holder(4711, "python3", 3 * GIB), Holder(os.getpid(), "headroom", GIB)]
@@ -88,7 +89,10 @@ def test_the_end_of_memory_is_told_of_the_gpus_of_any_maker(
     monkeypatch.setattr(launch, "gpu_holders", lambda name: [])
     device = MagicMock(kind=kind, allocated={"kv": GIB})
     device.name = f"{kind}:0"
-    with pytest.raises(wanted, match="out of memory"), launch.memory_told(device, {}, "x"):
+    with (
+        pytest.raises(wanted, match="out of memory"),
+        launch.explain_out_of_memory(device, {}, "x"),
+    ):
         raise RuntimeError("HIP error: out of memory")
 
 

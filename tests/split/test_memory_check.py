@@ -26,7 +26,7 @@ def plan_for_a_cpu() -> Plan:
 def test_what_was_planned_and_allocated_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     plan = plan_for_a_cpu()
-    check_memory(plan, plan.devices[0].allocated)
+    check_memory(plan, plan.devices[0], plan.devices[0].allocated)
     total = gib(sum(plan.devices[0].allocated.values()))
     assert caplog.messages == [f"memory: planned {total}, allocated {total}"]
 
@@ -35,7 +35,7 @@ def test_a_line_above_its_plan_is_a_warning_with_numbers(caplog: pytest.LogCaptu
     plan = plan_for_a_cpu()
     allocated = plan.devices[0].allocated
     logits = allocated["logits"]
-    check_memory(plan, allocated | {"logits": logits + 4, "strange": 7})
+    check_memory(plan, plan.devices[0], allocated | {"logits": logits + 4, "strange": 7})
     assert caplog.messages == [
         f"memory: logits takes {logits + 4} bytes, planned were {logits}",
         "memory: strange takes 7 bytes, planned were 0",
@@ -51,7 +51,7 @@ def test_a_gpus_peak_is_held_against_its_lines_and_those_of_its_libraries(
     most = sum(plan.devices[0].allocated.values()) + graphs
     for peak, level in ((most, "INFO"), (most + 1, "WARNING")):
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device, peak=peak: peak)
-        check_memory(plan, plan.devices[0].allocated)
+        check_memory(plan, plan.devices[0], plan.devices[0].allocated)
         assert caplog.records[-1].levelname == level
 
 

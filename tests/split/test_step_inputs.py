@@ -11,7 +11,7 @@ from headroom.errors import KernelError
 from headroom.experts.stats import RoutingStats
 from headroom.kernels.cuda.delta_net import blocks_for
 from headroom.layers.batch import Batch, Span
-from headroom.split.device_stage import BUCKETS, bucket_of
+from headroom.split.gpu_stage import BUCKETS, bucket_of
 from headroom.split.step_inputs import StepInputs, StepKind, kind_of
 from tests.split.fake_device import FakeModel, FakeStage, settings
 

@@ -12,7 +12,7 @@ from headroom.experts.stats import RoutingHistory, RoutingStats, StatsFile, Stat
 from headroom.experts.store import ExpertStore
 from headroom.split.expert_records import ExpertRecords
 from headroom.split.pipeline import Pipeline
-from headroom.split.stages import Stage
+from headroom.split.stage import CpuStage
 from headroom.split.upkeep import ExpertUpkeep, open_upkeep
 from headroom.split.upkeep_rules import UpkeepRules
 from tests.experts.pretended import PretendedExperts
@@ -23,7 +23,7 @@ USED = (0, 2, 2)
 POLICY = SwapPolicy(min_gain=2.0, per_layer=1)
 
 
-class PretendedStage(Stage):
+class PretendedStage(CpuStage):
     """A stage of which only the statistics are there."""
 
     def __init__(self, routing: RoutingStats | None, device: str = "cpu") -> None:

@@ -1,0 +1,146 @@
+"""Stage: the layers of one device, as the pipeline runs them; CpuStage runs them on a CPU."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from headroom.experts.stats import RoutingStats
+from headroom.experts.store import ExpertStore
+from headroom.layers.batch import Batch
+from headroom.layers.draws import Draw
+from headroom.split.model import Model
+
+
+class StepResult(Protocol):
+    """The results of one step by output row, numbered as in the batch's `output_rows`.
+
+    They are valid until the next step begins.
+    """
+
+    @property
+    def places(self) -> Mapping[int, int]:
+        """The output rows whose tokens the device draws, and where it keeps each token.
+
+        Until the step after the next begins, a batch may name such a token as -1 - place.
+        """
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """The residual stream of all output rows."""
+
+    def tokens(self) -> list[int | None]:
+        """Wait for the step; return each output row's token, None where the engine must draw it."""
+
+    def logits(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return logits `[rows, vocabulary]` of some output rows, float32 in host memory.
+
+        At most as many rows as sequences run together.
+        """
+
+
+class Stage(Protocol):
+    """The layers of one device with their caches; today all layers, with embedding and head."""
+
+    @property
+    def device(self) -> str:
+        """The device's name in the plan."""
+
+    @property
+    def routing(self) -> RoutingStats | None:
+        """How often each expert of this stage was picked; None without experts."""
+
+    @property
+    def store(self) -> ExpertStore | None:
+        """Where each expert of this stage is; None if no expert is cold."""
+
+    def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> StepResult:
+        """Run one step; draw the tokens of output rows as `draws` says, where this stage can."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits of rows of the residual stream."""
+
+    def forget_captures(self) -> None:
+        """Drop the captured steps; each is captured again when it is next used."""
+
+    def close(self) -> None:
+        """Wait for steps under way and end the stage's threads; no step follows."""
+
+    def held_bytes(self) -> int | None:
+        """Return the bytes of the device that this process holds; None if they are not known."""
+
+    def lost(self) -> str:
+        """Return why the device can run no more steps; "" while it can."""
+
+
+class CpuResult:
+    """The results of a step on a CPU, which draws no tokens."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        logits: Callable[[torch.Tensor], torch.Tensor],  # of rows of the residual stream
+    ) -> None:
+        self.hidden = hidden
+        self.places: Mapping[int, int] = {}
+        self._logits = logits
+
+    def tokens(self) -> list[int | None]:
+        """Return None for each output row: the engine draws all tokens."""
+        return [None] * len(self.hidden)
+
+    def logits(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return logits `[rows, vocabulary]` of some output rows, float32."""
+        return self._logits(pick_rows(self.hidden, rows)).float()
+
+
+class CpuStage:
+    """The layers of a CPU."""
+
+    def __init__(self, device: str, model: Model) -> None:
+        self.device = device
+        self._model = model
+
+    @property
+    def routing(self) -> RoutingStats | None:
+        """How often each expert of this stage was picked; None without experts."""
+        return self._model.routing
+
+    @property
+    def store(self) -> ExpertStore | None:
+        """Where each expert of this stage is; None if no expert is cold."""
+        return self._model.store
+
+    def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> CpuResult:
+        """Run one step; the engine draws its tokens."""
+        return CpuResult(self._model.forward(batch), self._model.logits)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits of rows of the residual stream."""
+        return self._model.logits(hidden)
+
+    def forget_captures(self) -> None:
+        """Do nothing: steps on a CPU are not captured."""
+
+    def close(self) -> None:
+        """Do nothing: the stage has no threads of its own."""
+
+    def held_bytes(self) -> int | None:
+        """Return None: a process's host memory holds more than its layers."""
+        return None
+
+    def lost(self) -> str:
+        """Return "": a CPU is never lost."""
+        return ""
+
+
+def pick_rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Return some rows of `x` in ascending order: a view if they are neighbours, else a copy."""
+    if not rows:
+        return x[:0]
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return x[rows[0] : rows[-1] + 1]
+    chosen = torch.tensor(rows, dtype=torch.int64)
+    if x.device.type != "cpu":
+        chosen = chosen.pin_memory().to(x.device, non_blocking=True)
+    return x.index_select(0, chosen)
