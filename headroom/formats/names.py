@@ -53,7 +53,8 @@ _LAYER = {
 }
 _OUR_LAYER = re.compile(r"layers\.[0-9]+\.")
 _EXPERT = re.compile(r"(?<=\.experts\.)[0-9]+(?=\.)")
-_MODEL_PREFIX = re.compile(r"\Amodel\.(language_model\.)?")
+# Text models inside models that see pictures have one of two prefixes, by transformers' version.
+_MODEL_PREFIX = re.compile(r"\A(model\.(language_model\.)?|language_model\.(model\.)?)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,18 @@ ONE_DIGIT = _words(r"\p{L}", r"\p{N}")
 THREE_DIGITS = _words(r"\p{L}", r"\p{N}{1,3}")
 MARKS_ARE_LETTERS = _words(r"\p{L}\p{M}", r"\p{N}")
 
+# A word ends where an upper-case letter follows a lower-case one.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+CASE_CHANGES = "|".join(
+    (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*",
+        r"\p{N}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        SPACES,
+    )
+)
+
 
 @dataclass(frozen=True, slots=True)
 class WordRule:
@@ -53,6 +65,7 @@ WORD_RULES = {
     "qwen35": WordRule((MARKS_ARE_LETTERS,), composes=True),
     "laguna": WordRule((LINES, ONE_DIGIT)),
     "llama-bpe": WordRule((THREE_DIGITS,), whole_words=True),
+    "tekken": WordRule((CASE_CHANGES,), whole_words=True),
 }
 
 

@@ -23,6 +23,12 @@ LLAMA = Naming(architecture="llama")
             "layers.3.attn.k_norm",
         ),
         (
+            "blk.3.ffn_up.weight",
+            "language_model.model.layers.3.mlp.up_proj.weight",
+            "layers.3.ffn.up",
+        ),
+        ("output.weight", "language_model.lm_head.weight", "head"),
+        (
             "blk.3.ffn_down.weight",
             "model.language_model.layers.3.mlp.down_proj.weight",
             "layers.3.ffn.down",

@@ -17,6 +17,8 @@ EXAMPLES = [
     ("laguna", "a \n\n b", ["a", " ", "\n\n", " b"]),
     ("laguna", "!\n", ["!", "\n"]),
     ("llama-bpe", "1234567 x", ["123", "456", "7", " x"]),
+    ("tekken", "getHTTPName I'll 12", ["get", "HTTPName", " I", "'ll", " ", "1", "2"]),
+    ("tekken", "a =/\n/b", ["a", " =/\n/", "b"]),
 ]
 
 
