@@ -28,6 +28,7 @@ SPEECH: dict[str, tuple[str, str, set[str], tuple[str, str] | None]] = {
         {IM_END, "<|endoftext|>"},
         ("<think>", "</think>"),
     ),
+    "mistral3": ("<s>[INST]", "[/INST]", {"</s>"}, None),
     "laguna": (
         f"{EOS}<user>\n",
         "<assistant>\n</think>",

@@ -14,6 +14,7 @@ FILES = (
     "llama",
     "qwen3",
     "qwen35",
+    "mistral",
     "laguna",
     "gemma4",
     "dflash",

@@ -11,6 +11,12 @@ from transformers import (
     LagunaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
@@ -47,6 +53,32 @@ def llama(**changes: Any) -> LlamaForCausalLM:
     rope = {"rope_type": "default", "rope_theta": 1e5}
     settings = COMMON | {"tie_word_embeddings": True, "rope_parameters": rope}
     return _build(LlamaForCausalLM, LlamaConfig(**settings | changes))
+
+
+def mistral(**changes: Any) -> MistralForCausalLM:
+    """Mistral 7B's type: every layer has a window."""
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    settings = COMMON | {"sliding_window": 9, "rope_parameters": rope}
+    return _build(MistralForCausalLM, MistralConfig(**settings | changes))
+
+
+def ministral(**changes: Any) -> MinistralForCausalLM:
+    """Ministral 8B's type: windows in some layers."""
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    settings = COMMON | {"sliding_window": 9, "layer_types": kinds, "rope_parameters": rope}
+    return _build(MinistralForCausalLM, MinistralConfig(**settings | changes))
+
+
+def ministral3(mscale_all_dim: float = 1.0, **changes: Any) -> Ministral3ForCausalLM:
+    """Ministral 3's type: YaRN, and queries that grow beyond the original context."""
+    rope = {
+        "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "beta_fast": 16.0,
+        "beta_slow": 1.0, "original_max_position_embeddings": 256, "mscale": 1.0,
+        "mscale_all_dim": mscale_all_dim, "llama_4_scaling_beta": 0.1,
+    }  # fmt: skip
+    settings = COMMON | {"tie_word_embeddings": True, "rope_parameters": rope}
+    return _build(Ministral3ForCausalLM, Ministral3Config(**settings | changes))
 
 
 def qwen3(**changes: Any) -> Qwen3ForCausalLM:

@@ -19,9 +19,12 @@ gguf = optional("gguf")
 ARCHITECTURES = {
     "llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe", "laguna": "laguna", "gemma4_text": "gemma4",
+    "mistral": "mistral3", "ministral": "mistral3", "ministral3": "mistral3",
 }  # fmt: skip
 PRE_TOKENIZERS = {"qwen3": "qwen2", "qwen3moe": "qwen2", "laguna": "laguna"}
-PRE_TOKENIZERS |= {"qwen35": "qwen35", "qwen35moe": "qwen35"}
+PRE_TOKENIZERS |= {"qwen35": "qwen35", "qwen35moe": "qwen35", "mistral3": "tekken"}
+# Families whose conversion puts the rows of rotary pairs side by side.
+PAIRED = ("llama", "mistral3")
 
 NAMES = {
     "input_layernorm.weight": "attn_norm.weight",
@@ -212,7 +215,9 @@ def read_gguf(path: Path) -> dict[str, Values]:
 
 def _change(theirs: str, config: Any) -> Change | None:
     """Return what becomes of a tensor's values, if anything."""
-    if config.model_type == "llama" and theirs.endswith(("q_proj.weight", "k_proj.weight")):
+    if ARCHITECTURES[config.model_type] in PAIRED and theirs.endswith(
+        ("q_proj.weight", "k_proj.weight")
+    ):
         half = config.head_dim // 2
         return Change(partial(_pairs, before=(2, half)), partial(_pairs, before=(half, 2)))
     if "qwen3_5" not in config.model_type:

@@ -60,6 +60,27 @@ def _llama(config: Any) -> Keys:
     }
 
 
+def _mistral(config: Any) -> Keys:
+    """The converter writes no windows, which no GGUF file of this family has yet: ours does."""
+    keys, rope = _llama(config), config.rope_parameters
+    if config.sliding_window:
+        keys["attention.sliding_window"] = config.sliding_window
+    if config.model_type == "ministral":
+        window = [kind == "sliding_attention" for kind in config.layer_types]
+        keys["attention.sliding_window_pattern"] = window
+    if config.model_type == "ministral3":
+        keys |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": rope["factor"],
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "rope.scaling.yarn_beta_fast": rope["beta_fast"],
+            "rope.scaling.yarn_beta_slow": rope["beta_slow"],
+            "rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"],
+            "attention.temperature_scale": rope["llama_4_scaling_beta"],
+        }
+    return keys
+
+
 def _qwen3(config: Any) -> Keys:
     return {
         "feed_forward_length": config.intermediate_size,
@@ -166,6 +187,9 @@ def full_layers(config: Any) -> Keys:
 
 FAMILIES = {
     "llama": _llama,
+    "mistral": _mistral,
+    "ministral": _mistral,
+    "ministral3": _mistral,
     "qwen3": _qwen3,
     "qwen3_moe": lambda config: _qwen3(config) | _experts(config),
     "qwen3_5_text": _qwen35,

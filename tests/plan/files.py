@@ -36,6 +36,10 @@ SMALL: dict[str, Dims] = {
         state_key_heads=2, state_dim=32, experts=16, experts_used=4, expert_ffn=256,
         shared_ffn=256, fused_experts=True,
     ),
+    "mistral3": Dims(
+        architecture="mistral3", layers=4, hidden=256, vocab=320, context=512, heads=4, kv_heads=2,
+        head_dim=64, ffn=512, kinds=("window",) * 4, window=64,
+    ),
     "laguna": Dims(
         architecture="laguna", layers=8, hidden=256, vocab=320, context=512, heads=4,
         window_heads=6, kv_heads=2, head_dim=64, ffn=512, kinds=pattern(8, 4, "window", 0),

@@ -56,6 +56,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3moe": ("Qwen3Moe", "Qwen3MoeConfig", EXPERTS),
     "qwen35": ("Qwen3_5", "Qwen3_5TextConfig", {**DENSE, **DELTA}),
     "qwen35moe": ("Qwen3_5Moe", "Qwen3_5MoeTextConfig", {**EXPERTS, **DELTA, **SHARED}),
+    "mistral3": ("Mistral", "MistralConfig", {**DENSE, "sliding_window": 9}),
+    "mistral3 of 3": ("Ministral3", "Ministral3Config", {**DENSE, "tie_word_embeddings": True}),
     "laguna": ("Laguna", "LagunaConfig", {**DENSE, **EXPERTS, **SHARED, **LAGUNA}),
     "gemma4": (
         "Gemma4", "Gemma4TextConfig",

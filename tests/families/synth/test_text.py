@@ -38,6 +38,9 @@ GEMMA_TURNS = (
     "<bos><|turn>system\n{}Be brief.<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\nYes<turn|>\n"
     "<|turn>user\nWhy?<turn|>\n<|turn>model\n"
 )
+MISTRAL_TURNS = (
+    "<bos>[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT][INST]Hi[/INST]Yes<eos>[INST]Why?[/INST]"
+)
 LAGUNA_TURNS = (
     "\u3008|EOS|\u3009<system>\nBe brief.\n</system>\n<user>\nHi\n</user>\n"
     "<assistant>\nYes\n</assistant>\n<user>\nWhy?\n</user>\n<assistant>\n"
@@ -81,6 +84,7 @@ def test_text_survives_the_tokenizer_of_a_file(family: str, tmp_path: Path) -> N
         ("llama", TURNS, TURNS),
         ("qwen3", TURNS + "<think>\n\n</think>\n\n", TURNS),
         ("qwen35", TURNS + "<think>\n\n</think>\n\n", TURNS + "<think>\n"),
+        ("mistral3", MISTRAL_TURNS, MISTRAL_TURNS),
         ("laguna", LAGUNA_TURNS + "</think>", LAGUNA_TURNS + "<think>"),
         (
             "gemma4",
