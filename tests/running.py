@@ -34,7 +34,7 @@ def running(tokens: Sequence[int], pages: list[int], slot: int = 0) -> Running:
     request = GenerationRequest(
         id=str(pages), prompt=tuple(tokens), params=params, stop_ids=frozenset()
     )
-    return Running(request, lambda event: None, limit=10**6, order=0, pages=pages, slot=slot)
+    return Running(request, lambda event: None, limit=10**6, pages=pages, slot=slot)
 
 
 def run_steps(

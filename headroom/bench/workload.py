@@ -218,6 +218,6 @@ def _cached(context: int, new: tuple[int, ...], slot: int, pages: int) -> Runnin
         stop_ids=frozenset(),
     )
     own = list(range(slot * pages, (slot + 1) * pages))
-    one = RunningSequence(request, lambda event: None, limit=1 << 30, order=0, pages=own, slot=slot)
+    one = RunningSequence(request, lambda event: None, limit=1 << 30, pages=own, slot=slot)
     one.cached = context
     return one

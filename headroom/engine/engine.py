@@ -1,6 +1,5 @@
 """Engine: the thread that schedules, runs, samples and emits."""
 
-import itertools
 import logging
 import threading
 import time
@@ -51,7 +50,6 @@ class Engine:
         limits = Limits(settings.parallel, settings.chunk, settings.page_size)
         self._scheduler = Scheduler(limits, self._pool)
         self._counters = Counters()
-        self._order = itertools.count()
         # The lock guards what other threads see: the five fields below and nothing else.
         self._changed = threading.Condition()
         self._live: dict[str, Sequence] = {}
@@ -85,7 +83,7 @@ class Engine:
             )
         elif wanted is not None:
             limit = len(request.prompt) + wanted
-        sequence = Sequence(request, on_event, limit, next(self._order))
+        sequence = Sequence(request, on_event, limit)
         with self._changed:
             if self._closing:
                 raise CapacityError(self._failure or "The engine is shutting down.")

@@ -32,7 +32,9 @@ class Scheduler:
         self._pool = pool
         self._slots = PagePool(limits.parallel)  # places for states and window pages
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of arrival
+        # In order of arrival: sequences start in the order of `waiting`, and a preempted sequence,
+        # the newest that runs, goes back to the front of `waiting`.
+        self.running: list[Sequence] = []
         self.preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -74,7 +76,6 @@ class Scheduler:
         self.waiting.popleft()
         sequence.slot = self._slots.take(1)[0]
         self.running.append(sequence)
-        self.running.sort(key=lambda running: running.order)
         rows = min(sequence.pending, prompt_rows)
         lent = self._lend(sequence, rows)
         assert lent

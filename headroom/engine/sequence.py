@@ -24,7 +24,6 @@ class Sequence:
     request: GenerationRequest
     on_event: Callable[[TokenEvent], None]
     limit: int  # tokens, prompt included, at which the answer ends
-    order: int  # of arrival; a smaller number goes first
     # Prompt, then what was generated; the last ones may stand for tokens that are not read yet.
     tokens: list[int] = field(default_factory=list)
     unread: int = 0

@@ -70,7 +70,7 @@ def test_kernels_that_pad_weights_read_the_padding() -> None:
         ("cuda", "f32", 0),  # weights as files have them
         ("triton", "bf16", 0),
     ):
-        running = replace(SETTINGS, kernels=kernels, dtype=dtype)
+        running = replace(SETTINGS, kernels=kernels, compute_type=dtype)
         found = step_traffic(model(padded), running, [0])
         assert found.weights == 1000 + added + 7 + 6400
         assert found.experts == pytest.approx(2 * (64 + added))

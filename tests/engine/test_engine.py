@@ -330,15 +330,23 @@ def test_logprobs_tell_the_drawn_token_and_its_rivals(llm: LLM) -> None:
 
 def test_prompt_logprobs_equal_those_of_drawing_the_prompt_itself(llm: LLM) -> None:
     generated = llm.generate(
-        "abc", SamplingParams(temperature=0, max_tokens=50, logprobs=0, ignore_eos=True)
+        "abc", SamplingParams(temperature=0, max_tokens=50, logprobs=2, ignore_eos=True)
     )[0]
     prompt = [*llm.tokenizer.encode("abc"), *generated.token_ids]
     params = SamplingParams(max_tokens=1, logprobs=2, prompt_logprobs=True)
     first = collect(llm, llm.request(prompt, params))[0]
     assert len(first.prompt_logprobs) == len(prompt)
     assert first.prompt_logprobs[0] is None
-    found = [entry.logprob for entry in first.prompt_logprobs[3:] if entry]
-    assert found == [entry.logprob for entry in generated.logprobs]
+    assert first.prompt_logprobs[3:] == generated.logprobs  # the alternatives, too
+
+
+def test_prompt_logprobs_come_once_and_have_as_many_alternatives_as_asked_for(llm: LLM) -> None:
+    for top in (0, 1, 5):
+        params = SamplingParams(max_tokens=3, logprobs=top, prompt_logprobs=True, ignore_eos=True)
+        events = collect(llm, llm.request([3, 1, 4, 1, 5], params))
+        assert [len(event.prompt_logprobs) for event in events] == [5, 0, 0]
+        entries = [*events[0].prompt_logprobs[1:], *(event.logprobs for event in events)]
+        assert [len(entry.top) for entry in entries if entry] == [top] * 7
 
 
 def test_stats_count_what_was_done(llm: LLM) -> None:

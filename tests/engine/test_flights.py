@@ -117,6 +117,32 @@ def test_nothing_is_on_its_way_while_experts_are_looked_after() -> None:
     assert max(upkeep.beside) > 0  # what may be done beside steps waits for none
 
 
+class Resting(Often):
+    """Notes, between steps, what the engine calls resting and what its scheduler holds."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(lambda: 0)
+        self._scheduler = engine._scheduler
+        self.notes: set[tuple[bool, int, int]] = set()  # resting, running, waiting
+
+    def go_on(self, resting: bool) -> None:
+        scheduler = self._scheduler
+        self.notes.add((resting, len(scheduler.running), len(scheduler.waiting)))
+
+
+def test_the_engine_does_not_rest_while_a_preempted_request_waits_in_its_answer() -> None:
+    engine = host_engine(FakeModel(), settings(cache_tokens=320, context=256, chunk=256))
+    engine.upkeep = upkeep = Resting(engine)  # type: ignore[assignment]
+    # Five pages of 64: both prompts take two, and only one of the two answers can have a third.
+    first, second = (submit(engine, name, PARAMS, length=120) for name in ("a", "b"))
+    assert len(wait(first)) == len(wait(second)) == 60
+    assert engine.stats().preemptions == 1
+    engine.close()
+    # When the first answer has ended, the second waits: nothing runs, and the engine does not rest.
+    assert (False, 0, 1) in upkeep.notes
+    assert {note for note in upkeep.notes if note[0]} == {(True, 0, 0)}
+
+
 def test_requests_that_begin_in_one_step_ask_once_what_experts_did_before() -> None:
     engine, _ = device_engine(FakeModel(), settings())
     engine.upkeep = upkeep = MagicMock(latest=None)

@@ -108,6 +108,43 @@ def test_penalties_come_after_the_bias_and_see_only_the_window() -> None:
     )
 
 
+def test_penalties_come_before_the_temperature() -> None:
+    for penalty in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}):
+        drawn = shares(row(2, 1, 0), {"temperature": 2.0, **penalty})  # (2 - 2, 1, 0) / 2
+        expected = np.exp([0, 0.5, 0]) / np.exp([0, 0.5, 0]).sum()
+        assert np.abs(drawn - expected).max() < 0.03
+
+
+def test_a_bias_comes_before_the_temperature() -> None:
+    drawn = shares(row(0, 1, 0), {"temperature": 2.0, "logit_bias": {2: 2.0}})
+    expected = np.exp([0, 0.5, 1]) / np.exp([0, 0.5, 1]).sum()
+    assert np.abs(drawn - expected).max() < 0.03
+
+
+def test_top_p_that_is_reached_exactly_needs_no_further_token() -> None:
+    equal = row(0, 0, 0, 0)  # a quarter each, in numbers without rounding
+    assert set(np.flatnonzero(shares(equal, {"top_p": 0.5}, 400))) == {0, 1}
+    assert set(np.flatnonzero(shares(equal, {"top_p": 0.25}, 400))) == {0}
+    assert set(np.flatnonzero(shares(equal, {"top_p": 0.5000001}, 400))) == {0, 1, 2}
+
+
+def test_min_p_keeps_a_token_that_reaches_it_exactly() -> None:
+    assert set(np.flatnonzero(shares(row(1, 1, 0.99), {"min_p": 1.0}, 400))) == {0, 1}
+
+
+def test_min_p_comes_after_top_p() -> None:
+    logits = np.log(row(0.4, 0.3, 0.2, 0.1))
+    # Of all four, 0.75 takes the first three. Of the three that min_p leaves, it would take two.
+    assert set(np.flatnonzero(shares(logits, {"top_p": 0.75, "min_p": 0.3}, 1000))) == {0, 1, 2}
+
+
+def test_each_position_has_a_random_number_of_its_own() -> None:
+    logits, params = row(*[0.0] * 1000), SamplingParams(seed=5)
+    for history in ([1], [1, 2], [1, 2, 3]):
+        expected = int(uniform(5, len(history), 0) * 1000)
+        assert sample(logits, history, params) == expected
+
+
 def test_sampling_leaves_the_logits_alone() -> None:
     logits = row(1, 2, 3)
     sample(logits, [2], SamplingParams(logit_bias={0: 9}, repetition_penalty=2, top_k=1))
@@ -141,7 +178,10 @@ def test_logprobs_are_those_of_the_model_before_any_setting() -> None:
     found = token_logprobs(logits, 1, 3)
     assert found.logprob == pytest.approx(np.log(0.25), abs=1e-6)
     assert [token for token, _ in found.top] == [0, 1, 2]
+    assert [logprob for _, logprob in found.top] == pytest.approx(np.log([0.5, 0.25, 0.125]))
     assert token_logprobs(logits, 3, 0).top == ()
+    rising = token_logprobs(row(0, 1, 2, 1), 0, 3)
+    assert [token for token, _ in rising.top] == [2, 1, 3]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ def make_sequence(order: int, prompt: int, limit: int = 10**6) -> Sequence:
     request = GenerationRequest(
         id=str(order), prompt=tuple(range(prompt)), params=SamplingParams(), stop_ids=frozenset()
     )
-    return Sequence(request, lambda event: None, limit, order)
+    return Sequence(request, lambda event: None, limit)
 
 
 def run_step(scheduler: Scheduler) -> list[tuple[str, int]]:
@@ -62,6 +62,46 @@ def test_the_newest_gives_way_when_pages_run_out_and_comes_back() -> None:
     assert run_step(scheduler) == [("1", 8)]  # its prompt and what it had generated
     scheduler.remove(new)
     assert pool.free == pool.total
+
+
+def test_a_preempted_sequence_starts_again_before_newer_ones() -> None:
+    scheduler = Scheduler(Limits(parallel=2, chunk=100, page_size=4), PagePool(4))
+    old, new, newest = make_sequence(0, 7), make_sequence(1, 6), make_sequence(2, 1)
+    for sequence in (old, new, newest):
+        scheduler.add(sequence)
+    assert run_step(scheduler) == [("0", 7), ("1", 6)]  # the third waits for a place
+    assert run_step(scheduler) == [("0", 1), ("1", 1)]
+    assert run_step(scheduler) == [("0", 1)]  # the second gives way, and the third does not pass it
+    assert list(scheduler.waiting) == [new, newest]
+    scheduler.remove(old)
+    assert run_step(scheduler) == [("1", 8), ("2", 1)]
+    assert scheduler.running == [new, newest]
+
+
+def test_several_that_give_way_in_one_step_start_again_in_their_order() -> None:
+    scheduler = Scheduler(Limits(parallel=3, chunk=100, page_size=4), PagePool(6))
+    sequences = [make_sequence(order, 7) for order in range(3)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    assert run_step(scheduler) == [("0", 7), ("1", 7), ("2", 7)]
+    assert run_step(scheduler) == [("0", 1), ("1", 1), ("2", 1)]
+    assert run_step(scheduler) == [("0", 1), ("1", 1)]  # both need a third page: the last has two
+    for _ in range(3):
+        run_step(scheduler)
+    assert run_step(scheduler) == [("0", 1)]  # a fourth page each: the second gives way, too
+    assert list(scheduler.waiting) == sequences[1:]
+    assert scheduler.preemptions == 2
+    scheduler.remove(sequences[0])
+    assert [name for name, _ in run_step(scheduler)] == ["1"]  # 13 tokens and 9: 4 and 3 pages
+    assert scheduler.running == [sequences[1]]
+
+
+def test_a_sequence_starts_only_with_room_for_one_token_more_than_its_prompt() -> None:
+    for prompt, starts in ((7, True), (8, False)):  # in pages of 4, of which 2 are left
+        scheduler = Scheduler(Limits(parallel=2, chunk=100, page_size=4), PagePool(4))
+        scheduler.add(make_sequence(0, 7))
+        scheduler.add(make_sequence(1, prompt))
+        assert (("1", prompt) in run_step(scheduler)) == starts
 
 
 def test_a_sequence_that_cannot_start_does_not_let_a_smaller_one_pass() -> None:

@@ -116,8 +116,8 @@ def test_an_idle_engine_saves_too(
 ) -> None:
     rules = llm_module.read_records
 
-    def hasty(*given: Any) -> Any:
-        records = rules(*given)
+    def hasty(*given: Any, **named: Any) -> Any:
+        records = rules(*given, **named)
         return replace(records, rules=replace(records.rules, save_every_s=0.05))
 
     monkeypatch.setattr(llm_module, "read_records", hasty)

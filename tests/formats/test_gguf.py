@@ -105,6 +105,59 @@ def test_arrays_within_arrays_are_read(tmp_path: Path) -> None:
     assert plain(nested) == [[1, 2], ["x"]]
 
 
+@pytest.mark.parametrize(("missing", "fits"), [(-1, True), (0, True), (1, False)])
+def test_a_tensor_may_end_exactly_where_the_file_ends(
+    tmp_path: Path, missing: int, fits: bool
+) -> None:
+    data = bytes(64 + 34 * 3 - missing)  # an f32 tensor, then three blocks of q8_0
+    content = gguf_bytes([], [("a", (8,), 0, 0), ("b", (32, 3), 8, 64)], data)
+    if fits:
+        assert read(tmp_path, content).tensors["b"].data().nbytes == 34 * 3
+    else:
+        end = len(content) + 1
+        told = rf"tensor 'b' ends at byte {end}, but the file has {len(content)}"
+        with pytest.raises(FormatError, match=told):
+            read(tmp_path, content)
+
+
+def test_arrays_may_be_nested_as_deeply_as_the_limit_and_no_deeper(tmp_path: Path) -> None:
+    def nested(depth: int) -> Any:
+        value: Any = (U32, [7])
+        for _ in range(depth - 1):
+            value = (ARRAY, [value])
+        return value
+
+    found = plain(read(tmp_path, gguf_bytes([("k", ARRAY, nested(4))])).values["k"])
+    assert found == [[[[7]]]]
+    with pytest.raises(FormatError, match="nests arrays deeper than 4"):
+        read(tmp_path, gguf_bytes([("k", ARRAY, nested(5))]))
+
+
+@pytest.mark.parametrize(("first", "fits"), [(9, True), (10, True), (11, False)])
+def test_arrays_within_arrays_are_counted_over_all_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, fits: bool
+) -> None:
+    monkeypatch.setattr("headroom.formats.gguf.MAX_NESTED_ARRAYS", 15)
+    keys: list[Key] = [
+        (name, ARRAY, (ARRAY, [(U32, [1])] * count)) for name, count in (("a", first), ("b", 5))
+    ]
+    if fits:
+        assert len(plain(read(tmp_path, gguf_bytes(keys)).values["a"])) == first
+    else:
+        with pytest.raises(FormatError, match="arrays within arrays above 15"):
+            read(tmp_path, gguf_bytes(keys))
+
+
+@pytest.mark.parametrize(("size", "fits"), [(0, False), (1, True), (1024, True), (1025, False)])
+def test_a_name_has_from_1_to_1024_bytes(tmp_path: Path, size: int, fits: bool) -> None:
+    content = gguf_bytes([("k" * size, U32, 3)])
+    if fits:
+        assert read(tmp_path, content).values["k" * size] == 3
+    else:
+        with pytest.raises(FormatError, match=f"has {size} bytes, not 1 to 1024"):
+            read(tmp_path, content)
+
+
 def test_a_vocabulary_of_250_000_tokens_and_merges_opens_well_under_a_second(
     tmp_path: Path,
 ) -> None:

@@ -54,7 +54,7 @@ def sequence(tokens: Iterable[int], pages: Iterable[int], slot: int = 0) -> Sequ
         params=SamplingParams(prompt_logprobs=True),
         stop_ids=frozenset(),
     )
-    return Sequence(request, lambda event: None, limit=10**6, order=0, pages=list(pages), slot=slot)
+    return Sequence(request, lambda event: None, limit=10**6, pages=list(pages), slot=slot)
 
 
 def decoding(context: int, pages: int, slot: int) -> Sequence:

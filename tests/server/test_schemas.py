@@ -1,6 +1,7 @@
 """Bad input: refused with a 4xx in the OpenAI shape, never a 500, never a hang."""
 
 import http.client
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +11,12 @@ from hypothesis import given as fuzz
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from headroom.options import Options
+from headroom.server import openai_completions
 from headroom.server.openai_chat import ChatBody
 from headroom.server.openai_completions import CompletionBody
 from headroom.server.schemas import Body
+from tests.server.fakes import FakeLLM, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "hi"}
@@ -259,6 +263,77 @@ def test_a_body_of_10_mb_in_chunks_is_refused(shared: httpx.Client) -> None:
             yield b"x" * 65_536
 
     assert problem(shared.post(CHAT, content=chunks()), 413)["code"] == "request_too_large"
+
+
+@pytest.mark.parametrize("in_chunks", [False, True])
+@pytest.mark.parametrize(("size", "status"), [(2047, 200), (2048, 200), (2049, 413)])
+def test_a_body_may_have_exactly_as_many_bytes_as_the_limit(
+    llm: FakeLLM, size: int, status: int, in_chunks: bool
+) -> None:
+    body = json.dumps({"prompt": "x"}).encode().ljust(size)
+    sent = iter([body[:1000], body[1000:]]) if in_chunks else body
+    with serving(llm, Options(port=0, max_body=2048)) as server:
+        answer = httpx.post(server.address + COMPLETIONS, content=sent)
+    assert answer.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("most", "beyond"),
+    [
+        ({"stop": ["x" * 1024]}, {"stop": ["x" * 1025]}),
+        ({"stop": ["x"] * 16}, {"stop": ["x"] * 17}),
+        ({"n": 128}, {"n": 129}),
+        ({"n": 1}, {"n": 0}),
+        ({"logit_bias": {"1": 100, "2": -100}}, {"logit_bias": {"1": 100.001}}),
+        ({"logit_bias": {"1": -100}}, {"logit_bias": {"1": -100.001}}),
+        ({"logit_bias": {"257": 1}}, {"logit_bias": {"258": 1}}),
+        ({"prompt": [257, 0]}, {"prompt": [258]}),
+        ({"prompt": [1] * 4095}, {"prompt": [1] * 4096}),
+        ({"logprobs": 20}, {"logprobs": 21}),
+        ({"max_tokens": 1}, {"max_tokens": 0}),
+        ({"max_tokens": 2**31 - 1}, {"max_tokens": 2**31}),
+        ({"top_k": 0}, {"top_k": -1}),
+        ({"temperature": 100}, {"temperature": 100.1}),
+        ({"temperature": 0}, {"temperature": -0.1}),
+        ({"top_p": 1}, {"top_p": 1.001}),
+        ({"min_p": 0}, {"min_p": -0.001}),
+        ({"repetition_penalty": 100}, {"repetition_penalty": 0}),
+        ({"seed": 2**63 - 1}, {"seed": 2**63}),
+        ({"seed": -(2**63)}, {"seed": -(2**63) - 1}),
+    ],
+    ids=lambda body: str(body)[:40],
+)
+def test_a_field_may_be_as_large_as_its_limit_and_no_larger(
+    shared: httpx.Client, most: dict[str, Any], beyond: dict[str, Any]
+) -> None:
+    small = {"prompt": "x", "max_tokens": 1}
+    assert shared.post(COMPLETIONS, json=small | most).status_code == 200
+    error = problem(shared.post(COMPLETIONS, json=small | beyond), 400)
+    assert error["param"].split("[")[0] in beyond
+
+
+def test_prompts_times_n_may_be_as_many_as_the_limit_and_no_more(
+    shared: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_completions, "MAX_ANSWERS", 6)
+    for prompts, n, status in ((3, 2, 200), (6, 1, 200), (7, 1, 400), (3, 3, 400)):
+        body = {"prompt": ["x"] * prompts, "n": n, "max_tokens": 1}
+        assert shared.post(COMPLETIONS, json=body).status_code == status
+
+
+def test_no_more_answers_are_begun_than_the_engine_takes(
+    client: httpx.Client, llm: FakeLLM
+) -> None:
+    llm.engine.capacity = 3
+    assert client.post(COMPLETIONS, json={"prompt": "x", "n": 3}).status_code == 200
+    error = problem(client.post(COMPLETIONS, json={"prompt": "x", "n": 4}), 400)
+    assert error["param"] == "n"
+
+
+def test_every_prompt_is_checked_before_any_is_begun(client: httpx.Client, llm: FakeLLM) -> None:
+    error = problem(client.post(COMPLETIONS, json={"prompt": [[1], [2], [258]], "n": 2}), 400)
+    assert error["message"] == "Token id 258 is outside the vocabulary of 258."
+    assert llm.engine.requests == []
 
 
 def test_a_body_that_is_announced_as_enormous_is_refused_unread(shared: httpx.Client) -> None:
