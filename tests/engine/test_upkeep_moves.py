@@ -1,6 +1,5 @@
-"""The engine's upkeep moves real experts of a pretended GPU, and answers stay what they are."""
+"""The engine's upkeep moves experts to and from the stand-in GPU; answers stay the same."""
 
-import gc
 import queue
 import time
 from collections.abc import Iterator, Sequence
@@ -21,8 +20,8 @@ from headroom.split.placing import expert_layers
 from headroom.split.stage import CpuResult, CpuStage
 from headroom.split.upkeep import open_upkeep
 from tests.families.oracles import PROMPT, variant
-from tests.pretend_cuda import Pretence, pretend_cuda
-from tests.pretend_stage import PretendedStage
+from tests.stand_in.gpu import stand_in_gpu
+from tests.stand_in.model import ModelOnGpu
 
 # The first one again: what it chose has become hot by then, and is read.
 PROMPTS = (PROMPT[:4], PROMPT[:4], PROMPT[6:9])
@@ -35,27 +34,19 @@ MOVED_S = 60.0  # that swaps are waited for
 Answer = list[tuple[int | None, TokenLogprobs | None]]
 
 
-class OnPretendedGpu(CpuStage):
-    """Steps of a pretended GPU, whose tokens the host draws."""
+class StandInStage(CpuStage):
+    """Steps on the stand-in GPU, whose tokens the host draws."""
 
-    def __init__(self, stage: PretendedStage) -> None:
+    def __init__(self, stage: ModelOnGpu) -> None:
         super().__init__("cuda:0", stage.model)
-        self._pretended = stage
+        self._on_gpu = stage
 
     def step(self, batch: Batch, draws: Sequence[object] = ()) -> CpuResult:
-        model = self._pretended.model
-        return CpuResult(self._pretended.hidden(batch), lambda rows: model.logits(rows).cpu())
+        model = self._on_gpu.model
+        return CpuResult(self._on_gpu.hidden(batch), lambda rows: model.logits(rows).cpu())
 
     def held_bytes(self) -> int:
         return 0
-
-
-class PretendingEngine(Engine):
-    """Its thread has the GPU that is not there, too."""
-
-    def _run(self) -> None:
-        with Pretence():
-            super()._run()
 
 
 class Watched(StoreSwaps):
@@ -72,16 +63,16 @@ class Watched(StoreSwaps):
 @contextmanager
 def opened(checkpoint: Checkpoint, **settings: Any) -> Iterator[tuple[Engine, Watched | None]]:
     """An engine as `open_engine` makes it, and its experts where some are cold."""
-    stage = PretendedStage(checkpoint, routing_stats="off", **(SETTINGS | settings))
+    stage = ModelOnGpu(checkpoint, routing_stats="off", **(SETTINGS | settings))
     model, plan, swaps = stage.described, stage.plan, None
     if (hybrid := stage.model.hybrid) is not None:
         layers = expert_layers(model.shape, plan)
         swaps = Watched(hybrid.store, layers, same_bits=hybrid.same_bits)
         swaps.running = []
     meter = None if hybrid is None else hybrid.meter
-    pipeline = Pipeline(OnPretendedGpu(stage), model.config.vocab, {}, 0, swaps, meter)
+    pipeline = Pipeline(StandInStage(stage), model.config.vocab, {}, 0, swaps, meter)
     upkeep = open_upkeep(pipeline, read_records(model, stage.options))
-    engine = PretendingEngine(pipeline, plan.settings, 4, upkeep)
+    engine = Engine(pipeline, plan.settings, 4, upkeep)
     if swaps is not None:
         swaps.engine = engine
     try:
@@ -112,13 +103,6 @@ def wait_for_swap(swaps: Watched, count: int) -> None:
     assert len(swaps.running) >= count
 
 
-@pytest.fixture(autouse=True)
-def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Give memory back to the pretended driver that lent it."""
-    yield
-    gc.collect()
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """A model with experts."""
@@ -130,7 +114,7 @@ def wanted(checkpoint: Checkpoint) -> list[Answer]:
     """What it says where all of them are hot."""
     with (
         pytest.MonkeyPatch.context() as monkeypatch,
-        pretend_cuda(monkeypatch),
+        stand_in_gpu(monkeypatch),
         opened(checkpoint) as (engine, swaps),
     ):
         assert swaps is None
@@ -145,7 +129,7 @@ def test_swaps_between_requests_move_experts_and_change_no_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with (
-        pretend_cuda(monkeypatch),
+        stand_in_gpu(monkeypatch),
         opened(checkpoint, cold=cold, **HALF_COLD) as (engine, swaps),
     ):
         assert swaps is not None
@@ -164,7 +148,7 @@ def test_swaps_within_a_request_move_experts_and_change_no_answer(
     checkpoint: Checkpoint, wanted: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = HALF_COLD | {"cold": "gpu", "swap_every": "2"}
-    with pretend_cuda(monkeypatch), opened(checkpoint, **settings) as (engine, swaps):
+    with stand_in_gpu(monkeypatch), opened(checkpoint, **settings) as (engine, swaps):
         assert swaps is not None
         before = swaps.placement().hot
         found = [answer(engine, prompt) for prompt in PROMPTS]

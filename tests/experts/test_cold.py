@@ -1,7 +1,7 @@
 """Layers with cold experts say what all-hot ones say, whoever computes the cold ones."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,15 +16,7 @@ from headroom.experts.placement import ExpertPlacement
 from headroom.experts.store import StoreRequest, blob_layout, open_store
 from headroom.experts.telemetry import HitCounter
 from headroom.families.config import ExpertsConfig
-from headroom.kernels.cuda import (
-    experts,
-    experts_prefill,
-    experts_scratch,
-    grouped,
-    handover,
-    matmul,
-    pack,
-)
+from headroom.kernels.cuda import experts_scratch, grouped
 from headroom.kernels.cuda.experts import Others
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.native.module import MODULE
@@ -36,8 +28,9 @@ from headroom.plan.cost_model import ColdSpeeds
 from tests.experts.cold_layer import LateCopies
 from tests.experts.stores import exchange
 from tests.gpu.weight_file import WeightFile
-from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 from tests.pinned import pretend_pinning
+from tests.stand_in.cuda_on_cpu import COMPILER
+from tests.stand_in.kernels import compile_few_blocks, product, use_kernels
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
@@ -50,39 +43,21 @@ SPEEDS = ColdSpeeds(gpu=1e12, link=1e10, cpu=2e10, handover_s=12e-6, copy=1e10, 
 HOT = {0: (), 30: (1, 4), 60: (0, 1, 2, 5)}
 
 
-def compile_small(
-    source: str, name: str, defines: dict[str, int] | None = None
-) -> Callable[..., None]:
-    """The activation's blocks share its work among themselves, however many they are."""
-    kernel = compile_on_cpu(source, name, defines)
-    return (
-        (lambda grid, *rest: kernel((1,), *rest))
-        if source == "many_experts.cu" and name == "activate"
-        else kernel
-    )
-
-
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels, copies and pinned memory as if the host were a GPU."""
     torch.manual_seed(0)
-    for module in (pack, matmul, handover, experts, experts_prefill):
-        monkeypatch.setattr(module, "compile_kernel", compile_small)
+    use_kernels(monkeypatch, compile_few_blocks)
     monkeypatch.setattr(upload, "BUFFER_STEP", 32)
-    monkeypatch.setattr(
-        experts_scratch, "SORTED_PICKS", 0
-    )  # hot experts are unpacked as cold ones are
+    # Hot experts are unpacked as cold ones are.
+    monkeypatch.setattr(experts_scratch, "SORTED_PICKS", 0)
     monkeypatch.setattr(grouped, "product_way", lambda device: "loop")
-    monkeypatch.setattr(torch, "mm", _in_float32)
+    monkeypatch.setattr(torch, "mm", product)
     monkeypatch.setattr(prefill, "CudaCopies", lambda device: LateCopies())
     monkeypatch.setattr(cost_model, "PREFILL_HANDOVER_S", 0.0)
     pretend_pinning(monkeypatch)
     yield
     gc.collect()  # memory is given back to the driver that lent it
-
-
-def _in_float32(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    return out.copy_(torch.matmul(x.float(), matrix.float()))
 
 
 @pytest.fixture

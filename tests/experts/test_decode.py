@@ -16,7 +16,8 @@ from headroom.kernels.native.experts import PanelTable
 from headroom.kernels.native.module import MODULE
 from headroom.plan.cost_model import DecodeChoice
 from tests.experts.cold_layers import SplitStore, random_picks, split_store
-from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.kernels import use_kernels
 
 pytestmark = pytest.mark.skipif(
     MODULE is None or COMPILER is None, reason="needs the C++ module and a C++ compiler"
@@ -32,8 +33,7 @@ MIX = ("q4_k", "q4_k", "q6_k")
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launchers run their kernels here."""
     torch.manual_seed(0)
-    for module in (experts, handover, matmul):
-        monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
+    use_kernels(monkeypatch, compile_on_cpu)
     monkeypatch.setattr(experts, "shared_bytes_of", lambda device: 64 << 10)
 
 

@@ -1,6 +1,6 @@
 """Cold experts that stream through buffers give the same bits as hot ones."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -21,8 +21,9 @@ from headroom.plan.cost_model import ColdSpeeds
 from headroom.plan.experts import BUFFERS, buffer_bytes
 from tests.experts.cold_layer import LateCopies, Layer, make_blobs, split_layer
 from tests.gpu.check_experts import wanted_sum
-from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
-from tests.pretend_cuda import kernels_on_cpu, pretend_cuda
+from tests.stand_in.cuda_on_cpu import COMPILER
+from tests.stand_in.gpu import stand_in_gpu
+from tests.stand_in.kernels import compile_few_blocks, product, use_kernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 EXPERTS, WIDTH, HIDDEN, ROWS, USED = 10, 32, 64, 34, 2
@@ -31,35 +32,14 @@ FAST_CPU = ColdSpeeds(gpu=4e12, link=48e9, cpu=1e12, handover_s=1e-5, copy=1e3, 
 NO_CPU = ColdSpeeds(gpu=4e12, link=48e9, cpu=0.0, handover_s=1e-5, copy=1e10, cpu_flops=0.0)
 
 
-def in_float32(
-    x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor, out_dtype: object = None
-) -> torch.Tensor:
-    return out.copy_(torch.matmul(x.float(), matrix.float()))
-
-
-def compile_small(
-    source: str, name: str, defines: dict[str, int] | None = None
-) -> Callable[..., None]:
-    """The activation's blocks share its work among themselves, however many they are."""
-    kernel = compile_on_cpu(source, name, defines)
-    return (
-        (lambda grid, *rest: kernel((1,), *rest))
-        if source == "many_experts.cu" and name == "activate"
-        else kernel
-    )
-
-
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(experts_prefill, "compile_kernel", compile_small)
-    for module in (grouped, matmul):
-        monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
-    monkeypatch.setattr(
-        experts_scratch, "SORTED_PICKS", 0
-    )  # hot experts are unpacked as cold ones are
+    use_kernels(monkeypatch, compile_few_blocks)
+    # Hot experts are unpacked as cold ones are.
+    monkeypatch.setattr(experts_scratch, "SORTED_PICKS", 0)
     monkeypatch.setattr(grouped, "product_way", lambda device: "loop")
-    monkeypatch.setattr(torch, "mm", in_float32)
+    monkeypatch.setattr(torch, "mm", product)
 
 
 @pytest.fixture(scope="module")
@@ -266,8 +246,7 @@ def test_nothing_on_the_gpu_meets_host_memory_but_by_copies(  # type: ignore[no-
     layer = split_layer(*layer_of, COLD[70])
     wanted = all_hot(layer_of, inputs)
     x, (ids, weights), others = inputs
-    monkeypatch.setattr(experts_prefill, "compile_kernel", kernels_on_cpu(compile_small))
-    with pretend_cuda(monkeypatch):
+    with stand_in_gpu(monkeypatch):
         tiles = replace(layer.tiles, addresses=layer.tiles.addresses.to("cuda"))
         staging = torch.zeros(200_000, dtype=torch.uint8, device="cuda")
         stream = prefill.open_stream(staging, (layer.expert_bytes, EXPERTS), False, FAST_CPU)
@@ -277,7 +256,7 @@ def test_nothing_on_the_gpu_meets_host_memory_but_by_copies(  # type: ignore[no-
         chosen = ids.to("cuda"), weights.to("cuda")
         found = streamed.many_rows(x.to("cuda"), chosen, moved).cpu()
         assert stream.waits is not None
-        waited = stream.waits.seconds()  # a pretended event says a millisecond for each
+        waited = stream.waits.seconds()  # the stand-in's events say a millisecond for each
     pieces = stream.counts.streamed_bytes > 0
     assert (waited > 0) == pieces
     if counted and MODULE is not None:

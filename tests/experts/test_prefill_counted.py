@@ -24,7 +24,7 @@ from tests.experts.test_prefill import (
     on_the_cpu,
     open_stream,
 )
-from tests.kernels.cuda_on_cpu import COMPILER
+from tests.stand_in.cuda_on_cpu import COMPILER
 
 __all__ = ["layer_of", "on_the_cpu"]  # fixtures
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")

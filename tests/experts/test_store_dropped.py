@@ -17,13 +17,13 @@ from headroom.experts.store import (
 )
 from headroom.experts.store import blob_layout as layout_of
 from headroom.families.config import ExpertsConfig
-from headroom.kernels.cuda import pack
 from headroom.layers import upload
 from headroom.layers.upload import Upload
 from headroom.plan.cost_model import ColdSpeeds
 from tests.experts.stores import blob_layout, contents, small_store
 from tests.gpu.weight_file import WeightFile
-from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.kernels import use_kernels
 
 EXPERTS, HOT = 5, (0, 1, 3)
 NO_CPU = ColdSpeeds(gpu=1e12, link=0.0, cpu=0.0, handover_s=1e-5)
@@ -73,7 +73,7 @@ def test_kernels_that_need_all_memory_on_the_gpu_see_that_it_is() -> None:
 def test_loading_reads_nothing_of_dropped_experts(
     apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pack, "compile_kernel", compile_on_cpu)
+    use_kernels(monkeypatch, compile_on_cpu)
     monkeypatch.setattr(upload, "BUFFER_STEP", 32)
     reads: list[tuple[int, int]] = []
     read = upload._read

@@ -11,15 +11,16 @@ from headroom.experts.placement import ExpertPlacement
 from headroom.experts.store import StoreRequest, blob_layout, fill_rows, fill_tiles, open_store
 from headroom.families.config import ExpertsConfig
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import experts, matmul, pack
+from headroom.kernels.cuda import experts
 from headroom.layers import upload
 from headroom.layers.upload import Upload
 from headroom.plan.cost_model import ColdSpeeds
 from tests.gpu import check_cold_store
 from tests.gpu.torch_tiles import pack_tiles
 from tests.gpu.weight_file import WeightFile
-from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
 from tests.pinned import pretend_pinning
+from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.kernels import use_kernels
 
 CONFIG = ExpertsConfig(experts=5, used=2, width=40)
 KINDS, COLUMNS = ("q4_k", "q4_k", "q8_0"), (256, 256, 64)
@@ -30,7 +31,7 @@ hot_sets = st.sets(st.integers(0, 4), max_size=4).map(lambda ids: tuple(sorted(i
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers so small that every layer needs several."""
     torch.manual_seed(0)
-    monkeypatch.setattr(pack, "compile_kernel", compile_on_cpu)
+    use_kernels(monkeypatch, compile_on_cpu)
     monkeypatch.setattr(upload, "LEAST_STAGING_BYTES", 0)
     monkeypatch.setattr(upload, "BUFFER_STEP", 32)
 
@@ -114,8 +115,7 @@ def test_the_check_for_a_gpu_passes_where_the_cpu_stands_in(
     monkeypatch.setattr(check_cold_store, "DEVICE", "cpu")
     monkeypatch.setattr(check_cold_store, "ROWS", (3,))
     monkeypatch.setattr(check_cold_store, "BESIDE", 1)
-    for module in (experts, matmul):
-        monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
+    use_kernels(monkeypatch, compile_on_cpu)
     monkeypatch.setattr(experts, "shared_bytes_of", lambda device: 64 << 10)
     pretend_pinning(monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -12,7 +12,8 @@ from headroom.kernels.cuda.attention_scratch import count_pieces
 from headroom.kernels.ops import PagedKv, Span
 from headroom.kernels.reference.attention import attention
 from tests.gpu.attention_cases import Heads, make_tables, random_cache, wanted
-from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.kernels import use_kernels
 
 SM_75, SM_86, SM_90 = 64 << 10, 99 << 10, 227 << 10  # bytes of shared memory of a block
 
@@ -87,7 +88,7 @@ def test_a_few_rows_attend_on_sm_75(
     torch.manual_seed(0)
     gpu.shared_memory_per_block_optin = SM_75
     gpu.multi_processor_count = 1  # so that blocks take one piece after another
-    monkeypatch.setattr(cuda_attention, "compile_kernel", compile_on_cpu)
+    use_kernels(monkeypatch, compile_on_cpu)
     cache = random_cache(heads, 1024)
     tables = make_tables(spans, 1, 1024, tree)
     shape = DecodeShape(

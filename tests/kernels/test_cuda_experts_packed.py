@@ -15,8 +15,6 @@ from headroom.kernels.cuda import (
     experts_packed,
     experts_prefill,
     experts_scratch,
-    matmul,
-    pack,
     scratch,
     sizes,
 )
@@ -29,7 +27,8 @@ from headroom.plan.device_scratch import DeviceStep
 from tests.gpu import check_experts
 from tests.gpu.check_experts import make_table, to_tiles
 from tests.gpu.expert_cases import Case
-from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.kernels import no_kernel, use_kernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 GROUP, TILE = sizes.GROUP_ROWS, experts_scratch.TILE_PICKS
@@ -39,8 +38,7 @@ GROUP, TILE = sizes.GROUP_ROWS, experts_scratch.TILE_PICKS
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Let the launchers run their kernels here, as if on a GPU of the properties returned."""
     torch.manual_seed(0)
-    for module in (experts, experts_packed, experts_prefill, matmul, pack):
-        monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
+    use_kernels(monkeypatch, compile_on_cpu)
     monkeypatch.setattr(experts_prefill, "_compile_unpacked", lambda *needed: None)
     monkeypatch.setattr(check_experts, "DEVICE", "cpu")
     properties = SimpleNamespace(
@@ -185,8 +183,7 @@ def test_kernels_of_longer_steps_are_compiled_with_those_of_short_ones(
     def note(source: str, name: str, defines: Mapping[str, int] | None = None) -> None:
         asked.append((source, name))
 
-    for module in (experts_prefill, experts_prefill.grouped):
-        monkeypatch.setattr(module, "compile_kernel", note)
+    use_kernels(monkeypatch, note)
     monkeypatch.setattr(experts_prefill, "product_way", lambda device: "own")
     kinds = (BY_NAME["q4_k"], BY_NAME["q4_k"], BY_NAME["q6_k"])
     for dtype, products in (
@@ -215,9 +212,7 @@ def peak_bytes(shape: Sequence[int], arena: scratch.Arena) -> int:
 def test_scratch_of_sorted_rows_is_what_the_planner_counts(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(
-        experts_packed, "compile_kernel", lambda *given, **more: lambda *call, **options: None
-    )
+    use_kernels(monkeypatch, no_kernel)
     rows, count, used, width, hidden = shape
     assert rows <= sorted_rows(count, used)
     layer = SimpleNamespace(experts=count, experts_used=used, expert_width=width)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from headroom.kernels.cuda import grouped
 from headroom.kernels.cuda.grouped import product_way
-from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.kernels import use_kernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -29,7 +30,7 @@ TILE_ROWS = sorted(grouped.STAGES)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launcher run its kernel here."""
     torch.manual_seed(0)
-    monkeypatch.setattr(grouped, "compile_kernel", compile_on_cpu)
+    use_kernels(monkeypatch, compile_on_cpu)
 
 
 def ends_of(counts: Sequence[int]) -> torch.Tensor:

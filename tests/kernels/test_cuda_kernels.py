@@ -21,8 +21,8 @@ from tests.gpu import (
     expert_cases,
 )
 from tests.gpu.check_delta_net import Shape, span
-from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
-from tests.launchers import replace_kernels
+from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.kernels import use_kernels
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
@@ -34,7 +34,7 @@ pytestmark = [
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launchers run their kernels here."""
     torch.manual_seed(0)
-    replace_kernels(monkeypatch, compile_on_cpu)
+    use_kernels(monkeypatch, compile_on_cpu)
     for check in (check_delta_net, check_experts, check_grouped, check_matmul, check_route):
         monkeypatch.setattr(check, "DEVICE", "cpu")
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from headroom.errors import KernelError
-from headroom.kernels.cuda import handover, measure
+from headroom.kernels.cuda import measure
 from headroom.kernels.cuda.handover import WORDS, Mailbox
 from headroom.kernels.native.cold import ColdWorker, worker_threads
 from headroom.kernels.native.module import MODULE
-from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.kernels import use_kernels
 
 pytestmark = pytest.mark.skipif(
     MODULE is None or COMPILER is None, reason="needs the C++ module and a C++ compiler"
@@ -50,7 +51,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> list[ColdWorker]:
         made[-1].begin_step()
         yield
 
-    monkeypatch.setattr(handover, "compile_kernel", compile_on_cpu)
+    use_kernels(monkeypatch, compile_on_cpu)
     monkeypatch.setattr(measure, "ColdWorker", Seen)
     monkeypatch.setattr(measure, "ROUNDS", ROUNDS)
     monkeypatch.setattr(measure, "_event", lambda: Event(elapsed_time=lambda end: 1.0))

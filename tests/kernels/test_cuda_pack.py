@@ -12,7 +12,8 @@ from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.weight import Weight
 from tests.gpu import check_load
 from tests.gpu.check_matmul import KINDS, random_weight
-from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.kernels import use_kernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -21,8 +22,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launchers run their kernels here."""
     torch.manual_seed(0)
-    for module in (matmul, pack):
-        monkeypatch.setattr(module, "compile_kernel", compile_on_cpu)
+    use_kernels(monkeypatch, compile_on_cpu)
     monkeypatch.setattr(check_load, "DEVICE", "cpu")
 
 

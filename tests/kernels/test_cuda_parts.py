@@ -17,8 +17,8 @@ from headroom.kernels.weight import Weight
 from tests.gpu import check_experts
 from tests.gpu.check_matmul import random_weight
 from tests.gpu.torch_tiles import pack_tiles
-from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
-from tests.launchers import replace_kernels
+from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.kernels import use_kernels
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
@@ -30,7 +30,7 @@ pytestmark = [
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launchers run their kernels here."""
     torch.manual_seed(0)
-    replace_kernels(monkeypatch, compile_on_cpu)
+    use_kernels(monkeypatch, compile_on_cpu)
     monkeypatch.setattr(check_experts, "DEVICE", "cpu")
 
 

@@ -16,8 +16,8 @@ from headroom.kernels.weight import PLAIN_TYPES, Weight
 from tests.gpu import check_experts, check_matmul
 from tests.gpu.check_experts import to_tiles, wanted_sum
 from tests.gpu.expert_cases import PLAIN, Case
-from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
-from tests.launchers import replace_kernels
+from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.kernels import use_kernels
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
@@ -43,7 +43,7 @@ def bf16_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
             else kernel
         )
 
-    replace_kernels(monkeypatch, compile_for_cores)
+    use_kernels(monkeypatch, compile_for_cores)
     for check in (check_experts, check_matmul):
         monkeypatch.setattr(check, "DEVICE", "cpu")
     return bool(request.param)

@@ -14,7 +14,8 @@ from headroom.kernels.reference.attention import attention as reference_attentio
 from headroom.plan.device_scratch import DeviceStep, _attention_bytes
 from headroom.plan.known import known_shape
 from headroom.units import MIB
-from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.kernels import no_kernel, use_kernels
 
 TOLERANCE = {torch.float16: 3e-3, torch.bfloat16: 2e-2}
 FLASH = torch.ops.aten._flash_attention_forward.default
@@ -53,7 +54,7 @@ def _batches(a: Any, b: Any, *, out_dtype: torch.dtype, out: Any) -> torch.Tenso
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "bmm", _batches)
-    monkeypatch.setattr(attention, "compile_kernel", compile_on_cpu)
+    use_kernels(monkeypatch, compile_on_cpu)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -167,7 +168,7 @@ class _Held(TorchDispatchMode):
 def test_wide_heads_take_what_is_planned(
     monkeypatch: pytest.MonkeyPatch, rows: int, context: int
 ) -> None:
-    monkeypatch.setattr(attention, "compile_kernel", lambda *given: lambda *call: None)
+    use_kernels(monkeypatch, no_kernel)
     layer = next(x for x in known_shape("gemma-4-31b:q4_k_m").layers if not x.window)
     shape = {"dtype": torch.bfloat16, "device": "meta"}
     queries = torch.empty(rows, layer.query_heads, layer.key_dim, **shape)  # type: ignore[arg-type]

@@ -8,8 +8,8 @@ import torch
 from headroom.errors import KernelError
 from headroom.kernels.cuda import matmul, probe, trials
 from headroom.kernels.cuda.trials import TRIALS, run_trial
-from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
-from tests.launchers import replace_kernels
+from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.kernels import use_kernels
 
 HOST = torch.device("cpu")
 
@@ -33,7 +33,7 @@ def launched(
         assert out.dtype == out_dtype
         return out.copy_(torch.matmul(x.float(), y.float()))
 
-    replace_kernels(monkeypatch, compiled)
+    use_kernels(monkeypatch, compiled)
     monkeypatch.setattr(torch, "bmm", batches)
     return found
 

@@ -11,14 +11,14 @@ import torch
 from headroom.errors import FormatError
 from headroom.experts.device_ffn import upload_experts
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import pack
 from headroom.kernels.weight import PLAIN_TYPES
 from headroom.layers import upload
 from headroom.layers.cuda_rows import load_merged
 from headroom.layers.upload import Upload
 from tests.gpu.torch_tiles import pack_tiles
 from tests.gpu.weight_file import WeightFile
-from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.kernels import use_kernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 OPEN_FILES = Path("/proc/self/fd")
@@ -28,7 +28,7 @@ OPEN_FILES = Path("/proc/self/fd")
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers so small that every weight needs several, on the CPU."""
     torch.manual_seed(0)
-    monkeypatch.setattr(pack, "compile_kernel", compile_on_cpu)
+    use_kernels(monkeypatch, compile_on_cpu)
     monkeypatch.setattr(upload, "LEAST_STAGING_BYTES", 0)
     monkeypatch.setattr(upload, "BUFFER_STEP", 32)
     monkeypatch.setattr(upload, "READ_BYTES", 1000)

@@ -24,7 +24,7 @@ from headroom.plan.known import known_shape
 from headroom.plan.plan import make_plan
 from headroom.units import GIB, MIB
 from tests.plan.shapes import cpu, gpu
-from tests.pretend_cuda import pretend_cuda
+from tests.stand_in.gpu import stand_in_gpu
 
 
 def test_a_cpu_reads_and_multiplies_at_a_speed_that_machines_have() -> None:
@@ -145,7 +145,7 @@ def test_several_rows_an_expert_are_measured_as_often_for_each(
 
 def test_a_gpu_has_its_links_and_its_hand_over_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     pretended(monkeypatch)
-    with pretend_cuda(monkeypatch):
+    with stand_in_gpu(monkeypatch):
         speeds = measure_cuda(torch.device("cuda", 0))
     assert min(speeds.bandwidth, speeds.link, speeds.flops, speeds.link_read) > 0
     assert speeds.handover_s == 7e-6
@@ -159,7 +159,7 @@ def test_what_kernels_cannot_measure_is_told_and_loses_nothing_else(
 
     pretended(monkeypatch)
     monkeypatch.setattr(measure, "read_all", refuse)
-    with pretend_cuda(monkeypatch):
+    with stand_in_gpu(monkeypatch):
         speeds = measure_cuda(torch.device("cuda", 0))
     assert (speeds.link_read, speeds.handover_s) == (0.0, 7e-6)
     assert speeds.link > 0

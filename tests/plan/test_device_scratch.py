@@ -29,6 +29,7 @@ from headroom.plan.padding import expert_tile_padding, table_tile_padding, tile_
 from headroom.plan.plan import make_plan
 from headroom.units import GIB, MIB
 from tests.plan.shapes import host
+from tests.stand_in.kernels import no_kernel, use_kernels
 
 
 def test_the_planner_knows_the_launchers_steps() -> None:
@@ -145,7 +146,7 @@ def test_torch_takes_as_much_on_every_gpu_but_for_the_workspace_of_its_products(
 
 
 def test_results_of_grouped_products_are_planned_as_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "compile_kernel", lambda *given: lambda *call: None)
+    use_kernels(monkeypatch, no_kernel)
     layers = [layer for layer in known_shape("qwen3.6-35b-a3b:q4_k_m").layers if layer.state_heads]
     rows, width, hidden = 64, layers[0].expert_width, 2048
     picks, results = rows * layers[0].experts_used, 0

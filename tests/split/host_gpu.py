@@ -30,8 +30,8 @@ from headroom.plan.describe import describe
 from headroom.plan.plan import Plan, make_plan
 from headroom.split import build as load
 from headroom.split.model import Model
-from tests.launchers import replace_kernels
 from tests.plan.shapes import gpu, host
+from tests.stand_in.kernels import use_kernels
 
 ROUTE = route.route
 
@@ -97,7 +97,7 @@ def pretend(
         shared_memory_per_block_optin=shared_bytes,
         shared_memory_per_multiprocessor=shared_bytes + (1 << 10),
     )
-    replace_kernels(monkeypatch, no_kernel)
+    use_kernels(monkeypatch, no_kernel)
     monkeypatch.setattr(route, "route", route_to_first)
     monkeypatch.setattr(grouped, "product_way", lambda device: "own")
     monkeypatch.setattr(torch, "mm", lambda first, second, out_dtype=None, out=None: out)

@@ -1,69 +1,35 @@
 """What a stage compiles ahead is what its first steps ask for."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-import torch
 
 from headroom.families.files import open_checkpoint
-from headroom.kernels.cuda import attention, route
 from headroom.kernels.cuda.compile import Code
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers.draws import DeviceSampler
 from headroom.split import gpu_stage
-from headroom.split.gpu_stage import Captured, GpuStage
+from headroom.split.gpu_stage import GpuStage
 from headroom.split.model import Model
-from headroom.split.step_inputs import StepKind
-from tests.launchers import replace_kernels
-from tests.pretend_cuda import pretend_cuda
-from tests.pretend_stage import GPU, PretendedStage
-from tests.split.fake_device import Again
-from tests.split.host_gpu import route_to_first
+from tests.stand_in.gpu import stand_in_gpu
+from tests.stand_in.model import ModelOnGpu
 from tests.synth_models import write_model
 
 FORESEEN = ("matmul.cu", "activations.cu")
 Named = set[tuple[str, frozenset[tuple[str, int]]]]
 
 
-class PretendedCapture(GpuStage):
-    """A stage whose captured steps run without a graph."""
-
-    def _capture(self, kind: StepKind) -> Captured:
-        self._captured_inputs.clear()
-        hidden, logits = self._run_captured(kind)
-        return Captured(Again(lambda: None), hidden, logits)
-
-
 def names(codes: Iterable[Code]) -> Named:
     return {(source, frozenset(macros.items())) for source, macros in codes}
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Code]:
-    """What launchers ask for; their kernels do nothing."""
-    codes: list[Code] = []
-
-    def compile_kernel(
-        source: str, name: str, defines: dict[str, int] | None = None
-    ) -> Callable[..., None]:
-        codes.append((source, defines or {}))
-        return lambda *call, **more: None
-
-    replace_kernels(monkeypatch, compile_kernel)
-    monkeypatch.setattr(route, "route", route_to_first)
-    monkeypatch.setattr(torch, "mm", lambda first, second, out_dtype=None, out=None: out)
-    monkeypatch.setattr(attention, "attend", lambda queries, *others: queries)
-    return codes
-
-
 def capture(path: Path, **settings: object) -> None:
-    """Load a model on the pretended GPU and run what a stage runs at start."""
-    made = PretendedStage(open_checkpoint(path), replace(GPU, sm=90), **settings)
+    """Load a model on the stand-in GPU and run what a stage runs at start."""
+    made = ModelOnGpu(open_checkpoint(path), **settings)
     drawing = DeviceSampler.allocate(DECODE_ROWS, made.described.config.vocab, "cuda:0")
-    rings = frozenset(made._rings)
-    PretendedCapture("cuda:0", made.model, made.plan.settings, rings, drawing).capture()
+    rings = frozenset(made.rings)
+    GpuStage("cuda:0", made.model, made.plan.settings, rings, drawing).capture()
 
 
 @pytest.mark.parametrize(
@@ -85,15 +51,14 @@ def test_a_stage_compiles_ahead_just_what_its_first_steps_ask_for(
     mix: str,
     parallel: int,
     tmp_path: Path,
-    asked: list[Code],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ahead: list[Code] = []
     monkeypatch.setattr(gpu_stage, "compile_ahead", ahead.extend)
     path = write_model(name, mix, tmp_path, few_layers=True)
-    with pretend_cuda(monkeypatch):
+    with stand_in_gpu(monkeypatch, computes=False) as gpu:
         capture(path, dtype="bf16", kv_type="bf16", parallel=parallel)
-    wanted = names(code for code in asked if code[0] in FORESEEN)
+    wanted = names(code for code in gpu.codes if code[0] in FORESEEN)
     assert {source for source, _ in wanted} == set(FORESEEN)
     if parallel > 16:  # the head alone is asked for 24 rows
         assert wanted <= names(ahead)
@@ -108,15 +73,14 @@ def test_rows_that_run_without_a_graph_are_compiled_ahead_too(
     parallel: int,
     chunk: int,
     tmp_path: Path,
-    asked: list[Code],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ahead: list[Code] = []
     monkeypatch.setattr(gpu_stage, "compile_ahead", ahead.extend)
     monkeypatch.setattr(Model, "capturable", capturable)
     path = write_model("llama", "q4_k_m", tmp_path, few_layers=True)
-    with pretend_cuda(monkeypatch):
+    with stand_in_gpu(monkeypatch, computes=False) as gpu:
         capture(path, dtype="bf16", kv_type="bf16", parallel=parallel, chunk=chunk)
-    wanted = names(code for code in asked if code[0] in FORESEEN)
+    wanted = names(code for code in gpu.codes if code[0] in FORESEEN)
     assert len(wanted) > 20
     assert wanted <= names(ahead)

@@ -1,4 +1,4 @@
-"""A model on an AMD GPU that is not there, from its file to its tokens."""
+"""A model on the stand-in for an AMD GPU, from its file to its tokens."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from headroom.options import Options
 from headroom.plan.describe import describe
 from headroom.plan.plan import make_plan
 from tests.families.oracles import PROMPT, variant
-from tests.pretend_amd import AMD, pretend_amd
+from tests.stand_in.gpu import RADEON, stand_in_gpu
 
 pytestmark = pytest.mark.skipif(
     bool(launch.MISSING) or torch.cuda.is_available(), reason="needs triton, and no GPU"
@@ -40,9 +40,9 @@ def test_a_llama_has_the_tokens_of_the_cpu(
 ) -> None:
     path = variant("llama").save_gguf(tmp_path / "m.gguf", "MIXED")
     wanted = answers(path, "cpu", tmp_path)
-    with pretend_amd(monkeypatch) as launches:
+    with stand_in_gpu(monkeypatch, RADEON) as gpu:
         assert answers(path, "hip:0", tmp_path) == wanted
-    assert {"product", "attend", "rms_norm", "rope", "gated", "write", "embed"} <= set(launches)
+    assert {"product", "attend", "rms_norm", "rope", "gated", "write", "embed"} <= gpu.kernels
     assert "hip:0 runs Triton's kernels and plain ones, which have run on no AMD GPU" in caplog.text
     assert "planned were" not in caplog.text
 
@@ -52,11 +52,13 @@ def test_a_token_table_in_host_memory_is_not_pinned_and_its_rows_are_copied(
 ) -> None:
     model = describe(open_checkpoint(tiny_path))
     host = replace(detect_cpu(), name="host", runs_layers=False)
-    settings = make_plan([model.shape], [AMD, host], Options(context=128, dtype="f32")).settings
+    settings = make_plan(
+        [model.shape], [RADEON.spec, host], Options(context=128, dtype="f32")
+    ).settings
     assert settings.kernels == "triton"
     tensors, ids = model.checkpoint.tensors, torch.tensor([5, 0, 7])
     wanted = open_weights(tensors, "cpu", settings, lambda line, size: None).table("embed")
-    with pretend_amd(monkeypatch) as launches:
+    with stand_in_gpu(monkeypatch, RADEON) as gpu:
         source = open_weights(tensors, "hip:0", settings, lambda line, size: None)
         assert (source.case.device, source.case.place) == ("hip", "cuda")
         table = source.table("embed", pinned=True)
@@ -64,4 +66,4 @@ def test_a_token_table_in_host_memory_is_not_pinned_and_its_rows_are_copied(
         out = torch.empty(3, table.columns, device="cuda")
         found = Embedding(table, source.case)(ids.to("cuda"), out).cpu()
     assert torch.equal(found, wanted.data[ids].float())
-    assert not launches
+    assert not gpu.kernels

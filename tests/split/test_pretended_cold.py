@@ -1,7 +1,5 @@
-"""Every family with experts, some of them cold, on a GPU that is not there."""
+"""Every family with experts, some of them cold, on the stand-in GPU."""
 
-import gc
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -19,8 +17,8 @@ from headroom.plan.cost_model import DecodeChoice
 from tests.experts.late_gpu import LateGpu
 from tests.experts.stores import exchange
 from tests.families.oracles import PROMPT, variant
-from tests.pretend_cuda import pretend_cuda
-from tests.pretend_stage import PretendedStage, run_pretended
+from tests.stand_in.gpu import stand_in_gpu
+from tests.stand_in.model import ModelOnGpu, run_on_gpu
 
 PROMPTS = [PROMPT[:5]]
 PIECES = [4, 1]
@@ -31,14 +29,7 @@ SHARES, COLD = ("0%", "40%", "60%", "100%"), ("auto", "cpu", "gpu")
 ALL_WAYS = [(share, cold) for share in SHARES for cold in COLD]
 
 
-@pytest.fixture(autouse=True)
-def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Give memory back to the pretended driver that lent it."""
-    yield
-    gc.collect()
-
-
-def _exchange_all(stage: PretendedStage) -> None:
+def _exchange_all(stage: ModelOnGpu) -> None:
     """Make cold experts hot in every layer, as many as there are slots."""
     store, draw = stage.model.store, Random(1)
     assert store is not None
@@ -55,10 +46,10 @@ def test_whatever_is_hot_the_answers_are_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf", "F32"))
-    with pretend_cuda(monkeypatch):
-        wanted = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference")
+    with stand_in_gpu(monkeypatch):
+        wanted = run_on_gpu(checkpoint, PROMPTS, PIECES, kernels="reference")
         for share, cold in ALL_WAYS if name == "qwen3moe" else WAYS:
-            found = run_pretended(
+            found = run_on_gpu(
                 checkpoint, PROMPTS, PIECES, kernels="reference", expert_budget=share, cold=cold
             )
             assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
@@ -80,9 +71,9 @@ def test_cold_experts_of_a_layer_may_be_shared_between_both_sides(
         LayerStore, "bring", lambda store, blob: brought.append(1) or bring(store, blob)
     )
 
-    with pretend_cuda(monkeypatch):
-        wanted = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference")
-        found = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference", expert_budget="40%")
+    with stand_in_gpu(monkeypatch):
+        wanted = run_on_gpu(checkpoint, PROMPTS, PIECES, kernels="reference")
+        found = run_on_gpu(checkpoint, PROMPTS, PIECES, kernels="reference", expert_budget="40%")
     assert brought
     assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
 
@@ -94,13 +85,13 @@ def test_plain_experts_say_what_cold_ones_cost(
     checkpoint = open_checkpoint(variant("qwen3moe").save_gguf(tmp_path / "m.gguf", "F32"))
     read: list[ColdFigures] = []
 
-    def look(stage: PretendedStage) -> None:
+    def look(stage: ModelOnGpu) -> None:
         hybrid = stage.model.hybrid
         assert hybrid is not None
         read.append(hybrid.meter.figures())
 
-    with pretend_cuda(monkeypatch):
-        run_pretended(
+    with stand_in_gpu(monkeypatch):
+        run_on_gpu(
             checkpoint, PROMPTS, PIECES, look, kernels="reference", expert_budget="40%", cold=cold
         )
     figures = read[-1]
@@ -124,9 +115,9 @@ def test_experts_that_change_places_between_steps_change_no_answer(
 ) -> None:
     types = "MIXED" if name == "qwen3moe" else "F32"  # unpacking them takes longer than all else
     checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf", types))
-    with pretend_cuda(monkeypatch):
-        wanted = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference")
-        found = run_pretended(
+    with stand_in_gpu(monkeypatch):
+        wanted = run_on_gpu(checkpoint, PROMPTS, PIECES, kernels="reference")
+        found = run_on_gpu(
             checkpoint, PROMPTS, PIECES, _exchange_all,
             kernels="reference", expert_budget="50%", **more,
         )  # fmt: skip
@@ -140,7 +131,7 @@ class Overlapped:
         self.gpu = LateGpu()
         self.swaps: SwapRound | None = None
 
-    def __call__(self, stage: PretendedStage) -> None:
+    def __call__(self, stage: ModelOnGpu) -> None:
         if self.swaps is None:
             self.swaps = self._begin(stage)
         for _ in range(3):  # half a copy may be left
@@ -148,7 +139,7 @@ class Overlapped:
         if not self.swaps.over and self.swaps.ready():
             self.swaps.end() if self.swaps.turned else self.swaps.turn()
 
-    def _begin(self, stage: PretendedStage) -> SwapRound:
+    def _begin(self, stage: ModelOnGpu) -> SwapRound:
         store = stage.model.store
         assert store is not None
         store.spare.copies = self.gpu
@@ -167,9 +158,9 @@ def test_steps_beside_the_copies_of_swaps_answer_the_same(
 ) -> None:
     checkpoint = open_checkpoint(variant("qwen3moe").save_gguf(tmp_path / "m.gguf", "MIXED"))
     prompts, pieces, overlapped = [PROMPT[:9]], [1] * 9, Overlapped()
-    with pretend_cuda(monkeypatch):
-        wanted = run_pretended(checkpoint, prompts, pieces, kernels="reference")
-        found = run_pretended(
+    with stand_in_gpu(monkeypatch):
+        wanted = run_on_gpu(checkpoint, prompts, pieces, kernels="reference")
+        found = run_on_gpu(
             checkpoint, prompts, pieces, overlapped,
             kernels="reference", expert_budget="50%", **more,
         )  # fmt: skip
@@ -186,8 +177,8 @@ def test_a_store_takes_what_was_planned(
     more: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(variant("laguna").save_gguf(tmp_path / "m.gguf", "MIXED"))
-    with pretend_cuda(monkeypatch):
-        stage = PretendedStage(checkpoint, kernels="reference", expert_budget="50%", **more)
+    with stand_in_gpu(monkeypatch):
+        stage = ModelOnGpu(checkpoint, kernels="reference", expert_budget="50%", **more)
     names = ("hot_experts", "cold_experts", "expert_staging", "expert_spare")
     assert [stage.counted[name] for name in names] == [stage.planned[name] for name in names]
     held = more != {"cold": "drop"}
@@ -207,9 +198,9 @@ def test_dropped_experts_leave_their_weight_to_the_others(
         return left
 
     monkeypatch.setattr(ffn, "drop_cold", dropped)
-    with pretend_cuda(monkeypatch):
+    with stand_in_gpu(monkeypatch):
         wanted, found = (
-            run_pretended(
+            run_on_gpu(
                 checkpoint,
                 PROMPTS,
                 PIECES,

@@ -1,4 +1,4 @@
-"""Every family with its tensors on a GPU that is not there, against the CPU's plain kernels."""
+"""Every family with its tensors on the stand-in GPU, against the plain kernels of the CPU."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,10 +21,10 @@ from headroom.layers import cuda_block
 from headroom.layers.cuda_rows import CudaRows, is_decode
 from headroom.split import build as load
 from tests.families.oracles import PROMPT, VARIANTS, variant
-from tests.kernels.cuda_on_cpu import COMPILER, compile_on_cpu
-from tests.pretend_cuda import kernels_on_cpu, pretend_cuda
-from tests.pretend_stage import run_pretended
 from tests.running import run_steps
+from tests.stand_in.cuda_on_cpu import COMPILER
+from tests.stand_in.gpu import stand_in_gpu
+from tests.stand_in.model import run_on_gpu
 
 TEXT = PROMPT + PROMPT[::-1]
 PROMPTS = [TEXT[:41], TEXT[3:44]]
@@ -55,8 +55,8 @@ def test_separate_operations_stay_on_the_device(
 ) -> None:
     checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf", "MIXED"))
     wanted = _wanted(checkpoint, PROMPTS, PIECES)
-    with pretend_cuda(monkeypatch):
-        found = run_pretended(checkpoint, PROMPTS, PIECES, kernels="reference")
+    with stand_in_gpu(monkeypatch):
+        found = run_on_gpu(checkpoint, PROMPTS, PIECES, kernels="reference")
     _assert_near(found, wanted)
 
 
@@ -124,12 +124,9 @@ def _tables(get: Any, count: int) -> Any:
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Layers of fused parts, exactly: attention by its kernels, products and norms stood in for."""
-    kernels = kernels_on_cpu(compile_on_cpu)
-    monkeypatch.setattr(attention, "compile_kernel", kernels)
-    monkeypatch.setattr(attention, "compile_kernel", kernels)
     prefilled = attention.prefill
     monkeypatch.setattr(attention, "prefill", lambda *args: prefilled(*args[:4], "f32"))
-    plain = tuple(k for k in registry.KERNELS if not k.backend.startswith("cuda"))
+    plain = tuple(k for k in registry.KERNELS if not k.backend.startswith(("cuda", "triton")))
     monkeypatch.setattr(registry, "KERNELS", plain)
     monkeypatch.setattr(load, "fits_cuda", lambda mixer, get: get.case.device == "cuda")
     monkeypatch.setattr(load, "experts_fit", lambda config, get: True)
@@ -146,7 +143,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(device_ffn, "upload_experts", _tables)
     monkeypatch.setattr(device_ffn, "scored_rows", _scored_rows)
     monkeypatch.setattr(device_ffn.cuda_route, "route", _route)
-    with pretend_cuda(monkeypatch):
+    with stand_in_gpu(monkeypatch):
         yield
 
 
@@ -157,7 +154,7 @@ def test_fused_parts_are_put_together_as_their_family_wants(
 ) -> None:
     checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf", "MIXED"))
     wanted = _wanted(checkpoint, PROMPTS[:1], FEWER)
-    _assert_near(run_pretended(checkpoint, PROMPTS[:1], FEWER), wanted)
+    _assert_near(run_on_gpu(checkpoint, PROMPTS[:1], FEWER), wanted)
 
 
 def test_the_variants_are_known() -> None:

@@ -23,7 +23,7 @@ USED = (0, 2, 2)
 POLICY = SwapPolicy(min_gain=2.0, per_layer=1)
 
 
-class PretendedStage(CpuStage):
+class StatisticsStage(CpuStage):
     """A stage of which only the statistics are there."""
 
     def __init__(self, routing: RoutingStats | None, device: str = "cpu") -> None:
@@ -47,7 +47,7 @@ class Case:
     ) -> None:
         self.routing = RoutingStats(3, 4, "cpu")
         self.experts = experts
-        self.stage = stage = PretendedStage(self.routing, **more)
+        self.stage = stage = StatisticsStage(self.routing, **more)
         self.pipeline = Pipeline(stage, 10, {}, experts=experts, meter=experts)
         file = StatsFile(path, RoutingHistory.empty(LAYERS, 0.0))
         self.records = ExpertRecords(StatsModel(Path("m"), "abc", LAYERS, USED), file, rules)
@@ -77,7 +77,7 @@ def cold_half(**more: object) -> PretendedExperts:
 def test_a_model_without_experts_needs_no_upkeep() -> None:
     case = Case(None, None, UpkeepRules())
     assert open_upkeep(case.pipeline, case.records) is not None
-    dense = Pipeline(PretendedStage(None), 10, {})
+    dense = Pipeline(StatisticsStage(None), 10, {})
     assert open_upkeep(dense, case.records) is None
 
 

@@ -1,4 +1,4 @@
-"""Models on the pretended GPU, step by step and without captured graphs."""
+"""Models on the stand-in GPU, step by step and without captured graphs."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,16 +20,14 @@ from headroom.options import Options
 from headroom.plan.describe import ModelDescription, describe
 from headroom.plan.plan import Plan, make_plan
 from headroom.split.build import load_model
-from headroom.units import GIB
 from tests.running import PAGE_SIZE, running
+from tests.stand_in.gpu import H200
 
-GPU = DeviceSpec(
-    name="cuda:0", kind="cuda", total_bytes=24 * GIB, available_bytes=24 * GIB, link=1e10, sm=90
-)
+GPU = H200.spec
 
 
-class PretendedStage:
-    """A model whose tensors lie on the pretended GPU."""
+class ModelOnGpu:
+    """A model whose tensors lie on the stand-in GPU."""
 
     def __init__(self, checkpoint: Checkpoint, gpu: DeviceSpec = GPU, **settings: object) -> None:
         given = {"context": 256, "parallel": 4, "kv_type": "f32", "dtype": "f32"} | settings
@@ -47,14 +45,14 @@ class PretendedStage:
             self._count,
             _some_hot(self.plan),
         )
-        self._rings = _rings(model, self.plan)
+        self.rings = _rings(model, self.plan)
 
     @property
     def planned(self) -> dict[str, int]:
-        """The plan's bytes of the device's lines and the host's, by name."""
+        """The bytes that the plan has on the GPU and in host memory, by the name of the line."""
         lines = (*self.plan.devices[0].lines, *self.plan.host.lines)
         sizes: Counter[str] = Counter()
-        for line in lines:  # tables may be in both places
+        for line in lines:  # a table may be in both memories
             sizes[line.name] += line.bytes
         return sizes
 
@@ -73,7 +71,7 @@ class PretendedStage:
 
     def _there(self, batch: Batch) -> GpuBatch:
         spans = tuple(replace(span, pages=span.pages.to("cuda")) for span in batch.spans)
-        tables = {ring: _tables(batch, ring) for ring in (0, *self._rings)}
+        tables = {ring: _tables(batch, ring) for ring in (0, *self.rings)}
         return GpuBatch(
             tokens=batch.tokens.to("cuda"),
             positions=batch.positions.to("cuda"),
@@ -87,7 +85,7 @@ class PretendedStage:
 
 
 def _some_hot(plan: Plan) -> ExpertPlacement | None:
-    """As many hot experts as planned, in no order; None where all are."""
+    """Return as many random hot experts as planned; None where all experts are hot."""
     device, draw = plan.devices[0], Random(0)
     if device.hot_experts == device.total_experts:
         return None
@@ -104,7 +102,7 @@ def _rings(model: ModelDescription, plan: Plan) -> set[int]:
 
 
 def _tables(batch: Batch, ring: int) -> StepTables:
-    """A step's tables as layers with a ring of so many pages read them; 0: with lent pages."""
+    """Return a step's tables for layers whose window has `ring` pages; 0 for layers without one."""
     view = KvPages(_NoPages, ring).view(replace(batch, _shared={}))  # type: ignore[arg-type]
     sequence = [n for n, span in enumerate(batch.spans) for _ in range(span.rows)]
     index = [span.start + row for span in batch.spans for row in range(span.rows)]
@@ -127,15 +125,15 @@ class _NoPages:
     page_size = PAGE_SIZE
 
 
-def run_pretended(
+def run_on_gpu(
     checkpoint: Checkpoint,
     prompts: Sequence[Sequence[int]],
     pieces: Sequence[int],
-    after_step: Callable[[PretendedStage], None] = lambda stage: None,
+    after_step: Callable[[ModelOnGpu], None] = lambda stage: None,
     **settings: object,
 ) -> list[torch.Tensor]:
-    """Read prompts together in pieces of the same sizes; return logits of all their rows."""
-    stage = PretendedStage(checkpoint, **settings)
+    """Read prompts together, in pieces of the same sizes; return the logits of all their rows."""
+    stage = ModelOnGpu(checkpoint, **settings)
     sequences = [
         running(prompt, [4 * index + page for page in (2, 0, 3, 1)], slot=index)
         for index, prompt in enumerate(prompts)
