@@ -38,7 +38,7 @@ Counts = tuple[torch.Tensor, torch.Tensor]  # of choices, in steps of few rows a
 
 def experts_fit(config: ExpertsConfig, get: WeightSource) -> bool:
     """Tell whether a GPU's fused kernels run a layer's experts."""
-    table = get.experts(config.experts)
+    table = get.experts_from_file(config.experts)
     if cuda_experts.refuses(replace(get.case, experts=table.kinds)) is not None:
         return False
     if cuda_experts.refuses_sizes(table.gate[0].rows, table.gate[0].columns) is not None:
@@ -207,7 +207,7 @@ def own_tiles(both: MergedLinear, down: MergedLinear) -> OwnTiles | None:
 def upload_experts(get: WeightSource, count: int) -> ExpertTiles:
     """Bring all experts of a layer to the GPU in tiles."""
     assert get.upload is not None
-    parts = get.found_experts(count)
+    parts = get.locate_experts(count)
     gate = parts[0][0]
     kinds = tuple(part[0].quant for part in parts)
     pieces = [get.upload.tiles(part).view(count, -1) for part in parts]

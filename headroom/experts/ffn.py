@@ -35,7 +35,7 @@ class Router:
 
     def __init__(self, config: ExpertsConfig, get: WeightSource, counts: torch.Tensor) -> None:
         exact = replace(get.case, dtype="f32")
-        self._logits = Linear(get.exact("ffn.router"), exact)
+        self._logits = Linear(get.float32("ffn.router"), exact)
         self._rule = router_rule(config)
         self._bias = get.vector("ffn.score_bias") if config.bias else None
         self._scales = get.vector("ffn.experts_scale") if config.expert_scales else None
@@ -61,7 +61,7 @@ class SplitExperts:
         fill_rows(store, get)
         self._store, self._activation, self._dtype = store, config.activation, get.case.dtype
         # Of so many cold picks of a row, those whose experts come to the GPU.
-        self._left = torch.tensor(store.choice.in_place, device=get.case.place)
+        self._left = torch.tensor(store.choice.in_place, device=get.case.torch_device)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each row's experts; `ids` and `weights` `[rows, used]`."""
@@ -135,10 +135,10 @@ class RoutedExperts:
     """The experts of one layer, all on one device."""
 
     def __init__(self, config: ExpertsConfig, get: WeightSource, scratch: torch.Tensor) -> None:
-        mapped = get.experts(config.experts)
+        mapped = get.experts_from_file(config.experts)
         kernel = pick("experts", replace(get.case, experts=mapped.kinds))
         # Experts stay packed whatever other weights do: they move, and most are seldom read.
-        with torch.device(get.case.place):  # where a table takes its memory
+        with torch.device(get.case.torch_device):  # where a table takes its memory
             self._table = kernel.prepare(mapped)
         get.count("hot_experts", self._table.nbytes)
         self._activation, self._dtype = config.activation, get.case.dtype

@@ -466,7 +466,7 @@ class StoreRequest:
 
 def blob_layout(config: ExpertsConfig, get: WeightSource, *, tiles: bool) -> BlobLayout:
     """Return how the experts of a layer lie in memory: in tiles, or as in the file."""
-    parts = [part[0] for part in get.found_experts(config.experts)]
+    parts = [part[0] for part in get.locate_experts(config.experts)]
     gate = parts[0]
     return BlobLayout(
         experts=config.experts,
@@ -634,7 +634,7 @@ def fill_tiles(store: LayerStore, get: WeightSource, rooms: torch.Tensor) -> Non
     starts, sizes = store.blobs.starts, store.sizes
     blobs = [store.cold_of(expert) for expert in range(store.experts)]
     held = runs(range(store.experts) if len(store.cold) else store.hot)
-    for number, part in enumerate(get.found_experts(store.experts)):
+    for number, part in enumerate(get.locate_experts(store.experts)):
         begin, size = starts[number], sizes[number]
         places = [None if blob is None else blob[begin : begin + size] for blob in blobs]
         for first, end in held:
@@ -646,7 +646,7 @@ def fill_tiles(store: LayerStore, get: WeightSource, rooms: torch.Tensor) -> Non
 
 def fill_rows(store: LayerStore, get: WeightSource) -> None:
     """Copy experts of a layer to their places as the file has them; others are not read."""
-    for expert, parts in enumerate(zip(*get.experts(store.experts).parts, strict=True)):
+    for expert, parts in enumerate(zip(*get.experts_from_file(store.experts).parts, strict=True)):
         for blob in (store.slot_of(expert), store.cold_of(expert)):
             if blob is not None:
                 for room, weight in zip(store.parts(blob), parts, strict=True):

@@ -29,8 +29,8 @@ class Case:
     triton: bool = False  # Triton's kernels rather than CUDA's
 
     @property
-    def place(self) -> str:
-        """Where torch puts tensors of the device: it calls AMD's GPUs cuda, too."""
+    def torch_device(self) -> str:
+        """The device as torch names it: AMD's GPUs are cuda there, too."""
         return "cuda" if self.device == "hip" else self.device
 
 

@@ -73,7 +73,7 @@ class _Keys:
         self._k_norm = _head_norm(get, "attn.k_norm", eps) if config.head_norms else None
         self._v_norm = None
         if config.value_norm:
-            ones = torch.ones(config.head_dim, device=get.case.place)
+            ones = torch.ones(config.head_dim, device=get.case.torch_device)
             self._v_norm = RmsNorm(ones, eps, get.case)
         case = replace(get.case, k_type=pages.kv.k_type.name, v_type=pages.kv.v_type.name)
         self._rope: RopeOp = pick("rope", case).run

@@ -167,7 +167,7 @@ def load_merged(
 ) -> MergedLinear:
     """Load matrices with the same input to the GPU, neighbours of one block format together."""
     found = [
-        get.found(name, order)
+        get.locate(name, order)
         for name, order in zip(names, orders or [None] * len(names), strict=True)
     ]
     runs: list[list[int]] = []
@@ -182,7 +182,7 @@ def load_merged(
         for run in runs
     )
     for weight in weights:
-        get.took(weight)
+        get.note_loaded(weight)
     return MergedLinear(weights, tuple(map(tuple, runs)), tuple(part.rows for part in found))
 
 
@@ -194,7 +194,7 @@ def _load_weight(get: WeightSource, names: Sequence[str], parts: Sequence[FileMa
     """Load one weight to the GPU: matrices of one format in tiles, or one matrix in 16 bits."""
     first, rows = parts[0], sum(part.rows for part in parts)
     if get.unpack or not (first.quant in TILED or first.quant.name in PLAIN_TYPES):
-        return _unpack(get.mapped(names[0], first.order), get.case.dtype)
+        return _unpack(get.from_file(names[0], first.order), get.case.dtype)
     assert get.upload is not None
     if first.quant in TILED:
         return Weight(get.upload.tiles(parts), first.quant, rows, first.columns, matmul.TILES)

@@ -65,7 +65,7 @@ class Embedding:
         self._table = table
         self._scale = scale
         # Triton kernels cannot read a table in host memory; the host copies its rows instead.
-        hosted = case.triton and table.data.device.type == "cpu" != case.place
+        hosted = case.triton and table.data.device.type == "cpu" != case.torch_device
         plain = case.reference or hosted
         case = replace(case, quant=table.quant, layout=table.layout, reference=plain)
         self._embed: Embed = pick("embed", case).run

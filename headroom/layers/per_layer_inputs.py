@@ -20,7 +20,9 @@ class PerLayerInputs:
         self._norm = RmsNorm(weight, eps, get.case)
         self._proj = Linear(get("side.proj"), get.case)
         # float32 [rows, layers, width]: valid until the next step
-        self._inputs = torch.empty(rows, table.columns // width, width, device=get.case.place)
+        self._inputs = torch.empty(
+            rows, table.columns // width, width, device=get.case.torch_device
+        )
         get.count("staging", self._inputs.nbytes)
 
     def prepare(self, tokens: torch.Tensor, embedded: torch.Tensor) -> None:

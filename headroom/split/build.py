@@ -291,7 +291,7 @@ class _StageBuilder:
     # What the layers of all backends need
 
     def _state(self, mixer: DeltaNetConfig, get: WeightSource) -> RecurrentState:
-        state = allocate_state(mixer, self._settings, get.case.place)
+        state = allocate_state(mixer, self._settings, get.case.torch_device)
         get.count("recurrent_state", state.nbytes)
         return state
 
@@ -299,7 +299,7 @@ class _StageBuilder:
         """Return the layer's own KV pages, or those of the layer whose cache it shares."""
         if mixer.shares is not None:
             return self._pages[mixer.shares]
-        pages = allocate_kv(mixer, self._settings, layer.get.case.place)
+        pages = allocate_kv(mixer, self._settings, layer.get.case.torch_device)
         layer.get.count("kv", pages.nbytes)
         self._pages[layer.index] = pages
         return pages

@@ -93,7 +93,7 @@ def test_loading_reads_nothing_of_dropped_experts(
         stored = store.layers[0]
         assert stored is not None
         fill_tiles(stored, get, store.staging)
-        parts = get.found_experts(EXPERTS)
+        parts = get.locate_experts(EXPERTS)
     wanted = set()
     for part in parts:
         flat = [
@@ -120,7 +120,7 @@ def test_experts_as_in_the_file_are_left_out_as_well(tmp_path: Path) -> None:
         stored = store.layers[0]
         assert stored is not None
         fill_rows(stored, get)
-        parts = get.experts(EXPERTS).parts
+        parts = get.experts_from_file(EXPERTS).parts
     for expert in range(EXPERTS):
         slot = stored.slot_of(expert)
         assert (slot is not None) == (expert in HOT)

@@ -122,8 +122,8 @@ def load_all(file: WeightFile, layers: int, readers: int, staging: int) -> None:
     started = time.perf_counter()
     with Upload(DEVICE, staging) as way:
         get, kept = file.source(way), []
-        experts = replace(get.found("experts"), rows=EXPERTS[1], count=EXPERTS[0])
-        dense = replace(get.found("dense"), rows=DENSE[0])
+        experts = replace(get.locate("experts"), rows=EXPERTS[1], count=EXPERTS[0])
+        dense = replace(get.locate("dense"), rows=DENSE[0])
         for _ in range(layers):
             kept.append(way.tiles([experts]))
             experts = replace(experts, offset=experts.offset + EXPERTS[0] * experts.matrix_bytes)

@@ -58,7 +58,7 @@ def in_tiles(weight: Weight) -> Weight:
 
 def load_merged(get: WeightSource, names: Sequence[str], orders: object = ()) -> MergedLinear:
     """Every matrix for itself."""
-    made = [in_tiles(get.mapped(name)) for name in names]
+    made = [in_tiles(get.from_file(name)) for name in names]
     for weight in made:
         get.count(get.line, weight.nbytes)
     members = tuple((index,) for index in range(len(made)))
@@ -67,7 +67,7 @@ def load_merged(get: WeightSource, names: Sequence[str], orders: object = ()) ->
 
 def experts_in_tiles(get: WeightSource, count: int) -> ExpertTiles:
     """A layer's experts in tiles without their values, and without addresses."""
-    parts = get.found_experts(count)
+    parts = get.locate_experts(count)
     gate = parts[0][0]
     size = sum(
         one.count * tile_bytes(one.quant, one.rows, one.columns) for part in parts for one in part
@@ -79,7 +79,7 @@ def experts_in_tiles(get: WeightSource, count: int) -> ExpertTiles:
 
 def table_in_tiles(get: WeightSource, name: str, rows: object = None) -> Weight:
     """What a head's weight becomes; tables of plain types stay as they are."""
-    weight = get.mapped(name)
+    weight = get.from_file(name)
     made = in_tiles(weight) if weight.quant in PACKED else weight
     get.count(get.line, made.nbytes)
     return made

@@ -60,7 +60,7 @@ def test_a_token_table_in_host_memory_is_not_pinned_and_its_rows_are_copied(
     wanted = open_weights(tensors, "cpu", settings, lambda line, size: None).table("embed")
     with stand_in_gpu(monkeypatch, RADEON) as gpu:
         source = open_weights(tensors, "hip:0", settings, lambda line, size: None)
-        assert (source.case.device, source.case.place) == ("hip", "cuda")
+        assert (source.case.device, source.case.torch_device) == ("hip", "cuda")
         table = source.table("embed", pinned=True)
         assert table.data.device.type == "cpu"
         out = torch.empty(3, table.columns, device="cuda")

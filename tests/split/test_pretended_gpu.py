@@ -118,7 +118,7 @@ def _route(logits: Any, rule: Any, bias: Any, counts: Any, sequence: Any) -> Any
 
 def _tables(get: Any, count: int) -> Any:
     with torch.device("cuda"):
-        return plain_experts.prepare(get.experts(count))
+        return plain_experts.prepare(get.experts_from_file(count))
 
 
 @pytest.fixture
