@@ -1,1 +1,1 @@
-"""Requests to tokens."""
+"""The engine: requests in, tokens out."""

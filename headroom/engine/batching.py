@@ -1,4 +1,4 @@
-"""Scheduled sequences to one Batch."""
+"""make_batch(): the scheduled turns as one Batch."""
 
 from collections.abc import Sequence as SequenceOf
 
@@ -10,7 +10,7 @@ from headroom.layers.batch import Batch, Span
 
 
 def make_batch(turns: SequenceOf[Turn], page_size: int) -> Batch:
-    """Lay the turns' rows one after another."""
+    """Return the rows of all turns, one after another, as one batch."""
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -19,7 +19,7 @@ def make_batch(turns: SequenceOf[Turn], page_size: int) -> Batch:
     for turn in turns:
         sequence, start, rows = turn.sequence, turn.sequence.cached, turn.rows
         pages, first_row = sequence.page_table(), len(tokens)
-        if rows == 1:  # most turns, in which plain numbers are fastest
+        if rows == 1:  # the usual turn, in which plain numbers are faster than arrays
             tokens.append(sequence.tokens[start])
             positions.append(start)
             slots.append(sequence.pages[start // page_size] * page_size + start % page_size)
@@ -40,7 +40,7 @@ def make_batch(turns: SequenceOf[Turn], page_size: int) -> Batch:
 
 
 def output_rows(turn: Turn, first_row: int) -> range:
-    """The rows whose logits a turn needs: all that predict a token it must weigh or draw."""
+    """Return the rows of a turn whose logits are needed, for prompt logprobs or for a draw."""
     sequence, last = turn.sequence, first_row + turn.rows
     if sequence.request.params.prompt_logprobs and wants_prompt_logprobs(turn):
         return range(first_row, last)
@@ -49,7 +49,7 @@ def output_rows(turn: Turn, first_row: int) -> range:
 
 
 def wants_prompt_logprobs(turn: Turn) -> bool:
-    """Whether this turn reads prompt tokens whose likelihood was asked for and is not known."""
+    """Whether prompt logprobs are asked for and this turn computes some that are not known."""
     request = turn.sequence.request
     known = len(turn.sequence.prompt_logprobs)
     return request.params.prompt_logprobs and known < len(request.prompt)

@@ -1,4 +1,4 @@
-"""Engine: the thread that schedules, runs, samples and emits."""
+"""Engine: one thread schedules requests, runs steps, samples tokens and emits events."""
 
 import logging
 import threading
@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from headroom.engine.batching import make_batch
-from headroom.engine.outputs import Flight, Output, list_draws, list_outputs, read_outputs
+from headroom.engine.outputs import LaunchedStep, Output, list_draws, list_outputs, read_outputs
 from headroom.engine.pages import PagePool
 from headroom.engine.request import (
     FinishReason,
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Takes requests from any thread; one thread of its own turns them into tokens."""
+    """Takes requests from any thread and turns them into tokens in a thread of its own."""
 
     def __init__(
         self,
@@ -42,7 +42,8 @@ class Engine:
         upkeep: ExpertUpkeep | None = None,
     ) -> None:
         self._pipeline = pipeline
-        self.upkeep = upkeep  # of experts; other threads may call it when the engine is closed
+        # Upkeep of experts between steps. Only the engine's thread may call it while requests run.
+        self.upkeep = upkeep
         self._settings = settings
         self.vocab = pipeline.vocab
         self.capacity = settings.parallel + queue  # requests that may run or wait
@@ -50,7 +51,7 @@ class Engine:
         limits = Limits(settings.parallel, settings.chunk, settings.page_size)
         self._scheduler = Scheduler(limits, self._pool)
         self._counters = Counters()
-        # The lock guards what other threads see: the five fields below and nothing else.
+        # The lock guards the five fields below, which other threads use, and nothing else.
         self._changed = threading.Condition()
         self._live: dict[str, Sequence] = {}
         self._inbox: deque[Sequence] = deque()
@@ -99,7 +100,7 @@ class Engine:
             self._changed.notify()
 
     def cancel(self, request_id: str) -> None:
-        """End a request at the next step; an id that has ended already is nobody's."""
+        """End a request at the next step; the id of a request that has ended is ignored."""
         with self._changed:
             if request_id in self._live:
                 self._cancelled.add(request_id)
@@ -107,7 +108,7 @@ class Engine:
 
     @property
     def tells_experts(self) -> bool:
-        """Whether a request's last event, a cancelled one's too, says what its experts cost."""
+        """Whether the last event of a request, also a cancelled one, reports its experts' cost."""
         return self.upkeep is not None and self.upkeep.tells_requests
 
     def stats(self) -> EngineStats:
@@ -133,28 +134,28 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            flying: Flight | None = None
-            while self._take_orders():
+            unread: LaunchedStep | None = None
+            while self._take_requests():
                 started = time.perf_counter()
                 with torch.inference_mode():
-                    flying = self._step(self._scheduler.next_turns(), flying)
+                    unread = self._step(self._scheduler.next_turns(), unread)
                 self._counters.step_s += time.perf_counter() - started
-                flying = self._look_after(flying)
+                unread = self._keep_experts(unread)
             for sequence in list(self._live.values()):
                 self._finish(sequence, "cancelled")
             if self.upkeep is not None:
                 with torch.inference_mode():
                     self.upkeep.close()
         except BaseException as error:
-            # Steps and readers have nets of their own: what comes here is a broken engine.
+            # Errors of one step or one reader are caught elsewhere: this one breaks the engine.
             log.critical("engine: stopped by an error", exc_info=True)
-            self._break(_named(error))
+            self._end_broken(_named(error))
             if self.upkeep is not None:
                 with torch.inference_mode():
                     self.upkeep.close_after_error()
 
-    def _break(self, error: str) -> None:
-        """Refuse all requests to come and end those that are here, without the scheduler."""
+    def _end_broken(self, error: str) -> None:
+        """Take no more requests and end the present ones, without using the scheduler."""
         with self._changed:
             self._closing = True
             self._failure = f"The engine stopped after an error: {error}."
@@ -162,14 +163,14 @@ class Engine:
             self._live.clear()
         for sequence in ended:
             self._counters.finished["error"] += 1
-            self._tell(sequence, _end_of(sequence, "error", error))
+            self._call_reader(sequence, _end_of(sequence, "error", error))
 
-    def _take_orders(self) -> bool:
-        """Wait for something to do and take in what came; False when it is time to stop."""
+    def _take_requests(self) -> bool:
+        """Wait for requests, queue new ones, end cancelled ones; False if the engine is closing."""
         with self._changed:
             while not (self._live or self._closing):
                 if not self._changed.wait(self._idle_s()):
-                    return True  # nobody came, and there is something else to do
+                    return True  # no request came, and the upkeep has something to do
             while self._inbox:
                 self._scheduler.add(self._inbox.popleft())
             ended = [self._live[name] for name in self._cancelled if name in self._live]
@@ -181,14 +182,17 @@ class Engine:
         return True
 
     def _idle_s(self) -> float | None:
-        """Return how long to wait for requests; None: as long as it takes."""
+        """Return how many seconds to wait for requests before the upkeep is due; None: forever."""
         return None if self.upkeep is None else self.upkeep.idle_s(self._counters.tokens)
 
-    def _look_after(self, flying: Flight | None) -> Flight | None:
-        """Do what is due between steps; where that must not run beside one, none is left."""
+    def _keep_experts(self, unread: LaunchedStep | None) -> LaunchedStep | None:
+        """Do the upkeep of experts that is due; return the step that is still to be read.
+
+        Some upkeep must not run during a step: then the step is read first, and None is returned.
+        """
         if self.upkeep is None:
-            return flying
-        # Whoever gave way for want of pages is in the middle of an answer, too.
+            return unread
+        # A preempted request waits in the middle of its answer, so the engine does not rest.
         resting = not self._scheduler.running and not any(
             sequence.started_at for sequence in self._scheduler.waiting
         )
@@ -196,32 +200,32 @@ class Engine:
         with torch.inference_mode():
             self.upkeep.go_on(resting)
             if not self.upkeep.due(tokens, resting):
-                return flying
-            self._step([], flying)
+                return unread
+            self._step([], unread)
             self.upkeep.run(tokens, resting)
         return None
 
-    def _step(self, turns: list[Turn], flying: Flight | None) -> Flight | None:
-        """Launch a step, then read the one before; return what is still to be read."""
+    def _step(self, turns: list[Turn], unread: LaunchedStep | None) -> LaunchedStep | None:
+        """Launch a step, then read the one before it; return the step that is still to be read."""
         launched = self._launch(turns) if turns else None
-        if flying is not None:
-            self._land(flying)
-        if launched is None or launched.may_wait:
+        if unread is not None:
+            self._read_step(unread)
+        if launched is None or launched.may_stay_unread:
             return launched
-        self._land(launched)
+        self._read_step(launched)
         return None
 
-    def _launch(self, turns: list[Turn]) -> Flight | None:
-        """Start a step and take its rows as cached; None if that failed."""
+    def _launch(self, turns: list[Turn]) -> LaunchedStep | None:
+        """Start a step and count its rows as cached; return None if the step failed."""
         now = time.perf_counter()
         self._counters.steps += 1
         for turn in turns:
             turn.sequence.started_at = turn.sequence.started_at or now
         try:
-            self._mark(turns)
+            self._read_experts_before(turns)
             outputs = list_outputs(turns)
             batch = make_batch(turns, self._settings.page_size)
-            flight = Flight(turns, outputs, self._pipeline.step(batch, list_draws(outputs)))
+            step = LaunchedStep(turns, outputs, self._pipeline.step(batch, list_draws(outputs)))
         except Exception as error:
             self._fail(turns, error)
             return None
@@ -229,44 +233,44 @@ class Engine:
             if len(turn.sequence.tokens) == len(turn.sequence.request.prompt):
                 self._counters.prompt_tokens += turn.rows
             turn.sequence.cached += turn.rows
-        if flight.may_wait:
-            flight.leave()
-        return flight
+        if step.may_stay_unread:
+            step.add_placeholders()
+        return step
 
-    def _land(self, flight: Flight) -> None:
-        """Use each output row of a step as is due."""
+    def _read_step(self, step: LaunchedStep) -> None:
+        """Read the output rows of a step: record prompt logprobs, take and emit drawn tokens."""
         try:
             for output, token, logits in read_outputs(
-                flight.outputs, flight.result, self._settings.parallel
+                step.outputs, step.result, self._settings.parallel
             ):
-                if self._is_live(output.sequence):  # or it ended since, or failed at another row
-                    self._use(output, token, logits)
+                if self._is_live(output.sequence):  # not if it has ended since
+                    self._read_row(output, token, logits)
         except Exception as error:
-            self._fail(flight.turns, error)
+            self._fail(step.turns, error)
 
     def _fail(self, turns: list[Turn], error: Exception) -> None:
-        """End the requests of a bad step, but neither the others' answers nor the process."""
+        """End the requests of a step that failed; other requests and the process go on."""
         log.error("step: failed with %d sequences", len(turns), exc_info=error)
         for turn in turns:
             if self._is_live(turn.sequence):
                 self._finish(turn.sequence, "error", _named(error))
-        if lost := self._pipeline.lost():  # no later step would work either
+        if lost := self._pipeline.lost():  # no later step could work
             raise DeviceError(f"{self._pipeline.device} is lost: {lost}") from error
 
-    def _use(self, output: Output, token: int | None, logits: Row | None) -> None:
-        """Do with one row what is due; a failure here is one request's alone."""
+    def _read_row(self, output: Output, token: int | None, logits: Row | None) -> None:
+        """Read one output row; a failure ends only the request of that row."""
         try:
-            if output.weighs:
+            if output.scores_prompt:
                 assert logits is not None
-                output.weigh(logits)
+                output.score_prompt(logits)
             if output.draws:
-                self._take(output, *output.choose(token, logits))
+                self._add_token(output, *output.choose(token, logits))
         except Exception as error:
             log.exception("sample: failed for request %s", output.sequence.request.id)
             self._finish(output.sequence, "error", _named(error))
 
-    def _take(self, output: Output, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Put a token at its place in an answer and tell it."""
+    def _add_token(self, output: Output, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Add a token to its answer, and emit it."""
         sequence, request = output.sequence, output.sequence.request
         sequence.learn(output.place, token)
         sequence.first_token_at = sequence.first_token_at or time.perf_counter()
@@ -291,11 +295,11 @@ class Engine:
         )
 
     def _is_live(self, sequence: Sequence) -> bool:
-        """Whether a request has not ended; its id may be another's by now."""
+        """Whether this request has not ended; a later request may have the same id."""
         return self._live.get(sequence.request.id) is sequence
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str = "") -> None:
-        """Tell the end of a request that no token ends."""
+        """Emit the end of a request that no token ends."""
         self._emit(sequence, _end_of(sequence, reason, error))
 
     def _emit(self, sequence: Sequence, event: TokenEvent) -> None:
@@ -305,30 +309,30 @@ class Engine:
             event = self._with_experts(sequence, event)
             with self._changed:
                 self._live.pop(sequence.request.id, None)
-                # An order that came too late must not hit the next request of that id.
+                # A cancellation that came too late must not end the next request with this id.
                 self._cancelled.discard(sequence.request.id)
-        self._tell(sequence, event)
+        self._call_reader(sequence, event)
 
-    def _mark(self, turns: list[Turn]) -> None:
-        """Note what cold experts did before the first step of a request."""
+    def _read_experts_before(self, turns: list[Turn]) -> None:
+        """Record the expert counters before the first step of each new request."""
         new = [turn.sequence for turn in turns if turn.sequence.experts_before is None]
         if self.upkeep is None or not new:
             return
-        before = self.upkeep.begin_request()  # waits for a GPU: once for all of them
+        before = self.upkeep.begin_request()  # waits for a GPU, so once for all new requests
         for sequence in new:
             sequence.experts_before = before
 
     def _with_experts(self, sequence: Sequence, event: TokenEvent) -> TokenEvent:
-        """Return a request's last event with what its cold experts cost."""
+        """Return a request's last event with the cost of its cold experts."""
         if self.upkeep is None or event.timings is None or event.finish_reason == "error":
             return event
         experts = self.upkeep.end_request(sequence.experts_before)
         return replace(event, timings=replace(event.timings, experts=experts))
 
-    def _tell(self, sequence: Sequence, event: TokenEvent) -> None:
+    def _call_reader(self, sequence: Sequence, event: TokenEvent) -> None:
         try:
             sequence.on_event(event)
-        except BaseException:  # whatever a reader does, it must not end this thread
+        except BaseException:  # a reader must not be able to end this thread
             log.exception("emit: the reader of request %s failed", sequence.request.id)
             self.cancel(sequence.request.id)
 

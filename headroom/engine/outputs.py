@@ -1,4 +1,4 @@
-"""Outputs: what is done with the rows of a step that predict a token, drawn here or on a device."""
+"""Output rows of a step: rows that predict a token, which the host or a device draws."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ from headroom.split.stage import StepResult
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Output:
-    """One row that predicts the token after `position`."""
+    """One output row: it predicts the token after `position`."""
 
     sequence: Running
     position: int
-    weighs: bool  # the prompt's own next token is to be weighed
+    scores_prompt: bool  # the logprob of the prompt's own next token is wanted
     draws: bool  # the next token is to be drawn
 
     def needs_logits(self, token: int | None) -> bool:
-        """Whether the drawn token alone does not do."""
+        """Whether the row's logits are needed, besides the token that a device may have drawn."""
         params = self.sequence.request.params
-        return self.weighs or (self.draws and (token is None or params.logprobs is not None))
+        return self.scores_prompt or (self.draws and (token is None or params.logprobs is not None))
 
-    def weigh(self, logits: Row) -> None:
-        """Note how likely the prompt's next token was; its first has no forerunner."""
+    def score_prompt(self, logits: Row) -> None:
+        """Record the logprobs of the prompt's next token; nothing predicts the first token."""
         known, request = self.sequence.prompt_logprobs, self.sequence.request
         if not known:
             known.append(None)
@@ -38,11 +38,11 @@ class Output:
 
     @property
     def place(self) -> int:
-        """The predicted token's place in its sequence."""
+        """The index of the predicted token in its sequence."""
         return self.position + 1
 
     def choose(self, token: int | None, logits: Row | None) -> tuple[int, TokenLogprobs | None]:
-        """Return the next token, drawn here unless it was already, and how likely it was."""
+        """Return the next token, drawn here if no device has drawn it, and its logprobs."""
         params = self.sequence.request.params
         if token is None:
             assert logits is not None
@@ -54,19 +54,19 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Flight:
-    """A step that was launched and whose output rows are not read yet."""
+class LaunchedStep:
+    """A step that is launched and whose output rows are not read yet."""
 
     turns: list[Turn]
     outputs: list[Output]
     result: StepResult
 
     @property
-    def may_wait(self) -> bool:
+    def may_stay_unread(self) -> bool:
         """Whether the next step can be launched before this one is read.
 
-        It can where the device draws all tokens and keeps them for that step, and where no draw
-        of that step looks at tokens that the host must know.
+        It can if the device draws all tokens and keeps them for that step, and if no penalty of
+        that step needs tokens that only the host could give it.
         """
         places = self.result.places
         return len(places) <= DECODE_ROWS and not any(
@@ -74,8 +74,8 @@ class Flight:
             for at, output in enumerate(self.outputs)
         )
 
-    def leave(self) -> None:
-        """Put the places of tokens that are still on the device at the ends of their sequences."""
+    def add_placeholders(self) -> None:
+        """Append placeholders for the tokens that are still on the device to their sequences."""
         for at, place in self.result.places.items():
             sequence = self.outputs[at].sequence
             sequence.tokens.append(-1 - place)
@@ -83,19 +83,19 @@ class Flight:
 
 
 def list_outputs(turns: Sequence[Turn]) -> list[Output]:
-    """Return the output rows of a step in their order, before its rows count as cached."""
+    """Return the output rows of a step in order; to be called before its rows count as cached."""
     outputs = []
     for turn in turns:
-        sequence, weighs = turn.sequence, wants_prompt_logprobs(turn)
+        sequence, scores_prompt = turn.sequence, wants_prompt_logprobs(turn)
         start = sequence.cached
         last = start + turn.rows - 1 if turn.rows == sequence.pending else None
         for position in output_rows(turn, start):
-            outputs.append(Output(sequence, position, weighs, position == last))
+            outputs.append(Output(sequence, position, scores_prompt, position == last))
     return outputs
 
 
 def list_draws(outputs: Sequence[Output]) -> list[Draw | None]:
-    """Return how each output row's token is drawn, None where none is."""
+    """Return how the token of each output row is drawn; None for rows that draw none."""
     return [
         Draw(output.sequence.draws, output.sequence.tokens) if output.draws else None
         for output in outputs
@@ -105,9 +105,9 @@ def list_draws(outputs: Sequence[Output]) -> list[Draw | None]:
 def read_outputs(
     outputs: Sequence[Output], result: StepResult, most: int
 ) -> Iterator[tuple[Output, int | None, Row | None]]:
-    """Yield each output row with its token, where it is drawn, and its logits, where needed.
+    """Yield each output row with the token that a device drew and the logits that it needs.
 
-    Logits come for at most `most` rows at a time, as many as the plan has memory for.
+    The logits of at most `most` rows are computed at a time: the plan has memory for as many.
     """
     tokens = result.tokens()
     wanted = [row for row, output in enumerate(outputs) if output.needs_logits(tokens[row])]

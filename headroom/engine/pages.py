@@ -1,8 +1,8 @@
-"""PagePool: which page numbers are free; a page has the same number on every stage."""
+"""PagePool: the free pages of the KV cache; a page has the same number on every stage."""
 
 
 class PagePool:
-    """Lends page numbers, lowest first, and takes them back."""
+    """Hands out page numbers, lowest first, and takes them back."""
 
     def __init__(self, pages: int) -> None:
         self.total = pages
@@ -10,20 +10,20 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """How many pages may still be lent."""
+        """The number of free pages."""
         return len(self._free)
 
     @property
     def used(self) -> int:
-        """How many pages are lent."""
+        """The number of pages in use."""
         return self.total - len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Lend `count` pages; the caller has made sure that they are free."""
+        """Return `count` free pages; the caller has checked that there are enough."""
         assert count <= len(self._free)
         return [self._free.pop() for _ in range(count)]
 
     def give_back(self, pages: list[int]) -> None:
-        """Take pages back; whoever held them must not use them again."""
+        """Take pages back, which their holder must not use any more."""
         self._free.extend(reversed(pages))
         assert len(self._free) <= self.total

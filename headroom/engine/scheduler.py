@@ -1,4 +1,4 @@
-"""The next step: who runs, how many tokens, who waits."""
+"""Scheduler: which sequences run in the next step, with how many tokens, and which wait."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from headroom.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one step and one engine may hold."""
+    """The limits of a step."""
 
     parallel: int  # sequences that run together
     chunk: int  # prompt tokens in one step
@@ -18,19 +18,19 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """A sequence's share of a step: the next `rows` of its tokens."""
+    """The share of one sequence in a step: its next `rows` tokens."""
 
     sequence: Sequence
     rows: int
 
 
 class Scheduler:
-    """First come, first served; whoever came last gives way when pages run out."""
+    """First come, first served; when pages run out, the newest sequence is preempted."""
 
     def __init__(self, limits: Limits, pool: PagePool) -> None:
         self._limits = limits
         self._pool = pool
-        self._slots = PagePool(limits.parallel)  # places for states and window pages
+        self._slots = PagePool(limits.parallel)  # of recurrent states and window pages
         self.waiting: deque[Sequence] = deque()
         # In order of arrival: sequences start in the order of `waiting`, and a preempted sequence,
         # the newest that runs, goes back to the front of `waiting`.
@@ -42,22 +42,22 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that ended, waiting or running, and take its pages back."""
+        """Remove a sequence that has ended, waiting or running, and free its pages."""
         if sequence in self.running:
             self._stop(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
     def next_turns(self) -> list[Turn]:
-        """Choose the rows of the next step and lend the pages that they need."""
+        """Choose the rows of the next step and give their sequences the pages that they need."""
         turns = []
         prompt_rows = self._limits.chunk
         for sequence in list(self.running):
             if sequence.ending or sequence not in self.running:
-                continue  # nothing is left to compute, or it gave way to an earlier one
+                continue  # nothing is left to compute, or an older sequence has preempted it
             decodes = sequence.pending == 1
             rows = 1 if decodes else min(sequence.pending, prompt_rows)
-            if rows and self._lend(sequence, rows):
+            if rows and self._give_pages(sequence, rows):
                 turns.append(Turn(sequence, rows))
                 prompt_rows -= 0 if decodes else rows
         while prompt_rows and (admitted := self._admit(prompt_rows)):
@@ -66,23 +66,23 @@ class Scheduler:
         return turns
 
     def _admit(self, prompt_rows: int) -> Turn | None:
-        """Start the first waiting sequence if there is a place and room for all its tokens."""
+        """Start the first waiting sequence if a slot is free and pages for all its tokens are."""
         if not self.waiting or len(self.running) >= self._limits.parallel:
             return None
         sequence = self.waiting[0]
-        # Room for its whole prompt and one token more, so that it is not at once in need again.
+        # Room for one token more than it has, so that its first decode step needs no new page.
         if self._pages_for(len(sequence.tokens) + 1) > self._pool.free:
             return None
         self.waiting.popleft()
         sequence.slot = self._slots.take(1)[0]
         self.running.append(sequence)
         rows = min(sequence.pending, prompt_rows)
-        lent = self._lend(sequence, rows)
-        assert lent
+        given = self._give_pages(sequence, rows)
+        assert given
         return Turn(sequence, rows)
 
-    def _lend(self, sequence: Sequence, rows: int) -> bool:
-        """Give a running sequence pages for `rows` more tokens; False if it gave way itself."""
+    def _give_pages(self, sequence: Sequence, rows: int) -> bool:
+        """Give a running sequence pages for `rows` more tokens; False if it had to be preempted."""
         while (needed := self._pages_for(sequence.cached + rows) - len(sequence.pages)) > 0:
             if needed <= self._pool.free:
                 sequence.pages += self._pool.take(needed)
@@ -94,13 +94,13 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Stop a sequence for now; it starts again from its tokens, ahead of newer ones."""
+        """Put a running sequence back to the front of the queue; it will be computed again."""
         self._stop(sequence)
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
     def _stop(self, sequence: Sequence) -> None:
-        """Take a running sequence's pages and place back; it may begin again from its tokens."""
+        """Stop a running sequence and free its pages and its slot; its tokens stay."""
         self.running.remove(sequence)
         self._slots.give_back([sequence.slot])
         self._pool.give_back(sequence.pages)

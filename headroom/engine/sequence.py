@@ -1,4 +1,4 @@
-"""Sequence: tokens, pages and progress of one request."""
+"""Sequence: the tokens, pages and progress of one request."""
 
 import time
 from collections.abc import Callable
@@ -19,24 +19,26 @@ from headroom.split.upkeep import ExpertTelemetry
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request in the engine; the scheduler owns it and changes it at every step."""
+    """One request in the engine; only the engine's thread changes it."""
 
     request: GenerationRequest
     on_event: Callable[[TokenEvent], None]
     limit: int  # tokens, prompt included, at which the answer ends
-    # Prompt, then what was generated; the last ones may stand for tokens that are not read yet.
+    # The prompt, then generated tokens. The last `unread` entries are placeholders for tokens that
+    # a device has drawn and the host has not read yet.
     tokens: list[int] = field(default_factory=list)
     unread: int = 0
     cached: int = 0  # tokens whose keys and values are in `pages`
     pages: list[int] = field(default_factory=list)
-    _table: tuple[list[int], int, torch.Tensor] | None = None  # of `pages`, and their number
-    draws: DrawSettings = field(init=False)  # its request's, for a device that draws
-    slot: int = 0  # its place among those that run; states and window pages go by it
+    # `pages` as a tensor, with the list and the length that it was made from.
+    _table: tuple[list[int], int, torch.Tensor] | None = None
+    draws: DrawSettings = field(init=False)  # the request's settings, for a device that draws
+    slot: int = 0  # number among the running ones; states and window pages go by it
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     submitted_at: float = field(default_factory=time.perf_counter)
-    started_at: float | None = None  # of its first step
+    started_at: float | None = None  # start of its first step
     first_token_at: float | None = None
-    experts_before: ExpertTelemetry | None = None  # at its first step, where some are cold
+    experts_before: ExpertTelemetry | None = None  # counters before its first step
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
@@ -44,21 +46,21 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens that are not in the cache yet: one while decoding, more while reading."""
+        """Tokens that are not in the cache yet: 1 in decode, more in prefill."""
         return len(self.tokens) - self.cached
 
     @property
     def generated(self) -> int:
-        """Tokens generated so far, as far as they are known."""
+        """Tokens generated so far, unread ones not counted."""
         return len(self.tokens) - self.unread - len(self.request.prompt)
 
     @property
     def ending(self) -> bool:
-        """Whether its last token is on its way."""
+        """Whether its last token is drawn, read or not."""
         return len(self.tokens) >= self.limit
 
     def learn(self, place: int, token: int) -> None:
-        """Add the next token, or put one in the place of what stood for it."""
+        """Add the next token, or replace the placeholder of an unread one."""
         if place == len(self.tokens):
             self.tokens.append(token)
         else:
@@ -66,14 +68,14 @@ class Sequence:
             self.unread -= 1
 
     def page_table(self) -> torch.Tensor:
-        """Return the pages as int64, the same tensor as long as they are the same."""
+        """Return the pages as an int64 tensor; it is made anew only if the pages have changed."""
         pages, known = self.pages, self._table
         if known is None or known[0] is not pages or known[1] != len(pages):
             known = self._table = (pages, len(pages), torch.tensor(pages, dtype=torch.int64))
         return known[2]
 
     def timings(self) -> Timings:
-        """Return where the time went, up to now."""
+        """Return where the request's time went, up to now."""
         now = time.perf_counter()
         started = self.started_at or now
         first = self.first_token_at or now
@@ -85,7 +87,7 @@ class Sequence:
 
 
 def draw_settings(params: SamplingParams) -> DrawSettings:
-    """Return a request's settings as a device's sampler takes them."""
+    """Return the sampling settings that a device's sampler uses."""
     return DrawSettings(
         temperature=params.temperature,
         top_k=params.top_k,

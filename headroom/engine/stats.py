@@ -1,4 +1,4 @@
-"""Counters of an engine, and a snapshot of them for whoever asks."""
+"""The counters of an engine, and EngineStats, a snapshot of them."""
 
 import time
 from collections import Counter
@@ -10,7 +10,7 @@ from headroom.engine.scheduler import Scheduler
 from headroom.split.pipeline import DeviceMemory
 from headroom.split.upkeep import ExpertTelemetry
 
-# The memory is the pipeline's own report, the experts' figures are their upkeep's.
+# DeviceMemory and ExpertTelemetry are also exported here, for users of EngineStats.
 __all__ = ["Counters", "DeviceMemory", "EngineStats", "ExpertTelemetry"]
 
 
@@ -21,21 +21,21 @@ class EngineStats:
     requests_running: int
     requests_waiting: int
     requests_finished: Mapping[str, int]  # by finish reason
-    prompt_tokens: int  # read before first tokens; again where a preempted prompt starts anew
+    prompt_tokens: int  # computed in prefill, also when a preempted prompt is computed again
     generated_tokens: int
     steps: int
-    step_s: float  # spent in steps
+    step_s: float  # seconds spent in steps
     preemptions: int
     cache_pages_used: int
     cache_pages_total: int
     started_at: float  # seconds since the epoch
     memory: DeviceMemory
-    experts: ExpertTelemetry | None = None  # at the last request's end; None where not watched
+    experts: ExpertTelemetry | None = None  # as of the last request's end; None: not counted
 
 
 @dataclass(slots=True)
 class Counters:
-    """The running totals; only the engine thread changes them."""
+    """The counters of a running engine; only the engine thread changes them."""
 
     finished: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
@@ -46,7 +46,7 @@ class Counters:
 
     @property
     def tokens(self) -> int:
-        """Tokens read and generated."""
+        """Prompt tokens and generated tokens."""
         return self.prompt_tokens + self.generated_tokens
 
     def snapshot(
@@ -57,7 +57,7 @@ class Counters:
         memory: DeviceMemory,
         experts: ExpertTelemetry | None = None,
     ) -> EngineStats:
-        """Return the totals as they are now; `live` requests have not ended yet."""
+        """Return the counters as they are now; `live` is the number of requests not ended."""
         running = len(scheduler.running)
         return EngineStats(
             requests_running=running,

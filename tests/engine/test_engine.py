@@ -105,6 +105,23 @@ def test_the_last_event_tells_why_and_counts(llm: LLM) -> None:
     assert events[-1].timings.decode_s >= 0
 
 
+def test_timings_begin_with_the_first_step_and_the_first_token(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    events = collect(llm, llm.request([1] * 100, params))  # four steps of 32 tokens, then seven
+    times = [event.timings for event in events if event.timings is not None]
+    assert len(times) == 8
+    assert len({time.queue_s for time in times}) == 1
+    assert len({time.prefill_s for time in times}) == 1
+    assert times[0].prefill_s > 0
+    decode_s = [time.decode_s for time in times]
+    assert decode_s == sorted(set(decode_s))
+
+
+def test_a_stop_token_at_the_last_place_is_a_stop(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, logit_bias={256: 100.0})
+    assert [event.finish_reason for event in collect(llm, llm.request([1], params))] == ["stop"]
+
+
 def test_a_stop_token_ends_the_answer_unless_ignored(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, logit_bias={256: 100.0})
     events = collect(llm, llm.request([1, 2], params))
