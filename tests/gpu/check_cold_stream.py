@@ -18,7 +18,7 @@ from headroom.kernels.cuda.experts_prefill import many_rows
 from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.native.module import MODULE
-from headroom.plan import staging
+from headroom.plan import experts as plan_experts
 from headroom.plan.cost_model import ColdLayer, ColdSpeeds, ExpertSize, expert_flops, pays_to_count
 from headroom.units import GIB, MIB
 from tests.experts.cold_layer import Layer, blobs_of, matrix_bytes, split_layer
@@ -41,11 +41,11 @@ def open_layers(
 ) -> ColdStream:
     """A stream with buffers of so many experts."""
     size, tiles = layers[0].expert_bytes, layers[0].tiles
-    staging.BUFFER_BYTES = experts_a_buffer * size
-    downs = staging.downs_bytes(
+    plan_experts.BUFFER_BYTES = experts_a_buffer * size
+    downs = plan_experts.downs_bytes(
         len(tiles.addresses), tiles.width, tiles.hidden, scratch.unpack_bytes()
     )
-    total = staging.BUFFERS * staging.buffer_bytes(size, len(tiles.addresses)) + downs
+    total = plan_experts.BUFFERS * plan_experts.buffer_bytes(size, len(tiles.addresses)) + downs
     memory = torch.empty(total, dtype=torch.uint8, device=DEVICE)
     stream = open_stream(memory, (size, len(tiles.addresses)), pinned, speeds)
     for layer in layers:

@@ -9,6 +9,7 @@ import torch
 
 from headroom.kernels.cuda import route as fast
 from headroom.kernels.cuda import scratch
+from headroom.kernels.cuda.buffers import Buffer
 from headroom.kernels.cuda.matmul import RowNorm, half_rows
 from headroom.kernels.cuda.route import scored_rows
 from headroom.kernels.ops import RouterRule
@@ -65,6 +66,11 @@ def check_scores(outputs: int, hidden: int) -> bool:
     return good
 
 
+def _zeros(buffer: Buffer, device: torch.device) -> torch.Tensor:
+    """Return scratch that holds zeros instead of what was there before."""
+    return torch.zeros(buffer.shape, dtype=scratch.DTYPES[buffer.dtype], device=device)
+
+
 def check_scored_rows(outputs: int, hidden: int) -> bool:
     """Rows normed, scored and rounded at once; a row alone has the bits it has among others."""
     weight, seen, by = torch.randn(outputs, hidden), torch.randn(hidden), torch.randn(hidden)
@@ -77,7 +83,7 @@ def check_scored_rows(outputs: int, hidden: int) -> bool:
         own = x[slice(*rows)].to(DEVICE)
         normed = torch.full_like(own, float("nan"))
         norm = RowNorm(moved[1], 1e-20, normed)
-        with patch.object(scratch, "empty", torch.zeros):  # not every byte of halves is written
+        with patch.object(scratch, "take", _zeros):  # not every byte of halves is written
             halves, logits = scored_rows(own, moved[0], norm, moved[2])
             again = half_rows(normed)
         found[rows] = logits.cpu(), normed.cpu(), torch.equal(halves.pieces, again.pieces)

@@ -1,5 +1,6 @@
 """The run of everything for a GPU leaves nothing out and tells what went wrong; it needs no GPU."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -28,6 +29,11 @@ from tests.synth_models import MODELS
 
 ECHO = Job("echo", ("-c", "print('PASS one'); print('FAIL two')"))
 FOLDER = Path(__file__).parent
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_every_module_for_a_gpu_imports_names_that_are_there(path: Path) -> None:
+    importlib.import_module(f"tests.gpu.{path.stem}")
 
 
 def test_every_script_and_every_test_file_is_run() -> None:
