@@ -37,7 +37,7 @@ from headroom.split.expert_records import read_records
 from headroom.split.launch import Progress, start_pipeline
 from headroom.split.memory_check import limit_memory
 from headroom.split.pipeline import Pipeline
-from headroom.split.placing import find_placement
+from headroom.split.placing import find_placement, placed_plan
 from headroom.split.upkeep import open_upkeep
 from headroom.text.answer import AnswerText
 from headroom.text.chat_template import ChatTemplate
@@ -69,6 +69,7 @@ def open_engine(
     placement = find_placement(  # which routed experts are hot
         model.shape, plan, options, checkpoint.identity, records.file.counts
     )
+    plan = placed_plan(plan, placement)
     limit_memory(plan, options.device_memory)
     planning_s = time.perf_counter() - started
     pipeline = start_pipeline(plan, model, progress, placement)  # weights on devices

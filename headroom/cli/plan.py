@@ -80,7 +80,7 @@ def plan(
         made = make_plan(shapes, plan_devices(options), options)
     except DoesNotFitError as error:
         refusal, made = error, error.plan
-    check_expert_files(made, options)
+    made = with_expert_files(made, options)
     if svg is not None:
         write_picture(made, svg)
     if explain is not None:
@@ -110,31 +110,40 @@ def read_shapes(options: Options) -> list[ModelShape]:
     return shapes
 
 
-def check_expert_files(made: Plan, options: Options) -> None:
-    """Read the placement and the statistics that the options name, or refuse them as a run does."""
+def with_expert_files(made: Plan, options: Options) -> Plan:
+    """Return the plan of the placement or the statistics that the options name.
+
+    Files of another model are refused, as by a run.
+    """
     if not (names := named_files(options)):
         if len(made.devices) == 1:
             tell_unused(made.devices[0], options)
-        return
+        return made
     # torch takes seconds to import; other plans need not wait for it.
     from headroom.families.files import open_checkpoint
     from headroom.formats.hub import find_model
     from headroom.plan.describe import describe
     from headroom.split.expert_records import read_records
-    from headroom.split.placing import expert_layers, find_placement, named_placement
+    from headroom.split.placing import (
+        expert_layers,
+        find_placement,
+        named_placement,
+        placed_plan,
+    )
 
     try:
         checkpoint = open_checkpoint(find_model(options.model, options.home_path))
     except FormatError:  # the shape was found: it is a name, a URL or a config.json
         log.warning("plan: not read, since no weights are at hand to compare with: %s", names)
-        return
+        return made
     model = describe(checkpoint)
     counts = read_records(model, options, measuring=True).file.counts
     if made.fits and len(made.devices) == 1:
-        find_placement(model.shape, made, options, checkpoint.identity, counts)
-    else:  # no engine runs so, and the file may still be a wrong one
-        layers = expert_layers(model.shape, made)
-        named_placement(options.placement, checkpoint.identity, layers)
+        placement = find_placement(model.shape, made, options, checkpoint.identity, counts)
+        return placed_plan(made, placement)
+    # No engine runs on several devices yet, but a file of another model is refused all the same.
+    named_placement(options.placement, checkpoint.identity, expert_layers(model.shape, made))
+    return made
 
 
 def named_files(options: Options) -> str:

@@ -26,7 +26,7 @@ def plan_devices(options: Options) -> list[DeviceSpec]:
     A device is `cpu`, a GPU of this machine (`cuda:0`, `hip:0`), a catalogue name or a size;
     several are separated by commas. Without any it is this machine's CPU.
     """
-    names = [name.strip() for name in (options.device or "cpu").split(",")]
+    names = _names(options)
     host = _host(options.ram)
     devices = [host if name == "cpu" else parse_device(name) for name in names]
     if options.device_memory is not None:
@@ -39,8 +39,18 @@ def plan_devices(options: Options) -> list[DeviceSpec]:
     return _with_own_speeds(devices, options)
 
 
+def is_this_machine(options: Options) -> bool:
+    """Tell whether a plan is for this machine: neither its GPUs nor its memory are made up."""
+    names = _names(options)
+    return options.ram is None and all(name == "cpu" or is_local(name) for name in names)
+
+
+def _names(options: Options) -> list[str]:
+    return [name.strip() for name in (options.device or "cpu").split(",")]
+
+
 def _with_own_speeds(devices: list[DeviceSpec], options: Options) -> list[DeviceSpec]:
-    """Return the devices with what was measured here, unless they belong to another machine."""
+    """Return the devices with the speeds measured here, unless a GPU is of another machine."""
     gpus = [device for device in devices if device.kind != "cpu"]
     if not all(is_local(device.name) for device in gpus):
         return devices

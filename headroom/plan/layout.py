@@ -24,7 +24,7 @@ from headroom.plan.lines import (
     stage_lines,
 )
 from headroom.plan.settings import PlanRequest, PlanSettings
-from headroom.plan.shape import LayerRange, ModelShape
+from headroom.plan.shape import LayerRange, LayerShape, ModelShape
 from headroom.plan.sharing import (
     FixedBytes,
     RangeValuer,
@@ -114,12 +114,20 @@ class Layout:
 
 
 def lay_out(
-    model: ModelShape, devices: Sequence[DeviceSpec], settings: PlanSettings, request: PlanRequest
+    model: ModelShape,
+    devices: Sequence[DeviceSpec],
+    settings: PlanSettings,
+    request: PlanRequest,
+    placed: Sequence[int] | None = None,
 ) -> Layout:
-    """Return the best way to share the layers that the settings allow, fitting or not."""
+    """Return the best way to share the layers that the settings allow, fitting or not.
+
+    `placed` are the hot experts of every layer where a placement was chosen already; without it
+    as many are hot as fit, the same number in every layer.
+    """
     best, best_rank = None, (False, 0, 0)
     for ranges in _range_choices(model, devices, settings, request):
-        layout = _Builder(model, tuple(devices), settings, request, ranges).build()
+        layout = _Builder(model, tuple(devices), settings, request, ranges, placed).build()
         rank = (layout.fits, layout.hot_experts, -_picoseconds(model, devices, settings, ranges))
         if best is None or rank > best_rank:
             best, best_rank = layout, rank
@@ -199,6 +207,7 @@ class _ColdExperts:
 
     experts: int  # cold ones
     bytes: int  # with the copies of hot ones, where those are kept
+    largest_bytes: int  # of one expert in a layer that has cold ones
     pinning: Pinning
 
 
@@ -211,6 +220,7 @@ class _Builder:
     settings: PlanSettings
     request: PlanRequest
     ranges: tuple[LayerRange, ...]
+    placed: Sequence[int] | None = None  # hot experts by layer; None: as many as fit
 
     def build(self) -> Layout:
         stages = [device for device in self.devices if device.runs_layers]
@@ -268,29 +278,46 @@ class _Builder:
         total = sum(layer.all_expert_bytes for layer in layers)
         if device.holds_all:
             return HotExperts(tuple(layer.experts for layer in layers), total)
+        if self.placed is not None:
+            counts = tuple(self.placed[layer_range.first : layer_range.last + 1])
+            size = sum(n * layer.expert_bytes for n, layer in zip(counts, layers, strict=True))
+            staging = self._expert_staging(layers) if size < total else 0
+            return HotExperts(counts, size, staging)
         room, most = device.total_bytes - sum(line.bytes for line in lines), total
         if self.request.expert_bytes is not None and self.model.expert_bytes:
             most = self.request.expert_bytes * total // self.model.expert_bytes
-        staging, unpacks = 0, self.settings.expert_unpack_bytes
-        if self.settings.holds_cold:
-            staging = expert_staging_bytes(layers, self.model.hidden, unpacks)
-        return keep_with_staging(layers, room, most, staging)
+        return keep_with_staging(layers, room, most, self._expert_staging(layers))
+
+    def _expert_staging(self, layers: Sequence[LayerShape]) -> int:
+        """Return the bytes that a device with cold experts needs for those on their way to it."""
+        if not self.settings.holds_cold:
+            return 0
+        unpacks = self.settings.expert_unpack_bytes
+        return expert_staging_bytes(layers, self.model.hidden, unpacks)
 
     def _cold(self, hot: Sequence[HotExperts]) -> _ColdExperts | None:
         """Return what host memory holds of the experts; None where it holds none of them."""
-        experts = self.model.total_experts - sum(kept.total for kept in hot)
-        if not experts or not self.settings.holds_cold:
+        counts = [count for kept in hot for count in kept.counts]
+        layers = [(x, n) for x, n in zip(self.model.layers, counts, strict=True) if n < x.experts]
+        if not layers or not self.settings.holds_cold:
             return None
-        size = self.model.expert_bytes
-        if not self.settings.keep_host_copy:
-            size -= sum(kept.bytes for kept in hot)
+        # Copies of hot experts are kept in layers that have cold ones: others exchange nothing.
+        size = sum(
+            layer.expert_bytes * (layer.experts - (0 if self.settings.keep_host_copy else count))
+            for layer, count in layers
+        )
         if not self.settings.pin_experts:
             pinning = Pinning.TURNED_OFF
         else:
             limit = self._pinnable_bytes
             fits = limit is None or size <= limit
             pinning = Pinning.PINNED if fits else Pinning.OVER_LIMIT
-        return _ColdExperts(experts, size, pinning)
+        return _ColdExperts(
+            experts=sum(layer.experts - count for layer, count in layers),
+            bytes=size,
+            largest_bytes=largest_expert([layer for layer, _ in layers]),
+            pinning=pinning,
+        )
 
     def _cold_lines(self, cold: _ColdExperts | None) -> list[Line]:
         """Return the host's lines for devices that do not hold all their experts."""
@@ -304,7 +331,7 @@ class _Builder:
             pinned = "not pinned: --no-pin"
         elif cold.pinning is Pinning.OVER_LIMIT:
             pinned = f"not pinned: the control group allows {gib(self._pinnable_bytes or 0)}"
-        spare, why = largest_expert(self.model.layers), "for an exchange"
+        spare, why = cold.largest_bytes, "for an exchange"
         # Dropped experts are never copied to a GPU, so they need no buffers.
         unpinned = cold.pinning is not Pinning.PINNED
         if unpinned and self.settings.uses_arena and self.settings.cold != "drop":

@@ -1,7 +1,7 @@
 """Plan: what goes where, decided before loading; make_plan() is the only way to get one."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import log2
 
 from headroom.errors import OptionError, PlanError
@@ -10,12 +10,12 @@ from headroom.machine.devices import DeviceSpec
 from headroom.machine.precision import Precision, common_precision
 from headroom.options import Options
 from headroom.plan.cost_model import ColdSpeeds, cold_speeds_of
-from headroom.plan.device_scratch import NARROW_TYPES, unpack_bytes_for
+from headroom.plan.device_scratch import unpack_bytes_for
 from headroom.plan.experts import check_expert_budget, floor_bytes, parse_expert_budget
 from headroom.plan.layout import DevicePlan, HostPlan, Layout, Pinning, biggest_line, lay_out
 from headroom.plan.lines import core_bytes, embed_bytes, head_bytes
 from headroom.plan.predict import Prediction, predict
-from headroom.plan.settings import PAGE_SIZE, PlanRequest, PlanSettings
+from headroom.plan.settings import PAGE_SIZE, PlanRequest, PlanSettings, held_shape
 from headroom.plan.shape import ModelShape
 from headroom.plan.sharing import parse_split
 from headroom.plan.solver import (
@@ -48,6 +48,15 @@ class Plan:
     notes: tuple[str, ...]  # what a reader should know and no line says
     predicted: Prediction
     cold_speeds: ColdSpeeds | None = None  # where some experts are cold
+    problem: "PlanProblem" = field(repr=False, compare=False)  # that this plan solves
+
+    def placed(self, hot_by_layer: Sequence[int]) -> "Plan":
+        """Return the plan of a placement that keeps so many experts of each layer hot.
+
+        Experts of different layers have different sizes, so that the bytes of hot and cold ones
+        depend on which are placed. All settings stay.
+        """
+        return _plan(self.problem, self.settings, hot_by_layer)
 
 
 class DoesNotFitError(PlanError):
@@ -60,7 +69,7 @@ class DoesNotFitError(PlanError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Problem:
+class PlanProblem:
     """One planning problem: everything but the settings that the solver chooses."""
 
     model: ModelShape
@@ -130,12 +139,15 @@ class _Problem:
         """Whether C++ kernels run the layers; they read packed weights."""
         return self.kernels == "native"
 
-    def lay_out(self, chosen: Candidate, weights: str) -> Layout:
-        return lay_out(self.model, self.devices, self.settings(chosen, weights), self.request)
+    def lay_out(self, settings: PlanSettings, placed: Sequence[int] | None = None) -> Layout:
+        """Return the best layout of settings, or the one of a placement of experts."""
+        return lay_out(self.model, self.devices, settings, self.request, placed)
 
     def solve(self, ranges: Ranges, weights: str) -> Candidate | None:
+        """Return the best choice of the settings that the ranges leave open; None if none fits."""
+
         def count_hot(candidate: Candidate) -> int | None:
-            layout = self.lay_out(candidate, weights)
+            layout = self.lay_out(self.settings(candidate, weights))
             return layout.hot_experts if layout.fits else None
 
         found = solve(ranges, count_hot)
@@ -200,7 +212,9 @@ def make_plan(
     model, draft = shapes[0], shapes[1] if len(shapes) > 1 else None
     stages = [device for device in devices if device.runs_layers]
     precision = common_precision(stages)
-    problem = _as_held(_Problem(model, tuple(devices), options, precision, PlanRequest()))
+    problem = PlanProblem(model, tuple(devices), options, precision, PlanRequest())
+    held = held_shape(model, problem.kernels, problem.compute_type)
+    problem = replace(problem, model=held)
     problem = replace(problem, request=_request(problem.model, draft, len(stages), options))
     if problem.request.expert_bytes is not None and any(not device.holds_all for device in stages):
         check_expert_budget(problem.model.layers, problem.request.expert_bytes)
@@ -211,18 +225,9 @@ def make_plan(
         raise _refusal(problem, ranges, weights)
     if options.weights == "auto" and _unpacks_well(problem, ranges, chosen):
         weights = "unpacked"
-    plan = _plan(problem, chosen, weights)
+    plan = _plan(problem, problem.settings(chosen, weights))
     _check_cold(plan, options)
     return plan
-
-
-def _as_held(problem: _Problem) -> _Problem:
-    """Return the problem with the bytes of weights as the kernels hold them, padding included."""
-    if problem.native:
-        return replace(problem, model=problem.model.in_panels())
-    if problem.kernels == "cuda" and problem.compute_type in NARROW_TYPES:
-        return replace(problem, model=problem.model.in_tiles())
-    return problem
 
 
 def _check_cold(plan: Plan, options: Options) -> None:
@@ -259,9 +264,10 @@ def _request(
     )
 
 
-def _plan(problem: _Problem, chosen: Candidate, weights: str) -> Plan:
-    layout = problem.lay_out(chosen, weights)
-    settings = problem.settings(chosen, weights)
+def _plan(
+    problem: PlanProblem, settings: PlanSettings, placed: Sequence[int] | None = None
+) -> Plan:
+    layout = problem.lay_out(settings, placed)
     return Plan(
         model=problem.model.name,
         fits=layout.fits,
@@ -273,6 +279,7 @@ def _plan(problem: _Problem, chosen: Candidate, weights: str) -> Plan:
         notes=tuple(_notes(problem, settings, layout)),
         predicted=predict(problem.model, problem.devices, settings, layout),
         cold_speeds=_cold_speeds(problem.devices, layout),
+        problem=problem,
     )
 
 
@@ -296,7 +303,7 @@ def _lossy(settings: PlanSettings, layout: Layout, precision: Precision) -> Iter
         yield "cold experts are left out, and the weights of a row's hot ones grow instead"
 
 
-def _notes(problem: _Problem, settings: PlanSettings, layout: Layout) -> Iterable[str]:
+def _notes(problem: PlanProblem, settings: PlanSettings, layout: Layout) -> Iterable[str]:
     """Yield what no line tells: memory that is lent."""
     yield (
         f"reading the weights fills up to {gib(problem.model.weight_bytes)} of file cache, which "
@@ -330,7 +337,7 @@ def _notes(problem: _Problem, settings: PlanSettings, layout: Layout) -> Iterabl
         )
 
 
-def _unpacks_well(problem: _Problem, ranges: Ranges, chosen: Candidate) -> bool:
+def _unpacks_well(problem: PlanProblem, ranges: Ranges, chosen: Candidate) -> bool:
     """Whether unpacked weights cost no other setting and take at most half of the memory.
 
     Only CPUs without C++ kernels unpack: plain ones would unpack every weight at every step.
@@ -346,9 +353,9 @@ def _unpacks_well(problem: _Problem, ranges: Ranges, chosen: Candidate) -> bool:
     return weights <= half and problem.solve(ranges, "unpacked") == chosen
 
 
-def _refusal(problem: _Problem, ranges: Ranges, weights: str) -> DoesNotFitError:
+def _refusal(problem: PlanProblem, ranges: Ranges, weights: str) -> DoesNotFitError:
     least = ranges.candidate(ranges.contexts[-1], ranges.parallels[-1], ranges.chunks[-1])
-    plan = _plan(problem, least, weights)
+    plan = _plan(problem, problem.settings(least, weights))
     places = {device.name: device for device in plan.devices} | {"host memory": plan.host}
     name, worst = min(places.items(), key=lambda place: place[1].free_bytes)
     line, missing = biggest_line(worst.lines), -worst.free_bytes
@@ -364,7 +371,7 @@ def _refusal(problem: _Problem, ranges: Ranges, weights: str) -> DoesNotFitError
     )
 
 
-def _nearest(problem: _Problem, ranges: Ranges, weights: str) -> Iterable[str]:
+def _nearest(problem: PlanProblem, ranges: Ranges, weights: str) -> Iterable[str]:
     """Yield the flags that make it fit: one setting changed, then all of them."""
     options = problem.options
     looser = {

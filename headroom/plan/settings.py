@@ -44,7 +44,11 @@ class PlanSettings:
     @property
     def uses_arena(self) -> bool:
         """Whether a GPU's fused kernels run the layers; one allocation holds their scratch."""
-        return self.kernels == "cuda" and self.compute_type in NARROW_TYPES
+        return uses_arena(self.kernels, self.compute_type)
+
+    def held(self, shape: ModelShape) -> ModelShape:
+        """Return a model with the bytes of its weights as these kernels hold them."""
+        return held_shape(shape, self.kernels, self.compute_type)
 
     @property
     def holds_cold(self) -> bool:
@@ -91,6 +95,22 @@ class PlanRequest:
 def pages_for(tokens: int) -> int:
     """Return the pages that hold `tokens` tokens."""
     return -(-tokens // PAGE_SIZE)
+
+
+def uses_arena(kernels: str, compute_type: str) -> bool:
+    """Tell whether a GPU's fused kernels run the layers."""
+    return kernels == "cuda" and compute_type in NARROW_TYPES
+
+
+def held_shape(shape: ModelShape, kernels: str, compute_type: str) -> ModelShape:
+    """Return a model with the bytes of its weights as kernels hold them: in panels, tiles or rows.
+
+    Panels are those of the C++ kernels, tiles those of a GPU's fused ones; the other kernels read
+    rows as the file has them.
+    """
+    if kernels == "native":
+        return shape.in_panels()
+    return shape.in_tiles() if uses_arena(kernels, compute_type) else shape
 
 
 def holds_cold(cold: str, keep_copy: bool) -> bool:

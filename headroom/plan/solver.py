@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from headroom.errors import PlanError
+from headroom.errors import OptionError
 from headroom.options import Options
 from headroom.plan.settings import PAGE_SIZE, pages_for
 
@@ -148,13 +148,13 @@ def _check_context(options: Options, limit: int, cache_pages: int | None) -> Non
     if options.context is None:
         return
     if options.context > limit:
-        raise PlanError(
+        raise OptionError(
             f"--context {options.context} is more than the {limit} tokens the model was made for.",
             hint=f"Try --context {limit}.",
             param="context",
         )
     if cache_pages is not None and cache_pages * PAGE_SIZE < options.context:
-        raise PlanError(
+        raise OptionError(
             f"--cache-tokens {options.cache_tokens} cannot hold one conversation of "
             f"--context {options.context}.",
             hint=f"Try --cache-tokens {options.context} or --context {options.cache_tokens}.",

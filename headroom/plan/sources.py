@@ -48,7 +48,7 @@ def read_header(text: str, home: Path) -> ModelHeader:
     except FormatError as error:
         repository = split_repository(text)
         if repository is None:
-            raise OptionError(
+            raise FormatError(
                 f"There is no file, folder or known model {text!r}.",
                 hint=f"Known for plans: {', '.join(KNOWN)}, each with :{', :'.join(MIXES)}; or "
                 f"a .gguf file, a folder, a config.json, a URL, org/repo or org/repo:file.gguf.",

@@ -24,14 +24,21 @@ log = logging.getLogger(__name__)
 
 def expert_layers(shape: ModelShape, plan: Plan) -> list[LayerExperts]:
     """Return every layer's experts with their bytes as the planned device holds them."""
-    held = shape.in_tiles() if plan.settings.uses_arena else shape
-    return [LayerExperts(x.experts, x.expert_bytes, max(1, x.experts_used)) for x in held.layers]
+    layers = plan.settings.held(shape).layers
+    return [LayerExperts(x.experts, x.expert_bytes, max(1, x.experts_used)) for x in layers]
 
 
 def even_placement(shape: ModelShape, plan: Plan) -> ExpertPlacement:
     """Return as many hot experts of each layer as the plan has; refuse too few of them."""
     check_floor(expert_layers(shape, plan), _budget(plan), _floor(shape))
     return even_experts(plan.devices[0].hot_by_layer)
+
+
+def placed_plan(plan: Plan, placement: ExpertPlacement | None) -> Plan:
+    """Return the plan with the lines of a placement; as it was where no placement is needed."""
+    if placement is None:
+        return plan
+    return plan.placed([len(ids) for ids in placement.hot])
 
 
 def named_placement(
@@ -89,12 +96,12 @@ def _check(placement: ExpertPlacement, layers: list[LayerExperts], plan: Plan) -
             f"{gib(budget)} for them.",
             hint="Leave out --placement, or free memory with a smaller --context or --parallel.",
         )
-    cold = _all_bytes(layers) - hot if plan.settings.holds_cold else 0
-    missing = cold - _host_bytes(plan) - plan.host.free_bytes
-    if missing > 0:
+    host = placed_plan(plan, placement).host
+    if host.free_bytes < 0:
+        cold = sum(line.bytes for line in host.lines if line.name == "cold_experts")
         raise PlanError(
-            f"{placement.source} leaves {gib(cold)} of experts to host memory, and {gib(missing)} "
-            "of that do not fit.",
+            f"{placement.source} leaves {gib(cold)} of experts to host memory, and "
+            f"{gib(-host.free_bytes)} of that do not fit.",
             hint="Leave out --placement, or free host memory.",
         )
 
@@ -149,10 +156,6 @@ def _budget(plan: Plan) -> int:
 
 def _all_bytes(layers: list[LayerExperts]) -> int:
     return sum(layer.experts * layer.expert_bytes for layer in layers)
-
-
-def _host_bytes(plan: Plan) -> int:
-    return sum(line.bytes for line in plan.host.lines if line.name == "cold_experts")
 
 
 def _floor(shape: ModelShape) -> int:

@@ -95,7 +95,7 @@ OUTER_NAMES = {
 }
 # Tensors that quantisers leave in F32, whatever they are asked for.
 KEPT_IN_F32 = ("ffn_gate_inp", "ssm_conv1d", "_norm.", ".scale", ".bias", "output_scale")
-# What "MIXED" gives by the end of a name; others get Q8_0.
+# What "MIXED" gives by a whole name or by its end; others get Q8_0.
 MIXED = {
     "ffn_gate.weight": "Q4_0", "ffn_up.weight": "Q4_0", "ffn_down.weight": "Q5_1",
     "ffn_gate_exps.weight": "Q4_0", "ffn_up_exps.weight": "Q4_0", "ffn_down_exps.weight": "Q5_0",
@@ -197,7 +197,8 @@ def tensor_type(name: str, values: Values, quant: str) -> Any:
     if values.ndim == 1 or any(part in name for part in KEPT_IN_F32):
         return gguf.GGMLQuantizationType.F32
     if quant == "MIXED":
-        quant = MIXED.get(name.split(".", 2)[-1] if name.startswith("blk") else name, "Q8_0")
+        short = name.split(".", 2)[-1] if name.startswith("blk") else name
+        quant = MIXED.get(name) or MIXED.get(short, "Q8_0")
     kind = gguf.GGMLQuantizationType[quant]
     fits = values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
     return kind if fits else gguf.GGMLQuantizationType.F16

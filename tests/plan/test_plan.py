@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from headroom.errors import OptionError, PlanError
+from headroom.errors import OptionError
 from headroom.options import Options
 from headroom.plan.device_scratch import sampler_bytes
 from headroom.plan.known import known_shape
@@ -108,7 +108,7 @@ def test_fixed_sequences_share_a_smaller_cache_before_the_context_shrinks() -> N
 
 
 def test_a_context_above_the_models_limit_is_refused() -> None:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(OptionError) as caught:
         plan_on_cpu(24, context=9000)
     assert str(caught.value) == (
         "--context 9000 is more than the 8192 tokens the model was made for. Try --context 8192."
@@ -116,7 +116,7 @@ def test_a_context_above_the_models_limit_is_refused() -> None:
 
 
 def test_a_cache_smaller_than_one_context_is_refused() -> None:
-    with pytest.raises(PlanError, match="--cache-tokens 512 cannot hold one conversation"):
+    with pytest.raises(OptionError, match="--cache-tokens 512 cannot hold one conversation"):
         plan_on_cpu(24, context=4096, cache_tokens=512)
 
 

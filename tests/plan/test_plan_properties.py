@@ -222,3 +222,14 @@ def test_a_plan_is_the_same_every_time(
 ) -> None:
     devices = machine(kind, model, options, percent)
     assert plan_or_none(model, devices, options) == plan_or_none(model, devices, options)
+
+
+@settings(max_examples=60, deadline=None)
+@given(models(), ample, fixed_options())
+def test_placing_as_many_experts_as_planned_gives_the_same_plan(
+    model: ModelShape, percent: int, options: Options
+) -> None:
+    plan = plan_or_none(model, machine("gpu", model, options, percent), options)
+    if plan is None or not model.total_experts:
+        return
+    assert plan.placed(plan.devices[0].hot_by_layer) == plan

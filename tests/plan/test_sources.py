@@ -251,7 +251,7 @@ def test_a_known_name_comes_before_a_file_of_that_name(
 
 
 def test_an_unknown_model_lists_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(OptionError) as caught:
+    with pytest.raises(FormatError) as caught:
         find_shape("qwen9000", tmp_path)
     assert "no file, folder or known model 'qwen9000'" in str(caught.value)
     assert "qwen3.6-35b-a3b" in caught.value.hint

@@ -1,5 +1,6 @@
 """Every family with experts, some of them cold, on the stand-in GPU."""
 
+from collections import Counter
 from pathlib import Path
 from random import Random
 
@@ -13,12 +14,19 @@ from headroom.experts.placement import LayerExperts
 from headroom.experts.store import LayerStore, drop_cold
 from headroom.experts.telemetry import ColdFigures
 from headroom.families.files import open_checkpoint
+from headroom.options import Options
 from headroom.plan.cost_model import DecodeChoice
+from headroom.plan.describe import describe
+from headroom.plan.plan import make_plan
+from headroom.split.build import load_model
+from headroom.split.placing import find_placement, placed_plan
 from tests.experts.late_gpu import LateGpu
 from tests.experts.stores import exchange
+from tests.families import family_gguf
 from tests.families.oracles import PROMPT, variant
+from tests.plan.shapes import host
 from tests.stand_in.gpu import stand_in_gpu
-from tests.stand_in.model import ModelOnGpu, run_on_gpu
+from tests.stand_in.model import GPU, ModelOnGpu, run_on_gpu
 
 PROMPTS = [PROMPT[:5]]
 PIECES = [4, 1]
@@ -183,6 +191,44 @@ def test_a_store_takes_what_was_planned(
     assert [stage.counted[name] for name in names] == [stage.planned[name] for name in names]
     held = more != {"cold": "drop"}
     assert [stage.counted[name] > 0 for name in names] == [True, held, held, held]
+
+
+@pytest.mark.parametrize("more", [
+    {}, {"keep_host_copy": True}, {"cold": "drop"}, {"cold": "drop", "keep_host_copy": True},
+])  # fmt: skip
+@pytest.mark.parametrize("favoured", [1, 2, 6])
+def test_a_placement_by_statistics_takes_what_is_planned_for_it(
+    favoured: int, more: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Experts of layers 2 and 5 are larger, as in most published mixes.
+    for layer in (2, 5):
+        monkeypatch.setitem(family_gguf.MIXED, f"blk.{layer}.ffn_down_exps.weight", "Q8_0")
+    model = describe(open_checkpoint(variant("laguna").save_gguf(tmp_path / "m.gguf", "MIXED")))
+    options = Options(
+        device="cuda:0", kernels="reference", expert_budget="50%",
+        context=256, parallel=4, kv_type="f32", dtype="f32", **more,
+    )  # fmt: skip
+    plan = make_plan([model.shape], [GPU, host(24)], options)
+    shapes = enumerate(model.shape.layers)
+    counts = [[1e6 if index == favoured else 0.0] * layer.experts for index, layer in shapes]
+    placement = find_placement(model.shape, plan, options, "", counts)
+    assert placement is not None
+    assert len(placement.hot[favoured]) == 8  # all of them
+    placed, counted = placed_plan(plan, placement), Counter[str]()
+
+    def count(line: str, size: int) -> None:
+        counted[line] += size
+
+    with stand_in_gpu(monkeypatch):
+        device, tensors = placed.devices[0], model.checkpoint.tensors
+        load_model(model.config, tensors, placed, device, count, placement)
+    names = ("hot_experts", "cold_experts", "expert_staging", "expert_spare")
+    lines = placed.devices[0].allocated | {line.name: line.bytes for line in placed.host.lines}
+    assert [counted[name] for name in names] == [lines.get(name, 0) for name in names]
+    assert placed.devices[0].hot_by_layer == tuple(len(ids) for ids in placement.hot)
+    before = plan.devices[0].allocated
+    assert before["hot_experts"] != lines["hot_experts"]  # or the first plan would have done
+    assert placed.settings == plan.settings
 
 
 @pytest.mark.parametrize("copy", [False, True])

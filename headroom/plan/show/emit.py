@@ -2,13 +2,15 @@
 
 import math
 
+from headroom.machine.targets import is_this_machine
 from headroom.plan.plan import Plan
 
 
 def llama_server_command(plan: Plan, model_path: str) -> str:
     """Return the llama-server command that comes nearest to a plan.
 
-    Its context is shared by all slots, and it can only move the experts of whole layers.
+    Slots of llama-server share one context, and it can only move the experts of whole layers.
+    Nobody knows how many cores another machine has: without --threads the flag is left out then.
     """
     settings = plan.settings
     flags = [
@@ -18,8 +20,10 @@ def llama_server_command(plan: Plan, model_path: str) -> str:
         f"-np {settings.parallel}",
         f"-b {max(settings.chunk, 32)} -ub {max(settings.chunk, 32)}",
         f"-ctk {settings.k_type} -ctv {settings.v_type}",
-        f"-t {settings.threads}",
     ]
+    options = plan.problem.options
+    if options.threads is not None or is_this_machine(options):
+        flags.append(f"-t {settings.threads}")
     gpus = [device for device in plan.devices if device.kind != "cpu"]
     layers = sum(device.layers[1] - device.layers[0] + 1 for device in gpus)
     flags.append(f"-ngl {layers + 1 if layers and len(gpus) == len(plan.devices) else layers}")
