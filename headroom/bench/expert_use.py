@@ -49,7 +49,7 @@ def find_locations(opened: OpenedModel) -> ExpertLocations | None:
         return ExpertLocations(experts, experts, sizes, ("",) * len(layers))
     return ExpertLocations(
         experts,
-        tuple(len(ids) for ids in store.residence().hot),
+        tuple(len(ids) for ids in store.current_placement().hot),
         tuple(
             size if layer is None else layer.expert_bytes
             for size, layer in zip(sizes, store.layers, strict=True)

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Residency:
+class PlannedResidency:
     """The choices of a model's experts, and where a plan keeps these."""
 
     model: str
@@ -79,7 +79,7 @@ def experts(
         print(f"{found.model}: {summary(found)}, drawn into {svg}")
 
 
-def find_residency(options: Options) -> Residency:
+def find_residency(options: Options) -> PlannedResidency:
     """Plan a model and place its experts as an engine of these settings would."""
     # torch takes seconds to import; --help must not wait for it.
     from headroom.experts.placement import ExpertPlacement
@@ -106,7 +106,7 @@ def find_residency(options: Options) -> Residency:
     plan = make_trial_plan(shape, options)
     placement = find_placement(shape, plan, options, identity, counts)
     layers = [layer.experts for layer in shape.layers]
-    return Residency(
+    return PlannedResidency(
         model=plan.model,
         device=plan.devices[0].name,
         counts=counts or tuple((0.0,) * experts for experts in layers),
@@ -135,7 +135,7 @@ def without_files(options: Options) -> Options:
     return replace(options, placement=None, routing_stats=OFF)
 
 
-def draw(found: Residency, path: Path) -> None:
+def draw(found: PlannedResidency, path: Path) -> None:
     """Draw the heat map into a file."""
     from headroom.experts.picture import experts_svg
 
@@ -146,7 +146,7 @@ def draw(found: Residency, path: Path) -> None:
         raise OptionError(f"Cannot write {path}: {error.strerror}.", param="svg") from error
 
 
-def summary(found: Residency) -> str:
+def summary(found: PlannedResidency) -> str:
     """Return the main figures in one line."""
     total = sum(map(len, found.counts))
     text = f"{found.placement.total} of {total} experts hot"
@@ -155,7 +155,7 @@ def summary(found: Residency) -> str:
     return f"{text}, no statistics"
 
 
-def residency_json(found: Residency) -> dict[str, Any]:
+def residency_json(found: PlannedResidency) -> dict[str, Any]:
     """Return all layers with experts as plain data."""
     return {
         "model": found.model,
@@ -177,7 +177,7 @@ def residency_json(found: Residency) -> dict[str, Any]:
     }
 
 
-def residency_table(found: Residency) -> Table:
+def residency_table(found: PlannedResidency) -> Table:
     """Return one line for each layer with experts."""
     from headroom.experts.placement import SHARES, measure_skew
 

@@ -179,7 +179,7 @@ class StagingRing:
         self._free = [None] * len(self._buffers)
 
 
-class KeptHost:
+class PinnedBuffer:
     """Pinned host memory that one layer after another uses: to pin some anew may take long."""
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class KeptHost:
         ]
 
 
-def read_back(tensors: Sequence[torch.Tensor], kept: KeptHost) -> list[torch.Tensor]:
+def read_back(tensors: Sequence[torch.Tensor], kept: PinnedBuffer) -> list[torch.Tensor]:
     """Return tensors in host memory; this waits for the device."""
     if not tensors[0].is_cuda:
         return list(tensors)

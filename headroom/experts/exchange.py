@@ -1,85 +1,100 @@
-"""Swaps: plan_swaps() finds cold experts that should be hot; StoreSwaps lets them change."""
+"""Exchanges: a cold expert that is chosen often and a hot one that is not change places.
+
+`plan_exchanges` finds the pairs that are worth their copies. An `ExchangeRound` carries them out
+one after another while steps run, on the experts of a store (`StoreExchanges`). The options and
+log lines call an exchange a swap.
+"""
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from headroom.experts.placement import Counts, ExpertPlacement, LayerExperts, check_counts, ranked
+from headroom.experts.placement import (
+    ExpertCounts,
+    ExpertPlacement,
+    LayerExperts,
+    check_counts,
+    ranked,
+)
 
 if TYPE_CHECKING:  # imports torch, which `headroom plan` must not
     from headroom.experts.store import ExpertStore, LayerStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SwapPolicy:
+class ExchangePolicy:
     """When an exchange is worth its copies."""
 
-    min_gain: float = 1.0  # choices that the cold expert must have more, at least
-    hysteresis: float = 0.25  # and by this share of the hot one's, so that equals do not alternate
+    min_gain: float = 1.0  # the cold expert must have at least so many choices more
+    # The gain must exceed this share of the hot expert's choices, or equals would alternate.
+    hysteresis: float = 0.25
     per_layer: int = 1  # exchanges of one layer in a round
     most_bytes: int | None = None  # that a round may send over the link, both ways together
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
-    """Two experts of one layer that change places."""
+class Exchange:
+    """Two experts of one layer that are to change places."""
 
     layer: int
-    promoted: int  # cold until now
-    demoted: int  # hot until now
+    promoted: int  # cold before
+    demoted: int  # hot before
     gain: float  # choices that become hot
     copied_bytes: int  # over the link, both ways
 
 
-def plan_swaps(
+def plan_exchanges(
     placement: ExpertPlacement,
-    counts: Counts,
+    counts: ExpertCounts,
     layers: Sequence[LayerExperts],
-    policy: SwapPolicy,
-) -> list[Swap]:
-    """Return the exchanges of one round, the most gained first, the lower layer on ties."""
+    policy: ExchangePolicy,
+) -> list[Exchange]:
+    """Return the exchanges of one round: the largest gain first, the lower layer on ties."""
     check_counts(layers, counts)
     found = [
-        swap
+        exchange
         for index, layer in enumerate(layers)
-        for swap in _of_layer(index, placement.hot[index], counts[index], layer, policy)
+        for exchange in _plan_layer(index, placement.hot[index], counts[index], layer, policy)
     ]
-    found.sort(key=lambda swap: (-swap.gain, swap.layer))
-    chosen: list[Swap] = []
+    found.sort(key=lambda exchange: (-exchange.gain, exchange.layer))
+    chosen: list[Exchange] = []
     left = policy.most_bytes
-    for swap in found:
+    for exchange in found:
         if left is not None:
-            if swap.copied_bytes > left:
+            if exchange.copied_bytes > left:
                 continue  # a smaller one may still fit
-            left -= swap.copied_bytes
-        chosen.append(swap)
+            left -= exchange.copied_bytes
+        chosen.append(exchange)
     return chosen
 
 
-def _of_layer(
+def _plan_layer(
     index: int,
     hot: Sequence[int],
     counts: Sequence[float],
     layer: LayerExperts,
-    policy: SwapPolicy,
-) -> list[Swap]:
-    """Pair the weakest hot experts with the strongest cold ones, as long as it pays."""
+    policy: ExchangePolicy,
+) -> list[Exchange]:
+    """Pair the least chosen hot experts with the most chosen cold ones, as long as it pays."""
     order = ranked(counts)
     resident = set(hot)
     weakest = [expert for expert in reversed(order) if expert in resident]
     strongest = [expert for expert in order if expert not in resident]
-    swaps = []
+    exchanges = []
     for demoted, promoted in list(zip(weakest, strongest, strict=False))[: policy.per_layer]:
         gain = counts[promoted] - counts[demoted]
         if gain < policy.min_gain or gain <= policy.hysteresis * counts[demoted]:
             break
-        swaps.append(Swap(index, promoted, demoted, gain, layer.swap_bytes))
-    return swaps
+        exchanges.append(Exchange(index, promoted, demoted, gain, layer.exchange_bytes))
+    return exchanges
 
 
-def recent(counts: Counts, used: Sequence[int], tokens: int) -> tuple[tuple[float, ...], ...]:
-    """Return counts that are worth at most so many tokens, so that new choices soon matter."""
+def recent(counts: ExpertCounts, used: Sequence[int], tokens: int) -> tuple[tuple[float, ...], ...]:
+    """Return counts scaled down to at most so many tokens, so that new choices soon matter.
+
+    `used` has the experts that a token visits, by layer.
+    """
     scaled = []
     for row, each in zip(counts, used, strict=True):
         total = sum(row)
@@ -88,58 +103,116 @@ def recent(counts: Counts, used: Sequence[int], tokens: int) -> tuple[tuple[floa
     return tuple(scaled)
 
 
-class SwapRound:
-    """Each swap takes three calls: it is begun, it turns, it ends and the next one is begun.
+class StoreExchanges:
+    """The experts of a store, of which two at a time change places.
 
-    Between them copies run, and steps. A failure ends the round: swaps before it stay done, and
-    the one that failed leaves every expert where its layer finds it.
+    Only the engine's thread calls this, in the order begin, turn, end. Copies run in between.
     """
 
-    def __init__(self, experts: "StoreSwaps", swaps: Sequence[Swap]) -> None:
+    def __init__(
+        self,
+        store: "ExpertStore",
+        layers: Sequence[LayerExperts],
+        *,
+        same_bits: bool,  # hot and cold experts give the same results, bit by bit
+    ) -> None:
+        self._store, self.same_bits = store, same_bits
+        self._changing: LayerStore | None = None  # the layer of the exchange that was begun last
+        self._layers = tuple(
+            layer
+            if stored is None
+            else replace(layer, expert_bytes=stored.expert_bytes, link_copies=stored.link_copies)
+            for layer, stored in zip(layers, store.layers, strict=True)
+        )
+
+    def placement(self) -> ExpertPlacement:
+        """Return which experts are hot now."""
+        return self._store.current_placement()
+
+    def layers(self) -> Sequence[LayerExperts]:
+        """Return all layers of the model, with the bytes that their experts have in the store."""
+        return self._layers
+
+    def begin(self, layer: int, promoted: int, demoted: int) -> None:
+        """Start copies of two experts to the spare buffers; steps may run and see no change."""
+        self._changing = self._store.layers[layer]
+        self._layer.begin_exchange(promoted, demoted)
+
+    def ready(self) -> bool:
+        """Tell whether the copies that were started last are done."""
+        return self._layer.exchange_mark.query()
+
+    def wait(self) -> None:
+        """Wait for the copies that were started last."""
+        self._layer.exchange_mark.synchronize()
+
+    def turn(self) -> None:
+        """Let the two change sides, and start copies to their new places; no step may run."""
+        self._layer.turn_exchange()
+
+    def end(self) -> None:
+        """Let kernels find the two at their new places; steps may run."""
+        self._layer.end_exchange()
+
+    @property
+    def _layer(self) -> "LayerStore":
+        assert self._changing is not None, "only layers with cold experts change"
+        return self._changing
+
+
+class ExchangeRound:
+    """Carries out planned exchanges one after another.
+
+    Each takes three calls: `__init__` or the `end` before it begins it, `turn`, `end`. Copies and
+    steps run in between. A failure ends the round: earlier exchanges stay done, and the one that
+    failed leaves every expert where its layer finds it.
+    """
+
+    def __init__(self, experts: StoreExchanges, exchanges: Sequence[Exchange]) -> None:
         self._experts = experts
-        self._left = deque(swaps)
-        self._now: Swap | None = None
-        self.turned = False  # the swap under way has changed sides
-        self.done: list[Swap] = []
+        self._left = deque(exchanges)
+        self._now: Exchange | None = None
+        self.turned = False  # the exchange under way has changed sides
+        self.done: list[Exchange] = []
         self.error: Exception | None = None  # that ended the round
         self._next()
 
     @property
     def over(self) -> bool:
-        """Whether nothing is under way any more."""
+        """Whether no exchange is under way."""
         return self._now is None
 
     def ready(self) -> bool:
-        """Tell whether the next call has no copies to wait for; it tells of those that failed."""
+        """Tell whether the next call has no copies to wait for; True if they failed."""
         try:
             return self._experts.ready()
         except Exception:
-            return True
+            return True  # the next call meets the failure, and ends the round
 
-    def turn(self) -> Swap | None:
-        """Let two experts change sides, and return the swap unless it failed; no step may run."""
+    def turn(self) -> Exchange | None:
+        """Let two experts change sides; return the exchange, None if it failed. No step may run."""
         assert not self.turned
-        swap = self._now
+        exchange = self._now
         self.turned = self._try(self._experts.turn)
-        return swap if self.turned else None
+        return exchange if self.turned else None
 
     def end(self) -> None:
-        """Bring a swap that has turned to its end, and begin the next one; steps may run."""
+        """End the exchange that has turned, and begin the next one; steps may run."""
         assert self.turned
-        swap = self._now
+        exchange = self._now
         if self._try(self._experts.end):
-            assert swap is not None
-            self.done.append(swap)
+            assert exchange is not None
+            self.done.append(exchange)
             self._next()
 
     def give_way(self) -> None:
-        """Forget all swaps but one that has turned: its experts are not at their places yet."""
+        """Drop all exchanges but one that has turned: its experts are not at their places yet."""
         self._left.clear()
         if not self.turned:
             self._now = None
 
     def stop(self) -> None:
-        """Give way, and wait until no copy runs."""
+        """Drop all exchanges but one that has turned, and wait until no copy runs."""
         if self._now is None:
             return
         self._try(self._experts.wait)
@@ -150,70 +223,16 @@ class SwapRound:
     def _next(self) -> None:
         self.turned, self._now = False, None
         if self._left:
-            swap = self._now = self._left.popleft()
-            self._try(lambda: self._experts.begin(swap.layer, swap.promoted, swap.demoted))
+            exchange = self._now = self._left.popleft()
+            self._try(
+                lambda: self._experts.begin(exchange.layer, exchange.promoted, exchange.demoted)
+            )
 
     def _try(self, act: Callable[[], None]) -> bool:
-        """Tell whether it went well; if not, the round is over."""
+        """Tell whether an act went well; a failure ends the round."""
         try:
             act()
         except Exception as error:
             self.error, self._now = error, None
             return False
         return True
-
-
-class StoreSwaps:
-    """The experts of a store, which change places two at a time; for the engine's thread alone."""
-
-    def __init__(
-        self,
-        store: "ExpertStore",
-        layers: Sequence[LayerExperts],
-        *,
-        same_bits: bool,  # whether hot and cold experts give the same
-    ) -> None:
-        self._store, self.same_bits = store, same_bits
-        self._changing: LayerStore | None = None  # the layer of the exchange that was begun last
-        self._layers = tuple(
-            layer if stored is None else _as_stored(layer, stored)
-            for layer, stored in zip(layers, store.layers, strict=True)
-        )
-
-    def placement(self) -> ExpertPlacement:
-        """Return which experts are hot now."""
-        return self._store.residence()
-
-    def layers(self) -> Sequence[LayerExperts]:
-        """Return all layers with the bytes that their experts have in the store."""
-        return self._layers
-
-    def begin(self, layer: int, promoted: int, demoted: int) -> None:
-        """Ask for the copies of two experts of a layer."""
-        self._changing = self._store.layers[layer]
-        self._layer.begin_exchange(promoted, demoted)
-
-    def ready(self) -> bool:
-        """Tell whether the copies are there that were asked for last."""
-        return self._layer.exchange_mark.query()
-
-    def wait(self) -> None:
-        """Wait for them."""
-        self._layer.exchange_mark.synchronize()
-
-    def turn(self) -> None:
-        """Let the two change sides and ask for copies to their places."""
-        self._layer.turn_exchange()
-
-    def end(self) -> None:
-        """Let them be at their places."""
-        self._layer.end_exchange()
-
-    @property
-    def _layer(self) -> "LayerStore":
-        assert self._changing is not None, "only layers with cold experts change"
-        return self._changing
-
-
-def _as_stored(layer: LayerExperts, stored: "LayerStore") -> LayerExperts:
-    return replace(layer, expert_bytes=stored.expert_bytes, swap_copies=stored.link_copies)

@@ -1,7 +1,11 @@
-"""Router: which experts each row visits, and with what weights."""
+"""Feed-forward parts with routed experts, of separate operations that run on any device.
+
+A `Router` picks each row's experts. Their outputs are computed by `RoutedExperts`, where one device
+holds all experts, or by `StoredExperts`, where some are cold.
+"""
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,7 +24,7 @@ from headroom.layers.weights import WeightSource
 
 
 def router_rule(config: ExpertsConfig) -> RouterRule:
-    """Return how a family turns scores into weights."""
+    """Return the rule by which a family turns router logits into picks and weights."""
     return RouterRule(
         used=config.used,
         scores=config.scores,
@@ -31,7 +35,7 @@ def router_rule(config: ExpertsConfig) -> RouterRule:
 
 
 class Router:
-    """Scores all experts in float32 and chooses the best by the family's rule."""
+    """Scores all experts in float32 and picks the top k by the family's rule."""
 
     def __init__(self, config: ExpertsConfig, get: WeightSource, counts: torch.Tensor) -> None:
         exact = replace(get.case, dtype="f32")
@@ -43,73 +47,84 @@ class Router:
         self._route: Route = pick("route", exact).run
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ids and weights `[rows, used]` for rows as the router sees them; count them."""
+        """Return the ids and weights `[rows, used]` of rows' picks, and count the picks."""
         ids, weights = self._route(self._logits(x), self._rule, self._bias, self._counts)
         return ids, weights if self._scales is None else weights * self._scales[ids]
 
 
-Places = tuple[torch.Tensor, torch.Tensor]  # of picks: rows, and ranks among a row's
+@dataclass(frozen=True, slots=True, eq=False)
+class PickPositions:
+    """Positions of picks in a tensor `[rows, used]`."""
+
+    row: torch.Tensor
+    rank: torch.Tensor  # among the row's picks
+
+    @classmethod
+    def where(cls, mask: torch.Tensor) -> "PickPositions":
+        """Return the positions at which a mask `[rows, used]` is true."""
+        return cls(*torch.nonzero(mask, as_tuple=True))
+
+    def __len__(self) -> int:
+        return len(self.row)
 
 
-class SplitExperts:
-    """The experts of one layer as their file has them, for types without a GPU's own kernels.
+class StoredExperts:
+    """The experts of one layer, some of them cold, in the file's format.
 
-    Every answer is summed where all-hot experts would be: the same tokens, whatever is hot.
+    For formats and GPUs without fused kernels. A row's outputs are summed on the same device in the
+    same order whatever is hot, so that placement does not change the tokens.
     """
 
     def __init__(self, config: ExpertsConfig, get: WeightSource, store: LayerStore) -> None:
         fill_rows(store, get)
         self._store, self._activation, self._dtype = store, config.activation, get.case.dtype
-        # Of so many cold picks of a row, those whose experts come to the GPU.
-        self._left = torch.tensor(store.choice.in_place, device=get.case.torch_device)
+        # Entry n: of n cold picks of a row, those whose experts are copied to the GPU.
+        self._copied = torch.tensor(store.choice.in_place, device=get.case.torch_device)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each row's experts; `ids` and `weights` `[rows, used]`."""
         drops = self._store.path == "drop"
         if drops:
             weights = drop_cold(ids, weights, self._store.is_hot)
-        answers = torch.zeros(*ids.shape, x.shape[1], device=x.device)
-        comes = self._comes(ids)
+        outputs = torch.zeros(*ids.shape, x.shape[1], device=x.device)
+        copied = self._is_copied(ids)
         for expert in torch.bincount(ids.flatten()).nonzero().flatten().tolist():
-            own, slot, cold = ids == expert, *self._places(expert)
+            own = ids == expert
+            slot, cold = self._store.slot_of(expert), self._store.cold_of(expert)
             if slot is not None:
-                self._answer(answers, x, _places(own), slot)
+                self._fill(outputs, x, PickPositions.where(own), slot)
             elif not drops and cold is not None:
-                if len((here := _places(own & comes))[0]):
-                    self._answer(answers, x, here, self._store.bring(cold))
-                if len((there := _places(own & ~comes))[0]):
-                    self._answer_by_cpu(answers, x, there, cold)
+                if len(on_gpu := PickPositions.where(own & copied)):
+                    self._fill(outputs, x, on_gpu, self._store.bring(cold))
+                if len(on_cpu := PickPositions.where(own & ~copied)):
+                    self._fill_by_cpu(outputs, x, on_cpu, cold)
         out = torch.zeros_like(x)
-        for answer, weight in zip(answers.unbind(1), weights.unbind(1), strict=True):
-            out += weight[:, None] * answer
+        for output, weight in zip(outputs.unbind(1), weights.unbind(1), strict=True):
+            out += weight[:, None] * output
         return out
 
-    def _places(self, expert: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return self._store.slot_of(expert), self._store.cold_of(expert)
-
-    def _comes(self, ids: torch.Tensor) -> torch.Tensor:
-        """Whether a cold pick `[rows, used]` is one whose expert comes to the GPU."""
+    def _is_copied(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return, for each pick, whether its expert is cold and is copied to the GPU."""
         cold = self._store.is_hot[ids] == 0
-        return cold & (cold.cumsum(1) <= self._left[cold.sum(1)][:, None])
+        return cold & (cold.cumsum(1) <= self._copied[cold.sum(1)][:, None])
 
-    def _answer(
-        self, answers: torch.Tensor, x: torch.Tensor, picks: Places, blob: torch.Tensor
+    def _fill(
+        self, outputs: torch.Tensor, x: torch.Tensor, picks: PickPositions, blob: torch.Tensor
     ) -> None:
-        """Fill in one expert's answers for some picks, computed where it lies."""
-        row, rank = picks
-        answers[row, rank] = self._answers(x[row], blob).to(x.device)
+        """Write one expert's outputs for some picks, computed on the device of its bytes."""
+        outputs[picks.row, picks.rank] = self._run(x[picks.row], blob).to(x.device)
 
-    def _answer_by_cpu(
-        self, answers: torch.Tensor, x: torch.Tensor, picks: Places, blob: torch.Tensor
+    def _fill_by_cpu(
+        self, outputs: torch.Tensor, x: torch.Tensor, picks: PickPositions, blob: torch.Tensor
     ) -> None:
-        """Fill in a cold expert's answers where it lies, and count what that costs."""
+        """Write a cold expert's outputs, computed by the CPU, and count what that costs."""
         started, counts = time.perf_counter(), self._store.counts
-        self._answer(answers, x, picks, blob)
+        self._fill(outputs, x, picks, blob)
         counts.cpu_bytes += self._store.expert_bytes
         counts.cpu_s += time.perf_counter() - started
 
-    def _answers(self, x: torch.Tensor, blob: torch.Tensor) -> torch.Tensor:
-        """One expert's answers, where it lies."""
+    def _run(self, x: torch.Tensor, blob: torch.Tensor) -> torch.Tensor:
+        """Return one expert's outputs for rows, on the device of its bytes."""
         here = x.to(blob.device)
         gate, up, down = self._weights(blob)
         inner = gated_activation(
@@ -124,11 +139,6 @@ class SplitExperts:
             Weight(part.view(PLAIN_TYPES.get(kind.name, torch.uint8)).view(rows, -1), kind, rows, n)
             for part, kind, (rows, n) in parts
         ]
-
-
-def _places(picks: torch.Tensor) -> Places:
-    row, rank = torch.nonzero(picks, as_tuple=True)
-    return row, rank
 
 
 class RoutedExperts:
@@ -154,19 +164,21 @@ class RoutedExperts:
 
 def routed_experts(
     config: ExpertsConfig, get: WeightSource, scratch: torch.Tensor, store: LayerStore | None
-) -> "RoutedExperts | SplitExperts":
+) -> "RoutedExperts | StoredExperts":
     """Return the experts of a layer: all on one device, or where a store holds them."""
     if store is None:
         return RoutedExperts(config, get, scratch)
-    return SplitExperts(config, get, store)
+    return StoredExperts(config, get, store)
 
 
 class SharedExpert:
-    """The expert that every row visits, weighted by a sigmoid of its own where it has one."""
+    """The expert that every row visits; its gate, where it has one, weighs its output."""
 
     def __init__(self, config: ExpertsConfig, get: WeightSource) -> None:
         self._mlp = Mlp(get, config.activation, "ffn.shared.")
-        exact = replace(get.case, dtype="f32", reference=True)  # one row is too little for panels
+        exact = replace(
+            get.case, dtype="f32", reference=True
+        )  # one row would waste the panels of the C++ kernels
         self._gate = Linear(get.row("ffn.shared.router"), exact) if config.shared_gate else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -197,7 +209,7 @@ class ExpertsFfn:
         return out if self._shared is None else out.add_(self._shared(x))
 
 
-class BesideExperts:
+class DenseAndExpertsFfn:
     """The sum of a dense part and of routed experts, each with norms of its own."""
 
     def __init__(
@@ -211,7 +223,7 @@ class BesideExperts:
         store: LayerStore | None = None,  # where some of the experts are cold
     ) -> None:
         self._dense = dense
-        # What the router's scale and the root of the width do is a norm's weight.
+        # The router's scale and 1 / sqrt(width) together act as the weight of its norm.
         scale = get.vector("ffn.router_scale")
         self._router_norm = RmsNorm(scale.mul_(len(scale) ** -0.5), eps, get.case)
         self._router = Router(config, get, counts)
@@ -221,7 +233,7 @@ class BesideExperts:
 
     @part_of_step("experts")
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum for rows of the residual stream, which the router sees as they are."""
+        """Return the sum of both parts for rows of the residual stream."""
         ids, weights = self._router(self._router_norm(x))
         routed = self._after(self._experts(self._before(x), ids, weights))
         return routed.add_(self._dense(x))

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from html import escape
 
-from headroom.experts.placement import Counts, ExpertPlacement
+from headroom.experts.placement import ExpertCounts, ExpertPlacement
 
 WIDTH, MARGIN, LABEL, ROW = 1200, 20, 60, 12  # pixels
 HOT, COLD = (200, 60, 20), (40, 90, 180)  # of the most chosen expert
 PALE = 245  # of one that was never chosen
 
 
-def experts_svg(title: str, counts: Counts, placement: ExpertPlacement) -> str:
+def experts_svg(title: str, counts: ExpertCounts, placement: ExpertPlacement) -> str:
     """Return a heat map: the more an expert is chosen the deeper, hot ones red, cold ones blue.
 
     Experts stand in the order of their ids, or boxes would move from picture to picture.
@@ -32,7 +32,7 @@ def experts_svg(title: str, counts: Counts, placement: ExpertPlacement) -> str:
     )
 
 
-def _legend(placement: ExpertPlacement, counts: Counts) -> list[str]:
+def _legend(placement: ExpertPlacement, counts: ExpertCounts) -> list[str]:
     total = sum(len(row) for row in counts)
     words = (
         f"red: hot, {placement.total} of {total} experts ({placement.source}); blue: cold, "

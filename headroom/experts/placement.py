@@ -14,7 +14,7 @@ VERSION = 1
 # What even routing counts for beside the choices that were seen: it outweighs a short history and
 # vanishes in a long one. At 8 of 256 experts a promised hit rate is 0.05 too high at worst.
 PRIOR_TOKENS = 512
-Counts = Sequence[Sequence[float]]  # choices by layer and expert; a dense layer has none
+ExpertCounts = Sequence[Sequence[float]]  # choices by layer and expert; a dense layer has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class LayerExperts:
     experts: int
     expert_bytes: int  # of each, as it is held
     used: int = 1  # of them by each token
-    swap_copies: int = 3  # of an expert that a swap sends over the link
+    link_copies: int = 3  # of an expert that a swap sends over the link
 
     @property
-    def swap_bytes(self) -> int:
+    def exchange_bytes(self) -> int:
         """What a swap sends over the link, both ways together."""
-        return self.swap_copies * self.expert_bytes
+        return self.link_copies * self.expert_bytes
 
     @property
     def prior(self) -> float:
@@ -55,7 +55,7 @@ class ExpertPlacement:
         """Return the share of a layer's choices that will be hot, even ones if nothing is known."""
         return self.promised[layer] if self.promised else len(self.hot[layer]) / experts
 
-    def judged_by(self, layers: Sequence[LayerExperts], counts: Counts) -> "ExpertPlacement":
+    def judged_by(self, layers: Sequence[LayerExperts], counts: ExpertCounts) -> "ExpertPlacement":
         """Return the same with what earlier choices promise of it, few of them next to nothing."""
         return replace(self, promised=tuple(map(_hits, layers, self.hot, counts)))
 
@@ -67,7 +67,7 @@ class ExpertPlacement:
 
 
 def place_experts(
-    layers: Sequence[LayerExperts], counts: Counts, budget: int, floor: int
+    layers: Sequence[LayerExperts], counts: ExpertCounts, budget: int, floor: int
 ) -> ExpertPlacement:
     """Return the hot experts that a budget of bytes holds, by statistics.
 
@@ -117,7 +117,7 @@ def _hits(layer: LayerExperts, hot: Sequence[int], counts: Sequence[float]) -> f
     return (seen + layer.prior * even) / max(1.0, sum(counts) + layer.prior)
 
 
-def check_counts(layers: Sequence[LayerExperts], counts: Counts) -> None:
+def check_counts(layers: Sequence[LayerExperts], counts: ExpertCounts) -> None:
     """Refuse statistics of other layers or other numbers of experts."""
     found, wanted = [len(row) for row in counts], [layer.experts for layer in layers]
     if found != wanted:
@@ -134,7 +134,7 @@ def ranked(counts: Sequence[float]) -> list[int]:
 
 
 def _greedy(
-    layers: Sequence[LayerExperts], counts: Counts, floors: Sequence[int], left: int
+    layers: Sequence[LayerExperts], counts: ExpertCounts, floors: Sequence[int], left: int
 ) -> tuple[tuple[int, ...], ...]:
     orders = [ranked(row) for row in counts]
     taken = list(floors)

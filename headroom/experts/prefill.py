@@ -1,7 +1,9 @@
-"""CpuSide: what a CPU computes of the cold experts of a step of many rows, beside the GPU.
+"""The prefill path of cold experts: in steps of many rows they are copied to the GPU.
 
-Nothing here runs on torch's own threads: they spin for a while after every operation, on the cores
-that the C++ kernels' threads need.
+Copies go through two staging buffers while the GPU computes. If a step has few enough rows, it
+first waits for its picks: then only picked experts are copied, and the CPU computes those with the
+fewest picks. Experts are summed in the same groups whatever is cold, so that copied experts give
+the same bits as hot ones; experts that the CPU computes are rounded as its kernels round.
 """
 
 import threading
@@ -11,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,14 +21,14 @@ from headroom.experts.copies import (
     BouncedCopies,
     CopyQueue,
     CudaCopies,
-    KeptHost,
+    PinnedBuffer,
     StagingRing,
     WaitClock,
     on_device,
     pinned_empty,
     read_back,
 )
-from headroom.experts.store import runs
+from headroom.experts.store import LayerStore, runs
 from headroom.experts.telemetry import ColdCosts
 from headroom.kernels.cuda import experts_prefill, scratch
 from headroom.kernels.cuda.buffers import ALIGNMENT, Buffer
@@ -54,40 +55,43 @@ from headroom.plan.experts import BUFFERS, buffer_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CpuExperts:
-    """One layer's experts in host memory."""
+class CpuLayer:
+    """The experts of one layer as the CPU's kernels find them in host memory."""
 
     table: PanelTable
     activation: str
 
 
-class CpuSide:
-    """Computes in a thread of its own; layers use it one after another.
+class PrefillCpu:
+    """Computes cold experts of prefill steps on the CPU, in a thread of its own.
 
-    The memory of its answers serves the next layer, too: who asks again must have waited for the
-    device since it was told to read them.
+    Layers use it one after another. The memory of its answers serves the next layer, too: who asks
+    again must have waited for the device since it was told to read the answers. Nothing here runs
+    on torch's threads: they spin for a while after every operation, on the cores that the threads
+    of the C++ kernels need.
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "cold-prompts")  # starts when it is asked
-        self._answers = KeptHost()
+        self._thread = ThreadPoolExecutor(1, "cold-prompts")  # starts with the first request
+        self._answers = PinnedBuffer()
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def ask(
         self,
         x: torch.Tensor,  # float32 [rows, hidden]
-        picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights; negative ids: none
-        experts: CpuExperts,
+        picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights; negative ids: no pick
+        experts: CpuLayer,
     ) -> Future[tuple[torch.Tensor, float]]:
-        """Let the sums of rows be computed; they come with the seconds that it took."""
-        if not threading.main_thread().is_alive():  # executors take nothing then; others may go on
+        """Start to compute the weighted sums of rows; the result has them and the seconds taken."""
+        # Once the main thread has ended an executor refuses work, but requests may still run.
+        if not threading.main_thread().is_alive():
             done: Future[tuple[torch.Tensor, float]] = Future()
             done.set_result(self._compute(x, picks, experts))
             return done
         return self._thread.submit(self._compute, x, picks, experts)
 
     def _compute(
-        self, x: torch.Tensor, picks: tuple[torch.Tensor, torch.Tensor], experts: CpuExperts
+        self, x: torch.Tensor, picks: tuple[torch.Tensor, torch.Tensor], experts: CpuLayer
     ) -> tuple[torch.Tensor, float]:
         began = time.perf_counter()
         needed = scratch_bytes(picks[0], experts.table)
@@ -98,117 +102,100 @@ class CpuSide:
         return out, time.perf_counter() - began
 
 
-# A row of cold memory that is none, and no neighbour of one.
+# Instead of a row of cold memory: the expert lies in the spare buffer, after a failed exchange. Not
+# -1, which would be a neighbour of row 0.
 ELSEWHERE = -2
 
 
-class ColdExperts(Protocol):
-    """What is read of a layer's store."""
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert: gate, up and down."""
-
-    @property
-    def cold(self) -> torch.Tensor:
-        """The cold experts `[cold, expert_bytes]` in host memory."""
-
-    @property
-    def host_addresses(self) -> torch.Tensor:
-        """Addresses `[experts, 3]` of cold experts; 0 of hot ones."""
-
-    def cold_of(self, expert: int) -> torch.Tensor | None:
-        """Return an expert's bytes in host memory; None where it has none."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """Cold experts that are copied at once."""
+class BufferLoad:
+    """Cold experts that are copied to one staging buffer."""
 
-    which: torch.Tensor  # int32, counted from their group's first, on the GPU
-    sources: tuple[torch.Tensor, ...]  # runs of cold memory
+    which: torch.Tensor  # int32 on the GPU: their numbers, counted from the group's first expert
+    sources: tuple[torch.Tensor, ...]  # runs of neighbours in cold memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupExperts:
-    """The experts of one group."""
+    """The experts of one group, which kernels unpack and multiply at once."""
 
-    hot: torch.Tensor  # int32, counted from its first, on the GPU
-    pieces: tuple[Piece, ...]
+    hot: torch.Tensor  # int32 on the GPU: numbers of hot ones, counted from the group's first
+    loads: tuple[BufferLoad, ...]  # the cold ones
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Places:
-    """Where a layer's experts lie, as long as they lie there."""
+class _Locations:
+    """Where a layer's experts lie; valid until an exchange moves one."""
 
-    lies: torch.Tensor  # the addresses that the rest was found for
+    addresses: torch.Tensor  # a copy of the store's host addresses that the rest was found for
     hot: list[bool]  # by expert
     rows: dict[int, int]  # of cold memory, by cold expert
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Plan:
-    """How all cold experts of some places are streamed."""
+class _StreamPlan:
+    """How all cold experts of a layer are streamed."""
 
-    places: _Places
+    locations: _Locations
     bounds: list[tuple[int, int]]
     groups: list[GroupExperts]
 
 
-class ColdPieces:
-    """Cuts the cold experts of one layer into pieces of at most so many."""
+class LayerLoads:
+    """Cuts the cold experts of one layer into loads of the staging buffers."""
 
-    def __init__(self, tiles: ExpertTiles, store: ColdExperts, most: int) -> None:
-        self._tiles, self._store, self._most = tiles, store, most
-        self._places: _Places | None = None
-        self._all: _Plan | None = None
+    def __init__(self, tiles: ExpertTiles, store: LayerStore, most: int) -> None:
+        self._tiles, self._store = tiles, store
+        self._most = most  # experts that a buffer holds
+        self._locations: _Locations | None = None
+        self._all: _StreamPlan | None = None
 
     def all_groups(self) -> list[GroupExperts]:
-        """Return how all cold experts are streamed."""
-        places, bounds, plan = self._find_places(), group_bounds(self._tiles), self._all
-        if plan is None or plan.places is not places or plan.bounds != bounds:
-            plan = _Plan(places, bounds, self._groups(places.rows, bounds))
+        """Return the groups that stream all cold experts."""
+        locations, bounds, plan = self._find_locations(), group_bounds(self._tiles), self._all
+        if plan is None or plan.locations is not locations or plan.bounds != bounds:
+            plan = _StreamPlan(locations, bounds, self._groups(locations.rows, bounds))
             self._all = plan
         return plan.groups
 
     def some_groups(self, cold: Mapping[int, int]) -> list[GroupExperts]:
-        """Return how some cold experts are streamed, given with their rows of cold memory."""
+        """Return the groups that stream some cold experts, given with their cold-memory rows."""
         return self._groups(cold, group_bounds(self._tiles))
 
     def rows(self) -> Mapping[int, int]:
-        """Where each cold expert lies in cold memory; ELSEWHERE after an exchange that failed."""
-        return self._find_places().rows
+        """Return each cold expert's row of cold memory; ELSEWHERE after a failed exchange."""
+        return self._find_locations().rows
 
-    def _find_places(self) -> _Places:
-        """Where experts lie now; found anew when some of them have moved."""
-        lies, store = self._store.host_addresses, self._store
-        if self._places is None or not torch.equal(lies, self._places.lies):
+    def _find_locations(self) -> _Locations:
+        """Return where experts lie now; found anew after an expert has moved."""
+        now, store = self._store.host_addresses, self._store
+        if self._locations is None or not torch.equal(now, self._locations.addresses):
             size, first, end = store.expert_bytes, store.cold.data_ptr(), len(store.cold)
-            addresses = lies[:, 0].tolist()
+            addresses = now[:, 0].tolist()
             found = {e: (at - first) // size for e, at in enumerate(addresses) if at}
             rows = {e: row if 0 <= row < end else ELSEWHERE for e, row in found.items()}
-            self._places = _Places(lies.clone(), [not at for at in addresses], rows)
-        return self._places
+            self._locations = _Locations(now.clone(), [not at for at in addresses], rows)
+        return self._locations
 
     def _groups(
         self, cold: Mapping[int, int], bounds: Sequence[tuple[int, int]]
     ) -> list[GroupExperts]:
-        """Groups that stream the given cold experts; every expert not cold at all is hot."""
-        is_hot = self._find_places().hot
+        """Return groups with all hot experts and the given cold ones."""
+        is_hot = self._find_locations().hot
         by_row = {row: expert for expert, row in cold.items()}
-        lists: list[list[int]] = []  # of experts, brought to the GPU by one copy
-        rows: list[list[list[int]]] = []  # of cold memory, by group and piece
+        lists: list[list[int]] = []  # of experts; one copy brings all lists to the GPU
+        rows: list[list[list[int]]] = []  # of cold memory, by group and load
         for first, count in bounds:
             lists.append([expert for expert in range(count) if is_hot[first + expert]])
             group = [cold[expert] for expert in range(first, first + count) if expert in cold]
-            rows.append(cut_pieces(group, self._most))
+            rows.append(cut_loads(group, self._most))
             lists += [[by_row[row] - first for row in part] for part in rows[-1]]
         on_gpu = iter(self._on_gpu(lists))
         groups = []
         for parts in rows:
             hot = next(on_gpu)
-            pieces = tuple(Piece(next(on_gpu), self._sources(part, by_row)) for part in parts)
-            groups.append(GroupExperts(hot, pieces))
+            loads = tuple(BufferLoad(next(on_gpu), self._sources(part, by_row)) for part in parts)
+            groups.append(GroupExperts(hot, loads))
         return groups
 
     def _sources(self, rows: Sequence[int], by_row: Mapping[int, int]) -> tuple[torch.Tensor, ...]:
@@ -228,42 +215,44 @@ class ColdPieces:
         return torch.split(moved, [len(numbers) for numbers in lists])
 
 
-def pieces_of(groups: Sequence[GroupExperts]) -> list[Piece]:
-    """Return the pieces of all groups in the order of their use."""
-    return [piece for group in groups for piece in group.pieces]
+def loads_of(groups: Sequence[GroupExperts]) -> list[BufferLoad]:
+    """Return the loads of all groups in the order of their use."""
+    return [load for group in groups for load in group.loads]
 
 
 class ColdStream:
-    """The way of a GPU's cold experts to it; its layers use it one after another."""
+    """Copies a GPU's cold experts through its staging buffers; layers use it one after another."""
 
     def __init__(
         self,
         staging: torch.Tensor,  # uint8 on the GPU
-        most: tuple[int, int],  # bytes of an expert, and experts, of any layer
+        expert_bytes: int,  # of the largest expert of any layer
+        experts: int,  # the most of any layer
         queue: CopyQueue,
         speeds: ColdSpeeds,
     ) -> None:
-        size = min(buffer_bytes(*most), len(staging) // BUFFERS // ALIGNMENT * ALIGNMENT)
-        assert size >= most[0]
+        planned = buffer_bytes(expert_bytes, experts)
+        size = min(planned, len(staging) // BUFFERS // ALIGNMENT * ALIGNMENT)
+        assert size >= expert_bytes
         self.buffer_bytes = size
         self.downs = staging[BUFFERS * size :]
         self.speeds = speeds if MODULE is not None else speeds.without_cpu
         self.layers: list[StreamedLayer] = []  # in the order of the model
         self.counts = ColdCosts()
-        # Of the computing, for copies; None where no GPU computes.
+        # Times how long the computing waits for copies; None without a GPU.
         self.waits = WaitClock(staging.device) if staging.is_cuda else None
-        self.cpu, self.read_room = CpuSide(), KeptHost()
+        self.cpu, self.read_room = PrefillCpu(), PinnedBuffer()
         self._ring = StagingRing(queue, staging[: BUFFERS * size].view(BUFFERS, -1).unbind())
-        self._coming: deque[Piece] = deque()  # in the order of their use
-        self._sent = 0  # of those
+        self._coming: deque[BufferLoad] = deque()  # not yet unpacked, in the order of their use
+        self._sent = 0  # how many of them are in buffers or on their way
         self._rooms: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}  # of downs
 
     def add(
-        self, tiles: ExpertTiles, store: ColdExperts, activation: str, cold_picks: float
+        self, tiles: ExpertTiles, store: LayerStore, activation: str, cold_picks: float
     ) -> "StreamedLayer":
-        """Return a further layer's experts; its first copies begin while the one before works.
+        """Add the next layer of a step; its first copies begin while the layer before computes.
 
-        `cold_picks` are those that are expected of a row.
+        `cold_picks` is the expected number of cold picks of a row.
         """
         layer = StreamedLayer(self, tiles, store, activation, cold_picks)
         if self.layers:
@@ -271,25 +260,29 @@ class ColdStream:
         self.layers.append(layer)
         return layer
 
-    def begin(self, pieces: Sequence[Piece], ahead: Sequence[Piece]) -> None:
-        """Let a layer's pieces come, if they are not on their way yet, and then those ahead."""
-        known = len(self._coming) == len(pieces) and all(
-            a is b for a, b in zip(self._coming, pieces, strict=True)
+    def begin(self, loads: Sequence[BufferLoad], ahead: Sequence[BufferLoad]) -> None:
+        """Start the copies of a layer's loads, unless they are on their way, then those ahead."""
+        known = len(self._coming) == len(loads) and all(
+            a is b for a, b in zip(self._coming, loads, strict=True)
         )
         if not known:
             self._ring.forget()
-            self._coming, self._sent = deque(pieces), 0
+            self._coming, self._sent = deque(loads), 0
         self._coming.extend(ahead)
         self._send()
 
     def unpack(
-        self, piece: Piece, tiles: ExpertTiles, group: ExpertGroup, rooms: Sequence[torch.Tensor]
+        self,
+        load: BufferLoad,
+        tiles: ExpertTiles,
+        group: ExpertGroup,
+        rooms: Sequence[torch.Tensor],
     ) -> None:
-        """Unpack the piece that comes next, and let a later one take its buffer."""
-        assert self._coming[0] is piece
+        """Unpack the load that comes next, and start the copy of a later one to its buffer."""
+        assert self._coming[0] is load
         gates_and_ups, downs = rooms
         first = self._ring.first
-        some = SomeExperts(piece.which, first() if self.waits is None else self.waits.timed(first))
+        some = SomeExperts(load.which, first() if self.waits is None else self.waits.timed(first))
         unpack_some(tiles, some, group, gates_and_ups, downs)
         self._ring.release()
         self._coming.popleft()
@@ -297,47 +290,47 @@ class ColdStream:
         self._send()
 
     def room_for_downs(self, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for a group's downs; it serves one group after another."""
+        """Return memory for a group's unpacked downs; groups use it one after another."""
         if (found := self._rooms.get((shape, dtype))) is not None:
             return found
         room = self.downs.view(dtype)[: prod(shape)]
-        if len(room) < prod(shape):  # more than planned: the scratch says so
+        if len(room) < prod(shape):  # more than planned, which the scratch reports
             return scratch.take(Buffer(shape, scratch.name_of(dtype)), room.device)
         self._rooms[shape, dtype] = room.view(shape)
         return self._rooms[shape, dtype]
 
     def _send(self) -> None:
         while self._ring.has_room and self._sent < len(self._coming):
-            piece = self._coming[self._sent]
-            self._ring.send(piece.sources)
+            load = self._coming[self._sent]
+            self._ring.send(load.sources)
             self._sent += 1
-            self.counts.streamed_bytes += sum(source.numel() for source in piece.sources)
+            self.counts.streamed_bytes += sum(source.numel() for source in load.sources)
 
 
 class StreamedLayer:
-    """One layer's experts, some or all of them cold, for steps of many rows."""
+    """One layer's experts, some or all of them cold, in prefill steps."""
 
     def __init__(
         self,
         stream: ColdStream,
         tiles: ExpertTiles,
-        store: ColdExperts,
+        store: LayerStore,
         activation: str,
-        cold_picks: float,  # that are expected of a row
+        cold_picks: float,  # expected of a row
     ) -> None:
-        self.following: StreamedLayer | None = None  # that comes next in a step
+        self.following: StreamedLayer | None = None  # the next layer of a step
         self._size = ExpertSize(store.expert_bytes, expert_flops(tiles.width, tiles.hidden))
         self._stream, self._activation = stream, activation
         self._tiles, self._store = tiles, store
-        self._pieces = ColdPieces(tiles, store, stream.buffer_bytes // store.expert_bytes)
+        self._loads = LayerLoads(tiles, store, stream.buffer_bytes // store.expert_bytes)
         cold = ColdLayer(
             size=self._size,
-            experts=len(self._pieces.rows()),
+            experts=len(self._loads.rows()),
             picks=cold_picks,
             ahead_bytes=BUFFERS * stream.buffer_bytes,
         )
-        # The most of a step that waits to hear which experts were chosen. Found once: swaps leave
-        # as many experts cold, and fewer picks.
+        # The most rows of a step that waits for its picks. Computed once: exchanges leave as many
+        # experts cold, and make cold picks fewer.
         self.counted_rows = most_counted_rows(cold, stream.speeds)
 
     def many_rows(
@@ -347,12 +340,12 @@ class StreamedLayer:
         others: Others = NO_OTHERS,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the weighted sum of each row's experts and what else it gets."""
+        """Return the weighted sum of each row's experts and others."""
         rows = as_narrow(x)
         chosen = ChosenRows(rows.values, *picks, rows.powers)
         if len(picks[0]) <= self.counted_rows:
             return self._counted(chosen, others, out)
-        return self._streamed(chosen, self._pieces.all_groups(), others, out)
+        return self._streamed(chosen, self._loads.all_groups(), others, out)
 
     def _streamed(
         self,
@@ -362,22 +355,22 @@ class StreamedLayer:
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         stream, tiles = self._stream, self._tiles
-        stream.begin(pieces_of(groups), self._ahead(len(chosen.ids)))
+        stream.begin(loads_of(groups), self._ahead(len(chosen.ids)))
         arriving = _Arriving(stream, tiles, groups, chosen.x.dtype)
         return experts_prefill.sum_groups(chosen, tiles, self._activation, arriving, others, out)
 
-    def _ahead(self, rows: int) -> list[Piece]:
-        """The pieces of the next layer, unless it waits to hear which experts were chosen."""
+    def _ahead(self, rows: int) -> list[BufferLoad]:
+        """Return the loads of the next layer; none if that layer waits for its picks."""
         following = self.following
         if following is None or rows <= following.counted_rows:
             return []
-        return pieces_of(following._pieces.all_groups())
+        return loads_of(following._loads.all_groups())
 
     def _counted(
         self, chosen: ChosenRows, others: Others, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """Wait for the numbers of picks; stream what pays, and leave the rest to the CPU."""
-        stream, tiles, cold = self._stream, self._tiles, self._pieces.rows()
+        """Wait for the picks; copy some of the picked experts, and leave others to the CPU."""
+        stream, tiles, cold = self._stream, self._tiles, self._loads.rows()
         read = [chosen.ids]
         if stream.speeds.cpu_takes_prefill:
             read += [_floats(chosen), chosen.weights]
@@ -387,81 +380,84 @@ class StreamedLayer:
         left = left_to_cpu(used, self._size, stream.speeds)
         streamed = {expert: cold[expert] for expert in used if expert not in left}
         if not left:
-            return self._streamed(chosen, self._pieces.some_groups(streamed), others, out)
-        theirs = torch.zeros(len(by_expert), dtype=torch.bool)
-        theirs[list(left)] = True
+            return self._streamed(chosen, self._loads.some_groups(streamed), others, out)
+        by_cpu = torch.zeros(len(by_expert), dtype=torch.bool)
+        by_cpu[list(left)] = True
         x, weights = rows
-        asked = stream.cpu.ask(x, (_only(ids, theirs), weights), self._on_cpu())
-        # The CPU is at it while the GPU's work is launched and runs.
+        asked = stream.cpu.ask(x, (_only(ids, by_cpu), weights), self._on_cpu())
+        # The CPU computes while the GPU's work is launched and runs.
         try:
-            groups = self._pieces.some_groups(streamed)
-            gpus = _without(chosen.ids, on_device(theirs, chosen.ids.device))
+            groups = self._loads.some_groups(streamed)
+            gpus = _without(chosen.ids, on_device(by_cpu, chosen.ids.device))
             kept = ChosenRows(chosen.x, gpus, chosen.weights, chosen.powers)
             out = self._streamed(kept, groups, others, out)
-        finally:  # of a step that failed, too: what the CPU reads is what swaps and the next change
+        finally:  # if the step fails, too: exchanges and the next step change what the CPU reads
             wait([asked])
         answers, took_s = asked.result()
         stream.counts.cpu_bytes += len(left) * self._size.bytes
         stream.counts.cpu_s += took_s
         return out.add_(answers.to(out.device, non_blocking=True))
 
-    def _on_cpu(self) -> CpuExperts:
-        """The cold experts as the CPU's kernels find them."""
+    def _on_cpu(self) -> CpuLayer:
+        """Return the cold experts as the CPU's kernels find them."""
         tiles, store = self._tiles, self._store
         width, hidden = tiles.width, tiles.hidden
         shapes = [(width, hidden), (width, hidden), (hidden, width)]
         table = PanelTable(store.host_addresses, tiles.kinds, shapes, store.cold, tiles=True)
-        return CpuExperts(table, self._activation)
+        return CpuLayer(table, self._activation)
 
 
 class _Arriving:
-    """Unpacks a group's hot experts from their slots and its cold ones as they come."""
+    """Unpacks a group's hot experts from their slots, and its cold ones from the buffers."""
 
     def __init__(
         self,
         stream: ColdStream,
         tiles: ExpertTiles,
         groups: Sequence[GroupExperts],
-        dtype: torch.dtype,  # that they are unpacked to
+        dtype: torch.dtype,  # of unpacked weights
     ) -> None:
         self._stream, self._tiles, self._dtype = stream, tiles, dtype
         self._left = deque(groups)
         self._downs: torch.Tensor | None = None
 
     def gates_and_ups(self, group: ExpertGroup) -> torch.Tensor:
-        """Unpack all of a group's experts, and return gates and ups."""
+        """Unpack all experts of a group, and return their gates and ups."""
         tiles, experts = self._tiles, self._left.popleft()
         plain = experts_prefill.empty_gates_and_ups(tiles, group, self._dtype)
         shape = group.size, tiles.hidden, tiles.width
         self._downs = downs = self._stream.room_for_downs(shape, self._dtype)
         if len(experts.hot):
             unpack_some(tiles, SomeExperts(experts.hot), group, plain, downs)
-        for piece in experts.pieces:
-            self._stream.unpack(piece, tiles, group, (plain, downs))
+        for load in experts.loads:
+            self._stream.unpack(load, tiles, group, (plain, downs))
         return plain
 
     def downs(self, group: ExpertGroup) -> torch.Tensor:
-        """Return downs, unpacked before."""
+        """Return the downs of a group, which `gates_and_ups` has unpacked."""
         assert self._downs is not None
         return self._downs
 
 
 def open_stream(
-    staging: torch.Tensor, most: tuple[int, int], pinned: bool, speeds: ColdSpeeds
+    staging: torch.Tensor, expert_bytes: int, experts: int, *, pinned: bool, speeds: ColdSpeeds
 ) -> ColdStream:
-    """Return the way of cold experts to the GPU that holds the buffers."""
+    """Return a stream of copies to the GPU that holds the staging buffers.
+
+    `expert_bytes` and `experts` are the largest of any layer; `pinned` is the cold memory.
+    """
     queue: CopyQueue = CudaCopies(staging.device)
     if not pinned:
-        size = buffer_bytes(*most)
+        size = buffer_bytes(expert_bytes, experts)
         buffers = [pinned_empty((size,), torch.uint8) for _ in range(BUFFERS)]
         queue = BouncedCopies(queue, buffers)
-    return ColdStream(staging, most, queue, speeds)
+    return ColdStream(staging, expert_bytes, experts, queue, speeds)
 
 
 def count_picks(ids: torch.Tensor, experts: int) -> list[int]:
-    """Return how often each expert is picked by ids in host memory; ids that are none's count not.
+    """Return how often each expert is picked by ids in host memory; ids of padding do not count.
 
-    By numpy: to count on the GPU would take several launches, and torch's threads spin.
+    By numpy: counting on the GPU would take several launches, and torch's threads spin.
     """
     flat = ids.numpy().ravel()
     counts: list[int] = np.bincount(
@@ -471,27 +467,27 @@ def count_picks(ids: torch.Tensor, experts: int) -> list[int]:
 
 
 def _floats(chosen: ChosenRows) -> torch.Tensor:
-    """Rows as a CPU reads them: in float32, times their powers where they have such."""
+    """Return rows as the CPU reads them: in float32, times their powers where they have such."""
     x = chosen.x.float()
     return x if chosen.powers is None else x * chosen.powers[:, None]
 
 
 def _without(ids: torch.Tensor, passed_over: torch.Tensor) -> torch.Tensor:
-    """Return ids with -1 for picks of some experts; picks of nobody stay so."""
+    """Return ids with -1 for picks of the experts that are passed over; ids of -1 stay -1."""
     return ids.masked_fill(passed_over[ids.long()], -1)
 
 
-def _only(ids: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Return ids in host memory with -1 for picks of all other experts.
+def _only(ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Return ids in host memory with -1 for picks of all experts that are not kept.
 
-    Not by torch: its threads spin after an operation, on the cores that experts need. With them
-    512 rows took the CPU up to three times as long, on 16 cores, 2026-11-16.
+    By numpy: torch's threads spin after an operation, on the cores that the CPU's experts need;
+    with them, 512 rows took the CPU up to three times as long (16 cores, 2026-11-16).
     """
     found = ids.numpy()
-    return torch.from_numpy(np.where(theirs.numpy()[found], found, -1))
+    return torch.from_numpy(np.where(kept.numpy()[found], found, -1))
 
 
-def cut_pieces(rows: Sequence[int], most: int) -> list[list[int]]:
-    """Cut rows of cold memory, in ascending order, into pieces of at most so many."""
+def cut_loads(rows: Sequence[int], most: int) -> list[list[int]]:
+    """Cut rows of cold memory, in ascending order, into loads of at most so many."""
     ordered = sorted(rows)
     return [ordered[first : first + most] for first in range(0, len(ordered), most)]

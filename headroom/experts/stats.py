@@ -21,31 +21,40 @@ log = logging.getLogger(__name__)
 HALF_LIFE_S = 14 * 24 * 3600.0  # after two weeks a choice counts half
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RouterCounts:
+    """The choices of one layer's router, which it adds to; each int64 `[experts]`."""
+
+    decode: torch.Tensor  # in steps of few rows
+    prefill: torch.Tensor  # in steps of many rows
+
+
 class RoutingStats:
-    """Counts of choices, kept where the routers run; every step adds to them."""
+    """Counts how often each expert was chosen, on the device where the routers run."""
 
     def __init__(self, layers: int, experts: int, device: str) -> None:
-        # Of steps of few rows, and of those of many, whose cold experts go other ways.
+        # Decode and prefill steps apart: their cold experts take different paths.
         self._counts = torch.zeros(2, layers, experts, dtype=torch.int64, device=device)
 
-    def of_layer(self, index: int, *, many: bool = False) -> torch.Tensor:
-        """Return a layer's counts `[experts]`, for its router to add to."""
-        return self._counts[int(many), index]
+    def of_layer(self, index: int, experts: int | None = None) -> RouterCounts:
+        """Return the counts of a layer with so many experts, for its router to add to."""
+        decode, prefill = self._counts[:, index, :experts].unbind()
+        return RouterCounts(decode, prefill)
 
     def counts(self) -> torch.Tensor:
-        """Return the choices so far, `[layers, experts]`, copied to host memory.
+        """Return all choices so far, `[layers, experts]`, copied to host memory.
 
         Layers without experts have zeros.
         """
         return self._counts.cpu().sum(0)
 
-    def with_few_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the same, and those of steps of few rows alone, by one copy."""
+    def counts_with_decode(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all choices so far, and those of decode steps alone, by one copy."""
         host = self._counts.to("cpu", copy=True)
         return host.sum(0), host[0]
 
     def clear(self) -> None:
-        """Forget all choices, those of rows that only warmed a device up."""
+        """Forget all choices, such as those of rows that only warmed up a device."""
         self._counts.zero_()
 
 

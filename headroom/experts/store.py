@@ -1,4 +1,4 @@
-"""Residence: where each expert of a layer is, and the table that tells a GPU's kernels."""
+"""Residency: where each expert of a layer is, and the table that tells a GPU's kernels."""
 
 import logging
 from collections import Counter
@@ -36,7 +36,7 @@ NOWHERE, SPARE = -1, -2  # instead of a row: not on this side; in this side's sp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Residence:
+class Residency:
     """Which row of either side each expert is in; hot ones may have one of both.
 
     Cold ones that are left out may have none.
@@ -50,17 +50,17 @@ class Residence:
         """Which experts are hot."""
         return self.slot != NOWHERE
 
-    def with_moved(self, slots: dict[int, int], rows: dict[int, int]) -> "Residence":
+    def with_moved(self, slots: dict[int, int], rows: dict[int, int]) -> "Residency":
         """Return where all are when these experts have other slots and rows."""
         slot, row = self.slot.clone(), self.row.clone()
         for expert, place in slots.items():
             slot[expert] = place
         for expert, place in rows.items():
             row[expert] = place
-        return Residence(slot, row)
+        return Residency(slot, row)
 
 
-def first_residence(experts: int, hot: Sequence[int], rows: int) -> Residence:
+def initial_residency(experts: int, hot: Sequence[int], rows: int) -> Residency:
     """Return where experts are loaded to: with a row for each, hot ones have one as well.
 
     Without rows, cold experts are nowhere.
@@ -68,11 +68,11 @@ def first_residence(experts: int, hot: Sequence[int], rows: int) -> Residence:
     slot = torch.full((experts,), NOWHERE)
     slot[list(hot)] = torch.arange(len(hot))
     if rows == experts:
-        return Residence(slot, torch.arange(experts))
+        return Residency(slot, torch.arange(experts))
     if not rows:
-        return Residence(slot, torch.full((experts,), NOWHERE))
+        return Residency(slot, torch.full((experts,), NOWHERE))
     is_cold = slot == NOWHERE
-    return Residence(slot, torch.where(is_cold, is_cold.cumsum(0) - 1, NOWHERE))
+    return Residency(slot, torch.where(is_cold, is_cold.cumsum(0) - 1, NOWHERE))
 
 
 def addresses_of(rows: torch.Tensor, side: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ class BlobLayout:
 
 
 @dataclass(slots=True, eq=False)
-class Spare:
+class SpareBuffers:
     """Room for one expert on each side, shared by all layers of a device, and for more."""
 
     device: torch.Tensor  # uint8 [bytes]
@@ -132,12 +132,12 @@ class Spare:
     staging: torch.Tensor  # uint8 on the device, for cold experts on their way
     table: torch.Tensor  # uint8 in host memory, pinned: the next that a layer gets
     copies: CopyQueue  # of exchanges, beside steps
-    exchange: "Exchange | None" = None  # that uses it
+    exchange: "OpenExchange | None" = None  # that uses it
     told: Mark | None = None  # when the table there has been read
 
 
 @dataclass(slots=True, eq=False)
-class Exchange:
+class OpenExchange:
     """Two experts of a layer that are changing places."""
 
     layer: "LayerStore"
@@ -164,7 +164,7 @@ class LayerStore:
         hot: Sequence[int],
         slots: torch.Tensor,
         cold: torch.Tensor,
-        spare: Spare,
+        spare: SpareBuffers,
         memory: HostMemory,
         choice: DecodeChoice,
     ) -> None:
@@ -177,7 +177,7 @@ class LayerStore:
         self.keeps_copy = bool(len(slots)) and len(cold) == blobs.experts
         self.counts = ColdCosts()  # of a layer without fused kernels
         self._spare, self._memory = spare, memory
-        self._residence = first_residence(blobs.experts, sorted(hot), len(cold))
+        self._residence = initial_residency(blobs.experts, sorted(hot), len(cold))
         # One piece, so that one copy changes all of it.
         size = table_bytes(blobs.experts)
         self._device_table = torch.empty(size, dtype=torch.uint8, device=slots.device)
@@ -280,7 +280,7 @@ class LayerStore:
         if not self.keeps_copy:
             copied = self._copy_beside(spare.host[: self.expert_bytes], going)
         slot, row = int(self._residence.slot[demoted]), int(self._residence.row[promoted])
-        spare.exchange = Exchange(self, promoted, demoted, slot, row, copied)
+        spare.exchange = OpenExchange(self, promoted, demoted, slot, row, copied)
 
     @property
     def exchange_mark(self) -> Mark:
@@ -329,13 +329,13 @@ class LayerStore:
             self._move(exchange)
         self.end_exchange()
 
-    def _under_way(self) -> Exchange:
+    def _under_way(self) -> OpenExchange:
         exchange = self._spare.exchange
         if exchange is None or exchange.layer is not self:
             raise ValueError("no exchange of this layer was begun")
         return exchange
 
-    def _move(self, exchange: Exchange) -> None:
+    def _move(self, exchange: OpenExchange) -> None:
         """Ask for copies of both to their places, where no table finds anything now."""
         spare, slot = self._spare, self.slots[exchange.slot]
         if not self.keeps_copy:
@@ -351,7 +351,7 @@ class LayerStore:
         copies = self._spare.copies
         return copies.copy(to, [source], copies.mark())
 
-    def _publish(self, residence: Residence) -> None:
+    def _publish(self, residence: Residency) -> None:
         """Let the tables tell where experts are: the GPU's to all steps launched from now on.
 
         The host's changes at once, while steps may run. The CPU that computes for them reads it,
@@ -388,7 +388,7 @@ class ExpertStore:
 
     layers: tuple[LayerStore | None, ...]  # by layer of the model; None: dense, or all hot
     placement: ExpertPlacement  # as it was loaded
-    spare: Spare
+    spare: SpareBuffers
     memory: HostMemory
 
     @property
@@ -421,7 +421,7 @@ class ExpertStore:
         """Bytes of all experts in host memory; 0: cold ones are left out, and none can move."""
         return sum(layer.cold.nbytes for layer in self.layers if layer is not None)
 
-    def residence(self) -> ExpertPlacement:
+    def current_placement(self) -> ExpertPlacement:
         """Return which experts are hot now."""
         hot = tuple(
             loaded if layer is None else layer.hot
@@ -504,7 +504,7 @@ def open_store(
     on_host = memory.bytes[len(memory) - largest :]
     table = pinned_empty((max(table_bytes(x.experts) for x in layouts if x),), torch.uint8)
     copies = open_copies(torch.device(device))
-    spare = Spare(staging[:largest], on_host, staging[aligned(largest) :], table, copies)
+    spare = SpareBuffers(staging[:largest], on_host, staging[aligned(largest) :], table, copies)
     slot_rows, cold_rows = _cut(slab, layouts, slots), _cut(memory.bytes, layouts, cold)
     layers = tuple(
         None

@@ -2,77 +2,59 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 
 from headroom.experts.placement import ExpertPlacement
 
-TIMES = ("hot", "cold", "wait")  # keys of `seconds`: small steps that ask a CPU
-COPIES = "copies"  # another: the GPU's computing waited for copies of cold experts, long steps
+# Keys of `seconds`. Of decode steps that ask the CPU: the GPU computed hot experts, the CPU cold
+# ones, the GPU waited for the CPU.
+TIMES = ("hot", "cold", "wait")
+COPIES = "copies"  # of prefill steps: the GPU waited for copies of cold experts
 
 
 @dataclass(frozen=True, slots=True)
 class ColdFigures:
-    """Totals since the start that only those know who compute experts."""
+    """What cold experts have cost since the start."""
 
     read_bytes: Mapping[str, int] = field(default_factory=dict)  # by path: "gpu", "cpu", "stream"
-    seconds: Mapping[str, float] = field(
-        default_factory=dict
-    )  # by TIMES and COPIES; empty: not measured
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by TIMES and COPIES, if measured
 
 
 @dataclass(slots=True)
 class ColdCosts:
-    """What cold experts have cost so far, as those count it who bring or compute them."""
+    """Running totals, counted by the code that copies or computes cold experts."""
 
-    streamed_bytes: int = 0  # that came to the GPU
-    cpu_bytes: int = 0  # that a CPU has read
-    cpu_s: float = 0.0  # that its answers took
-
-
-class ColdMeter(Protocol):
-    """Asked between steps by the engine's thread; may wait for a GPU."""
-
-    @property
-    def pick_bytes(self) -> Sequence[int]:
-        """Bytes that nobody counts: those that a GPU alone reads in place, of a cold choice in a
-        step of few rows, by layer; empty where there are none."""
-
-    def figures(self) -> ColdFigures: ...
-
-
-class DecodeCounts(Protocol):
-    """What is known of decode steps whose cold experts a CPU computes."""
-
-    @property
-    def cpu_bytes(self) -> int: ...
-
-    @property
-    def gpu_bytes(self) -> int: ...
-
-    @property
-    def hot_s(self) -> float: ...
-
-    @property
-    def cold_s(self) -> float: ...
-
-    @property
-    def wait_s(self) -> float: ...
+    streamed_bytes: int = 0  # copied to the GPU
+    cpu_bytes: int = 0  # read by the CPU
+    cpu_s: float = 0.0  # that the CPU took for its answers
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedMeter:
-    """Fills ColdMeter from those who compute: a worker on the CPU, a stream of long steps."""
+class DecodeCounts:
+    """Totals of decode steps in layers that ask the CPU."""
 
-    worker: Callable[[], DecodeCounts] | None = None
-    streamed_bytes: Callable[[], int] | None = None
-    prompt: Callable[[], tuple[int, float]] | None = None  # bytes and seconds of a CPU, long steps
+    cpu_bytes: int  # read by the CPU
+    gpu_bytes: int  # read by the GPU over the link; an expert that two rows chose counts twice
+    hot_s: float  # from a request to the time when the GPU had nothing else to do
+    wait_s: float  # of the GPU, from then to the answer
+    cold_s: float  # of the CPU, from requests to answers
+
+
+@dataclass(frozen=True, slots=True)
+class ColdMeter:
+    """Reads what cold experts cost; for the engine's thread between steps. May wait for a GPU."""
+
+    worker: Callable[[], DecodeCounts] | None = None  # of decode steps that ask the CPU
+    costs: tuple[ColdCosts, ...] | None = None  # of prefill steps and of plain kernels
+    cpu_costs: bool = False  # whether those may ask the CPU
+    # By layer: bytes of one cold pick in a decode step that the GPU alone reads in place. Nobody
+    # counts these reads, so they follow from the picks. Empty where there are none.
     pick_bytes: tuple[int, ...] = ()
-    copies_s: Callable[[], float] | None = None  # that a GPU waited for copies, long steps
+    copies_s: Callable[[], float] | None = None  # that the GPU waited for copies in prefill steps
 
     def figures(self) -> ColdFigures:
-        """Return the figures of both as one."""
+        """Return the totals of all paths, without what follows from `pick_bytes`."""
         sizes: dict[str, int] = {}
         seconds: dict[str, float] = {}
         if self.worker is not None:
@@ -80,12 +62,11 @@ class JoinedMeter:
             sizes = {"gpu": counts.gpu_bytes, "cpu": counts.cpu_bytes}
             times = (counts.hot_s, counts.cold_s, counts.wait_s)
             seconds = dict(zip(TIMES, times, strict=True))
-        if self.prompt is not None:
-            size, took = self.prompt()
-            sizes["cpu"] = sizes.get("cpu", 0) + size
-            seconds["cold"] = seconds.get("cold", 0.0) + took
-        if self.streamed_bytes is not None:
-            sizes["stream"] = self.streamed_bytes()
+        if self.costs is not None:
+            if self.cpu_costs:
+                sizes["cpu"] = sizes.get("cpu", 0) + sum(x.cpu_bytes for x in self.costs)
+                seconds["cold"] = seconds.get("cold", 0.0) + sum(x.cpu_s for x in self.costs)
+            sizes["stream"] = sum(x.streamed_bytes for x in self.costs)
         if self.copies_s is not None:
             seconds[COPIES] = self.copies_s()
         return ColdFigures(sizes, seconds)
@@ -93,10 +74,10 @@ class JoinedMeter:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTelemetry:
-    """Totals of all layers over some time; a layer without experts has zeros."""
+    """Totals of all layers over a time; a layer without experts has zeros."""
 
     picks: tuple[int, ...]  # experts chosen, by layer
-    hits: tuple[int, ...]  # of them, those that were hot
+    hits: tuple[int, ...]  # picks that were hot, by layer
     tokens: int  # rows that went through the routers, prompts included
     cold_bytes: Mapping[str, int] = field(default_factory=dict)  # read, by path
     seconds: Mapping[str, float] = field(default_factory=dict)  # by TIMES and COPIES
@@ -104,21 +85,21 @@ class ExpertTelemetry:
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of choices that were hot; None before the first."""
+        """The share of picks that were hot; None before the first pick."""
         return _share(sum(self.hits), sum(self.picks))
 
     @property
     def layer_hit_rates(self) -> tuple[float | None, ...]:
-        """The same by layer; None where a layer chose nothing."""
+        """The share of picks that were hot, by layer; None for a layer without picks."""
         return tuple(map(_share, self.hits, self.picks))
 
     @property
     def cold_picks(self) -> int:
-        """Choices that were cold."""
+        """The number of picks that were cold."""
         return sum(self.picks) - sum(self.hits)
 
     def since(self, earlier: "ExpertTelemetry") -> "ExpertTelemetry":
-        """Return what happened after an earlier reading."""
+        """Return the totals since an earlier reading."""
         return ExpertTelemetry(
             picks=tuple(a - b for a, b in zip(self.picks, earlier.picks, strict=True)),
             hits=tuple(a - b for a, b in zip(self.hits, earlier.hits, strict=True)),
@@ -144,35 +125,35 @@ class ExpertTelemetry:
 
 
 class HitCounter:
-    """Keeps picks and hits while the placement changes under the counts."""
+    """Counts picks and hits while exchanges change the placement."""
 
     def __init__(self, used: Sequence[int], experts: int) -> None:
         layers = len(used)
         self._used = used
         self._seen = torch.zeros(layers, experts, dtype=torch.int64)
-        self._few_seen = torch.zeros(layers, experts, dtype=torch.int64)
+        self._decode_seen = torch.zeros(layers, experts, dtype=torch.int64)
         self._hits = torch.zeros(layers, dtype=torch.int64)
-        self._few_misses = torch.zeros(layers, dtype=torch.int64)
+        self._decode_misses = torch.zeros(layers, dtype=torch.int64)
         self._hot = torch.ones(layers, experts, dtype=torch.int64)  # until a placement is known
 
     def place(self, placement: ExpertPlacement) -> None:
-        """Take a placement as valid for all choices that are counted from now on."""
+        """Set the placement that holds for all picks counted from now on."""
         self._hot.zero_()
         for layer, ids in enumerate(placement.hot):
             self._hot[layer, list(ids)] = 1
 
     def move(self, layer: int, promoted: int, demoted: int) -> None:
-        """Take a swap as done for all choices that are counted from now on."""
+        """Apply one exchange to the placement, for all picks counted from now on."""
         self._hot[layer, promoted], self._hot[layer, demoted] = 1, 0
 
-    def count(self, counts: torch.Tensor, few_rows: torch.Tensor) -> None:
-        """Take the totals `[layers, experts]` as they are now, and those of steps of few rows."""
+    def count(self, counts: torch.Tensor, decode: torch.Tensor) -> None:
+        """Count the new picks in totals `[layers, experts]` of all steps and of decode steps."""
         self._hits += ((counts - self._seen) * self._hot).sum(1)
-        self._few_misses += ((few_rows - self._few_seen) * (1 - self._hot)).sum(1)
-        self._seen, self._few_seen = counts, few_rows
+        self._decode_misses += ((decode - self._decode_seen) * (1 - self._hot)).sum(1)
+        self._seen, self._decode_seen = counts, decode
 
     def reading(self, meter: ColdMeter | None = None, swaps: int = 0) -> ExpertTelemetry:
-        """Return all totals so far."""
+        """Return all totals so far; `swaps` are the exchanges done."""
         picks = self._seen.sum(1).tolist()
         rows = (n // used for n, used in zip(picks, self._used, strict=True) if used)
         cold = self._with_picks(meter) if meter is not None else ColdFigures()
@@ -186,11 +167,11 @@ class HitCounter:
         )
 
     def _with_picks(self, meter: ColdMeter) -> ColdFigures:
-        """A meter's figures, with what a GPU has read in place for the choices seen here."""
+        """Return the figures of a meter, with the bytes that the GPU alone has read in place."""
         found = meter.figures()
         if not meter.pick_bytes:
             return found
-        sizes = zip(self._few_misses.tolist(), meter.pick_bytes, strict=True)
+        sizes = zip(self._decode_misses.tolist(), meter.pick_bytes, strict=True)
         by_gpu = found.read_bytes.get("gpu", 0) + sum(picks * size for picks, size in sizes)
         return replace(found, read_bytes={**found.read_bytes, "gpu": by_gpu})
 

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from headroom.experts.cold import Hybrid
-from headroom.experts.device_ffn import Counts, DeviceBeside, DeviceExperts, Place, experts_fit
-from headroom.experts.ffn import BesideExperts, ExpertsFfn
+from headroom.experts.cold import ColdExperts, StoredLayer
+from headroom.experts.cuda_ffn import CudaDenseAndExpertsFfn, CudaExpertsFfn, experts_fit
+from headroom.experts.ffn import DenseAndExpertsFfn, ExpertsFfn
 from headroom.experts.placement import ExpertPlacement
-from headroom.experts.stats import RoutingStats
+from headroom.experts.stats import RouterCounts, RoutingStats
 from headroom.experts.store import LayerStore, StoreRequest, blob_layout, open_store
 from headroom.families.config import (
     AttentionConfig,
@@ -110,7 +110,7 @@ class _StageBuilder:
         self._config, self._source, self._workspace = config, source, workspace
         self._plan, self._settings, self._device = plan, plan.settings, device
         self._eps = config.norm_eps
-        self._hybrid: Hybrid | None = None  # None if no expert is cold
+        self._cold_experts: ColdExperts | None = None  # None if no expert is cold
         self._per_layer_inputs: PerLayerInputs | None = None
         self._routing: RoutingStats | None = None
         self._pages: dict[int, KvPages] = {}  # by the layer that owns the cache
@@ -124,7 +124,7 @@ class _StageBuilder:
         ]
         if placement is not None:
             # Before anything is read, so that memory that cannot be had is refused at once.
-            self._hybrid = self._open_hybrid(layers, placement)
+            self._cold_experts = self._open_cold_experts(layers, placement)
         embeddings = source.at("", "embeddings")
         on_device = config.tied or "embeddings" in self._device.allocated
         if config.tied:
@@ -143,11 +143,11 @@ class _StageBuilder:
             workspace=self._workspace,
             per_layer_inputs=self._per_layer_inputs,
             routing=self._routing,
-            hybrid=self._hybrid,
+            cold_experts=self._cold_experts,
             to_compile=source.to_compile,
         )
 
-    def _open_hybrid(self, layers: list[_Layer], placement: ExpertPlacement) -> Hybrid:
+    def _open_cold_experts(self, layers: list[_Layer], placement: ExpertPlacement) -> ColdExperts:
         """Allocate memory for the experts of all layers, hot and cold."""
         settings, cold_speeds = self._settings, self._plan.cold_speeds
         assert cold_speeds is not None
@@ -166,7 +166,7 @@ class _StageBuilder:
             staging_bytes=self._device.allocated.get("expert_staging", 0),
         )
         store = open_store(layouts, request, self._device.name, self._source.count)
-        return Hybrid(store, self._device.name, cold_speeds, settings.cold)
+        return ColdExperts(store, self._device.name, cold_speeds, settings.cold)
 
     def _open_per_layer_inputs(self) -> PerLayerInputs | None:
         """Load the table of per-layer inputs, for a model that has them."""
@@ -225,13 +225,13 @@ class _StageBuilder:
         config, get = layer.config, layer.get
         experts = config.experts
         if experts is not None and not config.post_norms:
-            counts, place = self._counts(experts, layer.index), self._place(layer.index)
-            return DeviceExperts(experts, self._eps, get, counts, place)
+            counts, stored = self._counts(experts, layer.index), self._stored_layer(layer.index)
+            return CudaExpertsFfn(experts, self._eps, get, counts, stored)
         ffn = _dense(config)
         if experts is not None:
             dense = CudaMlp(ffn, self._eps, get, self._row_norm(layer, "ffn.dense_post_norm"))
-            counts, place = self._counts(experts, layer.index), self._place(layer.index)
-            return DeviceBeside(dense, experts, self._eps, get, counts, place)
+            counts, stored = self._counts(experts, layer.index), self._stored_layer(layer.index)
+            return CudaDenseAndExpertsFfn(dense, experts, self._eps, get, counts, stored)
         post_norm = self._row_norm(layer, "ffn.post_norm") if config.post_norms else None
         return CudaMlp(ffn, self._eps, get, post_norm)
 
@@ -267,8 +267,8 @@ class _StageBuilder:
         if experts is None:
             return NormedFfn(before, dense, after)
         normed = NormedFfn(before, dense, self._norm(layer, "ffn.dense_post_norm"))
-        decode_counts, _ = self._counts(experts, layer.index)
-        both = BesideExperts(
+        decode_counts = self._counts(experts, layer.index).decode
+        both = DenseAndExpertsFfn(
             normed,
             experts,
             get,
@@ -284,7 +284,7 @@ class _StageBuilder:
         experts = layer.config.experts
         if experts is None:
             return Mlp(layer.get, _dense(layer.config).activation)
-        decode_counts, _ = self._counts(experts, layer.index)
+        decode_counts = self._counts(experts, layer.index).decode
         scratch, store = self._workspace.scratch, self._layer_store(layer.index)
         return ExpertsFfn(experts, layer.get, decode_counts, scratch, store)
 
@@ -306,20 +306,16 @@ class _StageBuilder:
 
     def _layer_store(self, index: int) -> LayerStore | None:
         """Return where a layer's experts are; None if none of them is cold."""
-        return None if self._hybrid is None else self._hybrid.store.layers[index]
+        return None if self._cold_experts is None else self._cold_experts.store.layers[index]
 
-    def _place(self, index: int) -> Place | None:
-        store = self._layer_store(index)
-        return None if self._hybrid is None or store is None else (self._hybrid, store)
+    def _stored_layer(self, index: int) -> StoredLayer | None:
+        """Return a layer's experts before they are loaded; None if all of them are hot."""
+        return None if self._cold_experts is None else self._cold_experts.layer(index)
 
-    def _counts(self, experts: ExpertsConfig, index: int) -> Counts:
-        """Return a layer's routing counts of the decode path and of the prefill path.
-
-        Layers may have fewer experts than the counts have columns.
-        """
+    def _counts(self, experts: ExpertsConfig, index: int) -> RouterCounts:
+        """Return the counts that the layer's router adds to."""
         assert self._routing is not None
-        few, many = (self._routing.of_layer(index, many=many) for many in (False, True))
-        return few[: experts.experts], many[: experts.experts]
+        return self._routing.of_layer(index, experts.experts)
 
     def _norm(self, layer: _Layer, name: str) -> RmsNorm:
         return RmsNorm(layer.get.norm(name), self._eps, layer.get.case)

@@ -251,21 +251,23 @@ class GpuStage:
 
     def close(self) -> None:
         """Wait for steps under way, then end the CPU worker that computes cold experts."""
-        if self._model.cold is None:
+        if self._model.decode_worker is None:
             return
         try:
             if self._on_gpu:
                 torch.cuda.synchronize(self._torch_device)
         except RuntimeError as error:  # a lost GPU sends the worker no requests
             log.warning("close: %s: %s", self.device, str(error).partition("\n")[0])
-        self._model.cold.close()
+        self._model.decode_worker.close()
 
     def lost(self) -> str:
         """Return why the GPU can run no more steps; "" while it can.
 
         After an error inside a kernel, every later call to the GPU raises the same error.
         """
-        if self._model.cold is not None and (reason := self._model.cold.failure()):
+        if self._model.decode_worker is not None and (
+            reason := self._model.decode_worker.failure()
+        ):
             return reason
         try:
             if self._on_gpu:
@@ -367,13 +369,13 @@ class GpuStage:
 
     def _wake_cold_worker(self) -> None:
         """Wake the CPU threads that compute cold experts, before a step of the decode path."""
-        if self._model.cold is not None:
-            self._model.cold.begin_step()
+        if self._model.decode_worker is not None:
+            self._model.decode_worker.begin_step()
 
     def _check_cold(self) -> None:
         """Raise if the CPU failed to compute cold experts in an earlier step."""
-        if self._model.cold is not None:
-            self._model.cold.check()
+        if self._model.decode_worker is not None:
+            self._model.decode_worker.check()
 
     def _run_captured(self, kind: StepKind) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a step on the captured inputs and draw; return its residual stream and logits."""

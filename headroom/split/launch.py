@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from headroom.errors import DeviceError, is_out_of_memory
-from headroom.experts.exchange import StoreSwaps
+from headroom.experts.exchange import StoreExchanges
 from headroom.experts.placement import ExpertPlacement
 from headroom.families.config import AttentionConfig, ModelConfig
 from headroom.kernels.cuda.sizes import DECODE_ROWS
@@ -69,18 +69,18 @@ def start_pipeline(
             times = replace(times, capture_s=_capture(gpu_stage, settings.parallel))
         stage = gpu_stage
     check_memory(plan, device, allocated)
-    swaps, meter = None, None
-    if (hybrid := loaded.hybrid) is not None:
-        meter = hybrid.meter
-        if hybrid.store.cold_bytes:  # otherwise there is no cold expert to exchange
+    exchanges, meter = None, None
+    if (cold := loaded.cold_experts) is not None:
+        meter = cold.meter
+        if cold.store.cold_bytes:  # otherwise there is no cold expert to exchange
             layers = expert_layers(model.shape, plan)
-            swaps = StoreSwaps(hybrid.store, layers, same_bits=hybrid.same_bits)
+            exchanges = StoreExchanges(cold.store, layers, same_bits=cold.same_bits)
     return Pipeline(
         stage,
         model.config.vocab,
         allocated,
         planned_bytes=sum(device.allocated.values()),
-        experts=swaps,
+        experts=exchanges,
         meter=meter,
         refuses_trees=model.config.refuses_trees,
         load_times=times,

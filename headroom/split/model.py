@@ -4,8 +4,8 @@ from collections.abc import Sequence, Set
 
 import torch
 
-from headroom.experts.cold import Hybrid
-from headroom.experts.decode import ColdCompute
+from headroom.experts.cold import ColdExperts
+from headroom.experts.decode import DecodeWorker
 from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore
 from headroom.layers.batch import Batch
@@ -30,7 +30,7 @@ class Model:
         workspace: Workspace,
         per_layer_inputs: PerLayerInputs | None = None,
         routing: RoutingStats | None = None,
-        hybrid: Hybrid | None = None,
+        cold_experts: ColdExperts | None = None,
         to_compile: Set[KernelVariants] = frozenset(),
     ) -> None:
         self._embedding = embedding
@@ -39,15 +39,16 @@ class Model:
         self._workspace = workspace
         self._per_layer_inputs = per_layer_inputs
         self.routing = routing  # how often each expert of all layers was picked; None: no experts
-        self.hybrid = hybrid  # None if no expert is cold
+        self.cold_experts = cold_experts  # None if no expert is cold
         # Computes cold experts on the CPU for a GPU; None if no layer asks for it.
-        self.cold: ColdCompute | None = None if hybrid is None else hybrid.start()
+        worker = None if cold_experts is None else cold_experts.start()
+        self.decode_worker: DecodeWorker | None = worker
         self.to_compile = to_compile  # CUDA kernels that steps will need
 
     @property
     def store(self) -> ExpertStore | None:
         """Where each expert is; None if no expert is cold."""
-        return None if self.hybrid is None else self.hybrid.store
+        return None if self.cold_experts is None else self.cold_experts.store
 
     @property
     def capturable(self) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from headroom.errors import KernelError
-from headroom.experts.exchange import StoreSwaps
+from headroom.experts.exchange import StoreExchanges
 from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore
 from headroom.experts.telemetry import ColdMeter
@@ -48,7 +48,7 @@ class Pipeline:
         vocab: int,
         allocated: Mapping[str, int],
         planned_bytes: int = 0,
-        experts: StoreSwaps | None = None,
+        experts: StoreExchanges | None = None,
         meter: ColdMeter | None = None,
         refuses_trees: str = "",
         load_times: LoadTimes | None = None,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from headroom.errors import PlanError
 from headroom.experts.placement import (
-    Counts,
+    ExpertCounts,
     ExpertPlacement,
     LayerExperts,
     check_floor,
@@ -53,7 +53,7 @@ def find_placement(
     plan: Plan,
     options: Options,
     identity: str,
-    counts: Counts | None = None,  # choices of earlier runs
+    counts: ExpertCounts | None = None,  # choices of earlier runs
 ) -> ExpertPlacement | None:
     """Return which experts are hot, checked against the plan; None where no device has cold ones.
 
@@ -69,7 +69,7 @@ def find_placement(
         if device.kind == "cpu":
             log.info("experts: all %d are computed by the kernels of the CPU", device.total_experts)
         elif not device.holds_all:
-            log.info("experts: all %d fit in GPU memory, no hybrid parts", device.total_experts)
+            log.info("experts: all %d fit in GPU memory, none is cold", device.total_experts)
             _log_memory(plan, layers)
         if named is not None:
             log.info("experts: all are hot, so that %s is not used", named.source)

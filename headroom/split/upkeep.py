@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from headroom.experts.exchange import StoreSwaps, SwapRound, plan_swaps, recent
+from headroom.experts.exchange import ExchangeRound, StoreExchanges, plan_exchanges, recent
 from headroom.experts.placement import ExpertPlacement, save_placement
 from headroom.experts.stats import HistoryKeeper, RoutingHistory
 from headroom.experts.telemetry import ExpertTelemetry, HitCounter
@@ -39,10 +39,10 @@ class ExpertUpkeep:
         self._view = recent(file.history.counts, model.used, WINDOW)  # what swaps go by
         self._counts = self._viewed = self._routing.counts()  # as they were when last asked for
         self._hits = HitCounter(model.used, self._counts.shape[1])
-        self._experts: StoreSwaps | None = pipeline.experts
+        self._experts: StoreExchanges | None = pipeline.experts
         self._store = pipeline.store
         self._swapping = self._experts is not None and rules.swap_every is not None
-        self._round: SwapRound | None = None  # that is under way
+        self._round: ExchangeRound | None = None  # that is under way
         if (placement := self._placement()) is not None:
             self._hits.place(placement)
         self._some_cold = placement is not None
@@ -80,7 +80,7 @@ class ExpertUpkeep:
         self._note(self._round)
 
     def run(self, tokens: int, resting: bool) -> None:
-        """Swap and save as is due; no step may be running.
+        """Exchange and save as is due; no step may be running.
 
         While requests run, this waits for no copy. If none does, it waits for those of one swap:
         so every pause brings one, and a request that comes is not held up by more.
@@ -159,7 +159,7 @@ class ExpertUpkeep:
         """Which experts are hot now; None where all are."""
         if self._experts is not None:
             return self._experts.placement()
-        return None if self._store is None else self._store.residence()
+        return None if self._store is None else self._store.current_placement()
 
     def _tell_when(self) -> None:
         if self._rules.placement_path is not None and not self._some_cold:
@@ -181,7 +181,7 @@ class ExpertUpkeep:
         limit = self._rules.policy.most_bytes
         if not self._swapping or self._experts is None or limit is None:
             return
-        sizes = [layer.swap_bytes for layer in self._experts.layers() if layer.experts]
+        sizes = [layer.exchange_bytes for layer in self._experts.layers() if layer.experts]
         if large := [size for size in sizes if size > limit]:
             log.warning(
                 "swaps: none in %d of %d layers, where one copies %s and --swap-bytes is %s",
@@ -239,26 +239,26 @@ class ExpertUpkeep:
         assert self._experts is not None
         counts = self._count_hits()
         experts = self._experts
-        swaps = plan_swaps(
+        swaps = plan_exchanges(
             experts.placement(), self._seen(counts), experts.layers(), self._rules.policy
         )
         self._unfinished = bool(swaps)
         if swaps:
-            self._round = SwapRound(experts, swaps)
+            self._round = ExchangeRound(experts, swaps)
             self._note(self._round)
 
-    def _turn_swap(self, swaps: SwapRound) -> None:
+    def _turn_swap(self, swaps: ExchangeRound) -> None:
         self._count_hits()
         if (swap := swaps.turn()) is not None:
             self._hits.move(swap.layer, swap.promoted, swap.demoted)
 
-    def _count_done(self, swaps: SwapRound, act: Callable[[], None]) -> None:
+    def _count_done(self, swaps: ExchangeRound, act: Callable[[], None]) -> None:
         """Do what may bring a swap to its end, and count it then."""
         before = len(swaps.done)
         act()
         self._swaps += len(swaps.done) - before
 
-    def _note(self, swaps: SwapRound) -> None:
+    def _note(self, swaps: ExchangeRound) -> None:
         """Tell of a round that is over; after a failure there are no more."""
         if not swaps.over:
             return
@@ -274,8 +274,8 @@ class ExpertUpkeep:
 
     def _count_hits(self) -> torch.Tensor:
         """Count the choices so far as hits or not, before experts move; return them."""
-        self._counts, few_rows = self._routing.with_few_rows()
-        self._hits.count(self._counts, few_rows)
+        self._counts, decode = self._routing.counts_with_decode()
+        self._hits.count(self._counts, decode)
         return self._counts
 
     def _seen(self, counts: torch.Tensor) -> tuple[tuple[float, ...], ...]:

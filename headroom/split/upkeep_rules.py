@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headroom.errors import OptionError
-from headroom.experts.exchange import SwapPolicy
+from headroom.experts.exchange import ExchangePolicy
 from headroom.formats.json_files import check_folder
 from headroom.options import OFF, Options
 from headroom.units import parse_size
@@ -17,7 +17,7 @@ class UpkeepRules:
     """When experts are swapped, and what is saved."""
 
     swap_every: int | None = 0  # tokens; 0: only between requests; None: never
-    policy: SwapPolicy = field(default_factory=SwapPolicy)
+    policy: ExchangePolicy = field(default_factory=ExchangePolicy)
     save_every_s: float = SAVE_EVERY_S
     placement_path: Path | None = None  # where the placement goes in the end
 
@@ -31,7 +31,7 @@ def upkeep_rules(options: Options) -> UpkeepRules:
             hint=f"Write a number of tokens, 0 for swaps only between requests, or {OFF}.",
             param="swap_every",
         )
-    policy = SwapPolicy(
+    policy = ExchangePolicy(
         min_gain=options.swap_min_gain,
         per_layer=options.swap_per_layer,
         most_bytes=parse_size(options.swap_bytes, "swap_bytes"),

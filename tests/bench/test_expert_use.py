@@ -122,7 +122,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
     store = SimpleNamespace(
         layers=[SimpleNamespace(path=path, expert_bytes=SIZE) for path in ("gpu", "cpu")],
-        residence=lambda: ExpertPlacement(hot, "even"),
+        current_placement=lambda: ExpertPlacement(hot, "even"),
         source="even",
         pinned=True,
     )

@@ -10,7 +10,7 @@ import pytest
 
 from headroom.engine.engine import Engine
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent, TokenLogprobs
-from headroom.experts.exchange import StoreSwaps
+from headroom.experts.exchange import StoreExchanges
 from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
 from headroom.layers.batch import Batch
@@ -49,7 +49,7 @@ class StandInStage(CpuStage):
         return 0
 
 
-class Watched(StoreSwaps):
+class Watched(StoreExchanges):
     """Notes how many requests run when two experts change sides."""
 
     engine: Engine
@@ -65,11 +65,11 @@ def opened(checkpoint: Checkpoint, **settings: Any) -> Iterator[tuple[Engine, Wa
     """An engine as `open_engine` makes it, and its experts where some are cold."""
     stage = ModelOnGpu(checkpoint, routing_stats="off", **(SETTINGS | settings))
     model, plan, swaps = stage.described, stage.plan, None
-    if (hybrid := stage.model.hybrid) is not None:
+    if (cold_experts := stage.model.cold_experts) is not None:
         layers = expert_layers(model.shape, plan)
-        swaps = Watched(hybrid.store, layers, same_bits=hybrid.same_bits)
+        swaps = Watched(cold_experts.store, layers, same_bits=cold_experts.same_bits)
         swaps.running = []
-    meter = None if hybrid is None else hybrid.meter
+    meter = None if cold_experts is None else cold_experts.meter
     pipeline = Pipeline(StandInStage(stage), model.config.vocab, {}, 0, swaps, meter)
     upkeep = open_upkeep(pipeline, read_records(model, stage.options))
     engine = Engine(pipeline, plan.settings, 4, upkeep)

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from headroom.experts.exchange import Swap
+from headroom.experts.exchange import Exchange
 from headroom.experts.placement import ExpertPlacement, LayerExperts
 from headroom.experts.telemetry import ColdFigures
 
 
-def swapped(placement: ExpertPlacement, swaps: Sequence[Swap]) -> ExpertPlacement:
+def swapped(placement: ExpertPlacement, swaps: Sequence[Exchange]) -> ExpertPlacement:
     """The placement after exchanges; as many experts of each layer are hot as before."""
     hot = [set(ids) for ids in placement.hot]
     for swap in swaps:
@@ -18,7 +18,7 @@ def swapped(placement: ExpertPlacement, swaps: Sequence[Swap]) -> ExpertPlacemen
 
 
 class PretendedExperts:
-    """Fills Swappable and ColdMeter without any weights."""
+    """Fills StoreExchanges and ColdMeter without any weights."""
 
     def __init__(
         self,

@@ -10,8 +10,8 @@ import torch
 
 from headroom.errors import DeviceError
 from headroom.experts import prefill
-from headroom.experts.cold import ExpertSteps, Hybrid
-from headroom.experts.device_ffn import open_steps
+from headroom.experts.cold import ColdExperts, LayerPaths, StoredLayer
+from headroom.experts.cuda_ffn import load_paths
 from headroom.experts.placement import ExpertPlacement
 from headroom.experts.store import StoreRequest, blob_layout, open_store
 from headroom.experts.telemetry import HitCounter
@@ -80,17 +80,16 @@ class Layer:
     def __init__(
         self, file: WeightFile, hot: Sequence[int] | None, cold: str = "auto", **changes: object
     ) -> None:
-        self.hybrid: Hybrid | None = None
+        self.cold_experts: ColdExperts | None = None
         with Upload("cpu", 1 << 20) as way:
             get = file.source(way)
-            place = None if hot is None else self._place(get, tuple(hot), cold, changes)
-            self.steps: ExpertSteps
-            self.steps, self.part = open_steps(CONFIG, get, place)
-        self.compute = None if self.hybrid is None else self.hybrid.start()
+            stored = None if hot is None else self._open(get, tuple(hot), cold, changes)
+            self.paths: LayerPaths = load_paths(CONFIG, get, stored)
+        self.worker = None if self.cold_experts is None else self.cold_experts.start()
 
-    def _place(
+    def _open(
         self, get: WeightSource, hot: tuple[int, ...], cold: str, changes: dict[str, object]
-    ) -> tuple[Hybrid, object]:
+    ) -> StoredLayer | None:
         speeds = replace(SPEEDS, **changes.pop("speeds", {}))  # type: ignore[arg-type]
         request = StoreRequest(
             placement=ExpertPlacement((hot,), "drawn", changes.pop("promised", ())),  # type: ignore[arg-type]
@@ -100,24 +99,24 @@ class Layer:
             **{"pin": True, "keep_copy": False} | changes,  # type: ignore[arg-type]
         )
         store = open_store([blob_layout(CONFIG, get, tiles=True)], request, "cpu", _ignore)
-        self.hybrid = Hybrid(store, "cpu", speeds, cold)
+        self.cold_experts = ColdExperts(store, "cpu", speeds, cold)
         assert store.layers[0] is not None
         self.store = store.layers[0]
-        return self.hybrid, self.store
+        return self.cold_experts.layer(0)
 
     def run(self, x: torch.Tensor, picks: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """A step as a layer runs it."""
         ids, weights = (one.clone() for one in picks)
         out, others = x.clone(), Others(residual=x)
         if len(x) > 32:
-            return self.steps.many_rows(x, (ids, weights), others, out)
-        if self.part is not None:
-            assert self.compute is not None
-            self.compute.begin_step()
-            self.part.before(x, ids, weights)
-        self.steps.few_rows(half_rows(x), (ids, weights), others, out)
-        if self.part is not None:
-            self.part.after(out)
+            return self.paths.gpu.prefill(x, (ids, weights), others, out)
+        if self.paths.cpu is not None:
+            assert self.worker is not None
+            self.worker.begin_step()
+            self.paths.cpu.ask(x, ids, weights)
+        self.paths.gpu.decode(half_rows(x), (ids, weights), others, out)
+        if self.paths.cpu is not None:
+            self.paths.cpu.add_answers(out)
         return out
 
 
@@ -164,8 +163,8 @@ def check_paths(file: WeightFile, share: int, cold: str, changes: dict[str, obje
     """Assert that a layer with cold experts says what one says whose experts are all hot."""
     wanted, found = Layer(file, None), Layer(file, HOT[share], cold, **changes)
     alone = cold == "gpu" or "speeds" in changes
-    assert found.hybrid is not None
-    assert (found.part is None, found.hybrid.same_bits) == (alone, alone)
+    assert found.cold_experts is not None
+    assert (found.paths.cpu is None, found.cold_experts.same_bits) == (alone, alone)
     for rows in (2, 33):
         x, picks = inputs(rows)
         answers = found.run(x, picks), wanted.run(x, picks)
@@ -173,25 +172,25 @@ def check_paths(file: WeightFile, share: int, cold: str, changes: dict[str, obje
             assert torch.equal(*answers)
         else:  # a CPU computes in f32, the GPU's kernels in f16 and bf16
             assert apart(*answers, x) < 0.01
-    if found.compute is not None:
-        found.compute.check()
-        found.compute.close()
+    if found.worker is not None:
+        found.worker.check()
+        found.worker.close()
 
 
 def test_a_shared_layer_asks_both_sides_and_says_how_much(file: WeightFile) -> None:
     layer = Layer(file, ())
     assert (layer.store.path, layer.store.choice.in_place) == ("cpu", (0, 0, 0, 1))
-    assert layer.compute is not None
-    assert layer.hybrid is not None
+    assert layer.worker is not None
+    assert layer.cold_experts is not None
     x, picks = inputs(2)
     layer.run(x, picks)
-    size, figures = layer.store.expert_bytes, layer.hybrid.meter.figures()
+    size, figures = layer.store.expert_bytes, layer.cold_experts.meter.figures()
     assert figures.read_bytes["gpu"] == 2 * size
     assert size * len({*picks[0][:, 1:].flatten().tolist()}) == figures.read_bytes["cpu"]
     assert figures.read_bytes["stream"] == 0
     layer.run(*inputs(60))  # so many picks of each expert that all are copied
-    assert layer.hybrid.meter.figures().read_bytes["stream"] == EXPERTS * size
-    layer.compute.close()
+    assert layer.cold_experts.meter.figures().read_bytes["stream"] == EXPERTS * size
+    layer.worker.close()
 
 
 def test_what_the_cpu_reads_for_prompts_is_counted(
@@ -199,14 +198,14 @@ def test_what_the_cpu_reads_for_prompts_is_counted(
 ) -> None:
     monkeypatch.setattr(prefill, "most_counted_rows", lambda *facts: 33)
     layer = Layer(file, ())
-    assert layer.compute is not None
-    assert layer.hybrid is not None
+    assert layer.worker is not None
+    assert layer.cold_experts is not None
     x, (ids, weights) = inputs(33)
     layer.run(x, (ids, weights))
-    found, size = layer.hybrid.meter.figures().read_bytes, layer.store.expert_bytes
+    found, size = layer.cold_experts.meter.figures().read_bytes, layer.store.expert_bytes
     assert found["cpu"] > 0
     assert found["cpu"] + found["stream"] == EXPERTS * size
-    layer.compute.close()
+    layer.worker.close()
 
 
 @pytest.mark.parametrize(("promised", "picks"), [((0.9,), 0.3), ((), 2.0)])
@@ -221,12 +220,12 @@ def test_long_steps_go_by_the_hit_rate_that_statistics_promise(
 
 def test_what_a_gpu_alone_reads_in_place_is_counted_by_choices(file: WeightFile) -> None:
     layer = Layer(file, HOT[30], "gpu")
-    assert layer.hybrid is not None
+    assert layer.cold_experts is not None
     counter = HitCounter((USED,), EXPERTS)
     counter.place(ExpertPlacement((HOT[30],), "drawn"))
     choices = torch.tensor([[1, 0, 2, 0, 5, 4]])
     counter.count(choices + 7, choices)  # seven more of each in steps of many rows
-    found = counter.reading(layer.hybrid.meter)
+    found = counter.reading(layer.cold_experts.meter)
     assert found.cold_bytes == {"gpu": 7 * layer.store.expert_bytes, "stream": 0}
 
 
@@ -243,15 +242,15 @@ def test_bits_are_the_same_where_a_cpu_is_asked_by_no_step(
     file: WeightFile, cold: str, cpu: float, path: str, same: bool
 ) -> None:
     layer = Layer(file, HOT[30], cold, speeds={"cpu": cpu})
-    assert layer.hybrid is not None
-    assert (layer.store.path, layer.hybrid.same_bits) == (path, same)
-    if layer.compute is not None:
-        layer.compute.close()
+    assert layer.cold_experts is not None
+    assert (layer.store.path, layer.cold_experts.same_bits) == (path, same)
+    if layer.worker is not None:
+        layer.worker.close()
 
 
 def test_without_cold_experts_the_hot_ones_get_their_weights(file: WeightFile) -> None:
     wanted, found = Layer(file, None), Layer(file, HOT[60], "drop")
-    assert (found.part, found.compute, found.store.cold.nbytes) == (None, None, 0)
+    assert (found.paths.cpu, found.worker, found.store.cold.nbytes) == (None, None, 0)
     for rows in (2, 33):
         x, (ids, weights) = inputs(rows)
         hot = torch.isin(ids, torch.tensor(HOT[60]))
@@ -267,9 +266,9 @@ def test_an_exchange_is_seen_by_both_sides(file: WeightFile) -> None:
     for rows in (2, 33):
         x, picks = inputs(rows)
         assert apart(found.run(x, picks), wanted.run(x, picks), x) < 0.01
-    assert found.compute is not None
-    found.compute.check()
-    found.compute.close()
+    assert found.worker is not None
+    found.worker.check()
+    found.worker.close()
 
 
 def test_what_nobody_can_read_is_refused(file: WeightFile) -> None:

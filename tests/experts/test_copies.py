@@ -154,11 +154,11 @@ def test_memory_that_cannot_be_pinned_is_plain(monkeypatch: pytest.MonkeyPatch) 
 
 def test_host_tensors_are_read_where_they_are() -> None:
     here = numbers(1)
-    assert copies.read_back([here], copies.KeptHost())[0] is here
+    assert copies.read_back([here], copies.PinnedBuffer())[0] is here
 
 
 def test_kept_memory_is_used_again_and_grows_where_it_must() -> None:
-    kept = copies.KeptHost()
+    kept = copies.PinnedBuffer()
     few, rows = torch.zeros(3, dtype=torch.uint8), torch.zeros(5, 4)
     a, b = kept.like([few, rows])
     assert (a.shape, a.dtype, b.shape, b.dtype) == (few.shape, few.dtype, rows.shape, rows.dtype)

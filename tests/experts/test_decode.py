@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headroom.errors import DeviceError
-from headroom.experts.decode import ColdCompute, CpuShared
+from headroom.experts.decode import CpuPicks, DecodeWorker
 from headroom.kernels.cuda import experts, handover, matmul
 from headroom.kernels.cuda.experts import Others
 from headroom.kernels.cuda.handover import Mailbox
@@ -38,19 +38,19 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def made() -> Iterator[list[ColdCompute]]:
+def made() -> Iterator[list[DecodeWorker]]:
     """What a test made, ended after it."""
-    started: list[ColdCompute] = []
+    started: list[DecodeWorker] = []
     yield started
     for one in started:
         one.close()
 
 
 def started(
-    made: list[ColdCompute], stores: list[SplitStore], choice: DecodeChoice
-) -> list[CpuShared]:
+    made: list[DecodeWorker], stores: list[SplitStore], choice: DecodeChoice
+) -> list[CpuPicks]:
     """The parts of layers whose worker runs."""
-    compute = ColdCompute("cpu")
+    compute = DecodeWorker("cpu")
     made.append(compute)
     parts = [compute.add(store, USED, "silu", choice) for store in stores]
     compute.start()
@@ -65,16 +65,16 @@ def all_hot(store: SplitStore, x: torch.Tensor, picks: tuple[torch.Tensor, ...])
 
 
 def run_layer(
-    part: CpuShared,
+    part: CpuPicks,
     store: SplitStore,
     x: torch.Tensor,
     picks: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
     """A layer as a step runs it, on copies of its inputs."""
     ids, weights = (tensor.clone() for tensor in picks)
-    part.before(x, ids, weights)
+    part.ask(x, ids, weights)
     out = all_hot(store, x, (ids, weights))
-    part.after(out)
+    part.add_answers(out)
     return out
 
 
@@ -87,7 +87,7 @@ def apart(found: torch.Tensor, wanted: torch.Tensor, x: torch.Tensor) -> float:
 @pytest.mark.parametrize("rows", [1, 3, 32])
 @pytest.mark.parametrize("hot", [0, 3, 6, 10])
 def test_any_split_says_what_all_hot_says(
-    made: list[ColdCompute], hot: int, rows: int, choice: DecodeChoice
+    made: list[DecodeWorker], hot: int, rows: int, choice: DecodeChoice
 ) -> None:
     store = split_store(MIX, SIZES, range(hot))
     (part,) = started(made, [store], choice)
@@ -104,7 +104,7 @@ def test_any_split_says_what_all_hot_says(
 
 
 @pytest.mark.parametrize("name", sorted(kind.name for kind in TILED))
-def test_every_type_is_taken(made: list[ColdCompute], name: str) -> None:
+def test_every_type_is_taken(made: list[DecodeWorker], name: str) -> None:
     store = split_store((name, name, "q8_0"), SIZES, range(0, 10, 2))
     (part,) = started(made, [store], BY_CPU)
     x, picks = torch.randn(2, HIDDEN) * 0.3, random_picks(2, EXPERTS, USED)
@@ -112,7 +112,7 @@ def test_every_type_is_taken(made: list[ColdCompute], name: str) -> None:
     assert apart(run_layer(part, store, x, picks), all_hot(store, x, picks), x) < 1e-5
 
 
-def test_the_kernels_of_a_gpu_pass_over_what_the_cpu_takes(made: list[ColdCompute]) -> None:
+def test_the_kernels_of_a_gpu_pass_over_what_the_cpu_takes(made: list[DecodeWorker]) -> None:
     store = split_store(("q8_0",) * 3, (4, 64, HIDDEN), [1, 2])
     (part,) = started(made, [store], BY_CPU)
     x, ids = torch.randn(1, HIDDEN) * 0.3, torch.tensor([[3, 1, 0, 2]], dtype=torch.int32)
@@ -121,14 +121,14 @@ def test_the_kernels_of_a_gpu_pass_over_what_the_cpu_takes(made: list[ColdComput
     rows = matmul.half_rows(x)
     wanted = experts.few_rows(rows, ids.clone(), weights, store.tiles, "silu", others)
     made[0].begin_step()
-    part.before(x, ids, weights)
+    part.ask(x, ids, weights)
     assert ids.tolist() == [[-1, 1, -1, 2]]
     found = experts.few_rows(rows, ids, weights, store.tiles, "silu", others)
-    part.after(found)
+    part.add_answers(found)
     assert apart(found, wanted, x) < 2e-3
 
 
-def test_layers_and_steps_take_turns_in_one_mailbox(made: list[ColdCompute]) -> None:
+def test_layers_and_steps_take_turns_in_one_mailbox(made: list[DecodeWorker]) -> None:
     stores = [split_store(MIX, SIZES, hot) for hot in (range(5), range(10), range(5, 9))]
     parts = started(made, stores, BY_CPU)
     for step in range(6):
@@ -139,7 +139,7 @@ def test_layers_and_steps_take_turns_in_one_mailbox(made: list[ColdCompute]) -> 
     assert made[0].box.words[96] == 6  # steps that the worker was told have ended
 
 
-def test_what_a_row_gets_does_not_depend_on_other_rows(made: list[ColdCompute]) -> None:
+def test_what_a_row_gets_does_not_depend_on_other_rows(made: list[DecodeWorker]) -> None:
     store = split_store(MIX, SIZES, range(5))
     (part,) = started(made, [store], MIXED)
     x, picks = torch.randn(8, HIDDEN) * 0.3, random_picks(8, EXPERTS, USED)
@@ -152,7 +152,7 @@ def test_what_a_row_gets_does_not_depend_on_other_rows(made: list[ColdCompute]) 
         assert torch.equal(alone, together[one])
 
 
-def test_experts_that_were_exchanged_are_found_where_they_are(made: list[ColdCompute]) -> None:
+def test_experts_that_were_exchanged_are_found_where_they_are(made: list[DecodeWorker]) -> None:
     store = split_store(MIX, SIZES, range(5))
     (part,) = started(made, [store], BY_CPU)
     x, picks = torch.randn(4, HIDDEN) * 0.3, random_picks(4, EXPERTS, USED)
@@ -178,7 +178,7 @@ def test_a_gpu_gives_up_a_cpu_that_does_not_answer() -> None:
     handover.collect(out, box, 0, last=True, limit_ms=600_000)  # does not wait again
 
 
-def test_a_gpu_that_gave_up_is_reported(made: list[ColdCompute]) -> None:
+def test_a_gpu_that_gave_up_is_reported(made: list[DecodeWorker]) -> None:
     started(made, [split_store(MIX, SIZES, range(5))], BY_CPU)
     made[0].check()
     made[0].box.words[handover.WORDS["FAILED"]] = 1  # as its kernel says it
@@ -190,15 +190,15 @@ def test_a_gpu_that_gave_up_is_reported(made: list[ColdCompute]) -> None:
     )
 
 
-def test_a_failed_worker_answers_and_is_reported(made: list[ColdCompute]) -> None:
+def test_a_failed_worker_answers_and_is_reported(made: list[DecodeWorker]) -> None:
     store = split_store(MIX, SIZES, range(5))
     (part,) = started(made, [store], BY_CPU)
     store.host_addresses[:] = 0  # as if the tables of both sides disagreed
     x = torch.randn(1, HIDDEN)
     made[0].begin_step()
     ids = torch.tensor([[5, 6, 7, 8]], dtype=torch.int32)
-    part.before(x, ids, torch.ones(1, USED))
-    part.after(x)
+    part.ask(x, ids, torch.ones(1, USED))
+    part.add_answers(x)
     with pytest.raises(DeviceError) as caught:
         made[0].check()
     assert str(caught.value) == (

@@ -7,11 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headroom.experts.copies import HostCopies, Mark
-from headroom.experts.exchange import StoreSwaps, Swap, SwapPolicy, SwapRound, plan_swaps, recent
+from headroom.experts.exchange import (
+    Exchange,
+    ExchangePolicy,
+    ExchangeRound,
+    StoreExchanges,
+    plan_exchanges,
+    recent,
+)
 from headroom.experts.placement import ExpertPlacement, LayerExperts, place_experts
 from tests.experts.pretended import PretendedExperts, swapped
 
-Problem = tuple[list[LayerExperts], list[list[int]], ExpertPlacement, SwapPolicy]
+Problem = tuple[list[LayerExperts], list[list[int]], ExpertPlacement, ExchangePolicy]
 
 
 @st.composite
@@ -24,7 +31,7 @@ def problems(draw: st.DrawFn) -> Problem:
         counts.append(draw(st.lists(st.integers(0, 30), min_size=experts, max_size=experts)))
         resident = draw(st.sets(st.sampled_from(range(experts)))) if experts else set()
         hot.append(tuple(sorted(resident)))
-    policy = SwapPolicy(
+    policy = ExchangePolicy(
         min_gain=draw(st.integers(1, 5)),
         hysteresis=draw(st.sampled_from([0.0, 0.25, 1.0])),
         per_layer=draw(st.integers(0, 3)),
@@ -36,7 +43,7 @@ def problems(draw: st.DrawFn) -> Problem:
 @given(problems())
 def test_swaps_lose_no_expert_and_keep_every_limit(problem: Problem) -> None:
     layers, counts, placement, policy = problem
-    swaps = plan_swaps(placement, counts, layers, policy)
+    swaps = plan_exchanges(placement, counts, layers, policy)
     after = swapped(placement, swaps)
     assert [len(ids) for ids in after.hot] == [len(ids) for ids in placement.hot]
     assert after.hot_bytes(layers) == placement.hot_bytes(layers)
@@ -56,11 +63,11 @@ def test_swaps_lose_no_expert_and_keep_every_limit(problem: Problem) -> None:
 @given(problems())
 def test_rounds_come_to_rest_with_the_best_experts_hot(problem: Problem) -> None:
     layers, counts, placement, _ = problem
-    policy = SwapPolicy(min_gain=1, hysteresis=0)
+    policy = ExchangePolicy(min_gain=1, hysteresis=0)
     for _ in range(64):
-        swaps = plan_swaps(placement, counts, layers, policy)
+        swaps = plan_exchanges(placement, counts, layers, policy)
         placement = swapped(placement, swaps)
-    assert plan_swaps(placement, counts, layers, policy) == []
+    assert plan_exchanges(placement, counts, layers, policy) == []
     for ids, row in zip(placement.hot, counts, strict=True):
         best = sorted(row, reverse=True)[: len(ids)]
         assert sorted((row[expert] for expert in ids), reverse=True) == best
@@ -70,23 +77,23 @@ def test_the_largest_gains_come_first() -> None:
     layers = [LayerExperts(3, 10)] * 3
     placement = ExpertPlacement(((0,), (0,), (0,)), "even")
     counts = [[1, 5, 0], [1, 9, 0], [1, 5, 0]]
-    policy = SwapPolicy(most_bytes=60)
-    swaps = plan_swaps(placement, counts, layers, policy)
+    policy = ExchangePolicy(most_bytes=60)
+    swaps = plan_exchanges(placement, counts, layers, policy)
     assert [(swap.layer, swap.promoted, swap.gain) for swap in swaps] == [(1, 1, 8), (0, 1, 4)]
 
 
 def test_what_is_too_large_leaves_room_to_a_smaller_swap() -> None:
     layers = [LayerExperts(2, 20), LayerExperts(2, 10)]
     placement = ExpertPlacement(((0,), (0,)), "even")
-    swaps = plan_swaps(placement, [[1, 9], [1, 5]], layers, SwapPolicy(most_bytes=59))
+    swaps = plan_exchanges(placement, [[1, 9], [1, 5]], layers, ExchangePolicy(most_bytes=59))
     assert [(swap.layer, swap.copied_bytes) for swap in swaps] == [(1, 30)]
 
 
 def test_equals_do_not_change_places() -> None:
     layers = [LayerExperts(2, 10)]
     placement = place_experts(layers, [[101, 100]], 10, 1)
-    assert plan_swaps(placement, [[100, 102]], layers, SwapPolicy()) == []
-    assert len(plan_swaps(placement, [[100, 126]], layers, SwapPolicy())) == 1
+    assert plan_exchanges(placement, [[100, 102]], layers, ExchangePolicy()) == []
+    assert len(plan_exchanges(placement, [[100, 126]], layers, ExchangePolicy())) == 1
 
 
 def test_recent_counts_are_worth_so_many_tokens_at_most() -> None:
@@ -101,11 +108,13 @@ def half_hot(**more: object) -> PretendedExperts:
     return PretendedExperts([LayerExperts(4, 10)] * 2, [(0, 1), (2, 3)], **more)  # type: ignore[arg-type]
 
 
-def plan(experts: PretendedExperts) -> list[Swap]:
-    return plan_swaps(experts.placement(), COUNTS, experts.layers(), SwapPolicy(per_layer=2))
+def plan(experts: PretendedExperts) -> list[Exchange]:
+    return plan_exchanges(
+        experts.placement(), COUNTS, experts.layers(), ExchangePolicy(per_layer=2)
+    )
 
 
-def run(swaps: SwapRound) -> None:
+def run(swaps: ExchangeRound) -> None:
     """To the end, as an engine that rests does."""
     while not swaps.over:
         if swaps.turned:
@@ -118,7 +127,7 @@ def test_all_swaps_are_done_in_the_order_that_was_planned() -> None:
     experts = half_hot()
     planned = plan(experts)
     expected = swapped(experts.placement(), planned)
-    swaps = SwapRound(experts, planned)
+    swaps = ExchangeRound(experts, planned)
     run(swaps)
     assert (swaps.done, swaps.error) == (planned, None)
     assert experts.exchanged == [(x.layer, x.promoted, x.demoted) for x in planned]
@@ -127,7 +136,7 @@ def test_all_swaps_are_done_in_the_order_that_was_planned() -> None:
 
 def test_experts_change_sides_when_they_are_told_to_and_not_before() -> None:
     experts = half_hot(slow=1)
-    swaps = SwapRound(experts, plan(experts)[:1])
+    swaps = ExchangeRound(experts, plan(experts)[:1])
     assert [swaps.ready(), swaps.ready()] == [False, True]
     assert experts.placement().hot == ((0, 1), (2, 3))
     assert swaps.turn() is not None
@@ -140,13 +149,13 @@ def test_experts_change_sides_when_they_are_told_to_and_not_before() -> None:
 
 
 def test_a_round_without_swaps_is_over() -> None:
-    assert SwapRound(half_hot(), []).over
+    assert ExchangeRound(half_hot(), []).over
 
 
 @pytest.mark.parametrize("where", ["begin", "ready", "turn", "move", "end"])
 def test_a_failure_ends_the_round_and_keeps_the_swaps_before_it(where: str) -> None:
     experts = half_hot(fails_after=1, fails_in=where)
-    swaps = SwapRound(experts, plan(experts))
+    swaps = ExchangeRound(experts, plan(experts))
     while not swaps.over:
         assert swaps.ready()
         if swaps.turned:
@@ -161,18 +170,18 @@ def test_a_failure_ends_the_round_and_keeps_the_swaps_before_it(where: str) -> N
 def test_who_gives_way_forgets_a_swap_that_has_not_turned() -> None:
     experts = half_hot()
     before = experts.placement()
-    swaps = SwapRound(experts, plan(experts))
+    swaps = ExchangeRound(experts, plan(experts))
     swaps.give_way()
     assert swaps.over
     assert experts.placement() == before
-    again = SwapRound(experts, plan(experts))
+    again = ExchangeRound(experts, plan(experts))
     run(again)
     assert len(again.done) == 4
 
 
 def test_who_gives_way_still_ends_a_swap_that_has_turned() -> None:
     experts = half_hot()
-    swaps = SwapRound(experts, plan(experts))
+    swaps = ExchangeRound(experts, plan(experts))
     swaps.turn()
     swaps.give_way()
     assert not swaps.over
@@ -184,7 +193,7 @@ def test_who_gives_way_still_ends_a_swap_that_has_turned() -> None:
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_round_that_stops_waits_for_its_copies(turned: bool) -> None:
     experts = half_hot(slow=3)
-    swaps = SwapRound(experts, plan(experts))
+    swaps = ExchangeRound(experts, plan(experts))
     if turned:
         swaps.turn()
     experts.waits = 0
@@ -227,7 +236,7 @@ class Store:
     def __init__(self, layer: OneLayer) -> None:
         self.layers = (None, None, layer)
 
-    def residence(self) -> ExpertPlacement:
+    def current_placement(self) -> ExpertPlacement:
         layer = self.layers[2]
         assert layer is not None
         return ExpertPlacement(((), (0, 1), tuple(sorted(layer.hot))), "even")
@@ -235,10 +244,10 @@ class Store:
 
 def test_only_layers_with_cold_experts_change() -> None:
     layer = OneLayer({0})
-    swaps = StoreSwaps(Store(layer), LAYERS, same_bits=True)
-    assert swaps.layers()[2] == LayerExperts(3, 11, swap_copies=1)  # as the store holds it
-    planned = plan_swaps(
-        swaps.placement(), [[], [0, 9], [0, 0, 9]], swaps.layers(), SwapPolicy(most_bytes=11)
+    swaps = StoreExchanges(Store(layer), LAYERS, same_bits=True)
+    assert swaps.layers()[2] == LayerExperts(3, 11, link_copies=1)  # as the store holds it
+    planned = plan_exchanges(
+        swaps.placement(), [[], [0, 9], [0, 0, 9]], swaps.layers(), ExchangePolicy(most_bytes=11)
     )
     assert len(planned) == 1
     swaps.begin(planned[0].layer, planned[0].promoted, planned[0].demoted)

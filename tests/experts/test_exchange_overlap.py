@@ -8,7 +8,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from headroom.experts import store as stores
-from headroom.experts.exchange import StoreSwaps, Swap, SwapRound
+from headroom.experts.exchange import Exchange, ExchangeRound, StoreExchanges
 from headroom.experts.placement import LayerExperts
 from headroom.experts.store import ExpertStore
 from tests.experts.late_gpu import CopyError, LateGpu
@@ -20,7 +20,7 @@ EXPERTS = (5, 4)
 HOT = [(0, 2, 4), (1,)]
 LAYERS = [LayerExperts(count, 1) for count in EXPERTS]
 # Expert 1 comes and goes again; 3 follows it to the same slot.
-SWAPS = [Swap(0, 1, 2, 1.0, 2), Swap(1, 3, 1, 1.0, 2), Swap(0, 3, 1, 1.0, 2)]
+SWAPS = [Exchange(0, 1, 2, 1.0, 2), Exchange(1, 3, 1, 1.0, 2), Exchange(0, 3, 1, 1.0, 2)]
 COPIES = 4 * len(SWAPS) + 2 * len(SWAPS)  # of experts, and of tables
 
 
@@ -33,14 +33,14 @@ def pinned() -> Iterator[None]:
         gc.collect()  # memory is given back to the driver that lent it
 
 
-def open_late(keep_copy: bool, gpu: LateGpu) -> tuple[ExpertStore, StoreSwaps]:
+def open_late(keep_copy: bool, gpu: LateGpu) -> tuple[ExpertStore, StoreExchanges]:
     layouts = [blob_layout(count) for count in EXPERTS]
     store = small_store(list(layouts), list(HOT), keep_copy=keep_copy, pin=True, cold="gpu")
     store.spare.copies = gpu
-    return store, StoreSwaps(store, LAYERS, same_bits=True)
+    return store, StoreExchanges(store, LAYERS, same_bits=True)
 
 
-def tend(swaps: SwapRound, gpu: LateGpu) -> None:
+def tend(swaps: ExchangeRound, gpu: LateGpu) -> None:
     """Do what an engine does between two steps."""
     if swaps.over or not swaps.ready():
         return
@@ -73,7 +73,7 @@ def test_steps_find_every_expert_while_others_change_places(
         store, swaps = open_late(keep_copy, gpu)
         patch.setattr(stores, "copy_bytes", gpu.copy_table)
         before = swaps.placement()
-        going = SwapRound(swaps, SWAPS)
+        going = ExchangeRound(swaps, SWAPS)
         acts = {
             "launch": lambda: gpu.launch(store),
             "compute": gpu.compute,
@@ -122,7 +122,7 @@ def test_a_copy_that_fails_at_any_point_ends_the_round_and_harms_no_step(
         with monkeypatch.context() as patch:
             store, swaps = open_late(keep_copy, gpu)
             patch.setattr(stores, "copy_bytes", gpu.copy_table)
-            going = SwapRound(swaps, SWAPS)
+            going = ExchangeRound(swaps, SWAPS)
             while not going.over:
                 gpu.launch(store)
                 gpu.go_on()
@@ -152,7 +152,7 @@ def test_copies_go_on_while_steps_are_launched_and_nobody_waits() -> None:
         store, swaps = open_late(False, gpu)
         patch.setattr(stores, "copy_bytes", gpu.copy_table)
         gpu.launch(store)
-        going = SwapRound(swaps, SWAPS[:1])
+        going = ExchangeRound(swaps, SWAPS[:1])
         assert not going.ready()  # it waits for the step that runs, and the host does not
         gpu.launch(store)
         gpu.compute()
@@ -170,7 +170,7 @@ def test_sides_change_after_steps_that_run_and_places_are_waited_for_by_nobody()
     with pytest.MonkeyPatch.context() as patch:
         store, swaps = open_late(False, gpu)
         patch.setattr(stores, "copy_bytes", gpu.copy_table)
-        going = SwapRound(swaps, SWAPS[:1])
+        going = ExchangeRound(swaps, SWAPS[:1])
         while not going.ready():
             gpu.go_on()
         gpu.launch(store)

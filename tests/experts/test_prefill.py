@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headroom.experts import prefill
-from headroom.experts.prefill import ColdStream, StreamedLayer, count_picks, cut_pieces
+from headroom.experts.prefill import ColdStream, StreamedLayer, count_picks, cut_loads
 from headroom.experts.store import runs
 from headroom.kernels.cuda import experts_prefill, experts_scratch, grouped, matmul, scratch
 from headroom.kernels.cuda.experts import Others
@@ -67,7 +67,7 @@ def open_stream(
             BUFFERS * buffer_bytes(size, EXPERTS) + 2 * EXPERTS * WIDTH * HIDDEN, dtype=torch.uint8
         )
         queue = LateCopies()
-        stream = ColdStream(staging, (size, EXPERTS), queue, speeds)  # type: ignore[arg-type]
+        stream = ColdStream(staging, size, EXPERTS, queue, speeds)  # type: ignore[arg-type]
     return stream, [stream.add(layer.tiles, layer, "silu", 1.0) for layer in layers], queue
 
 
@@ -249,7 +249,9 @@ def test_nothing_on_the_gpu_meets_host_memory_but_by_copies(  # type: ignore[no-
     with stand_in_gpu(monkeypatch):
         tiles = replace(layer.tiles, addresses=layer.tiles.addresses.to("cuda"))
         staging = torch.zeros(200_000, dtype=torch.uint8, device="cuda")
-        stream = prefill.open_stream(staging, (layer.expert_bytes, EXPERTS), False, FAST_CPU)
+        stream = prefill.open_stream(
+            staging, layer.expert_bytes, EXPERTS, pinned=False, speeds=FAST_CPU
+        )
         streamed = stream.add(tiles, layer, "silu", 1.0)
         parts = (others.residual, others.shared, others.shared_logits)
         moved = Others(*(part.to("cuda") for part in parts))
@@ -257,8 +259,7 @@ def test_nothing_on_the_gpu_meets_host_memory_but_by_copies(  # type: ignore[no-
         found = streamed.many_rows(x.to("cuda"), chosen, moved).cpu()
         assert stream.waits is not None
         waited = stream.waits.seconds()  # the stand-in's events say a millisecond for each
-    pieces = stream.counts.streamed_bytes > 0
-    assert (waited > 0) == pieces
+    assert (waited > 0) == (stream.counts.streamed_bytes > 0)
     if counted and MODULE is not None:
         torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05 * float(wanted.std()))
     else:
@@ -293,13 +294,11 @@ def test_ids_that_are_no_experts_change_nobodys_count(kind: torch.dtype) -> None
 
 
 @given(rows=st.sets(st.integers(0, 300)), most=st.integers(1, 40))
-def test_pieces_have_every_row_once_and_runs_are_their_neighbours(
-    rows: set[int], most: int
-) -> None:
-    pieces = cut_pieces(list(rows), most)
-    assert [row for piece in pieces for row in piece] == sorted(rows)
-    assert all(0 < len(piece) <= most for piece in pieces)
-    for piece in pieces:
-        found = runs(piece)
-        assert [row for first, end in found for row in range(first, end)] == piece
+def test_loads_have_every_row_once_and_runs_are_their_neighbours(rows: set[int], most: int) -> None:
+    loads = cut_loads(list(rows), most)
+    assert [row for load in loads for row in load] == sorted(rows)
+    assert all(0 < len(load) <= most for load in loads)
+    for load in loads:
+        found = runs(load)
+        assert [row for first, end in found for row in range(first, end)] == load
         assert all(a[1] < b[0] for a, b in pairwise(found))

@@ -79,7 +79,7 @@ def test_logits_that_are_no_numbers_change_nobody_elses_counts(
     stats = RoutingStats(layers=3, experts=5, device="cpu")
     route = pick("route", Case(device="cpu", dtype="f32", reference=reference)).run
     logits = torch.full((2, 5), number)
-    ids, _ = route(logits, RouterRule(3, "softmax", True, 1.0), None, stats.of_layer(1))
+    ids, _ = route(logits, RouterRule(3, "softmax", True, 1.0), None, stats.of_layer(1).decode)
     assert ((ids >= 0) & (ids < 5)).all()
     assert stats.counts().sum(1).tolist() == [0, 6, 0]
 
@@ -87,16 +87,16 @@ def test_logits_that_are_no_numbers_change_nobody_elses_counts(
 def test_counts_are_a_copy_that_later_steps_leave_alone() -> None:
     stats = RoutingStats(layers=2, experts=3, device="cpu")
     before = stats.counts()
-    stats.of_layer(1)[2] += 4
+    stats.of_layer(1).decode[2] += 4
     assert before.sum() == 0
     assert stats.counts().tolist() == [[0, 0, 0], [0, 0, 4]]
 
 
 def test_choices_of_steps_of_few_rows_are_told_apart_in_a_copy() -> None:
     stats = RoutingStats(layers=2, experts=3, device="cpu")
-    stats.of_layer(0)[1] += 2
-    stats.of_layer(0, many=True)[1] += 5
-    counts, few_rows = stats.with_few_rows()
-    stats.of_layer(0)[1] += 1
+    stats.of_layer(0).decode[1] += 2
+    stats.of_layer(0).prefill[1] += 5
+    counts, few_rows = stats.counts_with_decode()
+    stats.of_layer(0).decode[1] += 1
     assert counts.tolist() == [[0, 7, 0], [0, 0, 0]]
     assert few_rows.tolist() == [[0, 2, 0], [0, 0, 0]]

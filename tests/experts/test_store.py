@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headroom.errors import DeviceError
 from headroom.experts import store as stores
 from headroom.experts.copies import HostCopies, Mark
-from headroom.experts.exchange import StoreSwaps
+from headroom.experts.exchange import StoreExchanges
 from headroom.experts.placement import LayerExperts
 from headroom.experts.store import drop_cold
 from headroom.layers import host_memory
@@ -85,7 +85,7 @@ def test_exchanges_lose_no_expert_and_hold_none_twice(
         assert pair[1] not in layer.hot
         for each in mixed:
             check_layer(store, each)
-    assert store.residence().total == sum(map(len, hot))
+    assert store.current_placement().total == sum(map(len, hot))
 
 
 class CountedCopies(HostCopies):
@@ -112,8 +112,8 @@ def test_an_exchange_sends_as_much_over_the_link_as_swaps_count(keep_copy: bool)
     assert layer is not None
     copies = store.spare.copies = CountedCopies([layer.slots, store.spare.device])
     exchange(layer, 1, 2)
-    told = StoreSwaps(store, [LayerExperts(5, 1)], same_bits=True).layers()[0]
-    assert copies.crossed == told.swap_bytes == (1 if keep_copy else 3) * layer.expert_bytes
+    told = StoreExchanges(store, [LayerExperts(5, 1)], same_bits=True).layers()[0]
+    assert copies.crossed == told.exchange_bytes == (1 if keep_copy else 3) * layer.expert_bytes
 
 
 @pytest.mark.parametrize("keep_copy", [False, True])
@@ -177,7 +177,7 @@ def test_an_exchange_that_was_only_begun_changes_nothing() -> None:
 def test_layers_whose_experts_are_all_hot_are_not_in_the_store() -> None:
     store = small_store([None, blob_layout(2), blob_layout(3)], [(), (0, 1), (2,)])
     assert [layer is None for layer in store.layers] == [True, True, False]
-    assert store.residence().hot == ((), (0, 1), (2,))
+    assert store.current_placement().hot == ((), (0, 1), (2,))
     assert store.cold_bytes == 2 * 128
 
 

@@ -12,7 +12,7 @@ from headroom.experts.store import (
     StoreRequest,
     fill_rows,
     fill_tiles,
-    first_residence,
+    initial_residency,
     open_store,
 )
 from headroom.experts.store import blob_layout as layout_of
@@ -40,7 +40,7 @@ def test_a_store_of_dropped_experts_holds_the_hot_ones_alone() -> None:
     assert all_hot is None
     assert (store.cold_bytes, len(store.memory), len(store.staging)) == (0, 0, 0)
     assert [len(layer.slots) for layer in (mixed, none_hot)] == [2, 0]
-    assert store.residence().hot == ((1, 2), (), (), (0, 1))
+    assert store.current_placement().hot == ((1, 2), (), (), (0, 1))
     for layer in (mixed, none_hot):
         assert not layer.host_addresses.any()
         assert not layer.addresses[layer.is_hot == 0].any()
@@ -56,7 +56,7 @@ def test_a_store_of_dropped_experts_holds_the_hot_ones_alone() -> None:
 
 
 def test_without_rows_cold_experts_are_nowhere() -> None:
-    found = first_residence(4, [2], 0)
+    found = initial_residency(4, [2], 0)
     assert found.slot.tolist() == [NOWHERE, NOWHERE, 0, NOWHERE]
     assert found.row.tolist() == [NOWHERE] * 4
 

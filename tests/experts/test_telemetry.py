@@ -1,11 +1,9 @@
 """Figures of experts: hits go by the placement that was valid when they were counted."""
 
-from types import SimpleNamespace
-
 import torch
 
 from headroom.experts.placement import ExpertPlacement, LayerExperts
-from headroom.experts.telemetry import ColdFigures, HitCounter, JoinedMeter
+from headroom.experts.telemetry import ColdCosts, ColdFigures, ColdMeter, DecodeCounts, HitCounter
 from tests.experts.pretended import PretendedExperts
 
 NONE = torch.zeros(1, 3, dtype=torch.int64)  # in steps of few rows
@@ -63,19 +61,18 @@ def test_the_figures_of_a_time_are_what_was_added_in_it() -> None:
     }
 
 
-def test_figures_of_all_who_compute_are_joined() -> None:
-    assert JoinedMeter().figures() == ColdFigures({}, {})
-    counts = SimpleNamespace(cpu_bytes=5, gpu_bytes=6, hot_s=1.0, cold_s=2.0, wait_s=3.0)
-    found = JoinedMeter(lambda: counts, lambda: 7).figures()
+def test_the_meter_adds_up_all_who_compute_cold_experts() -> None:
+    assert ColdMeter().figures() == ColdFigures({}, {})
+    counts = DecodeCounts(cpu_bytes=5, gpu_bytes=6, hot_s=1.0, cold_s=2.0, wait_s=3.0)
+    stream = ColdCosts(streamed_bytes=4, cpu_bytes=10, cpu_s=0.5)
+    plain = ColdCosts(streamed_bytes=3, cpu_bytes=20, cpu_s=0.25)
+    found = ColdMeter(lambda: counts, (stream, plain)).figures()
     assert found.read_bytes == {"gpu": 6, "cpu": 5, "stream": 7}
     assert found.seconds == {"hot": 1.0, "cold": 2.0, "wait": 3.0}
-    assert JoinedMeter(streamed_bytes=lambda: 7).figures() == ColdFigures({"stream": 7})
-    # What a CPU does for prompts is added to what it does in small steps.
-    found = JoinedMeter(lambda: counts, prompt=lambda: (5, 2.0)).figures()
-    assert (found.read_bytes["cpu"], found.seconds["cold"]) == (
-        counts.cpu_bytes + 5, counts.cold_s + 2.0,
-    )  # fmt: skip
-    waited = JoinedMeter(streamed_bytes=lambda: 7, copies_s=lambda: 0.25).figures()
-    assert waited == ColdFigures({"stream": 7}, {"copies": 0.25})
-    alone = JoinedMeter(prompt=lambda: (5, 2.0)).figures()
-    assert alone == ColdFigures({"cpu": 5}, {"cold": 2.0})
+    # What the CPU does in prefill steps is added to what it does in decode steps.
+    both = ColdMeter(lambda: counts, (stream, plain), cpu_costs=True).figures()
+    assert both.read_bytes == {"gpu": 6, "cpu": 35, "stream": 7}
+    assert both.seconds == {"hot": 1.0, "cold": 2.75, "wait": 3.0}
+    assert ColdMeter(costs=(stream,)).figures() == ColdFigures({"stream": 4})
+    alone = ColdMeter(costs=(stream,), cpu_costs=True, copies_s=lambda: 0.125).figures()
+    assert alone == ColdFigures({"cpu": 10, "stream": 4}, {"cold": 0.5, "copies": 0.125})

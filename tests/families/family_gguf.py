@@ -240,7 +240,7 @@ def _change(theirs: str, config: Any) -> Change | None:
 
 
 def _pairs(rows: Values, before: tuple[int, int]) -> Values:
-    """Swap the two counts that a head's rows are made of: rotary halves or rotary pairs."""
+    """Exchange the two counts that a head's rows are made of: rotary halves or rotary pairs."""
     return rows.reshape(-1, *before, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from headroom.experts.decode import ColdCompute, CpuShared
+from headroom.experts.decode import CpuPicks, DecodeWorker
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import handover
 from headroom.kernels.cuda.experts import ExpertTiles, few_rows
@@ -76,7 +76,7 @@ def check(share: float, rows: int, choice: DecodeChoice, kinds: Kinds = MIX) -> 
     every = to_tiles(make_table(kinds, count, width, hidden))
     hot = torch.randperm(count)[: int(share * count)].tolist()
     store = gpu_store(list(every.memory), kinds, width, hot)
-    compute = ColdCompute(DEVICE)
+    compute = DecodeWorker(DEVICE)
     part = compute.add(store, USED, "silu", choice)
     compute.start()
     x, out = (torch.zeros(rows, hidden, device=DEVICE) for _ in range(2))
@@ -84,9 +84,9 @@ def check(share: float, rows: int, choice: DecodeChoice, kinds: Kinds = MIX) -> 
     weights = torch.zeros(rows, USED, device=DEVICE)
 
     def layer() -> None:
-        part.before(x, ids, weights)
+        part.ask(x, ids, weights)
         few_rows(half_rows(x), ids, weights, store.tiles, "silu", out=out)
-        part.after(out)
+        part.add_answers(out)
 
     replay, worst = captured(layer, compute.begin_step), 0.0
     for _ in range(5):
@@ -136,8 +136,8 @@ def check_limit() -> bool:
 
 def bench_layers(stores: list[SplitStore], choice: DecodeChoice | None, hit: float) -> None:
     """Microseconds of a layer's experts, one row; None: the GPU reads all that is cold."""
-    compute = ColdCompute(DEVICE)
-    parts: list[CpuShared | None] = [
+    compute = DecodeWorker(DEVICE)
+    parts: list[CpuPicks | None] = [
         None if choice is None else compute.add(store, USED, "silu", choice) for store in stores
     ]
     if choice is not None:
@@ -159,10 +159,10 @@ def bench_layers(stores: list[SplitStore], choice: DecodeChoice | None, hit: flo
             for at, (store, part) in enumerate(zip(stores, parts, strict=True)):
                 ids.copy_(turn[at])
                 if part is not None:
-                    part.before(x, ids, weights)
+                    part.ask(x, ids, weights)
                 few_rows(half_rows(x), ids, weights, store.tiles, "silu", out=out)
                 if part is not None:
-                    part.after(out)
+                    part.add_answers(out)
 
     replay = captured(step, compute.begin_step if choice is not None else lambda: None)
     times = []

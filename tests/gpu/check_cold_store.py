@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from headroom.experts.cold import stored_tiles
-from headroom.experts.device_ffn import upload_experts
-from headroom.experts.exchange import StoreSwaps, Swap, SwapRound
+from headroom.experts.cuda_ffn import upload_experts
+from headroom.experts.exchange import Exchange, ExchangeRound, StoreExchanges
 from headroom.experts.placement import ExpertPlacement, LayerExperts
 from headroom.experts.store import (
     ExpertStore,
@@ -153,8 +153,10 @@ def overlapped(layer: Layer, opened: tuple[ExpertStore, LayerStore], rows: int) 
     run = captured(lambda: step(tiles)) if rows <= 32 else lambda: step(tiles)
     cold = [expert for expert in range(layer.experts) if expert not in stored.hot]
     pairs = list(zip(cold, stored.hot, strict=False))
-    planned = [Swap(0, *pair, 1.0, 2 * stored.expert_bytes) for pair in pairs]
-    swaps = SwapRound(StoreSwaps(store, [LayerExperts(layer.experts, 1)], same_bits=True), planned)
+    planned = [Exchange(0, *pair, 1.0, 2 * stored.expert_bytes) for pair in pairs]
+    swaps = ExchangeRound(
+        StoreExchanges(store, [LayerExperts(layer.experts, 1)], same_bits=True), planned
+    )
     outs, beside = [], 0
     while not swaps.over:
         outs += [run() for _ in range(BESIDE)]

@@ -47,7 +47,7 @@ def open_layers(
     )
     total = plan_experts.BUFFERS * plan_experts.buffer_bytes(size, len(tiles.addresses)) + downs
     memory = torch.empty(total, dtype=torch.uint8, device=DEVICE)
-    stream = open_stream(memory, (size, len(tiles.addresses)), pinned, speeds)
+    stream = open_stream(memory, size, len(tiles.addresses), pinned=pinned, speeds=speeds)
     for layer in layers:
         stream.add(layer.tiles, layer, "silu", 2.0)
     return stream

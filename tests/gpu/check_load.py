@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from headroom.experts.device_ffn import upload_experts
+from headroom.experts.cuda_ffn import upload_experts
 from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.layers import upload as loading

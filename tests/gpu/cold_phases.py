@@ -13,7 +13,7 @@ import torch
 
 from headroom.experts import prefill
 from headroom.experts.copies import CudaCopies
-from headroom.experts.prefill import ColdStream, CpuSide, StreamedLayer
+from headroom.experts.prefill import ColdStream, PrefillCpu, StreamedLayer
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.experts import Others
 from headroom.kernels.native.cold import worker_threads
@@ -44,7 +44,7 @@ class Watch:
 
     times: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     layers: int = 0
-    pieces: list[Any] = field(default_factory=list)
+    loads: list[Any] = field(default_factory=list)
     asked: tuple[Any, ...] | None = None
     _at: float = 0.0
 
@@ -75,7 +75,7 @@ class Awaited:
 def watched(watch: Watch) -> Iterator[None]:
     """Let counted layers tell where their time goes."""
     read, begin = prefill.read_back, ColdStream.begin
-    counted, streamed, ask = StreamedLayer._counted, StreamedLayer._streamed, CpuSide.ask
+    counted, streamed, ask = StreamedLayer._counted, StreamedLayer._streamed, PrefillCpu.ask
 
     def see_counted(self: StreamedLayer, *what: Any) -> torch.Tensor:
         watch._at = time.perf_counter()
@@ -90,7 +90,7 @@ def watched(watch: Watch) -> Iterator[None]:
         watch.lap("read back (and the GPU before)")
         return found
 
-    def see_ask(self: CpuSide, *what: Any) -> Any:
+    def see_ask(self: PrefillCpu, *what: Any) -> Any:
         watch.lap("share")
         watch.asked = what
         return Awaited(watch, ask(self, *what))
@@ -101,15 +101,15 @@ def watched(watch: Watch) -> Iterator[None]:
         watch.lap("launch the rest")
         return found
 
-    def see_begin(self: ColdStream, pieces: Any, ahead: Any) -> None:
-        watch.pieces = list(pieces)
-        begin(self, pieces, ahead)
+    def see_begin(self: ColdStream, loads: Any, ahead: Any) -> None:
+        watch.loads = list(loads)
+        begin(self, loads, ahead)
         watch.lap("first copies")
 
     with (
         patch.object(prefill, "read_back", see_read),
         patch.multiple(StreamedLayer, _counted=see_counted, _streamed=see_streamed),
-        patch.object(CpuSide, "ask", see_ask),
+        patch.object(PrefillCpu, "ask", see_ask),
         patch.object(ColdStream, "begin", see_begin),
     ):
         yield
@@ -172,13 +172,13 @@ def spent(work: Callable[[], object], repeats: int = 7) -> str:
 
 def time_alone(watch: Watch) -> None:
     """The last layer's copies and its CPU's part, each alone and both at once."""
-    queue, side = CudaCopies(DEVICE), CpuSide()
+    queue, side = CudaCopies(DEVICE), PrefillCpu()
     room = torch.empty(64 * MIB, dtype=torch.uint8, device=DEVICE)
     some = torch.randn(512, 2048)
 
     def copy() -> None:
-        for piece in watch.pieces:
-            queue.wait(queue.copy(room, piece.sources, queue.mark()))
+        for load in watch.loads:
+            queue.wait(queue.copy(room, load.sources, queue.mark()))
 
     def compute() -> None:
         assert watch.asked is not None
@@ -192,7 +192,7 @@ def time_alone(watch: Watch) -> None:
         copy()
         compute()
 
-    runs = sum(len(piece.sources) for piece in watch.pieces)
+    runs = sum(len(load.sources) for load in watch.loads)
     print(
         f"         alone, us: {runs} copies {seconds(copy) * 1e6:.0f} (host {spent(copy)})", end=""
     )

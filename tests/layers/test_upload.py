@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headroom.errors import FormatError
-from headroom.experts.device_ffn import upload_experts
+from headroom.experts.cuda_ffn import upload_experts
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.weight import PLAIN_TYPES
 from headroom.layers import upload

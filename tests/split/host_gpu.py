@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from headroom.experts import device_ffn
+from headroom.experts import cuda_ffn
 from headroom.families.files import open_checkpoint
 from headroom.kernels.cuda import attention, grouped, matmul, route
 from headroom.kernels.cuda.experts import PARTS, ExpertTiles
@@ -102,9 +102,9 @@ def pretend(
     monkeypatch.setattr(grouped, "product_way", lambda device: "own")
     monkeypatch.setattr(torch, "mm", lambda first, second, out_dtype=None, out=None: out)
     monkeypatch.setattr(attention, "attend", lambda queries, *others: queries)
-    for module in (cuda_block, device_ffn):
+    for module in (cuda_block, cuda_ffn):
         monkeypatch.setattr(module, "load_merged", load_merged)
-    monkeypatch.setattr(device_ffn, "upload_experts", experts_in_tiles)
+    monkeypatch.setattr(cuda_ffn, "upload_experts", experts_in_tiles)
     monkeypatch.setattr(weights.WeightSource, "__call__", table_in_tiles)
     for name in ("Embedding", "Head"):
         monkeypatch.setattr(load, name, lambda *given: None)

@@ -39,7 +39,7 @@ class FakeCold:
 @pytest.mark.parametrize("capturable", [True, False])
 def test_threads_are_told_of_steps_of_few_rows_only(capturable: bool) -> None:
     model = FakeModel(capturable)
-    cold = model.cold = FakeCold()  # type: ignore[assignment]
+    cold = model.decode_worker = FakeCold()  # type: ignore[assignment]
     stage = FakeStage(model, settings())
     with torch.inference_mode():
         stage.step(make([Span(0, 3, 9, pages(1))]))
@@ -50,7 +50,7 @@ def test_threads_are_told_of_steps_of_few_rows_only(capturable: bool) -> None:
 
 def test_steps_of_few_rows_that_are_not_captured_are_told_too() -> None:
     model = FakeModel(capturable=False)  # some layers are plain, and others ask the CPU
-    cold = model.cold = FakeCold()  # type: ignore[assignment]
+    cold = model.decode_worker = FakeCold()  # type: ignore[assignment]
     stage = FakeStage(model, settings())
     with torch.inference_mode():
         stage.step(make([Span(0, 3, 9, pages(1))]))
@@ -59,7 +59,7 @@ def test_steps_of_few_rows_that_are_not_captured_are_told_too() -> None:
 
 def test_a_chunk_of_few_rows_is_told_when_it_is_warmed_up() -> None:
     model = FakeModel()
-    cold = model.cold = FakeCold()  # type: ignore[assignment]
+    cold = model.decode_worker = FakeCold()  # type: ignore[assignment]
     stage = FakeStage(model, settings(chunk=16))
     stage.capture()
     assert len(model.seen[-1].tokens) == 20
@@ -68,7 +68,7 @@ def test_a_chunk_of_few_rows_is_told_when_it_is_warmed_up() -> None:
 
 def test_no_long_step_follows_one_that_the_cpu_failed() -> None:
     model = FakeModel()
-    cold = model.cold = FakeCold()  # type: ignore[assignment]
+    cold = model.decode_worker = FakeCold()  # type: ignore[assignment]
     stage = FakeStage(model, settings())
     cold.reason = "no answer"
     with torch.inference_mode(), pytest.raises(DeviceError, match="no answer"):
@@ -78,7 +78,7 @@ def test_no_long_step_follows_one_that_the_cpu_failed() -> None:
 @pytest.mark.parametrize("rows", [3, 40])
 def test_logits_of_a_failed_step_are_not_used(rows: int) -> None:
     model = FakeModel()
-    cold = model.cold = FakeCold()  # type: ignore[assignment]
+    cold = model.decode_worker = FakeCold()  # type: ignore[assignment]
     stage = FakeStage(model, settings())
     with torch.inference_mode():
         result = stage.step(make([Span(0, rows, 0, pages(1))]))
@@ -89,7 +89,7 @@ def test_logits_of_a_failed_step_are_not_used(rows: int) -> None:
 
 def test_an_engine_ends_the_thread_before_its_memory_goes() -> None:
     model = FakeModel()
-    cold = model.cold = FakeCold()  # type: ignore[assignment]
+    cold = model.decode_worker = FakeCold()  # type: ignore[assignment]
     engine, _ = device_engine(model, settings())
     assert not cold.closed
     engine.close()
@@ -98,7 +98,7 @@ def test_an_engine_ends_the_thread_before_its_memory_goes() -> None:
 
 def test_no_step_follows_one_that_the_cpu_failed() -> None:
     model = FakeModel()
-    cold = model.cold = FakeCold()  # type: ignore[assignment]
+    cold = model.decode_worker = FakeCold()  # type: ignore[assignment]
     stage = FakeStage(model, settings())
     cold.reason = "no answer"
     with torch.inference_mode(), pytest.raises(DeviceError, match="no answer"):
@@ -108,7 +108,7 @@ def test_no_step_follows_one_that_the_cpu_failed() -> None:
 
 def test_tokens_of_a_failed_step_are_not_used() -> None:
     model = FakeModel()
-    cold = model.cold = FakeCold()  # type: ignore[assignment]
+    cold = model.decode_worker = FakeCold()  # type: ignore[assignment]
     engine, _ = device_engine(model, settings())
     begin = cold.begin_step
 

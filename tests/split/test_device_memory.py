@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
-from headroom.experts import device_ffn
+from headroom.experts import cuda_ffn
 from headroom.families.files import open_checkpoint
 from headroom.kernels.cuda import delta_net, experts
 from headroom.kernels.cuda.delta_net import span_tables
@@ -67,13 +67,13 @@ def test_a_gpu_loads_plain_experts_as_its_plan_says(
 ) -> None:
     write_gguf(MODELS["qwen3moe"](), tmp_path / "m.gguf", kind, fused=False, unused_keys=False)
     pretend(monkeypatch, 64 << 10)
-    monkeypatch.setattr(load, "experts_fit", device_ffn.experts_fit)
+    monkeypatch.setattr(load, "experts_fit", cuda_ffn.experts_fit)
     monkeypatch.setattr(experts, "refuses_device", lambda case: None)
     settings = {"context": 512, "parallel": 3, "chunk": 100}
     plan, model, counted = load_on_host(tmp_path / "m.gguf", **settings)
     assert counted["hot_experts"] == plan.devices[0].allocated["hot_experts"]
     parts = [type(part) for block in model._blocks for part in getattr(block, "_parts", ())]
-    assert (device_ffn.DeviceExperts in parts) == (kind != "F32")
+    assert (cuda_ffn.CudaExpertsFfn in parts) == (kind != "F32")
 
 
 MANY = (

@@ -63,7 +63,7 @@ def test_weights_and_captures_are_timed_apart(
         count("core_weights", 5 * GIB)
         count("hot_experts", GIB)
         count("kv", GIB)
-        return SimpleNamespace(hybrid=None)
+        return SimpleNamespace(cold_experts=None)
 
     monkeypatch.setattr(launch, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(launch, "load_model", load)

@@ -69,7 +69,7 @@ def test_where_no_expert_is_cold_one_line_says_why(caplog: pytest.LogCaptureFixt
         plan = make_plan([MODEL], [cpu(64)], Options())
         assert find_placement(MODEL, plan, Options(), "abc") is None
     fit, memory, by_cpu = [row.message for row in caplog.records]
-    assert fit == "experts: all 9984 fit in GPU memory, no hybrid parts"
+    assert fit == "experts: all 9984 fit in GPU memory, none is cold"
     assert memory.startswith("experts: cuda:0 has 24.00 GiB: weights without experts ")
     total = gib(sum(x.experts * x.expert_bytes for x in expert_layers(MODEL, planned("100%")[0])))
     assert memory.endswith(f", budget for experts {total} of {total}")

@@ -9,7 +9,7 @@ import torch
 
 from headroom.experts import ffn
 from headroom.experts import store as stores
-from headroom.experts.exchange import StoreSwaps, Swap, SwapRound
+from headroom.experts.exchange import Exchange, ExchangeRound, StoreExchanges
 from headroom.experts.placement import LayerExperts
 from headroom.experts.store import LayerStore, drop_cold
 from headroom.experts.telemetry import ColdFigures
@@ -94,9 +94,9 @@ def test_plain_experts_say_what_cold_ones_cost(
     read: list[ColdFigures] = []
 
     def look(stage: ModelOnGpu) -> None:
-        hybrid = stage.model.hybrid
-        assert hybrid is not None
-        read.append(hybrid.meter.figures())
+        cold_experts = stage.model.cold_experts
+        assert cold_experts is not None
+        read.append(cold_experts.meter.figures())
 
     with stand_in_gpu(monkeypatch):
         run_on_gpu(
@@ -137,7 +137,7 @@ class Overlapped:
 
     def __init__(self) -> None:
         self.gpu = LateGpu()
-        self.swaps: SwapRound | None = None
+        self.swaps: ExchangeRound | None = None
 
     def __call__(self, stage: ModelOnGpu) -> None:
         if self.swaps is None:
@@ -147,7 +147,7 @@ class Overlapped:
         if not self.swaps.over and self.swaps.ready():
             self.swaps.end() if self.swaps.turned else self.swaps.turn()
 
-    def _begin(self, stage: ModelOnGpu) -> SwapRound:
+    def _begin(self, stage: ModelOnGpu) -> ExchangeRound:
         store = stage.model.store
         assert store is not None
         store.spare.copies = self.gpu
@@ -155,9 +155,9 @@ class Overlapped:
         for index, layer in enumerate(store.layers):
             if layer is not None:
                 cold = [expert for expert in range(layer.experts) if expert not in layer.hot]
-                planned.append(Swap(index, cold[0], layer.hot[0], 1.0, 2))
+                planned.append(Exchange(index, cold[0], layer.hot[0], 1.0, 2))
         layers = [LayerExperts(0, 0)] * len(store.layers)
-        return SwapRound(StoreSwaps(store, layers, same_bits=True), planned)
+        return ExchangeRound(StoreExchanges(store, layers, same_bits=True), planned)
 
 
 @pytest.mark.parametrize("more", [{}, {"keep_host_copy": True}])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headroom.experts import device_ffn
+from headroom.experts import cuda_ffn
 from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
 from headroom.kernels import registry
@@ -132,7 +132,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(load, "experts_fit", lambda config, get: True)
     monkeypatch.setattr(cuda_norms, "rms_norm", norms.rms_norm)
     monkeypatch.setattr(cuda_norms, "norm_add", _add_norm)
-    for module in (cuda_block, device_ffn):
+    for module in (cuda_block, cuda_ffn):
         monkeypatch.setattr(module, "load_merged", _Matrices)
         monkeypatch.setattr(module, "normed_rows", _normed_rows)
         monkeypatch.setattr(module, "gated_rows", _gated_rows)
@@ -140,9 +140,9 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda_block, "plain_rows", _rows)
     monkeypatch.setattr(experts, "few_rows", _experts)
     monkeypatch.setattr(experts_prefill, "many_rows", _experts)
-    monkeypatch.setattr(device_ffn, "upload_experts", _tables)
-    monkeypatch.setattr(device_ffn, "scored_rows", _scored_rows)
-    monkeypatch.setattr(device_ffn.cuda_route, "route", _route)
+    monkeypatch.setattr(cuda_ffn, "upload_experts", _tables)
+    monkeypatch.setattr(cuda_ffn, "scored_rows", _scored_rows)
+    monkeypatch.setattr(cuda_ffn.cuda_route, "route", _route)
     with stand_in_gpu(monkeypatch):
         yield
 

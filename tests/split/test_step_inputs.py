@@ -144,7 +144,7 @@ class Counting(FakeModel):
         self.routing = RoutingStats(1, 2, "cpu")
 
     def run(self, batch: Batch) -> torch.Tensor:
-        self.routing.of_layer(0)[1] += len(batch.tokens)
+        self.routing.of_layer(0).decode[1] += len(batch.tokens)
         return super().run(batch)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headroom.experts.exchange import SwapPolicy
+from headroom.experts.exchange import ExchangePolicy
 from headroom.experts.placement import LayerExperts, load_placement
 from headroom.experts.stats import RoutingHistory, RoutingStats, StatsFile, StatsModel, load_history
 from headroom.experts.store import ExpertStore
@@ -20,7 +20,7 @@ from tests.experts.stores import blob_layout, small_store
 
 LAYERS = (LayerExperts(0, 0), LayerExperts(4, 10), LayerExperts(4, 10))
 USED = (0, 2, 2)
-POLICY = SwapPolicy(min_gain=2.0, per_layer=1)
+POLICY = ExchangePolicy(min_gain=2.0, per_layer=1)
 
 
 class StatisticsStage(CpuStage):
@@ -54,7 +54,7 @@ class Case:
         self.upkeep = ExpertUpkeep(self.pipeline, self.records)
 
     def choose(self, layer: int, expert: int, times: int) -> None:
-        self.routing.of_layer(layer)[expert] += times
+        self.routing.of_layer(layer).decode[expert] += times
 
     def look_after(self, tokens: int, *, resting: bool) -> bool:
         """Do as the engine does between steps; tell whether steps had to be waited for."""

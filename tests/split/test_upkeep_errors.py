@@ -19,7 +19,7 @@ class LostCase(Case):
 
         monkeypatch.setattr(self.stage, "lost", lambda: reason)
         monkeypatch.setattr(self.routing, "counts", fail)
-        monkeypatch.setattr(self.routing, "with_few_rows", fail)
+        monkeypatch.setattr(self.routing, "counts_with_decode", fail)
         if self.experts is not None:
             monkeypatch.setattr(self.experts, "wait", fail)
 

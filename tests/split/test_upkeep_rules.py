@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headroom.errors import OptionError
-from headroom.experts.exchange import SwapPolicy
+from headroom.experts.exchange import ExchangePolicy
 from headroom.options import Options
 from headroom.split.upkeep_rules import UpkeepRules, upkeep_rules
 
@@ -20,7 +20,7 @@ def test_settings_become_rules() -> None:
     )
     assert upkeep_rules(options) == UpkeepRules(
         swap_every=64,
-        policy=SwapPolicy(min_gain=3, per_layer=5, most_bytes=1 << 20),
+        policy=ExchangePolicy(min_gain=3, per_layer=5, most_bytes=1 << 20),
         placement_path=Path("placed.json"),
     )
     assert upkeep_rules(Options()).swap_every == 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from headroom.experts.device_ffn import DeviceBeside, DeviceExperts
+from headroom.experts.cuda_ffn import CudaDenseAndExpertsFfn, CudaExpertsFfn
 from tests.families import family_configs
 from tests.families.family_gguf import write_gguf
 from tests.split.host_gpu import load_on_host, pretend, run_step
@@ -25,7 +25,7 @@ class Recorded:
     def __init__(self, layer: int, calls: list[tuple[int, str, int]]) -> None:
         self._layer, self._calls = layer, calls
 
-    def before(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    def ask(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Note the request."""
         assert ids.shape == weights.shape
         assert ids.is_contiguous()
@@ -33,7 +33,7 @@ class Recorded:
         assert len(x) == len(ids)
         self._calls.append((self._layer, "before", len(x)))
 
-    def after(self, out: torch.Tensor) -> None:
+    def add_answers(self, out: torch.Tensor) -> None:
         """Note that answers are wanted."""
         assert out.is_contiguous()
         self._calls.append((self._layer, "after", len(out)))
@@ -51,11 +51,11 @@ def test_only_steps_of_few_rows_ask_the_cpu_and_every_layer_waits_for_its_own(
         part
         for block in model._blocks
         for part in block._parts  # type: ignore[attr-defined]
-        if isinstance(part, DeviceExperts | DeviceBeside)
+        if isinstance(part, CudaExpertsFfn | CudaDenseAndExpertsFfn)
     ]
     assert parts
     for layer, part in enumerate(parts):
-        part.cold = Recorded(layer, calls)
+        part.cpu_picks = Recorded(layer, calls)
     run_step(plan, model, [(40, 0)])
     assert not calls
     run_step(plan, model, [(2, 10), (1, 11)])
