@@ -17,7 +17,7 @@ from headroom.families.synth.recipe import chosen_family, find_recipe, read_reci
 from headroom.families.synth.routing import make_skew
 from headroom.families.synth.values import Source
 from headroom.families.synth.write import (
-    Settings,
+    WriteSettings,
     checkpoint_bytes,
     mix_name,
     plain_type,
@@ -29,9 +29,9 @@ from headroom.machine.devices import usable_cores
 from headroom.text.tokenizer_file import tokenizer_file
 from headroom.units import gib
 
-MAX_THREADS = 16  # more of them wait for the disk
+MAX_THREADS = 16  # more threads would wait for the disk
 
-HOT_SHARE = 0.6  # of experts, where a skew says nothing else
+HOT_SHARE = 0.6  # share of experts that are hot if --skew-hot is not given
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class SynthOptions:
 
     size: Annotated[
         str | None,
-        typer.Option(help="tiny (the default), a variant of it, or a known model of the family"),
+        typer.Option(help="tiny (the default), a variant of tiny, or a known model of the family"),
     ] = None
     config: Annotated[
         Path | None, typer.Option(help="a config.json to take the dimensions from, not --size")
@@ -73,10 +73,10 @@ def synth(
     ],
     **flags: Any,
 ) -> None:
-    """Write a checkpoint with random weights, real in all else, for tests and speed.
+    """Write a checkpoint with random weights for tests and speed measurements.
 
-    Shapes, types, settings, tokenizer and chat template are the family's own; what the model says
-    is noise.
+    Shapes, types, settings, tokenizer and chat template are those of the family; what the model
+    answers is noise.
     """
     options = SynthOptions(**flags)
     recipe = chosen_recipe(family, options)
@@ -96,7 +96,7 @@ def synth(
 
 
 def chosen_recipe(family: str, options: SynthOptions) -> Recipe:
-    """Return what the flags say is to be made."""
+    """Return the recipe that the flags ask for."""
     chosen_family(family)
     if options.skew_hot is not None and not options.routing_skew:
         raise OptionError("--skew-hot says nothing without --routing-skew.", param="skew-hot")
@@ -108,7 +108,7 @@ def chosen_recipe(family: str, options: SynthOptions) -> Recipe:
 
 
 def make_room(out: Path, options: SynthOptions) -> None:
-    """Refuse to replace what is there unless told to; a folder keeps no files of another model."""
+    """Refuse to replace files without --force; with it, delete another model's weights."""
     if out.is_dir() and options.format == "gguf":
         raise OptionError(f"{out} is a folder.", hint=f"Name a file, such as {out / 'model.gguf'}.")
     folder = out.is_dir() and any(out.iterdir())
@@ -122,15 +122,15 @@ def make_room(out: Path, options: SynthOptions) -> None:
 
 
 def write(source: Source, out: Path, mix: str, options: SynthOptions) -> None:
-    """Write the checkpoint and show how far it is."""
+    """Write the checkpoint and show a progress bar."""
     threads = options.threads or min(MAX_THREADS, usable_cores(read_limits()))
     columns = (TextColumn(out.name), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
-    quiet = not console.is_terminal  # where it would leave an empty line
+    quiet = not console.is_terminal  # a pipe would get an empty line
     with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
         total = checkpoint_bytes(source.recipe, mix, options.format)
         task = progress.add_task("", total=total)
-        settings = Settings(threads, lambda size: progress.advance(task, size))
+        settings = WriteSettings(threads, lambda size: progress.advance(task, size))
         if options.format == "gguf":
             write_gguf(source, out, mix, settings)
         else:

@@ -1,11 +1,12 @@
-"""What each block needs to know, as plain data: the planner reads it without torch."""
+"""The configuration of a model and of its blocks, as plain data without torch."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 Activation = Literal["silu", "gelu"]  # gelu in its tanh form
-# How attention's output is gated: not at all; by the sigmoid of values that come with the queries,
-# head by head; by the softplus of a projection, one value a head or one a value.
+# How the output of attention is gated: "none"; "query": by the sigmoid of values that the query
+# projection gives beside each head's query; "head" and "element": by the softplus of a separate
+# projection, with one gate for each head or for each value.
 OutputGate = Literal["none", "query", "head", "element"]
 
 
@@ -28,13 +29,13 @@ class AttentionConfig:
     head_dim: int
     rope: RopeConfig
     scale: float  # of scores, before softmax
-    window: int = 0  # last tokens that a token sees; 0: all
-    interleaved: bool = False  # q and k rows come in rotary pairs (2i, 2i + 1), not in halves
+    window: int = 0  # tokens that a token sees, itself included; 0: all before it
+    interleaved: bool = False  # rotary pairs are rows 2i and 2i + 1 of a head, not i and i + D/2
     head_norms: bool = False  # queries and keys are normed head by head before they are rotated
     value_norm: bool = False  # values are normed head by head, without a weight
     gate: OutputGate = "none"
     keys_are_values: bool = False  # values are the keys before norm and rotation
-    shares: int | None = None  # the layer whose cache is read; this one has none
+    shares: int | None = None  # the layer whose cache this one reads; None: it has its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class DeltaNetConfig:
     head_dim: int  # of keys and of values
     conv: int  # tokens that the convolution sees, the current one included
     tiled: bool  # value head h reads key head h % key_heads, not h // (value_heads / key_heads)
-    decay_is_log: bool  # delta.a holds the logarithm of minus the decay, not the decay
+    decay_is_log: bool  # delta.a holds log(-decay) and not the decay
 
     @property
     def channels(self) -> int:
@@ -64,20 +65,20 @@ class FfnConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """Routed experts, and what stands beside them in their layer."""
+    """Routed experts, and the shared expert of their layer if there is one."""
 
     experts: int
     used: int  # experts that one token visits
     width: int
     scores: Literal["softmax", "sigmoid"] = "softmax"
     normalise: bool = True  # weights of the chosen ones are divided by their sum
-    scale: float = 1.0  # of the weights, after that
+    scale: float = 1.0  # of the weights, after normalising
     softcap: float = 0.0  # router logits become softcap * tanh(logits / softcap); 0: they stay
-    bias: bool = False  # added to scores for the choice, not for the weights
-    expert_scales: bool = False  # weights are multiplied by a number of each expert, at the end
+    bias: bool = False  # a bias is added to scores for the top-k choice, not for the weights
+    expert_scales: bool = False  # each weight is multiplied by a learned number of its expert, last
     activation: Activation = "silu"
     shared_width: int = 0  # of the expert that every token visits; 0: there is none
-    shared_gate: bool = False  # it is weighted by a sigmoid of its own
+    shared_gate: bool = False  # the shared expert is weighted by a sigmoid of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +88,9 @@ class LayerConfig:
     mixer: AttentionConfig | DeltaNetConfig
     ffn: FfnConfig | None  # the dense part
     experts: ExpertsConfig | None = None  # instead of the dense part, or beside it
-    post_norms: bool = False  # what a part gives is normed before it is added
-    side_width: int = 0  # values of this layer's own input from each token; 0: it has none
-    scaled: bool = False  # the residual stream is multiplied by a number at the end
+    post_norms: bool = False  # the output of each part is normed before it is added
+    side_width: int = 0  # values of the layer's own input per token, from a table; 0: none
+    scaled: bool = False  # the residual stream is multiplied by a learned number at the end
 
     @property
     def plain(self) -> bool:
@@ -110,16 +111,16 @@ class ModelConfig:
     context_limit: int  # positions the model was made for
     tied: bool  # the head uses the embedding table
     layers: tuple[LayerConfig, ...]
-    norm_offset: float = 0.0  # added to the weights of norms, where a file holds less than them
+    norm_offset: float = 0.0  # added to the weights of norms as the file holds them
     embed_scale: float = 1.0  # of embedded tokens
     keeps_embedding: bool = False  # layers beyond the first read the embedded tokens
     softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: they stay
 
     @property
     def refuses_trees(self) -> str:
-        """Why steps cannot check a draft tree, a chain alone; "" where they can.
+        """Why steps can verify only a chain of draft tokens and no tree; "" where they can.
 
-        Known before anything is loaded.
+        The reason is known before anything is loaded.
         """
         recurrent = sum(isinstance(layer.mixer, DeltaNetConfig) for layer in self.layers)
         total = len(self.layers)

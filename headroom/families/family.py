@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 Json = dict[str, Any]
-Settings = Mapping[str, tuple[object, ...]]  # values that a family covers, by key
+FixedSettings = Mapping[str, tuple[object, ...]]  # values that a family covers, by key
 
-ANY: tuple[object, ...] = ("any",)  # of a setting whose value the family checks itself
-# Settings that change the arithmetic wherever they occur, with the values that change nothing. A
-# family that implements one lists it in its own `fixed`.
-USUAL: Settings = {
+ANY: tuple[object, ...] = ("any",)  # for a setting whose value the family checks itself
+# Settings that change the arithmetic of any family, with the values that change nothing. A family
+# that implements one of them lists it in its own `fixed`.
+USUAL: FixedSettings = {
     "hf.attention_bias": (False,),
     "hf.mlp_bias": (False,),
     "hf.quantization_config": (),
@@ -207,7 +207,7 @@ class Family:
     # by itself.
     read_config: Callable[[ModelHeader, Dims], ModelConfig] | None
     # Settings with the only values that the family's arithmetic covers; others are refused.
-    fixed: Settings = field(default_factory=dict)
+    fixed: FixedSettings = field(default_factory=dict)
     keeps_embedding: bool = False  # layers beyond the first read the embedded tokens
     known: Mapping[str, Dims] = field(default_factory=dict)  # published models by name
     synthesis: Synthesis

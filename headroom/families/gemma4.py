@@ -29,10 +29,10 @@ from headroom.families.dims import (
 from headroom.families.family import (
     ANY,
     Family,
+    FixedSettings,
     Json,
     Recipe,
     SafetensorsLayout,
-    Settings,
     Synthesis,
     TokenizerKind,
     model_config,
@@ -303,7 +303,7 @@ def _experts(dims: Dims) -> ExpertsConfig:
     )
 
 
-FIXED: Settings = {
+FIXED: FixedSettings = {
     "hf.hidden_activation": ("gelu_pytorch_tanh",),
     "hf.attention_bias": (False,),
     "hf.use_bidirectional_attention": ("vision",),  # of pictures; text is causal

@@ -25,10 +25,10 @@ from headroom.families.dims import (
 from headroom.families.family import (
     ANY,
     Family,
+    FixedSettings,
     Json,
     Recipe,
     SafetensorsLayout,
-    Settings,
     Synthesis,
     TokenizerKind,
     Yarn,
@@ -196,7 +196,7 @@ def _experts(header: ModelHeader, dims: Dims) -> ExpertsConfig:
     )
 
 
-FIXED: Settings = {
+FIXED: FixedSettings = {
     "hf.hidden_act": ("silu",),
     "hf.attention_bias": (False,),
     "hf.gating": (True, "per-head", "per-element"),

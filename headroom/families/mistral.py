@@ -18,10 +18,10 @@ from headroom.families.dims import Dims, Facts, LayerKind, common_dims, named_ki
 from headroom.families.family import (
     ANY,
     Family,
+    FixedSettings,
     Json,
     Recipe,
     SafetensorsLayout,
-    Settings,
     Synthesis,
     TokenizerKind,
     Yarn,
@@ -129,7 +129,7 @@ def _magnitude(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-FIXED: Settings = {
+FIXED: FixedSettings = {
     "hf.model_type": MODEL_TYPES,  # of the text model inside one that sees pictures
     "hf.hidden_act": ("silu",),
     "expert_count": (0,),

@@ -13,9 +13,9 @@ from headroom.families.config import (
 from headroom.families.dims import Dims, Facts, LayerDims, common_dims, expert_dims
 from headroom.families.family import (
     Family,
+    FixedSettings,
     Json,
     Recipe,
-    Settings,
     Synthesis,
     TokenizerKind,
     model_config,
@@ -77,14 +77,14 @@ def _experts(header: ModelHeader, dims: Dims) -> ExpertsConfig:
     )
 
 
-DENSE_FIXED: Settings = {
+DENSE_FIXED: FixedSettings = {
     "hf.hidden_act": ("silu",),
     "hf.attention_bias": (False,),
     "hf.use_sliding_window": (False,),
     "rope.scaling.type": ("none", "default"),
 }
 # Every layer has experts, whose weights are softmax scores that sum to one.
-EXPERTS_FIXED: Settings = {
+EXPERTS_FIXED: FixedSettings = {
     "hf.decoder_sparse_step": (1,),
     "hf.mlp_only_layers": ([],),
     "expert_gating_func": (1,),  # softmax

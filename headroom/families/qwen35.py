@@ -29,10 +29,10 @@ from headroom.families.dims import (
 from headroom.families.family import (
     ANY,
     Family,
+    FixedSettings,
     Json,
     Recipe,
     SafetensorsLayout,
-    Settings,
     Synthesis,
     TokenizerKind,
     model_config,
@@ -192,7 +192,7 @@ def _experts(dims: Dims) -> ExpertsConfig:
     )
 
 
-FIXED: Settings = {
+FIXED: FixedSettings = {
     "hf.hidden_act": ("silu",),
     "hf.attention_bias": (False,),
     "hf.attn_output_gate": (True,),

@@ -1,4 +1,4 @@
-"""Checkpoint: a model's files under one vocabulary, whatever their format."""
+"""Checkpoint: a model on disk, with the same names and keys in both formats."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -20,8 +20,8 @@ BESIDE_SAFETENSORS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "chat_template.jinja",
 )  # fmt: skip
-# Of a model's weights, that tell it from others, and the least of each file: more reads would be
-# felt where they are slow.
+# Samples of weights that go into a checkpoint's identity: about so many in all, but at least two of
+# each file, each of so many bytes. More reads would slow down opening on slow disks.
 SAMPLES, LEAST_SAMPLES, SAMPLE_BYTES = 64, 2, 4096
 
 
@@ -29,20 +29,20 @@ SAMPLES, LEAST_SAMPLES, SAMPLE_BYTES = 64, 2, 4096
 class Checkpoint:
     """A model on disk: its settings, where its tensors lie, and its tokenizer."""
 
-    path: Path  # as it was opened
+    path: Path  # the file that was opened: a .gguf, .safetensors or index file
     format: Format
-    architecture: str  # GGUF's name of the family
+    architecture: str  # GGUF's name of the architecture
     metadata: Metadata
     tensors: Mapping[str, TensorInfo] = field(repr=False)  # by our names, see names.py
     vocabulary: Vocabulary | None = field(repr=False)  # of a GGUF file
     tokenizer_file: Path | None  # tokenizer.json beside safetensors
     tokenizer_config: Mapping[str, Any] = field(repr=False)  # {} for GGUF
     chat_template: str | None = field(repr=False)
-    identity: str  # the same for the same file contents
+    identity: str  # a digest of the contents, equal for equal files at any path
 
     @property
     def files(self) -> frozenset[Path]:
-        """The files that it is read from; of those beside safetensors some may be missing."""
+        """All files that the checkpoint is read from; some beside safetensors may be absent."""
         found = {self.path, *(tensor.path for tensor in self.tensors.values())}
         if self.format == "safetensors":
             found |= {self.path.with_name(name) for name in BESIDE_SAFETENSORS}
@@ -50,7 +50,7 @@ class Checkpoint:
 
     @property
     def header(self) -> ModelHeader:
-        """What a plan needs of this checkpoint."""
+        """The part of this checkpoint that a plan needs."""
         return ModelHeader(
             name=self.metadata.get_str("general.name", self.path.stem),
             format=self.format,
@@ -76,7 +76,7 @@ def open_checkpoint(path: Path, namings: Namings) -> Checkpoint:
 
 
 def _main_file(folder: Path) -> Path:
-    """Return a folder's GGUF file, where it has one and no safetensors; else the folder."""
+    """Return the file of a folder to open: its safetensors, or else its one GGUF model."""
     if any(folder.glob("*.safetensors")):
         return find_safetensors(folder)
     parts = [file for file in sorted(folder.glob("*.gguf")) if "-of-" not in file.name]
@@ -170,7 +170,7 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _identity(files: Iterable[tuple[Path, memoryview]]) -> str:
-    """A digest of headers and sizes, and of weights here and there: all would take too long."""
+    """Return a digest of headers, sizes and samples of weights; all weights would take too long."""
     digest, parts = hashlib.sha256(), list(files)
     samples = max(LEAST_SAMPLES, SAMPLES // len(parts))
     for path, header in parts:

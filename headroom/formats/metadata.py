@@ -9,7 +9,7 @@ from typing import Any
 from headroom.errors import FormatError
 from headroom.formats.names import Namings
 
-# config.json's key to ours; a key without a row is visible as "hf.<key>".
+# The GGUF keys that a key of config.json becomes; a key without a row becomes "hf.<key>".
 CONFIG_KEYS: dict[str, tuple[str, ...]] = {
     "num_hidden_layers": ("block_count",),
     "hidden_size": ("embedding_length",),
@@ -29,7 +29,7 @@ CONFIG_KEYS: dict[str, tuple[str, ...]] = {
     "shared_expert_intermediate_size": ("expert_shared_feed_forward_length",),
 }
 
-# The keys inside rope_parameters or rope_scaling; others become "rope.scaling.<key>".
+# The same for keys inside rope_parameters and rope_scaling; others become "rope.scaling.<key>".
 ROPE_KEYS = {
     "rope_theta": "rope.freq_base",
     "rope_type": "rope.scaling.type",
@@ -44,42 +44,42 @@ ROPE_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """A checkpoint's settings by key; a missing or ill-typed one is an error that names it."""
+    """A checkpoint's settings by key. A missing key or a value of another type is an error."""
 
     values: Mapping[str, object] = field(repr=False)
     path: Path
     tied: bool  # the head is the embedding
 
     def keys(self) -> Collection[str]:
-        """Return all keys, so that a family can refuse settings it does not know."""
+        """Return all keys."""
         return self.values.keys()
 
     def __contains__(self, key: str) -> bool:
         return key in self.values
 
     def get_int(self, key: str, default: int | None = None) -> int:
-        """Return a whole number; without a default the key must be there."""
+        """Return a whole number; without a default, the key must be set."""
         value = self._get(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
             raise self._wrong(key, value, "a whole number")
         return value
 
     def get_float(self, key: str, default: float | None = None) -> float:
-        """Return a number; without a default the key must be there."""
+        """Return a number; without a default, the key must be set."""
         value = self._get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._wrong(key, value, "a number")
         return float(value)
 
     def get_str(self, key: str, default: str | None = None) -> str:
-        """Return a text; without a default the key must be there."""
+        """Return a text; without a default, the key must be set."""
         value = self._get(key, default)
         if not isinstance(value, str):
             raise self._wrong(key, value, "a text")
         return value
 
     def get_bool(self, key: str, default: bool | None = None) -> bool:
-        """Return true or false; without a default the key must be there."""
+        """Return true or false; without a default, the key must be set."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self._wrong(key, value, "true or false")
@@ -88,7 +88,7 @@ class Metadata:
     def get_ints(
         self, key: str, default: Sequence[int] | None = None, *, count: int | None = None
     ) -> tuple[int, ...]:
-        """Return whole numbers; where `count` are wanted, a single number stands for all."""
+        """Return a list of whole numbers; a single number is repeated `count` times."""
         value = self._get(key, default)
         if isinstance(value, int):
             value = [value] * (1 if count is None else count)
@@ -112,7 +112,7 @@ class Metadata:
 
 
 def config_values(config: Mapping[str, Any]) -> dict[str, object]:
-    """Return a config.json in our words; what GGUF has no word for begins with "hf."."""
+    """Return the settings of a config.json by GGUF's keys; other keys begin with "hf."."""
     text = config.get("text_config")
     merged = {**config, **text} if isinstance(text, Mapping) else dict(config)
     merged.pop("text_config", None)

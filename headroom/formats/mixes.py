@@ -1,4 +1,7 @@
-"""Mixes: which type each tensor of a quantised file has, by the usual quantiser's rules."""
+"""Mixes: the type of each tensor in a quantised file, by the rules of llama.cpp's quantiser.
+
+The rules go by GGUF's tensor names, whatever the family.
+"""
 
 from dataclasses import dataclass
 
@@ -19,7 +22,7 @@ from headroom.formats.quants import (
     QuantType,
 )
 
-# Types whose blocks do not divide a row are replaced; rows must still be whole blocks of 32.
+# The type that replaces one whose blocks of 256 do not divide a row; its blocks have 32 values.
 _NARROWER = {Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0}
 _ALWAYS_F32 = (
     "ffn_gate_inp", "ssm_conv1d", "exp_probs_b", ".scale", "rope_freqs",
@@ -29,12 +32,12 @@ _ALWAYS_F32 = (
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """One named mix of types."""
+    """The types of one mix."""
 
-    base: QuantType  # of matrices without a rule of their own
+    base: QuantType  # of matrices that no other rule covers
     better: QuantType  # of half of the value and down projections
-    head: QuantType  # of the head, also where it is the token table
-    experts: QuantType | None = None  # of expert stacks, if not as the rest
+    head: QuantType  # of the head, also where it is the embedding table
+    experts: QuantType | None = None  # of expert stacks; None: as other matrices
 
 
 MIXES = {
@@ -52,7 +55,7 @@ MIXES = {
 
 
 def find_mix(name: str) -> Mix:
-    """Return a mix by its name, in any case."""
+    """Return a mix by its name, in upper or lower case."""
     mix = MIXES.get(name.lower().replace("-", "_"))
     if mix is None:
         raise OptionError(f"{name!r} is no quantisation.", hint=f"Choose {', '.join(MIXES)}.")
@@ -60,21 +63,21 @@ def find_mix(name: str) -> Mix:
 
 
 def gets_better(index: int, count: int) -> bool:
-    """Whether the tensor `index` of `count` alike is one of the half with the better type."""
+    """Whether tensor `index` of `count` equal ones is in the half that gets the better type."""
     return index < count // 8 or index >= 7 * count // 8 or (index - count // 8) % 3 == 2
 
 
 def kept_in_f32(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is never narrower than f32: vectors, norms, routers, state settings."""
+    """Whether every mix keeps a tensor in f32: vectors, norms, routers, convolutions."""
     return len(shape) < 2 or "norm" in name or any(word in name for word in _ALWAYS_F32)
 
 
 def tensor_type(mix: Mix, name: str, shape: tuple[int, ...], tied: bool, better: bool) -> QuantType:
-    """Return the type of a tensor; `better` says that its turn for the better type has come."""
+    """Return the type of a tensor; `better` asks for the mix's better type."""
     if kept_in_f32(name, shape):
         return F32
     if name.startswith("per_layer_model_proj"):
-        return mix.base if mix.base.block == 1 else BF16  # quantisers leave it as they find it
+        return mix.base if mix.base.block == 1 else BF16  # quantisers do not convert it
     table = name.startswith(("token_embd", "per_layer_token_embd"))
     if name == "output.weight" or (table and tied):
         return _fitting(mix.head, shape[-1])
@@ -84,7 +87,7 @@ def tensor_type(mix: Mix, name: str, shape: tuple[int, ...], tied: bool, better:
 
 
 def _fitting(quant: QuantType, row: int) -> QuantType:
-    """Return the type itself, or the one that stands in where its blocks do not divide a row."""
+    """Return `quant`, or the type that replaces it where its blocks do not divide a row."""
     if row % quant.block:
         quant = _NARROWER.get(quant, quant)
     return quant if row % quant.block == 0 else F16

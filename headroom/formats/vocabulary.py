@@ -11,26 +11,26 @@ from headroom.formats.metadata import Metadata
 
 SPECIAL_TOKENS = ("bos", "eos", "eot", "eom", "unknown", "padding", "mask")
 _BOS_BY_DEFAULT = ("llama", "gemma4")  # tokenizer models that begin every text with bos
-_NO_TOKEN = (-1, 0xFFFFFFFF)  # how some writers say that there is no such token
+_NO_TOKEN = (-1, 0xFFFFFFFF)  # ids by which some writers say that there is no such token
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A GGUF file's tokenizer; texts are decoded from the map only when asked for."""
+    """A GGUF file's tokenizer; texts are decoded from the mapped file only when they are read."""
 
-    model: str  # gpt2, llama, gemma4
-    pre: str  # which rule splits words; "" if the file names none
+    model: str  # tokenizer.ggml.model: gpt2, llama or gemma4
+    pre: str  # tokenizer.ggml.pre, the rule that splits words; "" if the file names none
     tokens: Sequence[str] = field(repr=False)
-    types: Sequence[int] = field(repr=False)  # one per token, or none
-    scores: Sequence[float] = field(repr=False)  # one per token, or none
+    types: Sequence[int] = field(repr=False)  # one per token, or empty
+    scores: Sequence[float] = field(repr=False)  # one per token, or empty
     merges: Sequence[str] = field(repr=False)
-    special_ids: Mapping[str, int]  # of those of SPECIAL_TOKENS that the file names
+    special_ids: Mapping[str, int]  # ids of the SPECIAL_TOKENS that the file names
     add_bos: bool
     add_eos: bool
 
 
 def read_vocabulary(metadata: Metadata) -> Vocabulary | None:
-    """Return the tokenizer that a GGUF file's keys describe, if they do."""
+    """Return the tokenizer that a GGUF file's keys describe; None where there are no such keys."""
     if "tokenizer.ggml.tokens" not in metadata:
         return None
     model = metadata.get_str("tokenizer.ggml.model")

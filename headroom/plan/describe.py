@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """A checkpoint that was found fit to run."""
+    """A checkpoint that can run, with its configuration and its shape for the planner."""
 
     checkpoint: Checkpoint
     config: ModelConfig
@@ -61,7 +61,7 @@ def _refuse_unknown_settings(checkpoint: Checkpoint, family: Family) -> None:
 
 
 def _check_value_length(checkpoint: Checkpoint) -> None:
-    """Refuse values that are not as long as keys: no kernel here has them."""
+    """Refuse heads whose values are not as long as their keys: no kernel supports them."""
     metadata = checkpoint.metadata
     for end in ("", "_swa"):
         key, value = (f"attention.{word}_length{end}" for word in ("key", "value"))
@@ -75,7 +75,7 @@ def _check_value_length(checkpoint: Checkpoint) -> None:
 
 
 def _check_attention(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Refuse sizes that no attention has, before anything is sized by them."""
+    """Refuse impossible sizes of heads and rotations before anything is allocated by them."""
     mixers = [layer.mixer for layer in config.layers]
     for attention in (mixer for mixer in mixers if isinstance(mixer, AttentionConfig)):
         if attention.heads % attention.kv_heads:
@@ -97,7 +97,7 @@ def _check_attention(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
 
 def _check_states(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Refuse heads of recurrent layers that cannot be shared out."""
+    """Refuse recurrent layers whose value heads are no multiple of their key heads."""
     mixers = [layer.mixer for layer in config.layers]
     for state in (mixer for mixer in mixers if isinstance(mixer, DeltaNetConfig)):
         if state.value_heads % state.key_heads:

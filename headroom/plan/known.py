@@ -1,4 +1,4 @@
-"""Known models: shapes that a plan can be made from before anything is downloaded."""
+"""Shapes of known models, for plans before anything is downloaded."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,10 @@ from headroom.plan.shaping import shape_of
 
 
 def known_shape(text: str) -> ModelShape:
-    """Return the shape that `qwen3.6-35b-a3b:q4_k_m` stands for; drafts are bf16 if not said."""
+    """Return the shape of a model named like `qwen3.6-35b-a3b:q4_k_m`.
+
+    Without a mix, a model is taken as q4_k_m and a draft as bf16.
+    """
     name, _, mix_name = text.lower().partition(":")
     dims = KNOWN.get(name)
     if dims is None:
@@ -20,7 +23,7 @@ def known_shape(text: str) -> ModelShape:
 
 
 def smaller_mixes(text: str) -> Mapping[str, ModelShape]:
-    """Return the built-in model in every mix that is smaller, largest first."""
+    """Return a known model in every mix that is smaller than the named one, largest first."""
     if not is_known(text):
         return {}
     base, mix_name = split_mix(text)

@@ -69,12 +69,12 @@ def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
 
 
 def _outer_padding(dims: Dims, outer: Types) -> tuple[OuterPadding, OuterPadding]:
-    """Return what panels and tiles add to weights that belong to no layer."""
+    """Return the bytes that panels and tiles add to weights outside the layers."""
     named = {"embed": "token_embd.weight", "head": "output.weight"}
     unread = {*named.values(), "per_layer_token_embd.weight", "rope_freqs.weight"}
     parts = {part: {key: outer[key]} for part, key in named.items() if key in outer}
     if not dims.tied:
-        parts.pop("embed", None)  # only rows of it are read
+        parts.pop("embed", None)  # it is looked up by row, and not multiplied
     parts["norm"] = {key: value for key, value in outer.items() if key not in unread}
     return (
         OuterPadding(**{part: panel_padding(own) for part, own in parts.items()}),
@@ -89,7 +89,7 @@ def _layer_shape(
     types: Types,
 ) -> LayerShape:
     own = {name: types[key] for name in layer.tensors if (key := f"blk.{index}.{name}") in types}
-    if not layer.owns_kv:  # files hold these, but nobody loads them
+    if not layer.owns_kv:  # files have these tensors, but they are not loaded
         own = {name: value for name, value in own.items() if name not in UNUSED_WHERE_SHARED}
     gates = 0
     if layer.kind != "recurrent" and "attn_q.weight" in own:
@@ -130,5 +130,5 @@ def _layer_shape(
 
 
 def _held(name: str, shape: tuple[int, ...], quant: QuantType) -> int:
-    """Return the bytes of a tensor as it is loaded: vectors become f32 whatever the file has."""
+    """Return the bytes of a loaded tensor: vectors become f32, whatever type the file has."""
     return (F32 if kept_in_f32(inner_name(name), shape) else quant).bytes_for(prod(shape))

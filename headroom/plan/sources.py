@@ -1,4 +1,4 @@
-"""Sources: where a plan gets a model's shape from: a known name, files, a URL, a hub."""
+"""Find the shape of a model for a plan: by a known name, from files, a URL or a hub."""
 
 import re
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from headroom.plan.known import known_shape
 from headroom.plan.shape import ModelShape
 from headroom.plan.shaping import UNUSED_WHERE_SHARED, shape_from, shape_of
 
-# Parts of files that no text model loads: towers for pictures and sound, extra prediction heads.
+# Tensors of files that no text model loads: towers for pictures and sound, extra prediction heads.
 _OTHER_PARTS = re.compile(
     r"(v|a|mm|mtp)\..*|(model\.)?(visual|vision_tower|audio_tower|embed_vision|embed_audio|"
     r"multi_modal_projector|mtp)\..*|rope_freqs|.*inv_freq"
@@ -29,9 +29,9 @@ _LAYER = re.compile(r"(?:layers|blk)\.(\d+)\.")
 
 
 def find_shape(text: str, home: Path) -> ModelShape:
-    """Return the shape of a model by name, path or URL; `:q4_k_m` after it asks for a mix.
+    """Return the shape of a model by name, path or URL; `:q4_k_m` behind it asks for a mix.
 
-    Without weights there are no types to read, so that a bare config.json is taken as bf16.
+    A config.json without weights names no types and is taken as bf16.
     """
     if is_known(text):
         return known_shape(text)
@@ -40,7 +40,7 @@ def find_shape(text: str, home: Path) -> ModelShape:
 
 
 def read_header(text: str, home: Path) -> ModelHeader:
-    """Return a model's header from this disk or, without a weight, over the network."""
+    """Return a model's header from this disk, or over the network without its weights."""
     if re.match(r"https?://", text):
         return read_remote(text, NAMINGS)
     try:
@@ -59,7 +59,7 @@ def read_header(text: str, home: Path) -> ModelHeader:
 
 
 def header_shape(header: ModelHeader, mix_name: str = "") -> ModelShape:
-    """Return the shape of a header's model, as its file has it or in a mix."""
+    """Return the shape of a model with the types of its file, or with those of a mix."""
     dims = read_dims(header)
     if mix_name or not header.tensors:
         mix_name = mix_name or "bf16"
@@ -68,7 +68,7 @@ def header_shape(header: ModelHeader, mix_name: str = "") -> ModelShape:
 
 
 def file_types(header: ModelHeader, dims: Dims) -> Types:
-    """Return a file's tensors by GGUF's names; refuse what the settings do not agree with."""
+    """Return a file's tensors by GGUF's names; refuse tensors that contradict the settings."""
     left, types = dict(header.tensors), Types()
     naming = NAMINGS[header.architecture]
     for name, shape in tensor_table(dims).items():
@@ -80,7 +80,9 @@ def file_types(header: ModelHeader, dims: Dims) -> Types:
             raise ModelError(
                 f"{header.metadata.path} has no tensor {ours!r}, which its settings call for."
             )
-    all_layers = header.metadata.get_int("block_count")  # with those that predict further ahead
+    all_layers = header.metadata.get_int(
+        "block_count"
+    )  # with extra layers that predict further ahead
     for name in left:
         layer = _LAYER.match(name)
         extra_head = layer is not None and dims.layers <= int(layer[1]) < all_layers
@@ -104,7 +106,7 @@ def _may_be_missing(name: str, dims: Dims) -> bool:
 def _take(
     left: dict[str, TensorInfo], name: str, shape: tuple[int, ...], header: ModelHeader
 ) -> QuantType | None:
-    """Take a tensor out of `left`, or one for each expert, and return its type."""
+    """Remove a tensor, or one tensor for each expert, from `left` and return its type."""
     info = left.pop(name, None)
     if info is not None:
         return _checked(info, shape, header)
@@ -120,7 +122,7 @@ def _take(
 def _each_expert(
     left: dict[str, TensorInfo], before: str, part: str, count: int
 ) -> Iterator[TensorInfo]:
-    """Yield the tensors of all experts, where there is one for each."""
+    """Remove the tensors of all experts from `left` and yield them; none if they are stacked."""
     names = [f"{before}.experts.0.{part}"]
     if names[0] not in left:
         return
@@ -133,7 +135,7 @@ def _each_expert(
 
 def _checked(info: TensorInfo, shape: tuple[int, ...], header: ModelHeader) -> QuantType:
     path = header.metadata.path
-    # Files write a vector also as a matrix of one row, a convolution with a channel between.
+    # Some files have a vector as a matrix of one row, or a convolution with an axis of size 1.
     if _without_ones(info.shape) != _without_ones(shape):
         raise ModelError(f"{path}: {info.name} is {list(info.shape)}, not {list(shape)}.")
     if not info.quant.runs:

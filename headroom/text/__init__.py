@@ -1,1 +1,1 @@
-"""Text to tokens and back."""
+"""Tokenizers, chat templates, stop texts, reasoning: from text to tokens and back."""

@@ -1,4 +1,4 @@
-"""AnswerText: the text of one answer from its tokens, ended by its stop texts."""
+"""AnswerText: the text of one answer, made from its tokens and cut at the first stop text."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from headroom.text.tokenizer import Tokenizer
 
 
 class AnswerText:
-    """Turns the tokens of one answer into the text to show."""
+    """Turns the tokens of one answer into the text that a user sees."""
 
     def __init__(
         self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, show_control: bool = False
@@ -28,7 +28,7 @@ class AnswerText:
         return self._show(self._detokenizer.push(token_id))
 
     def finish(self) -> str:
-        """Return the text that was held back, now that no more tokens come."""
+        """Return the text that was held back; no more tokens come."""
         shown = self._show(self._detokenizer.finish())
         held = self._stops.finish()
         self.shown += len(held)

@@ -1,4 +1,4 @@
-"""ChatTemplate: messages to a prompt, by the template that a model brings."""
+"""ChatTemplate: renders messages to a prompt with the Jinja template of a model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,7 +36,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Return the prompt; the template's own refusals and errors are the request's errors."""
+        """Return the prompt; whatever the template raises becomes a RequestError."""
         if not messages:
             raise RequestError("There are no messages.", param="messages")
         chat = [_with_reasoning(plain_data(message)) for message in messages]
@@ -62,14 +62,14 @@ class ChatTemplate:
                 characters += len(piece)
                 if characters > MAX_CHARACTERS:
                     raise TemplateError(f"the prompt has more than {MAX_CHARACTERS} characters")
-        except Exception as error:  # a template can fail in every way in which Python can
+        except Exception as error:  # template code can raise anything
             raise RequestError(
                 f"The chat template refused the messages: {error}", param="messages"
             ) from error
         return "".join(pieces)
 
     def _with_readable_parts(self, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the chat with its parts as they are, or joined where the template wants text."""
+        """Return the chat, with lists of parts joined to texts where the template expects texts."""
         if self._reads_parts is None:
             self._reads_parts = self._probe_parts()
         if self._reads_parts:
@@ -77,7 +77,7 @@ class ChatTemplate:
         return [{**message, "content": _joined_text(message.get("content"))} for message in chat]
 
     def _probe_parts(self) -> bool:
-        """Try whether the template shows the text of a part, and not the part as Python data."""
+        """Whether the template renders a list of parts as their text, tested by a probe."""
         part = {"type": "text", "text": PROBE}
         chat = [{"role": "user", "content": [part]}]
         variables = {"messages": chat, "tools": None, "documents": None, **self._tokens}
@@ -89,7 +89,7 @@ class ChatTemplate:
 
 
 def _with_reasoning(message: Any) -> dict[str, Any]:
-    """Return a message with its reasoning under both names that templates read."""
+    """Return a message whose reasoning has both names that templates read."""
     if not isinstance(message, dict):
         raise RequestError("A message is not an object with role and content.", param="messages")
     thoughts = (message[name] for name in REASONING_FIELDS if message.get(name) is not None)
@@ -99,7 +99,7 @@ def _with_reasoning(message: Any) -> dict[str, Any]:
 
 
 def _joined_text(content: Any) -> Any:
-    """Return text parts as one text, a line for each; other content as it is."""
+    """Return a list of text parts as one text with a line for each; other content unchanged."""
     if not isinstance(content, list):
         return content
     parts = (part.get("text") if isinstance(part, dict) else part for part in content)

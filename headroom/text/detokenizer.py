@@ -1,4 +1,4 @@
-"""Detokenizer: turns tokens into text as they come, whole characters only."""
+"""Detokenizer: turns a stream of tokens into text, in whole characters."""
 
 import codecs
 
@@ -6,12 +6,12 @@ from headroom.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Turns one stream of tokens into text; the parts joined equal all tokens decoded at once."""
+    """Turns one stream of tokens into pieces of text that join to the text of all tokens."""
 
     def __init__(self, tokenizer: Tokenizer, *, show_control: bool = False) -> None:
         self._tokenizer = tokenizer
         self._show_control = show_control
-        # The decoder keeps the bytes of an unfinished character until the rest of them comes.
+        # The decoder keeps the bytes of an unfinished character until its other bytes come.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._drops_blank = tokenizer.drops_blank  # at the start of the text, and not later
 
@@ -22,7 +22,7 @@ class Detokenizer:
         return self._shown(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
 
     def finish(self) -> str:
-        """Return what is left: a replacement character where a character was never completed."""
+        """Return the rest: a replacement character if the last character is incomplete."""
         return self._shown(self._decoder.decode(b"", final=True))
 
     def _shown(self, text: str) -> str:

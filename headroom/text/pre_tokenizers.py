@@ -1,4 +1,4 @@
-"""How text is cut into words before merging: one rule per name that GGUF files give."""
+"""Rules that cut text into words before BPE merges, by the names that GGUF files use."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from headroom.errors import ModelError
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-LINES = r"[^\n]+|[\n]+"  # runs of newlines, and what stands between them
+LINES = r"[^\n]+|[\n]+"  # runs of newlines, and the text between them
 
 
 def _words(letter: str, digits: str) -> str:
@@ -39,26 +39,26 @@ CASE_CHANGES = "|".join(
 
 @dataclass(frozen=True, slots=True)
 class WordRule:
-    """One way of cutting text into words, for byte-level BPE."""
+    """How text is cut into words for byte-level BPE."""
 
-    patterns: tuple[str, ...]  # each cuts the pieces of the one before; none: GPT-2's own pattern
-    single_digits: bool = False  # cut out every digit before the patterns
-    composes: bool = False  # text is brought into Unicode's composed form (NFC) first
-    whole_words: bool = False  # a word that is in the vocabulary is taken without merging
+    patterns: tuple[str, ...]  # applied in turn to the pieces of the last; empty: GPT-2's pattern
+    single_digits: bool = False  # every digit is a word; cut before the patterns apply
+    composes: bool = False  # text is first normalised to NFC
+    whole_words: bool = False  # a word in the vocabulary is one token, without merges
 
     def normalizer(self) -> Normalizer | None:
-        """Return what happens to the text before it is cut."""
+        """Return the normaliser that runs before the cutting; None if there is none."""
         return NFC() if self.composes else None
 
     def pre_tokenizer(self) -> PreTokenizer:
-        """Return the cutting itself, ending in the change from bytes to printable characters."""
+        """Return the steps that cut text, and then map bytes to printable characters."""
         steps: list[PreTokenizer] = [Digits(individual_digits=True)] if self.single_digits else []
         steps += [Split(Regex(pattern), "isolated") for pattern in self.patterns]
         steps.append(ByteLevel(add_prefix_space=False, use_regex=not self.patterns))
         return Sequence(steps)
 
 
-# Qwen's published tokenizers compose their text; other programs that read GGUF files do not.
+# Qwen's published tokenizers normalise to NFC; other programs that read GGUF files do not.
 WORD_RULES = {
     "smollm": WordRule((), single_digits=True),
     "qwen2": WordRule((ONE_DIGIT,), composes=True),

@@ -1,4 +1,4 @@
-"""Reasoning: how a model marks its thoughts, known by its vocabulary and its chat template."""
+"""Reasoning: the marks around a model's thoughts, found in its vocabulary and chat template."""
 
 from dataclasses import dataclass, replace
 
@@ -6,8 +6,8 @@ from headroom.errors import RequestError
 from headroom.text.chat_template import ChatTemplate
 from headroom.text.tokenizer import Tokenizer
 
-# The tokens around a thought and what follows the first of them, by family: Qwen and Laguna,
-# Gemma 4.
+# Token before a thought, token after it, and the text that follows the first one: as in Qwen and
+# Laguna, and as in Gemma 4.
 _MARKERS = (("<think>", "</think>", ""), ("<|channel>", "<channel|>", "thought\n"))
 
 
@@ -16,20 +16,21 @@ class Reasoning:
     """The marks around a model's thoughts."""
 
     start: str  # text before a thought
-    end: str  # text after it
-    start_id: int  # the token with which `start` begins
-    end_id: int  # the token that `end` is
-    opened: bool  # prompts of the chat template end inside a thought, if nothing else is asked
+    end: str  # text after a thought
+    start_id: int  # the first token of `start`
+    end_id: int  # the only token of `end`
+    opened: bool  # by default, prompts of the chat template end inside a thought
 
     def is_open(self, prompt: str) -> bool:
-        """Whether a prompt ends with an opened thought, so that the answer goes on with it."""
+        """Whether a prompt ends inside a thought, so that the answer begins inside it."""
         return prompt.rstrip().endswith(self.start.rstrip())
 
 
 def find_reasoning(tokenizer: Tokenizer, template: ChatTemplate | None) -> Reasoning | None:
-    """Return the marks that a model uses; None where it does not think aloud.
+    """Return the marks that a model uses; None where it writes no thoughts.
 
-    Vocabularies hold marks also for models that never think, so that a template has the last word.
+    Vocabularies of models that never think may hold the marks, too: where there is a chat template,
+    it must contain them.
     """
     for start, end, label in _MARKERS:
         start_id, end_id = tokenizer.find(start), tokenizer.find(end)
@@ -48,5 +49,5 @@ def find_reasoning(tokenizer: Tokenizer, template: ChatTemplate | None) -> Reaso
 def _usual_prompt(template: ChatTemplate) -> str:
     try:
         return template.render([{"role": "user", "content": "Hello."}])
-    except RequestError:  # it wants more than one message, say; then nothing is known
+    except RequestError:  # for example, a template that wants more than one message
         return ""

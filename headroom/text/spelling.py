@@ -1,4 +1,4 @@
-"""How the text of a token in a vocabulary stands for bytes of the text that people read."""
+"""How a vocabulary spells the bytes of a token."""
 
 import re
 from enum import Enum
@@ -23,7 +23,7 @@ class Spelling(Enum):
     """The two ways in which vocabularies spell bytes."""
 
     BYTE_LEVEL = "byte-level"  # every byte is one printable character
-    BLANK_MARKS = "blank marks"  # plain text, blanks as marks, odd bytes as <0xHH>
+    BLANK_MARKS = "blank marks"  # plain text; blanks are marks, single bytes are <0xHH>
 
     def to_bytes(self, token: str) -> bytes:
         """Return the bytes that an ordinary token stands for."""

@@ -1,4 +1,4 @@
-"""StopFinder: ends a stream of text at its first stop text, also if tokens cut it in two."""
+"""StopFinder: ends a stream of text at its first stop text, which may span several tokens."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ class StopFinder:
             raise RequestError("A stop text is empty.", param="stop")
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
-        self._held = ""  # the end of the text so far, which may be the start of a stop text
+        self._held = ""  # the end of the text, held back because a stop text may start in it
         self.stopped = False
 
     def push(self, text: str) -> str:
@@ -33,12 +33,12 @@ class StopFinder:
         return text[:safe]
 
     def finish(self) -> str:
-        """Return what was held back, now that no more text comes."""
+        """Return the text that was held back; no more text comes."""
         held, self._held = self._held, ""
         return held
 
     def _find(self, text: str) -> int | None:
-        """Return the start of the stop text that is complete first; None if the text has none."""
+        """Return where the stop text begins that ends first; None if there is none."""
         starts = ((text.find(stop), len(stop)) for stop in self._stops)
         found = [(start + length, start) for start, length in starts if start >= 0]
         return min(found)[1] if found else None

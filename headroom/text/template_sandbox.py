@@ -1,4 +1,4 @@
-"""The Jinja environment of chat templates: no way out, and bounded work and size."""
+"""The Jinja sandbox of chat templates, with limits on work and size."""
 
 import functools
 import json
@@ -14,13 +14,13 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Far beyond what a long chat needs, and small enough to end within seconds.
-MAX_STEPS = 500_000  # loop rounds, macro calls and numbers counted by range, in one rendering
-MAX_CHARACTERS = 32 << 20  # of a text that a template makes on its way, and of the prompt
+# Limits of one rendering: far more than a long chat needs, and reached within seconds.
+MAX_STEPS = 500_000  # rounds of loops, calls of macros, and numbers of range
+MAX_CHARACTERS = 32 << 20  # of the prompt and of every text that is made on the way
 MAX_INTEGER_BITS = 256
 
-HUGE_WIDTH = re.compile(r"\d{7}")  # in a text that says how to format others
-HANDED_WIDTH = re.compile(r"\*|:[^}]*\{")  # the width is one of the arguments
+HUGE_WIDTH = re.compile(r"\d{7}")  # a width in a format string
+HANDED_WIDTH = re.compile(r"\*|:[^}]*\{")  # a width that is one of the arguments
 WIDTH_FILTERS = ("batch", "center", "indent", "slice", "tojson", "wordwrap")
 
 Value = TypeVar("Value")
@@ -41,7 +41,7 @@ class CountedContext(Context):
         return context
 
     def spend(self, steps: int) -> None:
-        """Take steps from the budget, or end the rendering."""
+        """Take steps from the budget; raise where it is used up."""
         self.steps_left[0] -= steps
         if self.steps_left[0] < 0:
             raise SecurityError(f"it takes more than {MAX_STEPS} steps")
@@ -52,12 +52,12 @@ class StepCounter(Extension):
 
     @pass_context
     def step(self, context: CountedContext) -> bool:
-        """Count one step; true, so that it can stand in a condition."""
+        """Count one step and return True, so that it can be part of a condition."""
         context.spend(1)
         return True
 
     def insert_into(self, template: nodes.Template) -> None:
-        """Put a step at the start of everything that can run more than once."""
+        """Insert a counting call at the start of every loop, macro and block."""
         for node in template.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)):
             assert isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block)
             line = node.lineno
@@ -69,12 +69,12 @@ class StepCounter(Extension):
             concat.nodes = [self.call_method("bounded", [parts], lineno=concat.lineno)]
 
     def bounded(self, text: str) -> str:
-        """Return a joined text, unless it has grown too long."""
+        """Return a joined text; raise if it is too long."""
         return _bounded(text)
 
 
 class GenerationTag(Extension):
-    """`{% generation %}`: marks the model's own words for training; here it shows its body."""
+    """The tag `{% generation %}`, which marks the model's words for training: renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 (declared so by the base class)
 
@@ -91,7 +91,7 @@ class GenerationTag(Extension):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox, with limits on the sizes that operators, calls and filters make."""
+    """The sandbox, with limits on what operators, calls and filters may make."""
 
     context_class = CountedContext
     intercepted_binops = frozenset({"*", "**", "+", "%"})
@@ -112,7 +112,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]  # filler text without bounds; no prompt needs it
 
     def build(self, source: str) -> Template:
-        """Compile a template, its steps counted."""
+        """Compile a template in which steps are counted."""
         template = self.parse(source)
         elsewhere = (nodes.Include, nodes.Extends, nodes.Import, nodes.FromImport)
         for node in template.find_all(elsewhere):
@@ -123,7 +123,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return Template.from_code(self, self.compile(template), self.make_globals(None))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Run an operator, unless its result would be huge."""
+        """Run an operator; refuse operands whose result would be huge."""
         if operator == "**" and isinstance(left, int) and isinstance(right, int):
             _bound_bits(left.bit_length() * abs(right))
         elif operator == "*":
@@ -133,7 +133,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return _bounded(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function or method, unless it would make a huge text."""
+        """Call a function or method; refuse calls that would make a huge text."""
         # The sandbox wraps the methods that format.
         text = getattr(getattr(target, "__wrapped__", target), "__self__", None)
         if isinstance(text, str):
@@ -231,7 +231,7 @@ def plain_data(value: Any) -> Any:
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
-    for base in (str, int, float):  # strips enumerations and the like of their methods
+    for base in (str, int, float):  # enumerations become plain values
         if isinstance(value, base):
             return base(value)
     if isinstance(value, Mapping):

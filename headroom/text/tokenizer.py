@@ -21,7 +21,7 @@ from headroom.text.vocabulary_coder import (
     spelling_of,
 )
 
-# Tokens that end an answer in published chat models, whatever the file calls its eos.
+# Tokens that end an answer in published chat models, whatever eos token the file names.
 STOP_TOKENS = (
     "<|im_end|>",
     "<|endoftext|>",
@@ -36,11 +36,11 @@ STOP_TOKENS = (
 class TokenTable:
     """What each token id stands for."""
 
-    tokens: Sequence[str]  # by id, as the vocabulary spells them; "" where an id is not given out
+    tokens: Sequence[str]  # by id, as the vocabulary spells them; "" for an unused id
     control: frozenset[int]  # never shown in an answer
-    literal: frozenset[int]  # control and added tokens: their text is not spelled like the others
+    literal: frozenset[int]  # control and added tokens, which are plain text in the vocabulary
     spelling: Spelling
-    drops_blank: bool  # encoding puts a blank before the text, so decoding takes one away
+    drops_blank: bool  # encoding adds a blank before the text, so decoding removes one
 
     def to_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token stands for."""
@@ -58,7 +58,7 @@ class SpecialIds:
 
     bos: int | None
     eos: int | None
-    stops: frozenset[int]  # any of them ends an answer
+    stops: frozenset[int]  # each of these ends an answer
     add_bos: bool  # whether prompts begin with bos
 
 
@@ -79,11 +79,11 @@ class Tokenizer:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> "Tokenizer":
-        """Build the tokenizer that a checkpoint brings."""
+        """Return the tokenizer of a checkpoint."""
         embed = checkpoint.tensors.get("embed")
         rows = embed.shape[0] if embed is not None else 0
         if checkpoint.vocabulary is not None:
-            # Old SentencePiece files leave the setting out and mean yes.
+            # Old SentencePiece files do not have the setting; their tokenizers add the blank.
             blank_prefix = checkpoint.metadata.get_bool(
                 "tokenizer.ggml.add_space_prefix", default=True
             )
@@ -99,7 +99,7 @@ class Tokenizer:
     def from_vocabulary(
         cls, vocabulary: Vocabulary, rows: int = 0, *, blank_prefix: bool = True
     ) -> "Tokenizer":
-        """Build it from a GGUF vocabulary; `rows` of the embedding may be more than its tokens."""
+        """Return the tokenizer of a GGUF vocabulary, padded to the `rows` of the embedding."""
         tokens = list(vocabulary.tokens)
         coder = build_coder(vocabulary, tokens, blank_prefix)
         control = ids_of_types(vocabulary.types, CONTROL, UNKNOWN)
@@ -122,7 +122,7 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: Path, config: Mapping[str, Any], rows: int = 0) -> "Tokenizer":
-        """Build it from a tokenizer.json and the tokenizer_config.json beside it."""
+        """Return the tokenizer of a tokenizer.json and the tokenizer_config.json beside it."""
         try:
             coder = Coder.from_file(str(path))
         except Exception as error:  # the library raises no narrower class
@@ -132,7 +132,7 @@ class Tokenizer:
         return cls(coder, _table_of(coder, path, rows), _special_ids_of(coder, config))
 
     def encode(self, text: str, *, special: bool = True, add_bos: bool | None = None) -> list[int]:
-        """Return the text's tokens; `special=False` takes special-token text as plain text."""
+        """Return the tokens of a text; with `special=False`, marks like <eos> are plain text."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -154,7 +154,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self._table.drops_blank else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the raw bytes that a token stands for; for a control token those of its text."""
+        """Return the raw bytes of a token; for a control token, the bytes of its name."""
         if not 0 <= token_id < self.vocab_size:
             raise RequestError(
                 f"Token {token_id} is outside the vocabulary of {self.vocab_size} tokens."
@@ -162,28 +162,28 @@ class Tokenizer:
         return self._table.to_bytes(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """Return a token as people read it, with replacement characters for half characters."""
+        """Return the text of a token, with replacement characters for parts of characters."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def find(self, token: str) -> int | None:
-        """Return the id of a token by its text in the vocabulary."""
+        """Return the id of a token by its spelling in the vocabulary; None if it has none."""
         token_id: int | None = self._coder.token_to_id(token)
         return token_id
 
     def is_control(self, token_id: int) -> bool:
-        """Tell whether a token steers the model and is never shown in an answer."""
+        """Whether a token is for control and never shown in an answer."""
         return token_id in self._table.control or token_id in self.stop_ids
 
     @property
     def drops_blank(self) -> bool:
-        """Whether a decoded text loses its first blank, because encoding puts one there."""
+        """Whether decoding removes the first blank, because encoding adds one."""
         return self._table.drops_blank
 
 
 def _without_special_tokens(coder: Coder) -> Coder:
-    """Return a second coder over the same model that knows no special tokens."""
+    """Return a coder with the same merges that knows no special tokens."""
     plain = Coder(coder.model)
-    # A setting that is None cannot be assigned: it is so from the start.
+    # The library does not let None be assigned; a new coder's settings are None.
     if coder.normalizer is not None:
         plain.normalizer = coder.normalizer
     if coder.pre_tokenizer is not None:
@@ -194,7 +194,7 @@ def _without_special_tokens(coder: Coder) -> Coder:
 
 
 def _padded(tokens: list[str], rows: int) -> list[str]:
-    """Return the tokens with empty ones up to the embedding's rows: a model may emit any row."""
+    """Return the tokens, padded with "" to the embedding's rows: a model may emit any row."""
     return tokens + [""] * (rows - len(tokens))
 
 
@@ -244,7 +244,7 @@ def _special_ids_of(coder: Coder, config: Mapping[str, Any]) -> SpecialIds:
     ends = list(config.get("eos_token_ids", ()))
     if eos is not None:
         ends.append(eos)
-    # Where the settings are silent, what the file itself puts before a text decides.
+    # Without a setting, bos is added if the file's own post-processor adds it.
     first = coder.encode("a", add_special_tokens=True).ids[:1]
     add_bos = config.get("add_bos_token")
     return SpecialIds(

@@ -1,4 +1,4 @@
-"""From a GGUF vocabulary to the tokenizer.json that stands beside safetensors."""
+"""From a GGUF vocabulary to the tokenizer.json beside safetensors."""
 
 from tokenizers import decoders
 
@@ -8,7 +8,7 @@ from headroom.text.vocabulary_coder import build_coder, spelling_of
 
 
 def tokenizer_file(vocabulary: Vocabulary) -> str:
-    """Return the text of a tokenizer.json that reads and writes as the vocabulary does."""
+    """Return the content of a tokenizer.json that encodes and decodes as the vocabulary does."""
     tokens = list(vocabulary.tokens)
     coder = build_coder(vocabulary, tokens, blank_prefix=False)
     if spelling_of(vocabulary) is Spelling.BYTE_LEVEL:

@@ -39,7 +39,7 @@ def ids_of_types(types: Sequence[int], *wanted: int) -> list[int]:
 
 
 def build_coder(vocabulary: Vocabulary, tokens: Sequence[str], blank_prefix: bool) -> Coder:
-    """Return the coder of a GGUF vocabulary, its control and user-defined tokens added."""
+    """Return the coder of a GGUF vocabulary, with its control and user-defined tokens."""
     ids = _ids_by_text(tokens)
     if spelling_of(vocabulary) is Spelling.BYTE_LEVEL:
         coder = _byte_level_coder(vocabulary, ids)
@@ -47,7 +47,7 @@ def build_coder(vocabulary: Vocabulary, tokens: Sequence[str], blank_prefix: boo
         coder = _blank_mark_coder(vocabulary, tokens, ids, blank_prefix)
     special = ids_of_types(vocabulary.types, UNKNOWN, CONTROL)
     plain = ids_of_types(vocabulary.types, USER_DEFINED)
-    # A text that stands twice in the vocabulary has the first one's id; the second is never made.
+    # A text that is twice in the vocabulary encodes to the first id; the second is never used.
     coder.add_special_tokens(
         [AddedToken(tokens[i], normalized=False, special=True) for i in special]
     )
@@ -57,7 +57,9 @@ def build_coder(vocabulary: Vocabulary, tokens: Sequence[str], blank_prefix: boo
 
 def _ids_by_text(tokens: Sequence[str]) -> dict[str, int]:
     last = len(tokens) - 1
-    return dict(zip(reversed(tokens), range(last, -1, -1), strict=True))  # the first of equals wins
+    return dict(
+        zip(reversed(tokens), range(last, -1, -1), strict=True)
+    )  # the first of equal texts wins
 
 
 def _byte_level_coder(vocabulary: Vocabulary, ids: dict[str, int]) -> Coder:
@@ -73,7 +75,7 @@ def _byte_level_coder(vocabulary: Vocabulary, ids: dict[str, int]) -> Coder:
 def _blank_mark_coder(
     vocabulary: Vocabulary, tokens: Sequence[str], ids: dict[str, int], blank_prefix: bool
 ) -> Coder:
-    # User-defined runs of blanks are written plainly in the file, while merges name them by marks.
+    # The file spells user-defined runs of blanks as blanks, while its merges spell them as marks.
     for token_id in ids_of_types(vocabulary.types, USER_DEFINED):
         ids.setdefault(tokens[token_id].replace(" ", BLANK_MARK), token_id)
     if vocabulary.model == "gemma4":
@@ -119,7 +121,7 @@ def merges_from_scores(
             f"The tokenizer has {len(tokens)} tokens and {len(scores)} scores; "
             "a SentencePiece vocabulary needs one for each."
         )
-    # Control, unknown and byte tokens never come out of merging: their text is not theirs.
+    # Merges never make control, unknown and byte tokens: their spelling is not their text.
     mergeable = ids_of_types(types, NORMAL, USER_DEFINED) if types else range(len(tokens))
     score_of = {tokens[i]: scores[i] for i in reversed(mergeable)}
     ranked = []

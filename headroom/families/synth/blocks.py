@@ -1,4 +1,7 @@
-"""Random blocks of every weight type, drawn as bits with scales that give the wished spread."""
+"""Random blocks of every weight type: random bits, with scales that give the wanted spread.
+
+The spread of values is their standard deviation.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -27,10 +30,10 @@ from headroom.formats.quants import (
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
-HEADS = 4096  # different sets of scales that blocks of one tensor choose from
+HEADS = 4096  # sets of scales from which each block of a tensor takes one at random
 LEVELS = 65536  # different values of a plain tensor: one for each 16 random bits
 
-# Spread of the whole numbers that random bits stand for, where a scale of 1 multiplies them.
+# Spread of the values of a block of random bits whose scales are 1.
 SPREAD = {
     Q4_0: 4.637, Q4_1: 4.610, Q5_0: 9.247, Q5_1: 9.233, Q8_0: 73.90,
     Q4_K: 4.610, Q5_K: 9.233, Q6_K: 18.48, IQ4_NL: 67.65, MXFP4: 2.926,
@@ -39,12 +42,12 @@ _MIDDLE = {Q4_1: 7.5, Q5_1: 15.5, Q4_K: 7.5, Q5_K: 15.5}  # of types without neg
 
 
 def random_source(*key: int) -> np.random.Generator:
-    """Return a fast source of random bits that a seed and a place determine."""
+    """Return a fast generator of random bits, determined by all numbers of `key`."""
     return np.random.Generator(np.random.SFC64(np.random.SeedSequence(key)))
 
 
 def random_bytes(quant: QuantType, values: int, std: float, source: np.random.Generator) -> Bytes:
-    """Return whole blocks whose values have mean 0 and about the wished spread."""
+    """Return whole blocks whose values have mean 0 and about the spread `std`."""
     if quant.block == 1:
         picks = _bits(source, 2 * values).view(np.uint16)[:values]
         return _levels(quant, std)[picks].view(np.uint8)
@@ -61,7 +64,7 @@ def random_bytes(quant: QuantType, values: int, std: float, source: np.random.Ge
 
 
 def constant_bytes(quant: QuantType, value: float) -> Bytes:
-    """Return one block, or one value of a plain type, that stands for one positive number."""
+    """Return one block (of a plain type: one value) whose values are all `value`, which is > 0."""
     if quant.block == 1:
         return as_plain(np.full(1, value, np.float32), quant)
     block = np.full(quant.block_bytes, 0xFF, np.uint8)  # every number is the largest one
@@ -82,7 +85,7 @@ def constant_bytes(quant: QuantType, value: float) -> Bytes:
 
 
 def as_plain(values: Floats, quant: QuantType) -> Bytes:
-    """Return numbers as the bytes of a plain type."""
+    """Return numbers as the bytes of f32, f16 or bf16."""
     if quant is F32:
         return np.ascontiguousarray(values, np.float32).view(np.uint8).reshape(-1)
     if quant is F16:
@@ -109,7 +112,7 @@ def _quantiles() -> Floats:
 
 @cache
 def _levels(quant: QuantType, std: float) -> np.ndarray[Any, Any]:
-    """Return the numbers that 16 random bits choose from, as a plain type has them."""
+    """Return the values that 16 random bits index, as bits of a plain type."""
     wide = np.uint32 if quant is F32 else np.uint16
     assert quant in (F32, F16, BF16)
     return as_plain(_quantiles() * np.float32(std), quant).view(wide)
@@ -117,12 +120,12 @@ def _levels(quant: QuantType, std: float) -> np.ndarray[Any, Any]:
 
 @cache
 def _heads(quant: QuantType, std: float) -> tuple[int, Bytes]:
-    """Return where the scales of a block stand, and the sets of scales that blocks choose from."""
+    """Return the offset of a block's scales in bytes, and the sets of scales to take from."""
     return _HEAD_MAKERS[quant](quant, std / SPREAD[quant], random_source(quant.ggml_id))
 
 
 def _signed_head(quant: QuantType, scale: float, source: np.random.Generator) -> tuple[int, Bytes]:
-    # The numbers of these types reach one further below 0, which scales of both signs even out.
+    # The integers of these types reach one further below 0; scales of both signs balance that.
     scales = _jitter(source) * scale
     scales[::2] *= -1
     return 0, _half(scales)
@@ -134,7 +137,7 @@ def _offset_head(quant: QuantType, scale: float, source: np.random.Generator) ->
 
 
 def _k_head(quant: QuantType, scale: float, source: np.random.Generator) -> tuple[int, Bytes]:
-    """Groups have their own scales; a minimum is the middle of its group, so that it has mean 0."""
+    """Return scales for each group, and minima that shift the mean of each group to 0."""
     sixes = source.integers(32, 64, (HEADS, 8)).astype(np.uint8)
     scales = _jitter(source) * (scale / _rms(sixes))
     halves = _half(scales).view(np.float16).astype(np.float32).reshape(-1)
@@ -151,7 +154,7 @@ def _q6_head(quant: QuantType, scale: float, source: np.random.Generator) -> tup
 
 
 def _power_head(quant: QuantType, scale: float, source: np.random.Generator) -> tuple[int, Bytes]:
-    """Powers of two on both sides of the wished scale, in the shares that meet it."""
+    """Return powers of two below and above the scale, mixed so that the spread is right."""
     low = int(np.floor(np.log2(scale)))
     share = (scale**2 / 4.0**low - 1) / 3  # of blocks with twice the low power
     powers = low + 127 + (np.arange(HEADS) < share * HEADS)
@@ -168,7 +171,7 @@ _HEAD_MAKERS: dict[
 
 
 def _jitter(source: np.random.Generator) -> Floats:
-    """Return factors near 1 whose squares have mean 1: blocks differ, the spread does not."""
+    """Return factors near 1 whose squares have mean 1: blocks differ, their spread does not."""
     factors = source.uniform(0.7, 1.3, HEADS)
     return (factors / _rms(factors)).astype(np.float32)
 

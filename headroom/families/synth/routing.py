@@ -1,9 +1,10 @@
-"""Skewed routing: routers made so that a few hot experts really take a wished share of choices.
+"""Skewed routing: routers that send a given share of all choices to a few hot experts.
 
-Most routers have no bias, so that the skew must come from the hidden state: the first channels of
-every token's embedding hold one constant, the beacon, which the residual stream keeps. Norms hide
-it from mixers and the head; routers read it, and give hot experts a head start. Which are hot is
-drawn for each layer: with the lowest numbers, a placement without statistics would find them, too.
+Most routers have no bias, so that the skew must come from the hidden state. The first channels of
+every token's embedding hold one constant, the beacon, and the residual stream keeps it. Norms hide
+the beacon from mixers and from the head; routers read it and raise the logits of hot experts. The
+hot experts of each layer are drawn at random: if they had the lowest ids, a placement without
+statistics would keep them in GPU memory by chance.
 """
 
 from dataclasses import dataclass
@@ -19,19 +20,19 @@ from headroom.families.synth.blocks import Floats, random_source
 
 CHANNELS = 256  # of the beacon; whole blocks of every type
 BEACON_POWER = 8.0  # mean square of the beacon over all channels; that of the others is 1
-SHOWN = 0.25  # of the beacon, to what stands behind the norm of routers and experts
-_TOKENS = 4096  # random tokens that the head start is measured with
+SHOWN = 0.25  # value of the beacon behind the norm that routers and experts read
+_TOKENS = 4096  # random tokens by which the head start is measured
 _STEPS = 30  # of the search for it
-_SCATTER = 0x5CA77E12  # tells what is drawn here from a model's values
+_SCATTER = 0x5CA77E12  # keeps these random numbers apart from those of a model's values
 
 Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Skew:
-    """How a synthesised model is changed so that hot experts are chosen more often."""
+    """How a synthesised model is changed so that routers choose hot experts more often."""
 
-    by_bias: bool  # the router's bias makes them hot, not a beacon in the embeddings
+    by_bias: bool  # by the router's bias, and not by a beacon in the embeddings
     hot: int  # experts of each layer
     start: float  # head start of their logits, or of their scores where routers have a bias
     width: int  # channels of the residual stream
@@ -50,7 +51,7 @@ class Skew:
         return float((BEACON_POWER + 1 - self.channels / self.width) ** 0.5)
 
     def changed(self, name: str, values: Floats, seed: int) -> Floats:
-        """Return a norm, a router or a bias of a model with its part in the skew."""
+        """Return the values of a norm, router or bias as the skew changes them."""
         if self.by_bias:
             biased = name.endswith("exp_probs_b.bias")
             return self._plus_start(values, self._hot_of(name, values, seed)) if biased else values
@@ -63,17 +64,17 @@ class Skew:
         return values
 
     def _norm(self, values: Floats, shown: float) -> Floats:
-        """Return a norm that makes the beacon `shown` and gives the others spread 1 again."""
+        """Return a norm whose output is `shown` in the beacon's channels, spread 1 elsewhere."""
         changed = values * np.float32(self.rms)
         changed[: self.channels] = shown * self.rms / self.beacon
         return changed
 
     def _hot_of(self, name: str, values: Floats, seed: int) -> Places:
-        """Return the hot experts of the layer that has a row, or a value, for each expert."""
+        """Return the hot experts of the layer that a router or bias belongs to."""
         return hot_experts(seed, int(name.split(".")[1]), len(values), self.hot)
 
     def _router(self, values: Floats, hot: Places) -> Floats:
-        """Return a router whose hot rows read the beacon, which then stands at SHOWN."""
+        """Return a router whose rows of hot experts read the beacon."""
         changed = values.copy()
         changed[:, : self.channels] = 0
         changed[hot, : self.channels] = self.start / (self.channels * SHOWN)
@@ -86,12 +87,12 @@ class Skew:
 
 
 def hot_experts(seed: int, layer: int, experts: int, hot: int) -> Places:
-    """Return the numbers of a layer's hot experts, ascending: some of all, drawn by the seed."""
+    """Return the ids of a layer's hot experts in ascending order, drawn by the seed."""
     return np.sort(random_source(seed, layer, _SCATTER).permutation(experts)[:hot])
 
 
 def make_skew(recipe: Recipe, share: float, hot_share: float) -> Skew:
-    """Return the skew by which hot experts take `share` of all choices."""
+    """Return the skew that sends `share` of all choices to `hot_share` of the experts."""
     dims, family = recipe.dims, recipe.family
     skew = find_family(family).synthesis.skew
     able = {name: found.synthesis.skew for name, found in FAMILIES.items()}
@@ -125,7 +126,7 @@ def make_skew(recipe: Recipe, share: float, hot_share: float) -> Skew:
 
 
 def _wide_model(family: str) -> str:
-    """Return a built-in model of a family that a skew works for."""
+    """Return a known model of a family that is wide enough for a beacon."""
     return next(
         name
         for name, dims in find_family(family).known.items()

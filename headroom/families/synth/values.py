@@ -1,4 +1,4 @@
-"""Values: what each random tensor holds, by its GGUF name, so that activations stay sane."""
+"""The random values of each tensor, by its GGUF name, chosen so that activations stay in range."""
 
 import zlib
 from collections.abc import Iterator
@@ -25,25 +25,25 @@ from headroom.formats.mixes import kept_in_f32
 from headroom.formats.quants import F32, QuantType
 from headroom.formats.writing import Job
 
-PIECE_VALUES = 1 << 22  # of one job; a multiple of every block and of every row read whole
-GAIN = 0.5  # spread of a matrix's output for inputs of spread 1
-HEAD_GAIN = 3.0  # of logits: neither flat nor certain
+PIECE_VALUES = 1 << 22  # about so many values are made by one job
+GAIN = 0.5  # standard deviation of a matrix's output for inputs of standard deviation 1
+HEAD_GAIN = 3.0  # standard deviation of logits: neither flat nor certain
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The random values of one model: the same for the same seed, in every type and format."""
+    """The random values of one model, determined by the seed alone in every type and format."""
 
     recipe: Recipe
     seed: int
-    skew: Skew | None = None  # None: all experts are chosen alike
+    skew: Skew | None = None  # None: the router prefers no expert
 
     @property
     def _synthesis(self) -> Synthesis:
         return find_family(self.recipe.family).synthesis
 
     def jobs(self, entry: TensorEntry) -> Iterator[Job]:
-        """Yield what makes a tensor's bytes, piece by piece."""
+        """Yield functions that each make a piece of a tensor's bytes, in order."""
         if is_vector(entry.name, entry.shape):
             yield lambda: as_plain(self.floats(entry.name, entry.shape), entry.quant)
             return
@@ -52,7 +52,7 @@ class Source:
             yield from self.slab_jobs(entry, slab)
 
     def slab_jobs(self, entry: TensorEntry, slab: int) -> Iterator[Job]:
-        """Yield what makes a matrix, or one expert of a stack of them."""
+        """Yield the jobs of a matrix, or of one expert of a stack of matrices."""
         rows, width = entry.shape[-2:]
         step = max(1, PIECE_VALUES // width)
         for index, first in enumerate(range(0, rows, step)):
@@ -60,7 +60,7 @@ class Source:
             yield lambda index=index, count=count: self._rows(entry, slab, index, count)  # type: ignore[misc]
 
     def floats(self, name: str, shape: tuple[int, ...]) -> Floats:
-        """Return a tensor that is never packed, or a matrix as f32."""
+        """Return the values of a tensor as f32."""
         if not is_vector(name, shape):
             parts = [job() for job in self.jobs(TensorEntry(name, shape, F32))]
             return np.concatenate(parts).view(np.float32).reshape(shape)
@@ -93,25 +93,25 @@ class Source:
         return float(spread)
 
     def _vector(self, name: str, normal: Floats, source: np.random.Generator) -> Floats:
-        """Return a tensor that every mix keeps in f32."""
+        """Return the values of a tensor that every mix keeps in f32."""
         own = self._synthesis.vector(name, normal, source)
         if own is not None:
             return own
         if name.startswith(("ffn_gate_inp.weight", "ffn_gate_inp_shexp", "ssm_conv1d")):
             return normal * np.float32(GAIN / int(normal.shape[-1]) ** 0.5)
         if name == "output_norm.weight" and self.recipe.dims.tied:
-            # Without signs a token's own row would always win, and every answer repeat one token.
+            # Without random signs, the logit of the input token would always be the largest.
             return np.where(source.random(normal.shape) < 0.5, -1 - 0.1 * normal, 1 + 0.1 * normal)
         return 1 + 0.1 * normal  # norms and scales
 
 
 def is_vector(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is one of the small ones that are made whole."""
+    """Whether a tensor is kept in f32 and made in one piece."""
     return kept_in_f32(inner_name(name), shape)
 
 
 def _overwrite(rows: Bytes, quant: QuantType, skew: Skew) -> None:
-    """Give the beacon channels of every row the same value."""
+    """Set the beacon channels of every row to the beacon's value."""
     blocks = -(-skew.channels // quant.block)
     constant = np.tile(constant_bytes(quant, skew.beacon), blocks)
     rows[:, : len(constant)] = constant

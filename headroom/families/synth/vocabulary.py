@@ -59,7 +59,7 @@ def tokenizer_kind(recipe: Recipe) -> TokenizerKind:
 
 
 def vocabulary_keys(vocabulary: Vocabulary, template: str) -> dict[str, Value]:
-    """Return a tokenizer and a chat template as GGUF's keys."""
+    """Return the GGUF keys of a tokenizer and a chat template."""
     values: dict[str, Value] = {
         "tokenizer.ggml.model": vocabulary.model,
         "tokenizer.ggml.pre": vocabulary.pre,
@@ -81,7 +81,7 @@ def vocabulary_keys(vocabulary: Vocabulary, template: str) -> dict[str, Value]:
 def _laid_out(
     vocab: int, plain: Iterable[tuple[str, int]], places: Mapping[int, str], kind: TokenizerKind
 ) -> tuple[list[str], list[int]]:
-    """Return all tokens and their types: special ones in place, the others around them."""
+    """Return all tokens and their types: special tokens at their ids, the others between them."""
     tokens, types = [], []
     rest = iter(plain)
     for token_id in range(vocab):
@@ -96,14 +96,14 @@ def _laid_out(
 
 
 def _byte_tokens() -> tuple[list[tuple[str, int]], list[str]]:
-    """Return every byte as byte-level tokenizers spell it, and pieces of words."""
+    """Return the tokens and merges of a byte-level vocabulary: bytes and pieces of words."""
     alphabet = byte_alphabet()
     pieces, merges = _word_pieces(alphabet[ord(" ")])
     return [(text, NORMAL) for text in (*alphabet, *pieces)], merges
 
 
 def _blank_mark_tokens() -> tuple[list[tuple[str, int]], list[str]]:
-    """Return every byte by its number, printable characters, and pieces of words."""
+    """Return the tokens and merges of a vocabulary that spells bytes as <0xHH>."""
     letters = [chr(code) for code in range(33, 127)]
     pieces, merges = _word_pieces(BLANK_MARK)
     plain = [BLANK_MARK, "\n", "\t", *letters, *pieces]
@@ -111,7 +111,7 @@ def _blank_mark_tokens() -> tuple[list[tuple[str, int]], list[str]]:
 
 
 def _word_pieces(blank: str) -> tuple[list[str], list[str]]:
-    """Return words, their beginnings, words after a blank, and the merges that make them."""
+    """Return the pieces that words are merged from, and the merges, in the same order."""
     merges: dict[str, str] = {}
     for word in WORDS:
         for end in range(2, len(word) + 1):

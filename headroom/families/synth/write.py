@@ -20,7 +20,7 @@ from headroom.formats.safetensors_writer import Shard, index_file, make_shards
 from headroom.formats.vocabulary import Vocabulary
 from headroom.formats.writing import Job, check_space, ignore, write_pieces
 
-# general.file_type of each mix: what a file is called, which no reader should trust.
+# GGUF's general.file_type of each mix. Readers look at the types of the tensors instead.
 FILE_TYPES = {
     "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18,
     "bf16": 32, "mxfp4": 38,
@@ -32,18 +32,18 @@ Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """How a checkpoint is written."""
+class WriteSettings:
+    """How many threads write a checkpoint, and who is told of its progress."""
 
     threads: int = 1
-    progress: Progress = ignore  # is told the bytes of each piece
+    progress: Progress = ignore  # called with the bytes of each piece that is written
 
 
-PLAIN = Settings()
+PLAIN = WriteSettings()
 
 
 def mix_name(name: str) -> str:
-    """Return a mix as formats/mixes.py spells it, or say which there are."""
+    """Return the name of a mix as formats/mixes.py spells it; refuse names of no mix."""
     short = name.lower().replace("-", "_")
     short = "mxfp4" if short == "mxfp4_moe" else short
     if short not in MIXES:
@@ -72,7 +72,7 @@ def gguf_values(recipe: Recipe, mix: str) -> dict[str, Value]:
 
 
 def gguf_header(recipe: Recipe, mix: str) -> bytes:
-    """Return all of a GGUF file that stands before its tensors."""
+    """Return the bytes of a GGUF file before its tensors."""
     return gguf_bytes(gguf_values(recipe, mix), gguf_table(recipe, mix))
 
 
@@ -84,7 +84,7 @@ def checkpoint_bytes(recipe: Recipe, mix: str, format: str) -> int:
     return sum(entry.nbytes for entry, _ in safetensors_table(recipe.dims, quant))
 
 
-def write_gguf(source: Source, path: Path, mix: str, settings: Settings = PLAIN) -> None:
+def write_gguf(source: Source, path: Path, mix: str, settings: WriteSettings = PLAIN) -> None:
     """Write a model as one GGUF file."""
     entries = gguf_table(source.recipe, mix)
     check_space(path, checkpoint_bytes(source.recipe, mix, "gguf"))
@@ -97,7 +97,7 @@ def write_safetensors(
     folder: Path,
     mix: str,
     tokenizer_file: Callable[[Vocabulary], str],
-    settings: Settings = PLAIN,
+    settings: WriteSettings = PLAIN,
 ) -> None:
     """Write a model as a folder of the files that transformers reads, the weights last."""
     quant, dtype = plain_type(mix)
@@ -116,7 +116,7 @@ def write_safetensors(
 
 
 def plain_type(mix: str) -> tuple[QuantType, str]:
-    """Return the type of a safetensors model and torch's name of it; packed ones have none."""
+    """Return the tensor type of a mix and torch's name of it; refuse packed types."""
     if mix not in SAFETENSORS_TYPES:
         known = ", ".join(name.upper() for name in SAFETENSORS_TYPES)
         raise OptionError(

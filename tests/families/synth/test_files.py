@@ -17,7 +17,7 @@ from headroom.families.registry import FAMILIES, KNOWN, NAMINGS, read_dims
 from headroom.families.synth.blocks import SPREAD, constant_bytes, random_bytes, random_source
 from headroom.families.synth.recipe import cut, find_recipe
 from headroom.families.synth.values import Source
-from headroom.families.synth.write import Settings, gguf_header, gguf_table, write_gguf
+from headroom.families.synth.write import WriteSettings, gguf_header, gguf_table, write_gguf
 from headroom.families.tables import tensor_types
 from headroom.formats.gguf import parse_gguf
 from headroom.formats.mixes import MIXES, find_mix
@@ -116,7 +116,7 @@ def test_a_constant_block_holds_one_number(quant: QuantType) -> None:
 def test_the_same_seed_gives_the_same_file_whatever_the_threads(tmp_path: Path) -> None:
     recipe = find_recipe("laguna", "tiny")
     for name, seed, threads in (("a", 1, 1), ("b", 1, 3), ("c", 2, 1)):
-        write_gguf(Source(recipe, seed), tmp_path / name, "q4_k_m", Settings(threads))
+        write_gguf(Source(recipe, seed), tmp_path / name, "q4_k_m", WriteSettings(threads))
     first, again, other = ((tmp_path / name).read_bytes() for name in "abc")
     assert first == again
     assert first != other
