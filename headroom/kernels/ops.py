@@ -1,7 +1,7 @@
-"""The contract of every operation, and what a kernel says of itself.
+"""The operations: a Protocol for each, the data that they share, and Kernel, an implementation.
 
-Shapes use the same words everywhere: rows are the tokens of a step, one row each.
-Activations come and go as float32; what happens inside is the kernel's business.
+A row is one token of a step. Operations take and return activations in float32; an implementation
+may compute in other types inside.
 """
 
 from collections.abc import Callable
@@ -16,25 +16,30 @@ from headroom.kernels.weight import Weight
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a kernel must know to say whether it can run: a device and the types in play."""
+    """What a kernel is asked to run: the kind of device and the types of its operands."""
 
-    device: str = "cpu"  # the device's kind: "cpu", "cuda", "hip"
-    quant: QuantType = F32  # of the weight
-    experts: tuple[QuantType, ...] = ()  # of experts' gate, up and down matrices
-    dtype: str = "f32"  # that products compute in; "int8" rounds their activations to 8 bits
-    k_type: str = "f32"  # of cached keys
-    v_type: str = "f32"  # of cached values
-    layout: str = "rows"  # of a table that rows are taken from
-    reference: bool = False  # only the plain kernels will do
-    triton: bool = False  # Triton's kernels rather than CUDA's
+    device: str = "cpu"  # kind of device: "cpu", "cuda" or "hip"
+    quant: QuantType = F32  # type of the weight
+    experts: tuple[QuantType, ...] = ()  # types of the experts' gate, up and down matrices
+    dtype: str = "f32"  # type that products compute in; "int8" rounds activations to 8 bits
+    k_type: str = "f32"  # type of cached keys
+    v_type: str = "f32"  # type of cached values
+    layout: str = "rows"  # layout of an embedding table
+    reference: bool = False  # use the reference kernels only
+    triton: bool = False  # use Triton's kernels rather than CUDA's
+
+    def __str__(self) -> str:
+        weights = "/".join(quant.name for quant in self.experts) or self.quant.name
+        types = f"{weights} weights in {self.layout}, products in {self.dtype}"
+        return f"{types}, {self.k_type}/{self.v_type} KV cache on {self.device}"
 
     @property
     def torch_device(self) -> str:
-        """The device as torch names it: AMD's GPUs are cuda there, too."""
+        """torch's name of the device: it calls AMD's GPUs "cuda", too."""
         return "cuda" if self.device == "hip" else self.device
 
 
-def _as_it_is(weight: Any) -> Any:
+def _unchanged(weight: Any) -> Any:
     return weight
 
 
@@ -46,8 +51,8 @@ class Kernel:
     backend: str  # "reference", "native-int8", "native", "triton", "cuda"
     run: Callable[..., Any]  # has the signature of the operation's Protocol
     refuses: Callable[[Case], str | None]  # why it cannot run a case; None if it can
-    # Brings a Weight, or an ExpertTable of mapped ones, into the layout that it reads.
-    prepare: Callable[[Any], Any] = _as_it_is
+    # Converts a Weight, or an ExpertTable of mapped Weights, to the layout that `run` reads.
+    prepare: Callable[[Any], Any] = _unchanged
 
     def __str__(self) -> str:
         return f"{self.op}-{self.backend}"
@@ -70,9 +75,9 @@ class PagedKv:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentState:
-    """What one recurrent layer remembers of each sequence that may run, in float32.
+    """One recurrent layer's states in float32, one slot per running sequence.
 
-    A sequence at position 0 begins from zeros, whatever its slot holds.
+    A sequence at position 0 begins with zeros, whatever its slot holds.
     """
 
     memory: torch.Tensor  # [slots, value heads, key dim, value dim]
@@ -80,45 +85,45 @@ class RecurrentState:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the states take."""
+        """The bytes of all states."""
         return self.memory.nbytes + self.inputs.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Span:
-    """The rows of one sequence in a step: `rows` tokens, the first at position `start`.
+    """The rows of one sequence in a step.
 
-    Row i is cached as token start + i. Without a tree it is also at that position; in a tree it
-    is at start + its depth, and of the span's rows it sees its ancestors and itself alone.
+    Row i is cached as token start + i. Without a tree this is also its position. In a draft tree
+    a row's position is start + its depth, and it sees only its ancestors and itself among the rows
+    of the span.
     """
 
-    first_row: int
+    first_row: int  # the span's first row in the step
     rows: int
-    start: int
-    pages: torch.Tensor  # int64 page numbers, token order, enough for start + rows tokens
-    slot: int = 0  # the sequence's place among those that run together
+    start: int  # tokens of the sequence that were cached before the step
+    pages: torch.Tensor  # int64 page numbers in token order, enough for start + rows tokens
+    slot: int = 0  # the sequence's slot of the recurrent states
     tree: torch.Tensor | None = None  # bool [rows, rows]: row i sees row j; parents come first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTables:
-    """What kernels on a device read of a step: tensors of fixed shapes, filled before each step.
+    """The tables of a step that GPU kernels read: tensors of fixed shapes, filled before each step.
 
-    Rows of one sequence lie together. A row that only pads the step has sequence -1: nothing is
-    cached for it. A layer whose pages are numbered otherwise has tables with its own `pages` and
-    `slots`.
+    The rows of a sequence are adjacent. Padding rows have sequence -1; nothing is cached for them.
+    A layer that numbers its pages differently has its own `pages` and `slots`.
     """
 
     rows: int
-    positions: torch.Tensor  # int32 [rows]: of the rotation
+    positions: torch.Tensor  # int32 [rows]: position for the rotary embedding
     sequence: torch.Tensor  # int32 [rows]: which sequence of the step a row belongs to
-    index: torch.Tensor  # int32 [rows]: its place among its sequence's cached tokens
+    index: torch.Tensor  # int32 [rows]: number of the row among its sequence's cached tokens
     starts: torch.Tensor  # int32 [sequences]: tokens cached before the step
-    pages: torch.Tensor  # int32 [sequences, most pages]: page numbers, position order
-    slots: torch.Tensor  # int64 [rows]: where a row's key and value are cached
-    state_slots: torch.Tensor  # int32 [sequences]: where their recurrent states are
-    # int64 [rows]: bit j set: the row sees row j of its sequence in this step, itself included;
-    # None: every row sees all that is before it.
+    pages: torch.Tensor  # int32 [sequences, most pages]: page numbers in token order
+    slots: torch.Tensor  # int64 [rows]: the slot that caches a row's key and value
+    state_slots: torch.Tensor  # int32 [sequences]: the slot of a sequence's recurrent states
+    # int64 [rows]: bit j is set if the row sees row j of its sequence in this step; its own bit
+    # is set. None: every row sees all rows before it and itself.
     trees: torch.Tensor | None = None
 
 
@@ -130,26 +135,25 @@ class DeltaNetWeights:
     decay: torch.Tensor  # [value heads], negative
     dt_bias: torch.Tensor  # [value heads]
     key_heads: int
-    tiled: bool  # value head h reads key head h % key_heads, not h // (value heads / key_heads)
+    tiled: bool  # value head h reads key head h % key_heads, else h // (value heads / key_heads)
 
 
 @dataclass(frozen=True, slots=True)
 class RouterRule:
-    """How scores become a choice and weights."""
+    """How a router's logits become the picked experts and their weights."""
 
-    used: int
+    used: int  # k of the top-k: experts per row
     scores: str  # "softmax" or "sigmoid" of the logits
-    normalise: bool  # weights of the chosen ones are divided by their sum
-    scale: float  # of the weights, after that
-    softcap: float = 0.0  # logits become softcap * tanh(logits / softcap) first; 0: they stay
+    normalise: bool  # the weights of the picked experts are divided by their sum
+    scale: float  # factor of the weights, applied last
+    softcap: float = 0.0  # logits become softcap * tanh(logits / softcap) first; 0: no cap
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertTable:
-    """One layer's routed experts: three matrices each, all experts alike in types and sizes.
+    """One layer's routed experts: three matrices each, with the same types and sizes for all.
 
-    A backend's own table, with addresses say, comes from its kernel's `prepare`; it says its
-    `nbytes` too.
+    A kernel's `prepare` turns this into the backend's own table, which has `nbytes`, too.
     """
 
     gate: tuple[Weight, ...]
@@ -158,7 +162,7 @@ class ExpertTable:
 
     @property
     def parts(self) -> tuple[tuple[Weight, ...], ...]:
-        """The matrices of all experts: gates, ups, downs."""
+        """The matrices of all experts: (gates, ups, downs)."""
         return self.gate, self.up, self.down
 
     @property
@@ -173,13 +177,16 @@ class ExpertTable:
 
 
 class Embed(Protocol):
-    """Rows of an embedding table: `[rows]` ids to `out [rows, columns]`."""
+    """Write the rows `ids [rows]` of an embedding table to `out [rows, columns]`."""
 
     def __call__(self, ids: torch.Tensor, table: Weight, out: torch.Tensor) -> torch.Tensor: ...
 
 
 class Matmul(Protocol):
-    """`x [rows, columns]` times a weight's transpose: `[rows, weight.rows]`, to `out` if given."""
+    """Return `x [rows, columns]` times the weight's transpose `[rows, weight.rows]`.
+
+    The result is written to `out` if given.
+    """
 
     def __call__(
         self, x: torch.Tensor, weight: Weight, dtype: str, out: torch.Tensor | None = None
@@ -187,7 +194,7 @@ class Matmul(Protocol):
 
 
 class RmsNorm(Protocol):
-    """`weight * x / sqrt(mean(x^2) + eps)` over the last axis."""
+    """Return `weight * x / sqrt(mean(x^2) + eps)` over the last axis."""
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 
@@ -202,13 +209,13 @@ class Rope(Protocol):
 
 
 class GatedActivation(Protocol):
-    """`act(gate) * up`, element by element; `activation` is silu, or gelu in its tanh form."""
+    """Return `act(gate) * up`; `activation` is "silu", or "gelu" in its tanh form."""
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor: ...
 
 
 class KvWrite(Protocol):
-    """Store keys and values `[rows, kv_heads, dim]` at the slots `[rows]`."""
+    """Cache keys and values `[rows, kv_heads, dim]` at the slots `[rows]`."""
 
     def __call__(
         self, cache: PagedKv, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -216,10 +223,11 @@ class KvWrite(Protocol):
 
 
 class Attention(Protocol):
-    """Causal attention of `queries [rows, heads, dim]` over each sequence's cached tokens.
+    """Return causal attention of `queries [rows, heads, dim]` over their sequences' cached tokens.
 
-    A row at position p sees keys at positions 0..p, the last `window` of them if window > 0; of
-    the other rows of a tree only its ancestors. Pages that no row sees any of are never read.
+    A row at position p sees keys at positions 0..p, only the last `window` of them if window > 0,
+    and among the rows of a draft tree only its ancestors. Pages in which no row sees any key are
+    never read.
     """
 
     def __call__(
@@ -233,11 +241,11 @@ class Attention(Protocol):
 
 
 class DeltaNet(Protocol):
-    """Gated linear attention of every span's rows, in order, from its sequence's state on.
+    """Run gated DeltaNet (linear attention with a recurrent state) over every span's rows in order.
 
-    `qkv [rows, channels]` before the convolution, `beta` and `alpha` `[rows, value heads]` before
-    their activations. Returns `[rows, value heads, dim]`, not yet normed, and leaves the states
-    as they are after the last row. The same rows give the same bits however steps divide them.
+    `qkv [rows, channels]` is the input of the convolution, `beta` and `alpha` `[rows, value heads]`
+    come before their activations. Returns `[rows, value heads, dim]`, not yet normed, and updates
+    the states. A sequence's rows give the same bits however they are divided into steps.
     """
 
     def __call__(
@@ -252,7 +260,7 @@ class DeltaNet(Protocol):
 
 
 class GatedNorm(Protocol):
-    """`weight * x / sqrt(mean(x^2) + eps) * silu(gate)` over the last axis."""
+    """Return `weight * x / sqrt(mean(x^2) + eps) * silu(gate)` over the last axis."""
 
     def __call__(
         self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
@@ -260,10 +268,10 @@ class GatedNorm(Protocol):
 
 
 class Route(Protocol):
-    """Choose experts: router logits `[rows, experts]` to ids (int32) and weights `[rows, used]`.
+    """Pick experts: return ids (int32) and weights `[rows, used]` for logits `[rows, experts]`.
 
-    The best come first, the lower id on ties; `bias [experts]` is added to scores for the choice
-    alone. Every choice is counted in `counts [experts]` (int64).
+    The best expert comes first, and the lower id first on ties. `bias [experts]` is added to the
+    scores for the choice, but not to the weights. Picks are counted in `counts [experts]` (int64).
     """
 
     def __call__(
@@ -276,11 +284,11 @@ class Route(Protocol):
 
 
 class Experts(Protocol):
-    """The weighted sum of each row's experts: `down(act(gate x) * up x)`.
+    """Return the weighted sum of each row's experts, `down(act(gate x) * up x)`.
 
-    `x [rows, hidden]`, `ids` int32 and `weights` `[rows, used]`. A row's sum runs in an order of
-    its own choice alone, so that it does not depend on other rows. `scratch` is memory lent for
-    the call; without any a kernel takes its own.
+    `x [rows, hidden]`, `ids` int32 and `weights` `[rows, used]`. The order of a row's sum depends
+    on that row's experts only, so that its bits do not depend on other rows. A kernel uses
+    `scratch` if given, else it allocates its own.
     """
 
     def __call__(

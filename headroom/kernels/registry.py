@@ -1,4 +1,4 @@
-"""Every kernel in order of preference, and the choice among them."""
+"""All kernels in order of preference, and `pick`, which chooses one."""
 
 from headroom.errors import KernelError
 from headroom.formats.quants import Q8_K
@@ -24,24 +24,24 @@ from headroom.kernels.triton import rows as triton_rows
 from headroom.kernels.weight import PLAIN_TYPES
 
 
-def _takes_any(case: Case) -> str | None:
+def _refuses_type(case: Case) -> str | None:
     return None if case.quant.runs else f"{case.quant} is not a weight type"
 
 
-def _takes_rows(case: Case) -> str | None:
-    return _takes_any(case) if case.layout == "rows" else f"reads rows, not {case.layout}"
+def _refuses_table(case: Case) -> str | None:
+    return _refuses_type(case) if case.layout == "rows" else f"reads rows, not {case.layout}"
 
 
 def _refuses_cuda_table(case: Case) -> str | None:
     if case.quant is Q8_K:
-        return f"reads no rows of {case.quant}"
+        return f"reads no tables of {case.quant}"
     return refuses_device(case)
 
 
-def _takes_plain_products(case: Case) -> str | None:
+def _refuses_product(case: Case) -> str | None:
     if case.dtype not in PLAIN_TYPES:
         return f"computes in {', '.join(PLAIN_TYPES)}, not {case.dtype}"
-    return _takes_any(case)
+    return _refuses_type(case)
 
 
 KERNELS = (
@@ -81,7 +81,7 @@ KERNELS = (
     Kernel("delta_net", "triton", triton_delta_net.delta_net, triton_launch.refuses),
     Kernel("gated_norm", "triton", triton_rows.gated_norm, triton_launch.refuses),
     Kernel("embed", "native", native_matmul.embed, native_matmul.refuses_table),
-    Kernel("embed", "reference", matmul.embed, _takes_rows),
+    Kernel("embed", "reference", matmul.embed, _refuses_table),
     Kernel(
         "matmul",
         "native-int8",
@@ -96,19 +96,19 @@ KERNELS = (
         native_matmul.refuses_f32,
         native_matmul.prepare,
     ),
-    Kernel("matmul", "reference", matmul.matmul, _takes_plain_products),
+    Kernel("matmul", "reference", matmul.matmul, _refuses_product),
     Kernel("rms_norm", "native", native_norms.rms_norm, module.refuses),
-    Kernel("rms_norm", "reference", norms.rms_norm, _takes_any),
+    Kernel("rms_norm", "reference", norms.rms_norm, _refuses_type),
     Kernel("rope", "native", native_norms.rope, module.refuses),
-    Kernel("rope", "reference", norms.rope, _takes_any),
+    Kernel("rope", "reference", norms.rope, _refuses_type),
     Kernel("gated_activation", "native", native_norms.gated_activation, module.refuses),
-    Kernel("gated_activation", "reference", norms.gated_activation, _takes_any),
+    Kernel("gated_activation", "reference", norms.gated_activation, _refuses_type),
     Kernel("kv_write", "native", native_attention.write_kv, native_attention.refuses),
     Kernel("kv_write", "reference", attention.write_kv, refuses_cache),
     Kernel("attention", "native", native_attention.attention, native_attention.refuses),
     Kernel("attention", "reference", attention.attention, refuses_cache),
     Kernel("route", "native", native_route.route, module.refuses),
-    Kernel("route", "reference", route.route, _takes_any),
+    Kernel("route", "reference", route.route, _refuses_type),
     Kernel(
         "experts",
         "native-int8",
@@ -123,19 +123,22 @@ KERNELS = (
         native_experts.refuses_f32,
         native_experts.prepare,
     ),
-    Kernel("experts", "reference", experts.experts, _takes_plain_products, experts.prepare),
+    Kernel("experts", "reference", experts.experts, _refuses_product, experts.prepare),
     Kernel("delta_net", "native", native_delta_net.delta_net, module.refuses),
-    Kernel("delta_net", "reference", delta_net.delta_net, _takes_any),
+    Kernel("delta_net", "reference", delta_net.delta_net, _refuses_type),
     Kernel("gated_norm", "native", native_delta_net.gated_norm, module.refuses),
-    Kernel("gated_norm", "reference", delta_net.gated_norm, _takes_any),
+    Kernel("gated_norm", "reference", delta_net.gated_norm, _refuses_type),
 )
 
 
 def pick(op: str, case: Case) -> Kernel:
-    """Return the first kernel, in order of preference, that takes the case."""
+    """Return the first kernel of an operation, in order of preference, that runs the case.
+
+    Raises a KernelError with the reason of every kernel if none does.
+    """
     reasons = []
     for kernel in (kernel for kernel in KERNELS if kernel.op == op):
         if (reason := kernel.refuses(case)) is None:
             return kernel
         reasons.append(f"{kernel.backend}: {reason}")
-    raise KernelError(f"No kernel runs {op} for {case}.", hint="; ".join(reasons))
+    raise KernelError(f"No kernel runs {op} with {case}.", hint="; ".join(reasons))

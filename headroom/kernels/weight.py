@@ -1,28 +1,34 @@
-"""Weight: a matrix on a device, packed as its type says."""
+"""Weight: a matrix on a device, in the packed form of its type; and the types of weights."""
 
 from dataclasses import dataclass
 
 import torch
 
-from headroom.formats.quants import BF16, F16, F32, QuantType
+from headroom.formats.quants import BF16, BY_NAME, F16, F32, QuantType
 
 PLAIN_TYPES = {F32.name: torch.float32, F16.name: torch.float16, BF16.name: torch.bfloat16}
+# The types of weights that the C++ and the Triton products read.
+PRODUCT_TYPES = {
+    BY_NAME[name]
+    for name in (*PLAIN_TYPES, "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k",
+                 "iq4_nl", "mxfp4")
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weight:
-    """A matrix `[rows, columns]`; each row is a whole number of blocks."""
+    """A matrix `[rows, columns]`; a row is a whole number of its type's blocks."""
 
     data: torch.Tensor  # uint8 [rows, bytes per row]; for plain types floats [rows, columns]
     quant: QuantType
     rows: int
     columns: int
-    layout: str = "rows"  # as in the file; or the name of a backend's own order
-    owner: object = None  # of memory that is given back when nothing holds its owner any more
+    layout: str = "rows"  # "rows" as in the file, or the name of a backend's layout
+    owner: object = None  # keeps the memory of `data` alive, if torch does not own it
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the weight takes on its device."""
+        """The bytes of the weight on its device."""
         return self.data.numel() * self.data.element_size()
 
 

@@ -212,7 +212,7 @@ def test_triton_refuses_what_it_does_not_run_with_a_reason(
     assert kernel.refuses(Case()) == "runs on cuda or hip, not cpu"
     plain = Case(device="cuda", reference=True)
     monkeypatch.setattr(launch, "MISSING", "")
-    assert kernel.refuses(plain) == "plain kernels were asked for"
+    assert kernel.refuses(plain) == "only reference kernels were asked for"
     assert kernel.refuses(Case(device="hip")) is None
     monkeypatch.setattr(launch, "MISSING", "triton is not installed")
     assert kernel.refuses(Case(device="cuda")) == "triton is not installed"

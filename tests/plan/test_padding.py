@@ -5,15 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headroom.formats.quants import BF16, F32, Q4_K, Q8_0, QuantType
-from headroom.kernels.native.matmul import KINDS
 from headroom.kernels.native.module import MODULE
+from headroom.kernels.weight import PRODUCT_TYPES
 from headroom.plan.padding import expert_panel_padding, panel_bytes, panel_padding
 from headroom.plan.shape import Padding
 
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 @given(
-    quant=st.sampled_from(sorted(KINDS, key=str)),
+    quant=st.sampled_from(sorted(PRODUCT_TYPES, key=str)),
     rows=st.integers(1, 5000),
     blocks=st.integers(1, 300),
 )

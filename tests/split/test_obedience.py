@@ -187,7 +187,7 @@ def test_the_planned_scratch_is_what_the_cpp_layer_needs_at_most(
     step = Step(spans, torch.zeros(parallel, dtype=torch.int64))
     needed = layer.scratch_bytes(plan.settings.rows, step)
     assert needed == native_layer_scratch(model.config.hidden, model.shape.layers[0], plan.settings)
-    assert native_attention.span_table(spans)[0].shape == (parallel, 5)
+    assert native_attention.SpanTable.of(spans).rows.shape == (parallel, 5)
 
 
 def test_a_full_engine_stays_within_its_scratch(tiny_path: Path) -> None:

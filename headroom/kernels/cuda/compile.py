@@ -86,7 +86,7 @@ def refuses_device(case: Case) -> str | None:
     if case.device != "cuda":
         return f"runs on cuda, not {case.device}"
     if case.reference:
-        return "plain kernels were asked for"
+        return "only reference kernels were asked for"
     if case.triton:
         return "Triton's kernels were asked for"
     return None

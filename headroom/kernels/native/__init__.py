@@ -1,1 +1,1 @@
-"""CPU kernels in C++, built with the package and chosen by instruction set at run time."""
+"""CPU kernels in C++: built with the package, for the instruction set found at run time."""

@@ -1,5 +1,7 @@
 """Attention over paged keys and values on the CPU."""
 
+from dataclasses import dataclass
+
 import torch
 
 from headroom.formats.quants import QuantType
@@ -11,12 +13,12 @@ from headroom.kernels.weight import PLAIN_TYPES
 
 
 def refuses(case: Case) -> str | None:
-    """Say why a case cannot run here."""
+    """Return why a case cannot run here; None if it can."""
     return module.refuses(case) or refuses_cache(case)
 
 
 def write_kv(cache: PagedKv, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Store keys and values at their slots in the cache's types."""
+    """Cache keys and values at their slots, in the types of the cache."""
     rows, heads, dim = keys.shape
     keys, values, slots = keys.contiguous(), values.contiguous(), slots.contiguous()
     POOL.ops.write_kv(
@@ -27,34 +29,45 @@ def write_kv(cache: PagedKv, slots: torch.Tensor, keys: torch.Tensor, values: to
 def attention(
     queries: torch.Tensor, cache: PagedKv, spans: tuple[Span, ...], scale: float, window: int
 ) -> torch.Tensor:
-    """Attend from every span's rows to its sequence's cached tokens."""
+    """Return the attention of every span's rows over their sequence's cached tokens."""
     queries = queries.contiguous()
     rows, heads, dim = queries.shape
-    table, pages, trees = span_table(spans)
+    table = SpanTable.of(spans)
     out = torch.empty(rows, heads, dim)
     POOL.ops.attention(
         cache_view(cache), (heads, cache.keys.shape[1], dim, window), scale, queries.data_ptr(),
-        table.data_ptr(), len(spans), pages.data_ptr(), trees.data_ptr(), out.data_ptr(),
+        table.rows.data_ptr(), len(spans), table.pages.data_ptr(), table.trees.data_ptr(),
+        out.data_ptr(),
     )  # fmt: skip
     return out
 
 
-def span_table(spans: tuple[Span, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return spans as a table [spans, 5], all their pages and all their trees one after another."""
-    rows, trees, page, byte = [], [], 0, 0
-    for span in spans:
-        rows.append(
-            (span.first_row, span.rows, span.start, page, -1 if span.tree is None else byte)
+@dataclass(frozen=True, slots=True, eq=False)
+class SpanTable:
+    """The spans of a step as the C++ module reads them."""
+
+    # int64 [spans, 5]: first row, rows, start, offsets of its pages and of its tree (-1: no tree)
+    rows: torch.Tensor
+    pages: torch.Tensor  # int64: the pages of all spans, one after another
+    trees: torch.Tensor  # uint8: the trees of all spans, one after another
+
+    @classmethod
+    def of(cls, spans: tuple[Span, ...]) -> "SpanTable":
+        """Return the table of some spans."""
+        rows, trees, page, byte = [], [], 0, 0
+        for span in spans:
+            rows.append(
+                (span.first_row, span.rows, span.start, page, -1 if span.tree is None else byte)
+            )
+            page += len(span.pages)
+            if span.tree is not None:
+                trees.append(span.tree.flatten().view(torch.uint8))
+                byte += span.tree.numel()
+        return cls(
+            torch.tensor(rows, dtype=torch.int64),
+            torch.cat([span.pages for span in spans]),
+            torch.cat(trees) if trees else torch.empty(0, dtype=torch.uint8),
         )
-        page += len(span.pages)
-        if span.tree is not None:
-            trees.append(span.tree.flatten().view(torch.uint8))
-            byte += span.tree.numel()
-    return (
-        torch.tensor(rows, dtype=torch.int64),
-        torch.cat([span.pages for span in spans]),
-        torch.cat(trees) if trees else torch.empty(0, dtype=torch.uint8),
-    )
 
 
 def cache_view(cache: PagedKv) -> object:

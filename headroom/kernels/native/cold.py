@@ -1,4 +1,4 @@
-"""A thread that computes cold experts for a GPU, told what to do through shared memory."""
+"""ColdWorker: a C++ thread that computes cold experts for a GPU; see cold.h for the protocol."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from headroom.kernels.native.module import MODULE, POOL
 
 
 def worker_threads(cores: int) -> int:
-    """Return the threads that compute cold experts: one core is left to who launches steps.
+    """Return the number of threads that compute cold experts: one core stays for the engine thread.
 
-    A thread that must wait for a core makes all others wait, for each layer anew.
+    If the threads had to share a core, all of them would wait for the slowest in every layer.
     """
     return max(1, cores - 1)
 
@@ -21,33 +21,33 @@ def worker_threads(cores: int) -> int:
 class ColdTable:
     """One layer's experts in tiles in host memory."""
 
-    addresses: torch.Tensor  # int64 [experts, 3] in host memory: gate, up, down; 0: not here
-    kinds: Sequence[QuantType]
-    width: int  # of an expert
+    addresses: torch.Tensor  # int64 [experts, 3]: gate, up, down; 0: not in host memory
+    kinds: Sequence[QuantType]  # types of gate, up and down
+    width: int  # rows of an expert's gate and up matrices
     hidden: int
-    used: int  # picks of a row
+    used: int  # picks per row
     activation: str
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCounts:
-    """What a worker has done since it was made."""
+    """What a worker has done since it was created."""
 
-    requests: int  # layers of steps
+    requests: int  # one per layer and step with cold picks for the CPU
     picks: int
-    experts: int  # each once a request, however many rows chose it
+    experts: int  # each counts once per request, however many rows chose it
     read_bytes: int
-    busy_ns: int  # from a request's coming to its answer
-    sleeps: int
+    busy_ns: int  # time from seeing a request to answering it
+    sleeps: int  # how often the thread went to sleep
 
 
 class ColdWorker:
-    """The thread, and the pool's threads that help it; it sleeps between steps."""
+    """The worker thread, which computes with the threads of POOL and sleeps between steps."""
 
     def __init__(
         self,
-        words: Sequence[int],  # addresses: request, answer, layer, rows, done, failed, ids,
-        # weights, inputs, answers
+        words: Sequence[int],  # addresses of the mailbox's words: request, answer, layer, rows,
+        # done, failed, ids, weights, inputs, answers
         tables: Sequence[ColdTable],
         most_rows: int,
     ) -> None:
@@ -63,27 +63,27 @@ class ColdWorker:
             sizes = (len(table.addresses), table.used)
             where, gelu = table.addresses.data_ptr(), table.activation == "gelu"
             layers.append(MODULE.ColdLayer(like, where, sizes, gelu))
-        self._tables = tuple(tables)  # their memory is read as long as the thread lives
+        self._tables = tuple(tables)  # keeps their memory alive as long as the thread
         self._worker = MODULE.ColdWorker(POOL.ops, words, layers, most_rows)
-        self._end: tuple[str, WorkerCounts] | None = None  # what there was to tell when it ended
+        self._end: tuple[str, WorkerCounts] | None = None  # failure and counts, once it is closed
 
     def begin_step(self) -> None:
-        """Wake the thread: a step is about to run that may ask it."""
+        """Wake the thread before a step that may send it requests."""
         self._worker.begin_step()
 
     @property
     def failure(self) -> str:
-        """What went wrong; "" while nothing did."""
+        """The message of the thread's first exception; "" if there was none."""
         found: str = self._end[0] if self._end is not None else self._worker.failure()
         return found
 
     @property
     def counts(self) -> WorkerCounts:
-        """What was done so far."""
+        """What the worker has done so far."""
         return self._end[1] if self._end is not None else WorkerCounts(*self._worker.counts())
 
     def close(self) -> None:
-        """End the thread; what it counted can still be asked."""
+        """End the thread; `failure` and `counts` stay available."""
         if self._end is None:
             self._end = self.failure, self.counts
             self._worker = None

@@ -1,4 +1,4 @@
-"""Gated linear attention and its norm on the CPU."""
+"""Gated DeltaNet (linear attention with a state) and its norm on the CPU."""
 
 import torch
 
@@ -14,7 +14,7 @@ def delta_net(
     state: RecurrentState,
     spans: tuple[Span, ...],
 ) -> torch.Tensor:
-    """Run every span's rows through its sequence's state, which is left after the last row."""
+    """Run every span's rows through its sequence's state, and update the state."""
     _, heads, _, dim = state.memory.shape
     qkv, beta, alpha = qkv.contiguous(), beta.contiguous(), alpha.contiguous()
     rows, channels = qkv.shape

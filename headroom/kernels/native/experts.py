@@ -1,4 +1,4 @@
-"""Routed experts on the CPU: each chosen expert is read once for all tokens that chose it."""
+"""Routed experts on the CPU: each picked expert is read once for all rows that picked it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +17,13 @@ Shape = tuple[int, int]  # rows, columns
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PanelTable:
-    """Where each expert's gate, up and down matrices lie, all experts alike in type and shape."""
+    """The addresses of a layer's experts; all have the same types and shapes."""
 
-    addresses: torch.Tensor  # int64 [experts, 3]
-    kinds: Sequence[QuantType]
+    addresses: torch.Tensor  # int64 [experts, 3]: gate, up, down
+    kinds: Sequence[QuantType]  # types of gate, up and down
     shapes: Sequence[Shape]
-    blobs: torch.Tensor  # the memory that the addresses point into: gate, up, down of each expert
-    tiles: bool = False  # the matrices lie as a GPU reads them, not in panels
+    blobs: torch.Tensor  # the memory that the addresses point into
+    tiles: bool = False  # the matrices are in the GPU's tiles, else in panels
 
     @classmethod
     def of_blobs(
@@ -31,7 +31,7 @@ class PanelTable:
     ) -> "PanelTable":
         """Return the table of experts `[experts, bytes]`, each with its three matrices in panels.
 
-        An expert is one piece of memory, so that it moves by one copy.
+        An expert is one piece of memory, so that one copy moves it.
         """
         sizes = _panel_sizes(kinds, shapes)
         assert blobs.is_contiguous()
@@ -47,16 +47,16 @@ class PanelTable:
 
 
 def refuses_int8(case: Case) -> str | None:
-    """Say why 8-bit activations cannot be had for a case."""
+    """Return why a case cannot run with 8-bit activations; None if it can."""
     if case.dtype != "int8":
         return f"computes in int8, not {case.dtype}"
     if all(kind.name in PLAIN_TYPES for kind in case.experts):
-        return "plain weights have no 8-bit partner"
+        return "plain weights are not multiplied with 8-bit activations"
     return _refuses_kinds(case)
 
 
 def refuses_f32(case: Case) -> str | None:
-    """Say why float activations cannot be had for a case."""
+    """Return why a case cannot run with float activations; None if it can."""
     packed = any(kind.name not in PLAIN_TYPES for kind in case.experts)
     if case.dtype not in ("f32", "int8") or (case.dtype == "int8" and packed):
         return f"computes in f32, not {case.dtype}"
@@ -69,7 +69,7 @@ def _refuses_kinds(case: Case) -> str | None:
 
 
 def prepare(table: ExpertTable) -> PanelTable:
-    """Return the experts in panels, packed one by one from where they lie to their place."""
+    """Return the experts in panels, packed one by one from the mapped file."""
     shapes = [(part[0].rows, part[0].columns) for part in table.parts]
     sizes = _panel_sizes(table.kinds, shapes)
     blobs = WEIGHTS.take(len(table.gate) * sum(sizes)).view(len(table.gate), -1)
@@ -92,9 +92,9 @@ def experts(
     dtype: str,
     scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the weighted sum of each row's experts, those with lower ids first.
+    """Return the weighted sum of each row's experts, summed in the order of their ids.
 
-    Picks with a negative id are passed over.
+    Picks with a negative id are skipped.
     """
     out = torch.empty(len(ids), table.shapes[0][1])
     if scratch is None:
@@ -104,7 +104,7 @@ def experts(
 
 
 def scratch_bytes(ids: torch.Tensor, table: PanelTable) -> int:
-    """Return the memory that the experts of some picks need while they are computed."""
+    """Return the bytes of scratch memory that `experts` needs for picks of this shape."""
     (rows, used), (width, hidden) = ids.shape, table.shapes[0]
     count = len(table.addresses)
     size: int = MODULE.experts_scratch(rows, used, hidden, width, count, tiles=table.tiles)
@@ -120,7 +120,7 @@ def experts_into(
     dtype: str,
     scratch: torch.Tensor,
 ) -> None:
-    """Write the same to memory that there is."""
+    """Write the weighted sum of each row's experts to `out`, as `experts` returns it."""
     x, ids, weights = x.contiguous(), picks[0].contiguous(), picks[1].contiguous()
     assert out.is_contiguous()
     like = [

@@ -1,4 +1,4 @@
-"""A decoder layer with full attention and a gated feed-forward network, as one operation."""
+"""A whole decoder layer with full attention and a gated MLP, in one call of the C++ module."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,14 +11,15 @@ from headroom.kernels.native.module import MODULE, POOL
 from headroom.kernels.ops import Case, PagedKv, Span
 from headroom.kernels.weight import Weight
 
-MAX_GROUP, MAX_DIM = 32, 512  # of the C++ attention: query heads per key head, values of a head
+# Limits of the C++ attention (attention.cpp).
+MAX_GROUP, MAX_DIM = 32, 512  # query heads per KV head, values of a head
 
 
 class Step:
-    """What all layers of one step share: its spans and slots as the C++ module reads them."""
+    """The spans and slots of a step, as the C++ module reads them; all layers share one."""
 
     def __init__(self, spans: tuple[Span, ...], slots: torch.Tensor) -> None:
-        self.table, self.pages, self.trees = attention.span_table(spans)
+        self.spans = attention.SpanTable.of(spans)
         self.count = len(spans)
         self.slots = slots.contiguous()
 
@@ -29,9 +30,9 @@ class Layer:
     def __init__(
         self,
         matrices: list[Weight],  # q, k, v, out, gate, up, down, in panels
-        norms: tuple[torch.Tensor, torch.Tensor],  # before attention, before the feed-forward part
+        norms: tuple[torch.Tensor, torch.Tensor],  # before attention, before the MLP
         eps: float,
-        sizes: tuple[int, int, int, int],  # heads, key-value heads, values of a head, window
+        sizes: tuple[int, int, int, int],  # heads, KV heads, values of a head, window
         scale: float,
         cache: PagedKv,
         int8: bool,
@@ -56,26 +57,27 @@ class Layer:
         step: Step,
         scratch: torch.Tensor,
     ) -> None:
-        """Change the residual stream `x [rows, hidden]` in place."""
+        """Run the layer on the residual stream `x [rows, hidden]`, in place."""
         self._layer.run(
             POOL.ops, (x.shape[0], cos.shape[1]), x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-            step.slots.data_ptr(), step.table.data_ptr(), step.count, step.pages.data_ptr(),
-            step.trees.data_ptr(), scratch.data_ptr(), scratch.numel(),
+            step.slots.data_ptr(), step.spans.rows.data_ptr(), step.count,
+            step.spans.pages.data_ptr(), step.spans.trees.data_ptr(), scratch.data_ptr(),
+            scratch.numel(),
         )  # fmt: skip
 
     def scratch_bytes(self, rows: int, step: Step) -> int:
-        """Return the scratch memory that a step of so many rows needs."""
-        table = step.table.data_ptr()
+        """Return the bytes of scratch memory for a step of `rows` rows."""
+        table = step.spans.rows.data_ptr()
         needed: int = self._layer.scratch_bytes(POOL.ops, (rows, 0), table, step.count)
         return needed
 
 
 def refuses(case: Case, quants: Sequence[QuantType], sizes: tuple[int, int, int]) -> str | None:
-    """Say why a layer with these weight types and head sizes cannot run here."""
+    """Return why a layer with these weight types and head sizes cannot run here; None if it can."""
     heads, kv_heads, dim = sizes
     if case.dtype not in ("int8", "f32"):
         return f"computes in int8 or f32, not {case.dtype}"
     if heads // kv_heads > MAX_GROUP or dim > MAX_DIM:
-        return f"{heads // kv_heads} query heads per key head of {dim} values are too many"
+        return f"{heads // kv_heads} query heads per KV head of {dim} values are too many"
     reasons = [matmul.refuses(replace(case, quant=quant)) for quant in quants]
     return next((reason for reason in (*reasons, attention.refuses(case)) if reason), None)

@@ -1,35 +1,29 @@
-"""Products with packed weights on the CPU, with 8-bit or float activations, and table rows."""
+"""Products with packed weights on the CPU, with 8-bit or float activations; embedding rows."""
 
 from dataclasses import replace
 
 import torch
 
-from headroom.formats.quants import BY_NAME
 from headroom.kernels.native import module
 from headroom.kernels.native.memory import WEIGHTS
 from headroom.kernels.native.module import MODULE, POOL
 from headroom.kernels.ops import Case
-from headroom.kernels.weight import PLAIN_TYPES, Weight
+from headroom.kernels.weight import PLAIN_TYPES, PRODUCT_TYPES, Weight
 
-KINDS = {
-    BY_NAME[name]
-    for name in (*PLAIN_TYPES, "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k",
-                 "iq4_nl", "mxfp4")
-}  # fmt: skip
-PANELS = "panels"
+PANELS = "panels"  # the layout of weights that the C++ kernels read; see panels.h
 
 
 def refuses_int8(case: Case) -> str | None:
-    """Say why 8-bit activations cannot be had for a case."""
+    """Return why a case cannot run with 8-bit activations; None if it can."""
     if case.dtype != "int8":
         return f"computes in int8, not {case.dtype}"
     if case.quant.name in PLAIN_TYPES:
-        return f"{case.quant} weights have no 8-bit partner"
+        return f"{case.quant} weights are not multiplied with 8-bit activations"
     return refuses(case)
 
 
 def refuses_f32(case: Case) -> str | None:
-    """Say why float activations cannot be had for a case."""
+    """Return why a case cannot run with float activations; None if it can."""
     if case.dtype not in ("f32", "int8") or (
         case.dtype == "int8" and case.quant.name not in PLAIN_TYPES
     ):
@@ -38,21 +32,21 @@ def refuses_f32(case: Case) -> str | None:
 
 
 def refuses(case: Case) -> str | None:
-    """Say why no kernel of this backend takes a case's device or weight type."""
+    """Return why no product here runs a case's device or weight type; None if one does."""
     if (reason := module.refuses(case)) is not None:
         return reason
-    return None if case.quant in KINDS else f"{case.quant} weights have no panels"
+    return None if case.quant in PRODUCT_TYPES else f"{case.quant} weights have no panels"
 
 
 def refuses_table(case: Case) -> str | None:
-    """Say why rows of a table cannot be taken."""
+    """Return why an embedding table cannot be read; None if it can."""
     if case.layout != PANELS:
         return f"reads tables in {PANELS}, not in {case.layout}"
     return refuses(case)
 
 
 def prepare(weight: Weight) -> Weight:
-    """Return a weight in panels of sixteen rows, as the kernels read it; no value changes."""
+    """Return a weight in panels of sixteen rows (panels.h); no value changes."""
     if weight.layout == PANELS:
         return weight
     panels = WEIGHTS.take(_panel_bytes(weight))
@@ -109,7 +103,7 @@ def _matmul(
 
 
 def _check(out: torch.Tensor, shape: tuple[int, int]) -> None:
-    """The C++ module has an address only, and writes as much as the shape says."""
+    """Check the memory of a result: the C++ module gets only its address."""
     if tuple(out.shape) != shape:
         raise ValueError(f"a result of {shape} does not fit into memory of {tuple(out.shape)}")
 

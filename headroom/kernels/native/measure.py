@@ -1,4 +1,4 @@
-"""How fast the C++ kernels are, against what the memory allows."""
+"""Measures the C++ kernels: gigabytes of weights per second, against the read bandwidth."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,19 +13,19 @@ from headroom.kernels.weight import Weight
 
 TYPES = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k", "f16")
 SIZE = 4096  # rows and columns of a product
-TOUCHED_BYTES = 512 << 20  # read in one round, beyond any cache that is this process's alone
-EXPERTS, EXPERTS_USED, HIDDEN, WIDTH = 256, 8, 2048, 512  # of one layer of Qwen3.5-35B-A3B
-PROMPT_ROWS = 64  # of a prompt whose every pick a CPU computes: eight rows an expert
+TOUCHED_BYTES = 512 << 20  # read in one round: more than any cache holds
+EXPERTS, EXPERTS_USED, HIDDEN, WIDTH = 256, 8, 2048, 512  # a layer of Qwen3.5-35B-A3B
+PROMPT_ROWS = 64  # rows of a prompt; with as many experts each expert has eight picks
 ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One kernel: what it read in a second, and the share of what memory allows."""
+    """The speed of one kernel."""
 
     name: str
-    gb_per_s: float
-    share: float  # of the read bandwidth measured in the same run
+    gb_per_s: float  # weights read
+    share: float  # share of the read bandwidth that was measured in the same run
 
 
 def measure_kernels() -> Iterator[Measured]:
@@ -42,13 +42,13 @@ def measure_kernels() -> Iterator[Measured]:
 
 
 def read_bandwidth() -> float:
-    """Return the gigabytes that all threads together read from memory in a second."""
+    """Return the read bandwidth of memory with all threads, in GB/s."""
     data = torch.ones(TOUCHED_BYTES, dtype=torch.uint8)
     return best_speed(lambda: POOL.ops.read_bytes(data.data_ptr(), len(data)), len(data))
 
 
 def product_speed(quant: QuantType, *, int8: bool) -> float:
-    """Return the gigabytes of weights that one-row products read in a second."""
+    """Return the speed of one-row products, in GB/s of weights."""
     size = MODULE.panel_bytes(quant.ggml_id, SIZE, SIZE)
     count = TOUCHED_BYTES // size
     data = random_panels(quant, SIZE * count, SIZE)
@@ -83,10 +83,10 @@ def expert_bytes() -> int:
 
 
 def expert_speed(*, tiles: bool = False, int8: bool = True) -> float:
-    """Return the gigabytes of expert weights that one token's layer reads in a second.
+    """Return the speed of one token's experts in one layer, in GB/s of weights.
 
-    `tiles`: they lie as a GPU reads them; at these sizes that takes as many bytes. `int8`: the
-    token's values are rounded to 8 bits.
+    `tiles`: the weights are in the GPU's tiles, which take as many bytes as panels at these sizes.
+    `int8`: activations are rounded to 8 bits.
     """
     layer = replace(_layer(EXPERTS), tiles=tiles)
     one = layer.blobs.shape[1]
@@ -102,20 +102,20 @@ def expert_speed(*, tiles: bool = False, int8: bool = True) -> float:
 
 
 def expert_flops() -> float:
-    """Return the operations a second with several rows an expert, in tiles as a GPU has them.
+    """Return the floating-point operations per second of experts in tiles with eight rows each.
 
-    So the CPU computes what prompts leave to it: rows stay floats.
+    This is how the CPU computes its share of a prompt: with float activations.
     """
     layer = replace(_layer(PROMPT_ROWS), tiles=True)
     x, weights = torch.randn(PROMPT_ROWS, HIDDEN), torch.rand(PROMPT_ROWS, EXPERTS_USED)
     row, pick = torch.arange(PROMPT_ROWS)[:, None], torch.arange(EXPERTS_USED)
-    ids = ((row + pick * EXPERTS_USED) % PROMPT_ROWS).int()  # every expert as often as any other
-    work = 6 * WIDTH * HIDDEN * ids.numel()  # three products, each value multiplied and added
+    ids = ((row + pick * EXPERTS_USED) % PROMPT_ROWS).int()  # every expert is picked equally often
+    work = 6 * WIDTH * HIDDEN * ids.numel()  # three products, a multiplication and an addition each
     return 1e9 * best_speed(lambda: experts.experts(x, ids, weights, layer, "silu", "f32"), work)
 
 
 def _layer(count: int) -> experts.PanelTable:
-    """So many experts with random weights, in panels."""
+    """Return a table of `count` experts with random weights."""
     kinds = _kinds()
     parts = [
         random_panels(kind, count * rows, columns).view(count, -1)
@@ -128,7 +128,7 @@ def random_panels(quant: QuantType, rows: int, columns: int) -> torch.Tensor:
     """Return panels of random bits with every scale a small number."""
     size = MODULE.panel_bytes(quant.ggml_id, rows, columns)
     some = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
-    some &= 0x3B  # as f16 below one, so that no sum overflows
+    some &= 0x3B  # f16 scales below one, so that no sum overflows
     return some.repeat(-(-size // len(some)))[:size]
 
 

@@ -1,24 +1,24 @@
-"""Memory for packed weights in large pages, so that reading them seldom waits for a page table."""
+"""Memory for packed weights in large pages, which cause few TLB misses."""
 
 import mmap
 from contextlib import suppress
 
 import torch
 
-CHUNK_BYTES = 64 << 20  # asked of the system at a time
+CHUNK_BYTES = 64 << 20  # allocated from the system at a time
 ALIGNMENT = 64
 LARGE_PAGE = 2 << 20
 
 
 class Arena:
-    """Hands out pieces of large chunks; a chunk is given back with the last tensor in it."""
+    """Hands out pieces of large chunks; a chunk is freed with the last tensor that uses it."""
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
     def take(self, size: int) -> torch.Tensor:
-        """Return `size` bytes that nothing was written to, aligned for vectors."""
+        """Return `size` bytes of uninitialised memory, aligned for vectors."""
         start = -(-self._used // ALIGNMENT) * ALIGNMENT
         if start + size > len(self._chunk):
             self._chunk, start = large_pages(max(size, CHUNK_BYTES)), 0
@@ -27,10 +27,10 @@ class Arena:
 
 
 def large_pages(size: int) -> torch.Tensor:
-    """Return memory of its own, in large pages where the system has them."""
+    """Return newly mapped memory, in large pages if the system has them."""
     memory = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a system without them gives small ones
+        with suppress(OSError):  # a system without large pages gives small ones
             memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     first = -whole.data_ptr() % LARGE_PAGE

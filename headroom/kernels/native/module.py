@@ -1,4 +1,4 @@
-"""The C++ module, where it was built, and its one pool of threads."""
+"""The C++ module, if it was built, and its one pool of threads."""
 
 import importlib
 import importlib.util
@@ -12,7 +12,7 @@ NAME = "headroom.kernels.native._native"
 
 
 def load_module() -> tuple[Any, str]:
-    """Return the C++ module and "", or None and why it is missing."""
+    """Return (the C++ module, ""), or (None, why it is missing)."""
     if importlib.util.find_spec(NAME) is None:
         return None, (
             "not built; when headroom was installed there was no C++ compiler, or it failed "
@@ -28,7 +28,7 @@ MODULE, MISSING = load_module()
 
 
 def refuses(case: Case) -> str | None:
-    """Say why no kernel of the C++ module runs a case, whatever its types."""
+    """Return why the C++ module cannot run a case, whatever its types; None if it can."""
     if MODULE is None:
         return MISSING
     if case.reference:
@@ -37,14 +37,17 @@ def refuses(case: Case) -> str | None:
 
 
 class Pool:
-    """The threads that the kernels of this process share, as torch's own are shared."""
+    """The threads that all C++ kernels of this process share."""
 
     def __init__(self) -> None:
         self._wanted = (torch.get_num_threads(), False, "")
         self._ops: Any = None
 
     def set(self, threads: int, *, pin: bool = False, isa: str = "") -> None:
-        """Choose how many threads run kernels, and for which instruction set ("": the best)."""
+        """Set the number of threads, whether they are pinned, and their instruction set.
+
+        The empty name stands for the best one. The threads are restarted at the next use.
+        """
         if self._wanted != (threads, pin, isa):
             self._wanted, self._ops = (threads, pin, isa), None
 

@@ -15,7 +15,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first dimensions of each head; dimensions beyond the table pass unchanged."""
+    """Rotate the first dimensions of each head; dimensions beyond the tables stay unchanged."""
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
     out = torch.empty_like(x)
     sizes = (*x.shape, cos.shape[-1])

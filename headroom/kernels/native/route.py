@@ -1,4 +1,4 @@
-"""The choice of experts on the CPU."""
+"""Top-k routing on the CPU."""
 
 import torch
 
@@ -9,7 +9,7 @@ from headroom.kernels.ops import RouterRule
 def route(
     logits: torch.Tensor, rule: RouterRule, bias: torch.Tensor | None, counts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids and weights of each row's experts, the best first, and count them."""
+    """Return the ids and weights of each row's experts, the best first, and count the picks."""
     logits, bias = logits.contiguous(), None if bias is None else bias.contiguous()
     rows, experts = logits.shape
     ids = torch.empty(rows, rule.used, dtype=torch.int32)

@@ -1,1 +1,1 @@
-"""Plain torch kernels: always right, never fast."""
+"""Reference kernels in plain torch: they run every case, slowly."""

@@ -1,8 +1,8 @@
 """Attention over paged keys and values in plain torch.
 
-Each row's result depends on its own query and its own cached tokens alone, to the bit: queries
-go in tiles of fixed size and keys in blocks of fixed size and alignment, summed block by block
-with a running maximum. A block that a row may not see changes nothing in its sums.
+A row's bits depend only on its query and its sequence's cached tokens. Queries are computed in
+tiles of fixed size, and keys in blocks of fixed size and alignment, with a running maximum. A block
+of which a row sees no key leaves the row's sums unchanged.
 """
 
 import torch
@@ -13,13 +13,13 @@ from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.reference.quantise import quantise
 from headroom.kernels.weight import PLAIN_TYPES
 
-QUERY_TILE = 8
-KEY_BLOCK = 128
-LOWEST = -1e30  # a running maximum before any key; finite, so that differences stay numbers
+QUERY_TILE = 8  # rows of a tile
+KEY_BLOCK = 128  # keys of a block
+INITIAL_PEAK = -1e30  # start of the running maximum; finite, so that differences are not NaN
 
 
 def write_kv(cache: PagedKv, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Store keys and values at their slots in the cache's types."""
+    """Cache keys and values at their slots, in the types of the cache."""
     cache.keys[slots] = quantise(keys, cache.k_type)
     cache.values[slots] = quantise(values, cache.v_type)
 
@@ -27,7 +27,7 @@ def write_kv(cache: PagedKv, slots: torch.Tensor, keys: torch.Tensor, values: to
 def attention(
     queries: torch.Tensor, cache: PagedKv, spans: tuple[Span, ...], scale: float, window: int
 ) -> torch.Tensor:
-    """Attend from every span's rows to its sequence's cached tokens."""
+    """Return the attention of every span's rows over their sequence's cached tokens."""
     out = torch.empty(queries.shape[0], queries.shape[1], _head_dim(cache.values, cache.v_type)).to(
         queries.device
     )
@@ -45,7 +45,7 @@ def _attend_span(
     view = _View(span, tiles.shape[1] * QUERY_TILE, window)
     first_key, length = max(0, span.start - window + 1) if window else 0, span.start + span.rows
     shape = (*tiles.shape[:3], 1)
-    peak = torch.full(shape, LOWEST, device=queries.device)
+    peak = torch.full(shape, INITIAL_PEAK, device=queries.device)
     total = torch.zeros(shape, device=queries.device)
     summed = torch.zeros(
         *tiles.shape[:3], _head_dim(cache.values, cache.v_type), device=queries.device
@@ -66,7 +66,7 @@ def _attend_span(
 
 
 class _View:
-    """Which keys the rows of a span see; rows beyond its end see what the last one sees."""
+    """Which keys the rows of a span see; padding rows see what the last row sees."""
 
     def __init__(self, span: Span, rows: int, window: int) -> None:
         self._start, self._window, self._tree = span.start, window, None
@@ -75,11 +75,11 @@ class _View:
         if span.tree is not None:
             depth = span.tree.sum(1) - 1
             self._tree = span.tree[row]
-        self._depth = depth  # of each row that is cached
+        self._depth = depth  # depth of each row of the span in its tree
         self._position = (span.start + depth[row])[:, None]
 
     def seen(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return which of some cached tokens each row sees: bool [rows, keys]."""
+        """Return which of the cached tokens `keys` each row sees: bool [rows, keys]."""
         position = keys
         if self._tree is None:
             seen = keys <= self._position
@@ -92,7 +92,7 @@ class _View:
 
 
 def _query_tiles(queries: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """[rows, heads, dim] to [kv_heads, tiles, QUERY_TILE * group, dim], padded with zeros."""
+    """Rearrange [rows, heads, dim] to [kv_heads, tiles, QUERY_TILE * group, dim], zero-padded."""
     rows, heads, dim = queries.shape
     tiles = -(-rows // QUERY_TILE)
     padded = torch.zeros(tiles * QUERY_TILE, heads, dim, device=queries.device)
@@ -102,7 +102,7 @@ def _query_tiles(queries: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 
 def _rows_of_tiles(tiles: torch.Tensor, rows: int) -> torch.Tensor:
-    """[kv_heads, tiles, QUERY_TILE * group, dim] back to [rows, heads, dim]."""
+    """Rearrange [kv_heads, tiles, QUERY_TILE * group, dim] back to [rows, heads, dim]."""
     kv_heads, count, _, dim = tiles.shape
     split = tiles.view(kv_heads, count, QUERY_TILE, -1, dim)
     return split.permute(1, 2, 0, 3, 4).flatten(0, 1).flatten(1, 2)[:rows]
@@ -111,7 +111,7 @@ def _rows_of_tiles(tiles: torch.Tensor, rows: int) -> torch.Tensor:
 def _read_block(
     cache: PagedKv, pages: torch.Tensor, first: int, wanted: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [kv_heads, KEY_BLOCK, dim] of one block; zeros where none are wanted."""
+    """Read keys and values [kv_heads, KEY_BLOCK, dim] of a block; zeros outside `wanted`."""
     low, high = max(first, wanted[0]), min(first + KEY_BLOCK, wanted[1])
     position = torch.arange(low, high, device=pages.device)
     slots = pages[position // cache.page_size] * cache.page_size + position % cache.page_size

@@ -1,7 +1,7 @@
-"""Gated linear attention in plain torch, row after row.
+"""Gated DeltaNet (linear attention with a recurrent state) in plain torch, row by row.
 
-Each row goes through the same operations on tensors of the same shapes, whatever stands beside
-it, so that its bits do not depend on how steps divide a sequence.
+Every row goes through the same operations on tensors of the same shapes, so that its bits do not
+depend on how a sequence is divided into steps.
 """
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from headroom.kernels.ops import DeltaNetWeights, RecurrentState, Span
 from headroom.kernels.reference.elementwise import sigmoid, silu, softplus
 
-L2_EPS = 1e-6  # inside the root, so that a vector of zeros stays one
+L2_EPS = 1e-6  # inside the root, so that a vector of zeros stays zeros
 
 
 def delta_net(
@@ -20,7 +20,7 @@ def delta_net(
     state: RecurrentState,
     spans: tuple[Span, ...],
 ) -> torch.Tensor:
-    """Run every span's rows through its sequence's state, which is left after the last row."""
+    """Run every span's rows through its sequence's state, and update the state."""
     _, heads, _, dim = state.memory.shape
     out = torch.empty(len(qkv), heads, dim, device=qkv.device)
     for span in spans:
@@ -44,7 +44,7 @@ def delta_net(
 def _convolved(
     window: torch.Tensor, weights: DeltaNetWeights, heads: int, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The last row's queries, keys and values, one of each for every value head."""
+    """Return the last row's queries, keys and values, one of each per value head."""
     mixed = silu((window * weights.conv.T).sum(0)).view(-1, dim)
     count = weights.key_heads
     queries, keys, values = mixed[:count], mixed[count : 2 * count], mixed[2 * count :]

@@ -1,4 +1,4 @@
-"""Dequantisation in plain torch: every block type's bytes to float32, bit by bit as GGUF has it."""
+"""Dequantisation in plain torch: every block type to float32, with the bits of GGUF's own code."""
 
 from collections.abc import Callable
 
@@ -8,14 +8,15 @@ from headroom.errors import FormatError
 from headroom.formats import quants
 from headroom.formats.quants import QuantType
 
-# The order of operations is part of the contract: another order rounds differently.
+# The order of operations matters: another order rounds differently.
 
 _IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled, as integers
+# Twice the values of MXFP4, which makes them integers.
+_MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def dequantise(data: torch.Tensor, quant: QuantType, values: int) -> torch.Tensor:
-    """Return the float32 values [..., values] that packed bytes [..., nbytes] stand for."""
+    """Return the float32 values [..., values] of packed bytes [..., nbytes]."""
     if quant.name not in _DECODERS:
         raise FormatError(f"Values of type {quant} are not weights.", hint=quants.supported())
     if data.dtype != torch.uint8 or data.shape[-1] != quant.bytes_for(values):
@@ -29,7 +30,7 @@ def dequantise(data: torch.Tensor, quant: QuantType, values: int) -> torch.Tenso
 
 
 def _view(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return bytes as numbers; the copy gives them the alignment that a view needs."""
+    """Reinterpret bytes as numbers; the copy aligns them as a view needs it."""
     return data.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
@@ -42,7 +43,7 @@ def _signed(data: torch.Tensor) -> torch.Tensor:
 
 
 def _split(data: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """Return the last dimension as several."""
+    """Split the last dimension into several."""
     return data.reshape(*data.shape[:-1], *sizes)
 
 
@@ -52,13 +53,13 @@ def _nibbles(data: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(data: torch.Tensor, shifts: int, step: int = 1) -> torch.Tensor:
-    """Return [..., shifts, bytes]: the bytes moved right by 0, step, 2 step ..."""
+    """Return [..., shifts, bytes]: the bytes shifted right by 0, step, 2 step, ... bits."""
     by = torch.arange(0, shifts * step, step, dtype=torch.uint8, device=data.device)
     return data.unsqueeze(-2) >> by[:, None]
 
 
 def _fifth_bits(data: torch.Tensor) -> torch.Tensor:
-    """Return bit 4 of 32 values, from four bytes that hold one bit of each in order."""
+    """Return bit 4 of 32 values, from four bytes that hold one bit of each value in order."""
     by = torch.arange(8, dtype=torch.uint8, device=data.device)
     return (((data.unsqueeze(-1) >> by) & 1) << 4).flatten(-2)
 
@@ -140,7 +141,7 @@ def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
 
 def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
     exponent = blocks[..., :1].int()
-    # Half of 2^(exponent - 127), to match the doubled table; the two smallest are subnormal.
+    # 2^(exponent - 127) / 2, to match the doubled table; the two smallest are subnormal.
     bits = torch.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23)
     return bits.view(torch.float32) * _look_up(_nibbles(blocks[..., 1:]), _MXFP4_VALUES)
 

@@ -1,4 +1,4 @@
-"""Routed experts in plain torch: each chosen expert is unpacked once for the rows that chose it."""
+"""Routed experts in plain torch: each picked expert is unpacked once for all its rows."""
 
 from dataclasses import replace
 
@@ -19,9 +19,9 @@ def experts(
     dtype: str,
     scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the weighted sum of each row's experts, the best first."""
+    """Return the weighted sum of each row's experts, summed from the best on."""
     rows, used = ids.shape
-    answers = torch.empty(used, rows, x.shape[1], device=x.device)  # of each choice, best first
+    answers = torch.empty(used, rows, x.shape[1], device=x.device)  # the output of each pick
     for expert in torch.bincount(ids.flatten()).nonzero().flatten().tolist():
         row, rank = torch.nonzero(ids == expert, as_tuple=True)
         own = x[row]
@@ -35,7 +35,7 @@ def experts(
 
 
 def prepare(table: ExpertTable) -> ExpertTable:
-    """Return the experts in memory of their own, each of the three parts in one piece."""
+    """Return a copy of the experts with one tensor each for gates, ups and downs."""
     return ExpertTable(*(_in_one_piece(part) for part in table.parts))
 
 

@@ -1,8 +1,8 @@
 """Matrix products in plain torch whose rows do not depend on each other.
 
-A BLAS picks its summation order by the number of rows, so one token's logits would change with
-who shares its batch. Products here always run on tiles of exactly ROW_TILE rows: a row gives the
-same bits alone, in a batch, or in the middle of a prompt.
+A BLAS chooses its order of summation by the number of rows, so a token's logits would change with
+the batch. These products always multiply tiles of exactly ROW_TILE rows: a row has the same bits
+alone, in a batch, and in a prompt.
 """
 
 import torch
@@ -11,7 +11,7 @@ from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.weight import PLAIN_TYPES, Weight, plain_type
 
 ROW_TILE = 16
-UNPACK_VALUES = 4 << 20  # weight values unpacked at a time, to bound scratch memory
+UNPACK_VALUES = 4 << 20  # weight values that are unpacked at a time; bounds scratch memory
 
 
 def matmul(
@@ -41,7 +41,7 @@ def embed(ids: torch.Tensor, table: Weight, out: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_rows(weight: Weight, rows: slice | torch.Tensor) -> torch.Tensor:
-    """Return some rows of a weight as floats; plain types come as they are stored."""
+    """Return some rows of a weight as float32, or in their own type if it is plain."""
     if weight.quant.name in PLAIN_TYPES:
         return weight.data[rows]
     return dequantise(weight.data[rows], weight.quant, weight.columns)

@@ -11,7 +11,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first dimensions of each head; dimensions beyond the table pass unchanged."""
+    """Rotate the first dimensions of each head; dimensions beyond the tables stay unchanged."""
     half = cos.shape[-1]
     cos, sin = cos[:, None, :], sin[:, None, :]  # one angle for all heads of a row
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

@@ -1,8 +1,8 @@
-"""Floats to the types that caches are stored in.
+"""Quantisation of floats to the types of the KV cache.
 
-Blocks are the same bits that the reference quantisers of GGUF's own tools write, but for two cases
-where those are of no use: a scale beyond f16 is stored as f16's largest number, and a step whose
-inverse overflows counts as zero.
+Blocks have the bits that GGUF's reference quantisers write, except in two cases in which those
+give infinities: a scale beyond f16 is stored as the largest f16, and a step whose inverse overflows
+counts as zero.
 """
 
 import torch
@@ -17,7 +17,7 @@ CACHE_TYPES = (*PLAIN_TYPES, *(quant.name for quant in (Q8_0, Q5_1, Q5_0, Q4_1, 
 
 
 def refuses_cache(case: Case) -> str | None:
-    """Say why nothing is cached in the types of a case."""
+    """Return why the KV cache cannot have the types of a case; None if it can."""
     for kind in (case.k_type, case.v_type):
         if kind not in CACHE_TYPES:
             return f"{kind} is not a cache type ({', '.join(CACHE_TYPES)})"
@@ -46,22 +46,22 @@ def _eight_bits(blocks: torch.Tensor) -> list[torch.Tensor]:
     step = blocks.abs().amax(-1, keepdim=True) / 127
     scaled = blocks * _inverse(step)
     whole = scaled.trunc()
-    rounded = whole + (2 * (scaled - whole)).trunc()  # halves go away from zero
+    rounded = whole + (2 * (scaled - whole)).trunc()  # halves are rounded away from zero
     return [_half(step), rounded.clamp(-127, 127).to(torch.int8).view(torch.uint8)]
 
 
 def _signed(blocks: torch.Tensor, zero_point: int) -> list[torch.Tensor]:
-    """The value that is largest in size becomes the lowest number: -8 or -16."""
+    """Q4_0, Q5_0: the value of largest magnitude becomes the lowest code, -8 or -16."""
     peak = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     step = peak / -zero_point
-    # Rounded once, as a fused product and sum would be.
+    # Computed in float64 and rounded once, like an fma.
     raised = (blocks.double() * _inverse(step).double() + (zero_point + 0.5)).float()
     quants = raised.trunc().clamp(0, 2 * zero_point - 1)
     return [_half(step), *_pack(quants.to(torch.int64), five=zero_point == 16)]
 
 
 def _ranged(blocks: torch.Tensor, top: int) -> list[torch.Tensor]:
-    """Equal steps from the lowest value to the highest."""
+    """Q4_1, Q5_1: equal steps from the lowest value to the highest."""
     low, high = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
     step = (high - low) / top
     quants = ((blocks - low) * _inverse(step) + 0.5).trunc().clamp(0, top)
@@ -79,7 +79,7 @@ def _half(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _pack(quants: torch.Tensor, five: bool) -> list[torch.Tensor]:
-    """Fifth bits as a word of 32, then low halves of bytes and high halves."""
+    """Return 32 fifth bits as four bytes if `five`, then 16 bytes: low nibbles, then high ones."""
     low, high = quants.chunk(2, dim=-1)
     nibbles = ((low & 15) | (high & 15) << 4).to(torch.uint8)
     if not five:

@@ -1,4 +1,4 @@
-"""The choice of experts in plain torch."""
+"""Top-k routing in plain torch."""
 
 import torch
 
@@ -9,12 +9,12 @@ from headroom.kernels.reference.elementwise import sigmoid
 def route(
     logits: torch.Tensor, rule: RouterRule, bias: torch.Tensor | None, counts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids and weights of each row's experts, the best first, and count them."""
+    """Return the ids and weights of each row's experts, the best first, and count the picks."""
     if rule.softcap:
         logits = torch.tanh(logits / rule.softcap) * rule.softcap
     scores = sigmoid(logits) if rule.scores == "sigmoid" else logits.softmax(-1)
     choice = scores if bias is None else scores + bias
-    # A stable sort keeps the lower id first; topk promises no order among equals.
+    # A stable sort puts the lower id first on ties; topk does not promise that.
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : rule.used]
     weights = scores.gather(1, ids)
     if rule.normalise:

@@ -1,1 +1,1 @@
-"""Kernels in Triton: for GPUs of any maker that it compiles for."""
+"""Kernels in Triton, for GPUs of any vendor that it supports."""

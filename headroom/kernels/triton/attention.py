@@ -1,4 +1,4 @@
-"""Attention over paged keys and values of every cache type."""
+"""Attention over paged keys and values in Triton, for every cache type."""
 
 import torch
 
@@ -7,20 +7,20 @@ from headroom.kernels.reference.quantise import refuses_cache
 from headroom.kernels.triton import launch
 from headroom.kernels.triton.launch import blocks, find_kernel, power_of_2
 
-LEAST_SIDE = 16  # of a matrix product's tiles
-LONG_SPAN = 32  # rows from which a sequence's keys are not cut into pieces
-SHORT_QUERIES, LONG_QUERIES = 16, 64  # rows times heads of a tile without and with such ones
-PIECE_KEYS = 512
-BLOCK_KEYS, BLOCK_VALUES = 64, 8192  # most keys of a block, and most times their values
+LEAST_SIDE = 16  # smallest side of a matrix product's tiles (tl.dot)
+LONG_SPAN = 32  # a span of so many rows has enough programs without cutting its keys into pieces
+SHORT_QUERIES, LONG_QUERIES = 16, 64  # queries (rows x heads) of a tile; long: with such spans
+PIECE_KEYS = 512  # keys of a piece, which one program attends to
+BLOCK_KEYS, BLOCK_VALUES = 64, 8192  # most keys of a block, and most keys x head values
 
 
 def refuses(case: Case) -> str | None:
-    """Say why a case cannot run here."""
+    """Return why a case cannot run here; None if it can."""
     return launch.refuses(case) or refuses_cache(case)
 
 
 def write_kv(cache: PagedKv, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Store keys and values at their slots in the cache's types."""
+    """Cache keys and values at their slots, in the types of the cache."""
     rows, width = len(keys), keys[0].numel() if len(keys) else 0
     if not rows:
         return
@@ -30,14 +30,14 @@ def write_kv(cache: PagedKv, slots: torch.Tensor, keys: torch.Tensor, values: to
         find_kernel("cache", "write")[(rows,)](
             *(given.contiguous(), slots, stored, width, stored.stride(0), quant.ggml_id),
             *(power_of_2(blocks(width, 32)), power_of_2(width)),
-            enable_fp_fusion=False,  # the reference rounds products before it adds to them
+            enable_fp_fusion=False,  # no fma: the reference rounds products before it adds
         )
 
 
 def attention(
     queries: torch.Tensor, cache: PagedKv, spans: tuple[Span, ...], scale: float, window: int
 ) -> torch.Tensor:
-    """Attend from every span's rows to its sequence's cached tokens."""
+    """Return the attention of every span's rows over their sequence's cached tokens."""
     queries = queries.contiguous()
     (rows, heads, dim), kv_heads, device = queries.shape, cache.keys.shape[1], queries.device
     out = torch.empty(rows, heads, dim, device=device)
@@ -72,10 +72,10 @@ def attention(
 def _tables(
     spans: tuple[Span, ...], tile_rows: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tiles of rows [tiles, 6], all pages, and all trees with their rows' depths.
+    """Return tiles of rows [tiles, 6], all pages, all trees, and the depths of the trees' rows.
 
-    Of each tile: the first row of its span, the span's rows and start, the tile's first row in the
-    span, where the span's pages begin and where its tree does, or -1.
+    The fields of a tile: first row of its span, the span's rows and start, the tile's first row in
+    the span, offset of the span's pages, and offset of its tree (-1: no tree).
     """
     tiles, trees, depths, page, byte = [], [], [], 0, 0
     any_tree = any(span.tree is not None for span in spans)
@@ -102,5 +102,5 @@ def _tables(
 
 
 def _head_sizes(cache: PagedKv) -> tuple[int, int]:
-    """What one head of a slot takes: bytes, or values of a plain type."""
+    """Return the size of one head of a slot of keys and of values: bytes, or values if plain."""
     return cache.keys.stride(1), cache.values.stride(1)

@@ -1,12 +1,12 @@
-"""Gated linear attention, row after row."""
+"""Gated DeltaNet (linear attention with a state) in Triton, row by row."""
 
 import torch
 
 from headroom.kernels.ops import DeltaNetWeights, RecurrentState, Span
 from headroom.kernels.triton.launch import blocks, find_kernel, power_of_2
 
-CHANNELS = 512  # that one program convolves
-STATE_COLUMNS = 16  # that one program holds
+CHANNEL_BLOCK = 512  # channels that one program convolves
+STATE_COLUMNS = 16  # columns of a head's state that one program holds
 
 
 def delta_net(
@@ -17,7 +17,7 @@ def delta_net(
     state: RecurrentState,
     spans: tuple[Span, ...],
 ) -> torch.Tensor:
-    """Run every span's rows through its sequence's state, which is left after the last row."""
+    """Run every span's rows through its sequence's state, and update the state."""
     _, heads, _, dim = state.memory.shape
     (rows, channels), taps, device = qkv.shape, weights.conv.shape[1], qkv.device
     qkv, beta, alpha = qkv.contiguous(), beta.contiguous(), alpha.contiguous()
@@ -28,13 +28,13 @@ def delta_net(
     sequence = torch.repeat_interleave(
         torch.arange(len(spans)), torch.tensor([span.rows for span in spans])
     ).to(device)
-    steps = blocks(channels, CHANNELS)
+    steps = blocks(channels, CHANNEL_BLOCK)
     find_kernel("delta_net", "convolve")[steps, rows](
-        *(qkv, state.inputs, weights.conv, sequence, table, mixed, channels, taps, CHANNELS)
+        *(qkv, state.inputs, weights.conv, sequence, table, mixed, channels, taps, CHANNEL_BLOCK)
     )
     if taps > 1:
         find_kernel("delta_net", "keep_inputs")[steps, len(spans)](
-            qkv, state.inputs, table, channels, taps, CHANNELS
+            qkv, state.inputs, table, channels, taps, CHANNEL_BLOCK
         )
     part = min(STATE_COLUMNS, power_of_2(dim))
     find_kernel("delta_net", "recur")[blocks(dim, part), heads, len(spans)](

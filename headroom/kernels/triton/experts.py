@@ -1,4 +1,4 @@
-"""Routed experts: each chosen one is read once for every few rows that chose it."""
+"""Routed experts in Triton: an expert's weights are read once per tile of rows that picked it."""
 
 from dataclasses import dataclass, replace
 
@@ -13,16 +13,16 @@ from headroom.kernels.triton.matmul import LANGUAGE_TYPES, TileSizes, tile_sizes
 from headroom.kernels.triton.rows import gated_activation
 from headroom.kernels.weight import Weight
 
-DEVICE = "cuda"  # that `prepare` brings experts to
-COMBINE_BLOCK = 1024
+DEVICE = "cuda"  # where `prepare` puts experts; tests set it to "cpu"
+COMBINE_BLOCK = 1024  # columns that one program sums up
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertPieces:
-    """One layer's experts in the file's layout: gates, ups and downs in one piece each."""
+    """One layer's experts in the file's layout: one tensor each for gates, ups and downs."""
 
-    pieces: tuple[torch.Tensor, ...]  # [experts, rows, bytes or values of a row]
-    kinds: tuple[QuantType, ...]
+    pieces: tuple[torch.Tensor, ...]  # gates, ups, downs: [experts, rows, bytes or values of a row]
+    kinds: tuple[QuantType, ...]  # their types
     shapes: tuple[tuple[int, int], ...]  # rows and columns
 
     @property
@@ -32,13 +32,13 @@ class ExpertPieces:
 
 
 def refuses(case: Case) -> str | None:
-    """Say why a case cannot run here."""
+    """Return why a case cannot run here; None if it can."""
     reasons = (matmul.refuses(replace(case, quant=kind)) for kind in case.experts or (case.quant,))
     return next((reason for reason in reasons if reason), None)
 
 
 def prepare(table: ExpertTable) -> ExpertPieces:
-    """Return the experts on the GPU, each of the three parts in one piece."""
+    """Return the experts on the GPU, with one tensor each for gates, ups and downs."""
     shapes = tuple((part[0].rows, part[0].columns) for part in table.parts)
     return ExpertPieces(tuple(map(_in_one_piece, table.parts)), table.kinds, shapes)
 
@@ -66,7 +66,7 @@ def experts(
     if not rows:
         return out
     picks = sort_picks(ids, count)
-    # Wider tiles pay only where an expert has many rows.
+    # Larger tiles pay only if an expert has many rows.
     sizes = tile_sizes(rows * used // count, dtype)
     tiles = _tiles(picks, len(picks.rows), sizes.rows)
     x = x.contiguous()
@@ -82,14 +82,14 @@ def experts(
 
 
 def _tiles(picks: SortedPicks, count: int, size: int) -> torch.Tensor:
-    """Return int64 [3, tiles]: of each tile its expert, first pick and the end of its expert.
+    """Return int64 [3, tiles]: each tile's expert, first pick, and one past its expert's last pick.
 
-    There are as many as could be needed, so that nothing waits for the device; those that are not
-    needed have the number after the last expert.
+    There are as many tiles as could be needed, so that the host need not wait for the device.
+    Unused tiles have an expert number beyond the last.
     """
     ends = picks.ends.long()
     starts = torch.cat((ends.new_zeros(1), ends[:-1]))
-    last = ((ends - starts + size - 1) // size).cumsum(0)  # the tile after an expert's last
+    last = ((ends - starts + size - 1) // size).cumsum(0)  # one past an expert's last tile
     most = min(count, count // size + len(ends))
     tile = torch.arange(most, device=ends.device)
     expert = torch.searchsorted(last, tile, right=True)

@@ -1,59 +1,53 @@
-"""Products with packed weights and rows of tables, read in the file's own layout."""
+"""Products with packed weights in Triton, and embedding rows; weights stay in the file's layout."""
 
 from dataclasses import dataclass
 
 import torch
 
-from headroom.formats.quants import BY_NAME
 from headroom.kernels.ops import Case
 from headroom.kernels.triton import launch
 from headroom.kernels.triton.launch import blocks, find_kernel, language_type
-from headroom.kernels.weight import PLAIN_TYPES, Weight
+from headroom.kernels.weight import PRODUCT_TYPES, Weight
 
-KINDS = {
-    BY_NAME[name]
-    for name in (*PLAIN_TYPES, "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k",
-                 "iq4_nl", "mxfp4")
-}  # fmt: skip
 LANGUAGE_TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-FEW_ROWS = 16
-EMBED_BLOCK = 512
+EMBED_BLOCK = 512  # columns that one program unpacks
 
 
 @dataclass(frozen=True, slots=True)
 class TileSizes:
-    """How a product is cut: weight rows and rows of `x` in a tile, columns in a step."""
+    """The tile of a product that one program computes."""
 
-    outs: int
-    rows: int
-    columns: int
+    outs: int  # weight rows, which are outputs
+    rows: int  # rows of x
+    columns: int  # columns per step of the sum
     warps: int
 
 
-# Exact sums keep whole tiles in registers without tensor cores, so that their tiles are small.
+# float32 products use no tensor cores and keep whole tiles in registers, so their tiles are small.
 EXACT = TileSizes(outs=32, rows=16, columns=64, warps=4)
-FEW = TileSizes(outs=32, rows=16, columns=128, warps=4)
-MANY = TileSizes(outs=128, rows=64, columns=64, warps=8)
+NARROW = TileSizes(outs=32, rows=16, columns=128, warps=4)
+WIDE = TileSizes(outs=128, rows=64, columns=64, warps=8)
+# One row, without tensor cores; Q4_K and Q5_K are read in 32-bit words.
 SINGLE = TileSizes(outs=8, rows=1, columns=512, warps=4)
 SINGLE_WORDS = TileSizes(outs=8, rows=1, columns=1024, warps=4)
 
 
 def refuses(case: Case) -> str | None:
-    """Say why a product cannot run here."""
+    """Return why a product cannot run here; None if it can."""
     if (reason := launch.refuses(case)) is not None:
         return reason
     if case.dtype not in LANGUAGE_TYPES:
         return f"computes in {', '.join(LANGUAGE_TYPES)}, not {case.dtype}"
-    return None if case.quant in KINDS else f"{case.quant} is not read"
+    return None if case.quant in PRODUCT_TYPES else f"{case.quant} is not read"
 
 
 def refuses_table(case: Case) -> str | None:
-    """Say why rows of a table cannot be taken."""
+    """Return why an embedding table cannot be read; None if it can."""
     if case.layout != "rows":
         return f"reads rows, not {case.layout}"
     if (reason := launch.refuses(case)) is not None:
         return reason
-    return None if case.quant in KINDS else f"{case.quant} is not read"
+    return None if case.quant in PRODUCT_TYPES else f"{case.quant} is not read"
 
 
 def matmul(
@@ -61,7 +55,7 @@ def matmul(
 ) -> torch.Tensor:
     """Return `x` times the weight's transpose; both are rounded to `dtype`, sums are float32.
 
-    A single row of other types than float32 is not rounded and summed without tensor cores.
+    A single row with a `dtype` other than f32 is not rounded, and is summed without tensor cores.
     """
     tokens = x.shape[0]
     if out is None:
@@ -85,10 +79,10 @@ def matmul(
 
 
 def tile_sizes(tokens: int, dtype: str) -> TileSizes:
-    """Return how a product of so many rows is cut; exact ones are always cut alike."""
+    """Return the tiles of a product of `tokens` rows; those of f32 products are always the same."""
     if dtype == "f32":
         return EXACT
-    return FEW if tokens <= FEW_ROWS else MANY
+    return NARROW if tokens <= NARROW.rows else WIDE
 
 
 def _single(x: torch.Tensor, weight: Weight, out: torch.Tensor) -> None:

@@ -1,13 +1,13 @@
-"""Norms, rotary embedding, gated activation and the choice of experts."""
+"""Norms, rotary embedding, gated activation and top-k routing in Triton."""
 
 import torch
 
 from headroom.kernels.ops import RouterRule
 from headroom.kernels.triton.launch import blocks, find_kernel, power_of_2
 
-GATED_BLOCK = 1024
-ROPE_VALUES = 2048  # that one program rotates
-WIDE = 4096  # columns from which a row takes eight warps
+GATED_BLOCK = 1024  # values that one program of gated_activation computes
+ROPE_VALUES = 2048  # values that one program rotates
+WIDE = 4096  # rows of so many columns take eight warps instead of four
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -37,7 +37,7 @@ def _norm(
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first dimensions of each head; dimensions beyond the table pass unchanged."""
+    """Rotate the first dimensions of each head; dimensions beyond the tables stay unchanged."""
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
     rows, heads, dim = x.shape
     out, width = torch.empty_like(x), power_of_2(dim)
@@ -63,7 +63,7 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
 def route(
     logits: torch.Tensor, rule: RouterRule, bias: torch.Tensor | None, counts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids and weights of each row's experts, the best first, and count them."""
+    """Return the ids and weights of each row's experts, the best first, and count the picks."""
     logits = logits.contiguous()
     rows, experts = logits.shape
     ids = torch.empty(rows, rule.used, dtype=torch.int32, device=logits.device)

@@ -1,1 +1,1 @@
-"""What runs on the GPU, in Triton's language; imported only where triton is installed."""
+"""The GPU code in Triton's language; imported only if triton is installed."""

@@ -1,21 +1,23 @@
-"""Attention over paged keys and values with a running maximum, in float32 throughout.
+"""Attention over paged keys and values with a running maximum (online softmax), in float32.
 
-Scores are in blocks of BK keys at fixed places, in pieces of PIECE keys if CUT.
+A program goes over its keys in blocks of BK keys, which begin at multiples of BK. If CUT, a program
+attends to one piece of PIECE keys, and `merge` combines the pieces.
 """
 
 import triton
 import triton.language as tl
 
+from headroom.kernels.reference.attention import INITIAL_PEAK as REFERENCE_PEAK
 from headroom.kernels.triton.device.unpack import LANES, unpack
 
-LOWEST = tl.constexpr(-1e30)  # a running maximum before any key; finite: differences stay numbers
-FIELDS = tl.constexpr(6)  # of a tile
+INITIAL_PEAK = tl.constexpr(REFERENCE_PEAK)  # start of the running maximum
+TILE_FIELDS = tl.constexpr(6)  # numbers of a tile in `tiles`, see triton/attention.py
 
 
 @triton.jit
 def _heads(stored, slot, ok, kv_head, KV_HEADS: tl.constexpr, HEAD: tl.constexpr,
            KIND: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr):  # fmt: skip
-    """One head of each slot: [slots, DP], zeros where none is wanted and beyond DIM."""
+    """Read one head of each slot: [slots, DP], zeros for slots that are not ok and beyond DIM."""
     offset = ((slot * KV_HEADS + kv_head) * HEAD)[:, None, None]
     column = (tl.arange(0, DP // LANES) * LANES)[None, :, None]
     value = unpack(stored, offset, column, DIM, ok[:, None, None], KIND)
@@ -26,12 +28,12 @@ def _heads(stored, slot, ok, kv_head, KV_HEADS: tl.constexpr, HEAD: tl.constexpr
 def _seen(
     key, row, row_ok, depth, first, rows, start, tree, trees, depths, window, TREES: tl.constexpr
 ):
-    """Which keys a tile's rows see: bool [rows, keys]."""
+    """Return which keys a tile's rows see: bool [rows, keys]."""
     own = key - start
     if TREES:
         within = (own >= 0) & (own < rows)
         place = tree + row[:, None] * rows + own[None, :]
-        owned = (row_ok & (row * 0 + tree >= 0))[:, None]  # by a span with a tree
+        owned = (row_ok & (row * 0 + tree >= 0))[:, None]  # the tile's span has a tree
         marked = tl.load(trees + place, owned & within[None, :], other=0) != 0
         later = tl.where(owned, marked, own[None, :] <= row[:, None])
         seen = (own < 0)[None, :] | later
@@ -53,8 +55,8 @@ def attend(
     ROWS: tl.constexpr, BK: tl.constexpr,
     TREES: tl.constexpr, CUT: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Attend from ROWS rows and a group of heads to one piece of their sequence's keys."""
-    tiles += tl.program_id(0) * FIELDS
+    """Attend from ROWS rows and the query heads of one KV head to the keys or to one piece."""
+    tiles += tl.program_id(0) * TILE_FIELDS
     first, rows, start = tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2)
     tile_row, page_at, tree = tl.load(tiles + 3), tl.load(tiles + 4), tl.load(tiles + 5)
     kv_head, piece = tl.program_id(1), tl.program_id(2)
@@ -76,7 +78,7 @@ def attend(
     begin, end = low // BK * BK, high
     if CUT:
         begin, end = tl.maximum(begin, piece * PIECE), tl.minimum(high, (piece + 1) * PIECE)
-    peak = tl.full((ROWS * GP,), LOWEST, tl.float32)
+    peak = tl.full((ROWS * GP,), INITIAL_PEAK, tl.float32)
     total = tl.zeros((ROWS * GP,), tl.float32)
     sums = tl.zeros((ROWS * GP, DP), tl.float32)
     for block in range(begin, end, BK):
@@ -106,11 +108,11 @@ def attend(
 
 @triton.jit(do_not_specialize=["pieces"])
 def merge(parts, stats, out, pieces, MOST: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr):
-    """Write one head's result from those of its pieces."""
+    """Combine the results of a head's pieces."""
     head = tl.program_id(0).to(tl.int64)
     piece, value_at = tl.arange(0, MOST), tl.arange(0, DP)
     place = 2 * (head * pieces + piece)
-    peaks = tl.load(stats + place, piece < pieces, other=LOWEST)
+    peaks = tl.load(stats + place, piece < pieces, other=INITIAL_PEAK)
     totals = tl.load(stats + place + 1, piece < pieces, other=0.0)
     highest = tl.max(peaks, 0)
     whole = tl.sum(totals * tl.exp(peaks - highest), 0)

@@ -1,4 +1,4 @@
-"""Keys and values into the types that caches hold, with the bits of `reference/quantise.py`."""
+"""Quantisation of keys and values to the cache types, with the bits of `reference/quantise.py`."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ def write(
 ):  # fmt: skip
     """Store one row's `values`, all heads one after another, at its slot.
 
-    KIND is the type's number in a GGUF file, `row_size` a slot's bytes, or values of plain types.
+    KIND is the type's number in GGUF; `row_size` is a slot's size in bytes, or in values if plain.
     """
     row = tl.program_id(0).to(tl.int64)
     at = stored + tl.load(slots + row).to(tl.int64) * row_size
@@ -41,7 +41,7 @@ def write(
 
 @triton.jit
 def _rounded_to_bf16(x):
-    """To the nearest, even on ties; a plain cast cuts off in Triton's interpreter."""
+    """Round to bf16, half to even; a cast would truncate in Triton's interpreter."""
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) & -0x10000
     return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
@@ -60,11 +60,11 @@ def _eight_bits(value, at, ok):
 
 @triton.jit
 def _signed(value, at, ok, ZERO: tl.constexpr):
-    """The value that is largest in size becomes the lowest number: -8 or -16."""
+    """Q4_0, Q5_0: the value of largest magnitude becomes the lowest code, -8 or -16."""
     place = tl.argmax(tl.abs(value), 1, keep_dims=True)
     peak = tl.sum(tl.where(tl.arange(0, 32)[None, :] == place, value, 0.0), 1, keep_dims=True)
     step = tl.div_rn(peak, tl.full(ok.shape, -ZERO, tl.float32))
-    # Rounded once, as a fused product and sum would be.
+    # Computed in float64 and rounded once, like an fma.
     raised = value.to(tl.float64) * _inverse(step).to(tl.float64) + (ZERO + 0.5)
     number = _truncated(raised.to(tl.float32))
     number = tl.minimum(tl.maximum(number, 0.0), 2.0 * ZERO - 1)
@@ -74,7 +74,7 @@ def _signed(value, at, ok, ZERO: tl.constexpr):
 
 @triton.jit
 def _ranged(value, at, ok, TOP: tl.constexpr):
-    """Equal steps from the lowest value to the highest."""
+    """Q4_1, Q5_1: equal steps from the lowest value to the highest."""
     low, high = tl.min(value, 1, keep_dims=True), tl.max(value, 1, keep_dims=True)
     step = tl.div_rn(high - low, tl.full(ok.shape, TOP, tl.float32))
     number = _truncated((value - low) * _inverse(step) + 0.5)
@@ -103,7 +103,7 @@ def _store_half(at, scale, ok):
 
 @triton.jit
 def _store_numbers(at, number, ok, FIVE: tl.constexpr):
-    """Fifth bits as a word of 32, then low halves of bytes and high halves."""
+    """Store 32 fifth bits as a word if FIVE, then 16 bytes: low nibbles first, then high ones."""
     blocks: tl.constexpr = number.shape[0]
     if FIVE:
         bit = tl.reshape(number >> 4, (blocks, 4, 8)) << tl.arange(0, 8)[None, None, :]

@@ -1,11 +1,11 @@
-"""Gated linear attention, row after row, with a part of a head's state in registers."""
+"""Gated DeltaNet row by row; a program keeps some columns of a head's state in registers."""
 
 import triton
 import triton.language as tl
 
 from headroom.kernels.triton.device.rows import silu
 
-FIELDS = tl.constexpr(4)  # of a span: first row, rows, start, slot
+SPAN_FIELDS = tl.constexpr(4)  # numbers of a span: first row, rows, start, slot
 
 
 @triton.jit
@@ -14,7 +14,7 @@ def convolve(
 ):
     """Write the silu of each channel's sum over the last TAPS rows of its sequence."""
     row = tl.program_id(1).to(tl.int64)
-    spans += tl.load(sequence + row) * FIELDS
+    spans += tl.load(sequence + row) * SPAN_FIELDS
     first, start, slot = tl.load(spans), tl.load(spans + 2), tl.load(spans + 3)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = channel < channels
@@ -33,14 +33,14 @@ def convolve(
 
 @triton.jit
 def keep_inputs(qkv, inputs, spans, channels, TAPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Keep each sequence's last TAPS - 1 inputs, oldest first."""
-    spans += tl.program_id(1) * FIELDS
+    """Store each sequence's last TAPS - 1 inputs, oldest first, for its next step."""
+    spans += tl.program_id(1) * SPAN_FIELDS
     first, rows = tl.load(spans), tl.load(spans + 1)
     start, slot = tl.load(spans + 2), tl.load(spans + 3)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = channel < channels
     inputs += slot * (TAPS - 1) * channels
-    # The oldest first: what is written was read, as it only moves towards older places.
+    # In this order no input is overwritten before it is read: inputs only move to older places.
     for place in tl.static_range(TAPS - 1):
         source = place + rows - (TAPS - 1)
         here = channel < tl.where(source >= 0, channels, 0)
@@ -56,7 +56,7 @@ def recur(
     TILED: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Run a span's rows through BV columns of one head's state."""
-    spans += tl.program_id(2) * FIELDS
+    spans += tl.program_id(2) * SPAN_FIELDS
     first, rows = tl.load(spans), tl.load(spans + 1)
     start, slot = tl.load(spans + 2), tl.load(spans + 3)
     head = tl.program_id(1)
@@ -77,7 +77,7 @@ def recur(
         q = q * tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * DIM**-0.5
         k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
         raised = tl.load(alpha + row * heads + head) + bias
-        # log(1 + e^x) without overflow; beyond 20 it is x
+        # softplus without overflow: above 20 it equals x
         time = tl.where(raised > 20, raised, tl.log(1 + tl.exp(tl.minimum(raised, 20.0))))
         state *= tl.exp(rate * time)
         known = tl.sum(state * k[:, None], 0)

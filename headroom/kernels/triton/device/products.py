@@ -1,4 +1,4 @@
-"""Products with packed weights, unpacked in registers on their way to the sums."""
+"""Products with packed weights, which are unpacked in registers."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from headroom.kernels.triton.device.unpack import LANES, unpack
 
 @triton.jit
 def _weights(data, row, rows, stride, first, columns, KIND: tl.constexpr, BK: tl.constexpr):
-    """Values of a weight's rows `row [n]`, columns first.. first + BK: [n, groups, LANES]."""
+    """Unpack columns first .. first + BK of a weight's rows `row [n]`: [n, groups, LANES]."""
     column = (first + tl.arange(0, BK // LANES) * LANES)[None, :, None]
     offset = (row.to(tl.int64) * stride)[:, None, None]
     return unpack(data, offset, column, columns, (row < rows)[:, None, None], KIND)
@@ -19,7 +19,7 @@ def _tile(
     x, x_row, x_ok, data, row, rows, stride, columns,
     KIND: tl.constexpr, DTYPE: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Sums [BN, BM] of BN rows of a weight with BM rows of `x`, each in the same order always."""
+    """Return products [BN, BM] of BN weight rows with BM rows of `x`, summed in a fixed order."""
     sums = tl.zeros((BN, BM), tl.float32)
     for first in range(0, columns, BK):
         value = _weights(data, row, rows, stride, first, columns, KIND, BK)
@@ -68,9 +68,9 @@ def single_words(
     x, data, out, rows, stride, columns,
     KIND: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The same for Q4_K and Q5_K, whose bytes are read in words of four: 64 columns in eight."""
+    """Like `single`, for Q4_K and Q5_K: eight 32-bit words hold 64 columns."""
     row = (tl.program_id(0) * BN + tl.arange(0, BN))[:, None, None]
-    pair = tl.arange(0, BK // 64)[None, :, None]  # of groups: in low nibbles and in high ones
+    pair = tl.arange(0, BK // 64)[None, :, None]  # pair of groups: in low and in high nibbles
     word = tl.arange(0, 8)[None, None, :]
     sums = tl.zeros((BN, BK // 64, 8), tl.float32)
     size: tl.constexpr = 144 if KIND == 12 else 176
@@ -114,8 +114,8 @@ def expert_product(
 ):  # fmt: skip
     """Write the products of sorted picks with their experts' matrices to `out [picks, rows]`.
 
-    `tiles [3, programs]` has each tile's expert, first pick and the place after its expert's last;
-    `sources [picks]` the row of `x` that a pick reads.
+    `tiles [3, programs]`: each tile's expert, first pick, and one past its expert's last pick.
+    `sources [picks]`: the row of `x` that a pick reads.
     """
     count = tl.num_programs(1)
     expert = tl.load(tiles + tl.program_id(1)).to(tl.int64)
@@ -132,7 +132,7 @@ def expert_product(
 
 @triton.jit
 def combine(answers, places, weights, out, hidden, USED: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the weighted sum of each row's answers, the best expert's first."""
+    """Write the weighted sum of each row's experts, the best first."""
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sums = tl.zeros((BLOCK,), tl.float32)
@@ -145,7 +145,7 @@ def combine(answers, places, weights, out, hidden, USED: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def embed(data, ids, out, stride, columns, out_stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Write rows of a table as float32."""
+    """Write rows of an embedding table as float32."""
     token = tl.program_id(1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK // LANES) * LANES
     offset = tl.zeros((1, 1, 1), tl.int64) + tl.load(ids + token).to(tl.int64) * stride

@@ -1,4 +1,4 @@
-"""What happens to rows one by one: norms, rotation, gated activation, the choice of experts."""
+"""Operations on single rows: norms, rotary embedding, gated activation, top-k routing."""
 
 import triton
 import triton.language as tl
@@ -62,7 +62,7 @@ def route(
     USED: tl.constexpr, SIGMOID: tl.constexpr, NORMALISE: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the ids and weights of a row's experts, the best first, and count them."""
+    """Write the ids and weights of a row's experts, the best first, and count the picks."""
     row = tl.program_id(0).to(tl.int64)
     expert, rank = tl.arange(0, BLOCK), tl.arange(0, RANKS)
     ok = expert < experts

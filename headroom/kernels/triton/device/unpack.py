@@ -1,7 +1,7 @@
-"""Blocks of a file to float32, in registers.
+"""Unpacking of GGUF blocks to float32, in registers.
 
-Values come in groups of LANES columns that share what their block says of them. The formulas and
-places are those of `reference/dequant.py`.
+Values come in groups of LANES columns, which share a scale and a shift in every type. Formulas and
+byte offsets are those of `reference/dequant.py`.
 """
 
 import triton
@@ -73,19 +73,19 @@ def _signed(byte):
 
 @triton.jit
 def _half(at, ok):
-    """Scales lie at even places in every type that has them."""
+    """Read an f16 scale; scales are at even addresses in every type that has them."""
     return tl.load(at.to(tl.pointer_type(tl.float16)), ok, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _nibbles(at, column, ok):
-    """Of 32 values the first half in low nibbles, the second in high ones."""
+    """Read nibbles of a block of 32: values 0..15 are low nibbles, 16..31 high ones."""
     return (_bytes(at, ok) >> (column % 32 // 16 * 4)) & 15
 
 
 @triton.jit
 def _fifth_bits(at, column, ok):
-    """Bit 4 of a group's values, from a word of 32 bits in order."""
+    """Read bit 4 of a group's values from a word that has one bit per value."""
     lane = tl.arange(0, LANES)[None, None, :]
     word = tl.load((at + column % 32 // 8).to(tl.pointer_type(tl.uint16)), ok, other=0)
     return ((word.to(tl.int32) >> lane) & 1) << 4
@@ -111,7 +111,7 @@ def _k_groups(data, offset, column, ok, KIND: tl.constexpr):
 
 @triton.jit
 def _q6_k(data, offset, column, ok):
-    """Two halves of 128 values: low nibbles of two runs, then their high nibbles."""
+    """Q6_K: two halves of 128 values, each low nibbles of 64 values, then high nibbles."""
     lane = tl.arange(0, LANES)[None, None, :]
     at = data + offset + column // 256 * 210
     half, quarter, run = column % 256 // 128, column % 128 // 32, column % 32
@@ -131,7 +131,7 @@ def _iq4_nl(nibble):
 
 @triton.jit
 def _mxfp4(nibble):
-    """Twice the value: 0, 1, 2, 3, 4, 6, 8, 12, and the same below zero."""
+    """Return twice the value of a code: 0, 1, 2, 3, 4, 6, 8, 12, and their negatives."""
     size = nibble & 7
     size = tl.where(size < 4, size, (2 + size % 2) << (size // 2) >> 1)
     return tl.where(nibble < 8, size, -size)
@@ -139,7 +139,7 @@ def _mxfp4(nibble):
 
 @triton.jit
 def _exponents(at, ok):
-    """Half of 2^(exponent - 127), as the values are doubled; the two smallest are subnormal."""
+    """Return 2^(exponent - 127) / 2 for doubled values; the two smallest are subnormal."""
     exponent = _bytes(at, ok)
     bits = tl.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23)
     return bits.to(tl.float32, bitcast=True)
