@@ -1,4 +1,4 @@
-"""headroom runs language models that do not fit: it plans every byte, then loads."""
+"""headroom runs language models that do not fit: it plans every byte before it loads any."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LLM", "HeadroomError", "Options", "Plan", "SamplingParams", "__version__"]
 
-# These are imported when first used: the planner and the readers must work without torch.
+# Imported when first used: they need torch, and the planner and the file readers must not.
 _LAZY = {
     "LLM": "headroom.llm",
     "Plan": "headroom.plan.plan",

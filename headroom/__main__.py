@@ -1,4 +1,4 @@
-"""`python -m headroom` is the same as the command `headroom`."""
+"""Runs the command `headroom` for `python -m headroom`."""
 
 from headroom.cli.main import main
 

@@ -1,4 +1,4 @@
-"""The one log format: time, level, then the step's word and its numbers."""
+"""start_logging(): the one log format, time, level and message; messages begin with a topic."""
 
 import logging
 import sys

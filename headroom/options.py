@@ -1,4 +1,4 @@
-"""Options: every setting once; its flag, its HEADROOM_ variable and its config key follow."""
+"""Options: every setting is declared here once; flag, HEADROOM_ variable and config key follow."""
 
 import os
 import tomllib
@@ -14,7 +14,7 @@ KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 COMPUTE_TYPES = ("int8", "f32", "bf16", "f16")
 ACTIVATION_TYPES = ("f32", "bf16", "f16")
 FEATURE_TYPES = ("f32", "f16", "bf16", "q8_0")
-OFF = "off"  # in the place of a path, or of a number
+OFF = "off"  # a value that some settings take instead of a path or a number
 BOOLEANS = {
     "1": True, "true": True, "yes": True, "on": True,
     "0": False, "false": False, "no": False, "off": False,
@@ -31,7 +31,7 @@ def option(
     choices: tuple[str, ...] = (),
     repeatable: bool = False,
 ) -> Any:
-    """Declare one setting; `None` as default means that the plan decides.
+    """Declare one setting; a default of None means that the plan decides.
 
     The flag of a repeatable setting may be given several times; its values are joined by commas.
     """
@@ -41,19 +41,19 @@ def option(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """All settings of one engine and its server; made once, never changed."""
+    """All settings of one engine and its server."""
 
     model: str = option(
         "", "a file, a folder or a known name; the default model if left out", group="model"
     )
     context: int | None = option(None, "tokens one conversation may hold", minimum=16)
     parallel: int | None = option(
-        None, "conversations that are worked on together", minimum=1, maximum=1024
+        None, "conversations that run at the same time", minimum=1, maximum=1024
     )
     chunk: int | None = option(None, "prompt tokens computed in one step", minimum=1, maximum=65536)
     cache_tokens: int | None = option(
         None,
-        "tokens the cache holds for all conversations (default: context x parallel)",
+        "tokens that the KV cache holds for all conversations (default: context x parallel)",
         minimum=16,
     )
     kv_type: str | None = option(None, "type of cached keys and values", choices=KV_TYPES)
@@ -72,47 +72,51 @@ class Options:
     dtype: str | None = option(None, "type that matrix products compute in", choices=COMPUTE_TYPES)
     kernels: str = option(
         "auto",
-        "the fastest kernels there are, a GPU's in Triton, or plain ones",
+        "auto for the fastest there are, triton for a GPU's in Triton, reference for plain torch",
         choices=("auto", "triton", "reference"),
     )
     weights: str = option(
         "auto",
-        "keep weights packed as in the file, or unpack them at load",
+        "keep weights packed as in the file, or unpack them when they are loaded",
         choices=("auto", "packed", "unpacked"),
     )
     routing_stats: str | None = option(
         None,
-        "file of routing statistics, or off (default: MODEL.routing.json beside the model, "
-        "else in the home folder)",
+        "file of routing statistics, or off (default: MODEL.routing.json beside the model or, "
+        "if that cannot be written, in the home folder)",
     )
     swap_every: str = option(
-        "0", "tokens between rounds of expert swaps; 0: only between requests; off: never"
+        "0", "tokens between rounds of expert exchanges; 0: only between requests; off: never"
     )
-    swap_bytes: str = option("256MiB", "most that a round of swaps sends over the link")
+    swap_bytes: str = option("256MiB", "most bytes that a round of exchanges copies over the link")
     swap_min_gain: float = option(
-        16.0, "choices of the last 8192 tokens that a swap must gain", minimum=0
+        16.0, "hits in the last 8192 tokens that an exchange must gain", minimum=0
     )
-    swap_per_layer: int = option(2, "swaps of one layer in a round", minimum=1)
+    swap_per_layer: int = option(2, "most exchanges of one layer in a round", minimum=1)
     save_placement: str | None = option(
-        None, "file that gets the placement of experts when the engine ends"
+        None, "file that the placement of experts is written to when the engine ends"
     )
     device_memory: str | None = option(
-        None, "most that an engine takes of each GPU's memory, as in 12GiB (default: all)"
+        None, "most memory that the engine takes of each GPU, as in 12GiB (default: all)"
     )
     expert_budget: str | None = option(
-        None, "most that devices hold of routed experts: 8GiB or 60%"
+        None, "most GPU memory for routed experts, as in 8GiB or 60% of them"
     )
     cold: str = option(
         "auto",
-        "who computes experts that are not in GPU memory; drop leaves them out, which is lossy",
+        "what computes experts that are not in GPU memory; drop leaves them out, which is lossy",
         choices=("auto", "gpu", "cpu", "drop"),
     )
-    no_pin: bool = option(False, "do not lock the memory of cold experts for the GPU to read")
-    keep_host_copy: bool = option(False, "keep hot experts in host memory, too")
+    no_pin: bool = option(
+        False, "do not pin the memory of cold experts; the GPU cannot read them then"
+    )
+    keep_host_copy: bool = option(False, "keep a copy of hot experts in host memory")
     placement: str | None = option(None, "file that says which experts are hot")
     ram: str | None = option(None, "host memory to plan for, as in 64GiB", group="plan")
-    draft: str | None = option(None, "model that guesses ahead", group="plan")
-    snapshots: str | None = option(None, "host memory for saved prefixes, as in 4GiB", group="plan")
+    draft: str | None = option(None, "draft model for speculative decoding", group="plan")
+    snapshots: str | None = option(
+        None, "host memory for snapshots of prefixes, as in 4GiB", group="plan"
+    )
     split: str | None = option(None, "share of layers for each device, as in 2,1", group="plan")
     activation_dtype: str | None = option(
         None,
@@ -121,7 +125,10 @@ class Options:
         choices=ACTIVATION_TYPES,
     )
     feature_dtype: str = option(
-        "f32", "type of the features kept for a draft", group="plan", choices=FEATURE_TYPES
+        "f32",
+        "type of the hidden states kept for a draft model",
+        group="plan",
+        choices=FEATURE_TYPES,
     )
     activation_model: str = option(
         "own",
@@ -130,23 +137,30 @@ class Options:
         choices=("own", "published"),
     )
     queue: int = option(
-        256, "requests that may wait before others are refused", group="server", minimum=1
+        256, "requests that may wait; further ones are refused", group="server", minimum=1
     )
     host: str = option("127.0.0.1", "address to listen on", group="server")
     port: int = option(8080, "port to listen on", group="server", minimum=0, maximum=65535)
-    api_key: str | None = option(None, "require this key as a bearer token", group="server")
+    api_key: str | None = option(
+        None, "key that clients must send as a bearer token", group="server"
+    )
     cors: str | None = option(
         None, "origin that browsers may call from (* for any)", group="server"
     )
-    served_name: str | None = option(None, "name the server gives the model", group="server")
-    keep_alive: float = option(
-        15.0, "seconds of silence before a stream sends a comment", group="server", minimum=0.05
+    served_name: str | None = option(
+        None, "name under which the server lists the model", group="server"
     )
-    max_body: int = option(8 << 20, "bytes a request body may have", group="server", minimum=1024)
+    keep_alive: float = option(
+        15.0,
+        "seconds without a token after which a stream sends a comment",
+        group="server",
+        minimum=0.05,
+    )
+    max_body: int = option(8 << 20, "most bytes of a request body", group="server", minimum=1024)
     home: str = option("", "folder of pulled models (default: ~/.cache/headroom)", group="program")
     log_level: str = option(
         "info",
-        "least log level shown",
+        "lowest log level that is shown",
         group="program",
         choices=("debug", "info", "warning", "error"),
     )
@@ -157,10 +171,10 @@ class Options:
 
     @property
     def home_path(self) -> Path:
-        """The folder that pulled models live in."""
+        """The folder of pulled models."""
         try:
             return Path(self.home or "~/.cache/headroom").expanduser()
-        except RuntimeError as error:  # neither HOME nor the user's entry says where that is
+        except RuntimeError as error:  # neither $HOME nor the user database names one
             raise OptionError(
                 "There is no home folder for pulled models.", hint="Set --home or HEADROOM_HOME."
             ) from error
@@ -190,7 +204,7 @@ def load_options(
     config: Path | None = None,
     defaults: Mapping[str, object] | None = None,
 ) -> Options:
-    """Join what was given, the environment, the config file and the defaults, in that order."""
+    """Return the settings: `given` first, then the environment, the config file and `defaults`."""
     known = {setting.name: setting for setting in fields(Options)}
     config_text = config or os.environ.get("HEADROOM_CONFIG")
     merged = dict(defaults or {})
@@ -207,12 +221,12 @@ def load_options(
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment, with changes, for another program."""
+    """Return this process's environment with `changes`, for another program."""
     return dict(os.environ) | dict(changes)
 
 
 def cuda_variables() -> dict[str, str]:
-    """Return those variables of CUDA's that are set and say which GPUs are seen, in which order."""
+    """Return the CUDA variables that are set and choose which GPUs are seen, and in which order."""
     names = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES")
     return {name: os.environ[name] for name in names if name in os.environ}
 

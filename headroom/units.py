@@ -1,4 +1,4 @@
-"""Bytes, counts and rates as people read and write them."""
+"""Sizes in bytes as people read and write them."""
 
 import re
 
@@ -16,7 +16,7 @@ _SIZE_UNITS = {
 
 
 def gib(size_bytes: float) -> str:
-    """Return a size in the largest binary unit that keeps it above one: 1.25 GiB, 20 MiB."""
+    """Return a size in the largest binary unit of which it has at least one: 1.25 GiB, 20.0 MiB."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(size_bytes) >= unit:
             value = size_bytes / unit
@@ -27,7 +27,8 @@ def gib(size_bytes: float) -> str:
 def parse_size(text: str, setting: str | None = None) -> int:
     """Return the bytes that a size like `24GiB`, `512M` or `1.5 gb` stands for.
 
-    Errors name the setting that it is of. Those need a unit: nobody means 24 bytes by `24`.
+    `setting` is the name of the option that the size was given for. Errors name it, and the size
+    must have a unit: nobody means 24 bytes by `--ram 24`.
     """
     flag = f"--{setting.replace('_', '-')} is " if setting else ""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)

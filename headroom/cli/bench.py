@@ -1,4 +1,4 @@
-"""`headroom bench`: how fast a model runs here, against what the memory allows."""
+"""`headroom bench`: how fast a model runs here, against what the memory bandwidth allows."""
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
@@ -18,35 +18,42 @@ if TYPE_CHECKING:
     from headroom.bench.figures import BenchSettings
     from headroom.kernels.native.measure import Measured
 
-CPU_KERNELS = "cpu"  # in the place of a model: the kernels alone
+CPU_KERNELS = "cpu"  # instead of a model: measure the CPU kernels alone
 PIPED_WIDTH = 200  # columns of tables that go to a file or a pipe
 
 
 @dataclass(frozen=True, slots=True)
 class BenchFlags:
-    """What to measure; the flags of the command are made from these fields."""
+    """The flags of the command, made from these fields."""
 
     prompts: Annotated[
         str | None, typer.Option(help="tokens of the prompts (512,2048)", metavar="N,N")
     ] = None
     contexts: Annotated[
-        str | None, typer.Option(help="tokens before those decoded (32,16384)", metavar="N,N")
+        str | None,
+        typer.Option(help="tokens of context before the decoded ones (32,16384)", metavar="N,N"),
     ] = None
     batch: Annotated[
         str | None, typer.Option(help="sequences that decode together (1,4,8,16)", metavar="N,N")
     ] = None
-    tokens: Annotated[int | None, typer.Option(help="tokens each of them decodes (128)")] = None
-    rounds: Annotated[int | None, typer.Option(help="of each prompt; the median counts (3)")] = None
+    tokens: Annotated[int | None, typer.Option(help="tokens that each sequence decodes (128)")] = (
+        None
+    )
+    rounds: Annotated[
+        int | None, typer.Option(help="measurements of each prompt; the median counts (3)")
+    ] = None
     temperature: Annotated[
         float | None, typer.Option(help="how freely tokens are drawn (1)", min=0, max=100)
     ] = None
     patience: Annotated[
         float | None,
-        typer.Option(help="seconds that the prompts of a context may take (300)", min=0),
+        typer.Option(help="most seconds for the prompts of a context (300)", min=0),
     ] = None
     only: Annotated[
         str | None,
-        typer.Option(help="measure only some: prompts, decode, verify, parts", metavar="KIND,KIND"),
+        typer.Option(
+            help="kinds of figures to measure: prompts, decode, verify, parts", metavar="KIND,KIND"
+        ),
     ] = None
     quick: Annotated[
         bool, typer.Option("--quick", help="short prompts and contexts, few tokens")
@@ -65,10 +72,10 @@ class BenchFlags:
 
 
 def bench(*, options: Options, **flags: Any) -> None:
-    """Measure how fast a model runs here, against what the memory allows.
+    """Measure how fast a model runs here, against what the memory bandwidth allows.
 
-    MODEL is as elsewhere, or synth:SIZE:QUANT (synth:qwen3.5-27b:q4_k_m) for one with random
-    weights that is written first; `cpu` measures the CPU kernels alone.
+    MODEL is a model as in other commands, or synth:SIZE:QUANT (synth:qwen3.5-27b:q4_k_m) for a
+    model with random weights, which is written first; `cpu` measures the CPU kernels alone.
     """
     given = BenchFlags(**flags)
     if options.model == CPU_KERNELS:
@@ -97,7 +104,7 @@ def bench(*, options: Options, **flags: Any) -> None:
 
 
 def bench_settings(given: BenchFlags) -> "BenchSettings":
-    """Return what the flags say is to be measured."""
+    """Return what the flags ask to measure."""
     from headroom.bench.figures import QUICK, BenchSettings
 
     changes: dict[str, Any] = {
@@ -117,7 +124,7 @@ def bench_settings(given: BenchFlags) -> "BenchSettings":
 
 
 def check_kernel_flags(given: BenchFlags, options: Options) -> None:
-    """Refuse what says how a model is measured: kernels alone have none of it."""
+    """Refuse flags that say how a model is measured: `bench cpu` has no model."""
     usual = BenchFlags()
     names = [x.name for x in fields(given) if getattr(given, x.name) != getattr(usual, x.name)]
     flags = [f"--{'no-parts' if name == 'parts' else name}" for name in names if name != "as_json"]
@@ -132,7 +139,7 @@ def check_kernel_flags(given: BenchFlags, options: Options) -> None:
 
 
 def model_path(options: Options) -> Path:
-    """Return the model's file; one that is to be synthesised is written if it is not there."""
+    """Return the model's file; a `synth:` model is written first if it is not there."""
     from headroom.bench.models import parse_synth
     from headroom.cli.synth import SynthOptions, write
     from headroom.families.synth.values import Source
@@ -165,7 +172,7 @@ def bench_kernels(options: Options, *, as_json: bool) -> None:
 
 
 def kernel_table(title: str, rows: "list[Measured]") -> Table:
-    """Return what was measured as a table."""
+    """Return the measured kernels as a table."""
     table = Table("kernel", "GB/s", "of read bandwidth", title=title)
     for row in rows:
         table.add_row(row.name, f"{row.gb_per_s:.1f}", f"{100 * row.share:.0f} %")

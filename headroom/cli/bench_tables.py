@@ -11,12 +11,12 @@ from headroom.bench.report import NOTES, Report
 from headroom.layers.step_timing import PARTS
 from headroom.units import gib
 
-LONGEST = 3  # kernels of each part that are named
+LONGEST = 3  # kernels shown for each part
 NAME_WIDTH = 40
 
 
 def report_tables(report: Report) -> Iterator[RenderableType]:
-    """Yield all that a run found out, for a terminal."""
+    """Yield the texts and tables of a report, for a terminal."""
     yield _head(report)
     if report.figures.prompts:
         yield _prompt_table(report)
@@ -97,7 +97,7 @@ def _verify_text(verify: VerifyFigure) -> str:
 
 
 def _part_table(report: Report) -> Table:
-    """A column for each step that was looked into, in milliseconds."""
+    """Return a table with a column for each step whose parts were measured, in milliseconds."""
     figures = report.figures.parts
     names = [_name(figure) for figure in figures]
     table = Table("ms of a step", *names, title="parts")
@@ -132,7 +132,7 @@ def _decode_name(batch: int, context: int) -> str:
 
 
 def _longest(figures: list[PartFigure], part: str) -> list[str]:
-    """Return the kernels that are the longest of a part in any of the steps."""
+    """Return the kernels of a part that are among the longest in any of the steps."""
     tops = [list(figure.times.kernels.get(part, {}))[:LONGEST] for figure in figures]
     return list(dict.fromkeys(kernel for top in tops for kernel in top))
 
@@ -163,7 +163,7 @@ def _experts_text(experts: ExpertReport) -> str:
 
 
 def _experts_table(report: Report, experts: ExpertReport) -> Table:
-    """A row for each figure: how often choices were hot, and what the cold ones cost."""
+    """Return a table with a row for each figure: its hit rate, and the cost of cold experts."""
     ways = [path for path, speed in experts.bandwidths.items() if speed]
     heads = [f"{path} MB a token, GB/s of {experts.bandwidths[path] / 1e9:.0f}" for path in ways]
     table = Table("", "hot", *heads, "ms a token", "GPU busy", title="cold experts")

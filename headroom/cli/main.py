@@ -1,4 +1,4 @@
-"""The command `headroom`: its subcommands, errors as one line, exit codes."""
+"""The command `headroom`: subcommands, one-line errors, exit codes."""
 
 import io
 import os
@@ -28,7 +28,7 @@ COMMANDS = (
 )  # fmt: skip
 
 
-# These take few settings, and need no word on how settings are named.
+# These commands take few settings: their help does not explain how settings are named.
 FEW_SETTINGS = ("pull", "doctor", "calibrate", "synth")
 
 
@@ -46,14 +46,16 @@ def headroom(
     ] = False,
     debug: Annotated[
         bool,
-        typer.Option("--debug", help="show where an error comes from; anywhere in the line"),
+        typer.Option(
+            "--debug", help="show the traceback of an error; may stand anywhere in the line"
+        ),
     ] = False,
 ) -> None:
     """Run language models that do not fit."""
 
 
 def make_app(names: Sequence[str] = COMMANDS) -> typer.Typer:
-    """Return the command line with some commands; a plan need not wait for what a chat imports."""
+    """Return the command line with some commands, so that one need not import those of others."""
     app = typer.Typer(
         add_completion=False,
         no_args_is_help=True,
@@ -68,7 +70,7 @@ def make_app(names: Sequence[str] = COMMANDS) -> typer.Typer:
 
 
 def whole_command(app: typer.Typer) -> click.Command:
-    """Return the app's command with the help of its arguments, which click 8.5 takes away."""
+    """Return the app's command with the help texts of its arguments, which click 8.5 removes."""
     whole = get_command(app)
     assert isinstance(whole, click.Group)
     for registered in app.registered_commands:
@@ -81,9 +83,9 @@ def whole_command(app: typer.Typer) -> click.Command:
 
 
 def main() -> None:
-    """Run the command line and leave with its exit code."""
+    """Run the command line and exit with its code."""
     for stream in (sys.stdout, sys.stderr):
-        # A terminal of a narrow encoding shows what it can of an answer.
+        # A terminal that cannot encode a character shows a replacement.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     sys.exit(run_command(sys.argv[1:]))
@@ -93,7 +95,7 @@ def run_command(arguments: list[str]) -> int:
     """Run one command line and return its exit code; errors become one line."""
     debug = "--debug" in arguments
     try:
-        # --debug is the program's and not the command's, so it goes first wherever it stood.
+        # --debug belongs to the program, not to a command, but may stand anywhere in the line.
         rest = [argument for argument in arguments if argument != "--debug"]
         app = make_app(rest[:1] if rest and rest[0] in COMMANDS else COMMANDS)
         whole_command(app)(rest, prog_name="headroom")
@@ -111,10 +113,10 @@ def run_command(arguments: list[str]) -> int:
 
 
 def one_line(error: Exception) -> str:
-    """Return what to tell the user about an error."""
+    """Return the line that reports an error to the user."""
     if isinstance(error, HeadroomError | OSError):
         return " ".join(str(error).split())
-    if isinstance(error, UnicodeDecodeError):  # only standard input is decoded without a net
+    if isinstance(error, UnicodeDecodeError):  # only standard input is decoded unchecked
         return f"The input is not {error.encoding} text: {error.reason} at byte {error.start}."
     if is_out_of_memory(error):
         told = str(error).partition("\n")[0]
@@ -130,10 +132,10 @@ def exit_code(error: Exception) -> int:
 
 
 def flushed(code: int) -> int:
-    """Return `code` with standard output done; a reader that has gone is no error."""
+    """Flush standard output and return `code`; a reader that has gone is no error."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes once more when it ends; what is left goes nowhere, without a message.
+        # Python flushes again when it exits: /dev/null keeps that from printing a message.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code

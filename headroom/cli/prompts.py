@@ -1,4 +1,4 @@
-"""Prompts of a file: a text with one a line, or JSON lines."""
+"""read_prompts(): a file of prompts, one per line, or JSON lines."""
 
 import json
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class FilePrompt:
 
 
 def read_prompts(path: Path) -> list[FilePrompt]:
-    """Return the prompts of a file, or refuse it; empty lines are passed over."""
+    """Return the prompts of a file, or refuse it; empty lines are skipped."""
     try:
         text = path.read_text("utf-8")
     except OSError as error:

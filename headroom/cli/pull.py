@@ -1,4 +1,4 @@
-"""`headroom pull`: fetch a model into the cache folder."""
+"""`headroom pull`: download a model into the home folder."""
 
 from headroom.cli.loading import pull_model
 from headroom.cli.settings import with_settings
@@ -7,10 +7,10 @@ from headroom.options import Options
 
 @with_settings("model", "program")
 def pull(options: Options) -> None:
-    """Fetch a model and print its path.
+    """Download a model and print its path.
 
     MODEL is a known name, a Hugging Face repository (ORG/REPO), a file of one (ORG/REPO:FILE.gguf)
     or a local path; left out, it is the default model. A model that is already there is not
-    fetched again.
+    downloaded again.
     """
     print(pull_model(options.model, options.home_path))

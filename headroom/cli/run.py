@@ -66,15 +66,15 @@ def split_words(words: list[str]) -> tuple[str, str]:
 
 
 def _is_model(text: str) -> bool:
-    """Whether a word that stands alone is a forgotten prompt's model."""
+    """Whether a single word is a model, whose prompt was forgotten."""
     try:
         return Path(text, "config.json").is_file() or text.endswith(".gguf")
-    except OSError:  # longer than a name may be
+    except OSError:  # the text is longer than a file name may be
         return False
 
 
 def make_messages(system: str, prompt: str) -> Messages:
-    """Return the conversation that asks for one prompt."""
+    """Return the conversation of one prompt."""
     instructions = [{"role": "system", "content": system}] if system else []
     return [*instructions, {"role": "user", "content": prompt}]
 

@@ -10,13 +10,13 @@ from headroom.options import Options
 def serve(options: Options) -> None:
     """Serve a model over HTTP, as the OpenAI API does."""
     try:
-        # The server's packages are an extra, so their absence is told here and in plain words.
+        # The server's packages are an extra: say so if they are missing.
         from headroom.server.app import bind, run_server
     except ModuleNotFoundError as error:
         raise HeadroomError(
             f"The server needs {error.name}, which is not installed.",
             hint="Install it with: pip install 'headroom[server]'.",
         ) from error
-    # An address that is taken is told before minutes of loading, not after.
+    # Bind first, so that an address in use is reported before minutes of loading, not after.
     with bind(options.host, options.port) as bound, open_llm(options) as llm:
         run_server(llm, options, bound)

@@ -1,4 +1,4 @@
-"""`headroom tokenize`: show how a model's tokenizer cuts a text."""
+"""`headroom tokenize`: show the tokens of a text."""
 
 import json
 from dataclasses import replace
@@ -31,7 +31,7 @@ def tokenize(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Show the tokens of a text, one a line: id, then piece."""
+    """Show the tokens of a text, one per line: id, then text."""
     model, text = split_words(words)
     options = replace(options, model=model or options.model)
     tokenizer = Tokenizer.from_checkpoint(open_checkpoint(ready_model(options)))

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: what the engine counts, and how long clients wait."""
+"""Prometheus metrics: the engine's counters, and how long clients wait."""
 
 import time
 from collections.abc import Iterable
@@ -17,25 +17,25 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 
 
 
 class EngineCollector(Collector):
-    """The engine's own counters, read when they are asked for."""
+    """Reads the engine's counters whenever /metrics is asked for."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterable[Metric]:
-        """Yield one snapshot of the engine."""
+        """Yield the metrics of one snapshot of the engine."""
         stats = self._engine.stats()
         gauges: dict[str, tuple[str, float]] = {
-            "requests_running": ("Requests being worked on", stats.requests_running),
+            "requests_running": ("Requests that run", stats.requests_running),
             "requests_waiting": ("Requests in the queue", stats.requests_waiting),
-            "cache_pages": ("Pages the cache has", stats.cache_pages_total),
-            "cache_pages_used": ("Pages of the cache in use", stats.cache_pages_used),
+            "cache_pages": ("Pages of the KV cache", stats.cache_pages_total),
+            "cache_pages_used": ("Pages of the KV cache in use", stats.cache_pages_used),
         }
         counters: dict[str, tuple[str, float]] = {
             "prompt_tokens": ("Prompt tokens computed", stats.prompt_tokens),
             "generated_tokens": ("Tokens generated", stats.generated_tokens),
             "steps": ("Steps computed", stats.steps),
-            "preemptions": ("Requests put back for want of pages", stats.preemptions),
+            "preemptions": ("Requests preempted for lack of pages", stats.preemptions),
             "step_seconds": ("Seconds spent in steps", stats.step_s),
         }
         for name, (text, value) in gauges.items():
@@ -60,7 +60,7 @@ class EngineCollector(Collector):
 
 
 def expert_metrics(experts: ExpertTelemetry) -> Iterable[Metric]:
-    """Yield how often experts were hot and what the cold ones cost, as of the last request."""
+    """Yield hit rates and the cost of cold experts, as of the end of the last request."""
     rates = GaugeMetricFamily(
         "headroom_expert_hit_rate", "Share of chosen experts that were hot", labels=["layer"]
     )
@@ -92,7 +92,7 @@ def expert_metrics(experts: ExpertTelemetry) -> Iterable[Metric]:
 
 
 class Metrics:
-    """All that one server measures, in a registry of its own."""
+    """The metrics of one server, in a registry of its own."""
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
@@ -124,30 +124,30 @@ class Metrics:
         )
 
     def answer_ended(self, timings: Timings, generated_tokens: int) -> None:
-        """Count one whole answer's times."""
+        """Record the times of one answer."""
         self._first_token_s.observe(timings.queue_s + timings.prefill_s)
         if generated_tokens > 1:
             self._token_s.observe(timings.decode_s / (generated_tokens - 1))
 
     def request_ended(self, endpoint: str, status: int, seconds: float) -> None:
-        """Count one HTTP request."""
+        """Record one HTTP request."""
         self._requests.labels(endpoint, str(status)).inc()
         self._request_s.labels(endpoint).observe(seconds)
 
     def text(self) -> bytes:
-        """Return everything in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class MeasureRequests:
-    """Middleware that counts every HTTP request, its status and how long it took."""
+    """Middleware that records the status and the duration of every HTTP request."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on and watch its answer."""
+        """Pass a request on and record its answer."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -162,7 +162,7 @@ class MeasureRequests:
         try:
             await self._app(scope, receive, watch)
         finally:
-            # Paths without a route are one label, so that strangers cannot fill the registry.
+            # Paths without a route share one label, so that clients cannot fill the registry.
             route = scope.get("route")
             endpoint = getattr(route, "path", "unknown")
             self._metrics.request_ended(endpoint, status, time.perf_counter() - began)

@@ -85,7 +85,7 @@ def problem_of(error: BaseException) -> Problem:
 
 
 async def refuse(request: Request, error: Exception) -> JSONResponse:
-    """Answer a request that raised `error`."""
+    """Return the HTTP answer to a request that raised `error`."""
     problem = problem_of(error)
     if isinstance(error, HTTPException) and problem.status in (404, 405):
         where = f"{request.method} {request.url.path}"
@@ -97,7 +97,7 @@ async def refuse(request: Request, error: Exception) -> JSONResponse:
 
 
 def refuse_invalid(error: ValidationError) -> RefusalError:
-    """Turn pydantic's first complaint into a refusal that names the field."""
+    """Return a refusal for the first of pydantic's errors, with the field at fault."""
     first = error.errors(include_url=False, include_context=False)[0]
     param = _dotted(first["loc"])
     kind, text = first["type"], first["msg"].removeprefix("Value error, ")

@@ -95,7 +95,7 @@ def unsupported(param: str, message: str) -> RefusalError:
 
 
 class Body(BaseModel):
-    """A JSON object whose unknown fields are ignored, since clients send many."""
+    """A JSON object; unknown fields are ignored, since clients send many."""
 
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
@@ -181,7 +181,7 @@ async def read_body(request: Request, schema: type[AnyBody], max_bytes: int) -> 
     """Return the request's body as `schema`, or refuse it."""
     data = await _read_bytes(request, max_bytes)
     try:
-        # Unlike the standard library's, this parser refuses NaN, deep nesting and half characters.
+        # Unlike the standard library's, this parser refuses NaN, deep nesting and lone surrogates.
         value = from_json(data, allow_inf_nan=False)
     except ValueError as error:
         raise RefusalError(400, "invalid_json", f"The body is not JSON: {error}.") from error

@@ -1,4 +1,4 @@
-"""Server-sent events, kept alive through silence and ended when the client leaves."""
+"""Server-sent events: keep-alive comments in silence, and an end when the client leaves."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ def event(data: object) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events as they come; `close` is called however the stream ends."""
+    """Sends events as they come; calls `close` at the end, whatever ended the stream."""
 
     media_type = "text/event-stream"
 
@@ -32,7 +32,7 @@ class EventStream(Response):
         keep_alive_s: float,
         close: Callable[[], None],
     ) -> None:
-        # Proxies must neither hold events back nor store them.
+        # Ask proxies neither to buffer nor to cache events.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers=headers)
         del self.headers["content-length"]
@@ -80,7 +80,7 @@ class EventStream(Response):
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Returned]) -> Returned:
-    """Return what `work` does, or end it when the client leaves."""
+    """Return the result of `work`; cancel it if the client leaves."""
     gone = asyncio.create_task(_until_gone(request.receive))
     task = asyncio.create_task(work)
     try:

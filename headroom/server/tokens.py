@@ -50,7 +50,7 @@ class DetokenizeBody(Body):
 
 @router.post("/tokenize", response_model=None)
 async def tokenize(request: Request) -> dict[str, Any]:
-    """Return a text's token ids."""
+    """Answer with the token ids of a text."""
     service: Service = request.app.state.service
     body = await read_body(request, TokenizeBody, service.options.max_body)
     text = body.content if body.content is not None else body.text or ""
@@ -69,7 +69,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
 
 @router.post("/detokenize", response_model=None)
 async def detokenize(request: Request) -> dict[str, str]:
-    """Return the text of token ids."""
+    """Answer with the text of token ids."""
     service: Service = request.app.state.service
     body = await read_body(request, DetokenizeBody, service.options.max_body)
     check_token_ids(body.tokens, service.llm.vocab_size, "tokens")

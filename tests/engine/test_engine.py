@@ -338,7 +338,7 @@ def test_closing_the_engine_cancels_what_runs(tiny_path: Path) -> None:
         llm.generate("x")
 
 
-def test_logprobs_tell_the_drawn_token_and_its_rivals(llm: LLM) -> None:
+def test_logprobs_report_the_drawn_token_and_the_likeliest_alternatives(llm: LLM) -> None:
     done = llm.generate("abc", SamplingParams(temperature=0, max_tokens=5, logprobs=3))[0]
     for token, found in zip(done.token_ids, done.logprobs, strict=True):
         assert found.top[0] == (token, found.logprob)

@@ -100,7 +100,7 @@ class Often:
         self.seen.append((self._unread(), True))
 
 
-def test_nothing_is_on_its_way_while_experts_are_looked_after() -> None:
+def test_no_step_is_unread_while_experts_are_exchanged() -> None:
     plan, answers = settings(), []
     upkeep = Often(lambda: sum(one.unread for one in engine._scheduler.running))
     for looked_after in (False, True):
@@ -163,7 +163,7 @@ def test_requests_that_begin_in_one_step_ask_once_what_experts_did_before() -> N
     assert [call.args for call in upkeep.end_request.call_args_list] == [(began,)] * 3
 
 
-def test_preempted_sequences_go_on_with_tokens_that_were_on_their_way() -> None:
+def test_preempted_sequences_go_on_with_tokens_that_were_not_read_yet() -> None:
     plan = settings(cache_tokens=320, context=256, chunk=32)
     answers, counts = [], []
     device, _ = device_engine(FakeModel(), plan)
@@ -195,7 +195,7 @@ def test_a_step_of_a_new_kind_reads_what_the_last_one_drew() -> None:
     assert answers[0] == answers[1]
 
 
-def test_a_stop_token_is_the_last_that_is_told() -> None:
+def test_a_stop_token_is_the_last_that_is_emitted() -> None:
     device, _ = device_engine(FakeModel(), settings())
     wanted = [event.token for event in wait(submit(device, "a", PARAMS))]
     stop = wanted[7]
@@ -212,7 +212,7 @@ def test_a_stop_token_is_the_last_that_is_told() -> None:
     device.close()
 
 
-def test_cancelling_drops_what_is_on_its_way() -> None:
+def test_cancelling_drops_tokens_that_are_not_read_yet() -> None:
     device, _ = device_engine(FakeModel(), settings())
 
     def cancel(event: TokenEvent) -> None:

@@ -184,7 +184,7 @@ def test_where_all_are_hot_answers_tell_nothing_and_the_engine_knows(path: Path)
     assert told.tokens == done.prompt_tokens + done.generated_tokens - 1
 
 
-def test_a_dense_model_has_nothing_to_look_after(tiny_path: Path) -> None:
+def test_a_dense_model_has_no_upkeep(tiny_path: Path) -> None:
     with LLM(str(tiny_path), **SETTINGS) as llm:
         llm.generate("hello", PARAMS)
         assert llm.engine.upkeep is None
