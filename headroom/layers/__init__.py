@@ -1,1 +1,1 @@
-"""Blocks that models are made of."""
+"""The blocks of a model, their caches, and the loader that brings their weights to a device."""

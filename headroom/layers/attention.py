@@ -1,4 +1,4 @@
-"""Attention: grouped-query attention over paged keys and values."""
+"""Attention: grouped-query attention over paged keys and values, with rotary positions."""
 
 from dataclasses import replace
 from functools import cache
@@ -19,7 +19,7 @@ from headroom.layers.weights import WeightSource
 
 
 class Attention:
-    """Projects rows to queries, keys and values, caches the latter two, and attends."""
+    """Projects rows to queries, keys and values, caches keys and values, and attends."""
 
     def __init__(
         self, config: AttentionConfig, eps: float, get: WeightSource, pages: KvPages
@@ -39,7 +39,7 @@ class Attention:
 
     @part_of_step("attention")
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the block's output for normed rows; their keys and values are cached."""
+        """Return attention's output for normed rows, and cache their keys and values."""
         config = self._config
         cos, sin = rope_tables(config.rope, batch)
         if self._keys is not None:
@@ -61,7 +61,7 @@ class Attention:
 
 
 class _Keys:
-    """The half of attention that a layer without a cache of its own does not have."""
+    """Projects and caches keys and values; a layer that shares a cache has no such part."""
 
     def __init__(
         self, config: AttentionConfig, eps: float, get: WeightSource, pages: KvPages
@@ -97,7 +97,10 @@ def _head_norm(get: WeightSource, name: str, eps: float) -> RmsNorm:
 
 
 def query_rows(config: AttentionConfig) -> torch.Tensor | None:
-    """Return the row order that puts queries before their gates, in halves; None: as they are."""
+    """Return the row order of the query matrix that kernels expect; None: the file's own order.
+
+    With gates, all queries come before all gates. Rotary pairs become halves, see `pair_rows`.
+    """
     if config.gate != "query":
         return pair_rows(config, config.heads)
     rows = torch.arange(2 * config.heads * config.head_dim)
@@ -105,7 +108,7 @@ def query_rows(config: AttentionConfig) -> torch.Tensor | None:
 
 
 def pair_rows(config: AttentionConfig, heads: int) -> torch.Tensor | None:
-    """Return the row order that turns interleaved rotary pairs into halves, where they are."""
+    """Return the row order that makes interleaved rotary pairs halves; None: they are halves."""
     if not config.interleaved:
         return None
     rows = torch.arange(heads * config.head_dim)

@@ -1,4 +1,4 @@
-"""What one layer remembers of its sequences: pages of keys and values, or a state."""
+"""The cache of one layer: pages of keys and values, or recurrent states."""
 
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ from headroom.plan.settings import PlanSettings
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvView:
-    """A step's spans and slots as one kind of layer numbers its pages."""
+    """The spans and slots of a step, as layers with one kind of page table number them."""
 
     spans: tuple[Span, ...]
     slots: torch.Tensor  # int64 [rows]
@@ -23,18 +23,18 @@ class KvView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvPages:
-    """One layer's pages, and how sequences come by them.
+    """The KV pages of one layer, and which pages belong to which sequence.
 
-    A layer that sees everything uses the pages that the engine lends. A layer with a window has
-    `ring` pages for each sequence that may run, and uses them in turn: what left the window is
-    written over.
+    A layer without a window uses the pages that the engine lends to a sequence. A layer with a
+    window has a ring of `ring` pages for each sequence that may run; tokens that have left the
+    window are overwritten.
     """
 
     kv: PagedKv
-    ring: int = 0  # 0: pages are lent
+    ring: int = 0  # pages of one sequence; 0: the engine lends pages
 
     def view(self, batch: Batch) -> KvView:
-        """Return where a step's rows lie in this layer's pages."""
+        """Return the spans and slots of a step in this layer's pages."""
         if not self.ring:
             return KvView(batch.spans, batch.slots)
         key = ("ring", self.ring)
@@ -49,7 +49,7 @@ class KvPages:
 def _ring_view(batch: Batch, ring: int, page_size: int) -> KvView:
     spans, slots = [], []
     for span in batch.spans:
-        # Made where they are read: a copy to a device would wait for all that runs there.
+        # Computed on the device that reads them: a copy to a GPU would wait for its kernels.
         device, end = span.pages.device, span.start + span.rows
         rows = torch.arange(span.start, end, device=device)
         pages = torch.arange(-(-end // page_size), device=device) % ring + span.slot * ring
@@ -59,7 +59,7 @@ def _ring_view(batch: Batch, ring: int, page_size: int) -> KvView:
 
 
 def allocate_kv(config: AttentionConfig, settings: PlanSettings, device: str) -> KvPages:
-    """Allocate one layer's pages; nothing in them is read before it is written."""
+    """Allocate the pages of one layer, uninitialised: kernels write before they read."""
     pages = settings.window_pages(config.window) if config.window else settings.pages
     slots = pages * settings.page_size
     keys, values = BY_NAME[settings.k_type], BY_NAME[settings.v_type]
@@ -74,7 +74,7 @@ def allocate_kv(config: AttentionConfig, settings: PlanSettings, device: str) ->
 
 
 def allocate_state(config: DeltaNetConfig, settings: PlanSettings, device: str) -> RecurrentState:
-    """Allocate one layer's states; a sequence's first row does not read what is in them."""
+    """Allocate the states of one layer, uninitialised: no sequence's first row reads them."""
     sequences, dim = settings.parallel, config.head_dim
     return RecurrentState(
         memory=torch.empty(sequences, config.value_heads, dim, dim, device=device),

@@ -1,4 +1,4 @@
-"""DeltaNet: gated linear attention, which keeps a state instead of keys and values."""
+"""DeltaNet: gated linear attention, which keeps a recurrent state instead of keys and values."""
 
 import torch
 
@@ -13,7 +13,7 @@ from headroom.layers.weights import WeightSource
 
 
 class DeltaNet:
-    """Projects rows, runs them through their sequences' states, and gates what comes out."""
+    """Projects rows, runs each through its sequence's state, then norms and gates the output."""
 
     def __init__(
         self, config: DeltaNetConfig, eps: float, get: WeightSource, state: RecurrentState
@@ -24,7 +24,7 @@ class DeltaNet:
         self._beta = Linear(get("delta.beta"), get.case)
         self._alpha = Linear(get("delta.alpha"), get.case)
         self._out = Linear(get("delta.out"), get.case)
-        self._norm = get.vector("delta.norm").flatten()  # never with an offset
+        self._norm = get.vector("delta.norm").flatten()  # has no offset in any file
         self._eps = eps
         self._weights = small_weights(config, get)
         self._delta_net: DeltaNetOp = pick("delta_net", get.case).run
@@ -32,7 +32,7 @@ class DeltaNet:
 
     @part_of_step("recurrent")
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the block's output for normed rows; the states go on to their last rows."""
+        """Return the output for normed rows, and advance each sequence's state to its last row."""
         mixed = self._delta_net(
             self._qkv(x), self._beta(x), self._alpha(x), self._weights, self._state, batch.spans
         )
@@ -41,7 +41,7 @@ class DeltaNet:
 
 
 def small_weights(config: DeltaNetConfig, get: WeightSource) -> DeltaNetWeights:
-    """Return the small weights of a recurrent layer, in float32."""
+    """Return the convolution, decay and bias of a recurrent layer, in float32."""
     decay = get.vector("delta.a").flatten()
     return DeltaNetWeights(
         conv=get.vector("delta.conv").view(config.channels, config.conv),

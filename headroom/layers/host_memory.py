@@ -1,4 +1,4 @@
-"""HostMemory: large pages of host memory that a GPU may read where they lie."""
+"""HostMemory: large pages of host memory, pinned so that a GPU can read them in place."""
 
 import logging
 import weakref
@@ -15,22 +15,22 @@ log = logging.getLogger(__name__)
 
 
 class HostMemory:
-    """One piece of host memory, locked in place where that is asked for and allowed.
+    """One allocation of host memory, pinned if that is asked for and the driver allows it.
 
-    Torch's own pinned memory is rounded up to a power of two, which doubles what many models need.
+    Torch rounds its own pinned memory up to a power of two, which doubles what many models need.
     """
 
     def __init__(self, size: int, *, pin: bool) -> None:
         self.bytes = large_pages(size)
-        self.refused = ""  # why it is not pinned although that was asked for
+        self.refused = ""  # why the driver did not pin it; "" if it did, or was not asked
         self.pinned = False
         if pin and size:
             device = torch.cuda.current_device()
             self.refused = lock_pages(self.bytes.data_ptr(), size, device)
             self.pinned = not self.refused
             if self.pinned:
-                # The memory stays until the driver has let go of it; a process that ends needs
-                # neither.
+                # The finalizer keeps the memory until the driver has unpinned it. At the end of
+                # the process the system does both.
                 weakref.finalize(self, _give_back, self.bytes, device).atexit = False
 
     def __len__(self) -> int:
@@ -38,7 +38,7 @@ class HostMemory:
 
 
 def pin_limits() -> str:
-    """Say how much memory may be pinned, where that is limited, to be added to a refusal."""
+    """Return how much memory may be pinned, as the end of an error message; "" if not limited."""
     limit = pinnable_bytes(read_limits())
     return "" if limit is None else f"; the control group allows {gib(limit)}"
 

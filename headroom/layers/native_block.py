@@ -16,7 +16,7 @@ MATRICES = ("attn.q", "attn.k", "attn.v", "attn.out", "ffn.gate", "ffn.up", "ffn
 
 
 class NativeBlock:
-    """The same layer as `Block`, without Python between its parts."""
+    """A layer of attention and a dense network, without Python between its operations."""
 
     def __init__(
         self,
@@ -24,12 +24,12 @@ class NativeBlock:
         eps: float,
         get: WeightSource,
         pages: KvPages,
-        scratch: torch.Tensor,  # of the stage; layers use it one after another
+        scratch: torch.Tensor,  # shared by all layers of the stage, which run one after another
     ) -> None:
         self._rope = config.rope
         self._scratch = scratch
         self._pages = pages
-        # One look-up a layer, by a text whose hash is kept.
+        # A string, because Python keeps its hash: every layer looks this key up in every step.
         self._key = f"fused layers of {pages.ring} pages, {config.rope}"
         orders = {
             "attn.q": pair_rows(config, config.heads),
@@ -53,13 +53,13 @@ class NativeBlock:
         return x
 
     def _shared(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, native.Step]:
-        """What all layers with this rotation and these pages need of a step."""
+        """Return what all layers with this rotation and kind of pages read of a step."""
         view = self._pages.view(batch)
         return *rope_tables(self._rope, batch), native.Step(view.spans, view.slots)
 
 
 def refuses_native_block(config: AttentionConfig, get: WeightSource, pages: KvPages) -> str | None:
-    """Say why a layer must run as separate operations; None if it need not."""
+    """Return why the C++ module cannot run this layer in one call; None if it can."""
     if config.head_norms or config.value_norm or config.gate != "none" or config.keys_are_values:
         return "its attention has norms or gates of its own"
     case = replace(get.case, k_type=pages.kv.k_type.name, v_type=pages.kv.v_type.name)

@@ -1,4 +1,4 @@
-"""Parts of a step: what the layers tell whoever measures where the time goes."""
+"""The parts of a step, which layers report to a recorder that measures where time goes."""
 
 import functools
 import time
@@ -9,9 +9,9 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from headroom.kernels.cuda.compile import compile_kernel
 
-# "fused": attention and dense of a layer that one C++ call runs, which cannot be told apart.
+# "fused": attention and dense network of a layer that runs in one C++ call.
 PARTS = ("attention", "recurrent", "experts", "dense", "fused", "head", "sampling", "other")
-MARKER = "headroom_part_"  # how the names of marker kernels begin; see marker.cu
+MARKER = "headroom_part_"  # prefix of the names of marker kernels, see marker.cu
 STEP = "step"
 
 P = ParamSpec("P")
@@ -19,7 +19,10 @@ T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """Is told of steps and of their outermost parts, in the thread that runs them."""
+    """Gets a call when a step begins, and when an outermost part of it begins and ends.
+
+    The calls come from the thread that runs the step.
+    """
 
     def begin_step(self) -> None: ...
 
@@ -30,10 +33,10 @@ class Recorder(Protocol):
 
 @dataclass(slots=True)
 class _Watch:
-    """Who is told, if anybody: like a log, so that no layer must pass it on."""
+    """The recorder in use. It is global, like a logger, so that layers need not pass it on."""
 
     recorder: Recorder | None = None
-    inside: bool = False  # a part; parts within it are its own business
+    inside: bool = False  # a part is running; parts within it are not reported
 
 
 _WATCH = _Watch()
@@ -41,7 +44,7 @@ _WATCH = _Watch()
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Tell `recorder` of all steps that run meanwhile; begin and end while none runs."""
+    """Report the steps inside this context to `recorder`; enter and leave it between steps."""
     _WATCH.recorder, _WATCH.inside = recorder, False
     try:
         yield
@@ -50,13 +53,13 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def begin_step() -> None:
-    """Say that a step begins."""
+    """Report that a step begins."""
     if _WATCH.recorder is not None:
         _WATCH.recorder.begin_step()
 
 
 def part_of_step(part: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Make a function's time count as this part of a step."""
+    """Decorate a function whose time counts as this part of a step."""
     assert part in PARTS
 
     def decorate(run: Callable[P, T]) -> Callable[P, T]:
@@ -80,36 +83,36 @@ def part_of_step(part: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 @dataclass(slots=True)
 class StepTimes:
-    """When a step began and what its parts took, in seconds."""
+    """When a step began (perf_counter), and the seconds of each of its parts."""
 
     started: float
     parts: dict[str, float] = field(default_factory=dict)
 
 
 class ClockRecorder:
-    """Reads the clock around parts: right where a call returns when its work is done."""
+    """Reads the clock around parts; for the CPU, where a call returns when its work is done."""
 
     def __init__(self) -> None:
         self.steps: list[StepTimes] = []
         self._began = 0.0
 
     def begin_step(self) -> None:
-        """Open a new step; what runs until the next is its own."""
+        """Begin a new step; all parts until the next one belong to it."""
         self.steps.append(StepTimes(time.perf_counter()))
 
     def begin(self, part: str) -> None:
-        """Note when a part begins."""
+        """Note the time at which a part begins."""
         self._began = time.perf_counter()
 
     def end(self, part: str) -> None:
-        """Add what the part took to its step."""
+        """Add the part's seconds to its step."""
         if self.steps:
             parts = self.steps[-1].parts
             parts[part] = parts.get(part, 0.0) + time.perf_counter() - self._began
 
 
 class MarkerRecorder:
-    """Starts empty kernels that tell parts apart on a GPU's timeline, in captured steps too."""
+    """Launches empty kernels that mark the parts on a GPU's timeline, also in captured steps."""
 
     def begin_step(self) -> None:
         """Mark where a step begins."""
@@ -120,7 +123,7 @@ class MarkerRecorder:
         self._mark(part)
 
     def end(self, part: str) -> None:
-        """Mark that what follows is of no part."""
+        """Mark that the following kernels belong to no part."""
         self._mark("other")
 
     def _mark(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""StepInputs: what a step on a GPU reads, at fixed places, filled from pinned memory."""
+"""StepInputs: the inputs of a step on a GPU, at fixed addresses, copied from pinned host memory."""
 
 from dataclasses import dataclass, replace
 
@@ -12,27 +12,27 @@ from headroom.kernels.ops import StepTables
 from headroom.layers.batch import Batch, GpuBatch, Span
 from headroom.layers.draws import copy_event
 
-WIDE_ROWS, NARROW_ROWS = 4, 3  # tables of one number a row: int64 ones, int32 ones
+INT64_ROWS, INT32_ROWS = 4, 3  # tables with one int64, or one int32, per row
 
 
 @dataclass(frozen=True, slots=True)
 class StepKind:
-    """What a step is captured for."""
+    """What distinguishes captured steps: a graph is recorded for one kind, and replayed for it."""
 
     rows: int
     span_rows: int  # most rows of one sequence
     context: int
     page_size: int
-    tree: bool = False  # some rows do not see all that is before them
+    tree: bool = False  # a draft tree: some rows do not attend to all rows before them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tables:
-    """All inputs of a step in one piece of memory, here or on the device."""
+    """All inputs of a step as views of one allocation, on the host or on the device."""
 
     packed: torch.Tensor  # uint8
-    wide: torch.Tensor  # int64 [4, rows]: tokens, slots, trees, where tokens come from
-    narrow: torch.Tensor  # int32 [3, rows]: positions, sequence, index
+    int64: torch.Tensor  # int64 [4, rows]: tokens, slots, trees, token sources
+    int32: torch.Tensor  # int32 [3, rows]: positions, sequence, index
     sequences: torch.Tensor  # int32 [2, sequences]: starts, state slots
     pages: torch.Tensor  # int32 [sequences, most pages]
 
@@ -40,8 +40,8 @@ class _Tables:
     def allocate(
         cls, rows: int, sequences: int, pages: int, device: str, *, pin: bool = False
     ) -> "_Tables":
-        # Pages come last: they change seldom and are not always copied.
-        shapes = ((WIDE_ROWS, rows), (NARROW_ROWS, rows), (2, sequences), (sequences, pages))
+        # Pages come last, because they change seldom and are then left out of the copy.
+        shapes = ((INT64_ROWS, rows), (INT32_ROWS, rows), (2, sequences), (sequences, pages))
         kinds = (torch.int64, torch.int32, torch.int32, torch.int32)
         sizes = [a * b * kind.itemsize for (a, b), kind in zip(shapes, kinds, strict=True)]
         packed = torch.zeros(sum(sizes), dtype=torch.uint8, device=device, pin_memory=pin)
@@ -53,51 +53,50 @@ class _Tables:
 
 
 class StepInputs:
-    """The inputs of all steps of up to so many rows and sequences.
+    """The inputs of all steps of up to `rows` rows and `sequences` sequences.
 
-    A token of -1 - row stands for the one that the step before drew for that row: it is in
-    `drawn` on the device before the host knows it.
+    A batch names a token that the previous step drew for row r as -1 - r. That token is in `drawn`
+    on the device before the host knows it. Each row's token is therefore taken from `drawn`
+    followed by the batch's own tokens, at the row's *token source*.
     """
 
     def __init__(
         self, rows: int, sequences: int, pages: int, device: str, drawn: torch.Tensor
     ) -> None:
         cuda = torch.device(device).type == "cuda"
-        self._here = _Tables.allocate(rows, sequences, pages, "cpu", pin=cuda)
-        self._there = _Tables.allocate(rows, sequences, pages, device)
+        self._host = _Tables.allocate(rows, sequences, pages, "cpu", pin=cuda)
+        self._device = _Tables.allocate(rows, sequences, pages, device)
         self._drawn = drawn
-        self._own = len(drawn) + np.arange(rows)  # where tokens that the host knows come from
-        self._wide = tuple(self._here.wide.numpy())
-        self._narrow = tuple(self._here.narrow.numpy())
-        self._sequences = tuple(self._here.sequences.numpy())
-        self._pages = self._here.pages.numpy()
-        self._held: list[torch.Tensor | None] = [None] * sequences  # whose pages are in place
+        self._own_sources = len(drawn) + np.arange(rows)  # of tokens that the host knows
+        self._int64 = tuple(self._host.int64.numpy())
+        self._int32 = tuple(self._host.int32.numpy())
+        self._sequences = tuple(self._host.sequences.numpy())
+        self._pages = self._host.pages.numpy()
+        self._held_pages: list[torch.Tensor | None] = [None] * sequences  # copied into `_pages`
         self._copied = copy_event(device)
         self.clear()
 
     def clear(self) -> None:
-        """Make all rows padding, for runs that must leave no trace."""
+        """Make all rows padding, for runs that must not change any cache."""
         if self._copied is not None:
             self._copied.synchronize()
-        tokens, slots, _, source = self._wide
-        tokens[:] = slots[:] = (
-            0  # those of the last step may stand for what is drawn, and be negative
-        )
-        source[:] = self._own
-        self._narrow[1][:] = -1
+        tokens, slots, _, source = self._int64
+        tokens[:] = slots[:] = 0  # tokens of the last step may be negative
+        source[:] = self._own_sources
+        self._int32[1][:] = -1
         self._send(pages=True)
 
     def fill(self, batch: Batch) -> None:
-        """Bring a batch to the GPU; rows beyond it are padding. Nothing waits for the copy."""
+        """Start to copy a batch to the GPU; the rows after the batch's become padding."""
         if self._copied is not None:
-            self._copied.synchronize()  # the last copy must have left this memory
+            self._copied.synchronize()  # the previous copy must have read this memory
         count = len(batch.tokens)
-        tokens, slots, trees, source = self._wide
-        positions, sequence, index = self._narrow
+        tokens, slots, trees, source = self._int64
+        positions, sequence, index = self._int32
         tokens[:count] = given = batch.tokens.numpy()
-        source[:] = self._own
+        source[:] = self._own_sources
         if given.min() < 0:
-            source[:count] = np.where(given < 0, -1 - given, self._own[:count])
+            source[:count] = np.where(given < 0, -1 - given, self._own_sources[:count])
         slots[:count] = batch.slots.numpy()
         positions[:count] = batch.positions.numpy()
         tokens[count:] = slots[count:] = 0
@@ -116,8 +115,8 @@ class StepInputs:
                 index[own] = np.arange(start, start + rows)
                 if rows <= DECODE_ROWS:
                     trees[own] = _tree_bits(span)
-            if self._held[number] is not span.pages:
-                self._held[number] = span.pages
+            if self._held_pages[number] is not span.pages:
+                self._held_pages[number] = span.pages
                 self._pages[number, : len(span.pages)] = span.pages.numpy()
                 changed = True
         self._send(pages=changed)
@@ -125,18 +124,18 @@ class StepInputs:
     def batch(
         self, spans: tuple[Span, ...], rings: frozenset[int], kind: StepKind, sequences: int
     ) -> GpuBatch:
-        """Return the step on the GPU; its tensors are views of the inputs."""
-        known, slots, trees, source = self._there.wide[:, : kind.rows]
+        """Return the filled step as a batch on the GPU; its tensors are views of the inputs."""
+        known, slots, trees, source = self._device.int64[:, : kind.rows]
         tokens = torch.cat((self._drawn, known)).index_select(0, source)
-        positions, sequence, index = self._there.narrow[:, : kind.rows]
-        starts, states = self._there.sequences[:, :sequences]
+        positions, sequence, index = self._device.int32[:, : kind.rows]
+        starts, states = self._device.sequences[:, :sequences]
         lent = StepTables(
             rows=kind.rows,
             positions=positions,
             sequence=sequence,
             index=index,
             starts=starts,
-            pages=self._there.pages[:sequences],
+            pages=self._device.pages[:sequences],
             slots=slots,
             state_slots=states,
             trees=trees if kind.tree else None,
@@ -154,9 +153,9 @@ class StepInputs:
         )
 
     def spans(self, batch: Batch) -> tuple[Span, ...]:
-        """Return the spans of a batch that was filled in, their pages on the GPU, int64."""
+        """Return the spans of the filled batch with their pages on the GPU, int64."""
         counts = [len(span.pages) for span in batch.spans]
-        pages = self._there.pages[: len(counts)].long()
+        pages = self._device.pages[: len(counts)].long()
         return tuple(
             replace(
                 span,
@@ -167,15 +166,18 @@ class StepInputs:
         )
 
     def _send(self, *, pages: bool) -> None:
-        """Copy all inputs, or all but the pages, which come last."""
-        size = len(self._here.packed) - (0 if pages else self._here.pages.nbytes)
-        self._there.packed[:size].copy_(self._here.packed[:size], non_blocking=True)
+        """Start to copy the inputs to the device; the page tables only if `pages`."""
+        size = len(self._host.packed) - (0 if pages else self._host.pages.nbytes)
+        self._device.packed[:size].copy_(self._host.packed[:size], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
 
 def _tree_bits(span: Span) -> npt.NDArray[np.int64]:
-    """Return which rows of its span each row sees, a bit for each; itself and all before it."""
+    """Return a bit mask per row: which rows of its span it attends to.
+
+    Without a draft tree these are the row itself and all rows before it.
+    """
     bits = np.int64(1) << np.arange(span.rows, dtype=np.int64)
     if span.tree is None:
         return 2 * bits - 1
@@ -184,7 +186,7 @@ def _tree_bits(span: Span) -> npt.NDArray[np.int64]:
 
 
 def _ring_tables(lent: StepTables, ring: int, page_size: int) -> StepTables:
-    """Return the same step as layers with a window number their pages."""
+    """Return the tables of a step for layers with a window, whose pages are rings of `ring`."""
     numbers = torch.arange(lent.pages.shape[1], device=lent.pages.device, dtype=torch.int32)
     pages = numbers[None] % ring + lent.state_slots[:, None] * ring
     own = pages[lent.sequence.clamp(min=0).long(), (lent.index // page_size).long()]
@@ -192,13 +194,13 @@ def _ring_tables(lent: StepTables, ring: int, page_size: int) -> StepTables:
 
 
 def kind_of(batch: Batch, rows: int, context: int, page_size: int) -> StepKind:
-    """Return what a step of a batch in so many rows is captured for."""
+    """Return the kind of a batch's step when it is padded to `rows` rows."""
     decodes = all(span.rows == 1 for span in batch.spans)
     tree = any(span.tree is not None for span in batch.spans)
     if tree and rows > DECODE_ROWS:
         raise KernelError(
             f"A step with a draft tree has {rows} rows.",
-            hint=f"At most {DECODE_ROWS} rows of such a step are seen through one mask.",
+            hint=f"Such a step may have at most {DECODE_ROWS} rows: each is one bit of a mask.",
         )
     longest = max(span.rows for span in batch.spans) if rows > DECODE_ROWS else rows
     return StepKind(rows, 1 if decodes else longest, context, page_size, tree)

@@ -100,7 +100,9 @@ def test_window_layers_number_their_pages_in_rings() -> None:
 
 def test_a_tree_in_a_long_step_is_refused() -> None:
     batch = make([Span(0, 3, 0, pages(1), tree=TREE), Span(3, 40, 0, pages(2))])
-    with pytest.raises(KernelError, match=r"A step with a draft tree has 43 rows\. At most 32"):
+    with pytest.raises(
+        KernelError, match=r"A step with a draft tree has 43 rows\. Such a step may have at most 32"
+    ):
         kind_of(batch, 43, 512, 64)
 
 
