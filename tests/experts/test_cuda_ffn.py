@@ -8,9 +8,11 @@ import torch
 from transformers import PreTrainedModel
 
 from headroom.experts.cuda_ffn import CudaDenseAndExpertsFfn, CudaExpertsFfn
+from headroom.families.files import open_checkpoint
 from tests.families import family_configs
 from tests.families.family_gguf import write_gguf
-from tests.split.host_gpu import load_on_host, pretend, run_step
+from tests.stand_in.gpu import stand_in_gpu
+from tests.stand_in.model import ModelOnGpu, run_spans
 
 WIDE = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 64}
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -44,21 +46,27 @@ def test_only_steps_of_few_rows_ask_the_cpu_and_every_layer_waits_for_its_own(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_gguf(MODELS[name](), tmp_path / "m.gguf", "MIXED", fused=False, unused_keys=False)
-    pretend(monkeypatch, 1 << 20)
-    plan, model, _ = load_on_host(tmp_path / "m.gguf", context=512, parallel=3, chunk=100)
+    with stand_in_gpu(monkeypatch, computes=False):
+        settings = {"context": 512, "parallel": 3, "chunk": 100, "dtype": "bf16", "kv_type": None}
+        model = ModelOnGpu(open_checkpoint(tmp_path / "m.gguf"), **settings)
+        check_calls(model)
+
+
+def check_calls(model: ModelOnGpu) -> None:
+    """Assert that the CPU is asked before a layer's experts run, and answers after them."""
     calls: list[tuple[int, str, int]] = []
     parts = [
         part
-        for block in model._blocks
+        for block in model.model._blocks
         for part in block._parts  # type: ignore[attr-defined]
         if isinstance(part, CudaExpertsFfn | CudaDenseAndExpertsFfn)
     ]
     assert parts
     for layer, part in enumerate(parts):
         part.cpu_picks = Recorded(layer, calls)
-    run_step(plan, model, [(40, 0)])
+    run_spans(model, [(40, 0)])
     assert not calls
-    run_step(plan, model, [(2, 10), (1, 11)])
+    run_spans(model, [(2, 10), (1, 11)])
     assert calls == [
         (layer, word, 3) for layer in range(len(parts)) for word in ("before", "after")
     ]

@@ -12,17 +12,19 @@ from transformers import PreTrainedModel
 
 from headroom.experts import cuda_ffn
 from headroom.families.files import open_checkpoint
-from headroom.kernels.cuda import delta_net, experts
+from headroom.kernels.cuda import delta_net, grouped
 from headroom.kernels.cuda.delta_net import span_tables
 from headroom.kernels.cuda.scratch import Arena, frame, opened
+from headroom.plan import plan as planner
 from headroom.plan.budget import device_step
 from headroom.plan.describe import describe
 from headroom.plan.device_scratch import UPLOAD_BYTES, device_phases
-from headroom.split import build as load
 from tests.families import family_configs
 from tests.families.family_gguf import write_gguf
 from tests.gpu import check_delta_net
-from tests.split.host_gpu import load_on_host, pretend, run_step
+from tests.stand_in.gpu import ADA, H200, TURING, Card, stand_in_gpu
+from tests.stand_in.kernels import no_kernel, use_kernels
+from tests.stand_in.model import ModelOnGpu, run_spans
 
 WIDE = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 64}
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -47,15 +49,20 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return written
 
 
-@pytest.mark.parametrize(("sm", "dtype"), [(90, "bf16"), (75, "f16")])
+def load(path: Path, card: Card, **settings: object) -> ModelOnGpu:
+    """A model on a card, with the types that the card computes in."""
+    types = {"dtype": None, "kv_type": None, "context": 512, "parallel": 3}
+    return ModelOnGpu(open_checkpoint(path), card.spec, **types, **settings)
+
+
+@pytest.mark.parametrize(("card", "dtype"), [(H200, "bf16"), (TURING, "f16")])
 def test_a_gpu_loads_what_its_plan_says(
-    path: Path, monkeypatch: pytest.MonkeyPatch, sm: int, dtype: str
+    path: Path, monkeypatch: pytest.MonkeyPatch, card: Card, dtype: str
 ) -> None:
-    pretend(monkeypatch, 64 << 10)
-    settings = {"context": 512, "parallel": 3, "chunk": 100}
-    plan, _, counted = load_on_host(path, sm, **settings)
-    assert plan.settings.compute_type == dtype
-    lines = plan.devices[0].allocated
+    with stand_in_gpu(monkeypatch, card, computes=False):
+        model = load(path, card, chunk=100)
+    assert model.plan.settings.compute_type == dtype
+    lines, counted = model.plan.devices[0].allocated, model.counted
     drawing = lines.pop("logits") - counted.pop("logits")
     assert counted == lines
     assert drawing > 0  # the sampler's, which the stage allocates
@@ -66,13 +73,11 @@ def test_a_gpu_loads_plain_experts_as_its_plan_says(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_gguf(MODELS["qwen3moe"](), tmp_path / "m.gguf", kind, fused=False, unused_keys=False)
-    pretend(monkeypatch, 64 << 10)
-    monkeypatch.setattr(load, "experts_fit", cuda_ffn.experts_fit)
-    monkeypatch.setattr(experts, "refuses_device", lambda case: None)
-    settings = {"context": 512, "parallel": 3, "chunk": 100}
-    plan, model, counted = load_on_host(tmp_path / "m.gguf", **settings)
-    assert counted["hot_experts"] == plan.devices[0].allocated["hot_experts"]
-    parts = [type(part) for block in model._blocks for part in getattr(block, "_parts", ())]
+    with stand_in_gpu(monkeypatch, computes=False):
+        model = load(tmp_path / "m.gguf", H200, chunk=100)
+    assert model.counted["hot_experts"] == model.plan.devices[0].allocated["hot_experts"]
+    blocks = model.model._blocks
+    parts = [type(part) for block in blocks for part in getattr(block, "_parts", ())]
     assert (cuda_ffn.CudaExpertsFfn in parts) == (kind != "F32")
 
 
@@ -86,38 +91,39 @@ FEW = ([(1, 511)] * 3, [(9, 100)], [(32, 480)])  # a captured step may have more
 
 
 @pytest.mark.parametrize(
-    ("sm", "chunk", "steps", "unpack", "shared"),
+    ("card", "chunk", "steps", "unpack"),
     [
-        (90, 300, MANY, 32 << 10, 227 << 10),
-        (90, 300, MANY, 1 << 20, 227 << 10),
-        (90, 300, MANY, 1 << 20, 99 << 10),  # the blocks of GPUs that are not for servers
-        (90, 16, FEW, 1 << 20, 227 << 10),
-        (75, 300, MANY, 32 << 10, 64 << 10),
-        (75, 300, MANY, 1 << 20, 64 << 10),
+        (H200, 300, MANY, 32 << 10),
+        (H200, 300, MANY, 1 << 20),
+        (ADA, 300, MANY, 1 << 20),  # with less shared memory, as GPUs that are not for servers
+        (H200, 16, FEW, 1 << 20),
+        (TURING, 300, MANY, 32 << 10),
+        (TURING, 300, MANY, 1 << 20),
     ],
 )
 def test_steps_of_a_gpu_take_no_more_scratch_than_planned_and_not_much_less(
     path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    sm: int,
+    card: Card,
     chunk: int,
     steps: Sequence[Sequence[tuple[int, int]]],
     unpack: int,
-    shared: int,
 ) -> None:
-    pretend(monkeypatch, unpack, shared)
-    plan, model, _ = load_on_host(path, sm, context=512, parallel=3, chunk=chunk)
-    arena = model._workspace.arena
-    assert arena is not None
-    for spans in steps:
-        run_step(plan, model, spans)
+    monkeypatch.setattr(planner, "unpack_bytes_for", lambda total: unpack)
+    monkeypatch.setattr(grouped, "product_way", lambda device: "own")
+    with stand_in_gpu(monkeypatch, card, computes=False):
+        made = load(path, card, chunk=chunk)
+        plan, model = made.plan, made.model
+        arena = model._workspace.arena
+        assert arena is not None
+        for spans in steps:
+            run_spans(made, spans)
     layers = describe(open_checkpoint(path)).shape.layers
     hidden = model._workspace.stream.shape[1]
     phases = device_phases(layers, device_step(hidden, plan.settings))
     assert phases.pop("loading") == UPLOAD_BYTES
-    # Matrices that a GPU multiplies together come one by one here; in f16 answers are float32.
-    least = 0.8 if plan.settings.compute_type == "bf16" else 0.7
-    assert least * max(phases.values()) <= arena.peak_bytes <= max(phases.values())
+    # Half of these cases take all that is planned; the least is 84.5 %.
+    assert 0.84 * max(phases.values()) <= arena.peak_bytes <= max(phases.values())
     assert arena.frames == 0
 
 
@@ -137,11 +143,12 @@ class Results(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("shared", [227 << 10, 99 << 10, 64 << 10])
-def test_gated_linear_attention_takes_nothing_of_torchs(
-    monkeypatch: pytest.MonkeyPatch, shared: int
+@pytest.mark.parametrize("card", [H200, ADA, TURING])
+def test_gated_linear_attention_takes_all_its_memory_from_the_arena(
+    monkeypatch: pytest.MonkeyPatch, card: Card
 ) -> None:
-    pretend(monkeypatch, 1 << 20, shared)
+    use_kernels(monkeypatch, no_kernel)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card.properties)
     shape, rows = check_delta_net.Shape(6, 2, tiled=False), 200
     weights, state = check_delta_net.make_weights(shape), check_delta_net.make_state(shape, 1)
     inputs = check_delta_net.make_rows(shape, rows)

@@ -84,6 +84,7 @@ class Card:
 
 
 H200 = Card()
+ADA = Card(product="NVIDIA GeForce RTX 4090", sm=89)
 TURING = Card(product="Tesla T4", sm=75)
 RADEON = Card(product="AMD Radeon RX 7900 XTX", gfx="gfx1100", free_bytes=23 * GIB)
 

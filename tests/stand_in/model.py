@@ -125,6 +125,18 @@ class _NoPages:
     page_size = PAGE_SIZE
 
 
+def run_spans(model: ModelOnGpu, spans: Sequence[tuple[int, int]]) -> None:
+    """Run a step of sequences with so many rows each, and so many tokens before them."""
+    settings, turns = model.plan.settings, []
+    for index, (rows, before) in enumerate(spans):
+        pages = list(range(settings.sequence_pages))
+        sequence = running([0] * (before + rows), pages, slot=index % settings.parallel)
+        sequence.cached = before
+        turns.append(Turn(sequence, rows))
+    with torch.inference_mode():
+        model.hidden(make_batch(turns, PAGE_SIZE))
+
+
 def run_on_gpu(
     checkpoint: Checkpoint,
     prompts: Sequence[Sequence[int]],

@@ -5,7 +5,8 @@ meet in one operation. Operations run at once, but copies that do not hold up th
 when an operation or a wait comes after them in their stream.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tests.stand_in.streams import Queues, StandInError, Work
+from tests.stand_in.streams import Queues, Work
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -23,6 +24,14 @@ COPIES = {torch.Tensor.copy_, *MOVES}
 # The host waits for what these return, and it is not on the GPU.
 LEAVES = {torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.numpy}
 INDEXED = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
+_T = torch.Tensor
+# The result is a value, or its shape depends on values: the host must wait for the GPU.
+WAITS = {
+    *(_T.tolist, _T.item, _T.cpu, _T.numpy, _T.nonzero, torch.nonzero, torch.argwhere),
+    *(_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__contains__),
+    *(torch.masked_select, _T.masked_select, torch.bincount, _T.bincount),
+    *(torch.unique, _T.unique, torch.equal, _T.equal, torch.allclose),
+}
 # These touch no values, so that late copies need not run before them.
 NO_VALUES = {
     *("data_ptr", "untyped_storage", "storage_offset", "element_size", "size", "stride", "dim"),
@@ -34,6 +43,10 @@ NO_VALUES = {
 
 class WrongDeviceError(AssertionError):
     """Something that a GPU would refuse."""
+
+
+class WaitError(AssertionError):
+    """The host would have waited for the GPU where it must not."""
 
 
 class DeviceTensor(torch.Tensor):
@@ -89,6 +102,20 @@ class Capture:
         Capture.recording = None
 
 
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Refuse every operation that lets the host wait for the GPU."""
+    global _refuses_waits
+    _refuses_waits = True
+    try:
+        yield
+    finally:
+        _refuses_waits = False
+
+
+_refuses_waits = False
+
+
 def is_cuda(x: object) -> bool:
     """Tell whether something names the GPU or lies there."""
     if isinstance(x, torch.Tensor):
@@ -135,7 +162,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         to_cuda = _goes_to_cuda(func, args, kwargs)
         values = _has_values(func, args)
         if values and (to_cuda or _any_on_gpu(args, kwargs)):
-            _before_operation(func)
+            _before_operation(func, args)
         moved = tree_map(
             lambda x: CPU if is_cuda(x) and not isinstance(x, DeviceTensor) else plain(x),
             (args, kwargs),
@@ -159,11 +186,21 @@ def _any_on_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(isinstance(x, DeviceTensor) for x in tree_flatten((args, kwargs))[0])
 
 
-def _before_operation(func: Any) -> None:
+def _before_operation(func: Any, args: tuple[Any, ...]) -> None:
     """Let the copies run that come before an operation in its stream."""
     Queues.current().current_stream().drain()
-    if func in LEAVES and Capture.recording is not None:
-        raise StandInError(f"{func.__name__} waits for the GPU while a graph is captured")
+    if (_refuses_waits or Capture.recording is not None) and _waits(func, args):
+        raise WaitError(f"{getattr(func, '__name__', func)} waits for the GPU")
+
+
+def _waits(func: Any, args: tuple[Any, ...]) -> bool:
+    """Tell whether an operation lets the host wait for values of the GPU."""
+    if func is torch.Tensor.to:
+        return isinstance(args[0], DeviceTensor) and not _goes_to_cuda(func, args, {})
+    if func in INDEXED:  # how many rows a mask leaves is known when it is computed
+        indices = [x for x in tree_flatten(args[1])[0] if isinstance(x, torch.Tensor)]
+        return any(x.dtype == torch.bool for x in indices)
+    return func in WAITS
 
 
 def _again(func: Any, moved: tuple[Any, Any], found: Any) -> Callable[[], None]:
