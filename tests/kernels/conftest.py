@@ -1,4 +1,4 @@
-"""What the kernel tests share."""
+"""Fixtures of the kernel tests: instruction sets, threads, and stand-ins for a GPU's properties."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from headroom.kernels.native.module import MODULE, POOL
 
 @pytest.fixture(params=MODULE.isas() if MODULE else ["none"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set that this CPU has, one after another."""
+    """Run a test once on each instruction set of this CPU."""
     POOL.set(2, isa=request.param if MODULE else "")
     yield request.param
     POOL.set(torch.get_num_threads())
@@ -19,14 +19,14 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def pool() -> Iterator[None]:
-    """Leave the threads as they were, whatever instruction set a test chose."""
+    """Restore the threads and the instruction set after a test that changes them."""
     yield
     POOL.set(torch.get_num_threads())
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Let launchers find an H200; a test may give it the properties of another GPU."""
+    """Give launchers the properties of an H200; a test may change them to another GPU's."""
     properties = SimpleNamespace(
         multi_processor_count=132,
         shared_memory_per_block_optin=227 << 10,
@@ -38,7 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.fixture
 def gpu_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the CPU make a GPU's products: it has none with wider sums, nor always those of bf16."""
+    """Let the CPU compute torch.mm with an `out_dtype` and in bf16, which only GPUs have."""
 
     def product(
         x: torch.Tensor,

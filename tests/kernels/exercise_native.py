@@ -1,6 +1,6 @@
 """Run every C++ operation on all instruction sets; started by the sanitizer tests.
 
-Needs no torch, whose own threads and memory would drown what a sanitizer has to say.
+It does not import torch, whose threads and memory would flood the sanitizer's report.
 """
 
 import importlib.util

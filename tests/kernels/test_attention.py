@@ -1,6 +1,5 @@
-"""What attention must keep to on every backend: trees, windows, stored bits, extreme values."""
+"""Attention and the KV cache on every CPU backend: trees, windows, stored bits, extreme values."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import gguf
@@ -23,14 +22,6 @@ PACKED = [name for name in CACHE_TYPES if name not in PLAIN_TYPES]
 
 def kernels(op: str) -> list[Kernel]:
     return [k for k in KERNELS if k.op == op and k.refuses(Case()) is None]
-
-
-@pytest.fixture(params=MODULE.isas() if MODULE else ["none"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set that this CPU has, one after another."""
-    POOL.set(2, isa=request.param if MODULE else "")
-    yield request.param
-    POOL.set(torch.get_num_threads())
 
 
 def filled_cache(types: tuple[str, str], kv_heads: int, dim: int) -> PagedKv:
@@ -61,7 +52,9 @@ def test_packed_blocks_are_the_bits_of_the_reference_quantiser(
 
 
 @pytest.mark.parametrize("name", CACHE_TYPES)
-def test_extreme_values_are_stored_alike_and_stay_finite(name: str, isa: str) -> None:
+def test_every_kernel_stores_extreme_values_with_the_same_bits_and_finite(
+    name: str, isa: str
+) -> None:
     limit = 1e30 if name in PACKED else 65504.0
     rows = [[0.0], [limit], [-limit, limit], [1e-30], [1e-40, 0.0], [-0.0, 1.0], [65504.0, 6e-8]]
     x = torch.stack([torch.tensor(row).repeat(32)[:32] for row in rows])[:, None]
@@ -133,7 +126,7 @@ def test_keys_outside_the_window_are_never_read(kernel: Kernel, tree: bool, isa:
 
 
 @pytest.mark.parametrize("kernel", kernels("attention"), ids=str)
-def test_scores_of_any_size_leave_weights_that_are_numbers(kernel: Kernel, isa: str) -> None:
+def test_scores_of_any_size_give_finite_weights(kernel: Kernel, isa: str) -> None:
     cache = empty_cache("f16", "f16", 64, 1, 16)
     cache.keys[:], cache.values[:] = 65504, 65504
     cache.keys[3], cache.values[3] = -65504, -65504
@@ -146,26 +139,27 @@ def test_scores_of_any_size_leave_weights_that_are_numbers(kernel: Kernel, isa: 
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 @pytest.mark.parametrize("types", [("f32", "f32"), ("q4_0", "f16")])
-def test_a_row_of_native_attention_depends_on_neither_threads_nor_company(types) -> None:
+def test_a_row_of_native_attention_depends_on_neither_threads_nor_other_rows(
+    types: tuple[str, str], isa: str
+) -> None:
     kernel = next(k for k in kernels("attention") if k.backend == "native")
     cache, pages, queries = filled_cache(types, 2, 64), torch.randperm(64), torch.randn(600, 6, 64)
-    POOL.set(3)
+    POOL.set(3, isa=isa)
     whole = kernel.run(queries, cache, (Span(0, 600, 0, pages),), 0.2, 0)
-    POOL.set(1)
+    POOL.set(1, isa=isa)
     for first, rows in ((0, 1), (299, 1), (512, 1), (100, 77), (255, 2), (590, 10)):
         spans = (Span(0, rows, first, pages),)
         part = kernel.run(queries[first : first + rows], cache, spans, 0.2, 0)
         assert torch.equal(part, whole[first : first + rows])
-    POOL.set(torch.get_num_threads())
 
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 @pytest.mark.parametrize("types", [("f32", "f32"), ("f16", "bf16"), ("q8_0", "q4_0")])
 @pytest.mark.parametrize("rows", [2, 5, 8])
-def test_few_rows_come_to_the_bits_that_they_have_in_a_prompt(
+def test_few_rows_have_the_same_bits_as_in_a_prompt(
     isa: str, types: tuple[str, str], rows: int
 ) -> None:
-    """Their keys are shared out over threads, those of a prompt are not."""
+    """Threads divide the keys of few rows, but the rows of a prompt."""
     attention = next(k.run for k in KERNELS if str(k) == "attention-native")
     cache, pages = filled_cache(types, 2, 64), torch.randperm(64)
     queries = torch.randn(24, 6, 64)

@@ -1,4 +1,4 @@
-"""The thread that computes cold experts, asked by a thread that stands in for a GPU."""
+"""ColdWorker, which computes cold experts, with a stand-in for the GPU's side of the mailbox."""
 
 import threading
 import time
@@ -25,13 +25,13 @@ WAIT_S = 20.0
 
 
 class StandIn:
-    """A GPU's side of the mailbox, with plain writes in their order."""
+    """The GPU's side of the mailbox: plain writes in the GPU's order."""
 
     def __init__(self, box: Mailbox) -> None:
         self._box, self._words, self.number = box, box.words.numpy(), 0
 
     def ask(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Put a request."""
+        """Write a request, and its number last."""
         floats = self._words.view("float32")
         self._words[LAYER], self._words[ROWS] = layer, len(x)
         self._words[IDS : IDS + ids.numel()] = ids.flatten().numpy()
@@ -49,7 +49,7 @@ class StandIn:
         return self._box.answers[:rows].clone()
 
     def end_step(self) -> None:
-        """Tell that a step has ended."""
+        """Report the end of a step."""
         self._words[DONE] += 1
 
 

@@ -1,4 +1,4 @@
-"""Gated linear attention: the same bits however steps divide a sequence, and the chunked form."""
+"""Gated DeltaNet: the same bits however a sequence is divided into steps; its closed form."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def unclean_state(slots: int) -> RecurrentState:
-    """States as sequences before have left them."""
+    """Return states that earlier sequences have used."""
     inputs = torch.full((slots, TAPS - 1, CHANNELS), 7.0)
     return RecurrentState(torch.full((slots, HEADS, DIM, DIM), 5.0), inputs)
 

@@ -1,4 +1,4 @@
-"""Every kernel with inputs that lie apart in memory, and with values at the ends of float32."""
+"""Every CPU kernel with non-contiguous inputs, and with values at the ends of float32."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,14 +13,14 @@ from headroom.kernels.weight import Weight
 from tests.kernels.cases import Sized, all_cases, make_inputs
 from tests.kernels.test_kernels import own_case, own_inputs, results
 
-# Those of a CPU; Triton's are in test_triton.py.
+# The CPU's kernels; Triton's are in test_triton.py.
 KERNELS = [kernel for kernel in ALL_KERNELS if not kernel.backend.startswith(("cuda", "triton"))]
 
 SCALES = (2.0**100, 2.0**50, 2.0**-50, 2.0**-100, 2.0**-133)  # the last leaves few digits
 
 
 def apart(value: Any) -> Any:
-    """The same numbers, each followed by one that must not be read."""
+    """Return a non-contiguous copy: each number is followed by a zero that must not be read."""
     if isinstance(value, tuple):
         return tuple(apart(item) for item in value)
     if isinstance(value, Span):
@@ -37,7 +37,7 @@ def runs_here(kernel: Kernel) -> bool:
 
 
 def on_each_isa(*ops: str) -> list[Any]:
-    """Kernels of some operations; torch's own do not care which instruction set ours take."""
+    """Return kernels of some operations with each instruction set; the reference has one."""
     isas = MODULE.isas() if MODULE else ["none"]
     return [
         pytest.param(kernel, name, id=f"{kernel}-{name}")
@@ -59,7 +59,7 @@ def one_of_each_type(kernel: Kernel) -> list[Sized]:
     return list(cases.values())
 
 
-# What these operations change where it lies: the engine's own memory, never in pieces.
+# The argument that an operation changes in place: the engine's own contiguous memory.
 CHANGED = {"route": 3, "kv_write": 0, "delta_net": 4}
 
 
@@ -73,7 +73,7 @@ def scattered_inputs(kernel: Kernel, sized: Sized) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if runs_here(k)], ids=str)
-def test_inputs_may_lie_apart_in_memory(kernel: Kernel) -> None:
+def test_inputs_may_be_non_contiguous(kernel: Kernel) -> None:
     cases = one_of_each_type(kernel)
     assert cases
     for sized in cases:
@@ -82,12 +82,12 @@ def test_inputs_may_lie_apart_in_memory(kernel: Kernel) -> None:
         expected = results(sized, together, kernel.run(*together))
         got = results(sized, scattered, kernel.run(*scattered))
         for ours, wanted in zip(got, expected, strict=True):
-            # Torch takes other instructions for values that lie apart.
+            # torch uses other instructions for non-contiguous values.
             torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6, msg=str(sized))
 
 
 @pytest.mark.parametrize(("kernel", "isa"), on_each_isa("matmul", "rope"), indirect=["isa"])
-def test_results_scale_with_inputs_of_any_size(kernel: Kernel, isa: str) -> None:
+def test_results_scale_with_inputs_of_any_magnitude(kernel: Kernel, isa: str) -> None:
     for sized in (sized for sized in all_cases() if sized.op == kernel.op):
         few = 0 < sized.sizes[0] < 40 and sized.sizes[1] > 1
         if not few or kernel.refuses(own_case(kernel, sized).case):
@@ -104,7 +104,7 @@ def test_results_scale_with_inputs_of_any_size(kernel: Kernel, isa: str) -> None
 
 
 @pytest.mark.parametrize(("kernel", "isa"), on_each_isa("rms_norm"), indirect=["isa"])
-def test_norms_of_rows_of_any_size_are_numbers(kernel: Kernel, isa: str) -> None:
+def test_norms_of_rows_of_any_magnitude_are_finite(kernel: Kernel, isa: str) -> None:
     x, weight = torch.randn(3, 40), torch.randn(40)
     large = kernel.run(x * 1e15, weight, 1e-5)
     torch.testing.assert_close(large, kernel.run(x, weight, 0.0), rtol=1e-5, atol=1e-6)
@@ -115,7 +115,7 @@ def test_norms_of_rows_of_any_size_are_numbers(kernel: Kernel, isa: str) -> None
 
 
 @pytest.mark.parametrize(("kernel", "isa"), on_each_isa("gated_activation"), indirect=["isa"])
-def test_gates_of_any_size_open_or_close(kernel: Kernel, isa: str) -> None:
+def test_gates_of_any_magnitude_open_or_close(kernel: Kernel, isa: str) -> None:
     gate = torch.tensor([[1e30, 200, 88.8, 1e-30, 1e-40, 0.0, -0.0, -88.8, -200, -1e30] * 2])
     up = torch.ones_like(gate)
     silu, gelu = (kernel.run(gate, up, activation).double() for activation in ("silu", "gelu"))

@@ -1,4 +1,4 @@
-"""Experts that lie as a GPU reads them give a CPU what its own layout does."""
+"""Experts in the GPU's tiles give the CPU the same results as experts in panels."""
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ from tests.kernels.cases import random_choice, random_experts
 pytestmark = pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 EXPERTS = 4
 NAMES = sorted(kind.name for kind in TILED)
-WITH_WIDE_ROWS = ("amx", "avx512")  # whose products with tiles round a row's values to 16 bits
+WITH_WIDE_ROWS = ("amx", "avx512")  # these round activations to 16 bits for products with tiles
 
 
 def tile_table(table: ExpertTable) -> PanelTable:
-    """The same experts in tiles."""
+    """Return the experts of a table in tiles."""
     rows = [
         torch.cat([pack_tiles(w.data, w.quant, w.columns) for w in expert])
         for expert in zip(*table.parts, strict=True)
@@ -34,7 +34,7 @@ def tile_table(table: ExpertTable) -> PanelTable:
 
 
 def random_layer(name: str) -> tuple[ExpertTable, int]:
-    """Experts of one type, and a row's width: small blocks leave a last record half empty."""
+    """Return experts of one type and their hidden size; types of 32 have a partial last record."""
     torch.manual_seed(3)
     kinds = (BY_NAME[name],) * 3
     hidden, width = (512, 256) if kinds[0].block == 256 else (352, 96)
@@ -42,7 +42,7 @@ def random_layer(name: str) -> tuple[ExpertTable, int]:
 
 
 def from_both(table: ExpertTable, hidden: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What some rows get from tiles and from panels."""
+    """Return the results of the same rows with tiles and with panels."""
     x, (ids, weights) = torch.randn(5, hidden), random_choice(5, EXPERTS, 2)
     tiles, panels = tile_table(table), native_experts.prepare(table)
     found = native_experts.experts(x, ids, weights, tiles, "silu", dtype)
@@ -81,7 +81,7 @@ def test_a_row_times_tiles_is_the_same_alone_and_among_others(name: str, isa: st
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_with_a_value_that_is_no_number_gives_none(bad: float, isa: str) -> None:
+def test_a_row_with_nan_or_infinity_spoils_its_own_result_only(bad: float, isa: str) -> None:
     table, hidden = random_layer("q4_0")
     x, (ids, weights) = torch.randn(2, hidden), random_choice(2, EXPERTS, 2)
     x[1, 7] = bad
@@ -91,7 +91,9 @@ def test_a_row_with_a_value_that_is_no_number_gives_none(bad: float, isa: str) -
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-38, 1e-20, 1e8])
-def test_rows_of_any_size_times_tiles_are_near(scale: float, isa: str) -> None:
+def test_rows_of_any_magnitude_times_tiles_are_near_those_times_panels(
+    scale: float, isa: str
+) -> None:
     table, hidden = random_layer("q8_0")
     x, (ids, weights) = scale * torch.randn(2, hidden), random_choice(2, EXPERTS, 2)
     wanted = native_experts.experts(x, ids, weights, native_experts.prepare(table), "silu", "f32")
@@ -102,7 +104,7 @@ def test_rows_of_any_size_times_tiles_are_near(scale: float, isa: str) -> None:
     )
 
 
-def test_picks_with_a_negative_id_are_passed_over() -> None:
+def test_picks_with_a_negative_id_are_skipped() -> None:
     torch.manual_seed(4)
     table = native_experts.prepare(random_experts((BY_NAME["q8_0"],) * 3, EXPERTS, 64, 32))
     x, (ids, weights) = torch.randn(3, 64), random_choice(3, EXPERTS, 2)

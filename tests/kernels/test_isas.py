@@ -1,4 +1,4 @@
-"""What must be the same to the bit on instruction sets that share their arithmetic."""
+"""Products with 8-bit activations on every instruction set: AMX equals AVX-512 to the bit."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ HAS_TILES = MODULE is not None and "amx" in MODULE.isas()
 
 
 def columns_of(quant: QuantType) -> tuple[int, ...]:
-    """Whole records and, where a type's blocks allow it, broken ones: of one cell, of three."""
+    """Return widths of full records and, for blocks of 32, of one and three cells more."""
     return (256, 768) if quant.block == 256 else (32, 256, 352)
 
 

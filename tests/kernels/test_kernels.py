@@ -1,4 +1,9 @@
-"""Every kernel of every backend against the reference, over types and awkward sizes."""
+"""The table of kernels: every CPU kernel against the reference, over types and awkward sizes.
+
+Triton's kernels run on fewer cases in test_triton.py, in Triton's interpreter; tests/gpu/table.py
+runs all cases of the CUDA and Triton kernels on a GPU. The reference itself is tested against
+definitions, in test_reference.py and others.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -23,7 +28,7 @@ DTYPE_AT = {"matmul": 2, "experts": 5}  # where an operation's arguments name it
 
 
 def own_inputs(kernel: Kernel, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same inputs, weights laid out as the kernel reads them and its own type of product."""
+    """Return the inputs with weights in the kernel's layout and with its type of products."""
     lay_out = prepare if kernel.backend.startswith("native") else kernel.prepare
     own = [lay_out(value) if isinstance(value, Weight) else value for value in inputs]
     own = [kernel.prepare(value) if isinstance(value, ExpertTable) else value for value in own]
@@ -34,7 +39,7 @@ def own_inputs(kernel: Kernel, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def own_case(kernel: Kernel, sized: Sized) -> Sized:
-    """The case that this kernel is made for: its products' type, its tables' layout."""
+    """Return the case with the kernel's type of products and layout of tables."""
     case = sized.case
     if kernel.backend.endswith("int8"):
         case = replace(case, dtype="int8")
@@ -51,8 +56,12 @@ def results(sized: Sized, inputs: tuple[Any, ...], returned: Any) -> list[torch.
     return [inputs[0].keys, inputs[0].values] if sized.op == "kv_write" else [returned]
 
 
-# The reference itself is tested against definitions, in files of its own; Triton's kernels run
-# in their interpreter, on fewer cases, in test_triton.py.
+def test_every_operation_has_cases_and_a_reference() -> None:
+    operations = {kernel.op for kernel in KERNELS}
+    assert {sized.op for sized in all_cases()} == operations
+    assert {kernel.op for kernel in KERNELS if kernel.backend == "reference"} == operations
+
+
 @pytest.mark.parametrize(
     "kernel", [k for k in KERNELS if k.backend not in ("reference", "triton")], ids=str
 )
@@ -82,14 +91,15 @@ def test_every_kernel_agrees_with_the_reference_on_every_instruction_set(kernel:
 
 
 def skip_unless(compared: int, kernel: Kernel) -> None:
-    """Skip a test that compared nothing, with the reason why the kernel runs no case here."""
+    """Skip a test that compared nothing: the kernel needs a GPU, or the C++ module is missing."""
     if not compared:
+        assert kernel.backend.startswith("cuda") or MODULE is None, "a CPU kernel without cases"
         first = next(sized for sized in all_cases() if sized.op == kernel.op)
         pytest.skip(str(kernel.refuses(own_case(kernel, first).case)))
 
 
 def rounded_to_8_bits(x: torch.Tensor) -> torch.Tensor:
-    """What a kernel with 8-bit activations makes of them: 255 steps per 32 columns."""
+    """Round activations as a kernel with 8-bit activations does: 255 steps per 32 columns."""
     blocks = x.reshape(len(x), x.shape[1] // 32, 32)
     step = blocks.abs().amax(-1, keepdim=True) / 127
     return (torch.round(blocks / step) * step).reshape(x.shape)
