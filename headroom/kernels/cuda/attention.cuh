@@ -3,7 +3,7 @@
 //
 // A context is cut into pieces by absolute position, so that a row's sums run in the same order whatever
 // else is in its step: pieces of 128 keys up to key 4096, of 256 up to 16384, then 32 pieces per doubling.
-// attention.py counts them in the same way.
+// attention_scratch.py counts them in the same way.
 #ifndef HEADROOM_ATTENTION
 #define HEADROOM_ATTENTION
 #include "rows.cuh"

@@ -1,6 +1,6 @@
-// Routed experts of many rows in f16 (GPUs without bf16): activation between the products, and the weighted
-// sum. Rows are f16 times a power of two (narrow.py); sums are float32. GELU: the activation is GELU, else
-// silu.
+// Routed experts of many rows in f16 (sm_75, or `--dtype f16`): activation between the products, and the
+// weighted sum. Rows are f16 times a power of two (narrow.cu); sums are float32. GELU: the activation is
+// GELU, else silu.
 #include "types.cuh"
 #include "experts.cuh"
 #include "powers.cuh"

@@ -1,4 +1,4 @@
-// Rounding of rows to f16, each divided by a power of two of its own (powers.cuh); see narrow.py.
+// Rounding of rows to f16, each divided by a power of two of its own (powers.cuh).
 #include "types.cuh"
 #include "powers.cuh"
 

@@ -1,5 +1,5 @@
 // The softmax of prefill attention, which multiplies queries with a part of the keys, weighs, and
-// multiplies with the values (prefill.py). `weigh` turns a part of each row's scores into 16-bit weights in
+// multiplies with the values (attention.py). `weigh` turns a part of each row's scores into 16-bit weights in
 // place, and updates the row's running maximum and sum.
 // OUT_KIND: F16 or BF16.
 #include "types.cuh"
