@@ -91,6 +91,7 @@ def test_text_that_may_become_a_stop_is_held_with_its_tokens_until_it_is_not() -
     deltas = read([*b"abcabd"], stops=["abd!"])
     assert [delta.text for delta in deltas] == ["", "", "abc", "", "", "abd"]
     assert [len(delta.shown_tokens) for delta in deltas] == [0, 0, 3, 0, 0, 3]
+    assert [x.offset for delta in deltas for x in delta.shown_tokens] == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_stop_text_takes_its_tokens_with_it() -> None:

@@ -36,7 +36,7 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
     _check_value_length(checkpoint)
     header = checkpoint.header
     dims = read_dims(header)
-    shape = header_shape(header)
+    shape = header_shape(header, dims=dims)
     config = family.read_config(header, dims)
     _check_attention(checkpoint, config)
     _check_states(checkpoint, config)

@@ -58,9 +58,12 @@ def read_header(text: str, home: Path) -> ModelHeader:
     return open_header(path)
 
 
-def header_shape(header: ModelHeader, mix_name: str = "") -> ModelShape:
-    """Return the shape of a model with the types of its file, or with those of a mix."""
-    dims = read_dims(header)
+def header_shape(header: ModelHeader, mix_name: str = "", dims: Dims | None = None) -> ModelShape:
+    """Return the shape of a model with the types of its file, or with those of a mix.
+
+    A caller that has read the header's dimensions already passes them as `dims`.
+    """
+    dims = dims or read_dims(header)
     if mix_name or not header.tensors:
         mix_name = mix_name or "bf16"
         return shape_of(f"{header.name}:{mix_name}", dims, find_mix(mix_name))

@@ -366,6 +366,24 @@ def test_prompt_logprobs_come_once_and_have_as_many_alternatives_as_asked_for(ll
         assert [len(entry.top) for entry in entries if entry] == [top] * 7
 
 
+def test_stats_tell_running_requests_from_waiting_ones(tiny_path: Path) -> None:
+    submitted = threading.Event()
+    seen: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    with LLM(str(tiny_path), context=128, parallel=1, threads=1) as llm:
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+
+        def look(event: TokenEvent) -> None:
+            assert submitted.wait(30)
+            stats = llm.engine.stats()
+            seen.put((stats.requests_running, stats.requests_waiting))
+
+        llm.engine.submit(llm.request([1], params), look)
+        rest = [llm.stream("abc", params) for _ in range(2)]
+        submitted.set()
+        assert seen.get(timeout=30) == (1, 2)
+        assert [len(list(stream)) for stream in rest] == [2, 2]
+
+
 def test_stats_count_what_was_done(llm: LLM) -> None:
     llm.generate("abcd", SamplingParams(max_tokens=6, ignore_eos=True))
     stats = llm.engine.stats()

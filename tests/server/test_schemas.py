@@ -330,6 +330,19 @@ def test_no_more_answers_are_begun_than_the_engine_takes(
     assert error["param"] == "n"
 
 
+def test_a_token_id_beyond_the_vocabulary_or_beyond_31_bits_is_refused(
+    shared: httpx.Client,
+) -> None:
+    for token, message in (
+        (2**31 - 1, "Token id 2147483647 is outside the vocabulary of 258."),
+        (2**31, "prompt: there is no token 2147483648."),
+        (-1, "prompt: there is no token -1."),
+    ):
+        assert (
+            problem(shared.post(COMPLETIONS, json={"prompt": [token]}), 400)["message"] == message
+        )
+
+
 def test_every_prompt_is_checked_before_any_is_begun(client: httpx.Client, llm: FakeLLM) -> None:
     error = problem(client.post(COMPLETIONS, json={"prompt": [[1], [2], [258]], "n": 2}), 400)
     assert error["message"] == "Token id 258 is outside the vocabulary of 258."

@@ -34,6 +34,23 @@ def test_a_stop_may_end_with_a_broken_character() -> None:
     assert shown(TOKENIZER, ids, ["o\ufffd"]) == ("hell", True)
 
 
+def test_what_is_held_back_comes_out_in_its_order_at_the_end() -> None:
+    ids = TOKENIZER.encode("hello👍", add_bos=False)[:-1]
+    # "o" may begin the first stop, and the broken character, which comes last, the second.
+    assert shown(TOKENIZER, ids, ["ox", "\ufffdx"]) == ("hello\ufffd", False)
+
+
+def test_characters_are_counted_as_decoded_and_as_shown() -> None:
+    answer = AnswerText(TOKENIZER, ["ox", "\ufffdx"])
+    text = ""
+    for token_id in TOKENIZER.encode("hello👍", add_bos=False)[:-1]:
+        text += answer.push(token_id)
+        assert answer.shown == len(text) <= answer.decoded
+    assert (answer.decoded, answer.shown) == (5, 4)  # "o" is held, the character not complete
+    text += answer.finish()
+    assert answer.decoded == answer.shown == len(text) == 6
+
+
 def test_control_tokens_are_hidden_unless_asked_for(smollm2: Tokenizer) -> None:
     ids = smollm2.encode("a<|im_end|>")
     assert shown(smollm2, ids, []) == ("a", False)
