@@ -4,6 +4,7 @@ GGUF files of the older models say `llama`, those of the newer ones `mistral3`; 
 of them are read here.
 """
 
+import logging
 import math
 from dataclasses import replace
 
@@ -35,6 +36,8 @@ from headroom.families.tensors import plain_layer
 from headroom.formats.header import ModelHeader
 from headroom.formats.metadata import Metadata
 from headroom.formats.names import Naming
+
+log = logging.getLogger(__name__)
 
 MODEL_TYPES = ("mistral", "ministral", "ministral3", "mistral3")
 WINDOW: tuple[LayerKind, ...] = ("window",)
@@ -86,6 +89,13 @@ def _kinds(facts: Facts) -> tuple[LayerKind, ...]:
 
 def read_config(header: ModelHeader, dims: Dims) -> ModelConfig:
     """Read a Mistral model's settings from either format."""
+    if dims.context < (made_for := header.metadata.get_int("context_length")):
+        log.warning(
+            "describe: the context ends at %d of %d tokens: later queries are scaled by their "
+            "position, which no kernel does",
+            dims.context,
+            made_for,
+        )
     attention = AttentionConfig(
         heads=dims.heads,
         kv_heads=dims.kv_heads,

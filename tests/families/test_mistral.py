@@ -53,7 +53,9 @@ def test_every_position_before_queries_grow_equals_transformers(
     torch.testing.assert_close(logits, oracle_logits(model, TEXT), atol=1e-4, rtol=0)
 
 
-def test_the_context_ends_where_queries_begin_to_grow(tmp_path: Path) -> None:
+def test_the_context_ends_where_queries_begin_to_grow(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     original = 256  # of 512 positions
     for path in (
         variant("ministral3").save_safetensors(tmp_path / "m"),
@@ -61,8 +63,11 @@ def test_the_context_ends_where_queries_begin_to_grow(tmp_path: Path) -> None:
     ):
         assert describe(open_checkpoint(path)).config.context_limit == original
         assert describe(open_checkpoint(path)).shape.context_limit == original
+    assert caplog.text.count("the context ends at 256 of 512 tokens") == 4
+    caplog.clear()
     steady = changed(tmp_path / "steady", {"llama_4_scaling_beta": 0.0})
     assert describe(steady).config.context_limit == 512
+    assert not caplog.text
 
 
 def test_a_gguf_file_of_an_older_model_says_llama_and_equals_transformers(
