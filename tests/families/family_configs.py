@@ -125,7 +125,7 @@ def qwen35(
 def qwen35_moe(
     key_heads: int = 2, value_heads: int = 4, state_dim: int = 32, **changes: Any
 ) -> Qwen3_5MoeForCausalLM:
-    """The same with routed experts and a gated shared one."""
+    """Qwen3.5 with routed experts and a gated shared expert in every layer."""
     settings = _qwen35_settings(key_heads, value_heads, state_dim) | EXPERTS
     settings |= {"shared_expert_intermediate_size": 64}
     del settings["intermediate_size"]
@@ -218,7 +218,7 @@ def _build(kind: type[PreTrainedModel], config: Any) -> Any:
 
 
 def _values(name: str, noise: torch.Tensor, config: Any) -> torch.Tensor:
-    """Return a parameter's values: far from their usual start, but well conditioned."""
+    """Return a parameter's values: far from their initial values, but well conditioned."""
     fan_in, tied = math.sqrt(noise.shape[-1]), config.tie_word_embeddings
     gemma, qwen35 = "gemma4" in config.model_type, "qwen3_5" in config.model_type
     if "norm" in name:
@@ -243,7 +243,7 @@ def _values(name: str, noise: torch.Tensor, config: Any) -> torch.Tensor:
     if "lm_head" in name:
         return 2 * noise / fan_in
     if "embed_tokens" in name:
-        # A tied table is small, so that the layers and not the last token decide on the next.
+        # A tied table is small, so that the layers decide on the next token, not the last one.
         return (1 if gemma else 8 if not tied else 2 if qwen35 else 0.5) * noise / fan_in
     if "in_proj_qkv" in name:
         return noise / fan_in

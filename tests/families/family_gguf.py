@@ -215,7 +215,7 @@ def read_gguf(path: Path) -> dict[str, Values]:
 
 
 def _change(theirs: str, config: Any) -> Change | None:
-    """Return what becomes of a tensor's values, if anything."""
+    """Return what conversion does to a tensor's values; None where it does nothing."""
     if ARCHITECTURES[config.model_type] in PAIRED and theirs.endswith(
         ("q_proj.weight", "k_proj.weight")
     ):
@@ -272,7 +272,7 @@ def _unused_keys(config: Any) -> dict[str, Values]:
 
 
 def _gemma_factors(config: Any) -> Values:
-    """Return what full layers divide their frequencies by: all but the first stand still."""
+    """Return the divisors of full layers' frequencies; huge ones stop all but the first."""
     pairs = full_layers(config)["head_dim"] // 2
     share = config.rope_parameters["full_attention"]["partial_rotary_factor"]
     turning = int(share * pairs)

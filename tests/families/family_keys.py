@@ -61,7 +61,7 @@ def _llama(config: Any) -> Keys:
 
 
 def _mistral(config: Any) -> Keys:
-    """The converter writes no windows, which no GGUF file of this family has yet: ours does."""
+    """Return the keys of a Mistral model; llama.cpp's converter writes no windows, this does."""
     keys, rope = _llama(config), config.rope_parameters
     if config.sliding_window:
         keys["attention.sliding_window"] = config.sliding_window
@@ -180,7 +180,7 @@ def _gemma4(config: Any) -> Keys:
 
 
 def full_layers(config: Any) -> Keys:
-    """Return what the layers of a Gemma 4 that see all have of their own."""
+    """Return the settings that only full layers of a Gemma 4 have."""
     own: Keys = next(iter(config.per_layer_config.values()))
     return own
 

@@ -19,7 +19,7 @@ PROMPT = torch.randint(0, VOCAB, (24,), generator=torch.Generator().manual_seed(
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One kind of model; models, files and answers are the same at every call."""
+    """One kind of model. Its model, files and answers are equal at every call."""
 
     name: str
     build: Callable[..., PreTrainedModel]

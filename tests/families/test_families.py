@@ -12,13 +12,13 @@ from headroom.formats.checkpoint import Checkpoint
 from tests.families.oracles import PROMPT, VARIANTS, oracle_greedy, oracle_logits, variant
 from tests.running import greedy_tokens, run_steps
 
-# Repeats come at other places, so that nothing can rely on where a token stands.
+# The second half repeats the tokens of the first at other positions.
 TEXT = PROMPT + PROMPT[::-1]
 KERNELS = pytest.mark.parametrize("kernels", ["auto", "reference"])
 
 
 def _cases() -> list[object]:
-    """All variants; those of families that do not run yet wait for them."""
+    """Return all variants; those of families that do not run are skipped."""
     return [
         pytest.param(
             name,

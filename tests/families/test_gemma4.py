@@ -100,7 +100,7 @@ def test_a_layer_that_finds_no_cache_of_its_kind_is_refused(tmp_path: Path) -> N
         ),
     ],
 )  # fmt: skip
-def test_settings_without_arithmetic_are_refused_by_name(
+def test_settings_that_no_kernel_implements_are_refused_by_name(
     tmp_path: Path, settings: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ModelError, match=told):

@@ -55,7 +55,7 @@ def test_positions_far_beyond_the_window_equal_transformers(
     torch.testing.assert_close(logits, oracle_logits(model, TEXT), atol=1e-4, rtol=0)
 
 
-def test_all_layers_may_see_everything(tmp_path: Path) -> None:
+def test_a_laguna_without_windows_equals_transformers(tmp_path: Path) -> None:
     """The largest published model has no windows."""
     model = configs.laguna(**TWO_LAYERS | {"layer_types": ["full_attention"] * 2,
                                            "num_attention_heads_per_layer": [4, 4]})  # fmt: skip
@@ -67,7 +67,7 @@ def test_all_layers_may_see_everything(tmp_path: Path) -> None:
         torch.testing.assert_close(logits, oracle_logits(model, TEXT[:30]), atol=1e-4, rtol=0)
 
 
-def test_the_file_s_scale_of_rotations_comes_before_the_formula(tmp_path: Path) -> None:
+def test_an_attention_factor_in_the_file_replaces_the_formula_of_yarn(tmp_path: Path) -> None:
     assert first_attention(changed(tmp_path / "a")).rope.scale == 1.0
     without = changed(tmp_path / "b", {"attention_factor": None, "factor": 32.0})
     assert first_attention(without).rope.scale == pytest.approx(0.1 * math.log(32) + 1)
@@ -98,7 +98,7 @@ def test_both_formats_give_the_same_layers(name: str, tmp_path: Path) -> None:
         ({"rope": {"factor": 0.0}}, r"factor 0\.0 and original context 256\.0 make no rotation"),
     ],
 )
-def test_settings_without_arithmetic_are_refused_by_name(
+def test_settings_that_no_kernel_implements_are_refused_by_name(
     tmp_path: Path, settings: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ModelError, match=told):

@@ -14,9 +14,7 @@ from tests.running import run_steps
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-def test_weights_that_are_not_made_to_sum_to_one_equal_transformers(
-    tmp_path: Path, kernels: str
-) -> None:
+def test_unnormalised_weights_of_experts_equal_transformers(tmp_path: Path, kernels: str) -> None:
     model = family_configs.qwen3_moe(norm_topk_prob=False)
     model.save_pretrained(tmp_path)
     checkpoint = open_checkpoint(tmp_path)

@@ -15,7 +15,7 @@ from headroom.families.synth.write import write_gguf
 from tests.formats.raw_files import LLAMA_CONFIG, STRING, Key, gguf_bytes, small_gguf, write_folder
 
 
-def test_the_default_model_is_read_in_our_words(smollm2_path: Path) -> None:
+def test_the_default_model_has_our_names_and_keys(smollm2_path: Path) -> None:
     model = open_checkpoint(smollm2_path)
     assert (model.format, model.architecture, len(model.tensors)) == ("gguf", "llama", 272)
     metadata = model.metadata
@@ -32,7 +32,7 @@ def test_the_default_model_is_read_in_our_words(smollm2_path: Path) -> None:
     assert "<|im_start|>" in model.chat_template
 
 
-def test_a_folder_of_safetensors_is_read_in_the_same_words(tmp_path: Path) -> None:
+def test_a_folder_of_safetensors_has_our_names_and_keys(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "tiny")
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text('{"chat_template": "hi", "bos_token": "<s>"}')

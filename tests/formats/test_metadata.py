@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 
 from headroom.errors import FormatError
-from headroom.families.files import open_checkpoint
 from headroom.families.registry import NAMINGS
 from headroom.formats.metadata import Metadata, config_architecture, config_values
-from headroom.formats.vocabulary import read_vocabulary
-from tests.formats.raw_files import ARRAY, LLAMA_CONFIG, STRING, U32, Key, gguf_bytes, small_gguf
+from tests.formats.raw_files import LLAMA_CONFIG
 
 PATH = Path("model.gguf")
 
@@ -66,7 +64,7 @@ def test_a_value_of_another_type_is_refused(method: str, value: object, message:
         getattr(metadata(n=value), method)("n")
 
 
-def test_a_llama_config_has_the_words_of_gguf() -> None:
+def test_a_llama_config_gets_the_keys_of_gguf() -> None:
     assert config_values(LLAMA_CONFIG) == {
         "hf.model_type": "llama",
         "hf.architectures": ["LlamaForCausalLM"],
@@ -88,7 +86,7 @@ def test_a_llama_config_has_the_words_of_gguf() -> None:
     }
 
 
-def test_rope_scaling_has_the_words_of_gguf() -> None:
+def test_rope_scaling_gets_the_keys_of_gguf() -> None:
     scaling = {
         "rope_type": "llama3",
         "factor": 32.0,
@@ -115,7 +113,7 @@ def test_rope_parameters_per_kind_of_layer_stay_visible() -> None:
     assert config_values({"rope_parameters": kinds}) == {"hf.rope_parameters": kinds}
 
 
-def test_the_text_part_of_a_wrapped_config_comes_out() -> None:
+def test_settings_of_text_config_replace_those_around_it() -> None:
     config = {"model_type": "qwen3_5", "hidden_size": 1, "text_config": {"hidden_size": 64}}
     assert config_values(config) == {"hf.model_type": "qwen3_5", "embedding_length": 64}
 
@@ -137,64 +135,3 @@ def test_a_config_names_its_architecture(config: dict[str, Any], architecture: s
 def test_a_config_without_a_model_type_is_refused() -> None:
     with pytest.raises(FormatError, match=r"config.json has no model_type"):
         config_architecture({"hidden_size": 3}, Path("config.json"), NAMINGS)
-
-
-def test_a_vocabulary_is_read_from_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(small_gguf())
-    vocabulary = open_checkpoint(path).vocabulary
-    assert vocabulary is not None
-    assert (vocabulary.model, vocabulary.pre) == ("gpt2", "")
-    assert list(vocabulary.tokens) == ["a", "b", "ab", "é"]
-    assert list(vocabulary.types) == [1, 1, 1, 3]
-    assert list(vocabulary.scores) == [0, 1, 2, 3]
-    assert list(vocabulary.merges) == ["a b"]
-    assert vocabulary.special_ids == {"eos": 3}
-    assert not vocabulary.add_bos
-
-
-@pytest.mark.parametrize(("model", "adds"), [("gpt2", False), ("llama", True), ("gemma4", True)])
-def test_a_file_that_does_not_say_adds_bos_as_its_kind_of_tokenizer_does(
-    tmp_path: Path, model: str, adds: bool
-) -> None:
-    vocabulary = read_vocabulary(tokens_of(tmp_path, ("tokenizer.ggml.model", STRING, model)))
-    assert vocabulary is not None
-    assert vocabulary.add_bos is adds
-
-
-def tokens_of(tmp_path: Path, *keys: Key) -> Metadata:
-    path = tmp_path / "model.gguf"
-    tokens: Key = ("tokenizer.ggml.tokens", ARRAY, (STRING, ["a", "b"]))
-    model: Key = ("tokenizer.ggml.model", STRING, "gpt2")
-    given = {
-        key[0]: key for key in (("general.architecture", STRING, "llama"), model, tokens, *keys)
-    }
-    path.write_bytes(gguf_bytes(list(given.values())))
-    return open_checkpoint(path).metadata
-
-
-def test_a_special_token_of_minus_one_is_absent(tmp_path: Path) -> None:
-    key: Key = ("tokenizer.ggml.padding_token_id", U32, 0xFFFFFFFF)
-    vocabulary = read_vocabulary(tokens_of(tmp_path, key))
-    assert vocabulary is not None
-    assert vocabulary.special_ids == {}
-
-
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        (("tokenizer.ggml.bos_token_id", U32, 2), "bos_token_id is 2, but there are 2 tokens"),
-        (("tokenizer.ggml.bos_token_id", STRING, "x"), "bos_token_id is 'x', not a whole number"),
-        (("tokenizer.ggml.token_type", ARRAY, (5, [1])), "has 1 entries for 2 tokens"),
-        (("tokenizer.ggml.token_type", ARRAY, (6, [1, 1])), "not a list of numbers"),
-        (("tokenizer.ggml.scores", U32, 1), "scores is 1, not a list of numbers"),
-        (("tokenizer.ggml.merges", ARRAY, (5, [1])), "not a list of texts"),
-        (("tokenizer.ggml.tokens", STRING, "x"), "tokens is 'x', not a list of texts"),
-        (("tokenizer.ggml.model", U32, 1), "tokenizer.ggml.model is 1, not a text"),
-    ],
-)
-def test_a_vocabulary_that_contradicts_itself_is_refused(
-    tmp_path: Path, key: Key, message: str
-) -> None:
-    with pytest.raises(FormatError, match=message):
-        tokens_of(tmp_path, key)

@@ -29,7 +29,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
     st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
     st.lists(st.integers(0, 100), max_size=30),
 )
-def test_any_cutting_shows_what_searching_the_whole_text_shows(
+def test_streaming_in_any_pieces_shows_what_cutting_the_whole_text_shows(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
     finder = StopFinder(stops)
@@ -60,7 +60,7 @@ def test_a_stop_across_pieces_is_found_and_not_shown() -> None:
     assert finder.finish() == ""
 
 
-def test_a_false_start_is_shown_after_all() -> None:
+def test_text_that_only_began_like_a_stop_is_shown() -> None:
     finder = StopFinder(["###"])
     assert [finder.push(piece) for piece in ("a##", "b", "#")] == ["a", "##b", ""]
     assert finder.finish() == "#"

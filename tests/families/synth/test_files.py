@@ -35,7 +35,7 @@ def synthesise(path: Path, family: str, size: str = "tiny", mix: str = "q4_k_m")
 
 
 def as_read(dims: Dims) -> Dims:
-    """What a file can say of a model: nothing of how experts lie where there are none."""
+    """Return the dimensions as a file has them: without experts, none are fused."""
     return replace(dims, fused_experts=dims.fused_experts and dims.experts > 0)
 
 
@@ -78,7 +78,7 @@ def test_a_file_of_true_size_has_exactly_the_tensors_that_the_planner_counts(nam
 
 
 @pytest.mark.parametrize("quant", [*SPREAD], ids=str)
-def test_packed_values_have_the_wished_spread(quant: QuantType) -> None:
+def test_packed_values_have_the_wanted_standard_deviation(quant: QuantType) -> None:
     raw = random_bytes(quant, 1 << 19, 0.01, random_source(3))
     values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(quant.ggml_id))
     assert np.isfinite(values).all()
@@ -101,7 +101,7 @@ def test_values_of_every_mix_are_finite_and_spread_by_their_width(mix: str, tmp_
             assert values.max() <= -1
 
 
-def test_no_number_of_q8_0_is_the_one_that_no_quantiser_makes() -> None:
+def test_blocks_of_q8_0_never_hold_minus_128() -> None:
     blocks = random_bytes(Q8_0, 1 << 18, 0.01, random_source(1)).reshape(-1, 34)
     assert blocks[:, 2:].view(np.int8).min() == -127
 
@@ -141,7 +141,7 @@ def test_fewer_layers_keep_the_pattern_and_a_layer_to_read_from() -> None:
     assert gemma.kinds[-1] == "full"
 
 
-def test_unknown_words_are_refused_with_the_right_ones() -> None:
+def test_unknown_families_sizes_and_layers_are_refused_with_what_there_is() -> None:
     with pytest.raises(OptionError, match=r"'gpt' is no model family. Families: llama, qwen3,"):
         find_recipe("gpt", "tiny")
     with pytest.raises(OptionError, match=r"'9b' is no size of qwen3. Sizes: tiny, qwen3-0.6b."):

@@ -25,13 +25,13 @@ def wide(family: str) -> Recipe:
 
 
 def hot_share(source: Source, folder: Path) -> float:
-    """The share of choices that a skew's hot experts take over random tokens, in all layers."""
+    """Return the share of choices that go to hot experts, over random tokens and all layers."""
     write_safetensors(source, folder, "bf16", tokenizer_file)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     dims, chosen, layers = source.recipe.dims, [], []
 
     def look(_: object, __: object, output: tuple[torch.Tensor, ...]) -> None:
-        # What a router returns last are the experts of each token.
+        # The last value that a router returns is the experts of each token.
         chosen.append(output[-1])
 
     for index, layer in enumerate(model.model.layers):
@@ -54,7 +54,7 @@ def hot_of(source: Source, layer: int) -> Places:
 
 
 @pytest.mark.parametrize("family", ["qwen3moe", "qwen35moe", "laguna"])
-def test_hot_experts_take_the_wished_share(family: str, tmp_path: Path) -> None:
+def test_hot_experts_get_the_wanted_share(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     recipe = wide(family)
     assert hot_share(Source(recipe, 1), tmp_path / "plain") == pytest.approx(HOT, abs=0.07)
@@ -62,19 +62,19 @@ def test_hot_experts_take_the_wished_share(family: str, tmp_path: Path) -> None:
     assert hot_share(skewed, tmp_path / "skewed") == pytest.approx(0.8, abs=0.05)
 
 
-def test_hot_experts_are_scattered_by_the_seed_and_others_in_each_layer() -> None:
+def test_hot_experts_are_drawn_by_the_seed_for_each_layer() -> None:
     lowest = set(range(154))
     drawn = [tuple(hot_experts(1, layer, 256, 154).tolist()) for layer in range(40)]
     assert all(len(set(hot)) == 154 and set(hot) <= set(range(256)) for hot in drawn)
     assert len(set(drawn)) == 40
-    # What a placement without statistics takes holds no more of them than of others.
+    # A placement without statistics keeps the lowest ids, and few hot experts among them.
     shares = [len(lowest & set(hot)) / 154 for hot in drawn]
     assert sum(shares) / 40 == pytest.approx(154 / 256, abs=0.03)
     assert drawn[3] == tuple(hot_experts(1, 3, 256, 154).tolist())
     assert drawn[3] != tuple(hot_experts(2, 3, 256, 154).tolist())
 
 
-def test_a_skew_that_cannot_be_is_refused() -> None:
+def test_an_impossible_skew_is_refused() -> None:
     with pytest.raises(OptionError, match=r"--routing-skew does not work for llama."):
         make_skew(find_recipe("llama", "tiny"), 0.8, 0.6)
     with pytest.raises(OptionError, match=r"0.8 of the choices cannot go to 2 of 16 experts."):
@@ -84,7 +84,7 @@ def test_a_skew_that_cannot_be_is_refused() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3moe", "qwen35moe"])
-def test_what_is_proposed_for_a_model_that_is_too_narrow_works(family: str) -> None:
+def test_the_model_that_the_error_proposes_takes_a_skew(family: str) -> None:
     with pytest.raises(OptionError) as refused:
         make_skew(find_recipe(family, "tiny"), 0.8, 0.6)
     size = refused.value.hint.split()[2]

@@ -81,7 +81,7 @@ def test_both_formats_hold_the_same_llama(tmp_path: Path) -> None:
         assert greedy(path, [prompt], 12) == [expected]
 
 
-def test_norms_and_heads_of_qwen35_are_turned_back(tmp_path: Path) -> None:
+def test_safetensors_of_qwen35_undo_what_conversion_does_to_norms_and_heads(tmp_path: Path) -> None:
     recipe = find_recipe("qwen35", "tiny")
     source = Source(recipe, 1)
     model = load(synthesise(tmp_path / "model", "qwen35", mix="f32"))
