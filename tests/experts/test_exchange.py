@@ -60,6 +60,28 @@ def test_swaps_lose_no_expert_and_keep_every_limit(problem: Problem) -> None:
     assert policy.most_bytes is None or sum(x.copied_bytes for x in swaps) <= policy.most_bytes
 
 
+@pytest.mark.parametrize(("promoted", "gains"), [(4.9, False), (5.0, False), (5.1, True)])
+def test_a_gain_must_exceed_the_hysteresis(promoted: float, gains: bool) -> None:
+    found = plan_exchanges(
+        ExpertPlacement(((0,),), "even"),
+        [[4.0, promoted]],
+        [LayerExperts(2, 1)],
+        ExchangePolicy(min_gain=0.5, hysteresis=0.25),
+    )
+    assert bool(found) == gains
+
+
+@pytest.mark.parametrize(("promoted", "gains"), [(1.9, False), (2.0, True)])
+def test_a_gain_may_be_just_the_least_one(promoted: float, gains: bool) -> None:
+    found = plan_exchanges(
+        ExpertPlacement(((0,),), "even"),
+        [[0.0, promoted]],
+        [LayerExperts(2, 1)],
+        ExchangePolicy(min_gain=2.0),
+    )
+    assert bool(found) == gains
+
+
 @given(problems())
 def test_rounds_come_to_rest_with_the_best_experts_hot(problem: Problem) -> None:
     layers, counts, placement, _ = problem

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headroom.errors import FormatError, PlanError
+from headroom.experts import placement as placement_module
 from headroom.experts.placement import (
     ExpertPlacement,
     LayerExperts,
@@ -84,6 +85,54 @@ def test_the_most_choices_per_byte_are_hot() -> None:
     layers = [LayerExperts(4, 1)] * 2
     placement = place_experts(layers, [[100, 80, 60, 40], [100, 1, 1, 1]], 4, 1)
     assert placement.hot == ((0, 1, 2), (0,))
+
+
+def test_of_equally_chosen_experts_of_a_layer_the_lower_ids_are_hot() -> None:
+    assert place_experts([LayerExperts(5, 1)], [[3, 7, 3, 7, 3]], 3, 0).hot == ((0, 1, 3),)
+
+
+def test_without_choices_layers_fill_evenly_and_the_lower_layer_gets_the_odd_expert() -> None:
+    layers = [LayerExperts(4, 1)] * 3
+    for budget, numbers in ((1, (1, 0, 0)), (4, (2, 1, 1)), (5, (2, 2, 1)), (7, (3, 2, 2))):
+        hot = place_experts(layers, [[0] * 4] * 3, budget, 0).hot
+        assert tuple(map(len, hot)) == numbers
+        assert all(ids == tuple(range(len(ids))) for ids in hot)
+
+
+@pytest.mark.parametrize(
+    ("layers", "counts", "budget", "floor", "hot"),
+    [
+        # As many choices a byte: the expert with more choices comes first.
+        ([(2, 10), (2, 20)], [[4, 0], [8, 0]], 20, 0, ((), (0,))),
+        ([(2, 20), (2, 10)], [[8, 0], [4, 0]], 20, 0, ((0,), ())),
+        ([(4, 20), (8, 10)], [[8, 8, 0, 0], [4, 4, 0, 0, 0, 0, 0, 0]], 50, 1, ((0, 1), (0,))),
+        # As many choices and bytes: the layer with the smaller share of hot experts comes first.
+        ([(4, 10), (8, 10)], [[5, 5, 0, 0], [5, 5, 0, 0, 0, 0, 0, 0]], 30, 1, ((0,), (0, 1))),
+        ([(8, 10), (4, 10)], [[5, 5, 0, 0, 0, 0, 0, 0], [5, 5, 0, 0]], 30, 1, ((0, 1), (0,))),
+        # All the same: the lower layer comes first.
+        ([(4, 10), (4, 10)], [[5, 5, 0, 0], [5, 5, 0, 0]], 30, 1, ((0, 1), (0,))),
+    ],
+    ids=[
+        "choices",
+        "choices, other order",
+        "choices before share",
+        "share",
+        "share, other order",
+        "layer",
+    ],
+)
+def test_ties_between_layers_go_by_choices_then_by_the_hot_share_then_by_the_layer(
+    layers: list[tuple[int, int]],
+    counts: list[list[int]],
+    budget: int,
+    floor: int,
+    hot: tuple[tuple[int, ...], ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Even routing counts for nothing here: it would break the ties.
+    monkeypatch.setattr(placement_module, "PRIOR_TOKENS", 0)
+    found = place_experts([LayerExperts(*layer) for layer in layers], counts, budget, floor)
+    assert found.hot == hot
 
 
 def test_a_budget_of_nothing_keeps_all_experts_cold() -> None:

@@ -1,5 +1,6 @@
 """After an engine's error: what the host knows of experts is saved, and no lost GPU is asked."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,22 +12,37 @@ from tests.split.test_upkeep import LAYERS, POLICY, Case, cold_half
 
 
 class LostCase(Case):
-    """An upkeep whose GPU may be asked for nothing any more."""
+    """An upkeep whose GPU is lost: every call to it is noted and fails."""
 
-    def lose(self, monkeypatch: pytest.MonkeyPatch, reason: str = "CUDA error") -> None:
-        def fail() -> None:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    def lose(self, monkeypatch: pytest.MonkeyPatch, reason: str = "CUDA error") -> list[str]:
+        """Lose the GPU, for a reason that the stage knows or not; return the calls to it."""
+        asked: list[str] = []
+
+        def failing(name: str) -> Callable[[], None]:
+            def fail() -> None:
+                asked.append(name)
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+            return fail
 
         monkeypatch.setattr(self.stage, "lost", lambda: reason)
-        monkeypatch.setattr(self.routing, "counts", fail)
-        monkeypatch.setattr(self.routing, "counts_with_decode", fail)
+        for name in ("counts", "counts_with_decode"):
+            monkeypatch.setattr(self.routing, name, failing(name))
         if self.experts is not None:
-            monkeypatch.setattr(self.experts, "wait", fail)
+            for name in ("begin", "ready", "wait", "turn", "end"):
+                monkeypatch.setattr(self.experts, name, failing(name))
+        return asked
 
 
-@pytest.mark.parametrize("reason", ["CUDA error", ""], ids=["lost", "lost when asked"])
-def test_after_a_lost_gpu_all_that_was_seen_of_it_is_saved(
-    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("reason", "asked"), [("CUDA error", []), ("", ["counts"])], ids=["lost", "lost when asked"]
+)
+def test_a_gpu_known_to_be_lost_is_not_asked_and_what_the_host_has_seen_is_saved(
+    reason: str,
+    asked: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     kept, placed = tmp_path / "m.json", tmp_path / "placed.json"
     rules = UpkeepRules(policy=POLICY, placement_path=placed)
@@ -36,8 +52,9 @@ def test_after_a_lost_gpu_all_that_was_seen_of_it_is_saved(
     case.choose(2, 0, 4)
     case.upkeep.end_request(case.upkeep.begin_request())
     case.choose(2, 1, 7)  # nobody has seen these
-    case.lose(monkeypatch, reason)
+    calls = case.lose(monkeypatch, reason)
     case.upkeep.close_after_error()
+    assert calls == asked
     assert load_history(kept, "abc", LAYERS).counts == (
         (), (0.0, 0.0, 0.0, 9.0), (4.0, 0.0, 0.0, 0.0)
     )  # fmt: skip
