@@ -1,7 +1,12 @@
-"""Copies beside the work of a GPU: through buffers that are filled and read in turn."""
+"""Copies between host and GPU memory that run while the GPU computes, and waits for them.
+
+A `CopyQueue` runs copies in order beside the computing. A `StagingRing` lets copies fill buffers
+that the computing reads in turn. A `WaitClock` measures how long the computing waited.
+"""
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, TypeVar, cast
 
@@ -12,45 +17,45 @@ from headroom.kernels.cuda.driver import copy_beside
 
 
 class Mark(Protocol):
-    """A point in a queue of work; a GPU's events are such."""
+    """A point in a queue of work, such as a CUDA event."""
 
     def query(self) -> bool:
-        """Tell whether it is reached."""
+        """Tell whether the point is reached."""
 
     def synchronize(self) -> None:
-        """Wait until it is reached."""
+        """Wait until the point is reached."""
 
 
 class CopyQueue(Protocol):
-    """Copies that run beside the computing of a device, in the order that they were asked for."""
+    """Runs copies beside the computing of a device, in the order in which they were enqueued."""
 
     def mark(self) -> Mark:
-        """Return where the computing stands now."""
+        """Return a mark behind all computing that was enqueued so far."""
 
     def copy(self, out: torch.Tensor, sources: Sequence[torch.Tensor], after: Mark) -> Mark:
-        """Copy to `out`, one source after another, when `after` is reached; return the end."""
+        """Copy the sources to `out` one after another, once `after` is reached; return the end."""
 
     def wait(self, mark: Mark) -> None:
-        """Let the computing go on when `mark` is reached."""
+        """Make the computing that is enqueued from now on wait for `mark`."""
 
 
 class CudaCopies:
-    """Copies to and from a GPU on a stream of their own; the host's memory should be pinned."""
+    """Copies to and from a GPU on a stream of their own; host memory should be pinned."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> Mark:
-        """Return where the computing stands now."""
+        """Return a mark behind all computing that was enqueued so far."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def copy(self, out: torch.Tensor, sources: Sequence[torch.Tensor], after: Mark) -> Mark:
-        """Copy to `out`, one source after another, when `after` is reached; return the end."""
-        # By the driver: to change torch's stream and back takes several times as long. Then nobody
-        # but the caller keeps the memory until the end is reached, or sees that it is enough.
+        """Copy the sources to `out` one after another, once `after` is reached; return the end."""
+        # By the driver, because switching torch's stream and back takes several times as long. So
+        # torch does not keep the memory until the end is reached: the caller must.
         assert out.is_contiguous()
         assert sum(source.nbytes for source in sources) <= out.nbytes
         self._stream.wait_event(cast(torch.cuda.Event, after))
@@ -64,25 +69,25 @@ class CudaCopies:
         return done
 
     def wait(self, mark: Mark) -> None:
-        """Let the computing go on when `mark` is reached."""
+        """Make the computing that is enqueued from now on wait for `mark`."""
         torch.cuda.current_stream(self._device).wait_event(cast(torch.cuda.Event, mark))
 
 
 class HostCopies:
-    """Copies within the host's memory, done when they are asked for."""
+    """Copies within host memory, done at once."""
 
     def mark(self) -> Mark:
-        """Return where the computing stands now."""
+        """Return a mark behind all computing that was enqueued so far."""
         return _Reached()
 
     def copy(self, out: torch.Tensor, sources: Sequence[torch.Tensor], after: Mark) -> Mark:
-        """Copy to `out`, one source after another, when `after` is reached; return the end."""
+        """Copy the sources to `out` one after another, once `after` is reached; return the end."""
         after.synchronize()
         copy_all(out, sources)
         return _Reached()
 
     def wait(self, mark: Mark) -> None:
-        """Let the computing go on when `mark` is reached."""
+        """Make the computing that is enqueued from now on wait for `mark`."""
         mark.synchronize()
 
 
@@ -95,14 +100,14 @@ class _Reached:
 
 
 def open_copies(device: torch.device) -> CopyQueue:
-    """Return a queue of copies beside the computing of a device."""
+    """Return the queue of copies for a device."""
     return CudaCopies(device) if device.type == "cuda" else HostCopies()
 
 
 class BouncedCopies:
-    """Copies from memory that is not pinned: the host brings each to a pinned buffer first.
+    """Copies from memory that is not pinned: the host first copies to a pinned buffer.
 
-    A copy by the driver itself would hold up whoever asks for it until it is done.
+    The driver's own copy from such memory would block the calling thread until it is done.
     """
 
     def __init__(self, queue: CopyQueue, buffers: Sequence[torch.Tensor]) -> None:
@@ -111,26 +116,26 @@ class BouncedCopies:
         self._turn = 0
 
     def mark(self) -> Mark:
-        """Return where the computing stands now."""
+        """Return a mark behind all computing that was enqueued so far."""
         return self._queue.mark()
 
     def copy(self, out: torch.Tensor, sources: Sequence[torch.Tensor], after: Mark) -> Mark:
-        """Copy to `out`, one source after another, when `after` is reached; return the end."""
+        """Copy the sources to `out` one after another, once `after` is reached; return the end."""
         turn, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
         if (sent := self._sent[turn]) is not None:
-            sent.synchronize()  # what it held is on the device
+            sent.synchronize()  # until what the buffer held is on the device
         size = copy_all(self._buffers[turn], sources)
         done = self._queue.copy(out, [self._buffers[turn][:size]], after)
         self._sent[turn] = done
         return done
 
     def wait(self, mark: Mark) -> None:
-        """Let the computing go on when `mark` is reached."""
+        """Make the computing that is enqueued from now on wait for `mark`."""
         self._queue.wait(mark)
 
 
 def copy_all(out: torch.Tensor, sources: Sequence[torch.Tensor]) -> int:
-    """Copy sources in uint8 one after another, and return their bytes; nothing waits."""
+    """Copy uint8 sources to `out` one after another; return their bytes. The host does not wait."""
     at = 0
     for source in sources:
         out[at : at + source.numel()].copy_(source.flatten(), non_blocking=True)
@@ -139,23 +144,23 @@ def copy_all(out: torch.Tensor, sources: Sequence[torch.Tensor]) -> int:
 
 
 class StagingRing:
-    """Buffers of a device that copies fill and the computing reads, each in its turn."""
+    """Buffers of a device that copies fill and the computing reads, in turn."""
 
     def __init__(self, queue: CopyQueue, buffers: Sequence[torch.Tensor]) -> None:
         self._queue, self._buffers = queue, buffers
-        # When a buffer had been read; None: it may be read until the next copy to it is asked for,
-        # by another use of the memory before the first, or by a step that failed.
+        # When each buffer had been read. None: unknown, because nothing was copied to it yet or
+        # because a step failed; the next copy to it waits for all computing enqueued so far.
         self._free: list[Mark | None] = [None] * len(buffers)
-        self._filled: deque[tuple[int, Mark]] = deque()  # buffers, and when they are
+        self._filled: deque[tuple[int, Mark]] = deque()  # buffers in turn, and when they are filled
         self._turn = 0
 
     @property
     def has_room(self) -> bool:
-        """Whether a buffer is neither filled nor on its way."""
+        """Whether a buffer is neither filled nor being filled."""
         return len(self._filled) < len(self._buffers)
 
     def send(self, sources: Sequence[torch.Tensor]) -> None:
-        """Fill the next buffer as soon as it has been read."""
+        """Enqueue a copy that fills the next buffer as soon as it has been read."""
         assert self.has_room
         turn, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
         free = self._free[turn] or self._queue.mark()
@@ -163,30 +168,30 @@ class StagingRing:
         self._filled.append((turn, done))
 
     def first(self) -> torch.Tensor:
-        """Return the buffer that was filled longest ago; the computing waits for it."""
+        """Return the buffer that was filled first; the computing waits until it is filled."""
         turn, done = self._filled[0]
         self._queue.wait(done)
         return self._buffers[turn]
 
     def release(self) -> None:
-        """Give that buffer back: all work that reads it has been asked for."""
+        """Release the buffer that was filled first; all work that reads it has been enqueued."""
         turn, _ = self._filled.popleft()
         self._free[turn] = self._queue.mark()
 
     def forget(self) -> None:
-        """Let everything that was sent and not read be overwritten."""
-        self._filled.clear()  # later copies run after these
+        """Release all buffers, filled or not; the next copies may overwrite them."""
+        self._filled.clear()  # copies that still run are done before later ones begin
         self._free = [None] * len(self._buffers)
 
 
 class PinnedBuffer:
-    """Pinned host memory that one layer after another uses: to pin some anew may take long."""
+    """Pinned host memory that layers use one after another, since pinning takes long."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return room for such tensors; it ends what was returned before."""
+    def views_like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return memory shaped like some tensors; it overlaps what earlier calls returned."""
         ends = list(accumulate(aligned(x.nbytes) for x in tensors))
         if len(self._memory) < ends[-1]:
             self._memory = pinned_empty((ends[-1],), torch.uint8)
@@ -196,11 +201,11 @@ class PinnedBuffer:
         ]
 
 
-def read_back(tensors: Sequence[torch.Tensor], kept: PinnedBuffer) -> list[torch.Tensor]:
-    """Return tensors in host memory; this waits for the device."""
+def read_back(tensors: Sequence[torch.Tensor], buffer: PinnedBuffer) -> list[torch.Tensor]:
+    """Return copies of tensors in host memory; waits for the device."""
     if not tensors[0].is_cuda:
         return list(tensors)
-    found = kept.like(tensors)
+    found = buffer.views_like(tensors)
     for host, x in zip(found, tensors, strict=True):
         host.copy_(x, non_blocking=True)
     torch.cuda.current_stream(tensors[0].device).synchronize()
@@ -211,49 +216,56 @@ def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return host memory, pinned where the system allows it."""
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
-    except RuntimeError:  # copies from it take longer, and give the same
+    except RuntimeError:  # copies from other memory are slower, and as good
         return torch.empty(shape, dtype=dtype)
 
 
 def on_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a small tensor of the host's on a device; nobody waits for it."""
+    """Copy a small tensor from host memory to a device; the host does not wait."""
     return pinned_empty(tuple(x.shape), x.dtype).copy_(x).to(device, non_blocking=True)
 
 
 Found = TypeVar("Found")
-Pair = tuple[torch.cuda.Event, torch.cuda.Event]  # before and after a wait
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wait:
+    """Events before and after a wait of the computing."""
+
+    before: torch.cuda.Event
+    after: torch.cuda.Event
 
 
 class WaitClock:
-    """Adds up the times between events of the computing's stream, once they are reached."""
+    """Measures how long the computing of a GPU waits, without making the host wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pairs: deque[Pair] = deque()  # in the order that they will be reached
-        self._free: list[Pair] = []
+        self._waits: deque[_Wait] = deque()  # not added up yet, in the order of the stream
+        self._free: list[_Wait] = []
         self._seconds = 0.0
 
     def timed(self, wait: Callable[[], Found]) -> Found:
-        """Let the computing wait as asked for, and measure it; the host goes on at once."""
+        """Enqueue a wait of the computing by calling `wait`, and measure how long it takes."""
         self._add_up()
-        before, after = self._free.pop() if self._free else (_event(), _event())
+        timed = self._free.pop() if self._free else _Wait(_event(), _event())
         stream = torch.cuda.current_stream(self._device)
-        before.record(stream)
+        timed.before.record(stream)
         found = wait()
-        after.record(stream)
-        self._pairs.append((before, after))
+        timed.after.record(stream)
+        self._waits.append(timed)
         return found
 
     def seconds(self) -> float:
-        """Return all waits so far that are over."""
+        """Return the seconds of all waits that are over."""
         self._add_up()
         return self._seconds
 
     def _add_up(self) -> None:
-        while self._pairs and self._pairs[0][1].query():  # type: ignore[no-untyped-call]
-            before, after = pair = self._pairs.popleft()
-            self._seconds += float(before.elapsed_time(after)) / 1000
-            self._free.append(pair)
+        while self._waits and self._waits[0].after.query():  # type: ignore[no-untyped-call]
+            timed = self._waits.popleft()
+            self._seconds += float(timed.before.elapsed_time(timed.after)) / 1000
+            self._free.append(timed)
 
 
 def _event() -> torch.cuda.Event:

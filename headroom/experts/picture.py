@@ -1,4 +1,4 @@
-"""Choices of experts as a picture: one row for each layer, one box for each expert, in SVG."""
+"""experts_svg(): a heat map of how often experts are chosen, and which of them are hot."""
 
 from collections.abc import Sequence
 from html import escape
@@ -6,14 +6,15 @@ from html import escape
 from headroom.experts.placement import ExpertCounts, ExpertPlacement
 
 WIDTH, MARGIN, LABEL, ROW = 1200, 20, 60, 12  # pixels
-HOT, COLD = (200, 60, 20), (40, 90, 180)  # of the most chosen expert
-PALE = 245  # of one that was never chosen
+HOT, COLD = (200, 60, 20), (40, 90, 180)  # RGB colour of the most chosen expert
+PALE = 245  # grey towards which seldom chosen experts fade
 
 
 def experts_svg(title: str, counts: ExpertCounts, placement: ExpertPlacement) -> str:
-    """Return a heat map: the more an expert is chosen the deeper, hot ones red, cold ones blue.
+    """Return an SVG with one row for each layer and one box for each expert.
 
-    Experts stand in the order of their ids, or boxes would move from picture to picture.
+    The more often an expert is chosen the deeper its colour; hot ones are red, cold ones blue.
+    Experts stand in the order of their ids, so that two pictures can be compared.
     """
     rows = [(layer, row) for layer, row in enumerate(counts) if len(row)]
     most = max((len(row) for _, row in rows), default=1)
@@ -45,7 +46,7 @@ def _row(layer: int, counts: Sequence[float], hot: set[int], top: int, cell: flo
     peak, total = max(counts), sum(counts)
     boxes = []
     for expert, count in enumerate(counts):
-        # Square roots show the seldom ones beside the few that are always chosen.
+        # Square roots keep seldom chosen experts visible beside the few that are always chosen.
         depth = (count / peak) ** 0.5 if peak else 0.0
         share = 100 * count / total if total else 0.0
         word = "hot" if expert in hot else "cold"
@@ -60,7 +61,7 @@ def _row(layer: int, counts: Sequence[float], hot: set[int], top: int, cell: flo
 
 def _colour(depth: float, word: str) -> str:
     deepest = HOT if word == "hot" else COLD
-    # Unchosen ones keep a tint, so that residency is seen without statistics, too.
+    # Experts that were never chosen keep a tint, so that residency shows without statistics, too.
     depth = 0.12 + 0.88 * depth
     parts = (round(PALE + (part - PALE) * depth) for part in deepest)
     return "#" + "".join(f"{part:02x}" for part in parts)

@@ -1,4 +1,8 @@
-"""ExpertPlacement: which experts are hot, from statistics and a byte budget; saved and loaded."""
+"""ExpertPlacement: which experts are hot, chosen from routing statistics and a budget of bytes.
+
+A placement can be saved to a file and loaded again. `measure_skew` tells how unevenly experts are
+chosen, and so how much statistics can gain.
+"""
 
 import heapq
 import json
@@ -11,10 +15,12 @@ from headroom.formats.json_files import read_object, replace_text
 from headroom.units import gib
 
 VERSION = 1
-# What even routing counts for beside the choices that were seen: it outweighs a short history and
-# vanishes in a long one. At 8 of 256 experts a promised hit rate is 0.05 too high at worst.
+# Even routing counts like the choices of so many tokens beside those that were seen: it outweighs
+# a short history and vanishes in a long one. With it the expected hit rate at 8 of 256 experts is
+# at most 0.05 too high.
 PRIOR_TOKENS = 512
-ExpertCounts = Sequence[Sequence[float]]  # choices by layer and expert; a dense layer has none
+# How often each expert was chosen, by layer and expert; the row of a dense layer is empty.
+ExpertCounts = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +28,18 @@ class LayerExperts:
     """The routed experts of one layer; a dense layer has none."""
 
     experts: int
-    expert_bytes: int  # of each, as it is held
-    used: int = 1  # of them by each token
-    link_copies: int = 3  # of an expert that a swap sends over the link
+    expert_bytes: int  # of each, in the format in which the device holds it
+    used: int = 1  # experts that a token visits
+    link_copies: int = 3  # times that an exchange sends an expert's bytes over the link
 
     @property
     def exchange_bytes(self) -> int:
-        """What a swap sends over the link, both ways together."""
+        """The bytes that an exchange sends over the link, both ways together."""
         return self.link_copies * self.expert_bytes
 
     @property
     def prior(self) -> float:
-        """The choices of its own that even routing counts for."""
+        """The choices of this layer that even routing counts for."""
         return float(PRIOR_TOKENS * self.used)
 
 
@@ -43,20 +49,25 @@ class ExpertPlacement:
 
     hot: tuple[tuple[int, ...], ...]  # ids by layer, ascending
     source: str  # "even", "statistics" or the file that it was read from
-    # The share of choices that these will hit, by layer; empty without statistics.
+    # The expected share of choices that are hot, by layer; empty without statistics.
     promised: tuple[float, ...] = field(default=(), compare=False)
 
     @property
     def total(self) -> int:
-        """Hot experts of all layers."""
+        """The number of hot experts of all layers."""
         return sum(len(ids) for ids in self.hot)
 
     def hit_rate(self, layer: int, experts: int) -> float:
-        """Return the share of a layer's choices that will be hot, even ones if nothing is known."""
+        """Return the expected share of a layer's choices that are hot; the even one by default."""
         return self.promised[layer] if self.promised else len(self.hot[layer]) / experts
 
-    def judged_by(self, layers: Sequence[LayerExperts], counts: ExpertCounts) -> "ExpertPlacement":
-        """Return the same with what earlier choices promise of it, few of them next to nothing."""
+    def with_hit_rates(
+        self, layers: Sequence[LayerExperts], counts: ExpertCounts
+    ) -> "ExpertPlacement":
+        """Return this placement with the hit rates expected from earlier choices.
+
+        They are shrunk towards the even rate when few choices were counted.
+        """
         return replace(self, promised=tuple(map(_hits, layers, self.hot, counts)))
 
     def hot_bytes(self, layers: Sequence[LayerExperts]) -> int:
@@ -71,10 +82,10 @@ def place_experts(
 ) -> ExpertPlacement:
     """Return the hot experts that a budget of bytes holds, by statistics.
 
-    Every layer with experts gets `floor` of them first. The rest goes to the most choices per
-    byte, ties to more choices, then to the layer with fewer hot ones, then to the lower layer.
-    Few choices move little: without any, all layers get the same share of their experts. A budget
-    of nothing keeps all experts cold, whatever the floor.
+    Every layer with experts gets `floor` of them first. The rest of the budget goes to the experts
+    with the most choices per byte; ties go to more choices, then to the layer with the smaller
+    share of hot experts, then to the lower layer. Few choices move little: without any, all layers
+    get the same share of their experts. A budget of 0 keeps all experts cold, whatever the floor.
     """
     check_counts(layers, counts)
     if budget == 0:
@@ -86,14 +97,14 @@ def place_experts(
 
 
 def even_experts(numbers: Sequence[int]) -> ExpertPlacement:
-    """Return the placement without statistics: so many experts of each layer, the first ones."""
+    """Return the placement without statistics: the first experts of each layer, so many."""
     return ExpertPlacement(tuple(tuple(range(number)) for number in numbers), "even")
 
 
 def check_floor(layers: Sequence[LayerExperts], budget: int, floor: int) -> int:
-    """Return the bytes of `floor` experts in each layer; refuse a budget that is below them.
+    """Return the bytes of `floor` experts in each layer; refuse a budget below that.
 
-    A budget of nothing is in order: all experts are cold then.
+    A budget of 0 is accepted: all experts are cold then.
     """
     floors = [min(floor, layer.experts) for layer in layers]
     needed = sum(n * layer.expert_bytes for n, layer in zip(floors, layers, strict=True))
@@ -108,9 +119,10 @@ def check_floor(layers: Sequence[LayerExperts], budget: int, floor: int) -> int:
 
 
 def _hits(layer: LayerExperts, hot: Sequence[int], counts: Sequence[float]) -> float:
-    """Return the share of a layer's choices that its hot experts will get.
+    """Return the expected share of a layer's choices that its hot experts get.
 
-    Those that were seen promise too much: the experts are hot because of them.
+    The share that was seen is too high, because the experts were made hot for it; so it is shrunk
+    towards the even rate.
     """
     even = len(hot) / max(1, layer.experts)
     seen = sum(counts[expert] for expert in hot)
@@ -118,7 +130,7 @@ def _hits(layer: LayerExperts, hot: Sequence[int], counts: Sequence[float]) -> f
 
 
 def check_counts(layers: Sequence[LayerExperts], counts: ExpertCounts) -> None:
-    """Refuse statistics of other layers or other numbers of experts."""
+    """Refuse statistics that do not have the model's layers and numbers of experts."""
     found, wanted = [len(row) for row in counts], [layer.experts for layer in layers]
     if found != wanted:
         raise FormatError(
@@ -129,7 +141,7 @@ def check_counts(layers: Sequence[LayerExperts], counts: ExpertCounts) -> None:
 
 
 def ranked(counts: Sequence[float]) -> list[int]:
-    """Return the experts of a layer, the most chosen first, the lower id on ties."""
+    """Return the experts of a layer, the most chosen first; the lower id first on ties."""
     return sorted(range(len(counts)), key=lambda expert: (-counts[expert], expert))
 
 
@@ -145,9 +157,9 @@ def _greedy(
         layer = layers[index]
         count = counts[index][orders[index][taken[index]]]
         level = (taken[index] + 0.5) / layer.experts
-        # Even routing's choices: as many in all, but fewer the more of the layer is hot, or chance
-        # would fill some layers and leave others at the floor. By the mean size, since without
-        # statistics small experts have no precedence.
+        # The share of even routing falls with the share of the layer that is hot (its sum stays the
+        # same), or chance would fill some layers and leave others at the floor. It is divided by
+        # the mean size, so that without statistics small experts have no precedence.
         prior = (1.5 - level) * layer.prior / layer.experts
         score = count / max(1, layer.expert_bytes) + prior / mean_bytes
         return -score, -count, level, index
@@ -156,7 +168,7 @@ def _greedy(
     heapq.heapify(bids)
     while bids:
         index = heapq.heappop(bids)[-1]
-        # What does not fit now never will: experts of a layer are all of one size.
+        # A layer that does not fit now never will: its experts are all of one size.
         if layers[index].expert_bytes <= left:
             left -= layers[index].expert_bytes
             taken[index] += 1
@@ -166,13 +178,13 @@ def _greedy(
 
 
 def save_placement(path: Path, placement: ExpertPlacement, identity: str) -> None:
-    """Keep a placement with the identity of its model."""
+    """Save a placement with the identity of its model."""
     table = {"version": VERSION, "model": identity, "hot": placement.hot}
     replace_text(path, json.dumps(table) + "\n")
 
 
 def load_placement(path: Path, identity: str, layers: Sequence[LayerExperts]) -> ExpertPlacement:
-    """Return a saved placement of this model, or refuse the file."""
+    """Load a placement; refuse a file that is not of this model."""
     table = read_table(path, "placement", identity)
     hot = table.get("hot")
     if not isinstance(hot, list) or len(hot) != len(layers):
@@ -195,7 +207,7 @@ def _wrong(path: Path, what: str) -> FormatError:
 
 
 def read_table(path: Path, what: str, identity: str) -> Mapping[str, object]:
-    """Return the JSON object of a file that belongs to one model, or refuse it."""
+    """Return the JSON object of a file; refuse a file that is not of this model or version."""
     try:
         table = read_object(path)
         if table.get("version") != VERSION:
@@ -218,26 +230,26 @@ def _described(experts: Sequence[int]) -> str:
     return f"{len(experts)} layers with {'/'.join(map(str, sorted(set(experts))))} experts"
 
 
-SHARES = (0.1, 0.3, 0.6)  # of a layer's experts, the most chosen ones
+SHARES = (0.1, 0.3, 0.6)  # of a layer's experts, taken from the most chosen ones
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSkew:
-    """The choices of one layer."""
+    """How unevenly the experts of one layer are chosen."""
 
     layer: int
     experts: int
     choices: float
-    top: tuple[float, ...]  # share of choices that the most chosen SHARES of experts get
+    top: tuple[float, ...]  # by SHARES: the share of choices that the most chosen experts get
 
 
 def top_experts(experts: int, share: float) -> int:
-    """Return how many experts a share of them is: at least one."""
+    """Return how many experts a share of them is, at least one."""
     return max(1, round(share * experts))
 
 
 def measure_skew(counts: Sequence[Sequence[float]]) -> list[LayerSkew]:
-    """Return the skew of every layer that chose anything."""
+    """Return the skew of every layer with choices."""
     found = []
     for layer, row in enumerate(counts):
         total, ordered = sum(row), sorted(row, reverse=True)

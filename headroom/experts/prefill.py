@@ -97,7 +97,7 @@ class PrefillCpu:
         needed = scratch_bytes(picks[0], experts.table)
         if len(self._scratch) < needed:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
-        (out,) = self._answers.like([x])
+        (out,) = self._answers.views_like([x])
         experts_into(out, x, picks, experts.table, experts.activation, "f32", self._scratch)
         return out, time.perf_counter() - began
 

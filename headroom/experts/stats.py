@@ -1,4 +1,9 @@
-"""RoutingStats: how often each expert is chosen; RoutingHistory: the same over days, in a file."""
+"""Routing statistics: how often each expert is chosen.
+
+`RoutingStats` counts on the device while a model runs. A `RoutingHistory` holds the counts of many
+days, the older the less, and is kept in a file (`StatsFile`), from which the next start places
+experts. A `HistoryKeeper` adds new counts to the history and saves it.
+"""
 
 import json
 import logging
@@ -18,7 +23,7 @@ from headroom.plan.shape import ModelShape
 
 log = logging.getLogger(__name__)
 
-HALF_LIFE_S = 14 * 24 * 3600.0  # after two weeks a choice counts half
+HALF_LIFE_S = 14 * 24 * 3600.0  # after two weeks a choice counts for half
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,9 +65,9 @@ class RoutingStats:
 
 @dataclass(frozen=True, slots=True)
 class RoutingHistory:
-    """Choices by layer and expert, the older the less; a layer without experts has an empty row.
+    """Choices by layer and expert, which fade with time; a dense layer has an empty row.
 
-    Its file is one JSON object: `version` 1, `model` (the identity of the checkpoint), `saved_at`
+    The file is one JSON object: `version` 1, `model` (the identity of the checkpoint), `saved_at`
     (seconds since 1970) and `counts` (a row of numbers for each layer).
     """
 
@@ -71,17 +76,17 @@ class RoutingHistory:
 
     @classmethod
     def empty(cls, layers: Sequence[LayerExperts], now: float) -> "RoutingHistory":
-        """Return a history in which nothing was chosen yet."""
+        """Return a history without choices."""
         return cls(tuple((0.0,) * layer.experts for layer in layers), now)
 
     def decayed(self, now: float, half_life_s: float = HALF_LIFE_S) -> "RoutingHistory":
-        """Return what the counts are worth now; a clock that went back changes nothing."""
+        """Return the history faded to the time `now`; a clock that went back changes nothing."""
         share = 0.5 ** (max(0.0, now - self.saved_at) / half_life_s)
         counts = tuple(tuple(count * share for count in row) for row in self.counts)
         return RoutingHistory(counts, max(now, self.saved_at))
 
     def with_choices(self, choices: Sequence[Sequence[int]]) -> "RoutingHistory":
-        """Return the history after new choices `[layers, at least as many as experts]`."""
+        """Return the history with new choices added; rows of `choices` may be longer."""
         counts = tuple(
             tuple(old + new for old, new in zip(row, fresh, strict=False))
             for row, fresh in zip(self.counts, choices, strict=True)
@@ -90,12 +95,12 @@ class RoutingHistory:
 
     @property
     def total(self) -> float:
-        """All choices of all layers."""
+        """The sum of all choices of all layers."""
         return sum(map(sum, self.counts))
 
 
 def save_history(path: Path, history: RoutingHistory, identity: str) -> None:
-    """Keep a history with the identity of its model."""
+    """Save a history with the identity of its model."""
     table = {
         "version": VERSION,
         "model": identity,
@@ -106,7 +111,7 @@ def save_history(path: Path, history: RoutingHistory, identity: str) -> None:
 
 
 def load_history(path: Path, identity: str, layers: Sequence[LayerExperts]) -> RoutingHistory:
-    """Return the saved history of this model, or refuse the file."""
+    """Load a history; refuse a file that is not of this model."""
     table = read_table(path, "routing statistics", identity)
     counts, saved_at = table.get("counts"), table.get("saved_at")
     wrong = "" if _rows_of_counts(counts) else "its counts are not rows of numbers from 0"
@@ -138,47 +143,48 @@ SUFFIX = ".routing.json"
 
 @dataclass(frozen=True, slots=True)
 class StatsModel:
-    """The model that statistics are of."""
+    """What statistics need to know of their model."""
 
     path: Path  # its main file
     identity: str
     layers: tuple[LayerExperts, ...]
     used: tuple[int, ...]  # experts that a token visits, by layer
-    files: frozenset[Path] = frozenset()  # all of them, which nothing may be written over
+    files: frozenset[Path] = frozenset()  # all files of the model, which must not be overwritten
 
     @property
     def has_experts(self) -> bool:
-        """Whether there is anything to count."""
+        """Whether any layer has routed experts."""
         return any(layer.experts for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)
 class StatsFile:
-    """A history that was read, and the place where it is saved."""
+    """A history that was read, and where it will be saved."""
 
-    path: Path | None  # None: it is not saved
-    history: RoutingHistory  # decayed to the time it was read at
+    path: Path | None  # None: the history is not saved
+    history: RoutingHistory  # faded to the time when it was read
 
     @property
     def counts(self) -> tuple[tuple[float, ...], ...] | None:
-        """What a placement goes by; None where nothing was ever counted."""
+        """The counts that place experts; None if nothing was ever counted."""
         return self.history.counts if self.history.total else None
 
 
 def stats_model(
     path: Path, identity: str, shape: ModelShape, files: frozenset[Path] = frozenset()
 ) -> StatsModel:
-    """Return what statistics need to know of a model."""
+    """Return what statistics need to know of a model with this shape."""
     layers = tuple(LayerExperts(layer.experts, layer.expert_bytes) for layer in shape.layers)
     used = tuple(layer.experts_used for layer in shape.layers)
     return StatsModel(path, identity, layers, used, files)
 
 
 def open_stats(wanted: str | None, model: StatsModel, home: Path, now: float) -> StatsFile:
-    """Read the statistics of a model and decide where they are saved.
+    """Read the statistics of a model, and decide where they are saved.
 
-    A file that the user names must be this model's, and in order. One that is only found, beside
-    the model or in the home folder, is left alone when it is not.
+    `wanted` is the setting routing_stats. A file that the user names must be valid and of this
+    model. A file that is only found, beside the model or in the home folder, is ignored with a
+    warning if it is not.
     """
     empty = RoutingHistory.empty(model.layers, now)
     if wanted == OFF or not model.has_experts:
@@ -195,7 +201,7 @@ def open_stats(wanted: str | None, model: StatsModel, home: Path, now: float) ->
 
 
 def default_paths(model: StatsModel, home: Path) -> tuple[Path, Path]:
-    """Return where statistics are looked for: beside the model, then in the home folder."""
+    """Return the two places to look for statistics: beside the model, and in the home folder."""
     beside = model.path.with_name(model.path.name + SUFFIX)
     return beside, home / "routing" / f"{model.path.stem}-{model.identity}{SUFFIX}"
 
@@ -219,7 +225,7 @@ def _named(path: Path, model: StatsModel, empty: RoutingHistory) -> StatsFile:
 
 
 def _found(paths: Sequence[Path], model: StatsModel, now: float) -> RoutingHistory | None:
-    """Return the history in files that nobody named; None where one of them is bad."""
+    """Return the history in files that the user did not name; None if one of them is bad."""
     read = []
     for path in paths:
         try:
@@ -237,20 +243,20 @@ def _found(paths: Sequence[Path], model: StatsModel, now: float) -> RoutingHisto
 
 
 def _newest(read: Sequence[tuple[RoutingHistory, Path]], now: float) -> RoutingHistory:
-    """Return the history that was saved last, decayed.
+    """Return the history that was saved last, faded to now.
 
-    Of a model in a folder that cannot be written, that is the one at home, which went on from the
-    one beside the model; or the latter, where somebody else has made it anew since.
+    If the model's folder cannot be written, the file in the home folder continues the one beside
+    the model. The one beside the model is newer if somebody has replaced it since.
     """
     loaded, path = max(read, key=lambda both: both[0].saved_at)
-    # Counts from the future, of a clock that was wrong, would not fade until then.
+    # Counts from the future (the clock was wrong) would not fade until then.
     history = replace(loaded, saved_at=min(loaded.saved_at, now)).decayed(now)
     log.info("routing: %.0f choices from %s", history.total, path)
     return history
 
 
 def writable(path: Path) -> bool:
-    """Whether a file may be put there; folders that are missing are made."""
+    """Tell whether a file can be written there; missing folders can be made."""
     if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
         return False
     folder = path.absolute().parent
@@ -260,11 +266,11 @@ def writable(path: Path) -> bool:
 
 
 class HistoryKeeper:
-    """Adds what routers count to a history, and saves it now and then; the last writer wins."""
+    """Adds what routers count to a history, and saves it; the last of several writers wins."""
 
     def __init__(self, file: StatsFile, identity: str) -> None:
         self._path, self._history, self._identity = file.path, file.history, identity
-        self._taken = [[0] * len(row) for row in file.history.counts]
+        self._taken = [[0] * len(row) for row in file.history.counts]  # counts added so far
         self._unsaved = False
 
     @property
@@ -273,7 +279,7 @@ class HistoryKeeper:
         return self._path is not None
 
     def take(self, counts: Sequence[Sequence[int]], now: float) -> RoutingHistory:
-        """Add the choices that are new since the last call; return the whole history."""
+        """Add the choices since the last call to the history, and return it."""
         new = [
             [count - before for count, before in zip(row, old, strict=False)]
             for row, old in zip(counts, self._taken, strict=True)
@@ -285,7 +291,7 @@ class HistoryKeeper:
         return self._history
 
     def save(self) -> None:
-        """Write the file if anything was chosen since; a failure is told and changes nothing."""
+        """Write the file if there are new choices; a failure is logged and changes nothing."""
         if self._path is None or not self._unsaved:
             return
         try:

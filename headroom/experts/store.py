@@ -1,4 +1,9 @@
-"""Residency: where each expert of a layer is, and the table that tells a GPU's kernels."""
+"""ExpertStore: hot experts in slots of GPU memory, cold ones in host memory, found by address.
+
+`open_store` allocates both memories as the plan says, and chooses who computes each layer's cold
+experts. `fill_tiles` and `fill_rows` load the experts. From then on kernels find an expert by the
+table of its layer (`LayerStore`), and exchanges move experts between the two memories.
+"""
 
 import logging
 from collections import Counter
@@ -32,38 +37,39 @@ from headroom.units import gib
 
 log = logging.getLogger(__name__)
 
-NOWHERE, SPARE = -1, -2  # instead of a row: not on this side; in this side's spare buffer
+# Instead of a slot or row: the expert is not in this memory; it is in this memory's spare buffer.
+NOWHERE, SPARE = -1, -2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Residency:
-    """Which row of either side each expert is in; hot ones may have one of both.
+    """Where each expert of a layer is: its slot on the GPU, its row of cold memory.
 
-    Cold ones that are left out may have none.
+    A hot expert may have a row as well, as a copy. A cold one that is dropped has neither.
     """
 
-    slot: torch.Tensor  # int64 [experts]
-    row: torch.Tensor  # int64 [experts]
+    slot: torch.Tensor  # int64 [experts]; or NOWHERE, SPARE
+    row: torch.Tensor  # int64 [experts]; or NOWHERE, SPARE
 
     @property
     def is_hot(self) -> torch.Tensor:
-        """Which experts are hot."""
+        """Whether each expert is hot, `[experts]`."""
         return self.slot != NOWHERE
 
     def with_moved(self, slots: dict[int, int], rows: dict[int, int]) -> "Residency":
-        """Return where all are when these experts have other slots and rows."""
+        """Return the residency after some experts were given other slots and rows."""
         slot, row = self.slot.clone(), self.row.clone()
-        for expert, place in slots.items():
-            slot[expert] = place
-        for expert, place in rows.items():
-            row[expert] = place
+        for expert, number in slots.items():
+            slot[expert] = number
+        for expert, number in rows.items():
+            row[expert] = number
         return Residency(slot, row)
 
 
 def initial_residency(experts: int, hot: Sequence[int], rows: int) -> Residency:
-    """Return where experts are loaded to: with a row for each, hot ones have one as well.
+    """Return where experts are loaded to, with so many rows of cold memory.
 
-    Without rows, cold experts are nowhere.
+    With a row for each expert, hot ones have a copy there. Without rows, cold experts are nowhere.
     """
     slot = torch.full((experts,), NOWHERE)
     slot[list(hot)] = torch.arange(len(hot))
@@ -76,18 +82,18 @@ def initial_residency(experts: int, hot: Sequence[int], rows: int) -> Residency:
 
 
 def addresses_of(rows: torch.Tensor, side: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
-    """Return the addresses of rows of a side, or of its spare buffer."""
-    apart = side.shape[1]
-    return torch.where(rows == SPARE, spare.data_ptr(), side.data_ptr() + rows * apart)
+    """Return the addresses of slots or rows of a memory, or of its spare buffer."""
+    stride = side.shape[1]
+    return torch.where(rows == SPARE, spare.data_ptr(), side.data_ptr() + rows * stride)
 
 
 def table_bytes(experts: int) -> int:
-    """Return the bytes of a layer's table: addresses, and flags of hot experts."""
+    """Return the bytes of a layer's table: addresses of all experts, and flags of hot ones."""
     return experts * (8 * PARTS + 4)
 
 
 def table_views(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Addresses int64 [experts, PARTS] and flags int32 [experts] in one piece of memory."""
+    """Return addresses int64 [experts, PARTS] and flags int32 [experts] in one table's memory."""
     experts = len(table) // table_bytes(1)
     end = 8 * PARTS * experts
     addresses = table[:end].view(torch.int64).view(experts, PARTS)
@@ -96,19 +102,19 @@ def table_views(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlobLayout:
-    """How each expert of a layer lies in memory: gate, up and down, one after another."""
+    """How the bytes of one expert of a layer lie: gate, up and down, one after another."""
 
     experts: int
     kinds: Kinds
     width: int
     hidden: int
-    used: int  # of the experts, by each row
+    used: int  # experts that a row visits
     sizes: tuple[int, ...]  # bytes of each matrix
-    tiles: bool  # in tiles for the tensor cores, not as in the file
+    tiles: bool  # in tiles for the tensor cores; False: as in the file
 
     @property
     def nbytes(self) -> int:
-        """The bytes of an expert."""
+        """The bytes of one expert."""
         return sum(self.sizes)
 
     @property
@@ -125,37 +131,38 @@ class BlobLayout:
 
 @dataclass(slots=True, eq=False)
 class SpareBuffers:
-    """Room for one expert on each side, shared by all layers of a device, and for more."""
+    """Buffers that all layers of a device share, for exchanges and for copies of cold experts."""
 
-    device: torch.Tensor  # uint8 [bytes]
-    host: torch.Tensor
-    staging: torch.Tensor  # uint8 on the device, for cold experts on their way
-    table: torch.Tensor  # uint8 in host memory, pinned: the next that a layer gets
-    copies: CopyQueue  # of exchanges, beside steps
-    exchange: "OpenExchange | None" = None  # that uses it
-    told: Mark | None = None  # when the table there has been read
+    device: torch.Tensor  # uint8 [bytes of the largest expert] on the GPU
+    host: torch.Tensor  # uint8 [bytes of the largest expert] in host memory
+    staging: torch.Tensor  # uint8 on the GPU, through which cold experts are copied
+    table: torch.Tensor  # uint8, pinned host memory: the next table that a layer gets
+    copies: CopyQueue  # of exchanges; they run beside steps
+    exchange: "OpenExchange | None" = None  # that uses `device` and `host`
+    table_read: Mark | None = None  # when the GPU has read `table`
 
 
 @dataclass(slots=True, eq=False)
 class OpenExchange:
-    """Two experts of a layer that are changing places."""
+    """An exchange that was begun and has not ended."""
 
     layer: "LayerStore"
     promoted: int
     demoted: int
-    slot: int  # that the one comes to
-    row: int  # that the other comes to
+    slot: int  # new place of the promoted expert
+    row: int  # new place of the demoted expert
     copied: Mark  # when both are in the spare buffers
-    in_table: bool = False  # the table finds both in the spare buffers by now
-    tried: bool = False  # to bring them to their places
-    moved: Mark | None = None  # when they are there; None: that was not asked for, or it failed
+    in_table: bool = False  # kernels find both in the spare buffers
+    tried: bool = False  # copies to the new places were started before
+    moved: Mark | None = None  # when both are at their new places; None: not started, or failed
 
 
 class LayerStore:
-    """The experts of one layer; exchanges move them, and nothing else does.
+    """The experts of one layer, and the table by which kernels find them.
 
-    At any moment every expert that is held is found whole by the table: one is written to a place
-    only while no address points there, and after the steps that were launched when one did.
+    Only exchanges move experts. The table finds every expert whole at any moment: a place is
+    written only while no address in the table points there, and only after the steps have ended
+    that were launched while one did.
     """
 
     def __init__(
@@ -169,25 +176,25 @@ class LayerStore:
         choice: DecodeChoice,
     ) -> None:
         self.blobs = blobs
-        self.choice = choice  # who computes the cold ones in steps of few rows
+        self.choice = choice  # who computes the cold ones in decode steps
         self.slots = slots  # uint8 [hot, bytes] on the GPU
-        # uint8 [cold, bytes] in host memory; [experts, bytes] where hot ones have a copy there, and
-        # none where cold ones are left out.
+        # uint8 [cold, bytes] in host memory; [experts, bytes] if hot ones have a copy there; no
+        # rows if cold ones are dropped.
         self.cold = cold
         self.keeps_copy = bool(len(slots)) and len(cold) == blobs.experts
-        self.counts = ColdCosts()  # of a layer without fused kernels
+        self.counts = ColdCosts()  # of StoredExperts, in a layer without fused kernels
         self._spare, self._memory = spare, memory
-        self._residence = initial_residency(blobs.experts, sorted(hot), len(cold))
-        # One piece, so that one copy changes all of it.
+        self._residency = initial_residency(blobs.experts, sorted(hot), len(cold))
+        # Addresses and flags in one tensor, so that one copy changes both.
         size = table_bytes(blobs.experts)
         self._device_table = torch.empty(size, dtype=torch.uint8, device=slots.device)
         self.addresses, self.is_hot = table_views(self._device_table)
         self.host_addresses = torch.zeros(blobs.experts, PARTS, dtype=torch.int64)
-        self._publish(self._residence)
+        self._publish(self._residency)
 
     @property
     def experts(self) -> int:
-        """Experts of the layer."""
+        """The number of experts of the layer."""
         return self.blobs.experts
 
     @property
@@ -197,74 +204,74 @@ class LayerStore:
 
     @property
     def width(self) -> int:
-        """Values between an expert's up and down."""
+        """The width of an expert: values between its up and down products."""
         return self.blobs.width
 
     @property
     def hidden(self) -> int:
-        """Values of a row of the residual stream."""
+        """The width of the residual stream."""
         return self.blobs.hidden
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of an expert's gate, up and down."""
+        """The bytes of an expert's gate, up and down."""
         return self.blobs.sizes
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of an expert."""
+        """The bytes of one expert."""
         return self.blobs.nbytes
 
     @property
     def link_copies(self) -> int:
-        """Copies of an expert that an exchange sends over the link.
+        """How many times an exchange sends the bytes of an expert over the link.
 
-        One comes, one goes to the spare buffer and one to its place in host memory; where hot
-        ones have a copy there, none goes.
+        The promoted expert comes once. The demoted one goes twice, to the spare buffer and to its
+        row in host memory; or not at all, if hot experts have a copy there.
         """
         return 1 if self.keeps_copy else 3
 
     @property
     def path(self) -> ColdPath:
-        """Who computes the cold ones, where there is one answer."""
+        """Who computes the cold experts in decode steps; "cpu" may share them with the GPU."""
         return self.choice.path
 
     @property
     def readable(self) -> bool:
-        """Whether the GPU reads cold experts where they lie."""
+        """Whether the GPU can read cold experts in place."""
         return self._memory.pinned
 
     @property
     def hot(self) -> tuple[int, ...]:
-        """The hot experts, ascending."""
-        return tuple(self._residence.is_hot.nonzero().flatten().tolist())
+        """The ids of the hot experts, ascending."""
+        return tuple(self._residency.is_hot.nonzero().flatten().tolist())
 
     def slot_of(self, expert: int) -> torch.Tensor | None:
-        """Return a hot expert's bytes on the GPU; None of a cold one."""
-        return self._bytes(self.slots, self._spare.device, int(self._residence.slot[expert]))
+        """Return a hot expert's bytes on the GPU; None for a cold one."""
+        return self._bytes(self.slots, self._spare.device, int(self._residency.slot[expert]))
 
     def cold_of(self, expert: int) -> torch.Tensor | None:
-        """Return an expert's bytes in host memory; None where it has none."""
-        return self._bytes(self.cold, self._spare.host, int(self._residence.row[expert]))
+        """Return an expert's bytes in host memory; None if it has none there."""
+        return self._bytes(self.cold, self._spare.host, int(self._residency.row[expert]))
 
     def parts(self, blobs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the gates, ups and downs `[..., bytes]` of experts `[..., bytes]`."""
         return torch.split(blobs, list(self.sizes), dim=-1)
 
     def bring(self, blob: torch.Tensor) -> torch.Tensor:
-        """Return a cold expert's bytes in GPU memory, until the next call."""
+        """Copy a cold expert's bytes to GPU memory; they are valid until the next call."""
         room = self._spare.staging[: self.expert_bytes]
         copy_bytes(room, blob)
         self.counts.streamed_bytes += self.expert_bytes
         return room
 
     def begin_exchange(self, promoted: int, demoted: int) -> None:
-        """Ask for copies of both in the spare buffers; steps run meanwhile and see nothing of it.
+        """Start copies of both experts to the spare buffers; steps may run and see no change.
 
-        One exchange of a device at a time: an earlier one that was only begun is forgotten. Where
-        a copy fails, the error goes to the caller and every expert is still found.
+        A device has one exchange at a time: an earlier one that was only begun is dropped. If a
+        copy fails, the error goes to the caller, and every expert is still found.
         """
-        hot = self._residence.is_hot
+        hot = self._residency.is_hot
         if not 0 <= promoted < self.experts or not 0 <= demoted < self.experts:
             raise IndexError(f"experts {promoted} and {demoted} of {self.experts}")
         if hot[promoted] or not hot[demoted]:
@@ -279,48 +286,49 @@ class LayerStore:
         copied = self._copy_beside(spare.device[: self.expert_bytes], coming)
         if not self.keeps_copy:
             copied = self._copy_beside(spare.host[: self.expert_bytes], going)
-        slot, row = int(self._residence.slot[demoted]), int(self._residence.row[promoted])
+        slot, row = int(self._residency.slot[demoted]), int(self._residency.row[promoted])
         spare.exchange = OpenExchange(self, promoted, demoted, slot, row, copied)
 
     @property
     def exchange_mark(self) -> Mark:
-        """When the copies are there that the exchange asked for last."""
+        """When the copies that the exchange started last are done."""
         exchange = self._under_way()
         return exchange.copied if exchange.moved is None else exchange.moved
 
     def turn_exchange(self) -> None:
-        """Let the table find both in the spare buffers; ask for copies to their places.
+        """Let the table find both experts in the spare buffers; start copies to their new places.
 
-        Steps that run are waited for: one would find the two on other sides than it began with,
-        and a CPU that computes cold experts would look for one that is hot by now.
+        This waits for steps that run: during a step no expert may change sides, or the CPU that
+        computes cold experts would look for one that is hot by now.
         """
         exchange = self._under_way()
         self._spare.copies.mark().synchronize()
         exchange.copied.synchronize()
         promoted, demoted = exchange.promoted, exchange.demoted
         rows = {} if self.keeps_copy else {promoted: NOWHERE, demoted: SPARE}
-        self._publish(self._residence.with_moved({promoted: SPARE, demoted: NOWHERE}, rows))
+        self._publish(self._residency.with_moved({promoted: SPARE, demoted: NOWHERE}, rows))
         exchange.in_table = True
         self._move(exchange)
 
     def end_exchange(self) -> None:
-        """Let the table find both at their places.
+        """Let the table find both experts at their new places.
 
-        Steps may run. Nobody changes sides, and a spare buffer and the place hold the same: a step
-        finds an expert whole in either. The next exchange writes to the buffers after those steps.
+        Steps may run: no expert changes sides, and a spare buffer and the new place hold the same
+        bytes, so that a step may read either. The next exchange waits for these steps before it
+        writes to the buffers.
         """
         exchange = self._under_way()
         moved, exchange.moved = exchange.moved, None
         assert moved is not None
         moved.synchronize()
         rows = {} if self.keeps_copy else {exchange.demoted: exchange.row}
-        self._publish(self._residence.with_moved({exchange.promoted: exchange.slot}, rows))
+        self._publish(self._residency.with_moved({exchange.promoted: exchange.slot}, rows))
         self._spare.exchange = None
 
     def finish_exchange(self) -> None:
-        """Do all that is left of an exchange, what failed included.
+        """Do all that is left of an exchange, and repeat what failed.
 
-        No step may run, unless the two have changed sides already.
+        No step may run, unless the two experts have changed sides already.
         """
         exchange = self._under_way()
         if not exchange.in_table:
@@ -336,45 +344,46 @@ class LayerStore:
         return exchange
 
     def _move(self, exchange: OpenExchange) -> None:
-        """Ask for copies of both to their places, where no table finds anything now."""
+        """Start copies of both experts to their new places, to which no address points now."""
         spare, slot = self._spare, self.slots[exchange.slot]
         if not self.keeps_copy:
-            # From its old slot, since a copy within host memory would hold up this thread. A copy
-            # that failed may have left the slot to the other one.
+            # From the old slot, because a copy within host memory would hold up this thread. After
+            # a failed attempt the slot may hold the promoted expert already.
             going = spare.host[: self.expert_bytes] if exchange.tried else slot
             exchange.tried = True
             self._copy_beside(self.cold[exchange.row], going)
         exchange.moved = self._copy_beside(slot, spare.device[: self.expert_bytes])
 
     def _copy_beside(self, to: torch.Tensor, source: torch.Tensor) -> Mark:
-        """Ask for a copy beside the steps to come, after those that were launched."""
+        """Start a copy that runs after the steps launched so far and beside later ones."""
         copies = self._spare.copies
         return copies.copy(to, [source], copies.mark())
 
-    def _publish(self, residence: Residency) -> None:
-        """Let the tables tell where experts are: the GPU's to all steps launched from now on.
+    def _publish(self, residency: Residency) -> None:
+        """Write a residency to both tables.
 
-        The host's changes at once, while steps may run. The CPU that computes for them reads it,
-        and finds what it needs if no expert changes sides and old places still hold theirs. Those
-        who copy cold experts for long steps read it when they launch them.
+        The GPU's table changes for all steps that are launched from now on. The host's table
+        changes at once, while steps may run: the CPU that computes for a step reads it, which is
+        safe if no expert changes sides and old places still hold their experts. Prefill steps read
+        it when they are launched.
         """
-        slot = addresses_of(residence.slot, self.slots, self._spare.device)
-        row = addresses_of(residence.row, self.cold, self._spare.host)
-        starts, is_hot = torch.tensor(self.blobs.starts), residence.is_hot
-        away = is_hot | (residence.row == NOWHERE)
-        cold = torch.where(away[:, None], 0, row[:, None] + starts)
+        slot = addresses_of(residency.slot, self.slots, self._spare.device)
+        row = addresses_of(residency.row, self.cold, self._spare.host)
+        starts, is_hot = torch.tensor(self.blobs.starts), residency.is_hot
+        not_cold = is_hot | (residency.row == NOWHERE)
+        cold = torch.where(not_cold[:, None], 0, row[:, None] + starts)
         readable = cold if self.readable else torch.zeros_like(cold)
         spare = self._spare
-        if spare.told is not None:
-            spare.told.synchronize()  # not reached yet only while layers are being loaded
+        if spare.table_read is not None:
+            spare.table_read.synchronize()  # waits only while layers are being loaded
         table = spare.table[: len(self._device_table)]
         addresses, flags = table_views(table)
         addresses.copy_(torch.where(is_hot[:, None], slot[:, None] + starts, readable))
         flags.copy_(is_hot)
         copy_bytes(self._device_table, table)
-        spare.told = spare.copies.mark()
+        spare.table_read = spare.copies.mark()
         self.host_addresses.copy_(cold)
-        self._residence = residence
+        self._residency = residency
 
     def _bytes(self, side: torch.Tensor, spare: torch.Tensor, row: int) -> torch.Tensor | None:
         if row == NOWHERE:
@@ -384,16 +393,16 @@ class LayerStore:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertStore:
-    """The experts of all layers of a device, some of which are cold."""
+    """The experts of all layers of a device on which some are cold."""
 
     layers: tuple[LayerStore | None, ...]  # by layer of the model; None: dense, or all hot
-    placement: ExpertPlacement  # as it was loaded
+    placement: ExpertPlacement  # when it was loaded
     spare: SpareBuffers
     memory: HostMemory
 
     @property
     def pinned(self) -> bool:
-        """Whether the GPU reads cold experts where they lie."""
+        """Whether the GPU can read cold experts in place."""
         return self.memory.pinned
 
     @property
@@ -403,7 +412,7 @@ class ExpertStore:
 
     @property
     def staging(self) -> torch.Tensor:
-        """Memory of the device for cold experts on their way."""
+        """Memory of the device through which cold experts are copied."""
         return self.spare.staging
 
     @property
@@ -418,7 +427,7 @@ class ExpertStore:
 
     @property
     def cold_bytes(self) -> int:
-        """Bytes of all experts in host memory; 0: cold ones are left out, and none can move."""
+        """Bytes of all experts in host memory; 0: cold ones are dropped, and none can move."""
         return sum(layer.cold.nbytes for layer in self.layers if layer is not None)
 
     def current_placement(self) -> ExpertPlacement:
@@ -431,14 +440,14 @@ class ExpertStore:
 
 
 def copy_bytes(to: torch.Tensor, source: torch.Tensor) -> None:
-    """Begin to copy; the current stream waits for it, the host does not."""
+    """Enqueue a copy on the current stream; the host does not wait for it."""
     to.copy_(source, non_blocking=True)
 
 
 def drop_cold(ids: torch.Tensor, weights: torch.Tensor, is_hot: torch.Tensor) -> torch.Tensor:
-    """Return weights `[rows, used]` without those of cold experts; a row's sum stays the same.
+    """Return weights `[rows, used]` with 0 for cold experts; those of a row's hot ones grow.
 
-    A row all of whose experts are cold gets nothing from them.
+    The sum of a row's weights stays what it was. A row without hot experts gets zeros.
     """
     kept = weights * is_hot[ids]
     share = kept.sum(1, keepdim=True)
@@ -451,14 +460,14 @@ class StoreRequest:
     """What a store is to hold, and how."""
 
     placement: ExpertPlacement
-    cold: str  # "auto", or a ColdPath
-    speeds: ColdSpeeds  # that "auto" goes by
+    cold: str  # the setting: "auto", or a ColdPath
+    speeds: ColdSpeeds  # by which "auto" chooses
     pin: bool
     keep_copy: bool  # of hot experts in host memory
-    staging_bytes: int  # of the buffers for cold experts on their way, and of the spare one
+    staging_bytes: int  # on the device: staging buffers and the spare buffer together
 
     def cold_rows(self, layout: BlobLayout | None, hot: int) -> int:
-        """Return how many experts of a layer with so many hot ones have a place in host memory."""
+        """Return the rows of cold memory for a layer of which so many experts are hot."""
         if layout is None or hot == layout.experts or not holds_cold(self.cold, self.keep_copy):
             return 0
         return layout.experts if self.keep_copy else layout.experts - hot
@@ -490,7 +499,7 @@ def open_store(
     """Allocate the slots, the cold experts' memory and the buffers between them."""
     hot_ids = request.placement.hot
     hot = [len(ids) for ids in hot_ids]
-    # Layers without cold experts are loaded apart.
+    # Layers without cold experts are not in the store.
     mixed = [x is not None and n < x.experts for x, n in zip(layouts, hot, strict=True)]
     slots = [n if some else 0 for n, some in zip(hot, mixed, strict=True)]
     cold = [request.cold_rows(x, n) for x, n in zip(layouts, hot, strict=True)]
@@ -623,9 +632,9 @@ def _check_memory(
 
 
 def fill_tiles(store: LayerStore, get: WeightSource, rooms: torch.Tensor) -> None:
-    """Bring all experts of a layer to their places in tiles; `rooms` are the staging buffers.
+    """Load all experts of a layer to their places, in tiles; `rooms` are the staging buffers.
 
-    Of experts that have no place, nothing is read.
+    Nothing is read of dropped experts, which have no place.
     """
     assert get.upload is not None
     only_hot = store.addresses * store.is_hot[:, None]
@@ -645,7 +654,7 @@ def fill_tiles(store: LayerStore, get: WeightSource, rooms: torch.Tensor) -> Non
 
 
 def fill_rows(store: LayerStore, get: WeightSource) -> None:
-    """Copy experts of a layer to their places as the file has them; others are not read."""
+    """Load all experts of a layer to their places, as in the file; dropped ones are not read."""
     for expert, parts in enumerate(zip(*get.experts_from_file(store.experts).parts, strict=True)):
         for blob in (store.slot_of(expert), store.cold_of(expert)):
             if blob is not None:
@@ -660,7 +669,7 @@ def _count(store: LayerStore, get: WeightSource) -> None:
 
 
 def _needed(layouts: Sequence[BlobLayout | None], experts: Sequence[int]) -> int:
-    """Return the bytes of so many experts of each layer, each layer's aligned."""
+    """Return the bytes of so many experts of each layer, aligned by layer."""
     return sum(
         aligned(x.nbytes * n) for x, n in zip(layouts, experts, strict=True) if x is not None
     )
@@ -669,7 +678,7 @@ def _needed(layouts: Sequence[BlobLayout | None], experts: Sequence[int]) -> int
 def _cut(
     memory: torch.Tensor, layouts: Sequence[BlobLayout | None], experts: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Return each layer's experts `[experts, bytes]` in one piece of memory."""
+    """Return the parts of a memory that hold each layer's experts, `[experts, bytes]`."""
     cut, at = [], 0
     for layout, number in zip(layouts, experts, strict=True):
         size = 0 if layout is None else layout.nbytes
@@ -679,7 +688,7 @@ def _cut(
 
 
 def runs(rows: Sequence[int]) -> list[tuple[int, int]]:
-    """Return first and end of the neighbours among ascending rows: each is one copy."""
+    """Return first and end of each run of neighbours among ascending rows: one copy each."""
     found: list[tuple[int, int]] = []
     for row in rows:
         if found and found[-1][1] == row:

@@ -84,7 +84,7 @@ def find_placement(
     _log_memory(plan, layers)
     if named is not None:
         _warn_of_unused(named, layers, plan, shape)
-    return placement if counts is None else placement.judged_by(layers, counts)
+    return placement if counts is None else placement.with_hit_rates(layers, counts)
 
 
 def _check(placement: ExpertPlacement, layers: list[LayerExperts], plan: Plan) -> None:

@@ -160,16 +160,16 @@ def test_host_tensors_are_read_where_they_are() -> None:
 def test_kept_memory_is_used_again_and_grows_where_it_must() -> None:
     kept = copies.PinnedBuffer()
     few, rows = torch.zeros(3, dtype=torch.uint8), torch.zeros(5, 4)
-    a, b = kept.like([few, rows])
+    a, b = kept.views_like([few, rows])
     assert (a.shape, a.dtype, b.shape, b.dtype) == (few.shape, few.dtype, rows.shape, rows.dtype)
     a.fill_(7)
     b.fill_(1.0)
     assert a.tolist() == [7, 7, 7]
-    assert kept.like([few])[0].data_ptr() == a.data_ptr()
-    assert kept.like([rows])[0].data_ptr() == a.data_ptr()
-    (larger,) = kept.like([torch.zeros(1000, 4)])
+    assert kept.views_like([few])[0].data_ptr() == a.data_ptr()
+    assert kept.views_like([rows])[0].data_ptr() == a.data_ptr()
+    (larger,) = kept.views_like([torch.zeros(1000, 4)])
     assert larger.shape == (1000, 4)
-    assert kept.like([few])[0].data_ptr() == larger.data_ptr()
+    assert kept.views_like([few])[0].data_ptr() == larger.data_ptr()
 
 
 @dataclass(eq=False)

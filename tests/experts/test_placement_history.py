@@ -59,7 +59,7 @@ def test_few_tokens_of_even_routing_promise_hardly_more_than_the_share_that_is_h
 ) -> None:
     budget = int(share * NUMBER * LAYER.experts) * LAYER.expert_bytes
     layers, counts = [LAYER] * NUMBER, uniform(seed, tokens)
-    placement = place_experts(layers, counts, budget, LAYER.used).judged_by(layers, counts)
+    placement = place_experts(layers, counts, budget, LAYER.used).with_hit_rates(layers, counts)
     for index, ids in enumerate(placement.hot):
         truth = len(ids) / LAYER.experts
         assert -1e-9 <= placement.hit_rate(index, LAYER.experts) - truth <= 0.06
@@ -114,7 +114,7 @@ def test_a_promise_comes_near_what_many_choices_hit() -> None:
     layer = LayerExperts(4, 1, used=2)
     placement = place_experts([layer], [[9.0, 9.0, 1.0, 1.0]], 2, 2)
     rates = [
-        placement.judged_by([layer], [[9.0 * n, 9.0 * n, n, n]]).hit_rate(0, 4)
+        placement.with_hit_rates([layer], [[9.0 * n, 9.0 * n, n, n]]).hit_rate(0, 4)
         for n in (0, 1, 100, 10000)
     ]
     assert rates == sorted(rates)
