@@ -2,16 +2,14 @@
 
 import logging
 import re
-from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from headroom.families.files import open_checkpoint
 from headroom.llm import LLM
-from headroom.machine.devices import DeviceSpec
 from headroom.machine.targets import plan_devices
 from headroom.options import Options
 from headroom.plan.describe import describe
@@ -19,11 +17,9 @@ from headroom.plan.plan import make_plan
 from headroom.split import launch
 from headroom.split.launch import WEIGHT_LINES, start_pipeline
 from headroom.split.pipeline import LoadTimes
-from headroom.units import GIB, gib
-
-GPU = DeviceSpec(
-    name="cuda:0", kind="cuda", total_bytes=24 * GIB, available_bytes=24 * GIB, link=30e9, sm=90
-)
+from headroom.units import gib
+from tests.stand_in.gpu import stand_in_gpu
+from tests.synth_models import write_model
 
 
 def test_progress_goes_from_nothing_to_all_weights_of_the_plan(
@@ -53,29 +49,22 @@ def test_the_python_interface_tells_it_too(tiny_path: Path) -> None:
 
 
 def test_weights_and_captures_are_timed_apart(
-    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = describe(open_checkpoint(tiny_path))
-    plan = make_plan([model.shape], [GPU], Options(context=256, parallel=1))
-    clock = iter((10.0, 12.0, 20.0, 25.0))
-
-    def load(config: object, tensors: object, plan: object, device: object, count: Any, *_: object):
-        count("core_weights", 5 * GIB)
-        count("hot_experts", GIB)
-        count("kv", GIB)
-        return SimpleNamespace(cold_experts=None)
-
+    path = write_model("llama", "q4_k_m", tmp_path, few_layers=True)
+    model = describe(open_checkpoint(path))
+    clock = count(step=2.5)  # every look at it is 2.5 s after the last one
     monkeypatch.setattr(launch, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr(launch, "load_model", load)
-    monkeypatch.setattr(launch, "open_device_memory", lambda name: None)
-    monkeypatch.setattr(launch, "check_memory", lambda *given: None)
-    monkeypatch.setattr("torch.cuda.device", lambda name: nullcontext())
-    captured = SimpleNamespace(capture=lambda: None)
-    monkeypatch.setattr(launch, "_open_gpu_stage", lambda *given: captured)
-    times = start_pipeline(plan, model).load_times
-    assert times == LoadTimes(weights_bytes=6 * GIB, weights_s=2.0, capture_s=5.0)
-    assert times.bytes_per_s == 3 * GIB
-    assert LoadTimes().bytes_per_s == 0  # of a pipeline that nothing was loaded for
+    with stand_in_gpu(monkeypatch, computes=False) as gpu:
+        options = Options(context=256, parallel=1)
+        plan = make_plan([model.shape], [gpu.card.spec], options)
+        pipeline = start_pipeline(plan, model)
+    lines = plan.devices[0].allocated
+    weights = sum(lines.get(line, 0) for line in WEIGHT_LINES)
+    times = pipeline.load_times
+    assert times == LoadTimes(weights_bytes=weights, weights_s=2.5, capture_s=2.5)
+    assert times.bytes_per_s == weights / 2.5
+    assert LoadTimes().bytes_per_s == 0  # of a pipeline for which nothing was loaded
 
 
 def test_a_cpu_without_the_cpp_module_is_told_at_load(
