@@ -1,4 +1,4 @@
-"""Inputs for every operation, so that each kernel can be compared with the reference."""
+"""The cases of the kernel table: inputs of every operation, over types and awkward sizes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from headroom.kernels.reference.attention import write_kv
 from headroom.kernels.weight import PLAIN_TYPES, Weight, plain_type
 
 WEIGHT_TYPES = [quant for quant in QUANTS if quant.runs and quant is not Q8_K]
-# Of gate, up and down: equal, all different, plain beside packed.
+# Types of gate, up and down: equal, all different, plain next to packed.
 EXPERT_TYPES = [
     ("f32", "f32", "f32"), ("q4_k", "q4_k", "q6_k"), ("q8_0", "q4_0", "f32"),
     ("f16", "q5_1", "bf16"), ("q4_1", "bf16", "q8_0"),
@@ -34,7 +34,7 @@ CACHE_PAIRS = [
     ("f32", "f32"), ("f16", "bf16"), ("q8_0", "f16"), ("q8_0", "q8_0"), ("q5_1", "q4_0"),
     ("q5_0", "q4_1"), ("q4_1", "q5_0"), ("q4_0", "q5_1"),
 ]  # fmt: skip
-# Heads, key-value heads, values of a head: groups of 1 to 16, sizes that fill no vector or many.
+# Heads, KV heads, values of a head: groups of 1 to 16, sizes below and above one vector.
 HEAD_SHAPES = [
     (1, 1, 16), (16, 1, 80), (5, 5, 96), (4, 2, 256), (8, 1, 512), (32, 2, 24), (64, 8, 32),
     (7, 1, 33),
@@ -43,7 +43,7 @@ HEAD_SHAPES = [
 
 @dataclass(frozen=True)
 class Sized:
-    """A kernel's case and the sizes of its inputs."""
+    """A case of an operation, and the sizes of its inputs."""
 
     op: str
     case: Case
@@ -56,7 +56,7 @@ class Sized:
 
 
 def all_cases() -> list[Sized]:
-    """Every operation over types and awkward sizes: odd, tiny, empty."""
+    """Return cases of every operation over types and awkward sizes: odd, tiny, empty."""
     cases = []
     for quant in WEIGHT_TYPES:
         columns = 2 * max(quant.block, 24)
@@ -116,7 +116,7 @@ def _delta_cases() -> list[Sized]:
 
 
 def make_inputs(sized: Sized, seed: int = 0) -> tuple[Any, ...]:
-    """Random inputs of an operation in its contract's order."""
+    """Return random inputs of an operation, in the order of its Protocol (kernels/ops.py)."""
     torch.manual_seed(seed)
     make = {
         "matmul": _matmul, "embed": _embed, "rms_norm": _rms_norm, "rope": _rope,
@@ -128,7 +128,7 @@ def make_inputs(sized: Sized, seed: int = 0) -> tuple[Any, ...]:
 
 
 def random_weight(quant: QuantType, rows: int, columns: int) -> Weight:
-    """A weight of random blocks whose values are of ordinary size."""
+    """Return a weight of random blocks whose values have ordinary magnitudes."""
     if quant.name in PLAIN_TYPES:
         return Weight(torch.randn(rows, columns).to(plain_type(quant.name)), quant, rows, columns)
     blocks = rows * columns // quant.block
@@ -195,7 +195,7 @@ def _attention(sized: Sized) -> tuple[Any, ...]:
         torch.randn(1024, kv_heads, dim),
         torch.randn(1024, kv_heads, dim),
     )
-    pages = torch.randperm(64)  # of 16 tokens
+    pages = torch.randperm(64)  # pages of 16 tokens
     spans = (
         Span(0, 1, 0, pages[:1]),
         Span(1, 20, 245, pages[1:18], tree=random_tree(20) if tree else None),
@@ -206,7 +206,7 @@ def _attention(sized: Sized) -> tuple[Any, ...]:
 
 
 def random_tree(rows: int) -> torch.Tensor:
-    """The mask of a random forest: every row has an earlier one, or none, as its parent."""
+    """Return the mask of a random forest: a row's parent is an earlier row, or it has none."""
     mask = torch.eye(rows, dtype=torch.bool)
     for row in range(1, rows):
         parent = int(torch.randint(-1, row, ()))
@@ -218,7 +218,7 @@ def random_tree(rows: int) -> torch.Tensor:
 def _route(sized: Sized) -> tuple[Any, ...]:
     rows, experts, rule, bias = sized.sizes
     logits = torch.randn(rows, experts)
-    logits[:, 5] = logits[:, 2]  # equals
+    logits[:, 5] = logits[:, 2]  # ties
     given = torch.randn(experts) if bias else None
     return logits, ROUTER_RULES[rule], given, torch.arange(experts)
 
@@ -234,7 +234,7 @@ def _experts(sized: Sized) -> tuple[Any, ...]:
 def random_experts(
     kinds: tuple[QuantType, ...], count: int, hidden: int, width: int
 ) -> ExpertTable:
-    """Experts with random matrices of given types."""
+    """Return experts with random matrices of given types."""
     shapes = ((width, hidden), (width, hidden), (hidden, width))
     parts = (
         tuple(random_weight(quant, *shape) for _ in range(count))
@@ -244,7 +244,7 @@ def random_experts(
 
 
 def random_choice(rows: int, experts: int, used: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Different experts for each row, and their weights."""
+    """Return random picks: different experts for each row, and their weights."""
     ids = torch.rand(rows, experts).argsort(dim=1)[:, :used].int()
     return ids, torch.rand(rows, used)
 
@@ -276,7 +276,7 @@ def _gated_norm(sized: Sized) -> tuple[Any, ...]:
 
 
 def empty_cache(k_type: str, v_type: str, slots: int, heads: int, dim: int) -> PagedKv:
-    """A cache of zeros with pages of 16 tokens."""
+    """Return a KV cache of zeros with pages of 16 tokens."""
     stored = []
     for quant in (BY_NAME[k_type], BY_NAME[v_type]):
         if quant.name in PLAIN_TYPES:
@@ -287,5 +287,5 @@ def empty_cache(k_type: str, v_type: str, slots: int, heads: int, dim: int) -> P
 
 
 def plain_weight(values: torch.Tensor) -> Weight:
-    """A float32 weight of given values."""
+    """Return a float32 weight with given values."""
     return Weight(values, F32, values.shape[0], values.shape[1])

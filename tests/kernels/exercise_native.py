@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-KINDS = {  # GGUF's number, values and bytes of a block
+KINDS = {  # GGUF's number of a type: values and bytes of a block
     0: (1, 4), 1: (1, 2), 30: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24),
     8: (32, 34), 12: (256, 144), 13: (256, 176), 14: (256, 210), 20: (32, 18), 39: (32, 17),
 }  # fmt: skip
@@ -18,7 +18,7 @@ RANDOM = np.random.default_rng(0)
 
 
 def load(folder: Path):
-    """Import the module that lies in a build folder."""
+    """Import the C++ module of a build folder."""
     spec = importlib.util.spec_from_file_location("_native", next(folder.glob("_native*.so")))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -26,7 +26,7 @@ def load(folder: Path):
 
 
 def aligned(size: int) -> np.ndarray:
-    """Bytes that begin at a multiple of 64, as torch's do.
+    """Return bytes aligned to 64, as torch's are.
 
     They end where their memory does wherever that can be had, as it can under the address
     sanitizer, which then sees who reads beyond them.
@@ -41,7 +41,7 @@ def aligned(size: int) -> np.ndarray:
 
 
 def address(array: np.ndarray) -> int:
-    """Return where an array's data begins."""
+    """Return the address of an array's data."""
     return array.ctypes.data
 
 
@@ -55,7 +55,7 @@ def packed(native, ops, kind: int, rows: int, columns: int) -> np.ndarray:
 
 
 def products(native, ops) -> None:
-    """Pack, unpack and multiply every type, with whole and broken panels and records."""
+    """Pack, unpack and multiply every type, with full and partial panels and records."""
     for kind in KINDS:
         last = 512 if KINDS[kind][0] == 256 else 352 if KINDS[kind][0] == 32 else 35
         for rows, out, columns in ((1, 16, 256), (15, 37, 512), (15, 17, last), (33, 17, last)):
@@ -68,7 +68,7 @@ def products(native, ops) -> None:
             for int8 in (False, True):
                 ops.matmul(address(panels), kind, out, columns, address(x), rows, int8,
                            address(result), address(scratch), scratch.size)  # fmt: skip
-                # A product is as exact as its terms are large: random ones may cancel.
+                # The error of a sum follows the magnitude of its terms, which may cancel.
                 read = rounded(x) if int8 and KINDS[kind][0] > 1 else x.astype(np.float64)
                 terms = np.abs(read) @ np.abs(back.T.astype(np.float64))
                 error = np.abs(result - read @ back.T.astype(np.float64)) / terms
@@ -76,7 +76,7 @@ def products(native, ops) -> None:
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """Return rows as 8 bits per 32 columns have them."""
+    """Round rows to 8 bits with one scale per 32 columns."""
     blocks = x.reshape(len(x), -1, 32)
     peaks = np.abs(blocks).max(2, keepdims=True)
     steps = np.round(blocks * (np.float32(127) / peaks)).astype(np.float64)
@@ -112,7 +112,7 @@ def layers(native, ops) -> None:
             cos = sin = np.full((rows, dim // 2), 0.7, dtype=np.float32)
             at = np.arange(rows, dtype=np.int64)
             size = layer.scratch_bytes(ops, (rows, dim // 2), address(spans), len(spans))
-            size += (rows == 5) << 16  # enough to share out the keys of few rows
+            size += (rows == 5) << 16  # enough to split the keys of few rows
             scratch = aligned(size)
             where = [address(array) for array in (x, cos, sin, at, spans)]
             layer.run(ops, (rows, dim // 2), *where, len(spans), address(pages), address(tree),
@@ -121,7 +121,7 @@ def layers(native, ops) -> None:
 
 
 def experts(native, ops) -> None:
-    """Choose experts by every rule, and run those chosen."""
+    """Pick experts by every rule, and run them."""
     count, used, hidden, width = 10, 3, 256, 64
     shapes = [(width, hidden), (width, hidden), (hidden, width)]
     parts = [[packed(native, ops, 8, *shape) for shape in shapes] for _ in range(count)]
@@ -147,9 +147,9 @@ def experts(native, ops) -> None:
 
 
 def cold(native, ops) -> None:
-    """Ask a thread for cold experts, step after step, with sleeps between some."""
+    """Send requests for cold experts to a ColdWorker, with pauses between some steps."""
     count, used, hidden, width, most = 10, 3, 256, 64, 8
-    size = 8 * 34 * 16  # of sixteen rows and 256 columns in tiles
+    size = 8 * 34 * 16  # bytes of a tile of sixteen rows and 256 columns
     sizes = (width // 16 * size, width // 16 * size, hidden // 16 * size)
     parts = [[aligned(part) for part in sizes] for _ in range(count)]
     for part in (part for expert in parts for part in expert):
@@ -180,7 +180,7 @@ def cold(native, ops) -> None:
 
 
 def states(native, ops) -> None:
-    """Run gated linear attention: prompts and single tokens, with whole and broken vectors."""
+    """Run gated DeltaNet: prompts and single tokens, with full and partial vectors."""
     for keys, heads, dim, taps in ((2, 6, 33, 4), (1, 1, 128, 1), (4, 4, 16, 4)):
         channels, slots = (2 * keys + heads) * dim, 3
         conv, decay, bias = floats(channels * taps), -np.abs(floats(heads)), floats(heads)
@@ -206,7 +206,7 @@ def floats(count: int) -> np.ndarray:
 
 
 def main() -> None:
-    """Exercise the module of the build folder that is given."""
+    """Run all operations of the module in the given build folder."""
     native = load(Path(sys.argv[1]))
     for isa in native.isas():
         ops = native.Ops(3, False, isa)

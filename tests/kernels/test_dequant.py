@@ -14,7 +14,7 @@ from headroom.formats.quants import I32, Q4_K, Q8_0, Q8_K, QUANTS, QuantType
 from headroom.kernels.reference.dequant import dequantise
 
 WEIGHT_TYPES = [quant for quant in QUANTS if quant.runs]
-# Where a block's float16 or float32 scales begin, to put extreme values there.
+# Byte offsets of a block's float16 or float32 scales, where tests put extreme values.
 SCALE_OFFSETS = {
     "q8_0": (0,), "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q4_k": (0, 2),
     "q5_k": (0, 2), "q6_k": (208,), "q8_k": (2,), "iq4_nl": (0,), "f16": (0,), "bf16": (0,),
@@ -25,7 +25,7 @@ EXTREME_HALVES = (
 
 
 def oracle(data: npt.NDArray[np.uint8], quant: QuantType) -> npt.NDArray[np.float32]:
-    if quant is Q8_K:  # the package only writes it; the format is a float scale and signed bytes
+    if quant is Q8_K:  # the package cannot read it; it is a float scale and signed bytes
         scale = data[:, :4].copy().view(np.float32)
         return scale * data[:, 4:260].view(np.int8).astype(np.float32)
     kind = gguf.GGMLQuantizationType(quant.ggml_id)

@@ -1,4 +1,4 @@
-"""Routed experts and their choice against plain definitions."""
+"""Routed experts and top-k routing against plain definitions."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Pieces of large pages: apart, aligned, and kept while they are used."""
+"""Arena: its pieces do not overlap, are aligned, and keep their chunk alive."""
 
 import gc
 import itertools
@@ -24,7 +24,7 @@ def test_pieces_are_aligned_and_never_overlap(sizes: list[int]) -> None:
 def test_a_chunk_lives_as_long_as_its_pieces() -> None:
     arena = Arena()
     piece = arena.take(100).fill_(7)
-    arena.take(CHUNK_BYTES)  # begins another chunk
+    arena.take(CHUNK_BYTES)  # starts another chunk
     del arena
     gc.collect()
     assert torch.equal(piece, torch.full((100,), 7, dtype=torch.uint8))

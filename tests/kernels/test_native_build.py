@@ -1,4 +1,4 @@
-"""The C++ module under sanitizers, and the package where no compiler is."""
+"""The C++ module under sanitizers, and the package installed without a compiler."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def test_the_kernels_pass_under_a_sanitizer(tmp_path: Path, sanitizer: str) -> N
     run(*configure, f"-DPython_EXECUTABLE={sys.executable}")
     run("cmake", "--build", str(tmp_path))
     runtime = run("gcc", f"-print-file-name={RUNTIMES[sanitizer]}").strip()
-    # Python itself and numpy never give back all memory, which is not what is tested here.
+    # Python and numpy never free all memory; that is not tested here.
     options = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "halt_on_error=1"}
     variables = [f"{name}={value}" for name, value in {"LD_PRELOAD": runtime, **options}.items()]
     shown = run("env", *variables, sys.executable, str(EXERCISE), str(tmp_path))
@@ -45,12 +45,12 @@ def test_the_package_installs_without_a_compiler(tmp_path: Path) -> None:
     assert "there was no C++ compiler, or it failed (pip install -v shows why)" in shown
 
 
-# Without the site's start-up files the editable install of this checkout stays out of the way.
+# With -S Python skips .pth files, and so does not find the editable install of this checkout.
 SITE = f"import sys; sys.path += [{next(p for p in sys.path if p.endswith('site-packages'))!r}]; "
 
 
 def run(*command: str) -> str:
-    """Run a command, which must succeed, and return what it printed."""
+    """Run a command that must succeed; return its output."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The run-time compiler: where it is found, what it makes, and what it says of wrong sources."""
+"""NVRTC, the run-time compiler: where it is found, its machine code, its errors."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ needs_nvrtc = pytest.mark.skipif(bool(missing()), reason=missing() or "nothing i
 
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The folders that are looked into, which a test fills."""
+    """The folders that are searched for headers; a test fills them."""
     folders: list[Path] = []
     monkeypatch.setattr(nvrtc, "_folders", lambda: iter(folders))
     monkeypatch.setattr(nvrtc, "open_nvrtc", nvrtc.open_nvrtc.__wrapped__)
@@ -44,7 +44,7 @@ def test_a_kernel_becomes_machine_code_that_is_the_same_every_time() -> None:
 
 
 @needs_nvrtc
-def test_a_wrong_source_is_told_with_its_line() -> None:
+def test_an_error_in_a_source_is_reported_with_its_line() -> None:
     with pytest.raises(
         KernelError, match=r"bad\.cu does not compile for sm_90: bad\.cu\(2\): error"
     ):

@@ -1,4 +1,4 @@
-"""The reference kernels against plain definitions, and their promise that rows are independent."""
+"""The reference kernels against definitions in float64, and that their rows are independent."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_matmul_equals_the_product_with_dequantised_weights(quant) -> None:
     weight = random_weight(quant, 70, 512)
     x = torch.randn(19, 512)
     expected = x.double() @ unpack_rows(weight, slice(None)).double().t()
-    largest = float(expected.abs().max())  # the rounding of a sum follows its terms, not itself
+    largest = float(expected.abs().max())  # a sum's rounding error depends on its terms
     result = matmul(x, weight, "f32").double()
     torch.testing.assert_close(result, expected, atol=1e-6 * largest, rtol=1e-5)
 

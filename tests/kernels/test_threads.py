@@ -1,4 +1,4 @@
-"""The thread pool of the C++ module under two callers."""
+"""The thread pool of the C++ module with two callers at once."""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,4 +1,4 @@
-"""Triton's kernels in their interpreter against the reference, and who may choose them."""
+"""Triton's kernels in Triton's interpreter against the reference, and when they are picked."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +28,7 @@ from tests.kernels.test_attention import filled_cache
 from tests.kernels.test_extremes import apart
 from tests.kernels.test_kernels import results
 
-SHARE = 1e-5  # of the largest value of the result: float32 sums in another order
+SHARE = 1e-5  # allowed error as a share of the largest value: float32 sums in another order
 NO_PAGES = torch.empty(0, dtype=torch.int64)
 TRITON = [kernel for kernel in KERNELS if kernel.backend == "triton"]
 interpreted = pytest.mark.skipif(
@@ -37,7 +37,7 @@ interpreted = pytest.mark.skipif(
 
 
 def use_large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes its time for every program, not value."""
+    """Use large tiles: the interpreter's time is spent per program, not per value."""
     monkeypatch.setattr(matmul, "EXACT", TileSizes(outs=64, rows=16, columns=256, warps=1))
     monkeypatch.setattr(matmul, "SINGLE", TileSizes(outs=32, rows=1, columns=256, warps=1))
     monkeypatch.setattr(matmul, "SINGLE_WORDS", TileSizes(outs=32, rows=1, columns=512, warps=1))
@@ -50,7 +50,7 @@ def use_large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def large_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Large tiles, in host memory."""
+    """Use large tiles and keep experts in host memory."""
     monkeypatch.setattr(experts, "DEVICE", "cpu")
     use_large_tiles(monkeypatch)
     with torch.inference_mode():
@@ -58,7 +58,7 @@ def large_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def chosen_cases() -> list[Sized]:
-    """Every type and every kind of mask, but fewer sizes than other kernels have: it is slow."""
+    """Return cases of every type and kind of mask, in few sizes: the interpreter is slow."""
     chosen = []
     for sized in all_cases():
         sizes, case = sized.sizes, sized.case
@@ -133,7 +133,7 @@ def test_triton_agrees_with_the_reference(sized: Sized) -> None:
     ],
     ids=str,
 )
-def test_inputs_of_triton_may_lie_apart_in_memory(sized: Sized, places: tuple[int, ...]) -> None:
+def test_inputs_of_triton_may_be_non_contiguous(sized: Sized, places: tuple[int, ...]) -> None:
     kernel = next(kernel for kernel in TRITON if kernel.op == sized.op)
     together, scattered = (prepared(kernel, make_inputs(sized)) for _ in range(2))
     scattered = tuple(apart(x) if n in places else x for n, x in enumerate(scattered))
@@ -146,8 +146,8 @@ def test_inputs_of_triton_may_lie_apart_in_memory(sized: Sized, places: tuple[in
 
 @interpreted
 @pytest.mark.parametrize("name", ["q4_k", "q5_k", "q6_k", "bf16"])
-def test_rows_in_16_bits_come_near_and_a_single_one_nearer(name: str) -> None:
-    """In f16: the interpreter has no products of bf16."""
+def test_products_in_16_bits_are_near_and_those_of_a_single_row_nearer(name: str) -> None:
+    """Products in f16, since the interpreter has none in bf16."""
     torch.manual_seed(0)
     weight, x = random_weight(BY_NAME[name], 37, 512), torch.randn(3, 512)
     reference = next(k for k in KERNELS if str(k) == "matmul-reference")
