@@ -1,11 +1,16 @@
 """Options: declared once; flags, variables and config files give the same values."""
 
-from dataclasses import fields
+import json
+from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+import typer
 
+from headroom.cli.main import make_app
 from headroom.errors import OptionError
 from headroom.options import Options, flag, load_options, value_type, variable
 
@@ -120,3 +125,42 @@ def test_a_user_without_a_home_folder_is_told_what_to_set() -> None:
 def test_every_setting_says_what_it_is_and_where_it_belongs(setting: Any) -> None:
     assert setting.metadata["help"]
     assert setting.metadata["group"] in ("model", "engine", "plan", "server", "program")
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda setting: setting.name)
+def test_every_setting_is_a_flag_a_variable_and_a_config_key(
+    setting: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = example(setting)
+    wanted = replace(Options(), **{setting.name: value})
+    assert load_options({setting.name: value}) == wanted
+    config = tmp_path / "headroom.toml"
+    for key in (setting.name, setting.name.replace("_", "-")):
+        config.write_text(f"{key} = {json.dumps(value)}\n")
+        assert load_options({}, config) == wanted
+    monkeypatch.setenv(variable(setting), str(value))
+    assert load_options({}) == wanted
+    wanted_flag = setting.name if setting.name == "model" else flag(setting)  # a plain argument
+    assert wanted_flag in declared_flags()
+
+
+def example(setting: Any) -> object:
+    """A value that a setting takes and that is not its default."""
+    rules, kind = setting.metadata, value_type(setting)
+    if rules["choices"]:
+        return next(choice for choice in rules["choices"] if choice != setting.default)
+    if kind is bool:
+        return not setting.default
+    if kind is str:
+        return "1GiB"  # a size, a name or a path
+    least = rules["min"] if rules["min"] is not None else 1
+    return kind(least + 1 if least + 1 != setting.default else least + 2)
+
+
+@cache
+def declared_flags() -> set[str]:
+    """The flags and plain arguments of all commands."""
+    group = typer.main.get_command(make_app())
+    assert isinstance(group, click.Group)
+    commands = [group, *group.commands.values()]
+    return {name for command in commands for option in command.params for name in option.opts}

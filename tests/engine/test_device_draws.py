@@ -5,10 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from headroom.engine.engine import Engine
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
-from tests.split.fake_device import FakeModel, FakeStage, device_engine, host_engine, settings
+from headroom.split.gpu_stage import GpuResult
+from tests.stand_in.gpu import StandInGpu, stand_in_gpu
+from tests.stand_in.stage import NotedStage, TableModel, device_engine, host_engine, settings
 
 LONG = {"max_tokens": 30, "ignore_eos": True}
 CASES = {
@@ -29,11 +32,18 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInGpu]:
+    """Let this machine have the stand-in GPU."""
+    with stand_in_gpu(monkeypatch) as made:
+        yield made
+
+
 @contextmanager
-def engines(**changed: int) -> Iterator[tuple[Engine, Engine, FakeStage]]:
+def engines(**changed: int) -> Iterator[tuple[Engine, Engine, NotedStage]]:
     plan = settings(**changed)
-    drawing, stage = device_engine(FakeModel(), plan)
-    host = host_engine(FakeModel(), plan)
+    drawing, stage = device_engine(TableModel(), plan)
+    host = host_engine(TableModel(), plan)
     try:
         yield drawing, host, stage
     finally:
@@ -88,15 +98,15 @@ def test_rows_with_different_wishes_share_steps_on_a_device() -> None:
 
 def test_only_rows_that_need_them_bring_logits_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     fetched = []
-    logits = "headroom.split.gpu_stage.GpuResult.logits"
+    logits = GpuResult.logits
     with engines() as (drawing, _, stage):
         model = stage._model
 
-        def count(self: object, rows: list[int]):  # type: ignore[no-untyped-def]
+        def count(self: GpuResult, rows: list[int]) -> torch.Tensor:
             fetched.append(len(rows))
-            return self._logits(rows)  # type: ignore[attr-defined]
+            return logits(self, rows)
 
-        monkeypatch.setattr(logits, count)
+        monkeypatch.setattr(GpuResult, "logits", count)
         ended(start(drawing, "plain", range(9), CASES["plain"]))
         assert fetched == []
         ended(start(drawing, "logprobs", range(9), CASES["logprobs"]))
@@ -129,8 +139,8 @@ def test_what_a_device_cannot_hold_is_drawn_by_the_engine(
 
 def test_a_model_that_waits_for_the_host_is_run_and_not_captured() -> None:
     plan = settings()
-    drawing, stage = device_engine(FakeModel(capturable=False), plan)
-    host = host_engine(FakeModel(), plan)
+    drawing, stage = device_engine(TableModel(capturable=False), plan)
+    host = host_engine(TableModel(), plan)
     found, wanted = (
         told(ended(start(engine, "a", range(20), CASES["filters"]))) for engine in (drawing, host)
     )

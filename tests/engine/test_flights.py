@@ -1,7 +1,7 @@
 """Steps that are launched before the last one is read: the same answers, nothing lost."""
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from unittest.mock import MagicMock
 
 import pytest
@@ -9,9 +9,17 @@ import pytest
 from headroom.engine.engine import Engine
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
 from headroom.split.gpu_stage import GpuResult
-from tests.split.fake_device import FakeModel, device_engine, host_engine, settings
+from tests.stand_in.gpu import StandInGpu, stand_in_gpu
+from tests.stand_in.stage import TableModel, device_engine, host_engine, settings
 
 PARAMS = SamplingParams(seed=3, temperature=0.9, max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInGpu]:
+    """Let this machine have the stand-in GPU."""
+    with stand_in_gpu(monkeypatch) as made:
+        yield made
 
 
 def submit(
@@ -47,7 +55,7 @@ def told(events: list[TokenEvent]) -> list[object]:
 def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, stage = device_engine(FakeModel(), settings())
+    engine, stage = device_engine(TableModel(), settings())
     order: list[str] = []
     step, tokens = stage.step, GpuResult.tokens
 
@@ -104,7 +112,7 @@ def test_no_step_is_unread_while_experts_are_exchanged() -> None:
     plan, answers = settings(), []
     upkeep = Often(lambda: sum(one.unread for one in engine._scheduler.running))
     for looked_after in (False, True):
-        engine, _ = device_engine(FakeModel(), plan)
+        engine, _ = device_engine(TableModel(), plan)
         if looked_after:
             engine.upkeep = upkeep  # type: ignore[assignment]
         running = [submit(engine, "x" * n, PARAMS) for n in (1, 2)]
@@ -131,7 +139,7 @@ class Resting(Often):
 
 
 def test_the_engine_does_not_rest_while_a_preempted_request_waits_in_its_answer() -> None:
-    engine = host_engine(FakeModel(), settings(cache_tokens=320, context=256, chunk=256))
+    engine = host_engine(TableModel(), settings(cache_tokens=320, context=256, chunk=256))
     engine.upkeep = upkeep = Resting(engine)  # type: ignore[assignment]
     # Five pages of 64: both prompts take two, and only one of the two answers can have a third.
     first, second = (submit(engine, name, PARAMS, length=120) for name in ("a", "b"))
@@ -144,7 +152,7 @@ def test_the_engine_does_not_rest_while_a_preempted_request_waits_in_its_answer(
 
 
 def test_requests_that_begin_in_one_step_ask_once_what_experts_did_before() -> None:
-    engine, _ = device_engine(FakeModel(), settings())
+    engine, _ = device_engine(TableModel(), settings())
     engine.upkeep = upkeep = MagicMock(latest=None)
     upkeep.idle_s.return_value, upkeep.due.return_value = None, False
     upkeep.end_request.return_value = None
@@ -166,8 +174,8 @@ def test_requests_that_begin_in_one_step_ask_once_what_experts_did_before() -> N
 def test_preempted_sequences_go_on_with_tokens_that_were_not_read_yet() -> None:
     plan = settings(cache_tokens=320, context=256, chunk=32)
     answers, counts = [], []
-    device, _ = device_engine(FakeModel(), plan)
-    for engine in (device, host_engine(FakeModel(), plan)):
+    device, _ = device_engine(TableModel(), plan)
+    for engine in (device, host_engine(TableModel(), plan)):
         running = [submit(engine, "x" * n, PARAMS, length=30 + 17 * n) for n in range(1, 7)]
         answers.append([told(wait(events)) for events in running])
         stats = engine.stats()
@@ -179,9 +187,9 @@ def test_preempted_sequences_go_on_with_tokens_that_were_not_read_yet() -> None:
 
 def test_a_step_of_a_new_kind_reads_what_the_last_one_drew() -> None:
     answers = []
-    device, stage = device_engine(FakeModel(), settings())
+    device, stage = device_engine(TableModel(), settings())
     captured = len(stage.kinds)
-    for engine in (device, host_engine(FakeModel(), settings())):
+    for engine in (device, host_engine(TableModel(), settings())):
         late: list[queue.SimpleQueue[TokenEvent]] = []
 
         def join(event: TokenEvent, engine: Engine = engine, late: list = late) -> None:
@@ -196,7 +204,7 @@ def test_a_step_of_a_new_kind_reads_what_the_last_one_drew() -> None:
 
 
 def test_a_stop_token_is_the_last_that_is_emitted() -> None:
-    device, _ = device_engine(FakeModel(), settings())
+    device, _ = device_engine(TableModel(), settings())
     wanted = [event.token for event in wait(submit(device, "a", PARAMS))]
     stop = wanted[7]
     assert stop is not None
@@ -213,7 +221,7 @@ def test_a_stop_token_is_the_last_that_is_emitted() -> None:
 
 
 def test_cancelling_drops_tokens_that_are_not_read_yet() -> None:
-    device, _ = device_engine(FakeModel(), settings())
+    device, _ = device_engine(TableModel(), settings())
 
     def cancel(event: TokenEvent) -> None:
         if event.generated_tokens == 3 and event.finish_reason is None:
@@ -233,8 +241,8 @@ def test_plain_requests_share_steps_with_ones_that_must_be_read_at_once() -> Non
     strict = SamplingParams(seed=5, repetition_penalty=1.3, max_tokens=20, ignore_eos=True)
     weighed = SamplingParams(seed=6, logprobs=2, max_tokens=15, ignore_eos=True)
     answers = []
-    device, _ = device_engine(FakeModel(), plan)
-    for engine in (device, host_engine(FakeModel(), plan)):
+    device, _ = device_engine(TableModel(), plan)
+    for engine in (device, host_engine(TableModel(), plan)):
         first = submit(engine, "a", PARAMS)
         running = [submit(engine, name, p) for name, p in (("bb", strict), ("ccc", weighed))]
         answers.append([told(wait(events)) for events in (first, *running)])

@@ -2,7 +2,7 @@
 
 import os
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from headroom.plan.describe import describe
 from headroom.plan.plan import make_plan
 from headroom.split import launch
 from headroom.units import GIB
-from tests.split.fake_device import FakeModel, device_engine, settings
+from tests.stand_in.gpu import StandInGpu, stand_in_gpu
+from tests.stand_in.stage import TableModel, device_engine, settings
 
 GPU = DeviceSpec(
     name="cuda:0", kind="cuda", total_bytes=24 * GIB, available_bytes=24 * GIB, link=30e9, sm=90
@@ -115,30 +116,34 @@ def test_other_errors_at_start_stay_what_they_are(
         start()
 
 
-def test_a_lost_device_ends_the_engine_and_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, stage = device_engine(FakeModel(), settings())
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInGpu]:
+    with stand_in_gpu(monkeypatch) as made:
+        yield made
+
+
+def test_a_lost_device_ends_the_engine_and_its_requests(gpu: StandInGpu) -> None:
+    engine, _ = device_engine(TableModel(), settings())
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
 
-    def fail(batch: object, draws: object) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    def lose(event: TokenEvent) -> None:
+        gpu.queues.lost = "CUDA error: an illegal memory access was encountered\nCompile with"
+        events.put(event)
 
-    monkeypatch.setattr(stage, "step", fail)
-    monkeypatch.setattr(stage, "lost", lambda: "CUDA error: an illegal memory access")
-    engine.submit(
-        GenerationRequest(id="a", prompt=(1, 2), params=SamplingParams(), stop_ids=frozenset()),
-        events.put,
-    )
-    last = events.get(timeout=30)
+    params = SamplingParams(ignore_eos=True, max_tokens=50)
+    request = GenerationRequest(id="a", prompt=(1, 2), params=params, stop_ids=frozenset())
+    engine.submit(request, lose)
+    found = [events.get(timeout=30), events.get(timeout=30)]
     engine._thread.join(30)
-    assert last.finish_reason == "error"
+    assert [event.finish_reason for event in found] == [None, "error"]
     assert not engine.alive
     assert engine._failure == (
-        "The engine stopped after an error: DeviceError: cpu is lost: CUDA error: an illegal "
-        "memory access."
+        "The engine stopped after an error: DeviceError: cuda:0 is lost: CUDA error: an illegal "
+        "memory access was encountered."
     )
 
 
-def test_memory_of_the_device_is_reported() -> None:
-    engine, _ = device_engine(FakeModel(), settings())
-    assert engine.stats().memory.device == "cpu"
+def test_memory_of_the_device_is_reported(gpu: StandInGpu) -> None:
+    engine, _ = device_engine(TableModel(), settings())
+    assert engine.stats().memory.device == "cuda:0"
     engine.close()

@@ -1,6 +1,7 @@
 """What a step on a device reads: positions, pages, masks of draft trees and padding."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -13,9 +14,17 @@ from headroom.kernels.cuda.delta_net import blocks_for
 from headroom.layers.batch import Batch, Span
 from headroom.split.gpu_stage import BUCKETS, bucket_of
 from headroom.split.step_inputs import StepInputs, StepKind, kind_of
-from tests.split.fake_device import FakeModel, FakeStage, settings
+from tests.stand_in.gpu import StandInGpu, stand_in_gpu
+from tests.stand_in.stage import NotedStage, TableModel, settings
 
 TREE = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInGpu]:
+    """Let this machine have the stand-in GPU."""
+    with stand_in_gpu(monkeypatch) as made:
+        yield made
 
 
 def make(spans: list[Span], positions: list[int] | None = None) -> Batch:
@@ -110,8 +119,8 @@ def test_a_tree_in_a_long_step_is_refused() -> None:
 def test_every_sort_of_few_rows_that_requests_may_ask_for_has_run_before_one_waits(
     parallel: int,
 ) -> None:
-    model = FakeModel()
-    stage = FakeStage(model, settings(parallel=parallel))
+    model = TableModel()
+    stage = NotedStage(model, settings(parallel=parallel))
     stage.capture()
     captured = {(kind.rows, kind.span_rows) for kind in stage.kinds}
     assert captured == {(size, 1) for size in (1, 2, 4) if size <= parallel} | {(32, 32)}
@@ -123,8 +132,8 @@ def test_every_sort_of_few_rows_that_requests_may_ask_for_has_run_before_one_wai
 
 @pytest.mark.parametrize("parallel", [1, 3, 8, 20, 40])
 def test_steps_that_are_not_captured_have_run_in_every_size_that_has_kernels(parallel: int) -> None:
-    model = FakeModel(capturable=False)
-    FakeStage(model, settings(parallel=parallel)).capture()
+    model = TableModel(capturable=False)
+    NotedStage(model, settings(parallel=parallel)).capture()
     ran = [[span.rows for span in batch.spans] for batch in model.seen]
     assert [[rows] for rows in (2, 4, 8, 16, 24, 32, 33)] == [x for x in ran if x[0] > 1][:7]
     most = min(parallel, 32)
@@ -133,12 +142,12 @@ def test_steps_that_are_not_captured_have_run_in_every_size_that_has_kernels(par
 
 
 def test_a_small_chunk_bounds_what_runs_before_requests() -> None:
-    model = FakeModel(capturable=False)
-    FakeStage(model, settings(parallel=2, chunk=7)).capture()
+    model = TableModel(capturable=False)
+    NotedStage(model, settings(parallel=2, chunk=7)).capture()
     assert [len(batch.tokens) for batch in model.seen] == [1, 2, 2, 4, 8, 9]
 
 
-class Counting(FakeModel):
+class Counting(TableModel):
     """Counts a choice for every row."""
 
     def __init__(self, capturable: bool) -> None:
@@ -153,14 +162,14 @@ class Counting(FakeModel):
 @pytest.mark.parametrize("capturable", [True, False])
 def test_choices_of_runs_before_requests_are_forgotten(capturable: bool) -> None:
     model = Counting(capturable)
-    FakeStage(model, settings(parallel=2)).capture()
+    NotedStage(model, settings(parallel=2)).capture()
     assert model.seen
     assert not model.routing.counts().any()
 
 
-def run_at_start(parallel: int) -> FakeModel:
-    model = FakeModel()
-    FakeStage(model, settings(parallel=parallel)).capture()
+def run_at_start(parallel: int) -> TableModel:
+    model = TableModel()
+    NotedStage(model, settings(parallel=parallel)).capture()
     return model
 
 
@@ -185,17 +194,17 @@ def test_logits_of_every_number_of_sequences_that_has_kernels_are_drawn_at_start
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drawn: list[int] = []
-    logits = FakeModel.logits
+    logits = TableModel.logits
     monkeypatch.setattr(
-        FakeModel, "logits", lambda self, x: (drawn.append(len(x)), logits(self, x))[1]
+        TableModel, "logits", lambda self, x: (drawn.append(len(x)), logits(self, x))[1]
     )
     run_at_start(parallel=20)
     assert {1, 2, 4, 8, 16, 20, 32} == set(drawn)
 
 
 def test_steps_with_a_tree_are_captured_when_one_is_asked_for_and_then_kept() -> None:
-    model = FakeModel()
-    stage = FakeStage(model, settings())
+    model = TableModel()
+    stage = NotedStage(model, settings())
     batch = make([Span(0, 3, 9, pages(1), tree=TREE)], [9, 10, 10])
     with torch.inference_mode():
         first = stage.step(batch).logits([0])
@@ -204,12 +213,12 @@ def test_steps_with_a_tree_are_captured_when_one_is_asked_for_and_then_kept() ->
     assert model.seen[-1].tables[0].trees is not None
     assert torch.equal(again, first)
     assert len(stage.kinds) == 1
-    assert torch.equal(first, model.logits(model.run(batch)[2:]))
+    assert torch.equal(first, model.logits(model.run(batch)[2:]).cpu())
 
 
 def test_steps_that_decode_or_check_chains_are_captured_once_for_all_requests() -> None:
-    model = FakeModel()
-    stage = FakeStage(model, settings())
+    model = TableModel()
+    stage = NotedStage(model, settings())
     stage.capture()
     with torch.inference_mode():
         for turn in range(6):  # other pages and lengths each time, as other requests have
@@ -223,7 +232,8 @@ def test_steps_that_decode_or_check_chains_are_captured_once_for_all_requests() 
     sizes = Counter((kind.rows, kind.span_rows) for kind in stage.kinds)
     decoding, chains = {(size, 1) for size in (1, 2, 4)}, {(size, size) for size in BUCKETS[1:]}
     assert sizes == dict.fromkeys(decoding | chains, 1)
-    assert torch.equal(found, model.logits(model.run(make([span], [*range(35, 67)]))[-1:]))
+    wanted = model.logits(model.run(make([span], [*range(35, 67)]))[-1:])
+    assert torch.equal(found, wanted.cpu())
     stage.forget_captures()  # only whoever changes what a step does
     with torch.inference_mode():
         stage.step(make([span], [*range(35, 67)]))

@@ -145,6 +145,7 @@ def stand_in_gpu(
             with StandInMode():
                 yield gpu
                 gpu.queues.repair()
+                gpu.queues.lost = ""
                 gpu.queues.finish()
         finally:
             Queues._current.pop()

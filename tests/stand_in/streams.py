@@ -50,6 +50,7 @@ class Stream:
 
     def drain(self) -> None:
         """Run everything that is queued here, and what that waits for."""
+        self._gpu.check()
         while self.busy:
             if not self.advance():
                 self._gpu.advance()
@@ -122,6 +123,7 @@ class Event:
 
         Time passes for the GPU while the host asks, unless a test lets it pass.
         """
+        self._gpu.check()
         reached = self.is_reached()
         if not reached and not self._gpu.stepped:
             self._gpu.advance()
@@ -158,6 +160,7 @@ class Queues:
         self.asked = 0  # copies that did not hold up the host
         self.refused_at = self.failed_at = 0  # the copy, from 1, that is refused, or fails late
         self.broken = False  # a copy failed: those behind it do not run either
+        self.lost = ""  # the error of every later call, once a kernel has failed
         # Whether copies beside the main stream begin only when a test lets them.
         self.stepped = False
         self.pinned_by_torch: dict[int, int] = {}  # bytes of host memory by address
@@ -189,8 +192,14 @@ class Queues:
         if not any(moved):
             raise AssertionError("the host waits for something that never happens")
 
+    def check(self) -> None:
+        """Raise the error of a GPU that is lost."""
+        if self.lost:
+            raise StandInError(self.lost)
+
     def finish(self) -> None:
         """Run all work."""
+        self.check()
         while any(stream.busy for stream in self.streams):
             self.advance()
 

@@ -1,7 +1,4 @@
-"""A device stage in host memory: a made-up model, and captured steps that simply run again."""
-
-from collections.abc import Callable
-from dataclasses import dataclass
+"""A stage on the stand-in GPU, whose model is computed from tables."""
 
 import torch
 
@@ -27,11 +24,11 @@ def settings(**changed: int) -> PlanSettings:
     )  # fmt: skip
 
 
-class FakeModel:
+class TableModel:
     """Logits that depend on a row's token and position, and on nothing else."""
 
     routing = None
-    cold = None
+    decode_worker = None
     to_compile = frozenset()
 
     def __init__(self, capturable: bool = True) -> None:
@@ -41,6 +38,12 @@ class FakeModel:
         self._positions = torch.randn(4096, HIDDEN, generator=generator)
         self._head = torch.randn(HIDDEN, VOCAB, generator=generator)
         self.seen: list[GpuBatch] = []
+
+    def move(self, device: str) -> None:
+        """Bring the tables to a device."""
+        self._tokens, self._positions, self._head = (
+            table.to(device) for table in (self._tokens, self._positions, self._head)
+        )
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Return rows that tell their tokens and positions."""
@@ -57,47 +60,27 @@ class FakeModel:
         return torch.cat([row[None] @ self._head for row in hidden]) if len(hidden) else hidden
 
 
-@dataclass
-class Again:
-    """A graph that runs what it was made of."""
+class NotedStage(GpuStage):
+    """A stage on the stand-in GPU that notes which kinds of steps it captures."""
 
-    run: Callable[[], object]
-
-    def replay(self) -> None:
-        """Run it once more."""
-        self.run()
-
-
-class FakeStage(GpuStage):
-    """A device stage without a device."""
-
-    def __init__(self, model: FakeModel, plan: PlanSettings) -> None:
-        sampler = DeviceSampler.allocate(DECODE_ROWS, VOCAB, "cpu")
-        super().__init__("cpu", model, plan, frozenset(), sampler)  # type: ignore[arg-type]
+    def __init__(self, model: TableModel, plan: PlanSettings) -> None:
+        model.move("cuda:0")
+        sampler = DeviceSampler.allocate(DECODE_ROWS, VOCAB, "cuda:0")
+        super().__init__("cuda:0", model, plan, frozenset(), sampler)  # type: ignore[arg-type]
         self.kinds: list[StepKind] = []
 
     def _capture(self, kind: StepKind) -> Captured:
-        self._captured_inputs.clear()
-        self._run_captured(kind)  # as a warm-up does, which draws
         self.kinds.append(kind)
-        hidden = torch.empty(kind.rows, HIDDEN)
-        logits = torch.empty(kind.rows, VOCAB)
-
-        def run() -> None:
-            found, scores = self._run_captured(kind)
-            hidden.copy_(found)
-            logits.copy_(scores)
-
-        return Captured(Again(run), hidden, logits)
+        return super()._capture(kind)
 
 
-def device_engine(model: FakeModel, plan: PlanSettings) -> tuple[Engine, FakeStage]:
-    """An engine whose stage draws."""
-    stage = FakeStage(model, plan)
+def device_engine(model: TableModel, plan: PlanSettings) -> tuple[Engine, NotedStage]:
+    """Return an engine whose stage, on the stand-in GPU, draws the tokens."""
+    stage = NotedStage(model, plan)
     stage.capture()
     return Engine(Pipeline(stage, VOCAB, {}), plan, queue=64), stage
 
 
-def host_engine(model: FakeModel, plan: PlanSettings) -> Engine:
-    """An engine that draws itself."""
+def host_engine(model: TableModel, plan: PlanSettings) -> Engine:
+    """Return an engine that computes on the CPU and draws the tokens itself."""
     return Engine(Pipeline(CpuStage("cpu", model), VOCAB, {}), plan, queue=64)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """A stage whose CPU computes cold experts: its threads are told of steps, its failures end all."""
 
 import queue
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -8,8 +9,17 @@ import torch
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
 from headroom.errors import DeviceError
 from headroom.layers.batch import Span
-from tests.split.fake_device import FakeModel, FakeStage, device_engine, settings
+from headroom.split.gpu_stage import WARM_UPS
 from tests.split.test_step_inputs import make, pages
+from tests.stand_in.gpu import StandInGpu, stand_in_gpu
+from tests.stand_in.stage import NotedStage, TableModel, device_engine, settings
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInGpu]:
+    """Let this machine have the stand-in GPU."""
+    with stand_in_gpu(monkeypatch) as made:
+        yield made
 
 
 class FakeCold:
@@ -38,38 +48,40 @@ class FakeCold:
 
 @pytest.mark.parametrize("capturable", [True, False])
 def test_threads_are_told_of_steps_of_few_rows_only(capturable: bool) -> None:
-    model = FakeModel(capturable)
+    model = TableModel(capturable)
     cold = model.decode_worker = FakeCold()  # type: ignore[assignment]
-    stage = FakeStage(model, settings())
+    stage = NotedStage(model, settings())
     with torch.inference_mode():
         stage.step(make([Span(0, 3, 9, pages(1))]))
-        assert cold.begun == 1
+        told = 1 + capturable * WARM_UPS  # a new kind of step runs before it is captured
+        assert cold.begun == told
         stage.step(make([Span(0, 40, 0, pages(1))]))
-    assert cold.begun == 1
+    assert cold.begun == told
 
 
 def test_steps_of_few_rows_that_are_not_captured_are_told_too() -> None:
-    model = FakeModel(capturable=False)  # some layers are plain, and others ask the CPU
+    model = TableModel(capturable=False)  # some layers are plain, and others ask the CPU
     cold = model.decode_worker = FakeCold()  # type: ignore[assignment]
-    stage = FakeStage(model, settings())
+    stage = NotedStage(model, settings())
     with torch.inference_mode():
         stage.step(make([Span(0, 3, 9, pages(1))]))
     assert cold.begun == 1
 
 
 def test_a_chunk_of_few_rows_is_told_when_it_is_warmed_up() -> None:
-    model = FakeModel()
+    model = TableModel()
     cold = model.decode_worker = FakeCold()  # type: ignore[assignment]
-    stage = FakeStage(model, settings(chunk=16))
+    stage = NotedStage(model, settings(chunk=16))
     stage.capture()
     assert len(model.seen[-1].tokens) == 20
-    assert cold.begun == 5  # by warm-ups alone: these captures run nothing that asks
+    # Runs before captures, sizes that run once, and the chunk.
+    assert cold.begun == WARM_UPS * len(stage.kinds) + 4 + 1
 
 
 def test_no_long_step_follows_one_that_the_cpu_failed() -> None:
-    model = FakeModel()
+    model = TableModel()
     cold = model.decode_worker = FakeCold()  # type: ignore[assignment]
-    stage = FakeStage(model, settings())
+    stage = NotedStage(model, settings())
     cold.reason = "no answer"
     with torch.inference_mode(), pytest.raises(DeviceError, match="no answer"):
         stage.step(make([Span(0, 40, 0, pages(1))]))
@@ -77,9 +89,9 @@ def test_no_long_step_follows_one_that_the_cpu_failed() -> None:
 
 @pytest.mark.parametrize("rows", [3, 40])
 def test_logits_of_a_failed_step_are_not_used(rows: int) -> None:
-    model = FakeModel()
+    model = TableModel()
     cold = model.decode_worker = FakeCold()  # type: ignore[assignment]
-    stage = FakeStage(model, settings())
+    stage = NotedStage(model, settings())
     with torch.inference_mode():
         result = stage.step(make([Span(0, rows, 0, pages(1))]))
         cold.reason = "no answer"
@@ -88,7 +100,7 @@ def test_logits_of_a_failed_step_are_not_used(rows: int) -> None:
 
 
 def test_an_engine_ends_the_thread_before_its_memory_goes() -> None:
-    model = FakeModel()
+    model = TableModel()
     cold = model.decode_worker = FakeCold()  # type: ignore[assignment]
     engine, _ = device_engine(model, settings())
     assert not cold.closed
@@ -97,9 +109,9 @@ def test_an_engine_ends_the_thread_before_its_memory_goes() -> None:
 
 
 def test_no_step_follows_one_that_the_cpu_failed() -> None:
-    model = FakeModel()
+    model = TableModel()
     cold = model.decode_worker = FakeCold()  # type: ignore[assignment]
-    stage = FakeStage(model, settings())
+    stage = NotedStage(model, settings())
     cold.reason = "no answer"
     with torch.inference_mode(), pytest.raises(DeviceError, match="no answer"):
         stage.step(make([Span(0, 3, 9, pages(1))]))
@@ -107,7 +119,7 @@ def test_no_step_follows_one_that_the_cpu_failed() -> None:
 
 
 def test_tokens_of_a_failed_step_are_not_used() -> None:
-    model = FakeModel()
+    model = TableModel()
     cold = model.decode_worker = FakeCold()  # type: ignore[assignment]
     engine, _ = device_engine(model, settings())
     begin = cold.begin_step
@@ -126,4 +138,4 @@ def test_tokens_of_a_failed_step_are_not_used() -> None:
     engine._thread.join(30)
     assert last.finish_reason == "error"
     assert not engine.alive
-    assert "cpu is lost: no answer" in str(engine._failure)
+    assert "cuda:0 is lost: no answer" in str(engine._failure)
