@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from headroom.engine.request import SamplingParams
-from headroom.kernels.cuda.sampler import SamplerTables
+from headroom.kernels.cuda.sampler import Tables, allocate_tables
+from headroom.kernels.cuda.sampler_tables import SETTINGS
 
 HISTORY = [3, 3, 5, 7, 11, 3, 96, 96, 2] * 40
 CASES = {
@@ -38,15 +39,12 @@ CASES = {
 }
 
 
-def tables_of(cases: Sequence[SamplingParams], history: Sequence[int] = HISTORY) -> SamplerTables:
+def tables_of(cases: Sequence[SamplingParams], history: Sequence[int] = HISTORY) -> Tables:
     """The settings of some requests that have the same history, in host memory."""
-    tables = SamplerTables.allocate(len(cases), 512, 4, "cpu")
+    tables = allocate_tables(len(cases), "cpu")
     for row, params in enumerate(cases):
-        for name in ("temperature", "top_k", "top_p", "min_p", "seed", "draw"):
+        for name in SETTINGS:
             getattr(tables, name)[row] = getattr(params, name)
-        tables.repetition[row] = params.repetition_penalty
-        tables.frequency[row] = params.frequency_penalty
-        tables.presence[row] = params.presence_penalty
         tables.position[row] = len(history)
         recent = history[-params.penalty_window :] if params.penalty_window else history
         tables.recent[row, : len(recent)] = torch.tensor(recent)

@@ -70,7 +70,7 @@ class LaunchedStep:
         """
         places = self.result.places
         return len(places) <= DECODE_ROWS and not any(
-            output.needs_logits(places.get(at)) or output.sequence.draws.penalises
+            output.needs_logits(places.get(at)) or output.sequence.request.params.penalises
             for at, output in enumerate(self.outputs)
         )
 
@@ -97,7 +97,7 @@ def list_outputs(turns: Sequence[Turn]) -> list[Output]:
 def list_draws(outputs: Sequence[Output]) -> list[Draw | None]:
     """Return how the token of each output row is drawn; None for rows that draw none."""
     return [
-        Draw(output.sequence.draws, output.sequence.tokens) if output.draws else None
+        Draw(output.sequence.request.params, output.sequence.tokens) if output.draws else None
         for output in outputs
     ]
 

@@ -88,6 +88,12 @@ class SamplingParams:
     # The engine does not look for stop texts: whoever turns tokens into text finds them there.
     stop: tuple[str, ...] = setting((), "text that ends the answer; may be repeated")
 
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens that came before change the logits."""
+        neutral = self.repetition_penalty == 1
+        return not neutral or self.frequency_penalty != 0 or self.presence_penalty != 0
+
     def __post_init__(self) -> None:
         for declared in fields(self):
             value = getattr(self, declared.name)

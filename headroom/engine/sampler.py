@@ -1,4 +1,4 @@
-"""Logits to probabilities to tokens, one row at a time, the same bits whoever shares the batch.
+"""The host's sampler: logits to probabilities to a token, one row at a time.
 
 Order: logit bias, repetition, frequency and presence penalties, temperature, top-k, top-p,
 min-p, draw. Temperature 0 takes the likeliest token, the lowest id on ties.
@@ -47,8 +47,7 @@ def _penalised(logits: Row, history: Sequence[int], params: SamplingParams) -> R
     scores = logits.copy()
     for token, bias in params.logit_bias.items():
         scores[token] += bias
-    neutral = params.repetition_penalty == 1
-    if neutral and not params.frequency_penalty and not params.presence_penalty:
+    if not params.penalises:
         return scores
     recent = history[-params.penalty_window :] if params.penalty_window else history
     seen, counts = np.unique(np.asarray(recent, dtype=np.int64), return_counts=True)

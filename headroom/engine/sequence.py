@@ -8,12 +8,10 @@ import torch
 
 from headroom.engine.request import (
     GenerationRequest,
-    SamplingParams,
     Timings,
     TokenEvent,
     TokenLogprobs,
 )
-from headroom.layers.draws import DrawSettings
 from headroom.split.upkeep import ExpertTelemetry
 
 
@@ -32,7 +30,6 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     # `pages` as a tensor, with the list and the length that it was made from.
     _table: tuple[list[int], int, torch.Tensor] | None = None
-    draws: DrawSettings = field(init=False)  # the request's settings, for a device that draws
     slot: int = 0  # number among the running ones; states and window pages go by it
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     submitted_at: float = field(default_factory=time.perf_counter)
@@ -42,7 +39,6 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
-        self.draws = draw_settings(self.request.params)
 
     @property
     def pending(self) -> int:
@@ -84,20 +80,3 @@ class Sequence:
             prefill_s=first - started,
             decode_s=now - first,
         )
-
-
-def draw_settings(params: SamplingParams) -> DrawSettings:
-    """Return the sampling settings that a device's sampler uses."""
-    return DrawSettings(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition=params.repetition_penalty,
-        frequency=params.frequency_penalty,
-        presence=params.presence_penalty,
-        window=params.penalty_window,
-        bias=params.logit_bias,
-        seed=params.seed,
-        draw=params.draw,
-    )

@@ -1,84 +1,90 @@
-"""Draws: how a device draws tokens from the logits of a step, and what it reads for that."""
+"""DeviceSampler: draws the tokens of a step on a device, with the settings of many requests."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from headroom.kernels.cuda.sampler import SamplerScratch, SamplerTables, sample, sample_fast
+from headroom.kernels.cuda.sampler import (
+    SamplerScratch,
+    Tables,
+    allocate_tables,
+    sample,
+    sample_fast,
+)
+from headroom.kernels.cuda.sampler_tables import (
+    BIASES,
+    LISTS,
+    NUMBERS,
+    RECENT,
+    SETTINGS,
+    TABLES,
+    build_tables,
+    numbers_bytes,
+)
 from headroom.layers.step_timing import part_of_step
 from headroom.machine.devices import torch_name
-
-RECENT = 1024  # most tokens that penalties look at on a device; a row with more is the host's
-BIASES = 512  # most biased tokens of a row
-_DOUBLES = ("temperature", "top_p", "min_p", "frequency")
-_WHOLES = ("top_k", "seed", "draw", "position")
-_SINGLES = ("repetition", "presence")
 
 Numbers = npt.NDArray[np.generic]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawSettings:
-    """How all tokens of one request are drawn."""
+class DrawSettings(Protocol):
+    """How all tokens of one request are drawn; `SETTINGS` names more fields, which fill tables."""
 
-    temperature: float  # 0 takes the likeliest
-    top_k: int  # 0 keeps all
-    top_p: float
-    min_p: float
-    repetition: float  # 1 changes nothing
-    frequency: float
-    presence: float
-    window: int  # last tokens that penalties look at; 0: all
-    bias: Mapping[int, float]
-    seed: int
-    draw: int
+    @property
+    def logit_bias(self) -> Mapping[int, float]:
+        """Numbers that are added to the logits of single tokens."""
+
+    @property
+    def penalty_window(self) -> int:
+        """Last tokens that penalties look at; 0: all."""
 
     @property
     def penalises(self) -> bool:
         """Whether tokens that came before matter."""
-        return self.repetition != 1 or self.frequency != 0 or self.presence != 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draw:
-    """One token to draw; a device compares both by identity with what it holds already."""
+    """One token to draw. A device compares both fields by identity with what its tables hold."""
 
     settings: DrawSettings
     history: Sequence[int]  # prompt and generated; only ever appended to
 
     @property
     def fits(self) -> bool:
-        """Whether a device's tables hold what the draw looks at."""
-        settings = self.settings
-        if len(settings.bias) > BIASES:
+        """Whether a device's tables hold all that the draw looks at."""
+        settings, length = self.settings, len(self.history)
+        if len(settings.logit_bias) > BIASES:
             return False
-        seen = len(self.history) if settings.window == 0 else settings.window
-        return not settings.penalises or min(seen, len(self.history)) <= RECENT
+        seen = min(settings.penalty_window or length, length)
+        return not settings.penalises or seen <= RECENT
 
 
 @dataclass(slots=True)
 class _Held:
-    """What the tables hold of one row."""
+    """The draw whose numbers a row of the tables holds."""
 
-    settings: DrawSettings | None = None
+    settings: DrawSettings | None = None  # None: the row takes the likeliest token
     history: Sequence[int] | None = None
-    length: int = 0
-    biased: bool = False
+    length: int = 0  # of the history, when the row was last filled
+    biased: bool = False  # whether the row has biases
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceSampler:
-    """Tables, scratch and tokens at fixed places, so that a captured step may end with drawing."""
+    """Tables, scratch and tokens at fixed addresses, so that a captured step can draw tokens."""
 
-    tables: SamplerTables
-    scratch: SamplerScratch | None  # None where no CUDA GPU draws
+    tables: Tables
+    scratch: SamplerScratch | None  # None unless a CUDA GPU draws
     tokens: torch.Tensor  # int64 [rows]: those of the last step
-    _host: dict[str, torch.Tensor]  # pinned twins of the tables
-    _arrays: dict[str, Numbers]  # the same memory
-    _packed: tuple[torch.Tensor, torch.Tensor]  # bytes of all narrow tables: here, there
+    _host: Tables  # in pinned memory: filled here, then copied to `tables`
+    _arrays: dict[str, Numbers]  # the memory of `_host` as numpy sees it
+    # The memory of all tables of one number per row, on the host and on the device.
+    _numbers: tuple[torch.Tensor, torch.Tensor]
     _held: list[_Held]
     _copied: "torch.cuda.Event | None"  # the copies of the last filling are done
 
@@ -86,18 +92,16 @@ class DeviceSampler:
     def allocate(cls, rows: int, vocabulary: int, device: str) -> "DeviceSampler":
         """Return a sampler for steps of at most so many rows on a device of the plan."""
         place = torch_name(device)
-        here, packed = _tables(rows, "cpu", pin=place != "cpu")
-        tables, there = _tables(rows, place)
+        host, numbers = _tables(rows, "cpu", pin=place != "cpu")
+        tables, device_numbers = _tables(rows, place)
         cuda = device.startswith("cuda")  # AMD's GPUs draw by torch's own operations
-        names = [table.name for table in fields(SamplerTables)]
-        host = {name: getattr(here, name) for name in names}
         return cls(
             tables=tables,
             scratch=SamplerScratch.allocate(rows, vocabulary, place) if cuda else None,
             tokens=torch.zeros(rows, dtype=torch.int64, device=place),
             _host=host,
-            _arrays={name: table.numpy() for name, table in host.items()},
-            _packed=(packed, there),
+            _arrays={name: getattr(host, name).numpy() for name in TABLES},
+            _numbers=(numbers, device_numbers),
             _held=[_Held() for _ in range(rows)],
             _copied=copy_event(place),
         )
@@ -105,16 +109,15 @@ class DeviceSampler:
     @property
     def nbytes(self) -> int:
         """The bytes that it takes on the device."""
-        tables = [self.tables.recent, self.tables.bias_ids, self.tables.bias]
-        scratch = [] if self.scratch is None else [self.scratch.scores, self.scratch.counts]
-        if self.scratch is not None:
-            scratch += [self.scratch.best, self.scratch.masses]
-        return sum(part.nbytes for part in (*tables, *scratch, self.tokens, self._packed[1]))
+        lists = [getattr(self.tables, name) for name in LISTS]
+        memory = self.scratch
+        scratch = [] if memory is None else [getattr(memory, f.name) for f in fields(memory)]
+        return sum(part.nbytes for part in (*lists, *scratch, self.tokens, self._numbers[1]))
 
     def fill(self, draws: Sequence[tuple[int, Draw]]) -> None:
-        """Set the rows that draw, in ascending order; the others take the likeliest token."""
+        """Fill the rows that draw, given in ascending order; others take the likeliest token."""
         if self._copied is not None:
-            self._copied.synchronize()  # the last copies must have left this memory
+            self._copied.synchronize()  # the last copies must have read this memory
         arrays, held = self._arrays, self._held
         recent = biased = at = 0
         for row, draw in draws:
@@ -131,13 +134,13 @@ class DeviceSampler:
             mine.length = length
         for idle in range(at, len(held)):
             self._rest(idle)
-        packed, there = self._packed
-        there.copy_(packed, non_blocking=True)
+        numbers, device_numbers = self._numbers
+        device_numbers.copy_(numbers, non_blocking=True)
         if recent:
-            self.tables.recent[:recent].copy_(self._host["recent"][:recent], non_blocking=True)
+            self.tables.recent[:recent].copy_(self._host.recent[:recent], non_blocking=True)
         if biased:
-            self.tables.bias_ids.copy_(self._host["bias_ids"], non_blocking=True)
-            self.tables.bias.copy_(self._host["bias"], non_blocking=True)
+            self.tables.bias_ids.copy_(self._host.bias_ids, non_blocking=True)
+            self.tables.bias.copy_(self._host.bias, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
@@ -151,23 +154,23 @@ class DeviceSampler:
         return sample_fast(logits, tables, self.scratch, self.tokens[:rows])
 
     def _take(self, row: int, draw: Draw) -> bool:
-        """Write the settings of a row's new request; tell whether biases changed."""
+        """Write the settings of a row's new request; return whether biases changed."""
         arrays, mine, settings = self._arrays, self._held[row], draw.settings
-        for name in (*_DOUBLES, *_SINGLES, "top_k", "seed", "draw"):
+        for name in SETTINGS:
             arrays[name][row] = getattr(settings, name)
         mine.settings, mine.history, mine.length = settings, draw.history, 0
-        changed = bool(settings.bias) or mine.biased
+        changed = bool(settings.logit_bias) or mine.biased
         if changed:
-            count = len(settings.bias)
+            count = len(settings.logit_bias)
             arrays["bias_ids"][row] = -1
-            arrays["bias_ids"][row, :count] = list(settings.bias)
-            arrays["bias"][row, :count] = list(settings.bias.values())
+            arrays["bias_ids"][row, :count] = list(settings.logit_bias)
+            arrays["bias"][row, :count] = list(settings.logit_bias.values())
             mine.biased = count > 0
         return changed
 
     def _remember(self, row: int, draw: Draw) -> None:
-        """Write the recent tokens, each at its position modulo the window: order is no matter."""
-        window, history, mine = draw.settings.window, draw.history, self._held[row]
+        """Write the recent tokens, each at its position modulo the window: only counts matter."""
+        window, history, mine = draw.settings.penalty_window, draw.history, self._held[row]
         size, length = min(window, RECENT) or RECENT, len(draw.history)
         places = self._arrays["recent"][row]
         if length == mine.length + 1 and mine.length:
@@ -178,7 +181,7 @@ class DeviceSampler:
             places[np.arange(first, length) % size] = history[first:length]
 
     def _rest(self, row: int) -> None:
-        """Let a row take the likeliest token, which costs least."""
+        """Let a row that draws nothing take the likeliest token, which costs least."""
         mine = self._held[row]
         if mine.settings is not None:
             mine.settings = mine.history = None
@@ -192,23 +195,26 @@ def copy_event(device: str) -> "torch.cuda.Event | None":
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-def _tables(rows: int, device: str, *, pin: bool = False) -> tuple[SamplerTables, torch.Tensor]:
-    """Return tables whose narrow ones lie in one piece of memory, and that piece."""
-    plain = SamplerTables.allocate(rows, RECENT, BIASES, device)
-    packed = torch.zeros(8 * rows * 9, dtype=torch.uint8, device=device, pin_memory=pin)
-    made = {}
-    for index, name in enumerate((*_DOUBLES, *_WHOLES, *_SINGLES)):
-        start = getattr(plain, name)
-        first = 8 * rows * min(index, 8) + 4 * rows * max(0, index - 8)
-        view = packed[first : first + start.nbytes].view(start.dtype)
-        made[name] = view.copy_(start)
-    for name in ("recent", "bias_ids", "bias"):
-        wide = getattr(plain, name)
-        made[name] = wide.pin_memory() if pin else wide
-    return SamplerTables(**made), packed
+def _tables(rows: int, device: str, *, pin: bool = False) -> tuple[Tables, torch.Tensor]:
+    """Return tables, and the one piece of memory of all those of one number per row."""
+    start = allocate_tables(rows, device)
+    size = numbers_bytes(rows)
+    memory = torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=pin)
+    views, first = {}, 0
+    for name in NUMBERS:
+        plain: torch.Tensor = getattr(start, name)
+        views[name] = memory[first : first + plain.nbytes].view(plain.dtype).copy_(plain)
+        first += plain.nbytes
+
+    def table(name: str) -> torch.Tensor:
+        if name in views:
+            return views[name]
+        listed: torch.Tensor = getattr(start, name)
+        return listed.pin_memory() if pin else listed
+
+    return build_tables(table), memory
 
 
-def _first_rows(tables: SamplerTables, rows: int) -> SamplerTables:
-    return SamplerTables(
-        **{table.name: getattr(tables, table.name)[:rows] for table in fields(SamplerTables)}
-    )
+def _first_rows(tables: Tables, rows: int) -> Tables:
+    """Return the tables of the first rows of a step."""
+    return build_tables(lambda name: getattr(tables, name)[:rows])

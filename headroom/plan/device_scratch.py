@@ -1,247 +1,422 @@
-"""Scratch of a GPU's step: what its parts take from one arena, in the order of the code.
+"""Scratch of a step on an NVIDIA GPU: the buffers that the parts of a layer take from one arena.
 
-Every function here follows the one that takes the memory: layers/cuda_rows.py,
-layers/cuda_block.py, experts/device_experts.py and the launchers in kernels/cuda. A test runs
-those on a CPU and compares.
+The sizes of buffers are declared beside the launchers (kernels/cuda/*_scratch.py), which take them
+by these declarations. What stands here is which buffers live together: each `count_...` function
+takes the buffers of one part of a layer in the order and the frames of layers/cuda_block.py,
+layers/cuda_rows.py and experts/cuda_ffn.py. A test runs those parts without a GPU and compares
+every buffer and its place with what is counted here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 from math import isqrt
 
+from headroom.kernels.cuda import (
+    attention_scratch,
+    delta_net_scratch,
+    experts_scratch,
+    matmul_scratch,
+    route_scratch,
+)
 from headroom.kernels.cuda.attention_scratch import (
+    FLASH_STEP,
+    MASKED_ROWS,
+    MOST_FLASH_DIM,
     WIDE_ROWS,
     WIDE_SCORES,
-    count_pieces,
     wide_stride,
 )
-from headroom.kernels.cuda.buffers import ALIGNMENT
-from headroom.kernels.cuda.experts_scratch import (
-    ROW_TILE_WORDS,
-    TILE_PICKS,
-    experts_at_once,
-    sorted_groups,
-    sorted_rows,
-)
-from headroom.kernels.cuda.matmul_scratch import half_rows_bytes
-from headroom.kernels.cuda.sizes import DECODE_ROWS, GROUP_ROWS
+from headroom.kernels.cuda.buffers import Buffer, ScratchCount, floats
+from headroom.kernels.cuda.sizes import DECODE_ROWS, EXPERT_STEP, MOST_OUTPUTS
 from headroom.plan.shape import LayerShape
 from headroom.units import GIB, MIB
 
-CHUNK = 64  # rows that gated linear attention takes at once
-F32, BF16, I32, I64 = 4, 2, 4, 8
-NARROW_TYPES = ("bf16", "f16")  # that a GPU's fused kernels compute many rows in
+F32, BF16 = 4, 2  # bytes
+NARROW_TYPES = ("bf16", "f16")  # that the fused kernels compute the prefill path in
 UPLOAD_BYTES = 2 * 64 * MIB  # of the buffers through which weights are loaded
+FLASH_SM = 80  # the first GPUs with torch's flash attention
+MOST_KEPT_DIM = 128  # wider heads are summed in memory by torch's memory-efficient kernel
+MASK_BYTES = 8  # of a row and a key while a mask is made and made ready
+PICK_BYTES = 128  # of torch's memory for a pick: its sorted places, ids and weights on their way
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """What scratch depends on beside a layer."""
+    """The largest step that is planned, and what else scratch depends on besides a layer."""
 
     hidden: int
     rows: int
     spans: int  # most sequences that have rows
     context: int
-    unpack_bytes: int
-    halves: bool = False  # many rows are f16: with powers of two, and answers in float32
+    unpack_bytes: int  # most bytes of weights unpacked at a time
+    halves: bool = False  # the prefill path computes in f16, with powers of two and float32 answers
+
+    @property
+    def dtype(self) -> str:
+        """The type of rows on the prefill path."""
+        return "f16" if self.halves else "bf16"
 
 
-class _Tally:
-    """Counts like the arena: what was taken in a frame is free after it."""
+@dataclass(frozen=True, slots=True)
+class SpanRows:
+    """The rows of one sequence in a step."""
 
-    def __init__(self) -> None:
-        self.peak = self._used = 0
+    rows: int
+    start: int  # tokens of the sequence before them
 
-    def take(self, *sizes: int) -> None:
-        self._used += sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
-        self.peak = max(self.peak, self._used)
 
-    @contextmanager
-    def frame(self) -> Iterator[None]:
-        before = self._used
-        yield
-        self._used = before
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """One step: its rows by sequence, and the settings of the plan."""
+
+    spans: tuple[SpanRows, ...]
+    settings: DeviceStep
+
+    @property
+    def rows(self) -> int:
+        """The rows of all sequences."""
+        return sum(span.rows for span in self.spans)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the step takes the decode path."""
+        return self.rows <= DECODE_ROWS
+
+    @property
+    def chunks(self) -> int:
+        """The chunks of gated linear attention, counted from each sequence's first row."""
+        return sum(-(-span.rows // delta_net_scratch.CHUNK) for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How a layer was loaded, as far as its buffers depend on it and the planner cannot know it.
+
+    None stands for every possibility: the planner counts the largest of them.
+    """
+
+    # Which matrices of one input (by index) lie directly behind the one before, as one weight.
+    merged: frozenset[int] | None = None
+    tiled: bool | None = None  # whether weights lie in tiles; else they are plain rows of 16 bits
+    # Whether some experts are cold: prefill then streams them, and decode may ask the CPU.
+    cold: bool | None = None
+
+    def weight_rows(self, outputs: Sequence[int]) -> Iterator[int]:
+        """Yield the rows of each weight that holds matrices of so many outputs."""
+        if self.merged is None:  # any run of neighbours
+            for first in range(len(outputs)):
+                for end in range(first + 1, min(first + MOST_OUTPUTS, len(outputs)) + 1):
+                    yield sum(outputs[first:end])
+            return
+        starts = [index for index in range(len(outputs)) if index not in self.merged]
+        for first, end in pairwise((*starts, len(outputs))):
+            yield sum(outputs[first:end])
+
+    @property
+    def tilings(self) -> tuple[bool, ...]:
+        """The values that `tiled` may have."""
+        return (True, False) if self.tiled is None else (self.tiled,)
+
+    @property
+    def colds(self) -> tuple[bool, ...]:
+        """The values that `cold` may have."""
+        return (True, False) if self.cold is None else (self.cold,)
+
+
+ANY_VARIANT = Variant()
+Part = Callable[[ScratchCount, LayerShape, StepRows, Variant], None]
 
 
 def unpack_bytes_for(total_bytes: int) -> int:
-    """Return how many bytes of weights a GPU unpacks at a time for products of many rows.
+    """Return how many bytes of weights a GPU unpacks at a time for the prefill path.
 
     A 128th of its memory: 64 MiB of 8 GiB. More than the largest matrices of today is of no use.
     """
     return min(max(total_bytes // 128, 64 * MIB), GIB)
 
 
+def parts_of(layer: LayerShape) -> dict[str, Part]:
+    """Return the parts of a layer, in the order in which they run; each has the whole arena."""
+    parts: dict[str, Part] = {}
+    if layer.kind == "recurrent":
+        parts["recurrent"] = count_delta_net
+    else:
+        parts["attention"] = count_attention
+    if not layer.experts:
+        parts["feed-forward"] = count_mlp
+    elif layer.post_norms:
+        parts["experts"] = count_experts_and_mlp
+    else:
+        parts["experts"] = count_experts
+    if layer.side_width:
+        parts["per-layer inputs"] = count_per_layer_inputs
+    return parts
+
+
 def device_phases(layers: Sequence[LayerShape], step: DeviceStep) -> dict[str, int]:
-    """Return the scratch of each part of a step; they follow each other, so the largest counts."""
-    parts: dict[str, Callable[[_Tally, LayerShape, DeviceStep], None]] = {}
-    if any(layer.kind != "recurrent" for layer in layers):
-        parts["attention"] = _attention
-    if any(layer.kind == "recurrent" for layer in layers):
-        parts["recurrent"] = _recurrent
-    if any(not layer.experts for layer in layers):
-        parts["feed-forward"] = _feed_forward
-    if any(layer.experts for layer in layers):
-        parts["experts"] = _experts
-    phases = {name: _largest(part, layers, step) for name, part in parts.items()}
+    """Return the most scratch of each kind of part; parts run in turn, so the largest counts."""
+    phases: dict[str, int] = {}
+    for layer in dict.fromkeys(layers):
+        for name, part in parts_of(layer).items():
+            phases[name] = max(phases.get(name, 0), _peak(part, layer, step))
     return phases | {"loading": UPLOAD_BYTES}
 
 
-def _largest(
-    part: Callable[[_Tally, LayerShape, DeviceStep], None],
-    layers: Sequence[LayerShape],
-    step: DeviceStep,
-) -> int:
-    """The largest layer's peak, in the largest captured steps and in those of the most rows."""
-    sizes = {DECODE_ROWS, max(step.rows, DECODE_ROWS)}
+def _peak(part: Part, layer: LayerShape, step: DeviceStep) -> int:
+    """Return the most scratch that a part of a layer takes in any step."""
     peak = 0
-    for layer in dict.fromkeys(layers):
-        for rows in sizes:
-            tally = _Tally()
-            part(tally, layer, replace(step, rows=rows, spans=min(step.spans, rows)))
-            peak = max(peak, tally.peak)
+    for rows in largest_steps(layer, step):
+        count = ScratchCount()
+        part(count, layer, rows, ANY_VARIANT)
+        peak = max(peak, count.peak_bytes)
     return peak
 
 
-def _rows_of(tally: _Tally, step: DeviceStep, columns: int, *, normed: bool = False) -> None:
-    """Rows on their way into a product."""
-    rows = step.rows
-    if rows <= DECODE_ROWS:
-        tally.take(half_rows_bytes(rows, columns))
-        return
-    tally.take(BF16 * rows * columns, *([F32 * rows] if step.halves else []))
-    if normed and step.halves:  # bf16 is written at once
-        with tally.frame():
-            tally.take(F32 * rows * columns)
+def largest_steps(layer: LayerShape, step: DeviceStep) -> Iterator[StepRows]:
+    """Yield the steps among which is the one that takes most scratch, of any part of a layer.
 
-
-def _product(tally: _Tally, step: DeviceStep, outputs: int, columns: int) -> None:
-    """What a product takes beside its output: of many rows an unpacked part and its answers."""
-    fitting = max(16, step.unpack_bytes // (BF16 * columns))
-    part = min(outputs, fitting)
-    with tally.frame():
-        if step.rows > DECODE_ROWS:
-            answer = F32 if step.halves else BF16
-            tally.take(answer * step.rows * part, BF16 * part * columns)
-        else:
-            tally.take(F32 * step.rows * columns)  # which a plain weight reads
-
-
-def _attention(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
-    if layer.kind == "recurrent":
-        return
-    rows, width = step.rows, layer.query_heads * layer.key_dim
-    outs = [width, *layer.kv_values, layer.gate_width]
-    _rows_of(tally, step, step.hidden, normed=True)
-    tally.take(*(F32 * rows * out for out in outs))
-    _product(tally, step, sum(outs), step.hidden)
-    tally.take(F32 * rows * width)  # queries
-    if rows <= DECODE_ROWS:
-        heads, pieces = layer.query_heads, count_pieces(step.context)
-        tally.take(F32 * rows * heads * pieces * (layer.key_dim + 2), F32 * rows * width)
-    else:
-        tally.take(F32 * rows * width)
-        seen = min(step.context, layer.window + rows) if layer.window else step.context
-        with tally.frame():
-            tally.take(*(2 * [BF16 * seen * layer.kv_heads * layer.key_dim]), BF16 * rows * width)
-    _rows_of(tally, step, width)
-    _answers(tally, layer, step)
-    _product(tally, step, step.hidden, width)
-
-
-def _answers(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
-    """What a part answers, where it is normed before it is added."""
-    if layer.post_norms:
-        tally.take(F32 * step.rows * step.hidden)
-
-
-def _recurrent(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
-    if layer.kind != "recurrent":
-        return
-    rows, heads = step.rows, layer.state_heads
-    dim = isqrt(layer.state_values // heads)
-    inner = heads * dim
-    channels = layer.mixer_width // 2 - inner
-    outs = (channels, inner, heads, heads)
-    _rows_of(tally, step, step.hidden, normed=True)
-    tally.take(*(F32 * rows * out for out in outs))
-    _product(tally, step, sum(outs), step.hidden)
-    tally.take(F32 * rows * inner)  # answers
-    with tally.frame():
-        tally.take(F32 * rows * channels, F32 * rows * 2 * heads)
-        if rows > DECODE_ROWS:
-            chunks = rows // CHUNK + step.spans
-            tally.take(*(F32 * heads * chunks * CHUNK * width for width in (2 * dim, CHUNK, 1)))
-    if rows <= DECODE_ROWS:
-        tally.take(F32 * rows * channels, F32 * rows * 2 * heads)
-    _rows_of(tally, step, inner, normed=True)
-    _product(tally, step, step.hidden, inner)
-
-
-def _feed_forward(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
+    Every buffer grows with the rows of a step, but for a change of path: from decode to prefill,
+    and from packed to unpacked experts. Attention gathers most for a single long sequence, linear
+    attention has most chunks with many sequences.
+    """
+    sizes = {DECODE_ROWS, max(step.rows, DECODE_ROWS)}
     if layer.experts:
+        packed = experts_scratch.sorted_rows(layer.experts, layer.experts_used)
+        sizes.add(max(DECODE_ROWS, min(step.rows, packed)))
+    for rows in sizes:
+        for sequences in {1, min(step.spans, rows)}:
+            yield StepRows(tuple(_long_spans(rows, sequences, step.context)), step)
+
+
+def _long_spans(rows: int, sequences: int, context: int) -> Iterator[SpanRows]:
+    """Yield one long sequence at the end of its context, and one row each of the others."""
+    others = sequences - 1
+    while rows:
+        own = max(1, min(rows - others, context))
+        yield SpanRows(own, context - own)
+        rows, others = rows - own, max(0, others - 1)
+
+
+def _rows_into_product(count: ScratchCount, step: StepRows, columns: int) -> None:
+    """Take rows in 16 bits, as products read them."""
+    if step.decodes:
+        count.take(matmul_scratch.half_rows(step.rows, columns))
+    else:
+        count.take(matmul_scratch.narrow_rows(step.rows, columns, step.settings.dtype))
+
+
+def _normed_rows(count: ScratchCount, step: StepRows, normed: Buffer | None) -> None:
+    """Take rows that are normed on their way; in f16 by way of `normed`, if it is not kept."""
+    _rows_into_product(count, step, step.settings.hidden)
+    if normed is not None and step.settings.halves and not step.decodes:
+        with count.frame():
+            count.take(normed)
+
+
+def _hidden_floats(step: StepRows) -> Buffer:
+    return floats(step.rows, step.settings.hidden)
+
+
+def _products(
+    count: ScratchCount,
+    step: StepRows,
+    sizes: tuple[Sequence[int], int],
+    variant: Variant,
+    rows_floats: Buffer | None,
+) -> None:
+    """Take what products with matrices of (outputs, columns) need besides rows and results.
+
+    `rows_floats` is what plain weights on the decode path read, if it must be computed for them.
+    """
+    outputs, columns = sizes
+    for tiled in variant.tilings:
+        for rows in variant.weight_rows(outputs):
+            if not step.decodes:
+                settings = step.settings
+                matmul_scratch.count_unpacked(
+                    count,
+                    step.rows,
+                    (rows, columns),
+                    settings.dtype,
+                    settings.unpack_bytes,
+                    tiled=tiled,
+                )
+            elif not tiled and rows_floats is not None:
+                with count.frame():
+                    count.take(rows_floats)
+
+
+def _add_product(
+    count: ScratchCount,
+    layer: LayerShape,
+    step: StepRows,
+    columns: int,
+    variant: Variant,
+    rows_floats: Buffer | None,
+) -> None:
+    """Take what the last product of a part needs; its answers, if they are normed afterwards."""
+    if layer.post_norms:
+        count.take(_hidden_floats(step))
+    _products(count, step, ((step.settings.hidden,), columns), variant, rows_floats)
+
+
+def count_attention(
+    count: ScratchCount, layer: LayerShape, step: StepRows, variant: Variant = ANY_VARIANT
+) -> None:
+    """Count attention over pages."""
+    rows, heads, dim, hidden = step.rows, layer.query_heads, layer.key_dim, step.settings.hidden
+    _normed_rows(count, step, _hidden_floats(step))
+    outputs = layer.projections
+    count.take(*(floats(rows, width) for width in outputs))
+    _products(count, step, (outputs, hidden), variant, _hidden_floats(step))
+    count.take(attention_scratch.queries(rows, heads, dim))
+    if step.decodes:
+        count.take(attention_scratch.partial_sums(rows, heads, dim, step.settings.context))
+        count.take(attention_scratch.attended(rows, heads, dim))
+    else:
+        count.take(attention_scratch.attended(rows, heads, dim))
+        both, dtype = (heads, layer.kv_heads), step.settings.dtype
+        for span in step.spans:
+            first = attention_scratch.first_key(span.start, layer.window)
+            keys = span.start + span.rows - first
+            with count.frame():
+                count.take(attention_scratch.span_buffers(span.rows, keys, both, dim, dtype))
+    _rows_into_product(count, step, heads * dim)
+    _add_product(count, layer, step, heads * dim, variant, None)
+
+
+def count_delta_net(
+    count: ScratchCount, layer: LayerShape, step: StepRows, variant: Variant = ANY_VARIANT
+) -> None:
+    """Count gated linear attention."""
+    rows, heads = step.rows, layer.state_heads
+    inner = heads * isqrt(layer.state_values // heads)
+    channels = layer.mixer_width // 2 - inner
+    outputs = (channels, inner, heads, heads)
+    _normed_rows(count, step, _hidden_floats(step))
+    count.take(*(floats(rows, width) for width in outputs))
+    _products(count, step, (outputs, step.settings.hidden), variant, _hidden_floats(step))
+    answers = delta_net_scratch.answers(rows, heads)
+    if step.decodes:
+        delta_net_scratch.count_step(count, rows, channels, heads)
+    else:
+        delta_net_scratch.count_prefill(count, rows, channels, heads, step.chunks)
+    _rows_into_product(count, step, inner)
+    if step.settings.halves and not step.decodes:
+        with count.frame():
+            count.take(answers)
+    _products(count, step, ((step.settings.hidden,), inner), variant, answers)
+
+
+def count_mlp(
+    count: ScratchCount, layer: LayerShape, step: StepRows, variant: Variant = ANY_VARIANT
+) -> None:
+    """Count the dense feed-forward network."""
+    inner = _count_gated(count, step, layer.ffn_width, variant, normed=True)
+    _add_product(count, layer, step, layer.ffn_width, variant, inner)
+
+
+def _count_gated(
+    count: ScratchCount, step: StepRows, width: int, variant: Variant, *, normed: bool
+) -> Buffer:
+    """Count gates, ups and their products; return what plain weights read of these."""
+    if normed:
+        _normed_rows(count, step, _hidden_floats(step))
+    inner = floats(step.rows, width)
+    count.take(inner, inner)
+    sizes = ((width, width), step.settings.hidden)
+    _products(count, step, sizes, variant, _hidden_floats(step))
+    _rows_into_product(count, step, width)
+    return inner
+
+
+def count_experts(
+    count: ScratchCount, layer: LayerShape, step: StepRows, variant: Variant = ANY_VARIANT
+) -> None:
+    """Count routed experts, with a shared expert or without."""
+    for tiled in variant.tilings:
+        for cold in variant.colds:
+            with count.frame():
+                _count_experts(count, layer, step, Variant(variant.merged, tiled, cold))
+
+
+def _count_experts(
+    count: ScratchCount, layer: LayerShape, step: StepRows, variant: Variant
+) -> None:
+    rows, used, width = step.rows, layer.experts_used, layer.ffn_width
+    count.take(_hidden_floats(step))  # normed rows, which the router reads
+    _rows_into_product(count, step, step.settings.hidden)
+    count.take(route_scratch.logits(rows, layer.router_outputs))
+    asks_cpu = step.decodes and variant.cold
+    if asks_cpu:  # before all else, so that the CPU computes beside the GPU
+        count.take(route_scratch.picks(rows, used))
+    # On the decode path the experts' own kernels run a shared expert that lies in tiles.
+    runs_shared = step.decodes and variant.tiled and width % EXPERT_STEP == 0
+    if width and not runs_shared:
+        inner = _count_gated(count, step, width, variant, normed=False)
+        count.take(_hidden_floats(step))
+        _products(count, step, ((step.settings.hidden,), width), variant, inner)
+    if step.decodes and not asks_cpu and rows <= experts_scratch.CHOSEN_ROWS:
+        count.take(experts_scratch.chosen_weights(rows, used))
+    elif not asks_cpu:
+        count.take(route_scratch.picks(rows, used))
+    _count_routed(count, layer, step, variant, width if runs_shared else 0)
+
+
+def count_experts_and_mlp(
+    count: ScratchCount, layer: LayerShape, step: StepRows, variant: Variant = ANY_VARIANT
+) -> None:
+    """Count routed experts beside a dense network, each with norms of its own."""
+    count.take(_hidden_floats(step))  # the experts' answers
+    if step.decodes:
+        _rows_into_product(count, step, step.settings.hidden)
+        scores_at_once = route_scratch.can_score_with_norm(step.settings.hidden)
+    else:
+        _normed_rows(count, step, _hidden_floats(step))
+        scores_at_once = False
+    if not scores_at_once:
+        count.take(_hidden_floats(step))  # rows after the router's own norm
+    count.take(route_scratch.logits(step.rows, layer.router_outputs))
+    count.take(route_scratch.picks(step.rows, layer.experts_used))
+    _count_routed(count, layer, step, variant)
+    inner = _count_gated(count, step, layer.ffn_width, variant, normed=True)
+    count.take(_hidden_floats(step))
+    sizes = ((step.settings.hidden,), layer.ffn_width)
+    _products(count, step, sizes, variant, inner)
+    count.take(_hidden_floats(step))  # after the dense part's post-norm
+
+
+def _count_routed(
+    count: ScratchCount, layer: LayerShape, step: StepRows, variant: Variant, shared_width: int = 0
+) -> None:
+    """Count the products of each row's experts."""
+    rows, used, settings = step.rows, layer.experts_used, step.settings
+    if step.decodes:
+        count.take(experts_scratch.decode_buffers(rows, used, layer.expert_width, shared_width))
         return
-    width = layer.ffn_width
-    _rows_of(tally, step, step.hidden, normed=True)
-    _gated(tally, step, width)
-    _answers(tally, layer, step)
-    _product(tally, step, step.hidden, width)
+    sizes, picks = (layer.expert_width, settings.hidden), rows * used
+    for cold in variant.colds:
+        if not cold and rows <= experts_scratch.sorted_rows(layer.experts, used):
+            experts_scratch.count_packed(count, layer.experts, sizes, picks)
+        else:
+            experts_scratch.count_groups(
+                count, layer.experts, sizes, picks, settings.dtype, settings.unpack_bytes
+            )
 
 
-def _gated(tally: _Tally, step: DeviceStep, width: int) -> None:
-    tally.take(*(2 * [F32 * step.rows * width]))
-    _product(tally, step, 2 * width, step.hidden)
-    _rows_of(tally, step, width)
-
-
-def _experts(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
-    if not layer.experts:
-        return
-    rows, picks = step.rows, step.rows * layer.experts_used
-    tally.take(F32 * rows * step.hidden)  # normed, as the router reads it
-    _rows_of(tally, step, step.hidden, normed=layer.post_norms)
-    tally.take(F32 * rows * (layer.experts + 1), I32 * picks, F32 * picks)
-    if layer.post_norms:  # beside a dense part, whose answers come after theirs
-        tally.take(F32 * rows * step.hidden)
-        _routed(tally, layer, step)
-        _rows_of(tally, step, step.hidden, normed=True)
-        tally.take(F32 * rows * step.hidden)
-    if layer.ffn_width:
-        _gated(tally, step, layer.ffn_width)
-        tally.take(F32 * rows * step.hidden)
-        _product(tally, step, step.hidden, layer.ffn_width)
-    if not layer.post_norms:
-        _routed(tally, layer, step)
-
-
-def _routed(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
-    """What the products of each row's experts take."""
-    picks = step.rows * layer.experts_used
-    if step.rows <= DECODE_ROWS:
-        beside = 0 if layer.post_norms else layer.ffn_width  # of the expert that every row visits
-        tally.take(F32 * (picks * layer.expert_width + step.rows * beside), I64 * picks)
-        return
-    each = experts_at_once(layer.experts, layer.expert_width, step.hidden, step.unpack_bytes)
-    plain = 2 * BF16 * each * layer.expert_width * step.hidden
-    with tally.frame():
-        tally.take(plain, BF16 * picks * step.hidden, BF16 * picks * layer.expert_width)
-        tally.take(F32 * picks if step.halves else 0)
-    _sorted(tally, layer, step)
-
-
-def _sorted(tally: _Tally, layer: LayerShape, step: DeviceStep) -> None:
-    """What the same take in the longest step whose rows meet their experts' tiles as they lie."""
-    rows = min(step.rows, sorted_rows(layer.experts, layer.experts_used))
-    if rows <= DECODE_ROWS:
-        return
-    picks, width = rows * layer.experts_used, layer.expert_width
-    groups, tiles = (sorted_groups(picks, layer.experts, each) for each in (GROUP_ROWS, TILE_PICKS))
-    places = GROUP_ROWS * groups
-    with tally.frame():
-        tally.take(I32 * places, 8 * ROW_TILE_WORDS * tiles, half_rows_bytes(places, width))
-        with tally.frame():
-            tally.take(half_rows_bytes(places, step.hidden), F32 * places * width)
-        tally.take(F32 * picks * step.hidden)
+def count_per_layer_inputs(
+    count: ScratchCount, layer: LayerShape, step: StepRows, variant: Variant = ANY_VARIANT
+) -> None:
+    """Count the part that reads a layer's own inputs of each token."""
+    width, hidden = layer.side_width, step.settings.hidden
+    inner = floats(step.rows, width)
+    _rows_into_product(count, step, hidden)
+    count.take(inner)
+    _products(count, step, ((width,), hidden), variant, None)
+    _rows_into_product(count, step, width)
+    count.take(_hidden_floats(step))
+    _products(count, step, ((hidden,), width), variant, inner)
 
 
 def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> int:
@@ -265,21 +440,6 @@ def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> in
         most = max(most, size, grouped if layer.experts else 0)
     rope = 4 * F32 * rows * max(layer.key_dim for layer in layers)
     return most + rope + _cublas_bytes(sm)
-
-
-MOST_FLASH_DIM, FLASH_STEP, MASKED_ROWS = 256, 8, 512  # of kernels/cuda/prefill.py
-FLASH_SM = 80
-MOST_KEPT_DIM = 128  # wider heads are summed in memory by torch's memory-efficient kernel
-MASK_BYTES = 8  # of a row and a key while a mask is made and made ready
-RECENT, BIASES, SLICES = 1024, 512, 64  # of the sampler: tokens, biases and parts of a row
-PICK_BYTES = 128  # of a pick while picks are sorted
-
-
-def sampler_bytes(vocab: int) -> int:
-    """Return what drawing tokens takes on a GPU: for each row of a captured step its settings, the
-    tokens that it looks at, and a copy of its logits with counts."""
-    settings = 72 + 8  # and the token itself
-    return DECODE_ROWS * (settings + 8 * RECENT + 12 * BIASES + 16 * SLICES + 8 * vocab)
 
 
 def inputs_bytes(rows: int, sequences: int, pages: int) -> int:

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 from headroom.errors import PlanError
 from headroom.formats.quants import BY_NAME
+from headroom.kernels.cuda.sampler_tables import sampler_bytes
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.machine.calibration import CPU_RUNTIME, GPU_EAGER, GPU_GRAPHS, NO_GRAPHS, gpu_runtime
 from headroom.machine.devices import DeviceSpec
 from headroom.plan.budget import device_step, workspace_phases
-from headroom.plan.device_scratch import inputs_bytes, library_bytes, sampler_bytes
+from headroom.plan.device_scratch import inputs_bytes, library_bytes
 from headroom.plan.settings import PlanRequest, PlanSettings, pages_for
 from headroom.plan.shape import LayerRange, LayerShape, ModelShape
 from headroom.units import GIB, MIB, gib
@@ -239,7 +240,7 @@ def _logits_line(
     rows, vocab = logits_rows(settings, request), model.vocab
     size, why = rows * vocab * F32_BYTES, f"{rows} rows x {vocab}, f32"
     if device.kind != "cpu":  # a GPU draws tokens itself, whichever kernels run its layers
-        drawing = sampler_bytes(vocab)
+        drawing = sampler_bytes(DECODE_ROWS, vocab)
         size, why = size + drawing, f"{why}, and {gib(drawing)} to draw tokens with"
     return Line("logits", size, why)
 

@@ -72,6 +72,10 @@ class LayerShape:
     mixer_width: int = 0  # values of one token inside a recurrent mixer, all held at once
     verify_values: int = 0  # values kept for each node of a draft tree
     gate_width: int = 0  # gates of one row of attention
+    gate_in_queries: bool = False  # the query matrix computes them, too; else one of their own
+    keys_are_values: bool = False  # no matrix computes values
+    shared_gate: bool = False  # the router scores the shared expert, too
+    side_width: int = 0  # values of this layer's own input from each token
     state_heads: int = 0  # value heads of a recurrent mixer
     post_norms: bool = False  # what its parts answer is normed before it is added
     panels: LayerPadding = LayerPadding()  # what C++ kernels add
@@ -96,6 +100,23 @@ class LayerShape:
         if self.kind == "recurrent" or not self.owns_kv:
             return 0, 0
         return self.kv_heads * self.key_dim, self.kv_heads * self.value_dim
+
+    @property
+    def projections(self) -> tuple[int, ...]:
+        """The outputs of each matrix that reads attention's input: queries, keys, values, gates."""
+        queries, (keys, values) = self.query_heads * self.key_dim, self.kv_values
+        outputs = [
+            queries + (self.gate_width if self.gate_in_queries else 0),
+            keys,
+            0 if self.keys_are_values else values,
+            0 if self.gate_in_queries else self.gate_width,
+        ]
+        return tuple(width for width in outputs if width)
+
+    @property
+    def router_outputs(self) -> int:
+        """The logits of one row."""
+        return self.experts + self.shared_gate
 
     @property
     def all_expert_bytes(self) -> int:

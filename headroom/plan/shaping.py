@@ -91,9 +91,10 @@ def _layer_shape(
     own = {name: types[key] for name in layer.tensors if (key := f"blk.{index}.{name}") in types}
     if not layer.owns_kv:  # files have these tensors, but they are not loaded
         own = {name: value for name, value in own.items() if name not in UNUSED_WHERE_SHARED}
-    gates = 0
+    gates, gate_in_queries = 0, False
     if layer.kind != "recurrent" and "attn_q.weight" in own:
         gates = own["attn_q.weight"][0][0] - layer.heads * layer.head_dim
+        gate_in_queries = gates > 0
         gates += own["attn_gate.weight"][0][0] if "attn_gate.weight" in own else 0
     stacks = [(name, *own.pop(name)) for name in list(own) if name.endswith("_exps.weight")]
     by_name = {name: (shape, quant) for name, shape, quant in stacks}
@@ -122,6 +123,10 @@ def _layer_shape(
         mixer_width=2 * channels + 2 * inner if recurrent else 0,
         verify_values=dims.state_key_heads * dims.state_dim + inner if recurrent else 0,
         gate_width=gates,
+        gate_in_queries=gate_in_queries,
+        keys_are_values=layer.owns_kv and "attn_k.weight" in own and "attn_v.weight" not in own,
+        shared_gate="ffn_gate_inp_shexp.weight" in own,
+        side_width=own["inp_gate.weight"][0][0] if "inp_gate.weight" in own else 0,
         state_heads=layer.state_heads,
         post_norms="post_ffw_norm.weight" in own,
         panels=LayerPadding(panel_padding(own), expert_panel_padding(by_name)),

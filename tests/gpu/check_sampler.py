@@ -2,14 +2,15 @@
 
 import sys
 import traceback
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
 from headroom.engine.request import SamplingParams
 from headroom.engine.sampler import sample as sample_on_cpu
 from headroom.kernels.cuda import sampler
-from headroom.kernels.cuda.sampler import SamplerScratch, SamplerTables
+from headroom.kernels.cuda.sampler import SamplerScratch, Tables
+from headroom.kernels.cuda.sampler_tables import build_tables
 from tests.gpu.kept import keep_code
 from tests.gpu.timing import time_us
 from tests.sampler_cases import CASES, HISTORY, tables_of
@@ -19,10 +20,10 @@ SEEDS = 6  # of each setting
 SIZES = ((300, 3.0, False), (300, 3.0, True), (32000, 2.0, False), (50257, 4.0, True))
 
 
-def on_gpu(cases: list[SamplingParams]) -> SamplerTables:
+def on_gpu(cases: list[SamplingParams]) -> Tables:
     """The settings of some requests, on the device."""
     tables = tables_of(cases)
-    return SamplerTables(**{f.name: getattr(tables, f.name).cuda() for f in fields(tables)})
+    return build_tables(lambda name: getattr(tables, name).cuda())
 
 
 def check(vocabulary: int, spread: float, ties: bool) -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from headroom.engine.batching import make_batch
+from headroom.engine.request import SamplingParams
 from headroom.engine.scheduler import Turn
-from headroom.layers.draws import Draw, DrawSettings
+from headroom.layers.draws import Draw
 from headroom.split.pipeline import Pipeline
 from headroom.split.stage import StepResult
 from tests.gpu.cold_cases import free_memory
@@ -27,10 +28,7 @@ SETTINGS = {"context": 1024, "parallel": 2, "chunk": 512, "dtype": "bf16", "kv_t
 PAGE, PAGES = 64, 16
 # Steps of sequences with (rows, tokens before): many rows an expert and few, one that decodes, too.
 STEPS = (((500, 0),), ((400, 500), (1, 300)), ((40, 0),))
-LIKELIEST = DrawSettings(
-    temperature=0, top_k=0, top_p=1, min_p=0, repetition=1, frequency=0, presence=0, window=0,
-    bias={}, seed=0, draw=0,
-)  # fmt: skip
+LIKELIEST = SamplingParams(temperature=0)
 
 
 @contextmanager

@@ -18,12 +18,11 @@ from headroom.kernels.cuda import (
     scratch,
     sizes,
 )
+from headroom.kernels.cuda.buffers import ScratchCount
 from headroom.kernels.cuda.compile import read_source
 from headroom.kernels.cuda.experts_prefill import many_rows
 from headroom.kernels.cuda.experts_scratch import sorted_groups, sorted_rows
 from headroom.kernels.cuda.sizes import TILED, record_bytes
-from headroom.plan import device_scratch
-from headroom.plan.device_scratch import DeviceStep
 from tests.gpu import check_experts
 from tests.gpu.check_experts import make_table, to_tiles
 from tests.gpu.expert_cases import Case
@@ -215,15 +214,10 @@ def test_scratch_of_sorted_rows_is_what_the_planner_counts(
     use_kernels(monkeypatch, no_kernel)
     rows, count, used, width, hidden = shape
     assert rows <= sorted_rows(count, used)
-    layer = SimpleNamespace(experts=count, experts_used=used, expert_width=width)
-    tally = device_scratch._Tally()
-    device_scratch._sorted(tally, layer, DeviceStep(hidden, rows, 1, 4096, 1 << 20))  # type: ignore[arg-type]
+    counted = ScratchCount()
+    experts_scratch.count_packed(counted, count, (width, hidden), rows * used)
     arena = scratch.Arena(torch.empty(0, dtype=torch.uint8))
-    assert peak_bytes(shape, arena) == tally.peak
-    monkeypatch.setattr(experts_scratch, "SORTED_PICKS", 0)
-    none = device_scratch._Tally()
-    device_scratch._sorted(none, layer, DeviceStep(hidden, rows, 1, 4096, 1 << 20))  # type: ignore[arg-type]
-    assert none.peak == 0
+    assert peak_bytes(shape, arena) == counted.peak_bytes
 
 
 def test_no_rows_choose_nobody() -> None:

@@ -1,16 +1,24 @@
 """The tables of a device's sampler: kept from step to step, changed where requests change."""
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
 
 from headroom.engine.request import SamplingParams
 from headroom.engine.sampler import sample
-from headroom.engine.sequence import draw_settings
-from headroom.layers.draws import BIASES, RECENT, DeviceSampler, Draw, DrawSettings
+from headroom.kernels.cuda.sampler_tables import (
+    BIASES,
+    NUMBERS,
+    RECENT,
+    numbers_bytes,
+    sampler_bytes,
+)
+from headroom.layers import draws
+from headroom.layers.draws import DeviceSampler, Draw
 
-PLAIN = draw_settings(SamplingParams())
+PLAIN = SamplingParams()
 KINDS = [
     SamplingParams(temperature=0.7, top_k=9, seed=4),
     SamplingParams(repetition_penalty=1.6, penalty_window=5, seed=5),
@@ -23,17 +31,17 @@ KINDS = [
 def test_rows_keep_and_change_requests_and_draw_what_the_engine_draws() -> None:
     generator = torch.Generator().manual_seed(0)
     sampler = DeviceSampler.allocate(4, 50, "cpu")
-    requests = [(params, draw_settings(params), [number, 7]) for number, params in enumerate(KINDS)]
+    requests = [(params, [number, 7]) for number, params in enumerate(KINDS)]
     for step in range(40):
         # Requests come, go and change rows; some steps leave a row out.
         shift = step // 6
         chosen = [requests[(shift + row) % len(requests)] for row in range(4)]
         rows = [row for row in range(4) if (step + row) % 5]
         logits = torch.randn(4, 50, generator=generator) * 2
-        sampler.fill([(row, Draw(chosen[row][1], chosen[row][2])) for row in rows])
+        sampler.fill([(row, Draw(*chosen[row])) for row in rows])
         drawn = sampler.draw(logits).tolist()
         for row in rows:
-            params, _, history = chosen[row]
+            params, history = chosen[row]
             assert drawn[row] == sample(logits[row].numpy(), history, params), (step, row)
             history.append(drawn[row])
         for row in set(range(4)) - set(rows):
@@ -54,21 +62,31 @@ def test_a_row_that_draws_nothing_takes_the_likeliest_token() -> None:
     ("changes", "length", "fits"),
     [
         ({}, 10**5, True),
-        ({"repetition": 1.1, "window": 256}, 10**5, True),
-        ({"repetition": 1.1, "window": RECENT + 1}, RECENT, True),
-        ({"repetition": 1.1, "window": RECENT + 1}, RECENT + 1, False),
-        ({"presence": 0.1, "window": 0}, RECENT, True),
-        ({"frequency": 0.1, "window": 0}, RECENT + 1, False),
-        ({"bias": dict.fromkeys(range(BIASES), 1.0)}, 3, True),
-        ({"bias": dict.fromkeys(range(BIASES + 1), 1.0)}, 3, False),
+        ({"repetition_penalty": 1.1, "penalty_window": 256}, 10**5, True),
+        ({"repetition_penalty": 1.1, "penalty_window": RECENT + 1}, RECENT, True),
+        ({"repetition_penalty": 1.1, "penalty_window": RECENT + 1}, RECENT + 1, False),
+        ({"presence_penalty": 0.1, "penalty_window": 0}, RECENT, True),
+        ({"frequency_penalty": 0.1, "penalty_window": 0}, RECENT + 1, False),
+        ({"logit_bias": dict.fromkeys(range(BIASES), 1.0)}, 3, True),
+        ({"logit_bias": dict.fromkeys(range(BIASES + 1), 1.0)}, 3, False),
     ],
 )
 def test_what_the_tables_hold_fits(changes: dict[str, object], length: int, fits: bool) -> None:
-    settings: DrawSettings = replace(PLAIN, **changes)  # type: ignore[arg-type]
+    settings: SamplingParams = replace(PLAIN, **changes)  # type: ignore[arg-type]
     assert Draw(settings, range(length)).fits is fits
 
 
-def test_all_memory_on_the_device_is_counted() -> None:
+def test_the_sampler_takes_the_bytes_that_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draws, "torch_name", lambda device: "cpu")
+    sampler = DeviceSampler.allocate(3, 20, "cuda:0")
+    assert sampler.nbytes == sampler_bytes(3, 20)
+
+
+def test_tables_of_numbers_share_one_piece_of_memory_and_do_not_overlap() -> None:
     sampler = DeviceSampler.allocate(3, 20, "cpu")
-    wide = 3 * (RECENT * 8 + BIASES * 12)
-    assert sampler.nbytes == wide + 3 * 9 * 8 + 3 * 8
+    numbers = [getattr(sampler.tables, name) for name in NUMBERS]
+    first = min(table.data_ptr() for table in numbers)
+    ends = sorted((table.data_ptr() - first, table.nbytes) for table in numbers)
+    assert [at for at, _ in ends] == list(accumulate((size for _, size in ends[:-1]), initial=0))
+    assert sum(table.nbytes for table in numbers) == numbers_bytes(3)
+    assert sampler.tables.top_p.tolist() == sampler.tables.repetition_penalty.tolist() == [1] * 3

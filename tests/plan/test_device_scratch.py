@@ -1,5 +1,6 @@
 """Scratch and tiles of a GPU: the planner counts as the launchers do."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -8,20 +9,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headroom.formats.quants import BF16, F16, F32, Q4_K, Q8_0, Q8_K
-from headroom.kernels.cuda import attention, delta_net, grouped, matmul
+from headroom.kernels.cuda import attention, experts_scratch, grouped, matmul
 from headroom.kernels.cuda import scratch as arena
-from headroom.kernels.cuda.buffers import Buffer, floats
+from headroom.kernels.cuda.buffers import Buffer, ScratchCount, floats
 from headroom.kernels.cuda.experts_scratch import experts_at_once
 from headroom.kernels.cuda.matmul_scratch import half_rows_bytes, part_rows
-from headroom.kernels.cuda.sampler import SLICES, SamplerScratch
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.machine.catalogue import find_device
 from headroom.options import Options
 from headroom.plan import device_scratch
 from headroom.plan.device_scratch import (
+    UPLOAD_BYTES,
     DeviceStep,
+    SpanRows,
+    StepRows,
+    Variant,
     device_phases,
     library_bytes,
+    parts_of,
     unpack_bytes_for,
 )
 from headroom.plan.known import known_shape
@@ -30,14 +35,6 @@ from headroom.plan.plan import make_plan
 from headroom.units import GIB, MIB
 from tests.plan.shapes import host
 from tests.stand_in.kernels import no_kernel, use_kernels
-
-
-def test_the_planner_knows_the_launchers_steps() -> None:
-    assert device_scratch.CHUNK == delta_net.CHUNK
-    assert device_scratch.MOST_FLASH_DIM == attention.MOST_FLASH_DIM
-    assert device_scratch.FLASH_STEP == attention.FLASH_STEP
-    assert device_scratch.MASKED_ROWS == attention.MASKED_ROWS
-    assert device_scratch.SLICES == SLICES
 
 
 @given(rows=st.integers(1, DECODE_ROWS), columns=st.integers(1, 5000))
@@ -121,7 +118,8 @@ def test_scratch_of_the_27b_is_bounded_by_what_is_unpacked_at_a_time() -> None:
     assert phases["loading"] == 128 * MIB
     # Normed rows, gates and ups, what goes down, a part of its weight and the part's answers.
     rows, width = 2049, 17408
-    part = 64 * MIB // (2 * width)
+    part = part_rows(5120, width, 64 * MIB)
+    assert 0.9 * 64 * MIB < 2 * part * width <= 64 * MIB
     worked = 2 * rows * (5120 + 4 * width + width + part) + 2 * part * width
     assert 0 <= phases["feed-forward"] - worked < 5 * 256
     whole = device_phases(layers, step(unpack_bytes=GIB))
@@ -134,6 +132,58 @@ def test_scratch_of_attention_grows_with_the_context_and_that_of_others_does_not
     # Keys and values of one layer in bf16 beside the queries.
     assert long["attention"] - short["attention"] > 400 * MIB
     assert {**long, "attention": 0} == {**short, "attention": 0}
+
+
+def steps_within(most: DeviceStep) -> Iterator[StepRows]:
+    """Steps of few and many rows, shared out in several ways over few and many sequences."""
+    for rows in (2, 31, 32, 33, 40, 41, 65, most.rows):
+        for sequences in range(1, min(most.spans, rows) + 1):
+            each, rest = divmod(rows, sequences)
+            even = [each + (index < rest) for index in range(sequences)]
+            uneven = [rows - sequences + 1] + [1] * (sequences - 1)
+            for shares in (even, uneven):
+                for at in (0, most.context):  # at the beginning, and at the end of the context
+                    spans = (SpanRows(n, min(at, most.context - n)) for n in shares)
+                    yield StepRows(tuple(spans), most)
+
+
+VARIANTS = [
+    Variant(frozenset(merged), tiled, cold)
+    for merged in ((), (1,), (2,), (3,), (1, 2), (2, 3), (1, 3), (1, 2, 3))
+    for tiled in (True, False)
+    for cold in (True, False)
+]
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("qwen3.6-27b:q4_k_m", {"attention", "recurrent", "feed-forward"}),
+        ("qwen3.6-35b-a3b:q4_k_m", {"attention", "recurrent", "experts"}),
+        ("gemma-4-26b-a4b:q4_k_m", {"attention", "experts"}),
+        ("gemma-4-e4b:q4_k_m", {"attention", "feed-forward", "per-layer inputs"}),
+    ],
+)
+def test_the_planned_scratch_is_the_most_that_any_step_takes(
+    name: str, parts: set[str], halves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Packed experts up to 40 of 70 rows, so that both paths of prefill are within reach.
+    shape = known_shape(name)
+    layers = [replace(layer, window=min(layer.window, 20)) for layer in shape.layers]
+    if shape.layers[0].experts:
+        monkeypatch.setattr(experts_scratch, "sorted_rows", lambda experts, used: 40)
+    most = DeviceStep(shape.hidden, 70, 4, 90, 96 * MIB, halves)
+    found: dict[str, int] = {}
+    for layer in dict.fromkeys(layers):
+        for part_name, part in parts_of(layer).items():
+            for taken in steps_within(most):
+                for variant in VARIANTS:
+                    count = ScratchCount()
+                    part(count, layer, taken, variant)
+                    found[part_name] = max(found.get(part_name, 0), count.peak_bytes)
+    assert set(found) == parts
+    assert device_phases(layers, most) == found | {"loading": UPLOAD_BYTES}
 
 
 def test_torch_takes_as_much_on_every_gpu_but_for_the_workspace_of_its_products() -> None:
@@ -160,13 +210,6 @@ def test_results_of_grouped_products_are_planned_as_torchs(monkeypatch: pytest.M
     taken = library_bytes(layers, step(hidden=hidden, rows=rows), 90)
     beside = device_scratch._cublas_bytes(90) + 4 * 4 * rows * layers[0].key_dim
     assert taken == results + device_scratch.PICK_BYTES * picks + beside
-
-
-def test_drawing_takes_what_the_sampler_allocates() -> None:
-    held = SamplerScratch.allocate(DECODE_ROWS, 1000, "cpu")
-    scratch = sum(part.nbytes for part in (held.scores, held.counts, held.best, held.masses))
-    tables = DECODE_ROWS * (1024 * 8 + 512 * 12 + 72 + 8)
-    assert device_scratch.sampler_bytes(1000) == scratch + tables
 
 
 def test_a_frame_gives_back_what_was_taken_within() -> None:

@@ -11,8 +11,9 @@ from headroom.families.registry import KNOWN
 from headroom.families.tables import file_bytes, tensor_types
 from headroom.formats.mixes import MIXES, find_mix, gets_better, tensor_type
 from headroom.formats.quants import F16, F32, Q4_K, Q5_0, Q6_K, Q8_0
+from headroom.kernels.cuda.sampler_tables import sampler_bytes
+from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.options import Options
-from headroom.plan.device_scratch import sampler_bytes
 from headroom.plan.known import known_shape
 from headroom.plan.lines import kv_bytes, verify_bytes
 from headroom.plan.plan import make_plan
@@ -163,7 +164,7 @@ def test_a_draft_adds_its_lines_to_the_last_device() -> None:
     first, last = (device.allocated for device in plan.devices)
     assert last["draft_weights"] == shapes[1].weight_bytes
     assert last["feature_ring"] == plan.settings.rows * 25600 * 34 // 32
-    assert last["logits"] == 33 * 248320 * 4 + sampler_bytes(248320)
+    assert last["logits"] == 33 * 248320 * 4 + sampler_bytes(DECODE_ROWS, 248320)
     assert "verify_scratch" in first
     assert "draft_weights" not in first
 

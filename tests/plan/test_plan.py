@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from headroom.errors import OptionError
+from headroom.kernels.cuda.sampler_tables import sampler_bytes
+from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.options import Options
-from headroom.plan.device_scratch import sampler_bytes
 from headroom.plan.known import known_shape
 from headroom.plan.layout import Pinning
 from headroom.plan.plan import DoesNotFitError, Plan, make_plan
@@ -221,7 +222,7 @@ def test_weights_lie_in_tiles_only_where_packed_products_run() -> None:
     assert plain["core_weights"] == separate["core_weights"] == held
     assert tiled["core_weights"] > held
     # Whatever kernels run, tokens are drawn there.
-    assert separate["logits"] == 2 * shape.vocab * 4 + sampler_bytes(shape.vocab)
+    assert separate["logits"] == 2 * shape.vocab * 4 + sampler_bytes(DECODE_ROWS, shape.vocab)
 
 
 def test_experts_that_do_not_fit_lie_in_host_memory() -> None:

@@ -39,7 +39,7 @@ def made_up(kinds: Sequence[str], experts: int, hidden: int, limit: int, tied: b
             expert_values=20 * MIB if experts else 0,
             state_values=65536 if kind == "recurrent" else 0,
             state_heads=4 if kind == "recurrent" else 0,
-            mixer_width=4 * hidden if kind == "recurrent" else 0,
+            mixer_width=4 * hidden + 2048 if kind == "recurrent" else 0,
         )
         for index, kind in enumerate(kinds)
     )

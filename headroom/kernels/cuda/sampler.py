@@ -1,61 +1,46 @@
-"""Drawing tokens on the device: the engine's sampler, every setting a tensor of one number a row.
+"""Drawing tokens on a device, by the rules of engine/sampler.py and with settings in tables.
 
-Two ways give the same tokens: `sample` in torch, for any device, and `sample_fast` in CUDA C++.
+`sample` uses torch and runs on any device, `sample_fast` uses CUDA C++; both draw the same tokens.
 Neither waits for the device, and both may be captured in a graph that serves all requests.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
+from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import compile_kernel, shared_bytes_of
+from headroom.kernels.cuda.sampler_tables import (
+    SLICES,
+    TABLES,
+    SamplerTables,
+    build_tables,
+    sampler_scratch,
+    table_buffer,
+)
 from headroom.kernels.philox import KEY_STEPS, MASK, MULTIPLIERS, ROUNDS
 
-SLICES = 64  # of a row, summed and searched by a block each
 PENALTY_THREADS, SLICE_THREADS, CHOOSE_THREADS = 512, 256, 1024
-# That sampler.cu sorts in shared memory, 16 bytes each, and besides has KEPT_BYTES of.
+# Candidates that sampler.cu sorts in shared memory, 16 bytes each, besides KEPT_BYTES of its own.
 MOST_CANDIDATES, KEPT_BYTES = 4096, 4096
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplerTables:
-    """How each row's token is drawn; filled before a step."""
-
-    temperature: torch.Tensor  # float64 [rows]; 0 takes the likeliest
-    top_p: torch.Tensor  # float64; 1 keeps all
-    min_p: torch.Tensor  # float64; 0 keeps all
-    frequency: torch.Tensor  # float64
-    repetition: torch.Tensor  # float32; 1 changes nothing
-    presence: torch.Tensor  # float32
-    top_k: torch.Tensor  # int64; 0 keeps all
-    seed: torch.Tensor  # int64
-    position: torch.Tensor  # int64: tokens before the one that is drawn
-    draw: torch.Tensor  # int64: which of several answers with the same seed
-    recent: torch.Tensor  # int64 [rows, most]: tokens that penalties look at; -1 is none
-    bias_ids: torch.Tensor  # int64 [rows, most]: each token once; -1 is none
-    bias: torch.Tensor  # float32 [rows, most]
-
-    @staticmethod
-    def allocate(rows: int, recent: int, biases: int, device: str) -> "SamplerTables":
-        """Return tables for greedy rows without penalties."""
-        doubles = ("temperature", "top_p", "min_p", "frequency")
-        singles = ("repetition", "presence", "bias")
-        wide = {"recent": recent, "bias_ids": biases, "bias": biases}
-        start = {"top_p": 1, "repetition": 1, "recent": -1, "bias_ids": -1}
-        made = {}
-        for field in fields(SamplerTables):
-            name = field.name
-            plain = torch.float32 if name in singles else torch.int64
-            made[name] = torch.full(
-                (rows, wide[name]) if name in wide else (rows,),
-                start.get(name, 0),
-                dtype=torch.float64 if name in doubles else plain,
-                device=device,
-            )
-        return SamplerTables(**made)
+Tables = SamplerTables[torch.Tensor]
 
 
-def sample(logits: torch.Tensor, tables: SamplerTables) -> torch.Tensor:
+def allocate_tables(rows: int, device: str) -> Tables:
+    """Return the tables of rows that all take the likeliest token, without penalties."""
+    return build_tables(
+        lambda name: torch.full(
+            table_buffer(name, rows).shape,
+            TABLES[name].start,
+            dtype=scratch.DTYPES[TABLES[name].dtype],
+            device=device,
+        )
+    )
+
+
+def sample(logits: torch.Tensor, tables: Tables) -> torch.Tensor:
     """Draw a token (int64) for each row of `logits [rows, vocabulary]`, which stay as they are."""
     scores = penalise(logits, tables)
     order = torch.sort(scores, dim=1, descending=True, stable=True).indices
@@ -67,13 +52,13 @@ def sample(logits: torch.Tensor, tables: SamplerTables) -> torch.Tensor:
     bounds = kept.cumsum(1)
     point = uniform(tables.seed, tables.position, tables.draw) * bounds[:, -1]
     drawn = (bounds <= point[:, None]).sum(1)
-    # Rounding can put the point on the last bound; the last token with any chance is meant then.
+    # Rounding can put the point on the last bound; then the last token with any chance is drawn.
     places = torch.arange(logits.shape[1], device=logits.device)
     last = torch.where(kept > 0, places, 0).amax(1)
     return torch.where(greedy, order[:, 0], torch.minimum(drawn, last))
 
 
-def penalise(logits: torch.Tensor, tables: SamplerTables) -> torch.Tensor:
+def penalise(logits: torch.Tensor, tables: Tables) -> torch.Tensor:
     """Return logits after logit bias and the three penalties."""
     rows, vocabulary = logits.shape
     bias = torch.where(tables.bias_ids >= 0, tables.bias, 0)
@@ -81,10 +66,10 @@ def penalise(logits: torch.Tensor, tables: SamplerTables) -> torch.Tensor:
     counts = torch.zeros(rows, vocabulary + 1, dtype=torch.int64, device=logits.device)
     places = torch.where(tables.recent >= 0, tables.recent, vocabulary)
     counts = counts.scatter_add_(1, places, torch.ones_like(places))[:, :vocabulary]
-    repetition = tables.repetition[:, None]
+    repetition = tables.repetition_penalty[:, None]
     changed = torch.where(scores > 0, scores / repetition, scores * repetition)
-    changed = changed - (tables.frequency[:, None] * counts).float()
-    return torch.where(counts > 0, changed - tables.presence[:, None], scores)
+    changed = changed - (tables.frequency_penalty[:, None] * counts).float()
+    return torch.where(counts > 0, changed - tables.presence_penalty[:, None], scores)
 
 
 def uniform(seed: torch.Tensor, position: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
@@ -106,8 +91,8 @@ def uniform(seed: torch.Tensor, position: torch.Tensor, draw: torch.Tensor) -> t
     return ((a >> 5) * (1 << 26) + (b >> 6)).double() / (1 << 53)
 
 
-def _filter(ranked: torch.Tensor, tables: SamplerTables) -> torch.Tensor:
-    """Set to zero what top-k, top-p and min-p take from probabilities, likeliest first."""
+def _filter(ranked: torch.Tensor, tables: Tables) -> torch.Tensor:
+    """Set to zero the probabilities (likeliest first) that top-k, top-p and min-p drop."""
     rank = torch.arange(ranked.shape[1], device=ranked.device)
     top_k = torch.where(tables.top_k > 0, tables.top_k, ranked.shape[1])[:, None]
     ranked = torch.where(rank < top_k, ranked, 0)
@@ -121,50 +106,49 @@ def _filter(ranked: torch.Tensor, tables: SamplerTables) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplerScratch:
-    """Memory that drawing works in."""
+    """Memory that `sample_fast` works in; see `ScratchBuffers`."""
 
-    scores: torch.Tensor  # float32 [rows, vocabulary]
-    counts: torch.Tensor  # int32 [rows, vocabulary]; zeros between calls
-    best: torch.Tensor  # int64 [rows, SLICES]
-    masses: torch.Tensor  # float64 [rows, SLICES]
+    scores: torch.Tensor
+    counts: torch.Tensor  # zeros between calls
+    best: torch.Tensor
+    masses: torch.Tensor
 
     @staticmethod
     def allocate(rows: int, vocabulary: int, device: str) -> "SamplerScratch":
         """Return scratch for so many rows of logits."""
-        return SamplerScratch(
-            scores=torch.empty(rows, vocabulary, device=device),
-            counts=torch.zeros(rows, vocabulary, dtype=torch.int32, device=device),
-            best=torch.empty(rows, SLICES, dtype=torch.int64, device=device),
-            masses=torch.empty(rows, SLICES, dtype=torch.float64, device=device),
+        parts = (
+            torch.zeros(buffer.shape, dtype=scratch.DTYPES[buffer.dtype], device=device)
+            for buffer in sampler_scratch(rows, vocabulary)
         )
+        return SamplerScratch(*parts)
 
 
 def sample_fast(
-    logits: torch.Tensor, tables: SamplerTables, scratch: SamplerScratch, out: torch.Tensor
+    logits: torch.Tensor, tables: Tables, memory: SamplerScratch, out: torch.Tensor
 ) -> torch.Tensor:
     """Draw a token for each row of logits to `out [rows]` (int64), without sorting a vocabulary."""
     rows, vocabulary = logits.shape
-    scores = scratch.scores[:rows].copy_(logits)
+    scores = memory.scores[:rows].copy_(logits)
     compile_kernel("sampler.cu", "penalise")(
         (rows,),
         (PENALTY_THREADS,),
         (
-            *(scores, scratch.counts, tables.recent, tables.bias_ids, tables.bias),
-            *(tables.repetition, tables.frequency, tables.presence),
+            *(scores, memory.counts, tables.recent, tables.bias_ids, tables.bias),
+            *(tables.repetition_penalty, tables.frequency_penalty, tables.presence_penalty),
             *(vocabulary, tables.recent.shape[1], tables.bias_ids.shape[1]),
         ),
         early=True,
     )
     slices = ((SLICES, rows), (SLICE_THREADS,))
-    compile_kernel("sampler.cu", "peaks")(*slices, (scores, scratch.best, vocabulary), early=True)
-    args = (scores, scratch.best, tables.temperature, tables.top_k, scratch.masses, vocabulary)
+    compile_kernel("sampler.cu", "peaks")(*slices, (scores, memory.best, vocabulary), early=True)
+    args = (scores, memory.best, tables.temperature, tables.top_k, memory.masses, vocabulary)
     compile_kernel("sampler.cu", "masses")(*slices, args, early=True)
     most = candidates_for(shared_bytes_of(logits.device))
     compile_kernel("sampler.cu", "choose", {"MOST": most})(
         (rows,),
         (CHOOSE_THREADS,),
         (
-            *(scores, scratch.best, scratch.masses, tables.temperature, tables.top_p),
+            *(scores, memory.best, memory.masses, tables.temperature, tables.top_p),
             *(tables.min_p, tables.top_k, tables.seed, tables.position, tables.draw),
             *(out, vocabulary),
         ),
@@ -175,6 +159,6 @@ def sample_fast(
 
 
 def candidates_for(shared_bytes: int) -> int:
-    """Return how many candidates a block can sort; where there are more it takes a longer way."""
+    """Return how many candidates a block can sort; with more, sampler.cu searches for bounds."""
     fits = shared_bytes >= 16 * MOST_CANDIDATES + KEPT_BYTES
     return MOST_CANDIDATES if fits else MOST_CANDIDATES // 2

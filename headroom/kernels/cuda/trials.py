@@ -221,7 +221,7 @@ def _delta(device: torch.device, rows: int) -> torch.Tensor:
 
 
 def _sampler(device: torch.device) -> torch.Tensor:
-    tables = sampler.SamplerTables.allocate(ROWS, 8, 4, str(device))
+    tables = sampler.allocate_tables(ROWS, str(device))
     scratch = sampler.SamplerScratch.allocate(ROWS, VOCABULARY, str(device))
     out = torch.zeros(ROWS, dtype=torch.int64, device=device)
     logits = torch.zeros(ROWS, VOCABULARY, device=device)
