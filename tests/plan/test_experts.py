@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +35,25 @@ def test_a_budget_is_spread_evenly_and_the_rest_goes_to_small_experts() -> None:
     hot = spread_experts([layer(4, 10), layer(4, 7), layer(0, 0), layer(4, 7)], 62)
     assert hot.counts == (2, 3, 0, 3)
     assert hot.bytes == 62
+
+
+@pytest.mark.parametrize(
+    ("budget", "counts"),
+    [
+        (39, (1, 1, 1, 0)), (40, (1, 1, 1, 1)), (49, (1, 1, 1, 1)), (50, (2, 1, 1, 1)),
+        (79, (2, 2, 2, 1)), (80, (2, 2, 2, 2)),
+    ],
+)  # fmt: skip
+def test_of_layers_with_equal_experts_the_earlier_ones_get_the_rest(
+    budget: int, counts: tuple[int, ...]
+) -> None:
+    assert spread_experts([layer(4, 10)] * 4, budget).counts == counts
+
+
+def test_the_rest_of_a_budget_goes_to_small_experts_first_and_then_to_earlier_layers() -> None:
+    layers = [layer(4, 10), layer(4, 10), layer(4, 9)]
+    assert spread_experts(layers, 29 + 9).counts == (1, 1, 2)
+    assert spread_experts(layers, 29 + 19).counts == (2, 1, 2)
 
 
 def test_layers_with_few_experts_leave_their_share_to_others() -> None:

@@ -1,5 +1,7 @@
 """The bytes of each line, against figures worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from headroom.errors import PlanError
@@ -11,6 +13,7 @@ from headroom.plan.lines import (
     kv_token_bytes,
     published_activation,
     recurrent_bytes,
+    snapshot_bytes,
     staging_bytes,
     staging_line,
 )
@@ -191,3 +194,28 @@ def test_a_device_has_one_buffer_for_each_neighbour_that_rows_are_narrowed_for(
     line = staging_line(smollm2(), made, neighbours)
     assert line.bytes == 2 * 513 * 576 * 4 + neighbours * 513 * 576 * width
     assert ("hand rows over" in line.why) == bool(neighbours and width)
+
+
+@pytest.mark.parametrize(
+    ("window", "context", "pages"),
+    [
+        (0, 8192, 128),  # every layer sees the whole context
+        (512, 8192, 8),
+        (512, 513, 8),
+        (512, 512, 8),
+        (512, 448, 7),  # a context shorter than the window
+        (513, 8192, 9),  # pages are saved whole
+    ],
+)
+def test_a_snapshot_has_the_pages_that_a_window_sees_and_no_others(
+    window: int, context: int, pages: int
+) -> None:
+    shape, kind = smollm2(), "window" if window else "full"
+    layers = (replace(layer, kind=kind, window=window) for layer in shape.layers[:2])  # type: ignore[arg-type]
+    recurrent = LayerShape(
+        kind="recurrent", core_bytes=0, core_values=0, state_values=1000, conv_values=24
+    )
+    model = replace(shape, layers=(*layers, recurrent))
+    token = 2 * 3 * 64 * 2  # keys and values of three heads in f16
+    made = settings(context=context, cache_tokens=8192)
+    assert snapshot_bytes(model, made) == 2 * pages * 64 * token + 1024 * 4 + 49152 * 4

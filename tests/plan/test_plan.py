@@ -13,6 +13,7 @@ from headroom.options import Options
 from headroom.plan.known import known_shape
 from headroom.plan.layout import Pinning
 from headroom.plan.plan import DoesNotFitError, Plan, make_plan
+from headroom.plan.shape import ModelShape
 from headroom.units import GIB, MIB
 from tests.plan.shapes import cpu, gpu, host, laguna, qwen35_27b, smollm2
 
@@ -444,3 +445,25 @@ def test_what_becomes_of_cold_experts_is_told() -> None:
     assert any("only the CPU reads them in place" in note for note in loose.notes)
     unread = make_plan(*given, Options(no_pin=True, cold="drop"))
     assert not any("copy them twice" in note for note in unread.notes)
+
+
+def windowed(window: int) -> ModelShape:
+    """SmolLM2, every layer of which sees so many tokens."""
+    model = smollm2()
+    layers = (replace(layer, kind="window", window=window) for layer in model.layers)
+    return replace(model, layers=tuple(layers))
+
+
+def decode_seconds(model: ModelShape, context: int) -> float:
+    options = Options(context=context, parallel=1, chunk=64, weights="packed")
+    return 1 / make_plan([model], [cpu(24)], options).predicted.decode_tokens_per_s
+
+
+def test_the_predicted_speed_counts_no_more_tokens_than_a_window_sees() -> None:
+    token_s = 30 * 2 * 3 * 64 * 4 / (0.7 * 40e9)  # keys and values of one token, at listed speed
+    at_window = decode_seconds(windowed(512), 1024)  # half of the context is full
+    assert decode_seconds(windowed(512), 1026) == decode_seconds(windowed(512), 8192) == at_window
+    assert at_window - decode_seconds(windowed(512), 1022) == pytest.approx(token_s)
+    assert decode_seconds(smollm2(), 1024) == pytest.approx(at_window)
+    longer = decode_seconds(smollm2(), 1026) - at_window
+    assert longer == pytest.approx(token_s)
