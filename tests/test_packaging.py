@@ -15,6 +15,7 @@ from headroom.options import Options, flag
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 README = (ROOT / "README.md").read_text()
+OPTIONS_PAGE = (ROOT / "docs/options.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 
@@ -44,7 +45,8 @@ def test_every_command_of_the_readme_exists() -> None:
     commands = {
         command.callback.__name__ for command in make_app().registered_commands if command.callback
     }
-    shell = "".join(re.findall(r"^```\n(.*?)^```", README, re.MULTILINE | re.DOTALL))
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    shell = "".join(text for language, text in blocks if not language)
     used = set(re.findall(r"^headroom (\w+)", shell, re.MULTILINE))
     assert {"pull", "run", "serve"} <= used
     assert used <= commands
@@ -64,13 +66,14 @@ def test_every_make_target_of_the_readme_exists() -> None:
     assert used <= targets
 
 
-def test_the_readme_lists_every_engine_and_server_option() -> None:
+def test_the_options_page_lists_every_engine_and_server_option() -> None:
     settings = [s for s in fields(Options) if s.metadata["group"] in ("engine", "server")]
-    assert [flag(s) for s in settings if f"`{flag(s)}`" not in README] == []
+    assert [flag(s) for s in settings if f"`{flag(s)}`" not in OPTIONS_PAGE] == []
 
 
-def test_the_readme_names_no_flag_that_is_not_there() -> None:
-    table = re.findall(r"^\| `(--[\w-]+)`", README, re.MULTILINE)
+def test_the_options_page_names_no_flag_that_is_not_there() -> None:
+    table = re.findall(r"^\| `(--[\w-]+)`", OPTIONS_PAGE, re.MULTILINE)
+    assert table
     assert set(table) <= {flag(setting) for setting in fields(Options)}
 
 
