@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PlannedResidency:
-    """The choices of a model's experts, and where a plan keeps these."""
+    """How often a model's experts were chosen, and which of them a plan keeps hot."""
 
     model: str
     device: str
@@ -33,14 +33,14 @@ class PlannedResidency:
     placement: "ExpertPlacement"
 
     def hit_rate(self, layer: int) -> float | None:
-        """The share of a layer's choices that would be hot; None without choices."""
+        """Return the share of a layer's choices that would be hot; None without choices."""
         row = self.counts[layer]
         total = sum(row)
         return sum(row[expert] for expert in self.placement.hot[layer]) / total if total else None
 
     @property
     def total_hit_rate(self) -> float | None:
-        """The same of all layers."""
+        """The share of all choices that would be hot; None without choices."""
         total = sum(map(sum, self.counts))
         hot = sum(
             row[expert]
@@ -80,7 +80,7 @@ def experts(
 
 
 def find_residency(options: Options) -> PlannedResidency:
-    """Plan a model and place its experts as an engine of these settings would."""
+    """Plan a model and place its experts as an engine with these options would."""
     # torch takes seconds to import; --help must not wait for it.
     from headroom.experts.placement import ExpertPlacement
     from headroom.plan.describe import describe
@@ -115,7 +115,7 @@ def find_residency(options: Options) -> PlannedResidency:
 
 
 def find_checkpoint(options: Options) -> "Checkpoint | None":
-    """Return the model's files; None where only a plan's name, a config.json or a URL is there."""
+    """Return the model's files; None if MODEL is a built-in name, a config.json or a URL."""
     from headroom.families.files import open_checkpoint
 
     try:
@@ -123,11 +123,11 @@ def find_checkpoint(options: Options) -> "Checkpoint | None":
     except FormatError:
         if is_default(options.model):
             raise
-        return None  # what it is then, the planner's own reader finds out, or refuses
+        return None  # the planner's own reader finds out what it is, or refuses it
 
 
 def without_files(options: Options) -> Options:
-    """Return the options without files that belong to weights, and say that they are not read."""
+    """Return the options without placement and statistics; warn that they are not read."""
     names = [x for x in (options.placement, options.routing_stats) if x not in (None, OFF)]
     if names:
         files = " and ".join(map(str, names))

@@ -1,4 +1,4 @@
-"""`headroom profile`: run prompts and keep which experts were chosen."""
+"""`headroom profile`: runs prompts and writes how often each expert was chosen."""
 
 import json
 import time
@@ -57,7 +57,7 @@ def profile(
     asked = read_prompts(prompts)
     model = counted_model(options)
     path = target_path(out, options, model)
-    # The engine itself keeps nothing: neither old choices nor half of the new ones.
+    # The engine itself neither reads nor saves statistics.
     with open_llm(replace(options, routing_stats="off", swap_every="off")) as llm:
         generated = run_prompts(llm, asked, tokens, raw)
     assert llm.engine.upkeep is not None
@@ -68,7 +68,7 @@ def profile(
 
 
 def counted_model(options: Options) -> "StatsModel":
-    """Return the model whose choices are counted, or refuse one that has none."""
+    """Return the model whose choices are counted; refuse one without experts."""
     # torch takes seconds to import; --help must not wait for it.
     from headroom.experts.stats import stats_model
     from headroom.families.files import open_checkpoint
@@ -85,7 +85,7 @@ def counted_model(options: Options) -> "StatsModel":
 
 
 def target_path(out: Path | None, options: Options, model: "StatsModel") -> Path:
-    """Return the file to write, or refuse it; by default that of an engine of these settings."""
+    """Return the file to write, or refuse it; by default the one that an engine would use."""
     from headroom.experts.stats import default_paths, open_stats, writable
 
     named, param = options.routing_stats, "out"
@@ -108,7 +108,7 @@ def target_path(out: Path | None, options: Options, model: "StatsModel") -> Path
             try:
                 check_replaceable(path, "routing statistics", param, model.files)
             except OptionError as error:
-                if len(paths) > 1:  # nobody named it: its name says that it is ours to lose
+                if len(paths) > 1:  # the user did not name the file
                     error.hint = f"Delete {path}, or name another file with --out."
                 raise
             return path
@@ -118,7 +118,7 @@ def target_path(out: Path | None, options: Options, model: "StatsModel") -> Path
 
 
 def run_prompts(llm: "LLM", asked: Sequence[FilePrompt], tokens: int, raw: bool) -> int:
-    """Run all prompts and return how many tokens were read and generated."""
+    """Run all prompts; return how many tokens were read and generated."""
     whole = not raw and llm.template is not None
     ids = []
     for prompt in asked:
@@ -140,7 +140,7 @@ def run_prompts(llm: "LLM", asked: Sequence[FilePrompt], tokens: int, raw: bool)
 
 
 def write(path: Path, history: "RoutingHistory", identity: str) -> None:
-    """Write the statistics in one step."""
+    """Write the statistics in one step, so that a reader never sees half a file."""
     from headroom.experts.stats import save_history
 
     try:
@@ -150,7 +150,7 @@ def write(path: Path, history: "RoutingHistory", identity: str) -> None:
 
 
 def show(found: dict[str, Any], history: "RoutingHistory", as_json: bool) -> None:
-    """Print how uneven the choices were."""
+    """Print how unevenly experts were chosen."""
     from headroom.experts.placement import measure_skew
 
     layers = measure_skew(history.counts)

@@ -1,4 +1,4 @@
-"""ExpertRecords: what is known of a model's experts before it is loaded, and how they are kept."""
+"""ExpertRecords: a model's routing statistics and upkeep rules, read before it is loaded."""
 
 import time
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from headroom.split.upkeep_rules import UpkeepRules, upkeep_rules
 
 @dataclass(frozen=True, slots=True)
 class ExpertRecords:
-    """A model's routing statistics, and what is done with its experts between steps."""
+    """A model's routing statistics, and the rules of its experts' upkeep."""
 
     model: StatsModel
     file: StatsFile
@@ -23,9 +23,9 @@ class ExpertRecords:
 def read_records(
     model: ModelDescription, options: Options, *, measuring: bool = False
 ) -> ExpertRecords:
-    """Read what the settings name, or refuse it.
+    """Read the files and rules that the options name, or refuse them.
 
-    While speeds are measured nothing is saved, and experts stay where they are.
+    With `measuring` nothing is saved and no expert is exchanged, so that speeds can be compared.
     """
     rules = upkeep_rules(options)
     checkpoint = model.checkpoint

@@ -1,4 +1,4 @@
-"""find_placement(): which experts of a planned model are hot, and why those."""
+"""find_placement(): which experts of a planned model are hot, checked against the plan."""
 
 import logging
 from pathlib import Path
@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 
 
 def expert_layers(shape: ModelShape, plan: Plan) -> list[LayerExperts]:
-    """Return every layer's experts with their bytes as the planned device holds them."""
+    """Return every layer's experts, with their bytes in the format that the device holds."""
     layers = plan.settings.held(shape).layers
     return [LayerExperts(x.experts, x.expert_bytes, max(1, x.experts_used)) for x in layers]
 
 
 def even_placement(shape: ModelShape, plan: Plan) -> ExpertPlacement:
-    """Return as many hot experts of each layer as the plan has; refuse too few of them."""
+    """Return the placement without statistics; refuse a budget below the floor."""
     check_floor(expert_layers(shape, plan), _budget(plan), _floor(shape))
     return even_experts(plan.devices[0].hot_by_layer)
 
@@ -44,7 +44,7 @@ def placed_plan(plan: Plan, placement: ExpertPlacement | None) -> Plan:
 def named_placement(
     name: str | None, identity: str, layers: list[LayerExperts]
 ) -> ExpertPlacement | None:
-    """Read the file that the options name, or refuse it."""
+    """Load the placement file that the options name, if they name one."""
     return load_placement(Path(name).expanduser(), identity, layers) if name else None
 
 
@@ -55,9 +55,10 @@ def find_placement(
     identity: str,
     counts: ExpertCounts | None = None,  # choices of earlier runs
 ) -> ExpertPlacement | None:
-    """Return which experts are hot, checked against the plan; None where no device has cold ones.
+    """Return which experts are hot; None if none is cold.
 
-    A file that the options name comes first, then statistics.
+    A file that the options name comes first, then statistics, then the first experts of each layer.
+    A placement that needs more memory than the plan has is refused.
     """
     device = plan.devices[0]
     tell_unused(device, options)
@@ -88,7 +89,7 @@ def find_placement(
 
 
 def _check(placement: ExpertPlacement, layers: list[LayerExperts], plan: Plan) -> None:
-    """Refuse a placement that needs more of either memory than the plan has."""
+    """Refuse a placement that needs more GPU or host memory than the plan has."""
     hot, budget = placement.hot_bytes(layers), _budget(plan)
     if hot > budget:
         raise PlanError(
@@ -109,7 +110,7 @@ def _check(placement: ExpertPlacement, layers: list[LayerExperts], plan: Plan) -
 def _warn_of_unused(
     placement: ExpertPlacement, layers: list[LayerExperts], plan: Plan, shape: ModelShape
 ) -> None:
-    """Say what a file leaves of the budget, where that would hold another expert."""
+    """Warn if a placement file leaves room in the budget for another expert."""
     hot, budget = placement.hot_bytes(layers), _budget(plan)
     cold = [
         layer.expert_bytes
@@ -134,7 +135,7 @@ def _warn_of_unused(
 
 
 def _log_memory(plan: Plan, layers: list[LayerExperts]) -> None:
-    """Say what the memory of the device goes to, and what that leaves for experts."""
+    """Log what the memory of the device goes to, and what that leaves for experts."""
     device = plan.devices[0]
     sizes = {line.name: line.bytes for line in device.lines}
     log.info(

@@ -1,4 +1,4 @@
-"""tell_unused(): the options that were given and have no effect on the device that runs."""
+"""tell_unused(): logs options that were given but have no effect on the device that runs."""
 
 import logging
 from dataclasses import fields, replace
@@ -17,9 +17,9 @@ COLD_OPTIONS = ("cold", "no_pin", "keep_host_copy", *SWAP_OPTIONS)
 
 
 def tell_unused(device: DevicePlan, options: Options, where: str = "here") -> None:
-    """Name what was asked of experts or of a GPU where there is none of it to do.
+    """Log the options on experts or GPUs that have no effect on this device.
 
-    On a CPU that is a warning: whoever gives such an option means a GPU.
+    On a CPU that is a warning, because the user expected a GPU.
     """
     if options.activation_dtype is not None:
         log.warning(
@@ -46,20 +46,20 @@ def tell_unused(device: DevicePlan, options: Options, where: str = "here") -> No
 
 
 def tell_unmeasured(options: Options) -> None:
-    """Name what was asked of experts while speeds are measured, when they stay where they are."""
+    """Log the options on exchanges that have no effect while speeds are measured."""
     if flags := _given(options, (*SWAP_OPTIONS, "save_placement")):
         log.info("experts: without effect while speeds are measured: %s", ", ".join(flags))
 
 
 def without_gpu_options(options: Options) -> Options:
-    """Return the options as if nothing had been asked of a GPU's memory and experts."""
+    """Return the options with the defaults for GPU memory and experts."""
     changed = {*GPU_OPTIONS, *BUDGET_OPTIONS, *COLD_OPTIONS}
     usual: dict[str, Any] = {x.name: x.default for x in fields(options) if x.name in changed}
     return replace(options, **usual)
 
 
 def _given(options: Options, names: tuple[str, ...]) -> list[str]:
-    """Return what was asked for; whoever turns something off gets what he wants."""
+    """Return the flags that were given; one that is turned off has its effect anyway."""
     known = {setting.name: setting for setting in fields(options)}
     usual = {name: (known[name].default, "off") for name in names}
     return [flag(known[name]) for name in names if getattr(options, name) not in usual[name]]

@@ -1,4 +1,4 @@
-"""UpkeepRules: when experts change places and what is saved, as the options say it."""
+"""UpkeepRules: when experts are exchanged and what is saved, read from the options."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,16 +14,16 @@ SAVE_EVERY_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpkeepRules:
-    """When experts are swapped, and what is saved."""
+    """When experts are exchanged, and what is saved."""
 
     swap_every: int | None = 0  # tokens; 0: only between requests; None: never
     policy: ExchangePolicy = field(default_factory=ExchangePolicy)
     save_every_s: float = SAVE_EVERY_S
-    placement_path: Path | None = None  # where the placement goes in the end
+    placement_path: Path | None = None  # where the placement is saved when the engine ends
 
 
 def upkeep_rules(options: Options) -> UpkeepRules:
-    """Return what the settings say, or refuse them."""
+    """Return the rules that the options ask for; refuse wrong values."""
     text = options.swap_every
     if text != OFF and not text.isdecimal():
         raise OptionError(
