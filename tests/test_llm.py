@@ -85,7 +85,7 @@ def test_a_folder_of_safetensors_runs_like_its_gguf(llm: LLM, tmp_path: Path) ->
         assert other.chat(MESSAGES, GREEDY).token_ids == llm.chat(MESSAGES, GREEDY).token_ids
 
 
-def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
+def test_chatting_with_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
     folder = save_safetensors(random_model(llama_config()), tmp_path / "m")
     (folder / "chat_template.jinja").unlink()
     refused = pytest.raises(ModelError, match=r"m has no chat template.*--raw")
@@ -104,7 +104,7 @@ def test_an_unknown_setting_is_an_error() -> None:
         LLM("x.gguf", contxt=3)
 
 
-def test_a_missing_model_is_an_error_of_ours() -> None:
+def test_a_missing_model_is_a_headroom_error() -> None:
     with pytest.raises(HeadroomError, match="no file, folder or known model"):
         LLM("no-such-model.gguf")
 

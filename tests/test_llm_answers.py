@@ -81,7 +81,7 @@ def test_a_plain_token_that_ends_an_answer_is_not_shown_either() -> None:
     assert [delta.text for delta in read([97, 98], reason="stop")] == ["a", ""]
 
 
-def test_a_control_token_inside_an_answer_is_hidden_but_told() -> None:
+def test_a_control_token_inside_an_answer_is_not_in_the_text_but_among_the_tokens() -> None:
     deltas = read([97, BOS, 98])
     assert "".join(delta.text for delta in deltas) == "ab"
     assert [token.id for delta in deltas for token in delta.shown_tokens] == [97, BOS, 98]

@@ -76,7 +76,7 @@ def test_a_value_out_of_its_type_or_range_is_refused(name: str, value: Any, mess
     assert (str(refused.value), refused.value.param) == (message, name)
 
 
-def test_a_wrong_choice_is_refused_with_the_right_ones() -> None:
+def test_a_wrong_choice_is_refused_with_the_list_of_choices() -> None:
     with pytest.raises(OptionError, match=r"^--kv-type is 'q9'\. Choose from f32, f16, bf16, q8_0"):
         Options(kv_type="q9")
 

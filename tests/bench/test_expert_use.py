@@ -184,7 +184,7 @@ def test_the_report_says_where_experts_are_and_what_cold_ones_cost(report: Repor
         assert words in text
 
 
-def test_nothing_cold_is_one_line(tmp_path: Path) -> None:
+def test_a_report_without_cold_experts_has_one_line_for_experts(tmp_path: Path) -> None:
     path = tmp_path / "moe.gguf"
     write_gguf(Source(find_recipe("qwen3moe", "tiny", 1), 0), path, "q8_0")
     settings = BenchSettings(

@@ -77,7 +77,7 @@ def found_bench(folder: Path) -> LlamaBench:
     return find_peer("llama-bench", str(fake_bench(folder)))
 
 
-def test_it_is_asked_for_the_same_prompts_and_contexts(tmp_path: Path) -> None:
+def test_llama_bench_is_asked_for_the_same_prompts_and_contexts(tmp_path: Path) -> None:
     found = found_bench(tmp_path).run(MODEL, SETUP, QUICK)
     assert found == PeerRun(
         {128: 100.0, 512: 100.0}, {32: 10.0, 512: 10.0}, "llama.cpp abc (7)", "CUDA", "", "Fast CPU"
@@ -89,7 +89,7 @@ def test_it_is_asked_for_the_same_prompts_and_contexts(tmp_path: Path) -> None:
     ]
 
 
-def test_it_sees_the_chosen_gpu_alone(tmp_path: Path) -> None:
+def test_llama_bench_sees_the_chosen_gpu_alone(tmp_path: Path) -> None:
     found = found_bench(tmp_path).run(MODEL, replace(SETUP, visible="2"), QUICK)
     assert [call[-1] for call in calls(tmp_path)] == ["seen=2"] * 2
     assert (found.gpu, found.where) == ("H200", "CUDA on H200")
@@ -104,7 +104,7 @@ def test_it_sees_the_chosen_gpu_alone(tmp_path: Path) -> None:
         ({"prompts": (4096,), "contexts": (1024,)}, []),  # our context holds neither
     ],
 )
-def test_it_is_asked_only_for_what_we_measure(
+def test_llama_bench_is_asked_only_for_what_we_measure(
     tmp_path: Path, changed: dict[str, Any], asked: list[str]
 ) -> None:
     found = found_bench(tmp_path).run(MODEL, SETUP, replace(QUICK, **changed))
@@ -114,7 +114,7 @@ def test_it_is_asked_only_for_what_we_measure(
     assert asked or not (found.prompts or found.decodes)
 
 
-def test_contexts_that_would_take_it_too_long_are_left_out(tmp_path: Path) -> None:
+def test_contexts_that_would_take_llama_bench_too_long_are_left_out(tmp_path: Path) -> None:
     found = found_bench(tmp_path).run(MODEL, SETUP, replace(QUICK, patience_s=5.0))
     assert list(found.decodes) == [32]
     assert found.left_out == (
@@ -122,13 +122,13 @@ def test_contexts_that_would_take_it_too_long_are_left_out(tmp_path: Path) -> No
     )
 
 
-def test_it_is_found_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_bench_is_found_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = fake_bench(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_peer("llama-bench", "llama-bench").program == fake
 
 
-def test_what_is_no_program_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_no_program_is_refused(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.write_text("")
     for kind, path, words in (
@@ -174,7 +174,9 @@ def test_a_file_that_the_system_cannot_run_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_failures_and_strange_answers_are_told(tmp_path: Path, body: str, words: str) -> None:
+def test_failures_and_strange_output_of_llama_bench_are_errors(
+    tmp_path: Path, body: str, words: str
+) -> None:
     peer = find_peer("llama-bench", str(program(tmp_path / "odd", f"#!/bin/sh\n{body}\n")))
     with pytest.raises(HeadroomError, match=words):
         peer.run(MODEL, SETUP, QUICK)
@@ -198,7 +200,7 @@ def test_a_file_whose_name_is_not_utf_8_has_its_figures(tmp_path: Path) -> None:
         ("", "cpu", ""),
     ],
 )
-def test_a_ratio_between_a_gpu_and_a_cpu_is_told(gpu: str, device: str, words: str) -> None:
+def test_a_ratio_between_a_gpu_and_a_cpu_gets_a_note(gpu: str, device: str, words: str) -> None:
     run = PeerRun({512: 1.0}, {}, "x", "CPU", gpu, "Fast CPU")
     told = words and f"{words}: the ratios compare a GPU with a CPU, not two programs"
     assert unlike_note(run, device) == told
@@ -248,7 +250,7 @@ def setup_of(family: str = "llama", **settings: object) -> PeerSetup:
     return setup_peer(plan, shape, options)
 
 
-def test_on_a_cpu_no_gpu_is_seen() -> None:
+def test_for_a_plan_on_the_cpu_llama_bench_sees_no_gpu() -> None:
     found = setup_of(device="cpu", ram="8GiB", kv_type="bf16", threads=3)
     flags = ("-ngl", "0", "-t", "3", "-fa", "1", "-ctk", "f16", "-ctv", "f16")
     assert found == PeerSetup(flags, "", context=1024, chunk=256)
@@ -256,7 +258,7 @@ def test_on_a_cpu_no_gpu_is_seen() -> None:
     assert "PATH" in found.environment
 
 
-def test_a_cache_in_f32_is_one_in_f16_there() -> None:
+def test_a_cache_in_f32_is_one_in_f16_for_llama_bench() -> None:
     found = setup_of(device="cpu", ram="8GiB", k_type="f32", v_type="q8_0")
     assert found.flags[-4:] == ("-ctk", "f16", "-ctv", "q8_0")
     assert found.notes == (
@@ -264,7 +266,7 @@ def test_a_cache_in_f32_is_one_in_f16_there() -> None:
     )
 
 
-def test_on_a_gpu_all_layers_are_there_and_no_other_gpu_is_seen() -> None:
+def test_for_a_plan_on_a_gpu_llama_bench_has_all_layers_on_it_and_sees_no_other() -> None:
     found = setup_of(**GPU | {"device": "cuda:1"}, k_type="q8_0", v_type="q4_0", threads=2)
     flags = ("-ngl", "99", "-t", "2", "-fa", "1", "-ctk", "q8_0", "-ctv", "q4_0")
     assert (found.flags, found.visible, found.notes) == (flags, "1", ())
@@ -292,7 +294,7 @@ def test_as_many_experts_are_on_the_cpu_as_are_cold(budget: str, layers: int) ->
     assert found.notes == ((told,) if layers else ())
 
 
-def test_experts_that_only_we_leave_out_are_told() -> None:
+def test_experts_that_only_headroom_leaves_out_get_a_note() -> None:
     (note,) = setup_of("qwen3moe", **GPU, expert_budget="50%", cold="drop").notes
     assert note.endswith("of ours 50 % are left out and computed by nobody, some of every layer")
 

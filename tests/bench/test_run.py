@@ -224,7 +224,7 @@ def test_loading_says_how_far_it_is_and_what_follows(tmp_path: Path) -> None:
     assert "starting: kernels are compiled, steps captured" in said
 
 
-def test_options_that_measuring_does_not_heed_are_named(
+def test_options_without_effect_on_a_benchmark_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, kept = written(tmp_path, "qwen3", 1), tmp_path / "placement.json"

@@ -69,7 +69,7 @@ def test_shrinking_ends_the_last_requests_alone() -> None:
     assert engine.cancelled == [*names[1:], names[0]]
 
 
-def test_what_is_measured_begins_after_warm_tokens_of_the_last_to_start() -> None:
+def test_a_measurement_begins_after_the_warm_tokens_of_the_request_that_started_last() -> None:
     requests = ConcurrentRequests(Stepping(1), 8, 2, FREE)  # type: ignore[arg-type]
     requests.start()
     first, last = requests.answers

@@ -90,7 +90,7 @@ def test_ctrl_c_at_the_prompt_says_how_to_leave(fake_llm: Any) -> None:
     assert len(fake_llm.asked) == 1
 
 
-def test_a_person_sees_the_token_rate_and_a_pipe_does_not(fake_llm: Any) -> None:
+def test_a_terminal_shows_the_token_rate_and_a_pipe_does_not(fake_llm: Any) -> None:
     assert "3 tokens, " in talk(fake_llm, "one", terminal=True)[0]
     assert "tokens" not in talk(fake_llm, "one", terminal=False)[0]
 

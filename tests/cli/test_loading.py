@@ -42,6 +42,6 @@ def test_a_terminal_shows_how_much_is_loaded(monkeypatch: pytest.MonkeyPatch) ->
     assert "3.0/3.0 MB" in shown
 
 
-def test_nothing_is_drawn_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_progress_bar_is_drawn_outside_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with open_llm(Options()):
         assert capsys.readouterr() == ("", "")

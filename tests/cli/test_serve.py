@@ -22,7 +22,7 @@ def test_the_server_gets_the_model_and_the_options(
     assert opened == [started[0][1]]
 
 
-def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(
+def test_an_address_in_use_is_an_error_before_the_model_is_loaded(
     opened: list[Options], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

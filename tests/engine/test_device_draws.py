@@ -84,7 +84,7 @@ def test_a_device_draws_what_the_engine_draws(name: str, length: int) -> None:
     assert len(found) == 30
 
 
-def test_rows_with_different_wishes_share_steps_on_a_device() -> None:
+def test_rows_with_different_sampling_settings_share_steps_on_a_device() -> None:
     with engines(parallel=8) as (drawing, host, _):
         both = []
         for engine in (drawing, host):

@@ -88,14 +88,14 @@ def test_packed_and_unpacked_weights_give_the_same_answer(tiny_path: Path) -> No
     assert len(answers) == 1
 
 
-def test_the_same_seed_gives_the_same_text_and_draws_differ(llm: LLM) -> None:
+def test_a_seed_repeats_its_text_and_each_draw_of_it_differs(llm: LLM) -> None:
     first = answer(llm, "p", seed=5, **SAMPLED)
     assert answer(llm, "p", seed=5, **SAMPLED) == first
     assert answer(llm, "p", seed=6, **SAMPLED) != first
     assert answer(llm, "p", seed=5, draw=1, **SAMPLED) != first
 
 
-def test_the_last_event_tells_why_and_counts(llm: LLM) -> None:
+def test_the_last_event_has_the_finish_reason_and_the_counts(llm: LLM) -> None:
     request = llm.request([1, 2, 3], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     events = collect(llm, request)
     assert [event.generated_tokens for event in events] == [1, 2, 3, 4]

@@ -151,7 +151,7 @@ def test_the_engine_does_not_rest_while_a_preempted_request_waits_in_its_answer(
     assert {note for note in upkeep.notes if note[0]} == {(True, 0, 0)}
 
 
-def test_requests_that_begin_in_one_step_ask_once_what_experts_did_before() -> None:
+def test_expert_counters_are_read_once_for_requests_that_begin_in_one_step() -> None:
     engine, _ = device_engine(TableModel(), settings())
     engine.upkeep = upkeep = MagicMock(latest=None)
     upkeep.idle_s.return_value, upkeep.due.return_value = None, False

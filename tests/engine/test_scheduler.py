@@ -47,7 +47,7 @@ def test_no_more_than_the_limit_run_and_the_others_follow_in_order() -> None:
     assert [name for name, _ in run_step(scheduler)] == ["1", "2"]
 
 
-def test_the_newest_gives_way_when_pages_run_out_and_comes_back() -> None:
+def test_the_newest_is_preempted_when_pages_run_out_and_starts_again() -> None:
     scheduler = Scheduler(Limits(parallel=4, chunk=100, page_size=4), pool := PagePool(4))
     old, new = make_sequence(0, 7), make_sequence(1, 6)
     scheduler.add(old)
@@ -78,7 +78,7 @@ def test_a_preempted_sequence_starts_again_before_newer_ones() -> None:
     assert scheduler.running == [new, newest]
 
 
-def test_several_that_give_way_in_one_step_start_again_in_their_order() -> None:
+def test_several_preempted_sequences_start_again_in_their_order() -> None:
     scheduler = Scheduler(Limits(parallel=3, chunk=100, page_size=4), PagePool(6))
     sequences = [make_sequence(order, 7) for order in range(3)]
     for sequence in sequences:

@@ -74,7 +74,9 @@ def answers(path: Path, half_cold: Watched | None = None, **settings: Any) -> li
         return [llm.generate(prompt, PARAMS)[0] for prompt in ("one", "two", "three")]
 
 
-def test_choices_are_saved_when_the_engine_ends_and_added_to_the_next_time(path: Path) -> None:
+def test_routing_counts_are_saved_when_the_engine_ends_and_added_to_in_the_next_run(
+    path: Path,
+) -> None:
     beside = path.with_name(path.name + ".routing.json")
     for times in (1, 2):
         with LLM(str(path), **SETTINGS) as llm:
@@ -86,7 +88,7 @@ def test_choices_are_saved_when_the_engine_ends_and_added_to_the_next_time(path:
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["", "nothing can be saved"])
-def test_an_engine_that_breaks_saves_what_it_knows_and_tells_its_own_error(
+def test_an_engine_that_breaks_saves_its_statistics_and_reports_its_own_error(
     path: Path, tmp_path: Path, half_cold: Watched, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
     kept, placed = tmp_path / "kept.json", tmp_path / "placed.json"
@@ -130,7 +132,9 @@ def test_an_idle_engine_saves_too(
         assert kept.exists()
 
 
-def test_swaps_come_between_requests_unless_they_are_off(path: Path, half_cold: Watched) -> None:
+def test_exchanges_come_between_requests_unless_they_are_off(
+    path: Path, half_cold: Watched
+) -> None:
     answers(path, half_cold, swap_min_gain=1.0, swap_bytes="1GiB")
     assert half_cold.exchanged
     assert set(half_cold.running) == {0}
@@ -139,21 +143,23 @@ def test_swaps_come_between_requests_unless_they_are_off(path: Path, half_cold: 
     assert len(half_cold.exchanged) == count
 
 
-def test_swaps_every_few_tokens_come_while_a_request_runs(path: Path, half_cold: Watched) -> None:
+def test_exchanges_every_few_tokens_come_while_a_request_runs(
+    path: Path, half_cold: Watched
+) -> None:
     half_cold.same_bits, half_cold.slow = True, 2
     answers(path, half_cold, swap_every="4", swap_min_gain=1.0)
     assert 1 in half_cold.running
     assert max(half_cold.beside) >= 2  # steps ran while experts were copied
 
 
-def test_a_swap_that_fails_ends_no_request(path: Path, half_cold: Watched) -> None:
+def test_an_exchange_that_fails_ends_no_request(path: Path, half_cold: Watched) -> None:
     half_cold.fails_after = 2
     found = answers(path, half_cold, swap_min_gain=1.0)
     assert [done.finish_reason for done in found] == ["length"] * 3
     assert len(half_cold.exchanged) == 2
 
 
-def test_an_answer_tells_what_cold_experts_cost(path: Path, half_cold: Watched) -> None:
+def test_an_answer_reports_the_cost_of_cold_experts(path: Path, half_cold: Watched) -> None:
     for done in answers(path, swap_every="off"):
         told = done.timings.experts
         assert told is not None
@@ -164,7 +170,9 @@ def test_an_answer_tells_what_cold_experts_cost(path: Path, half_cold: Watched) 
         assert set(told["ms"]) == {"hot", "cold", "wait"}
 
 
-def test_an_answer_that_a_stop_text_ends_tells_it_too(path: Path, half_cold: Watched) -> None:
+def test_an_answer_that_a_stop_text_ends_reports_the_cost_of_cold_experts(
+    path: Path, half_cold: Watched
+) -> None:
     with LLM(str(path), routing_stats="off", swap_every="off", **SETTINGS) as llm:
         whole = llm.generate("one", PARAMS)[0].text
         stop = next(c for c in whole[2:-2] if c.isprintable() and c != "\ufffd")
@@ -174,7 +182,7 @@ def test_an_answer_that_a_stop_text_ends_tells_it_too(path: Path, half_cold: Wat
     assert 0 < cut.timings.experts["hit_rate"] < 1
 
 
-def test_where_all_are_hot_answers_tell_nothing_and_the_engine_knows(path: Path) -> None:
+def test_with_all_experts_hot_only_the_engine_reports_hit_rates(path: Path) -> None:
     with LLM(str(path), routing_stats="off", **SETTINGS) as llm:
         done = llm.generate("hello", PARAMS)[0]
         told = llm.engine.stats().experts

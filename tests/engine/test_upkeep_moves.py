@@ -122,7 +122,7 @@ def wanted(checkpoint: Checkpoint) -> list[Answer]:
 
 
 @pytest.mark.parametrize("cold", ["auto", "gpu"])
-def test_swaps_between_requests_move_experts_and_change_no_answer(
+def test_exchanges_between_requests_move_experts_and_change_no_answer(
     checkpoint: Checkpoint,
     wanted: list[Answer],
     cold: str,
@@ -144,7 +144,7 @@ def test_swaps_between_requests_move_experts_and_change_no_answer(
     assert found == wanted
 
 
-def test_swaps_within_a_request_move_experts_and_change_no_answer(
+def test_exchanges_within_a_request_move_experts_and_change_no_answer(
     checkpoint: Checkpoint, wanted: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = HALF_COLD | {"cold": "gpu", "swap_every": "2"}

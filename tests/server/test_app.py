@@ -55,7 +55,7 @@ def test_the_one_model_is_listed_and_shown(shared: httpx.Client) -> None:
         ("GET", "/docs", 404, "GET /docs does not exist."),
     ],
 )
-def test_unknown_routes_and_methods_are_refused_in_shape(
+def test_unknown_routes_and_methods_get_an_openai_error_object(
     shared: httpx.Client, method: str, path: str, status: int, message: str
 ) -> None:
     response = shared.request(method, path)
@@ -72,6 +72,7 @@ def test_unknown_routes_and_methods_are_refused_in_shape(
         {},
         {"Authorization": "Bearer wrong"},
         {"Authorization": "Basic sécret".encode("latin-1")},
+        {b"Authorization": "Basic sécret".encode()},
         {"Authorization": "Bearer"},
         {"Authorization": "sécret".encode("latin-1")},
     ],
@@ -105,7 +106,7 @@ def test_other_origins_may_call_only_when_allowed() -> None:
         assert httpx.options(server.address + CHAT, headers=strange).status_code == 400
 
 
-def test_a_failure_nobody_foresaw_is_a_500_in_shape(
+def test_an_unexpected_error_is_a_500_with_an_openai_error_object(
     client: httpx.Client, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llm, "encode_chat", lambda messages: 1 / 0)
@@ -139,7 +140,7 @@ def test_a_stop_ends_running_streams_with_an_error_and_refuses_new_ones() -> Non
     assert all(llm.engine.was_cancelled(request.id) for request in llm.engine.requests)
 
 
-def test_a_port_that_is_taken_is_told_in_one_line() -> None:
+def test_a_port_in_use_is_a_one_line_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OptionError) as caught, serving(FakeLLM(), Options(port=port)):
@@ -150,14 +151,14 @@ def test_a_port_that_is_taken_is_told_in_one_line() -> None:
     )
 
 
-def test_a_host_that_does_not_exist_is_told_in_one_line() -> None:
+def test_a_host_that_does_not_exist_is_a_one_line_error() -> None:
     with pytest.raises(
         OptionError, match=r"^Cannot listen on no\.such\.host\.invalid:80: .+\. Choose"
     ):
         bind("no.such.host.invalid", 80)
 
 
-def test_nobody_is_let_in_before_the_server_listens() -> None:
+def test_connections_are_refused_before_the_server_listens() -> None:
     with (
         bind("127.0.0.1", 0) as bound,
         pytest.raises(ConnectionRefusedError),

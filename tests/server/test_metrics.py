@@ -1,9 +1,10 @@
 """/metrics: what is counted and that strangers cannot make it grow."""
 
 import httpx
+import pytest
 
 from headroom.engine.stats import ExpertTelemetry
-from tests.server.fakes import FakeLLM
+from tests.server.fakes import TIMINGS, FakeLLM
 
 USER = {"role": "user", "content": "hi"}
 
@@ -37,6 +38,15 @@ def test_engine_and_http_are_counted(client: httpx.Client) -> None:
         assert line in lines
 
 
+def test_times_are_those_of_the_whole_answer(client: httpx.Client) -> None:
+    client.post("/v1/chat/completions", json={"messages": [USER]})
+    numbers = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines())
+    first = float(numbers["headroom_time_to_first_token_seconds_sum"])
+    assert first == pytest.approx(TIMINGS.queue_s + TIMINGS.prefill_s)
+    each = float(numbers["headroom_time_per_token_seconds_sum"])
+    assert each == pytest.approx(TIMINGS.decode_s / 13)  # 14 tokens, the first without decoding
+
+
 def test_unknown_paths_share_one_label(client: httpx.Client) -> None:
     for number in range(5):
         client.get(f"/nowhere/{number}")
@@ -50,7 +60,7 @@ def test_each_server_has_a_registry_of_its_own(client: httpx.Client, shared: htt
     assert 'endpoint="/health"' not in client.get("/metrics").text
 
 
-def test_experts_are_told_by_layer_and_path(client: httpx.Client, llm: FakeLLM) -> None:
+def test_expert_metrics_are_reported_by_layer_and_path(client: httpx.Client, llm: FakeLLM) -> None:
     assert "expert" not in client.get("/metrics").text
     llm.engine.experts = ExpertTelemetry(
         picks=(0, 8, 4),

@@ -43,14 +43,16 @@ def test_an_answer_has_text_reason_counts_and_times(client: httpx.Client) -> Non
     }
 
 
-def test_what_cold_experts_cost_stands_among_the_times(client: httpx.Client, llm: FakeLLM) -> None:
+def test_the_timings_of_an_answer_have_the_cost_of_cold_experts(
+    client: httpx.Client, llm: FakeLLM
+) -> None:
     llm.engine.timings = replace(TIMINGS, experts={"hit_rate": 0.9, "cold_picks": 7})
     answer = ask(client)
     assert answer["timings"]["experts"] == {"hit_rate": 0.9, "cold_picks": 7}
     assert stream(client)[-2]["timings"]["experts"]["hit_rate"] == 0.9
 
 
-def test_an_answer_that_a_stop_text_ends_tells_what_its_experts_cost(
+def test_an_answer_that_a_stop_text_ends_reports_the_cost_of_its_experts(
     client: httpx.Client, llm: FakeLLM
 ) -> None:
     llm.engine.cost, llm.engine.pause_s = {"hit_rate": 0.5}, 0.01
@@ -243,7 +245,7 @@ def test_an_engine_that_fails_in_a_stream_ends_it_with_an_error(
     }
 
 
-def test_more_answers_than_can_ever_be_taken_are_the_requests_own_fault(
+def test_more_answers_than_the_queue_can_ever_hold_are_a_400(
     client: httpx.Client, llm: FakeLLM
 ) -> None:
     llm.engine.capacity = 2

@@ -182,7 +182,7 @@ def test_a_prompt_of_one_token_is_echoed_with_logprobs(client: OpenAI, model: st
     assert len(choice.logprobs.tokens or []) == 2
 
 
-def test_n_answers_differ_and_come_again_with_the_seed(client: OpenAI, model: str) -> None:
+def test_n_answers_differ_and_are_repeated_with_the_seed(client: OpenAI, model: str) -> None:
     settings: dict[str, Any] = {
         "model": model, "messages": CAPITAL, "temperature": 1.2, "seed": 5, "max_tokens": 8,
     }  # fmt: skip

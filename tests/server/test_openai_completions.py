@@ -95,3 +95,10 @@ def test_an_echo_of_tokens_is_their_text(client: httpx.Client) -> None:
 def test_best_of_may_equal_n_and_an_empty_suffix_is_none(client: httpx.Client) -> None:
     answer = ask(client, prompt="a", n=2, best_of=2, suffix="")
     assert len(answer["choices"]) == 2
+
+
+def test_each_of_several_answers_echoes_its_own_prompt(shared: httpx.Client) -> None:
+    body = {"prompt": ["one ", "two "], "n": 2, "echo": True, "max_tokens": 5}
+    choices = ask(shared, **body)["choices"]
+    assert [choice["text"] for choice in choices] == ["one Hello"] * 2 + ["two Hello"] * 2
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]

@@ -25,11 +25,13 @@ def test_every_error_has_its_status_and_type(error: HeadroomError, status: int, 
     assert problem.body()["error"]["param"] == error.param
 
 
-def test_who_is_refused_for_want_of_room_is_told_when_to_come_back() -> None:
+def test_a_refusal_for_lack_of_capacity_says_when_to_retry() -> None:
     assert problem_of(CapacityError("Full.")).headers == {"Retry-After": "1"}
+    assert problem_of(RefusalError(503, "shutting_down", "Later.")).headers == {"Retry-After": "1"}
+    assert problem_of(RefusalError(500, "failed", "Never.")).headers == {}
 
 
-def test_what_nobody_foresaw_is_logged_but_not_told(
+def test_an_unexpected_error_is_logged_but_not_shown_to_the_client(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("headroom"), "propagate", True)

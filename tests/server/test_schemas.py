@@ -174,7 +174,7 @@ def test_what_completions_cannot_do_is_refused(
         ({"min_tokens": 5}, "min_tokens"),
     ],
 )
-def test_what_would_change_an_answer_and_is_not_there_is_refused(
+def test_known_fields_that_cannot_be_honoured_are_refused(
     shared: httpx.Client, path: str, given: dict[str, Any], param: str
 ) -> None:
     subject = {"messages": [USER]} if path == CHAT else {"prompt": "hi"}
