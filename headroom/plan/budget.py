@@ -70,7 +70,10 @@ def device_step(hidden: int, settings: PlanSettings) -> DeviceStep:
 
 
 def native_layer_scratch(hidden: int, layer: LayerShape, settings: PlanSettings) -> int:
-    """Return the scratch of one layer in the C++ kernels: the same sum as in native/ops.cpp.
+    """Return the scratch of one layer in the C++ kernels.
+
+    `Ops::layer_scratch` in native/ops.cpp owns this sum; tests hold both equal, since the planner
+    also runs where the module cannot be loaded.
 
     Rows of f32, their copies rounded to 8 bits with scales and sums, and the partial results of
     attention for every sequence that decodes at a full context.
@@ -88,7 +91,9 @@ def native_layer_scratch(hidden: int, layer: LayerShape, settings: PlanSettings)
 
 
 def native_experts_scratch(hidden: int, layer: LayerShape, settings: PlanSettings) -> int:
-    """Return the scratch of experts in the C++ kernels: the same sum as in native/ops.cpp.
+    """Return the scratch of experts in the C++ kernels.
+
+    `Ops::experts_scratch` in native/experts.cpp owns this sum; tests hold both equal.
 
     Each row is there once for every expert that it visits, as f32 and rounded to 8 bits.
     """

@@ -8,7 +8,7 @@ every buffer and its place with what is counted here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isqrt
 
@@ -29,7 +29,7 @@ from headroom.kernels.cuda.attention_scratch import (
 )
 from headroom.kernels.cuda.buffers import Buffer, ScratchCount, floats
 from headroom.kernels.cuda.sizes import DECODE_ROWS, EXPERT_STEP, MOST_OUTPUTS
-from headroom.plan.shape import LayerShape
+from headroom.plan.shape import LayerPadding, LayerShape
 from headroom.units import GIB, MIB
 
 F32, BF16 = 4, 2  # bytes
@@ -157,10 +157,25 @@ def parts_of(layer: LayerShape) -> dict[str, Part]:
 def device_phases(layers: Sequence[LayerShape], step: DeviceStep) -> dict[str, int]:
     """Return the most scratch of each kind of part; parts run in turn, so the largest counts."""
     phases: dict[str, int] = {}
-    for layer in dict.fromkeys(layers):
+    for layer in dict.fromkeys(map(_without_weights, layers)):
         for name, part in parts_of(layer).items():
             phases[name] = max(phases.get(name, 0), _peak(part, layer, step))
     return phases | {"loading": UPLOAD_BYTES}
+
+
+def _without_weights(layer: LayerShape) -> LayerShape:
+    """Return a layer without the bytes of its weights: its scratch does not depend on them."""
+    no_padding = LayerPadding()
+    return replace(
+        layer,
+        core_bytes=0,
+        core_values=0,
+        float_values=0,
+        expert_bytes=0,
+        expert_values=0,
+        panels=no_padding,
+        tiles=no_padding,
+    )
 
 
 def _peak(part: Part, layer: LayerShape, step: DeviceStep) -> int:
@@ -185,7 +200,7 @@ def largest_steps(layer: LayerShape, step: DeviceStep) -> Iterator[StepRows]:
         packed = experts_scratch.sorted_rows(layer.experts, layer.experts_used)
         sizes.add(max(DECODE_ROWS, min(step.rows, packed)))
     for rows in sizes:
-        for sequences in {1, min(step.spans, rows)}:
+        for sequences in {1, min(step.spans, rows) if rows > DECODE_ROWS else 1}:
             yield StepRows(tuple(_long_spans(rows, sequences, step.context)), step)
 
 

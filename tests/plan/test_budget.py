@@ -1,7 +1,20 @@
 """The scratch of a step on a CPU, against figures worked out by hand."""
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headroom.kernels.native.module import MODULE
 from headroom.kernels.reference import attention, matmul
-from headroom.plan.budget import KEY_BLOCK, QUERY_TILE, ROW_TILE, UNPACK_VALUES, workspace_phases
+from headroom.plan.budget import (
+    KEY_BLOCK,
+    QUERY_TILE,
+    ROW_TILE,
+    UNPACK_VALUES,
+    native_experts_scratch,
+    workspace_phases,
+)
+from headroom.plan.shape import LayerShape
 from tests.plan.shapes import cpu, gpu, laguna, settings, smollm2
 
 
@@ -48,3 +61,22 @@ def test_plain_kernels_keep_as_many_copies_on_a_gpu_as_on_a_cpu() -> None:
 def test_the_planner_knows_the_plain_kernels_steps() -> None:
     assert (ROW_TILE, UNPACK_VALUES) == (matmul.ROW_TILE, matmul.UNPACK_VALUES)
     assert (QUERY_TILE, KEY_BLOCK) == (attention.QUERY_TILE, attention.KEY_BLOCK)
+
+
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+@given(
+    rows=st.integers(1, 3000),
+    used=st.integers(1, 16),
+    experts=st.integers(16, 512),
+    width=st.integers(1, 200).map(lambda blocks: 8 * blocks),
+    hidden=st.integers(1, 300).map(lambda blocks: 32 * blocks),
+)
+def test_experts_on_a_cpu_are_planned_with_the_scratch_that_the_module_asks_for(
+    rows: int, used: int, experts: int, width: int, hidden: int
+) -> None:
+    layer = LayerShape(
+        kind="full", core_bytes=0, core_values=0,
+        experts=experts, experts_used=used, expert_width=width,
+    )  # fmt: skip
+    planned = native_experts_scratch(hidden, layer, settings(chunk=rows - 1, parallel=1))
+    assert planned == MODULE.experts_scratch(rows, used, hidden, width, experts, tiles=False)

@@ -47,7 +47,7 @@ class Projected:
 
     q: torch.Tensor  # [rows, heads * dim or more]
     k: torch.Tensor | None  # [rows, kv_heads * dim or more]; None: this layer caches nothing
-    v: torch.Tensor | None  # the same; keys themselves where values are keys
+    v: torch.Tensor | None  # [rows, kv_heads * dim or more]; the keys' tensor if values are keys
     heads: int
     dim: int
 

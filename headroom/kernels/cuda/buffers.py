@@ -5,7 +5,7 @@ takes them from the arena of a step (scratch.py), and the planner counts the sam
 `ScratchCount`. Both follow one rule: what was taken within a frame is free after it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from math import prod
@@ -66,6 +66,13 @@ class ScratchCount:
             for buffer in (one,) if isinstance(one, Buffer) else one:
                 self.used_bytes += aligned(buffer.nbytes)
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def largest(self, sizes: Sequence[int]) -> Sequence[int]:
+        """Return the sizes to count of frames that follow each other and differ in a size only.
+
+        The largest is enough for the peak; a count that lists all buffers returns all sizes.
+        """
+        return (max(sizes),)
 
     @contextmanager
     def frame(self) -> Iterator[None]:

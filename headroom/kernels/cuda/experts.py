@@ -150,7 +150,10 @@ def choose_few_rows(
     others: Others = NO_OTHERS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the same, where the experts of `CHOSEN_ROWS` rows at most are still to be chosen."""
+    """Return the weighted sum of each row's experts, chosen by the kernel itself.
+
+    For at most `CHOSEN_ROWS` rows, since each of its warps repeats the choice.
+    """
     constants = expert_constants(table, activation, others) | choice.constants
     rule = choice.rule
     layer = _Layer(x, rule.used, table, others, constants)

@@ -26,7 +26,7 @@ class SortedPicks:
     rows: torch.Tensor  # int64 [picks]: whose pick stands at a place
     places: torch.Tensor  # int64 [rows, used]: where a pick stands
     ends: torch.Tensor  # int32 [experts]: the place after an expert's last
-    group_ends: torch.Tensor  # the same, counted from the first place of an expert's group
+    group_ends: torch.Tensor  # `ends`, counted from the first place of an expert's group
 
 
 def sort_in_groups(ids: torch.Tensor, experts: int, each: int) -> SortedPicks:

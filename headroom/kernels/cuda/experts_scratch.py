@@ -72,9 +72,10 @@ def count_groups(
 ) -> None:
     """Count `sum_groups`: one group of experts after another."""
     each = experts_at_once(experts, *sizes, unpack_bytes)
-    for first in range(0, experts, each):
+    groups = [min(each, experts - first) for first in range(0, experts, each)]
+    for group in count.largest(groups):
         with count.frame():
-            count.take(group_buffers(min(each, experts - first), sizes, picks, dtype))
+            count.take(group_buffers(group, sizes, picks, dtype))
 
 
 def sorted_rows(experts: int, used: int) -> int:

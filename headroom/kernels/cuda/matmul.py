@@ -188,7 +188,7 @@ def row_macros(rows: int) -> dict[str, int]:
 
 
 def gate_macros(activation: str, rows: int) -> dict[str, int]:
-    """Return the same where rows are gated."""
+    """Return what activations.cu is compiled with to gate so many rows."""
     return {"GELU": int(activation == "gelu"), "LANES": lanes_for(rows)}
 
 

@@ -80,7 +80,7 @@ def count_unpacked(
     """Count `multiply_unpacked` with a weight of (rows, columns): one part after another."""
     outputs, columns = weight
     each = part_rows(outputs, columns, unpack_bytes)
-    for first in range(0, outputs, each):
+    parts = [min(each, outputs - first) for first in range(0, outputs, each)]
+    for part in count.largest(parts):
         with count.frame():
-            part = min(each, outputs - first)
             count.take(unpacked_part(rows, part, columns, dtype, tiled=tiled))

@@ -12,7 +12,7 @@ from headroom.kernels.native.module import MODULE, POOL
 from headroom.kernels.ops import Case, ExpertTable
 from headroom.kernels.weight import PLAIN_TYPES
 
-Shape = tuple[int, int]  # rows, columns
+MatrixShape = tuple[int, int]  # rows, columns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,13 +21,13 @@ class PanelTable:
 
     addresses: torch.Tensor  # int64 [experts, 3]: gate, up, down
     kinds: Sequence[QuantType]  # types of gate, up and down
-    shapes: Sequence[Shape]
+    shapes: Sequence[MatrixShape]
     blobs: torch.Tensor  # the memory that the addresses point into
     tiles: bool = False  # the matrices are in the GPU's tiles, else in panels
 
     @classmethod
     def of_blobs(
-        cls, blobs: torch.Tensor, kinds: Sequence[QuantType], shapes: Sequence[Shape]
+        cls, blobs: torch.Tensor, kinds: Sequence[QuantType], shapes: Sequence[MatrixShape]
     ) -> "PanelTable":
         """Return the table of experts `[experts, bytes]`, each with its three matrices in panels.
 
@@ -134,7 +134,7 @@ def experts_into(
     )  # fmt: skip
 
 
-def _panel_sizes(kinds: Sequence[QuantType], shapes: Sequence[Shape]) -> list[int]:
+def _panel_sizes(kinds: Sequence[QuantType], shapes: Sequence[MatrixShape]) -> list[int]:
     """Return the bytes of an expert's three matrices, all multiples of 64."""
     return [
         MODULE.panel_bytes(kind.ggml_id, *shape) for kind, shape in zip(kinds, shapes, strict=True)

@@ -6,11 +6,11 @@ from contextlib import suppress
 import torch
 
 CHUNK_BYTES = 64 << 20  # allocated from the system at a time
-ALIGNMENT = 64
+VECTOR_ALIGNMENT = 64
 LARGE_PAGE = 2 << 20
 
 
-class Arena:
+class WeightMemory:
     """Hands out pieces of large chunks; a chunk is freed with the last tensor that uses it."""
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class Arena:
 
     def take(self, size: int) -> torch.Tensor:
         """Return `size` bytes of uninitialised memory, aligned for vectors."""
-        start = -(-self._used // ALIGNMENT) * ALIGNMENT
+        start = -(-self._used // VECTOR_ALIGNMENT) * VECTOR_ALIGNMENT
         if start + size > len(self._chunk):
             self._chunk, start = large_pages(max(size, CHUNK_BYTES)), 0
         self._used = start + size
@@ -37,4 +37,4 @@ def large_pages(size: int) -> torch.Tensor:
     return whole[first : first + size]
 
 
-WEIGHTS = Arena()
+WEIGHTS = WeightMemory()
