@@ -89,13 +89,13 @@ class LayerConfig:
     ffn: FfnConfig | None  # the dense part
     experts: ExpertsConfig | None = None  # instead of the dense part, or beside it
     post_norms: bool = False  # the output of each part is normed before it is added
-    side_width: int = 0  # values of the layer's own input per token, from a table; 0: none
+    per_layer_width: int = 0  # values of the layer's own input per token, from a table; 0: none
     scaled: bool = False  # the residual stream is multiplied by a learned number at the end
 
     @property
     def plain(self) -> bool:
         """Whether the layer is a mixer and a dense part with silu, each after its norm."""
-        more = self.experts is not None or self.post_norms or self.side_width or self.scaled
+        more = self.experts is not None or self.post_norms or self.per_layer_width or self.scaled
         return not more and self.ffn is not None and self.ffn.activation == "silu"
 
 

@@ -46,7 +46,7 @@ class Dims:
     shared_kv_layers: int = 0  # last layers that read the cache of others
     keys_are_values: bool = False  # full layers have no value projection
     gate_each_value: bool = False  # output gates are one a value, not one a head
-    side_width: int = 0  # per-layer inputs: values of each layer
+    per_layer_width: int = 0  # per-layer inputs: values of each layer
     state_heads: int = 0  # value heads of recurrent layers
     state_key_heads: int = 16
     state_dim: int = 128  # of their keys and values

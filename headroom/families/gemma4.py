@@ -63,9 +63,9 @@ NAMING = Naming(
     tied_by_default=True,
     # Inputs of every layer, from a table of their own.
     model_names=(
-        ("side.embed", "per_layer_token_embd", "embed_tokens_per_layer"),
-        ("side.proj", "per_layer_model_proj", "per_layer_model_projection"),
-        ("side.norm", "per_layer_proj_norm", "per_layer_projection_norm"),
+        ("per_layer.embed", "per_layer_token_embd", "embed_tokens_per_layer"),
+        ("per_layer.proj", "per_layer_model_proj", "per_layer_model_projection"),
+        ("per_layer.norm", "per_layer_proj_norm", "per_layer_projection_norm"),
     ),
     layer_names=(
         ("attn.post_norm", "post_attention_norm", "post_attention_layernorm"),
@@ -79,9 +79,9 @@ NAMING = Naming(
         ("ffn.experts_scale", "ffn_down_exps.scale", "router.per_expert_scale"),
         ("ffn.experts.gate_up", "ffn_gate_up_exps", "experts.gate_up_proj"),
         ("ffn.experts.down", "ffn_down_exps", "experts.down_proj"),
-        ("side.gate", "inp_gate", "per_layer_input_gate"),
-        ("side.proj", "proj", "per_layer_projection"),
-        ("side.norm", "post_norm", "post_per_layer_input_norm"),
+        ("per_layer.gate", "inp_gate", "per_layer_input_gate"),
+        ("per_layer.proj", "proj", "per_layer_projection"),
+        ("per_layer.norm", "post_norm", "post_per_layer_input_norm"),
         ("scale", "layer_output_scale", "layer_scalar"),
     ),
 )
@@ -97,8 +97,9 @@ def read_dims(facts: Facts) -> Dims:
     shared = facts.size("attention.shared_kv_layers", "hf.num_kv_shared_layers", default=0, least=0)
     if facts.flag("hf.use_double_wide_mlp"):
         ffn = tuple(width * (2 if i >= layers - shared else 1) for i, width in enumerate(ffn))
-    side = facts.size("embedding_length_per_layer_input", "hf.hidden_size_per_layer_input",
-                      default=0, least=0)  # fmt: skip
+    per_layer_width = facts.size(
+        "embedding_length_per_layer_input", "hf.hidden_size_per_layer_input", default=0, least=0
+    )
     experts = expert_dims(facts, used_key="hf.top_k_experts")
     if experts:
         experts["fused_experts"] = not facts.has(".ffn.experts.gate")
@@ -110,7 +111,7 @@ def read_dims(facts: Facts) -> Dims:
         **_heads(facts, full, window),
         keys_are_values=_keys_are_values(facts, full),
         shared_kv_layers=min(shared, layers),
-        side_width=side,
+        per_layer_width=per_layer_width,
         ffn=max(ffn),
         ffn_by_layer=ffn if len(set(ffn)) > 1 else (),
         **experts,
@@ -183,10 +184,10 @@ def layer(dims: Dims, index: int) -> LayerDims:
             "ffn_down_exps.scale": (dims.experts,),
             **expert_stacks(dims),
         }
-    if dims.side_width:
+    if dims.per_layer_width:
         tensors |= norms(dims, "post_norm")
-        tensors["inp_gate.weight"] = (dims.side_width, dims.hidden)
-        tensors["proj.weight"] = (dims.hidden, dims.side_width)
+        tensors["inp_gate.weight"] = (dims.per_layer_width, dims.hidden)
+        tensors["proj.weight"] = (dims.hidden, dims.per_layer_width)
     return LayerDims(
         tensors=tensors,
         kind="full" if full else "window",
@@ -201,11 +202,11 @@ def layer(dims: Dims, index: int) -> LayerDims:
 def outer(dims: Dims) -> Tensors:
     """Return the tensors outside the layers, with rotary divisors and per-layer inputs."""
     tensors = outer_tensors(dims) | {"rope_freqs.weight": (dims.full_head_dim // 2,)}
-    if dims.side_width:
-        width = dims.layers * dims.side_width
+    if dims.per_layer_width:
+        width = dims.layers * dims.per_layer_width
         tensors["per_layer_token_embd.weight"] = (dims.vocab, width)
         tensors["per_layer_model_proj.weight"] = (width, dims.hidden)
-        tensors["per_layer_proj_norm.weight"] = (dims.side_width,)
+        tensors["per_layer_proj_norm.weight"] = (dims.per_layer_width,)
     return tensors
 
 
@@ -219,7 +220,7 @@ def read_config(header: ModelHeader, dims: Dims) -> ModelConfig:
             ffn=FfnConfig(dims.ffn_width(index), "gelu"),
             experts=_experts(dims) if dims.experts else None,
             post_norms=True,
-            side_width=dims.side_width,
+            per_layer_width=dims.per_layer_width,
             scaled=True,
         )
         for index in range(dims.layers)
@@ -326,7 +327,7 @@ TINY = Dims(
     full_head_dim=128, keys_are_values=True, fused_experts=True,
 )  # fmt: skip
 TINY_E4B = replace(
-    TINY, full_kv_heads=2, keys_are_values=False, shared_kv_layers=6, side_width=64
+    TINY, full_kv_heads=2, keys_are_values=False, shared_kv_layers=6, per_layer_width=64
 )  # fmt: skip
 
 SPECIAL = {
@@ -396,7 +397,7 @@ def _config(recipe: Recipe, tokens: Json) -> Json:
         "final_logit_softcapping": recipe.softcap,
         "global_head_dim": dims.full_head_dim,
         "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size_per_layer_input": dims.side_width,
+        "hidden_size_per_layer_input": dims.per_layer_width,
         "layer_types": layer_types(dims),
         "num_kv_shared_layers": dims.shared_kv_layers,
         "rope_parameters": {
@@ -430,7 +431,7 @@ def _keys(recipe: Recipe) -> Json:
         "rope.freq_base_swa": recipe.window_theta,
         "rope.dimension_count": dims.full_head_dim,
         "rope.dimension_count_swa": dims.head_dim,
-        "embedding_length_per_layer_input": dims.side_width,
+        "embedding_length_per_layer_input": dims.per_layer_width,
         "final_logit_softcapping": recipe.softcap,
     }
 
@@ -450,7 +451,7 @@ def _vector(name: str, normal: "Floats", source: "np.random.Generator") -> "Floa
 
 def _spread(name: str, dims: Dims) -> float | None:
     # Rows of this table are looked up and multiplied by the root of their width.
-    return float(dims.side_width**-0.5) if name == "per_layer_token_embd.weight" else None
+    return float(dims.per_layer_width**-0.5) if name == "per_layer_token_embd.weight" else None
 
 
 FAMILIES = (
@@ -467,7 +468,7 @@ FAMILIES = (
                 architecture="gemma4", layers=42, hidden=2560, vocab=VOCAB, context=131072,
                 tied=True, heads=8, kv_heads=2, head_dim=256, ffn=10240,
                 kinds=pattern(42, 6, "window"), window=512, full_kv_heads=2, full_head_dim=512,
-                shared_kv_layers=18, side_width=256,
+                shared_kv_layers=18, per_layer_width=256,
             ),
             "gemma-4-31b": DENSE_31B,
             "gemma-4-26b-a4b": replace(

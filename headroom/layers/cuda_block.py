@@ -241,9 +241,9 @@ class CudaPerLayerPart:
 
     def __init__(self, inputs: PerLayerInputs, layer: int, get: WeightSource, eps: float) -> None:
         self._inputs, self._layer, self._narrow = inputs, layer, narrow_type(get.case.dtype)
-        self._gate = load_merged(get, ["side.gate"])
-        self._proj = load_merged(get, ["side.proj"])
-        self._post_norm = RowNorm(get.norm("side.norm"), eps)
+        self._gate = load_merged(get, ["per_layer.gate"])
+        self._proj = load_merged(get, ["per_layer.proj"])
+        self._post_norm = RowNorm(get.norm("per_layer.norm"), eps)
         get.to_compile.add(Gates("gelu"))
 
     def __call__(self, x: torch.Tensor, batch: GpuBatch) -> None:

@@ -14,11 +14,11 @@ class PerLayerInputs:
     """The inputs of all layers, computed once per step from the tokens and their embedding."""
 
     def __init__(self, table: Weight, get: WeightSource, eps: float, rows: int) -> None:
-        weight = get.norm("side.norm")
+        weight = get.norm("per_layer.norm")
         width = len(weight)
         self._table = Embedding(table, get.case, width**0.5)
         self._norm = RmsNorm(weight, eps, get.case)
-        self._proj = Linear(get("side.proj"), get.case)
+        self._proj = Linear(get("per_layer.proj"), get.case)
         # float32 [rows, layers, width]: valid until the next step
         self._inputs = torch.empty(
             rows, table.columns // width, width, device=get.case.torch_device
@@ -43,9 +43,9 @@ class PerLayerPart:
     def __init__(self, inputs: PerLayerInputs, layer: int, get: WeightSource, eps: float) -> None:
         self._inputs = inputs
         self._layer = layer
-        self._gate = Linear(get("side.gate"), get.case)
-        self._proj = Linear(get("side.proj"), get.case)
-        self._norm = RmsNorm(get.norm("side.norm"), eps, get.case)
+        self._gate = Linear(get("per_layer.gate"), get.case)
+        self._proj = Linear(get("per_layer.proj"), get.case)
+        self._norm = RmsNorm(get.norm("per_layer.norm"), eps, get.case)
         self._activate: GatedActivation = pick("gated_activation", get.case).run
 
     @part_of_step("dense")

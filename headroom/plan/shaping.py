@@ -60,7 +60,7 @@ def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
         norm_matrix_values=wide,
         ffn_width=max(layer.ffn for layer in layers),
         staging_buffers=3 if family.keeps_embedding else 2,
-        side_values=dims.layers * dims.side_width,
+        side_values=dims.layers * dims.per_layer_width,
         taps=dims.taps,
         tap_width=dims.hidden if dims.taps else 0,
         panels=panels,

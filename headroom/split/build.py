@@ -170,10 +170,10 @@ class _StageBuilder:
 
     def _open_per_layer_inputs(self) -> PerLayerInputs | None:
         """Load the table of per-layer inputs, for a model that has them."""
-        if not self._config.layers[0].side_width:
+        if not self._config.layers[0].per_layer_width:
             return None
         hosted = any(line.name == "embeddings" for line in self._plan.host.lines)
-        table = self._source.at("", "embeddings").table("side.embed", pinned=hosted)
+        table = self._source.at("", "embeddings").table("per_layer.embed", pinned=hosted)
         return PerLayerInputs(table, self._source, self._eps, self._settings.stream_rows)
 
     def _open_routing(self) -> RoutingStats | None:

@@ -55,7 +55,7 @@ SMALL: dict[str, Dims] = {
         architecture="gemma4", layers=12, hidden=256, vocab=320, context=512, tied=True, heads=4,
         kv_heads=2, head_dim=64, ffn=1024, ffn_by_layer=(512,) * 6 + (1024,) * 6,
         kinds=pattern(12, 6, "window"), window=64, full_kv_heads=2, full_head_dim=128,
-        shared_kv_layers=6, side_width=32,
+        shared_kv_layers=6, per_layer_width=32,
     ),
     "dflash": Dims(
         architecture="dflash", layers=4, hidden=256, vocab=1, context=512, heads=4, kv_heads=2,
@@ -130,7 +130,7 @@ def _family_keys(dims: Dims) -> dict[str, Any]:
             "attention.key_length_swa": dims.head_dim,
             "attention.sliding_window_pattern": windows,
             "attention.shared_kv_layers": dims.shared_kv_layers,
-            "embedding_length_per_layer_input": dims.side_width,
+            "embedding_length_per_layer_input": dims.per_layer_width,
         }  # fmt: skip
     if dims.architecture == "dflash":
         return {"attention.sliding_window_pattern": windows, "target_layers": [2, 11, 20]}
