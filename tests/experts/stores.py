@@ -1,5 +1,7 @@
 """Small stores of experts in host memory, which stands in for a GPU's."""
 
+from functools import cache
+
 import torch
 
 from headroom.experts.placement import ExpertPlacement
@@ -22,7 +24,10 @@ def blob_layout(experts: int, sizes: tuple[int, ...] = (48, 48, 32)) -> BlobLayo
 
 
 def small_store(
-    layouts: list[BlobLayout | None], hot: list[tuple[int, ...]], **request: object
+    layouts: list[BlobLayout | None],
+    hot: list[tuple[int, ...]],
+    device: str = "cpu",
+    **request: object,
 ) -> ExpertStore:
     """A store whose every expert is filled with bytes of its own."""
     speeds = ColdSpeeds(gpu=1e12, link=1e10, cpu=1e11, handover_s=1e-5)
@@ -31,7 +36,7 @@ def small_store(
     } | request  # fmt: skip
     placement = ExpertPlacement(tuple(hot), "drawn")
     made = StoreRequest(placement=placement, **given)  # type: ignore[arg-type]
-    store = open_store(layouts, made, "cpu", lambda line, size: None)
+    store = open_store(layouts, made, device, lambda line, size: None)
     for index, layer in enumerate(store.layers):
         for expert in range(layer.experts if layer else 0):
             assert layer is not None
@@ -47,10 +52,17 @@ def exchange(layer: LayerStore, promoted: int, demoted: int) -> None:
     layer.finish_exchange()
 
 
+@cache
 def contents(layer: int, expert: int, size: int) -> torch.Tensor:
-    """The bytes of an expert."""
+    """The bytes of an expert; nobody may write to them."""
     made = torch.Generator().manual_seed(1000 * layer + expert)
     return torch.randint(256, (size,), generator=made, dtype=torch.uint8)
+
+
+@cache
+def content_bytes(layer: int, expert: int, size: int) -> bytes:
+    """The bytes of an expert, as Python has them."""
+    return bytes(contents(layer, expert, size).tolist())
 
 
 def check_layer(store: ExpertStore, index: int) -> None:
@@ -63,7 +75,7 @@ def check_layer(store: ExpertStore, index: int) -> None:
         assert hot == (expert in layer.hot)
         blob = layer.slot_of(expert) if hot else layer.cold_of(expert)
         assert blob is not None
-        assert torch.equal(blob, contents(index, expert, layer.expert_bytes))
+        assert torch.equal(blob.cpu(), contents(index, expert, layer.expert_bytes))
         where = [blob.data_ptr() + start for start in layer.blobs.starts]
         _check_addresses(layer, expert, where)
         found.append(where[0])

@@ -1,6 +1,5 @@
 """Layers with cold experts say what all-hot ones say, whoever computes the cold ones."""
 
-import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +27,8 @@ from headroom.plan.cost_model import ColdSpeeds
 from tests.experts.cold_layer import LateCopies
 from tests.experts.stores import exchange
 from tests.gpu.weight_file import WeightFile
-from tests.pinned import pretend_pinning
 from tests.stand_in.cuda_on_cpu import COMPILER
+from tests.stand_in.gpu import stand_in_driver
 from tests.stand_in.kernels import compile_few_blocks, product, use_kernels
 
 pytestmark = [
@@ -55,9 +54,8 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "mm", product)
     monkeypatch.setattr(prefill, "CudaCopies", lambda device: LateCopies())
     monkeypatch.setattr(cost_model, "PREFILL_HANDOVER_S", 0.0)
-    pretend_pinning(monkeypatch)
-    yield
-    gc.collect()  # memory is given back to the driver that lent it
+    with stand_in_driver(monkeypatch):
+        yield
 
 
 @pytest.fixture

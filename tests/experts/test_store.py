@@ -1,8 +1,7 @@
 """The store: every expert is found whole, whatever moves and whatever fails."""
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -18,7 +17,8 @@ from headroom.experts.store import drop_cold
 from headroom.layers import host_memory
 from headroom.plan.cost_model import ColdSpeeds, DecodeChoice
 from tests.experts.stores import blob_layout, check_layer, exchange, small_store
-from tests.pinned import pretend_pinning
+from tests.stand_in.driver import Driver
+from tests.stand_in.gpu import stand_in_driver
 
 Moves = list[tuple[int, int, int]]  # layer, and which of its cold and hot experts
 
@@ -198,11 +198,11 @@ def test_host_memory_holds_only_cold_experts_unless_a_copy_is_kept() -> None:
 
 
 @pytest.fixture
-def pinning(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """The part of the driver that pins memory, or refuses to for a reason."""
+def pinning(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """A driver that pins memory, or refuses to."""
     monkeypatch.setattr(host_memory, "pinnable_bytes", lambda limits: 8 << 20)
-    pretend_pinning(monkeypatch)
-    return partial(pretend_pinning, monkeypatch)
+    with stand_in_driver(monkeypatch) as driver:
+        yield driver
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def pinning(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     ],
 )
 def test_pinned_experts_are_read_by_the_gpu(
-    wanted: str, path: str, keep_copy: bool, pinning: Callable[[str], None]
+    wanted: str, path: str, keep_copy: bool, pinning: Driver
 ) -> None:
     store = small_store([blob_layout(3)], [(0,)], cold=wanted, pin=True, keep_copy=keep_copy)
     assert store.pinned
@@ -225,9 +225,9 @@ def test_pinned_experts_are_read_by_the_gpu(
 
 
 def test_a_driver_that_does_not_pin_leaves_cold_experts_to_the_cpu_and_says_so(
-    pinning: Callable[[str], None], caplog: pytest.LogCaptureFixture
+    pinning: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pinning("out of memory")
+    pinning.refuses_to_pin = True
     store = small_store([blob_layout(3)], [(0,)], cold="auto", pin=True)
     assert store.layers[0] is not None
     assert store.layers[0].path == "cpu"
@@ -239,9 +239,9 @@ def test_a_driver_that_does_not_pin_leaves_cold_experts_to_the_cpu_and_says_so(
 
 
 def test_a_driver_that_does_not_pin_what_is_left_out_says_that_nobody_computes_it(
-    pinning: Callable[[str], None], caplog: pytest.LogCaptureFixture
+    pinning: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pinning("out of memory")
+    pinning.refuses_to_pin = True
     small_store([blob_layout(3)], [(0,)], cold="drop", pin=True, keep_copy=True)
     assert caplog.messages == [
         "experts: 640 B of cold experts are not pinned (out of memory; the control group allows "
@@ -266,7 +266,7 @@ def test_the_log_tells_what_is_hot_and_cold_and_who_computes_it(
     cold: str,
     pin: bool,
     told: str,
-    pinning: Callable[[str], None],
+    pinning: Driver,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -275,7 +275,7 @@ def test_the_log_tells_what_is_hot_and_cold_and_who_computes_it(
 
 
 def test_the_log_tells_in_how_many_layers_who_computes_cold_experts_where_they_differ(
-    pinning: Callable[[str], None],
+    pinning: Driver,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -295,7 +295,7 @@ NO_CPU = ColdSpeeds(gpu=1e12, link=1e10, cpu=0.0, handover_s=1e-5, measured=True
 
 
 def test_without_the_cpp_module_a_warning_says_what_is_slower_and_what_to_install(
-    pinning: Callable[[str], None],
+    pinning: Driver,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -313,14 +313,14 @@ def test_without_the_cpp_module_a_warning_says_what_is_slower_and_what_to_instal
 
 @pytest.mark.parametrize(("cold", "keep_copy"), [("gpu", False), ("drop", True), ("drop", False)])
 def test_who_wants_nothing_of_the_cpu_is_not_warned_of_a_missing_cpp_module(
-    cold: str, keep_copy: bool, pinning: Callable[[str], None], caplog: pytest.LogCaptureFixture
+    cold: str, keep_copy: bool, pinning: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     small_store([blob_layout(3)], [(0,)], cold=cold, pin=True, keep_copy=keep_copy, speeds=NO_CPU)
     assert not [x for x in caplog.records if x.levelno == logging.WARNING]
 
 
-def test_a_gpu_that_must_read_what_is_not_pinned_is_refused(pinning: Callable[[str], None]) -> None:
-    pinning("out of memory")
+def test_a_gpu_that_must_read_what_is_not_pinned_is_refused(pinning: Driver) -> None:
+    pinning.refuses_to_pin = True
     with pytest.raises(DeviceError) as refused:
         small_store([blob_layout(3)], [(0,)], cold="gpu", pin=True)
     assert str(refused.value) == (

@@ -18,8 +18,8 @@ from headroom.plan.cost_model import ColdSpeeds
 from tests.gpu import check_cold_store
 from tests.gpu.torch_tiles import pack_tiles
 from tests.gpu.weight_file import WeightFile
-from tests.pinned import pretend_pinning
 from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
+from tests.stand_in.gpu import stand_in_driver
 from tests.stand_in.kernels import use_kernels
 
 CONFIG = ExpertsConfig(experts=5, used=2, width=40)
@@ -117,7 +117,7 @@ def test_the_check_for_a_gpu_passes_where_the_cpu_stands_in(
     monkeypatch.setattr(check_cold_store, "BESIDE", 1)
     use_kernels(monkeypatch, compile_on_cpu)
     monkeypatch.setattr(experts, "shared_bytes_of", lambda device: 64 << 10)
-    pretend_pinning(monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(check_cold_store, "captured", lambda step: step)
-    assert check_cold_store.check(kinds, (6, 96, 288), pin=True)
+    with stand_in_driver(monkeypatch):
+        assert check_cold_store.check(kinds, (6, 96, 288), pin=True)

@@ -11,48 +11,37 @@ from headroom.kernels.weight import PLAIN_TYPES
 from headroom.layers import host_memory
 from headroom.layers.upload import Upload
 from tests.gpu.weight_file import WeightFile
-from tests.pinned import pretend_pinning
+from tests.stand_in.gpu import stand_in_driver
 
 
 @pytest.mark.parametrize("kind", ["q4_k", "f16", "f32"])
 def test_a_table_in_host_memory_is_pinned_in_just_its_size_and_given_back_with_its_last_holder(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend_pinning(monkeypatch)
-    locked: dict[int, int] = {}
-
-    def lock(address: int, size: int, device: int) -> str:
-        locked[address] = size
-        return ""
-
-    def unlock(address: int, device: int) -> str:
-        del locked[address]
-        return ""
-
-    monkeypatch.setattr(host_memory, "lock_pages", lock)
-    monkeypatch.setattr(host_memory, "unlock_pages", unlock)
-    file = WeightFile(tmp_path / "weights")
-    data = file.add("embed", kind, 50, 768)
-    with Upload("cpu") as way:
-        table = file.source(way).at("", "embeddings").table("embed", pinned=True)
-    assert locked == {table.data.data_ptr(): data.nbytes}
-    assert file.counted == {"embeddings": data.nbytes}  # as the plan counts it
-    assert table.data.dtype == PLAIN_TYPES.get(kind, torch.uint8)
-    assert torch.equal(table.data.view(torch.uint8), data)
-    del table
-    gc.collect()
-    assert not locked
+    with stand_in_driver(monkeypatch) as driver:
+        file = WeightFile(tmp_path / "weights")
+        data = file.add("embed", kind, 50, 768)
+        with Upload("cpu") as way:
+            table = file.source(way).at("", "embeddings").table("embed", pinned=True)
+        assert driver.pinned == {table.data.data_ptr(): data.nbytes}
+        assert file.counted == {"embeddings": data.nbytes}  # as the plan counts it
+        assert table.data.dtype == PLAIN_TYPES.get(kind, torch.uint8)
+        assert torch.equal(table.data.view(torch.uint8), data)
+        del table
+        gc.collect()
+        assert not driver.pinned
 
 
 def test_a_table_that_the_driver_does_not_pin_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend_pinning(monkeypatch, "out of memory")
     monkeypatch.setattr(host_memory, "pinnable_bytes", lambda limits: 8 << 20)
     file = WeightFile(tmp_path / "weights")
     file.add("embed", "q8_0", 64, 256)
-    with Upload("cpu") as way, pytest.raises(DeviceError) as refused:
-        file.source(way).table("embed", pinned=True)
+    with stand_in_driver(monkeypatch) as driver, Upload("cpu") as way:
+        driver.refuses_to_pin = True
+        with pytest.raises(DeviceError) as refused:
+            file.source(way).table("embed", pinned=True)
     assert str(refused.value) == (
         "The GPU's driver does not pin 17.0 KiB of host memory for the token table: out of memory; "
         "the control group allows 8.0 MiB. Free host memory, raise the limit of the control group, "

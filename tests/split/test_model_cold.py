@@ -20,12 +20,11 @@ from headroom.plan.describe import describe
 from headroom.plan.plan import make_plan
 from headroom.split.build import load_model
 from headroom.split.placing import find_placement, placed_plan
-from tests.experts.late_gpu import LateGpu
 from tests.experts.stores import exchange
 from tests.families import family_gguf
 from tests.families.oracles import PROMPT, variant
 from tests.plan.shapes import host
-from tests.stand_in.gpu import stand_in_gpu
+from tests.stand_in.gpu import StandInGpu, stand_in_gpu
 from tests.stand_in.model import GPU, ModelOnGpu, run_on_gpu
 
 PROMPTS = [PROMPT[:5]]
@@ -135,22 +134,23 @@ def test_experts_that_change_places_between_steps_change_no_answer(
 class Overlapped:
     """After each step, goes on with copies that other steps run beside, and with their swaps."""
 
-    def __init__(self) -> None:
-        self.gpu = LateGpu()
+    def __init__(self, gpu: StandInGpu) -> None:
+        gpu.queues.stepped = True
+        self._gpu = gpu
         self.swaps: ExchangeRound | None = None
 
     def __call__(self, stage: ModelOnGpu) -> None:
         if self.swaps is None:
             self.swaps = self._begin(stage)
         for _ in range(3):  # half a copy may be left
-            self.gpu.copy_on()
+            for stream in self._gpu.queues.streams[1:]:
+                stream.advance()
         if not self.swaps.over and self.swaps.ready():
             self.swaps.end() if self.swaps.turned else self.swaps.turn()
 
     def _begin(self, stage: ModelOnGpu) -> ExchangeRound:
         store = stage.model.store
         assert store is not None
-        store.spare.copies = self.gpu
         planned = []
         for index, layer in enumerate(store.layers):
             if layer is not None:
@@ -165,9 +165,10 @@ def test_steps_beside_the_copies_of_swaps_answer_the_same(
     more: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(variant("qwen3moe").save_gguf(tmp_path / "m.gguf", "MIXED"))
-    prompts, pieces, overlapped = [PROMPT[:9]], [1] * 9, Overlapped()
-    with stand_in_gpu(monkeypatch):
+    prompts, pieces = [PROMPT[:9]], [1] * 9
+    with stand_in_gpu(monkeypatch) as gpu:
         wanted = run_on_gpu(checkpoint, prompts, pieces, kernels="reference")
+        overlapped = Overlapped(gpu)
         found = run_on_gpu(
             checkpoint, prompts, pieces, overlapped,
             kernels="reference", expert_budget="50%", **more,

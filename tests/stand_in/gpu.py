@@ -152,6 +152,19 @@ def stand_in_gpu(
             _forget_pinned()
 
 
+@contextmanager
+def stand_in_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """Let host memory be pinned for as long as the block runs; tensors are the host's alone."""
+    made = Driver(Queues())
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "driver", lambda: made)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        try:
+            yield made
+        finally:
+            _forget_pinned()
+
+
 def _forget_pinned() -> None:
     """Let memory that is still pinned go without a word to the driver, which is gone by then."""
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ meet in one operation. Operations run at once, but copies that do not hold up th
 when an operation or a wait comes after them in their stream.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ CPU = torch.device("cpu")
 # Tensors of the host and of the GPU may meet in these.
 MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
 COPIES = {torch.Tensor.copy_, *MOVES}
+PINS = {torch.Tensor.pin_memory, torch.Tensor.cuda}  # the stand-in has ways of its own for these
 # The host waits for what these return, and it is not on the GPU.
 LEAVES = {torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.numpy}
 INDEXED = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
@@ -152,6 +153,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return CUDA if isinstance(args[0], DeviceTensor) else args[0].device
         if func == torch.Tensor.is_cuda.__get__:
             return isinstance(args[0], DeviceTensor)
+        if func not in PINS and not kwargs.get("pin_memory") and _all_on_host(args, kwargs):
+            return func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__get__":  # shapes and types ask nothing of a GPU
             found = func(*map(plain, args))
             return on_gpu(found) if isinstance(args[0], DeviceTensor) else found
@@ -173,6 +176,17 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if to_cuda and values and Capture.recording is not None:
             Capture.recording.operations.append(_again(func, moved, found))
         return tree_map(on_gpu, found) if to_cuda else found
+
+
+def _all_on_host(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call names no GPU and is given none of its tensors."""
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, (list, tuple)):
+            if not _all_on_host(x, {}):
+                return False
+        elif is_cuda(x):
+            return False
+    return True
 
 
 def _has_values(func: Any, args: tuple[Any, ...]) -> bool:
