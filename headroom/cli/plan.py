@@ -70,7 +70,7 @@ def plan(
     """
     if svg is not None:
         check_replaceable(svg, "picture", "svg")
-    upkeep_rules(options)  # says nothing about memory, and is refused as by a run
+    upkeep_rules(options)  # refuses wrong options of exchanges, as a run does
     shapes = read_shapes(options)
     if compare:
         show_comparison(shapes, options, ",".join(compare), as_json)

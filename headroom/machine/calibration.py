@@ -72,7 +72,7 @@ class Speeds:
     handover_s: float = 0.0  # a GPU's request of the CPU inside a step, and its answer; 0: not
     experts: float = 0.0  # bytes/s of a CPU's expert kernels on a GPU's layout; 0: not measured
     expert_flops: float = 0.0  # operations/s of those with some rows an expert; 0: not measured
-    # Which GPU that was, as its driver tells: numbers such as cuda:0 go from card to card.
+    # The measured GPU, as its driver names it: a number such as cuda:0 may mean another card later.
     product: str = ""
     total_bytes: int = 0
 
@@ -103,7 +103,7 @@ def speeds_path(home: Path) -> Path:
 def load_speeds(path: Path) -> dict[str, Speeds]:
     """Return the measured speeds by device name; empty where nothing was measured yet.
 
-    Those of another version of the file are passed over, with a warning.
+    Speeds in a file of another version are not used, and a warning says so.
     """
     try:
         version, speeds = _parse(path.read_text())
@@ -159,7 +159,7 @@ def _read_row(name: str, row: object) -> Speeds:
 
 
 def save_speeds(path: Path, speeds: Mapping[str, Speeds]) -> None:
-    """Keep measured speeds, in one step, so that a reader never sees half a file."""
+    """Write measured speeds in one step, so that a reader never sees half a file."""
     table = {"version": VERSION, "devices": {name: asdict(row) for name, row in speeds.items()}}
     replace_text(path, json.dumps(table, indent=1, sort_keys=True) + "\n")
 
@@ -167,7 +167,7 @@ def save_speeds(path: Path, speeds: Mapping[str, Speeds]) -> None:
 def with_speeds(devices: Sequence[DeviceSpec], speeds: Mapping[str, Speeds]) -> list[DeviceSpec]:
     """Return the devices with their measured speeds in place of the listed ones.
 
-    Speeds of another GPU that has the same number are passed over, with a warning.
+    Speeds of another GPU that had the same number are not used, and a warning says so.
     """
     measured = []
     for device in devices:

@@ -19,13 +19,13 @@ ASSUMED_CORE_FLOPS = 50e9  # one core with 256-bit vectors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """One place that holds weights and runs layers, or holds memory for others."""
+    """A device that holds weights and runs layers, or host memory behind other devices."""
 
     name: str  # "cpu", "cuda:0" or a catalogue name
     kind: DeviceKind
     total_bytes: int
     available_bytes: int  # total, less what others hold
-    driver_bytes: int = 0  # of that, what its idle driver is thought to hold, where nothing is seen
+    driver_bytes: int = 0  # of the taken bytes, an estimate of what an idle driver holds
     product: str = ""  # of a GPU of this machine, what its driver calls it
     card_bytes: int = 0  # of the whole card, where total is only what may be taken of it
     bandwidth: float = ASSUMED_CPU_BANDWIDTH  # bytes/s of its own memory
@@ -81,7 +81,7 @@ def detect_cpu(proc: Path = Path("/proc"), limits: GroupLimits | None = None) ->
 def pinnable_bytes(limits: GroupLimits) -> int | None:
     """Return how much memory may be pinned for a GPU; None where no group limits it.
 
-    `ulimit -l` is none of the limits: a GPU's driver locks the pages itself and does not ask it.
+    `ulimit -l` is not such a limit: a GPU's driver locks pages itself and does not ask for it.
     """
     return limits.memory_bytes
 

@@ -34,7 +34,7 @@ class NvidiaGpu:
 
 
 def ask_driver(query: str) -> tuple[str, str]:
-    """Return the driver's answer as rows of comma-separated values, and why there is none."""
+    """Return the driver's answer as comma-separated rows, and why it is empty ("" if it is not)."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
         # Names of processes may be in any encoding.
@@ -78,7 +78,7 @@ def gpu_holders(name: str) -> list[Holder]:
 
 
 def why_unseen(name: str) -> tuple[str, str]:
-    """Return why the driver tells nothing of a GPU and what to try; "" twice where nobody knows."""
+    """Return why the driver does not list a GPU, and what to try; two empty texts if unknown."""
     report, problem = ask_driver(_GPU_QUERY)
     if problem:
         return (
@@ -125,7 +125,7 @@ def read_gpus(report: str, environment: Mapping[str, str]) -> list[NvidiaGpu]:
 
 
 def _visible(gpus: Sequence[NvidiaGpu], chosen: str | None) -> list[NvidiaGpu]:
-    """Return those that a variable names by number or id, up to the first that is no GPU's."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names, up to the first name that is wrong."""
     if chosen is None:
         return list(gpus)
     visible: list[NvidiaGpu] = []

@@ -20,7 +20,7 @@ def detect_gpus() -> list[DeviceSpec]:
 def driver_memory(name: str) -> tuple[int, int]:
     """Return the bytes of a GPU that are free, and all of them, as its driver tells.
 
-    Torch tells it only where CUDA starts, for which a full GPU has no room.
+    Torch would have to start CUDA first, for which a full GPU has no room.
     """
     for device in detect_gpus():
         if device.name == name:
@@ -45,7 +45,7 @@ def find_gpu(name: str, found: list[DeviceSpec]) -> DeviceSpec:
 
 
 def nvidia_specs(gpus: Sequence[NvidiaGpu]) -> list[DeviceSpec]:
-    """Return what the planner knows of a driver's GPUs; those without a size are none."""
+    """Return the GPUs of a driver as the planner sees them; a GPU of unknown size is left out."""
     devices = []
     for gpu in gpus:
         if not gpu.total_bytes:

@@ -151,7 +151,7 @@ def _handover(device: torch.device) -> float:
 
 
 def _or_none(what: str, measure: Callable[[], float]) -> float:
-    """Return what is measured, or 0 and a warning where kernels do not run."""
+    """Return the measured value; 0, with a warning, where the kernels do not run."""
     try:
         return measure()
     except (KernelError, RuntimeError, OSError, AttributeError) as error:
@@ -160,14 +160,14 @@ def _or_none(what: str, measure: Callable[[], float]) -> float:
 
 
 def fastest(work: Callable[[], object], wait: Callable[[], None] = lambda: None) -> float:
-    """Return the least seconds that one run of the work takes; others only make it slower."""
+    """Return the seconds of the fastest run: other programs can only make a run slower."""
     work()
     wait()
     start = time.perf_counter()
     work()
     wait()
     once = max(1e-9, time.perf_counter() - start)
-    # Fixed before: a GPU takes orders for many seconds of work in no time.
+    # The number is fixed first: a GPU accepts many seconds of work at once.
     runs = max(1, min(MOST_RUNS, int(LEAST_S / TRIES / once)))
     best = float("inf")
     for _ in range(TRIES):

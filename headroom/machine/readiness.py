@@ -76,7 +76,7 @@ class Refusal:
 
 
 def refuse_gpu(torch: TorchFacts, gpu: GpuFacts, dtype: str | None = None) -> Refusal | None:
-    """Say why a GPU cannot run layers whose products compute in `dtype`; None if it can."""
+    """Return why a GPU cannot run layers that compute in `dtype`; None if it can."""
     if gpu.is_amd:
         return (
             _refuse_build(torch, "ROCm", torch.hip)
@@ -149,7 +149,7 @@ def _refuse_start(torch: TorchFacts, gpu: GpuFacts) -> Refusal | None:
 
 
 def _refuse_other(torch: TorchFacts, gpu: GpuFacts) -> Refusal | None:
-    """Refuse where the driver and torch call different cards by one name: a plan is for one."""
+    """Refuse a name that means one card to the driver and another one to torch."""
     if gpu.listed == torch.count == 1:
         return _refuse_part(gpu)
     names = [re.sub(r"nvidia|\s", "", x.lower()) for x in (gpu.product, gpu.torch_product)]
@@ -252,7 +252,7 @@ def has_kernels_for(archs: Sequence[str], sm: int) -> bool:
 def refuse_memory(
     name: str, needed: int, memory: tuple[int, int], holders: Sequence[Holder]
 ) -> Refusal | None:
-    """Say so where a GPU has less memory free (of all it has) than a plan needs now."""
+    """Return why a plan does not fit a GPU now, given (free, total) bytes; None if it fits."""
     free, total = memory
     if needed <= free:
         return None
@@ -264,7 +264,7 @@ def refuse_memory(
 
 
 def held_by_others(name: str, held: int, holders: Sequence[Holder]) -> Refusal:
-    """Say that a model would fit a GPU if others did not hold so many bytes of it."""
+    """Return the error of a model that would fit if other processes held less of a GPU."""
     return Refusal(
         f"It would fit if others did not hold {gib(held)} of {name}: "
         f"{_told(holders) or 'who they are is not known'}.",
@@ -283,7 +283,7 @@ def _told(holders: Sequence[Holder]) -> str:
 def out_of_memory(
     while_: str, name: str, planned: int, allocated: int, memory: GpuMemory
 ) -> Refusal:
-    """Say that memory ended where the plan had some left, and which others hold some."""
+    """Return the error of a GPU that ran out of memory although the plan had some left."""
     held = _told(memory.holders)
     others = f"{held} hold memory, too" if held else "no other process is known to hold any"
     return Refusal(

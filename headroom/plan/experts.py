@@ -20,11 +20,11 @@ BUFFER_BYTES = 64 * MIB
 
 @dataclass(frozen=True, slots=True)
 class HotExperts:
-    """The hot experts of a run of layers."""
+    """How many experts of consecutive layers are hot, and their bytes."""
 
     counts: tuple[int, ...]  # by layer
     bytes: int
-    staging: int = 0  # bytes beside them, where others are cold
+    staging: int = 0  # bytes of the buffers for cold experts; 0 where all are hot
 
     @property
     def total(self) -> int:
@@ -78,7 +78,7 @@ def keep_experts(layers: Sequence[LayerShape], budget: int) -> HotExperts:
 def keep_with_staging(
     layers: Sequence[LayerShape], room: int, most: int, staging: int
 ) -> HotExperts:
-    """Return the experts that `most` bytes of a room keep hot beside the staging of cold ones."""
+    """Return the experts that fit: at most `most` bytes, in a room that also holds the staging."""
     total = sum(layer.all_expert_bytes for layer in layers)
     if total <= min(room, most):
         return HotExperts(tuple(layer.experts for layer in layers), total)
@@ -126,16 +126,17 @@ def buffer_bytes(expert_bytes: int, experts: int) -> int:
 
 
 def downs_bytes(experts: int, width: int, hidden: int, unpack_bytes: int) -> int:
-    """Return the bytes of a group's unpacked downs: a cold expert is unpacked as a whole."""
+    """Return the bytes of the unpacked down matrices of the experts computed together."""
     each = experts_at_once(experts, width, hidden, unpack_bytes)
     return aligned(BF16 * each * width * hidden)
 
 
 def expert_staging_bytes(layers: Sequence[LayerShape], hidden: int, unpack_bytes: int) -> int:
-    """Return what a GPU with cold experts needs for those on their way to it.
+    """Return the GPU memory through which cold experts are copied for prefill and exchanges.
 
-    Layers are as its kernels hold them, padding included; room for one expert that changes places
-    is in. Kernels that unpack nothing (`unpack_bytes` is 0) take one expert at a time.
+    It has two buffers, the unpacked down matrices of one group and one expert's room for an
+    exchange. Layers have the sizes that kernels hold, padding included. Kernels that unpack nothing
+    (`unpack_bytes` is 0) take one expert at a time.
     """
     spare = aligned(largest_expert(layers))
     if not unpack_bytes:
@@ -144,7 +145,7 @@ def expert_staging_bytes(layers: Sequence[LayerShape], hidden: int, unpack_bytes
 
 
 def bounce_bytes(layers: Sequence[LayerShape]) -> int:
-    """Return the pinned host memory between experts that are not pinned and a GPU's buffers."""
+    """Return the pinned host memory through which unpinned experts are copied to a GPU."""
     most = max((layer.experts for layer in layers), default=0)
     return BUFFERS * buffer_bytes(largest_expert(layers), most) if most else 0
 

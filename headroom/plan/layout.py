@@ -49,7 +49,7 @@ class DevicePlan:
     layers: LayerRange
     hot_by_layer: tuple[int, ...] = ()  # routed experts held here, for each of its layers
     total_experts: int = 0  # routed experts of its layers
-    holds_all: bool = False  # there is no other memory behind it
+    holds_all: bool = False  # no host memory is behind it: a CPU, or unified memory
 
     @property
     def hot_experts(self) -> int:
@@ -90,7 +90,7 @@ class HostPlan:
 
 
 def biggest_line(lines: Sequence[Line]) -> Line:
-    """Return the largest line that settings or weights are to blame for."""
+    """Return the largest line that the engine allocates: only those can be made smaller."""
     own = [line for line in lines if line.name not in NOT_ALLOCATED]
     return max(own or lines, key=lambda line: line.bytes)
 
@@ -109,7 +109,7 @@ class Layout:
 
     @property
     def hot_experts(self) -> int:
-        """Routed experts that devices keep although the host could hold them."""
+        """Routed experts that devices keep and that host memory could hold instead."""
         return sum(device.hot_experts for device in self.devices if not device.holds_all)
 
 
@@ -141,7 +141,7 @@ def _picoseconds(
     settings: PlanSettings,
     ranges: tuple[LayerRange, ...],
 ) -> int:
-    """Return how long the devices read what one token needs."""
+    """Return the time in which the devices read what one token needs, one after the other."""
     stages = [device for device in devices if device.runs_layers]
     if len(stages) == 1:
         return 0  # there is no choice
@@ -154,7 +154,7 @@ def _picoseconds(
 def _range_choices(
     model: ModelShape, devices: Sequence[DeviceSpec], settings: PlanSettings, request: PlanRequest
 ) -> Iterator[tuple[LayerRange, ...]]:
-    """Yield the ways to share layers that are worth trying, the one to prefer first."""
+    """Yield the ways to share the layers that are worth comparing, the preferred one first."""
     stages = [device for device in devices if device.runs_layers]
     last = len(model.layers) - 1
     if len(stages) == 1:
@@ -213,7 +213,7 @@ class _ColdExperts:
 
 @dataclass(frozen=True, slots=True)
 class _Builder:
-    """Puts the lines of one way to share the layers together."""
+    """Builds the lines of all devices and the host for given ranges of layers."""
 
     model: ModelShape
     devices: tuple[DeviceSpec, ...]
@@ -273,7 +273,7 @@ class _Builder:
     def _hot(
         self, device: DeviceSpec, layer_range: LayerRange, lines: Sequence[Line]
     ) -> HotExperts:
-        """Return the experts that a device keeps: all if no memory stands behind it."""
+        """Return the experts that a device keeps hot: all if no host memory is behind it."""
         layers = self.model.layers[layer_range.first : layer_range.last + 1]
         total = sum(layer.all_expert_bytes for layer in layers)
         if device.holds_all:
@@ -368,7 +368,7 @@ class _Builder:
         """Move the token table from the host to the first device where there is room."""
         names = [line.name for line in host_lines]
         if "cold_experts" in names or "embeddings" not in names:
-            return  # experts come first: with cold ones there is no room to speak of
+            return  # a device with cold experts has no room left
         if any(line.name == "embeddings" for line in lines[0]):
             return
         free = stages[0].total_bytes - sum(line.bytes for line in lines[0])

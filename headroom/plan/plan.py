@@ -30,8 +30,8 @@ from headroom.plan.solver import (
 )
 from headroom.units import gib, parse_size
 
-COLD_CHUNKS = (2048, 1024, 512, 256)  # rows of a prompt's step where experts are cold
-KEPT_FOR_CHUNK = 0.97  # of the hot experts, by a chunk twice as long
+COLD_CHUNKS = (2048, 1024, 512, 256)  # prompt tokens of one step where experts are cold
+KEPT_FOR_CHUNK = 0.97  # share of the hot experts that a chunk of twice the length must keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class DoesNotFitError(PlanError):
 
 @dataclass(frozen=True, slots=True)
 class PlanProblem:
-    """One planning problem: everything but the settings that the solver chooses."""
+    """A planning problem: all inputs of a plan but the settings that the solver chooses."""
 
     model: ModelShape
     devices: tuple[DeviceSpec, ...]
@@ -119,7 +119,7 @@ class PlanProblem:
 
     @property
     def _unpack_bytes(self) -> int:
-        """What the smallest GPU may unpack at a time; CPUs do not unpack so."""
+        """Bytes that the smallest GPU may unpack at a time; 0 where only CPUs run layers."""
         gpus = [x for x in self.devices if x.runs_layers and x.kind != "cpu"]
         return min((unpack_bytes_for(gpu.total_bytes) for gpu in gpus), default=0)
 
@@ -163,10 +163,10 @@ class PlanProblem:
     ) -> Candidate:
         """Return the candidate whose chunk and hot experts are worth most, where some are cold.
 
-        Every chunk waits for all cold experts, so that prompts take as many times longer as their
-        chunks are shorter; tokens after it hardly feel three hot experts in a hundred. What a
-        chunk is worth does not depend on the other choices, and the rest is solved as if it were
-        fixed: the plan stays the same where a user fixes what was chosen.
+        Every chunk of a prompt waits for all cold experts, so that a prompt in chunks of half the
+        length takes twice as long. Decoding hardly slows down with three in a hundred fewer hot
+        experts. The worth of a chunk does not depend on the other choices, and the rest is solved
+        as if the chunk were fixed: fixing what was chosen gives the same plan.
         """
 
         def worth(chunk: int) -> tuple[float, int]:
@@ -231,7 +231,7 @@ def make_plan(
 
 
 def _check_cold(plan: Plan, options: Options) -> None:
-    """Refuse to let a GPU read cold experts in memory that is not pinned."""
+    """Refuse --cold gpu with --no-pin: a GPU reads only pinned memory."""
     if _has_cold(plan.devices) and options.no_pin and options.cold == "gpu":
         raise OptionError(
             "--cold gpu needs pinned memory: a GPU does not read what --no-pin leaves in place.",
@@ -304,7 +304,7 @@ def _lossy(settings: PlanSettings, layout: Layout, precision: Precision) -> Iter
 
 
 def _notes(problem: PlanProblem, settings: PlanSettings, layout: Layout) -> Iterable[str]:
-    """Yield what no line tells: memory that is lent."""
+    """Yield what a reader should know and no line says."""
     yield (
         f"reading the weights fills up to {gib(problem.model.weight_bytes)} of file cache, which "
         "the kernel gives back when memory is short"
@@ -338,7 +338,7 @@ def _notes(problem: PlanProblem, settings: PlanSettings, layout: Layout) -> Iter
 
 
 def _unpacks_well(problem: PlanProblem, ranges: Ranges, chosen: Candidate) -> bool:
-    """Whether unpacked weights cost no other setting and take at most half of the memory.
+    """Tell whether unpacked weights cost no other setting and take at most half of the memory.
 
     Only CPUs without C++ kernels unpack: plain ones would unpack every weight at every step.
     """

@@ -20,7 +20,7 @@ class LayerRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """What a kernel's own layout adds to weights: zeros up to whole panels or tiles."""
+    """What kernels add to weights: zeros that fill whole panels or tiles."""
 
     bytes: int = 0  # of weights packed as in the file
     values: int = 0
@@ -82,7 +82,7 @@ class LayerShape:
     tiles: LayerPadding = LayerPadding()  # what a GPU's kernels add
 
     def padded(self, added: LayerPadding) -> "LayerShape":
-        """Return the layer as kernels hold it that add so much."""
+        """Return the layer with the padding that kernels add to its weights."""
         core = added.core
         return replace(
             self,

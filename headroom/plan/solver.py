@@ -29,8 +29,8 @@ class Ranges:
     contexts: tuple[int, ...]
     parallels: tuple[int, ...]
     chunks: tuple[int, ...]
-    cache_pages: int | None  # fixed; None: so many as the sequences fill
-    cache_may_shrink: bool  # down to one context, where the sequences are fixed
+    cache_pages: int | None  # fixed; None: enough for all sequences at full length
+    cache_may_shrink: bool  # down to one context, since the number of sequences is fixed
 
     def candidate(self, context: int, parallel: int, chunk: int) -> Candidate:
         """Return a candidate whose cache holds every sequence at its full length."""
@@ -38,7 +38,7 @@ class Ranges:
         return Candidate(context, parallel, pages, chunk)
 
     def least(self, context: int, parallel: int, chunk: int) -> Candidate:
-        """Return a candidate with no more cache than it must have."""
+        """Return a candidate with the smallest cache that the ranges allow."""
         made = self.candidate(context, parallel, chunk)
         may_shrink = self.cache_may_shrink and self.cache_pages is None
         return replace(made, cache_pages=pages_for(context)) if may_shrink else made
@@ -55,7 +55,7 @@ CountHotExperts = Callable[[Candidate], int | None]
 
 
 def open_ranges(options: Options, limit: int) -> Ranges:
-    """Return what the options leave open, for a model of `limit` positions."""
+    """Return the values that the options leave open, for a model of `limit` positions."""
     cache_pages = None if options.cache_tokens is None else pages_for(options.cache_tokens)
     _check_context(options, limit, cache_pages)
     cache_limit = limit if cache_pages is None else cache_pages * PAGE_SIZE
@@ -133,7 +133,7 @@ def _solve_with(ranges: Ranges, count_hot: CountHotExperts) -> Candidate | None:
 
 
 def first_good(choices: Sequence[int], good: Callable[[int], bool]) -> int | None:
-    """Return the first of falling choices that is good; if one is, all after it are."""
+    """Return the first good one of falling choices; all choices after a good one are good."""
     low, high = 0, len(choices)
     while low < high:
         middle = (low + high) // 2

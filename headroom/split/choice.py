@@ -33,8 +33,8 @@ NOTICEABLE_BYTES = GIB  # of a GPU, held by others; an idle driver alone holds l
 def make_run_plan(shape: ModelShape, options: Options) -> Plan:
     """Return a plan that this machine can run, or raise an error that says why it cannot.
 
-    Where no device is named it is a GPU that runs the kernels and holds the model, else the CPU.
-    An option that makes a plan for the GPU fail is told, not answered with the CPU.
+    Without --device it is a GPU that runs the kernels and holds the model, else the CPU. If only
+    an option keeps the model from the GPU, that option is reported; the CPU does not take over.
     """
     CODE.open(options.home_path)
     if options.device is not None:
@@ -96,7 +96,7 @@ def _log_none() -> None:
 
 
 def check_devices(devices: list[DeviceSpec], options: Options) -> None:
-    """Refuse devices that can be planned for and cannot run layers here."""
+    """Refuse devices that a plan can be made for but that cannot run layers here."""
     stages = [device for device in devices if device.runs_layers]
     for device in stages:
         if device.kind != "cpu" and not is_local(device.name):
@@ -163,7 +163,7 @@ def _checked_plan(shape: ModelShape, devices: list[DeviceSpec], options: Options
 
 
 def _blame(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Refusal | None:
-    """Say who holds a GPU's memory, where a plan fails that would not fail without them."""
+    """Return who holds a GPU's memory if the plan would fit without them; else None."""
     gpu, *others = devices
     held = gpu.total_bytes - gpu.available_bytes
     if gpu.kind == "cpu" or held <= NOTICEABLE_BYTES:
@@ -176,7 +176,7 @@ def _blame(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Re
 
 
 def _caused_by_options(shape: ModelShape, error: PlanError, options: Options) -> bool:
-    """Tell whether an option is at fault: without those for a GPU it would hold the model."""
+    """Tell whether the model would fit the GPU without the options about its memory."""
     if error.param is not None:
         return True
     plain = without_gpu_options(options)
@@ -188,7 +188,7 @@ def _caused_by_options(shape: ModelShape, error: PlanError, options: Options) ->
 
 
 def _check_cold(plan: Plan, options: Options) -> None:
-    """Refuse to leave cold experts to kernels that this machine has not."""
+    """Refuse cold experts that no kernel of this machine would compute."""
     device = plan.devices[0]
     if device.kind == "hip":
         cold = device.total_experts - device.hot_experts
