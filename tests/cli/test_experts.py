@@ -182,7 +182,7 @@ def test_a_name_that_plans_take_has_the_plans_numbers(
 def test_a_name_that_nothing_has_is_refused_with_those_that_there_are(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run_command(["experts", "no-such-model"]) == 2
+    assert run_command(["experts", "no-such-model"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: There is no file, folder or known model 'no-such-model'. Known")
     assert "qwen3.6-35b-a3b" in error
