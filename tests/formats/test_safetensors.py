@@ -139,3 +139,16 @@ def test_json_of_more_than_64_mib_is_not_read(tmp_path: Path) -> None:
         file.truncate((64 << 20) + 1)
     with pytest.raises(FormatError, match="has 67108865 bytes; at most 67108864 are read"):
         read_json(path)
+
+
+@pytest.mark.parametrize(("size", "fits"), [(17, True), (16, True), (15, False)])
+def test_a_tensor_may_end_exactly_where_the_file_ends(
+    tmp_path: Path, size: int, fits: bool
+) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(safetensors_bytes({"a": entry("F32", (4,), 0, 16)}, bytes(size)))
+    if fits:
+        assert read_safetensors(path).tensors["a"].data().nbytes == 16
+    else:
+        with pytest.raises(FormatError, match="spans data bytes 0 to 16, but the file has 15"):
+            read_safetensors(path)
