@@ -1,0 +1,44 @@
+"""The pages name files, pages and modules that are there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILE = re.compile(r"`([\w./-]+/[\w.-]+\.(?:py|cu|cuh|cpp|h|inl|md))`")
+MODULE = re.compile(r"`(?:headroom\.)?((?:\w+\.)+\w+)`")
+LINK = re.compile(r"\]\(([\w./-]+)(?:#[\w-]+)?\)")
+BASES = (ROOT, ROOT / "headroom", ROOT / "headroom/kernels")  # what paths start from
+PACKAGES = {path.name for path in (ROOT / "headroom").iterdir() if path.is_dir()} | {"llm"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    named = [name for name in FILE.findall(page.read_text()) if "*" not in name]
+    missing = [x for x in named if not any((base / x).exists() for base in BASES)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_to_a_file(page: Path) -> None:
+    assert [
+        link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()
+    ] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_or_function_that_a_page_names_is_there(page: Path) -> None:
+    for name in MODULE.findall(page.read_text()):
+        parts = name.split(".")
+        if parts[0] not in PACKAGES or parts[-1] in ("py", "md", "cu"):
+            continue
+        path = ROOT / "headroom"
+        while parts and (path / parts[0]).is_dir():
+            path /= parts.pop(0)
+        file = path / f"{parts.pop(0)}.py" if parts else path / "__init__.py"
+        assert file.exists(), f"{page.name} names {name}"
+        if parts:
+            defined = rf"^(?:def |class )?{parts[0]}\b"
+            assert re.search(defined, file.read_text(), re.MULTILINE), f"{page.name} names {name}"
