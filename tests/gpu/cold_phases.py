@@ -65,6 +65,9 @@ class Awaited:
     def __init__(self, watch: Watch, future: Any) -> None:
         self._watch, self._future = watch, future
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._future, name)  # `concurrent.futures.wait` looks inside a future
+
     def result(self) -> Any:
         found = self._future.result()
         self._watch.lap("wait for the CPU")
