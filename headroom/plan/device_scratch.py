@@ -245,21 +245,26 @@ def _products(
     `rows_floats` is what plain weights on the decode path read, if it must be computed for them.
     """
     outputs, columns = sizes
-    for tiled in variant.tilings:
-        for rows in variant.weight_rows(outputs):
-            if not step.decodes:
-                settings = step.settings
-                matmul_scratch.count_unpacked(
-                    count,
-                    step.rows,
-                    (rows, columns),
-                    settings.dtype,
-                    settings.unpack_bytes,
-                    tiled=tiled,
-                )
-            elif not tiled and rows_floats is not None:
+    settings = step.settings
+    weights = list(variant.weight_rows(outputs))
+    if not step.decodes:
+        parts = [
+            part
+            for rows in weights
+            for part in matmul_scratch.unpacked_parts(rows, columns, settings.unpack_bytes)
+        ]
+        for tiled in variant.tilings:
+            for part in count.largest(parts):
                 with count.frame():
-                    count.take(rows_floats)
+                    count.take(
+                        matmul_scratch.unpacked_part(
+                            step.rows, part, columns, settings.dtype, tiled=tiled
+                        )
+                    )
+    elif rows_floats is not None and False in variant.tilings:
+        for _ in count.largest(weights):
+            with count.frame():
+                count.take(rows_floats)
 
 
 def _add_product(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from headroom.kernels.cuda.buffers import Buffer, Buffers, ScratchCount, floats
+from headroom.kernels.cuda.buffers import Buffer, Buffers, floats
 from headroom.kernels.cuda.sizes import GROUP_ROWS, RECORD_COLUMNS, TILE_ROWS
 
 # An unpacked part of a weight has a multiple of these rows where it can, as cuBLAS's tiles have.
@@ -68,19 +68,7 @@ def unpacked_part(rows: int, part: int, columns: int, dtype: str, *, tiled: bool
     return PartBuffers(answers, Buffer((part, columns), dtype) if tiled else None)
 
 
-def count_unpacked(
-    count: ScratchCount,
-    rows: int,
-    weight: tuple[int, int],
-    dtype: str,
-    unpack_bytes: int,
-    *,
-    tiled: bool,
-) -> None:
-    """Count `multiply_unpacked` with a weight of (rows, columns): one part after another."""
-    outputs, columns = weight
+def unpacked_parts(outputs: int, columns: int, unpack_bytes: int) -> list[int]:
+    """Return the rows of each part of a weight that `multiply_unpacked` unpacks in turn."""
     each = part_rows(outputs, columns, unpack_bytes)
-    parts = [min(each, outputs - first) for first in range(0, outputs, each)]
-    for part in count.largest(parts):
-        with count.frame():
-            count.take(unpacked_part(rows, part, columns, dtype, tiled=tiled))
+    return [min(each, outputs - first) for first in range(0, outputs, each)]
