@@ -9,10 +9,10 @@ from headroom.kernels.cuda.sampler_tables import sampler_bytes
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.machine.calibration import CPU_RUNTIME, GPU_EAGER, GPU_GRAPHS, NO_GRAPHS, gpu_runtime
 from headroom.machine.devices import DeviceSpec
-from headroom.plan.budget import device_step, workspace_phases
 from headroom.plan.device_scratch import inputs_bytes, library_bytes
 from headroom.plan.settings import PlanRequest, PlanSettings, pages_for
 from headroom.plan.shape import LayerRange, LayerShape, ModelShape
+from headroom.plan.workspace import device_step, workspace_phases
 from headroom.units import GIB, MIB, gib
 
 F32_BYTES = 4

@@ -16,9 +16,9 @@ from headroom.kernels.ops import Span
 from headroom.llm import LLM
 from headroom.machine.targets import plan_devices
 from headroom.options import Options, load_options
-from headroom.plan.budget import native_experts_scratch, native_layer_scratch
 from headroom.plan.describe import describe
 from headroom.plan.plan import Plan, make_plan
+from headroom.plan.workspace import native_experts_scratch, native_layer_scratch
 from headroom.split.choice import make_run_plan
 from headroom.split.launch import set_threads, start_pipeline
 from headroom.split.placing import find_placement

@@ -26,9 +26,9 @@ from headroom.layers import cuda_block
 from headroom.layers.cuda_rows import MergedLinear
 from headroom.layers.weights import WeightSource
 from headroom.plan import plan as planner
-from headroom.plan.budget import device_step
 from headroom.plan.describe import describe
 from headroom.plan.device_scratch import SpanRows, StepRows, Variant, parts_of
+from headroom.plan.workspace import device_step
 from tests.families import family_configs
 from tests.families.family_gguf import write_gguf
 from tests.gpu import check_delta_net

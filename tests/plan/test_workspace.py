@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from headroom.kernels.native.module import MODULE
 from headroom.kernels.reference import attention, matmul
-from headroom.plan.budget import (
+from headroom.plan.shape import LayerShape
+from headroom.plan.workspace import (
     KEY_BLOCK,
     QUERY_TILE,
     ROW_TILE,
@@ -14,7 +15,6 @@ from headroom.plan.budget import (
     native_experts_scratch,
     workspace_phases,
 )
-from headroom.plan.shape import LayerShape
 from tests.plan.shapes import cpu, gpu, laguna, settings, smollm2
 
 
