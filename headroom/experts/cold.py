@@ -18,7 +18,7 @@ from headroom.kernels.cuda import experts_prefill, handover
 from headroom.kernels.cuda.experts import ExpertTiles, Others
 from headroom.kernels.cuda.experts_scratch import CHOSEN_ROWS
 from headroom.kernels.cuda.matmul import HalfRows, NarrowRows
-from headroom.kernels.cuda.route import Unchosen
+from headroom.kernels.cuda.route import RouterLogits
 from headroom.layers.weights import WeightSource
 from headroom.plan.cost_model import ColdSpeeds, prefill_speeds
 
@@ -35,14 +35,14 @@ class ReadInPlace:
         self._tiles, self._activation = tiles, activation
 
     def decode(
-        self, x: HalfRows, picks: Picks | Unchosen, others: Others, out: torch.Tensor | None
+        self, x: HalfRows, picks: Picks | RouterLogits, others: Others, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the weighted sum of the experts and others of few rows, in a captured step."""
         tiles, activation = self._tiles, self._activation
-        if isinstance(picks, Unchosen):
+        if isinstance(picks, RouterLogits):
             if x.rows <= CHOSEN_ROWS:
                 return cuda_experts.choose_few_rows(x, picks, tiles, activation, others, out)
-            picks = picks.made()
+            picks = picks.top_k()
         ids, weights = picks
         return cuda_experts.few_rows(x, ids, weights, tiles, activation, others, out)
 
@@ -78,10 +78,10 @@ class WithoutCold(ReadInPlace):
         self._is_hot = is_hot
 
     def decode(
-        self, x: HalfRows, picks: Picks | Unchosen, others: Others, out: torch.Tensor | None
+        self, x: HalfRows, picks: Picks | RouterLogits, others: Others, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the weighted sum of the hot experts of few rows; their weights grow."""
-        made = picks.made() if isinstance(picks, Unchosen) else picks
+        made = picks.top_k() if isinstance(picks, RouterLogits) else picks
         handover.drop(*made, self._is_hot)
         return super().decode(x, made, others, out)
 

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar, cast
 import torch
 
 from headroom.kernels.cuda.buffers import aligned
-from headroom.kernels.cuda.driver import copy_beside
+from headroom.kernels.cuda.driver import copy_async
 
 
 class Mark(Protocol):
@@ -62,7 +62,7 @@ class CudaCopies:
         to, stream, device = out.data_ptr(), self._stream.cuda_stream, self._device.index or 0
         for source in sources:
             assert source.is_contiguous()
-            copy_beside(to, source.data_ptr(), source.nbytes, stream, device)
+            copy_async(to, source.data_ptr(), source.nbytes, stream, device)
             to += source.nbytes
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(self._stream)

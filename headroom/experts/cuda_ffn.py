@@ -18,7 +18,7 @@ from headroom.kernels.cuda import route as cuda_route
 from headroom.kernels.cuda.buffers import floats
 from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles, Others, OwnTiles
 from headroom.kernels.cuda.matmul import TILES, Gates, RowNorm, narrow_type
-from headroom.kernels.cuda.route import Unchosen
+from headroom.kernels.cuda.route import RouterLogits
 from headroom.kernels.cuda.route_scratch import can_score_with_norm
 from headroom.kernels.cuda.sizes import EXPERT_STEP, tile_bytes
 from headroom.layers.batch import GpuBatch
@@ -60,17 +60,17 @@ class CudaRouter:
 
     def __call__(self, logits: torch.Tensor, batch: GpuBatch) -> Picks:
         """Return ids and weights `[rows, used]` for the router logits of rows; count the picks."""
-        ids, weights = self._top_k(logits, batch).made()
+        ids, weights = self._top_k(logits, batch).top_k()
         # Padding rows have ids of -1 and weights of 0, so that their scale does not matter.
         return ids, weights if self._scales is None else weights * self._scales[ids]
 
-    def picks_or_logits(self, logits: torch.Tensor, batch: GpuBatch) -> Picks | Unchosen:
+    def picks_or_logits(self, logits: torch.Tensor, batch: GpuBatch) -> Picks | RouterLogits:
         """Return the top-k picks, or the logits if a fused kernel will do the top-k itself."""
         return self._top_k(logits, batch) if self._scales is None else self(logits, batch)
 
-    def _top_k(self, logits: torch.Tensor, batch: GpuBatch) -> Unchosen:
+    def _top_k(self, logits: torch.Tensor, batch: GpuBatch) -> RouterLogits:
         counts = self._counts.decode if is_decode(len(logits)) else self._counts.prefill
-        return Unchosen(logits, self._rule, self._bias, counts, batch.tables[0].sequence)
+        return RouterLogits(logits, self._rule, self._bias, counts, batch.tables[0].sequence)
 
 
 def scored_rows(
@@ -110,7 +110,7 @@ def load_paths(config: ExpertsConfig, get: WeightSource, stored: StoredLayer | N
 def _run(
     experts: ReadInPlace,
     rows: CudaRows,
-    picks: Picks | Unchosen,
+    picks: Picks | RouterLogits,
     others: Others = NO_OTHERS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -118,7 +118,7 @@ def _run(
     if rows.decode is not None:
         return experts.decode(rows.decode, picks, others, out)
     assert rows.prefill is not None
-    made = picks.made() if isinstance(picks, Unchosen) else picks
+    made = picks.top_k() if isinstance(picks, RouterLogits) else picks
     return experts.prefill(rows.prefill, made, others, out)
 
 
@@ -159,7 +159,7 @@ class CudaExpertsFfn:
         wanted = not decoding or cpu is not None or not can_score_with_norm(x.shape[1])
         norm = RowNorm(self._norm, self._eps, normed if wanted else None)
         rows, logits = scored_rows(x, self._router.weight, norm, self._norm, self._narrow)
-        picks: Picks | Unchosen
+        picks: Picks | RouterLogits
         if cpu is None:
             picks = self._router.picks_or_logits(logits, batch)
         else:  # asked first, so that the CPU computes beside all that follows

@@ -283,9 +283,9 @@ class LayerStore:
         coming, going = self.cold_of(promoted), self.slot_of(demoted)
         assert coming is not None
         assert going is not None
-        copied = self._copy_beside(spare.device[: self.expert_bytes], coming)
+        copied = self._copy_async(spare.device[: self.expert_bytes], coming)
         if not self.keeps_copy:
-            copied = self._copy_beside(spare.host[: self.expert_bytes], going)
+            copied = self._copy_async(spare.host[: self.expert_bytes], going)
         slot, row = int(self._residency.slot[demoted]), int(self._residency.row[promoted])
         spare.exchange = OpenExchange(self, promoted, demoted, slot, row, copied)
 
@@ -351,10 +351,10 @@ class LayerStore:
             # a failed attempt the slot may hold the promoted expert already.
             going = spare.host[: self.expert_bytes] if exchange.tried else slot
             exchange.tried = True
-            self._copy_beside(self.cold[exchange.row], going)
-        exchange.moved = self._copy_beside(slot, spare.device[: self.expert_bytes])
+            self._copy_async(self.cold[exchange.row], going)
+        exchange.moved = self._copy_async(slot, spare.device[: self.expert_bytes])
 
-    def _copy_beside(self, to: torch.Tensor, source: torch.Tensor) -> Mark:
+    def _copy_async(self, to: torch.Tensor, source: torch.Tensor) -> Mark:
         """Start a copy that runs after the steps launched so far and beside later ones."""
         copies = self._spare.copies
         return copies.copy(to, [source], copies.mark())

@@ -1,4 +1,4 @@
-"""Workspace: memory of one stage that every step uses again, allocated once."""
+"""Workspace: memory of one stage, allocated once and reused by every step."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,14 +14,14 @@ from headroom.plan.settings import PlanSettings
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workspace:
-    """The buffers of a step; what is in them is valid until the next step."""
+    """The buffers of a step; their contents are valid until the next step."""
 
     stream: torch.Tensor  # float32 [rows, hidden]: the residual stream
-    outputs: torch.Tensor  # float32 [rows, hidden]: those of its rows that get logits
+    outputs: torch.Tensor  # float32 [rows, hidden]: the rows of `stream` that get logits
     embedded: torch.Tensor  # float32 [rows, hidden]: the stream before the first layer; or empty
     logits: torch.Tensor  # float32 [sequences, vocabulary]
-    scratch: torch.Tensor  # bytes for C++ kernels or a GPU's; empty where others run
-    arena: Arena | None = None  # lends the scratch to a GPU's kernels
+    scratch: torch.Tensor  # bytes for C++ or CUDA kernels; empty for others
+    arena: Arena | None = None  # lends the scratch to CUDA kernels
 
     def check(self, rows: int) -> None:
         """Refuse a step of more rows than were planned: a kernel would write beyond a buffer."""
@@ -32,14 +32,14 @@ class Workspace:
             )
 
     def lend(self) -> AbstractContextManager[None]:
-        """Let a GPU's kernels take their buffers from the scratch."""
+        """Let CUDA kernels take their buffers from `scratch` within the context."""
         return opened(self.arena)
 
     def logits_for(self, rows: int) -> torch.Tensor:
-        """Return memory for the logits of so many rows."""
+        """Return memory for the logits of `rows` rows."""
         if rows > len(self.logits):
             raise CapacityError(
-                f"{rows} rows of logits are wanted and memory was planned for {len(self.logits)}.",
+                f"{rows} rows of logits were asked for, memory was planned for {len(self.logits)}.",
                 hint="Ask for them in smaller runs, or plan for more sequences together.",
             )
         return self.logits[:rows]
@@ -54,7 +54,7 @@ def open_workspace(
     keeps_embedding: bool = False,
     device: str = "cpu",
 ) -> Workspace:
-    """Allocate what the plan's staging, logits and workspace lines say."""
+    """Allocate the workspace that the plan's staging, logits and workspace lines count."""
     rows = settings.stream_rows
     stream, outputs = (torch.empty(rows, hidden, device=device) for _ in range(2))
     embedded = torch.empty(rows if keeps_embedding else 0, hidden, device=device)

@@ -121,13 +121,13 @@ def test_copies_to_a_gpu_wait_for_a_mark_and_the_computing_for_them(
     side = cuda.Stream.return_value
     side.cuda_stream = 77
 
-    def copy_beside(to: int, source: int, size: int, stream: int, device: int) -> None:
+    def copy_async(to: int, source: int, size: int, stream: int, device: int) -> None:
         assert (stream, device) == (77, 1)
         side.wait_event.assert_called_once_with(mark)
         assert call(side) not in cuda.Event.return_value.record.call_args_list
         ctypes.memmove(to, source, size)
 
-    monkeypatch.setattr(copies, "copy_beside", copy_beside)
+    monkeypatch.setattr(copies, "copy_async", copy_async)
     queue, out = CudaCopies(torch.device("cuda", 1)), torch.zeros(8, dtype=torch.uint8)
     mark = queue.mark()
     mark.record.assert_called_once_with(cuda.current_stream.return_value)

@@ -22,7 +22,7 @@ from headroom.kernels.cuda.experts import (
 )
 from headroom.kernels.cuda.matmul import NarrowRows, half_rows, narrow_rows
 from headroom.kernels.cuda.pack import pack
-from headroom.kernels.cuda.route import Unchosen
+from headroom.kernels.cuda.route import RouterLogits
 from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.ops import ExpertTable, RouterRule
 from headroom.kernels.reference.dequant import dequantise
@@ -196,8 +196,8 @@ def check_chosen(sizes: tuple[int, int, int], rule: RouterRule, biased: bool) ->
         counts = torch.zeros(2, experts, dtype=torch.int64, device=DEVICE)
         sequence = torch.arange(0, -rows, -1, dtype=torch.int32, device=DEVICE)  # one of padding
         others = Others(residual=x, shared_logits=logits[:, experts:], own=own)
-        choice, later = (Unchosen(logits, rule, bias, count, sequence) for count in counts)
-        wanted = few_rows(half_rows(x), *choice.made(), tiles, "silu", others)
+        choice, later = (RouterLogits(logits, rule, bias, count, sequence) for count in counts)
+        wanted = few_rows(half_rows(x), *choice.top_k(), tiles, "silu", others)
         found = choose_few_rows(half_rows(x), later, tiles, "silu", others)
         good = good and torch.equal(found, wanted) and torch.equal(*counts)
         good = good and int(counts[0].sum()) == rule.used

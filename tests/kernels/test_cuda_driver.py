@@ -88,11 +88,11 @@ def test_bytes_are_copied_in_the_order_of_a_stream_by_any_thread(
     monkeypatch.setattr(driving, "driver", lambda: fake)
     source, out = ctypes.create_string_buffer(b"bytes", 5), ctypes.create_string_buffer(5)
     stream = 0x7000_0000_0008
-    driving.copy_beside(ctypes.addressof(out), ctypes.addressof(source), 5, stream, 1)
+    driving.copy_async(ctypes.addressof(out), ctypes.addressof(source), 5, stream, 1)
     assert (out.raw, fake.streams, fake.current) == (b"bytes", [stream], 1)
 
 
 def test_a_copy_that_the_driver_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driving, "driver", lambda: FakeDriver(0))
     with pytest.raises(KernelError, match=r"^8589934592 bytes could not be copied: not found\.$"):
-        driving.copy_beside(0, 0, 8 << 30, 0, 0)
+        driving.copy_async(0, 0, 8 << 30, 0, 0)

@@ -117,7 +117,7 @@ def test_rows_meet_their_experts_matrix(
 
 
 def test_many_outputs_come_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "BESIDE", 2)  # of five tiles
+    monkeypatch.setattr(grouped, "TILES_TOGETHER", 2)  # of five tiles
     x, weights, ends = make([3, 2], 520, 16)
     found = grouped.product(x, weights, ends, 64).double()
     for rows, matrix in ((slice(0, 3), weights[0]), (slice(3, 5), weights[1])):
@@ -127,10 +127,10 @@ def test_many_outputs_come_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(tiles=st.integers(1, 500))
 def test_turns_are_as_few_as_can_be_and_of_one_size(tiles: int) -> None:
-    beside, turns = grouped._spread(tiles)
-    assert beside <= grouped.BESIDE
-    assert turns == -(-tiles // grouped.BESIDE)
-    assert 0 <= beside * turns - tiles < turns
+    together, turns = grouped._spread(tiles)
+    assert together <= grouped.TILES_TOGETHER
+    assert turns == -(-tiles // grouped.TILES_TOGETHER)
+    assert 0 <= together * turns - tiles < turns
 
 
 @pytest.mark.parametrize("dtype", RESULTS, ids=str)

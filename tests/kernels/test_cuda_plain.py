@@ -132,6 +132,6 @@ def test_rows_that_are_not_read_four_numbers_at_a_time_are_refused() -> None:
     with pytest.raises(KernelError) as refused:
         pack.pack(torch.zeros(16, 180), F16, 16, 90, torch.zeros(8192, dtype=torch.uint8))
     assert str(refused.value) == (
-        "Rows of 90 values in f16 are not laid out on CUDA: no multiple of 4. "
+        "Rows of 90 values in f16 cannot be packed on CUDA: no multiple of 4. "
         "Choose --weights unpacked."
     )

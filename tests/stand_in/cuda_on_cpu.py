@@ -85,7 +85,7 @@ def compile_on_cpu(
         arguments = Arguments()
         arguments.fill(args)
         library.run((ctypes.c_int * 3)(*(*grid, 1, 1)[:3]), block[0], arguments.places)
-        if 0 not in grid:  # a block finds its shared memory full of what is no number
+        if 0 not in grid:  # a block finds its shared memory full of NaNs
             shared = (ctypes.c_float * SHARED_FLOATS).in_dll(library, "shared")
             beyond = np.frombuffer(shared, dtype=np.float32)[-(-shared_bytes // 4) :]
             assert np.isnan(beyond).all(), f"{name} wrote beyond its {shared_bytes} bytes"

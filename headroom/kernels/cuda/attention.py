@@ -29,12 +29,12 @@ from headroom.kernels.cuda.compile import compile_kernel, properties_of, shared_
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.kernels.ops import PagedKv, Span, StepTables
 
-ROPE_WARPS = 4  # of rope.cu
-MERGE_CHUNK, MERGE_THREADS = 64, 256  # of attention.cu
+ROPE_WARPS = 4  # warps of a block of rope.cu
+MERGE_CHUNK, MERGE_THREADS = 64, 256  # head values and threads of a block of attention.cu
 MOST_DIM = 512
-# Of a step's attention, which share all pieces. With few, some get more long pieces than others
-# (16 sequences of 16k on an H200: 17.4, 17.0 and 15.4 ms with 2, 4 and 8); with many, those that
-# find nothing to do take time: 4 ns each.
+# Blocks of a decode launch per multiprocessor; they share all pieces of all contexts. With few
+# blocks, some get more long pieces than others (16 sequences of 16k tokens on an H200: 17.4, 17.0
+# and 15.4 ms with 2, 4 and 8 blocks). With many, blocks without work take 4 ns each.
 BLOCKS_A_PROCESSOR = 16
 
 GateKind = Literal["sigmoid", "softplus"]
@@ -43,36 +43,37 @@ _GATES: dict[GateKind, int] = {"sigmoid": 1, "softplus": 2}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Projected:
-    """A step's projections, rows of heads side by side; what follows the heads is not read."""
+    """A step's projections: a row has its heads side by side; values after them are not read."""
 
     q: torch.Tensor  # [rows, heads * dim or more]
     k: torch.Tensor | None  # [rows, kv_heads * dim or more]; None: this layer caches nothing
-    v: torch.Tensor | None  # [rows, kv_heads * dim or more]; the keys' tensor if values are keys
+    # [rows, kv_heads * dim or more]; the tensor of the keys if a layer's values are its keys.
+    v: torch.Tensor | None
     heads: int
     dim: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadNorms:
-    """How heads are normed before they are rotated."""
+    """The norms of heads before rotation; None: no norm."""
 
     q: torch.Tensor | None = None  # float32 [dim]
     k: torch.Tensor | None = None
-    values: bool = False  # values are normed too, without a weight
+    values: bool = False  # values are normed, too, without a weight
     eps: float = 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gate:
-    """What attention's output is multiplied by: one number a head, or one a value."""
+    """Gates that attention's output is multiplied by: one number per head, or one per value."""
 
-    values: torch.Tensor  # [rows, heads] or [rows, heads * dim], rows may lie apart
+    values: torch.Tensor  # [rows, heads] or [rows, heads * dim], there may be gaps between rows
     kind: GateKind
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """What is fixed about a step's attention: its bucket and its heads."""
+    """The sizes that the attention of a captured step is launched for."""
 
     rows: int
     sequences: int
@@ -86,12 +87,12 @@ class DecodeShape:
 
     @property
     def pieces(self) -> int:
-        """The pieces that the longest context has."""
+        """The number of pieces of the longest context."""
         return count_pieces(self.max_context)
 
     @property
     def scratch_floats(self) -> int:
-        """The float32 numbers of partial sums that a step needs besides its result."""
+        """The size of the partial sums of a step, in float32 numbers."""
         return self.partial.shape[0]
 
     @property
@@ -102,9 +103,9 @@ class DecodeShape:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBlock:
-    """How warps share a piece; sums are taken in an order that follows from `parts` alone."""
+    """How the warps of a block share a piece; the order of sums depends on `parts` alone."""
 
-    parts: int  # warps that share the keys of a tile, sixteen each
+    parts: int  # warps that share the keys of a tile, sixteen keys each
     tiles: int  # groups of eight queries
 
     def shared_bytes(self, dim: int) -> int:
@@ -113,7 +114,7 @@ class DecodeBlock:
 
 
 def decode_block(dim: int, groups: int, shared_bytes: int) -> DecodeBlock:
-    """Return how a block takes `groups` groups of queries, with so much shared memory at most."""
+    """Return how a block with this limit of shared memory computes groups of eight queries."""
     parts = 2 if dim > 256 else 4
     while parts > 1 and DecodeBlock(parts, 1).shared_bytes(dim) > shared_bytes:
         parts //= 2
@@ -135,8 +136,8 @@ def rope_write(
 ) -> torch.Tensor:
     """Norm and rotate heads, cache keys and values, and write `queries [rows, heads, dim]`.
 
-    `rope` holds cos and sin `[rows, half]`. Queries are multiplied by `scale`, in float32 or bf16
-    as the tensor to write to is.
+    `rope` holds cos and sin `[rows, half]`. Queries are multiplied by `scale` and written in the
+    type of `queries`, float32 or bf16.
     """
     q, k, v = projected.q, projected.k, projected.v
     cos, sin = rope
@@ -178,7 +179,7 @@ def decode(
     rows of the step, nor on the bucket.
     """
     _check(shape, partial, gate)
-    assert shape.rows <= DECODE_ROWS  # a lane looks after each
+    assert shape.rows <= DECODE_ROWS  # one lane of a warp reads each row's tables
     if out is None:
         out = scratch.take(attended(shape.rows, shape.heads, shape.dim), queries.device)
     sums = shape.rows * shape.heads * shape.pieces * shape.dim
@@ -191,7 +192,7 @@ def decode(
         "PAGE": cache.page_size,
     }
     exact = shape.exact or "f32" in (cache.k_type.name, cache.v_type.name)
-    groups = -(-shape.span_rows * defines["GROUP"] // 8)  # of eight queries
+    groups = -(-shape.span_rows * defines["GROUP"] // 8)  # groups of eight queries
     block = decode_block(shape.dim, 1 if exact else groups, shared_bytes_of(queries.device))
     tiles = block.tiles
     blocks = -(-groups // tiles)
@@ -210,7 +211,8 @@ def decode(
     else:
         defines |= {"TILES": tiles, "PARTS": block.parts}
         kernel = compile_kernel("decode.cu", "decode", defines)
-        items = shape.pieces * shape.kv_heads * shape.sequences * blocks  # at most
+        # Upper bound: sequences may be shorter.
+        items = shape.pieces * shape.kv_heads * shape.sequences * blocks
         processors = int(properties_of(queries.device).multi_processor_count)
         grid = (min(items, BLOCKS_A_PROCESSOR * processors),)
         threads = (32 * block.parts * tiles,)
@@ -260,7 +262,7 @@ def _check(shape: DecodeShape, partial: torch.Tensor, gate: Gate | None) -> None
         )
 
 
-MOST_SCORES = 16 << 20  # held at a time by the plain path, in numbers
+MOST_SCORES = 16 << 20  # most scores, in numbers, that `_attend_plain` holds at a time
 GATHER_THREADS = 128
 
 
@@ -269,8 +271,8 @@ def prefill(
 ) -> torch.Tensor:
     """Attend from `queries [rows, heads, dim]`, already scaled: float32 `[rows, heads * dim]`.
 
-    A row sees keys up to its own, the last `window` of them if window > 0; products are made in
-    `dtype`. Rows that belong to no span come back as zeros.
+    A row sees keys up to its own, only the last `window` of them if window > 0. Products are
+    computed in `dtype`. Rows that belong to no span come back as zeros.
     """
     (rows, heads, dim), device = queries.shape, queries.device
     kv_heads = cache.keys.shape[1]
@@ -298,7 +300,7 @@ def gather(
     first: int,
     out: torch.Tensor,
 ) -> None:
-    """Write keys or values of a sequence from `first` on to `out [count, kv_heads, dim]`."""
+    """Copy a sequence's keys or values from token `first` on to `out [count, kv_heads, dim]`."""
     count, kv_heads, dim = out.shape
     defines = {
         "DIM": dim,
@@ -315,7 +317,7 @@ def attend(
 ) -> torch.Tensor:
     """Attend from `queries [rows, heads, dim]` to keys and values `[count, kv_heads, dim]`.
 
-    Row i's own key is the one at `count - rows + i`. The answers have the type of the keys.
+    The key of row i is at `count - rows + i`. The result has the type of the keys.
     """
     queries = queries.to(keys.dtype)
     half, wide = keys.dtype == torch.float16, queries.shape[2] > MOST_FLASH_DIM
@@ -341,11 +343,11 @@ def _attend_by_key_head(
     values: torch.Tensor,
     seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The heads of a key head as those of one sequence, all with the same keys where they lie.
+    """Attend with each KV head as a batch entry, whose query heads read its keys without copies.
 
-    Of torch's fused kernels only the one for sm_80 and later knows of groups; the one that takes
-    masks, and that older GPUs have, takes any head's keys by their address, so that nothing is
-    repeated. Without a mask rows see keys up to their own.
+    Of torch's fused kernels only the one for sm_80 and later supports grouped queries. The one that
+    takes masks, which older GPUs have, too, reads keys by strides: expanded keys are not copied.
+    Without `seen`, rows see keys up to their own.
     """
     (rows, heads, dim), (count, kv_heads, _) = queries.shape, keys.shape
     group = heads // kv_heads
@@ -359,8 +361,8 @@ def _attend_by_key_head(
 
 
 def causal_mask(rows: int, count: int) -> torch.Tensor:
-    """Return a mask, by its sizes alone, of rows that see keys up to their own."""
-    from torch.nn.attention.bias import causal_lower_right  # all of torch's compiler comes with it
+    """Return the mask of rows that see keys up to their own; it holds only sizes, no tensor."""
+    from torch.nn.attention.bias import causal_lower_right  # imports torch's whole compiler
 
     return causal_lower_right(rows, count)
 
@@ -372,7 +374,7 @@ def _has_flash(keys: torch.Tensor) -> bool:
 def _attend_window(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int
 ) -> torch.Tensor:
-    """Torch's flash attention, which knows windows and groups; its public function has none."""
+    """Call torch's flash attention, which supports windows, unlike torch's public function."""
     rows, count = queries.shape[0], keys.shape[0]
     mixed: torch.Tensor = torch.ops.aten._flash_attention_forward(
         *(part.unsqueeze(0) for part in (queries, keys, values)),
@@ -390,11 +392,11 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torc
 def _in_chunks(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int, run: Attend
 ) -> torch.Tensor:
-    """Run some rows at a time, each chunk with the keys that it can see and a mask of them."""
+    """Attend from chunks of rows, each with a mask and with only the keys that its rows see."""
     rows, heads, _ = queries.shape
     count = keys.shape[0]
     step = MASKED_ROWS
-    if run is _attend_plain:  # which holds the scores of all heads
+    if run is _attend_plain:  # it holds the scores of all heads
         widest = min(count, window + MASKED_ROWS) if window else count
         step = max(1, min(step, MOST_SCORES // (heads * widest)))
     place = torch.arange(count, dtype=torch.int32, device=keys.device)
@@ -432,8 +434,8 @@ _WIDE_KINDS = {torch.float16: F16.ggml_id, torch.bfloat16: BF16.ggml_id}
 def attend_wide(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Attend from `queries [rows, heads, dim]`, in f16 or bf16, to `[count, kv_heads, dim]`.
 
-    Row i sees the keys up to `count - rows + i`. Scores and sums are float32, weights of 16 bits;
-    a part of the scores is held at a time, whatever the context is.
+    Row i sees the keys up to `count - rows + i`. Scores and sums are float32, softmax weights have
+    16 bits. Only a part of the scores is in memory at a time, however long the context.
     """
     rows, count = queries.shape[0], keys.shape[0]
     out = torch.empty_like(queries)
@@ -447,7 +449,7 @@ def attend_wide(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor)
 def _attend_rows(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """The heads of a key head are rows of one product, so that no key or value is repeated."""
+    """Attend with the query heads of a KV head as rows of one product: no key is copied."""
     (rows, heads, dim), (count, kv_heads, _) = queries.shape, keys.shape
     split, lines = (rows, kv_heads, heads // kv_heads, dim), (kv_heads, rows * heads // kv_heads)
     grouped = queries.view(split).transpose(0, 1).reshape(*lines, dim)

@@ -1,25 +1,25 @@
-"""Scratch of attention, and what torch's attention kernels allocate beside it."""
+"""Scratch of attention, and sizes that torch's attention kernels limit."""
 
 from dataclasses import dataclass
 
 from headroom.kernels.cuda.buffers import Buffer, Buffers, floats
 
-# Decode cuts a context into pieces: up to each bound, pieces of so many keys; beyond the last bound
-# 32 pieces between a power of two and the next. attention.cuh cuts alike.
+# Decode cuts a context into pieces: (bound, keys of a piece up to it); beyond the last bound there
+# are 32 pieces between a power of two and the next. attention.cuh has the same rule.
 _SMALL_PIECES = ((4096, 128), (16384, 256))
 _PIECES_OF_DOUBLING = 32
 
-# Prefill: the widest heads of torch's flash attention, and what their width must be a multiple of.
+# Prefill: torch's flash attention takes heads of at most this width, a multiple of this step.
 MOST_FLASH_DIM, FLASH_STEP = 256, 8
 MASKED_ROWS = 512  # rows that share one mask
-# Attention of wider heads, by products: rows and scores at a time. More rows would read keys less
-# often, fewer leave more keys to a part and so add up fewer parts.
+# Wider heads attend by matrix products, so many rows and scores at a time. More rows would read
+# keys less often; fewer rows leave more keys to a part, so that fewer parts are summed up.
 WIDE_ROWS, WIDE_SCORES = 256, 32 << 20
-_WIDE_STEP = 64  # of keys
+_WIDE_STEP = 64  # keys of a part are a multiple of this
 
 
 def count_pieces(context: int) -> int:
-    """Return how many pieces decode cuts a context of so many tokens into."""
+    """Return the number of pieces that decode cuts a context of `context` tokens into."""
     pieces = first = 0
     for bound, size in _SMALL_PIECES:
         pieces += -(-(min(context, bound) - first) // size)
@@ -43,13 +43,13 @@ def attended(rows: int, heads: int, dim: int) -> Buffer:
 
 
 def partial_sums(rows: int, heads: int, dim: int, context: int) -> Buffer:
-    """Return decode's sums over each piece of the context, with a maximum and a sum of weights."""
+    """Return the buffer of decode's partial sums: per piece values, a maximum, a sum of weights."""
     return floats(rows * heads * count_pieces(context) * (dim + 2))
 
 
 @dataclass(frozen=True, slots=True)
 class SpanBuffers(Buffers):
-    """What the prefill of one sequence gathers, in 16 bits."""
+    """The keys, values and queries that the prefill of one sequence gathers, in 16 bits."""
 
     keys: Buffer  # [keys, kv_heads, dim]
     values: Buffer
@@ -62,7 +62,7 @@ def gathered(keys: int, kv_heads: int, dim: int, dtype: str) -> Buffer:
 
 
 def span_buffers(rows: int, keys: int, heads: tuple[int, int], dim: int, dtype: str) -> SpanBuffers:
-    """Return the buffers of `rows` new rows that see `keys` keys; `heads` is (query, key) heads."""
+    """Return the buffers of `rows` new rows that see `keys` keys; `heads`: (query, KV) heads."""
     query_heads, kv_heads = heads
     both = gathered(keys, kv_heads, dim, dtype)
     return SpanBuffers(both, both, Buffer((rows, query_heads, dim), dtype))
@@ -74,10 +74,10 @@ def first_key(start: int, window: int) -> int:
 
 
 def wide_keys(heads: int, rows: int) -> int:
-    """Return how many keys such rows of wide heads attend to at a time."""
+    """Return how many keys the rows of wide heads attend to at a time."""
     return max(1, WIDE_SCORES // (heads * rows * _WIDE_STEP)) * _WIDE_STEP
 
 
 def wide_stride(keys: int) -> int:
-    """Return the scores that a row has room for in a part of `keys` keys: whole 32 bytes."""
+    """Return the row stride of the scores of a part of `keys` keys: a multiple of 32 bytes."""
     return -(-keys // 8) * 8

@@ -68,9 +68,9 @@ class ScratchCount:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def largest(self, sizes: Sequence[int]) -> Sequence[int]:
-        """Return the sizes to count of frames that follow each other and differ in a size only.
+        """Return which of `sizes` to count, if frames that follow each other differ in a size only.
 
-        The largest is enough for the peak; a count that lists all buffers returns all sizes.
+        The largest is enough for the peak. A subclass that lists all buffers returns all sizes.
         """
         return (max(sizes),)
 

@@ -10,40 +10,41 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 256 << 20  # what a folder may hold; a model needs some 4 MiB of code
+MAX_BYTES = 256 << 20  # of all code in the folder; one model needs about 4 MiB
 _SUFFIX = ".cubin"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class CodeCache:
-    """A folder of compiled kernels by a digest of all that they are made from.
+    """A folder of compiled kernels; a file's name is a digest of everything the code depends on.
 
-    It only ever saves time: what cannot be read or written is compiled, and said once.
+    The cache only saves time. If a file cannot be read or written, the kernel is compiled, and one
+    warning is logged.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._folder: Path | None = None
         self._max_bytes = max_bytes
-        self._told = False  # whether its trouble has been logged
+        self._told = False  # whether a problem has been logged
         self._telling = threading.Lock()
-        self._held: dict[str, bytes] = {}  # compiled ahead; no folder has it
+        self._held: dict[str, bytes] = {}  # code that was compiled ahead and could not be written
 
     def open(self, home: Path) -> None:
-        """Keep code below a home folder from now on; before, none is kept."""
+        """Keep code below a home folder from now on; without this call no code is kept."""
         self._folder = code_folder(home)
         self._told = False
 
     def load(self, key: str) -> bytes | None:
-        """Return the code of a key; None where there is none, or none that is whole."""
-        held = self._held.pop(key, None)  # in one step: threads may ask at the same time
+        """Return the code of a key; None if there is none, or if its file is damaged."""
+        held = self._held.pop(key, None)  # atomic: several threads may load
         return self._read(key) if held is None else held
 
     def has(self, key: str) -> bool:
-        """Tell whether the code of a key can be loaded."""
+        """Return whether the code of a key can be loaded."""
         return key in self._held or self._read(key) is not None
 
     def hold(self, key: str, code: bytes) -> None:
-        """Keep the code of a key, in memory until it is loaded where no folder takes it."""
+        """Keep the code of a key; if it cannot be written, keep it in memory until it is loaded."""
         if not self.save(key, code):
             self._held[key] = code
 
@@ -62,18 +63,18 @@ class CodeCache:
         if not code or hashlib.sha256(code).digest() != digest:
             self._tell(f"{path.name} is damaged")
             return None
-        with suppress(OSError):  # a folder that may only be read
-            os.utime(path)  # the oldest are deleted first, and this one is of use
+        with suppress(OSError):  # the folder may be read-only
+            os.utime(path)  # used now: the files unused for longest are deleted first
         return code
 
     def save(self, key: str, code: bytes) -> bool:
-        """Keep the code of a key, in one step, so that other processes never see half of it.
+        """Write the code of a key atomically and return whether that worked.
 
-        Tell whether the folder took it.
+        Other processes never see half of a file.
         """
         if self._folder is None:
             return False
-        # With the suffix, so that what a killed process leaves is deleted in its turn.
+        # The temporary file has the suffix, so that `_shrink` deletes it if this process is killed.
         writer = f"{os.getpid()}.{threading.get_ident()}"
         unfinished = self._folder / f".{key}.{writer}{_SUFFIX}"
         try:
@@ -90,9 +91,9 @@ class CodeCache:
         return True
 
     def _shrink(self) -> None:
-        """Delete what was not used for longest until the rest is small enough."""
+        """Delete the files that were unused for longest until the rest fits into the limit."""
         assert self._folder is not None
-        entries = sorted(_entries(self._folder), reverse=True)  # the newest first
+        entries = sorted(_entries(self._folder), reverse=True)  # used most recently first
         total = 0
         for _, size_bytes, path in entries:
             total += size_bytes
@@ -107,12 +108,12 @@ class CodeCache:
 
 
 def code_folder(home: Path) -> Path:
-    """Return where the code of kernels is kept; GPUs and versions of all kinds may share it."""
+    """Return the folder of compiled kernels; different GPUs and versions can share it."""
     return home / "kernels"
 
 
 def kept_bytes(home: Path) -> int:
-    """Return how much code is kept below a home folder."""
+    """Return the bytes of compiled kernels below a home folder."""
     try:
         return sum(size_bytes for _, size_bytes, _ in _entries(code_folder(home)))
     except OSError:
@@ -120,7 +121,7 @@ def kept_bytes(home: Path) -> int:
 
 
 def code_key(*parts: str) -> str:
-    """Return a digest of texts in their order; other texts, other parts, another digest."""
+    """Return a digest of texts; it depends on their order and on where each one ends."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode()
@@ -129,7 +130,7 @@ def code_key(*parts: str) -> str:
 
 
 def _entries(folder: Path) -> Iterator[tuple[float, int, Path]]:
-    """Yield when each file was last used, its bytes and its path."""
+    """Yield the time of last use, the bytes and the path of each file."""
     for path in folder.glob(f"*{_SUFFIX}"):
         try:
             facts = path.stat()

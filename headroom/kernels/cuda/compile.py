@@ -1,4 +1,4 @@
-"""CUDA C++ sources compiled for the GPU at hand by NVRTC, each once and then kept on disk."""
+"""Compiles CUDA C++ sources for this machine's GPU with NVRTC, and keeps the code on disk."""
 
 import ctypes
 import logging
@@ -22,31 +22,32 @@ from headroom.kernels.ops import Case
 
 log = logging.getLogger(__name__)
 
-CODE = CodeCache()  # of this process, as the compiled kernels are
+CODE = CodeCache()  # global, as the loaded kernels are
 SOURCES = Path(__file__).parent
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
-_MAX_DYNAMIC_SHARED = 8  # the driver's number of this attribute of a function
-_PLAIN_SHARED_BYTES = 48 << 10  # what a block may have without asking
-_MOST_THREADS = 16  # that compile at the same time; each takes some 30 MiB
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PLAIN_SHARED_BYTES = 48 << 10  # dynamic shared memory of a block without that attribute
+_MOST_THREADS = 16  # that compile at the same time; each takes about 30 MiB
 
 T = TypeVar("T")
 Defines = tuple[tuple[str, int], ...]  # macros and their values, sorted
 Code = tuple[str, Mapping[str, int]]  # a source and the macros that it is compiled with
 
 _OWN = OwnLaunch()
-# Kernels by source, name, GPU, macros in the order that they were given in, and their values.
+# Kernels by source, name, GPU, and the macros' names and values in the order in which they were
+# given.
 _FOUND: dict[tuple[object, ...], "CudaKernel"] = {}
-_LOADED: set[tuple[str, int]] = set()  # keys of the code that GPUs have, and which GPU
+_LOADED: set[tuple[str, int]] = set()  # (key of loaded code, GPU)
 
 
 class CudaKernel:
-    """One compiled kernel; calls go to the current stream and may be captured in a graph."""
+    """One compiled kernel; it is launched on the current stream and can be captured in a graph."""
 
     def __init__(self, name: str, function: ctypes.c_void_p, early: bool, device: int = 0) -> None:
         self._name = name
         self._function, self._device = function, device
-        self._early = early  # whether the GPU can start a kernel while another runs out
-        self._shared_bytes = 0  # that were asked for: it may have more at fixed places
+        self._early = early  # whether the GPU can start a kernel before the one before it ends
+        self._shared_bytes = 0  # dynamic bytes set so far
 
     def __call__(
         self,
@@ -58,8 +59,8 @@ class CudaKernel:
     ) -> None:
         """Launch with tensors as pointers, None as a null pointer, ints and floats as 32 bits.
 
-        A kernel may start `early`, while the one before it still runs, if it waits for that one
-        before it touches what kernels of the step write, see early.cuh.
+        With `early`, the kernel may start while the one before it still runs. Its code must then
+        wait before it touches memory that kernels of the step write, see early.cuh.
         """
         if 0 in grid:
             return
@@ -82,7 +83,7 @@ class CudaKernel:
 
 
 def refuses_device(case: Case) -> str | None:
-    """Say why no CUDA kernel runs a case, whatever its types."""
+    """Return why no CUDA kernel runs a case, whatever its types; None if one may."""
     if case.device != "cuda":
         return f"runs on cuda, not {case.device}"
     if case.reference:
@@ -94,17 +95,17 @@ def refuses_device(case: Case) -> str | None:
 
 @cache
 def _asked(ask: Callable[[torch.device], T], device: torch.device) -> T:
-    """What does not change as long as a process runs; torch takes microseconds for every answer."""
+    """Return `ask(device)`, computed once per process: torch takes microseconds for each call."""
     return ask(device)
 
 
 def properties_of(device: torch.device) -> Any:
-    """Return what torch tells of a GPU."""
+    """Return torch's properties of a GPU."""
     return _asked(torch.cuda.get_device_properties, device)
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the generation of a GPU: 9 and 0 of sm_90."""
+    """Return the compute capability of a GPU: (9, 0) for sm_90."""
     found: tuple[int, int] = _asked(torch.cuda.get_device_capability, device)
     return found
 
@@ -117,7 +118,7 @@ def shared_bytes_of(device: torch.device) -> int:
 
 def compile_kernel(source: str, name: str, defines: Mapping[str, int] | None = None) -> CudaKernel:
     """Return a kernel of a source file, compiled with the given macros."""
-    # Looked for at every launch: sorting macros would take longer than all else here.
+    # Called at every launch, so macros are not sorted here: that would take longest.
     given = defines or {}
     device = current_device()
     key = (source, name, device, *given, *given.values())
@@ -137,7 +138,7 @@ def _find_kernel(source: str, name: str, defines: Defines, device: int) -> CudaK
 
 @cache
 def _load_source(source: str, defines: Defines, device: int) -> ctypes.c_void_p:
-    """Return the module of all kernels of a source, which the compiler makes at once."""
+    """Return the module with all kernels of a source."""
     return load_code(source, with_macros(source, dict(defines)), _sm_of(device), device)
 
 
@@ -147,7 +148,7 @@ def _sm_of(device: int) -> int:
 
 
 def load_code(source: str, text: str, sm: int, device: int) -> ctypes.c_void_p:
-    """Load a text's machine code onto a GPU: as kept from earlier days, or compiled now."""
+    """Load the machine code of a source text onto a GPU, from the cache or compiled now."""
     key = _key_of(text, sm)
     module = _load_kept(source, key, device)
     if module is None:
@@ -166,17 +167,17 @@ def _load_kept(source: str, key: str, device: int) -> ctypes.c_void_p | None:
     if (code := CODE.load(key)) is not None:
         try:
             return load_module(code, device)
-        except KernelError as error:  # a driver that is older than the one it was kept under
+        except KernelError as error:  # the driver is older than the one that the code was made with
             if is_out_of_memory(error):
                 raise
-            log.debug("kernels: kept code of %s does not load: %s", source, error)
+            log.debug("kernels: cached code of %s does not load: %s", source, error)
     return None
 
 
 def compile_ahead(wanted: Iterable[Code]) -> None:
-    """Compile for the current GPU what it will be asked for, in threads, as far as it is not kept.
+    """Compile sources for the current GPU in threads, unless their code is cached or loaded.
 
-    It only ever saves time: what fails here fails again where it is asked for, and is told there.
+    This only saves time. A source that does not compile here raises its error when it is used.
     """
     started = time.perf_counter()
     try:
@@ -186,7 +187,7 @@ def compile_ahead(wanted: Iterable[Code]) -> None:
         most = max(1, min(len(missing), _cores(), _MOST_THREADS))
         with ThreadPoolExecutor(most, "compile") as threads:
             count = sum(threads.map(partial(_compile_one, sm), missing))
-    except Exception as error:  # whatever it is, no start ends by it
+    except Exception as error:  # no error may stop the start of an engine
         log.debug("kernels: nothing is compiled ahead: %s", error)
         return
     if count:
@@ -194,9 +195,9 @@ def compile_ahead(wanted: Iterable[Code]) -> None:
 
 
 def _missing(wanted: Iterable[Code], sm: int, device: int) -> list[tuple[str, str, str]]:
-    """Return key, source and text of what neither this GPU has nor is kept, each once."""
+    """Return (key, source, text) of each source that is neither loaded on this GPU nor cached."""
     found = {}
-    # Products of many rows, which take longest to compile, come first: threads end together.
+    # Products of many rows come first: they take longest, so that all threads end about together.
     codes = {(source, tuple(sorted(macros.items()))) for source, macros in wanted}
     for source, macros in sorted(codes, reverse=True):
         text = with_macros(source, dict(macros))
@@ -207,7 +208,7 @@ def _missing(wanted: Iterable[Code], sm: int, device: int) -> list[tuple[str, st
 
 
 def _compile_one(sm: int, wanted: tuple[str, str, str]) -> bool:
-    """Compile a text and keep its code; tell whether that went well."""
+    """Compile a source and keep its code; return whether that worked."""
     key, source, text = wanted
     try:
         CODE.hold(key, open_nvrtc().compile(text, source, f"sm_{sm}"))
@@ -223,12 +224,12 @@ def _cores() -> int:
 
 
 def with_macros(source: str, defines: Mapping[str, int]) -> str:
-    """Return all that the compiler reads of a source."""
+    """Return the text that the compiler reads: macros, then the source with its includes."""
     macros = "".join(f"#define {key} {value}\n" for key, value in defines.items())
     return macros + read_source(source)
 
 
 def read_source(name: str) -> str:
-    """Return a source with the files that it includes in their places."""
+    """Return the text of a source with its included files inserted."""
     text = (SOURCES / name).read_text()
     return _INCLUDE.sub(lambda match: read_source(match[1]), text)

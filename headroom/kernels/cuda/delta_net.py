@@ -19,7 +19,7 @@ from headroom.kernels.ops import DeltaNetWeights, RecurrentState, Span
 
 
 class SequenceTables(Protocol):
-    """What kernels that keep a state read of a step, int32 on their device."""
+    """The int32 tables of a step, on the device, that kernels with a recurrent state read."""
 
     @property
     def sequence(self) -> torch.Tensor:
@@ -27,11 +27,11 @@ class SequenceTables(Protocol):
 
     @property
     def index(self) -> torch.Tensor:
-        """Each row's place in its whole sequence."""
+        """Each row's position in its sequence."""
 
     @property
     def starts(self) -> torch.Tensor:
-        """The rows that each sequence had before the step."""
+        """The number of tokens that each sequence had before the step."""
 
     @property
     def state_slots(self) -> torch.Tensor:
@@ -40,9 +40,9 @@ class SequenceTables(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpanTables:
-    """The spans of a step, and their rows in chunks counted from each span's first row."""
+    """The spans of a step, and their chunks; a span's first chunk begins with its first row."""
 
-    spans: tuple[Span, ...]  # for the host, which then need not wait for the device
+    spans: tuple[Span, ...]  # read by the host without waiting for the device
     sequence: torch.Tensor  # [rows]
     index: torch.Tensor  # [rows]
     starts: torch.Tensor  # [sequences]
@@ -70,42 +70,42 @@ def span_tables(spans: tuple[Span, ...], rows: int, device: torch.device) -> Spa
     slots = [span.slot for span in spans]
     parts = (sequence, index, starts, slots, chunk_ends, first_rows, counts)
     joined = torch.tensor([number for part in parts for number in part], dtype=torch.int32)
-    if device.type != "cpu":  # from pinned memory nothing waits for the copy
+    if device.type != "cpu":  # a copy from pinned memory does not wait
         joined = joined.pin_memory().to(device, non_blocking=True)
     return SpanTables(spans, *torch.split(joined, [len(part) for part in parts]))
 
 
-CONVOLVED_ROWS = 16  # rows of a head that one warp takes, of many
-# What the norm kernels do not depend on, but their file does.
+CONVOLVED_ROWS = 16  # rows of a head that one warp convolves in prefill
+# Macros that delta_net.cu needs, although its norm kernels do not depend on them.
 NORM_CONSTANTS = {"HEADS": 1, "KEY_HEADS": 1, "TILED": 0, "TAPS": 4, "COLUMNS": 16}
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkBlocks:
-    """How the kernels for chunks divide their work, by what a GPU's blocks have."""
+    """How the kernels for chunks divide their work, within the shared memory of a block."""
 
-    columns: int  # of a head's values in a block of `run_chunks`: 32 or 64
-    held: int  # channels of keys and queries in shared memory: all, or half of them in turns
+    columns: int  # value columns of a head that a block of `run_chunks` computes: 32 or 64
+    held: int  # channels of keys and queries in shared memory: all, or one half at a time
 
     @property
     def prepare_bytes(self) -> int:
         """Shared memory of a block of `prepare_chunks`."""
-        factors = CHUNK * CHUNK if self.held == DIM else 0  # else they come where queries were
+        factors = CHUNK * CHUNK if self.held == DIM else 0  # else they overwrite the queries
         return 4 * (2 * _padded(self.held) + factors + 2 * CHUNK)
 
     @property
     def run_bytes(self) -> int:
         """Shared memory of a block of `run_chunks`."""
         kept = (DIM + CHUNK) * self.columns + 2 * CHUNK
-        # Half rows of keys and scores come where those of the others were.
+        # With half rows, one half of keys and scores overwrites the other.
         beside = _padded(DIM) + _padded(CHUNK) if self.held == DIM else 0
         return 4 * (kept + 2 * _padded(self.held) + beside)
 
 
 def blocks_for(states: int, processors: int, shared_bytes: int) -> ChunkBlocks:
-    """Return the blocks for so many states on a GPU of so many processors.
+    """Return how `states` states are divided into blocks on a GPU of `processors` multiprocessors.
 
-    Fewer columns to a block where all blocks then still run at once, or where no more fit.
+    A block has 32 columns if all blocks then run at once, or if 64 do not fit into shared memory.
     """
     wide = states * 4 > processors and ChunkBlocks(64, DIM // 2).run_bytes <= shared_bytes
     whole = ChunkBlocks(64 if wide else 32, DIM)
@@ -113,7 +113,7 @@ def blocks_for(states: int, processors: int, shared_bytes: int) -> ChunkBlocks:
 
 
 def _padded(width: int) -> int:
-    """Floats of a chunk's rows in shared memory, where rows begin in other banks."""
+    """Return the floats of a chunk's rows in shared memory, padded against bank conflicts."""
     return CHUNK * (width + 4)
 
 
@@ -130,10 +130,10 @@ def step(
     tables: SequenceTables,
     columns: int = 0,
 ) -> torch.Tensor:
-    """Return the answers `[rows, value heads, dim]` of a few rows, row after row.
+    """Return the output `[rows, value heads, dim]` for a few rows, computed row after row.
 
-    `rows` holds qkv, beta and alpha, as everywhere; rows of a sequence are adjacent. `columns` of
-    a head run in one block; 0: as fits.
+    `rows` holds qkv, beta and alpha, see `ops.DeltaNet`; rows of a sequence are adjacent. A block
+    computes `columns` columns of a head; 0: the number is chosen here.
     """
     qkv = rows[0]
     heads, sequences = len(weights.decay), len(tables.starts)
@@ -160,9 +160,9 @@ def prefill(
     tables: SpanTables,
     blocks: ChunkBlocks | None = None,
 ) -> torch.Tensor:
-    """Return the answers `[rows, value heads, dim]` of many rows, chunk after chunk.
+    """Return the output `[rows, value heads, dim]` for many rows, computed chunk after chunk.
 
-    The work is divided into `blocks`; None: as fits.
+    `blocks` divides the work; None: it is chosen here.
     """
     qkv, device = rows[0], rows[0].device
     heads, sequences = len(weights.decay), len(tables.starts)
@@ -188,7 +188,7 @@ def prefill(
 def _prepare_chunks(
     inputs: _Convolved, blocks: ChunkBlocks, constants: dict[str, int], tables: SpanTables
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What of chunks does not depend on the state: solved right sides, scores, sums of gates."""
+    """Compute what does not depend on the state: solved right sides, scores, sums of gates."""
     heads, chunks, device = constants["HEADS"], len(tables.counts), inputs.mixed.device
     buffers = chunk_buffers(heads, chunks)
     solved, scores, sums = (scratch.take(buffer, device) for buffer in buffers)
@@ -213,7 +213,7 @@ def gated_norm(
 ) -> torch.Tensor:
     """Return `weight * x / sqrt(mean(x^2) + eps) * silu(gate)` over a last axis of 128.
 
-    In float32, or in bf16 in `narrow`, whatever its shape.
+    The result is float32, or is written to `narrow` in bf16, which may have another shape.
     """
     out = scratch.take(floats(*x.shape), x.device) if narrow is None else None
     heads = x.numel() // DIM
@@ -262,7 +262,7 @@ def _processors(device: torch.device) -> int:
 
 
 def _columns_of_step(states: int, device: torch.device) -> int:
-    """Narrow blocks: a row's sums are soon together, and a chain of rows is as long as its sums."""
-    # Of 27B's steps on an H200, ms: 16 sequences 9.90, 9.64, 10.19, 9.99 with 16, 32, 64, 128
-    # columns; a chain of 16 rows 8.70, 8.73, 8.94, 9.50.
+    """Return the columns of a block: few, since a row's sums take less time in narrow blocks."""
+    # Step of Qwen3.5-27B on an H200, ms with 16, 32, 64 and 128 columns: 16 sequences 9.90, 9.64,
+    # 10.19, 9.99; 16 rows of one sequence 8.70, 8.73, 8.94, 9.50.
     return 32 if states >= 2 * _processors(device) else 16

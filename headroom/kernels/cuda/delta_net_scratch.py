@@ -1,23 +1,23 @@
-"""Scratch of gated linear attention: convolved inputs, and what chunks of rows share."""
+"""Scratch of gated linear attention: convolved inputs, and intermediate values of chunks."""
 
 from dataclasses import dataclass
 
 from headroom.kernels.cuda.buffers import Buffer, Buffers, ScratchCount, floats
 
 CHUNK = 64  # rows whose products run at once; the kernels are written for it
-DIM = 128  # of keys and values; the kernels are written for it
+DIM = 128  # values of a key or value head; the kernels are written for it
 
 
 @dataclass(frozen=True, slots=True)
 class ConvolvedBuffers(Buffers):
-    """What the convolution leaves for the recurrence."""
+    """The output of the convolution, which the recurrence reads."""
 
     mixed: Buffer  # [rows, channels]: queries, keys, values
     gates: Buffer  # [rows, heads, 2]: logarithm of the decay, strength
 
 
 def convolved(rows: int, channels: int, heads: int) -> ConvolvedBuffers:
-    """Return the buffers of the convolution; `heads` are value heads here and below."""
+    """Return the buffers of the convolution; `heads` counts value heads, here and below."""
     return ConvolvedBuffers(floats(rows, channels), floats(rows, heads, 2))
 
 
@@ -28,11 +28,11 @@ def answers(rows: int, heads: int) -> Buffer:
 
 @dataclass(frozen=True, slots=True)
 class ChunkBuffers(Buffers):
-    """What of each chunk does not depend on the state."""
+    """The values of each chunk that do not depend on the state."""
 
     solved: Buffer  # [heads, chunks, CHUNK, 2 * DIM]
     scores: Buffer  # [heads, chunks, CHUNK, CHUNK]
-    sums: Buffer  # [heads, chunks, CHUNK]: of the logarithms of decays
+    sums: Buffer  # [heads, chunks, CHUNK]: running sums of the logarithms of decays
 
 
 def chunk_buffers(heads: int, chunks: int) -> ChunkBuffers:

@@ -1,31 +1,31 @@
-"""NVIDIA's driver, as far as kernels need it: modules of machine code and their functions."""
+"""Calls of NVIDIA's driver library: modules of machine code, pinned memory, copies."""
 
 import ctypes
 from functools import cache
 
 from headroom.errors import KernelError
 
-_NO_CONTEXT = 201  # what the driver answers to a thread that has none
-_FOR_ALL_KERNELS = 3  # pinned for all GPUs, and at addresses that kernels can read
+_NO_CONTEXT = 201  # the driver's status for a thread without a CUDA context
+_FOR_ALL_KERNELS = 3  # flags: pinned for all GPUs, and mapped so that kernels can read it
 
 
 @cache
 def driver() -> ctypes.CDLL:
-    """Return the driver's library, which every machine with a GPU of NVIDIA has."""
+    """Return the driver's library, which every machine with an NVIDIA GPU has."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def check(status: int, what: str) -> None:
-    """Raise what has failed, and why, unless the driver says that all is well."""
+    """Raise a KernelError with `what` failed and the driver's reason, unless `status` is 0."""
     if reason := _reason(status):
         raise KernelError(f"{what}: {reason}.")
 
 
 def lock_pages(address: int, size: int, device: int) -> str:
-    """Lock host memory in place for GPUs; return why that was refused, "" if it was not.
+    """Pin host memory for all GPUs; return why the driver refused, "" if it did not.
 
-    By the driver itself: a refusal of the runtime library would be taken for one of torch's next
-    kernel.
+    The driver is called directly: after a refusal by the CUDA runtime, torch would report that
+    error for its next kernel.
     """
     _make_current(device)
     place, count = ctypes.c_void_p(address), ctypes.c_size_t(size)
@@ -33,19 +33,19 @@ def lock_pages(address: int, size: int, device: int) -> str:
 
 
 def unlock_pages(address: int, device: int) -> str:
-    """Give back what `lock_pages` has locked; return why that failed, "" if it did not."""
+    """Unpin memory that `lock_pages` has pinned; return why that failed, "" if it did not."""
     _make_current(device)
     return _reason(driver().cuMemHostUnregister(ctypes.c_void_p(address)))
 
 
-def copy_beside(to: int, source: int, size: int, stream: int, device: int) -> None:
-    """Copy bytes to or from a GPU in the order of a stream; pinned memory holds nobody up."""
+def copy_async(to: int, source: int, size: int, stream: int, device: int) -> None:
+    """Enqueue a copy to or from a GPU on a stream; with pinned memory the call does not wait."""
     arguments = (
         *(ctypes.c_void_p(to), ctypes.c_void_p(source)),
         *(ctypes.c_size_t(size), ctypes.c_void_p(stream)),
     )
     status = driver().cuMemcpyAsync(*arguments)
-    if status == _NO_CONTEXT:  # a thread in which torch has not used the GPU yet
+    if status == _NO_CONTEXT:  # torch has not used the GPU in this thread yet
         _make_current(device)
         status = driver().cuMemcpyAsync(*arguments)
     if status:
@@ -53,7 +53,7 @@ def copy_beside(to: int, source: int, size: int, stream: int, device: int) -> No
 
 
 def load_module(code: bytes, device: int) -> ctypes.c_void_p:
-    """Load machine code onto a GPU, for as long as this process runs."""
+    """Load machine code onto a GPU; it stays until the process ends."""
     _make_current(device)
     module = ctypes.c_void_p()
     check(driver().cuModuleLoadData(ctypes.byref(module), code), "Kernels could not be loaded")
@@ -69,7 +69,7 @@ def find_function(module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
 
 
 def _reason(status: int) -> str:
-    """Return the driver's words for what went wrong, "" where nothing did."""
+    """Return the driver's text for a status; "" for success."""
     if status == 0:
         return ""
     text = ctypes.c_char_p()
@@ -78,7 +78,7 @@ def _reason(status: int) -> str:
 
 
 def _make_current(device: int) -> None:
-    """Give this thread the context that torch uses on a GPU, which torch makes only at need."""
+    """Make torch's CUDA context of a GPU current in this thread; torch creates it on first use."""
     cuda, current, wanted = driver(), ctypes.c_int(), ctypes.c_int()
     check(cuda.cuInit(0), "CUDA does not start")
     check(cuda.cuDeviceGet(ctypes.byref(wanted), device), f"There is no cuda:{device}")

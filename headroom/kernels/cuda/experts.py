@@ -1,4 +1,4 @@
-"""Routed experts on a GPU: their tables in memory, and the decode path."""
+"""Routed experts on a GPU: the table of a layer's experts, and the decode path."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from headroom.kernels.cuda.experts_scratch import chosen_weights, decode_buffers
 from headroom.kernels.cuda.launch import Argument
 from headroom.kernels.cuda.matmul import HalfRows, refuses_type
 from headroom.kernels.cuda.matmul_scratch import half_rows_bytes
-from headroom.kernels.cuda.route import Unchosen
+from headroom.kernels.cuda.route import RouterLogits
 from headroom.kernels.cuda.sizes import (
     EXPERT_STEP,
     PACKED,
@@ -26,24 +26,24 @@ from headroom.kernels.cuda.sizes import (
 from headroom.kernels.ops import Case
 
 PARTS = 3  # matrices of an expert: gate, up, down
-Kinds = tuple[QuantType, ...]  # of those
+Kinds = tuple[QuantType, ...]  # their types
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertTiles:
-    """One layer's experts in tiles, found by their addresses."""
+    """One layer's experts in tiles, given by the addresses of their matrices."""
 
     addresses: torch.Tensor  # int64 [experts, PARTS], on the GPU
     kinds: Kinds
-    width: int  # of an expert
+    width: int  # rows of an expert's gate and up matrices
     hidden: int
     nbytes: int
-    memory: tuple[torch.Tensor, ...]  # that the addresses point into, kept alive
+    memory: tuple[torch.Tensor, ...]  # keeps the memory alive that the addresses point into
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnTiles:
-    """The expert that every row visits, in tiles on the GPU."""
+    """The shared expert, which every row visits, in tiles on the GPU."""
 
     gate: torch.Tensor
     up: torch.Tensor
@@ -54,16 +54,16 @@ class OwnTiles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Others:
-    """What rows get besides their routed experts, added where those are summed."""
+    """What is added to the weighted sum of a row's routed experts, by the kernel that sums them."""
 
     residual: torch.Tensor | None = None  # [rows, hidden]
-    shared: torch.Tensor | None = None  # [rows, hidden]: of the expert that every row visits
-    shared_logits: torch.Tensor | None = None  # [rows, n]: of its weight, the first of each row
-    own: OwnTiles | None = None  # that expert, where it is still to run: steps of few rows alone
+    shared: torch.Tensor | None = None  # [rows, hidden]: output of the shared expert
+    shared_logits: torch.Tensor | None = None  # [rows, n]: the first of a row weighs `shared`
+    own: OwnTiles | None = None  # decode path only: the shared expert, if these kernels run it, too
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
-        """The last arguments of kernels that sum, but for their output."""
+        """The last arguments of the kernels that sum, without the output."""
         stride = 0 if self.shared_logits is None else self.shared_logits.stride(0)
         return self.residual, self.shared, self.shared_logits, stride
 
@@ -72,7 +72,7 @@ NO_OTHERS = Others()
 
 
 def expert_constants(table: ExpertTiles, activation: str, others: Others) -> dict[str, int]:
-    """Return the macros of experts.cu that say what experts there are."""
+    """Return the macros of experts.cu: types of matrices and the activation."""
     kinds = [kind.ggml_id for kind in table.kinds]
     own = kinds if others.own is None else [kind.ggml_id for kind in others.own.kinds]
     return {
@@ -83,7 +83,7 @@ def expert_constants(table: ExpertTiles, activation: str, others: Others) -> dic
 
 
 def refuses(case: Case) -> str | None:
-    """Say why a case cannot run here."""
+    """Return why a case cannot run here; None if it can."""
     if reason := refuses_device(case):
         return reason
     if strange := [str(kind) for kind in case.experts if kind not in TILED]:
@@ -92,7 +92,7 @@ def refuses(case: Case) -> str | None:
 
 
 def refuses_sizes(width: int, hidden: int) -> str | None:
-    """Say why experts of a width cannot run here."""
+    """Return why experts of these sizes cannot run here; None if they can."""
     if width % EXPERT_STEP or hidden % EXPERT_STEP:
         return f"matrices of {width} x {hidden} are not multiples of {EXPERT_STEP}"
     return None
@@ -110,13 +110,13 @@ def table_of(
     return ExpertTiles(addresses, kinds, width, hidden, nbytes, tuple(pieces))
 
 
-GATE_UP_WARPS = 8  # of a block of `gate_up`
-# Rows of a step that leaves the GPU idle between kernels: what `down` reads is asked for while
-# gates and ups are still at work, and its blocks have a warp for each record.
+GATE_UP_WARPS = 8  # warps of a block of `gate_up`
+# Steps of at most so many rows leave the GPU idle between kernels. `down` then prefetches its
+# weights while `gate_up` still runs, and its blocks have a warp for each record.
 AHEAD_ROWS = 2
-DOWN_WARPS, AHEAD_DOWN_WARPS = 10, 20  # most of a block of `down`
+DOWN_WARPS, AHEAD_DOWN_WARPS = 10, 20  # most warps of a block of `down`, in other and in such steps
 PIECE_BYTES = half_rows_bytes(1, RECORD_COLUMNS)
-# Of shared memory: what every block may have, and what one of `gate_up` has beside its records.
+# Shared memory: dynamic bytes that every GPU allows, and static bytes of a `gate_up` block.
 SURE_BYTES, OTHER_BYTES = 46 << 10, 2 << 10
 Inner = tuple[torch.Tensor, torch.Tensor]
 
@@ -130,9 +130,9 @@ def few_rows(
     others: Others = NO_OTHERS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the weighted sum of each row's experts, for rows in f16.
+    """Return the weighted sum of each row's routed experts, for rows in f16.
 
-    Picks with a negative id are passed over. `out` may be the residual itself.
+    Picks with a negative id are skipped. `out` may be the residual itself.
     """
     constants = expert_constants(table, activation, others)
     layer = _Layer(x, ids.shape[1], table, others, constants)
@@ -144,15 +144,15 @@ def few_rows(
 
 def choose_few_rows(
     x: HalfRows,
-    choice: Unchosen,
+    choice: RouterLogits,
     table: ExpertTiles,
     activation: str,
     others: Others = NO_OTHERS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the weighted sum of each row's experts, chosen by the kernel itself.
+    """Return the weighted sum of each row's routed experts; the kernel does the top-k itself.
 
-    For at most `CHOSEN_ROWS` rows, since each of its warps repeats the choice.
+    It takes at most `CHOSEN_ROWS` rows, since each of its warps repeats the top-k.
     """
     constants = expert_constants(table, activation, others) | choice.constants
     rule = choice.rule
@@ -170,7 +170,7 @@ def choose_few_rows(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
-    """A step's rows and the experts that some of them visit."""
+    """The launches of one layer's experts for a step's rows."""
 
     x: HalfRows
     used: int
@@ -179,7 +179,7 @@ class _Layer:
     constants: dict[str, int]
 
     def inner(self) -> Inner:
-        """Return memory for the inner values of picks, and for where their last matrices are."""
+        """Return memory for the picks' values between up and down, and for addresses of downs."""
         device = self.x.pieces.device
         buffers = decode_buffers(self.x.rows, self.used, self.table.width, self._own_width)
         return scratch.take(buffers.inner, device), scratch.take(buffers.downs, device)
@@ -187,7 +187,7 @@ class _Layer:
     def gate_up(
         self, args: tuple[Argument, ...], inner: Inner
     ) -> tuple[tuple[int, int], tuple[int], tuple[Argument, ...], int]:
-        """Return how gates and ups are launched: grid, block, arguments, shared memory."""
+        """Return the launch of gates and ups: grid, block, arguments, bytes of shared memory."""
         x, table, own, rows, used = self.x, self.table, self.others.own, self.x.rows, self.used
         tiles = steps_of(max(table.width, self._own_width), TILE_ROWS)
         args = (
@@ -199,7 +199,7 @@ class _Layer:
         return grid, (GATE_UP_WARPS * 32,), args, self._stages * self._stage_bytes
 
     def down(self, weights: torch.Tensor, inner: Inner, out: torch.Tensor | None) -> torch.Tensor:
-        """Return the weighted sums."""
+        """Run the down products and return the weighted sums."""
         table, own, rows, used = self.table, self.others.own, self.x.rows, self.used
         if out is None:
             out = torch.empty(rows, table.hidden, device=weights.device)
@@ -229,7 +229,7 @@ class _Layer:
 
     @property
     def defines(self) -> dict[str, int]:
-        """The macros of both kernels, so that one run of the compiler makes them."""
+        """The macros of both kernels: equal ones, so that the source is compiled once."""
         in_reach = all(memory.is_cuda for memory in self.table.memory)
         return self.constants | {
             "LANES": self.x.lanes,
@@ -239,7 +239,7 @@ class _Layer:
 
     @property
     def _stages(self) -> int:
-        """The records that a warp of `gate_up` has asked for."""
+        """The number of records that a warp of `gate_up` loads ahead."""
         size = 2 * self._stage_bytes
         if size <= SURE_BYTES or size + OTHER_BYTES <= shared_bytes_of(self.x.pieces.device):
             return 2
@@ -247,7 +247,7 @@ class _Layer:
 
     @property
     def _stage_bytes(self) -> int:
-        """Shared memory for a record of each warp of `gate_up`; plain ones need none."""
+        """The bytes of one record per warp of `gate_up`; plain types need none."""
         own = self.others.own
         kinds = (*self.table.kinds[:2], *(() if own is None else own.kinds[:2]))
         return GATE_UP_WARPS * max(record_bytes(kind) if kind in PACKED else 0 for kind in kinds)

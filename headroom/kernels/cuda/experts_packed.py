@@ -1,6 +1,6 @@
-"""Routed experts of short prompts: rows sorted by expert meet packed tiles as they lie.
+"""Routed experts of short prompts: rows sorted by expert are multiplied with packed tiles.
 
-How many rows an expert has only the device knows: nothing here waits to hear it.
+Only the device knows how many rows an expert has; the host never waits for these numbers.
 """
 
 from collections.abc import Sequence
@@ -35,20 +35,21 @@ from headroom.kernels.cuda.sizes import (
     steps_of,
 )
 
-PACKED_SORT_THREADS = 512  # of sorted_rows.cu
-WANTED_WARPS = 12  # of a multiprocessor: others work while one waits for its records
-SHARED_SHARE = 0.7  # of its shared memory: the rest is the cache that rows come through
-WARP_RECORDS = 8  # of pairs, that a warp has at least: it waits once for the first
-# Warps of a block and pairs of records that each has asked for, the best first.
+PACKED_SORT_THREADS = 512  # of a block of sorted_rows.cu
+WANTED_WARPS = 12  # per multiprocessor: some work while others wait for their records
+# Of a multiprocessor's shared memory; the rest is L1 cache, through which rows are read.
+SHARED_SHARE = 0.7
+WARP_RECORDS = 8  # least pairs of records of a warp, which waits once for the first pair
+# (warps of a block, pairs of records that each warp loads ahead), the best first.
 PACKED_SHAPES = ((8, 2), (4, 2), (8, 1), (4, 1), (2, 1), (1, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class PackedShape:
-    """How warps share a product; what they sum, and in which order, does not follow from it."""
+    """How warps share a product; results and the order of sums do not depend on it."""
 
     warps: int  # of a block
-    stages: int  # pairs of records that a warp has asked for
+    stages: int  # pairs of records that a warp loads ahead
     shared_bytes: int  # of a block
 
 
@@ -56,10 +57,10 @@ class PackedShape:
 def packed_shape_for(
     pair: tuple[QuantType, QuantType], block_bytes: int, all_bytes: int
 ) -> PackedShape:
-    """Return the shape for pairs of records of two types.
+    """Return the shape of products with pairs of records of two types.
 
-    By the shared memory of a block and of a multiprocessor: the first of which enough warps run at
-    a time, else the one that has the most.
+    It is the first shape with which WANTED_WARPS run at a time, given the shared memory of a block
+    and of a multiprocessor, or else the one with the most running warps.
     """
     size = sum(record_bytes(kind) for kind in pair)
     shapes = [PackedShape(warps, stages, warps * stages * size) for warps, stages in PACKED_SHAPES]
@@ -77,13 +78,13 @@ LaunchParts = tuple[Sequence[int], Sequence[int], Sequence[Argument], int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """Where picks stand, sorted by expert in groups of eight."""
+    """The picks sorted by expert, in groups of eight."""
 
     order: torch.Tensor  # int32 [8 * groups]: the pick at each place, -1: none
     tiles: torch.Tensor  # int64 [tiles, ROW_TILE_WORDS], see sorted.cuh
-    inner: torch.Tensor  # f16 pieces: what the picks' experts have between up and down
+    inner: torch.Tensor  # f16 pieces: the picks' values between up and down
     groups: int
-    defines: dict[str, int]  # of kernels that read rows
+    defines: dict[str, int]  # macros of the kernels that read rows
 
 
 def sum_experts(
@@ -91,11 +92,11 @@ def sum_experts(
     picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights [rows, used]
     experts: ExpertTiles,
     activation: str,
-    rest: tuple[Argument, ...],  # what rows get besides, and the output
+    rest: tuple[Argument, ...],  # what is added to each row's sum (see Others), and the output
 ) -> None:
-    """Write the weighted sums of each row's experts, and what rows get besides.
+    """Write the weighted sum of each row's experts, plus what `rest` adds.
 
-    Picks with a negative id are passed over. A row's bits do not depend on the rows it comes with.
+    Picks with a negative id are skipped. A row's bits do not depend on the other rows.
     """
     ids, weights = picks
     assert x.values.is_contiguous()
@@ -141,7 +142,7 @@ def _run_gates_and_ups(
     activation: str,
     places: _Places,
 ) -> None:
-    """Write what the picks' experts have between up and down, in f16, to `places.inner`."""
+    """Write the picks' values between up and down, in f16, to `places.inner`."""
     device, groups = x.values.device, places.groups
     width, hidden = experts.width, experts.hidden
     gate, up, _ = experts.kinds
@@ -172,12 +173,12 @@ def _run_gates_and_ups(
 
 
 def _product(
-    product: tuple[tuple[QuantType, QuantType], str],  # types, and the activation of gate and up
+    product: tuple[tuple[QuantType, QuantType], str],  # types; activation, "" for down
     tensors: tuple[Argument, ...],
     sides: tuple[int, int],  # pairs of tiles, and columns
     places: _Places,
 ) -> tuple[dict[str, int], LaunchParts]:
-    """Return how every tile of rows is multiplied with all pairs of its expert's tiles."""
+    """Return macros and launch of a product: tiles of rows with all tile pairs of their expert."""
     (kinds, activation), (pairs, columns) = product, sides
     device, records = places.order.device, steps_of(columns, RECORD_COLUMNS)
     gpu = properties_of(device)

@@ -15,22 +15,22 @@ from headroom.kernels.cuda.launch import Argument
 from headroom.kernels.cuda.matmul import POWER_THREADS, NarrowRows, as_narrow
 from headroom.kernels.cuda.sizes import RECORD_COLUMNS, TILE_ROWS, steps_of
 
-PICK_SORT_THREADS = 512  # of picks.cu
+PICK_SORT_THREADS = 512  # of a block of picks.cu
 GATHER_THREADS, GATHER_BLOCKS = 256, 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SortedPicks:
-    """The picks of many rows, sorted by expert; those of no expert (negative ids) come last."""
+    """The picks of many rows, sorted by expert; picks with negative ids come last."""
 
-    rows: torch.Tensor  # int64 [picks]: whose pick stands at a place
-    places: torch.Tensor  # int64 [rows, used]: where a pick stands
-    ends: torch.Tensor  # int32 [experts]: the place after an expert's last
+    rows: torch.Tensor  # int64 [picks]: the row of the pick at each place
+    places: torch.Tensor  # int64 [rows, used]: the place of each pick
+    ends: torch.Tensor  # int32 [experts]: the place after an expert's last pick
     group_ends: torch.Tensor  # `ends`, counted from the first place of an expert's group
 
 
 def sort_in_groups(ids: torch.Tensor, experts: int, each: int) -> SortedPicks:
-    """Sort the picks int32 `[rows, used]` in one launch; groups are of `each` experts."""
+    """Sort the picks, int32 `[rows, used]`, in one launch; a group has `each` experts."""
     assert ids.is_contiguous()
     (rows, used), device = ids.shape, ids.device
     owners, places = torch.empty(2, rows * used, dtype=torch.int64, device=device).unbind()
@@ -44,7 +44,7 @@ def sort_in_groups(ids: torch.Tensor, experts: int, each: int) -> SortedPicks:
 
 
 def sort_picks(ids: torch.Tensor, experts: int) -> SortedPicks:
-    """Sort the picks `[rows, used]` of one group by torch: nothing waits for the device."""
+    """Sort the picks `[rows, used]` of one group with torch, without waiting for the device."""
     flat = ids.flatten().long()
     numbers, order = torch.where(flat < 0, experts, flat).sort(stable=True)
     places = torch.empty_like(order)
@@ -56,27 +56,27 @@ def sort_picks(ids: torch.Tensor, experts: int) -> SortedPicks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertGroup:
-    """The picks of neighbouring experts, their own first: what follows is another group's."""
+    """Neighbouring experts and their picks, which come first in the group's buffers."""
 
-    first: int  # expert
+    first: int  # number of the first expert
     last: int
-    start: torch.Tensor | None  # int32 [1]: the group's first place among all; None: the very first
+    start: torch.Tensor | None  # int32 [1]: the group's first place; None: 0
     picks: SortedPicks  # of all groups
     ends: torch.Tensor  # int32 [experts of the group], counted from `start`
 
     @property
     def most(self) -> int:
-        """The most picks that it can have: all."""
+        """The most picks that the group can have: all of the step."""
         return self.picks.rows.shape[0]
 
     @property
     def among(self) -> int:
-        """Experts of all groups, over which the picks spread."""
+        """The number of experts in all groups, which share the picks."""
         return self.picks.ends.shape[0]
 
     @property
     def size(self) -> int:
-        """Its experts."""
+        """The number of experts in the group."""
         return self.last - self.first + 1
 
 
@@ -88,9 +88,9 @@ def expert_group(picks: SortedPicks, first: int, count: int) -> ExpertGroup:
 
 
 def gather_rows(x: torch.Tensor, group: ExpertGroup, out: torch.Tensor) -> torch.Tensor:
-    """Write the rows of `x`, of 16 bits, that a group's picks belong to; return `out [picks, ...]`.
+    """Copy the 16-bit rows of `x` that a group's picks read to `out [picks, ...]` and return it.
 
-    Rows after the group's last have no meaning.
+    Rows after the group's last pick are undefined.
     """
     assert x.is_contiguous()
     words = x.shape[1] // 8
@@ -103,7 +103,7 @@ def gather_rows(x: torch.Tensor, group: ExpertGroup, out: torch.Tensor) -> torch
 
 
 class Unpacked(Protocol):
-    """Brings a group's experts to the rows' type, asked in this order within a frame."""
+    """Unpacks a group's experts to the type of the rows; called in this order within a frame."""
 
     def gates_and_ups(self, group: ExpertGroup) -> torch.Tensor: ...
 
@@ -111,7 +111,7 @@ class Unpacked(Protocol):
 
 
 def compile_all(activation: str) -> None:
-    """Compile the kernels before a step needs them: one source has all but the products."""
+    """Compile the kernels before a step needs them; all but the products are in one source."""
     compile_kernel("half_experts.cu", "combine", _constants(activation))
     grouped.kernels(torch.float16)
 
@@ -122,9 +122,9 @@ def add_group(
     unpacked: Unpacked,
     activation: str,
     picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights
-    rest: tuple[Argument, ...],  # what rows get besides, and the output
+    rest: tuple[Argument, ...],  # what is added to each row's sum (see Others), and the output
 ) -> None:
-    """Write the weighted sums of the answers of a group's experts, and what rows get besides."""
+    """Write the weighted sums of a group's expert outputs, plus what `rest` adds."""
     plain = unpacked.gates_and_ups(group)
     inner = _inner_rows(x, group, plain, activation)
     answers = grouped_product(inner.values, unpacked.downs(group), group.ends, group.among)
@@ -143,7 +143,7 @@ def add_group(
 def _inner_rows(
     x: NarrowRows, group: ExpertGroup, gates_and_ups: torch.Tensor, activation: str
 ) -> NarrowRows:
-    """`act(gate) * up` of a group's picks, its own first; those of others have no meaning."""
+    """Return `act(gate) * up` of a group's picks; values after its last pick are undefined."""
     picks, width = group.most, gates_and_ups.shape[1] // 2
     device, columns = x.values.device, x.values.shape[1]
     buffers = group_buffers(group.size, (width, columns), picks, "f16")
@@ -169,12 +169,12 @@ UNPACK_WARPS = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChosenRows:
-    """Many rows and the experts that each of them chose."""
+    """Many rows and the picks of each row."""
 
     x: torch.Tensor  # bf16 or f16 [rows, hidden]
     ids: torch.Tensor  # int32 [rows, used], negative: none
     weights: torch.Tensor  # [rows, used]
-    powers: torch.Tensor | None = None  # [rows], of rows in f16
+    powers: torch.Tensor | None = None  # [rows], for rows in f16
 
 
 def many_rows(
@@ -186,9 +186,9 @@ def many_rows(
     others: Others = NO_OTHERS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the weighted sum of each row's experts, each unpacked once for rows that chose it.
+    """Return the weighted sum of each row's experts; an expert is unpacked once for all its rows.
 
-    Where experts have few rows each their tiles are multiplied as they lie.
+    If experts have few rows each, their packed tiles are multiplied without unpacking.
     """
     narrow = as_narrow(x)
     if _as_they_lie(ids, table):
@@ -204,7 +204,7 @@ def many_rows(
 
 
 def _as_they_lie(ids: torch.Tensor, table: ExpertTiles) -> bool:
-    """Tell whether tiles are multiplied packed: few rows of an expert, and no link to any."""
+    """Return whether packed tiles are multiplied: few rows per expert, all experts on the GPU."""
     here = all(part.device == ids.device for part in table.memory)
     return here and len(ids) <= experts_scratch.sorted_rows(len(table.addresses), ids.shape[1])
 
@@ -213,7 +213,7 @@ def _as_they_lie(ids: torch.Tensor, table: ExpertTiles) -> bool:
 def _compile_unpacked(
     kinds: Kinds, activation: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Compile what steps of more rows run: those come when a request waits."""
+    """Compile the kernels of longer steps now, so that a later request does not wait for them."""
     compile_kernel("unpack.cu", "unpack", _unpack_constants(kinds, dtype))
     compile_kernel("picks.cu", "sort_picks")
     if dtype == torch.float16:
@@ -232,10 +232,10 @@ def sum_groups(
     others: Others = NO_OTHERS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the weighted sum of each row's experts, however they come to be unpacked.
+    """Return the weighted sum of each row's experts, which `unpacked` unpacks group by group.
 
-    As many experts at a time as may be unpacked; a row's sum runs over those groups in order, and
-    within one over its experts, the best first.
+    A group has as many experts as may be unpacked at a time. A row's sum runs over the groups in
+    order, and within a group over its experts, the best first.
     """
     ids, weights = chosen.ids, chosen.weights
     rows, used = ids.shape
@@ -279,7 +279,7 @@ def _group_answers(
     constants: dict[str, int],
     unpacked: Unpacked,
 ) -> torch.Tensor:
-    """Return the answers `[picks, hidden]` in bf16 of a group's experts, its own picks first."""
+    """Return the outputs `[picks, hidden]` of a group's experts in bf16, sorted as the picks."""
     picks, hidden = group.most, x.shape[1]
     plain = unpacked.gates_and_ups(group)
     buffers = group_buffers(group.size, (width, hidden), picks, "bf16")
@@ -289,16 +289,16 @@ def _group_answers(
     compile_kernel("many_experts.cu", "activate", constants)(
         (4096,), (256,), (both, inner, group.ends, group.size - 1, width)
     )
-    del both  # its memory may serve the answers
+    del both  # frees its memory for the outputs
     return grouped_product(inner, unpacked.downs(group), group.ends, group.among)
 
 
 class _ByAddress:
-    """Unpacks all experts of a group from where they lie; downs take the place of gates and ups."""
+    """Unpacks all experts of a group from the table's addresses; downs overwrite gates and ups."""
 
     def __init__(self, table: ExpertTiles, dtype: torch.dtype = torch.bfloat16) -> None:
         self._table, self._dtype = table, dtype
-        self._room: torch.Tensor | None = None  # of the group at hand
+        self._room: torch.Tensor | None = None  # memory of the current group
 
     def gates_and_ups(self, group: ExpertGroup) -> torch.Tensor:
         self._room = plain = empty_gates_and_ups(self._table, group, self._dtype)
@@ -316,7 +316,7 @@ class _ByAddress:
 def empty_gates_and_ups(
     table: ExpertTiles, group: ExpertGroup, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """Return room for a group's gates and ups, until the frame around the call is left."""
+    """Return memory for a group's gates and ups, valid until the frame around the call is left."""
     sizes = table.width, table.hidden
     buffers = group_buffers(group.size, sizes, group.most, scratch.name_of(dtype))
     return scratch.take(buffers.gates_and_ups, table.addresses.device)
@@ -324,11 +324,10 @@ def empty_gates_and_ups(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SomeExperts:
-    """Experts of a group that are unpacked at once."""
+    """Experts of a group that are unpacked in one launch."""
 
-    which: torch.Tensor | None  # int32 [n], counted from the group's first, on the GPU; None: all
-    # uint8: all of gate, up and down of one expert after another; None: they lie where the table
-    # says.
+    which: torch.Tensor | None  # int32 [n] on the GPU, relative to the group's first; None: all
+    # uint8: gate, up and down of one expert after another; None: read from the table's addresses.
     staged: torch.Tensor | None = None
 
 
@@ -342,9 +341,9 @@ def unpack_some(
     gates_and_ups: torch.Tensor | None,
     downs: torch.Tensor | None,
 ) -> None:
-    """Write matrices of those experts that were chosen to their places in a group, in one launch.
+    """Unpack matrices of those of the experts that have picks to their places in the group.
 
-    None: none of those matrices.
+    Gates and ups, or downs, are left out if their output is None.
     """
     width, hidden = table.width, table.hidden
     wide, high = 2 * _unpack_blocks(width, hidden), _unpack_blocks(hidden, width)
@@ -372,5 +371,5 @@ def _unpack_constants(kinds: Kinds, dtype: torch.dtype) -> dict[str, int]:
 
 
 def _unpack_blocks(rows: int, columns: int) -> int:
-    """Blocks that unpack a matrix, a record for each warp."""
+    """Return the blocks that unpack a matrix, one record per warp."""
     return steps_of(rows, TILE_ROWS) * steps_of(steps_of(columns, RECORD_COLUMNS), UNPACK_WARPS)

@@ -6,26 +6,26 @@ from headroom.kernels.cuda.buffers import Buffer, Buffers, ScratchCount, floats
 from headroom.kernels.cuda.matmul_scratch import half_rows
 from headroom.kernels.cuda.sizes import GROUP_ROWS
 
-# Up to so many picks an expert, on average, its packed tiles are multiplied as they lie; 0: never.
-# They are taken apart anew for every 32 rows: for more rows it costs less to unpack an expert once
-# and to leave the products to the fastest there are. Measured 2026-11-15 on an H200, 256 experts of
-# 512 x 2048 in Q4_K and Q6_K: with 64 picks 1.0 ms a layer, unpacked 1.3; with 128 they are 1.8.
+# With at most so many picks per expert, on average, packed tiles are multiplied; 0: never. They are
+# decoded anew for every 32 rows; with more rows it takes less time to unpack an expert once and to
+# use the fastest products. Measured 2026-11-15 on an H200, 256 experts of 512 x 2048 in Q4_K and
+# Q6_K: 1.0 ms per layer with 64 picks (unpacked: 1.3 ms), 1.8 ms with 128.
 SORTED_PICKS = 64
-TILE_PICKS = 32  # most of an expert's rows that are multiplied at once, see sorted.cu
-ROW_TILE_WORDS = 4  # int64, of a tile of such rows: where its matrices are, which rows meet them
-CHOSEN_ROWS = 2  # most rows of a step whose experts `gate_up` chooses itself, see experts.cu
+TILE_PICKS = 32  # most rows of an expert that are multiplied at once, see sorted.cu
+ROW_TILE_WORDS = 4  # int64 words per tile of rows: addresses of its matrices, and its rows
+CHOSEN_ROWS = 2  # most rows of a step for which `choose_gate_up` does the top-k, see experts.cu
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeBuffers(Buffers):
-    """What lies between the two kernels of the decode path."""
+    """The buffers between the two kernels of the decode path."""
 
-    inner: Buffer  # float32: values between up and down of all picks, then of the shared expert
+    inner: Buffer  # float32: values between up and down, of all picks, then of the shared expert
     downs: Buffer  # int64 [picks]: the address of each pick's down matrix
 
 
 def decode_buffers(rows: int, used: int, width: int, shared_width: int) -> DecodeBuffers:
-    """Return the buffers of few rows; `shared_width` is 0 if the shared expert runs by itself."""
+    """Return the buffers of few rows; `shared_width` is 0 if the shared expert runs elsewhere."""
     picks = rows * used
     return DecodeBuffers(floats(picks * width + rows * shared_width), Buffer((picks,), "i64"))
 
@@ -36,16 +36,16 @@ def chosen_weights(rows: int, used: int) -> Buffer:
 
 
 def experts_at_once(count: int, width: int, hidden: int, most_bytes: int) -> int:
-    """Return how many experts' gates and ups are unpacked at a time, in groups of one size."""
+    """Return the number of experts in a group, whose gates and ups are unpacked at a time."""
     fitting = max(1, most_bytes // (2 * 2 * width * hidden))
     return -(-count // -(-count // fitting))
 
 
 @dataclass(frozen=True, slots=True)
 class GroupBuffers(Buffers):
-    """A group of experts unpacked to 16 bits, and the picks of all rows among them."""
+    """A group of experts unpacked to 16 bits, and the rows of its picks."""
 
-    gates_and_ups: Buffer  # [experts, 2 * width, hidden]; downs come to the same memory
+    gates_and_ups: Buffer  # [experts, 2 * width, hidden]; downs overwrite it
     rows: Buffer  # [picks, hidden]
     inner: Buffer  # [picks, width]: values between up and down
     powers: Buffer | None  # float32 [picks] for f16: what each inner row was divided by
@@ -84,17 +84,18 @@ def sorted_rows(experts: int, used: int) -> int:
 
 
 def sorted_groups(picks: int, experts: int, rows: int = GROUP_ROWS) -> int:
-    """Return how many groups of `rows` picks have room for, however they spread over experts.
+    """Return the most groups of `rows` picks that there can be, however picks spread over experts.
 
-    An expert's groups begin where those that end before it are counted full, and one more for each:
-    sorted_rows.cu finds them without knowing how many picks other experts have one by one.
+    An expert's first group is found from the number of picks before it and the number of experts
+    before it, each of which may have one group that is not full. So sorted_rows.cu needs no count
+    of each other expert's picks.
     """
     return picks // rows + experts
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBuffers(Buffers):
-    """Picks sorted by expert, and what lies between up and down."""
+    """Picks sorted by expert, and their values between up and down."""
 
     order: Buffer  # int32 [8 * groups]: the pick at each place, -1: none
     tiles: Buffer  # int64 [tiles, ROW_TILE_WORDS], see sorted.cuh
@@ -103,7 +104,7 @@ class PackedBuffers(Buffers):
 
 @dataclass(frozen=True, slots=True)
 class PackedInputs(Buffers):
-    """What gates and ups read and write; free before down runs."""
+    """The buffers that gates and ups read and write; free before down runs."""
 
     rows: Buffer  # f16 pieces of the sorted rows
     inner: Buffer  # float32 [places, width]
@@ -125,7 +126,7 @@ def packed_inputs(picks: int, experts: int, width: int, hidden: int) -> PackedIn
 
 
 def packed_answers(picks: int, hidden: int) -> Buffer:
-    """Return the buffer of every pick's answer."""
+    """Return the buffer of every pick's output."""
     return floats(picks, hidden)
 
 

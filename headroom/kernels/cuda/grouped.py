@@ -1,6 +1,6 @@
 """Products of rows with their experts' matrices in one launch: bf16 from sm_80 on, f16 everywhere.
 
-How many rows an expert has only the device knows: nothing here waits to hear it.
+Only the device knows how many rows an expert has; the host does not wait for these numbers.
 """
 
 from typing import Literal
@@ -9,11 +9,11 @@ import torch
 
 from headroom.kernels.cuda.compile import CudaKernel, capability_of, compile_kernel
 
-OUTPUTS = 128  # of a tile
-STAGES = {64: 4, 128: 3}  # of parts in shared memory, by the most rows of a tile: 48 KiB of them
-PART_BYTES = 64  # of a row
+OUTPUTS = 128  # outputs of a tile
+STAGES = {64: 4, 128: 3}  # by the most rows of a tile: parts in shared memory, 48 KiB in all
+PART_BYTES = 64  # of a row in one part
 GROUPED_THREADS = 128
-BESIDE = 16  # most tiles of the same rows that run together
+TILES_TOGETHER = 16  # most output tiles of one row tile that run together
 
 
 def product(
@@ -21,10 +21,10 @@ def product(
 ) -> torch.Tensor:
     """Return rows sorted by expert times their expert's matrix, transposed.
 
-    That is bf16 of rows in bf16, and float32 of rows in f16. `x [picks, columns]`, `weights
-    [experts, outputs, columns]` and `ends int32 [experts]` are as `grouped_product` has them,
-    `tile_rows` is one of STAGES. Every row has the same bits whatever rows it comes with, and
-    whatever the tiles' size.
+    The result is bf16 for rows in bf16, and float32 for rows in f16. `x [picks, columns]`, `weights
+    [experts, outputs, columns]` and `ends int32 [experts]` are those of `grouped_product`;
+    `tile_rows` is a key of STAGES. A row's bits depend neither on the other rows nor on
+    `tile_rows`.
     """
     picks, (experts, outputs, columns) = len(x), weights.shape
     assert x.is_contiguous()
@@ -44,9 +44,9 @@ def product(
 
 
 def kernels(dtype: torch.dtype) -> dict[int, CudaKernel]:
-    """Return the kernel of each of STAGES, for rows in bf16 or f16.
+    """Return the kernels by the keys of STAGES, for rows in bf16 or f16.
 
-    All are compiled when one is asked for: long steps come when a request waits.
+    All are compiled together, so that a later, longer step does not wait for the compiler.
     """
     halves = int(dtype == torch.float16)
     return {
@@ -58,13 +58,13 @@ def kernels(dtype: torch.dtype) -> dict[int, CudaKernel]:
 
 
 def fitting_rows(picks: int, experts: int) -> int:
-    """Return the most rows of a tile: few where that is what an expert has on average."""
+    """Return the most rows of a tile: the smaller size if experts have few rows on average."""
     small, large = STAGES
     return small if picks <= small * experts else large
 
 
 def most_tiles(picks: int, experts: int, rows: int) -> int:
-    """Return how many tiles of `rows` there can be, however picks spread over the experts.
+    """Return the most tiles of `rows` rows that there can be, however picks spread over experts.
 
     Each expert with picks may have one tile that is not full.
     """
@@ -72,12 +72,12 @@ def most_tiles(picks: int, experts: int, rows: int) -> int:
 
 
 def _spread(tiles: int) -> tuple[int, int]:
-    """Cut the tiles of some rows into turns of one size; the last may be smaller."""
-    turns = -(-tiles // BESIDE)
+    """Return the output tiles of a turn, and the number of turns; the last turn may be smaller."""
+    turns = -(-tiles // TILES_TOGETHER)
     return -(-tiles // turns), turns
 
 
-LIBRARYS_SM_100 = "2.13"  # the version of torch from which its grouped product runs on sm_100 too
+LIBRARYS_SM_100 = "2.13"  # from this version on, torch's grouped product runs on sm_100, too
 
 
 def grouped_product(
@@ -85,10 +85,10 @@ def grouped_product(
 ) -> torch.Tensor:
     """Return rows sorted by expert times their expert's matrix, transposed.
 
-    `x [picks, columns]` and `weights [experts, rows, columns]` are bf16, and so is what comes, or
-    f16, which gives float32; columns and rows are divisible by 8 for 16-byte strides. Rows after
-    the last expert's end have no meaning. The picks spread over `among` experts, of which `weights`
-    may be some. All but the loop leave the host free.
+    `x [picks, columns]` and `weights [experts, rows, columns]` are bf16 with a bf16 result, or f16
+    with a float32 result; columns and rows are divisible by 8 for 16-byte strides. Rows of the
+    result after the last expert's end are undefined. The picks spread over `among` experts, of
+    which `weights` may hold some. The host waits for the device only if `product_way` is "loop".
     """
     way = "own" if x.dtype == torch.float16 else product_way(x.device)
     if way == "library":
@@ -105,10 +105,11 @@ def grouped_product(
 
 
 def product_way(device: torch.device) -> Literal["library", "own", "loop"]:
-    """Return who multiplies bf16: torch in one go, our kernel, or torch expert by expert.
+    """Return what multiplies bf16: torch's grouped product, our kernel, or torch expert by expert.
 
-    Torch has a grouped product of its own for two generations only, and none that gives f16's sums
-    in float32; on others it would wait for the device to hear where experts end, as the loop does.
+    Torch has a fused grouped product for two GPU generations only, and none for f16 with float32
+    results. On other GPUs its call would wait for the device to learn where experts end, as the
+    loop does.
     """
     if device.type != "cuda":
         return "loop"

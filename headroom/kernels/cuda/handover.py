@@ -1,4 +1,4 @@
-"""Cold experts handed to CPU threads from inside a captured step, through pinned memory."""
+"""Hand-over: a captured step asks CPU threads for cold experts through pinned memory."""
 
 from dataclasses import dataclass
 
@@ -6,9 +6,9 @@ import torch
 
 from headroom.kernels.cuda.compile import compile_kernel
 
-MOST_ROWS, MOST_USED = 32, 32  # of a step, and experts of a row
-LIMIT_MS = 10_000  # the longest that a GPU waits for an answer
-_LINE = 32  # words of a cache line, twice over: words that two sides write lie apart
+MOST_ROWS, MOST_USED = 32, 32  # rows of a step, and picks of a row
+LIMIT_MS = 10_000  # the longest time that a GPU waits for an answer
+_LINE = 32  # words of two cache lines: words that different sides write do not share a line
 WORDS = {
     "REQUEST": 0,
     "ANSWER": _LINE,
@@ -21,12 +21,12 @@ WORDS = {
     "INPUTS": 5 * _LINE + 2 * MOST_ROWS * MOST_USED,
 }
 _OWNWORDS = 8 + MOST_ROWS
-COUNTS = ("hot_ns", "wait_ns", "gpu_picks")  # of each layer
+COUNTS = ("hot_ns", "wait_ns", "gpu_picks")  # counters of each layer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mailbox:
-    """Memory that a GPU and the host's threads share, and what the GPU keeps for itself."""
+    """Pinned memory that a GPU and CPU threads share, and the GPU's own state and counters."""
 
     hidden: int
     words: torch.Tensor  # int32 in pinned memory: flags, picks, input rows
@@ -49,22 +49,22 @@ class Mailbox:
 
     @property
     def addresses(self) -> list[int]:
-        """Where its parts lie in host memory, in the order of `WORDS`, then the answers."""
+        """The addresses of the parts in host memory, in the order of `WORDS`, then the answers."""
         first = self.words.data_ptr()
         return [*(first + 4 * word for word in WORDS.values()), self.answers.data_ptr()]
 
     @property
     def failed(self) -> bool:
-        """Whether a GPU gave up waiting, or a thread of the host failed."""
+        """Whether the GPU gave up waiting, or a CPU thread failed."""
         return bool(self.words[WORDS["FAILED"]])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Takers:
-    """Who computes a layer's picks; both tensors lie on the GPU."""
+    """What decides which picks of a layer the CPU computes; both tensors are on the GPU."""
 
     is_hot: torch.Tensor  # int32 [experts]: 1 in GPU memory, 0 in host memory
-    left: torch.Tensor  # int32 [used + 1]: of so many cold picks of a row, those left to the GPU
+    left: torch.Tensor  # int32 [used + 1]: by a row's cold picks, how many the GPU computes
 
 
 def publish(
@@ -75,7 +75,7 @@ def publish(
     box: Mailbox,
     layer: int,
 ) -> None:
-    """Ask the CPU for its picks of a layer's rows; their ids become -1 where they stand."""
+    """Send the CPU its picks of a layer, and set their `ids` to -1, so that the GPU skips them."""
     (rows, used), hidden = ids.shape, x.shape[1]
     assert rows <= MOST_ROWS
     assert used <= MOST_USED
@@ -96,10 +96,10 @@ def publish(
 def collect(
     out: torch.Tensor, box: Mailbox, layer: int, *, last: bool, limit_ms: int = LIMIT_MS
 ) -> None:
-    """Wait for what the CPU was asked in a layer, and add it to `out [rows, hidden]`.
+    """Wait for the CPU's answer in a layer, if it was asked, and add it to `out [rows, hidden]`.
 
-    `last` ends the step: no layer after this one asks the CPU. Engines wait for as long as
-    LIMIT_MS; tests that provoke its end have less time.
+    `last` ends the step: no layer after this one asks the CPU. Only tests of the time limit pass
+    another `limit_ms`.
     """
     rows, hidden = out.shape
     assert out.is_contiguous()
@@ -115,7 +115,7 @@ def collect(
 
 
 def drop(ids: torch.Tensor, weights: torch.Tensor, is_hot: torch.Tensor) -> None:
-    """Leave cold picks out, in place: the others' weights grow so that a row's sum stays."""
+    """Remove cold picks in place; a row's other weights grow so that their sum stays the same."""
     rows, used = ids.shape
     compile_kernel("handover.cu", "drop", WORDS)(
         (-(-rows // 4),), (128,), (ids, weights, is_hot, rows, used), early=True
@@ -123,7 +123,7 @@ def drop(ids: torch.Tensor, weights: torch.Tensor, is_hot: torch.Tensor) -> None
 
 
 def read_all(data: torch.Tensor, out: torch.Tensor) -> None:
-    """Read all bytes of pinned memory by a kernel, to see how fast that is."""
+    """Read pinned memory in a kernel, which a measurement times."""
     compile_kernel("handover.cu", "read_all", WORDS)(
         (4 * 132,), (512,), (data, data.nbytes // 16, out)
     )

@@ -1,4 +1,4 @@
-"""What the driver reads of a launch, at places that every launch of a thread uses again."""
+"""Launch parameters in the driver's format, in memory that all launches of a thread reuse."""
 
 import ctypes
 import struct
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 MOST_ARGUMENTS = 64
-_MAY_START_EARLY = 6  # the driver's number of programmatic stream serialization
-# Blocks, threads, bytes of shared memory, stream, attributes, how many of those.
+_MAY_START_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+# Blocks, threads, bytes of shared memory, stream, attributes, number of attributes.
 _CONFIG = struct.Struct("@3I3IIPPI")
 _SLOT_BYTES = 8
 
@@ -18,10 +18,10 @@ Argument = torch.Tensor | int | float | None
 
 
 class Arguments:
-    """A kernel's arguments, each in a slot of 64 bits, as the driver finds them.
+    """A kernel's arguments as the driver reads them, each in a slot of 64 bits.
 
-    The driver has copied them when a launch returns, so that the next one may use the same slots;
-    but that other threads may run until it has, so that each needs slots of its own.
+    The driver has copied the arguments when a launch returns, so the next launch of the thread may
+    use the same slots. Each thread has its own, since threads may launch at the same time.
     """
 
     def __init__(self) -> None:
@@ -37,11 +37,11 @@ class Arguments:
         wide, ints = self._wide, self._ints
         argument: Any
         for at, argument in enumerate(args):
-            kind = type(argument)  # exact types first: they are nearly all, and known soonest
+            kind = type(argument)  # exact types first: nearly all arguments, and the fastest test
             if kind is torch.Tensor:
                 wide[at] = argument.data_ptr()
             elif kind is int:
-                ints[2 * at] = argument  # refuses what has more than 32 bits
+                ints[2 * at] = argument  # raises if it has more than 32 bits
             elif argument is None:
                 wide[at] = 0
             elif kind is float:
@@ -55,13 +55,13 @@ class Arguments:
 
 
 class Launch:
-    """Arguments, and how the next kernel is launched."""
+    """The arguments, and the launch configuration of the next kernel."""
 
     def __init__(self) -> None:
         self.arguments = Arguments()
         self._memory = ctypes.create_string_buffer(_CONFIG.size)
         self.config = ctypes.byref(self._memory)
-        attribute = struct.pack("@iii60x", _MAY_START_EARLY, 0, 1)  # 64 bytes are its value
+        attribute = struct.pack("@iii60x", _MAY_START_EARLY, 0, 1)  # its value has 64 bytes
         self._attribute = ctypes.create_string_buffer(attribute, len(attribute))
         self._attribute_at = ctypes.addressof(self._attribute)
 
@@ -73,13 +73,13 @@ class Launch:
         stream: int,
         early: bool,
     ) -> None:
-        """Write how the next kernel is launched."""
+        """Write the launch configuration of the next kernel."""
         sizes = (*(*grid, 1, 1)[:3], *(*block, 1, 1)[:3])
         _CONFIG.pack_into(self._memory, 0, *sizes, shared_bytes, stream, self._attribute_at, early)
 
 
 class OwnLaunch(threading.local):
-    """Every thread's own launch."""
+    """One `Launch` per thread."""
 
     def __init__(self) -> None:
         self.launch = Launch()
@@ -89,6 +89,6 @@ def _slow_stream(device: int) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
-# What torch's own functions ask, without their checks: these run for every kernel of a step.
+# The functions behind torch's public ones, without their checks: they run for every kernel.
 stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _slow_stream)
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)

@@ -1,4 +1,4 @@
-"""Products with weights in tiles on an NVIDIA GPU: few rows in f16 as they lie, many unpacked."""
+"""Products with weights in tiles on an NVIDIA GPU: packed for few rows, unpacked for many."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,33 +34,33 @@ from headroom.kernels.cuda.sizes import (
 from headroom.kernels.ops import Case
 from headroom.kernels.weight import PLAIN_TYPES, Weight
 
-NARROW_QUANTS = {"bf16": BF16, "f16": F16}  # that products of many rows compute in
+NARROW_QUANTS = {"bf16": BF16, "f16": F16}  # types that products of many rows compute in
 _NARROW_TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
-POWER_THREADS = 256  # of powers.cuh
+POWER_THREADS = 256  # of a block, see powers.cuh
 
 
 def refuses_type(dtype: str) -> str | None:
-    """Say why products on a GPU do not compute in a type."""
+    """Return why products on a GPU do not compute in a type; None if they do."""
     return (
         None if dtype in NARROW_QUANTS else f"computes in {' or '.join(NARROW_QUANTS)}, not {dtype}"
     )
 
 
 def narrow_type(dtype: str) -> torch.dtype:
-    """Return torch's type of `bf16` or `f16`."""
+    """Return the torch type `bf16` or `f16`."""
     return _NARROW_TYPES[dtype]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NarrowRows:
-    """Rows in 16 bits; what they stand for is `values * powers[:, None]`."""
+    """Rows in 16 bits, which stand for `values * powers[:, None]`."""
 
     values: torch.Tensor  # bf16 or f16 [rows, columns]
-    powers: torch.Tensor | None = None  # float32 [rows], of f16
+    powers: torch.Tensor | None = None  # float32 [rows], for f16 only
 
 
 def empty_narrow_rows(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> NarrowRows:
-    """Return memory for rows, valid until the frame around the call is left."""
+    """Return memory for 16-bit rows, valid until the frame around the call is left."""
     rows, columns = shape
     buffers = matmul_scratch.narrow_rows(rows, columns, scratch.name_of(dtype))
     values = scratch.take(buffers.values, device)
@@ -68,7 +68,7 @@ def empty_narrow_rows(shape: torch.Size, dtype: torch.dtype, device: torch.devic
 
 
 def fill_narrow_rows(out: NarrowRows, x: torch.Tensor) -> NarrowRows:
-    """Round float32 `x [rows, columns]` to rows; those of f16 may have more rows than it."""
+    """Round float32 `x [rows, columns]` into `rows`; f16 memory may have more rows than `x`."""
     if out.powers is None:
         out.values.copy_(x)
         return out
@@ -78,20 +78,20 @@ def fill_narrow_rows(out: NarrowRows, x: torch.Tensor) -> NarrowRows:
 
 
 def narrow_rows(x: torch.Tensor, dtype: torch.dtype) -> NarrowRows:
-    """Return float32 rows in a type of 16 bits."""
+    """Return float32 rows rounded to a 16-bit type."""
     return fill_narrow_rows(empty_narrow_rows(x.shape, dtype, x.device), x)
 
 
 def as_narrow(x: "torch.Tensor | NarrowRows") -> NarrowRows:
-    """Return rows as they are where they are narrow, in bf16 where they are wide."""
+    """Return rows in 16 bits: unchanged if they are, else rounded to bf16."""
     if isinstance(x, NarrowRows):
         return x
     return NarrowRows(x if x.dtype == torch.bfloat16 else x.to(torch.bfloat16))
 
 
 TILES = "tiles"  # the layout of weights in tiles, see tiles.cuh
-PACK_BYTES = 64 << 20  # of a file's blocks packed at a time
-RECORD_WARPS = 4  # of a block that makes rows ready, a record each; see activations.cu
+PACK_BYTES = 64 << 20  # bytes of a file that are packed at a time
+RECORD_WARPS = 4  # of a block that rounds rows, one record per warp; see activations.cu
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,17 +104,17 @@ class HalfRows:
 
     @property
     def groups(self) -> int:
-        """Groups of eight rows."""
+        """The number of groups of eight rows."""
         return -(-self.rows // GROUP_ROWS)
 
     @property
     def lanes(self) -> int:
-        """Lanes that a piece has words for: four a row, of as many rows as there may be."""
+        """The lanes that a piece has words for: four per row."""
         return lanes_for(self.rows)
 
 
 def refuses(case: Case) -> str | None:
-    """Say why a case cannot run here."""
+    """Return why a case cannot run here; None if it can."""
     if reason := refuses_device(case):
         return reason
     if case.quant not in TILED:
@@ -123,7 +123,7 @@ def refuses(case: Case) -> str | None:
 
 
 def prepare(weight: Weight) -> Weight:
-    """Return a weight in tiles on the GPU; its blocks are taken apart there, some at a time."""
+    """Return a weight in tiles on the GPU, where its blocks are packed, some at a time."""
     size = tile_bytes(weight.quant, weight.rows, weight.columns)
     tiles = torch.empty(size, dtype=torch.uint8, device="cuda")
     step = max(1, PACK_BYTES // (weight.data.shape[1] * TILE_ROWS)) * TILE_ROWS
@@ -138,7 +138,7 @@ def prepare(weight: Weight) -> Weight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowNorm:
-    """A norm that rows go through on their way into a product."""
+    """A norm that is applied to rows before a product."""
 
     weight: torch.Tensor
     eps: float
@@ -146,7 +146,7 @@ class RowNorm:
 
 
 def half_rows(x: torch.Tensor, norm: RowNorm | None = None) -> HalfRows:
-    """Return rows in f16, normed first where a norm is given."""
+    """Return rows in f16, normed first if a norm is given."""
     columns = x.shape[1]
     out = _empty_rows(len(x), columns, x.device)
     weight, eps, normed = (norm.weight, norm.eps, norm.out) if norm else (None, 0.0, None)
@@ -183,12 +183,12 @@ def normed_head_rows(
 
 
 def row_macros(rows: int) -> dict[str, int]:
-    """Return what activations.cu is compiled with for so many rows."""
+    """Return the macros of activations.cu for so many rows."""
     return {"LANES": lanes_for(rows)}
 
 
 def gate_macros(activation: str, rows: int) -> dict[str, int]:
-    """Return what activations.cu is compiled with to gate so many rows."""
+    """Return the macros of activations.cu that gates so many rows."""
     return {"GELU": int(activation == "gelu"), "LANES": lanes_for(rows)}
 
 
@@ -229,33 +229,33 @@ def products(
 
 @dataclass(frozen=True, slots=True)
 class TiledSize:
-    """A weight in tiles as far as kernels depend on it."""
+    """The type and sizes of a weight in tiles, on which compiled kernels depend."""
 
     quant: QuantType
     rows: int
     columns: int
 
     def codes(self, rows: int, device: torch.device) -> tuple[Code, ...]:
-        """Return what a product with so many rows is compiled from, those made ready before it."""
+        """Return the sources and macros of a product with so many rows, their rounding included."""
         _, macros = product_shape(self, rows, device)
         return (("activations.cu", row_macros(rows)), ("matmul.cu", macros))
 
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """Rows that are gated on their way into a product."""
+    """Gated rows before a product: what compiled kernels depend on."""
 
     activation: str
 
     def codes(self, rows: int, device: torch.device) -> tuple[Code, ...]:
-        """Return what so many rows are gated by."""
+        """Return the source and macros of the kernel that gates so many rows."""
         return (("activations.cu", gate_macros(self.activation, rows)),)
 
 
 def product_shape(
     weight: Weight | TiledSize, rows: int, device: torch.device
 ) -> tuple[ProductShape, dict[str, int]]:
-    """Return how warps share a product with so many rows, and what matmul.cu is compiled with."""
+    """Return how warps share a product with so many rows, and the macros of matmul.cu."""
     tiles, records = -(-weight.rows // TILE_ROWS), -(-weight.columns // RECORD_COLUMNS)
     product = Product(tiles, records, record_bytes(weight.quant), rows)
     shape = shape_for(product, gpu_of(device))
@@ -264,13 +264,13 @@ def product_shape(
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """Return what blocks may have on a GPU."""
+    """Return the limits of blocks on a GPU."""
     processors = int(properties_of(device).multi_processor_count)
     return Gpu(shared_bytes_of(device), processors)
 
 
 def _blocks(tiles: int, shape: ProductShape, shared: int, device: torch.device) -> int:
-    """Return as many blocks as there is work for, or as the GPU holds at a time."""
+    """Return the number of blocks: one per unit of work, at most as many as run at a time."""
     gpu = properties_of(device)
     room = gpu.shared_memory_per_multiprocessor // (shared + BLOCK_OVERHEAD_BYTES)
     return min(-(-tiles // shape.tiles), int(gpu.multi_processor_count) * max(1, int(room)))
@@ -279,7 +279,7 @@ def _blocks(tiles: int, shape: ProductShape, shared: int, device: torch.device) 
 def matmul(
     x: torch.Tensor, weight: Weight, dtype: str, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return `x` times the weight's transpose in float32; unpacked weights lie in rows."""
+    """Return `x` times the weight's transpose in float32; the weight is in tiles or plain rows."""
     if weight.layout != TILES:
         return plain_matmul(x, weight, dtype, out)
     rows = x.shape[0]
@@ -301,7 +301,7 @@ def multiply_unpacked(
 ) -> None:
     """Write `x` times the weight's transpose to float32 `outs`, or add it to them.
 
-    The outputs are of matrices that lie one after another in the weight.
+    Each output belongs to one of the matrices that lie one after another in the weight.
     """
     rows = x.values
     tiled = weight.layout == TILES
@@ -335,14 +335,14 @@ def dequantise(weight: Weight, out: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_defines(quant: QuantType, dtype: torch.dtype) -> dict[str, int]:
-    """Return what dequant.cu is compiled with to unpack a type of weights to another."""
+    """Return the macros of dequant.cu that unpacks weights of one type to another."""
     return {"KIND": quant.ggml_id, "WARPS": 4, "OUT_F16": int(dtype == torch.float16)}
 
 
 def _plain_part(weight: Weight, first: int, count: int, buffer: Buffer | None) -> torch.Tensor:
-    """Return `count` rows of a weight in 16 bits, unpacked to a buffer if they lie in tiles.
+    """Return `count` rows of a weight in 16 bits, unpacked to a buffer if the weight is in tiles.
 
-    The first row is the first of a tile.
+    The first row must be the first of a tile.
     """
     if buffer is None:
         return weight.data[first : first + count]
@@ -354,7 +354,7 @@ def _plain_part(weight: Weight, first: int, count: int, buffer: Buffer | None) -
 
 
 def _spread(answers: torch.Tensor, first: int, outs: Sequence[torch.Tensor], add: bool) -> None:
-    """Bring the answers of rows `first` and on of a weight to the outputs that they belong to."""
+    """Copy or add products with a weight's rows from `first` on to their matrices' outputs."""
     (rows, count), rest = answers.shape, MOST_OUTPUTS - len(outs)
     ends = list(accumulate(out.shape[1] for out in outs))
     apart = [out.stride(0) for out in outs]
@@ -377,7 +377,7 @@ def _spread_powers(
     add: bool,
     powers: torch.Tensor,
 ) -> None:
-    """The same for answers in float32, times the powers of their rows."""
+    """Copy or add float32 products, times the powers of their rows, to the outputs."""
     at, end, by = 0, first + answers.shape[1], powers[:, None]
     for out in outs:
         begin, stop = max(first, at), min(end, at + out.shape[1])
@@ -387,11 +387,11 @@ def _spread_powers(
         at += out.shape[1]
 
 
-PADDED_ROWS = 32  # the library sums in an order of the rows' number: few are filled up to this
+PADDED_ROWS = 32  # fewer rows are padded: cuBLAS's order of sums depends on their number
 
 
 def refuses_plain(case: Case) -> str | None:
-    """Say why a case cannot run here."""
+    """Return why a case cannot run here; None if it can."""
     if reason := refuses_device(case):
         return reason
     if case.quant.name not in PLAIN_TYPES:
@@ -400,19 +400,19 @@ def refuses_plain(case: Case) -> str | None:
 
 
 def refuses_plain_f16(case: Case) -> str | None:
-    """Say why a case cannot run here in f16."""
+    """Return why a case cannot run here in f16; None if it can."""
     if case.dtype == "f16":
         return refuses_plain(replace(case, dtype="bf16"))
     return f"computes in f16, not {case.dtype}"
 
 
 def prepare_plain(weight: Weight, dtype: str = "bf16") -> Weight:
-    """Return a plain weight in bf16 or f16, where it lies."""
+    """Return a plain weight in bf16 or f16, on its device."""
     return replace(weight, data=weight.data.to(narrow_type(dtype)), quant=NARROW_QUANTS[dtype])
 
 
 def prepare_plain_f16(weight: Weight) -> Weight:
-    """Return a plain weight in f16, where it lies."""
+    """Return a plain weight in f16, on its device."""
     return prepare_plain(weight, "f16")
 
 
@@ -438,7 +438,7 @@ def plain_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _plain_half_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The same in f16, each row divided by its power of two."""
+    """Compute `plain_product` in f16; each row is divided by a power of two before rounding."""
     rows = max(len(x), PADDED_ROWS)
     padded = NarrowRows(weight.new_zeros(rows, x.shape[1]), x.new_zeros(rows))
     fill_narrow_rows(padded, x)

@@ -1,16 +1,16 @@
-"""Scratch of matrix products: rows in 16 bits on their way into them, and unpacked weights."""
+"""Scratch of matrix products: input rows in 16 bits, and unpacked weights."""
 
 from dataclasses import dataclass
 
 from headroom.kernels.cuda.buffers import Buffer, Buffers, floats
 from headroom.kernels.cuda.sizes import GROUP_ROWS, RECORD_COLUMNS, TILE_ROWS
 
-# An unpacked part of a weight has a multiple of these rows where it can, as cuBLAS's tiles have.
+# The rows of an unpacked part are a multiple of this if possible, to fit cuBLAS's tiles.
 PART_ROWS = 256
 
 
 def lanes_for(rows: int) -> int:
-    """Return the lanes of a piece of f16 rows (halves.cuh): four for each of 1, 2, 4 or 8 rows."""
+    """Return the lanes of a piece of f16 rows (halves.cuh): four per row, for 1, 2, 4 or 8 rows."""
     return 4 << min(3, (rows - 1).bit_length())
 
 

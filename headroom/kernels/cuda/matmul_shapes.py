@@ -1,4 +1,4 @@
-"""How the warps of a GPU share a product of few rows; see matmul.cu."""
+"""How the warps of a GPU share a product with few rows; see matmul.cu."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,18 +8,20 @@ from headroom.kernels.cuda.matmul_scratch import half_rows_bytes
 from headroom.kernels.cuda.sizes import DECODE_ROWS, GROUP_ROWS, RECORD_COLUMNS
 
 SUM_PITCH = 20  # PITCH of matmul.cu
-BARRIER_BYTES = 640  # of shared memory that matmul.cu has at fixed places, at most
-SMALL_BLOCK_BYTES, LARGE_BLOCK_BYTES = 64 << 10, 227 << 10  # of shared memory, on sm_75 and sm_90
-LONG_RECORD = 3072  # bytes; of Q6_K, Q8_0, F16 and BF16
+BARRIER_BYTES = 640  # most static shared memory of matmul.cu
+# Dynamic shared memory of a block on sm_75 and on sm_90.
+SMALL_BLOCK_BYTES, LARGE_BLOCK_BYTES = 64 << 10, 227 << 10
+LONG_RECORD = 3072  # bytes; Q6_K, Q8_0, F16 and BF16 have longer records
 FEW_TILES, SOME_TILES, MANY_TILES = 200, 600, 2000
-NEARLY = 1.05  # as many tiles for the busiest processor are as good as the fewest
+# The first shape is taken whose busiest processor has at most 1.05 x the fewest tiles.
+NEARLY = 1.05
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What a GPU has for blocks."""
+    """The resources of a GPU that shapes depend on."""
 
-    shared_bytes: int = LARGE_BLOCK_BYTES  # that a block may have
+    shared_bytes: int = LARGE_BLOCK_BYTES  # most shared memory of a block
     processors: int = 132
 
 
@@ -28,26 +30,27 @@ class Product:
     """A weight in tiles and the rows that it is multiplied with."""
 
     tiles: int
-    records: int  # of a tile
+    records: int  # records of a tile
     record_bytes: int
     rows: int
 
     @property
     def groups(self) -> int:
-        """Groups of eight rows."""
+        """The number of groups of eight rows."""
         return -(-self.rows // GROUP_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
 class ProductShape:
-    """How warps share a product; sums are taken in an order that follows from `split` alone."""
+    """How warps share a product; the order of sums depends on `split` alone."""
 
-    split: int  # sums that a tile's columns are cut into
-    ways: int  # warps that share a tile's columns: as many, or half of them
-    side: int  # warps of a block with tiles of their own
+    split: int  # partial sums of a tile's columns
+    ways: int  # warps that share a tile's columns: `split`, or half as many
+    side: int  # groups of warps in a block, each with its own tiles
     height: int  # tiles of a warp
-    stages: int  # records that a warp has asked for
-    shared: int = 0  # records of activations that warps of the same columns ask for together
+    stages: int  # records that a warp loads ahead
+    # Records of activations in shared memory that warps with the same columns share.
+    shared: int = 0
 
     @property
     def warps(self) -> int:
@@ -74,12 +77,12 @@ class ProductShape:
         return self.warps * self.height * (self.stages * record + sums) + pieces
 
     def fits(self, record: int, groups: int, gpu: Gpu) -> bool:
-        """Say whether a block has room for it."""
+        """Return whether a block's shared memory is large enough."""
         return self.shared_bytes(record, groups) <= gpu.shared_bytes - BARRIER_BYTES
 
 
 def split_for(product: Product, gpu: Gpu) -> int:
-    """Return how many sums a tile's columns have: it depends on the weight and the GPU alone."""
+    """Return the partial sums of a tile's columns: they depend on the weight and the GPU alone."""
     wanted = 16 if product.tiles < FEW_TILES else 8 if product.tiles < SOME_TILES else 4
     most = -(-DECODE_ROWS // GROUP_ROWS)
     while wanted > 1 and (
@@ -94,9 +97,9 @@ def split_for(product: Product, gpu: Gpu) -> int:
 def shape_for(product: Product, gpu: Gpu) -> ProductShape:
     """Return how a product's warps share the work.
 
-    Measured 2026-11-15 on an H200, Q4_K and Q6_K. From nine rows on activations are as many bytes
-    as weights: there warps with other tiles read them from the same shared memory. On sm_75, whose
-    blocks have 64 KiB, a copy is done when it was asked for: a second stage is of no use there.
+    Measured 2026-11-15 on an H200, Q4_K and Q6_K. From nine rows on, activations have as many bytes
+    as weights, so warps with different tiles share them in shared memory. On sm_75, whose blocks
+    have 64 KiB, copies to shared memory are not asynchronous: a second stage gains nothing.
     """
     split = split_for(product, gpu)
     record, groups = product.record_bytes, product.groups
@@ -115,8 +118,8 @@ def shape_for(product: Product, gpu: Gpu) -> ProductShape:
     return ProductShape(split, split, side, 1, 1)
 
 
-# Shapes whose warps share activations, the best first: (ways, side, height, shared), for up to 16
-# rows and for more, with four sums a tile and with eight.
+# Shapes whose warps share activations, the best first: (ways, side, height, shared), by (split,
+# whether there are more than 16 rows).
 _SHARING = {
     (4, False): (
         (2, 4, 2, 4),
@@ -138,12 +141,12 @@ def _sharing(split: int, groups: int) -> Iterator[ProductShape]:
 
 
 def _busiest(product: Product, shape: ProductShape, gpu: Gpu) -> int:
-    """Tiles that a processor works on at most, with one block at a time."""
+    """Return the most tiles of any multiprocessor, if each runs one block at a time."""
     return -(-product.tiles // (shape.tiles * gpu.processors)) * shape.tiles
 
 
 def _wanted(product: Product, split: int) -> Iterator[ProductShape]:
-    """Shapes whose warps read activations for themselves, the best first."""
+    """Yield shapes whose warps read activations separately, the best first."""
     long = product.record_bytes > LONG_RECORD
     if split < 4:
         yield ProductShape(split, split, 8 // split, 1, 2)

@@ -1,4 +1,4 @@
-"""How quick a CPU answers a GPU from inside a captured step."""
+"""Measures how fast CPU threads answer a GPU from inside a captured step."""
 
 import torch
 
@@ -13,7 +13,7 @@ HIDDEN, WIDTH, USED, ROUNDS, TRIES = 256, 32, 8, 100, 5
 
 
 def handover_seconds(device: str) -> float:
-    """Return the time of a request with next to no work and of its answer, beside an empty one."""
+    """Return the seconds that a request with almost no work adds to a layer without a request."""
     kind = BY_NAME["q8_0"]
     size = tile_bytes(kind, WIDTH, HIDDEN)
     blob = torch.zeros(2 * size + tile_bytes(kind, HIDDEN, WIDTH), dtype=torch.uint8)
@@ -35,13 +35,13 @@ def _round_seconds(worker: ColdWorker, box: Mailbox, hot: int, device: str) -> f
     x, out = (torch.ones(1, HIDDEN, device=device) for _ in range(2))
     weights = torch.ones(1, USED, device=device)
     is_hot = torch.full((USED,), hot, dtype=torch.int32, device=device)
-    is_hot[1:] = 1  # one expert at the most
+    is_hot[1:] = 1  # at most expert 0 is cold
     takers = Takers(is_hot, torch.zeros(USED + 1, dtype=torch.int32, device=device))
     picks = [torch.arange(USED, dtype=torch.int32, device=device)[None] for _ in range(ROUNDS)]
 
     def work() -> None:
         for turn, ids in enumerate(picks):
-            ids[:, :1].zero_()  # a single number would be copied from the host
+            ids[:, :1].zero_()  # zero_(): assigning a number would copy it from the host
             handover.publish(x, ids, weights, takers, box, 0)
             handover.collect(out, box, 0, last=turn == ROUNDS - 1)
 

@@ -7,14 +7,14 @@ from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.buffers import floats
 from headroom.kernels.cuda.compile import CudaKernel, compile_kernel
 
-NORM_THREADS = 512  # of small.cu
+NORM_THREADS = 512  # of a block of small.cu
 GATED_THREADS = 256
 
 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return `weight * x / sqrt(mean(x^2) + eps)` over the last axis; rows may lie apart."""
+    """Return `weight * x / sqrt(mean(x^2) + eps)` over the last axis; rows may have a stride."""
     if out is None:
         out = scratch.take(floats(*x.shape), x.device)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -29,7 +29,7 @@ def norm_narrow(
     narrow: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> None:
-    """Write the norm of `x [rows, width]` in bf16, and in float32 where that is asked for."""
+    """Write the norm of `x [rows, width]` in bf16, and in float32 to `out` if given."""
     _norm(0)(*_norm_call(x, (weight, eps), (None, out, narrow)))
 
 
@@ -44,7 +44,7 @@ def norm_add(
 def gated_activation(
     gate: torch.Tensor, up: torch.Tensor, activation: str, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return `act(gate) * up`; rows `[rows, width]` may lie apart, as halves of one product do."""
+    """Return `act(gate) * up`; both may be halves `[rows, width]` of one wider product."""
     if out is None:
         out = scratch.take(floats(*gate.shape), gate.device)
     _gate(gate, up, activation, out, None)

@@ -1,4 +1,4 @@
-"""NVIDIA's run-time compiler, wherever torch or another package has put it; it needs no GPU."""
+"""NVRTC, NVIDIA's run-time compiler: finds its library and headers; it needs no GPU."""
 
 import ctypes
 import re
@@ -12,7 +12,7 @@ import torch
 
 from headroom.errors import KernelError
 
-# The kernels say when they convert; these keep NVIDIA's headers from doing so by themselves.
+# Without NVIDIA's implicit conversions: kernels convert explicitly.
 FLAGS = (
     "--std=c++17",
     "-D__CUDA_NO_HALF_OPERATORS__",
@@ -25,22 +25,22 @@ _TOOLKITS = (Path("/usr/local/cuda"), Path("/opt/cuda"), Path("/usr"))
 
 
 class Nvrtc:
-    """The compiler: text to machine code; threads may compile at the same time."""
+    """The compiler: source text to machine code; several threads may compile at the same time."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
     @property
     def version(self) -> str:
-        """The compiler's version: other versions make other code."""
+        """The compiler's version, on which the machine code depends."""
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._check(self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
         return f"{major.value}.{minor.value}"
 
     def compile(self, text: str, name: str, target: str) -> bytes:
-        """Return the machine code of a source for `sm_90`, or raise what the compiler says.
+        """Return a source's machine code for a target like `sm_90`, or raise the compiler's errors.
 
-        For `compute_90` it is what the driver of any later GPU makes machine code of.
+        For a target like `compute_90` it is PTX, which drivers translate for that and later GPUs.
         """
         headers = (f"-I{folder}" for folder in find_headers(self.version))
         flags = (f"--gpu-architecture={target}", *FLAGS, *headers)
@@ -75,14 +75,14 @@ class Nvrtc:
 
 @cache
 def open_nvrtc() -> Nvrtc:
-    """Return the compiler that goes with torch; of any version where torch is built for CPUs."""
+    """Return the compiler of torch's CUDA version; of any version if torch is built for CPUs."""
     wanted = (torch.version.cuda or "").partition(".")[0]
     if wanted:
         try:
-            # By its bare name it is the one that torch has loaded already, or the system's.
+            # The bare name finds the library that torch has loaded already, or the system's.
             return Nvrtc(ctypes.CDLL(f"libnvrtc.so.{wanted}"))
         except OSError:
-            pass  # then it is in a folder that the loader does not know
+            pass  # it may be in a folder that the loader does not search
     for folder in _folders():
         for lib in ("lib", "lib64"):
             if found := sorted(folder.glob(f"{lib}/libnvrtc.so.{wanted or '1'}*")):
@@ -95,10 +95,11 @@ def open_nvrtc() -> Nvrtc:
 
 @cache
 def find_headers(version: str) -> tuple[Path, ...]:
-    """Return the folders of NVIDIA's headers, those of the compiler's own version first.
+    """Return the folders of NVIDIA's headers, those of the compiler's version first.
 
-    A wheel may lack some that another folder has. Those of another major version only serve where
-    there are no others: the compiler defines what its own headers rely on.
+    Several are returned, since one wheel may lack headers that another has. Headers of another
+    major version are returned only if there are no others: headers rely on definitions of their own
+    compiler.
     """
     folders = dict.fromkeys(folder / "include" for folder in _folders())
     found = {folder: _version(folder) for folder in folders if (folder / _HEADER).is_file()}
@@ -113,7 +114,7 @@ def find_headers(version: str) -> tuple[Path, ...]:
 
 
 def _version(headers: Path) -> str:
-    """Return the CUDA version that a folder of headers is of; "" where they do not say."""
+    """Return the CUDA version of a folder of headers; "" if unknown."""
     try:
         said = re.search(r"#define CUDA_VERSION (\d+)", (headers / "cuda.h").read_text("latin-1"))
     except OSError:
@@ -122,7 +123,7 @@ def _version(headers: Path) -> str:
 
 
 def _folders() -> Iterator[Path]:
-    """Folders with `lib` and `include`: of wheels, of this environment, of a toolkit."""
+    """Yield folders that may have `lib` and `include`: of wheels, this environment, a toolkit."""
     for place in map(Path, sys.path):
         yield from sorted(place.glob("nvidia/*/"))
     yield Path(sys.prefix)
@@ -130,7 +131,7 @@ def _folders() -> Iterator[Path]:
     if nvcc := shutil.which("nvcc"):
         yield Path(nvcc).resolve().parents[1]
     yield from _TOOLKITS
-    try:  # slow to import and the last to ask: it knows CUDA_HOME
+    try:  # last, since it is slow to import: it finds CUDA_HOME
         from torch.utils.cpp_extension import CUDA_HOME
     except ImportError:
         return

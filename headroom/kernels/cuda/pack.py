@@ -1,4 +1,4 @@
-"""Weights from their file's blocks or numbers into tiles for the tensor cores; see tiles.cuh."""
+"""Packs weights from the layout of files into tiles for the tensor cores; see tiles.cuh."""
 
 import torch
 
@@ -18,15 +18,14 @@ def pack(
     tiles: torch.Tensor,
     order: torch.Tensor | None = None,
 ) -> None:
-    """Write the tiles of as many matrices of `rows` as `tiles` has room for.
+    """Pack matrices of `rows` rows into `tiles`; its size says how many matrices.
 
-    `source` has the bytes of their rows as in the file, one matrix after another, on the same
-    device. `order`, int32 `[rows]`, says which row of `source` comes to each place of a single
-    matrix.
+    `source` has their rows as in the file, one matrix after another, on the same device. For a
+    single matrix, `order`, int32 `[rows]`, says which row of `source` becomes each row.
     """
     if quant not in PACKED and columns % PLAIN_STEP:
         raise KernelError(
-            f"Rows of {columns} values in {quant} are not laid out on CUDA: no multiple of "
+            f"Rows of {columns} values in {quant} cannot be packed on CUDA: no multiple of "
             f"{PLAIN_STEP}.",
             hint="Choose --weights unpacked.",
         )
@@ -46,10 +45,10 @@ def pack_at(
     addresses: torch.Tensor,
     first_tile: int = 0,
 ) -> None:
-    """Write the tiles of matrices of `rows` each to an address of its own.
+    """Pack matrices of `rows` rows, each into tiles at its own address.
 
-    `addresses`, int64 `[matrices]` on the device, may be a column of a table; those of 0 are
-    passed over. The rows come to the tiles of their matrix from `first_tile` on.
+    `addresses`, int64 `[matrices]` on the device, may be a column of a table; a matrix with address
+    0 is skipped. The rows fill the tiles of their matrix from `first_tile` on.
     """
     grid, records = _grid(rows, columns, len(addresses))
     kernel = compile_kernel("pack.cu", "pack_at", {"KIND": quant.ggml_id, "WARPS": WARPS})

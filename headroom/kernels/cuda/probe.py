@@ -1,4 +1,4 @@
-"""One kernel of every family, to see before a request whether a GPU takes them."""
+"""Tries one kernel of every family of kernels, to see whether a GPU runs them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,30 +11,30 @@ from headroom.kernels.cuda.handover import WORDS
 from headroom.kernels.cuda.matmul_shapes import ProductShape
 from headroom.kernels.cuda.trials import run_trial
 
-Q4_K, BF16 = 12, 30  # types by their numbers in files
-BF16_SM = 80  # the least compute capability whose tensor cores take bf16
-FIRST = "norms"  # the family that is always tried: its kernel is the smallest
+Q4_K, BF16 = 12, 30  # GGUF's numbers of types
+BF16_SM = 80  # least compute capability whose tensor cores compute in bf16
+FIRST = "norms"  # the family that is always tried, since its kernel is the smallest
 NOT_TRIED = "not tried; see --kernels"
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A kernel that stands for its family."""
+    """The kernel that is compiled for a family."""
 
     family: str
     source: str
     kernel: str
     defines: Mapping[str, int]
-    sm: int = 75  # the least compute capability that it is for
-    runs_sm: int = 75  # the least that engines run it on; below it is compiled and not launched
+    sm: int = 75  # least compute capability that it is compiled for
+    runs_sm: int = 75  # least that engines run it on; below, it is compiled and not launched
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How a kernel did."""
+    """The result of trying a kernel."""
 
-    problem: str = ""  # why it does not run; "" where it does
-    out_of_memory: bool = False  # whether the GPU has no room for it
+    problem: str = ""  # why it does not run; "" if it does
+    out_of_memory: bool = False  # whether the GPU has too little free memory
 
 
 _HEADS = {"DIM": 128, "K_KIND": BF16, "V_KIND": BF16}
@@ -73,9 +73,9 @@ PROBES = (
 
 
 def try_kernels(device: int, told: Callable[[str], None] = lambda family: None) -> dict[str, str]:
-    """Run kernels of every family on a GPU; return why one does not run, "" where it does.
+    """Run kernels of every family on a GPU; return by family why they do not run, "" if they do.
 
-    `told` hears of each family before it is compiled, which takes seconds.
+    `told` is called with each family before it is compiled, which takes seconds.
     """
     major, minor = torch.cuda.get_device_capability(device)
     sm, found = 10 * major + minor, {}
@@ -86,7 +86,9 @@ def try_kernels(device: int, told: Callable[[str], None] = lambda family: None) 
 
 
 def expect_kernels(sm: int) -> dict[str, str]:
-    """Return the same of a GPU for which nothing was compiled but what `try_compiler` does."""
+    """Return by family why a GPU would not run it, after `try_compiler` alone has succeeded.
+
+    Families that the GPU is new enough for are NOT_TRIED, except the one that was tried."""
     return {x.family: _too_old(x, sm) or ("" if x.family == FIRST else NOT_TRIED) for x in PROBES}
 
 
@@ -95,14 +97,14 @@ def _too_old(probe: Probe, sm: int) -> str:
 
 
 def slower_on(sm: int) -> str:
-    """Say what a GPU of an older compute capability runs in another way; "" where nothing."""
+    """Return what a GPU of this compute capability computes differently; "" if nothing."""
     if sm >= BF16_SM:
         return ""
     return "products and attention compute in f16"
 
 
 def try_compiler(device: int) -> Trial:
-    """Compile the smallest kernel for a GPU, and load it."""
+    """Compile the smallest kernel for a GPU and load it."""
     return _try(next(probe for probe in PROBES if probe.family == FIRST), device)
 
 
@@ -111,7 +113,7 @@ def _try(probe: Probe, device: int) -> Trial:
 
 
 def _problem(probe: Probe, device: int, sm: int) -> str:
-    """Say why a kernel does not run, compiled first; "" where it does."""
+    """Compile a kernel and run its family; return why that fails, "" if it works."""
     problem = _try(probe, device).problem
     if problem or sm < probe.runs_sm:
         return problem
@@ -120,7 +122,7 @@ def _problem(probe: Probe, device: int, sm: int) -> str:
 
 def _trial(device: int, work: Callable[[], object]) -> Trial:
     try:
-        with torch.cuda.device(device):  # CUDA starts here, for which there may be no memory
+        with torch.cuda.device(device):  # starts CUDA, which may run out of memory
             work()
     except (KernelError, RuntimeError, OSError, AttributeError) as error:
         text = str(error).partition("\n")[0] if isinstance(error, RuntimeError) else str(error)

@@ -1,4 +1,4 @@
-"""Routers on a GPU: logits of all experts, and the choice of each row's top-k."""
+"""Routers on a GPU: logits of all experts, and each row's top-k."""
 
 from dataclasses import dataclass
 
@@ -11,36 +11,36 @@ from headroom.kernels.cuda.route_scratch import ROUTER_THREADS
 from headroom.kernels.cuda.sizes import DECODE_ROWS, RECORD_COLUMNS
 from headroom.kernels.ops import RouterRule
 
-MAX_EXPERTS, MAX_USED = 1024, 32  # what the lanes of one warp hold
+MAX_EXPERTS, MAX_USED = 1024, 32  # what the registers of one warp hold
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Unchosen:
-    """What the experts of some rows will be chosen by."""
+class RouterLogits:
+    """Router logits for a top-k that is still to be computed; a fused kernel can do it itself."""
 
     logits: torch.Tensor  # [rows, experts or more]
     rule: RouterRule
     bias: torch.Tensor | None
-    counts: torch.Tensor  # of each expert's choices
+    counts: torch.Tensor  # int64 [experts]: picks so far
     sequence: torch.Tensor  # int32 [rows], negative: padding
 
     @property
     def constants(self) -> dict[str, int]:
-        """The macros of kernels that choose."""
+        """The macros of kernels that compute the top-k."""
         return {"EXPERTS": len(self.counts), "SIGMOID": int(self.rule.scores == "sigmoid")}
 
-    def made(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ids and weights of each row's experts, by a kernel that does nothing else."""
+    def top_k(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ids and weights of each row's top-k, computed by a separate kernel."""
         return route(self.logits, self.rule, self.bias, self.counts, self.sequence)
 
 
 def score(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the logits `[rows, outputs]` of rows for a float32 weight `[outputs, hidden]`."""
+    """Return the logits `[rows, outputs]` of a float32 router weight `[outputs, hidden]`."""
     (rows, hidden), outputs = x.shape, len(weight)
     logits = scratch.take(route_scratch.logits(rows, outputs), x.device)
-    if rows > DECODE_ROWS or hidden % 4:  # by cuBLAS
+    if rows > DECODE_ROWS or hidden % 4:  # cuBLAS computes them
         return torch.mm(x, weight.T, out=logits)
-    # A sum runs in the same order however many rows share a pass over the weight.
+    # The order of a sum does not depend on how many rows share a pass over the weight.
     each = 1 if rows == 1 else 4
     kernel = compile_kernel("route.cu", "score", {"EXPERTS": 32, "SIGMOID": 0, "ROWS": each})
     kernel(
@@ -56,10 +56,10 @@ def route(
     counts: torch.Tensor,
     sequence: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids and weights of each row's experts, the best first, and count them.
+    """Return the ids and weights of each row's top-k, the best first, and count the picks.
 
-    Logits after those of `counts`' experts are passed over. Rows where `sequence [rows]` is
-    negative are padding: their ids are -1.
+    Logits beyond the number of experts in `counts` are ignored. Rows with a negative `sequence
+    [rows]` are padding: their ids are -1.
     """
     rows, stride = logits.shape
     assert len(counts) <= MAX_EXPERTS
@@ -82,15 +82,15 @@ def route(
 def scored_rows(
     x: torch.Tensor, weight: torch.Tensor, norm: RowNorm, seen: torch.Tensor
 ) -> tuple[HalfRows, torch.Tensor]:
-    """Return rows in f16 after a norm, and their logits `[rows, outputs]` after that of a router.
+    """Return normed rows in f16, and the logits `[rows, outputs]` of rows after the router's norm.
 
-    `weight [outputs, hidden]` is the router's, `seen [hidden]` its norm's.
+    `weight [outputs, hidden]` is the router's weight, `seen [hidden]` the weight of its norm.
     """
     (rows, hidden), outputs = x.shape, len(weight)
     pieces = scratch.take(matmul_scratch.half_rows(rows, hidden), x.device)
     out = HalfRows(pieces, rows, -(-hidden // RECORD_COLUMNS))
     logits = scratch.take(route_scratch.logits(rows, outputs), x.device)
-    # A sum runs in the same order however many rows share a pass over the weight.
+    # The order of a sum does not depend on how many rows share a pass over the weight.
     each = 1 if rows == 1 else 4
     defines = {"EACH": -(-hidden // (4 * ROUTER_THREADS)), "ROWS": each, "LANES": out.lanes}
     compile_kernel("router.cu", "score_rows", defines)(

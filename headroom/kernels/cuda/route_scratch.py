@@ -1,10 +1,10 @@
-"""Scratch of routers: logits, and each row's choice of experts."""
+"""Scratch of routers: logits, and each row's top-k."""
 
 from dataclasses import dataclass
 
 from headroom.kernels.cuda.buffers import Buffer, Buffers, floats
 
-ROUTER_THREADS = 256  # of router.cu
+ROUTER_THREADS = 256  # of a block of router.cu
 MOST_HIDDEN = 8 * 4 * ROUTER_THREADS  # values of a row that these threads hold in registers
 
 

@@ -1,4 +1,4 @@
-"""Drawing tokens on a device, by the rules of engine/sampler.py and with settings in tables.
+"""Draws tokens on a device by the rules of engine/sampler.py, with settings in tables.
 
 `sample` uses torch and runs on any device, `sample_fast` uses CUDA C++; both draw the same tokens.
 Neither waits for the device, and both may be captured in a graph that serves all requests.
@@ -21,7 +21,7 @@ from headroom.kernels.cuda.sampler_tables import (
 from headroom.kernels.philox import KEY_STEPS, MASK, MULTIPLIERS, ROUNDS
 
 PENALTY_THREADS, SLICE_THREADS, CHOOSE_THREADS = 512, 256, 1024
-# Candidates that sampler.cu sorts in shared memory, 16 bytes each, besides KEPT_BYTES of its own.
+# sampler.cu sorts candidates of 16 bytes in shared memory, and needs KEPT_BYTES more.
 MOST_CANDIDATES, KEPT_BYTES = 4096, 4096
 
 
@@ -29,7 +29,7 @@ Tables = SamplerTables[torch.Tensor]
 
 
 def allocate_tables(rows: int, device: str) -> Tables:
-    """Return the tables of rows that all take the likeliest token, without penalties."""
+    """Return tables whose rows all take the likeliest token, without penalties."""
     return build_tables(
         lambda name: torch.full(
             table_buffer(name, rows).shape,
@@ -52,7 +52,7 @@ def sample(logits: torch.Tensor, tables: Tables) -> torch.Tensor:
     bounds = kept.cumsum(1)
     point = uniform(tables.seed, tables.position, tables.draw) * bounds[:, -1]
     drawn = (bounds <= point[:, None]).sum(1)
-    # Rounding can put the point on the last bound; then the last token with any chance is drawn.
+    # Rounding can put the random point on the last bound; then the last possible token is drawn.
     places = torch.arange(logits.shape[1], device=logits.device)
     last = torch.where(kept > 0, places, 0).amax(1)
     return torch.where(greedy, order[:, 0], torch.minimum(drawn, last))
@@ -73,7 +73,7 @@ def penalise(logits: torch.Tensor, tables: Tables) -> torch.Tensor:
 
 
 def uniform(seed: torch.Tensor, position: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
-    """Return the number in [0, 1) of each seed, position and draw: the bits of `philox.uniform`.
+    """Return `philox.uniform` of each row's seed, position and draw, with the same bits.
 
     Products of 32-bit words overflow int64, whose wrap-around keeps the 64 bits that are read.
     """
@@ -98,7 +98,7 @@ def _filter(ranked: torch.Tensor, tables: Tables) -> torch.Tensor:
     ranked = torch.where(rank < top_k, ranked, 0)
     reached = ranked.cumsum(1)
     target = tables.top_p[:, None] * reached[:, -1:]
-    # A token is kept if those before it have not reached the target.
+    # A token is kept if the tokens before it have not reached top-p together.
     before = torch.cat((torch.full_like(target, -1), reached[:, :-1]), dim=1)
     ranked = torch.where((before < target) | (rank == 0) | (tables.top_p[:, None] >= 1), ranked, 0)
     return torch.where(ranked < tables.min_p[:, None] * ranked[:, :1], 0, ranked)

@@ -14,7 +14,7 @@ from headroom.kernels.cuda.buffers import Buffer, Buffers, floats
 
 RECENT = 1024  # most tokens that penalties look at on a device; the host draws rows with more
 BIASES = 512  # most biased tokens of a row; the host draws rows with more
-SLICES = 64  # of a row of logits, each summed and searched by one block of sampler.cu
+SLICES = 64  # parts of a row of logits; one block of sampler.cu sums and searches each
 
 T = TypeVar("T")
 

@@ -43,11 +43,11 @@ class Arena:
     def __init__(self, memory: torch.Tensor, unpack_bytes: int = UNPACK_BYTES) -> None:
         self.unpack_bytes = unpack_bytes  # most bytes of weights unpacked at a time
         self.peak_bytes = 0  # most that was ever taken at once, beyond the memory included
-        self.frames = 0  # that are open
+        self.frames = 0  # open frames
         self._memory = memory  # uint8
         self._used = 0
-        # Layers are alike, and so are their buffers: the tensor of each (first byte, buffer), and
-        # the byte after it.
+        # Layers take the same buffers, so tensors are reused: by (first byte, buffer), the tensor
+        # and the byte after it.
         self._lent: dict[tuple[int, Buffer], tuple[torch.Tensor, int]] = {}
 
     def frame(self) -> AbstractContextManager[None]:
@@ -91,7 +91,7 @@ class Arena:
 
 
 class _Frame:
-    """One frame of an arena; entering a generator instead would take longer than a launch."""
+    """One frame of an arena; a generator as context manager would take longer than a launch."""
 
     __slots__ = ("_arena", "_before")
 

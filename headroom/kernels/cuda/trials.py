@@ -1,4 +1,4 @@
-"""Each family of kernels once on tiny inputs: a GPU must launch what its compiler made."""
+"""Runs each family of kernels once on tiny inputs: compiled code must also launch."""
 
 from collections.abc import Callable
 
@@ -40,12 +40,12 @@ from headroom.kernels.weight import PLAIN_TYPES, Weight
 Q4_K = BY_NAME["q4_k"]
 ROWS, HIDDEN, DIM, PAGE = 2, 256, 128, 64
 EXPERTS = USED = 2
-MANY = sorted_rows(EXPERTS, USED) + 2  # too many for experts to be multiplied as they lie
+MANY = sorted_rows(EXPERTS, USED) + 2  # too many for products with packed tiles
 VOCABULARY = 300
 
 
 def _weight(quant: QuantType, device: torch.device) -> Weight:
-    """A matrix of zeros in tiles."""
+    """Return a matrix of zeros in tiles."""
     plain = PLAIN_TYPES.get(quant.name)
     columns = HIDDEN if plain else quant.bytes_for(HIDDEN)
     data = torch.zeros(HIDDEN, columns, dtype=plain or torch.uint8, device=device)
@@ -56,7 +56,7 @@ def _weight(quant: QuantType, device: torch.device) -> Weight:
 
 
 def _few_products(device: torch.device) -> torch.Tensor:
-    """Products with every type that lies in tiles, as each is a kernel of its own."""
+    """Multiply with every type that has tiles, since each type has its own kernel."""
     outs = []
     for quant in sorted(TILED, key=str):
         try:
@@ -83,7 +83,7 @@ def _cache(device: torch.device) -> PagedKv:
 
 
 def _tables(device: torch.device) -> StepTables:
-    """Two rows of one sequence at its beginning."""
+    """Return the tables of a step with the first two rows of one sequence."""
     rows = torch.arange(ROWS, dtype=torch.int32, device=device)
     none, one = torch.zeros(ROWS, dtype=torch.int32, device=device), rows[:1]
     return StepTables(
@@ -152,7 +152,7 @@ def _table(device: torch.device) -> ExpertTiles:
 
 
 def _picks(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and weights of rows that all choose the first experts."""
+    """Return ids and weights of rows that all pick the first experts."""
     ids = torch.arange(USED, dtype=torch.int32, device=device).expand(rows, -1).contiguous()
     return ids, torch.full((rows, USED), 0.5, device=device)
 
@@ -191,7 +191,7 @@ def _many_experts(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _handover(device: torch.device) -> torch.Tensor:
-    """Rows whose experts are all on the GPU: nobody is asked, and nobody waits."""
+    """Publish rows whose experts are all hot: no CPU thread is needed, and nothing waits."""
     box = handover.Mailbox.allocate(HIDDEN, 1, str(device))
     hot = torch.ones(EXPERTS, dtype=torch.int32, device=device)
     takers = handover.Takers(hot, torch.zeros(USED + 1, dtype=torch.int32, device=device))
@@ -201,7 +201,7 @@ def _handover(device: torch.device) -> torch.Tensor:
 
 
 def _delta(device: torch.device, rows: int) -> torch.Tensor:
-    """Gated linear attention of one sequence, by the kernels of few rows or of many."""
+    """Run gated linear attention on one sequence, with the kernels of few rows or of many."""
     heads, channels = 2, 4 * DIM
     weights = DeltaNetWeights(
         conv=torch.ones(channels, 4, device=device),
@@ -259,10 +259,10 @@ def run_trial(family: str, device: torch.device) -> None:
     out = TRIALS[family](device)
     _wait(device)
     if not bool(torch.isfinite(out).all()):
-        raise KernelError(f"The kernels of {family} answer what is no number.")
+        raise KernelError(f"The kernels of {family} return values that are not finite.")
 
 
 def _wait(device: torch.device) -> None:
-    """What a kernel did wrong comes up at the next call that waits for it."""
+    """Wait for the device: errors of a kernel are raised by the next call that waits."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
