@@ -1,4 +1,4 @@
-# make demo | test | numerical | serve | lint | clean
+# make demo | test | numerical | mutants | serve | lint | clean
 # Set-up runs once; it runs again when pyproject.toml changes.
 
 PYTHON ?= python3
@@ -6,6 +6,9 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 MODEL ?=
 ARGS ?= -n 2 --dist worksteal
+SAMPLE ?= 40
+SEED ?= 1
+PACKAGES ?= engine plan text experts
 QUESTION ?= Why is the sky blue? Answer in two sentences.
 
 BIN := $(VENV)/bin
@@ -15,12 +18,13 @@ NUMERICAL := $(filter-out tests/kernels/test_cuda_% tests/kernels/test_triton% t
 	$(wildcard tests/kernels/test_*.py)) $(wildcard tests/families/test_*.py) tests/engine
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup demo test numerical serve lint format clean
+.PHONY: help setup demo test numerical mutants serve lint format clean
 
 help:
 	@echo "make demo       set up, fetch the default model, show its memory, answer a question"
 	@echo "make test       set up, then lint, types and tests (ARGS=... for other options of pytest)"
 	@echo "make numerical  the numerical tests alone, with torch's code for AVX2 and for any CPU"
+	@echo "make mutants    change SAMPLE functions of each of PACKAGES (0: all) and list what no test notices"
 	@echo "make serve      set up and serve the default model (MODEL=... for another)"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     let ruff rewrite the code"
@@ -52,6 +56,14 @@ numerical: $(READY)
 	ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest $(ARGS) $(NUMERICAL)
 	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest $(ARGS) $(NUMERICAL)
 
+$(VENV)/.mutation: $(READY)
+	$(BIN)/python -m pip install --quiet --editable ".[mutation]"
+	@touch $@
+
+# A sample of 40 takes about half an hour on two cores; SEED draws another one, SAMPLE=0 takes all.
+mutants: $(VENV)/.mutation
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutation/run.py --sample $(SAMPLE) --seed $(SEED) $(PACKAGES)
+
 serve: $(READY)
 	$(BIN)/headroom serve $(MODEL)
 
@@ -65,5 +77,5 @@ format: $(READY)
 	$(BIN)/ruff format headroom tests
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis mutants
 	find headroom tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -99,8 +99,9 @@ def test_the_last_event_has_the_finish_reason_and_the_counts(llm: LLM) -> None:
     request = llm.request([1, 2, 3], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     events = collect(llm, request)
     assert [event.generated_tokens for event in events] == [1, 2, 3, 4]
-    assert events[-1].finish_reason == "length"
-    assert events[-1].prompt_tokens == 3
+    assert [event.request_id for event in events] == [request.id] * 4
+    assert [event.prompt_tokens for event in events] == [3] * 4
+    assert [event.finish_reason for event in events] == [None, None, None, "length"]
     assert events[-1].timings is not None
     assert events[-1].timings.decode_s >= 0
 
@@ -164,8 +165,9 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(llm: LLM)
 
 
 def test_token_ids_outside_the_vocabulary_are_refused(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="Token id 320 is outside the vocabulary of 320"):
+    with pytest.raises(RequestError, match="Token id 320 is outside the vocabulary of 320") as got:
         llm.generate([[1, 320]])
+    assert got.value.param == "prompt"
     with pytest.raises(RequestError, match="Token id -1 is outside"):
         llm.generate([[-1]])
     with pytest.raises(RequestError, match="Token id 999 is outside") as caught:
@@ -191,11 +193,19 @@ def test_cancelling_ends_a_request_and_frees_its_pages(llm: LLM) -> None:
     assert seen.wait(30)
     llm.engine.cancel(request.id)
     llm.engine.cancel("no such request")
-    last = events.get(timeout=30)
-    while last.finish_reason is None:
-        last = events.get(timeout=30)
-    assert last.finish_reason == "cancelled"
-    assert last.token is None
+    found = [events.get(timeout=30)]
+    while found[-1].finish_reason is None:
+        found.append(events.get(timeout=30))
+    *tokens, last = found
+    assert (last.request_id, last.finish_reason, last.token, last.error) == (
+        request.id,
+        "cancelled",
+        None,
+        "",
+    )
+    assert (last.prompt_tokens, last.generated_tokens) == (3, len(tokens))
+    assert last.timings is not None
+    assert last.timings.decode_s > 0
     assert llm.engine.stats().cache_pages_used == 0
 
 
@@ -228,8 +238,9 @@ def test_a_failing_step_ends_its_requests_with_an_error_and_no_others(
         raise MemoryError("out of memory")
 
     monkeypatch.setattr(llm.engine._pipeline, "step", break_once)
-    events = collect(llm, llm.request([1, 2], SamplingParams(max_tokens=3)))
-    assert events[-1].finish_reason == "error"
+    request = llm.request([1, 2], SamplingParams(max_tokens=3))
+    events = collect(llm, request)
+    assert (events[-1].request_id, events[-1].finish_reason) == (request.id, "error")
     assert "MemoryError: out of memory" in events[-1].error
     assert len(llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
     assert llm.engine.stats().cache_pages_used == 0

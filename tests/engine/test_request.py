@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from headroom.engine.request import MAX_SEED, SamplingParams
+from headroom.engine.request import MAX_SEED, SamplingParams, user_settings
 from headroom.errors import RequestError
 
 
@@ -34,3 +34,10 @@ def test_a_value_out_of_range_is_refused_by_its_name(name: str, value: Any) -> N
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name
+
+
+def test_users_give_every_setting_that_says_what_it_is_for() -> None:
+    names = [declared.name for declared in user_settings()]
+    assert names[:2] == ["max_tokens", "temperature"]
+    assert {"stop", "seed", "logit_bias"} < set(names)
+    assert not {"draw", "logprobs", "prompt_logprobs"} & set(names)
