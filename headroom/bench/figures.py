@@ -163,8 +163,8 @@ class PartTimes:
     step_s: float  # from the start of one step to the start of the next
     parts: dict[str, float]
     kernels: dict[str, dict[str, float]]  # on a GPU: the kernels of each part, longest first
-    kernel_s: float = 0.0  # in which a GPU ran at least one kernel
-    link_s: float = 0.0  # in which something was copied between the GPU and the host
+    kernel_s: float = 0.0  # time in which a GPU ran at least one kernel
+    link_s: float = 0.0  # time in which something was copied between the GPU and the host
 
     @property
     def busy_s(self) -> float:

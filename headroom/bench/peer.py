@@ -116,7 +116,7 @@ class PeerRun:
     prompts: Mapping[int, float]  # by tokens
     decodes: Mapping[int, float]  # of one sequence, by the tokens of its context
     build: str
-    backends: str = ""  # that the binary was built with: "CUDA", "CPU"
+    backends: str = ""  # backends that the binary was built with: "CUDA", "CPU"
     gpu: str = ""  # the GPUs that it saw; "" for none
     cpu: str = ""
     left_out: tuple[str, ...] = ()  # what was not measured, and why
@@ -273,7 +273,7 @@ def ratios(figures: Figures, runs: Sequence[PeerRun]) -> list[dict[str, Any]]:
 
 
 def _end(code: int) -> str:
-    """Say how a program ended; a binary built for another CPU, for example, by SIGILL."""
+    """Return how a program ended: its exit code or its signal (SIGILL if built for another CPU)."""
     if code < 0 and -code in {one.value for one in signal.Signals}:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with {code}"

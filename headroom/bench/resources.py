@@ -1,4 +1,4 @@
-"""What a run has and takes of a device: memory bandwidth, memory in use, names and versions."""
+"""Facts about a run's device: memory bandwidth, memory in use, names and versions."""
 
 import platform
 import re
@@ -65,7 +65,7 @@ def lift_limit(device: str) -> None:
 
 
 def memory_use(opened: OpenedModel) -> dict[str, Any]:
-    """Return the memory that was taken of the device, and what the plan had for it."""
+    """Return the memory of the device that was used, and the bytes that were planned."""
     plan = opened.plan.devices[0]
     planned = {line.name: line.bytes for line in plan.lines if line.name != "reserve"}
     found: dict[str, Any] = {"lines": planned, "loaded": dict(opened.pipeline.allocated)}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headroom.bench.figures import BenchSettings
     from headroom.kernels.native.measure import Measured
 
-CPU_KERNELS = "cpu"  # instead of a model: measure the CPU kernels alone
+CPU_KERNELS = "cpu"  # given instead of a model: measure the CPU kernels alone
 PIPED_WIDTH = 200  # columns of tables that go to a file or a pipe
 
 

@@ -51,12 +51,12 @@ def chat(
 
 
 def coloured_prompt(more: bool) -> str:
-    """Return the prompt; the marks tell line editing which characters take no room."""
+    """Return the prompt; its marks show line editing which characters have no width."""
     return f"\001\x1b[1;36m\002{'.' if more else '>'}\001\x1b[0m\002 "
 
 
 def no_prompt(more: bool) -> str:
-    """Return no prompt at all, for input that is not typed by a person."""
+    """Return an empty prompt, for input that is not typed."""
     return ""
 
 
@@ -106,7 +106,7 @@ class Conversation:
 
 
 class Chat:
-    """The loop of reading a line and answering it."""
+    """The loop that reads a line and answers it."""
 
     def __init__(self, llm: "LLM", conversation: Conversation, console: Console) -> None:
         self.llm = llm

@@ -1,4 +1,4 @@
-"""`headroom doctor`: what this machine has, what works here and why not."""
+"""`headroom doctor`: what this machine has, what works on it, and why other things do not."""
 
 import json
 import platform
@@ -51,7 +51,7 @@ def doctor(
     ] = False,
 ) -> None:
     """Show what this machine has and what headroom can use of it."""
-    with Console(stderr=True).status("GPUs") as shown:  # nothing is seen of it but on a terminal
+    with Console(stderr=True).status("GPUs") as shown:  # shown on a terminal only
         found = gpus(try_all=all_kernels, told=shown.update)
     report = {
         "versions": versions(),
@@ -92,7 +92,7 @@ def installed(package: str) -> str | None:
 
 
 def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Section:
-    """Return the processor, its instruction sets and what the control groups leave of it."""
+    """Return the processor, its instruction sets, and the limits of the control groups."""
     try:
         rows = (row.partition(":") for row in cpuinfo.read_text().splitlines())
         facts = {key.strip(): value.strip() for key, _, value in rows}
@@ -121,7 +121,7 @@ def device_row(device: DeviceSpec) -> Section:
 
 
 def calibration(home: Path, names: Sequence[str]) -> Section:
-    """Return when each device of this machine was measured, None where it was another one."""
+    """Return when each device was measured; None if a different one was measured under its name."""
     path = speeds_path(home)
     try:
         speeds, problem = load_speeds(path), ""
@@ -134,7 +134,7 @@ def calibration(home: Path, names: Sequence[str]) -> Section:
 
 
 def kernels(options: Options) -> Section:
-    """Return the operations that each backend has kernels for, and what the C++ ones run on."""
+    """Return the operations that each backend has kernels for, and facts on the C++ kernels."""
     from headroom.kernels.native.module import MISSING, POOL  # torch: only this command needs it
     from headroom.kernels.registry import KERNELS
 
@@ -150,14 +150,14 @@ def kernels(options: Options) -> Section:
 
 
 def compiled_code(home: Path) -> Section:
-    """Return where the machine code of a GPU's kernels is kept, and how much of it there is."""
+    """Return the folder of compiled GPU kernels, and its bytes."""
     from headroom.kernels.cuda.code_cache import code_folder, kept_bytes
 
     return {"folder": str(code_folder(home)), "bytes": kept_bytes(home)}
 
 
 def models(options: Options) -> Section:
-    """Return where models are kept, and the default model's file where it is there."""
+    """Return the folder of models, and the default model's file if it was downloaded."""
     home = options.home_path
     try:
         default: str | None = str(find_model("", home))

@@ -12,13 +12,14 @@ from headroom.machine.readiness import GpuFacts, TorchFacts, refuse_gpu
 from headroom.units import gib
 
 Section = dict[str, Any]
-NO_AMD = "which has run on no AMD GPU yet"  # so that nobody takes it for tested
+NO_AMD = "which has run on no AMD GPU yet"  # shown so that it does not pass for tested
 
 
 def gpus(*, try_all: bool, told: Callable[[str], None]) -> list[Section]:
-    """Return every GPU of this machine with what it can run; try a kernel, or all families'.
+    """Return every GPU of this machine with what it can run; try one kernel, or those of all
+    families.
 
-    `told` hears what is being tried.
+    `told` is called with what is being tried.
     """
     found = detect_gpus()
     if not found:
@@ -50,7 +51,7 @@ def _facts(device: DeviceSpec) -> GpuFacts:
 
 
 def unseen() -> str:
-    """Say why no GPU is found, where that is known."""
+    """Return why no GPU is found, if that is known."""
     from headroom.machine.torch_gpus import read_torch
 
     (why, hint), count = why_unseen("cuda:0"), read_torch().count
@@ -58,7 +59,7 @@ def unseen() -> str:
 
 
 def gpu_row(device: DeviceSpec, facts: GpuFacts, torch: TorchFacts) -> Section:
-    """Return one GPU, why it is refused where it is, and which kernel families it could run."""
+    """Return one GPU, why it is refused (if it is), and which kernel families it could run."""
     precision, refusal = device_precision(device), refuse_gpu(torch, facts)
     refused = "" if refusal is None else f"{refusal.message} {refusal.hint}"
     amd = device.kind == "hip"
@@ -74,7 +75,7 @@ def gpu_row(device: DeviceSpec, facts: GpuFacts, torch: TorchFacts) -> Section:
         "torch_cuda": torch.cuda,
         "torch_hip": torch.hip,
         "compiler": "" if refused else compiler,
-        "triton": None,  # why its kernels do not run; None where that was not tried
+        "triton": None,  # why its kernels do not run; None: not tried
         "activation_type": precision.type,
         "refused": refused,
         "kernels": {} if refused or amd else families(facts.sm),
@@ -83,7 +84,7 @@ def gpu_row(device: DeviceSpec, facts: GpuFacts, torch: TorchFacts) -> Section:
 
 
 def families(sm: int) -> dict[str, str]:
-    """Return each kernel family with why a GPU does not run it or is not known to, else ""."""
+    """Return by kernel family why a GPU does not run it, or NOT_TRIED; "" if it runs."""
     from headroom.kernels.cuda.probe import expect_kernels
 
     return expect_kernels(sm)
@@ -117,7 +118,7 @@ def backend_text(backend: str, operations: list[str], rows: list[Section]) -> st
             return "no GPU that runs them" if mine else "no GPU"
         if backend == "triton" and all(row["triton"] for row in usable):
             return f"not here: {usable[0]['triton']}"
-        if backend == "cuda":  # most of it are no single operations
+        if backend == "cuda":  # most CUDA kernels are parts of fused layers, not single operations
             return f"{', '.join(operations)}; and the families of fused layers, under GPUs"
     return ", ".join(operations) or "none in this version"
 

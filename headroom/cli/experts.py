@@ -61,13 +61,13 @@ def experts(
 ) -> None:
     """Show which experts are chosen and which would be hot; nothing is loaded.
 
-    Choices come from the routing statistics of the model, where there are any; hot are those that
-    a run with the same options would have, on this machine or on the --device of a plan. MODEL may
-    also be what headroom plan takes: of a built-in name, a config.json or a URL, which have no
-    statistics, it is the numbers of the plan.
+    Choices come from the routing statistics of the model, if there are any. Hot experts are those
+    that a run with the same options would keep in fast memory, on this machine or on --device.
+    MODEL may also be a built-in name, a config.json or a URL, as for headroom plan; these have no
+    statistics, so only the plan's numbers are shown.
     """
     if svg is not None:
-        check_replaceable(svg, "picture", "svg")  # what no file of a model is
+        check_replaceable(svg, "picture", "svg")  # an SVG picture never replaces a model's file
     found = find_residency(options)
     if svg is not None:
         draw(found, svg)
@@ -123,7 +123,7 @@ def find_checkpoint(options: Options) -> "Checkpoint | None":
     except FormatError:
         if is_default(options.model):
             raise
-        return None  # the planner's own reader finds out what it is, or refuses it
+        return None  # the planner's reader finds it, or refuses it
 
 
 def without_files(options: Options) -> Options:

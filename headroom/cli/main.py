@@ -55,7 +55,7 @@ def headroom(
 
 
 def make_app(names: Sequence[str] = COMMANDS) -> typer.Typer:
-    """Return the command line with some commands, so that one need not import those of others."""
+    """Return the command line with some commands only, so that the others are not imported."""
     app = typer.Typer(
         add_completion=False,
         no_args_is_help=True,

@@ -1,4 +1,4 @@
-"""`headroom plan`: show what would go where, load nothing."""
+"""`headroom plan`: show what would go where in memory, without loading anything."""
 
 import itertools
 import json
@@ -28,8 +28,8 @@ from headroom.split.upkeep_rules import upkeep_rules
 
 log = logging.getLogger(__name__)
 
-NEAREST = 3  # proposals where a plan does not fit
-COMPARED_COLUMNS = 32  # width of a column in a pipe, where no screen sets it
+NEAREST = 3  # proposals if a plan does not fit
+COMPARED_COLUMNS = 32  # width of a column if the output is not a terminal
 
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Svg = Annotated[
@@ -98,7 +98,7 @@ def read_shapes(options: Options) -> list[ModelShape]:
     """Return the shapes of the model and of its draft, if one is named."""
     if is_known(options.model) and options.draft is None:
         return [known_shape(options.model)]
-    # Readers of files bring numpy along, which a built-in model need not wait for.
+    # Readers of files import numpy, which plans of built-in models do not need.
     from headroom.cli.loading import is_default, ready_model, refuse_synth
     from headroom.plan.sources import draft_shape, find_shape
 
@@ -111,7 +111,7 @@ def read_shapes(options: Options) -> list[ModelShape]:
 
 
 def with_expert_files(made: Plan, options: Options) -> Plan:
-    """Return the plan of the placement or the statistics that the options name.
+    """Return the plan with the placement, or with the statistics, that the options name.
 
     Files of another model are refused, as by a run.
     """
@@ -156,7 +156,7 @@ def named_files(options: Options) -> str:
 def with_alternatives(
     refusal: DoesNotFitError, shapes: Sequence[ModelShape], options: Options
 ) -> DoesNotFitError:
-    """Return the refusal with the nearest three ways out, other mixes and memory among them."""
+    """Return the error with the nearest NEAREST proposals: settings, other mixes, more memory."""
     nearest = list(refusal.nearest[:NEAREST])
     if len(nearest) < NEAREST:
         wanted = NEAREST - len(nearest)
@@ -180,7 +180,8 @@ def show_plan(made: Plan, as_json: bool) -> None:
     if as_json:
         print(json.dumps(plan_json(made)))
         return
-    from rich.console import Console  # takes as long as the plan; scripts need not wait for it
+    # Its import takes as long as the plan, and --json does not need it.
+    from rich.console import Console
 
     from headroom.plan.show.table import plan_table, plan_text
 
@@ -194,7 +195,7 @@ def show_plan(made: Plan, as_json: bool) -> None:
 def show_comparison(
     shapes: Sequence[ModelShape], options: Options, text: str, as_json: bool
 ) -> None:
-    """Print one column for each context and device; refuse where none of them fits."""
+    """Print one column for each context and device; raise an error if none of them fits."""
     if names := named_files(options):
         log.warning("plan: not read, since plans are compared: %s", names)
     plans: dict[str, Plan] = {}

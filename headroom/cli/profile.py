@@ -50,9 +50,9 @@ def profile(
     raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Run prompts and write the statistics of their routing, which place experts.
+    """Run prompts and write their routing statistics, by which experts are placed.
 
-    The file is written anew: what stood there is not added to.
+    An existing file is replaced, not added to.
     """
     asked = read_prompts(prompts)
     model = counted_model(options)

@@ -16,7 +16,7 @@ class FilePrompt:
 
     line: int  # counted from 1
     messages: list[dict[str, Any]]
-    text: str | None  # None where the file has a conversation
+    text: str | None  # None if the line holds a conversation
 
 
 def read_prompts(path: Path) -> list[FilePrompt]:

@@ -91,7 +91,7 @@ def sampling_flags() -> list[inspect.Parameter]:
 
 
 def sampling_settings() -> "dict[str, Field[Any]]":
-    """Return the sampling settings that have a flag, by name; a mapping does not fit into one."""
+    """Return the sampling settings that have a flag, by name: all but mappings."""
     kinds = get_type_hints(SamplingParams)
     return {
         setting.name: setting

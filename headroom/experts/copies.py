@@ -20,7 +20,7 @@ class Mark(Protocol):
     """A point in a queue of work, such as a CUDA event."""
 
     def query(self) -> bool:
-        """Tell whether the point is reached."""
+        """Return whether the point is reached."""
 
     def synchronize(self) -> None:
         """Wait until the point is reached."""

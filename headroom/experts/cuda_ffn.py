@@ -36,7 +36,7 @@ from headroom.layers.weights import WeightSource
 
 
 def experts_fit(config: ExpertsConfig, get: WeightSource) -> bool:
-    """Tell whether the fused CUDA kernels run a layer's experts."""
+    """Return whether the fused CUDA kernels run a layer's experts."""
     table = get.experts_from_file(config.experts)
     if cuda_experts.refuses(replace(get.case, experts=table.kinds)) is not None:
         return False

@@ -61,7 +61,7 @@ class DecodeWorker:
         return self._box
 
     def is_last(self, index: int) -> bool:
-        """Tell whether a layer is the last one of a step that may ask the CPU."""
+        """Return whether a layer is the last one of a step that may ask the CPU."""
         return index == len(self._layers) - 1
 
     def begin_step(self) -> None:

@@ -139,7 +139,7 @@ class StoreExchanges:
         self._layer.begin_exchange(promoted, demoted)
 
     def ready(self) -> bool:
-        """Tell whether the copies that were started last are done."""
+        """Return whether the copies that were started last are done."""
         return self._layer.exchange_mark.query()
 
     def wait(self) -> None:
@@ -183,7 +183,7 @@ class ExchangeRound:
         return self._now is None
 
     def ready(self) -> bool:
-        """Tell whether the next call has no copies to wait for; True if they failed."""
+        """Return whether the next call has no copies to wait for; True if they failed."""
         try:
             return self._experts.ready()
         except Exception:
@@ -229,7 +229,7 @@ class ExchangeRound:
             )
 
     def _try(self, act: Callable[[], None]) -> bool:
-        """Tell whether an act went well; a failure ends the round."""
+        """Return whether an act went well; a failure ends the round."""
         try:
             act()
         except Exception as error:

@@ -256,7 +256,7 @@ def _newest(read: Sequence[tuple[RoutingHistory, Path]], now: float) -> RoutingH
 
 
 def writable(path: Path) -> bool:
-    """Tell whether a file can be written there; missing folders can be made."""
+    """Return whether a file can be written there; missing folders can be made."""
     if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
         return False
     folder = path.absolute().parent

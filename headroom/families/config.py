@@ -5,8 +5,8 @@ from typing import Literal
 
 Activation = Literal["silu", "gelu"]  # gelu in its tanh form
 # How the output of attention is gated: "none"; "query": by the sigmoid of values that the query
-# projection gives beside each head's query; "head" and "element": by the softplus of a separate
-# projection, with one gate for each head or for each value.
+# projection has in addition to each head's query; "head" and "element": by the softplus of a
+# separate projection, with one gate for each head or for each value.
 OutputGate = Literal["none", "query", "head", "element"]
 
 
@@ -71,14 +71,14 @@ class ExpertsConfig:
     used: int  # experts that one token visits
     width: int
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    normalise: bool = True  # weights of the chosen ones are divided by their sum
+    normalise: bool = True  # the weights of the picked experts are divided by their sum
     scale: float = 1.0  # of the weights, after normalising
     softcap: float = 0.0  # router logits become softcap * tanh(logits / softcap); 0: they stay
     bias: bool = False  # a bias is added to scores for the top-k choice, not for the weights
     expert_scales: bool = False  # each weight is multiplied by a learned number of its expert, last
     activation: Activation = "silu"
-    shared_width: int = 0  # of the expert that every token visits; 0: there is none
-    shared_gate: bool = False  # the shared expert is weighted by a sigmoid of its own
+    shared_width: int = 0  # width of the shared expert, which every token visits; 0: none
+    shared_gate: bool = False  # the shared expert's output is multiplied by the sigmoid of its gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class LayerConfig:
 
     mixer: AttentionConfig | DeltaNetConfig
     ffn: FfnConfig | None  # the dense part
-    experts: ExpertsConfig | None = None  # instead of the dense part, or beside it
+    experts: ExpertsConfig | None = None  # instead of the dense part, or in addition to it
     post_norms: bool = False  # the output of each part is normed before it is added
     per_layer_width: int = 0  # values of the layer's own input per token, from a table; 0: none
     scaled: bool = False  # the residual stream is multiplied by a learned number at the end
@@ -118,9 +118,10 @@ class ModelConfig:
 
     @property
     def refuses_trees(self) -> str:
-        """Why steps can verify only a chain of draft tokens and no tree; "" where they can.
+        """Why steps can verify only a chain of draft tokens and no tree; "" if they can verify
+        trees.
 
-        The reason is known before anything is loaded.
+        The answer does not need loaded weights.
         """
         recurrent = sum(isinstance(layer.mixer, DeltaNetConfig) for layer in self.layers)
         total = len(self.layers)

@@ -1,4 +1,4 @@
-"""DFlash drafts: a few Qwen3 layers that read features of a target model, and fill in a block.
+"""DFlash drafts: a few Qwen3 layers that read features of a target model and draft a block.
 
 A draft is planned and synthesised; it does not run by itself.
 """
@@ -30,7 +30,7 @@ from headroom.families.synth.settings import layer_types
 from headroom.formats.metadata import Metadata
 from headroom.formats.names import Naming
 
-BLOCK = 16  # tokens that a draft fills in one pass
+BLOCK = 16  # tokens that a draft proposes in one pass
 
 
 def read_dims(facts: Facts) -> Dims:
@@ -95,7 +95,7 @@ TARGET_LAYERS = {"qwen3.6-35b-a3b-dflash": 40, "gemma-4-31b-dflash": 60, "tiny":
 
 
 def _tokenizer(vocab: int) -> TokenizerKind:
-    """Return the tokenizer of the target, which the size of the vocabulary tells."""
+    """Return the tokenizer of the target, which is found by the size of the vocabulary."""
     return gemma4.TOKENIZER if vocab == gemma4.VOCAB else qwen35.TOKENIZER
 
 
@@ -151,7 +151,7 @@ FAMILIES = (
             architecture="dflash",
             model_types=("dflash",),
             classes=("DFlashDraftModel",),
-            # Features of the target on their way into the draft.
+            # The projection and norm of the target's features, which the draft reads.
             model_names=(
                 ("features.proj", "fc", "fc"),
                 ("features.norm", "enc.output_norm", "hidden_norm"),

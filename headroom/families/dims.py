@@ -31,7 +31,7 @@ class Dims:
     kv_heads: int = 0
     head_dim: int = 0
     ffn: int = 0
-    ffn_by_layer: tuple[int, ...] = ()  # where layers differ
+    ffn_by_layer: tuple[int, ...] = ()  # if layers differ
     experts: int = 0
     experts_used: int = 0
     expert_ffn: int = 0
@@ -40,18 +40,18 @@ class Dims:
     fused_experts: bool = False  # gate and up of all experts lie in one tensor
     kinds: tuple[LayerKind, ...] = ()  # of every layer; empty: all see the whole context
     window: int = 0
-    window_heads: int = 0  # query heads of window layers, where they differ
-    full_kv_heads: int = 0  # heads of full layers, where they differ
+    window_heads: int = 0  # query heads of window layers, if they differ
+    full_kv_heads: int = 0  # heads of full layers, if they differ
     full_head_dim: int = 0
     shared_kv_layers: int = 0  # last layers that read the cache of others
     keys_are_values: bool = False  # full layers have no value projection
-    gate_each_value: bool = False  # output gates are one a value, not one a head
-    per_layer_width: int = 0  # per-layer inputs: values of each layer
+    gate_each_value: bool = False  # there is one output gate per value, not per head
+    per_layer_width: int = 0  # values of a token's per-layer input of one layer
     state_heads: int = 0  # value heads of recurrent layers
     state_key_heads: int = 16
     state_dim: int = 128  # of their keys and values
     conv: int = 4  # tokens that their convolution sees
-    taps: int = 0  # of a draft
+    taps: int = 0  # target layers that a draft reads
 
     def kind(self, index: int) -> LayerKind:
         """Return the kind of a layer."""
@@ -74,7 +74,7 @@ class Dims:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerDims:
-    """The weights of one layer, and what the planner must know of its mixer."""
+    """The weights of one layer, and what the planner must know about its mixer."""
 
     tensors: Tensors  # by GGUF's names without "blk.N."
     kind: LayerKind = "full"
@@ -87,21 +87,20 @@ class LayerDims:
 
 
 def pattern(layers: int, every: int, other: LayerKind, offset: int = 1) -> tuple[LayerKind, ...]:
-    """Return the kinds of layers of which one in `every` is full: layer i where `every` divides
-    i + offset."""
+    """Return the kinds of layers, one in `every` full: layer i if `every` divides i + offset."""
     return tuple("full" if (index + offset) % every == 0 else other for index in range(layers))
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Reads a header's numbers and checks each of them before anything is sized by it."""
+    """Reads a header's numbers, and checks each of them before sizes are computed from it."""
 
     header: ModelHeader
 
     def size(self, *keys: str, default: int | None = None, least: int = 1) -> int:
         """Return the value of the first of `keys` that is set, checked to be at least `least`.
 
-        Where none is set, return the default, which is not checked.
+        If none is set, return the default, which is not checked.
         """
         metadata = self.header.metadata
         key = next((key for key in keys if key in metadata), keys[0])
@@ -110,7 +109,7 @@ class Facts:
         return self.checked(key, metadata.get_int(key), least)
 
     def sizes(self, key: str, count: int, default: int | None = None) -> tuple[int, ...]:
-        """Return one number for each layer; a single one stands for all."""
+        """Return one number for each layer; a single number in the file stands for all layers."""
         given = None if default is None else [default] * count
         numbers = self.header.metadata.get_ints(key, given, count=count)
         return tuple(self.checked(key, number, 0) for number in numbers)

@@ -1,6 +1,6 @@
-"""Family: everything that is particular to one model family, as the family's own file states it.
+"""Family: the type of a family file's content, which is all that is particular to one family.
 
-A family file has no torch and, until something is synthesised, no numpy: the planner reads it.
+A family file imports no torch, and numpy only to synthesise: the planner must start fast.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 FixedSettings = Mapping[str, tuple[object, ...]]  # values that a family covers, by key
 
-ANY: tuple[object, ...] = ("any",)  # for a setting whose value the family checks itself
+ANY: tuple[object, ...] = ("any",)  # for a setting whose value is checked by the family's own code
 # Settings that change the arithmetic of any family, with the values that change nothing. A family
 # that implements one of them lists it in its own `fixed`.
 USUAL: FixedSettings = {
@@ -144,7 +144,7 @@ class SafetensorsLayout:
     bare: tuple[str, ...] = ()  # ends of names that have no ".weight"
     stacked_experts: bool = False  # whether all experts of a layer are one tensor
     shape: Callable[[str, tuple[int, ...]], tuple[int, ...]] = _same_shape
-    # Undoes what the conversion to GGUF does to the values of a part; None where that is nothing.
+    # Undoes what the conversion to GGUF does to the values of a part; None: nothing is undone.
     undo: Callable[[str, Dims], "Callable[[Floats], Floats] | None"] = _same_values
 
 
@@ -170,22 +170,22 @@ def _usual_spread(name: str, dims: Dims) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synthesis:
-    """How a checkpoint of the family is synthesised, as far as it differs from the others."""
+    """How a checkpoint of the family is synthesised, where families differ."""
 
     model_class: str  # transformers' class of the text model
     model_type: str  # in config.json
     # Small models for tests by name: every kind of layer, rows of whole 256-value blocks, short
     # windows. The first is called "tiny".
     tiny: Mapping[str, Dims]
-    tokenizer: Callable[[int], TokenizerKind]  # of a vocabulary of so many tokens
+    tokenizer: Callable[[int], TokenizerKind]  # for a vocabulary of so many tokens
     recipe: Callable[[str, Dims], Recipe] = plain_recipe  # numbers that the real files have
-    # Completes a recipe with what a config.json says in keys of its own.
+    # Completes a recipe with a config.json's keys that only this family has.
     from_config: Callable[[Recipe, Metadata], Recipe] = _same_recipe
-    # Entries of config.json beside the shared ones, from the recipe and the special tokens' ids.
+    # The family's additional entries of config.json, from the recipe and the special tokens' ids.
     config: Callable[[Recipe, Json], Json] = _no_config
-    keys: Callable[[Recipe], Json] = _no_keys  # GGUF keys beside the shared ones, without prefix
+    keys: Callable[[Recipe], Json] = _no_keys  # the family's additional GGUF keys, without prefix
     layout: SafetensorsLayout = SafetensorsLayout()
-    last_layer_is_full: bool = False  # also where a model is cut to its first layers
+    last_layer_is_full: bool = False  # also if a model is cut to its first layers
     # How a synthesised router is made to prefer some experts: "beacon" by a constant in the
     # hidden state, "bias" by the router's own bias; "": not at all.
     skew: Literal["", "beacon", "bias"] = ""

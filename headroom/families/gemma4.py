@@ -1,4 +1,4 @@
-"""Gemma 4: norms on both sides of every part; windows, shared caches, inputs of single layers."""
+"""Gemma 4: norms on both sides of every part; windows, shared caches, per-layer inputs."""
 
 import math
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ NAMING = Naming(
     architecture="gemma4",
     model_types=("gemma4", "gemma4_text"),
     tied_by_default=True,
-    # Inputs of every layer, from a table of their own.
+    # Per-layer inputs, from a second embedding table.
     model_names=(
         ("per_layer.embed", "per_layer_token_embd", "embed_tokens_per_layer"),
         ("per_layer.proj", "per_layer_model_proj", "per_layer_model_projection"),
@@ -150,7 +150,7 @@ def _heads(facts: Facts, full: int, window: int) -> dict[str, int]:
 
 
 def _layer_overrides(facts: Facts, index: int) -> Mapping[str, Any]:
-    """Return what a config.json says of one layer alone; its keys are layer numbers like "05"."""
+    """Return a config.json's settings of one layer, whose keys are layer numbers like "05"."""
     by_layer = facts.header.metadata.values.get("hf.per_layer_config")
     for key, value in by_layer.items() if isinstance(by_layer, Mapping) else ():
         if isinstance(value, Mapping) and str(key).isdigit() and int(key) == index:
@@ -254,9 +254,9 @@ def _attention(header: ModelHeader, dims: Dims, index: int, rope: RopeConfig) ->
 
 
 def _cache_owner(header: ModelHeader, dims: Dims, index: int) -> int | None:
-    """Return the layer whose cache a layer reads: the last of its kind that has one.
+    """Return the layer whose cache a layer reads: the last layer of its kind that has a cache.
 
-    None for a layer that has a cache of its own.
+    None for a layer with its own cache.
     """
     owners = dims.layers - dims.shared_kv_layers
     if index < owners:
@@ -307,7 +307,7 @@ def _experts(dims: Dims) -> ExpertsConfig:
 FIXED: FixedSettings = {
     "hf.hidden_activation": ("gelu_pytorch_tanh",),
     "hf.attention_bias": (False,),
-    "hf.use_bidirectional_attention": ("vision",),  # of pictures; text is causal
+    "hf.use_bidirectional_attention": ("vision",),  # for pictures only; text is causal
     "attention.sliding_window": ANY,
     "expert_gating_func": (1,),  # softmax
     "hf.rope_parameters": ANY,  # one table for each kind of layer
@@ -443,9 +443,9 @@ def _vector(name: str, normal: "Floats", source: "np.random.Generator") -> "Floa
         kept = np.arange(len(normal)) < len(normal) // 4
         return np.where(kept, np.float32(1), np.float32(1e30))
     if name == "attn_q_norm.weight":
-        return 0.3 * (1 + 0.1 * normal)  # scores of this family have no scale of their own
+        return 0.3 * (1 + 0.1 * normal)  # this family does not scale scores
     if name == "ffn_gate_inp.weight":
-        return normal  # what it reads is divided by the root of its width
+        return normal  # its input is divided by the root of the width
     return None
 
 

@@ -92,7 +92,7 @@ def read_dims(facts: Facts) -> Dims:
 
 
 def _gguf_kinds(facts: Facts) -> tuple[LayerKind, ...]:
-    """Return the kinds by GGUF's keys; files of models without windows have none of them."""
+    """Return the kinds of layers from GGUF's keys, which models without windows do not have."""
     if not facts.size("attention.sliding_window", default=0, least=0):
         return pattern(facts.layers, 1, "window")
     key = "attention.sliding_window_pattern"
@@ -102,7 +102,7 @@ def _gguf_kinds(facts: Facts) -> tuple[LayerKind, ...]:
 
 
 def _gates_each_value(facts: Facts, values: int) -> bool:
-    """Whether the output has one gate for each value; the gate's rows say so where it is there."""
+    """Return whether the output has one gate per value: by the gate's tensor, if it is known."""
     rows = facts.rows("layers.0.attn.gate")
     if rows is not None:
         return rows == values

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def read_dims(facts: Facts) -> Dims:
-    """Read the sizes of a model whose layers are all alike and dense."""
+    """Read the sizes of a model whose layers are all equal and dense."""
     return common_dims(facts, ffn=facts.size("feed_forward_length"))
 
 
@@ -143,7 +143,8 @@ FAMILIES = (
             "hf.attention_bias": (False,),
             "hf.mlp_bias": (False,),
             "expert_count": (0,),
-            "rope.scaling.type": ANY,  # the refusal of another one lists those above
+            # Checked in `_divisors`, whose error lists the supported ones.
+            "rope.scaling.type": ANY,
             "rope.scaling.factor": ANY,
         },
         known={

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 MODEL_TYPES = ("mistral", "ministral", "ministral3", "mistral3")
 WINDOW: tuple[LayerKind, ...] = ("window",)
-BETA = 0.1  # by which queries of Ministral 3 grow beyond the original context
+BETA = 0.1  # scales queries of Ministral 3 beyond the original context
 
 # Rotary settings that are read here; `yarn_rope` reads the others.
 _OWN_ROPE_KEYS = (
@@ -77,7 +77,7 @@ def _first_scaled_position(facts: Facts) -> int:
 
 
 def _kinds(facts: Facts) -> tuple[LayerKind, ...]:
-    """Return the kinds of layers of a model with a window: all have it, or those that are named."""
+    """Return the kinds of layers of a model with a window: all have it, or those in layer_types."""
     flags = window_flags(facts, "attention.sliding_window_pattern")
     if flags is not None:
         return flags

@@ -1,6 +1,6 @@
 """Qwen3.5 and 3.6: gated linear attention, with gated full attention in every fourth layer.
 
-The feed-forward part is dense, or routed experts with a gated shared one.
+The feed-forward part is dense, or routed experts with a gated shared expert.
 """
 
 from collections.abc import Callable
@@ -156,7 +156,7 @@ def _mixer(header: ModelHeader, dims: Dims, index: int) -> AttentionConfig | Del
             value_heads=dims.state_heads,
             head_dim=dims.state_dim,
             conv=dims.conv,
-            # GGUF conversion deals value heads out to key heads in turn, and stores the decay.
+            # The conversion to GGUF assigns value heads to key heads in turn, and stores the decay.
             tiled=from_gguf,
             decay_is_log=not from_gguf,
         )
@@ -173,7 +173,7 @@ def _mixer(header: ModelHeader, dims: Dims, index: int) -> AttentionConfig | Del
 
 
 def _rotary_dims(header: ModelHeader, dims: Dims) -> int:
-    """Return how many values of a head are rotated: a quarter where the file does not say."""
+    """Return how many values of a head are rotated: a quarter if the file does not say."""
     metadata = header.metadata
     key = "rope.scaling.partial_rotary_factor"
     key = key if key in metadata else "hf.partial_rotary_factor"
@@ -182,7 +182,7 @@ def _rotary_dims(header: ModelHeader, dims: Dims) -> int:
 
 
 def _experts(dims: Dims) -> ExpertsConfig:
-    """Return the experts of every layer; weights of the chosen ones always sum to one."""
+    """Return the experts of every layer; the weights of the picked ones always sum to one."""
     return ExpertsConfig(
         experts=dims.experts,
         used=dims.experts_used,
@@ -199,7 +199,7 @@ FIXED: FixedSettings = {
     "hf.output_gate_type": ("swish", "silu"),
     "rope.scaling.type": ("none", "default"),
     "rope.scaling.partial_rotary_factor": ANY,
-    "hf.partial_rotary_factor": ANY,  # where older files have it
+    "hf.partial_rotary_factor": ANY,  # in older files
 }
 
 DENSE_27B = Dims(
@@ -287,7 +287,7 @@ def _safetensors_shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _undo(part: str, dims: Dims) -> "Callable[[Floats], Floats] | None":
-    """Return what undoes the conversion: norms that hold one more, value heads in turn."""
+    """Return what undoes the conversion of a part to GGUF: norms plus one, order of heads."""
     import numpy as np
 
     if part.endswith("_norm") and part != "ssm_norm":
@@ -305,7 +305,7 @@ def _undo(part: str, dims: Dims) -> "Callable[[Floats], Floats] | None":
 
 
 def _grouped(rows: "Floats", dims: Dims) -> "Floats":
-    """Return rows of value heads in which those of one key head lie together."""
+    """Return rows of value heads, reordered so that those of one key head are adjacent."""
     keys, values = dims.state_key_heads, dims.state_heads
     heads = rows.reshape(values // keys, keys, rows.shape[0] // values, *rows.shape[1:])
     return heads.swapaxes(0, 1).reshape(rows.shape)

@@ -56,7 +56,7 @@ def read_dims(header: ModelHeader) -> Dims:
 
 
 def is_known(text: str) -> bool:
-    """Whether a text names a known model; what follows a colon may be anything."""
+    """Return whether a text names a known model; any text may follow a colon."""
     return text.lower().partition(":")[0] in KNOWN
 
 

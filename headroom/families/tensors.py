@@ -1,4 +1,4 @@
-"""Blocks of tensors that tables of families are made of, named as in a GGUF file."""
+"""Groups of tensors from which families build their tables, named as in a GGUF file."""
 
 from headroom.families.dims import Dims, LayerDims, Tensors
 

@@ -47,7 +47,7 @@ class GgufValues(Mapping[str, object]):
         self._raw = raw
 
     def without_prefix(self, prefix: str) -> "GgufValues":
-        """Return the same values with `prefix` taken off the keys that have it."""
+        """Return the values with `prefix` removed from the keys that begin with it."""
         renamed = {key.removeprefix(prefix): value for key, value in self._raw.items()}
         if len(renamed) != len(self._raw):
             raise FormatError(f"Two keys differ only by the prefix {prefix!r}.")
@@ -84,7 +84,7 @@ class HeaderCutError(Exception):
 
 
 class _Cursor:
-    """Walks the header and refuses whatever reaches beyond the end of the file."""
+    """Reads the header in order; refuses a value that reaches beyond the end of the file."""
 
     def __init__(self, view: memoryview, path: Path, file_bytes: int) -> None:
         self.view = view  # the file's first bytes, or all of them
@@ -95,11 +95,11 @@ class _Cursor:
 
     @property
     def left(self) -> int:
-        """Bytes between here and the end of the file."""
+        """Bytes between the cursor and the end of the file."""
         return self.file_bytes - self.position
 
     def skip(self, size: int, what: str) -> int:
-        """Step over `size` bytes and return where they start."""
+        """Skip `size` bytes and return where they start."""
         start = self.position
         if size > self.left:
             raise self.error(f"{what} takes {size} bytes, but {self.left} are left in the file")
@@ -131,7 +131,7 @@ class _Cursor:
         return value
 
     def text(self, what: str) -> MappedText:
-        """Step over a text and return it undecoded."""
+        """Skip a text and return its bytes, not decoded."""
         size = self.u64(f"the length of {what}")
         start = self.skip(size, what)
         return MappedText(self.view[start : start + size], f"{self.path}: {what}")
@@ -154,7 +154,7 @@ class _Cursor:
         return self.number(_NUMBERS[kind], what)
 
     def array(self, what: str, depth: int) -> Sequence[object]:
-        """Step over an array; its numbers and texts stay in the map."""
+        """Skip an array and return a view of it; its numbers and texts stay in the mapped file."""
         kind = self.u32(f"the element type of {what}")
         if kind not in _LEAST_BYTES:
             raise self.error(f"{what} is an array of the unknown type {kind}")
@@ -189,7 +189,7 @@ class _Cursor:
                 position += 8 + unpack(view, position)[0]
                 append(position)
         except (struct.error, OverflowError):
-            position += 8  # the next length is not there
+            position += 8  # counts the length field that is cut off
         if position > self.file_bytes:
             raise self.error(f"text {max(0, len(ends) - 1)} of {what} ends outside the file")
         if position > len(view):
@@ -212,7 +212,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def parse_gguf(view: memoryview, path: Path, file_bytes: int) -> GgufFile:
-    """Read a header from a file's first bytes; HeaderCutError says that they are too few."""
+    """Read a header from a file's first bytes; raise HeaderCutError if they are too few."""
     cursor = _Cursor(view, path, file_bytes)
     version = _read_version(cursor)
     tensor_count = cursor.count(_TENSOR_BYTES, "the number of tensors", MAX_TENSORS)

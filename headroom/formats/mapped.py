@@ -13,7 +13,7 @@ class MappedStrings(Sequence[str]):
 
     def __init__(self, view: memoryview, start: int, ends: "array[int]", where: str) -> None:
         self._view = view
-        self._start = start  # of the first string's length field
+        self._start = start  # offset of the first string's length field
         self._ends = ends  # byte after each string
         self._where = where
 

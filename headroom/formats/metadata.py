@@ -29,7 +29,8 @@ CONFIG_KEYS: dict[str, tuple[str, ...]] = {
     "shared_expert_intermediate_size": ("expert_shared_feed_forward_length",),
 }
 
-# The same for keys inside rope_parameters and rope_scaling; others become "rope.scaling.<key>".
+# GGUF keys for keys inside rope_parameters and rope_scaling; other keys become
+# "rope.scaling.<key>".
 ROPE_KEYS = {
     "rope_theta": "rope.freq_base",
     "rope_type": "rope.scaling.type",

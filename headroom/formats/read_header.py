@@ -14,7 +14,7 @@ from headroom.formats.tensor import TensorInfo
 
 
 def gguf_header(parts: Sequence[GgufFile], path: Path, namings: Namings) -> ModelHeader:
-    """Return what the parts of a GGUF model say together."""
+    """Return the header of a GGUF model from its parsed parts."""
     values = parts[0].values
     architecture = values.get("general.architecture")
     if not isinstance(architecture, str) or not architecture:
@@ -38,7 +38,7 @@ def safetensors_header(
     name: str,
     namings: Namings,
 ) -> ModelHeader:
-    """Return what a config.json and the parts of a safetensors model say.
+    """Return the header of a safetensors model from its config.json and its parsed parts.
 
     Without parts, the header has settings and no tensors.
     """

@@ -22,7 +22,7 @@ class Shard:
     entries: tuple[TensorEntry, ...]
 
     def header(self) -> bytes:
-        """Return all that stands before the tensors."""
+        """Return the bytes before the tensors: the header and its length."""
         offset, table = 0, {}
         for entry in self.entries:
             end = offset + prod(entry.shape) * entry.quant.block_bytes

@@ -43,7 +43,7 @@ class TensorInfo:
 
 
 def map_file(path: Path) -> memoryview:
-    """Return a file's bytes as a read-only map, of which only what is touched is read."""
+    """Return a file's bytes as a read-only memory map; pages are read when they are used."""
     if not path.exists():
         raise FormatError(f"There is no file {path}.")
     if not path.is_file():

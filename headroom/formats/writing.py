@@ -1,4 +1,4 @@
-"""Writing: large files of pieces that threads prepare, complete under their name or not there."""
+"""Writes large files from pieces that threads prepare; a file gets its name when it is complete."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ SPARE_BYTES = 64 << 20  # left free on a disk
 
 
 def ignore(_: int) -> None:
-    """Take a count of written bytes and show it to nobody."""
+    """Do nothing: the progress callback if none is given."""
 
 
 def write_pieces(
@@ -48,7 +48,7 @@ def file_write_all(write: Callable[[memoryview], int | None], view: memoryview) 
 
 
 def in_order(jobs: Iterable[Job], threads: int) -> Iterator[Piece]:
-    """Yield what the jobs make in their order, while threads make the next ones."""
+    """Yield the results of the jobs in order, while threads run the next jobs."""
     waiting: deque[Future[Piece]] = deque()
     with ThreadPoolExecutor(max_workers=threads) as pool:
         try:

@@ -44,7 +44,7 @@ class DrawSettings(Protocol):
 
     @property
     def penalises(self) -> bool:
-        """Whether tokens that came before matter."""
+        """Whether tokens that came before change the logits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,7 +181,7 @@ class DeviceSampler:
             places[np.arange(first, length) % size] = history[first:length]
 
     def _rest(self, row: int) -> None:
-        """Let a row that draws nothing take the likeliest token, which costs least."""
+        """Set a row that draws nothing to take the likeliest token, which is fastest."""
         mine = self._held[row]
         if mine.settings is not None:
             mine.settings = mine.history = None

@@ -1,4 +1,4 @@
-"""Calibration: speeds and overheads that were measured, with where and when."""
+"""Calibration: measured speeds and overheads, each with its source and date."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Memory that a runtime takes beside our own allocations."""
+    """Memory that a runtime takes in addition to our own allocations."""
 
     bytes: int
     source: str  # where the number is from
@@ -36,21 +36,22 @@ GPU_GRAPHS = Overhead(
     64 * MIB, "pools of captured graphs; up to 51 MiB measured 2026-11 on an H200"
 )
 NO_GRAPHS = Overhead(0, "AMD's GPUs run steps without capturing them")
-# Beside the lines of a tiny model in float32, of which torch held 187 MiB more.
+# Torch held 187 MiB more than the plan's lines for a tiny model in float32.
 GPU_EAGER = Overhead(
     192 * MIB, "torch and cuBLAS without fused layers; 187 MiB measured 2026-11 on an H200"
 )
 
 
-# Beside what torch holds: 526 MiB when CUDA starts, and 238 to 252 MiB for kernels, libraries and
-# graphs. That a context shrinks with the card is an assumption: only an H200 was measured.
+# In addition to what torch holds: 526 MiB when CUDA starts, and 238 to 252 MiB for kernels,
+# libraries and graphs. Only an H200 was measured; that a context is smaller on smaller cards is an
+# assumption.
 _LARGEST_CONTEXT, _CONTEXT_SHARE = 528 * MIB, 64
-# Of the card on which that was measured, however its memory is counted.
+# Memory of the card on which that was measured.
 _MEASURED_SIZES = range(130 * GIB, 145 * GIB)
 
 
 def gpu_runtime(total_bytes: int, system: str = "CUDA") -> Overhead:
-    """Return what a GPU of this size gives to its driver for one process."""
+    """Return the memory that the driver of a GPU of this size takes for one process."""
     context = min(_LARGEST_CONTEXT, total_bytes // _CONTEXT_SHARE)
     measured = system == "CUDA" and total_bytes in _MEASURED_SIZES
     how = "up to" if measured else "an estimate from"
@@ -62,22 +63,22 @@ def gpu_runtime(total_bytes: int, system: str = "CUDA") -> Overhead:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What one device of this machine was measured to reach."""
+    """The measured speeds of one device of this machine."""
 
     bandwidth: float  # bytes/s of its own memory
     link: float  # bytes/s to host memory
     flops: float  # operations per second at its compute type
     date: str  # of the measurement, as 2026-11-15
     link_read: float = 0.0  # bytes/s of a GPU's kernels that read host memory; 0: not measured
-    handover_s: float = 0.0  # a GPU's request of the CPU inside a step, and its answer; 0: not
+    handover_s: float = 0.0  # seconds of a GPU's request to the CPU and its answer; 0: not measured
     experts: float = 0.0  # bytes/s of a CPU's expert kernels on a GPU's layout; 0: not measured
-    expert_flops: float = 0.0  # operations/s of those with some rows an expert; 0: not measured
+    expert_flops: float = 0.0  # operations/s of those kernels with several rows per expert; 0: not
     # The measured GPU, as its driver names it: a number such as cuda:0 may mean another card later.
     product: str = ""
     total_bytes: int = 0
 
     def unlike(self, device: DeviceSpec) -> str:
-        """Say why these are not the speeds of a device; "" where they are."""
+        """Return why these are not the speeds of a device; "" if they are."""
         total = device.card_bytes or device.total_bytes
         if device.kind == "cpu" or (self.product, self.total_bytes) == (device.product, total):
             return ""
@@ -90,7 +91,7 @@ def _card(product: str, total_bytes: int) -> str:
     return f"{product or 'a GPU without a name'}{size}"
 
 
-_POSITIVE = ("bandwidth", "flops")  # others may be missing, as 0
+_POSITIVE = ("bandwidth", "flops")  # other speeds may be 0, which means not measured
 _TEXTS = ("date", "product")
 
 
@@ -182,7 +183,7 @@ def with_speeds(devices: Sequence[DeviceSpec], speeds: Mapping[str, Speeds]) -> 
             device = replace(
                 device,
                 bandwidth=found.bandwidth,
-                link=found.link or device.link,  # 0: not measured, and copies take their time
+                link=found.link or device.link,  # 0: not measured
                 flops=found.flops,
                 link_read=found.link_read,
                 handover_s=found.handover_s,

@@ -1,11 +1,11 @@
 """The catalogue: GPUs and unified-memory machines that a plan can be made for unseen.
 
-The figures are those of the makers' data sheets, written down from knowledge of them and measured
-by nobody here: predictions made from them are estimates. A size in a name counts as GiB, and what
-an idle driver keeps of it is estimated; `--device cuda:0` sees the truth on the machine itself.
-Links count one direction: PCIe 3, 4 and 5 with 16 lanes move 16, 32 and 63 GB/s, half of that with
-8 lanes. Arithmetic is the dense 16-bit rate with f32 sums where the device has it, and only serves
-the speed of prefill.
+The figures come from the makers' data sheets and were not measured by us, so predictions made from
+them are estimates. A size in a name counts as GiB, and the part of it that an idle driver holds is
+estimated; on the machine itself `--device cuda:0` reads the real numbers. Links count one
+direction: PCIe 3, 4 and 5 with 16 lanes move 16, 32 and 63 GB/s, half of that with 8 lanes.
+Arithmetic is the dense 16-bit rate with f32 sums where the device has it, and only serves the speed
+of prefill.
 """
 
 import difflib
@@ -16,9 +16,9 @@ from headroom.errors import OptionError
 from headroom.machine.devices import DeviceKind, DeviceSpec
 from headroom.units import GIB, MIB
 
-# What NVIDIA's idle driver does not give away, without a display: reports of cards say 0.22 GiB of
-# 8, 0.31 to 0.45 of 24, 0.74 to 0.8 of 80 and 1.2 of 141.
-DRIVER_BYTES, DRIVER_SHARE = 192 * MIB, 128  # so much, and one part in so many
+# Memory that NVIDIA's idle driver holds, without a display. Users report 0.22 GiB of 8, 0.31 to
+# 0.45 of 24, 0.74 to 0.8 of 80 and 1.2 of 141 GiB.
+DRIVER_BYTES, DRIVER_SHARE = 192 * MIB, 128  # a constant, and 1/128 of the card
 # Cards whose GDDR memory holds its own check bits, as delivered: T4s report 15.0 GiB, L4s 22.5.
 CHECKED = frozenset(("t4-16gb", "a10-24gb", "l4-24gb", "l40s-48gb"))
 CHECK_SHARE = 16
@@ -160,7 +160,7 @@ def find_device(text: str) -> DeviceSpec:
 
 
 def driver_bytes(entry: Entry) -> int:
-    """Return what a card's driver keeps of its memory; 0 where nothing is known of that."""
+    """Return the memory that a card's idle driver holds; 0 if unknown."""
     if not entry.arch.startswith("sm") or entry.link == 0:
         return 0
     capacity = entry.gibibytes * GIB
@@ -191,7 +191,7 @@ def _spec(entry: Entry) -> DeviceSpec:
 
 
 def _plain(text: str) -> str:
-    """Return a name without the marks that people set differently."""
+    """Return a name without the blanks, dashes and case in which spellings differ."""
     return re.sub(r"[^a-z0-9]", "", text.lower().replace("nvidia", "").replace("geforce", ""))
 
 
@@ -200,7 +200,7 @@ def _family(name: str) -> str:
 
 
 def _similar(wanted: str) -> list[str]:
-    """Return the catalogue's names that look like a wrong one."""
+    """Return names of the catalogue that are similar to a wrong name."""
     by_plain = {_plain(entry.name): entry.name for entry in CATALOGUE}
     close = difflib.get_close_matches(wanted, by_plain, n=4, cutoff=0.5)
     return [by_plain[name] for name in close] or ["rtx3060-12gb", "rtx4090-24gb", "rx7900xtx-24gb"]

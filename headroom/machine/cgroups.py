@@ -13,7 +13,8 @@ class GroupLimits:
     """What the groups allow; None where nothing is limited."""
 
     memory_bytes: int | None  # the smallest limit on the way to the root
-    available_bytes: int | None  # the least left of any limit; cache the kernel can drop is left
+    # The smallest rest of any limit; droppable file cache counts as free.
+    available_bytes: int | None
     cores: float | None  # share of processor time, in cores
 
 
@@ -64,7 +65,7 @@ def _number(path: Path) -> int | None:
 
 
 def _droppable(folder: Path) -> int:
-    """Return the file cache in a group's use that the kernel gives up on demand."""
+    """Return the file cache that counts as used by a group and that the kernel drops on demand."""
     try:
         rows = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
         return int(rows.get("total_inactive_file", rows.get("inactive_file", 0)))

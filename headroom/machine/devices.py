@@ -25,9 +25,9 @@ class DeviceSpec:
     kind: DeviceKind
     total_bytes: int
     available_bytes: int  # total, less what others hold
-    driver_bytes: int = 0  # of the taken bytes, an estimate of what an idle driver holds
-    product: str = ""  # of a GPU of this machine, what its driver calls it
-    card_bytes: int = 0  # of the whole card, where total is only what may be taken of it
+    driver_bytes: int = 0  # an estimate of what an idle driver holds, part of the taken bytes
+    product: str = ""  # the driver's name for a GPU of this machine
+    card_bytes: int = 0  # memory of the whole card, if `total_bytes` is limited by an option
     bandwidth: float = ASSUMED_CPU_BANDWIDTH  # bytes/s of its own memory
     link: float = 0.0  # bytes/s between it and host memory; 0 where it is host memory
     flops: float = 0.0  # multiply-adds x2 per second at its compute type; 0 where unknown
@@ -37,17 +37,17 @@ class DeviceSpec:
     native: bool = False  # a CPU whose C++ kernels were built: they read packed weights
     unified: bool = False  # shares its memory with the host
     runs_layers: bool = True  # False: only lends its memory to other devices
-    # Of cold experts, where that was measured; 0 where not.
+    # Speeds for cold experts; 0: not measured.
     link_read: float = 0.0  # bytes/s of a GPU's kernels that read host memory
-    handover_s: float = 0.0  # a GPU's request of the CPU inside a step, and its answer
+    handover_s: float = 0.0  # seconds of a GPU's request to the CPU inside a step, and its answer
     experts: float = 0.0  # bytes/s of a CPU's expert kernels
-    expert_flops: float = 0.0  # operations/s of those with some rows an expert
+    expert_flops: float = 0.0  # operations/s of those kernels with several rows per expert
     measured: bool = False  # whether its speeds were measured or are only listed
     pinnable_bytes: int | None = None  # host memory that may be pinned; None: no limit is known
 
     @property
     def holds_all(self) -> bool:
-        """Whether there is no second memory behind it that could hold cold experts."""
+        """Whether the device has no host memory behind it that could hold cold experts."""
         return self.kind == "cpu" or self.unified
 
 

@@ -1,4 +1,4 @@
-"""What NVIDIA's driver tells of GPUs, numbered as torch numbers them, and who holds what."""
+"""What NVIDIA's driver reports about GPUs, in torch's numbering, and which processes use them."""
 
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,9 @@ _IN_CONTAINERS = (
 class NvidiaGpu:
     """One GPU of the driver's report."""
 
-    name: str = ""  # as torch counts those that a process sees: "cuda:0"
+    name: str = ""  # torch's name, which counts the visible GPUs: "cuda:0"
     product: str
-    total_bytes: int  # 0 where the driver does not tell
+    total_bytes: int  # 0 if the driver does not report it
     free_bytes: int
     sm: int
     driver: str
@@ -72,7 +72,7 @@ def gpu_facts() -> list[GpuFacts]:
 
 
 def gpu_holders(name: str) -> list[Holder]:
-    """Return the processes that hold memory of a GPU, most first; none where all is hidden."""
+    """Return the processes that hold memory of a GPU, most first; empty if they are hidden."""
     own = {gpu.uuid for gpu in nvidia_gpus() if gpu.name == name}
     return read_holders(own, ask_driver(_PROCESS_QUERY)[0])
 
@@ -102,7 +102,7 @@ def why_unseen(name: str) -> tuple[str, str]:
 
 
 def read_gpus(report: str, environment: Mapping[str, str]) -> list[NvidiaGpu]:
-    """Return the GPUs of the driver's report that a process with such an environment sees."""
+    """Return the GPUs of the driver's report that are visible under an environment."""
     found = [
         NvidiaGpu(
             product=product,
@@ -115,8 +115,8 @@ def read_gpus(report: str, environment: Mapping[str, str]) -> list[NvidiaGpu]:
         for product, total, free, capability, driver, uuid in _rows(report, 6)
     ]
     if environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":  # the order of the report
-        # CUDA puts the fastest first by a rule of its own; the catalogue's is the nearest. Torch
-        # is asked whether it holds, before anything is loaded.
+        # CUDA puts the fastest GPU first, by an unpublished rule; the catalogue's speeds come
+        # nearest. `readiness` compares the result with torch's before anything is loaded.
         found.sort(key=lambda gpu: -_flops(gpu))
     visible = _visible(found, environment.get("CUDA_VISIBLE_DEVICES"))
     return [
@@ -133,7 +133,7 @@ def _visible(gpus: Sequence[NvidiaGpu], chosen: str | None) -> list[NvidiaGpu]:
         if word.isdigit():
             matching = list(gpus[int(word) : int(word) + 1])
         elif word.startswith("MIG-") and len(gpus) == 1:
-            matching = list(gpus)  # a part of the only card; how large it is, torch tells
+            matching = list(gpus)  # a part (MIG) of the only card; torch reports its size
         else:
             matching = [gpu for gpu in gpus if word and gpu.uuid.startswith(word)]
         if len(matching) != 1:
@@ -153,7 +153,7 @@ def read_holders(uuids: set[str], processes: str) -> list[Holder]:
 
 
 def find_card(product: str, total_bytes: int) -> DeviceSpec | None:
-    """Return the catalogue's card of a driver's name and size; None where it knows none."""
+    """Return the catalogue's entry for a driver's name and size; None if there is none."""
     size = round(total_bytes / GIB)
     for text in (f"{product}-{size}gb", product):
         try:

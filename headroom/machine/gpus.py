@@ -18,9 +18,9 @@ def detect_gpus() -> list[DeviceSpec]:
 
 
 def driver_memory(name: str) -> tuple[int, int]:
-    """Return the bytes of a GPU that are free, and all of them, as its driver tells.
+    """Return the free bytes and the total bytes of a GPU, as its driver reports them.
 
-    Torch would have to start CUDA first, for which a full GPU has no room.
+    Torch would have to start CUDA first, which fails on a full GPU.
     """
     for device in detect_gpus():
         if device.name == name:
@@ -102,7 +102,7 @@ def gfx_name(version: int) -> str:
 
 
 def _amd_speeds(gfx: str, total_bytes: int) -> tuple[float, float, float]:
-    """Return the speeds of the slowest GPU of the catalogue that could be this one."""
+    """Return the speeds of the slowest GPU in the catalogue with this architecture and size."""
     size = round(total_bytes / (1 << 30))
     alike = [entry for entry in CATALOGUE if entry.arch == gfx and entry.gibibytes == size]
     if not alike:

@@ -1,4 +1,4 @@
-"""Measure: what this machine's memory, links and arithmetic reach, by the work of a model."""
+"""Measures the speed of this machine's memory, links and arithmetic, with a model's operations."""
 
 import logging
 import time
@@ -23,7 +23,7 @@ from headroom.units import MIB
 log = logging.getLogger(__name__)
 
 ROW = 4096  # values of a weight's row
-SAMPLE_BYTES = 512 * MIB  # read in one go: far more than any processor's cache
+SAMPLE_BYTES = 512 * MIB  # read at once: far more than any processor's cache
 MATRIX = 2048  # rows and columns of the products that measure arithmetic
 LINK_BYTES = 256 * MIB
 LEAST_S, TRIES, MOST_RUNS = 0.2, 3, 1000
@@ -32,20 +32,20 @@ _TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeeds:
-    """What goes from pinned host memory to a GPU, in bytes per second."""
+    """Speeds from pinned host memory to a GPU, in bytes per second."""
 
     copy: float
-    read: float  # by kernels that read it where it lies; 0: there is no compiler for them
+    read: float  # by kernels that read host memory in place; 0: no compiler for them
 
 
 def measure_machine() -> dict[str, Speeds]:
     """Return the speeds of the CPU and of every GPU that torch sees, by device name."""
     cpu = detect_cpu()
     speeds = {"cpu": measure_cpu(cpu)}
-    gpus = {gpu.name: gpu for gpu in detect_gpus()}  # as plans will see them
-    POOL.set(worker_threads(cpu.cores))  # as while a GPU waits for them
+    gpus = {gpu.name: gpu for gpu in detect_gpus()}  # with the names that plans use
+    POOL.set(worker_threads(cpu.cores))  # as many threads as compute cold experts
     try:
-        kind = "hip" if torch.version.hip else "cuda"  # both are cuda to torch
+        kind = "hip" if torch.version.hip else "cuda"  # torch calls both cuda
         for index in range(torch.cuda.device_count()):
             name = f"{kind}:{index}"
             speeds[name] = measure_cuda(torch.device("cuda", index))
@@ -82,9 +82,10 @@ def measure_cpu(cpu: DeviceSpec, sample_bytes: int = SAMPLE_BYTES) -> Speeds:
 
 
 def _experts(cpu: DeviceSpec, sample_bytes: int) -> tuple[float, float]:
-    """Return the bytes of experts a second that one row reads, and the operations of several rows.
+    """Return the expert kernels' bytes per second with one row, and operations per second with
+    several.
 
-    0 where there are no kernels or too little room.
+    Both are 0 without C++ kernels, or with too little free memory.
     """
     if MODULE is None or sample_bytes < SAMPLE_BYTES or 2 * expert_bytes() > cpu.available_bytes:
         return 0.0, 0.0
@@ -143,7 +144,7 @@ def measure_link(device: torch.device) -> LinkSpeeds:
 
 
 def _handover(device: torch.device) -> float:
-    """Return the time of an empty hand-over; 0 without a C++ module or a compiler of kernels."""
+    """Return the seconds of an empty hand-over; 0 without the C++ module or a CUDA compiler."""
     if MODULE is None or torch.version.hip:
         return 0.0
     with torch.cuda.device(device):
@@ -151,7 +152,7 @@ def _handover(device: torch.device) -> float:
 
 
 def _or_none(what: str, measure: Callable[[], float]) -> float:
-    """Return the measured value; 0, with a warning, where the kernels do not run."""
+    """Return the measured value; 0, with a warning, if the kernels do not run."""
     try:
         return measure()
     except (KernelError, RuntimeError, OSError, AttributeError) as error:
@@ -167,7 +168,7 @@ def fastest(work: Callable[[], object], wait: Callable[[], None] = lambda: None)
     work()
     wait()
     once = max(1e-9, time.perf_counter() - start)
-    # The number is fixed first: a GPU accepts many seconds of work at once.
+    # The number of runs is fixed first: a GPU's queue accepts many seconds of work.
     runs = max(1, min(MOST_RUNS, int(LEAST_S / TRIES / once)))
     best = float("inf")
     for _ in range(TRIES):

@@ -12,7 +12,7 @@ _HIP_F16 = ("gfx9", "gfx10")
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The policy's type for a device: what it computes, caches and hands rows over in by default.
+    """The policy's type for a device: its default for computing, KV cache and hand-over of rows.
 
     `--dtype`, `--kv-type` and `--activation-dtype` override one use of it each.
     """

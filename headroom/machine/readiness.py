@@ -1,4 +1,4 @@
-"""Readiness: why a GPU of this machine cannot run layers, decided from facts and nothing else."""
+"""Readiness: why a GPU of this machine cannot run layers; decided from facts, without torch."""
 
 import re
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ BF16_SM = 80
 LEAST_TORCH = (2, 8)  # on CUDA: products of 16-bit numbers that are summed and returned in float32
 # The least major version of NVIDIA's driver that starts each major version of CUDA.
 DRIVERS = {11: 450, 12: 525, 13: 580}
-SAME_SIZE = 0.1  # of a card: what its driver keeps is counted by some and not by others
+SAME_SIZE = 0.1  # relative; tools differ in whether they count what the driver holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFacts:
-    """What torch says of itself and of the GPUs that it sees."""
+    """What torch was built for, and the GPUs that it sees."""
 
     version: str
     cuda: str | None = None  # the CUDA version it was built for
@@ -41,35 +41,35 @@ class GpuMemory:
 
     free: int
     total: int
-    holders: tuple[Holder, ...]  # none where all is hidden
+    holders: tuple[Holder, ...]  # empty if they are hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
-    """What is known of one GPU beside its memory."""
+    """What is known about one GPU, apart from its use of memory."""
 
     name: str  # "cuda:0", "hip:0"
     product: str = ""
     sm: int = 0  # 10 x major + minor; 0 where unknown
     gfx: str = ""  # AMD's name of the architecture; "" where unknown
     driver: str = ""
-    total_bytes: int = 0  # as the driver tells; 0 where it does not
-    limit_bytes: int = 0  # that an engine may take of it; 0: all
+    total_bytes: int = 0  # as the driver reports it; 0 if it does not
+    limit_bytes: int = 0  # most memory that an engine may take; 0: all
     listed: int = 0  # GPUs that the driver lists; 0 where that is not known
-    torch_product: str = ""  # what torch finds under this name
+    torch_product: str = ""  # the product name that torch reports for this device
     torch_bytes: int = 0
-    compiler: str = ""  # why kernels cannot be compiled for it; "" where they can, or were not
-    full: GpuMemory | None = None  # where it has no room for a kernel
+    compiler: str = ""  # why kernels cannot be compiled; "" if they can, or it was not tried
+    full: GpuMemory | None = None  # set if the GPU has no room for a kernel
 
     @property
     def is_amd(self) -> bool:
-        """Whether it is a GPU of AMD's, which runs Triton's kernels."""
+        """Whether it is an AMD GPU, which runs Triton's kernels."""
         return self.name.startswith("hip")
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why something cannot be had, and what to try."""
+    """Why a device cannot be used, and what to try."""
 
     message: str
     hint: str
@@ -108,7 +108,7 @@ def _refuse_build(torch: TorchFacts, system: str, version: str | None) -> Refusa
 
 
 def _refuse_version(torch: TorchFacts) -> Refusal | None:
-    """Refuse a torch that lacks what kernels call; one whose version is not a number is taken."""
+    """Refuse a torch that is too old for our kernels; accept a version that is not a number."""
     found = re.match(r"(\d+)\.(\d+)", torch.version)
     if found is None or (int(found[1]), int(found[2])) >= LEAST_TORCH:
         return None
@@ -170,9 +170,9 @@ def _refuse_other(torch: TorchFacts, gpu: GpuFacts) -> Refusal | None:
 
 
 def _refuse_part(gpu: GpuFacts) -> Refusal | None:
-    """Refuse a part of the only card, which cannot be another one whatever its name is.
+    """Refuse a part (MIG) of the machine's only card, whose name may differ from the card's.
 
-    Where an engine takes no more than the part has, the plan is for the part.
+    The part is accepted if --device-memory is at most its size.
     """
     missing = gpu.total_bytes - gpu.torch_bytes
     if not gpu.torch_bytes or missing <= SAME_SIZE * gpu.total_bytes:
@@ -238,11 +238,11 @@ def _refuse_compiler(gpu: GpuFacts) -> Refusal | None:
 
 
 def has_kernels_for(archs: Sequence[str], sm: int) -> bool:
-    """Tell whether code for one of the architectures runs on a GPU of a compute capability."""
+    """Return whether code for one of the architectures runs on a GPU of a compute capability."""
     for arch in archs:
         if found := re.fullmatch(r"(sm|compute)_(\d+)[a-z]?", arch):
             number = int(found[2])
-            # Machine code runs on later members of its generation, the portable kind on all later.
+            # sm_ code runs on later GPUs of its generation, compute_ code (PTX) on all later ones.
             same = found[1] == "compute" or number // 10 == sm // 10
             if same and number <= sm:
                 return True

@@ -1,4 +1,4 @@
-"""Targets: the devices that a plan is made for, here or on a machine that is not at hand."""
+"""Targets: the devices that a plan is made for, of this machine or of another one."""
 
 import re
 from dataclasses import replace
@@ -24,7 +24,7 @@ def plan_devices(options: Options) -> list[DeviceSpec]:
     """Return the devices that the options name, in their order, and the host memory behind them.
 
     A device is `cpu`, a GPU of this machine (`cuda:0`, `hip:0`), a catalogue name or a size;
-    several are separated by commas. Without any it is this machine's CPU.
+    several are separated by commas. The default is this machine's CPU.
     """
     names = _names(options)
     host = _host(options.ram)
@@ -40,7 +40,7 @@ def plan_devices(options: Options) -> list[DeviceSpec]:
 
 
 def is_this_machine(options: Options) -> bool:
-    """Tell whether a plan is for this machine: neither its GPUs nor its memory are made up."""
+    """Return whether a plan is for this machine: its real GPUs and its real memory."""
     names = _names(options)
     return options.ram is None and all(name == "cpu" or is_local(name) for name in names)
 
@@ -50,7 +50,7 @@ def _names(options: Options) -> list[str]:
 
 
 def _with_own_speeds(devices: list[DeviceSpec], options: Options) -> list[DeviceSpec]:
-    """Return the devices with the speeds measured here, unless a GPU is of another machine."""
+    """Return the devices with speeds measured on this machine, unless one belongs to another."""
     gpus = [device for device in devices if device.kind != "cpu"]
     if not all(is_local(device.name) for device in gpus):
         return devices
@@ -58,7 +58,7 @@ def _with_own_speeds(devices: list[DeviceSpec], options: Options) -> list[Device
 
 
 def is_local(name: str) -> bool:
-    """Tell whether a name means a GPU of this machine."""
+    """Return whether a name means a GPU of this machine."""
     return _LOCAL.fullmatch(name) is not None
 
 
@@ -89,7 +89,7 @@ def _unknown_gpu(text: str) -> DeviceSpec:
 
 
 def _limited(device: DeviceSpec, text: str) -> DeviceSpec:
-    """Return a GPU as if it had no more memory than an engine may take of it."""
+    """Return a GPU with its memory reduced to what an engine may take."""
     limit = parse_size(text, "device_memory")
     if limit <= 0:
         raise OptionError(
@@ -106,7 +106,7 @@ def _limited(device: DeviceSpec, text: str) -> DeviceSpec:
 
 
 def _host(ram: str | None) -> DeviceSpec:
-    """Return this machine's CPU, with other memory where the options say so."""
+    """Return this machine's CPU, with the memory that the options give instead, if any."""
     here = detect_cpu()
     if ram is None:
         return here
@@ -117,7 +117,7 @@ def _host(ram: str | None) -> DeviceSpec:
 
 
 def _unique(devices: list[DeviceSpec]) -> list[DeviceSpec]:
-    """Number devices of one name, so that each line of a plan says which one it means."""
+    """Number devices that have the same name, so that lines of a plan can be told apart."""
     seen: dict[str, int] = {}
     named = []
     for device in devices:

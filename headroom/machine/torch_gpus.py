@@ -1,4 +1,4 @@
-"""What torch and the kernel compilers say about this machine's GPUs; `readiness` judges it."""
+"""What torch and the kernel compilers report about this machine's GPUs, for `readiness`."""
 
 import warnings
 from dataclasses import replace
@@ -21,7 +21,7 @@ def read_torch() -> TorchFacts:
     )
     if facts.cuda is None and facts.hip is None:
         return facts
-    with warnings.catch_warnings():  # the error that follows says what torch warns of
+    with warnings.catch_warnings():  # the error that follows says the same
         warnings.simplefilter("ignore")
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -36,7 +36,7 @@ def read_gpu(known: GpuFacts, torch_facts: TorchFacts) -> GpuFacts:
     A GPU that torch does not see keeps the facts that are known already.
     """
     index = int(known.name.partition(":")[2])
-    # A torch built for the other maker's GPUs numbers those, and not this one.
+    # A torch built for the other maker (NVIDIA or AMD) numbers that maker's GPUs.
     built = torch_facts.hip if known.is_amd else torch_facts.cuda
     if built is None or index >= torch_facts.count:
         return known

@@ -251,7 +251,7 @@ def most_counted_rows(layer: ColdLayer, speeds: ColdSpeeds) -> int:
 
 
 def pays_to_count(rows: int, layer: ColdLayer, speeds: ColdSpeeds) -> bool:
-    """Tell whether a step should wait for its picks before it copies experts.
+    """Return whether a step should wait for its picks before it copies experts.
 
     Without waiting, all cold experts are copied, beginning while the layer before still computes.
     With waiting, unused experts are not copied, and the CPU takes those that `left_to_cpu` gives

@@ -245,7 +245,7 @@ def _has_cold(devices: Sequence[DevicePlan]) -> bool:
 
 
 def _has_8_bit_products(devices: Sequence[DeviceSpec], options: Options) -> bool:
-    """Tell whether every stage is a CPU with C++ kernels that may be used."""
+    """Return whether every stage is a CPU with C++ kernels that may be used."""
     stages = [device for device in devices if device.runs_layers]
     return options.kernels == "auto" and all(x.kind == "cpu" and x.native for x in stages)
 
@@ -338,7 +338,7 @@ def _notes(problem: PlanProblem, settings: PlanSettings, layout: Layout) -> Iter
 
 
 def _unpacks_well(problem: PlanProblem, ranges: Ranges, chosen: Candidate) -> bool:
-    """Tell whether unpacked weights cost no other setting and take at most half of the memory.
+    """Return whether unpacked weights cost no other setting and take at most half of the memory.
 
     Only CPUs without C++ kernels unpack: plain ones would unpack every weight at every step.
     """

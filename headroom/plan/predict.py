@@ -208,6 +208,6 @@ def _prefill_seconds(work: _StageWork, device: DeviceSpec, speeds: ColdSpeeds) -
 
 
 def _unpacks(device: DeviceSpec, settings: PlanSettings) -> bool:
-    """Tell whether kernels unpack weights at every step: the plain ones of a CPU do."""
+    """Return whether kernels unpack weights at every step: the plain ones of a CPU do."""
     plain = device.kind == "cpu" and (not device.native or settings.kernels == "reference")
     return plain and settings.weights == "packed"

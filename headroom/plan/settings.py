@@ -98,7 +98,7 @@ def pages_for(tokens: int) -> int:
 
 
 def uses_arena(kernels: str, compute_type: str) -> bool:
-    """Tell whether a GPU's fused kernels run the layers."""
+    """Return whether a GPU's fused kernels run the layers."""
     return kernels == "cuda" and compute_type in NARROW_TYPES
 
 
@@ -114,5 +114,5 @@ def held_shape(shape: ModelShape, kernels: str, compute_type: str) -> ModelShape
 
 
 def holds_cold(cold: str, keep_copy: bool) -> bool:
-    """Tell whether host memory holds cold experts: nobody reads dropped ones."""
+    """Return whether host memory holds cold experts: nobody reads dropped ones."""
     return cold != "drop" or keep_copy

@@ -87,7 +87,7 @@ def find_device(options: Options) -> str:
 
 
 def _log_none() -> None:
-    """Say that no GPU is found, and why where torch sees one."""
+    """Log that no GPU is found; if torch sees one, log why it is not used."""
     why, hint = why_unseen("cuda:0")
     if (count := read_torch().count) and why:
         log.warning("device: cpu, although torch sees %d GPUs: %s %s", count, why, hint)
@@ -121,7 +121,7 @@ def _check_number(devices: list[DeviceSpec]) -> None:
 
 
 def _refuse(device: DeviceSpec, options: Options) -> Refusal | None:
-    """Say why a GPU of this machine cannot run layers."""
+    """Return why a GPU of this machine cannot run layers."""
     torch = read_torch()
     found = [gpu for gpu in gpu_facts() if gpu.name == device.name]
     known = found[0] if found else _facts(device)
@@ -176,7 +176,7 @@ def _blame(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Re
 
 
 def _caused_by_options(shape: ModelShape, error: PlanError, options: Options) -> bool:
-    """Tell whether the model would fit the GPU without the options about its memory."""
+    """Return whether the model would fit the GPU without the options about its memory."""
     if error.param is not None:
         return True
     plain = without_gpu_options(options)

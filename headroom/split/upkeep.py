@@ -63,7 +63,7 @@ class ExpertUpkeep:
         self._log_limits()
 
     def due(self, tokens: int, resting: bool) -> bool:
-        """Tell whether `run` has anything to do after so many tokens.
+        """Return whether `run` has anything to do after so many tokens.
 
         `resting`: no request is being answered; one that is preempted still is.
         """
@@ -207,11 +207,11 @@ class ExpertUpkeep:
         return self._experts is not None and self._experts.same_bits
 
     def _may_turn(self, resting: bool) -> bool:
-        """Tell whether experts may change sides now."""
+        """Return whether experts may change sides now."""
         return resting or (bool(self._rules.swap_every) and self._within_requests)
 
     def _turn_due(self, resting: bool) -> bool:
-        """Tell whether `run` continues the round; while resting it may wait for copies."""
+        """Return whether `run` continues the round; while resting it may wait for copies."""
         if self._round is None:
             return False
         return resting or (
@@ -219,7 +219,7 @@ class ExpertUpkeep:
         )
 
     def _swap_due(self, tokens: int, resting: bool) -> bool:
-        """Tell whether a new round begins."""
+        """Return whether a new round begins."""
         if not self._swapping or self._round is not None or not self._may_turn(resting):
             return False
         if resting:

@@ -42,7 +42,7 @@ def safetensors_table(dims: Dims, quant: QuantType) -> Iterator[tuple[TensorEntr
 
 
 def safetensors_jobs(source: Source, entry: TensorEntry, origin: Origin) -> Iterator[Job]:
-    """Yield what makes a tensor's bytes; only tensors that conversion changed are made whole."""
+    """Yield the jobs that make a tensor's bytes; tensors that conversion changes are one job."""
     dims = source.recipe.dims
     undo = find_family(dims.architecture).synthesis.layout.undo(_part(origin.name), dims)
     theirs = TensorEntry(origin.name, origin.shape, entry.quant)

@@ -22,7 +22,7 @@ CHANNELS = 256  # of the beacon; whole blocks of every type
 BEACON_POWER = 8.0  # mean square of the beacon over all channels; that of the others is 1
 SHOWN = 0.25  # value of the beacon behind the norm that routers and experts read
 _TOKENS = 4096  # random tokens by which the head start is measured
-_STEPS = 30  # of the search for it
+_STEPS = 30  # bisection steps of that measurement
 _SCATTER = 0x5CA77E12  # keeps these random numbers apart from those of a model's values
 
 Places = npt.NDArray[np.int64]
@@ -30,7 +30,7 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Skew:
-    """How a synthesised model is changed so that routers choose hot experts more often."""
+    """How a synthesised model is changed so that its routers pick hot experts more often."""
 
     by_bias: bool  # by the router's bias, and not by a beacon in the embeddings
     hot: int  # experts of each layer
@@ -140,7 +140,7 @@ def find_start(dims: Dims, hot: int, share: float, by_bias: bool) -> float:
     Routers with a bias add it to sigmoid scores.
     """
     spread = 0.5
-    if not by_bias:  # the beacon's channels say nothing about a token
+    if not by_bias:  # the beacon's channels are equal for all tokens
         spread *= (1 - CHANNELS / dims.hidden) ** 0.5
     logits = spread * random_source(hot, dims.experts).standard_normal((_TOKENS, dims.experts))
     if by_bias:

@@ -1,4 +1,4 @@
-"""Settings of synthesised models in both formats: those that families share, and helpers.
+"""Settings of synthesised models in both formats: the entries that families share, and helpers.
 
 GGUF keys are those that llama.cpp's converter writes; config.json is what transformers writes for
 the text model alone.

@@ -33,7 +33,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class WriteSettings:
-    """How many threads write a checkpoint, and who is told of its progress."""
+    """The number of threads that write a checkpoint, and the callback for progress."""
 
     threads: int = 1
     progress: Progress = ignore  # called with the bytes of each piece that is written
@@ -43,7 +43,7 @@ PLAIN = WriteSettings()
 
 
 def mix_name(name: str) -> str:
-    """Return the name of a mix as formats/mixes.py spells it; refuse names of no mix."""
+    """Return the name of a mix as formats/mixes.py spells it; refuse unknown names."""
     short = name.lower().replace("-", "_")
     short = "mxfp4" if short == "mxfp4_moe" else short
     if short not in MIXES:
@@ -137,7 +137,7 @@ def side_files(
         "eos_token_id": ends if len(ends) > 1 else ends[0],
         "pad_token_id": ids["padding"],
     }
-    if "mask" in ids and recipe.taps:  # of drafts, which fill in masks
+    if "mask" in ids and recipe.taps:  # a draft, whose input tokens are masks
         tokens["mask_token_id"] = ids["mask"]
     texts = {
         "config.json": config_json(find_family(recipe.family).synthesis, recipe, dtype, tokens),
