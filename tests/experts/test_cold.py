@@ -24,12 +24,10 @@ from headroom.layers.upload import Upload
 from headroom.layers.weights import WeightSource
 from headroom.plan import cost_model
 from headroom.plan.cost_model import ColdSpeeds
-from tests.experts.cold_layer import LateCopies
 from tests.experts.stores import exchange
 from tests.gpu.weight_file import WeightFile
 from tests.stand_in.cuda_on_cpu import COMPILER
-from tests.stand_in.gpu import stand_in_driver
-from tests.stand_in.kernels import compile_few_blocks, product, use_kernels
+from tests.stand_in.gpu import stand_in_gpu
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
@@ -43,18 +41,14 @@ HOT = {0: (), 30: (1, 4), 60: (0, 1, 2, 5)}
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels, copies and pinned memory as if the host were a GPU."""
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
-    use_kernels(monkeypatch, compile_few_blocks)
     monkeypatch.setattr(upload, "BUFFER_STEP", 32)
     # Hot experts are unpacked as cold ones are.
     monkeypatch.setattr(experts_scratch, "SORTED_PICKS", 0)
     monkeypatch.setattr(grouped, "product_way", lambda device: "loop")
-    monkeypatch.setattr(torch, "mm", product)
-    monkeypatch.setattr(prefill, "CudaCopies", lambda device: LateCopies())
     monkeypatch.setattr(cost_model, "PREFILL_HANDOVER_S", 0.0)
-    with stand_in_driver(monkeypatch):
+    with stand_in_gpu(monkeypatch):
         yield
 
 
@@ -79,7 +73,7 @@ class Layer:
         self, file: WeightFile, hot: Sequence[int] | None, cold: str = "auto", **changes: object
     ) -> None:
         self.cold_experts: ColdExperts | None = None
-        with Upload("cpu", 1 << 20) as way:
+        with Upload("cuda:0", 1 << 20) as way:
             get = file.source(way)
             stored = None if hot is None else self._open(get, tuple(hot), cold, changes)
             self.paths: LayerPaths = load_paths(CONFIG, get, stored)
@@ -96,8 +90,8 @@ class Layer:
             staging_bytes=1 << 20,
             **{"pin": True, "keep_copy": False} | changes,  # type: ignore[arg-type]
         )
-        store = open_store([blob_layout(CONFIG, get, tiles=True)], request, "cpu", _ignore)
-        self.cold_experts = ColdExperts(store, "cpu", speeds, cold)
+        store = open_store([blob_layout(CONFIG, get, tiles=True)], request, "cuda:0", _ignore)
+        self.cold_experts = ColdExperts(store, "cuda:0", speeds, cold)
         assert store.layers[0] is not None
         self.store = store.layers[0]
         return self.cold_experts.layer(0)
@@ -123,7 +117,8 @@ def _ignore(line: str, size: int) -> None: ...
 
 def inputs(rows: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     ids = torch.stack([torch.randperm(EXPERTS)[:USED] for _ in range(rows)]).int()
-    return torch.randn(rows, HIDDEN), (ids, torch.rand(rows, USED))
+    x, weights = torch.randn(rows, HIDDEN), torch.rand(rows, USED)
+    return x.to("cuda"), (ids.to("cuda"), weights.to("cuda"))
 
 
 def apart(found: torch.Tensor, wanted: torch.Tensor, x: torch.Tensor) -> float:
@@ -251,7 +246,7 @@ def test_without_cold_experts_the_hot_ones_get_their_weights(file: WeightFile) -
     assert (found.paths.cpu, found.worker, found.store.cold.nbytes) == (None, None, 0)
     for rows in (2, 33):
         x, (ids, weights) = inputs(rows)
-        hot = torch.isin(ids, torch.tensor(HOT[60]))
+        hot = torch.isin(ids, torch.tensor(HOT[60], device="cuda"))
         kept = weights * hot
         kept *= weights.sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp(min=1e-9)
         others = torch.where(hot, ids, -1)

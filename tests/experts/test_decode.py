@@ -15,7 +15,7 @@ from headroom.kernels.native import experts as native_experts
 from headroom.kernels.native.experts import PanelTable
 from headroom.kernels.native.module import MODULE
 from headroom.plan.cost_model import DecodeChoice
-from tests.experts.cold_layers import SplitStore, random_picks, split_store
+from tests.experts.cold_layers import DecodeStore, decode_store, random_picks
 from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
 from tests.stand_in.kernels import use_kernels
 
@@ -47,7 +47,7 @@ def made() -> Iterator[list[DecodeWorker]]:
 
 
 def started(
-    made: list[DecodeWorker], stores: list[SplitStore], choice: DecodeChoice
+    made: list[DecodeWorker], stores: list[DecodeStore], choice: DecodeChoice
 ) -> list[CpuPicks]:
     """The parts of layers whose worker runs."""
     compute = DecodeWorker("cpu")
@@ -57,7 +57,7 @@ def started(
     return parts
 
 
-def all_hot(store: SplitStore, x: torch.Tensor, picks: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def all_hot(store: DecodeStore, x: torch.Tensor, picks: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """What a GPU says that holds every expert, but for its rounding: its kernels are slow here."""
     shapes = [(WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)]
     table = PanelTable(store.tiles.addresses, store.kinds, shapes, store.blobs, tiles=True)
@@ -66,7 +66,7 @@ def all_hot(store: SplitStore, x: torch.Tensor, picks: tuple[torch.Tensor, ...])
 
 def run_layer(
     part: CpuPicks,
-    store: SplitStore,
+    store: DecodeStore,
     x: torch.Tensor,
     picks: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
@@ -89,7 +89,7 @@ def apart(found: torch.Tensor, wanted: torch.Tensor, x: torch.Tensor) -> float:
 def test_any_split_says_what_all_hot_says(
     made: list[DecodeWorker], hot: int, rows: int, choice: DecodeChoice
 ) -> None:
-    store = split_store(MIX, SIZES, range(hot))
+    store = decode_store(MIX, SIZES, range(hot))
     (part,) = started(made, [store], choice)
     x, picks = torch.randn(rows, HIDDEN) * 0.3, random_picks(rows, EXPERTS, USED)
     made[0].begin_step()
@@ -105,7 +105,7 @@ def test_any_split_says_what_all_hot_says(
 
 @pytest.mark.parametrize("name", sorted(kind.name for kind in TILED))
 def test_every_type_is_taken(made: list[DecodeWorker], name: str) -> None:
-    store = split_store((name, name, "q8_0"), SIZES, range(0, 10, 2))
+    store = decode_store((name, name, "q8_0"), SIZES, range(0, 10, 2))
     (part,) = started(made, [store], BY_CPU)
     x, picks = torch.randn(2, HIDDEN) * 0.3, random_picks(2, EXPERTS, USED)
     made[0].begin_step()
@@ -113,7 +113,7 @@ def test_every_type_is_taken(made: list[DecodeWorker], name: str) -> None:
 
 
 def test_the_kernels_of_a_gpu_pass_over_what_the_cpu_takes(made: list[DecodeWorker]) -> None:
-    store = split_store(("q8_0",) * 3, (4, 64, HIDDEN), [1, 2])
+    store = decode_store(("q8_0",) * 3, (4, 64, HIDDEN), [1, 2])
     (part,) = started(made, [store], BY_CPU)
     x, ids = torch.randn(1, HIDDEN) * 0.3, torch.tensor([[3, 1, 0, 2]], dtype=torch.int32)
     weights = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
@@ -129,7 +129,7 @@ def test_the_kernels_of_a_gpu_pass_over_what_the_cpu_takes(made: list[DecodeWork
 
 
 def test_layers_and_steps_take_turns_in_one_mailbox(made: list[DecodeWorker]) -> None:
-    stores = [split_store(MIX, SIZES, hot) for hot in (range(5), range(10), range(5, 9))]
+    stores = [decode_store(MIX, SIZES, hot) for hot in (range(5), range(10), range(5, 9))]
     parts = started(made, stores, BY_CPU)
     for step in range(6):
         made[0].begin_step()
@@ -140,7 +140,7 @@ def test_layers_and_steps_take_turns_in_one_mailbox(made: list[DecodeWorker]) ->
 
 
 def test_what_a_row_gets_does_not_depend_on_other_rows(made: list[DecodeWorker]) -> None:
-    store = split_store(MIX, SIZES, range(5))
+    store = decode_store(MIX, SIZES, range(5))
     (part,) = started(made, [store], MIXED)
     x, picks = torch.randn(8, HIDDEN) * 0.3, random_picks(8, EXPERTS, USED)
     made[0].begin_step()
@@ -153,7 +153,7 @@ def test_what_a_row_gets_does_not_depend_on_other_rows(made: list[DecodeWorker])
 
 
 def test_experts_that_were_exchanged_are_found_where_they_are(made: list[DecodeWorker]) -> None:
-    store = split_store(MIX, SIZES, range(5))
+    store = decode_store(MIX, SIZES, range(5))
     (part,) = started(made, [store], BY_CPU)
     x, picks = torch.randn(4, HIDDEN) * 0.3, random_picks(4, EXPERTS, USED)
     for turn in range(3):
@@ -179,7 +179,7 @@ def test_a_gpu_gives_up_a_cpu_that_does_not_answer() -> None:
 
 
 def test_a_gpu_that_gave_up_is_reported(made: list[DecodeWorker]) -> None:
-    started(made, [split_store(MIX, SIZES, range(5))], BY_CPU)
+    started(made, [decode_store(MIX, SIZES, range(5))], BY_CPU)
     made[0].check()
     made[0].box.words[handover.WORDS["FAILED"]] = 1  # as its kernel says it
     with pytest.raises(DeviceError) as caught:
@@ -191,7 +191,7 @@ def test_a_gpu_that_gave_up_is_reported(made: list[DecodeWorker]) -> None:
 
 
 def test_a_failed_worker_answers_and_is_reported(made: list[DecodeWorker]) -> None:
-    store = split_store(MIX, SIZES, range(5))
+    store = decode_store(MIX, SIZES, range(5))
     (part,) = started(made, [store], BY_CPU)
     store.host_addresses[:] = 0  # as if the tables of both sides disagreed
     x = torch.randn(1, HIDDEN)

@@ -1,7 +1,6 @@
 """Cold experts that stream through buffers give the same bits as hot ones."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import pytest
@@ -19,11 +18,10 @@ from headroom.kernels.native.module import MODULE
 from headroom.plan import cost_model
 from headroom.plan.cost_model import ColdSpeeds
 from headroom.plan.experts import BUFFERS, buffer_bytes
-from tests.experts.cold_layer import LateCopies, Layer, make_blobs, split_layer
+from tests.experts.cold_layers import PrefillStore, make_blobs, prefill_store
 from tests.gpu.check_experts import wanted_sum
 from tests.stand_in.cuda_on_cpu import COMPILER
-from tests.stand_in.gpu import stand_in_gpu
-from tests.stand_in.kernels import compile_few_blocks, product, use_kernels
+from tests.stand_in.gpu import StandInGpu, stand_in_gpu
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 EXPERTS, WIDTH, HIDDEN, ROWS, USED = 10, 32, 64, 34, 2
@@ -33,13 +31,14 @@ NO_CPU = ColdSpeeds(gpu=4e12, link=48e9, cpu=0.0, handover_s=1e-5, copy=1e10, cp
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInGpu]:
+    """A GPU whose copies run only when the computing waits for them."""
     torch.manual_seed(0)
-    use_kernels(monkeypatch, compile_few_blocks)
     # Hot experts are unpacked as cold ones are.
     monkeypatch.setattr(experts_scratch, "SORTED_PICKS", 0)
     monkeypatch.setattr(grouped, "product_way", lambda device: "loop")
-    monkeypatch.setattr(torch, "mm", product)
+    with stand_in_gpu(monkeypatch) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -49,41 +48,52 @@ def layer_of() -> object:
 
 
 @pytest.fixture
-def inputs() -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], Others]:
+def inputs(gpu: StandInGpu) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], Others]:
     ids = torch.stack([torch.randperm(EXPERTS)[:USED] for _ in range(ROWS)]).int()
     ids[torch.rand(ids.shape) < 0.1] = -1
-    others = Others(torch.randn(ROWS, HIDDEN), torch.randn(ROWS, HIDDEN), torch.randn(ROWS, 1))
-    return torch.randn(ROWS, HIDDEN).bfloat16(), (ids, torch.rand(ROWS, USED)), others
+    others = [torch.randn(ROWS, size).to("cuda") for size in (HIDDEN, HIDDEN, 1)]
+    x, weights = torch.randn(ROWS, HIDDEN).bfloat16(), torch.rand(ROWS, USED)
+    return x.to("cuda"), (ids.to("cuda"), weights.to("cuda")), Others(*others)
 
 
 def open_stream(
-    layers: Sequence[Layer], each: int, speeds: ColdSpeeds = NO_CPU
-) -> tuple[ColdStream, list[StreamedLayer], LateCopies]:
-    """Buffers of `each` experts."""
+    gpu: StandInGpu,
+    layers: Sequence[PrefillStore],
+    each: int,  # experts that a buffer holds
+    speeds: ColdSpeeds = NO_CPU,
+    pinned: bool = True,
+) -> tuple[ColdStream, list[StreamedLayer]]:
+    """Return a stream whose copies are the engine's own, and the layers that use it."""
     size = layers[0].expert_bytes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headroom.plan.experts.BUFFER_BYTES", each * size)
         staging = torch.zeros(
-            BUFFERS * buffer_bytes(size, EXPERTS) + 2 * EXPERTS * WIDTH * HIDDEN, dtype=torch.uint8
+            BUFFERS * buffer_bytes(size, EXPERTS) + 2 * EXPERTS * WIDTH * HIDDEN,
+            dtype=torch.uint8,
+            device="cuda",
         )
-        queue = LateCopies()
-        stream = ColdStream(staging, size, EXPERTS, queue, speeds)  # type: ignore[arg-type]
-    return stream, [stream.add(layer.tiles, layer, "silu", 1.0) for layer in layers], queue
+        stream = prefill.open_stream(staging, size, EXPERTS, pinned=pinned, speeds=speeds)
+    gpu.kept += [staging, stream, *layers]
+    return stream, [stream.add(layer.tiles, layer, "silu", 1.0) for layer in layers]
 
 
-def copied(layer: Layer, queue: LateCopies) -> list[int]:
-    """The rows of cold memory that were copied, in order."""
+def copied(layer: PrefillStore, gpu: StandInGpu) -> list[int]:
+    """Return the rows of cold memory that were copied, in order."""
     first, size, rows = layer.cold.data_ptr(), layer.expert_bytes, []
-    for source in queue.sources:
-        begin = (source.data_ptr() - first) // size
+    for copy in gpu.driver.copies:
+        begin = (copy.source - first) // size
         if 0 <= begin < len(layer.cold):
-            rows += range(begin, begin + source.numel() // size)
+            rows += range(begin, begin + copy.bytes // size)
     return rows
 
 
 def all_hot(layer_of, inputs) -> torch.Tensor:  # type: ignore[no-untyped-def]
     x, chosen, others = inputs
-    return many_rows(x, *chosen, split_layer(*layer_of, ()).tiles, "silu", others)
+    return many_rows(x, *chosen, prefill_store(*layer_of, ()).tiles, "silu", others)
+
+
+def on_host(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(x.cpu() for x in tensors)
 
 
 def never_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,64 +103,64 @@ def never_count(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("cold", sorted(COLD))
 @pytest.mark.parametrize(("group", "each"), [(10, 3), (4, 1), (3, 8)])
 def test_streamed_experts_give_the_bits_of_hot_ones(  # type: ignore[no-untyped-def]
-    monkeypatch, layer_of, inputs, cold: int, group: int, each: int
+    monkeypatch, gpu, layer_of, inputs, cold: int, group: int, each: int
 ) -> None:
     monkeypatch.setattr(experts_prefill, "experts_at_once", lambda *sizes: group)
     never_count(monkeypatch)
-    layer = split_layer(*layer_of, COLD[cold])
-    stream, (streamed,), queue = open_stream([layer], each)
+    layer = prefill_store(*layer_of, COLD[cold])
+    stream, (streamed,) = open_stream(gpu, [layer], each)
     x, chosen, others = inputs
     found = streamed.many_rows(x, chosen, others)
     assert torch.equal(found, all_hot(layer_of, inputs))
-    assert sorted(copied(layer, queue)) == list(range(len(COLD[cold])))  # each once
+    assert sorted(copied(layer, gpu)) == list(range(len(COLD[cold])))  # each once
     assert stream.counts.streamed_bytes == layer.cold.nbytes
 
 
 def test_streamed_experts_give_the_bits_of_hot_ones_in_f16(  # type: ignore[no-untyped-def]
-    monkeypatch, layer_of, inputs
+    monkeypatch, gpu, layer_of, inputs
 ) -> None:
     monkeypatch.setattr(experts_prefill, "experts_at_once", lambda *sizes: 4)
     never_count(monkeypatch)
-    _, (streamed,), _ = open_stream([split_layer(*layer_of, COLD[70])], 3)
+    _, (streamed,) = open_stream(gpu, [prefill_store(*layer_of, COLD[70])], 3)
     wide, chosen, _ = inputs
     x = matmul.narrow_rows(wide.float(), torch.float16)
     found = streamed.many_rows(x, chosen)
-    hot = many_rows(x, *chosen, split_layer(*layer_of, ()).tiles, "silu")
+    hot = many_rows(x, *chosen, prefill_store(*layer_of, ()).tiles, "silu")
     assert torch.equal(found, hot)
-    wanted = wanted_sum((wide.float(), *chosen), layer_of[0], "silu")
-    assert float((found - wanted).norm() / wanted.norm()) < 0.002
+    wanted = wanted_sum(on_host(wide.float(), *chosen), layer_of[0], "silu")
+    assert float((found.cpu() - wanted).norm() / wanted.norm()) < 0.002
 
 
 def test_the_hot_sum_is_the_references(layer_of, inputs) -> None:  # type: ignore[no-untyped-def]
     x, chosen, _ = inputs
-    wanted = wanted_sum((x.float(), *chosen), layer_of[0], "silu")
-    found = many_rows(x, *chosen, split_layer(*layer_of, ()).tiles, "silu")
+    wanted = wanted_sum(on_host(x.float(), *chosen), layer_of[0], "silu")
+    found = many_rows(x, *chosen, prefill_store(*layer_of, ()).tiles, "silu").cpu()
     assert float((found - wanted).norm() / wanted.norm()) < 0.015
 
 
 def test_the_next_layers_first_experts_come_while_a_layer_works(  # type: ignore[no-untyped-def]
-    monkeypatch, layer_of, inputs
+    monkeypatch, gpu, layer_of, inputs
 ) -> None:
     never_count(monkeypatch)
-    layers = [split_layer(*layer_of, COLD[70]), split_layer(*layer_of, COLD[30])]
-    _, (first, second), queue = open_stream(layers, 1)
+    layers = [prefill_store(*layer_of, COLD[70]), prefill_store(*layer_of, COLD[30])]
+    _, (first, second) = open_stream(gpu, layers, 1)
     x, chosen, others = inputs
     wanted = all_hot(layer_of, inputs)
     for _ in range(2):  # steps
-        queue.sources.clear()
+        gpu.driver.copies.clear()
         assert torch.equal(first.many_rows(x, chosen, others), wanted)
-        assert copied(layers[1], queue) == [0, 1]  # both buffers hold what comes next
+        assert copied(layers[1], gpu) == [0, 1]  # both buffers hold what comes next
         assert torch.equal(second.many_rows(x, chosen, others), wanted)
-        assert copied(layers[0], queue) == list(range(7))
-        assert copied(layers[1], queue) == [0, 1, 2]
+        assert copied(layers[0], gpu) == list(range(7))
+        assert copied(layers[1], gpu) == [0, 1, 2]
 
 
 def test_what_was_fetched_ahead_is_forgotten_where_a_step_ended_early(  # type: ignore[no-untyped-def]
-    monkeypatch, layer_of, inputs
+    monkeypatch, gpu, layer_of, inputs
 ) -> None:
     never_count(monkeypatch)
-    layers = [split_layer(*layer_of, COLD[30]), split_layer(*layer_of, COLD[70])]
-    _, (first, second), _ = open_stream(layers, 2)
+    layers = [prefill_store(*layer_of, COLD[30]), prefill_store(*layer_of, COLD[70])]
+    _, (first, second) = open_stream(gpu, layers, 2)
     x, chosen, others = inputs
     wanted = all_hot(layer_of, inputs)
     first.many_rows(x, chosen, others)
@@ -159,11 +169,11 @@ def test_what_was_fetched_ahead_is_forgotten_where_a_step_ended_early(  # type: 
 
 
 def test_experts_that_changed_places_are_found_where_they_are(  # type: ignore[no-untyped-def]
-    monkeypatch, layer_of, inputs
+    monkeypatch, gpu, layer_of, inputs
 ) -> None:
     never_count(monkeypatch)
-    layer, swapped = (split_layer(*layer_of, order) for order in ((1, 4, 9), (9, 4, 2)))
-    _, (streamed,), _ = open_stream([layer], 2)
+    layer, swapped = (prefill_store(*layer_of, order) for order in ((1, 4, 9), (9, 4, 2)))
+    _, (streamed,) = open_stream(gpu, [layer], 2)
     x, chosen, others = inputs
     wanted = all_hot(layer_of, inputs)
     streamed.many_rows(x, chosen, others)
@@ -180,32 +190,32 @@ def test_experts_that_changed_places_are_found_where_they_are(  # type: ignore[n
 
 
 def test_an_expert_whose_exchange_failed_comes_from_the_spare_buffer(  # type: ignore[no-untyped-def]
-    monkeypatch, layer_of, inputs
+    monkeypatch, gpu, layer_of, inputs
 ) -> None:
     never_count(monkeypatch)
-    layer = split_layer(*layer_of, (1, 4, 9))
+    layer = prefill_store(*layer_of, (1, 4, 9))
     layer.spare = layer.cold[1].clone()
     layer.host_addresses[4] += layer.spare.data_ptr() - layer.cold[1].data_ptr()
     layer.cold[1] = 255
-    _, (streamed,), _ = open_stream([layer], 2)
+    _, (streamed,) = open_stream(gpu, [layer], 2)
     x, chosen, others = inputs
     assert torch.equal(streamed.many_rows(x, chosen, others), all_hot(layer_of, inputs))
 
 
 @pytest.mark.parametrize("group", [10, 4])
 def test_small_steps_copy_only_experts_that_were_chosen(  # type: ignore[no-untyped-def]
-    monkeypatch, layer_of, inputs, group: int
+    monkeypatch, gpu, layer_of, inputs, group: int
 ) -> None:
     monkeypatch.setattr(experts_prefill, "experts_at_once", lambda *sizes: group)
     monkeypatch.setattr(prefill, "most_counted_rows", lambda *facts: ROWS)
     x, (ids, weights), others = inputs
     ids = torch.where((ids == 4) | (ids == 7), -1, ids)
-    layer = split_layer(*layer_of, COLD[70])
-    stream, (streamed,), queue = open_stream([layer], 2)
+    layer = prefill_store(*layer_of, COLD[70])
+    stream, (streamed,) = open_stream(gpu, [layer], 2)
     found = streamed.many_rows(x, (ids, weights), others)
-    hot = split_layer(*layer_of, ()).tiles
+    hot = prefill_store(*layer_of, ()).tiles
     assert torch.equal(found, many_rows(x, ids, weights, hot, "silu", others))
-    assert sorted(copied(layer, queue)) == [0, 1, 2, 4, 6]  # 4 and 7 lie in rows 3 and 5
+    assert sorted(copied(layer, gpu)) == [0, 1, 2, 4, 6]  # 4 and 7 lie in rows 3 and 5
     counts = stream.counts
     assert (counts.streamed_bytes, counts.cpu_bytes) == (5 * layer.expert_bytes, 0)
     assert counts.cpu_s == 0
@@ -217,11 +227,11 @@ def test_small_steps_copy_only_experts_that_were_chosen(  # type: ignore[no-unty
     [FAST_CPU, ColdSpeeds(gpu=4e12, link=48e9, cpu=2e6, handover_s=1e-5, copy=1e6, cpu_flops=1e8)],
 )
 def test_experts_with_few_picks_may_be_left_to_the_cpu(  # type: ignore[no-untyped-def]
-    monkeypatch, layer_of, inputs, speeds: ColdSpeeds
+    monkeypatch, gpu, layer_of, inputs, speeds: ColdSpeeds
 ) -> None:
     monkeypatch.setattr(cost_model, "PREFILL_HANDOVER_S", 0.0)
-    layer = split_layer(*layer_of, COLD[70])
-    stream, (streamed,), queue = open_stream([layer], 2, speeds)
+    layer = prefill_store(*layer_of, COLD[70])
+    stream, (streamed,) = open_stream(gpu, [layer], 2, speeds)
     x, chosen, others = inputs
     found = streamed.many_rows(x, chosen, others)
     counts = stream.counts
@@ -229,51 +239,48 @@ def test_experts_with_few_picks_may_be_left_to_the_cpu(  # type: ignore[no-untyp
         size // layer.expert_bytes for size in (counts.cpu_bytes, counts.streamed_bytes)
     )
     assert left + streamed_ones == 7
-    assert len(copied(layer, queue)) == streamed_ones
+    assert len(copied(layer, gpu)) == streamed_ones
     assert left == 7 if speeds is FAST_CPU else 0 < left < 7
     assert counts.cpu_s > 0
     wanted = all_hot(layer_of, inputs)
-    routed = many_rows(x, *chosen, split_layer(*layer_of, ()).tiles, "silu")
+    routed = many_rows(x, *chosen, prefill_store(*layer_of, ()).tiles, "silu")
     assert float((found - wanted).norm() / routed.norm()) < 0.01  # bf16 on one side
 
 
 @pytest.mark.parametrize("counted", [False, True])
-def test_nothing_on_the_gpu_meets_host_memory_but_by_copies(  # type: ignore[no-untyped-def]
-    monkeypatch, layer_of, inputs, counted: bool
+def test_cold_memory_that_is_not_pinned_goes_through_buffers_that_are(  # type: ignore[no-untyped-def]
+    monkeypatch, gpu, layer_of, inputs, counted: bool
 ) -> None:
     monkeypatch.setattr(prefill, "most_counted_rows", lambda *facts: ROWS * counted)
-    monkeypatch.setattr(cost_model, "PREFILL_HANDOVER_S", 0.0)
-    layer = split_layer(*layer_of, COLD[70])
-    wanted = all_hot(layer_of, inputs)
-    x, (ids, weights), others = inputs
-    with stand_in_gpu(monkeypatch):
-        tiles = replace(layer.tiles, addresses=layer.tiles.addresses.to("cuda"))
-        staging = torch.zeros(200_000, dtype=torch.uint8, device="cuda")
-        stream = prefill.open_stream(
-            staging, layer.expert_bytes, EXPERTS, pinned=False, speeds=FAST_CPU
-        )
-        streamed = stream.add(tiles, layer, "silu", 1.0)
-        parts = (others.residual, others.shared, others.shared_logits)
-        moved = Others(*(part.to("cuda") for part in parts))
-        chosen = ids.to("cuda"), weights.to("cuda")
-        found = streamed.many_rows(x.to("cuda"), chosen, moved).cpu()
-        assert stream.waits is not None
-        waited = stream.waits.seconds()  # the stand-in's events say a millisecond for each
-    assert (waited > 0) == (stream.counts.streamed_bytes > 0)
-    if counted and MODULE is not None:
-        torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05 * float(wanted.std()))
-    else:
-        assert torch.equal(found, wanted)
+    layer = prefill_store(*layer_of, COLD[70])
+    stream, (streamed,) = open_stream(gpu, [layer], 2, pinned=False)
+    x, chosen, others = inputs
+    assert torch.equal(streamed.many_rows(x, chosen, others), all_hot(layer_of, inputs))
+    assert copied(layer, gpu) == []
+    assert sum(copy.bytes for copy in gpu.driver.copies) == layer.cold.nbytes
+    assert stream.counts.streamed_bytes == layer.cold.nbytes
+
+
+def test_the_time_that_the_computing_waits_for_copies_is_measured(  # type: ignore[no-untyped-def]
+    monkeypatch, gpu, layer_of, inputs
+) -> None:
+    never_count(monkeypatch)
+    gpu.queues.stepped = True
+    stream, (streamed,) = open_stream(gpu, [prefill_store(*layer_of, COLD[70])], 1)
+    x, chosen, others = inputs
+    streamed.many_rows(x, chosen, others)
+    assert stream.waits is not None
+    assert stream.waits.seconds() == pytest.approx(0.007)  # each copy takes a millisecond
 
 
 def test_more_downs_than_planned_are_the_scratchs(  # type: ignore[no-untyped-def]
-    monkeypatch, layer_of, inputs
+    monkeypatch, gpu, layer_of, inputs
 ) -> None:
     never_count(monkeypatch)
-    layer = split_layer(*layer_of, COLD[30])
-    stream, (streamed,), _ = open_stream([layer], 2)
+    layer = prefill_store(*layer_of, COLD[30])
+    stream, (streamed,) = open_stream(gpu, [layer], 2)
     stream.downs = stream.downs[:256]
-    arena = scratch.Arena(torch.empty(1 << 20, dtype=torch.uint8))
+    arena = scratch.Arena(torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
     x, chosen, others = inputs
     with scratch.opened(arena):
         found = streamed.many_rows(x, chosen, others)

@@ -12,7 +12,7 @@ from headroom.kernels.cuda.experts import Others
 from headroom.kernels.cuda.experts_prefill import many_rows
 from headroom.kernels.native.module import MODULE
 from headroom.plan.cost_model import ColdLayer, ColdSpeeds
-from tests.experts.cold_layer import split_layer
+from tests.experts.cold_layers import prefill_store
 from tests.experts.test_prefill import (
     COLD,
     EXPERTS,
@@ -20,13 +20,13 @@ from tests.experts.test_prefill import (
     NO_CPU,
     USED,
     copied,
+    gpu,
     layer_of,
-    on_the_cpu,
     open_stream,
 )
 from tests.stand_in.cuda_on_cpu import COMPILER
 
-__all__ = ["layer_of", "on_the_cpu"]  # fixtures
+__all__ = ["gpu", "layer_of"]  # fixtures
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 SLOW_CPU = ColdSpeeds(gpu=4e12, link=48e9, cpu=1e10, handover_s=1e-5, copy=1e10, cpu_flops=1e10)
@@ -34,7 +34,8 @@ SLOW_CPU = ColdSpeeds(gpu=4e12, link=48e9, cpu=1e10, handover_s=1e-5, copy=1e10,
 
 def picks(rows: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     ids = torch.stack([torch.randperm(EXPERTS)[:USED] for _ in range(rows)]).int()
-    return torch.randn(rows, HIDDEN).bfloat16(), (ids, torch.rand(rows, USED))
+    x, weights = torch.randn(rows, HIDDEN).bfloat16(), torch.rand(rows, USED)
+    return x.to("cuda"), (ids.to("cuda"), weights.to("cuda"))
 
 
 @pytest.fixture
@@ -47,14 +48,14 @@ def first_to_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_layer_asks_once_and_by_what_is_expected_of_its_cold_experts(  # type: ignore[no-untyped-def]
-    monkeypatch, layer_of
+    monkeypatch, gpu, layer_of
 ) -> None:
     asked: list[ColdLayer] = []
     monkeypatch.setattr(
         prefill, "most_counted_rows", lambda layer, speeds: asked.append(layer) or 40
     )
-    layer = split_layer(*layer_of, COLD[70])
-    stream, (streamed,), _ = open_stream([layer], 2)
+    layer = prefill_store(*layer_of, COLD[70])
+    stream, (streamed,) = open_stream(gpu, [layer], 2)
     assert [(cold.experts, cold.picks) for cold in asked] == [(7, 1.0)]
     assert asked[0].size.bytes == layer.expert_bytes
     assert asked[0].ahead_bytes == 2 * stream.buffer_bytes
@@ -69,7 +70,7 @@ def test_a_layer_asks_once_and_by_what_is_expected_of_its_cold_experts(  # type:
 
 @pytest.mark.parametrize("counted", [(True, False), (False, True), (True, True), (False, False)])
 def test_layers_that_wait_and_layers_that_do_not_may_follow_each_other(  # type: ignore[no-untyped-def]
-    monkeypatch, layer_of, counted: tuple[bool, bool]
+    monkeypatch, gpu, layer_of, counted: tuple[bool, bool]
 ) -> None:
     by_cold = dict(zip((7, 3), counted, strict=True))
     monkeypatch.setattr(
@@ -78,26 +79,26 @@ def test_layers_that_wait_and_layers_that_do_not_may_follow_each_other(  # type:
     read: list[int] = []
     read_back = prefill.read_back
     monkeypatch.setattr(prefill, "read_back", lambda *what: read.append(1) or read_back(*what))
-    layers = [split_layer(*layer_of, COLD[70]), split_layer(*layer_of, COLD[30])]
-    _, (first, second), queue = open_stream(layers, 1, NO_CPU)
-    hot = split_layer(*layer_of, ()).tiles
+    layers = [prefill_store(*layer_of, COLD[70]), prefill_store(*layer_of, COLD[30])]
+    _, (first, second) = open_stream(gpu, layers, 1, NO_CPU)
+    hot = prefill_store(*layer_of, ()).tiles
     for _ in range(2):  # steps
-        queue.sources.clear()
+        gpu.driver.copies.clear()
         x, (ids, weights) = picks(36)
         ids = torch.where(ids == 4, -1, ids)  # which is cold in both
         wanted = many_rows(x, ids, weights, hot, "silu", Others())
         assert torch.equal(first.many_rows(x, (ids, weights)), wanted)
         # What follows comes meanwhile, unless it waits to hear what was chosen.
-        assert copied(layers[1], queue) == ([] if counted[1] else [0, 1])
+        assert copied(layers[1], gpu) == ([] if counted[1] else [0, 1])
         assert torch.equal(second.many_rows(x, (ids, weights)), wanted)
-        assert copied(layers[0], queue) == [0, 1, 2, *([] if counted[0] else [3]), 4, 5, 6]
-        assert copied(layers[1], queue) == ([0, 2] if counted[1] else [0, 1, 2])
+        assert copied(layers[0], gpu) == [0, 1, 2, *([] if counted[0] else [3]), 4, 5, 6]
+        assert copied(layers[1], gpu) == ([0, 2] if counted[1] else [0, 1, 2])
     assert len(read) == 2 * sum(counted)  # the host waits for nothing else
 
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 def test_only_picks_of_the_cpus_experts_are_handed_to_it(  # type: ignore[no-untyped-def]
-    monkeypatch, layer_of, first_to_cpu: None
+    monkeypatch, gpu, layer_of, first_to_cpu: None
 ) -> None:
     handed: list[torch.Tensor] = []
     run = prefill.experts_into
@@ -107,19 +108,19 @@ def test_only_picks_of_the_cpus_experts_are_handed_to_it(  # type: ignore[no-unt
         run(out, x, picks, *more)
 
     monkeypatch.setattr(prefill, "experts_into", watched)
-    layer = split_layer(*layer_of, COLD[30])
-    _, (streamed,), queue = open_stream([layer], 2, SLOW_CPU)
+    layer = prefill_store(*layer_of, COLD[30])
+    _, (streamed,) = open_stream(gpu, [layer], 2, SLOW_CPU)
     x, (ids, weights) = picks(40)
     ids[5], ids[6, 0] = -1, -1
     found = streamed.many_rows(x, (ids, weights), Others(residual=x.float()))
     wanted = many_rows(
-        x, ids, weights, split_layer(*layer_of, ()).tiles, "silu", Others(residual=x.float())
+        x, ids, weights, prefill_store(*layer_of, ()).tiles, "silu", Others(residual=x.float())
     )
     theirs = (ids == 1).any(1)
-    assert torch.equal(handed[0], torch.where(ids == 1, ids, -1))
-    assert copied(layer, queue) == [1, 2]
+    assert torch.equal(handed[0], torch.where(ids == 1, ids, -1).cpu())
+    assert copied(layer, gpu) == [1, 2]
     assert torch.equal(found[~theirs], many_rows(
-        x, torch.where(ids == 1, -1, ids), weights, split_layer(*layer_of, ()).tiles, "silu",
+        x, torch.where(ids == 1, -1, ids), weights, prefill_store(*layer_of, ()).tiles, "silu",
         Others(residual=x.float()),
     )[~theirs])  # fmt: skip
     assert float((found - wanted).norm() / (wanted - x.float()).norm()) < 0.01
@@ -127,7 +128,7 @@ def test_only_picks_of_the_cpus_experts_are_handed_to_it(  # type: ignore[no-unt
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 def test_a_step_that_fails_leaves_no_thread_that_reads_experts(  # type: ignore[no-untyped-def]
-    monkeypatch, layer_of, first_to_cpu: None
+    monkeypatch, gpu, layer_of, first_to_cpu: None
 ) -> None:
     begun, ended = threading.Event(), threading.Event()
     run = prefill.experts_into
@@ -144,8 +145,8 @@ def test_a_step_that_fails_leaves_no_thread_that_reads_experts(  # type: ignore[
 
     monkeypatch.setattr(prefill, "experts_into", slow)
     monkeypatch.setattr(prefill.experts_prefill, "sum_groups", fail)
-    layer = split_layer(*layer_of, COLD[30])
-    _, (streamed,), _ = open_stream([layer], 2, SLOW_CPU)
+    layer = prefill_store(*layer_of, COLD[30])
+    _, (streamed,) = open_stream(gpu, [layer], 2, SLOW_CPU)
     with pytest.raises(RuntimeError, match="the GPU is full"):
         streamed.many_rows(*picks(40))
     assert ended.is_set()
@@ -153,13 +154,13 @@ def test_a_step_that_fails_leaves_no_thread_that_reads_experts(  # type: ignore[
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 def test_the_cpu_is_asked_after_the_main_thread_has_ended_too(  # type: ignore[no-untyped-def]
-    monkeypatch, layer_of, first_to_cpu: None
+    monkeypatch, gpu, layer_of, first_to_cpu: None
 ) -> None:
-    layer = split_layer(*layer_of, COLD[30])
+    layer = prefill_store(*layer_of, COLD[30])
     x, chosen = picks(40)
     found = []
     for alive in (True, False):
         monkeypatch.setattr(threading.main_thread(), "is_alive", lambda alive=alive: alive)
-        _, (streamed,), _ = open_stream([layer], 2, SLOW_CPU)
+        _, (streamed,) = open_stream(gpu, [layer], 2, SLOW_CPU)
         found.append(streamed.many_rows(x, chosen))
     assert torch.equal(*found)

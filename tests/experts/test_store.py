@@ -227,7 +227,7 @@ def test_pinned_experts_are_read_by_the_gpu(
 def test_a_driver_that_does_not_pin_leaves_cold_experts_to_the_cpu_and_says_so(
     pinning: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pinning.refuses_to_pin = True
+    pinning.refuse_to_pin()
     store = small_store([blob_layout(3)], [(0,)], cold="auto", pin=True)
     assert store.layers[0] is not None
     assert store.layers[0].path == "cpu"
@@ -241,7 +241,7 @@ def test_a_driver_that_does_not_pin_leaves_cold_experts_to_the_cpu_and_says_so(
 def test_a_driver_that_does_not_pin_what_is_left_out_says_that_nobody_computes_it(
     pinning: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pinning.refuses_to_pin = True
+    pinning.refuse_to_pin()
     small_store([blob_layout(3)], [(0,)], cold="drop", pin=True, keep_copy=True)
     assert caplog.messages == [
         "experts: 640 B of cold experts are not pinned (out of memory; the control group allows "
@@ -320,7 +320,7 @@ def test_who_wants_nothing_of_the_cpu_is_not_warned_of_a_missing_cpp_module(
 
 
 def test_a_gpu_that_must_read_what_is_not_pinned_is_refused(pinning: Driver) -> None:
-    pinning.refuses_to_pin = True
+    pinning.refuse_to_pin()
     with pytest.raises(DeviceError) as refused:
         small_store([blob_layout(3)], [(0,)], cold="gpu", pin=True)
     assert str(refused.value) == (

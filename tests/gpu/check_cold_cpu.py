@@ -19,7 +19,7 @@ from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.cuda.measure import handover_seconds
 from headroom.kernels.native.module import MODULE, POOL
 from headroom.plan.cost_model import ColdSpeeds, DecodeChoice, best_in_place
-from tests.experts.cold_layers import SplitStore
+from tests.experts.cold_layers import DecodeStore
 from tests.gpu.check_experts import Kinds, make_table, to_tiles
 from tests.gpu.kept import keep_code
 
@@ -30,7 +30,7 @@ BY_CPU = DecodeChoice("cpu", (0,) * (USED + 1))
 MIXED = DecodeChoice("cpu", (0, 0, 0, 1, 1, 1, 2, 2, 2))
 
 
-def gpu_store(pieces: list[torch.Tensor], kinds: Kinds, width: int, hot: list[int]) -> SplitStore:
+def gpu_store(pieces: list[torch.Tensor], kinds: Kinds, width: int, hot: list[int]) -> DecodeStore:
     """A layer whose cold experts a GPU and a CPU read in the same pinned memory."""
     sizes = [piece.shape[1] for piece in pieces]
     slots = torch.cat(pieces, dim=1)  # on the GPU: all of them, of which the hot are used
@@ -45,7 +45,7 @@ def gpu_store(pieces: list[torch.Tensor], kinds: Kinds, width: int, hot: list[in
     quants = tuple(BY_NAME[kind] for kind in kinds)
     hidden = {512: 2048}.get(width, 512)
     tiles = ExpertTiles(where, quants, width, hidden, slots.nbytes, (slots, host))
-    return SplitStore(None, host, tiles, is_hot.to(DEVICE), cold)  # type: ignore[arg-type]
+    return DecodeStore(None, host, tiles, is_hot.to(DEVICE), cold)  # type: ignore[arg-type]
 
 
 def captured(work: Callable[[], None], begin: Callable[[], None]) -> Callable[[], None]:
@@ -134,7 +134,7 @@ def check_limit() -> bool:
     return good
 
 
-def bench_layers(stores: list[SplitStore], choice: DecodeChoice | None, hit: float) -> None:
+def bench_layers(stores: list[DecodeStore], choice: DecodeChoice | None, hit: float) -> None:
     """Microseconds of a layer's experts, one row; None: the GPU reads all that is cold."""
     compute = DecodeWorker(DEVICE)
     parts: list[CpuPicks | None] = [

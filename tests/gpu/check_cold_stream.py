@@ -21,7 +21,7 @@ from headroom.kernels.native.module import MODULE
 from headroom.plan import experts as plan_experts
 from headroom.plan.cost_model import ColdLayer, ColdSpeeds, ExpertSize, expert_flops, pays_to_count
 from headroom.units import GIB, MIB
-from tests.experts.cold_layer import Layer, blobs_of, matrix_bytes, split_layer
+from tests.experts.cold_layers import PrefillStore, blobs_of, matrix_bytes, prefill_store
 from tests.gpu.check_experts import Kinds, forced, make_table, pick_experts
 from tests.gpu.check_matmul import random_weight
 from tests.gpu.kept import keep_code
@@ -37,7 +37,7 @@ WITH_CPU = ColdSpeeds(gpu=4e12, link=48e9, cpu=75e9, handover_s=1e-5, copy=55e9,
 
 
 def open_layers(
-    layers: list[Layer], experts_a_buffer: int, pinned: bool, speeds: ColdSpeeds = LINK
+    layers: list[PrefillStore], experts_a_buffer: int, pinned: bool, speeds: ColdSpeeds = LINK
 ) -> ColdStream:
     """A stream with buffers of so many experts."""
     size, tiles = layers[0].expert_bytes, layers[0].tiles
@@ -63,7 +63,7 @@ def check(
     blobs = [blobs_of(table) for table in tables]
     cold = [torch.randperm(count)[: round(count * cold_share)].tolist() for _ in tables]
     halves = [
-        split_layer(*both, order, "cuda")
+        prefill_store(*both, order)
         for both, order in zip(zip(tables, blobs, strict=True), cold, strict=True)
     ]
     if not pinned:
@@ -72,7 +72,7 @@ def check(
             shift = apart.data_ptr() - layer.cold.data_ptr()
             layer.host_addresses[layer.host_addresses != 0] += shift
             layer.cold = apart
-    hot = [split_layer(*both, (), "cuda") for both in zip(tables, blobs, strict=True)]
+    hot = [prefill_store(*both, ()) for both in zip(tables, blobs, strict=True)]
     speeds = replace(LINK, copy=1e7, cpu=2e7, cpu_flops=1e12) if on_cpu else LINK
     # Three groups a layer.
     arena = scratch.Arena(
@@ -101,7 +101,7 @@ def check(
     return good
 
 
-def real_layer(cold_share: float) -> Layer:
+def real_layer(cold_share: float) -> PrefillStore:
     """A layer of Qwen3.5-35B-A3B; every expert is the same."""
     count, width, hidden = 256, 512, 2048
     shapes = ((width, hidden), (width, hidden), (hidden, width))
@@ -126,7 +126,7 @@ def real_layer(cold_share: float) -> Layer:
     for place, expert in enumerate(sorted(order[count - cold :].tolist())):
         host[expert] = rows[place].data_ptr() + starts
     tiles = prefill.ExpertTiles(hot.to(DEVICE), kinds, width, hidden, slots.nbytes, (slots,))
-    return Layer(tiles, rows, host, len(blob))
+    return PrefillStore(tiles, rows, host, len(blob))
 
 
 def seconds(work: Callable[[], object], repeats: int = 5) -> float:

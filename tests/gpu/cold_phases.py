@@ -21,7 +21,7 @@ from headroom.kernels.native.module import MODULE, POOL
 from headroom.plan import cost_model
 from headroom.plan.cost_model import ColdSpeeds
 from headroom.units import GIB, MIB
-from tests.experts.cold_layer import Layer
+from tests.experts.cold_layers import PrefillStore
 from tests.gpu.check_cold_stream import DEVICE, LINK, open_layers, real_layer, seconds
 from tests.gpu.kept import keep_code
 
@@ -118,14 +118,16 @@ def watched(watch: Watch) -> Iterator[None]:
         yield
 
 
-def choose(layer: Layer, rows: int, hits: float) -> torch.Tensor:
+def choose(layer: PrefillStore, rows: int, hits: float) -> torch.Tensor:
     """Picks of which so many are hot."""
     hot = layer.host_addresses[:, 0] == 0
     chances = torch.where(hot, hits / hot.sum().clamp(min=1), (1 - hits) / (~hot).sum())
     return torch.multinomial(chances.expand(rows, -1), 8).int().to(DEVICE)
 
 
-def time_way(layers: list[Layer], rows: int, hits: float, speeds: ColdSpeeds | None) -> Watch:
+def time_way(
+    layers: list[PrefillStore], rows: int, hits: float, speeds: ColdSpeeds | None
+) -> Watch:
     """Time layers one after another; no speeds: all cold experts are copied."""
     watch = Watch()
     prefill.most_counted_rows = lambda *facts: rows * (speeds is not None)  # type: ignore[assignment]

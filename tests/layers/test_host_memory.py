@@ -39,7 +39,7 @@ def test_a_table_that_the_driver_does_not_pin_is_refused(
     file = WeightFile(tmp_path / "weights")
     file.add("embed", "q8_0", 64, 256)
     with stand_in_driver(monkeypatch) as driver, Upload("cpu") as way:
-        driver.refuses_to_pin = True
+        driver.refuse_to_pin()
         with pytest.raises(DeviceError) as refused:
             file.source(way).table("embed", pinned=True)
     assert str(refused.value) == (

@@ -3,10 +3,20 @@
 
 import ctypes
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from tests.stand_in.streams import Queues, StandInError
 
 _ERRORS: Mapping[int, str] = {1: "a copy is refused", 2: "out of memory"}
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy that was asked for."""
+
+    to: int  # address
+    source: int  # address
+    bytes: int
 
 
 class Driver:
@@ -18,7 +28,7 @@ class Driver:
     def __init__(self, queues: Queues) -> None:
         self._queues = queues
         self.pinned: dict[int, int] = {}  # bytes by address
-        self.refuses_to_pin = False
+        self.copies: list[Copy] = []  # in the order in which they were asked for
 
     def cuInit(self, flags: int) -> int:
         return 0
@@ -32,7 +42,7 @@ class Driver:
     def cuMemHostRegister_v2(
         self, address: ctypes.c_void_p, size: ctypes.c_size_t, flags: int
     ) -> int:
-        if self.refuses_to_pin:
+        if self._queues.refuses_to_pin:
             return 2
         assert address.value not in self.pinned
         self.pinned[address.value or 0] = size.value
@@ -59,7 +69,12 @@ class Driver:
             )
         except StandInError:
             return 1
+        self.copies.append(Copy(at, first, count))
         return 0
+
+    def refuse_to_pin(self) -> None:
+        """Let no more host memory be pinned."""
+        self._queues.refuses_to_pin = True
 
     def cuGetErrorString(self, status: int, text: object) -> int:
         ctypes.cast(text, ctypes.POINTER(ctypes.c_char_p))[0] = _ERRORS[status].encode()

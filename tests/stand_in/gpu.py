@@ -98,6 +98,9 @@ class StandInGpu:
         self.driver = Driver(self.queues)
         self.kernels: set[str] = set()  # the names of kernels of CUDA and Triton
         self.codes: list[Code] = []  # sources of CUDA kernels, and their macros
+        # What late copies read and write must live until they have run: a test that ends before
+        # leaves its tensors here.
+        self.kept: list[object] = []
 
     def is_pinned(self, x: torch.Tensor) -> bool:
         """Tell whether a tensor lies in host memory that was pinned at some time."""
@@ -179,6 +182,7 @@ def _patch_torch(patch: pytest.MonkeyPatch, gpu: StandInGpu) -> None:
         "get_device_capability": lambda device=None: divmod(card.sm, 10),
         "get_arch_list": lambda: [card.gfx or f"sm_{card.sm}"],
         "init": lambda: None,
+        "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "device": lambda device: nullcontext(),

@@ -21,7 +21,9 @@ class Stream:
         self.submitted = 0  # pieces of work that were ever queued
         self.finished = 0
         self.marks = 0  # events that were recorded
-        self.seen_marks = 0  # the last event of the main stream that this stream waited for
+        # The events of the main stream that this stream waited for, by their number from 1.
+        self.waited_marks: list[int] = []
+        self._unreached: list[Event] = []
         self.cuda_stream = self._gpu.add(self)
 
     @property
@@ -45,8 +47,20 @@ class Stream:
             if next(work, "end") == "end":
                 self._waiting.popleft()
                 self.finished += 1
+                self._gpu.now_ms += 1.0
                 self._pass_waits()
             return True
+
+    def note_event(self, event: "Event") -> None:
+        """Remember an event, so that it knows when it is reached."""
+        self._unreached.append(event)
+        self._reach_events()
+
+    def _reach_events(self) -> None:
+        for event in self._unreached:
+            if event.is_reached():
+                event.reached_ms = self._gpu.now_ms
+        self._unreached = [event for event in self._unreached if not event.is_reached()]
 
     def drain(self) -> None:
         """Run everything that is queued here, and what that waits for."""
@@ -81,7 +95,7 @@ class Stream:
             self._gpu.note_reader(event)
             return
         if event.stream is self._gpu.main:
-            self.seen_marks = max(self.seen_marks, event.mark)
+            self.waited_marks.append(event.mark)
         self._waiting.append(event.snapshot())
 
     def wait_stream(self, other: "Stream") -> None:
@@ -89,6 +103,7 @@ class Stream:
         self.wait_event(other.record_event())
 
     def _pass_waits(self) -> None:
+        self._reach_events()
         while self._waiting and isinstance(first := self._waiting[0], Event) and first.is_reached():
             self._waiting.popleft()
 
@@ -103,12 +118,16 @@ class Event:
         self.stream: Stream | None = None
         self.position = 0  # work of the stream that comes before
         self.mark = 0  # how many events had been recorded on the stream
+        self.reached_ms: float | None = None  # when all work before it had run
+        self._gpu.timed_events += enable_timing
 
     def record(self, stream: Stream | None = None) -> None:
         """Let the event stand for the end of a stream's queue."""
         self.stream = stream or self._gpu.current_stream()
         self.stream.marks += 1
         self.position, self.mark = self.stream.submitted, self.stream.marks
+        self.reached_ms = None
+        self.stream.note_event(self)
 
     def wait(self, stream: Stream | None = None) -> None:
         """Let a stream wait for the event."""
@@ -138,8 +157,10 @@ class Event:
                 self._gpu.advance()
 
     def elapsed_time(self, end: "Event") -> float:
-        """Return the milliseconds between two events: one."""
-        return 1.0
+        """Return the milliseconds between two events that were reached."""
+        assert self.reached_ms is not None
+        assert end.reached_ms is not None
+        return end.reached_ms - self.reached_ms
 
     def snapshot(self) -> "Event":
         """Return an event that stays where this one is now, even if this one is recorded again."""
@@ -163,6 +184,9 @@ class Queues:
         self.lost = ""  # the error of every later call, once a kernel has failed
         # Whether copies beside the main stream begin only when a test lets them.
         self.stepped = False
+        self.now_ms = 0.0  # the time: each piece of queued work takes a millisecond
+        self.timed_events = 0  # events with a time that were ever made
+        self.refuses_to_pin = False  # whether host memory cannot be pinned
         self.pinned_by_torch: dict[int, int] = {}  # bytes of host memory by address
         self._chosen = threading.local()
         self._written: dict[Stream, list[tuple[int, int]]] = {}  # position, address of each copy
@@ -209,7 +233,7 @@ class Queues:
         """Queue a copy to an address; its target is spoilt from the copy's begin to its end."""
         self.count()
         since = self._read_since.get(to, 0)
-        if since and stream.seen_marks <= since:
+        if since and max(stream.waited_marks, default=0) <= since:
             raise AssertionError("the buffer may be read still")
         stream.queue(self._copying(self.asked, write, spoil))
         self._written.setdefault(stream, []).append((stream.submitted, to))

@@ -267,6 +267,8 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _pinned(x: torch.Tensor) -> torch.Tensor:
+    if Queues.current().refuses_to_pin:
+        raise RuntimeError("CUDA error: OS call failed")
     Queues.current().pinned_by_torch[x.data_ptr()] = x.nbytes
     return x
 
