@@ -20,7 +20,7 @@ from headroom.bench.figures import BenchSettings
 from headroom.bench.report import Report, report_json
 from headroom.bench.run import run_bench
 from headroom.cli.bench_tables import report_tables
-from headroom.experts.placement import ExpertPlacement, LayerExperts
+from headroom.experts.placement import LayerExperts
 from headroom.experts.telemetry import ColdFigures, ExpertTelemetry
 from headroom.families.synth.recipe import find_recipe
 from headroom.families.synth.values import Source
@@ -30,7 +30,8 @@ from headroom.llm import OpenedModel
 from headroom.options import Options
 from headroom.split.pipeline import Pipeline
 from headroom.split.stage import CpuStage
-from tests.experts.pretended import PretendedExperts
+from tests.experts.stores import NotedExchanges, blob_layout, small_store
+from tests.stand_in.gpu import stand_in_driver
 
 WHERE = ExpertLocations(
     experts=(0, 8, 8, 8), hot=(0, 8, 6, 2), expert_bytes=(0, 10, 10, 20),
@@ -99,7 +100,7 @@ class Meter:
         )
 
 
-HOT, SIZE = 5, 100  # experts of each layer, and bytes of each expert
+HOT = 5  # experts of each layer
 
 
 @pytest.fixture(scope="module")
@@ -111,26 +112,24 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
         prompts=(16,), contexts=(8,), batches=(2,), tokens=6, rounds=2, warm=1,
         only=("prompts", "decode"),
     )  # fmt: skip
-    hot = (tuple(range(HOT)),) * 2
+    count = find_recipe("qwen3moe", "tiny", 2).dims.experts
+    # The GPU reads the small experts of the first layer in place; the CPU computes the large ones.
+    layouts = [blob_layout(count), blob_layout(count, (400_000, 400_000, 200_000))]
     start = llm.start_pipeline
 
     def started(*given: object, **named: object) -> Pipeline:
         pipeline = start(*given, **named)  # type: ignore[arg-type]
-        experts = [LayerExperts(pipeline.routing.counts().shape[1], SIZE)] * 2  # type: ignore[union-attr]
-        pipeline.experts, pipeline.meter = PretendedExperts(experts, hot), Meter()
+        experts = NotedExchanges(store, [LayerExperts(count, 1)] * 2)
+        pipeline.experts, pipeline.meter = experts, Meter()
         return pipeline
-
-    store = SimpleNamespace(
-        layers=[SimpleNamespace(path=path, expert_bytes=SIZE) for path in ("gpu", "cpu")],
-        current_placement=lambda: ExpertPlacement(hot, "even"),
-        source="even",
-        pinned=True,
-    )
 
     def bandwidths(opened: OpenedModel) -> dict[str, float]:
         return {"gpu": 5e10, "stream": 5.5e10, "cpu": 1e11}
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, stand_in_driver(patch):
+        store = small_store(
+            list(layouts), [tuple(range(HOT))] * 2, cold="auto", pin=True, staging_bytes=2 << 20
+        )
         patch.setattr(measure, "TOUCHED_BYTES", 8 << 20)
         patch.setattr(llm, "start_pipeline", started)
         patch.setattr(run, "cold_bandwidths", bandwidths)
@@ -178,7 +177,7 @@ def test_the_report_says_where_experts_are_and_what_cold_ones_cost(report: Repor
             console.print(table)
     text = " ".join(shown.get().split())
     for words in (
-        f"experts: {2 * HOT} hot,", "placement: even, cold: cpu in 1 layers, gpu in 1 layers;",
+        f"experts: {2 * HOT} hot,", "placement: drawn, cold: cpu in 1 layers, gpu in 1 layers;",
         "cold experts", "gpu MB a token, GB/s of 50", "hot ", "batch 2 after 8", "GPU busy",
     ):  # fmt: skip
         assert words in text

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from headroom import llm as llm_module
 from headroom.engine.request import SamplingParams
 from headroom.errors import HeadroomError
 from headroom.experts.placement import LayerExperts
+from headroom.experts.telemetry import ColdMeter, DecodeCounts
 from headroom.llm import LLM
 from headroom.plan.describe import ModelDescription
 from headroom.split.pipeline import Pipeline
-from tests.experts.pretended import PretendedExperts
+from tests.experts.stores import NotedExchanges, blob_layout, check_layer, small_store
 from tests.synth_models import MODELS, write_model
 
 SETTINGS: dict[str, Any] = {"context": 128, "parallel": 2, "chunk": 16, "threads": 1}
@@ -29,48 +31,50 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model("qwen3moe", "q8_0", tmp_path_factory.mktemp("m"))
 
 
-class Watched(PretendedExperts):
-    """Notes how many requests ran when experts changed sides, and at which step."""
+class Watched(NotedExchanges):
+    """Notes how many requests ran when experts changed sides."""
 
     engine: Any
     running: list[int]
-    begun_at: int
-    beside: list[int]  # steps between the begin of a swap and its turn
-
-    def begin(self, layer: int, promoted: int, demoted: int) -> None:
-        super().begin(layer, promoted, demoted)
-        self.begun_at = self.engine.stats().steps
 
     def turn(self) -> None:
         super().turn()
         self.running.append(self.engine.stats().requests_running)
-        self.beside.append(self.engine.stats().steps - self.begun_at)
 
 
 @pytest.fixture
-def half_cold(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    """Let every model that is opened take the upper half of its experts for cold."""
-    made = Watched([], [])
-    made.running, made.beside = [], []
+def half_cold(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Watched]]:
+    """Let every model that is opened have the upper half of its experts in a store, cold.
+
+    The model computes with weights of its own; the store's experts are few bytes, which move.
+    """
+    made: list[Watched] = []
     start = llm_module.start_pipeline
 
     def start_cold(plan: Any, model: ModelDescription, *more: Any) -> Pipeline:
         pipeline = start(plan, model, *more)
-        layers = [LayerExperts(x.experts, x.expert_bytes) for x in model.shape.layers]
-        made._layers = layers
-        made._hot = [set(range(layer.experts // 2)) for layer in layers]
-        pipeline.experts = pipeline.meter = made
+        counts = [layer.experts for layer in model.shape.layers]
+        layouts = [blob_layout(count) if count else None for count in counts]
+        store = small_store(layouts, [tuple(range(count // 2)) for count in counts])
+        watched = Watched(store, [LayerExperts(count, 1) for count in counts])
+        watched.running = []
+        costs = DecodeCounts(cpu_bytes=0, gpu_bytes=0, hot_s=0.0, cold_s=0.0, wait_s=0.0)
+        pipeline.experts, pipeline.meter = watched, ColdMeter(lambda: costs)
+        made.append(watched)
         return pipeline
 
     monkeypatch.setattr(llm_module, "start_pipeline", start_cold)
-    return made
+    yield made
+    for watched in made:
+        for index, layer in enumerate(watched.store.layers):
+            if layer is not None:
+                check_layer(watched.store, index)
 
 
-def answers(path: Path, half_cold: Watched | None = None, **settings: Any) -> list[Any]:
+def answers(path: Path, half_cold: list[Watched], **settings: Any) -> list[Any]:
     given = SETTINGS | {"routing_stats": "off"} | settings
     with LLM(str(path), **given) as llm:
-        if half_cold is not None:
-            half_cold.engine = llm.engine
+        half_cold[-1].engine = llm.engine
         return [llm.generate(prompt, PARAMS)[0] for prompt in ("one", "two", "three")]
 
 
@@ -89,7 +93,11 @@ def test_routing_counts_are_saved_when_the_engine_ends_and_added_to_in_the_next_
 
 @pytest.mark.parametrize("full", [False, True], ids=["", "nothing can be saved"])
 def test_an_engine_that_breaks_saves_its_statistics_and_reports_its_own_error(
-    path: Path, tmp_path: Path, half_cold: Watched, monkeypatch: pytest.MonkeyPatch, full: bool
+    path: Path,
+    tmp_path: Path,
+    half_cold: list[Watched],
+    monkeypatch: pytest.MonkeyPatch,
+    full: bool,
 ) -> None:
     kept, placed = tmp_path / "kept.json", tmp_path / "placed.json"
     given = SETTINGS | {"swap_every": "off", "routing_stats": str(kept)}
@@ -110,7 +118,7 @@ def test_an_engine_that_breaks_saves_its_statistics_and_reports_its_own_error(
         rows = done.prompt_tokens + done.generated_tokens - 1
         assert {sum(row) for row in json.loads(kept.read_text())["counts"]} == {rows * USED}
         hot = json.loads(placed.read_text())["hot"]
-        assert [tuple(ids) for ids in hot] == list(half_cold.placement().hot)
+        assert [tuple(ids) for ids in hot] == list(half_cold[0].placement().hot)
 
 
 def test_an_idle_engine_saves_too(
@@ -133,34 +141,18 @@ def test_an_idle_engine_saves_too(
 
 
 def test_exchanges_come_between_requests_unless_they_are_off(
-    path: Path, half_cold: Watched
+    path: Path, half_cold: list[Watched]
 ) -> None:
-    answers(path, half_cold, swap_min_gain=1.0, swap_bytes="1GiB")
-    assert half_cold.exchanged
-    assert set(half_cold.running) == {0}
-    count = len(half_cold.exchanged)
-    answers(path, half_cold, swap_every="off")
-    assert len(half_cold.exchanged) == count
+    moved = answers(path, half_cold, swap_min_gain=1.0, swap_bytes="1GiB")
+    assert half_cold[0].exchanged
+    assert set(half_cold[0].running) == {0}
+    rested = answers(path, half_cold, swap_every="off")
+    assert half_cold[1].begun == []
+    assert [done.text for done in moved] == [done.text for done in rested]
 
 
-def test_exchanges_every_few_tokens_come_while_a_request_runs(
-    path: Path, half_cold: Watched
-) -> None:
-    half_cold.same_bits, half_cold.slow = True, 2
-    answers(path, half_cold, swap_every="4", swap_min_gain=1.0)
-    assert 1 in half_cold.running
-    assert max(half_cold.beside) >= 2  # steps ran while experts were copied
-
-
-def test_an_exchange_that_fails_ends_no_request(path: Path, half_cold: Watched) -> None:
-    half_cold.fails_after = 2
-    found = answers(path, half_cold, swap_min_gain=1.0)
-    assert [done.finish_reason for done in found] == ["length"] * 3
-    assert len(half_cold.exchanged) == 2
-
-
-def test_an_answer_reports_the_cost_of_cold_experts(path: Path, half_cold: Watched) -> None:
-    for done in answers(path, swap_every="off"):
+def test_an_answer_reports_the_cost_of_cold_experts(path: Path, half_cold: list[Watched]) -> None:
+    for done in answers(path, half_cold, swap_every="off"):
         told = done.timings.experts
         assert told is not None
         assert 0 < told["hit_rate"] < 1
@@ -171,7 +163,7 @@ def test_an_answer_reports_the_cost_of_cold_experts(path: Path, half_cold: Watch
 
 
 def test_an_answer_that_a_stop_text_ends_reports_the_cost_of_cold_experts(
-    path: Path, half_cold: Watched
+    path: Path, half_cold: list[Watched]
 ) -> None:
     with LLM(str(path), routing_stats="off", swap_every="off", **SETTINGS) as llm:
         whole = llm.generate("one", PARAMS)[0].text

@@ -22,6 +22,7 @@ from headroom.split.upkeep import open_upkeep
 from tests.families.oracles import PROMPT, variant
 from tests.stand_in.gpu import stand_in_gpu
 from tests.stand_in.model import ModelOnGpu
+from tests.stand_in.streams import Queues
 
 # The first one again: what it chose has become hot by then, and is read.
 PROMPTS = (PROMPT[:4], PROMPT[:4], PROMPT[6:9])
@@ -50,14 +51,25 @@ class StandInStage(CpuStage):
 
 
 class Watched(StoreExchanges):
-    """Notes how many requests run when two experts change sides."""
+    """Notes how many requests run when two experts change sides, and the steps before that."""
 
     engine: Engine
     running: list[int]
+    steps: list[int]  # between the begin of an exchange and its turn
+    begun_at: int
+    second_fails: str = ""  # the queues' setting that lets a copy fail
+
+    def begin(self, layer: int, promoted: int, demoted: int) -> None:
+        if self.second_fails and len(self.running) == 1:
+            queues = Queues.current()
+            setattr(queues, self.second_fails, queues.asked + 1)
+        super().begin(layer, promoted, demoted)
+        self.begun_at = self.engine.stats().steps
 
     def turn(self) -> None:
         super().turn()
         self.running.append(self.engine.stats().requests_running)
+        self.steps.append(self.engine.stats().steps - self.begun_at)
 
 
 @contextmanager
@@ -68,7 +80,7 @@ def opened(checkpoint: Checkpoint, **settings: Any) -> Iterator[tuple[Engine, Wa
     if (cold_experts := stage.model.cold_experts) is not None:
         layers = expert_layers(model.shape, plan)
         swaps = Watched(cold_experts.store, layers, same_bits=cold_experts.same_bits)
-        swaps.running = []
+        swaps.running, swaps.steps = [], []
     meter = None if cold_experts is None else cold_experts.meter
     pipeline = Pipeline(StandInStage(stage), model.config.vocab, {}, 0, swaps, meter)
     upkeep = open_upkeep(pipeline, read_records(model, stage.options))
@@ -155,4 +167,27 @@ def test_exchanges_within_a_request_move_experts_and_change_no_answer(
         moved = swaps.placement().hot
     assert moved != before
     assert 1 in swaps.running
+    assert max(swaps.steps) >= 2  # steps ran while experts were copied
+    assert found == wanted
+
+
+@pytest.mark.parametrize("kind", ["refused_at", "failed_at"])
+def test_an_exchange_that_fails_changes_no_answer(
+    checkpoint: Checkpoint,
+    wanted: list[Answer],
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = HALF_COLD | {"cold": "gpu"}
+    with stand_in_gpu(monkeypatch), opened(checkpoint, **settings) as (engine, swaps):
+        assert swaps is not None
+        swaps.second_fails = kind
+        before = swaps.placement().hot
+        found = [answer(engine, PROMPTS[0])]
+        wait_for_swap(swaps, 1)
+        found += [answer(engine, prompt) for prompt in PROMPTS[1:]]
+    assert "swaps: one failed and there are no more" in caplog.text
+    assert swaps.placement().hot != before
+    assert len(swaps.running) == 1
     assert found == wanted

@@ -1,10 +1,13 @@
-"""Small stores of experts in host memory, which stands in for a GPU's."""
+"""Small stores of experts, in host memory alone or on the stand-in GPU."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
 
-from headroom.experts.placement import ExpertPlacement
+from headroom.experts.exchange import Exchange, StoreExchanges
+from headroom.experts.placement import ExpertPlacement, LayerExperts
 from headroom.experts.store import BlobLayout, ExpertStore, LayerStore, StoreRequest, open_store
 from headroom.formats.quants import BY_NAME
 from headroom.plan.cost_model import ColdSpeeds
@@ -50,6 +53,48 @@ def exchange(layer: LayerStore, promoted: int, demoted: int) -> None:
     """Make a cold expert hot and a hot one cold, as if no step ran."""
     layer.begin_exchange(promoted, demoted)
     layer.finish_exchange()
+
+
+class NotedExchanges(StoreExchanges):
+    """Exchanges of a store; notes those that were begun and ended, and waits for copies."""
+
+    def __init__(
+        self, store: ExpertStore, layers: Sequence[LayerExperts], *, same_bits: bool = False
+    ) -> None:
+        super().__init__(store, layers, same_bits=same_bits)
+        self.store = store
+        self.begun: list[tuple[int, int, int]] = []  # layer, promoted, demoted
+        self.exchanged: list[tuple[int, int, int]] = []
+        self.waits = 0  # times that the host waited for a copy that had not run
+
+    def begin(self, layer: int, promoted: int, demoted: int) -> None:
+        super().begin(layer, promoted, demoted)
+        self.begun.append((layer, promoted, demoted))
+
+    def wait(self) -> None:
+        self._note_wait()
+        super().wait()
+
+    def turn(self) -> None:
+        self._note_wait()
+        super().turn()
+
+    def end(self) -> None:
+        self._note_wait()
+        super().end()
+        self.exchanged.append(self.begun[-1])
+
+    def _note_wait(self) -> None:
+        self.waits += not self.ready()
+
+
+def placement_after(placement: ExpertPlacement, exchanges: Sequence[Exchange]) -> ExpertPlacement:
+    """Return the placement after exchanges; as many experts of each layer are hot as before."""
+    hot = [set(ids) for ids in placement.hot]
+    for one in exchanges:
+        hot[one.layer].remove(one.demoted)
+        hot[one.layer].add(one.promoted)
+    return replace(placement, hot=tuple(tuple(sorted(ids)) for ids in hot))
 
 
 @cache

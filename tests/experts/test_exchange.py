@@ -1,22 +1,29 @@
 """Exchanges move only what pays, lose no expert and hold none twice; a failure ends a round."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headroom.experts.copies import HostCopies, Mark
+from headroom.errors import KernelError
 from headroom.experts.exchange import (
     Exchange,
     ExchangePolicy,
     ExchangeRound,
-    StoreExchanges,
     plan_exchanges,
     recent,
 )
 from headroom.experts.placement import ExpertPlacement, LayerExperts, place_experts
-from tests.experts.pretended import PretendedExperts, swapped
+from tests.experts.stores import (
+    NotedExchanges,
+    blob_layout,
+    check_layer,
+    placement_after,
+    small_store,
+)
+from tests.stand_in.gpu import StandInGpu, stand_in_gpu
+from tests.stand_in.streams import StandInError
 
 Problem = tuple[list[LayerExperts], list[list[int]], ExpertPlacement, ExchangePolicy]
 
@@ -44,7 +51,7 @@ def problems(draw: st.DrawFn) -> Problem:
 def test_swaps_lose_no_expert_and_keep_every_limit(problem: Problem) -> None:
     layers, counts, placement, policy = problem
     swaps = plan_exchanges(placement, counts, layers, policy)
-    after = swapped(placement, swaps)
+    after = placement_after(placement, swaps)
     assert [len(ids) for ids in after.hot] == [len(ids) for ids in placement.hot]
     assert after.hot_bytes(layers) == placement.hot_bytes(layers)
     for swap in swaps:
@@ -88,7 +95,7 @@ def test_rounds_come_to_rest_with_the_best_experts_hot(problem: Problem) -> None
     policy = ExchangePolicy(min_gain=1, hysteresis=0)
     for _ in range(64):
         swaps = plan_exchanges(placement, counts, layers, policy)
-        placement = swapped(placement, swaps)
+        placement = placement_after(placement, swaps)
     assert plan_exchanges(placement, counts, layers, policy) == []
     for ids, row in zip(placement.hot, counts, strict=True):
         best = sorted(row, reverse=True)[: len(ids)]
@@ -124,20 +131,40 @@ def test_recent_counts_are_worth_so_many_tokens_at_most() -> None:
 
 
 COUNTS = [[0, 0, 9, 8], [7, 9, 0, 0]]
+# The copies of an exchange, by their number: two to the spare buffers, a table, two to the new
+# places, and a table again.
+COPIES = 6
 
 
-def half_hot(**more: object) -> PretendedExperts:
-    return PretendedExperts([LayerExperts(4, 10)] * 2, [(0, 1), (2, 3)], **more)  # type: ignore[arg-type]
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInGpu]:
+    """A GPU whose copies run when somebody waits for them, or when a test lets them."""
+    with stand_in_gpu(monkeypatch) as made:
+        made.queues.stepped = True
+        yield made
 
 
-def plan(experts: PretendedExperts) -> list[Exchange]:
+@pytest.fixture
+def experts(gpu: StandInGpu) -> Iterator[NotedExchanges]:
+    """Two layers whose experts are half hot."""
+    layouts = [blob_layout(4), blob_layout(4)]
+    store = small_store(list(layouts), [(0, 1), (2, 3)], "cuda:0", pin=True, cold="gpu")
+    gpu.queues.finish()
+    gpu.queues.asked = 0
+    yield NotedExchanges(store, [LayerExperts(4, 1)] * 2)
+    gpu.queues.finish()
+    for index in range(2):  # whatever happened, every expert is whole and where tables say
+        check_layer(store, index)
+
+
+def plan(experts: NotedExchanges) -> list[Exchange]:
     return plan_exchanges(
         experts.placement(), COUNTS, experts.layers(), ExchangePolicy(per_layer=2)
     )
 
 
 def run(swaps: ExchangeRound) -> None:
-    """To the end, as an engine that rests does."""
+    """Carry out a round to its end, as an engine that rests does."""
     while not swaps.over:
         if swaps.turned:
             swaps.end()
@@ -145,10 +172,9 @@ def run(swaps: ExchangeRound) -> None:
             swaps.turn()
 
 
-def test_all_swaps_are_done_in_the_order_that_was_planned() -> None:
-    experts = half_hot()
+def test_all_swaps_are_done_in_the_order_that_was_planned(experts: NotedExchanges) -> None:
     planned = plan(experts)
-    expected = swapped(experts.placement(), planned)
+    expected = placement_after(experts.placement(), planned)
     swaps = ExchangeRound(experts, planned)
     run(swaps)
     assert (swaps.done, swaps.error) == (planned, None)
@@ -156,41 +182,62 @@ def test_all_swaps_are_done_in_the_order_that_was_planned() -> None:
     assert experts.placement().hot == expected.hot == ((2, 3), (0, 1))
 
 
-def test_experts_change_sides_when_they_are_told_to_and_not_before() -> None:
-    experts = half_hot(slow=1)
+def test_experts_change_sides_when_they_are_told_to_and_not_before(
+    experts: NotedExchanges, gpu: StandInGpu
+) -> None:
     swaps = ExchangeRound(experts, plan(experts)[:1])
-    assert [swaps.ready(), swaps.ready()] == [False, True]
+    assert not swaps.ready()
+    gpu.queues.finish()
+    assert swaps.ready()
     assert experts.placement().hot == ((0, 1), (2, 3))
     assert swaps.turn() is not None
     assert experts.placement().hot != ((0, 1), (2, 3))
     assert (swaps.done, swaps.over) == ([], False)
-    assert [swaps.ready(), swaps.ready()] == [False, True]
+    assert not swaps.ready()
+    gpu.queues.finish()
+    assert swaps.ready()
     swaps.end()
     assert (len(swaps.done), swaps.over) == (1, True)
     assert experts.waits == 0
 
 
-def test_a_round_without_swaps_is_over() -> None:
-    assert ExchangeRound(half_hot(), []).over
+def test_a_round_without_swaps_is_over(experts: NotedExchanges) -> None:
+    assert ExchangeRound(experts, []).over
 
 
-@pytest.mark.parametrize("where", ["begin", "ready", "turn", "move", "end"])
-def test_a_failure_ends_the_round_and_keeps_the_swaps_before_it(where: str) -> None:
-    experts = half_hot(fails_after=1, fails_in=where)
-    swaps = ExchangeRound(experts, plan(experts))
+@pytest.mark.parametrize(
+    ("where", "kind", "copy"),
+    [
+        ("begin", "refused_at", 1),
+        ("ready", "failed_at", 1),
+        ("turn", "refused_at", 3),
+        ("move", "refused_at", 4),
+        ("end", "failed_at", 4),
+    ],
+)
+def test_a_failure_ends_the_round_and_keeps_the_swaps_before_it(
+    experts: NotedExchanges, gpu: StandInGpu, where: str, kind: str, copy: int
+) -> None:
+    setattr(gpu.queues, kind, COPIES + copy)  # of the second exchange
+    before, planned = experts.placement(), plan(experts)
+    swaps = ExchangeRound(experts, planned)
     while not swaps.over:
+        gpu.queues.finish()
         assert swaps.ready()
         if swaps.turned:
             swaps.end()
         else:
             swaps.turn()
-    assert str(swaps.error) == "the copy failed"
+    assert isinstance(swaps.error, KernelError | StandInError)
     assert len(swaps.done) == len(experts.exchanged) == 1
     assert len(experts.begun) == (1 if where == "begin" else 2)
+    # Where copies to the new places failed, the two have changed sides already.
+    turned = planned[: 2 if where in ("move", "end") else 1]
+    assert experts.placement().hot == placement_after(before, turned).hot
+    gpu.queues.repair()
 
 
-def test_who_gives_way_forgets_a_swap_that_has_not_turned() -> None:
-    experts = half_hot()
+def test_who_gives_way_forgets_a_swap_that_has_not_turned(experts: NotedExchanges) -> None:
     before = experts.placement()
     swaps = ExchangeRound(experts, plan(experts))
     swaps.give_way()
@@ -201,8 +248,7 @@ def test_who_gives_way_forgets_a_swap_that_has_not_turned() -> None:
     assert len(again.done) == 4
 
 
-def test_who_gives_way_still_ends_a_swap_that_has_turned() -> None:
-    experts = half_hot()
+def test_who_gives_way_still_ends_a_swap_that_has_turned(experts: NotedExchanges) -> None:
     swaps = ExchangeRound(experts, plan(experts))
     swaps.turn()
     swaps.give_way()
@@ -213,8 +259,7 @@ def test_who_gives_way_still_ends_a_swap_that_has_turned() -> None:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_round_that_stops_waits_for_its_copies(turned: bool) -> None:
-    experts = half_hot(slow=3)
+def test_a_round_that_stops_waits_for_its_copies(experts: NotedExchanges, turned: bool) -> None:
     swaps = ExchangeRound(experts, plan(experts))
     if turned:
         swaps.turn()
@@ -227,55 +272,17 @@ def test_a_round_that_stops_waits_for_its_copies(turned: bool) -> None:
     assert experts.waits == 1
 
 
-LAYERS = (LayerExperts(0, 0), LayerExperts(2, 7), LayerExperts(3, 7))  # dense, all hot, some cold
-
-
-@dataclass
-class OneLayer:
-    hot: set[int]
-    expert_bytes: int = 11
-    link_copies: int = 1
-    told: tuple[object, ...] = ()
-
-    @property
-    def exchange_mark(self) -> Mark:
-        return HostCopies().mark()
-
-    def begin_exchange(self, promoted: int, demoted: int) -> None:
-        self.told += ("begin",)
-        self.pair = promoted, demoted
-
-    def turn_exchange(self) -> None:
-        self.told += ("turn",)
-        promoted, demoted = self.pair
-        self.hot = self.hot - {demoted} | {promoted}
-
-    def end_exchange(self) -> None:
-        self.told += ("end",)
-
-
-class Store:
-    def __init__(self, layer: OneLayer) -> None:
-        self.layers = (None, None, layer)
-
-    def current_placement(self) -> ExpertPlacement:
-        layer = self.layers[2]
-        assert layer is not None
-        return ExpertPlacement(((), (0, 1), tuple(sorted(layer.hot))), "even")
-
-
 def test_only_layers_with_cold_experts_change() -> None:
-    layer = OneLayer({0})
-    swaps = StoreExchanges(Store(layer), LAYERS, same_bits=True)
-    assert swaps.layers()[2] == LayerExperts(3, 11, link_copies=1)  # as the store holds it
-    planned = plan_exchanges(
-        swaps.placement(), [[], [0, 9], [0, 0, 9]], swaps.layers(), ExchangePolicy(most_bytes=11)
-    )
-    assert len(planned) == 1
-    swaps.begin(planned[0].layer, planned[0].promoted, planned[0].demoted)
-    assert swaps.ready()
-    swaps.turn()
-    swaps.wait()
-    swaps.end()
-    assert layer.told == ("begin", "turn", "end")
-    assert swaps.placement().hot == ((), (0, 1), (2,))
+    layouts = [None, blob_layout(2), blob_layout(3)]  # dense, all hot, some cold
+    store = small_store(layouts, [(), (0, 1), (0,)])
+    layers = (LayerExperts(0, 0), LayerExperts(2, 7), LayerExperts(3, 7))
+    experts = NotedExchanges(store, layers)
+    size = blob_layout(3).nbytes
+    assert experts.layers()[2] == LayerExperts(3, size, link_copies=3)  # as the store holds it
+    policy = ExchangePolicy(most_bytes=3 * size)
+    planned = plan_exchanges(experts.placement(), [[], [0, 9], [0, 0, 9]], experts.layers(), policy)
+    swaps = ExchangeRound(experts, planned)
+    run(swaps)
+    assert (swaps.error, experts.exchanged) == (None, [(2, 2, 0)])
+    assert experts.placement().hot == ((), (0, 1), (2,))
+    check_layer(store, 2)

@@ -14,8 +14,14 @@ from headroom.errors import KernelError
 from headroom.experts.exchange import Exchange, ExchangeRound, StoreExchanges
 from headroom.experts.placement import LayerExperts
 from headroom.experts.store import ExpertStore
-from tests.experts.pretended import swapped
-from tests.experts.stores import blob_layout, check_layer, content_bytes, exchange, small_store
+from tests.experts.stores import (
+    blob_layout,
+    check_layer,
+    content_bytes,
+    exchange,
+    placement_after,
+    small_store,
+)
 from tests.stand_in.gpu import StandInGpu, stand_in_gpu
 from tests.stand_in.streams import StandInError
 from tests.stand_in.tensors import plain
@@ -145,7 +151,7 @@ def test_steps_find_every_expert_while_others_change_places(
             assert isinstance(going.error, KernelError | StandInError)
             event("failed")
         else:
-            assert swaps.placement().hot == swapped(before, going.done).hot
+            assert swaps.placement().hot == placement_after(before, going.done).hot
             assert len(going.done) == len(SWAPS) or len(order) > gives_way_at
         event(f"{len(going.done)} done")
         _exchange_more(store, late)

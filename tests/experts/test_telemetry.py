@@ -2,9 +2,8 @@
 
 import torch
 
-from headroom.experts.placement import ExpertPlacement, LayerExperts
+from headroom.experts.placement import ExpertPlacement
 from headroom.experts.telemetry import ColdCosts, ColdFigures, ColdMeter, DecodeCounts, HitCounter
-from tests.experts.pretended import PretendedExperts
 
 NONE = torch.zeros(1, 3, dtype=torch.int64)  # in steps of few rows
 
@@ -41,14 +40,15 @@ def test_before_the_first_choice_there_is_no_rate() -> None:
 
 
 def test_the_figures_of_a_time_are_what_was_added_in_it() -> None:
-    meter = PretendedExperts([LayerExperts(3, 10)], [(0,)])
+    counts = [
+        DecodeCounts(cpu_bytes=0, gpu_bytes=gpu, hot_s=0.5, cold_s=0.25, wait_s=wait)
+        for gpu, wait in ((7, 1.0), (1007, 1.5))
+    ]
+    meter = ColdMeter(lambda: counts.pop(0))
     counter = HitCounter((1,), 3)
-    counter.place(meter.placement())
+    counter.place(placed((0,)))
     counter.count(torch.tensor([[6, 2, 0]]), NONE)
     earlier = counter.reading(meter, swaps=1)
-    meter.begin(0, 2, 0)
-    meter.turn()
-    meter.end()
     counter.count(torch.tensor([[7, 5, 0]]), NONE)
     found = counter.reading(meter, swaps=2).since(earlier)
     assert found.summary() == {
@@ -56,7 +56,7 @@ def test_the_figures_of_a_time_are_what_was_added_in_it() -> None:
         "layer_hit_rates": [0.25],
         "cold_picks": 3,
         "cold_bytes_per_token": {"gpu": 250, "cpu": 0},
-        "ms": {"hot": 0.0, "cold": 0.0, "wait": 0.0},
+        "ms": {"hot": 0.0, "cold": 0.0, "wait": 500.0},
         "swaps": 1,
     }
 

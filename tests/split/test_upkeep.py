@@ -1,6 +1,7 @@
 """Between steps: when experts change places, when statistics are saved, what is told."""
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +11,15 @@ from headroom.experts.exchange import ExchangePolicy
 from headroom.experts.placement import LayerExperts, load_placement
 from headroom.experts.stats import RoutingHistory, RoutingStats, StatsFile, StatsModel, load_history
 from headroom.experts.store import ExpertStore
+from headroom.experts.telemetry import ColdMeter, DecodeCounts
 from headroom.split.expert_records import ExpertRecords
 from headroom.split.pipeline import Pipeline
 from headroom.split.stage import CpuStage
 from headroom.split.upkeep import ExpertUpkeep, open_upkeep
 from headroom.split.upkeep_rules import UpkeepRules
-from tests.experts.pretended import PretendedExperts
-from tests.experts.stores import blob_layout, small_store
+from tests.experts.stores import NotedExchanges, blob_layout, small_store
+from tests.stand_in.gpu import StandInGpu, stand_in_gpu
+from tests.stand_in.streams import Queues
 
 LAYERS = (LayerExperts(0, 0), LayerExperts(4, 10), LayerExperts(4, 10))
 USED = (0, 2, 2)
@@ -43,12 +46,22 @@ class Case:
     """An upkeep, and hands to change what it looks at."""
 
     def __init__(
-        self, path: Path | None, experts: PretendedExperts | None, rules: UpkeepRules, **more: str
+        self,
+        path: Path | None,
+        experts: NotedExchanges | None,
+        rules: UpkeepRules,
+        device: str = "cpu",
+        copies_run: bool = True,
     ) -> None:
         self.routing = RoutingStats(3, 4, "cpu")
         self.experts = experts
-        self.stage = stage = StatisticsStage(self.routing, **more)
-        self.pipeline = Pipeline(stage, 10, {}, experts=experts, meter=experts)
+        self.stage = stage = StatisticsStage(self.routing, device)
+        # What cold experts have cost since the start; steps that warm up are in.
+        self.costs = DecodeCounts(cpu_bytes=0, gpu_bytes=1000, hot_s=0.5, cold_s=0.25, wait_s=0.0)
+        meter = None if experts is None else ColdMeter(lambda: self.costs)
+        self.pipeline = Pipeline(stage, 10, {}, experts=experts, meter=meter)
+        # Whether all copies run between two steps; if not, a part of one does.
+        self._copies_run = copies_run
         file = StatsFile(path, RoutingHistory.empty(LAYERS, 0.0))
         self.records = ExpertRecords(StatsModel(Path("m"), "abc", LAYERS, USED), file, rules)
         self.upkeep = ExpertUpkeep(self.pipeline, self.records)
@@ -59,10 +72,19 @@ class Case:
     def look_after(self, tokens: int, *, resting: bool) -> bool:
         """Do as the engine does between steps; tell whether steps had to be waited for."""
         self.upkeep.go_on(resting)
-        if not self.upkeep.due(tokens, resting):
-            return False
-        self.upkeep.run(tokens, resting)
-        return True
+        due = self.upkeep.due(tokens, resting)
+        if due:
+            self.upkeep.run(tokens, resting)
+        if self.experts is not None:
+            self._copy_on()
+        return due
+
+    def _copy_on(self) -> None:
+        queues = Queues.current()
+        if self._copies_run:
+            queues.finish()
+        for stream in queues.streams:
+            stream.advance()
 
     def rest(self, tokens: int) -> None:
         """As an engine without requests, until there is nothing to do."""
@@ -70,8 +92,24 @@ class Case:
             pass
 
 
-def cold_half(**more: object) -> PretendedExperts:
-    return PretendedExperts(LAYERS, [(), (0, 1), (0, 1)], **more)  # type: ignore[arg-type]
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInGpu]:
+    """A GPU whose copies run when somebody waits for them, and between steps."""
+    with stand_in_gpu(monkeypatch) as made:
+        made.queues.stepped = True
+        yield made
+
+
+def cold_half(gpu: StandInGpu, *, same_bits: bool = False) -> NotedExchanges:
+    """Return exchanges of a dense layer and two layers whose experts are half cold."""
+    layout = blob_layout(4, (4, 4, 2))
+    store = small_store(
+        [None, layout, layout], [(), (0, 1), (0, 1)], "cuda:0", pin=True, cold="gpu"
+    )
+    gpu.queues.finish()
+    gpu.queues.asked = 0
+    gpu.kept.append(store)
+    return NotedExchanges(store, LAYERS, same_bits=same_bits)
 
 
 def test_a_model_without_experts_needs_no_upkeep() -> None:
@@ -81,8 +119,8 @@ def test_a_model_without_experts_needs_no_upkeep() -> None:
     assert open_upkeep(dense, case.records) is None
 
 
-def test_between_requests_the_more_chosen_experts_become_hot() -> None:
-    case = Case(None, cold_half(), UpkeepRules(policy=POLICY))
+def test_between_requests_the_more_chosen_experts_become_hot(gpu: StandInGpu) -> None:
+    case = Case(None, cold_half(gpu), UpkeepRules(policy=POLICY))
     case.choose(1, 3, 9)
     case.choose(1, 2, 5)
     case.choose(2, 0, 9)
@@ -97,10 +135,11 @@ def test_between_requests_the_more_chosen_experts_become_hot() -> None:
 
 
 def test_a_running_request_sees_no_swap_where_bits_would_change(
+    gpu: StandInGpu,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):
-        case = Case(None, cold_half(), UpkeepRules(swap_every=4, policy=POLICY))
+        case = Case(None, cold_half(gpu), UpkeepRules(swap_every=4, policy=POLICY))
     assert "swaps wait for the ends of requests" in caplog.text
     case.choose(1, 3, 9)
     assert not case.upkeep.due(400, resting=False)
@@ -109,10 +148,10 @@ def test_a_running_request_sees_no_swap_where_bits_would_change(
 
 @pytest.mark.parametrize(("limit", "told"), [(29, True), (30, False), (None, False)])
 def test_a_limit_below_one_swap_is_told(
-    limit: int | None, told: bool, caplog: pytest.LogCaptureFixture
+    gpu: StandInGpu, limit: int | None, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = replace(POLICY, most_bytes=limit)
-    case = Case(None, cold_half(), UpkeepRules(policy=policy))
+    case = Case(None, cold_half(gpu), UpkeepRules(policy=policy))
     line = "swaps: none in 2 of 2 layers, where one copies 30 B and --swap-bytes is 29 B"
     assert (line in caplog.text) == told
     case.choose(1, 3, 9)
@@ -120,41 +159,41 @@ def test_a_limit_below_one_swap_is_told(
     assert case.experts is not None
     assert bool(case.experts.exchanged) != told
     caplog.clear()
-    Case(None, cold_half(), UpkeepRules(swap_every=None, policy=policy))
+    Case(None, cold_half(gpu), UpkeepRules(swap_every=None, policy=policy))
     assert caplog.text == ""
 
 
-def test_where_bits_are_the_same_swaps_come_every_so_many_tokens() -> None:
-    experts = cold_half(same_bits=True, slow=1)
+def test_where_bits_are_the_same_swaps_come_every_so_many_tokens(gpu: StandInGpu) -> None:
+    experts = cold_half(gpu, same_bits=True)
     case = Case(None, experts, UpkeepRules(swap_every=4, policy=POLICY))
     case.choose(1, 3, 9)
     assert not case.look_after(3, resting=False)
     assert case.look_after(4, resting=False)  # begins
     assert case.look_after(5, resting=False)  # turns
-    assert not case.look_after(6, resting=False)
-    assert not case.look_after(7, resting=False)  # ends
+    assert not case.look_after(6, resting=False)  # ends
     assert experts.exchanged == [(1, 3, 1)]
     assert case.look_after(8, resting=False)
 
 
-def test_while_requests_run_nobody_waits_for_copies() -> None:
-    experts = cold_half(same_bits=True, slow=3)
-    case = Case(None, experts, UpkeepRules(swap_every=4, policy=POLICY))
+def test_while_requests_run_nobody_waits_for_copies(gpu: StandInGpu) -> None:
+    experts = cold_half(gpu, same_bits=True)
+    case = Case(None, experts, UpkeepRules(swap_every=4, policy=POLICY), copies_run=False)
     case.choose(1, 3, 9)
     case.choose(2, 3, 8)
-    waited = [case.look_after(tokens, resting=False) for tokens in range(4, 21)]
+    waited = [case.look_after(tokens, resting=False) for tokens in range(4, 24)]
     assert experts.exchanged == [(1, 3, 1), (2, 3, 1)]
     assert experts.waits == 0
     # Steps are waited for only to plan a round, and when two experts change sides.
-    assert [n for n, steps in enumerate(waited) if steps] == [0, 3, 10, 14]
+    assert [n for n, steps in enumerate(waited) if steps] == [0, 4, 14, 19]
     assert case.upkeep.read().swaps == 2
 
 
 def test_a_request_that_comes_waits_for_one_swap_and_none_turns_before_its_end(
+    gpu: StandInGpu,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    experts = cold_half(slow=3)
-    case = Case(None, experts, UpkeepRules(policy=POLICY))
+    experts = cold_half(gpu)
+    case = Case(None, experts, UpkeepRules(policy=POLICY), copies_run=False)
     for layer in (1, 2):
         case.choose(layer, 3, 9)
     case.look_after(7, resting=True)
@@ -170,8 +209,8 @@ def test_a_request_that_comes_waits_for_one_swap_and_none_turns_before_its_end(
     assert experts.exchanged == [(1, 3, 1), (2, 3, 1)]
 
 
-def test_swaps_within_requests_give_way_where_a_request_would_see_them() -> None:
-    experts = cold_half(same_bits=True, slow=1)
+def test_swaps_within_requests_give_way_where_a_request_would_see_them(gpu: StandInGpu) -> None:
+    experts = cold_half(gpu, same_bits=True)
     case = Case(None, experts, UpkeepRules(swap_every=4, policy=POLICY))
     case.choose(1, 3, 9)
     case.look_after(4, resting=False)
@@ -183,8 +222,8 @@ def test_swaps_within_requests_give_way_where_a_request_would_see_them() -> None
     assert experts.exchanged == [(1, 3, 1)]
 
 
-def test_choices_are_hits_by_what_was_hot_when_they_were_made() -> None:
-    experts = cold_half(same_bits=True, slow=1)
+def test_choices_are_hits_by_what_was_hot_when_they_were_made(gpu: StandInGpu) -> None:
+    experts = cold_half(gpu, same_bits=True)
     case = Case(None, experts, UpkeepRules(swap_every=4, policy=POLICY))
     case.choose(1, 3, 9)
     case.look_after(4, resting=False)
@@ -196,9 +235,9 @@ def test_choices_are_hits_by_what_was_hot_when_they_were_made() -> None:
     assert case.upkeep.read().cold_picks == 9 + 5 + 1
 
 
-def test_an_engine_that_ends_waits_for_copies_and_counts_their_swap() -> None:
-    experts = cold_half(slow=3)
-    case = Case(None, experts, UpkeepRules(policy=POLICY))
+def test_an_engine_that_ends_waits_for_copies_and_counts_their_swap(gpu: StandInGpu) -> None:
+    experts = cold_half(gpu)
+    case = Case(None, experts, UpkeepRules(policy=POLICY), copies_run=False)
     case.choose(1, 3, 9)
     case.look_after(5, resting=True)
     assert case.upkeep.read().swaps == 0
@@ -207,15 +246,18 @@ def test_an_engine_that_ends_waits_for_copies_and_counts_their_swap() -> None:
     assert case.upkeep.read().swaps == 1
 
 
-def test_zero_tokens_means_only_between_requests_and_off_means_never() -> None:
-    between = Case(None, cold_half(same_bits=True), UpkeepRules(swap_every=0))
+def test_zero_tokens_means_only_between_requests_and_off_means_never(gpu: StandInGpu) -> None:
+    between = Case(None, cold_half(gpu, same_bits=True), UpkeepRules(swap_every=0))
     assert not between.upkeep.due(10**6, resting=False)
-    never = Case(None, cold_half(same_bits=True), UpkeepRules(swap_every=None))
+    never = Case(None, cold_half(gpu, same_bits=True), UpkeepRules(swap_every=None))
     assert not never.upkeep.due(10**6, resting=True)
 
 
-def test_a_failing_exchange_is_told_and_is_the_last(caplog: pytest.LogCaptureFixture) -> None:
-    case = Case(None, cold_half(fails_after=1), UpkeepRules(policy=replace(POLICY, per_layer=2)))
+def test_a_failing_exchange_is_told_and_is_the_last(
+    gpu: StandInGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = Case(None, cold_half(gpu), UpkeepRules(policy=replace(POLICY, per_layer=2)))
+    gpu.queues.failed_at = 7  # the first copy of the second exchange
     case.choose(1, 3, 9)
     case.choose(2, 3, 8)
     case.rest(5)
@@ -226,8 +268,9 @@ def test_a_failing_exchange_is_told_and_is_the_last(caplog: pytest.LogCaptureFix
     assert case.upkeep.read().swaps == 1
 
 
-def test_choices_after_a_failure_are_hits_by_where_it_left_experts() -> None:
-    case = Case(None, cold_half(fails_after=0, fails_in="move"), UpkeepRules(policy=POLICY))
+def test_choices_after_a_failure_are_hits_by_where_it_left_experts(gpu: StandInGpu) -> None:
+    case = Case(None, cold_half(gpu), UpkeepRules(policy=POLICY))
+    gpu.queues.refused_at = 4  # after two copies and a table: experts have changed sides
     case.choose(1, 3, 9)
     case.rest(5)
     case.choose(1, 3, 2)
@@ -235,8 +278,8 @@ def test_choices_after_a_failure_are_hits_by_where_it_left_experts() -> None:
     assert case.upkeep.read().swaps == 0
 
 
-def test_new_choices_matter_after_a_long_history() -> None:
-    experts = cold_half()
+def test_new_choices_matter_after_a_long_history(gpu: StandInGpu) -> None:
+    experts = cold_half(gpu)
     case = Case(None, experts, UpkeepRules(policy=POLICY))
     old = RoutingHistory(((), (1e9, 1e9, 0.0, 0.0), (0.0,) * 4), 0.0)
     records = replace(case.records, file=StatsFile(None, old))
@@ -246,8 +289,8 @@ def test_new_choices_matter_after_a_long_history() -> None:
     assert experts.exchanged == [(1, 3, 1)]
 
 
-def test_new_choices_matter_after_a_long_run() -> None:
-    experts = cold_half()
+def test_new_choices_matter_after_a_long_run(gpu: StandInGpu) -> None:
+    experts = cold_half(gpu)
     case = Case(None, experts, UpkeepRules(policy=POLICY))
     case.choose(1, 0, 60_000)
     case.choose(1, 1, 60_000)
@@ -277,9 +320,9 @@ def test_statistics_are_saved_after_a_while_and_in_the_end(tmp_path: Path) -> No
     assert hasty.upkeep.idle_s(5) is None
 
 
-def test_the_placement_is_saved_in_the_end_where_asked_for(tmp_path: Path) -> None:
+def test_the_placement_is_saved_in_the_end_where_asked_for(gpu: StandInGpu, tmp_path: Path) -> None:
     path = tmp_path / "placed.json"
-    case = Case(None, cold_half(), UpkeepRules(policy=POLICY, placement_path=path))
+    case = Case(None, cold_half(gpu), UpkeepRules(policy=POLICY, placement_path=path))
     case.choose(1, 3, 9)
     case.rest(5)
     case.upkeep.close()
@@ -307,19 +350,19 @@ def test_where_all_are_hot_it_is_told_at_once_that_no_placement_will_be_saved(
 
 
 def test_a_placement_that_cannot_be_saved_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    gpu: StandInGpu, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
     rules = UpkeepRules(placement_path=tmp_path / "file" / "placed.json")
-    case = Case(None, cold_half(), rules)
+    case = Case(None, cold_half(gpu), rules)
     for end in (case.upkeep.close, case.upkeep.close_after_error):
         caplog.clear()
         end()
         assert "experts: not saved" in caplog.text
 
 
-def test_a_request_is_told_of_its_own_time_where_experts_are_cold() -> None:
-    case = Case(None, cold_half(), UpkeepRules())
+def test_a_request_is_told_of_its_own_time_where_experts_are_cold(gpu: StandInGpu) -> None:
+    case = Case(None, cold_half(gpu), UpkeepRules())
     case.choose(1, 3, 9)
     began = case.upkeep.begin_request()
     case.choose(1, 0, 3)
@@ -331,17 +374,17 @@ def test_a_request_is_told_of_its_own_time_where_experts_are_cold() -> None:
     assert case.upkeep.latest.cold_picks == 10
 
 
-def test_totals_leave_out_what_was_read_before_the_first_request() -> None:
-    experts = cold_half()
-    experts.exchanged.append((1, 3, 1))  # each is worth 1000 bytes to those who ask
-    case = Case(None, experts, UpkeepRules())
+def test_totals_leave_out_what_was_read_before_the_first_request(gpu: StandInGpu) -> None:
+    case = Case(None, cold_half(gpu), UpkeepRules())
     assert case.upkeep.latest is not None
     assert (case.upkeep.latest.cold_bytes["gpu"], case.upkeep.latest.seconds["hot"]) == (0, 0.0)
-    experts.exchanged.append((1, 1, 3))
+    case.costs = replace(case.costs, gpu_bytes=2000)
     assert case.upkeep.read().cold_bytes["gpu"] == 1000
 
 
-def test_where_all_are_hot_requests_are_told_nothing_and_a_gpu_is_not_asked() -> None:
+def test_where_all_are_hot_requests_are_told_nothing_and_a_gpu_is_not_asked(
+    gpu: StandInGpu,
+) -> None:
     case = Case(None, None, UpkeepRules())
     case.choose(1, 3, 9)
     assert case.upkeep.end_request(case.upkeep.begin_request()) is None

@@ -8,7 +8,10 @@ import pytest
 from headroom.experts.placement import load_placement
 from headroom.experts.stats import load_history
 from headroom.split.upkeep_rules import UpkeepRules
-from tests.split.test_upkeep import LAYERS, POLICY, Case, cold_half
+from tests.split.test_upkeep import LAYERS, POLICY, Case, cold_half, gpu
+from tests.stand_in.gpu import StandInGpu
+
+__all__ = ["gpu"]  # a fixture
 
 
 class LostCase(Case):
@@ -38,6 +41,7 @@ class LostCase(Case):
     ("reason", "asked"), [("CUDA error", []), ("", ["counts"])], ids=["lost", "lost when asked"]
 )
 def test_a_gpu_known_to_be_lost_is_not_asked_and_what_the_host_has_seen_is_saved(
+    gpu: StandInGpu,
     reason: str,
     asked: list[str],
     tmp_path: Path,
@@ -46,7 +50,7 @@ def test_a_gpu_known_to_be_lost_is_not_asked_and_what_the_host_has_seen_is_saved
 ) -> None:
     kept, placed = tmp_path / "m.json", tmp_path / "placed.json"
     rules = UpkeepRules(policy=POLICY, placement_path=placed)
-    case = LostCase(kept, cold_half(slow=3), rules, device="cuda:0")
+    case = LostCase(kept, cold_half(gpu), rules, device="cuda:0", copies_run=False)
     case.choose(1, 3, 9)
     case.look_after(5, resting=True)  # a swap turns, and its copies are under way
     case.choose(2, 0, 4)
