@@ -28,7 +28,7 @@ Picks = tuple[torch.Tensor, torch.Tensor]  # ids and weights [rows, used]
 class ReadInPlace:
     """Runs a layer's experts: the GPU reads them where they lie, in its memory or over its link.
 
-    Picks with a negative id are passed over. `out` may be the residual of `others`.
+    Picks with a negative id are skipped. `out` may be the residual of `others`.
     """
 
     def __init__(self, tiles: ExpertTiles, activation: str) -> None:
@@ -71,7 +71,7 @@ class Streamed(ReadInPlace):
 
 
 class WithoutCold(ReadInPlace):
-    """Runs hot experts only, which changes what a model says."""
+    """Runs hot experts only, which changes the model's answers."""
 
     def __init__(self, tiles: ExpertTiles, activation: str, is_hot: torch.Tensor) -> None:
         super().__init__(tiles, activation)
@@ -81,9 +81,9 @@ class WithoutCold(ReadInPlace):
         self, x: HalfRows, picks: Picks | RouterLogits, others: Others, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the weighted sum of the hot experts of few rows; their weights grow."""
-        made = picks.top_k() if isinstance(picks, RouterLogits) else picks
-        handover.drop(*made, self._is_hot)
-        return super().decode(x, made, others, out)
+        chosen = picks.top_k() if isinstance(picks, RouterLogits) else picks
+        handover.drop(*chosen, self._is_hot)
+        return super().decode(x, chosen, others, out)
 
     def prefill(
         self, x: NarrowRows, picks: Picks, others: Others, out: torch.Tensor | None
@@ -102,14 +102,14 @@ class LayerPaths:
 
 
 def stored_tiles(store: LayerStore) -> ExpertTiles:
-    """Return the experts of a store as kernels find them; exchanges change what they find."""
+    """Return a store's table of experts for kernels; exchanges change its addresses."""
     memory = tuple(part for part in (store.slots, store.cold) if len(part))
     nbytes = sum(part.nbytes for part in memory)
     return ExpertTiles(store.addresses, store.kinds, store.width, store.hidden, nbytes, memory)
 
 
 class ColdExperts:
-    """The experts of one GPU of which some are cold, and who computes those.
+    """The experts of one GPU, some of them cold, and what computes the cold ones.
 
     All layers share one CPU thread and one stream of copies; they are loaded in a step's order.
     """
@@ -117,7 +117,7 @@ class ColdExperts:
     def __init__(self, store: ExpertStore, device: str, speeds: ColdSpeeds, cold: str) -> None:
         self.store = store
         self._worker = DecodeWorker(device)
-        # Layers without fused kernels copy experts one by one, and dropped experts never come.
+        # Layers without fused kernels copy experts one by one; dropped experts are never copied.
         self._stream = None
         tiles = any(layer is not None and layer.blobs.tiles for layer in store.layers)
         if tiles and cold != "drop":
@@ -135,7 +135,7 @@ class ColdExperts:
         return None if store is None else StoredLayer(self, store)
 
     def load(self, layer: LayerStore, config: ExpertsConfig, get: WeightSource) -> LayerPaths:
-        """Bring a layer's experts to their places; return who computes them."""
+        """Load a layer's experts to their places; return what computes them."""
         fill_tiles(layer, get, self.store.staging)
         tiles, activation = stored_tiles(layer), config.activation
         if layer.path == "drop":
@@ -151,7 +151,7 @@ class ColdExperts:
         return LayerPaths(by_gpu, by_cpu)
 
     def start(self) -> DecodeWorker | None:
-        """Start the CPU thread once all layers are loaded; None where no layer asks the CPU."""
+        """Start the CPU thread after all layers are loaded; None if no layer asks the CPU."""
         if not self._worker.has_layers:
             return None
         self._worker.start()
@@ -165,7 +165,7 @@ class ColdExperts:
 
     @property
     def meter(self) -> ColdMeter:
-        """What reads the costs of cold experts since the start."""
+        """The meter that reads the costs of cold experts since the start."""
         layers, stream = [x for x in self.store.layers if x is not None], self._stream
         plain = [layer for layer in layers if not layer.blobs.tiles]
         costs = [layer.counts for layer in plain]

@@ -1,7 +1,7 @@
 """Copies between host and GPU memory that run while the GPU computes, and waits for them.
 
-A `CopyQueue` runs copies in order beside the computing. A `StagingRing` lets copies fill buffers
-that the computing reads in turn. A `WaitClock` measures how long the computing waited.
+A `CopyQueue` runs copies in order while the device computes. A `StagingRing` lets copies fill
+buffers that the computing reads in turn. A `WaitClock` measures how long the computing waited.
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ class Mark(Protocol):
 
 
 class CopyQueue(Protocol):
-    """Runs copies beside the computing of a device, in the order in which they were enqueued."""
+    """Runs copies while a device computes, in the order in which they were enqueued."""
 
     def mark(self) -> Mark:
         """Return a mark behind all computing that was enqueued so far."""
@@ -40,7 +40,7 @@ class CopyQueue(Protocol):
 
 
 class CudaCopies:
-    """Copies to and from a GPU on a stream of their own; host memory should be pinned."""
+    """Copies to and from a GPU on a separate stream; host memory should be pinned."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -54,8 +54,8 @@ class CudaCopies:
 
     def copy(self, out: torch.Tensor, sources: Sequence[torch.Tensor], after: Mark) -> Mark:
         """Copy the sources to `out` one after another, once `after` is reached; return the end."""
-        # By the driver, because switching torch's stream and back takes several times as long. So
-        # torch does not keep the memory until the end is reached: the caller must.
+        # Calls the driver, because switching torch's stream and back takes several times as long.
+        # Torch therefore does not keep the memory until the copy ends: the caller must.
         assert out.is_contiguous()
         assert sum(source.nbytes for source in sources) <= out.nbytes
         self._stream.wait_event(cast(torch.cuda.Event, after))
@@ -123,7 +123,7 @@ class BouncedCopies:
         """Copy the sources to `out` one after another, once `after` is reached; return the end."""
         turn, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
         if (sent := self._sent[turn]) is not None:
-            sent.synchronize()  # until what the buffer held is on the device
+            sent.synchronize()  # the last copy from this buffer has ended
         size = copy_all(self._buffers[turn], sources)
         done = self._queue.copy(out, [self._buffers[turn][:size]], after)
         self._sent[turn] = done
@@ -213,10 +213,10 @@ def read_back(tensors: Sequence[torch.Tensor], buffer: PinnedBuffer) -> list[tor
 
 
 def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return host memory, pinned where the system allows it."""
+    """Return host memory, pinned if the system allows it."""
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
-    except RuntimeError:  # copies from other memory are slower, and as good
+    except RuntimeError:  # copies from memory that is not pinned are only slower
         return torch.empty(shape, dtype=dtype)
 
 

@@ -1,4 +1,4 @@
-"""Feed-forward parts with routed experts on a GPU, of fused CUDA kernels.
+"""Feed-forward parts with routed experts on a GPU, built from fused CUDA kernels.
 
 `CudaExpertsFfn` has experts instead of a dense part, `CudaDenseAndExpertsFfn` has both.
 """
@@ -98,7 +98,7 @@ def scored_rows(
 def load_paths(config: ExpertsConfig, get: WeightSource, stored: StoredLayer | None) -> LayerPaths:
     """Load the experts of a layer, all to GPU memory or as a store places them.
 
-    Return who computes them.
+    Return what computes them.
     """
     if stored is not None:
         return stored.load(config, get)
@@ -118,8 +118,8 @@ def _run(
     if rows.decode is not None:
         return experts.decode(rows.decode, picks, others, out)
     assert rows.prefill is not None
-    made = picks.top_k() if isinstance(picks, RouterLogits) else picks
-    return experts.prefill(rows.prefill, made, others, out)
+    chosen = picks.top_k() if isinstance(picks, RouterLogits) else picks
+    return experts.prefill(rows.prefill, chosen, others, out)
 
 
 class CudaExpertsFfn:
@@ -162,7 +162,7 @@ class CudaExpertsFfn:
         picks: Picks | RouterLogits
         if cpu is None:
             picks = self._router.picks_or_logits(logits, batch)
-        else:  # asked first, so that the CPU computes beside all that follows
+        else:  # first, so that the CPU computes while the following kernels run
             picks = self._router(logits, batch)
             cpu.ask(normed, *picks)
         own = self._own if decoding else None
@@ -187,7 +187,7 @@ class CudaExpertsFfn:
 def own_tiles(both: MergedLinear, down: MergedLinear) -> OwnTiles | None:
     """Return the shared expert in the form in which decode kernels run it with the routed ones.
 
-    None if its weights are not in tiles: then it must be run by itself.
+    None if its weights are not in tiles: then other kernels must run it.
     """
     weights = (*both.weights, *down.weights)
     width = down.weights[0].columns
@@ -213,7 +213,7 @@ def upload_experts(get: WeightSource, count: int) -> ExpertTiles:
 
 
 class CudaDenseAndExpertsFfn:
-    """A dense part and routed experts that read the same rows, each with norms of its own."""
+    """A dense part and routed experts that read the same rows, each with its own norms."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class CudaDenseAndExpertsFfn:
         """Add the normed sum of both parts to the residual stream."""
         cpu = self.cpu_picks if is_decode(len(x)) else None
         answers = scratch.take(floats(*x.shape), x.device)
-        # The rows that the CPU reads lie where the answers will be written.
+        # The rows for the CPU are in the memory to which the output is written later.
         before = RowNorm(self._before, self._eps, None if cpu is None else answers)
         rows, logits = scored_rows(x, self._router.weight, before, self._router_norm, self._narrow)
         ids, weights = self._router(logits, batch)

@@ -1,4 +1,4 @@
-"""The decode path of cold experts: in steps of few rows the CPU computes them beside the GPU.
+"""The decode path of cold experts: in steps of few rows the CPU computes them for the GPU.
 
 Inside a captured step the GPU publishes rows and cold picks in a mailbox in pinned memory, computes
 its own experts, and then waits for the CPU's answers. A C++ thread reads the mailbox and never
@@ -17,7 +17,7 @@ from headroom.plan.cost_model import DecodeChoice
 
 
 class DecodeWorker:
-    """The CPU thread beside one GPU, and the mailbox between them.
+    """The CPU thread that computes for one GPU, and the mailbox between them.
 
     Layers are added in the order of a step; then the thread is started.
     """
@@ -70,7 +70,7 @@ class DecodeWorker:
         self._worker.begin_step()
 
     def failure(self) -> str:
-        """Return why no step can be trusted any more; "" while all is well."""
+        """Return why the results of steps are wrong from now on; "" if nothing has failed."""
         assert self._worker is not None
         if reason := self._worker.failure:
             return f"the CPU could not compute cold experts: {reason}"
@@ -131,7 +131,7 @@ class CpuPicks:
     def ask(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Ask the CPU for its picks of normed rows, before the GPU's experts run.
 
-        The ids of the CPU's picks become -1, so that the GPU passes over them.
+        The ids of the CPU's picks become -1, so that the GPU skips them.
         """
         handover.publish(x, ids, weights, self._takers, self._worker.box, self._index)
 

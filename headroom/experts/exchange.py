@@ -30,12 +30,12 @@ class ExchangePolicy:
     # The gain must exceed this share of the hot expert's choices, or equals would alternate.
     hysteresis: float = 0.25
     per_layer: int = 1  # exchanges of one layer in a round
-    most_bytes: int | None = None  # that a round may send over the link, both ways together
+    most_bytes: int | None = None  # most bytes that a round sends over the link, both ways together
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Two experts of one layer that are to change places."""
+    """Two experts of one layer that will change places."""
 
     layer: int
     promoted: int  # cold before
@@ -229,7 +229,7 @@ class ExchangeRound:
             )
 
     def _try(self, act: Callable[[], None]) -> bool:
-        """Return whether an act went well; a failure ends the round."""
+        """Return whether a call succeeded; a failure ends the round."""
         try:
             act()
         except Exception as error:

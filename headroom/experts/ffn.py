@@ -1,4 +1,4 @@
-"""Feed-forward parts with routed experts, of separate operations that run on any device.
+"""Feed-forward parts with routed experts, built from separate operations for any device.
 
 A `Router` picks each row's experts. Their outputs are computed by `RoutedExperts`, where one device
 holds all experts, or by `StoredExperts`, where some are cold.
@@ -172,7 +172,7 @@ def routed_experts(
 
 
 class SharedExpert:
-    """The expert that every row visits; its gate, where it has one, weighs its output."""
+    """The expert that every row visits; its output is multiplied by its gate, if it has one."""
 
     def __init__(self, config: ExpertsConfig, get: WeightSource) -> None:
         self._mlp = Mlp(get, config.activation, "ffn.shared.")
@@ -196,7 +196,7 @@ class ExpertsFfn:
         get: WeightSource,
         counts: torch.Tensor,  # this layer's row of RoutingStats
         scratch: torch.Tensor,  # of the stage; layers use it one after another
-        store: LayerStore | None = None,  # where some of the experts are cold
+        store: LayerStore | None = None,  # if some of the experts are cold
     ) -> None:
         self._router = Router(config, get, counts)
         self._experts = routed_experts(config, get, scratch, store)
@@ -210,7 +210,7 @@ class ExpertsFfn:
 
 
 class DenseAndExpertsFfn:
-    """The sum of a dense part and of routed experts, each with norms of its own."""
+    """The sum of a dense part and of routed experts, each with its own norms."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class DenseAndExpertsFfn:
         eps: float,
         counts: torch.Tensor,  # this layer's row of RoutingStats
         scratch: torch.Tensor,  # of the stage; layers use it one after another
-        store: LayerStore | None = None,  # where some of the experts are cold
+        store: LayerStore | None = None,  # if some of the experts are cold
     ) -> None:
         self._dense = dense
         # The router's scale and 1 / sqrt(width) together act as the weight of its norm.

@@ -1,7 +1,7 @@
 """ExpertPlacement: which experts are hot, chosen from routing statistics and a budget of bytes.
 
-A placement can be saved to a file and loaded again. `measure_skew` tells how unevenly experts are
-chosen, and so how much statistics can gain.
+A placement can be saved to a file and loaded again. `measure_skew` measures how unevenly experts
+are chosen: what statistics can gain at most.
 """
 
 import heapq
@@ -15,9 +15,9 @@ from headroom.formats.json_files import read_object, replace_text
 from headroom.units import gib
 
 VERSION = 1
-# Even routing counts like the choices of so many tokens beside those that were seen: it outweighs
-# a short history and vanishes in a long one. With it the expected hit rate at 8 of 256 experts is
-# at most 0.05 too high.
+# Even routing is added to the counts with the weight of so many tokens: it outweighs a short
+# history and vanishes in a long one. With it the expected hit rate at 8 of 256 experts is at most
+# 0.05 too high.
 PRIOR_TOKENS = 512
 # How often each expert was chosen, by layer and expert; the row of a dense layer is empty.
 ExpertCounts = Sequence[Sequence[float]]

@@ -56,19 +56,19 @@ from headroom.plan.experts import BUFFERS, buffer_bytes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuLayer:
-    """The experts of one layer as the CPU's kernels find them in host memory."""
+    """The table of one layer's experts in host memory, for the CPU's kernels."""
 
     table: PanelTable
     activation: str
 
 
 class PrefillCpu:
-    """Computes cold experts of prefill steps on the CPU, in a thread of its own.
+    """Computes cold experts of prefill steps on the CPU, in a separate thread.
 
-    Layers use it one after another. The memory of its answers serves the next layer, too: who asks
-    again must have waited for the device since it was told to read the answers. Nothing here runs
-    on torch's threads: they spin for a while after every operation, on the cores that the threads
-    of the C++ kernels need.
+    Layers use it one after another. All layers share the memory of its answers: before a caller
+    asks again, it must wait for the device to have read the last answers. Nothing here runs on
+    torch's threads: they spin for a while after every operation, on the cores that the threads of
+    the C++ kernels need.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,8 @@ class PrefillCpu:
         experts: CpuLayer,
     ) -> Future[tuple[torch.Tensor, float]]:
         """Start to compute the weighted sums of rows; the result has them and the seconds taken."""
-        # Once the main thread has ended an executor refuses work, but requests may still run.
+        # After the main thread has ended, an executor refuses work, although requests may still
+        # run.
         if not threading.main_thread().is_alive():
             done: Future[tuple[torch.Tensor, float]] = Future()
             done.set_result(self._compute(x, picks, experts))
@@ -399,7 +400,7 @@ class StreamedLayer:
         return out.add_(answers.to(out.device, non_blocking=True))
 
     def _on_cpu(self) -> CpuLayer:
-        """Return the cold experts as the CPU's kernels find them."""
+        """Return the table of cold experts for the CPU's kernels."""
         tiles, store = self._tiles, self._store
         width, hidden = tiles.width, tiles.hidden
         shapes = [(width, hidden), (width, hidden), (hidden, width)]
@@ -467,13 +468,13 @@ def count_picks(ids: torch.Tensor, experts: int) -> list[int]:
 
 
 def _floats(chosen: ChosenRows) -> torch.Tensor:
-    """Return rows as the CPU reads them: in float32, times their powers where they have such."""
+    """Return rows for the CPU: in float32, times their powers if they have powers."""
     x = chosen.x.float()
     return x if chosen.powers is None else x * chosen.powers[:, None]
 
 
 def _without(ids: torch.Tensor, passed_over: torch.Tensor) -> torch.Tensor:
-    """Return ids with -1 for picks of the experts that are passed over; ids of -1 stay -1."""
+    """Return ids with -1 for picks of the experts to skip; ids of -1 stay -1."""
     return ids.masked_fill(passed_over[ids.long()], -1)
 
 

@@ -65,7 +65,7 @@ class RoutingStats:
 
 @dataclass(frozen=True, slots=True)
 class RoutingHistory:
-    """Choices by layer and expert, which fade with time; a dense layer has an empty row.
+    """Choices by layer and expert, which count less as they age; a dense layer has an empty row.
 
     The file is one JSON object: `version` 1, `model` (the identity of the checkpoint), `saved_at`
     (seconds since 1970) and `counts` (a row of numbers for each layer).
@@ -143,7 +143,7 @@ SUFFIX = ".routing.json"
 
 @dataclass(frozen=True, slots=True)
 class StatsModel:
-    """What statistics need to know of their model."""
+    """What statistics need to know about their model."""
 
     path: Path  # its main file
     identity: str
@@ -173,7 +173,7 @@ class StatsFile:
 def stats_model(
     path: Path, identity: str, shape: ModelShape, files: frozenset[Path] = frozenset()
 ) -> StatsModel:
-    """Return what statistics need to know of a model with this shape."""
+    """Return what statistics need to know about a model with this shape."""
     layers = tuple(LayerExperts(layer.experts, layer.expert_bytes) for layer in shape.layers)
     used = tuple(layer.experts_used for layer in shape.layers)
     return StatsModel(path, identity, layers, used, files)

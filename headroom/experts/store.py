@@ -137,7 +137,7 @@ class SpareBuffers:
     host: torch.Tensor  # uint8 [bytes of the largest expert] in host memory
     staging: torch.Tensor  # uint8 on the GPU, through which cold experts are copied
     table: torch.Tensor  # uint8, pinned host memory: the next table that a layer gets
-    copies: CopyQueue  # of exchanges; they run beside steps
+    copies: CopyQueue  # copies of exchanges, which run during steps
     exchange: "OpenExchange | None" = None  # that uses `device` and `host`
     table_read: Mark | None = None  # when the GPU has read `table`
 
@@ -355,7 +355,7 @@ class LayerStore:
         exchange.moved = self._copy_async(slot, spare.device[: self.expert_bytes])
 
     def _copy_async(self, to: torch.Tensor, source: torch.Tensor) -> Mark:
-        """Start a copy that runs after the steps launched so far and beside later ones."""
+        """Start a copy that runs after the steps launched so far, concurrently with later ones."""
         copies = self._spare.copies
         return copies.copy(to, [source], copies.mark())
 
@@ -457,11 +457,11 @@ def drop_cold(ids: torch.Tensor, weights: torch.Tensor, is_hot: torch.Tensor) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreRequest:
-    """What a store is to hold, and how."""
+    """What a store will hold, and how."""
 
     placement: ExpertPlacement
     cold: str  # the setting: "auto", or a ColdPath
-    speeds: ColdSpeeds  # by which "auto" chooses
+    speeds: ColdSpeeds  # what "auto" decides by
     pin: bool
     keep_copy: bool  # of hot experts in host memory
     staging_bytes: int  # on the device: staging buffers and the spare buffer together
@@ -593,7 +593,7 @@ def _path_words(choice: DecodeChoice) -> str:
 def _check_memory(
     layouts: Sequence[BlobLayout | None], request: StoreRequest, memory: HostMemory
 ) -> None:
-    """Refuse a setting that this host memory or machine cannot serve; warn of slower ways.
+    """Refuse a setting that this machine or its host memory does not allow; warn of slower paths.
 
     Experts in tiles are read by the GPU's own kernels and by the C++ kernels of the CPU alone.
     """

@@ -48,8 +48,8 @@ class ColdMeter:
     worker: Callable[[], DecodeCounts] | None = None  # of decode steps that ask the CPU
     costs: tuple[ColdCosts, ...] | None = None  # of prefill steps and of plain kernels
     cpu_costs: bool = False  # whether those may ask the CPU
-    # By layer: bytes of one cold pick in a decode step that the GPU alone reads in place. Nobody
-    # counts these reads, so they follow from the picks. Empty where there are none.
+    # By layer: bytes of one cold pick in a decode step that the GPU alone reads in place. These
+    # reads are not counted, so they are computed from the picks. Empty if there are none.
     pick_bytes: tuple[int, ...] = ()
     copies_s: Callable[[], float] | None = None  # that the GPU waited for copies in prefill steps
 

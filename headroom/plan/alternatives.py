@@ -1,4 +1,4 @@
-"""Alternatives: what else would fit where no setting does: another mix, more memory."""
+"""Alternatives: what would fit if no settings do: another mix, more devices, more memory."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ MOST_GIB = 1024  # of one device or of host memory
 
 
 def alternatives(shapes: Sequence[ModelShape], options: Options) -> Iterator[str]:
-    """Yield what to write instead, each of which fits by itself: nearest first."""
+    """Yield changes of the command line, nearest first; each fits without the others."""
     mixes = smaller_mixes(options.model)
     for text, shape in mixes.items():
         if _fits([shape, *shapes[1:]], options):
@@ -33,7 +33,7 @@ def alternatives(shapes: Sequence[ModelShape], options: Options) -> Iterator[str
 
 
 def _more_devices(options: Options) -> Iterator[str]:
-    """Yield several devices like the one that is too small, then that one beside the CPU."""
+    """Yield several devices like the one that is too small, then that device with the CPU."""
     if not options.device or "," in options.device or options.device == "cpu":
         return
     if not re.fullmatch(r"(cuda|hip):\d+", options.device):
@@ -43,7 +43,7 @@ def _more_devices(options: Options) -> Iterator[str]:
 
 
 def _memory_flags(options: Options) -> dict[str, Callable[[int], Options]]:
-    """Return the flags that give a plan more memory; several devices have no one size."""
+    """Return the flags that give a plan more memory; none for several devices."""
     flags: dict[str, Callable[[int], Options]] = {
         "--ram": lambda gibibytes: replace(options, ram=f"{gibibytes}GiB")
     }
@@ -54,7 +54,7 @@ def _memory_flags(options: Options) -> dict[str, Callable[[int], Options]]:
 
 
 def _least_gib(fits: Callable[[int], bool]) -> int | None:
-    """Return the least whole number of GiB that fits; more never fits worse."""
+    """Return the smallest whole number of GiB that fits; if some size fits, all larger ones do."""
     low, high = 1, MOST_GIB
     if not fits(high):
         return None

@@ -1,6 +1,6 @@
-"""The cost model: all rates and constants by which times are predicted and ways are chosen.
+"""The cost model: all rates and constants by which times are predicted and paths are chosen.
 
-Three callers share the functions here, so that a prediction is the time of the way that is taken:
+Three callers share the functions here, so that predictions and decisions agree:
 
 - the plan predicts tokens per second of a layout (`plan/predict.py`);
 - the decode rule chooses who computes a layer's cold experts in steps of few rows
@@ -19,19 +19,19 @@ from typing import Literal
 
 from headroom.machine.devices import DeviceSpec
 
-ColdPath = Literal["gpu", "cpu", "drop"]  # who computes cold experts in decode steps, if anybody
+ColdPath = Literal["gpu", "cpu", "drop"]  # who computes cold experts in decode steps
 
 # Share of a listed bandwidth or peak that kernels reach, until `headroom calibrate` has measured
 # the machine.
 LISTED_SHARE = 0.7
-# An empty request of the CPU inside a decode step and its answer, until that is measured.
+# Seconds of an empty request to the CPU inside a decode step and its answer, until measured.
 ASSUMED_HANDOVER_S = 10e-6
 # Share of the CPU's speed in large plain products that its expert kernels reach on 4-bit tiles with
 # eight rows an expert, until that is measured: 26 of 144 GFLOP/s of one core, measured once beside
 # other work.
 EXPERT_KERNEL_SHARE = 0.2
 
-# Decode steps. The two kernels that ask the CPU and add its answers, whatever they carry: estimate.
+# Decode steps. Seconds of the two kernels that ask the CPU and add its answers: an estimate.
 HANDOVER_KERNELS_S = 4e-6
 # The GPU's kernels for shared and hot experts of one row, apart from the bytes of the experts. One
 # layer of Qwen3.5-35B-A3B took 17 us (H200, 2026-11), including copies of ids and rows that no step
@@ -47,7 +47,7 @@ PREFILL_HANDOVER_S = 300e-6
 # an expert.
 CPU_READ_SHARE = 0.8
 CPU_FLOPS_SHARE = 0.6
-# To wait for the GPU and read the picks back from it:
+# Seconds to wait for the GPU and to read the picks back from it:
 READ_BACK_S = 30e-6
 # Host time to prepare and enqueue the copies of one layer, during which no copy runs: 1.1 to 2 ms.
 ENQUEUE_S = 1.2e-3
@@ -111,10 +111,10 @@ def cold_speeds_of(gpu: DeviceSpec, host: DeviceSpec) -> ColdSpeeds:
 
 
 def decode_speeds(speeds: ColdSpeeds, cold: str, pinned: bool) -> ColdSpeeds:
-    """Return the speeds with 0 for those who may not compute cold experts in decode steps.
+    """Return the speeds, 0 for paths that may not be used for cold experts in decode steps.
 
     `cold` is the setting of that name. A GPU reads host memory in place only if it is pinned. If
-    neither GPU nor CPU may read the experts where they lie, they are copied one by one.
+    neither GPU nor CPU may read the experts in place, they are copied one by one.
     """
     cpu = 0.0 if cold == "gpu" else speeds.cpu
     link = speeds.link if pinned and cold != "cpu" else 0.0
@@ -235,7 +235,7 @@ class ColdLayer:
     size: ExpertSize
     experts: int  # that are cold
     picks: float  # cold picks expected of one row
-    ahead_bytes: int  # of the staging buffers: so much may be copied before the layer is reached
+    ahead_bytes: int  # staging bytes: the most that is copied before the step reaches the layer
 
 
 def most_counted_rows(layer: ColdLayer, speeds: ColdSpeeds) -> int:

@@ -33,17 +33,17 @@ from headroom.plan.shape import LayerPadding, LayerShape
 from headroom.units import GIB, MIB
 
 F32, BF16 = 4, 2  # bytes
-NARROW_TYPES = ("bf16", "f16")  # that the fused kernels compute the prefill path in
+NARROW_TYPES = ("bf16", "f16")  # types that the fused kernels compute the prefill path in
 UPLOAD_BYTES = 2 * 64 * MIB  # of the buffers through which weights are loaded
 FLASH_SM = 80  # the first GPUs with torch's flash attention
 MOST_KEPT_DIM = 128  # wider heads are summed in memory by torch's memory-efficient kernel
-MASK_BYTES = 8  # of a row and a key while a mask is made and made ready
-PICK_BYTES = 128  # of torch's memory for a pick: its sorted places, ids and weights on their way
+MASK_BYTES = 8  # per row and key, while a mask is built and converted
+PICK_BYTES = 128  # of torch's memory per pick: sorted places, ids, weights and temporaries
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """The largest step that is planned, and what else scratch depends on besides a layer."""
+    """The largest planned step, and the other settings on which scratch depends."""
 
     hidden: int
     rows: int
@@ -96,7 +96,7 @@ class Variant:
     None stands for every possibility: the planner counts the largest of them.
     """
 
-    # Which matrices of one input (by index) lie directly behind the one before, as one weight.
+    # Indices of matrices that are stored as one weight with the matrix before them (same input).
     merged: frozenset[int] | None = None
     tiled: bool | None = None  # whether weights lie in tiles; else they are plain rows of 16 bits
     # Whether some experts are cold: prefill then streams them, and decode may ask the CPU.
@@ -104,7 +104,7 @@ class Variant:
 
     def weight_rows(self, outputs: Sequence[int]) -> Iterator[int]:
         """Yield the rows of each weight that holds matrices of so many outputs."""
-        if self.merged is None:  # any run of neighbours
+        if self.merged is None:  # count every run of neighbours
             for first in range(len(outputs)):
                 for end in range(first + 1, min(first + MOST_OUTPUTS, len(outputs)) + 1):
                     yield sum(outputs[first:end])
@@ -222,7 +222,7 @@ def _rows_into_product(count: ScratchCount, step: StepRows, columns: int) -> Non
 
 
 def _normed_rows(count: ScratchCount, step: StepRows, normed: Buffer | None) -> None:
-    """Take rows that are normed on their way; in f16 by way of `normed`, if it is not kept."""
+    """Take normed rows; in f16 also the float32 rows `normed`, if the caller does not keep them."""
     _rows_into_product(count, step, step.settings.hidden)
     if normed is not None and step.settings.halves and not step.decodes:
         with count.frame():
@@ -275,7 +275,7 @@ def _add_product(
     variant: Variant,
     rows_floats: Buffer | None,
 ) -> None:
-    """Take what the last product of a part needs; its answers, if they are normed afterwards."""
+    """Take the buffers of a part's last product, and of its result if that is normed afterwards."""
     if layer.post_norms:
         count.take(_hidden_floats(step))
     _products(count, step, ((step.settings.hidden,), columns), variant, rows_floats)
@@ -369,9 +369,9 @@ def _count_experts(
     _rows_into_product(count, step, step.settings.hidden)
     count.take(route_scratch.logits(rows, layer.router_outputs))
     asks_cpu = step.decodes and variant.cold
-    if asks_cpu:  # before all else, so that the CPU computes beside the GPU
+    if asks_cpu:  # first, so that the CPU computes while the GPU does
         count.take(route_scratch.picks(rows, used))
-    # On the decode path the experts' own kernels run a shared expert that lies in tiles.
+    # On the decode path the kernels of routed experts also run a shared expert in tiles.
     runs_shared = step.decodes and variant.tiled and width % EXPERT_STEP == 0
     if width and not runs_shared:
         inner = _count_gated(count, step, width, variant, normed=False)
@@ -387,8 +387,8 @@ def _count_experts(
 def count_experts_and_mlp(
     count: ScratchCount, layer: LayerShape, step: StepRows, variant: Variant = ANY_VARIANT
 ) -> None:
-    """Count routed experts beside a dense network, each with norms of its own."""
-    count.take(_hidden_floats(step))  # the experts' answers
+    """Count routed experts together with a dense network, each with its own norms."""
+    count.take(_hidden_floats(step))  # the experts' output
     if step.decodes:
         _rows_into_product(count, step, step.settings.hidden)
         scores_at_once = route_scratch.can_score_with_norm(step.settings.hidden)
@@ -428,7 +428,7 @@ def _count_routed(
 def count_per_layer_inputs(
     count: ScratchCount, layer: LayerShape, step: StepRows, variant: Variant = ANY_VARIANT
 ) -> None:
-    """Count the part that reads a layer's own inputs of each token."""
+    """Count the part that reads per-layer inputs."""
     width, hidden = layer.side_width, step.settings.hidden
     inner = floats(step.rows, width)
     _rows_into_product(count, step, hidden)
@@ -440,11 +440,10 @@ def count_per_layer_inputs(
 
 
 def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> int:
-    """Return what torch allocates of its own beside the arena while a step runs.
+    """Return what torch allocates outside the arena while a step runs.
 
-    The results of its attention and of grouped products, whoever computes these, what it sorts
-    picks with, rotary tables, and cuBLAS's workspace. Gated linear attention takes nothing of
-    torch's.
+    These are the results of attention and of grouped products, temporaries of sorting picks, rotary
+    tables, and cuBLAS's workspace. Gated linear attention allocates nothing.
     """
     rows, most = step.rows, 0
     if rows <= DECODE_ROWS:
@@ -463,13 +462,13 @@ def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> in
 
 
 def inputs_bytes(rows: int, sequences: int, pages: int) -> int:
-    """Return the inputs of a step at fixed places, of few rows and of the most."""
+    """Return the bytes of step inputs at fixed addresses: of captured steps and of the largest."""
     few, many = (DECODE_ROWS, DECODE_ROWS), (rows, sequences)
     return sum(36 * count + (8 + 4 * pages) * owners for count, owners in (few, many))
 
 
 def _attention_bytes(layer: LayerShape, step: DeviceStep, sm: int) -> int:
-    """What attention of many rows takes beside its results, by the way that prefill.py takes."""
+    """Return what prefill attention allocates besides its result, by the kernel that it uses."""
     heads, dim, rows = layer.query_heads, layer.key_dim, step.rows
     summed = F32 if dim > MOST_KEPT_DIM else 0
     if layer.window:
@@ -481,7 +480,7 @@ def _attention_bytes(layer: LayerShape, step: DeviceStep, sm: int) -> int:
     if dim > MOST_FLASH_DIM:
         rows = min(rows, WIDE_ROWS)
         scores = min(WIDE_SCORES, rows * heads * wide_stride(step.context))
-        # Queries by key head and two sums; of a row its peak, its sum and a factor.
+        # Queries by KV head and two sums; per row a maximum, a sum and a factor.
         return F32 * scores + rows * heads * ((BF16 + 2 * F32) * dim + 3 * F32)
     if not step.halves:
         return 0
@@ -489,5 +488,5 @@ def _attention_bytes(layer: LayerShape, step: DeviceStep, sm: int) -> int:
 
 
 def _cublas_bytes(sm: int) -> int:
-    """The workspace that torch gives to cuBLAS on a stream; two streams use it."""
+    """Return the workspaces that torch gives to cuBLAS: one for each of two streams."""
     return 2 * (32 * MIB if sm >= 90 else 8 * MIB + 128 * 1024)

@@ -58,7 +58,7 @@ class DevicePlan:
 
     @property
     def free_bytes(self) -> int:
-        """What no line takes; negative where the lines do not fit."""
+        """Bytes that no line takes; negative if the lines do not fit."""
         return self.total_bytes - sum(line.bytes for line in self.lines)
 
     @property
@@ -77,7 +77,7 @@ class Pinning(Enum):
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """What host memory holds beside the devices; empty where a device is the host itself."""
+    """What host memory holds for the devices; empty if a device is the host itself."""
 
     total_bytes: int
     lines: tuple[Line, ...]
@@ -85,7 +85,7 @@ class HostPlan:
 
     @property
     def free_bytes(self) -> int:
-        """What no line takes; negative where the lines do not fit."""
+        """Bytes that no line takes; negative if the lines do not fit."""
         return self.total_bytes - sum(line.bytes for line in self.lines)
 
 
@@ -109,7 +109,7 @@ class Layout:
 
     @property
     def hot_experts(self) -> int:
-        """Routed experts that devices keep and that host memory could hold instead."""
+        """The hot experts of devices that have host memory behind them."""
         return sum(device.hot_experts for device in self.devices if not device.holds_all)
 
 
@@ -122,8 +122,8 @@ def lay_out(
 ) -> Layout:
     """Return the best way to share the layers that the settings allow, fitting or not.
 
-    `placed` are the hot experts of every layer where a placement was chosen already; without it
-    as many are hot as fit, the same number in every layer.
+    `placed` is the number of hot experts of every layer, if a placement was chosen already. Without
+    it as many are hot as fit, the same number in every layer.
     """
     best, best_rank = None, (False, 0, 0)
     for ranges in _range_choices(model, devices, settings, request):
@@ -166,7 +166,7 @@ def _range_choices(
         return
 
     def fixed_bytes(index: int, layer_range: LayerRange) -> int:
-        ranges = tuple(layer_range for _ in stages)  # only the device's own is looked at
+        ranges = tuple(layer_range for _ in stages)  # only the device's own range is read
         builder = _Builder(model, tuple(devices), settings, request, ranges)
         return sum(line.bytes for line in builder.fixed_lines(index, stages[index]))
 
@@ -175,7 +175,7 @@ def _range_choices(
     if found is not None:
         yield found
     if found is None or any(device.holds_all for device in stages):
-        # A CPU that runs layers also holds the other devices' cold experts, which no range tells.
+        # A CPU that runs layers also holds the other devices' cold experts, whatever its range is.
         yield from _rough_choices(model, stages, settings, fixed_bytes)
 
 
@@ -194,7 +194,7 @@ def _rough_choices(
         rooms.append(device.total_bytes - other_bytes)
     whole = [size + layer.all_expert_bytes for size, layer in zip(core, model.layers, strict=True)]
     yield split_by_balance(whole, rooms)
-    for backwards in (False, True):  # all that fits on the faster device
+    for backwards in (False, True):  # fill one device first, then the next
         if ranges := split_by_filling(whole, rooms, backwards=backwards):
             yield ranges
     if whole != core:
@@ -206,7 +206,7 @@ class _ColdExperts:
     """What host memory holds of the routed experts."""
 
     experts: int  # cold ones
-    bytes: int  # with the copies of hot ones, where those are kept
+    bytes: int  # with the copies of hot experts, if those are kept
     largest_bytes: int  # of one expert in a layer that has cold ones
     pinning: Pinning
 
@@ -234,7 +234,7 @@ class _Builder:
         pinning = cold.pinning if cold else None
         for own, kept in zip(lines, hot, strict=True):
             if kept.staging:
-                why = "cold experts on their way: buffers, and one for an exchange"
+                why = "buffers through which cold experts are copied, and one for an exchange"
                 own.insert(1, Line("expert_staging", kept.staging, why))
             if kept.total:
                 own.insert(1, Line("hot_experts", kept.bytes, f"{kept.total} routed experts"))
@@ -289,7 +289,7 @@ class _Builder:
         return keep_with_staging(layers, room, most, self._expert_staging(layers))
 
     def _expert_staging(self, layers: Sequence[LayerShape]) -> int:
-        """Return the bytes that a device with cold experts needs for those on their way to it."""
+        """Return the bytes of the buffers through which cold experts are copied to a device."""
         if not self.settings.holds_cold:
             return 0
         unpacks = self.settings.expert_unpack_bytes
@@ -301,7 +301,8 @@ class _Builder:
         layers = [(x, n) for x, n in zip(self.model.layers, counts, strict=True) if n < x.experts]
         if not layers or not self.settings.holds_cold:
             return None
-        # Copies of hot experts are kept in layers that have cold ones: others exchange nothing.
+        # Copies of hot experts are kept only in layers with cold ones: other layers exchange
+        # nothing.
         size = sum(
             layer.expert_bytes * (layer.experts - (0 if self.settings.keep_host_copy else count))
             for layer, count in layers
@@ -348,7 +349,7 @@ class _Builder:
         return host.pinnable_bytes if host else None
 
     def _other_host_lines(self, stages: Sequence[DeviceSpec]) -> list[Line]:
-        """Return the host's lines that have nothing to do with experts."""
+        """Return the host's lines other than those of experts."""
         lines = []
         if budget := self.request.snapshot_bytes:
             each = snapshot_bytes(self.model, self.settings)

@@ -76,7 +76,7 @@ def embed_bytes(model: ModelShape, settings: PlanSettings) -> int:
 
 
 def lookup_bytes(model: ModelShape, settings: PlanSettings) -> int:
-    """Return the bytes of tables beside the token table; only rows of them are ever read."""
+    """Return the bytes of other tables than the token table; kernels only read rows of them."""
     return held_bytes(model.lookup_bytes, model.lookup_values, 0, settings)
 
 
@@ -137,15 +137,15 @@ def verify_bytes(layers: Sequence[LayerShape], settings: PlanSettings) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PublishedActivation:
-    """The activation reserve of one device by the published formula, a heuristic of others.
+    """The activation reserve of one device by another project's published formula, a heuristic.
 
     It is the smaller of 8 x rows x width x 2 bytes (at least 8192 rows) and an older flat reserve
-    of 30 GiB over the bytes of a cached value, plus 2 GiB where graphs are captured. Nobody here
-    has calibrated it; our own workspace formula counts each buffer of a step instead.
+    of 30 GiB over the bytes of a cached value, plus 2 GiB where graphs are captured. We have not
+    calibrated it; our own workspace formula counts each buffer of a step instead.
     """
 
     rows: int
-    width: int  # 0 where the model's widths are unknown: the flat reserve counts alone
+    width: int  # 0: unknown, so that only the flat reserve counts
     flat_bytes: int
     graph_bytes: int
 
@@ -248,7 +248,7 @@ def _logits_line(
 def _graphs_line(
     model: ModelShape, layers: Sequence[LayerShape], device: DeviceSpec, settings: PlanSettings
 ) -> Line:
-    """Return the memory of captured steps and of libraries that allocate for themselves."""
+    """Return the line of captured steps and of libraries' own allocations."""
     inputs = inputs_bytes(settings.rows, settings.parallel, settings.sequence_pages)
     graphs = NO_GRAPHS if device.kind == "hip" else GPU_GRAPHS
     size, why = graphs.bytes + inputs, f"{graphs.source}; inputs of steps {gib(inputs)}"
@@ -286,7 +286,7 @@ def staging_line(model: ModelShape, settings: PlanSettings, neighbours: int = 0)
     why = f"{buffers} buffers x {rows} rows x {hidden} values, f32"
     if model.side_values:
         size += rows * model.side_values * F32_BYTES
-        why += f", and {model.side_values} values a row as inputs of single layers, f32"
+        why += f", and {model.side_values} values a row as per-layer inputs, f32"
     if neighbours and settings.handover_type != "f32":
         size += staging_bytes(hidden, rows, settings.handover_type, neighbours)
         why += f", and {neighbours} to hand rows over in {settings.handover_type}"

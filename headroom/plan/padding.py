@@ -1,4 +1,4 @@
-"""Padding: the bytes that kernels add to weights when they lay them out for themselves.
+"""Padding: the bytes that the kernels' layouts add to weights.
 
 The C++ kernels of a CPU hold matrices in *panels* of sixteen rows, the CUDA kernels in *tiles* of
 rows and columns. Both fill the last panel or tile up with zeros.

@@ -30,7 +30,7 @@ from headroom.plan.solver import (
 )
 from headroom.units import gib, parse_size
 
-COLD_CHUNKS = (2048, 1024, 512, 256)  # prompt tokens of one step where experts are cold
+COLD_CHUNKS = (2048, 1024, 512, 256)  # choices of prompt tokens per step if experts are cold
 KEPT_FOR_CHUNK = 0.97  # share of the hot experts that a chunk of twice the length must keep
 
 
@@ -45,16 +45,16 @@ class Plan:
     host: HostPlan
     precision: Precision
     lossy: tuple[str, ...]  # named choices that change results
-    notes: tuple[str, ...]  # what a reader should know and no line says
+    notes: tuple[str, ...]  # what a user should know and no line says
     predicted: Prediction
     cold_speeds: ColdSpeeds | None = None  # where some experts are cold
-    problem: "PlanProblem" = field(repr=False, compare=False)  # that this plan solves
+    problem: "PlanProblem" = field(repr=False, compare=False)  # the problem that this plan solves
 
     def placed(self, hot_by_layer: Sequence[int]) -> "Plan":
         """Return the plan of a placement that keeps so many experts of each layer hot.
 
-        Experts of different layers have different sizes, so that the bytes of hot and cold ones
-        depend on which are placed. All settings stay.
+        Experts of different layers have different sizes, so the bytes of hot and cold experts
+        depend on the placement. No setting changes.
         """
         return _plan(self.problem, self.settings, hot_by_layer)
 
@@ -112,20 +112,20 @@ class PlanProblem:
 
     @property
     def _threads(self) -> int:
-        """All cores of the host; beside a GPU one is left to the thread that feeds it."""
+        """Return the CPU threads: all cores, or with a GPU one less for the engine thread."""
         cores = max((device.cores for device in self.devices), default=0)
         fed = any(device.runs_layers and device.kind != "cpu" for device in self.devices)
         return max(1, cores - 1 if fed else cores)
 
     @property
     def _unpack_bytes(self) -> int:
-        """Bytes that the smallest GPU may unpack at a time; 0 where only CPUs run layers."""
+        """Return the bytes that the smallest GPU unpacks at a time; 0 if only CPUs run layers."""
         gpus = [x for x in self.devices if x.runs_layers and x.kind != "cpu"]
         return min((unpack_bytes_for(gpu.total_bytes) for gpu in gpus), default=0)
 
     @property
     def kernels(self) -> str:
-        """Which kernels run the layers: a GPU's own, or C++ ones where every stage has them."""
+        """Which kernels run the layers: a GPU's, else C++ kernels if every stage has them."""
         stages = [device for device in self.devices if device.runs_layers]
         if any(device.kind == "hip" for device in stages):
             return "triton" if self.options.kernels == "auto" else self.options.kernels
@@ -140,7 +140,7 @@ class PlanProblem:
         return self.kernels == "native"
 
     def lay_out(self, settings: PlanSettings, placed: Sequence[int] | None = None) -> Layout:
-        """Return the best layout of settings, or the one of a placement of experts."""
+        """Return the best layout for settings, or the layout of a given placement of experts."""
         return lay_out(self.model, self.devices, settings, self.request, placed)
 
     def solve(self, ranges: Ranges, weights: str) -> Candidate | None:
@@ -161,12 +161,12 @@ class PlanProblem:
     def _with_best_chunk(
         self, found: Candidate, ranges: Ranges, count_hot: CountHotExperts
     ) -> Candidate:
-        """Return the candidate whose chunk and hot experts are worth most, where some are cold.
+        """Return the candidate with the best trade-off of chunk and hot experts, if some are cold.
 
         Every chunk of a prompt waits for all cold experts, so that a prompt in chunks of half the
-        length takes twice as long. Decoding hardly slows down with three in a hundred fewer hot
-        experts. The worth of a chunk does not depend on the other choices, and the rest is solved
-        as if the chunk were fixed: fixing what was chosen gives the same plan.
+        length takes twice as long. Decoding hardly slows down with 3 % fewer hot experts. The
+        choice of a chunk does not depend on the other choices, and the rest is solved as if the
+        chunk were fixed: a user who fixes the chosen chunk gets the same plan.
         """
 
         def worth(chunk: int) -> tuple[float, int]:
@@ -284,7 +284,7 @@ def _plan(
 
 
 def _cold_speeds(devices: Sequence[DeviceSpec], layout: Layout) -> ColdSpeeds | None:
-    """Return how fast the cold experts of the first device are, where it has some."""
+    """Return the speeds for cold experts of the first device; None if it has no cold experts."""
     host = next((device for device in devices if device.kind == "cpu"), None)
     first = layout.devices[0]
     if host is None or first.holds_all or first.hot_experts == first.total_experts:
@@ -304,7 +304,7 @@ def _lossy(settings: PlanSettings, layout: Layout, precision: Precision) -> Iter
 
 
 def _notes(problem: PlanProblem, settings: PlanSettings, layout: Layout) -> Iterable[str]:
-    """Yield what a reader should know and no line says."""
+    """Yield what a user should know and no line says."""
     yield (
         f"reading the weights fills up to {gib(problem.model.weight_bytes)} of file cache, which "
         "the kernel gives back when memory is short"
@@ -338,9 +338,11 @@ def _notes(problem: PlanProblem, settings: PlanSettings, layout: Layout) -> Iter
 
 
 def _unpacks_well(problem: PlanProblem, ranges: Ranges, chosen: Candidate) -> bool:
-    """Return whether unpacked weights cost no other setting and take at most half of the memory.
+    """Return whether unpacked weights leave all other settings as they are and take at most half of
+    the memory.
 
-    Only CPUs without C++ kernels unpack: plain ones would unpack every weight at every step.
+    Only CPUs without C++ kernels unpack weights at load: the reference kernels would otherwise
+    unpack every weight in every step.
     """
     if problem.native:
         return False

@@ -80,7 +80,7 @@ class RoutedLayer:
     def decode_choice(self, speeds: ColdSpeeds, cold: str) -> DecodeChoice:
         """Return who computes the cold picks of a row under the setting `cold`."""
         if cold == "cpu" and not speeds.cpu:
-            cold = "gpu"  # the CPU has no C++ kernels: its plain ones are counted as copies
+            cold = "gpu"  # the CPU has no C++ kernels: its reference kernels are counted as copies
         shape = self.shape
         return choose_decode(speeds, shape.expert_bytes, shape.experts_used, self.hit_rate, cold)
 
@@ -208,6 +208,6 @@ def _prefill_seconds(work: _StageWork, device: DeviceSpec, speeds: ColdSpeeds) -
 
 
 def _unpacks(device: DeviceSpec, settings: PlanSettings) -> bool:
-    """Return whether kernels unpack weights at every step: the plain ones of a CPU do."""
+    """Return whether kernels unpack weights in every step: the reference kernels of a CPU do."""
     plain = device.kind == "cpu" and (not device.native or settings.kernels == "reference")
     return plain and settings.weights == "packed"

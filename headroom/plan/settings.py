@@ -21,10 +21,10 @@ class PlanSettings:
     k_type: str  # of cached keys
     v_type: str  # of cached values
     compute_type: str  # of the inputs of matrix products; "int8" rounds them to 8 bits
-    handover_type: str = "f32"  # of rows on their way from one device to the next
+    handover_type: str = "f32"  # of rows that one device hands to the next
     weights: str  # "packed" or "unpacked"
     threads: int  # of the CPU
-    pin_threads: bool = False  # each on a core of its own
+    pin_threads: bool = False  # each thread on its own core
     kernels: str = "reference"  # or "native" (C++), "triton" or "cuda"
     unpack_bytes: int = 0  # most bytes of weights that a GPU unpacks at a time
     cold: str = "auto"  # who computes cold experts: "auto", "gpu" or "cpu"; "drop": nobody
@@ -114,5 +114,5 @@ def held_shape(shape: ModelShape, kernels: str, compute_type: str) -> ModelShape
 
 
 def holds_cold(cold: str, keep_copy: bool) -> bool:
-    """Return whether host memory holds cold experts: nobody reads dropped ones."""
+    """Return whether host memory holds cold experts: dropped experts are not held."""
     return cold != "drop" or keep_copy

@@ -1,4 +1,4 @@
-"""ModelShape: bytes and work per layer, all that the planner knows of a model."""
+"""ModelShape: bytes and work per layer: everything that the planner knows about a model."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -49,11 +49,11 @@ class OuterPadding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """What one layer weighs and what it remembers."""
+    """The sizes of one layer: its weights, its cache and its state."""
 
     kind: LayerKind
     core_bytes: int  # all weights but the routed experts, packed as in the file
-    core_values: int  # the same weights, counted in values
+    core_values: int  # all weights but the routed experts, counted in values
     float_values: int = 0  # of core_values, those always kept in f32: norms, biases, routers
     query_heads: int = 0
     kv_heads: int = 0
@@ -72,12 +72,13 @@ class LayerShape:
     mixer_width: int = 0  # values of one token inside a recurrent mixer, all held at once
     verify_values: int = 0  # values kept for each node of a draft tree
     gate_width: int = 0  # gates of one row of attention
-    gate_in_queries: bool = False  # the query matrix computes them, too; else one of their own
+    # The query matrix computes the gates, too; else a separate matrix.
+    gate_in_queries: bool = False
     keys_are_values: bool = False  # no matrix computes values
     shared_gate: bool = False  # the router scores the shared expert, too
-    side_width: int = 0  # values of this layer's own input from each token
+    side_width: int = 0  # values of a token's per-layer input
     state_heads: int = 0  # value heads of a recurrent mixer
-    post_norms: bool = False  # what its parts answer is normed before it is added
+    post_norms: bool = False  # the output of its parts is normed before it is added
     panels: LayerPadding = LayerPadding()  # what C++ kernels add
     tiles: LayerPadding = LayerPadding()  # what a GPU's kernels add
 
@@ -138,14 +139,14 @@ class ModelShape:
     embed_values: int
     head_bytes: int = 0  # 0 where the head is the token table
     head_values: int = 0
-    lookup_bytes: int = 0  # tables of which only rows are read, beside the token table
+    lookup_bytes: int = 0  # other tables than the token table of which only rows are read
     lookup_values: int = 0
-    norm_bytes: int = 0  # final norm and what else belongs to no layer
+    norm_bytes: int = 0  # final norm and other weights that belong to no layer
     norm_values: int = 0
     norm_matrix_values: int = 0  # of norm_values, those not always kept in f32
     ffn_width: int = 0  # widest dense feed-forward layer
     staging_buffers: int = 2  # 3 where every layer reads the embedding again
-    side_values: int = 0  # of each token, beside the residual stream, for all layers together
+    side_values: int = 0  # per-layer inputs of a token, for all layers together
     taps: int = 0  # of a draft: target layers whose outputs it reads
     tap_width: int = 0  # of a draft: values of one tapped output
     panels: OuterPadding = OuterPadding()  # what C++ kernels add

@@ -8,7 +8,7 @@ from headroom.options import Options
 from headroom.plan.settings import PAGE_SIZE, pages_for
 
 DEFAULT_CONTEXT, DEFAULT_PARALLEL, DEFAULT_CHUNK = 8192, 4, 512
-LEAST_CONTEXT = 256  # what the solver may go down to; users may fix less
+LEAST_CONTEXT = 256  # least context that the solver chooses; users may fix a smaller one
 LEAST_CHUNK = 128  # below this a chunk saves little memory and costs much speed
 
 
@@ -44,7 +44,7 @@ class Ranges:
         return replace(made, cache_pages=pages_for(context)) if may_shrink else made
 
     def chunks_for(self, context: int) -> tuple[int, ...]:
-        """Return the chunks for a context: an open one that is longer would never be filled."""
+        """Return the chunks to try for a context: none longer than it, unless the user fixed it."""
         if len(self.chunks) == 1:
             return self.chunks
         return tuple(x for x in self.chunks if x <= context) or (context,)
@@ -92,8 +92,9 @@ def chunk_choices(most: int) -> tuple[int, ...]:
 def solve(ranges: Ranges, count_hot: CountHotExperts) -> Candidate | None:
     """Return the best candidate that fits, or None.
 
-    Context counts most, then hot experts, then sequences, then cache, then chunk: what counts
-    least is given up first. Each is the largest for which the rest, at its least, still fits.
+    Context counts most, then hot experts, sequences, cache, and chunk. What counts least is reduced
+    first: each setting gets the largest value with which all later ones, at their smallest, still
+    fit.
     """
     for chunks in (ranges.chunks, (64, 32, 16)):  # tiny chunks only where nothing else fits
         found = _solve_with(replace(ranges, chunks=chunks), count_hot)

@@ -7,8 +7,8 @@ from headroom.plan.device_scratch import DeviceStep, device_phases
 from headroom.plan.settings import PlanSettings
 from headroom.plan.shape import LayerShape, ModelShape
 
-# The plain kernels' own steps: rows multiplied together, queries and keys scored together,
-# weight values unpacked together.
+# Sizes in the reference kernels: rows multiplied together, queries and keys scored together, weight
+# values unpacked together.
 ROW_TILE, QUERY_TILE, KEY_BLOCK, UNPACK_VALUES = 16, 8, 128, 4 << 20
 NATIVE_KEY_BLOCK = 256  # keys that the C++ attention sums up at a time
 F32_BYTES = 4
@@ -35,7 +35,7 @@ def workspace_phases(
                 native_experts_scratch(model.hidden, layer, settings) for layer in layers
             )
         return scratch
-    # Plain kernels keep more copies than a GPU's own.
+    # Reference kernels keep more copies than fused ones.
     plain = device.kind == "cpu" or settings.kernels == "reference"
     row = F32_BYTES * settings.rows
     phases = {
@@ -43,9 +43,10 @@ def workspace_phases(
         "feed-forward": row * (2 + 2 * plain) * max(ffn_width(layer) for layer in layers),
     }
     if not plain:
-        phases["feed-forward"] += 2 * max(layer.expert_bytes for layer in layers)  # on their way
+        # Copied from host memory.
+        phases["feed-forward"] += 2 * max(layer.expert_bytes for layer in layers)
         return phases
-    # The answers of all experts of a row stand side by side until they are summed up.
+    # The outputs of all experts of a row are kept until they are summed up.
     phases["feed-forward"] += row * model.hidden * max(layer.experts_used for layer in layers)
     phases["mixer"] += KEY_BLOCK * F32_BYTES * 2 * max(sum(layer.kv_values) for layer in layers)
     padded = -(-settings.parallel // ROW_TILE) * ROW_TILE
@@ -58,7 +59,7 @@ def workspace_phases(
 
 
 def device_step(hidden: int, settings: PlanSettings) -> DeviceStep:
-    """Return what the scratch of a GPU's step depends on."""
+    """Return the sizes on which the scratch of a GPU's step depends."""
     return DeviceStep(
         hidden=hidden,
         rows=settings.rows,
@@ -72,8 +73,8 @@ def device_step(hidden: int, settings: PlanSettings) -> DeviceStep:
 def native_layer_scratch(hidden: int, layer: LayerShape, settings: PlanSettings) -> int:
     """Return the scratch of one layer in the C++ kernels.
 
-    `Ops::layer_scratch` in native/ops.cpp owns this sum; tests hold both equal, since the planner
-    also runs where the module cannot be loaded.
+    This repeats `Ops::layer_scratch` in native/ops.cpp, since the planner also runs without the C++
+    module; a test compares both.
 
     Rows of f32, their copies rounded to 8 bits with scales and sums, and the partial results of
     attention for every sequence that decodes at a full context.
@@ -93,9 +94,9 @@ def native_layer_scratch(hidden: int, layer: LayerShape, settings: PlanSettings)
 def native_experts_scratch(hidden: int, layer: LayerShape, settings: PlanSettings) -> int:
     """Return the scratch of experts in the C++ kernels.
 
-    `Ops::experts_scratch` in native/experts.cpp owns this sum; tests hold both equal.
+    This repeats `Ops::experts_scratch` in native/experts.cpp; a test compares both.
 
-    Each row is there once for every expert that it visits, as f32 and rounded to 8 bits.
+    It holds a copy of each row for every expert that the row visits, as f32 and in 8 bits.
     """
     picks = settings.rows * layer.experts_used
     orders = _aligned(4 * (layer.experts + 1)) + 2 * _aligned(4 * picks)
@@ -121,8 +122,8 @@ def _aligned(size_bytes: int) -> int:
 def _unpacking(values: int) -> int:
     """Return the scratch of unpacking a weight part by part.
 
-    Of each value there are the last part's f32 and what the next part needs on its way, 6 to 13.3
-    bytes by type (measured 2026-11-15 on the plain decoders; mxfp4 needs most).
+    A value takes 4 bytes for the f32 of the last part, and 6 to 13.3 bytes, by type, for the
+    temporaries of the next part (measured 2026-11-15 on the reference decoders; mxfp4 needs most).
     """
     return 18 * min(values, UNPACK_VALUES)
 

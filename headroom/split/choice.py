@@ -25,9 +25,9 @@ from headroom.units import GIB, gib, parse_size
 
 log = logging.getLogger(__name__)
 
-# Lines that take no memory after CUDA has started: its own, and what is kept free.
+# Lines that need no free memory once CUDA has started: its own memory, and the reserve.
 NOT_NEEDED = frozenset({"runtime", "reserve"})
-NOTICEABLE_BYTES = GIB  # of a GPU, held by others; an idle driver alone holds less, mostly
+NOTICEABLE_BYTES = GIB  # of a GPU, held by other processes; an idle driver usually holds less
 
 
 def make_run_plan(shape: ModelShape, options: Options) -> Plan:
@@ -55,7 +55,7 @@ def make_run_plan(shape: ModelShape, options: Options) -> Plan:
 
 
 def make_trial_plan(shape: ModelShape, options: Options) -> Plan:
-    """Return the plan that a run would have, here or on a device that is not at hand."""
+    """Return the plan that a run would have, on this machine or on a device of another one."""
     names = [name.strip() for name in (options.device or "cpu").split(",")]
     if all(name == "cpu" or is_local(name) for name in names):
         return make_run_plan(shape, options)
@@ -163,7 +163,7 @@ def _checked_plan(shape: ModelShape, devices: list[DeviceSpec], options: Options
 
 
 def _blame(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Refusal | None:
-    """Return who holds a GPU's memory if the plan would fit without them; else None."""
+    """Return an error that names the processes without which the plan would fit; else None."""
     gpu, *others = devices
     held = gpu.total_bytes - gpu.available_bytes
     if gpu.kind == "cpu" or held <= NOTICEABLE_BYTES:

@@ -59,7 +59,7 @@ def without_gpu_options(options: Options) -> Options:
 
 
 def _given(options: Options, names: tuple[str, ...]) -> list[str]:
-    """Return the flags that were given; one that is turned off has its effect anyway."""
+    """Return the flags that were given, without those that turn something off."""
     known = {setting.name: setting for setting in fields(options)}
     usual = {name: (known[name].default, "off") for name in names}
     return [flag(known[name]) for name in names if getattr(options, name) not in usual[name]]

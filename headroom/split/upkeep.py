@@ -23,7 +23,7 @@ __all__ = ["ExpertTelemetry", "ExpertUpkeep", "open_upkeep"]
 
 log = logging.getLogger(__name__)
 
-WINDOW = 8192  # tokens, about: exchanges go by the choices of so many last ones
+WINDOW = 8192  # exchanges are planned by the choices of about so many last tokens
 
 
 def open_upkeep(pipeline: Pipeline, records: ExpertRecords) -> "ExpertUpkeep | None":
@@ -42,7 +42,7 @@ class ExpertUpkeep:
         self._history = HistoryKeeper(file, model.identity)
         self._view = recent(
             file.history.counts, model.used, WINDOW
-        )  # by which exchanges are planned
+        )  # what exchanges are planned by
         self._counts = self._viewed = self._routing.counts()  # as they were read last
         self._hits = HitCounter(model.used, self._counts.shape[1])
         self._experts: StoreExchanges | None = pipeline.experts
@@ -57,7 +57,7 @@ class ExpertUpkeep:
         self._swaps, self._unfinished = 0, False
         self._round_tokens = self._saved_tokens = 0
         self._saved_at = time.monotonic()
-        # What warming up has cost is left out, like its choices.
+        # Costs and choices of warm-up steps are left out.
         self._start = self._hits.reading(self._meter)
         self.latest: ExpertTelemetry | None = self.read() if self._watched else None
         self._log_limits()
@@ -93,7 +93,7 @@ class ExpertUpkeep:
         """Exchange and save what is due; no step may be running.
 
         While requests run, this waits for no copy. If none runs, it waits for the copies of one
-        exchange: so every pause brings one, and a request that comes is not held up by more.
+        exchange, so that every pause completes one, and a new request waits for at most one.
         """
         if self._swap_due(tokens, resting):
             self._begin_round()
@@ -149,7 +149,7 @@ class ExpertUpkeep:
     def close_after_error(self) -> None:
         """Save what the host knows after the engine broke; raises no error.
 
-        Exchanges under way are left alone, and a GPU that is lost is not asked for its counts.
+        Exchanges under way are left as they are, and a lost GPU is not asked for its counts.
         """
         with contextlib.suppress(Exception):  # without them, the counts read last are saved
             if not self._lost():
@@ -263,7 +263,7 @@ class ExpertUpkeep:
             self._hits.move(exchange.layer, exchange.promoted, exchange.demoted)
 
     def _count_done(self, exchanges: ExchangeRound, act: Callable[[], None]) -> None:
-        """Do what may end exchanges, and count those that ended."""
+        """Call `act`, and count the exchanges that it ended."""
         before = len(exchanges.done)
         act()
         self._swaps += len(exchanges.done) - before

@@ -1,4 +1,4 @@
-"""What is Gemma 4's own: windows, shared caches, inputs of single layers, and refusals."""
+"""What is Gemma 4's own: windows, shared caches, per-layer inputs, and refusals."""
 
 import json
 from pathlib import Path

@@ -10,7 +10,8 @@ def llama_server_command(plan: Plan, model_path: str) -> str:
     """Return the llama-server command that comes nearest to a plan.
 
     Slots of llama-server share one context, and it can only move the experts of whole layers.
-    Nobody knows how many cores another machine has: without --threads the flag is left out then.
+    For another machine, whose cores are unknown, the flag for threads is left out unless --threads
+    is given.
     """
     settings = plan.settings
     flags = [
