@@ -8,7 +8,7 @@ import pkgutil
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
@@ -185,7 +185,7 @@ def _patch_torch(patch: pytest.MonkeyPatch, gpu: StandInGpu) -> None:
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "device": lambda device: nullcontext(),
+        "device": lambda device: _started(queues),
         "mem_get_info": lambda device=None: (card.free_bytes, card.total_bytes),
         "memory_reserved": lambda device=None: 0,
         "max_memory_reserved": lambda device=None: 0,
@@ -208,6 +208,13 @@ def _patch_torch(patch: pytest.MonkeyPatch, gpu: StandInGpu) -> None:
     patch.setattr(torch, "mm", kernels.product)
     for module in (choice, targets):
         patch.setattr(module, "detect_gpus", lambda: [card.spec])
+
+
+@contextmanager
+def _started(queues: Queues) -> Iterator[None]:
+    if queues.memory_bytes == 0:
+        raise RuntimeError("CUDA error: out of memory")  # CUDA itself needs some
+    yield
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
+import torch
+
 Work = Iterator[None]  # one operation; whatever it does after a `yield` may come much later
 
 
@@ -187,6 +189,9 @@ class Queues:
         self.now_ms = 0.0  # the time: each piece of queued work takes a millisecond
         self.timed_events = 0  # events with a time that were ever made
         self.refuses_to_pin = False  # whether host memory cannot be pinned
+        # Bytes of tensors that the GPU has room for; None: nobody counts them.
+        self.memory_bytes: int | None = None
+        self.held_bytes = 0  # by tensors, if they are counted
         self.pinned_by_torch: dict[int, int] = {}  # bytes of host memory by address
         self._chosen = threading.local()
         self._written: dict[Stream, list[tuple[int, int]]] = {}  # position, address of each copy
@@ -245,6 +250,16 @@ class Queues:
         self.asked += 1
         if self.asked == self.refused_at:
             raise StandInError("CUDA error: a copy is refused")
+
+    def take(self, size: int) -> None:
+        """Take memory for a tensor; raise if there is not enough of it."""
+        if self.memory_bytes is not None and self.held_bytes + size > self.memory_bytes:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes.")
+        self.held_bytes += size
+
+    def give_back(self, size: int) -> None:
+        """Give back the memory of a tensor."""
+        self.held_bytes -= size
 
     def repair(self) -> None:
         """Let no copy fail from here on."""

@@ -5,6 +5,7 @@ meet in one operation. Operations run at once, but copies that do not hold up th
 when an operation or a wait comes after them in their stream.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -173,9 +174,26 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = _call(func, *moved)
         if func in MOVES and to_cuda != is_cuda(args[0]):
             found = found.clone()  # another memory
+        if to_cuda and Queues.current().memory_bytes is not None:
+            _take_memory(found, moved)
         if to_cuda and values and Capture.recording is not None:
             Capture.recording.operations.append(_again(func, moved, found))
         return tree_map(on_gpu, found) if to_cuda else found
+
+
+def _take_memory(found: Any, given: Any) -> None:
+    """Count the memory of results that share none with what an operation was given."""
+    queues = Queues.current()
+    known = {x.untyped_storage().data_ptr() for x in _tensors(given)}
+    for x in _tensors(found):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in known:
+            queues.take(storage.nbytes())
+            weakref.finalize(storage, queues.give_back, storage.nbytes())
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [x for x in tree_flatten(values)[0] if isinstance(x, torch.Tensor)]
 
 
 def _all_on_host(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
