@@ -26,12 +26,12 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("error", ENDS, ids=str)
-def test_the_end_of_a_gpus_memory_is_known_whoever_tells_it(error: Exception) -> None:
+def test_out_of_memory_is_recognised_from_the_driver_and_from_torch(error: Exception) -> None:
     assert is_out_of_memory(error)
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=str)
-def test_other_errors_are_not_taken_for_it(error: Exception) -> None:
+def test_other_errors_do_not_count_as_out_of_memory(error: Exception) -> None:
     assert not is_out_of_memory(error)
 
 

@@ -249,7 +249,9 @@ def test_parts_that_are_to_blame_for_a_failure_are_left_out_from_then_on(
     assert kinds(seen) == [ALL, FEWER, FEWER]
 
 
-def test_what_is_there_already_is_used(commands: tuple[Bench, list[list[str]]]) -> None:
+def test_models_and_statistics_that_exist_are_not_made_again(
+    commands: tuple[Bench, list[list[str]]],
+) -> None:
     made, seen = commands
     folder = Path(made._given.folder)
     (folder / "qwen3.5-35b-a3b-skewed.gguf").write_text("a model")

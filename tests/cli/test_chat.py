@@ -100,7 +100,7 @@ def test_the_rate_counts_from_the_first_token() -> None:
     assert rate([10.0]) == ""
 
 
-def test_a_refused_question_is_told_and_forgotten(fake_llm: Any) -> None:
+def test_a_refused_question_is_reported_and_forgotten(fake_llm: Any) -> None:
     shown, conversation = talk(fake_llm, "refuse", "one")
     assert shown.startswith("error: The prompt has 99 tokens. The context holds 64.\n")
     assert [turn["content"] for turn in conversation.turns] == ["one", "Hello there."]
@@ -149,7 +149,7 @@ def test_a_wrong_command_changes_nothing(line: str, error: type[Exception]) -> N
     assert conversation == Conversation(SamplingParams(seed=1))
 
 
-def test_help_tells_every_command(fake_llm: Any) -> None:
+def test_help_lists_every_command(fake_llm: Any) -> None:
     assert talk(fake_llm, "/help")[0] == f"{HELP}\n"
 
 

@@ -108,7 +108,7 @@ def test_people_read_when_each_device_was_measured(
     assert "measured 2026-11-15, kept in" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_corrupt_calibration_is_told_and_stops_nothing(
+def test_a_corrupt_calibration_is_reported_and_stops_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = speeds_path(tmp_path)

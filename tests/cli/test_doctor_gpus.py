@@ -23,7 +23,7 @@ def spec(kind: str, sm: int = 0, gfx: str = "") -> DeviceSpec:
     )  # type: ignore[arg-type]
 
 
-def test_a_gpu_is_told_with_memory_driver_and_kernels() -> None:
+def test_a_gpu_is_reported_with_memory_driver_and_kernels() -> None:
     facts = GpuFacts(name="cuda:0", product="NVIDIA H200", sm=90, driver="580.65.06")
     told = gpu_texts([gpu_row(spec("cuda", 90), facts, TORCH)])
     assert told["cuda:0"] == (
@@ -39,7 +39,7 @@ def test_a_gpu_is_told_with_memory_driver_and_kernels() -> None:
     assert backend_text("cuda", ["embed", "matmul"], [row]) == told_ops
 
 
-def test_what_an_older_gpu_runs_in_another_way_is_told() -> None:
+def test_what_an_older_gpu_computes_differently_is_reported() -> None:
     facts = GpuFacts(name="cuda:0", product="Tesla T4", sm=75, driver="580.65.06")
     told = gpu_texts([gpu_row(spec("cuda", 75), facts, TORCH)])
     count = len(families(75))
@@ -88,7 +88,7 @@ def test_a_family_that_compiles_and_does_not_launch_says_why(
     assert tried["sampler"] == "The CUDA kernel choose could not be started: error 1."
 
 
-def test_families_that_a_gpu_cannot_run_are_told_with_the_reason() -> None:
+def test_families_that_a_gpu_cannot_run_are_reported_with_the_reason() -> None:
     facts = GpuFacts(name="cuda:0", product="NVIDIA H200", sm=90)
     row = gpu_row(spec("cuda", 90), facts, TORCH)
     row["kernels"] = dict.fromkeys(row["kernels"], "")  # as if all were compiled
@@ -117,7 +117,7 @@ def test_a_refused_gpu_says_why_and_lists_no_kernels() -> None:
     assert backend_text("cuda", ["matmul"], [amd]) == "no GPU"
 
 
-def test_an_amd_gpu_is_told_with_its_rocm_and_that_nobody_has_run_it() -> None:
+def test_an_amd_gpu_is_reported_with_its_rocm_and_that_nobody_has_run_it() -> None:
     rocm = TorchFacts(version="2.11.0+rocm7.0", hip="7.0", count=1, archs=("gfx1100",))
     facts = GpuFacts(name="hip:0", product="AMD Radeon RX 7900 XTX", gfx="gfx1100")
     row = gpu_row(spec("hip", gfx="gfx1100"), facts, rocm)
@@ -164,7 +164,7 @@ def test_a_machine_without_gpus_says_so() -> None:
     assert told == {"none": "no driver lists one: there is no nvidia-smi; layers run on the CPU"}
 
 
-def test_gpus_that_only_torch_sees_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_only_torch_sees_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_gpus, "why_unseen", lambda name: ("there is no smi.", "Get it."))
     assert doctor_gpus.unseen() == "there is no smi."
     monkeypatch.setattr("headroom.machine.torch_gpus.read_torch", lambda: TORCH)

@@ -58,7 +58,7 @@ def test_a_budget_holds_the_most_chosen_ones(
     assert 0.8 < found["hit_rate"] < 1
 
 
-def test_the_picture_shows_the_same(
+def test_the_picture_has_a_box_for_each_expert(
     path: Path, stats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = tmp_path / "experts.svg"
@@ -179,7 +179,7 @@ def test_a_name_that_plans_take_has_the_plans_numbers(
     )
 
 
-def test_a_name_that_nothing_has_is_refused_with_those_that_there_are(
+def test_an_unknown_name_is_refused_with_the_known_names(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run_command(["experts", "no-such-model"]) == 1

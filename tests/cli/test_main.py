@@ -112,7 +112,7 @@ def test_a_line_that_makes_no_sense_is_a_usage_error(
     assert "Usage:" in capsys.readouterr().err
 
 
-def test_input_that_is_not_text_is_told_in_one_line(
+def test_input_that_is_not_text_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))

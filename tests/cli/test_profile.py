@@ -137,7 +137,7 @@ def test_a_prompt_that_is_too_long_is_refused_with_its_line(
     assert "and the context holds 256." in error
 
 
-def test_a_file_that_cannot_be_written_is_told_before_the_model_is_loaded(
+def test_a_file_that_cannot_be_written_is_reported_before_the_model_is_loaded(
     skewed: tuple[Path, Recipe],
     prompts: Path,
     monkeypatch: pytest.MonkeyPatch,

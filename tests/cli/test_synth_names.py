@@ -17,7 +17,7 @@ def said(command: list[str], model: str, home: Path, capsys: Captured) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_a_model_to_synthesise_is_told_with_how_to_write_it(
+def test_a_model_to_synthesise_is_reported_with_how_to_write_it(
     command: list[str], tmp_path: Path, capsys: Captured
 ) -> None:
     assert said(command, "synth:llama", tmp_path, capsys) == (
@@ -31,7 +31,7 @@ def test_a_model_to_synthesise_is_told_with_how_to_write_it(
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_a_name_that_nothing_has_is_told_with_those_there_are(
+def test_an_unknown_name_is_reported_with_the_known_names(
     command: list[str], tmp_path: Path, capsys: Captured
 ) -> None:
     told = said(command, "synth:gpt", tmp_path, capsys)

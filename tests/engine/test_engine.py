@@ -377,7 +377,7 @@ def test_prompt_logprobs_come_once_and_have_as_many_alternatives_as_asked_for(ll
         assert [len(entry.top) for entry in entries if entry] == [top] * 7
 
 
-def test_stats_tell_running_requests_from_waiting_ones(tiny_path: Path) -> None:
+def test_stats_count_running_and_waiting_requests_separately(tiny_path: Path) -> None:
     submitted = threading.Event()
     seen: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     with LLM(str(tiny_path), context=128, parallel=1, threads=1) as llm:

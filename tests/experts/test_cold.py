@@ -135,7 +135,7 @@ def apart(found: torch.Tensor, wanted: torch.Tensor, x: torch.Tensor) -> float:
         (30, "auto", {"speeds": {"cpu": 0.0}}),  # no C++ kernels
     ],
 )
-def test_all_paths_say_what_hot_experts_say(
+def test_all_paths_compute_what_hot_experts_compute(
     file: WeightFile, share: int, cold: str, changes: dict[str, object]
 ) -> None:
     check_paths(file, share, cold, changes)
@@ -231,7 +231,7 @@ def test_what_a_gpu_alone_reads_in_place_is_counted_by_choices(file: WeightFile)
         ("cpu", 2e10, "cpu", False),
     ],
 )
-def test_bits_are_the_same_where_a_cpu_is_asked_by_no_step(
+def test_hot_and_cold_experts_give_equal_bits_if_no_step_asks_the_cpu(
     file: WeightFile, cold: str, cpu: float, path: str, same: bool
 ) -> None:
     layer = Layer(file, HOT[30], cold, speeds={"cpu": cpu})
@@ -264,6 +264,6 @@ def test_an_exchange_is_seen_by_both_sides(file: WeightFile) -> None:
     found.worker.close()
 
 
-def test_what_nobody_can_read_is_refused(file: WeightFile) -> None:
+def test_unpinned_experts_without_cpu_kernels_are_refused(file: WeightFile) -> None:
     with pytest.raises(DeviceError, match="only the CPU could compute them, and its C\\+\\+"):
         Layer(file, HOT[30], pin=False, speeds={"cpu": 0.0})

@@ -75,7 +75,7 @@ def test_the_stand_in_finds_a_buffer_that_may_be_read_still(gpu: StandInGpu) -> 
         queue.copy(buffer, [numbers(2)], before)
 
 
-def test_forgotten_buffers_are_sent_to_again(memory: torch.Tensor) -> None:
+def test_released_buffers_are_filled_again(memory: torch.Tensor) -> None:
     ring = StagingRing(open_queue(), memory.unbind())
     ring.send([numbers(1)])
     ring.send([numbers(5)])
@@ -205,7 +205,7 @@ def test_waits_are_added_up_once_they_are_over(gpu: StandInGpu) -> None:
     assert clock.seconds() == pytest.approx(0.006)
 
 
-def test_events_are_used_again(gpu: StandInGpu) -> None:
+def test_the_events_of_a_wait_are_reused(gpu: StandInGpu) -> None:
     clock = WaitClock(torch.device("cuda", 0))
     for _ in range(10):
         assert clock.timed(lambda: late_work(1) or "found") == "found"

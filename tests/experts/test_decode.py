@@ -86,7 +86,7 @@ def apart(found: torch.Tensor, wanted: torch.Tensor, x: torch.Tensor) -> float:
 @pytest.mark.parametrize("choice", [BY_CPU, MIXED], ids=["cpu", "mixed"])
 @pytest.mark.parametrize("rows", [1, 3, 32])
 @pytest.mark.parametrize("hot", [0, 3, 6, 10])
-def test_any_split_says_what_all_hot_says(
+def test_any_split_of_hot_and_cold_experts_computes_what_all_hot_computes(
     made: list[DecodeWorker], hot: int, rows: int, choice: DecodeChoice
 ) -> None:
     store = decode_store(MIX, SIZES, range(hot))
@@ -139,7 +139,7 @@ def test_layers_and_steps_take_turns_in_one_mailbox(made: list[DecodeWorker]) ->
     assert made[0].box.words[96] == 6  # steps that the worker was told have ended
 
 
-def test_what_a_row_gets_does_not_depend_on_other_rows(made: list[DecodeWorker]) -> None:
+def test_a_rows_result_does_not_depend_on_other_rows(made: list[DecodeWorker]) -> None:
     store = decode_store(MIX, SIZES, range(5))
     (part,) = started(made, [store], MIXED)
     x, picks = torch.randn(8, HIDDEN) * 0.3, random_picks(8, EXPERTS, USED)

@@ -118,7 +118,7 @@ def test_what_is_too_large_leaves_room_to_a_smaller_swap() -> None:
     assert [(swap.layer, swap.copied_bytes) for swap in swaps] == [(1, 30)]
 
 
-def test_equals_do_not_change_places() -> None:
+def test_experts_chosen_equally_often_do_not_change_places() -> None:
     layers = [LayerExperts(2, 10)]
     placement = place_experts(layers, [[101, 100]], 10, 1)
     assert plan_exchanges(placement, [[100, 102]], layers, ExchangePolicy()) == []
@@ -182,7 +182,7 @@ def test_all_swaps_are_done_in_the_order_that_was_planned(experts: NotedExchange
     assert experts.placement().hot == expected.hot == ((2, 3), (0, 1))
 
 
-def test_experts_change_sides_when_they_are_told_to_and_not_before(
+def test_experts_change_sides_at_turn_and_not_before(
     experts: NotedExchanges, gpu: StandInGpu
 ) -> None:
     swaps = ExchangeRound(experts, plan(experts)[:1])

@@ -198,7 +198,7 @@ def test_tables_of_layers_that_are_loaded_one_after_another_do_not_mix() -> None
         check_all(small_store(layouts, list(HOT), "cuda:0", pin=True, cold="gpu"), late)
 
 
-def test_copies_go_on_while_steps_are_launched_and_nobody_waits() -> None:
+def test_copies_run_while_steps_are_launched_and_nothing_waits() -> None:
     with late_steps() as late:
         store, swaps = open_late(False, late)
         late.launch(store)
@@ -215,7 +215,7 @@ def test_copies_go_on_while_steps_are_launched_and_nobody_waits() -> None:
         check_all(store, late)
 
 
-def test_sides_change_after_steps_that_run_and_places_are_waited_for_by_nobody() -> None:
+def test_a_turn_waits_for_running_steps_and_copies_to_new_places_are_not_waited_for() -> None:
     with late_steps() as late:
         store, swaps = open_late(False, late)
         going = ExchangeRound(swaps, SWAPS[:1])

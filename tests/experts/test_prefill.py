@@ -155,7 +155,7 @@ def test_the_next_layers_first_experts_come_while_a_layer_works(  # type: ignore
         assert copied(layers[1], gpu) == [0, 1, 2]
 
 
-def test_what_was_fetched_ahead_is_forgotten_where_a_step_ended_early(  # type: ignore[no-untyped-def]
+def test_loads_copied_ahead_are_dropped_if_a_step_ended_early(  # type: ignore[no-untyped-def]
     monkeypatch, gpu, layer_of, inputs
 ) -> None:
     never_count(monkeypatch)
@@ -273,7 +273,7 @@ def test_the_time_that_the_computing_waits_for_copies_is_measured(  # type: igno
     assert stream.waits.seconds() == pytest.approx(0.007)  # each copy takes a millisecond
 
 
-def test_more_downs_than_planned_are_the_scratchs(  # type: ignore[no-untyped-def]
+def test_more_downs_than_planned_are_allocated_by_the_scratch(  # type: ignore[no-untyped-def]
     monkeypatch, gpu, layer_of, inputs
 ) -> None:
     never_count(monkeypatch)
@@ -287,13 +287,13 @@ def test_more_downs_than_planned_are_the_scratchs(  # type: ignore[no-untyped-de
     assert torch.equal(found, all_hot(layer_of, inputs))
 
 
-def test_picks_are_counted_and_those_of_nobody_are_not() -> None:
+def test_picks_are_counted_and_negative_ids_are_not() -> None:
     ids = torch.tensor([[2, 0], [-1, 2], [0, 3]], dtype=torch.int32)
     assert count_picks(ids, 5) == [2, 0, 2, 1, 0]
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
-def test_ids_that_are_no_experts_change_nobodys_count(kind: torch.dtype) -> None:
+def test_ids_that_are_no_experts_are_not_counted(kind: torch.dtype) -> None:
     limits = torch.iinfo(kind)
     ids = torch.tensor([[2, 0], [-1, 5], [6, limits.max], [limits.min, 2], [4, 0]], dtype=kind)
     assert count_picks(ids, 5) == [2, 0, 2, 0, 1]

@@ -73,7 +73,7 @@ def test_a_model_without_experts_has_no_statistics(tiny_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("reference", [False, True])
-def test_logits_that_are_no_numbers_change_nobody_elses_counts(
+def test_logits_that_are_nan_or_infinite_change_no_counts_of_other_layers(
     number: float, reference: bool
 ) -> None:
     stats = RoutingStats(layers=3, experts=5, device="cpu")

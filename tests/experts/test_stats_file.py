@@ -198,7 +198,7 @@ def test_nothing_new_is_not_saved(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_save_that_fails_is_told_and_tried_again(
+def test_a_save_that_fails_is_reported_and_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "folder").write_text("")

@@ -262,7 +262,7 @@ def test_a_driver_that_does_not_pin_what_is_left_out_says_that_nobody_computes_i
         ("drop", True, "not held), placement: drawn, cold: left out"),
     ],
 )
-def test_the_log_tells_what_is_hot_and_cold_and_who_computes_it(
+def test_the_log_shows_what_is_hot_and_cold_and_who_computes_it(
     cold: str,
     pin: bool,
     told: str,
@@ -274,7 +274,7 @@ def test_the_log_tells_what_is_hot_and_cold_and_who_computes_it(
     assert caplog.messages == [f"experts: 3 hot (384 B on cpu), 4 cold ({told}"]
 
 
-def test_the_log_tells_in_how_many_layers_who_computes_cold_experts_where_they_differ(
+def test_the_log_shows_in_how_many_layers_who_computes_cold_experts_where_they_differ(
     pinning: Driver,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -265,7 +265,7 @@ def test_a_file_of_a_repository_is_pulled_with_all_its_parts(
     assert find_model("org/repo:a.gguf", home).name == "a.gguf"
 
 
-def test_what_the_hub_refuses_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_hub_refuses_is_reported(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeHub(monkeypatch, {"a.gguf": b"a"})
     with pytest.raises(FormatError, match=r"Cannot get org/repo:b.gguf from Hugging Face: 404"):
         pull("org/repo:b.gguf", home)

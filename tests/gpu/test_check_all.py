@@ -111,7 +111,7 @@ def test_every_case_of_cold_experts_runs_in_one_process(tmp_path: Path) -> None:
             assert shared <= set(names) or share == "100%"
 
 
-def test_a_printed_failure_is_one() -> None:
+def test_a_failure_that_was_only_printed_counts_as_a_failure() -> None:
     found = run(ECHO, time.monotonic() + 60)
     assert (found.code, found.verdict, found.printed) == (0, "FAIL", "PASS one\nFAIL two\n")
     assert found.wrong_lines == ["FAIL two"]
@@ -151,7 +151,7 @@ def test_what_takes_longest_is_begun_first() -> None:
     assert names.index("test_gpu_families gemma4-moe") < names.index("test_gpu_families llama")
 
 
-def test_what_was_left_out_is_told_in_one_line() -> None:
+def test_what_was_left_out_is_reported_in_one_line() -> None:
     assert Outcome(ECHO, None, 2.0, "").head == "LEFT OUT echo: ran out of time, 2 s"
     some = Outcome(ECHO, 2, 2.0, "LEFT OUT a\nLEFT OUT b\nPASS c\n")
     assert some.head == "LEFT OUT echo: exit 2, 2 s, 2 cases LEFT OUT"
@@ -173,7 +173,7 @@ def test_what_runs_too_long_is_ended_with_what_it_printed() -> None:
     assert run(ECHO, time.monotonic() - 1).printed.startswith("not begun")
 
 
-def test_those_that_run_alone_begin_when_the_others_have_ended(tmp_path: Path) -> None:
+def test_tests_that_run_alone_begin_when_the_others_have_ended(tmp_path: Path) -> None:
     beside = [Job(f"beside {n}", ("-c", f"import time; time.sleep({n})")) for n in (1, 0)]
     found = [one.job.name for one in outcomes(beside, [ECHO], 60, 2, tmp_path)]
     assert found == ["beside 0", "beside 1", "echo"]

@@ -56,7 +56,7 @@ def test_without_a_card_few_layers_of_every_model_run(
     assert not any("--full" in x or "--card" in x for x in children)
 
 
-def test_a_failure_is_told_by_the_exit(
+def test_a_failure_is_reported_by_the_exit(
     children: list[list[str]],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -69,7 +69,7 @@ def test_a_failure_is_told_by_the_exit(
     assert not verdict("peak", False, 1.1)
 
 
-def test_a_card_is_planned_for_as_such() -> None:
+def test_a_load_on_a_card_is_planned_with_the_memory_of_the_card() -> None:
     assert Load(8192, card="12GiB").settings["device_memory"] == "12GiB"
     assert "device_memory" not in Load(8192).settings
     assert Load(8192, 512, 4).settings["cache_tokens"] == 8192 + 4096

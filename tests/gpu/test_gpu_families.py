@@ -109,13 +109,15 @@ def test_the_same_seed_draws_the_same_text_in_f32(found: Answers, wanted: Answer
     assert found.drawn == wanted.drawn
 
 
-def test_plain_kernels_on_a_gpu_say_the_same(name: str, path: Path, wanted: Answers) -> None:
+def test_plain_kernels_on_a_gpu_give_the_cpus_answers(
+    name: str, path: Path, wanted: Answers
+) -> None:
     if name not in PLAIN:
         pytest.skip("other models have layers of these sorts")
     assert answers(path, device=GPU, kernels="reference") == wanted
 
 
-def test_triton_says_the_same_in_f32(name: str, path: Path, wanted: Answers) -> None:
+def test_triton_in_f32_gives_the_cpus_answers(name: str, path: Path, wanted: Answers) -> None:
     if name not in IN_TRITON:
         pytest.skip("other models have layers of these sorts")
     pytest.importorskip("triton")

@@ -115,14 +115,14 @@ def test_experts_of_rows_sorted_by_expert_agree_with_the_reference(
 
 
 @pytest.mark.parametrize("case", expert_cases.SORTED_ALONE, ids=str)
-def test_what_a_sorted_row_gets_of_experts_does_not_depend_on_other_rows(
+def test_a_sorted_rows_sum_of_experts_does_not_depend_on_other_rows(
     case: tuple[object, ...],
 ) -> None:
     assert_passes(check_experts.check_sorted_alone, *case)
 
 
 @pytest.mark.parametrize("kind", ["q4_k", "f16", "bf16"])
-def test_what_a_row_gets_of_experts_does_not_depend_on_other_rows(kind: str) -> None:
+def test_a_rows_sum_of_experts_does_not_depend_on_other_rows(kind: str) -> None:
     assert_passes(check_experts.check_alone, (kind, kind, kind), (6, 256, 512), 3)
 
 
@@ -132,7 +132,7 @@ def test_an_expert_that_every_row_visits_runs_beside_the_others(case: tuple[obje
 
 
 @pytest.mark.parametrize("experts", [5, 128, 256, 1000])
-def test_experts_chosen_on_the_way_are_those_of_the_router(experts: int) -> None:
+def test_experts_picked_by_the_fused_kernel_are_those_of_the_router(experts: int) -> None:
     for scores in ("softmax", "sigmoid"):
         rule = RouterRule(4, scores, True, 1.5)
         assert_passes(check_experts.check_chosen, (experts, 32, 256), rule, scores == "sigmoid")

@@ -60,7 +60,7 @@ def test_the_reference_agrees_with_itself(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("op", ["matmul", "rms_norm", "attention", "experts"])
-def test_a_kernel_that_is_off_is_told(op: str) -> None:
+def test_a_kernel_that_is_off_is_reported(op: str) -> None:
     kernel = next(kernel for kernel in REFERENCE if kernel.op == op)
     wrong = replace(kernel, run=lambda *inputs: kernel.run(*inputs) * 1.001)
     cases = [sized for sized in all_cases() if sized.op == op and sized.sizes[0] > 1][:1]

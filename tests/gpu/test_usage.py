@@ -13,7 +13,7 @@ REPORT = (
 )
 
 
-def test_the_drivers_report_tells_what_is_free_before_cuda_starts() -> None:
+def test_the_drivers_report_says_what_is_free_before_cuda_starts() -> None:
     found = nvidia_specs(read_gpus(REPORT.format(free=143000), {}))
     with patch.object(usage, "detect_gpus", lambda: found):
         assert free_by_driver() == 143000 * MIB

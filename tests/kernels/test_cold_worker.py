@@ -104,7 +104,7 @@ def test_requests_of_many_steps_are_answered(
     assert worker.counts.busy_ns > 0
 
 
-def test_a_request_that_nobody_announced_is_answered_too(
+def test_a_request_without_begin_step_is_answered_too(
     worker: ColdWorker, layers: list[native_experts.PanelTable], box: Mailbox
 ) -> None:
     gpu, until = StandIn(box), time.monotonic() + WAIT_S
@@ -146,7 +146,7 @@ def test_no_step_is_slept_through(worker: ColdWorker, box: Mailbox) -> None:
     assert worker.counts.sleeps > 100
 
 
-def test_what_was_counted_outlives_the_thread(worker: ColdWorker, box: Mailbox) -> None:
+def test_counts_can_be_read_after_the_thread_has_ended(worker: ColdWorker, box: Mailbox) -> None:
     gpu = StandIn(box)
     worker.begin_step()
     gpu.ask(0, torch.ones(1, HIDDEN), *random_choice(1, EXPERTS, USED))
@@ -156,9 +156,7 @@ def test_what_was_counted_outlives_the_thread(worker: ColdWorker, box: Mailbox) 
     assert (worker.counts.picks, worker.failure) == (2, "")
 
 
-def test_steps_that_nobody_announced_do_not_end_later_ones(
-    worker: ColdWorker, box: Mailbox
-) -> None:
+def test_steps_without_begin_step_do_not_end_later_ones(worker: ColdWorker, box: Mailbox) -> None:
     gpu = StandIn(box)
     for _ in range(3):
         gpu.end_step()

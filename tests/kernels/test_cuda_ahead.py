@@ -96,7 +96,7 @@ def test_a_launch_finds_the_code_that_was_compiled_ahead(
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_what_is_compiled_ahead_is_asked_for_once_and_told(
+def test_kernels_compiled_ahead_are_compiled_once_and_logged(
     compiler: Compiler,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -136,7 +136,7 @@ def test_code_that_no_folder_takes_is_held_only_until_it_is_asked_for(
     assert len(compiler.compiled) == 3
 
 
-def test_what_does_not_compile_ahead_is_told_when_it_is_asked_for(
+def test_a_kernel_that_does_not_compile_ahead_raises_when_it_is_used(
     compiler: Compiler, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

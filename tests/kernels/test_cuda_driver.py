@@ -69,7 +69,7 @@ def test_code_is_loaded_on_the_gpu_that_it_is_for(
     assert driving.find_function(module, "one").value == 6
 
 
-def test_what_the_driver_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_driver_refuses_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driving, "driver", lambda: FakeDriver(0))
     with pytest.raises(KernelError, match=r"^There is no cuda:2: invalid device\.$"):
         driving.load_module(b"\x7fELF", 2)

@@ -120,7 +120,7 @@ def test_blocks_of_other_gpus_come_to_the_same_bits(
 
 
 @pytest.mark.parametrize("kind", ["q4_k", "bf16"])
-def test_what_a_sorted_row_gets_does_not_depend_on_other_rows(kind: str) -> None:
+def test_a_sorted_rows_result_does_not_depend_on_other_rows(kind: str) -> None:
     sides = (3, 32, 256 if kind == "q4_k" else 40)
     down = "q8_0" if kind == "q4_k" else kind  # whose rows may be short
     assert check_experts.check_sorted_alone((kind, kind, down), sides, 50, 2)
@@ -220,7 +220,7 @@ def test_scratch_of_sorted_rows_is_what_the_planner_counts(
     assert peak_bytes(shape, arena) == counted.peak_bytes
 
 
-def test_no_rows_choose_nobody() -> None:
+def test_a_step_without_rows_picks_no_expert() -> None:
     ids = torch.full((5, 2), -1, dtype=torch.int32)
     tiles = to_tiles(make_table(("q8_0", "q8_0", "q8_0"), 2, 32, 64))
     x, residual = torch.randn(5, 64).bfloat16(), torch.randn(5, 64)

@@ -178,7 +178,7 @@ def test_few_rows_of_an_expert_have_small_tiles() -> None:
     ],
     ids=str,
 )
-def test_each_gpu_has_its_way(
+def test_each_gpu_has_its_kind_of_grouped_product(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: str, way: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

@@ -111,7 +111,7 @@ def test_routes_agree_with_the_reference(rule: RouterRule, biased: bool, ties: b
     assert check_route.check(60, 7, rule, biased, ties)
 
 
-def test_logits_that_are_no_numbers_change_nobody_elses_counts() -> None:
+def test_logits_that_are_nan_or_infinite_change_no_counts_of_other_layers() -> None:
     counts = torch.zeros(3, 40, dtype=torch.int64)
     for number in (float("nan"), float("inf"), -float("inf")):
         logits = torch.full((2, 41), number)
@@ -151,7 +151,9 @@ def test_an_expert_that_every_row_visits_runs_beside_the_others(case: Any) -> No
 
 
 @pytest.mark.parametrize(("scores", "biased"), [("softmax", False), ("sigmoid", True)])
-def test_experts_chosen_on_the_way_are_those_of_the_router(scores: Any, biased: bool) -> None:
+def test_experts_picked_by_the_fused_kernel_are_those_of_the_router(
+    scores: Any, biased: bool
+) -> None:
     assert check_experts.check_chosen((70, 32, 256), RouterRule(3, scores, True, 1.5), biased)
 
 

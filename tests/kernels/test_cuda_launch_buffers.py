@@ -130,7 +130,7 @@ def test_more_arguments_than_there_are_slots_are_refused() -> None:
         Arguments().fill([0] * (MOST_ARGUMENTS + 1))
 
 
-def test_a_launch_of_no_blocks_is_none(gpu: FakeDriver) -> None:
+def test_a_launch_of_no_blocks_does_nothing(gpu: FakeDriver) -> None:
     kernel()((4, 0), (1,), ())
     assert not gpu.launches
 

@@ -57,7 +57,7 @@ def test_plain_experts_agree_with_the_reference(case: Case, bf16_cores: bool) ->
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
-def test_what_a_row_gets_does_not_depend_on_other_rows(kind: str) -> None:
+def test_a_rows_result_does_not_depend_on_other_rows(kind: str) -> None:
     assert check_experts.check_alone((kind, kind, kind), (3, 16, 264), 2)
 
 

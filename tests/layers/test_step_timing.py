@@ -43,7 +43,7 @@ def broken() -> None:
     raise ValueError("broken")
 
 
-def test_only_the_outermost_part_is_told() -> None:
+def test_only_the_outermost_part_is_reported() -> None:
     diary = Diary()
     with recording(diary):
         begin_step()
@@ -61,7 +61,7 @@ def test_a_part_ends_where_it_fails() -> None:
     assert diary.lines == ["+head", "-head", "+dense", "-dense"]
 
 
-def test_nobody_is_told_when_nobody_records() -> None:
+def test_without_a_recorder_no_part_is_reported() -> None:
     diary = Diary()
     with recording(diary):
         pass

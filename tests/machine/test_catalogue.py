@@ -78,7 +78,7 @@ def test_a_plan_tells_what_the_driver_keeps_apart_from_what_others_hold() -> Non
     assert reserve.why == "512.0 MiB kept free"
 
 
-def test_the_driver_tells_what_is_free_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_reports_what_is_free_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = (f"NVIDIA H200, 143771, {free}, 9.0, 580.1, GPU-{free}" for free in (143000, 200))
     found = nvidia_specs(read_gpus("\n".join(rows), {}))
     monkeypatch.setattr(gpus, "detect_gpus", lambda: found)

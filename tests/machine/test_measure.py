@@ -151,7 +151,7 @@ def test_a_gpu_has_its_links_and_its_hand_over_measured(monkeypatch: pytest.Monk
     assert speeds.handover_s == 7e-6
 
 
-def test_what_kernels_cannot_measure_is_told_and_loses_nothing_else(
+def test_what_kernels_cannot_measure_is_reported_and_loses_nothing_else(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*given: object) -> float:
@@ -169,7 +169,7 @@ def test_what_kernels_cannot_measure_is_told_and_loses_nothing_else(
     ]  # fmt: skip
 
 
-def test_what_cold_experts_go_by_is_kept(tmp_path: Path) -> None:
+def test_speeds_for_cold_experts_are_saved(tmp_path: Path) -> None:
     path = speeds_path(tmp_path)
     kept = {
         "cpu": Speeds(1e11, 0.0, 1e12, "2026-11-15", experts=7e10, expert_flops=5e11),
@@ -202,7 +202,7 @@ OLD = Speeds(9e11, 2e10, 1e13, "", product="Old Card", total_bytes=12 * GIB)
          "they are of a GPU without a name, and it is Old Card with 12.00 GiB"),
     ],
 )  # fmt: skip
-def test_speeds_of_another_card_are_not_used_and_that_is_told(
+def test_speeds_of_another_card_are_not_used_and_that_is_reported(
     row: Speeds, device: DeviceSpec, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (found,) = with_speeds([device], {"cuda:0": row})
@@ -225,7 +225,7 @@ def test_a_link_that_was_not_measured_is_the_listed_one() -> None:
     assert found.link == card.link > 0
 
 
-def test_speeds_of_another_version_are_not_used_and_that_is_told(
+def test_speeds_of_another_version_are_not_used_and_that_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "speeds.json"

@@ -193,7 +193,7 @@ def test_machine_code_runs_in_its_generation_and_portable_code_on_all_later_ones
     assert not has_kernels_for(["gfx1100"], 90)
 
 
-def test_too_little_free_memory_is_told_with_who_holds_it() -> None:
+def test_too_little_free_memory_is_reported_with_who_holds_it() -> None:
     assert refuse_memory("cuda:0", GIB, (GIB, 24 * GIB), []) is None
     holders = [Holder(4711, "python3", 20 * GIB), Holder(12, "Xorg", 300 * MIB)]
     refusal = refuse_memory("cuda:0", 10 * GIB, (3 * GIB, 24 * GIB), holders)
@@ -207,7 +207,7 @@ def test_too_little_free_memory_is_told_with_who_holds_it() -> None:
     assert hidden.message.endswith("who holds the rest is not known.")
 
 
-def test_the_end_of_memory_is_told_with_planned_allocated_and_free_bytes() -> None:
+def test_the_end_of_memory_is_reported_with_planned_allocated_and_free_bytes() -> None:
     alone = GpuMemory(GIB // 4, 12 * GIB, ())
     told = out_of_memory("loading weights", "cuda:0", 9 * GIB, 8 * GIB, alone)
     assert told.message == (

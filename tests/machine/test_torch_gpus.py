@@ -73,7 +73,7 @@ def test_a_gpu_that_does_not_start_is_refused_in_one_line(monkeypatch: pytest.Mo
     )
 
 
-def test_the_driver_tells_the_memory_of_a_gpu_on_which_cuda_does_not_start(
+def test_the_driver_reports_the_memory_of_a_gpu_on_which_cuda_does_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda name: (GIB, 2 * GIB))

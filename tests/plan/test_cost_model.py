@@ -44,7 +44,7 @@ SPEEDS = ColdSpeeds(gpu=1e12, link=4e10, cpu=6e10, handover_s=1e-5, copy=5e10)
         ("cpu", True, 0.0, 6e10),
     ],
 )
-def test_only_those_who_may_compute_cold_experts_have_a_speed(
+def test_only_paths_that_may_compute_cold_experts_have_a_speed(
     cold: str, pinned: bool, link: float, cpu: float
 ) -> None:
     found = decode_speeds(SPEEDS, cold, pinned)
@@ -305,7 +305,7 @@ def test_a_step_waits_up_to_so_many_rows_and_no_longer(
     assert pays_to_count(rows, layer, speeds) == (rows <= most_counted_rows(layer, speeds))
 
 
-def test_where_nothing_is_cold_there_is_nothing_to_wait_for() -> None:
+def test_a_step_without_cold_experts_never_waits_for_its_picks() -> None:
     assert most_counted_rows(cold_layer(1.0, 0), MEASURED) == 0
 
 

@@ -41,7 +41,7 @@ def test_with_a_host_copy_dropped_experts_are_held_and_may_become_hot() -> None:
     assert plan.lossy == (LOSSY,)
 
 
-def test_what_is_left_out_passes_no_pinned_buffers() -> None:
+def test_dropped_experts_need_no_pinned_buffers() -> None:
     def spare(**asked: object) -> int:
         plan = planned(64, keep_host_copy=True, no_pin=True, **asked)
         return next(line.bytes for line in plan.host.lines if line.name == "expert_spare")
@@ -54,7 +54,7 @@ def test_no_buffers_leave_room_for_more_hot_experts() -> None:
     assert dropped.devices[0].hot_experts > held.devices[0].hot_experts
 
 
-def test_all_experts_left_out_is_told_as_all_cold() -> None:
+def test_all_experts_left_out_is_reported_as_all_cold() -> None:
     nothing = planned(cold="drop", expert_budget="0%")
     assert nothing.devices[0].hot_experts == 0
     assert nothing.lossy == (LOSSY,)

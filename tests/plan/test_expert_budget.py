@@ -83,13 +83,15 @@ def test_a_gpu_does_not_read_what_is_not_pinned() -> None:
         ),
     ],
 )
-def test_a_budget_that_is_none_is_refused_by_its_name(budget: str, told: str) -> None:
+def test_a_value_that_is_no_budget_is_refused_by_the_name_of_its_option(
+    budget: str, told: str
+) -> None:
     with pytest.raises(OptionError) as refused:
         planned(laguna(), 24, expert_budget=budget)
     assert (str(refused.value), refused.value.param) == (told, "expert_budget")
 
 
-def test_nothing_needs_no_unit() -> None:
+def test_an_expert_budget_of_0_needs_no_unit() -> None:
     assert planned(laguna(), 24, expert_budget="0").devices[0].hot_experts == 0
 
 

@@ -132,7 +132,7 @@ def test_the_published_reserve_is_counted_in_bytes_not_rounded() -> None:
         (12 * GIB, 448, "an estimate from"),
     ],
 )
-def test_what_a_driver_takes_of_a_card_of_another_size_is_told_as_an_estimate(
+def test_what_a_driver_takes_of_a_card_of_another_size_is_reported_as_an_estimate(
     size: int, mebibytes: int, how: str
 ) -> None:
     taken = gpu_runtime(size)

@@ -430,7 +430,7 @@ def test_cold_experts_have_buffers_on_both_sides_and_hot_ones_alone_have_none() 
     assert "expert_staging" not in lines(full)
 
 
-def test_what_becomes_of_cold_experts_is_told() -> None:
+def test_the_log_says_what_happens_to_cold_experts() -> None:
     given = [laguna()], [gpu(12), host(64)]
     dropped = make_plan(*given, Options(cold="drop"))
     assert dropped.lossy == (

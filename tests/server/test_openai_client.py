@@ -283,7 +283,7 @@ def test_a_client_that_leaves_frees_the_engine(client: OpenAI, model: str, llm: 
     assert llm.engine.stats().cache_pages_used == 0
 
 
-def test_metrics_tell_what_the_engine_did(server: HttpServer, client: OpenAI, model: str) -> None:
+def test_metrics_report_what_the_engine_did(server: HttpServer, client: OpenAI, model: str) -> None:
     client.completions.create(model=model, prompt=PROMPT, max_tokens=2)
     lines = httpx.get(f"{server.address}/metrics").text.splitlines()
     numbers = {line.split()[0]: float(line.split()[1]) for line in lines if line[0] != "#"}

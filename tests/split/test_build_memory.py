@@ -74,7 +74,7 @@ def test_planned_equals_allocated_for_a_model_with_a_head_of_its_own(
 
 
 @pytest.mark.parametrize("handover", ["bf16", "f16", "f32"])
-def test_a_hand_over_type_from_the_environment_changes_nothing_on_one_device_and_is_told(
+def test_a_hand_over_type_from_the_environment_changes_nothing_on_one_device_and_is_reported(
     tiny_path: Path,
     handover: str,
     monkeypatch: pytest.MonkeyPatch,

@@ -98,7 +98,7 @@ def test_without_a_usable_gpu_the_cpu_is_taken_and_told_why(
     assert "device: not hip:0: torch 2.13.0+cpu is built for CPUs alone, without R" in caplog.text
 
 
-def test_a_gpu_that_only_torch_sees_is_told_with_what_to_try(
+def test_a_gpu_that_only_torch_sees_is_reported_with_what_to_try(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine.gpus, machine.silence = [], ("there is no nvidia-smi.", "Install it.")
@@ -342,7 +342,7 @@ def test_a_gpu_without_room_for_a_kernel_is_refused_or_passed_over(
     assert "device: not cuda:0: cuda:0 has 128.0 MiB of 141.00 GiB free" in caplog.text
 
 
-def test_hidden_holders_are_told_as_such(
+def test_hidden_holders_are_reported_as_such(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(choice, "gpu_holders", lambda name: [])

@@ -59,7 +59,7 @@ def test_threads_are_told_of_steps_of_few_rows_only(capturable: bool) -> None:
     assert cold.begun == told
 
 
-def test_steps_of_few_rows_that_are_not_captured_are_told_too() -> None:
+def test_steps_of_few_rows_that_are_not_captured_are_reported_too() -> None:
     model = TableModel(capturable=False)  # some layers are plain, and others ask the CPU
     cold = model.decode_worker = FakeCold()  # type: ignore[assignment]
     stage = NotedStage(model, settings())
@@ -68,7 +68,7 @@ def test_steps_of_few_rows_that_are_not_captured_are_told_too() -> None:
     assert cold.begun == 1
 
 
-def test_a_chunk_of_few_rows_is_told_when_it_is_warmed_up() -> None:
+def test_warming_up_a_chunk_of_few_rows_wakes_the_cold_worker() -> None:
     model = TableModel()
     cold = model.decode_worker = FakeCold()  # type: ignore[assignment]
     stage = NotedStage(model, settings(chunk=16))

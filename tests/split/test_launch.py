@@ -41,7 +41,7 @@ def test_progress_goes_from_nothing_to_all_weights_of_the_plan(
     assert re.fullmatch(rf"load: {gib(weights)} on cpu in \d+\.\d s \(\d+\.\d GB/s\)", line)
 
 
-def test_the_python_interface_tells_it_too(tiny_path: Path) -> None:
+def test_the_python_interface_reports_the_progress_of_loading_too(tiny_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     with LLM(str(tiny_path), context=64, threads=1, progress=lambda *numbers: seen.append(numbers)):
         assert seen[0][0] == 0
@@ -67,7 +67,7 @@ def test_weights_and_captures_are_timed_apart(
     assert LoadTimes().bytes_per_s == 0  # of a pipeline for which nothing was loaded
 
 
-def test_a_cpu_without_the_cpp_module_is_told_at_load(
+def test_a_cpu_without_the_cpp_module_is_reported_at_load(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(launch, "MODULE", None)

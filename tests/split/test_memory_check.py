@@ -55,7 +55,7 @@ def test_a_gpus_peak_is_held_against_its_lines_and_those_of_its_libraries(
         assert caplog.records[-1].levelname == level
 
 
-def test_a_peak_is_told_in_readable_sizes(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peak_is_reported_in_readable_sizes(caplog: pytest.LogCaptureFixture) -> None:
     warn_above("cuda:0", 3 * GIB, 2 * GIB)
     assert caplog.messages == ["memory: cuda:0 has held 3.00 GiB, planned were 2.00 GiB"]
 
@@ -76,7 +76,7 @@ def test_another_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(given) == 1
 
 
-def test_an_older_torch_is_told_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_torch_is_reported_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str] = []
     monkeypatch.delattr(torch._C, SET_NEWER, raising=False)
     monkeypatch.setattr(torch.cuda.memory, SET_OLDER, given.append)

@@ -86,7 +86,7 @@ def test_cold_experts_of_a_layer_may_be_shared_between_both_sides(
 
 
 @pytest.mark.parametrize(("cold", "paths"), [("cpu", {"cpu"}), ("gpu", {"stream"})])
-def test_plain_experts_say_what_cold_ones_cost(
+def test_experts_without_fused_kernels_report_what_cold_ones_cost(
     cold: str, paths: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(variant("qwen3moe").save_gguf(tmp_path / "m.gguf", "F32"))

@@ -150,7 +150,7 @@ def test_a_file_comes_before_statistics_and_these_tell_what_it_will_meet(
     assert found.hit_rate(2, 256) == pytest.approx(2 / 256)
 
 
-def test_what_a_file_leaves_of_the_budget_is_told_with_numbers(
+def test_what_a_file_leaves_of_the_budget_is_reported_with_numbers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "placement.json"
@@ -181,7 +181,7 @@ def test_finding_a_placement_saves_none(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_the_log_tells_all_bytes_of_experts_whatever_the_host_keeps(
+def test_the_log_shows_all_bytes_of_experts_whatever_the_host_keeps(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plan, options = planned(keep_host_copy=True)

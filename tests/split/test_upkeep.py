@@ -147,7 +147,7 @@ def test_a_running_request_sees_no_swap_where_bits_would_change(
 
 
 @pytest.mark.parametrize(("limit", "told"), [(29, True), (30, False), (None, False)])
-def test_a_limit_below_one_swap_is_told(
+def test_a_limit_below_one_swap_is_reported(
     gpu: StandInGpu, limit: int | None, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = replace(POLICY, most_bytes=limit)
@@ -163,7 +163,7 @@ def test_a_limit_below_one_swap_is_told(
     assert caplog.text == ""
 
 
-def test_where_bits_are_the_same_swaps_come_every_so_many_tokens(gpu: StandInGpu) -> None:
+def test_if_hot_and_cold_bits_are_equal_swaps_come_every_so_many_tokens(gpu: StandInGpu) -> None:
     experts = cold_half(gpu, same_bits=True)
     case = Case(None, experts, UpkeepRules(swap_every=4, policy=POLICY))
     case.choose(1, 3, 9)
@@ -175,7 +175,7 @@ def test_where_bits_are_the_same_swaps_come_every_so_many_tokens(gpu: StandInGpu
     assert case.look_after(8, resting=False)
 
 
-def test_while_requests_run_nobody_waits_for_copies(gpu: StandInGpu) -> None:
+def test_while_requests_run_nothing_waits_for_copies(gpu: StandInGpu) -> None:
     experts = cold_half(gpu, same_bits=True)
     case = Case(None, experts, UpkeepRules(swap_every=4, policy=POLICY), copies_run=False)
     case.choose(1, 3, 9)
@@ -253,7 +253,7 @@ def test_zero_tokens_means_only_between_requests_and_off_means_never(gpu: StandI
     assert not never.upkeep.due(10**6, resting=True)
 
 
-def test_a_failing_exchange_is_told_and_is_the_last(
+def test_a_failing_exchange_is_reported_and_is_the_last(
     gpu: StandInGpu, caplog: pytest.LogCaptureFixture
 ) -> None:
     case = Case(None, cold_half(gpu), UpkeepRules(policy=replace(POLICY, per_layer=2)))
@@ -329,7 +329,7 @@ def test_the_placement_is_saved_in_the_end_where_asked_for(gpu: StandInGpu, tmp_
     assert load_placement(path, "abc", LAYERS).hot == ((), (0, 3), (0, 1))
 
 
-def test_where_all_are_hot_it_is_told_at_once_that_no_placement_will_be_saved(
+def test_where_all_are_hot_it_is_reported_at_once_that_no_placement_will_be_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "placed.json"
@@ -349,7 +349,7 @@ def test_where_all_are_hot_it_is_told_at_once_that_no_placement_will_be_saved(
     assert caplog.text == ""
 
 
-def test_a_placement_that_cannot_be_saved_is_told(
+def test_a_placement_that_cannot_be_saved_is_reported(
     gpu: StandInGpu, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")

@@ -42,7 +42,7 @@ def test_a_placement_is_saved_in_a_folder_that_is_there(
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "never"])
-def test_a_number_of_tokens_that_is_none_is_refused(text: str) -> None:
+def test_a_value_that_is_no_number_of_tokens_is_refused(text: str) -> None:
     with pytest.raises(OptionError) as refused:
         upkeep_rules(Options(swap_every=text))
     assert str(refused.value) == (
