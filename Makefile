@@ -14,8 +14,9 @@ QUESTION ?= Why is the sky blue? Answer in two sentences.
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Tests of arithmetic on a CPU: kernels, families against transformers, the engine's answers.
-NUMERICAL := $(filter-out tests/kernels/test_cuda_% tests/kernels/test_triton% tests/kernels/test_n%, \
-	$(wildcard tests/kernels/test_*.py)) $(wildcard tests/families/test_*.py) tests/engine
+NUMERICAL := $(filter-out tests/kernels/test_triton% %/test_module_build.py, \
+	$(wildcard tests/kernels/test_*.py tests/kernels/native/test_*.py tests/kernels/reference/test_*.py)) \
+	$(wildcard tests/families/test_*.py) tests/engine
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: help setup demo test numerical mutants serve lint format clean

@@ -34,6 +34,20 @@ THIRD_PARTY: dict[str, set[str]] = {
     "machine": set(),
     "plan": {"numpy", "rich"},
 }
+# Tests about more than one module, or about the project's other files.
+THEMES = {
+    *("cli/test_end_to_end.py", "server/test_openai_client.py", "formats/test_fuzz.py"),
+    *("families/test_families.py", "families/test_long_prompts.py", "kernels/cuda/test_kernels.py"),
+    *("test_docs.py", "test_golden.py", "test_perplexity.py", "test_packaging.py"),
+    "test_house_rules.py",
+}
+# Tests that mirror no package: they run on a GPU, or test what is measured beside the package.
+ELSEWHERE = ("gpu", "benchmarks")
+TESTS = [
+    path
+    for path in sorted((ROOT / "tests").rglob("test_*.py"))
+    if path.relative_to(ROOT / "tests").parts[0] not in ELSEWHERE
+]
 SERVER_ONLY = ("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client")
 
 
@@ -140,6 +154,22 @@ def test_only_options_reads_the_environment(path: Path) -> None:
         if isinstance(node, ast.Attribute):
             assert node.attr not in ("environ", "environb", "getenv"), f"line {node.lineno}"
     assert not {"os.environ", "os.getenv"} & set(imported(path))
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_test_file_is_named_for_the_module_that_it_tests(path: Path) -> None:
+    place = path.relative_to(ROOT / "tests")
+    if place.as_posix() in THEMES:
+        return
+    # A module of the mirrored package or below it, or a helper of the tests beside it.
+    modules = {found.stem for found in (ROOT / "headroom" / place.parent).rglob("[!_]*")}
+    modules |= {found.stem for found in path.parent.glob("[!_]*.py") if found not in TESTS}
+    name = path.stem.removeprefix("test_")
+    assert any(name == module or name.startswith(f"{module}_") for module in modules)
+
+
+def test_the_themes_of_tests_are_there() -> None:
+    assert {path.relative_to(ROOT / "tests").as_posix() for path in TESTS} >= THEMES
 
 
 @pytest.mark.parametrize("path", FILES, ids=path_id)

@@ -15,7 +15,7 @@ from headroom.kernels.ops import ExpertTable, Kernel, PagedKv, RecurrentState, S
 from headroom.kernels.registry import KERNELS
 from headroom.kernels.weight import PLAIN_TYPES, Weight
 from tests.kernels.cases import Sized, all_cases, make_inputs
-from tests.kernels.test_kernels import DTYPE_AT, results
+from tests.kernels.test_registry import DTYPE_AT, results
 
 # Of the largest value of a result, by the type that products compute in; up to 9e-7, 0.005 and
 # 0.0004 were measured on an H200, for some of Triton's cases.

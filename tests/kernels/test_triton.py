@@ -25,8 +25,8 @@ from tests.kernels.cases import (
     random_weight,
 )
 from tests.kernels.test_attention import filled_cache
-from tests.kernels.test_extremes import apart
-from tests.kernels.test_kernels import results
+from tests.kernels.test_registry import results
+from tests.kernels.test_registry_extremes import apart
 
 SHARE = 1e-5  # allowed error as a share of the largest value: float32 sums in another order
 NO_PAGES = torch.empty(0, dtype=torch.int64)

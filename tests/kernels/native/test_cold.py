@@ -13,7 +13,7 @@ from headroom.kernels.native import experts as native_experts
 from headroom.kernels.native.cold import ColdTable, ColdWorker
 from headroom.kernels.native.module import MODULE
 from tests.kernels.cases import random_choice, random_experts
-from tests.kernels.test_host_tiles import tile_table
+from tests.kernels.native.test_experts_tiles import tile_table
 
 pytestmark = pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 EXPERTS, USED, HIDDEN, WIDTH = 6, 2, 64, 32

@@ -11,7 +11,7 @@ from headroom.kernels.ops import Kernel, Span
 from headroom.kernels.registry import KERNELS as ALL_KERNELS
 from headroom.kernels.weight import Weight
 from tests.kernels.cases import Sized, all_cases, make_inputs
-from tests.kernels.test_kernels import own_case, own_inputs, results
+from tests.kernels.test_registry import own_case, own_inputs, results
 
 # The CPU's kernels; Triton's are in test_triton.py.
 KERNELS = [kernel for kernel in ALL_KERNELS if not kernel.backend.startswith(("cuda", "triton"))]

@@ -9,7 +9,7 @@ import pytest
 
 from headroom.kernels.native.module import MODULE
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
 EXERCISE = ROOT / "tests" / "kernels" / "exercise_native.py"
 
