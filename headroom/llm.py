@@ -276,7 +276,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Return the token ids of a conversation that the model is to continue."""
+        """Return the token ids of a conversation, with the chat template's start of an answer."""
         if self.template is None:
             raise ModelError(
                 f"{self.name} has no chat template.",
@@ -308,7 +308,7 @@ class LLM:
             return done + [join_deltas(list(deltas)) for deltas in running]
         finally:
             for deltas in running:
-                deltas.close()  # after an error in one answer nobody reads the others
+                deltas.close()  # after an error in one answer the others are not read
 
     def chat(
         self,

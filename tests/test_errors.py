@@ -1,4 +1,4 @@
-"""Errors that are told in words of their own."""
+"""How errors are recognised and worded."""
 
 import pytest
 import torch

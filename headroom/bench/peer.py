@@ -62,7 +62,7 @@ def setup_peer(plan: Plan, shape: ModelShape, options: Options) -> PeerSetup:
         flags += ["-ncmoe", str(layers)]
         theirs = sum(layer.experts for layer in shape.layers[:layers]) / device.total_experts
         ours = 1 - device.hot_experts / device.total_experts
-        how = "cold" if settings.cold != "drop" else "left out and computed by nobody"
+        how = "cold" if settings.cold != "drop" else "left out and not computed"
         notes.append(
             f"llama-bench has all experts of its first {layers} layers on the CPU (-ncmoe "
             f"{layers}), {100 * theirs:.0f} % of them; of ours {100 * ours:.0f} % are {how}, some "

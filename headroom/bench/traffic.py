@@ -86,7 +86,7 @@ def _cache_bytes(layer: LayerShape, settings: PlanSettings, context: float) -> f
         return 0.0
     seen = min(context + 1, layer.window) if layer.window else context + 1
     types = settings.k_type, settings.v_type
-    # A layer without a cache of its own reads the cache of another layer.
+    # A layer without its own cache reads the cache of another layer.
     return seen * kv_token_bytes(replace(layer, owns_kv=True), *types) + kv_token_bytes(
         layer, *types
     )

@@ -131,7 +131,7 @@ def without_files(options: Options) -> Options:
     names = [x for x in (options.placement, options.routing_stats) if x not in (None, OFF)]
     if names:
         files = " and ".join(map(str, names))
-        log.warning("experts: not read, since no weights are at hand to compare with: %s", files)
+        log.warning("experts: not read, since there are no weights to compare with: %s", files)
     return replace(options, placement=None, routing_stats=OFF)
 
 

@@ -134,14 +134,14 @@ def with_expert_files(made: Plan, options: Options) -> Plan:
     try:
         checkpoint = open_checkpoint(find_model(options.model, options.home_path))
     except FormatError:  # the shape was found: it is a name, a URL or a config.json
-        log.warning("plan: not read, since no weights are at hand to compare with: %s", names)
+        log.warning("plan: not read, since there are no weights to compare with: %s", names)
         return made
     model = describe(checkpoint)
     counts = read_records(model, options, measuring=True).file.counts
     if made.fits and len(made.devices) == 1:
         placement = find_placement(model.shape, made, options, checkpoint.identity, counts)
         return placed_plan(made, placement)
-    # No engine runs on several devices yet, but a file of another model is refused all the same.
+    # No engine runs on several devices yet, but a file of another model is refused there, too.
     named_placement(options.placement, checkpoint.identity, expert_layers(model.shape, made))
     return made
 

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Takes requests from any thread and turns them into tokens in a thread of its own."""
+    """Takes requests from any thread and turns them into tokens in its own thread."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ class Output:
     sequence: Running
     position: int
     scores_prompt: bool  # the logprob of the prompt's own next token is wanted
-    draws: bool  # the next token is to be drawn
+    draws: bool  # the next token is drawn from this row
 
     def needs_logits(self, token: int | None) -> bool:
         """Whether the row's logits are needed, besides the token that a device may have drawn."""

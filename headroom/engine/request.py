@@ -85,7 +85,7 @@ class SamplingParams:
     logprobs: int | None = setting(None, minimum=0, maximum=MAX_LOGPROBS)
     prompt_logprobs: bool = setting(False)  # also report logprobs of the prompt's tokens
     ignore_eos: bool = setting(False, "go on where the model would end its answer")
-    # The engine does not look for stop texts: whoever turns tokens into text finds them there.
+    # The engine does not look for stop texts: `llm.AnswerReader`, which makes text of tokens, does.
     stop: tuple[str, ...] = setting((), "text that ends the answer; may be repeated")
 
     @property

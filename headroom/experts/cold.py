@@ -26,7 +26,7 @@ Picks = tuple[torch.Tensor, torch.Tensor]  # ids and weights [rows, used]
 
 
 class ReadInPlace:
-    """Runs a layer's experts: the GPU reads them where they lie, in its memory or over its link.
+    """Runs a layer's experts: the GPU reads them in place, in its memory or over its link.
 
     Picks with a negative id are skipped. `out` may be the residual of `others`.
     """

@@ -45,7 +45,7 @@ class DecodeWorker:
 
     @property
     def has_layers(self) -> bool:
-        """Whether any layer asks the CPU: only then is there anything to start."""
+        """Whether any layer asks the CPU; without one, no thread is started."""
         return bool(self._layers)
 
     def start(self) -> None:

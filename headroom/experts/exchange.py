@@ -187,7 +187,7 @@ class ExchangeRound:
         try:
             return self._experts.ready()
         except Exception:
-            return True  # the next call meets the failure, and ends the round
+            return True  # the next call raises the failure, which ends the round
 
     def turn(self) -> Exchange | None:
         """Let two experts change sides; return the exchange, None if it failed. No step may run."""

@@ -245,7 +245,7 @@ class ColdStream:
         self.cpu, self.read_room = PrefillCpu(), PinnedBuffer()
         self._ring = StagingRing(queue, staging[: BUFFERS * size].view(BUFFERS, -1).unbind())
         self._coming: deque[BufferLoad] = deque()  # not yet unpacked, in the order of their use
-        self._sent = 0  # how many of them are in buffers or on their way
+        self._sent = 0  # how many of them are in buffers or being copied
         self._rooms: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}  # of downs
 
     def add(
@@ -262,7 +262,7 @@ class ColdStream:
         return layer
 
     def begin(self, loads: Sequence[BufferLoad], ahead: Sequence[BufferLoad]) -> None:
-        """Start the copies of a layer's loads, unless they are on their way, then those ahead."""
+        """Start the copies of a layer's loads, unless they run, then those of the next layer."""
         known = len(self._coming) == len(loads) and all(
             a is b for a, b in zip(self._coming, loads, strict=True)
         )

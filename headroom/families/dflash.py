@@ -1,6 +1,6 @@
 """DFlash drafts: a few Qwen3 layers that read features of a target model and draft a block.
 
-A draft is planned and synthesised; it does not run by itself.
+A draft can be planned and synthesised, but it does not run alone.
 """
 
 from collections.abc import Mapping

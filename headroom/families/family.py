@@ -204,7 +204,7 @@ class Family:
     layer: Callable[[Dims, int], LayerDims]  # the tensors of a layer
     outer: Callable[[Dims], Tensors] = outer_tensors  # the tensors outside the layers
     # The parts of every layer, from settings and checked sizes; None: a draft, which does not run
-    # by itself.
+    # alone.
     read_config: Callable[[ModelHeader, Dims], ModelConfig] | None
     # Settings with the only values that the family's arithmetic covers; others are refused.
     fixed: FixedSettings = field(default_factory=dict)

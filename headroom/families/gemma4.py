@@ -159,7 +159,7 @@ def _layer_overrides(facts: Facts, index: int) -> Mapping[str, Any]:
 
 
 def _keys_are_values(facts: Facts, full: int) -> bool:
-    """Whether full layers have no values of their own; the tensors say so where they are known."""
+    """Return whether full layers use keys as values: by the tensors, if they are known."""
     if facts.header.tensors and full >= 0:
         return f"layers.{full}.attn.v" not in facts.header.tensors
     return facts.flag("hf.attention_k_eq_v")

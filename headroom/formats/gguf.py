@@ -76,7 +76,7 @@ class GgufFile:
 
 
 class HeaderCutError(Exception):
-    """The header goes on beyond the bytes at hand, but not beyond the end of the file."""
+    """The header continues beyond the bytes that were read, but not beyond the end of the file."""
 
     def __init__(self, needed_bytes: int) -> None:
         super().__init__(needed_bytes)

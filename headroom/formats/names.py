@@ -65,7 +65,7 @@ class Naming:
     model_types: tuple[str, ...] = ()  # model_type of its config.json
     # Entries of `architectures` in config.json that name this architecture whatever the model_type.
     classes: tuple[str, ...] = ()
-    # Rows beside the shared ones; a row replaces the shared row with the same name in the file.
+    # Additional rows; a row replaces the shared row with the same name in the file.
     model_names: tuple[Row, ...] = ()
     layer_names: tuple[Row, ...] = ()
     # Whether the head is the embedding where a config.json without weights does not say.

@@ -222,7 +222,7 @@ class HostTiles:
 
 
 class Upload:
-    """Loads matrices to one device; matrices of earlier calls may still be on their way.
+    """Loads matrices to one device; copies of earlier calls may still be running.
 
     Nothing may be read on the device before `wait`. As a context manager it waits at the end, and
     frees its buffers, threads and files even after an error.

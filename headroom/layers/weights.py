@@ -193,7 +193,7 @@ class WeightSource:
         return tuple(Weight(data, info.quant, rows, columns) for data in stored)
 
     def _copy(self, weight: Weight) -> Weight:
-        """Return the weight in memory of its own on the device, counted."""
+        """Return a copy of the weight on the device, and count its bytes."""
         if weight.layout == "rows":
             weight = replace(weight, data=weight.data.to(self.case.torch_device, copy=True))
         self.note_loaded(weight)

@@ -82,13 +82,13 @@ def why_unseen(name: str) -> tuple[str, str]:
     report, problem = ask_driver(_GPU_QUERY)
     if problem:
         return (
-            f"{problem}, which tells what memory GPUs have.",
+            f"{problem}, which reports the memory of GPUs.",
             _IN_CONTAINERS,
         )
     seen = {gpu.name: gpu for gpu in read_gpus(report, cuda_variables())}
     if name in seen and not seen[name].total_bytes:
         return (
-            f"nvidia-smi lists it as {seen[name].product} and does not tell its memory.",
+            f"nvidia-smi lists it as {seen[name].product} and does not report its memory.",
             "A plan needs that: choose --device cpu.",
         )
     chosen = cuda_variables().get("CUDA_VISIBLE_DEVICES")

@@ -75,7 +75,7 @@ def compute_rate(device: DeviceSpec) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ColdSpeeds:
-    """How fast a GPU and the CPU beside it work on experts."""
+    """How fast a GPU and its host's CPU compute experts."""
 
     gpu: float  # kernels of the GPU that read its own memory
     link: float  # kernels of the GPU that read host memory in place; 0: they cannot

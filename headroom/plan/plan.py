@@ -86,7 +86,7 @@ class PlanProblem:
     def settings(self, chosen: Candidate, weights: str) -> PlanSettings:
         """Return all settings of a candidate.
 
-        The policy's type is the default of three types, each with an option of its own: computing,
+        The policy's type is the default of three types, each with its own option: computing,
         KV cache, and rows that are handed from one device to the next.
         """
         options, policy = self.options, self.precision.type

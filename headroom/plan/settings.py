@@ -27,7 +27,7 @@ class PlanSettings:
     pin_threads: bool = False  # each thread on its own core
     kernels: str = "reference"  # or "native" (C++), "triton" or "cuda"
     unpack_bytes: int = 0  # most bytes of weights that a GPU unpacks at a time
-    cold: str = "auto"  # who computes cold experts: "auto", "gpu" or "cpu"; "drop": nobody
+    cold: str = "auto"  # who computes cold experts: "auto", "gpu" or "cpu"; "drop": left out
     pin_experts: bool = True  # pin the memory of cold experts, so that a GPU reads them in place
     keep_host_copy: bool = False  # keep hot experts in host memory, too
 
@@ -82,7 +82,7 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a user asks of a plan that is no setting of the engine."""
+    """What a user asks of a plan in addition to the engine's settings."""
 
     split: tuple[float, ...] = ()  # share of layers for each device; empty: by balance
     expert_bytes: int | None = None  # most bytes of hot experts; None: as many as fit

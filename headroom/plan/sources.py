@@ -29,7 +29,7 @@ _LAYER = re.compile(r"(?:layers|blk)\.(\d+)\.")
 
 
 def find_shape(text: str, home: Path) -> ModelShape:
-    """Return the shape of a model by name, path or URL; `:q4_k_m` behind it asks for a mix.
+    """Return the shape of a model by name, path or URL; a suffix like `:q4_k_m` names a mix.
 
     A config.json without weights names no types and is taken as bf16.
     """

@@ -92,7 +92,7 @@ def expert_metrics(experts: ExpertTelemetry) -> Iterable[Metric]:
 
 
 class Metrics:
-    """The metrics of one server, in a registry of its own."""
+    """The metrics of one server, in a separate registry."""
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()

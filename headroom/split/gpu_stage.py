@@ -26,7 +26,7 @@ from headroom.split.step_inputs import StepInputs, StepKind, kind_of
 log = logging.getLogger(__name__)
 
 BUCKETS = (1, 2, 4, 8, 16, DECODE_ROWS)  # rows of captured steps; smaller batches are padded
-# Row counts with kernels of their own in steps that are not padded to a bucket: products are
+# Row counts that have separate kernels in steps that are not padded to a bucket: products are
 # compiled for 1, 2, 4 and 8 rows, and then for every multiple of eight.
 KERNEL_ROWS = (1, 2, 4, 8, 16, 24, DECODE_ROWS)
 WARM_UPS = 2  # runs before a capture, which compile kernels and allocate memory

@@ -123,7 +123,7 @@ class CpuStage:
         """Do nothing: steps on a CPU are not captured."""
 
     def close(self) -> None:
-        """Do nothing: the stage has no threads of its own."""
+        """Do nothing: the stage has no threads."""
 
     def held_bytes(self) -> int | None:
         """Return None: a process's host memory holds more than its layers."""

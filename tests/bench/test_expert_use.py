@@ -85,7 +85,7 @@ def test_a_model_without_experts_has_no_locations() -> None:
 
 
 class Meter:
-    """A worker that read as much as anybody asks for."""
+    """A worker that reports the reads that a test sets."""
 
     pick_bytes = ()  # all is counted
 
@@ -146,7 +146,7 @@ def test_only_what_was_asked_for_is_measured(report: Report) -> None:
 def test_hits_of_a_decode_figure_are_those_of_its_own_steps(report: Report) -> None:
     use = report.figures.decodes[0].experts
     assert use is not None
-    # Two rows a step: those that are measured, one to warm up, and some until the second reading.
+    # Two rows per step: measured steps, one warm-up step, and some until the second reading.
     assert 2 * 7 <= use.change.tokens <= 2 * 7 + 40
     cold = use.change.picks[0] - use.change.hits[0]
     assert 0 < cold < use.change.picks[0]

@@ -1,4 +1,4 @@
-"""llama-bench beside us: found, asked the same questions, and not believed blindly."""
+"""Comparison with llama-bench: it is found, measures the same things, and its output is checked."""
 
 import json
 import stat
@@ -296,7 +296,7 @@ def test_as_many_experts_are_on_the_cpu_as_are_cold(budget: str, layers: int) ->
 
 def test_experts_that_only_headroom_leaves_out_get_a_note() -> None:
     (note,) = setup_of("qwen3moe", **GPU, expert_budget="50%", cold="drop").notes
-    assert note.endswith("of ours 50 % are left out and computed by nobody, some of every layer")
+    assert note.endswith("of ours 50 % are left out and not computed, some of every layer")
 
 
 def test_dense_layers_before_the_experts_count_too() -> None:

@@ -1,4 +1,4 @@
-"""`headroom bench`: kernels alone, whole models, and a peer beside them."""
+"""`headroom bench`: kernels alone, whole models, and the comparison with a peer."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Sizes that take a second, not a minute, and a home of its own."""
+    """Settings that take a second, not a minute, and a separate home folder."""
     monkeypatch.setattr(measure, "TOUCHED_BYTES", 8 << 20)
     monkeypatch.setattr(measure, "SIZE", 512)
     monkeypatch.setattr(measure, "EXPERTS", 16)

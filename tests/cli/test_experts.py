@@ -174,7 +174,7 @@ def test_a_name_that_plans_take_has_the_plans_numbers(
     assert sum(len(layer["hot"]) for layer in found["layers"]) == planned > 0
     assert (found["source"], found["hit_rate"], len(found["layers"])) == ("even", None, 40)
     assert run_command(["experts", *line, "--routing-stats", str(stats)]) == 0
-    assert f"not read, since no weights are at hand to compare with: {stats}" in (
+    assert f"not read, since there are no weights to compare with: {stats}" in (
         capsys.readouterr().err
     )
 

@@ -70,7 +70,7 @@ def test_files_are_not_read_where_there_is_only_a_name_and_that_is_said(
     assert run_command([*line, "--placement", "missing.json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["fits"]
-    told = "plan: not read, since no weights are at hand to compare with: missing.json"
+    told = "plan: not read, since there are no weights to compare with: missing.json"
     assert told in captured.err
 
 

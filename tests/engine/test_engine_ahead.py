@@ -122,7 +122,7 @@ def test_no_step_is_unread_while_experts_are_exchanged() -> None:
     assert len(upkeep.seen) > 20
     assert {unread for unread, _ in upkeep.seen} == {0}
     assert (0, False) in upkeep.seen
-    assert max(upkeep.beside) > 0  # what may be done beside steps waits for none
+    assert max(upkeep.beside) > 0  # upkeep that may run during steps does not wait for them
 
 
 class Resting(Often):
@@ -193,7 +193,7 @@ def test_a_step_of_a_new_kind_reads_what_the_last_one_drew() -> None:
         late: list[queue.SimpleQueue[TokenEvent]] = []
 
         def join(event: TokenEvent, engine: Engine = engine, late: list = late) -> None:
-            if event.generated_tokens in (5, 9, 14):  # short prompts beside a decoding row
+            if event.generated_tokens in (5, 9, 14):  # short prompts while another request decodes
                 late.append(submit(engine, "b" * event.generated_tokens, PARAMS, length=3))
 
         first = told(wait(submit(engine, "a", PARAMS, also=join)))

@@ -1,4 +1,4 @@
-"""The engine looks after experts between steps, at the right moments."""
+"""The engine runs the upkeep of experts between steps, at the right moments."""
 
 import json
 import time

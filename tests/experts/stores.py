@@ -32,7 +32,7 @@ def small_store(
     device: str = "cpu",
     **request: object,
 ) -> ExpertStore:
-    """A store whose every expert is filled with bytes of its own."""
+    """A store in which every expert is filled with different bytes."""
     speeds = ColdSpeeds(gpu=1e12, link=1e10, cpu=1e11, handover_s=1e-5)
     given = {
         "cold": "cpu", "speeds": speeds, "pin": False, "keep_copy": False, "staging_bytes": 1024,
@@ -99,7 +99,7 @@ def placement_after(placement: ExpertPlacement, exchanges: Sequence[Exchange]) -
 
 @cache
 def contents(layer: int, expert: int, size: int) -> torch.Tensor:
-    """The bytes of an expert; nobody may write to them."""
+    """The bytes of an expert, read-only."""
     made = torch.Generator().manual_seed(1000 * layer + expert)
     return torch.randint(256, (size,), generator=made, dtype=torch.uint8)
 

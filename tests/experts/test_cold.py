@@ -1,4 +1,4 @@
-"""Layers with cold experts say what all-hot ones say, whoever computes the cold ones."""
+"""Layers with cold experts compute what all-hot ones compute, on every path."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

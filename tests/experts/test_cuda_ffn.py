@@ -22,7 +22,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 class Recorded:
-    """A part that tells when it was called."""
+    """A part that records when it was called."""
 
     def __init__(self, layer: int, calls: list[tuple[int, str, int]]) -> None:
         self._layer, self._calls = layer, calls

@@ -1,4 +1,4 @@
-"""Exchanges whose copies run beside steps: a step finds every expert whole, whatever fails."""
+"""Exchanges whose copies run during steps: a step finds every expert whole, whatever fails."""
 
 import ctypes
 from collections.abc import Iterator
@@ -188,7 +188,7 @@ def test_a_copy_that_fails_at_any_point_ends_the_round_and_harms_no_step(
             check_all(store, late)
             _exchange_more(store, late)
             check_all(store, late)
-    tables = 2 * len(SWAPS) if kind == "refused_at" else 0  # those are not copied beside steps
+    tables = 2 * len(SWAPS) if kind == "refused_at" else 0  # tables are not copied during steps
     assert failures == (2 if keep_copy else 4) * len(SWAPS) + tables
 
 

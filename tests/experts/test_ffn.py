@@ -1,4 +1,4 @@
-"""Experts of a layer: from every way that files store them, and with what stands beside them."""
+"""Experts of a layer: in every layout of files, with shared experts and dense parts."""
 
 from collections import Counter
 from dataclasses import replace
@@ -31,7 +31,7 @@ KERNELS = pytest.mark.parametrize(
 
 
 def info(values: torch.Tensor, quant: str = "f32") -> TensorInfo:
-    """A tensor in a file of its own: floats, or bytes of packed rows."""
+    """A tensor in a separate file: floats, or bytes of packed rows."""
     data = values.contiguous().view(torch.uint8).flatten().numpy()
     kind = BY_NAME[quant]
     columns = values.shape[-1] // kind.block_bytes * kind.block if kind.block > 1 else None

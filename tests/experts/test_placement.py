@@ -109,7 +109,7 @@ def test_without_choices_layers_fill_evenly_and_the_lower_layer_gets_the_odd_exp
         # As many choices and bytes: the layer with the smaller share of hot experts comes first.
         ([(4, 10), (8, 10)], [[5, 5, 0, 0], [5, 5, 0, 0, 0, 0, 0, 0]], 30, 1, ((0,), (0, 1))),
         ([(8, 10), (4, 10)], [[5, 5, 0, 0, 0, 0, 0, 0], [5, 5, 0, 0]], 30, 1, ((0, 1), (0,))),
-        # All the same: the lower layer comes first.
+        # On ties the lower layer comes first.
         ([(4, 10), (4, 10)], [[5, 5, 0, 0], [5, 5, 0, 0]], 30, 1, ((0, 1), (0,))),
     ],
     ids=[

@@ -1,4 +1,4 @@
-"""Steps that wait to hear which experts were chosen, beside those that do not."""
+"""Prefill steps that wait for their picks before they copy experts, and steps that do not."""
 
 import threading
 import time

@@ -50,7 +50,7 @@ def test_counts_of_prefill_and_decode_equal_a_hand_count(
     assert not stats.counts().any()
     first, second = running(PROMPT, [0, 1]), running(PROMPT[::-1], [2, 3], slot=1)
     step(pipeline, Turn(first, 10))
-    step(pipeline, Turn(first, 1), Turn(second, 5))  # decode beside a prompt
+    step(pipeline, Turn(first, 1), Turn(second, 5))  # a decode step together with a prompt
     for _ in range(2):
         step(pipeline, Turn(first, 1), Turn(second, 1))
     expected = hand_count(checkpoint, PROMPT[:13]) + hand_count(checkpoint, PROMPT[::-1][:7])

@@ -1,4 +1,4 @@
-"""Where routing statistics are kept: beside the model, at home, where told, or nowhere."""
+"""Where routing statistics are kept: beside the model, in the home folder, or in a named file."""
 
 import json
 import logging
@@ -60,7 +60,7 @@ def test_where_the_models_folder_cannot_be_written_they_stand_at_home(
     assert open_stats(None, model, home, 0.0).path == at_home
     save_history(at_home, HISTORY, "abc")
     assert open_stats(None, model, home, 1000.0).history == HISTORY
-    # A file beside the model that came with it is read, and what is new goes home.
+    # A read-only file beside the model is read, and new choices are saved in the home folder.
     save_history(default_paths(model, home)[0], HISTORY.with_choices([[1, 0, 0], []]), "abc")
     found = open_stats(None, model, home, 1000.0)
     assert (found.path, found.history.counts[0][0]) == (at_home, 5.0)

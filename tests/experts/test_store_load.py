@@ -1,4 +1,4 @@
-"""Experts on their way from the file to their places; the CPU stands in for the GPU."""
+"""Loading experts from the file to their places; the CPU stands in for the GPU."""
 
 from pathlib import Path
 

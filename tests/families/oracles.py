@@ -28,7 +28,7 @@ class Variant:
     unused_keys: bool = False  # in GGUF, layers without a cache have keys nevertheless
 
     def model(self) -> PreTrainedModel:
-        """Return the model of transformers, which nobody may change."""
+        """Return the model of transformers, which tests must not change."""
         return _model(self.name)
 
     @property

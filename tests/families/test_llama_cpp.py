@@ -32,7 +32,7 @@ from tests.running import run_steps
 
 TEXT = "What would the people say? Twelve: 12, 3.5!\n\n  There were two of them\tand \u00e9 \u4e16"
 TOKENS = 48
-SPECIAL = (3, 4)  # how GGUF numbers control tokens and those that users define
+SPECIAL = (3, 4)  # GGUF's types of control tokens and user-defined tokens
 PROGRAMS = ("llama-completion", "llama-cli")  # by age; the first has what the second once had
 CASES = [(name, size) for name in RUNNABLE for size in FAMILIES[name].synthesis.tiny]
 # How far behind our best token one of llama.cpp's may be, and how many of its tokens must be it.

@@ -19,7 +19,7 @@ MIB = 1 << 20
 TELLS_PEAKS = pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="the system tells no peaks"
 )
-# A process of its own, whose peak is that of this prompt alone.
+# A separate process, whose peak memory is that of this prompt alone.
 READ_A_PROMPT = """
 import re, sys
 from pathlib import Path

@@ -15,7 +15,7 @@ from headroom.plan.describe import describe
 from tests.families.oracles import VARIANTS, variant
 
 ROOT = Path(headroom.__file__).parent
-# Tokenizer rules have names of their own in GGUF files, some of them those of families.
+# Some tokenizer rules in GGUF files have the name of a family.
 TOKENIZER_RULES = ("formats/vocabulary.py", "text/")
 GENERAL = [
     path

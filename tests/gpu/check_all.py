@@ -57,7 +57,7 @@ def run(job: Job, until: float, folder: Path = FOLDER, threads: int = 0) -> Outc
 def outcomes(
     beside: Sequence[Job], alone: Sequence[Job], seconds: float, most: int, folder: Path
 ) -> Iterator[Outcome]:
-    """Yield how processes ended: those side by side as they end, then those that are alone."""
+    """Yield how processes ended: first those that run in parallel, then those that run alone."""
     now = time.monotonic()
     until = now + seconds
     until_beside = now + seconds * (1 - ALONE_SHARE) if alone else until
@@ -72,7 +72,7 @@ def outcomes(
 
 
 def main() -> int:
-    """Run everything and tell how it went."""
+    """Run everything and print how it went."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--bench", action="store_true", help="measure kernels, too")

@@ -33,7 +33,7 @@ ALONE = "alone"  # the group of cases that are of no family
 
 
 def chosen(name: str, only: Sequence[str]) -> bool:
-    """Tell whether a case is to run: no words, or one that its name has."""
+    """Return whether to run a case: no words were given, or its name contains one of them."""
     return not only or any(word in name for word in only)
 
 
@@ -77,7 +77,7 @@ class Run:
 
 
 class Once(Generic[T]):
-    """What several cases need, made when the first asks for it."""
+    """A value that several cases need, made when it is first used."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -162,7 +162,7 @@ def f32_cases(name: str, path: Once[Path]) -> Iterator[Case]:
 
 
 def mixed_case(path: Path) -> str:
-    """A model of which some layers are fused and others plain asks the CPU outside of captures."""
+    """A model with fused and plain layers asks the CPU in steps that are not captured."""
     with cases.opened(path, device=cases.GPU, **CPU_COLD) as llm:
         found = cases.ask(llm)
     right = [len(tokens) for tokens in found] == [cases.GREEDY.max_tokens] * len(found)
@@ -200,7 +200,7 @@ def main() -> None:
     if MODULE is None:
         print(f"FAIL the C++ module is {MISSING}")
         sys.exit(1)
-    faulthandler.dump_traceback_later(given.seconds + 60, exit=True)  # a hang tells where
+    faulthandler.dump_traceback_later(given.seconds + 60, exit=True)  # shows where a hang is
     keep_code()
     torch.manual_seed(0)
     run = Run(given.only, given.seconds)

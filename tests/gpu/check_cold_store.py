@@ -146,7 +146,7 @@ def captured(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 
 
 def overlapped(layer: Layer, opened: tuple[ExpertStore, LayerStore], rows: int) -> bool:
-    """Whether steps that are launched beside exchanges give the bits of all-hot ones."""
+    """Return whether steps launched during exchanges give the bits of all-hot ones."""
     store, stored = opened
     step = make_step(layer, rows)
     wanted, tiles = step(layer.tiles()), stored_tiles(stored)

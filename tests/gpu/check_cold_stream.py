@@ -102,7 +102,7 @@ def check(
 
 
 def real_layer(cold_share: float) -> PrefillStore:
-    """A layer of Qwen3.5-35B-A3B; every expert is the same."""
+    """A layer of Qwen3.5-35B-A3B; all its experts are equal."""
     count, width, hidden = 256, 512, 2048
     shapes = ((width, hidden), (width, hidden), (hidden, width))
     parts = []

@@ -18,7 +18,7 @@ from tests.gpu.timing import time_us
 DEVICE = "cuda"
 DIM = 128
 NO_PAGES = torch.zeros(0, dtype=torch.int64)
-# All that a GPU with much shared memory can run; others run those that fit.
+# All sizes that a GPU with much shared memory can run; other GPUs run those that fit.
 BLOCKS = tuple(ChunkBlocks(columns, held) for held in (DIM, DIM // 2) for columns in (64, 32))
 SMALL = BLOCKS[-1]  # which every GPU can run
 
@@ -144,7 +144,7 @@ def check_columns(shape: Shape, spans: tuple[Span, ...], rows: int) -> bool:
 
 
 def check_blocks(shape: Shape, spans: tuple[Span, ...], rows: int) -> bool:
-    """However a prefill is divided, and whoever else is in the step: the same bits."""
+    """A prefill has the same bits however it is divided, and whatever else is in the step."""
     weights, state = to_device(make_weights(shape)), make_state(shape, 6)
     inputs = tuple(x.to(DEVICE) for x in make_rows(shape, rows))
     wanted, good = None, True

@@ -175,7 +175,7 @@ def cancels(llm: LLM) -> str:
 
 
 def long_prompt(llm: LLM) -> str:
-    """A prompt of several chunks beside requests that decode."""
+    """A prompt of several chunks while other requests decode."""
     running = [llm.stream(prompt(9 + n, llm.vocab_size), SamplingParams(**LONG)) for n in range(3)]
     done = answer(llm, prompt(1300, llm.vocab_size), SamplingParams(temperature=0, **LONG))
     counts = [len(list(stream)) for stream in running]

@@ -156,7 +156,7 @@ def own_tiles(table: ExpertTable) -> OwnTiles:
 def check_own(
     kinds: Kinds, own_kinds: Kinds, sizes: tuple[int, int, int], own_width: int, rows: int
 ) -> bool:
-    """Few rows with an expert that all of them visit, by a weight of its own or by one."""
+    """Few rows with a shared expert, weighted by its gate or by one."""
     experts, width, hidden = sizes
     table, own = (
         make_table(kinds, experts, width, hidden),
@@ -185,7 +185,7 @@ def check_own(
 
 
 def check_chosen(sizes: tuple[int, int, int], rule: RouterRule, biased: bool) -> bool:
-    """Experts chosen on the way are those that a router's kernel chooses, to the bit."""
+    """Experts picked by the fused kernel are those of the router's kernel, to the bit."""
     experts, width, hidden = sizes
     kinds = ("q4_k", "q4_k", "q8_0")
     tiles = to_tiles(make_table(kinds, experts, width, hidden))
@@ -206,7 +206,7 @@ def check_chosen(sizes: tuple[int, int, int], rule: RouterRule, biased: bool) ->
 
 
 def check_alone(kinds: Kinds, sizes: tuple[int, int, int], used: int) -> bool:
-    """A row has the same bits with others beside it, in pieces of any size, and without."""
+    """A row has the same bits alone, with other rows, and in pieces of any size."""
     experts, width, hidden = sizes
     tiles = to_tiles(make_table(kinds, experts, width, hidden))
     own = Others(own=own_tiles(make_table(kinds, 1, width, hidden)))

@@ -60,7 +60,7 @@ def report(text: str, good: bool) -> bool:
 
 
 def check_upload(folder: Path, staging: int) -> bool:
-    """Matrices of every sort on their way at once, through buffers smaller than they are."""
+    """Load matrices of every kind at the same time, through buffers smaller than they are."""
     file = WeightFile(folder / f"small-{staging}")
     q, k = file.add("q", "q4_k", 3072, 2048), file.add("k", "q4_k", 520, 2048)
     v, halves = file.add("v", "q6_k", 777, 2048), file.add("halves", "f16", 999, 2048)

@@ -59,7 +59,7 @@ def torch_bytes(device: DevicePlan) -> int:
 
 
 def measure(name: str, path: Path, load: Load) -> bool:
-    """Load, run the steps that take most, and compare; tell whether all is well."""
+    """Load, run the largest steps, compare with the plan; return whether all is within it."""
     usage = Usage()  # before CUDA starts
     torch.cuda.init()
     everybody = torch.cuda.mem_get_info()[1] - free_by_torch()
@@ -122,7 +122,7 @@ def run_steps(pipeline: object, plan: object) -> None:
 
 
 def print_lines(device: object, allocated: object) -> None:
-    """Each line of the plan beside what the engine counted for it."""
+    """Print each line of the plan with what the engine counted for it."""
     for line in device.lines:  # type: ignore[attr-defined]
         counted = allocated.get(line.name)  # type: ignore[attr-defined]
         beside = "" if counted is None else f" allocated {mib(counted)}"
@@ -148,7 +148,7 @@ def written(name: str, folder: Path, *, full: bool) -> Path:
 
 
 def measured_apart(name: str, path: Path, load: Load, *, full: bool) -> bool:
-    """Measure in a process of its own."""
+    """Measure in a separate process."""
     started = time.perf_counter()
     command = [sys.executable, "-m", "tests.gpu.check_memory", name, "--folder", str(path.parent)]
     for word in ("context", "chunk", "parallel"):
@@ -163,7 +163,7 @@ def measured_apart(name: str, path: Path, load: Load, *, full: bool) -> bool:
 
 
 def main() -> int:
-    """Each model, card and context in a process of its own."""
+    """Measure each model, card and context in a separate process."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("models", nargs="*")
     parser.add_argument("--full", action="store_true", help="all layers")

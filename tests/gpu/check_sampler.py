@@ -36,7 +36,7 @@ def check(vocabulary: int, spread: float, ties: bool) -> None:
     tables, device = on_gpu(cases), logits.cuda()
     scratch = SamplerScratch.allocate(len(cases), vocabulary, "cuda")
     out = torch.full((len(cases),), -1, device="cuda")
-    for turn in range(2):  # the second call meets what the first has left in scratch
+    for turn in range(2):  # the second call reads what the first has left in scratch
         found = {
             "cuda": sampler.sample_fast(device, tables, scratch, out.fill_(-1)).tolist(),
             "torch": sampler.sample(device, tables).tolist(),

@@ -94,7 +94,7 @@ def ask(llm: LLM) -> Tokens:
 
 
 def ask_one_by_one(llm: LLM) -> Tokens:
-    """The same, one after another: in 16 bits, rows of another prompt in a step may be seen."""
+    """Ask one prompt after another: in 16 bits, results may depend on other prompts in a step."""
     return [llm.generate([prompt], GREEDY)[0].token_ids for prompt in PROMPTS]
 
 
@@ -199,7 +199,7 @@ def shared_layers() -> Iterator[None]:
 
 
 def near(path: Path, wanted: list[torch.Tensor], limit: float, **settings: object) -> str:
-    """Logits are within the tolerance of all-hot ones; tells how far they are."""
+    """Check that logits are within the tolerance of all-hot ones; print their distance."""
     found = logits(path, **settings)
     worst = apart(found, wanted)
     print(f"  {worst:.1e} from all-hot", flush=True)
@@ -207,7 +207,7 @@ def near(path: Path, wanted: list[torch.Tensor], limit: float, **settings: objec
 
 
 def near_when_shared(path: Path, wanted: list[torch.Tensor], limit: float, share: str) -> str:
-    """The same where both sides compute a layer's cold experts."""
+    """Check `near` with layers whose cold experts both GPU and CPU compute."""
     with shared_layers():
         return near(path, wanted, limit, expert_budget=share, cold="auto")
 
@@ -302,7 +302,7 @@ def closes(path: Path, *, busy: bool) -> str:
 
 
 def keeps_to_plan(path: Path, **settings: object) -> str:
-    """What an engine holds of a GPU that is said to be small is in its plan; tells how much."""
+    """Check that an engine on a GPU of limited size holds no more than planned."""
     free_memory()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()

@@ -25,7 +25,7 @@ from tests.experts.cold_layers import PrefillStore
 from tests.gpu.check_cold_stream import DEVICE, LINK, open_layers, real_layer, seconds
 from tests.gpu.kept import keep_code
 
-# An H200 and the 16 cores beside it.
+# An H200 with 16 CPU cores.
 RATES = ColdSpeeds(gpu=4e12, link=48e9, cpu=80e9, handover_s=1e-5, copy=55e9, cpu_flops=750e9)
 ROWS = (32, 128, 256, 512)
 # Cold experts, and the picks of a row that are hot: by chance, or by statistics.
@@ -76,7 +76,7 @@ class Awaited:
 
 @contextmanager
 def watched(watch: Watch) -> Iterator[None]:
-    """Let counted layers tell where their time goes."""
+    """Record where the time of counted layers goes."""
     read, begin = prefill.read_back, ColdStream.begin
     counted, streamed, ask = StreamedLayer._counted, StreamedLayer._streamed, PrefillCpu.ask
 

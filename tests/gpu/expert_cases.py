@@ -4,7 +4,7 @@ from headroom.kernels.ops import RouterRule
 
 Kinds = tuple[str, str, str]
 Case = tuple[Kinds, tuple[int, int, int], int, int, str]
-# Experts of plain types, alone and beside packed ones; sides that fill no tile.
+# Experts of plain types, alone and mixed with packed ones; sizes that fill no tile.
 PLAIN: list[Case] = [
     (("bf16", "bf16", "bf16"), (4, 40, 520), 3, 2, "silu"),
     (("f16", "f16", "f16"), (4, 264, 72), 5, 3, "gelu"),
@@ -35,7 +35,7 @@ REAL: list[Case] = [
 SORTED_ALONE: list[tuple[Kinds, tuple[int, int, int], int, int]] = [
     ((kind, kind, kind), (5, 256, 512), 60, 2) for kind in ("q4_k", "q8_0", "f16", "bf16")
 ]
-# Experts beside one that every row visits, of their types and sizes and of others.
+# Routed experts with a shared expert, of equal and of different types and sizes.
 OWN: list[tuple[Kinds, Kinds, tuple[int, int, int], int, int]] = [
     (("q4_k", "q4_k", "q6_k"), ("q4_k", "q4_k", "q6_k"), (5, 256, 512), 256, 1),
     (("q4_k", "q4_k", "q6_k"), ("q8_0", "q5_0", "bf16"), (5, 256, 512), 296, 3),

@@ -30,7 +30,7 @@ AS_TESTS = frozenset(
         "sampler", "small",
     )
 )  # fmt: skip
-# Memory of the whole GPU is read there: nothing may run beside.
+# These read the memory of the whole GPU, so nothing else may run.
 ALONE = {"check_memory"}
 COLD_FAMILIES = (
     "gemma4-moe", "qwen35moe-wide", "laguna", "qwen3moe", "gemma4-moe-f16", "qwen3moe-bf16",
@@ -41,7 +41,7 @@ COLD_SECONDS = "300"
 COLD_GROUPS = (*(f"{name} {kind}" for name in COLD_FAMILIES for kind in COLD_TYPES), "alone")
 # The tests of a model in a process each.
 MODEL_PARTS = {"test_gpu_families": tuple(MODELS), "test_gpu_cold": COLD_GROUPS}
-BY_SCRIPT = {"test_gpu_cold alone"}  # which check_cold_engine runs when nothing runs beside
+BY_SCRIPT = {"test_gpu_cold alone"}  # run by check_cold_engine while nothing else runs
 LEFT_OUT_CODE = 2  # that check_cold_engine exits with where cases are left out and none failed
 # Scripts of which several processes run a part each: their arguments.
 DIVIDED = {
@@ -96,7 +96,7 @@ class Outcome:
 
     @property
     def _left_out(self) -> bool:
-        """Whether it says by its exit that it left cases out; pytest has another 2 of its own."""
+        """Return whether the exit code says that cases were left out; pytest's code 2 differs."""
         return self.code == LEFT_OUT_CODE and self._cases_left_out > 0
 
     @property

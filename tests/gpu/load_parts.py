@@ -73,12 +73,12 @@ def _pieces(begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _shares(fill: Fill, size: int, readers: int, buffers: Buffers) -> None:
-    """Each thread goes through its own part of the file, and asks nobody."""
+    """Each thread reads its own part of the file, without synchronisation."""
     slots = size // BUFFER_BYTES
     ends = [slots * number // readers * BUFFER_BYTES for number in range(readers + 1)]
 
     def share(number: int) -> None:
-        # Rooms of its own, a piece each: two threads write nothing that both have.
+        # Each thread has its own buffers, one per piece: no two threads write the same memory.
         rooms = BUFFERS * BUFFER_BYTES // readers // READ_BYTES or 1
         for turn, (offset, count) in enumerate(_pieces(ends[number], ends[number + 1])):
             place = (number * rooms + turn % rooms) * READ_BYTES % (BUFFERS * BUFFER_BYTES)

@@ -1,4 +1,4 @@
-"""The run of everything for a GPU leaves nothing out and tells what went wrong; it needs no GPU."""
+"""`check_all` runs every check and reports what failed; this test needs no GPU."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""The kernel table as a GPU runs it leaves no case out and tells what is wrong; it needs no GPU."""
+"""The kernel table for a GPU runs every case and reports failures; this test needs no GPU."""
 
 from collections import Counter
 from dataclasses import replace

@@ -20,7 +20,7 @@ def free_by_torch() -> int:
 
 
 class Usage:
-    """Counts from its making, which is to be before CUDA starts; nothing else may run beside.
+    """Counts GPU memory from its creation, before CUDA starts; nothing else may use the GPU.
 
     Without the driver's report it counts from CUDA's start, and leaves out what that takes.
     """

@@ -120,8 +120,8 @@ def _compare_rounded(sized: Sized, result: torch.Tensor, expected: torch.Tensor)
     assert float((result - expected).norm()) <= INNER_ROUNDING * float(expected.norm()), sized
 
 
-# The arguments of an operation that have one entry per row. Operations over spans of rows have
-# tests of their own: test_attention.py, test_reference.py and test_delta_net.py.
+# The arguments of an operation that have one entry per row. Operations over spans of rows are
+# tested in test_attention.py, test_reference.py and test_delta_net.py.
 ROW_ARGUMENTS = {
     "embed": (0, 2),
     "matmul": (0,),

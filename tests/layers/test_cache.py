@@ -24,7 +24,7 @@ def attention(window: int) -> AttentionConfig:
 
 
 def step_of(turns: list[tuple[int, int, int]]) -> Batch:
-    """A step of turns (slot, start, rows); nobody looks at tokens or lent pages."""
+    """Return a step of turns (slot, start, rows); its tokens and lent pages are not used."""
     spans, first = [], 0
     for slot, start, rows in turns:
         spans.append(Span(first, rows, start, torch.zeros(0, dtype=torch.int64), slot))

@@ -1,4 +1,4 @@
-"""Parts of a step: who is told what, and what it costs nobody to be told."""
+"""Parts of a step: what recorders get, and that nothing is called without a recorder."""
 
 import pytest
 
@@ -75,7 +75,7 @@ def test_a_clock_adds_up_the_parts_of_each_step(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("headroom.layers.step_timing.time.perf_counter", lambda: next(ticks))
     clock = ClockRecorder()
     with recording(clock):
-        dense(1)  # before the first step: nobody's
+        dense(1)  # before the first step: belongs to no step
         begin_step()
         dense(1)
         dense(1)

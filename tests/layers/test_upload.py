@@ -215,7 +215,7 @@ def test_nothing_is_left_open_when_a_device_is_full(
         return taken(*shape, **how)  # type: ignore[call-overload]
 
     monkeypatch.setattr(torch, "empty", full)
-    # Whoever loads a model tells of it, with what was planned.
+    # The caller that loads a model reports the error, with the planned bytes.
     with pytest.raises(torch.OutOfMemoryError), way:
         load_merged(get, ["a", "b"])
     assert (len(list(OPEN_FILES.iterdir())), threading.active_count()) == before

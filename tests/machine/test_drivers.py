@@ -1,4 +1,4 @@
-"""What NVIDIA's driver tells, numbered as torch numbers it, and what is said where it is silent."""
+"""What NVIDIA's driver reports, in torch's numbering, and errors if it reports nothing."""
 
 import subprocess
 from pathlib import Path
@@ -127,7 +127,7 @@ def test_a_gpu_is_refused_with_why_the_driver_is_silent(
     with pytest.raises(OptionError) as refused:
         find_gpu("cuda:0", [])
     assert refused.value.message == (
-        f"--device cuda:0 is not seen on this machine: {why}, which tells what memory GPUs have."
+        f"--device cuda:0 is not seen on this machine: {why}, which reports the memory of GPUs."
     )
     assert refused.value.hint == CONTAINER
 

@@ -1,4 +1,4 @@
-"""What torch says of a GPU beside the driver, and of one that is full or does not start."""
+"""What torch reports about a GPU beyond the driver, also if it is full or does not start."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -40,7 +40,7 @@ SPEEDS = ColdSpeeds(gpu=1e12, link=4e10, cpu=6e10, handover_s=1e-5, copy=5e10)
         ("auto", True, 4e10, 6e10),
         ("auto", False, 0.0, 6e10),
         ("gpu", True, 4e10, 0.0),
-        ("gpu", False, 5e10, 0.0),  # nobody reads them where they lie: copied
+        ("gpu", False, 5e10, 0.0),  # not read in place: copied
         ("cpu", True, 0.0, 6e10),
     ],
 )

@@ -129,7 +129,7 @@ def test_scratch_of_the_27b_is_bounded_by_what_is_unpacked_at_a_time() -> None:
 def test_scratch_of_attention_grows_with_the_context_and_that_of_others_does_not() -> None:
     layers = known_shape("qwen3.6-27b:q4_k_m").layers
     short, long = (device_phases(layers, step(context=context)) for context in (8192, 131072))
-    # Keys and values of one layer in bf16 beside the queries.
+    # Keys and values of one layer in bf16, and the queries.
     assert long["attention"] - short["attention"] > 400 * MIB
     assert {**long, "attention": 0} == {**short, "attention": 0}
 

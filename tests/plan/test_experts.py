@@ -1,4 +1,4 @@
-"""How many experts a budget keeps hot, and the buffers for cold experts on their way to a GPU."""
+"""How many experts a budget keeps hot, and the buffers through which cold experts are copied."""
 
 from dataclasses import replace
 

@@ -139,7 +139,7 @@ def test_the_lines_of_a_shared_plan_are_those_that_were_weighed() -> None:
     plan = make_plan([model], devices, Options(parallel=1, context=4096))
     assert plan.fits
     assert sum(device.hot_experts for device in plan.devices) > 8000
-    # No device has room for one more expert of its own, so that nothing was weighed too dear.
+    # No device has room for one more of its experts, so no range was valued too low.
     cold = [device for device in plan.devices if device.hot_experts < device.total_experts]
     assert cold
     assert all(device.free_bytes < 2_039_808 for device in cold)

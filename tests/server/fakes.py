@@ -59,7 +59,7 @@ class FakeTokenizer:
 
 
 class FakeEngine:
-    """Says `words`, a token every `pause_s`, each request in a thread of its own."""
+    """Answers `words`, a token every `pause_s` seconds, each request in a separate thread."""
 
     def __init__(self) -> None:
         self.words = "Hello, world."

@@ -56,7 +56,8 @@ def test_an_answer_that_a_stop_text_ends_reports_the_cost_of_its_experts(
     client: httpx.Client, llm: FakeLLM
 ) -> None:
     llm.engine.cost, llm.engine.pause_s = {"hit_rate": 0.5}, 0.01
-    assert "experts" not in ask(client, stop=["wor"])["timings"]  # an engine that tells nothing
+    # An engine that reports no expert costs.
+    assert "experts" not in ask(client, stop=["wor"])["timings"]
     llm.engine.tells_experts = True
     answer = ask(client, stop=["wor"])
     (choice,) = answer["choices"]

@@ -73,7 +73,7 @@ def test_an_echo_with_logprobs_covers_the_prompt(client: httpx.Client) -> None:
     assert logprobs["tokens"] == ["<s>", "a", "bytes:\\xc3", "bytes:\\xb1", "H", "e"]
     assert logprobs["token_logprobs"] == [None, -0.25, -0.25, -0.25, -9999.0, -0.25]
     assert logprobs["top_logprobs"][0] is None
-    # The first token was added by the server and has no place of its own in the text.
+    # The first token was added by the server and is not part of the text.
     assert logprobs["text_offset"] == [0, 0, 1, 1, 2, 3]
 
 

@@ -27,7 +27,7 @@ from tests.families.family_configs import qwen35
 from tests.families.family_gguf import write_gguf
 from tests.families.oracles import variant
 
-# What a device loses beside the engine's own allocations.
+# Memory of a device that the engine does not allocate itself.
 NOT_OURS = {"runtime", "reserve", "graphs"}
 
 

@@ -32,7 +32,7 @@ class Machine:
         self.free = 140 * GIB
         self.home = str(home)
         self.compiler = ""
-        self.silence = ("", "")  # why the driver tells nothing, and what to try
+        self.silence = ("", "")  # why the driver reports nothing, and what to try
         for where in ("headroom.split.choice", "headroom.machine.targets"):
             monkeypatch.setattr(f"{where}.detect_gpus", lambda: self.gpus)
         for where in ("headroom.split.choice", "headroom.machine.gpus"):

@@ -1,4 +1,4 @@
-"""Loading tells how far it is, and how fast it was."""
+"""Loading reports its progress and its speed."""
 
 import logging
 import re

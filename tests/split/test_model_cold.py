@@ -132,7 +132,7 @@ def test_experts_that_change_places_between_steps_change_no_answer(
 
 
 class Overlapped:
-    """After each step, goes on with copies that other steps run beside, and with their swaps."""
+    """After each step, continues copies and exchanges while later steps run."""
 
     def __init__(self, gpu: StandInGpu) -> None:
         gpu.queues.stepped = True

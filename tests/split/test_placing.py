@@ -166,7 +166,7 @@ def test_what_a_file_leaves_of_the_budget_is_reported_with_numbers(
         f"for them, and {gib(budget - hot)} stay unused; in 39 of 39 layers fewer are hot than a "
         "token visits"
     ]
-    # A whole budget is nothing to tell of.
+    # A budget that is used completely is not logged.
     even = find_placement(MODEL, *planned(), "abc")
     assert even is not None
     save_placement(path, even, "abc")

@@ -234,7 +234,7 @@ def test_steps_that_decode_or_check_chains_are_captured_once_for_all_requests() 
     assert sizes == dict.fromkeys(decoding | chains, 1)
     wanted = model.logits(model.run(make([span], [*range(35, 67)]))[-1:])
     assert torch.equal(found, wanted.cpu())
-    stage.forget_captures()  # only whoever changes what a step does
+    stage.forget_captures()  # called by code that changes what a step does
     with torch.inference_mode():
         stage.step(make([span], [*range(35, 67)]))
     assert Counter((kind.rows, kind.span_rows) for kind in stage.kinds) == sizes | {(32, 32): 2}

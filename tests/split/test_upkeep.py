@@ -70,7 +70,7 @@ class Case:
         self.routing.of_layer(layer).decode[expert] += times
 
     def look_after(self, tokens: int, *, resting: bool) -> bool:
-        """Do as the engine does between steps; tell whether steps had to be waited for."""
+        """Do what the engine does between steps; return whether it had to wait for steps."""
         self.upkeep.go_on(resting)
         due = self.upkeep.due(tokens, resting)
         if due:
@@ -227,7 +227,7 @@ def test_choices_are_hits_by_what_was_hot_when_they_were_made(gpu: StandInGpu) -
     case = Case(None, experts, UpkeepRules(swap_every=4, policy=POLICY))
     case.choose(1, 3, 9)
     case.look_after(4, resting=False)
-    case.choose(1, 3, 5)  # it is on its way
+    case.choose(1, 3, 5)  # its copies are under way
     case.look_after(5, resting=False)
     case.choose(1, 3, 2)  # it has turned
     case.choose(1, 1, 1)

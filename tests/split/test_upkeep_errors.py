@@ -55,7 +55,7 @@ def test_a_gpu_known_to_be_lost_is_not_asked_and_what_the_host_has_seen_is_saved
     case.look_after(5, resting=True)  # a swap turns, and its copies are under way
     case.choose(2, 0, 4)
     case.upkeep.end_request(case.upkeep.begin_request())
-    case.choose(2, 1, 7)  # nobody has seen these
+    case.choose(2, 1, 7)  # choices that the host has not read
     calls = case.lose(monkeypatch, reason)
     case.upkeep.close_after_error()
     assert calls == asked

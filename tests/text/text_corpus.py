@@ -1,4 +1,4 @@
-"""Varied lines of text, the same in every run: what a tokenizer may meet."""
+"""Varied lines of text for tokenizers, equal in every run."""
 
 import random
 

@@ -114,7 +114,7 @@ GATE_UP_WARPS = 8  # warps of a block of `gate_up`
 # Steps of at most so many rows leave the GPU idle between kernels. `down` then prefetches its
 # weights while `gate_up` still runs, and its blocks have a warp for each record.
 AHEAD_ROWS = 2
-DOWN_WARPS, AHEAD_DOWN_WARPS = 10, 20  # most warps of a block of `down`, in other and in such steps
+DOWN_WARPS, AHEAD_DOWN_WARPS = 10, 20  # most warps of a `down` block, in larger and in such steps
 PIECE_BYTES = half_rows_bytes(1, RECORD_COLUMNS)
 # Shared memory: dynamic bytes that every GPU allows, and static bytes of a `gate_up` block.
 SURE_BYTES, OTHER_BYTES = 46 << 10, 2 << 10

@@ -17,8 +17,8 @@ from tests.nvrtc import compile_source, missing
 
 MAIN = 90  # the GPU for which all macros are tried
 OTHERS = (75, 80, 86, 89, 120)
-USUAL = (86, 120)  # of the others, those that are tried every time, with one set of macros
-# The oldest GPU takes ways of its own, so that all macros are tried for it, too, of these.
+USUAL = (86, 120)  # other GPUs that are always compiled for, with one set of macros
+# Sources with special code for the oldest GPU: all macros are compiled for it, too.
 OLDEST = 75
 OWN_WAYS = (*("activations.cu", "decode.cu", "experts.cu", "grouped.cu", "matmul.cu", "sorted.cu"),)
 

@@ -88,7 +88,7 @@ def test_every_pick_has_a_place_among_its_experts_and_is_in_one_tile(
         own = order[first : first + height]
         assert {flat[pick] for pick in own} == {expert}
         seen += own
-        # Groups are filled up by nobody's places.
+        # Groups are padded with places without a pick.
         assert set(order[first + height : -(-(first + height) // GROUP) * GROUP]) <= {-1}
     wanted = [pick for expert in range(count) for pick, x in enumerate(flat) if x == expert]
     assert seen == wanted  # in order within an expert, too

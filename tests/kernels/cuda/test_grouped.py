@@ -40,7 +40,7 @@ def ends_of(counts: Sequence[int]) -> torch.Tensor:
 def make(
     counts: Sequence[int], outputs: int, columns: int, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[torch.Tensor, ...]:
-    """Random rows, some of them nobody's, matrices, and where experts' rows end."""
+    """Return random rows (some of no expert), matrices, and the end of each expert's rows."""
     x = torch.randn(sum(counts) + 5, columns).to(dtype)
     return x, torch.randn(len(counts), outputs, columns).to(dtype), ends_of(counts)
 

@@ -175,7 +175,7 @@ def test_a_group_has_its_own_picks_first() -> None:
     assert (group.most, group.among, group.size) == (6, 5, 2)
     x, out = torch.randn(3, 24).bfloat16(), torch.zeros(6, 24, dtype=torch.bfloat16)
     assert torch.equal(experts_prefill.gather_rows(x, group, out)[:3], x[[0, 1, 2]])
-    assert not out[3:].any()  # nobody reads them
+    assert not out[3:].any()  # padding rows
     assert experts_prefill.expert_group(sorted_, 0, 2).start is None
     assert experts_prefill.expert_group(sorted_, 4, 2).last == 4
 

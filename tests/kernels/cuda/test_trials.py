@@ -18,7 +18,7 @@ HOST = torch.device("cpu")
 def launched(
     monkeypatch: pytest.MonkeyPatch, gpu: SimpleNamespace, gpu_products: None
 ) -> list[tuple[str, str]]:
-    """Let kernels run here; sources and names of those that did."""
+    """Run kernels on the CPU; return the sources and names of those that ran."""
     found: list[tuple[str, str]] = []
 
     def compiled(source: str, name: str, defines: dict[str, int] | None = None) -> object:
