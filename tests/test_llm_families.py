@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -119,11 +120,18 @@ def test_a_server_answers_a_chat_and_streams_the_same(client: httpx.Client) -> N
 
 
 @pytest.mark.parametrize("family", sorted(RUNNABLE))
-def test_run_answers_with_every_family(
+def test_run_answers_as_the_plain_kernels_do_with_every_family(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(synthesised(tmp_path, family))
-    words = ["Why?", "--max-tokens", "6", "--temperature", "0", "--ignore-eos", "--context", "128"]
+    exact = ["--dtype", "f32", "--kv-type", "f32", "--context", "128"]
+    words = ["Why?", "--max-tokens", "6", "--temperature", "0", "--ignore-eos", *exact]
     assert run_command(["run", path, *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    plain: dict[str, Any] = {"kernels": "reference", "dtype": "f32", "kv_type": "f32"}
+    with LLM(path, context=128, **plain) as llm:
+        wanted = llm.chat([{"role": "user", "content": "Why?"}], params)
+    assert found["token_ids"] == list(wanted.token_ids)
+    assert found["text"] == wanted.text
     assert found["usage"]["completion_tokens"] == len(found["token_ids"]) == 6
