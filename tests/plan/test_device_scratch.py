@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from headroom.formats.quants import BF16, F16, F32, Q4_K, Q8_0, Q8_K
 from headroom.kernels.cuda import attention, experts_scratch, grouped, matmul
 from headroom.kernels.cuda import scratch as arena
+from headroom.kernels.cuda.attention_scratch import WIDE_ROWS
 from headroom.kernels.cuda.buffers import Buffer, ScratchCount, floats
 from headroom.kernels.cuda.experts_scratch import experts_at_once
 from headroom.kernels.cuda.matmul_scratch import half_rows_bytes, part_rows
@@ -289,3 +290,24 @@ def test_only_windows_in_f16_take_masks_of_torch() -> None:
         # A copy of the results by key heads; and of a chunk's, that are summed in float32.
         copies = 2 * 2049 * 32 * 256 if halves else 0
         assert cut - full == rows * (8 * (1024 + rows) + (2 + 2 + 4) * 32 * 256) - copies
+
+
+def test_matrices_that_lie_behind_each_other_are_one_weight() -> None:
+    outputs = (4, 5, 6)
+    assert list(Variant(frozenset()).weight_rows(outputs)) == [4, 5, 6]
+    assert list(Variant(frozenset({1})).weight_rows(outputs)) == [9, 6]
+    assert list(Variant(frozenset({1, 2})).weight_rows(outputs)) == [15]
+    # Unknown: every run of neighbours.
+    assert sorted(Variant().weight_rows(outputs)) == [4, 5, 6, 9, 11, 15]
+
+
+def test_wide_heads_take_queries_and_two_sums_of_their_width() -> None:
+    layers = known_shape("gemma-4-31b:q4_k_m").layers
+    layer = replace(next(x for x in layers if not x.window), window=0, experts=0)
+    mine, rows, heads = step(rows=600, context=700), 600, layer.query_heads
+    short, long = (
+        library_bytes([replace(layer, key_dim=dim)], mine, 90) for dim in (512, 512 + 64)
+    )
+    results, rope = 2 * rows * heads, 4 * 4 * rows
+    wide = min(rows, WIDE_ROWS) * heads * (2 + 2 * 4)
+    assert long - short == 64 * (results + rope + wide)

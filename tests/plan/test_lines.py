@@ -5,18 +5,21 @@ from dataclasses import replace
 import pytest
 
 from headroom.errors import PlanError
+from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.machine.calibration import gpu_runtime
 from headroom.plan.lines import (
     feature_ring_bytes,
     held_bytes,
     kv_bytes,
     kv_token_bytes,
+    logits_rows,
     published_activation,
     recurrent_bytes,
     snapshot_bytes,
     staging_bytes,
     staging_line,
 )
+from headroom.plan.settings import PlanRequest
 from headroom.plan.shape import LayerShape
 from headroom.units import GIB, MIB
 from tests.plan.shapes import laguna, qwen35_27b, settings, smollm2
@@ -25,6 +28,14 @@ from tests.plan.shapes import laguna, qwen35_27b, settings, smollm2
 def test_rows_and_pages_follow_from_the_settings() -> None:
     made = settings(context=100, parallel=3, cache_tokens=384)
     assert (made.rows, made.pages, made.sequence_pages, made.page_size) == (515, 6, 2, 64)
+
+
+def test_a_captured_step_has_logits_of_all_its_rows() -> None:
+    request = PlanRequest()
+    assert logits_rows(settings(parallel=4), request) == 4
+    assert logits_rows(settings(parallel=4, kernels="cuda"), request) == DECODE_ROWS
+    many = settings(parallel=DECODE_ROWS + 1, kernels="cuda")
+    assert logits_rows(many, request) == DECODE_ROWS + 1
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from headroom.errors import OptionError
 from headroom.kernels.cuda.sampler_tables import sampler_bytes
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.options import Options
+from headroom.plan.experts import bounce_bytes
 from headroom.plan.known import known_shape
 from headroom.plan.layout import Pinning
 from headroom.plan.plan import DoesNotFitError, Plan, make_plan
@@ -428,6 +429,19 @@ def test_cold_experts_have_buffers_on_both_sides_and_hot_ones_alone_have_none() 
     assert (lines(plan)["expert_staging"], spare) == (2 * -(-largest // 256) * 256, largest)
     full = make_plan([model], [gpu(24), host(64)], Options())
     assert "expert_staging" not in lines(full)
+
+
+def test_experts_that_are_not_pinned_are_copied_by_way_of_pinned_buffers() -> None:
+    def spare(**options: object) -> int:
+        plan = make_plan([laguna()], [gpu(12), host(64)], Options(**options))  # type: ignore[arg-type]
+        return {line.name: line.bytes for line in plan.host.lines}["expert_spare"]
+
+    buffers = bounce_bytes(laguna().in_tiles().layers)
+    assert buffers > 0
+    for cold in ("auto", "cpu"):
+        assert spare(no_pin=True, cold=cold) == spare(cold=cold) + buffers
+    dropped = {"cold": "drop", "keep_host_copy": True}  # nothing is copied to the GPU
+    assert spare(no_pin=True, **dropped) == spare(**dropped)
 
 
 def test_the_log_says_what_happens_to_cold_experts() -> None:

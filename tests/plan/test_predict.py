@@ -24,7 +24,7 @@ from headroom.plan.experts import BUFFERS, buffer_bytes
 from headroom.plan.layout import Layout
 from headroom.plan.plan import Plan, make_plan
 from headroom.plan.predict import predict
-from tests.plan.shapes import gpu, host, laguna
+from tests.plan.shapes import cpu, gpu, host, laguna, smollm2
 
 CARD = replace(gpu(12), link=5e10, link_read=4e10, handover_s=1e-5, measured=True)
 CPU = replace(host(64), native=True, experts=6e10, expert_flops=7e11, measured=True)
@@ -149,3 +149,16 @@ def test_predicted_seconds_of_prompts_are_those_of_the_way_that_the_prefill_rule
             assert pays_to_count(chunk, expected, speeds) == (chunk == 48 and cold == "auto")
             total += prefill_seconds(chunk, expected, speeds)
     assert chunk / plan.predicted.prefill_tokens_per_s == pytest.approx(total)
+
+
+def test_plain_kernels_of_a_cpu_unpack_packed_weights_at_every_step() -> None:
+    def speed(native: bool, **options: str) -> float:
+        device = replace(cpu(8), native=native)
+        chosen = Options(context=64, dtype="f32", **options)  # type: ignore[arg-type]
+        return make_plan([smollm2()], [device], chosen).predicted.decode_tokens_per_s
+
+    plain = speed(native=False, weights="packed")
+    assert speed(native=True, kernels="reference", weights="packed") == plain
+    assert speed(native=True, weights="packed") > 4 * plain  # which also writes and reads 32 bits a value
+    unpacked = speed(native=True, kernels="reference", weights="unpacked")
+    assert unpacked == speed(native=False, weights="unpacked") > 1.5 * plain

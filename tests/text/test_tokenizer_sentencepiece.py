@@ -94,3 +94,25 @@ def test_a_sentencepiece_tokenizer_file_gives_text_back(tmp_path: Path) -> None:
     assert tokenizer.encode("ü")[0] == 1
     for line in ("hello", " hello", "ü 👍\n", ""):
         assert tokenizer.decode(tokenizer.encode(line), skip_special=True) == line
+
+
+@pytest.mark.parametrize(("scheme", "text"), [("always", "he"), ("first", "he"), ("never", " he")])
+def test_a_metaspace_decoder_drops_the_blank_that_it_would_prepend(
+    tmp_path: Path, scheme: str, text: str
+) -> None:
+    metaspace = {
+        "type": "Metaspace",
+        "replacement": "▁",
+        "prepend_scheme": scheme,
+        "split": False,
+    }
+    file = {
+        "pre_tokenizer": metaspace,
+        "decoder": metaspace,
+        "added_tokens": [],
+        "model": {"type": "BPE", "vocab": {"</s>": 0, "▁": 1, "h": 2, "e": 3}, "merges": []},
+    }
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(file))
+    tokenizer = Tokenizer.from_file(path, {"eos_token_ids": [0]})
+    assert tokenizer.decode([1, 2, 3]) == text

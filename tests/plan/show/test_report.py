@@ -154,6 +154,14 @@ def test_plans_stand_side_by_side() -> None:
     assert rows["fits"] == ["yes", "yes"]
 
 
+def test_a_long_name_of_a_plan_is_folded_and_stays_whole() -> None:
+    name = "0123456789" * 6
+    out = io.StringIO()
+    Console(file=out, width=40).print(compare_table({name: hybrid_plan(12)}))
+    head = out.getvalue().partition("context")[0]
+    assert "".join(head.split()) == name
+
+
 def test_the_picture_is_sound_and_its_boxes_fill_the_bar() -> None:
     plan = hybrid_plan()
     root = ET.fromstring(plan_svg(plan))
