@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from headroom.experts import prefill
+from headroom.kernels.cuda import matmul
 from headroom.kernels.cuda.experts import Others
 from headroom.kernels.cuda.experts_prefill import many_rows
 from headroom.kernels.native.module import MODULE
@@ -124,6 +125,21 @@ def test_only_picks_of_the_cpus_experts_are_handed_to_it(  # type: ignore[no-unt
         Others(residual=x.float()),
     )[~theirs])  # fmt: skip
     assert float((found - wanted).norm() / (wanted - x.float()).norm()) < 0.01
+
+
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+def test_rows_in_f16_keep_their_powers_of_two_where_the_cpu_takes_experts(  # type: ignore[no-untyped-def]
+    layer_of, first_to_cpu: None
+) -> None:
+    _, (streamed,), _ = open_stream([split_layer(*layer_of, COLD[30])], 2, SLOW_CPU)
+    wide, (ids, weights) = picks(40)
+    wide = wide.float() * torch.logspace(-3, 7, 40, base=10)[:, None]  # beyond f16 without powers
+    x = matmul.narrow_rows(wide, torch.float16)
+    found = streamed.many_rows(x, (ids, weights))
+    wanted = many_rows(x, ids, weights, split_layer(*layer_of, ()).tiles, "silu")
+    errors = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert (ids == 1).any()
+    assert float(errors.max()) < 0.01
 
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")

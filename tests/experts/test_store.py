@@ -156,8 +156,13 @@ def test_only_a_cold_expert_comes_and_only_a_hot_one_goes() -> None:
     assert layer is not None
     with pytest.raises(ValueError, match="expert 0 must be cold and 1 hot"):
         exchange(layer, 0, 1)
-    with pytest.raises(IndexError, match="experts 3 and 0 of 3"):
-        exchange(layer, 3, 0)
+    with pytest.raises(ValueError, match="expert 0 must be cold and 0 hot"):
+        exchange(layer, 0, 0)
+    with pytest.raises(ValueError, match="expert 1 must be cold and 2 hot"):
+        exchange(layer, 1, 2)
+    for promoted, demoted in ((3, 0), (-1, 0), (1, 3), (1, -1)):
+        with pytest.raises(IndexError, match=f"experts {promoted} and {demoted} of 3"):
+            exchange(layer, promoted, demoted)
     with pytest.raises(ValueError, match="no exchange of this layer was begun"):
         layer.finish_exchange()
 

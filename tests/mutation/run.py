@@ -55,7 +55,10 @@ class Mutant:
 
 
 def without_prose(source: str) -> str:
-    """Return a function's syntax tree as text, with one word for every string that has a space."""
+    """Return a function's syntax tree as text, with one word for every string that has a space.
+
+    `strict=` of zip is dropped: like `assert`, it only states that both sides are equally long.
+    """
     tree = ast.parse(textwrap.dedent(source))
     function = tree.body[0]
     assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -63,6 +66,8 @@ def without_prose(source: str) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             node.value = "prose"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "zip":
+            node.keywords = []
     return ast.dump(tree)
 
 

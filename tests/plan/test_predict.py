@@ -159,6 +159,8 @@ def test_plain_kernels_of_a_cpu_unpack_packed_weights_at_every_step() -> None:
 
     plain = speed(native=False, weights="packed")
     assert speed(native=True, kernels="reference", weights="packed") == plain
-    assert speed(native=True, weights="packed") > 4 * plain  # which also writes and reads 32 bits a value
+    assert (
+        speed(native=True, weights="packed") > 4 * plain
+    )  # which also writes and reads 32 bits a value
     unpacked = speed(native=True, kernels="reference", weights="unpacked")
     assert unpacked == speed(native=False, weights="unpacked") > 1.5 * plain

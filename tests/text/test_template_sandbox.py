@@ -7,7 +7,7 @@ import pytest
 
 from headroom.errors import RequestError
 from headroom.text.chat_template import ChatTemplate
-from headroom.text.template_sandbox import plain_data
+from headroom.text.template_sandbox import MAX_CHARACTERS, plain_data
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -71,6 +71,38 @@ def test_an_endless_template_is_ended(name: str) -> None:
 def test_a_template_cannot_make_something_huge(name: str) -> None:
     with pytest.raises(RequestError, match=r"more than 33554432|repeats|bits|huge width|undefined"):
         ChatTemplate(HUGE[name], "", "").render(CHAT)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ '{:>1000000000}'.format(3) }}",
+        "{{ '{x:>1000000000}'.format_map({'x': 3}) }}",
+        "{{ '{:>{w}}'.format(3, w=10**9) }}",
+        "{{ '%1000000000d' % 3 }}",
+        "{{ '%*d' % (10**9, 3) }}",
+        "{{ '%1000000000d' | format(3) }}",
+        "{{ 'a'.ljust(1000000000) }}",
+        "{{ 'a' | center(width=10**9) }}",
+    ],
+)
+def test_a_huge_width_is_refused_before_the_text_is_made(source: str) -> None:
+    with pytest.raises(RequestError, match="huge width"):
+        ChatTemplate(source, "", "").render(CHAT)
+
+
+def test_a_text_may_have_exactly_as_many_characters_as_the_limit() -> None:
+    for source in ("'a' * {}", "'a'.ljust({})"):
+        longest = ChatTemplate("{{ (" + source.format(MAX_CHARACTERS) + ")|length }}", "", "")
+        assert longest.render(CHAT) == str(MAX_CHARACTERS)
+        with pytest.raises(RequestError, match=r"repeats|huge width"):
+            ChatTemplate("{{ " + source.format(MAX_CHARACTERS + 1) + " }}", "", "").render(CHAT)
+
+
+def test_blocks_share_the_budget_of_their_template() -> None:
+    source = "{% block a %}{% for i in range(300000) %}{% endfor %}{% endblock %}{{ self.a() }}"
+    with pytest.raises(RequestError, match="more than 500000 steps"):
+        ChatTemplate(source, "", "").render(CHAT)
 
 
 def test_a_long_chat_is_far_from_the_limits() -> None:

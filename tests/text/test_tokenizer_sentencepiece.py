@@ -65,6 +65,12 @@ def test_gemma_merges_over_plain_text(text: str, pieces: list[str]) -> None:
     assert tokenizer.decode(ids) == text.replace("▁", " ")
 
 
+def test_a_vocabulary_names_its_first_and_its_last_token() -> None:
+    tokenizer = Tokenizer.from_vocabulary(gemma_vocabulary())
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<bos>", "<eos>")
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.add_bos) == (2, 1, True)
+
+
 def test_a_sentencepiece_tokenizer_file_gives_text_back(tmp_path: Path) -> None:
     vocabulary = sentencepiece_vocabulary()
     ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
