@@ -349,6 +349,11 @@ def test_closing_the_engine_cancels_what_runs(tiny_path: Path) -> None:
         llm.generate("x")
 
 
+def test_an_engine_that_nobody_closes_does_not_keep_its_process_alive(llm: LLM) -> None:
+    (thread,) = (x for x in threading.enumerate() if x.name == "headroom-engine")
+    assert thread.daemon
+
+
 def test_logprobs_report_the_drawn_token_and_the_likeliest_alternatives(llm: LLM) -> None:
     done = llm.generate("abc", SamplingParams(temperature=0, max_tokens=5, logprobs=3))[0]
     for token, found in zip(done.token_ids, done.logprobs, strict=True):

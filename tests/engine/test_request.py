@@ -41,3 +41,39 @@ def test_users_give_every_setting_that_says_what_it_is_for() -> None:
     assert names[:2] == ["max_tokens", "temperature"]
     assert {"stop", "seed", "logit_bias"} < set(names)
     assert not {"draw", "logprobs", "prompt_logprobs"} & set(names)
+
+
+@pytest.mark.parametrize(
+    ("name", "lowest", "highest"),
+    [
+        ("max_tokens", 1, None),
+        ("temperature", 0, 100),
+        ("top_k", 0, None),
+        ("top_p", 0, 1),
+        ("min_p", 0, 1),
+        ("repetition_penalty", None, 100),
+        ("frequency_penalty", -100, 100),
+        ("presence_penalty", -100, 100),
+        ("penalty_window", 0, None),
+        ("seed", -MAX_SEED - 1, MAX_SEED),
+        ("draw", 0, None),
+        ("logprobs", 0, 20),
+    ],
+)
+def test_a_setting_takes_its_limits_and_nothing_beyond(
+    name: str, lowest: int | None, highest: int | None
+) -> None:
+    for limit, beyond in ((lowest, -1), (highest, 1)):
+        if limit is None:
+            continue
+        assert getattr(SamplingParams(**{name: limit}), name) == limit
+        with pytest.raises(RequestError) as caught:
+            SamplingParams(**{name: limit + beyond})
+        assert caught.value.param == name
+        assert str(limit) in str(caught.value)
+
+
+def test_a_repetition_penalty_is_above_zero() -> None:
+    assert SamplingParams(repetition_penalty=1e-9).repetition_penalty == 1e-9
+    with pytest.raises(RequestError, match=r"0; it must be in \(0, 100\]"):
+        SamplingParams(repetition_penalty=0)
