@@ -129,14 +129,15 @@ def test_only_picks_of_the_cpus_experts_are_handed_to_it(  # type: ignore[no-unt
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 def test_rows_in_f16_keep_their_powers_of_two_where_the_cpu_takes_experts(  # type: ignore[no-untyped-def]
-    layer_of, first_to_cpu: None
+    gpu, layer_of, first_to_cpu: None
 ) -> None:
-    _, (streamed,), _ = open_stream([split_layer(*layer_of, COLD[30])], 2, SLOW_CPU)
+    _, (streamed,) = open_stream(gpu, [prefill_store(*layer_of, COLD[30])], 2, SLOW_CPU)
     wide, (ids, weights) = picks(40)
-    wide = wide.float() * torch.logspace(-3, 7, 40, base=10)[:, None]  # beyond f16 without powers
+    powers = torch.logspace(-3, 7, 40, base=10)[:, None].to(wide.device)
+    wide = wide.float() * powers  # some rows lie beyond f16 without powers of their own
     x = matmul.narrow_rows(wide, torch.float16)
     found = streamed.many_rows(x, (ids, weights))
-    wanted = many_rows(x, ids, weights, split_layer(*layer_of, ()).tiles, "silu")
+    wanted = many_rows(x, ids, weights, prefill_store(*layer_of, ()).tiles, "silu")
     errors = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
     assert (ids == 1).any()
     assert float(errors.max()) < 0.01
