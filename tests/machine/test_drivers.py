@@ -138,7 +138,7 @@ def test_a_gpu_whose_memory_is_not_told_is_refused_by_its_name(smi: SimpleNamesp
         find_gpu("cuda:0", [])
     assert refused.value.message == (
         "--device cuda:0 is not seen on this machine: nvidia-smi lists it as NVIDIA GB10 and does "
-        "not tell its memory."
+        "not report its memory."
     )
     assert refused.value.hint.startswith("A plan needs that: choose --device cpu. It has cpu;")
 
