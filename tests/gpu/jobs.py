@@ -26,8 +26,8 @@ MAY_BE_EMPTY = "check_all: may be empty"
 AS_TESTS = frozenset(
     f"check_{part}"
     for part in (
-        "attention", "delta_net", "experts", "grouped", "load", "matmul", "older", "route",
-        "sampler", "small",
+        "attention", "delta_net", "experts", "grouped", "load", "matmul", "norms", "older", "route",
+        "sampler",
     )
 )  # fmt: skip
 # These read the memory of the whole GPU, so nothing else may run.

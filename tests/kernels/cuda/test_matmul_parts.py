@@ -104,33 +104,6 @@ def test_normed_heads_in_bf16_are_those_in_float32_rounded() -> None:
     assert torch.equal(narrow_, wide.flatten(1).bfloat16())
 
 
-def test_layers_that_are_alike_are_lent_the_same_tensors() -> None:
-    arena = scratch.Arena(torch.empty(1 << 12, dtype=torch.uint8))
-
-    def layer(rows: int) -> list[torch.Tensor]:
-        with arena.frame():
-            first = arena.take((rows, 3), torch.float32)
-            with arena.frame():
-                inner = arena.take((rows,), torch.bfloat16)
-            return [first, inner, arena.take((rows,), torch.int64)]
-
-    first, inner, last = layer(4)
-    assert all(a is b for a, b in zip(layer(4), (first, inner, last), strict=True))
-    assert inner.data_ptr() == last.data_ptr() == first.data_ptr() + 256
-    assert [x.shape[0] for x in layer(5)] == [5, 5, 5]
-    assert arena.peak_bytes == 512
-    assert arena.frames == 0
-
-
-def test_an_arena_does_not_know_all_tensors_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "MOST_LENT", 2)
-    arena = scratch.Arena(torch.empty(1 << 12, dtype=torch.uint8))
-    for rows in (1, 2, 3, 1, 3):
-        with arena.frame():
-            assert arena.take((rows, 2), torch.float32).shape == (rows, 2)
-            assert len(arena._lent) <= 2
-
-
 @pytest.mark.parametrize("add", [False, True])
 def test_rows_beyond_f16_are_multiplied_in_it(add: bool) -> None:
     weight, values = tiled("q4_k", 90, 256)
