@@ -38,7 +38,8 @@ def test_the_command_is_the_programs_main() -> None:
 
 
 def test_extras_are_those_that_messages_name() -> None:
-    assert set(PROJECT["project"]["optional-dependencies"]) == {"server", "gpu", "test"}
+    extras = set(PROJECT["project"]["optional-dependencies"])
+    assert extras == {"server", "gpu", "test", "mutation"}
 
 
 def test_every_command_of_the_readme_exists() -> None:
@@ -79,7 +80,8 @@ def test_the_options_page_names_no_flag_that_is_not_there() -> None:
 
 def test_torch_is_installed_first_and_alone() -> None:
     installs = re.findall(r"pip install --quiet (.*)", MAKEFILE)
-    assert installs == ['"$(TORCH)"', '--editable ".[server,test]"']
+    assert installs[:2] == ['"$(TORCH)"', '--editable ".[server,test]"']
+    assert installs[2:] == ['--editable ".[mutation]"']  # for `make mutants` alone
 
 
 def test_ci_runs_the_readmes_test_command_in_a_fresh_environment() -> None:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headroom.kernels.cuda import grouped
-from headroom.kernels.cuda.grouped import product_way
+from headroom.kernels.cuda.experts_prefill import sort_picks
+from headroom.kernels.cuda.grouped import grouped_product, product_way
 from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
 from tests.stand_in.kernels import use_kernels
 
@@ -203,3 +204,13 @@ def test_small_groups_of_experts_have_the_tiles_of_all(monkeypatch: pytest.Monke
     for among in (2, 4, 64):
         grouped.grouped_product(x, weights, ends, among)
     assert asked == [128, 64, 64]
+
+
+def test_each_row_meets_its_own_experts_matrix() -> None:
+    ids = torch.tensor([[2, 0], [-1, 2], [0, 3]], dtype=torch.int32)
+    x, weights = torch.randn(3, 8), torch.randn(5, 16, 8)
+    picks = sort_picks(ids, 5)
+    found = grouped_product(x[picks.rows], weights, picks.ends, 5)[picks.places]
+    for row, rank in ((0, 0), (0, 1), (1, 1), (2, 0), (2, 1)):
+        wanted = weights[ids[row, rank]] @ x[row]
+        torch.testing.assert_close(found[row, rank], wanted)

@@ -1,20 +1,13 @@
-"""Weights unpacked part by part, and rows taken out of tiles: CUDA kernels on the CPU."""
+"""Products with weights unpacked part by part, and rows taken out of tiles: CUDA on the CPU."""
 
 import pytest
 import torch
 
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import (
-    delta_net,
-    experts_prefill,
-    matmul,
-    norms,
-    scratch,
-)
+from headroom.kernels.cuda import matmul, scratch
 from headroom.kernels.cuda.matmul import NarrowRows
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.weight import Weight
-from tests.gpu import check_experts
 from tests.gpu.check_matmul import random_weight
 from tests.gpu.torch_tiles import pack_tiles
 from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
@@ -31,7 +24,6 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launchers run their kernels here."""
     torch.manual_seed(0)
     use_kernels(monkeypatch, compile_on_cpu)
-    monkeypatch.setattr(check_experts, "DEVICE", "cpu")
 
 
 def tiled(name: str, rows: int, columns: int) -> tuple[Weight, torch.Tensor]:
@@ -79,31 +71,6 @@ def test_answers_come_to_outputs_that_lie_anywhere() -> None:
     assert not room[:, [0, *range(17, 20), *range(36, 41)]].any()
 
 
-def test_norms_and_gates_in_bf16_are_those_in_float32_rounded() -> None:
-    x, weight = torch.randn(5, 132), torch.randn(132)
-    wide, also, narrow_ = torch.zeros(5, 132), torch.zeros(5, 132), torch.zeros(5, 132).bfloat16()
-    norms.rms_norm(x, weight, 1e-6, wide)
-    norms.norm_narrow(x, weight, 1e-6, narrow_, also)
-    assert torch.equal(also, wide)
-    assert torch.equal(narrow_, wide.bfloat16())
-    norms.norm_narrow(-x, weight, 1e-6, narrow_)
-    assert torch.equal(narrow_, -wide.bfloat16())
-    for activation in ("silu", "gelu"):
-        gated = torch.zeros(5, 66).bfloat16()
-        norms.gated_narrow(x[:, :66], x[:, 66:], activation, gated)
-        assert torch.equal(
-            gated, norms.gated_activation(x[:, :66], x[:, 66:], activation).bfloat16()
-        )
-
-
-def test_normed_heads_in_bf16_are_those_in_float32_rounded() -> None:
-    x, gate, weight = torch.randn(3, 5, 128), torch.randn(3, 5, 128), torch.randn(128)
-    narrow_ = torch.zeros(3, 640).bfloat16()
-    assert delta_net.gated_norm(x, gate, weight, 1e-6, narrow_) is narrow_
-    wide = delta_net.gated_norm(x, gate, weight, 1e-6)
-    assert torch.equal(narrow_, wide.flatten(1).bfloat16())
-
-
 @pytest.mark.parametrize("add", [False, True])
 def test_rows_beyond_f16_are_multiplied_in_it(add: bool) -> None:
     weight, values = tiled("q4_k", 90, 256)
@@ -127,48 +94,3 @@ def test_rows_in_f16_have_its_precision_whatever_their_size() -> None:
     step = torch.maximum(wanted.abs() * 2**-11, wanted.abs().amax(1, keepdim=True) * 2**-33)
     assert ((found - wanted).abs() <= step).all()
     assert (rows.values.abs().amax(1) < 1024).all()
-
-
-@pytest.mark.parametrize("each", [1, 2, 5])
-def test_experts_in_groups_agree_with_the_reference(
-    monkeypatch: pytest.MonkeyPatch, each: int
-) -> None:
-    monkeypatch.setattr(experts_prefill, "experts_at_once", lambda *sizes: each)
-    assert check_experts.check(("q4_k", "q4_k", "q6_k"), (5, 256, 256), 9, 2, "silu")
-
-
-def test_a_group_has_its_own_picks_first() -> None:
-    ids = torch.tensor([[2, 0], [-1, 2], [0, 3]], dtype=torch.int32)
-    sorted_ = experts_prefill.sort_in_groups(ids, 5, 2)
-    group = experts_prefill.expert_group(sorted_, 2, 2)
-    assert (group.first, group.last) == (2, 3)
-    assert group.start is not None
-    assert group.start.tolist() == [2]
-    assert group.ends.tolist() == [2, 3]
-    assert (group.most, group.among, group.size) == (6, 5, 2)
-    x, out = torch.randn(3, 24).bfloat16(), torch.zeros(6, 24, dtype=torch.bfloat16)
-    assert torch.equal(experts_prefill.gather_rows(x, group, out)[:3], x[[0, 1, 2]])
-    assert not out[3:].any()  # padding rows
-    assert experts_prefill.expert_group(sorted_, 0, 2).start is None
-    assert experts_prefill.expert_group(sorted_, 4, 2).last == 4
-
-
-@pytest.mark.parametrize(("rows", "used", "experts_"), [(40, 8, 7), (1, 1, 3), (67, 8, 40)])
-@pytest.mark.parametrize("each", [1, 4, 40])
-def test_picks_are_sorted_as_torch_sorts_them(
-    rows: int, used: int, experts_: int, each: int
-) -> None:
-    ids = torch.randint(-2, experts_, (rows, used), dtype=torch.int32)
-    found, wanted = (
-        experts_prefill.sort_in_groups(ids, experts_, each),
-        experts_prefill.sort_picks(ids, experts_),
-    )
-    for a, b in (
-        (found.rows, wanted.rows),
-        (found.places, wanted.places),
-        (found.ends, wanted.ends),
-    ):
-        assert torch.equal(a, b)
-    ends = [0, *wanted.ends.tolist()]
-    in_groups = [ends[e + 1] - ends[e // each * each] for e in range(experts_)]
-    assert found.group_ends.tolist() == in_groups
