@@ -20,7 +20,7 @@ from headroom.machine.torch_gpus import gpu_memory, read_gpu, read_torch
 from headroom.options import Options
 from headroom.plan.plan import Plan, make_plan
 from headroom.plan.shape import ModelShape
-from headroom.split.unused import without_gpu_options
+from headroom.split.unused import without_gpu_options, without_plan_options
 from headroom.units import GIB, gib, parse_size
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ def make_run_plan(shape: ModelShape, options: Options) -> Plan:
     an option keeps the model from the GPU, that option is reported; the CPU does not take over.
     """
     CODE.open(options.home_path)
+    options = without_plan_options(options)
     if options.device is not None:
         devices = plan_devices(options)
         check_devices(devices, options)

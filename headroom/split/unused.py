@@ -58,6 +58,24 @@ def without_gpu_options(options: Options) -> Options:
     return replace(options, **usual)
 
 
+def without_plan_options(options: Options) -> Options:
+    """Return the options with the defaults of those that only `headroom plan` obeys.
+
+    An engine allocates nothing for them, so that its plan must not count them either. They come
+    from variables or a config file, because no other command has their flags. A run obeys --ram,
+    and `tell_unused` warns of --activation-dtype, whose effect depends on the devices.
+    """
+    names = tuple(
+        setting.name
+        for setting in fields(options)
+        if setting.metadata["group"] == "plan" and setting.name not in ("ram", "activation_dtype")
+    )
+    if flags := _given(options, names):
+        log.warning("plan: only headroom plan obeys %s; a run ignores them", ", ".join(flags))
+    usual: dict[str, Any] = {x.name: x.default for x in fields(options) if x.name in names}
+    return replace(options, **usual)
+
+
 def _given(options: Options, names: tuple[str, ...]) -> list[str]:
     """Return the flags that were given, without those that turn something off."""
     known = {setting.name: setting for setting in fields(options)}
