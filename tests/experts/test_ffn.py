@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headroom.experts.ffn import ExpertsFfn, RoutedExperts, Router
+from headroom.experts.ffn import DenseAndExpertsFfn, ExpertsFfn, RoutedExperts, Router
 from headroom.families.config import ExpertsConfig
 from headroom.formats.quants import BY_NAME
 from headroom.formats.tensor import TensorInfo
@@ -167,3 +167,26 @@ def test_a_router_scores_and_counts_as_its_family_says(reference: bool) -> None:
     expected = (2.5 * chosen / chosen.sum(1, keepdim=True)).float()
     torch.testing.assert_close(weights, expected, atol=1e-5, rtol=0)
     assert seen.tolist() == [int((best == e).sum()) for e in range(EXPERTS)]
+
+
+def test_a_dense_part_and_experts_have_norms_of_their_own() -> None:
+    get, seen, eps = source(), counts(), 1e-5
+    norms = {
+        name: torch.rand(HIDDEN) + 0.5
+        for name in ("ffn.router_scale", "ffn.experts_norm", "ffn.experts_post_norm")
+    }
+    get.tensors.update({name: info(weight.clone()) for name, weight in norms.items()})
+    x = torch.randn(9, HIDDEN)
+
+    def normed(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rows * (rows.square().mean(1, keepdim=True) + eps).rsqrt() * weight
+
+    dense = torch.randn(9, HIDDEN)
+    both = DenseAndExpertsFfn(lambda rows: dense, CONFIG, get, eps, seen, NOTHING)
+    routed_rows = normed(x, norms["ffn.router_scale"] * HIDDEN**-0.5)
+    ids, weights = Router(CONFIG, source(), counts())(routed_rows)
+    experts = RoutedExperts(CONFIG, source(), NOTHING)
+    routed = experts(normed(x, norms["ffn.experts_norm"]), ids, weights)
+    expected = dense + normed(routed, norms["ffn.experts_post_norm"])
+    torch.testing.assert_close(both(x), expected, atol=1e-4, rtol=1e-4)
+    assert seen.sum() == 9 * CONFIG.used

@@ -213,3 +213,12 @@ def test_a_syntax_error_names_its_line() -> None:
 def test_a_template_that_wants_another_file_is_refused() -> None:
     with pytest.raises(ModelError, match="line 2 wants another file"):
         ChatTemplate("\n{% include 'chat_template.jinja' %}", "", "")
+
+
+def test_parts_reach_a_template_that_reads_them_from_users_alone() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{% for p in m.content %}"
+        "{% if p.type == 'text' %}[{{ p.text }}]{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert ChatTemplate(source, "", "").render([{"role": "user", "content": parts}]) == "[a][b]"

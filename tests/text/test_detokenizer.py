@@ -64,3 +64,8 @@ def test_control_tokens_are_shown_only_when_asked_for(smollm2: Tokenizer) -> Non
 def test_only_the_first_blank_of_a_sentencepiece_text_is_dropped() -> None:
     ids = SENTENCEPIECE.encode("hello hello")
     assert pieces_of(SENTENCEPIECE, ids, show_control=False) == ["", "hello", " hello", ""]
+
+
+def test_control_tokens_are_hidden_by_default() -> None:
+    hidden = Detokenizer(SENTENCEPIECE)
+    assert "".join(map(hidden.push, SENTENCEPIECE.encode("<s>hello</s>", add_bos=False))) == "hello"

@@ -111,3 +111,13 @@ def test_a_template_that_refuses_the_probe_opens_nothing() -> None:
     found, _ = found_in("{{ raise_exception('two at least') }}</think><think>", *THINK)
     assert found is not None
     assert not found.opened
+
+
+def test_the_probe_is_a_message_of_a_user() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' and m.content %}<think>{% endif %}"
+        "{% endfor %}{# </think> #}"
+    )
+    found = find_reasoning(tokenizer(*THINK), ChatTemplate(source, "", ""))
+    assert found is not None
+    assert found.opened

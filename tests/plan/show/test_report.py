@@ -171,6 +171,15 @@ def test_the_picture_is_sound_and_its_boxes_fill_the_bar() -> None:
     assert bars[0] == 920  # the empty bar
     assert sum(bars[1 : lines + 1]) == pytest.approx(920, abs=1)
     assert len(bars) == lines + 1 + len(plan.host.lines) + 1
+    marks = [box for box in boxes if box.get("height") == "12"]
+    for mark in marks:  # each has its text beside it
+        right = float(mark.get("x", 0)) + float(mark.get("width", 0))
+        texts = [
+            float(text.get("x", 0))
+            for text in root.findall("{http://www.w3.org/2000/svg}text")
+            if 0 < float(text.get("y", 0)) - float(mark.get("y", 0)) <= 12
+        ]
+        assert [right < x < right + 20 for x in texts] == [True]
 
 
 def test_the_nearest_llama_server_command_keeps_the_settings() -> None:
