@@ -272,14 +272,14 @@ class Engine:
     def _add_token(self, output: Output, token: int, logprobs: TokenLogprobs | None) -> None:
         """Add a token to its answer, and emit it."""
         sequence, request = output.sequence, output.sequence.request
-        sequence.learn(output.place, token)
+        sequence.learn(output.token_index, token)
         sequence.first_token_at = sequence.first_token_at or time.perf_counter()
         self._counters.generated_tokens += 1
         stops = token in request.stop_ids and not request.params.ignore_eos
         reason: FinishReason | None = "stop" if stops else None
-        if reason is None and output.place + 1 >= sequence.limit:
+        if reason is None and output.token_index + 1 >= sequence.limit:
             reason = "length"
-        first = output.place == len(request.prompt)
+        first = output.token_index == len(request.prompt)
         self._emit(
             sequence,
             TokenEvent(

@@ -37,7 +37,7 @@ class Output:
             known.append(token_logprobs(logits, request.prompt[self.position + 1], top))
 
     @property
-    def place(self) -> int:
+    def token_index(self) -> int:
         """The index of the predicted token in its sequence."""
         return self.position + 1
 
@@ -68,17 +68,17 @@ class LaunchedStep:
         It can if the device draws all tokens and keeps them for that step, and if no penalty of
         that step needs tokens that only the host could give it.
         """
-        places = self.result.places
-        return len(places) <= DECODE_ROWS and not any(
-            output.needs_logits(places.get(at)) or output.sequence.request.params.penalises
+        token_rows = self.result.token_rows
+        return len(token_rows) <= DECODE_ROWS and not any(
+            output.needs_logits(token_rows.get(at)) or output.sequence.request.params.penalises
             for at, output in enumerate(self.outputs)
         )
 
     def add_placeholders(self) -> None:
         """Append placeholders for the tokens that are still on the device to their sequences."""
-        for at, place in self.result.places.items():
+        for at, token_row in self.result.token_rows.items():
             sequence = self.outputs[at].sequence
-            sequence.tokens.append(-1 - place)
+            sequence.tokens.append(-1 - token_row)
             sequence.unread += 1
 
 

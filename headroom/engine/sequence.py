@@ -55,12 +55,12 @@ class Sequence:
         """Whether its last token is drawn, read or not."""
         return len(self.tokens) >= self.limit
 
-    def learn(self, place: int, token: int) -> None:
+    def learn(self, index: int, token: int) -> None:
         """Add the next token, or replace the placeholder of an unread one."""
-        if place == len(self.tokens):
+        if index == len(self.tokens):
             self.tokens.append(token)
         else:
-            self.tokens[place] = token
+            self.tokens[index] = token
             self.unread -= 1
 
     def page_table(self) -> torch.Tensor:

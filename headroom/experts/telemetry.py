@@ -136,7 +136,7 @@ class HitCounter:
         self._decode_misses = torch.zeros(layers, dtype=torch.int64)
         self._hot = torch.ones(layers, experts, dtype=torch.int64)  # until a placement is known
 
-    def place(self, placement: ExpertPlacement) -> None:
+    def set_placement(self, placement: ExpertPlacement) -> None:
         """Set the placement that holds for all picks counted from now on."""
         self._hot.zero_()
         for layer, ids in enumerate(placement.hot):

@@ -106,21 +106,21 @@ class GpuResult:
         logits: Callable[[Sequence[int]], torch.Tensor],
         read: _TokenRead,
         outputs: int,  # output rows
-        places: dict[int, int],  # of the drawn output rows: where in `read` their tokens are
+        token_rows: dict[int, int],  # of the drawn output rows: where in `read` their tokens are
         check: Callable[[], None] = lambda: None,  # raises if the step's results are wrong
     ) -> None:
         self._hidden, self._logits, self._read = hidden, logits, read
-        self._outputs, self.places = outputs, places
+        self._outputs, self.token_rows = outputs, token_rows
         self._check = check
 
     def tokens(self) -> list[int | None]:
         """Wait for the step; return each output row's token, None where the engine must draw it."""
         found: list[int | None] = [None] * self._outputs
-        if self.places:
+        if self.token_rows:
             read = self._read.wait()
             self._check()
-            for output, place in self.places.items():
-                found[output] = read[place]
+            for output, token_row in self.token_rows.items():
+                found[output] = read[token_row]
         return found
 
     @property
@@ -323,7 +323,7 @@ class GpuStage:
             logits=lambda rows: pick_rows(step.logits, [output_rows[row] for row in rows]),
             read=read,
             outputs=len(output_rows),
-            places={row.output: output_rows[row.output] for row in drawn},
+            token_rows={row.output: output_rows[row.output] for row in drawn},
             check=self._check_cold,
         )
 
@@ -340,7 +340,7 @@ class GpuStage:
         read = self._next_read()
         for first in range(0, len(drawn), DECODE_ROWS):
             group = drawn[first : first + DECODE_ROWS]
-            self._sampler.fill([(place, row.draw) for place, row in enumerate(group)])
+            self._sampler.fill([(index, row.draw) for index, row in enumerate(group)])
             tokens = self._sampler.draw(
                 self._model.logits(pick_rows(hidden, [row.output for row in group]))
             )
@@ -350,7 +350,7 @@ class GpuStage:
             logits=lambda rows: self.logits(pick_rows(hidden, rows)),
             read=read,
             outputs=len(hidden),
-            places={row.output: place for place, row in enumerate(drawn)},
+            token_rows={row.output: index for index, row in enumerate(drawn)},
             check=self._check_cold,
         )
 

@@ -19,10 +19,10 @@ class StepResult(Protocol):
     """
 
     @property
-    def places(self) -> Mapping[int, int]:
+    def token_rows(self) -> Mapping[int, int]:
         """The output rows whose tokens the device draws, and where it keeps each token.
 
-        Until the step after the next begins, a batch may name such a token as -1 - place.
+        Until the step after the next begins, a batch may name such a token as -1 - its row here.
         """
 
     @property
@@ -82,7 +82,7 @@ class CpuResult:
         logits: Callable[[torch.Tensor], torch.Tensor],  # of rows of the residual stream
     ) -> None:
         self.hidden = hidden
-        self.places: Mapping[int, int] = {}
+        self.token_rows: Mapping[int, int] = {}
         self._logits = logits
 
     def tokens(self) -> list[int | None]:

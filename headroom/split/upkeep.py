@@ -50,7 +50,7 @@ class ExpertUpkeep:
         self._swapping = self._experts is not None and rules.swap_every is not None
         self._round: ExchangeRound | None = None  # under way
         if (placement := self._placement()) is not None:
-            self._hits.place(placement)
+            self._hits.set_placement(placement)
         self._some_cold = placement is not None
         # With all experts hot on a GPU, reading the counts is not worth waiting for a step.
         self._watched = self._some_cold or pipeline.device == "cpu"
@@ -279,7 +279,7 @@ class ExpertUpkeep:
         if exchanges.error is not None:
             assert self._experts is not None
             self._swapping = False
-            self._hits.place(self._experts.placement())
+            self._hits.set_placement(self._experts.placement())
             log.error("swaps: one failed and there are no more", exc_info=exchanges.error)
 
     def _count_hits(self) -> torch.Tensor:

@@ -215,7 +215,7 @@ def test_what_a_gpu_alone_reads_in_place_is_counted_by_choices(file: WeightFile)
     layer = Layer(file, HOT[30], "gpu")
     assert layer.cold_experts is not None
     counter = HitCounter((USED,), EXPERTS)
-    counter.place(ExpertPlacement((HOT[30],), "drawn"))
+    counter.set_placement(ExpertPlacement((HOT[30],), "drawn"))
     choices = torch.tensor([[1, 0, 2, 0, 5, 4]])
     counter.count(choices + 7, choices)  # seven more of each in steps of many rows
     found = counter.reading(layer.cold_experts.meter)

@@ -22,9 +22,9 @@ def test_without_a_placement_all_experts_are_hot() -> None:
 
 def test_hits_go_by_the_placement_of_their_time() -> None:
     counter = HitCounter((0, 1), 3)
-    counter.place(placed((), (0,)))
+    counter.set_placement(placed((), (0,)))
     counter.count(torch.tensor([[0, 0, 0], [3, 1, 0]]), NONE)
-    counter.place(placed((), (1,)))  # swapped
+    counter.set_placement(placed((), (1,)))  # swapped
     counter.count(torch.tensor([[0, 0, 0], [5, 5, 0]]), NONE)
     found = counter.reading()
     assert (found.picks, found.hits) == ((0, 10), (0, 3 + 4))
@@ -46,7 +46,7 @@ def test_the_figures_of_a_time_are_what_was_added_in_it() -> None:
     ]
     meter = ColdMeter(lambda: counts.pop(0))
     counter = HitCounter((1,), 3)
-    counter.place(placed((0,)))
+    counter.set_placement(placed((0,)))
     counter.count(torch.tensor([[6, 2, 0]]), NONE)
     earlier = counter.reading(meter, swaps=1)
     counter.count(torch.tensor([[7, 5, 0]]), NONE)
