@@ -159,7 +159,7 @@ def _experts_text(experts: ExpertReport) -> str:
         ways = ", ".join(f"{path} in {n} layers" for path, n in where.layers_by_path.items())
         text += f" ({gib(where.cold_bytes)}, {pinned}), placement: {where.source}, cold: {ways}"
     text += f"; {100 * (totals.hit_rate or 0.0):.1f} % of all choices hot"
-    return f"{text}, {totals.swaps} swaps" if totals.swaps else text
+    return f"{text}, {totals.swaps} exchanges" if totals.swaps else text
 
 
 def _experts_table(report: Report, experts: ExpertReport) -> Table:

@@ -1,8 +1,8 @@
 """Exchanges: a cold expert that is chosen often and a hot one that is not change places.
 
 `plan_exchanges` finds the pairs that are worth their copies. An `ExchangeRound` carries them out
-one after another while steps run, on the experts of a store (`StoreExchanges`). The options and
-log lines call an exchange a swap.
+one after another while steps run, on the experts of a store (`StoreExchanges`). The options call
+an exchange a swap, and so do metric names and keys of JSON.
 """
 
 from collections import deque

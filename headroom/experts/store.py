@@ -612,7 +612,7 @@ def _check_memory(
             gib(len(memory)),
             memory.refused,
             pin_limits(),
-            "they are left out, and swaps come only between requests"
+            "they are left out, and exchanges come only between requests"
             if wanted == "drop"
             else "the CPU computes them, and long prompts copy them twice",
         )

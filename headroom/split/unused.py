@@ -12,8 +12,8 @@ log = logging.getLogger(__name__)
 
 GPU_OPTIONS = ("device_memory",)
 BUDGET_OPTIONS = ("expert_budget",)
-SWAP_OPTIONS = ("swap_every", "swap_bytes", "swap_min_gain", "swap_per_layer")
-COLD_OPTIONS = ("cold", "no_pin", "keep_host_copy", *SWAP_OPTIONS)
+EXCHANGE_OPTIONS = ("swap_every", "swap_bytes", "swap_min_gain", "swap_per_layer")
+COLD_OPTIONS = ("cold", "no_pin", "keep_host_copy", *EXCHANGE_OPTIONS)
 
 
 def tell_unused(device: DevicePlan, options: Options, where: str = "here") -> None:
@@ -38,7 +38,7 @@ def tell_unused(device: DevicePlan, options: Options, where: str = "here") -> No
     elif device.hot_experts == device.total_experts:
         why = "all experts are hot"
     elif not holds_cold(options.cold, options.keep_host_copy):
-        names, why = ("no_pin", *SWAP_OPTIONS), "cold experts are left out and held nowhere"
+        names, why = ("no_pin", *EXCHANGE_OPTIONS), "cold experts are left out and held nowhere"
     else:
         return
     if flags := _given(options, names):
@@ -47,7 +47,7 @@ def tell_unused(device: DevicePlan, options: Options, where: str = "here") -> No
 
 def tell_unmeasured(options: Options) -> None:
     """Log the options on exchanges that have no effect while speeds are measured."""
-    if flags := _given(options, (*SWAP_OPTIONS, "save_placement")):
+    if flags := _given(options, (*EXCHANGE_OPTIONS, "save_placement")):
         log.info("experts: without effect while speeds are measured: %s", ", ".join(flags))
 
 

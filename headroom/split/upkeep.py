@@ -47,14 +47,14 @@ class ExpertUpkeep:
         self._hits = HitCounter(model.used, self._counts.shape[1])
         self._experts: StoreExchanges | None = pipeline.experts
         self._store = pipeline.store
-        self._swapping = self._experts is not None and rules.swap_every is not None
+        self._exchanging = self._experts is not None and rules.swap_every is not None
         self._round: ExchangeRound | None = None  # under way
         if (placement := self._placement()) is not None:
             self._hits.set_placement(placement)
         self._some_cold = placement is not None
         # With all experts hot on a GPU, reading the counts is not worth waiting for a step.
         self._watched = self._some_cold or pipeline.device == "cpu"
-        self._swaps, self._unfinished = 0, False
+        self._exchanged, self._unfinished = 0, False
         self._round_tokens = self._saved_tokens = 0
         self._saved_at = time.monotonic()
         # Costs and choices of warm-up steps are left out.
@@ -67,13 +67,13 @@ class ExpertUpkeep:
 
         `resting`: no request is being answered; one that is preempted still is.
         """
-        swapping = self._turn_due(resting) or self._swap_due(tokens, resting)
-        return swapping or self._save_in(tokens) == 0.0
+        exchanging = self._turn_due(resting) or self._exchange_due(tokens, resting)
+        return exchanging or self._save_in(tokens) == 0.0
 
     def idle_s(self, tokens: int) -> float | None:
         """Return the seconds that an engine without requests may sleep; None: until one comes."""
-        swapping = self._turn_due(True) or self._swap_due(tokens, True)
-        return 0.0 if swapping else self._save_in(tokens)
+        exchanging = self._turn_due(True) or self._exchange_due(tokens, True)
+        return 0.0 if exchanging else self._save_in(tokens)
 
     def go_on(self, resting: bool) -> None:
         """Continue the round of exchanges that is under way; steps may run.
@@ -95,7 +95,7 @@ class ExpertUpkeep:
         While requests run, this waits for no copy. If none runs, it waits for the copies of one
         exchange, so that every pause completes one, and a new request waits for at most one.
         """
-        if self._swap_due(tokens, resting):
+        if self._exchange_due(tokens, resting):
             self._begin_round()
             self._round_tokens = tokens
         if self._round is not None and self._turn_due(resting):
@@ -111,7 +111,7 @@ class ExpertUpkeep:
     def read(self) -> ExpertTelemetry:
         """Return all totals so far; waits for a step that runs."""
         self._count_hits()
-        self.latest = self._hits.reading(self._meter, self._swaps).since(self._start)
+        self.latest = self._hits.reading(self._meter, self._exchanged).since(self._start)
         return self.latest
 
     def history(self) -> RoutingHistory:
@@ -180,21 +180,21 @@ class ExpertUpkeep:
             )
         if self._some_cold and self._experts is None and self._rules.swap_every is not None:
             log.info(
-                "swaps: none, since cold experts are left out and held nowhere; with "
+                "exchanges: none, since cold experts are left out and held nowhere; with "
                 "--keep-host-copy they are held, and may become hot"
             )
-        if self._swapping and self._rules.swap_every and not self._within_requests:
+        if self._exchanging and self._rules.swap_every and not self._within_requests:
             log.info(
-                "swaps: hot and cold experts differ in their last bits here, so that swaps wait "
-                "for the ends of requests"
+                "exchanges: hot and cold experts differ in their last bits here, so that exchanges "
+                "wait for the ends of requests"
             )
         limit = self._rules.policy.most_bytes
-        if not self._swapping or self._experts is None or limit is None:
+        if not self._exchanging or self._experts is None or limit is None:
             return
         sizes = [layer.exchange_bytes for layer in self._experts.layers() if layer.experts]
         if large := [size for size in sizes if size > limit]:
             log.warning(
-                "swaps: none in %d of %d layers, where one copies %s and --swap-bytes is %s",
+                "exchanges: none in %d of %d layers, where one copies %s and --swap-bytes is %s",
                 len(large),
                 len(sizes),
                 gib(max(large)),
@@ -218,9 +218,9 @@ class ExpertUpkeep:
             self._may_turn(resting) and not self._round.turned and self._round.ready()
         )
 
-    def _swap_due(self, tokens: int, resting: bool) -> bool:
+    def _exchange_due(self, tokens: int, resting: bool) -> bool:
         """Return whether a new round begins."""
-        if not self._swapping or self._round is not None or not self._may_turn(resting):
+        if not self._exchanging or self._round is not None or not self._may_turn(resting):
             return False
         if resting:
             return self._unfinished or tokens != self._round_tokens
@@ -266,7 +266,7 @@ class ExpertUpkeep:
         """Call `act`, and count the exchanges that it ended."""
         before = len(exchanges.done)
         act()
-        self._swaps += len(exchanges.done) - before
+        self._exchanged += len(exchanges.done) - before
 
     def _note(self, exchanges: ExchangeRound) -> None:
         """Log a round that is over; after a failure there are no more rounds."""
@@ -275,12 +275,14 @@ class ExpertUpkeep:
         self._round = None
         if exchanges.done:
             copied = sum(exchange.copied_bytes for exchange in exchanges.done)
-            log.info("swaps: %d experts became hot, %s copied", len(exchanges.done), gib(copied))
+            log.info(
+                "exchanges: %d experts became hot, %s copied", len(exchanges.done), gib(copied)
+            )
         if exchanges.error is not None:
             assert self._experts is not None
-            self._swapping = False
+            self._exchanging = False
             self._hits.set_placement(self._experts.placement())
-            log.error("swaps: one failed and there are no more", exc_info=exchanges.error)
+            log.error("exchanges: one failed and there are no more", exc_info=exchanges.error)
 
     def _count_hits(self) -> torch.Tensor:
         """Count the choices so far as hits or misses, before experts move; return them."""

@@ -28,7 +28,7 @@ def upkeep_rules(options: Options) -> UpkeepRules:
     if text != OFF and not text.isdecimal():
         raise OptionError(
             f"--swap-every is {text!r}.",
-            hint=f"Write a number of tokens, 0 for swaps only between requests, or {OFF}.",
+            hint=f"Write a number of tokens, 0 for exchanges only between requests, or {OFF}.",
             param="swap_every",
         )
     policy = ExchangePolicy(

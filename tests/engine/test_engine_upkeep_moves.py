@@ -187,7 +187,7 @@ def test_an_exchange_that_fails_changes_no_answer(
         found = [answer(engine, PROMPTS[0])]
         wait_for_swap(swaps, 1)
         found += [answer(engine, prompt) for prompt in PROMPTS[1:]]
-    assert "swaps: one failed and there are no more" in caplog.text
+    assert "exchanges: one failed and there are no more" in caplog.text
     assert swaps.placement().hot != before
     assert len(swaps.running) == 1
     assert found == wanted

@@ -250,7 +250,7 @@ def test_a_driver_that_does_not_pin_what_is_left_out_says_that_nobody_computes_i
     small_store([blob_layout(3)], [(0,)], cold="drop", pin=True, keep_copy=True)
     assert caplog.messages == [
         "experts: 640 B of cold experts are not pinned (out of memory; the control group allows "
-        "8.0 MiB): they are left out, and swaps come only between requests"
+        "8.0 MiB): they are left out, and exchanges come only between requests"
     ]
 
 

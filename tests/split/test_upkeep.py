@@ -140,7 +140,7 @@ def test_a_running_request_sees_no_swap_where_bits_would_change(
 ) -> None:
     with caplog.at_level(logging.INFO):
         case = Case(None, cold_half(gpu), UpkeepRules(swap_every=4, policy=POLICY))
-    assert "swaps wait for the ends of requests" in caplog.text
+    assert "exchanges wait for the ends of requests" in caplog.text
     case.choose(1, 3, 9)
     assert not case.upkeep.due(400, resting=False)
     assert case.upkeep.due(400, resting=True)
@@ -152,7 +152,7 @@ def test_a_limit_below_one_swap_is_reported(
 ) -> None:
     policy = replace(POLICY, most_bytes=limit)
     case = Case(None, cold_half(gpu), UpkeepRules(policy=policy))
-    line = "swaps: none in 2 of 2 layers, where one copies 30 B and --swap-bytes is 29 B"
+    line = "exchanges: none in 2 of 2 layers, where one copies 30 B and --swap-bytes is 29 B"
     assert (line in caplog.text) == told
     case.choose(1, 3, 9)
     case.rest(7)
@@ -203,7 +203,7 @@ def test_a_request_that_comes_waits_for_one_swap_and_none_turns_before_its_end(
         waited = [case.look_after(tokens, resting=False) for tokens in range(8, 14)]
     assert waited == [False] * 6
     assert experts.exchanged == [(1, 3, 1)]  # what had turned came to its end
-    assert "swaps: 1 experts became hot, 30 B copied" in caplog.text
+    assert "exchanges: 1 experts became hot, 30 B copied" in caplog.text
     assert len(experts.begun) == 1
     case.rest(14)
     assert experts.exchanged == [(1, 3, 1), (2, 3, 1)]
@@ -261,7 +261,7 @@ def test_a_failing_exchange_is_reported_and_is_the_last(
     case.choose(1, 3, 9)
     case.choose(2, 3, 8)
     case.rest(5)
-    assert "swaps: one failed and there are no more" in caplog.text
+    assert "exchanges: one failed and there are no more" in caplog.text
     assert case.experts is not None
     assert case.experts.placement().hot == ((), (0, 3), (0, 1))
     assert not case.upkeep.due(99, resting=True)
@@ -407,7 +407,7 @@ def test_experts_that_are_held_nowhere_never_move_and_are_missed_all_the_same(
     with caplog.at_level(logging.INFO):
         case.upkeep = ExpertUpkeep(case.pipeline, case.records)
     assert caplog.messages == [
-        "swaps: none, since cold experts are left out and held nowhere; with --keep-host-copy "
+        "exchanges: none, since cold experts are left out and held nowhere; with --keep-host-copy "
         "they are held, and may become hot"
     ] * told  # fmt: skip
     began = case.upkeep.begin_request()

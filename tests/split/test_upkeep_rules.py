@@ -46,8 +46,8 @@ def test_a_value_that_is_no_number_of_tokens_is_refused(text: str) -> None:
     with pytest.raises(OptionError) as refused:
         upkeep_rules(Options(swap_every=text))
     assert str(refused.value) == (
-        f"--swap-every is {text!r}. Write a number of tokens, 0 for swaps only between requests, "
-        "or off."
+        f"--swap-every is {text!r}. Write a number of tokens, 0 for exchanges only between "
+        "requests, or off."
     )
 
 
