@@ -13,6 +13,8 @@ import math
 import os
 import random
 import re
+import shutil
+import sys
 import textwrap
 from collections import Counter
 from dataclasses import dataclass
@@ -89,6 +91,21 @@ def make_mutants(jobs: int) -> None:
         tool.copy_also_copy_files()
         tool.setup_source_paths()
         tool.create_mutants(jobs)
+    import_from_mutants()
+
+
+def import_from_mutants() -> None:
+    """Let `headroom` be imported from `mutants/`: an editable install redirects it to the sources.
+
+    The finder that redirects imports also finds the C++ module, which is copied to the mutants.
+    """
+    for finder in list(sys.meta_path):
+        if "headroom" not in getattr(finder, "known_source_files", ()):
+            continue
+        sys.meta_path.remove(finder)
+        for name, file in finder.known_wheel_files.items():
+            if file.endswith(".so"):
+                shutil.copy(Path(finder.dir, file), Path("mutants", *name.split(".")[:-1]))
 
 
 def find_mutants(package: str) -> list[Mutant]:
