@@ -55,6 +55,12 @@ def test_draws_follow_the_softmax_at_the_temperature() -> None:
         assert np.abs(shares(logits, {"temperature": temperature}) - expected).max() < 0.03
 
 
+def test_huge_logits_do_not_overflow() -> None:
+    for shift in (3e4, -3e4):
+        drawn = shares(row(shift + 1, shift, shift - 8), {"top_p": 0.99})
+        assert np.abs(drawn - [0.731, 0.269, 0]).max() < 0.03
+
+
 def test_top_k_keeps_exactly_k_tokens_the_lower_ids_on_ties() -> None:
     drawn = shares(row(1, 2, 2, 2, 0), {"top_k": 2})
     assert set(np.flatnonzero(drawn)) == {1, 2}

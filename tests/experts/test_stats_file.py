@@ -210,3 +210,13 @@ def test_a_save_that_fails_is_reported_and_tried_again(
     (tmp_path / "folder").unlink()
     keeper.save()
     assert load_history(tmp_path / "folder" / "m.json", "abc", LAYERS).counts[0][0] == 5.0
+
+
+def test_choices_that_are_saved_are_not_saved_again(tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    keeper = HistoryKeeper(StatsFile(path, HISTORY), "abc")
+    keeper.take([[1, 0, 0], [0, 0, 0]], 1000.0)
+    keeper.save()
+    path.unlink()
+    keeper.save()
+    assert not path.exists()

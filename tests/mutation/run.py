@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("packages", nargs="*", default=PACKAGES)
     parser.add_argument("--sample", type=int, default=40, help="mutants of each package; 0: all")
     parser.add_argument("--seed", type=int, default=1, help="which mutants are drawn")
-    parser.add_argument("--only", default="", help="run the mutants whose names contain this, all")
+    parser.add_argument("--only", action="append", help="a mutant's name; instead of a sample")
     parser.add_argument(
         "--seconds", type=float, default=60, help="of tests for one mutant, at most"
     )
@@ -224,9 +224,11 @@ def main() -> None:
     assert load_stats()
     drawn: list[Mutant] = []
     for package in arguments.packages:
-        mutants = [mutant for mutant in find_mutants(package) if arguments.only in mutant.name]
+        mutants = find_mutants(package)
         print(f"{package}: {len(mutants)} mutants")
-        if arguments.sample and not arguments.only:
+        if arguments.only:
+            mutants = [mutant for mutant in mutants if mutant.name in arguments.only]
+        elif arguments.sample:
             count = min(arguments.sample, len(mutants))
             mutants = random.Random(f"{arguments.seed} {package}").sample(mutants, count)
         drawn += mutants

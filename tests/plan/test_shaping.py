@@ -62,3 +62,14 @@ def test_a_recurrent_layer_has_the_state_and_the_convolution_of_its_family() -> 
     assert layer.conv_values == channels * 3
     assert layer.mixer_width == 2 * channels + 2 * heads * dim
     assert layer.verify_values == (key_heads + heads) * dim
+
+
+def test_a_table_that_is_only_looked_up_is_not_filled_up() -> None:
+    dims = replace(SMALL["llama"], vocab=321)  # panels and tiles of 16 rows have 15 more
+    apart, tied = (
+        shape_of("odd", replace(dims, tied=tied), find_mix("bf16")) for tied in (False, True)
+    )
+    more = 2 * 15 * dims.hidden
+    assert (apart.panels.embed.bytes, apart.panels.head.bytes) == (0, more)
+    assert (tied.panels.embed.bytes, tied.panels.head.bytes) == (more, 0)
+    assert (apart.tiles.embed.bytes, tied.tiles.embed.bytes) == (0, more)

@@ -99,6 +99,14 @@ def test_a_text_may_have_exactly_as_many_characters_as_the_limit() -> None:
             ChatTemplate("{{ " + source.format(MAX_CHARACTERS + 1) + " }}", "", "").render(CHAT)
 
 
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [("2.0 ** 3", "8.0"), ("2 ** 0.5 < 2", "True"), ("1000000 + 1000000", "2000000")],
+)
+def test_plain_arithmetic_is_let_through(source: str, text: str) -> None:
+    assert ChatTemplate("{{ " + source + " }}", "", "").render(CHAT) == text
+
+
 def test_blocks_share_the_budget_of_their_template() -> None:
     source = "{% block a %}{% for i in range(300000) %}{% endfor %}{% endblock %}{{ self.a() }}"
     with pytest.raises(RequestError, match="more than 500000 steps"):
