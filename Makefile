@@ -61,7 +61,7 @@ $(VENV)/.mutation: $(READY)
 	$(BIN)/python -m pip install --quiet --editable ".[mutation]"
 	@touch $@
 
-# A sample of 40 takes about half an hour on two cores; SEED draws another one, SAMPLE=0 takes all.
+# A sample of 40 takes about an hour on two cores; SEED draws another one, SAMPLE=0 takes all.
 mutants: $(VENV)/.mutation
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutation/run.py --sample $(SAMPLE) --seed $(SEED) $(PACKAGES)
 

@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="which mutants are drawn")
     parser.add_argument("--only", action="append", help="a mutant's name; instead of a sample")
     parser.add_argument(
-        "--seconds", type=float, default=60, help="of tests for one mutant, at most"
+        "--seconds", type=float, default=400, help="of tests for one mutant, at most"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
