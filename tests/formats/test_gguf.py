@@ -158,7 +158,7 @@ def test_a_name_has_from_1_to_1024_bytes(tmp_path: Path, size: int, fits: bool) 
 
 
 def test_no_text_of_a_vocabulary_is_decoded_before_it_is_asked_for(tmp_path: Path) -> None:
-    broken = [b"\xff"] * 999  # whoever decodes one raises an error
+    broken = [b"\xff"] * 999  # decoding any of them raises an error
     keys: list[Key] = [
         ("general.architecture", STRING, "llama"),
         ("tokenizer.ggml.model", STRING, "gpt2"),
