@@ -1,4 +1,4 @@
-"""Sizes in bytes as people read and write them."""
+"""Sizes and counts as people read and write them."""
 
 import re
 
@@ -22,6 +22,11 @@ def gib(size_bytes: float) -> str:
             value = size_bytes / unit
             return f"{value:.2f} {name}" if unit == GIB else f"{value:.1f} {name}"
     return f"{size_bytes:.0f} B"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 thread`, `2 threads`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def parse_size(text: str, setting: str | None = None) -> int:

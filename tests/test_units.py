@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headroom.errors import OptionError
-from headroom.units import GIB, KIB, MIB, gib, parse_size
+from headroom.units import GIB, KIB, MIB, counted, gib, parse_size
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,12 @@ def test_a_size_is_shown_in_the_largest_unit_that_keeps_it_above_one(
     size: float, text: str
 ) -> None:
     assert gib(size) == text
+
+
+def test_one_of_a_kind_is_named_in_the_singular() -> None:
+    assert [counted(number, "thread") for number in (0, 1, 2)] == [
+        "0 threads", "1 thread", "2 threads",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

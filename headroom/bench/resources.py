@@ -13,6 +13,7 @@ from headroom.kernels.native.module import MODULE
 from headroom.llm import OpenedModel
 from headroom.machine.devices import detect_cpu, torch_name
 from headroom.machine.measure import copy_bandwidth, measure_cpu, measure_link
+from headroom.units import counted
 
 _STATUS, _CPUS = Path("/proc/self/status"), Path("/proc/cpuinfo")
 _READS = 3  # measurements of the CPU's read bandwidth; the fastest counts
@@ -36,7 +37,7 @@ def measure_bandwidth(opened: OpenedModel) -> Bandwidth:
         speeds = measure_cpu(detect_cpu())
         return Bandwidth(speeds.bandwidth, "products of one row in torch")
     speed = max(read_bandwidth() for _ in range(_READS)) * 1e9
-    return Bandwidth(speed, f"reads of memory by {threads} threads")
+    return Bandwidth(speed, f"reads of memory by {counted(threads, 'thread')}")
 
 
 def cold_bandwidths(opened: OpenedModel) -> dict[str, float]:

@@ -21,6 +21,7 @@ from headroom.bench.workload import (
 )
 from headroom.engine.request import SamplingParams
 from headroom.llm import OpenedModel
+from headroom.units import counted
 
 SHORT_PROMPT = 128  # tokens of a prompt that only estimates how long others would take
 
@@ -107,7 +108,7 @@ class SpeedBench:
     def _refuses(self, context: int, batch: int) -> str | None:
         """Return why this batch cannot be measured after this context; None if it can."""
         if batch > self._plan.parallel:
-            return f"{self._plan.parallel} sequences run together"
+            return f"at most {counted(self._plan.parallel, 'sequence')} at a time"
         batches = tuple(one for one in self._settings.batches if one <= batch)
         if context <= SHORT_CONTEXT:
             batches = (batch,)

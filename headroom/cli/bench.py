@@ -13,6 +13,7 @@ from headroom.cli.loading import ready_model
 from headroom.cli.settings import add_flags, with_settings
 from headroom.errors import KernelError, OptionError
 from headroom.options import Options
+from headroom.units import counted
 
 if TYPE_CHECKING:
     from headroom.bench.figures import BenchSettings
@@ -167,7 +168,7 @@ def bench_kernels(options: Options, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(head | {"kernels": [asdict(row) for row in rows]}))
         return
-    title = f"{head['isa']} kernels on {head['threads']} threads, {SIZE} x {SIZE}"
+    title = f"{head['isa']} kernels on {counted(POOL.ops.threads, 'thread')}, {SIZE} x {SIZE}"
     Console().print(kernel_table(title, rows))
 
 

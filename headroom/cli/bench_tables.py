@@ -9,7 +9,7 @@ from headroom.bench.expert_use import ExpertReport, ExpertUse
 from headroom.bench.figures import DecodeFigure, Loading, PartFigure, PromptFigure, VerifyFigure
 from headroom.bench.report import NOTES, Report
 from headroom.layers.step_timing import PARTS
-from headroom.units import gib
+from headroom.units import counted, gib
 
 LONGEST = 3  # kernels shown for each part
 NAME_WIDTH = 40
@@ -90,7 +90,7 @@ def _decode_table(report: Report) -> Table:
 
 def _verify_text(verify: VerifyFigure) -> str:
     return (
-        f"a step of {verify.rows} rows of one sequence after {verify.context} tokens: "
+        f"a step of {counted(verify.rows, 'row')} of one sequence after {verify.context} tokens: "
         f"{verify.step_s * 1e3:.2f} ms, {verify.ratio:.2f} x that of one row, "
         f"{verify.decode_s * 1e3:.2f} ms (network alone)"
     )
@@ -118,7 +118,7 @@ def _name(figure: PartFigure) -> str:
     if figure.what == "prompt":
         return _prompt_name(figure.context)
     if figure.what == "verify":
-        return f"{figure.batch} rows after {figure.context}"
+        return f"{counted(figure.batch, 'row')} after {figure.context}"
     name = _decode_name(figure.batch, figure.context)
     return f"{name}, network alone" if figure.what == "network" else name
 
@@ -156,10 +156,12 @@ def _experts_text(experts: ExpertReport) -> str:
     text = f"experts: {sum(where.hot)} hot, {where.cold} cold"
     if where.cold:
         pinned = "pinned" if where.pinned else "not pinned"
-        ways = ", ".join(f"{path} in {n} layers" for path, n in where.layers_by_path.items())
+        ways = ", ".join(
+            f"{path} in {counted(n, 'layer')}" for path, n in where.layers_by_path.items()
+        )
         text += f" ({gib(where.cold_bytes)}, {pinned}), placement: {where.source}, cold: {ways}"
     text += f"; {100 * (totals.hit_rate or 0.0):.1f} % of all choices hot"
-    return f"{text}, {totals.swaps} exchanges" if totals.swaps else text
+    return f"{text}, {counted(totals.swaps, 'exchange')}" if totals.swaps else text
 
 
 def _experts_table(report: Report, experts: ExpertReport) -> Table:

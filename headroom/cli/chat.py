@@ -16,6 +16,7 @@ from headroom.cli.settings import parse_sampling, sampling_settings, with_settin
 from headroom.engine.request import SamplingParams
 from headroom.errors import HeadroomError, OptionError
 from headroom.options import Options
+from headroom.units import counted
 
 if TYPE_CHECKING:
     from headroom.llm import LLM, AnswerDelta
@@ -186,7 +187,7 @@ def write_answer(deltas: "Iterable[AnswerDelta]", console: Console) -> "list[Ans
     ends_line = "".join(delta.text for delta in received).endswith("\n")
     console.file.write("" if ends_line else "\n")
     if console.is_terminal:
-        console.print(f"{len(times)} tokens{rate(times)}{note}\n", style="dim")
+        console.print(f"{counted(len(times), 'token')}{rate(times)}{note}\n", style="dim")
     return received
 
 

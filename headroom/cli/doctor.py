@@ -23,7 +23,7 @@ from headroom.machine.devices import DeviceSpec, detect_cpu, usable_cores
 from headroom.machine.gpus import detect_gpus
 from headroom.machine.precision import device_precision
 from headroom.options import Options
-from headroom.units import gib
+from headroom.units import counted, gib
 
 NEEDED = (
     "torch", "numpy", "tokenizers", "safetensors", "huggingface-hub", "jinja2", "typer", "rich",
@@ -225,7 +225,9 @@ def _calibration_texts(found: Section) -> dict[str, str]:
 def _native_text(native: Section) -> str:
     if isa := native.get("isa"):
         pinned = ", each pinned to a core" if native["pinned"] else ""
-        return f"built; runs {isa} instructions here on {native['threads']} threads{pinned}"
+        return (
+            f"built; runs {isa} instructions here on {counted(native['threads'], 'thread')}{pinned}"
+        )
     return f"{native['missing']}; products run on the slow reference kernels"
 
 
@@ -236,7 +238,8 @@ def _code_text(code: Section) -> str:
 def _device_text(row: Section) -> str:
     limit = row["pinnable_bytes"]
     return (
-        f"{row['cores']} cores, {gib(row['available_bytes'])} of {gib(row['total_bytes'])} free, "
+        f"{counted(row['cores'], 'core')}, "
+        f"{gib(row['available_bytes'])} of {gib(row['total_bytes'])} free, "
         f"{'all' if limit is None else gib(limit)} of it may be pinned, "
         f"computes in {row['activation_type']} ({row['reason']})"
     )

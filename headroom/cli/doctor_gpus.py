@@ -9,7 +9,7 @@ from headroom.machine.drivers import gpu_facts, why_unseen
 from headroom.machine.gpus import detect_gpus
 from headroom.machine.precision import device_precision
 from headroom.machine.readiness import GpuFacts, TorchFacts, refuse_gpu
-from headroom.units import gib
+from headroom.units import counted, gib
 
 Section = dict[str, Any]
 NO_AMD = "which has run on no AMD GPU yet"  # shown so that it does not pass for tested
@@ -55,7 +55,7 @@ def unseen() -> str:
     from headroom.machine.torch_gpus import read_torch
 
     (why, hint), count = why_unseen("cuda:0"), read_torch().count
-    return f"torch sees {count} GPUs, but {why} {hint}" if count and why else why
+    return f"torch sees {counted(count, 'GPU')}, but {why} {hint}" if count and why else why
 
 
 def gpu_row(device: DeviceSpec, facts: GpuFacts, torch: TorchFacts) -> Section:

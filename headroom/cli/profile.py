@@ -18,6 +18,7 @@ from headroom.engine.request import SamplingParams
 from headroom.errors import ModelError, OptionError
 from headroom.formats.json_files import check_folder, check_replaceable
 from headroom.options import OFF, Options
+from headroom.units import counted
 
 if TYPE_CHECKING:
     from headroom.experts.placement import LayerSkew
@@ -134,7 +135,7 @@ def run_prompts(llm: "LLM", asked: Sequence[FilePrompt], tokens: int, raw: bool)
                 param="prompts",
             )
         ids.append(encoded)
-    with Console(stderr=True).status(f"running {len(ids)} prompts"):
+    with Console(stderr=True).status(f"running {counted(len(ids), 'prompt')}"):
         answers = llm.generate(ids, SamplingParams(max_tokens=tokens))
     return sum(answer.prompt_tokens + answer.generated_tokens for answer in answers)
 
@@ -160,8 +161,8 @@ def show(found: dict[str, Any], history: "RoutingHistory", as_json: bool) -> Non
         return
     Console().print(skew_table(layers))
     print(
-        f"{found['prompts']} prompts, {found['tokens']} tokens, {history.total:.0f} choices, "
-        f"kept in {found['path']}"
+        f"{counted(found['prompts'], 'prompt')}, {counted(found['tokens'], 'token')}, "
+        f"{history.total:.0f} choices, kept in {found['path']}"
     )
 
 

@@ -33,7 +33,7 @@ from headroom.plan.cost_model import (
     decode_speeds,
 )
 from headroom.plan.settings import holds_cold
-from headroom.units import gib
+from headroom.units import counted, gib
 
 log = logging.getLogger(__name__)
 
@@ -581,7 +581,7 @@ def _described(store: ExpertStore) -> str:
     found = Counter(_path_words(x.choice) for x in store.layers if x is not None)
     if len(found) == 1:
         return next(iter(found))
-    return ", ".join(f"{words} in {count} layers" for words, count in found.items())
+    return ", ".join(f"{words} in {counted(count, 'layer')}" for words, count in found.items())
 
 
 def _path_words(choice: DecodeChoice) -> str:

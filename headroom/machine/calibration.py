@@ -33,12 +33,12 @@ CPU_RUNTIME = Overhead(
     256 * MIB, "Python, torch and its threads; 237 MiB measured 2026-11 with torch 2.13 on x86-64"
 )
 GPU_GRAPHS = Overhead(
-    64 * MIB, "pools of captured graphs; up to 51 MiB measured 2026-11 on an H200"
+    64 * MIB, "pools of captured graphs (up to 51 MiB measured 2026-11 on an H200)"
 )
-NO_GRAPHS = Overhead(0, "AMD's GPUs run steps without capturing them")
+NO_GRAPHS = Overhead(0, "captured graphs (AMD's GPUs run steps without capturing them)")
 # Torch held 187 MiB more than the plan's lines for a tiny model in float32.
 GPU_EAGER = Overhead(
-    192 * MIB, "torch and cuBLAS without fused layers; 187 MiB measured 2026-11 on an H200"
+    192 * MIB, "torch and cuBLAS without fused layers (187 MiB measured 2026-11 on an H200)"
 )
 
 

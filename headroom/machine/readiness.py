@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headroom.units import gib
+from headroom.units import counted, gib
 
 LEAST_SM = 75  # tensor cores for 8-bit products, and the instructions that kernels are written in
 BF16_SM = 80
@@ -142,7 +142,7 @@ def _refuse_start(torch: TorchFacts, gpu: GpuFacts) -> Refusal | None:
     kind, _, index = gpu.name.partition(":")
     if int(index) >= torch.count:
         return Refusal(
-            f"torch sees {torch.count} GPUs, and {gpu.name} is not one of them.",
+            f"torch sees {counted(torch.count, 'GPU')}, and {gpu.name} is not one of them.",
             f"{hides} may hide it; torch counts what is left from {kind}:0 on.",
         )
     return None

@@ -35,7 +35,7 @@ from headroom.plan.sharing import (
     split_by_filling,
     split_by_weights,
 )
-from headroom.units import gib
+from headroom.units import counted, gib
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +237,7 @@ class _Builder:
                 why = "buffers through which cold experts are copied, and one for an exchange"
                 own.insert(1, Line("expert_staging", kept.staging, why))
             if kept.total:
-                own.insert(1, Line("hot_experts", kept.bytes, f"{kept.total} routed experts"))
+                own.insert(1, Line("hot_experts", kept.bytes, counted(kept.total, "routed expert")))
         self._move_embeddings(stages, lines, host_lines)
         host = next((device for device in self.devices if device.kind == "cpu"), None)
         for index, device in enumerate(stages):
@@ -324,7 +324,7 @@ class _Builder:
         """Return the host's lines for devices that do not hold all their experts."""
         if cold is None:
             return []
-        what = f"{cold.experts} routed experts"
+        what = counted(cold.experts, "routed expert")
         if self.settings.keep_host_copy:
             what += " and copies of the hot ones"
         pinned = "pinned"

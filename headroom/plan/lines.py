@@ -7,13 +7,19 @@ from headroom.errors import PlanError
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda.sampler_tables import sampler_bytes
 from headroom.kernels.cuda.sizes import DECODE_ROWS
-from headroom.machine.calibration import CPU_RUNTIME, GPU_EAGER, GPU_GRAPHS, NO_GRAPHS, gpu_runtime
+from headroom.machine.calibration import (
+    CPU_RUNTIME,
+    GPU_EAGER,
+    GPU_GRAPHS,
+    NO_GRAPHS,
+    gpu_runtime,
+)
 from headroom.machine.devices import DeviceSpec
 from headroom.plan.device_scratch import inputs_bytes, library_bytes
 from headroom.plan.settings import PlanRequest, PlanSettings, pages_for
 from headroom.plan.shape import LayerRange, LayerShape, ModelShape
 from headroom.plan.workspace import device_step, workspace_phases
-from headroom.units import GIB, MIB, gib
+from headroom.units import GIB, MIB, counted, gib
 
 F32_BYTES = 4
 TREE_NODES = 32  # most tokens that a draft proposes at once
@@ -223,7 +229,7 @@ def stage_lines(
         workspace_line(model, layers, device, settings, request),
     ]
     if request.draft is not None:
-        why = f"{settings.parallel} sequences x {TREE_NODES} tree nodes, f32"
+        why = f"{counted(settings.parallel, 'sequence')} x {TREE_NODES} tree nodes, f32"
         lines.append(Line("verify_scratch", verify_bytes(layers, settings), why))
     if ends:
         head = head_bytes(model, settings)
@@ -238,7 +244,7 @@ def _logits_line(
     model: ModelShape, device: DeviceSpec, settings: PlanSettings, request: PlanRequest
 ) -> Line:
     rows, vocab = logits_rows(settings, request), model.vocab
-    size, why = rows * vocab * F32_BYTES, f"{rows} rows x {vocab}, f32"
+    size, why = rows * vocab * F32_BYTES, f"{counted(rows, 'row')} x {vocab}, f32"
     if device.kind != "cpu":  # a GPU draws tokens itself, whichever kernels run its layers
         drawing = sampler_bytes(DECODE_ROWS, vocab)
         size, why = size + drawing, f"{why}, and {gib(drawing)} to draw tokens with"
@@ -248,16 +254,17 @@ def _logits_line(
 def _graphs_line(
     model: ModelShape, layers: Sequence[LayerShape], device: DeviceSpec, settings: PlanSettings
 ) -> Line:
-    """Return the line of captured steps and of libraries' own allocations."""
+    """Return the line of captured steps and of libraries' own allocations, with every part."""
     inputs = inputs_bytes(settings.rows, settings.parallel, settings.sequence_pages)
     graphs = NO_GRAPHS if device.kind == "hip" else GPU_GRAPHS
-    size, why = graphs.bytes + inputs, f"{graphs.source}; inputs of steps {gib(inputs)}"
     if settings.uses_arena:
         library = library_bytes(layers, device_step(model.hidden, settings), device.sm)
-        size, why = size + library, f"{why}; torch and cuBLAS in a step {gib(library)}"
+        libraries = "torch and cuBLAS in a step"
     else:  # without fused kernels torch allocates for each operation
-        size, why = size + GPU_EAGER.bytes, f"{why}; {gib(GPU_EAGER.bytes)}: {GPU_EAGER.source}"
-    return Line("graphs", size, why)
+        library, libraries = GPU_EAGER.bytes, GPU_EAGER.source
+    parts = {graphs.source: graphs.bytes, "inputs of steps": inputs, libraries: library}
+    why = ", ".join(f"{gib(size)} for {what}" for what, size in parts.items())
+    return Line("graphs", sum(parts.values()), why)
 
 
 def draft_lines(
@@ -269,7 +276,7 @@ def draft_lines(
     rows, width = settings.rows, draft.taps * (draft.tap_width or target.hidden)
     ring = feature_ring_bytes(rows, width, request.feature_type)
     return [
-        Line("draft_weights", weights, f"{len(draft.layers)} layers of {draft.name}"),
+        Line("draft_weights", weights, f"{counted(len(draft.layers), 'layer')} of {draft.name}"),
         Line("draft_kv", cache, f"{settings.cache_tokens} tokens"),
         Line("feature_ring", ring, f"{rows} rows x {width} values, {request.feature_type}"),
     ]
@@ -283,7 +290,7 @@ def staging_line(model: ModelShape, settings: PlanSettings, neighbours: int = 0)
     """
     rows, hidden, buffers = settings.stream_rows, model.hidden, model.staging_buffers
     size = staging_bytes(hidden, rows, "f32", buffers)
-    why = f"{buffers} buffers x {rows} rows x {hidden} values, f32"
+    why = f"{buffers} buffers x {counted(rows, 'row')} x {hidden} values, f32"
     if model.side_values:
         size += rows * model.side_values * F32_BYTES
         why += f", and {model.side_values} values a row as per-layer inputs, f32"
@@ -309,7 +316,7 @@ def workspace_line(
         return Line("workspace", published.bytes, published.why)
     phases = workspace_phases(model, layers, device, settings)
     sizes = ", ".join(f"{name} {gib(size)}" for name, size in phases.items())
-    why = f"the largest phase of a step of {settings.rows} rows: {sizes}"
+    why = f"the largest phase of a step of {counted(settings.rows, 'row')}: {sizes}"
     return Line("workspace", max(phases.values()), why)
 
 
@@ -317,16 +324,19 @@ def _memory_lines(layers: Sequence[LayerShape], settings: PlanSettings) -> list[
     """Return the lines of the layers' KV pages and recurrent state."""
     full = sum(1 for layer in layers if layer.kind == "full" and layer.owns_kv)
     windows = sum(1 for layer in layers if layer.kind == "window" and layer.owns_kv)
-    why = f"{full} layers x {settings.pages} pages of {settings.page_size} tokens"
+    pages = counted(settings.pages, "page")
+    why = f"{counted(full, 'layer')} x {pages} of {settings.page_size} tokens"
     if windows:
         window = max(layer.window for layer in layers)
-        why += f", {windows} window layers x {settings.window_pages(window)} pages"
+        pages = counted(settings.window_pages(window), "page")
+        why += f", {counted(windows, 'window layer')} x {pages}"
     why += f", keys {settings.k_type}, values {settings.v_type}"
     state = sum(recurrent_bytes(layer, settings) for layer in layers)
-    recurrent = sum(1 for layer in layers if layer.kind == "recurrent")
+    recurrent = counted(sum(1 for layer in layers if layer.kind == "recurrent"), "layer")
+    sequences = counted(settings.parallel, "sequence")
     return [
         Line("kv", sum(kv_bytes(layer, settings) for layer in layers), why),
-        Line("recurrent_state", state, f"{settings.parallel} sequences x {recurrent} layers, f32"),
+        Line("recurrent_state", state, f"{sequences} x {recurrent}, f32"),
     ]
 
 

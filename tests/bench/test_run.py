@@ -145,9 +145,9 @@ def test_what_cannot_be_measured_is_left_out_with_a_reason(tmp_path: Path) -> No
     figures = run_bench(path, options, wanted).figures
     assert figures.left_out == [
         "prompt of 500: the context holds 128",
-        "decode of 3 after 8: 2 sequences run together",
+        "decode of 3 after 8: at most 2 sequences at a time",
         "decode of 1 after 90: it needs 161 tokens and the context holds 128",
-        "decode of 3 after 90: 2 sequences run together",
+        "decode of 3 after 90: at most 2 sequences at a time",
     ]
     assert [(one.context, one.batch) for one in figures.decodes] == [(8, 1)]
     assert figures.parts == []

@@ -65,7 +65,7 @@ def test_quit_and_the_end_of_input_leave(fake_llm: Any) -> None:
 def test_ctrl_c_stops_the_answer_and_not_the_program(fake_llm: Any) -> None:
     fake_llm.interrupt = True
     shown, conversation = talk(fake_llm, "one", "two", terminal=True)
-    assert shown.startswith("Hello\n1 tokens, stopped\n\nHello\n")
+    assert shown.startswith("Hello\n1 token, stopped\n\nHello\n")
     assert [turn["content"] for turn in conversation.turns] == ["one", "Hello", "two", "Hello"]
 
 

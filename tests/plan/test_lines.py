@@ -1,6 +1,8 @@
 """The bytes of each line, against figures worked out by hand."""
 
+import re
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -16,13 +18,14 @@ from headroom.plan.lines import (
     published_activation,
     recurrent_bytes,
     snapshot_bytes,
+    stage_lines,
     staging_bytes,
     staging_line,
 )
 from headroom.plan.settings import PlanRequest
 from headroom.plan.shape import LayerShape
-from headroom.units import GIB, MIB
-from tests.plan.shapes import laguna, qwen35_27b, settings, smollm2
+from headroom.units import GIB, MIB, parse_size
+from tests.plan.shapes import gpu, laguna, qwen35_27b, settings, smollm2
 
 
 def test_rows_and_pages_follow_from_the_settings() -> None:
@@ -36,6 +39,35 @@ def test_a_captured_step_has_logits_of_all_its_rows() -> None:
     assert logits_rows(settings(parallel=4, kernels="cuda"), request) == DECODE_ROWS
     many = settings(parallel=DECODE_ROWS + 1, kernels="cuda")
     assert logits_rows(many, request) == DECODE_ROWS + 1
+
+
+@pytest.mark.parametrize(
+    ("kernels", "kind", "pools"),
+    [
+        ("cuda", "cuda", "64.0 MiB for pools of captured graphs (up to 51 MiB measured "),
+        ("triton", "cuda", "64.0 MiB for pools of captured graphs (up to 51 MiB measured "),
+        ("triton", "hip", "0 B for captured graphs (AMD's GPUs run steps without capturing them)"),
+    ],
+)
+def test_the_line_of_graphs_shows_every_part_that_it_counts(
+    kernels: str, kind: Literal["cuda", "hip"], pools: str
+) -> None:
+    device = replace(gpu(24), kind=kind)
+    made = settings(kernels=kernels, compute_type="bf16")
+    lines = stage_lines(smollm2(), (0, 29), device, made, PlanRequest())
+    (line,) = [line for line in lines if line.name == "graphs"]
+    assert line.why.startswith(pools)
+    shown = [parse_size(size) for size in re.findall(r"([\d.]+ (?:B|KiB|MiB)) for ", line.why)]
+    assert len(shown) == 3
+    assert sum(shown) == pytest.approx(line.bytes, abs=MIB // 5)  # each is rounded to 0.1 MiB
+
+
+def test_a_line_of_one_sequence_says_so_in_the_singular() -> None:
+    lines = stage_lines(
+        qwen35_27b(), (0, 0), gpu(24), settings(parallel=1, kernels="cuda"), PlanRequest()
+    )
+    (line,) = [line for line in lines if line.name == "recurrent_state"]
+    assert line.why == "1 sequence x 1 layer, f32"
 
 
 @pytest.mark.parametrize(
