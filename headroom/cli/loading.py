@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from headroom.errors import FormatError, OptionError
+from headroom.families.files import find_weights, refuse_plan_name
 from headroom.families.registry import is_known
-from headroom.formats.hub import ALIASES, DEFAULT_MODEL, find_model, pull
+from headroom.formats.hub import ALIASES, DEFAULT_MODEL, pull
 from headroom.options import Options
 
 if TYPE_CHECKING:
@@ -40,8 +41,12 @@ def progress_bar(what: str) -> Iterator[Show]:
 def pull_model(name: str, home: Path) -> Path:
     """Download a model with a progress bar, and return its path."""
     refuse_synth(name, home)
-    with progress_bar(f"pulling {name or DEFAULT_MODEL}") as show:
-        return pull(name, home, show)
+    try:
+        with progress_bar(f"pulling {name or DEFAULT_MODEL}") as show:
+            return pull(name, home, show)
+    except FormatError:
+        refuse_plan_name(name)
+        raise
 
 
 def is_default(name: str) -> bool:
@@ -75,7 +80,7 @@ def ready_model(options: Options) -> Path:
     """Return the path of the chosen model; the default model is downloaded if it is missing."""
     refuse_synth(options.model, options.home_path)
     try:
-        return find_model(options.model, options.home_path)
+        return find_weights(options.model, options.home_path)
     except FormatError:
         if not is_default(options.model):
             raise

@@ -5,11 +5,13 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Annotated
 
 import click
 import typer
+from typer.core import TyperCommand
 from typer.main import get_command
 from typer.utils import get_params_from_function
 
@@ -27,6 +29,7 @@ COMMANDS = (
     "profile", "experts", "synth",
 )  # fmt: skip
 
+LIKENESS = 0.75  # least likeness, of 1, of an option that is proposed instead of an unknown one
 
 # These commands take few settings: their help does not explain how settings are named.
 FEW_SETTINGS = ("pull", "doctor", "calibrate", "synth")
@@ -65,8 +68,50 @@ def make_app(names: Sequence[str] = COMMANDS) -> typer.Typer:
     app.callback()(headroom)
     for name in names:
         command = getattr(import_module(f"headroom.cli.{name}"), name)
-        app.command(epilog=None if name in FEW_SETTINGS else EPILOG)(command)
+        app.command(cls=Command, epilog=None if name in FEW_SETTINGS else EPILOG)(command)
     return app
+
+
+class Command(TyperCommand):
+    """A command that says what to write instead of an option that it does not have."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; the error of an unknown option names the nearest known ones."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            told = unknown_option(str(self.name), error.option_name)
+            raise click.UsageError(told, ctx) from error
+
+
+def unknown_option(command: str, wrong: str) -> str:
+    """Return the error for an unknown option: which commands have it, and what is like it here."""
+    flags = command_flags()
+    every = {flag for own in flags.values() for flag in own}
+    told = f"headroom {command} has no option {wrong}."
+    nearest = get_close_matches(wrong, sorted(every), n=1, cutoff=LIKENESS)
+    if nearest and nearest[0] not in flags[command]:
+        *others, last = [name for name, own in flags.items() if nearest[0] in own]
+        listed = f"{', '.join(others)} and {last}" if others else last
+        told += f" {nearest[0]} is an option of headroom {listed}."
+    if alike := get_close_matches(wrong, sorted(flags[command]), cutoff=LIKENESS):
+        told += f" Did you mean {' or '.join(alike)}?"
+    return told
+
+
+def command_flags() -> dict[str, set[str]]:
+    """Return the options of every command."""
+    whole = get_command(make_app())
+    assert isinstance(whole, click.Group)
+    return {
+        name: {
+            flag
+            for parameter in command.params
+            if isinstance(parameter, click.Option)
+            for flag in (*parameter.opts, *parameter.secondary_opts)
+        }
+        for name, command in whole.commands.items()
+    }
 
 
 def whole_command(app: typer.Typer) -> click.Command:

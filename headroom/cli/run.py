@@ -13,6 +13,8 @@ import typer
 from headroom.cli.loading import open_llm
 from headroom.cli.settings import with_settings
 from headroom.engine.request import SamplingParams
+from headroom.families.files import refuse_plan_name
+from headroom.families.registry import KNOWN, split_mix
 from headroom.options import Options
 
 if TYPE_CHECKING:
@@ -60,6 +62,8 @@ def split_words(words: list[str]) -> tuple[str, str]:
     if len(words) > 2:
         raise typer.BadParameter(f"{len(words)} words where [MODEL] and one text were expected.")
     model, text = ("", words[0]) if len(words) == 1 else words
+    if len(words) == 1 and split_mix(text)[0].lower() in KNOWN:
+        refuse_plan_name(text)
     if len(words) == 1 and _is_model(text):
         raise typer.BadParameter(f"{text} is a model, and the text to go with it is missing.")
     return model, sys.stdin.read() if text == "-" else text

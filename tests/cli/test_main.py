@@ -112,6 +112,34 @@ def test_a_line_that_makes_no_sense_is_a_usage_error(
     assert "Usage:" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        # Flags of this command alone are proposed, and only if they are much like the wrong one.
+        (["plan", "--thread", "2"], "no option --thread. Did you mean --threads or --pin-threads?"),
+        (["serve", "--zebra"], "headroom serve has no option --zebra."),
+        # A flag of other commands is not proposed, but those commands are named.
+        (
+            ["serve", "--temperature", "1"],
+            "no option --temperature. --temperature is an option of headroom run, chat and bench.",
+        ),
+        (["chat", "--por=1"], "no option --por. --port is an option of headroom serve."),
+        (
+            ["bench", "--max-tokens", "1"],
+            "no option --max-tokens. --max-tokens is an option of headroom run and chat. "
+            "Did you mean --tokens or --cache-tokens?",
+        ),
+    ],
+)
+def test_an_unknown_option_is_answered_with_those_that_the_command_has(
+    line: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(line) == 2
+    assert " ".join(capsys.readouterr().err.replace("│", " ").split("Error ")[1].split()[1:-1]) == (
+        told if told.startswith("headroom") else f"headroom {line[0]} has {told}"
+    )
+
+
 def test_input_that_is_not_text_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from headroom.cli.main import run_command
 from headroom.cli.run import show, split_words
+from headroom.errors import FormatError
 from headroom.options import Options
 
 
@@ -29,6 +30,26 @@ def test_a_model_without_a_prompt_is_not_taken_for_a_prompt(tmp_path: Path) -> N
     for model in ("model.gguf", str(tmp_path)):
         with pytest.raises(typer.BadParameter, match="is a model, and the text"):
             split_words([model])
+
+
+@pytest.mark.parametrize("name", ["qwen3.6-35b-a3b", "Gemma-4-31b:q6_k"])
+@pytest.mark.parametrize("command", [["run"], ["serve"], ["pull"], ["tokenize"], ["bench"]])
+def test_a_name_that_only_plans_know_is_refused_with_what_to_name_instead(
+    command: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = ["hello"] if command[0] in ("run", "tokenize") else []
+    assert run_command([*command, name, *text, "--home", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == (
+        f"error: {name} is a name for plans: headroom knows the sizes of this model, but has no "
+        "weights of it. Name a GGUF file, a folder with safetensors, or a repository of Hugging "
+        "Face (org/repo, org/repo:file.gguf).\n"
+    )
+
+
+def test_a_name_for_plans_without_a_prompt_is_not_taken_for_a_prompt() -> None:
+    with pytest.raises(FormatError, match="is a name for plans"):
+        split_words(["laguna-xs.2:q8_0"])
+    assert split_words(["laguna-xs.2: what is it?"]) == ("", "laguna-xs.2: what is it?")
 
 
 def test_a_prompt_may_be_longer_than_a_file_name() -> None:
