@@ -24,11 +24,11 @@ from headroom.engine.request import (
     TokenLogprobs,
 )
 from headroom.errors import HeadroomError, ModelError
-from headroom.families.files import open_checkpoint
+from headroom.families.files import find_weights, open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
-from headroom.formats.hub import ALIASES, KNOWN_MODELS, find_model
+from headroom.formats.hub import ALIASES, KNOWN_MODELS
 from headroom.machine.devices import torch_name
-from headroom.options import Options, load_options
+from headroom.options import Options, load_options, warn_unknown_variables
 from headroom.plan.describe import describe
 from headroom.plan.plan import Plan
 from headroom.plan.shape import ModelShape
@@ -257,7 +257,8 @@ class LLM:
     ) -> None:
         if options is None:
             options = load_options({**settings, "model": model or None})
-        path = path or find_model(options.model, options.home_path)
+            warn_unknown_variables()
+        path = path or find_weights(options.model, options.home_path)
         checkpoint = open_checkpoint(path)
         self.options = options
         self.name = options.served_name or model_name(options.model, path)

@@ -1,19 +1,24 @@
 """Options: every setting is declared here once; flag, HEADROOM_ variable and config key follow."""
 
+import logging
 import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
 
 from headroom.errors import OptionError
 
+log = logging.getLogger(__name__)
+
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 COMPUTE_TYPES = ("int8", "f32", "bf16", "f16")
 ACTIVATION_TYPES = ("f32", "bf16", "f16")
 FEATURE_TYPES = ("f32", "f16", "bf16", "q8_0")
+SWAP_WINDOW = 8192  # exchanges of experts are planned by the choices of about so many last tokens
 OFF = "off"  # a value that some settings take instead of a path or a number
 BOOLEANS = {
     "1": True, "true": True, "yes": True, "on": True,
@@ -90,7 +95,7 @@ class Options:
     )
     swap_bytes: str = option("256MiB", "most bytes that a round of exchanges copies over the link")
     swap_min_gain: float = option(
-        16.0, "hits in the last 8192 tokens that an exchange must gain", minimum=0
+        16.0, f"hits in the last {SWAP_WINDOW} tokens that an exchange must gain", minimum=0
     )
     swap_per_layer: int = option(2, "most exchanges of one layer in a round", minimum=1)
     save_placement: str | None = option(
@@ -218,6 +223,16 @@ def load_options(
         raise OptionError(f"Unknown setting {unknown[0]!r}.", hint=f"Known: {', '.join(known)}.")
     merged.update({name: value for name, value in given.items() if value is not None})
     return Options(**merged)  # type: ignore[arg-type]  # each value was checked against its field
+
+
+def warn_unknown_variables() -> None:
+    """Log a warning for each HEADROOM_ variable that is no setting, with the nearest that is."""
+    known = ["HEADROOM_CONFIG", *(variable(setting) for setting in fields(Options))]
+    for name in sorted(os.environ):
+        if name.startswith("HEADROOM_") and name not in known:
+            nearest = get_close_matches(name, known, n=1, cutoff=0.8)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            log.warning("options: %s is ignored, since there is no such setting%s", name, hint)
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:

@@ -107,6 +107,8 @@ def test_an_unknown_setting_is_an_error() -> None:
 def test_a_missing_model_is_a_headroom_error() -> None:
     with pytest.raises(HeadroomError, match="no file, folder or known model"):
         LLM("no-such-model.gguf")
+    with pytest.raises(HeadroomError, match=r"qwen3-0\.6b is a name for plans"):
+        LLM("qwen3-0.6b")
 
 
 def test_options_can_be_given_whole(tiny_path: Path) -> None:

@@ -12,7 +12,15 @@ import typer
 
 from headroom.cli.main import make_app
 from headroom.errors import OptionError
-from headroom.options import Options, flag, load_options, value_type, variable
+from headroom.options import (
+    SWAP_WINDOW,
+    Options,
+    flag,
+    load_options,
+    value_type,
+    variable,
+    warn_unknown_variables,
+)
 
 SETTINGS = {setting.name: setting for setting in fields(Options)}
 
@@ -114,6 +122,29 @@ def test_a_config_file_that_is_missing_or_no_toml_is_refused(tmp_path: Path) -> 
 def test_pulled_models_live_in_the_cache_folder_unless_told_otherwise() -> None:
     assert Options().home_path == Path.home() / ".cache" / "headroom"
     assert Options(home="~/models").home_path == Path.home() / "models"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("HEADROOM_KVTYPE", "; did you mean HEADROOM_KV_TYPE?"),
+        ("HEADROOM_CONFG", "; did you mean HEADROOM_CONFIG?"),
+        ("HEADROOM_FLUX_DENSITY", ""),
+    ],
+)
+def test_a_variable_that_is_no_setting_is_warned_of_with_the_nearest_one(
+    name: str, hint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for variables in (name, "HEADROOM_CONTEXT", "HEADROOM_CONFIG", "MY_HEADROOM_THING"):
+        monkeypatch.setenv(variables, "1")
+    warn_unknown_variables()
+    assert caplog.messages == [f"options: {name} is ignored, since there is no such setting{hint}"]
+
+
+def test_help_and_page_name_the_window_that_exchanges_are_planned_by() -> None:
+    assert f"last {SWAP_WINDOW} tokens" in SETTINGS["swap_min_gain"].metadata["help"]
+    page = Path(__file__).parents[1] / "docs" / "routing-stats.md"
+    assert f"last {SWAP_WINDOW} tokens" in " ".join(page.read_text().split())
 
 
 def test_a_user_without_a_home_folder_is_told_what_to_set() -> None:

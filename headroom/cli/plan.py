@@ -87,11 +87,22 @@ def plan(
         print(explain_line(made, explain))
     elif emit is not None:
         if refusal is None:
-            print(llama_server_command(made, options.model or "MODEL"))
+            print(llama_server_command(made, gguf_path(options)))
     else:
         show_plan(made, as_json)
     if refusal is not None:
         raise with_alternatives(refusal, shapes, options)
+
+
+def gguf_path(options: Options) -> Path | None:
+    """Return the model's GGUF file; None if the model is a name, a URL or another kind of file."""
+    from headroom.formats.hub import find_model  # imports huggingface_hub, slower than a plan
+
+    try:
+        path = find_model(options.model, options.home_path)
+    except FormatError:
+        return None
+    return path if path.suffix == ".gguf" else None
 
 
 def read_shapes(options: Options) -> list[ModelShape]:

@@ -13,7 +13,14 @@ import typer
 from headroom.engine.request import SamplingParams, user_settings
 from headroom.errors import OptionError, RequestError
 from headroom.log import start_logging
-from headroom.options import BOOLEANS, Options, flag, load_options, value_type
+from headroom.options import (
+    BOOLEANS,
+    Options,
+    flag,
+    load_options,
+    value_type,
+    warn_unknown_variables,
+)
 
 Command = Callable[..., None]
 
@@ -45,6 +52,7 @@ def with_settings(
             if sampling:
                 received["params"] = make_params(values)
             start_logging(received["options"].log_level)
+            warn_unknown_variables()
             command(**received)
 
         parameters = sorted([*own, *flags], key=lambda parameter: parameter.kind)

@@ -108,7 +108,7 @@ class ModelConfig:
     hidden: int
     vocab: int
     norm_eps: float
-    context_limit: int  # positions the model was made for
+    context_limit: int  # most positions that an engine can run
     tied: bool  # the head uses the embedding table
     layers: tuple[LayerConfig, ...]
     norm_offset: float = 0.0  # added to the weights of norms as the file holds them

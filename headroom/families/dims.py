@@ -1,7 +1,7 @@
 """Dims: the sizes of a model, and the helpers by which families read them from a header."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from headroom.errors import ModelError
@@ -52,6 +52,8 @@ class Dims:
     state_dim: int = 128  # of their keys and values
     conv: int = 4  # tokens that their convolution sees
     taps: int = 0  # target layers that a draft reads
+    # Why `context` is shorter than the file's, for error texts; "" if it is not.
+    context_end: str = field(default="", compare=False)
 
     def kind(self, index: int) -> LayerKind:
         """Return the kind of a layer."""

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 MODEL_TYPES = ("mistral", "ministral", "ministral3", "mistral3")
 WINDOW: tuple[LayerKind, ...] = ("window",)
+SCALED_QUERIES = "later queries are scaled by their position, which no kernel does"
 BETA = 0.1  # scales queries of Ministral 3 beyond the original context
 
 # Rotary settings that are read here; `yarn_rope` reads the others.
@@ -53,9 +54,12 @@ _OWN_ROPE_KEYS = (
 def read_dims(facts: Facts) -> Dims:
     """Read the sizes of a Mistral model."""
     window = facts.size("attention.sliding_window", default=0, least=0)
+    made_for = facts.size("context_length")
+    context = min(made_for, _first_scaled_position(facts))
     return common_dims(
         facts,
-        context=min(facts.size("context_length"), _first_scaled_position(facts)),
+        context=context,
+        context_end=SCALED_QUERIES if context < made_for else "",
         ffn=facts.size("feed_forward_length"),
         window=window,
         kinds=_kinds(facts) if window else (),
@@ -91,10 +95,10 @@ def read_config(header: ModelHeader, dims: Dims) -> ModelConfig:
     """Read a Mistral model's settings from either format."""
     if dims.context < (made_for := header.metadata.get_int("context_length")):
         log.warning(
-            "describe: the context ends at %d of %d tokens: later queries are scaled by their "
-            "position, which no kernel does",
+            "describe: the context ends at %d of %d tokens: %s",
             dims.context,
             made_for,
+            dims.context_end,
         )
     attention = AttentionConfig(
         heads=dims.heads,
@@ -151,11 +155,11 @@ FIXED: FixedSettings = {
 # Contexts end where queries begin to be scaled; the files say 262144 and 393216.
 MINISTRAL_3B = Dims(
     architecture="mistral3", layers=26, hidden=3072, vocab=131072, context=16384, tied=True,
-    heads=32, kv_heads=8, head_dim=128, ffn=9216,
+    heads=32, kv_heads=8, head_dim=128, ffn=9216, context_end=SCALED_QUERIES,
 )  # fmt: skip
 DEVSTRAL_24B = Dims(
     architecture="mistral3", layers=40, hidden=5120, vocab=131072, context=8192, heads=32,
-    kv_heads=8, head_dim=128, ffn=32768,
+    kv_heads=8, head_dim=128, ffn=32768, context_end=SCALED_QUERIES,
 )  # fmt: skip
 ROPES = {"devstral-small-2-24b": (1e8, 48.0)}  # base and YaRN's factor, where not 1e6 and 16
 TINY = Dims(

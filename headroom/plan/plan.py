@@ -8,6 +8,7 @@ from headroom.errors import OptionError, PlanError
 from headroom.formats.quants import BY_NAME
 from headroom.machine.devices import DeviceSpec
 from headroom.machine.precision import Precision, common_precision
+from headroom.machine.targets import is_this_machine
 from headroom.options import Options
 from headroom.plan.cost_model import ColdSpeeds, cold_speeds_of
 from headroom.plan.device_scratch import unpack_bytes_for
@@ -49,6 +50,13 @@ class Plan:
     predicted: Prediction
     cold_speeds: ColdSpeeds | None = None  # where some experts are cold
     problem: "PlanProblem" = field(repr=False, compare=False)  # the problem that this plan solves
+
+    @property
+    def known_threads(self) -> int | None:
+        """The CPU threads, by --threads or by this machine's cores; None for another machine."""
+        options = self.problem.options
+        known = options.threads is not None or is_this_machine(options)
+        return self.settings.threads if known else None
 
     def placed(self, hot_by_layer: Sequence[int]) -> "Plan":
         """Return the plan of a placement that keeps so many experts of each layer hot.
@@ -218,7 +226,7 @@ def make_plan(
     problem = replace(problem, request=_request(problem.model, draft, len(stages), options))
     if problem.request.expert_bytes is not None and any(not device.holds_all for device in stages):
         check_expert_budget(problem.model.layers, problem.request.expert_bytes)
-    ranges = open_ranges(options, model.context_limit)
+    ranges = open_ranges(options, model.context_limit, model.context_end)
     weights = "packed" if options.weights == "auto" else options.weights
     chosen = problem.solve(ranges, weights)
     if chosen is None:

@@ -133,7 +133,8 @@ class ModelShape:
     architecture: str  # GGUF's name of the family
     hidden: int  # values of one token between layers
     vocab: int  # rows of the head
-    context_limit: int  # positions the model was made for
+    context_limit: int  # most positions that an engine can run
+    context_end: str = ""  # why that is less than the model was made for, if it is
     layers: tuple[LayerShape, ...]
     embed_bytes: int  # token table, packed as in the file
     embed_values: int

@@ -48,6 +48,7 @@ def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
         hidden=dims.hidden,
         vocab=dims.vocab,
         context_limit=dims.context,
+        context_end=dims.context_end,
         layers=tuple(_layer_shape(dims, layer, i, types) for i, layer in enumerate(layers)),
         embed_bytes=embed[0],
         embed_values=embed[1],

@@ -54,10 +54,13 @@ class Ranges:
 CountHotExperts = Callable[[Candidate], int | None]
 
 
-def open_ranges(options: Options, limit: int) -> Ranges:
-    """Return the values that the options leave open, for a model of `limit` positions."""
+def open_ranges(options: Options, limit: int, limit_reason: str = "") -> Ranges:
+    """Return the values that the options leave open, for a model of `limit` positions.
+
+    `limit_reason` says why the model was made for more, if it was.
+    """
     cache_pages = None if options.cache_tokens is None else pages_for(options.cache_tokens)
-    _check_context(options, limit, cache_pages)
+    _check_context(options, limit, limit_reason, cache_pages)
     cache_limit = limit if cache_pages is None else cache_pages * PAGE_SIZE
     context = min(DEFAULT_CONTEXT, limit, cache_limit)
     return Ranges(
@@ -145,12 +148,17 @@ def first_good(choices: Sequence[int], good: Callable[[int], bool]) -> int | Non
     return choices[low] if low < len(choices) else None
 
 
-def _check_context(options: Options, limit: int, cache_pages: int | None) -> None:
+def _check_context(
+    options: Options, limit: int, limit_reason: str, cache_pages: int | None
+) -> None:
     if options.context is None:
         return
     if options.context > limit:
+        most = f"the {limit} tokens that the model was made for"
+        if limit_reason:
+            most = f"the {limit} tokens that headroom can run of this model: {limit_reason}"
         raise OptionError(
-            f"--context {options.context} is more than the {limit} tokens the model was made for.",
+            f"--context {options.context} is more than {most}.",
             hint=f"Try --context {limit}.",
             param="context",
         )

@@ -15,6 +15,7 @@ from headroom.experts.exchange import ExchangeRound, StoreExchanges, plan_exchan
 from headroom.experts.placement import ExpertPlacement, save_placement
 from headroom.experts.stats import HistoryKeeper, RoutingHistory
 from headroom.experts.telemetry import ExpertTelemetry, HitCounter
+from headroom.options import SWAP_WINDOW
 from headroom.split.expert_records import ExpertRecords
 from headroom.split.pipeline import Pipeline
 from headroom.units import gib
@@ -22,8 +23,6 @@ from headroom.units import gib
 __all__ = ["ExpertTelemetry", "ExpertUpkeep", "open_upkeep"]
 
 log = logging.getLogger(__name__)
-
-WINDOW = 8192  # exchanges are planned by the choices of about so many last tokens
 
 
 def open_upkeep(pipeline: Pipeline, records: ExpertRecords) -> "ExpertUpkeep | None":
@@ -40,9 +39,8 @@ class ExpertUpkeep:
         model, file, rules = records.model, records.file, records.rules
         self._model, self._rules = model, rules
         self._history = HistoryKeeper(file, model.identity)
-        self._view = recent(
-            file.history.counts, model.used, WINDOW
-        )  # what exchanges are planned by
+        # What exchanges are planned by.
+        self._view = recent(file.history.counts, model.used, SWAP_WINDOW)
         self._counts = self._viewed = self._routing.counts()  # as they were read last
         self._hits = HitCounter(model.used, self._counts.shape[1])
         self._experts: StoreExchanges | None = pipeline.experts
@@ -291,12 +289,12 @@ class ExpertUpkeep:
         return self._counts
 
     def _seen(self, counts: torch.Tensor) -> tuple[tuple[float, ...], ...]:
-        """Return the choices of about the last WINDOW tokens."""
+        """Return the choices of about the last SWAP_WINDOW tokens."""
         new = (counts - self._viewed).tolist()
         self._viewed = counts
         grown = [
             tuple(old + fresh for old, fresh in zip(row, added, strict=False))
             for row, added in zip(self._view, new, strict=True)
         ]
-        self._view = recent(grown, self._model.used, WINDOW)
+        self._view = recent(grown, self._model.used, SWAP_WINDOW)
         return self._view

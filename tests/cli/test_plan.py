@@ -88,7 +88,7 @@ def planned(capsys: pytest.CaptureFixture[str], *line: str) -> dict[str, Any]:
 
 
 def test_the_json_has_exactly_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    report = planned(capsys, *LARGE[1:], "--draft", "qwen3.6-35b-a3b-dflash:q8_0")
+    report = planned(capsys, *LARGE[1:], "--threads", "2", "--draft", "qwen3.6-35b-a3b-dflash:q8_0")
     text = Path(__file__).parents[2].joinpath("docs", "plan.md").read_text()
     schema = json.loads(text.split("```json\n")[1].split("```")[0])
 
@@ -200,7 +200,7 @@ def test_a_comparison_in_which_nothing_fits_is_refused(capsys: pytest.CaptureFix
 def test_another_programs_command_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command([*LARGE, "--emit", "llama.cpp"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("llama-server -m qwen3.6-35b-a3b:q4_k_m -c 8192 -np 1")
+    assert shown.startswith("llama-server -m /path/to/MODEL.gguf -c 8192 -np 1")
     assert "--n-cpu-moe" in shown
 
 
@@ -315,3 +315,19 @@ def test_a_built_in_model_is_planned_without_the_packages_that_take_long_to_impo
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stderr == "\n"
     assert json.loads(done.stdout)["fits"]
+
+
+def test_the_command_of_llama_cpp_names_the_file_or_a_placeholder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.gguf"
+    assert run_command(["synth", "llama", str(path)]) == 0
+    assert run_command(["synth", "llama", str(tmp_path / "folder")]) == 0
+    for model, shown in (
+        (str(path), str(path)),
+        (str(tmp_path / "folder"), "/path/to/MODEL.gguf"),
+        ("qwen3-0.6b:q4_k_m", "/path/to/MODEL.gguf"),
+    ):
+        capsys.readouterr()
+        assert run_command(["plan", model, "--device", "24GiB", "--emit", "llama.cpp"]) == 0
+        assert capsys.readouterr().out.startswith(f"llama-server -m {shown} -c ")

@@ -105,3 +105,15 @@ def test_a_sampling_setting_is_read_from_text(name: str, text: str, value: objec
 def test_text_that_is_no_sampling_setting_is_refused(name: str, text: str) -> None:
     with pytest.raises(OptionError, match=name):
         parse_sampling(name, text)
+
+
+def test_a_command_warns_of_a_variable_that_is_no_setting(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADROOM_THREAD", "1")
+    line = ["plan", "smollm2-135m", "--device", "24GiB", "--explain", "kv"]
+    assert run_command(line) == 0
+    told = "options: HEADROOM_THREAD is ignored, since there is no such setting; did you mean "
+    assert f"{told}HEADROOM_THREADS?" in capsys.readouterr().err
+    assert run_command([*line, "--log-level", "error"]) == 0
+    assert capsys.readouterr().err == ""

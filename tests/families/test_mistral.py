@@ -62,11 +62,16 @@ def test_the_context_ends_where_queries_begin_to_grow(
         variant("ministral3").save_gguf(tmp_path / "m.gguf"),
     ):
         assert describe(open_checkpoint(path)).config.context_limit == original
-        assert describe(open_checkpoint(path)).shape.context_limit == original
+        shape = describe(open_checkpoint(path)).shape
+        assert shape.context_limit == original
+        assert (
+            shape.context_end == "later queries are scaled by their position, which no kernel does"
+        )
     assert caplog.text.count("the context ends at 256 of 512 tokens") == 4
     caplog.clear()
     steady = changed(tmp_path / "steady", {"llama_4_scaling_beta": 0.0})
     assert describe(steady).config.context_limit == 512
+    assert describe(steady).shape.context_end == ""
     assert not caplog.text
 
 

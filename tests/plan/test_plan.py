@@ -114,7 +114,23 @@ def test_a_context_above_the_models_limit_is_refused() -> None:
     with pytest.raises(OptionError) as caught:
         plan_on_cpu(24, context=9000)
     assert str(caught.value) == (
-        "--context 9000 is more than the 8192 tokens the model was made for. Try --context 8192."
+        "--context 9000 is more than the 8192 tokens that the model was made for. "
+        "Try --context 8192."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"), [("ministral-3-3b", 16384), ("devstral-small-2-24b", 8192)]
+)
+def test_a_context_above_what_the_kernels_can_run_is_refused_with_the_reason(
+    name: str, limit: int
+) -> None:
+    with pytest.raises(OptionError) as caught:
+        make_plan([known_shape(name)], [cpu(64)], Options(context=100000))
+    assert str(caught.value) == (
+        f"--context 100000 is more than the {limit} tokens that headroom can run of this model: "
+        "later queries are scaled by their position, which no kernel does. "
+        f"Try --context {limit}."
     )
 
 

@@ -1,14 +1,18 @@
 """Other programs' settings that come nearest to a plan."""
 
 import math
+import shlex
+from pathlib import Path
 
-from headroom.machine.targets import is_this_machine
 from headroom.plan.plan import Plan
 
+PLACEHOLDER = "/path/to/MODEL.gguf"  # of a model that is not a GGUF file on this disk
 
-def llama_server_command(plan: Plan, model_path: str) -> str:
+
+def llama_server_command(plan: Plan, model_path: Path | None) -> str:
     """Return the llama-server command that comes nearest to a plan.
 
+    Without the path of a GGUF file, a placeholder stands in its place.
     Slots of llama-server share one context, and it can only move the experts of whole layers.
     For another machine, whose cores are unknown, the flag for threads is left out unless --threads
     is given.
@@ -16,15 +20,14 @@ def llama_server_command(plan: Plan, model_path: str) -> str:
     settings = plan.settings
     flags = [
         "llama-server",
-        f"-m {model_path}",
+        f"-m {shlex.quote(str(model_path or PLACEHOLDER))}",
         f"-c {settings.context * settings.parallel}",
         f"-np {settings.parallel}",
         f"-b {max(settings.chunk, 32)} -ub {max(settings.chunk, 32)}",
         f"-ctk {settings.k_type} -ctv {settings.v_type}",
     ]
-    options = plan.problem.options
-    if options.threads is not None or is_this_machine(options):
-        flags.append(f"-t {settings.threads}")
+    if plan.known_threads is not None:
+        flags.append(f"-t {plan.known_threads}")
     gpus = [device for device in plan.devices if device.kind != "cpu"]
     layers = sum(device.layers[1] - device.layers[0] + 1 for device in gpus)
     flags.append(f"-ngl {layers + 1 if layers and len(gpus) == len(plan.devices) else layers}")

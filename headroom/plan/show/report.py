@@ -19,7 +19,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "version": JSON_VERSION,
         "model": plan.model,
         "fits": plan.fits,
-        "settings": _settings_json(plan.settings),
+        "settings": _settings_json(plan.settings, plan.known_threads),
         "devices": [
             {
                 "name": device.name,
@@ -72,7 +72,7 @@ def _lines_json(lines: Sequence[Line]) -> list[dict[str, Any]]:
     return [{"name": line.name, "bytes": line.bytes, "why": line.why} for line in lines]
 
 
-def _settings_json(settings: PlanSettings) -> dict[str, Any]:
+def _settings_json(settings: PlanSettings, threads: int | None) -> dict[str, Any]:
     return {
         "context": settings.context,
         "parallel": settings.parallel,
@@ -85,6 +85,6 @@ def _settings_json(settings: PlanSettings) -> dict[str, Any]:
         "dtype": settings.compute_type,
         "activation": settings.handover_type,
         "weights": settings.weights,
-        "threads": settings.threads,
+        "threads": threads,
         "pin_threads": settings.pin_threads,
     }

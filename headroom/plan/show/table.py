@@ -10,7 +10,7 @@ from rich.text import Text
 from headroom.plan.layout import DevicePlan
 from headroom.plan.lines import Line
 from headroom.plan.plan import Plan
-from headroom.units import gib
+from headroom.units import counted, gib
 
 BAR_WIDTH = 60  # columns of a memory map
 _COLOURS = {
@@ -129,10 +129,12 @@ def _footer(plan: Plan) -> Iterable[str]:
     policy = settings.compute_type == plan.precision.type
     why = plan.precision.reason if policy else "set by --dtype"
     handed = f", rows handed over in {settings.handover_type}" if len(plan.devices) > 1 else ""
-    yield (
-        f"weights {settings.weights}, computed in {settings.compute_type} ({why}){handed}; "
-        f"{settings.threads} threads{', pinned' if settings.pin_threads else ''}"
-    )
+    threads = ""
+    if plan.known_threads is not None:
+        pinned = ", pinned" if settings.pin_threads else ""
+        threads = f"; {counted(plan.known_threads, 'thread')}{pinned}"
+    types = f"weights {settings.weights}, computed in {settings.compute_type} ({why}){handed}"
+    yield types + threads
     yield (
         f"{predicted.decode_tokens_per_s:.1f} tokens/s decode, "
         f"{predicted.prefill_tokens_per_s:.0f} tokens/s prefill ({word}), "

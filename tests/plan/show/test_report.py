@@ -60,6 +60,26 @@ def test_the_text_names_every_line_and_the_verdict() -> None:
     assert "\x1b" not in text
 
 
+@pytest.mark.parametrize(
+    ("options", "shown", "threads"),
+    [
+        (Options(), "; 4 threads\n", 4),
+        (Options(threads=1), "; 1 thread\n", 1),
+        (Options(threads=3, pin_threads=True), "; 3 threads, pinned\n", 3),
+        (Options(device="rtx3060-12gb", threads=3), "; 3 threads\n", 3),
+        (Options(device="rtx3060-12gb"), None, None),
+        (Options(ram="24GiB"), None, None),
+    ],
+)
+def test_a_plan_shows_the_threads_of_this_machine_only(
+    options: Options, shown: str | None, threads: int | None
+) -> None:
+    plan = make_plan([smollm2()], [cpu(24)], options)
+    text = plan_text(plan)
+    assert shown in text if shown else "thread" not in text.partition("\nweights")[2]
+    assert plan_json(plan)["settings"]["threads"] == threads
+
+
 def test_the_memory_map_has_the_same_width_for_every_device() -> None:
     bars = [row for row in plan_text(hybrid_plan()).splitlines() if row.startswith("[")]
     assert [len(bar) for bar in bars] == [62]
@@ -183,13 +203,13 @@ def test_the_picture_is_sound_and_its_boxes_fill_the_bar() -> None:
 
 
 def test_the_nearest_llama_server_command_keeps_the_settings() -> None:
-    command = llama_server_command(hybrid_plan(), "laguna.gguf")
+    command = llama_server_command(hybrid_plan(), Path("laguna.gguf"))
     assert command.startswith(
         "llama-server -m laguna.gguf -c 8192 -np 1 -b 1024 -ub 1024 -ctk bf16 -ctv bf16 -t 7 "
         "-ngl 41"
     )
     assert command.endswith("--n-cpu-moe 20")
     on_cpu = make_plan([smollm2()], [cpu(24)], Options())
-    assert llama_server_command(on_cpu, "m.gguf") == (
-        "llama-server -m m.gguf -c 32768 -np 4 -b 512 -ub 512 -ctk f32 -ctv f32 -t 4 -ngl 0"
+    assert llama_server_command(on_cpu, Path("a b.gguf")) == (
+        "llama-server -m 'a b.gguf' -c 32768 -np 4 -b 512 -ub 512 -ctk f32 -ctv f32 -t 4 -ngl 0"
     )
