@@ -1,20 +1,19 @@
 """Parts of a step: a timeline's kernels go to the part whose marker came last."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.autograd import DeviceType
 
 from headroom.bench import parts
 from headroom.bench.figures import BenchSettings, DecodeFigure, Figures, PromptFigure
 from headroom.bench.parts import KernelTime, marked, part_times
 from headroom.bench.traffic import Traffic
+from headroom.bench.workload import run_steps
 from headroom.errors import HeadroomError
 from headroom.families.files import open_checkpoint
 from headroom.families.synth.recipe import find_recipe
@@ -25,6 +24,7 @@ from headroom.layers.step_timing import MARKER, PARTS
 from headroom.llm import OpenedModel, open_engine
 from headroom.options import Options
 from headroom.split.stage import StepResult
+from tests.stand_in.gpu import StandInGpu, stand_in_gpu
 
 ALL = slice(None)
 SETTINGS = BenchSettings(
@@ -32,101 +32,68 @@ SETTINGS = BenchSettings(
 )
 
 
-class FakeGpu:
-    """A timeline on which every marker is followed by one microsecond of work."""
-
-    def __init__(self) -> None:
-        self.kernels: list[Any] = []
-        self.forgotten = 0
-
-    def compile_kernel(self, source: str, name: str) -> Any:
-        def launch(grid: Any, block: Any, args: Any) -> None:
-            for kernel in (name, "work of " + name.split("_")[-1]):
-                start = 2.0 * len(self.kernels)
-                times = SimpleNamespace(start=start, end=start + 1)
-                kind = DeviceType.CUDA
-                self.kernels.append(
-                    SimpleNamespace(name=kernel, time_range=times, device_type=kind)
-                )
-
-        return launch
-
-    def forget_captures(self) -> None:
-        self.forgotten += 1
-
-    def profile(self, activities: Any, acc_events: bool) -> Any:
-        assert acc_events  # or torch warns
-        return FakeProfile(self)
-
-
-@dataclass
-class FakeProfile:
-    """Sees the kernels that start while it is open, and a call of the host."""
-
-    gpu: FakeGpu
-    first: int = 0
-    last: int = 0
-
-    def __enter__(self) -> "FakeProfile":
-        self.first = len(self.gpu.kernels)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.last = len(self.gpu.kernels)
-
-    def events(self) -> list[Any]:
-        times = SimpleNamespace(start=0.0, end=1e9)
-        host = SimpleNamespace(name="launch", time_range=times, device_type=DeviceType.CPU)
-        return [host, *self.gpu.kernels[self.first : self.last]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OnFakeGpu(OpenedModel):
-    """A model of the CPU that says it is elsewhere."""
-
-    @property
-    def on_gpu(self) -> bool:
-        return True
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInGpu]:
+    """A GPU whose kernels take a microsecond each, and a profiler that sees them."""
+    with stand_in_gpu(monkeypatch, computes=False) as made:
+        monkeypatch.setattr(parts, "profile", made.profile)
+        yield made
 
 
 @pytest.fixture
-def gpu() -> FakeGpu:
-    return FakeGpu()
-
-
-@pytest.fixture
-def opened(gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnFakeGpu]:
+def opened(gpu: StandInGpu, tmp_path: Path) -> Iterator[OpenedModel]:
+    """A model of three recurrent layers and one with attention, on the GPU."""
     path = tmp_path / "m.gguf"
     write_gguf(Source(find_recipe("qwen35", "tiny", 4), 0), path, "q8_0")
-    options = Options(model=str(path), threads=1, context=128, parallel=2, chunk=64)
-    real = open_engine(open_checkpoint(path), options, measuring=True)
-    monkeypatch.setattr("headroom.layers.step_timing.compile_kernel", gpu.compile_kernel)
-    monkeypatch.setattr(parts, "profile", gpu.profile)
-    monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
-    monkeypatch.setattr(type(real.pipeline), "forget_captures", lambda self: gpu.forget_captures())
-    yield OnFakeGpu(real.engine, real.pipeline, real.plan, real.shape, real.planning_s)
-    real.engine.close()
+    options = Options(model=str(path), device="cuda:0", context=128, parallel=2, chunk=64)
+    model = open_engine(open_checkpoint(path), options, measuring=True)
+    yield model
+    model.engine.close()
 
 
-def test_kernels_of_profiled_steps_are_sorted_by_markers(opened: OnFakeGpu, gpu: FakeGpu) -> None:
+def markers_of_next_steps(opened: OpenedModel, gpu: StandInGpu) -> list[str]:
+    """Run steps that are measured by nobody; return the markers that they launch."""
+    before = len(gpu.queues.timeline)
+    run_steps(opened, 8, 2, batch=1, rows=1)
+    ran = [kernel.name for kernel in gpu.queues.timeline[before:]]
+    assert "recur" in ran
+    return [name for name in ran if marked(name)]
+
+
+def test_kernels_of_profiled_steps_are_sorted_by_markers(
+    opened: OpenedModel, gpu: StandInGpu
+) -> None:
     figures = Figures(prompts=[PromptFigure(tokens=16, seconds=1.0, operations=1.0)])
     parts.measure_parts(opened, figures, SETTINGS)
     (part,) = figures.parts
     times = part.times
-    assert times.parts["recurrent"] == pytest.approx(3e-6)  # three such layers
-    assert times.parts["attention"] == pytest.approx(1e-6)
-    assert times.parts["dense"] == pytest.approx(4e-6)
-    assert "launch" not in str(times.kernels)  # the host's own
-    assert set(times.parts) == {
-        "recurrent", "attention", "dense", "head", "sampling", "other",
-    }  # fmt: skip
+    assert set(times.parts) == {"recurrent", "attention", "dense", "head", "other"}
+    # Each kernel takes a microsecond: three recurrent layers, and one with attention.
+    assert times.kernels["recurrent"]["recur"] == pytest.approx(3e-6)
+    assert times.kernels["attention"]["decode"] == pytest.approx(1e-6)
+    assert times.kernels["dense"]["gated"] == pytest.approx(3e-6)
+    assert times.kernels["head"]["product"] == pytest.approx(1e-6)
+    assert times.kernels["other"]["embed"] == pytest.approx(1e-6)
+    for kernel, own in (("recur", "recurrent"), ("decode", "attention"), ("embed", "other")):
+        assert [name for name, kernels in times.kernels.items() if kernel in kernels] == [own]
+    assert "cudaLaunchKernel" not in str(times.kernels)  # the host's own
+    # Between the starts of kernels lie two microseconds, and markers are no work.
+    assert times.step_s == pytest.approx(2 * times.busy_s + 2e-6 * markers_of_step(gpu))
     assert part.step_s == 1.0  # undisturbed by markers
     assert part.gaps_s == pytest.approx(1 - times.busy_s)
-    assert gpu.forgotten == 2  # steps with markers are captured, and thrown away
+    assert markers_of_next_steps(opened, gpu) == []  # captured steps with markers are dropped
+
+
+def markers_of_step(gpu: StandInGpu) -> int:
+    """Return the number of markers of the first step with any, counted on the timeline."""
+    names = [marked(kernel.name) for kernel in gpu.queues.timeline]
+    first = names.index("step")
+    second = names.index("step", first + 1)
+    return sum(map(bool, names[first:second]))
 
 
 def test_a_batch_after_prompts_of_several_steps_has_the_parts_of_the_network(
-    opened: OnFakeGpu, gpu: FakeGpu
+    opened: OpenedModel, gpu: StandInGpu
 ) -> None:
     figure = DecodeFigure(
         batch=2, context=80, mean_context=90.4, step_s=2.0, pipeline_s=1.5,
@@ -147,8 +114,8 @@ def test_a_batch_after_prompts_of_several_steps_has_the_parts_of_the_network(
     assert (part.what, part.batch, part.context, part.step_s) == ("network", 2, 80, 1.5)
     assert ran == [(2, [90, 90])] * 6  # once to be captured and once looked at, no prompt
     assert part.times.steps == 2
-    assert part.times.parts["recurrent"] == pytest.approx(3e-6)
-    assert gpu.forgotten == 2
+    assert part.times.kernels["recurrent"]["recur"] == pytest.approx(3e-6)
+    assert markers_of_next_steps(opened, gpu) == []
 
 
 def timeline(*entries: tuple[str, float]) -> list[KernelTime]:

@@ -7,7 +7,7 @@ Its memory is host memory that the host may not touch (`tensors`), its copies ru
 import pkgutil
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from headroom.kernels import triton
 from headroom.kernels.cuda import attention as cuda_attention
+from headroom.kernels.cuda import compile as cuda_compile
 from headroom.kernels.cuda import driver
 from headroom.kernels.cuda.compile import Code
 from headroom.kernels.triton import attention, matmul
@@ -30,7 +32,7 @@ from headroom.split import choice
 from headroom.units import GIB
 from tests.stand_in import kernels
 from tests.stand_in.driver import Driver
-from tests.stand_in.streams import Event, Queues, Stream
+from tests.stand_in.streams import Event, KernelRun, Queues, Stream
 from tests.stand_in.tensors import Capture, Graph, StandInMode, WrongDeviceError
 
 # Shared memory of a block and of a multiprocessor, in bytes.
@@ -108,6 +110,11 @@ class StandInGpu:
         pinned = (*self.driver.pinned.items(), *self.queues.pinned_by_torch.items())
         return any(first <= at < first + size for first, size in pinned)
 
+    def profile(self, activities: Sequence[object], acc_events: bool) -> "Profile":
+        """Return a profiler of this GPU."""
+        assert acc_events  # or torch warns
+        return Profile(self.queues)
+
     def noted(self, find: kernels.FindKernel) -> kernels.FindKernel:
         """Return a way to find kernels that notes their names."""
 
@@ -117,6 +124,33 @@ class StandInGpu:
             return find(source, name, defines)
 
         return found
+
+
+@dataclass
+class Profile:
+    """Stands in for torch's profiler: sees the kernels that run while it is open."""
+
+    queues: Queues
+    first: int = 0
+    last: int = 0
+
+    def __enter__(self) -> "Profile":
+        self.first = len(self.queues.timeline)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.last = len(self.queues.timeline)
+
+    def events(self) -> list[SimpleNamespace]:
+        """Return the kernels, and a call of the host that takes all the time."""
+        seen = self.queues.timeline[self.first : self.last]
+        host = KernelRun("cudaLaunchKernel", 0.0, 1e9)
+        return [_profiled(host, DeviceType.CPU), *(_profiled(x, DeviceType.CUDA) for x in seen)]
+
+
+def _profiled(run: KernelRun, device_type: DeviceType) -> SimpleNamespace:
+    times = SimpleNamespace(start=run.start, end=run.end)
+    return SimpleNamespace(name=run.name, time_range=times, device_type=device_type)
 
 
 @contextmanager
@@ -133,7 +167,7 @@ def stand_in_gpu(
     gpu = StandInGpu(card)
     with monkeypatch.context() as patch:
         _patch_torch(patch, gpu)
-        _patch_kernels(patch, gpu, kernels.compile_few_blocks if computes else kernels.no_kernel)
+        _patch_kernels(patch, gpu, computes)
         if not computes:
             kernels.skip_values(patch)
         run = threading.Thread.run
@@ -156,11 +190,15 @@ def stand_in_gpu(
 
 
 @contextmanager
-def stand_in_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    """Let host memory be pinned for as long as the block runs; tensors are the host's alone."""
-    made = Driver(Queues())
+def stand_in_driver(monkeypatch: pytest.MonkeyPatch, gpus: int = 1) -> Iterator[Driver]:
+    """Let this machine have the driver of some GPUs, on which no kernel runs.
+
+    Host memory can be pinned and copied, and code be loaded; tensors are the host's alone.
+    """
+    made = Driver(Queues(), gpus)
     with monkeypatch.context() as patch:
-        patch.setattr(driver, "driver", lambda: made)
+        for module in (driver, cuda_compile):
+            patch.setattr(module, "driver", lambda: made)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         try:
             yield made
@@ -227,15 +265,14 @@ def _chosen_stream(queues: Queues, stream: Stream) -> Iterator[None]:
         queues.choose(before)
 
 
-def _patch_kernels(
-    patch: pytest.MonkeyPatch, gpu: StandInGpu, find_kernel: kernels.FindKernel
-) -> None:
+def _patch_kernels(patch: pytest.MonkeyPatch, gpu: StandInGpu, computes: bool) -> None:
+    find_kernel = kernels.compile_few_blocks if computes else kernels.no_kernel
     patch.setattr(driver, "driver", _no_driver if gpu.card.is_amd else lambda: gpu.driver)
     kernels.use_kernels(patch, gpu.noted(kernels.on_gpu_only(find_kernel, gpu.is_pinned)))
 
     def find_interpreted(module: str, name: str) -> kernels.InterpretedKernel:
         gpu.kernels.add(name)
-        return kernels.InterpretedKernel(module, name, gpu.is_pinned)
+        return kernels.InterpretedKernel(module, name, gpu.is_pinned, computes)
 
     for found in pkgutil.iter_modules(triton.__path__, f"{triton.__name__}."):
         module = import_module(found.name)

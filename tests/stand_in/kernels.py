@@ -79,7 +79,7 @@ def on_gpu_only(find: FindKernel, is_pinned: IsPinned) -> FindKernel:
         ) -> None:
             _check_arguments(args, f"{source}:{name}", is_pinned)
             plain_args = [plain(x) for x in args]
-            launch(lambda: kernel(grid, block, plain_args, shared_bytes))
+            launch(name, lambda: kernel(grid, block, plain_args, shared_bytes))
 
         return start
 
@@ -89,22 +89,23 @@ def on_gpu_only(find: FindKernel, is_pinned: IsPinned) -> FindKernel:
 class InterpretedKernel:
     """A kernel of Triton in its interpreter, for the same tensors."""
 
-    def __init__(self, module: str, name: str, is_pinned: IsPinned) -> None:
+    def __init__(self, module: str, name: str, is_pinned: IsPinned, computes: bool) -> None:
         self._kernel = triton_launch.find_kernel(module, name)
-        self._name, self._is_pinned = name, is_pinned
+        self._name, self._is_pinned, self._computes = name, is_pinned, computes
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def start(*args: Any, **named: Any) -> None:
             _check_arguments((*args, *named.values()), self._name, self._is_pinned)
             plain_args = [plain(x) for x in args]
             plain_named = {name: plain(x) for name, x in named.items()}
-            launch(lambda: self._run(grid, plain_args, plain_named))
+            launch(self._name, lambda: self._run(grid, plain_args, plain_named))
 
         return start
 
     def _run(self, grid: Any, args: list[Any], named: dict[str, Any]) -> None:
-        with torch._C.DisableTorchFunction():
-            self._kernel[grid](*args, **named)
+        if self._computes:
+            with torch._C.DisableTorchFunction():
+                self._kernel[grid](*args, **named)
 
 
 def product(

@@ -3,10 +3,12 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+_FIRST_HANDLE = 0x7000_0000_0000
 Work = Iterator[None]  # one operation; whatever it does after a `yield` may come much later
 
 
@@ -171,6 +173,15 @@ class Event:
         return kept
 
 
+@dataclass(frozen=True, slots=True)
+class KernelRun:
+    """A kernel's place on the GPU's timeline, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
 class Queues:
     """All streams of a GPU, and the copies that they make."""
 
@@ -187,6 +198,9 @@ class Queues:
         # Whether copies beside the main stream begin only when a test lets them.
         self.stepped = False
         self.now_ms = 0.0  # the time: each piece of queued work takes a millisecond
+        # Kernels that ran, also those of replayed graphs: each takes a microsecond, and so does the
+        # gap before the next one.
+        self.timeline: list[KernelRun] = []
         self.timed_events = 0  # events with a time that were ever made
         self.refuses_to_pin = False  # whether host memory cannot be pinned
         # Bytes of tensors that the GPU has room for; None: nobody counts them.
@@ -203,9 +217,14 @@ class Queues:
         return cls._current[-1]
 
     def add(self, stream: Stream) -> int:
-        """Number a stream as the driver does; return its handle."""
+        """Add a stream; return its handle: 0 for the main stream, else of more than 32 bits."""
         self.streams.append(stream)
-        return len(self.streams) - 1
+        return 0 if len(self.streams) == 1 else _FIRST_HANDLE + 8 * len(self.streams)
+
+    def by_handle(self, handle: int) -> Stream:
+        """Return the stream with a handle."""
+        (found,) = (stream for stream in self.streams if stream.cuda_stream == handle)
+        return found
 
     def current_stream(self, device: object = None) -> Stream:
         """Return the stream that this thread's operations go to."""
@@ -250,6 +269,11 @@ class Queues:
         self.asked += 1
         if self.asked == self.refused_at:
             raise StandInError("CUDA error: a copy is refused")
+
+    def note_kernel(self, name: str) -> None:
+        """Put a kernel that runs now at the end of the timeline."""
+        start = 2.0 * len(self.timeline)
+        self.timeline.append(KernelRun(name, start, start + 1))
 
     def take(self, size: int) -> None:
         """Take memory for a tensor; raise if there is not enough of it."""

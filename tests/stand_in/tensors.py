@@ -137,8 +137,13 @@ def on_gpu(x: Any) -> Any:
     return x.as_subclass(DeviceTensor) if isinstance(x, torch.Tensor) else x
 
 
-def launch(operation: Callable[[], None]) -> None:
+def launch(name: str, kernel: Callable[[], None]) -> None:
     """Run a kernel in the order of the current stream, and record it if a graph is captured."""
+
+    def operation() -> None:
+        Queues.current().note_kernel(name)
+        kernel()
+
     Queues.current().current_stream().drain()
     operation()
     if Capture.recording is not None:

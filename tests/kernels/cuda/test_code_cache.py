@@ -2,60 +2,58 @@
 
 import logging
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
 from headroom.errors import KernelError
 from headroom.kernels.cuda import compile as compiling
 from headroom.kernels.cuda.code_cache import CodeCache, code_folder, code_key, kept_bytes
+from headroom.kernels.cuda.nvrtc import FLAGS, Nvrtc, open_nvrtc
+from tests.nvrtc import missing
+from tests.stand_in.driver import Driver
+from tests.stand_in.gpu import stand_in_driver
 
-FLAGS = ("--one", "--two")
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
+KERNEL = 'extern "C" __global__ void kernel() {}\n'
+OTHER, THIRD = KERNEL.replace("kernel", "other"), KERNEL.replace("kernel", "third")
 
 
 @dataclass
-class FakeGpu:
-    """A compiler whose code says what it was made from, and a driver that takes it."""
+class Gpu:
+    """The compiler, which notes what it compiles, and the driver of the stand-in GPU."""
 
-    version: str = "13.0"
-    compiled: list[str] = field(default_factory=list)
-    loaded: list[bytes] = field(default_factory=list)
-    refused: bytes = b""  # code that the driver does not take
-
-    def compile(self, text: str, name: str, target: str) -> bytes:
-        if text == "wrong":
-            raise KernelError(f"{name} does not compile for {target}: wrong")
-        self.compiled.append(text)
-        return f"{text} for {target} by {self.version}".encode()
-
-    def load_module(self, code: bytes, device: int) -> Any:
-        if code == self.refused:
-            self.refused = b""
-            raise KernelError("Kernels could not be loaded: no kernel image is available.")
-        self.loaded.append(code)
-        return device
+    driver: Driver
+    compiled: list[tuple[str, str]] = field(default_factory=list)  # source texts and targets
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    fake = FakeGpu()
-    monkeypatch.setattr(compiling, "open_nvrtc", lambda: fake)
-    monkeypatch.setattr(compiling, "load_module", fake.load_module)
-    monkeypatch.setattr(compiling, "FLAGS", FLAGS)
-    return fake
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    compile_source = Nvrtc.compile
+    with stand_in_driver(monkeypatch) as driver:
+        made = Gpu(driver)
+
+        def compile_and_note(nvrtc: Nvrtc, text: str, name: str, target: str) -> bytes:
+            code = compile_source(nvrtc, text, name, target)
+            made.compiled.append((text, target))
+            return code
+
+        monkeypatch.setattr(Nvrtc, "compile", compile_and_note)
+        yield made
 
 
 def start(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    """What a new process begins with."""
+    """Begin with an empty memory, as a new process does."""
     cache = CodeCache()
     cache.open(home)
     monkeypatch.setattr(compiling, "CODE", cache)
 
 
-def load(text: str = "kernel", sm: int = 90) -> None:
+def load(text: str = KERNEL, sm: int = 90) -> None:
     compiling.load_code("some.cu", text, sm, 0)
 
 
@@ -64,30 +62,37 @@ def files(home: Path) -> list[Path]:
 
 
 def test_a_second_process_finds_what_the_first_compiled(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for _ in range(3):
         start(monkeypatch, tmp_path)
         load()
-    assert gpu.compiled == ["kernel"]
-    assert gpu.loaded == [b"kernel for sm_90 by 13.0"] * 3
+    assert gpu.compiled == [(KERNEL, "sm_90")]
+    assert gpu.driver.modules == [open_nvrtc().compile(KERNEL, "some.cu", "sm_90")] * 3
     assert [path.suffix for path in files(tmp_path)] == [".cubin"]
     assert kept_bytes(tmp_path) == files(tmp_path)[0].stat().st_size > 0
 
 
 def test_another_source_gpu_version_or_flag_is_compiled_for_itself(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     start(monkeypatch, tmp_path)
     load()
-    load("other kernel")
+    load(OTHER)
     load(sm=86)
-    gpu.version = "13.1"
+    monkeypatch.setattr(compiling, "FLAGS", FLAGS[1:])
     load()
-    monkeypatch.setattr(compiling, "FLAGS", ("--one",))
+    major, _, minor = open_nvrtc().version.partition(".")
+    monkeypatch.setattr(Nvrtc, "version", f"{major}.{minor}1")
     load()
-    assert len(gpu.compiled) == len(files(tmp_path)) == 5
-    assert gpu.loaded[2:4] == [b"kernel for sm_86 by 13.0", b"kernel for sm_90 by 13.1"]
+    assert gpu.compiled == [
+        *((KERNEL, "sm_90"), (OTHER, "sm_90"), (KERNEL, "sm_86")),
+        *((KERNEL, "sm_90"), (KERNEL, "sm_90")),
+    ]
+    assert len(files(tmp_path)) == 5
+    first, other, older, *again = gpu.driver.modules
+    assert again == [first, first]
+    assert len({first, other, older}) == 3
 
 
 def test_parts_of_a_key_do_not_run_into_each_other() -> None:
@@ -97,7 +102,7 @@ def test_parts_of_a_key_do_not_run_into_each_other() -> None:
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"\0" * 32, b"\0" * 99], ids=len)
 def test_damaged_code_is_compiled_anew_and_replaced(
-    gpu: FakeGpu,
+    gpu: Gpu,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -109,47 +114,45 @@ def test_damaged_code_is_compiled_anew_and_replaced(
     whole = path.read_bytes()
     path.write_bytes(damage)
     load()
-    assert gpu.loaded == [b"kernel for sm_90 by 13.0"] * 2
+    assert len(gpu.compiled) == 2
+    assert gpu.driver.modules == [whole[32:]] * 2  # behind its checksum
     assert path.read_bytes() == whole
     assert f"{path.name} is damaged" in caplog.text
 
 
 def test_code_that_the_driver_does_not_take_is_compiled_anew(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     start(monkeypatch, tmp_path)
     load()
-    gpu.refused = b"kernel for sm_90 by 13.0"
+    gpu.driver.load_statuses = [209]  # no kernel image is available
     load()
-    assert len(gpu.compiled) == len(gpu.loaded) == 2
+    assert len(gpu.compiled) == len(gpu.driver.modules) == 2
 
 
 def test_code_that_a_full_gpu_has_no_room_for_is_not_compiled_anew(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     start(monkeypatch, tmp_path)
     load()
-
-    def full(code: bytes, device: int) -> None:
-        raise KernelError("Kernels could not be loaded: out of memory.")
-
-    monkeypatch.setattr(compiling, "load_module", full)
-    with pytest.raises(KernelError, match="out of memory"):
+    gpu.driver.load_statuses = [2]
+    with pytest.raises(KernelError, match=r"^Kernels could not be loaded: out of memory\.$"):
         load()
-    assert gpu.compiled == ["kernel"]
+    assert len(gpu.compiled) == len(gpu.driver.modules) == 1
 
 
 def test_a_source_that_does_not_compile_is_an_error_and_leaves_nothing(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     start(monkeypatch, tmp_path)
-    with pytest.raises(KernelError, match=r"^some\.cu does not compile for sm_90: wrong$"):
-        load("wrong")
+    with pytest.raises(KernelError, match=r'^some\.cu does not compile for sm_90: .*"wrong"'):
+        load(KERNEL.replace("void", "wrong"))
+    assert not gpu.driver.modules
     assert not code_folder(tmp_path).exists()
 
 
 def test_a_home_that_is_no_folder_is_said_once_and_no_error(
-    gpu: FakeGpu,
+    gpu: Gpu,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -158,14 +161,14 @@ def test_a_home_that_is_no_folder_is_said_once_and_no_error(
     home.write_text("not a folder")
     start(monkeypatch, home)
     load()
-    load("other kernel")
-    assert gpu.compiled == ["kernel", "other kernel"]
+    load(OTHER)
+    assert gpu.compiled == [(KERNEL, "sm_90"), (OTHER, "sm_90")]
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert kept_bytes(home) == 0
 
 
 def test_a_folder_that_may_only_be_read_is_read(
-    gpu: FakeGpu,
+    gpu: Gpu,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -179,11 +182,11 @@ def test_a_folder_that_may_only_be_read_is_read(
     monkeypatch.setattr(Path, "write_bytes", refuse)
     start(monkeypatch, tmp_path)
     load()
-    assert gpu.compiled == ["kernel"]
+    assert gpu.compiled == [(KERNEL, "sm_90")]
     assert caplog.records == []
-    load("other kernel")
-    load("third kernel")
-    assert gpu.compiled == ["kernel", "other kernel", "third kernel"]
+    load(OTHER)
+    load(THIRD)
+    assert [text for text, _ in gpu.compiled] == [KERNEL, OTHER, THIRD]
     (record,) = caplog.records
     folder = code_folder(tmp_path)
     told = f"kernels: code in {folder} is of no use: [Errno 13] Permission denied"
@@ -218,7 +221,7 @@ def test_writers_at_the_same_time_leave_whole_code_and_nothing_else(tmp_path: Pa
 
 
 def test_without_a_home_nothing_is_kept(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compiling, "CODE", CodeCache())
