@@ -11,7 +11,7 @@ from headroom.bench.figures import (
     PromptFigure,
     VerifyFigure,
 )
-from headroom.bench.traffic import VisitRates, step_traffic, token_operations
+from headroom.bench.traffic import VisitRates, step_traffic
 from headroom.bench.workload import (
     ConcurrentRequests,
     DecodeMeasurement,
@@ -21,6 +21,7 @@ from headroom.bench.workload import (
 )
 from headroom.engine.request import SamplingParams
 from headroom.llm import OpenedModel
+from headroom.plan.cost_model import token_operations
 from headroom.units import counted
 
 SHORT_PROMPT = 128  # tokens of a prompt that only estimates how long others would take
@@ -57,7 +58,7 @@ class SpeedBench:
         self._prompt_seconds(tokens, 0)  # warm-up
         before = self._read()
         times = [self._prompt_seconds(tokens, 1 + seed) for seed in range(self._settings.rounds)]
-        operations, after = tokens * token_operations(self._opened.shape), self._read()
+        operations, after = tokens * token_operations(self._opened.shape.layers), self._read()
         self.figures.prompts.append(
             PromptFigure(
                 tokens=tokens,

@@ -1,10 +1,10 @@
 """Traffic: the bytes that a decode step must move, which limit its speed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from headroom.plan.cost_model import cache_read_bytes, state_move_bytes
 from headroom.plan.lines import (
-    F32_BYTES,
     core_bytes,
     embed_bytes,
     head_bytes,
@@ -51,7 +51,6 @@ def step_traffic(
         model = model.in_tiles()
     batch, last = len(contexts), (embed_bytes if model.tied else head_bytes)(model, settings)
     tables = embed_bytes(model, settings) + lookup_bytes(model, settings)
-    state = sum(layer.state_values + layer.conv_values for layer in model.layers)
     return Traffic(
         weights=core_bytes(model.layers, settings) + norm_bytes(model, settings) + last,
         experts=sum(
@@ -61,7 +60,7 @@ def step_traffic(
         rows=batch * tables / model.vocab,
         cache=sum(_cache_bytes(layer, settings, context)
                   for layer in model.layers for context in contexts),
-        state=2 * batch * state * F32_BYTES,
+        state=batch * sum(state_move_bytes(layer) for layer in model.layers),
     )  # fmt: skip
 
 
@@ -74,19 +73,7 @@ def visited_experts(layer: LayerShape, rows: int, rates: Sequence[float] | None 
     return sum(1 - (1 - min(1.0, rate)) ** rows for rate in rates)
 
 
-def token_operations(model: ModelShape) -> float:
-    """Return the operations of one prompt token's matrix products, without the head."""
-    values = sum(x.core_values + x.experts_used * x.expert_values for x in model.layers)
-    return 2.0 * values
-
-
 def _cache_bytes(layer: LayerShape, settings: PlanSettings, context: float) -> float:
     """Return the bytes of keys and values that one row reads and writes in a layer."""
-    if layer.kind == "recurrent":
-        return 0.0
-    seen = min(context + 1, layer.window) if layer.window else context + 1
-    types = settings.k_type, settings.v_type
-    # A layer without its own cache reads the cache of another layer.
-    return seen * kv_token_bytes(replace(layer, owns_kv=True), *types) + kv_token_bytes(
-        layer, *types
-    )
+    written = kv_token_bytes(layer, settings.k_type, settings.v_type)
+    return cache_read_bytes(layer, settings, context + 1) + written

@@ -7,14 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from headroom.machine.assumed import ASSUMED_CORE_FLOPS, ASSUMED_CPU_BANDWIDTH
 from headroom.machine.cgroups import GroupLimits, read_limits
 from headroom.units import KIB
 
 DeviceKind = Literal["cpu", "cuda", "hip", "metal"]
-
-# Two channels of DDR4-3200 at about 80%; used until the machine is measured.
-ASSUMED_CPU_BANDWIDTH = 40e9
-ASSUMED_CORE_FLOPS = 50e9  # one core with 256-bit vectors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headroom.errors import OptionError
+from headroom.machine.assumed import (
+    ASSUMED_GPU_BANDWIDTH,
+    ASSUMED_GPU_FLOPS,
+    ASSUMED_GPU_LINK,
+)
 from headroom.machine.catalogue import CATALOGUE
 from headroom.machine.devices import DeviceSpec
 from headroom.machine.drivers import NvidiaGpu, find_card, nvidia_gpus, why_unseen
-
-# Speeds of a GPU that the catalogue does not know: a mid-range card behind PCIe 4.
-UNKNOWN_BANDWIDTH, UNKNOWN_LINK, UNKNOWN_FLOPS = 400e9, 32e9, 30e12
 
 
 def detect_gpus() -> list[DeviceSpec]:
@@ -57,9 +59,9 @@ def nvidia_specs(gpus: Sequence[NvidiaGpu]) -> list[DeviceSpec]:
                 kind="cuda",
                 total_bytes=gpu.total_bytes,
                 available_bytes=gpu.free_bytes,
-                bandwidth=card.bandwidth if card else UNKNOWN_BANDWIDTH,
-                link=(card.link if card else 0) or UNKNOWN_LINK,
-                flops=card.flops if card else UNKNOWN_FLOPS,
+                bandwidth=card.bandwidth if card else ASSUMED_GPU_BANDWIDTH,
+                link=(card.link if card else 0) or ASSUMED_GPU_LINK,
+                flops=card.flops if card else ASSUMED_GPU_FLOPS,
                 sm=gpu.sm,
                 product=gpu.product,
             )
@@ -106,9 +108,9 @@ def _amd_speeds(gfx: str, total_bytes: int) -> tuple[float, float, float]:
     size = round(total_bytes / (1 << 30))
     alike = [entry for entry in CATALOGUE if entry.arch == gfx and entry.gibibytes == size]
     if not alike:
-        return UNKNOWN_BANDWIDTH, UNKNOWN_LINK, UNKNOWN_FLOPS
+        return ASSUMED_GPU_BANDWIDTH, ASSUMED_GPU_LINK, ASSUMED_GPU_FLOPS
     slowest = min(alike, key=lambda entry: (entry.bandwidth, entry.link, entry.tera))
-    return slowest.bandwidth * 1e9, slowest.link * 1e9 or UNKNOWN_LINK, slowest.tera * 1e12
+    return slowest.bandwidth * 1e9, slowest.link * 1e9 or ASSUMED_GPU_LINK, slowest.tera * 1e12
 
 
 def _properties(path: Path) -> dict[str, int]:

@@ -4,16 +4,15 @@ import re
 from dataclasses import replace
 
 from headroom.errors import OptionError
+from headroom.machine.assumed import (
+    ASSUMED_GPU_BANDWIDTH,
+    ASSUMED_GPU_FLOPS,
+    ASSUMED_GPU_LINK,
+)
 from headroom.machine.calibration import load_speeds, speeds_path, with_speeds
 from headroom.machine.catalogue import find_device
 from headroom.machine.devices import DeviceSpec, detect_cpu
-from headroom.machine.gpus import (
-    UNKNOWN_BANDWIDTH,
-    UNKNOWN_FLOPS,
-    UNKNOWN_LINK,
-    detect_gpus,
-    find_gpu,
-)
+from headroom.machine.gpus import detect_gpus, find_gpu
 from headroom.options import Options
 from headroom.units import gib, parse_size
 
@@ -81,9 +80,9 @@ def _unknown_gpu(text: str) -> DeviceSpec:
         kind="cuda",
         total_bytes=total,
         available_bytes=total,
-        bandwidth=UNKNOWN_BANDWIDTH,
-        link=UNKNOWN_LINK,
-        flops=UNKNOWN_FLOPS,
+        bandwidth=ASSUMED_GPU_BANDWIDTH,
+        link=ASSUMED_GPU_LINK,
+        flops=ASSUMED_GPU_FLOPS,
         sm=80,  # the oldest one that computes in bf16
     )
 

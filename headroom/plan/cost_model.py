@@ -1,7 +1,8 @@
 """The cost model: all rates and constants by which times are predicted and paths are chosen.
 
-Three callers share the functions here, so that predictions and decisions agree:
+Four callers share the functions here, so that predictions and decisions agree:
 
+- the plan shares layers among devices by the time of reading them (`plan/sharing.py`);
 - the plan predicts tokens per second of a layout (`plan/predict.py`);
 - the decode rule chooses who computes a layer's cold experts in steps of few rows
   (`choose_decode`, called by `experts/store.py`);
@@ -10,14 +11,20 @@ Three callers share the functions here, so that predictions and decisions agree:
 
 A *pick* is one expert that the router chose for one row. A pick is *hot* if its expert is in GPU
 memory and *cold* if it is in host memory. Rates are bytes per second unless they say otherwise.
+
+The speeds of a device come in its `DeviceSpec`: measured by `headroom calibrate`, listed in
+`machine/catalogue.py`, or, where neither is known, assumed in `machine/assumed.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import comb, exp
 from typing import Literal
 
 from headroom.machine.devices import DeviceSpec
+from headroom.plan.lines import F32_BYTES, cached_token_bytes, core_bytes
+from headroom.plan.settings import PlanSettings
+from headroom.plan.shape import LayerShape
 
 ColdPath = Literal["gpu", "cpu", "drop"]  # who computes cold experts in decode steps
 
@@ -62,6 +69,13 @@ MOST_STEP_ROWS = 1 << 16  # rows of a step that the prefill rule considers
 # Mean picks an expert at which `expected_counts` stops: with so many, a copy beats every CPU.
 MOST_MEAN_PICKS = 700.0
 
+# The share of the hot experts that a chunk of twice the length must keep to be chosen. A weighing,
+# not a measurement: a prompt that copies its cold experts once a chunk takes twice as long in
+# chunks of half the length, and 3 % fewer hot experts slow decode by 0.5 to 3 % by this model
+# (Qwen3.6-35B-A3B in Q4_K_M and Q8_0 on the catalogue's 12 and 24 GB cards with 64 GiB of host
+# memory).
+KEPT_FOR_CHUNK = 0.97
+
 
 def memory_rate(device: DeviceSpec) -> float:
     """Return the bytes per second at which a device's kernels read its own memory."""
@@ -71,6 +85,65 @@ def memory_rate(device: DeviceSpec) -> float:
 def compute_rate(device: DeviceSpec) -> float:
     """Return the operations per second of a device's products; 0 where nothing is known."""
     return device.flops if device.measured else device.flops * LISTED_SHARE
+
+
+# ----------------------------------------------------------------------- reading layers
+
+
+def weight_read_bytes(held: int, values: int, device: DeviceSpec, settings: PlanSettings) -> int:
+    """Return the bytes that a step moves to read weights of `values` values, `held` bytes long.
+
+    Kernels that unpack weights in every step also write them in float32 and read them again.
+    """
+    return held + (2 * values * F32_BYTES if _unpacks(device, settings) else 0)
+
+
+def _unpacks(device: DeviceSpec, settings: PlanSettings) -> bool:
+    """Return whether kernels unpack weights in every step: the reference kernels of a CPU do."""
+    plain = device.kind == "cpu" and (not device.native or settings.kernels == "reference")
+    return plain and settings.weights == "packed"
+
+
+def core_read_bytes(layer: LayerShape, device: DeviceSpec, settings: PlanSettings) -> int:
+    """Return the bytes that a step moves to read a layer's weights but routed experts."""
+    held = core_bytes([layer], settings)
+    return weight_read_bytes(held, layer.core_values, device, settings)
+
+
+def cache_read_bytes(layer: LayerShape, settings: PlanSettings, tokens: float) -> float:
+    """Return the bytes of keys and values that a row reads in a layer after so many tokens.
+
+    A layer without a cache of its own reads the cache of another layer.
+    """
+    seen = min(tokens, layer.window) if layer.window else tokens
+    return seen * cached_token_bytes(layer, settings.k_type, settings.v_type)
+
+
+def state_move_bytes(layer: LayerShape) -> int:
+    """Return the bytes of a sequence's recurrent state that a step moves: all, read and written."""
+    return 2 * (layer.state_values + layer.conv_values) * F32_BYTES
+
+
+def layer_read_seconds(
+    layer: LayerShape, device: DeviceSpec, settings: PlanSettings, hit_rate: float = 1.0
+) -> float:
+    """Return the time in which a device reads what a decode step of one token needs of a layer.
+
+    The context is half full. Of the token's routed experts the share `hit_rate` is in the device's
+    memory; the time of the others is not part of the result (`cold_seconds`).
+    """
+    moved = core_read_bytes(layer, device, settings) + state_move_bytes(layer)
+    moved += cache_read_bytes(layer, settings, max(1, settings.context // 2))
+    return (moved + hit_rate * layer.experts_used * layer.expert_bytes) / memory_rate(device)
+
+
+def token_operations(layers: Sequence[LayerShape]) -> float:
+    """Return the operations of one token's matrix products in these layers."""
+    values = sum(x.core_values + x.experts_used * x.expert_values for x in layers)
+    return 2.0 * values
+
+
+# -------------------------------------------------------------------------- cold experts
 
 
 @dataclass(frozen=True, slots=True)

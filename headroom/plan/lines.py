@@ -91,13 +91,18 @@ def head_bytes(model: ModelShape, settings: PlanSettings) -> int:
     return held_bytes(model.head_bytes, model.head_values, 0, settings)
 
 
-def kv_token_bytes(layer: LayerShape, k_type: str, v_type: str) -> int:
-    """Return the bytes that one token adds to a layer's own cache."""
-    if layer.kv_values == (0, 0):
+def cached_token_bytes(layer: LayerShape, k_type: str, v_type: str) -> int:
+    """Return the bytes of one token in the cache that a layer reads, its own or another layer's."""
+    if layer.kind == "recurrent" or not layer.kv_heads:
         return 0
     key = checked_row_bytes(k_type, layer.key_dim, "A key head")
     value = checked_row_bytes(v_type, layer.value_dim, "A value head")
     return layer.kv_heads * (key + value)
+
+
+def kv_token_bytes(layer: LayerShape, k_type: str, v_type: str) -> int:
+    """Return the bytes that one token adds to a layer's own cache."""
+    return cached_token_bytes(layer, k_type, v_type) if layer.owns_kv else 0
 
 
 def kv_bytes(layer: LayerShape, settings: PlanSettings) -> int:

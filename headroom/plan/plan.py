@@ -10,7 +10,7 @@ from headroom.machine.devices import DeviceSpec
 from headroom.machine.precision import Precision, common_precision
 from headroom.machine.targets import is_this_machine
 from headroom.options import Options
-from headroom.plan.cost_model import ColdSpeeds, cold_speeds_of
+from headroom.plan.cost_model import KEPT_FOR_CHUNK, ColdSpeeds, cold_speeds_of
 from headroom.plan.device_scratch import unpack_bytes_for
 from headroom.plan.experts import check_expert_budget, floor_bytes, parse_expert_budget
 from headroom.plan.layout import DevicePlan, HostPlan, Layout, Pinning, biggest_line, lay_out
@@ -32,7 +32,6 @@ from headroom.plan.solver import (
 from headroom.units import gib, parse_size
 
 COLD_CHUNKS = (2048, 1024, 512, 256)  # choices of prompt tokens per step if experts are cold
-KEPT_FOR_CHUNK = 0.97  # share of the hot experts that a chunk of twice the length must keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,14 +14,18 @@ from headroom.plan.cost_model import (
     cold_seconds,
     cold_speeds_of,
     compute_rate,
+    core_read_bytes,
     decode_speeds,
+    layer_read_seconds,
     memory_rate,
     prefill_seconds,
     prefill_speeds,
+    token_operations,
+    weight_read_bytes,
 )
 from headroom.plan.experts import BUFFERS, buffer_bytes
 from headroom.plan.layout import DevicePlan, Layout, Pinning
-from headroom.plan.lines import F32_BYTES, core_bytes, embed_bytes, head_bytes, kv_token_bytes
+from headroom.plan.lines import embed_bytes, head_bytes
 from headroom.plan.settings import PlanSettings
 from headroom.plan.shape import LayerShape, ModelShape
 
@@ -117,43 +121,36 @@ class _StageWork:
     def has_head(self) -> bool:
         return self.plan.layers[1] == len(self.model.layers) - 1
 
-    def weight_bytes(self, *, unpacking: bool) -> int:
-        """Return the bytes that a step reads of all weights but experts.
+    @property
+    def hot_by_layer(self) -> tuple[int, ...]:
+        """Hot experts of each layer; 0 where a layer has none."""
+        return self.plan.hot_by_layer or (0,) * len(self.layers)
 
-        Kernels that unpack weights first write and read them again in float32.
-        """
-        held = core_bytes(self.layers, self.settings)
-        values = sum(layer.core_values for layer in self.layers)
-        if self.has_head:
-            model = self.model
-            held += (embed_bytes if model.tied else head_bytes)(model, self.settings)
-            values += model.embed_values if model.tied else model.head_values
-        return held + (2 * values * F32_BYTES if unpacking else 0)
+    def head_read_bytes(self, device: DeviceSpec) -> int:
+        """Return the bytes that a step moves to read the head; 0 if another device has it."""
+        if not self.has_head:
+            return 0
+        model = self.model
+        held = (embed_bytes if model.tied else head_bytes)(model, self.settings)
+        values = model.embed_values if model.tied else model.head_values
+        return weight_read_bytes(held, values, device, self.settings)
 
-    def cache_bytes(self) -> int:
-        """Return the bytes of KV cache and state that one token reads, the context half full."""
-        half, total = max(1, self.settings.context // 2), 0
-        for layer in self.layers:
-            seen = min(half, layer.window) if layer.kind == "window" else half
-            total += seen * kv_token_bytes(layer, self.settings.k_type, self.settings.v_type)
-            total += 2 * (layer.state_values + layer.conv_values) * F32_BYTES  # read and written
-        return total
+    def weight_read_bytes(self, device: DeviceSpec) -> int:
+        """Return the bytes that a prefill step moves to read the weights of this device."""
+        core = sum(core_read_bytes(layer, device, self.settings) for layer in self.layers)
+        hot = sum(layer.hot * layer.shape.expert_bytes for layer in self.routed())
+        return core + hot + self.head_read_bytes(device)
 
-    def hot_bytes(self) -> float:
-        """Return the bytes of all hot experts."""
-        return sum(layer.hot * layer.shape.expert_bytes for layer in self.routed())
-
-    def hot_bytes_of_token(self) -> float:
-        """Return the bytes of the hot experts that one token visits."""
-        return sum(
-            layer.hit_rate * layer.shape.experts_used * layer.shape.expert_bytes
-            for layer in self.routed()
+    def token_read_seconds(self, device: DeviceSpec) -> float:
+        """Return the time in which one token reads what the device holds."""
+        return self.head_read_bytes(device) / memory_rate(device) + sum(
+            layer_read_seconds(layer, device, self.settings, hot / max(1, layer.experts))
+            for layer, hot in zip(self.layers, self.hot_by_layer, strict=True)
         )
 
     def routed(self) -> list[RoutedLayer]:
         """Return the layers with experts."""
-        hot = self.plan.hot_by_layer or (0,) * len(self.layers)
-        both = zip(self.layers, hot, strict=True)
+        both = zip(self.layers, self.hot_by_layer, strict=True)
         return [RoutedLayer(shape, count) for shape, count in both if shape.experts]
 
     def with_cold(self) -> Counter[RoutedLayer]:
@@ -165,17 +162,10 @@ class _StageWork:
             return Counter()
         return Counter(layer for layer in self.routed() if layer.hot < layer.shape.experts)
 
-    def operations(self) -> float:
-        """Return the multiplications and additions of one token."""
-        values = sum(x.core_values + x.experts_used * x.expert_values for x in self.layers)
-        return 2.0 * values
-
 
 def _decode_parts(work: _StageWork, device: DeviceSpec, speeds: ColdSpeeds) -> dict[str, float]:
     """Return the seconds of one token, by what they are spent on."""
-    unpacking = _unpacks(device, work.settings)
-    own = work.weight_bytes(unpacking=unpacking) + work.cache_bytes() + work.hot_bytes_of_token()
-    parts = {f"memory of {device.name}": own / memory_rate(device)}
+    parts = {f"memory of {device.name}": work.token_read_seconds(device)}
     for layer, count in work.with_cold().items():
         choice = layer.decode_choice(speeds, work.settings.cold)
         name = _worker_name(device, choice)
@@ -196,18 +186,11 @@ def _prefill_seconds(work: _StageWork, device: DeviceSpec, speeds: ColdSpeeds) -
 
     Cold experts come to the device while it computes.
     """
-    rows, unpacking = work.settings.chunk, _unpacks(device, work.settings)
-    moved = work.weight_bytes(unpacking=unpacking) + work.hot_bytes()
+    rows = work.settings.chunk
     times = [
-        moved / memory_rate(device),
+        work.weight_read_bytes(device) / memory_rate(device),
         sum(n * layer.prefill_seconds(rows, speeds) for layer, n in work.with_cold().items()),
     ]
     if device.flops:
-        times.append(rows * work.operations() / compute_rate(device))
+        times.append(rows * token_operations(work.layers) / compute_rate(device))
     return max(times)
-
-
-def _unpacks(device: DeviceSpec, settings: PlanSettings) -> bool:
-    """Return whether kernels unpack weights in every step: the reference kernels of a CPU do."""
-    plain = device.kind == "cpu" and (not device.native or settings.kernels == "reference")
-    return plain and settings.weights == "packed"

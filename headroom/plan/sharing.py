@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from headroom.errors import OptionError, PlanError
 from headroom.machine.devices import DeviceSpec
-from headroom.plan.cost_model import memory_rate
+from headroom.plan.cost_model import layer_read_seconds
 from headroom.plan.experts import expert_staging_bytes, keep_with_staging
 from headroom.plan.lines import layer_bytes, verify_bytes
 from headroom.plan.settings import PlanRequest, PlanSettings
@@ -139,13 +139,12 @@ class RangeValuer:
 
 
 def layer_times(model: ModelShape, device: DeviceSpec, settings: PlanSettings) -> list[int]:
-    """Return for each layer the picoseconds in which a device reads what one token needs."""
+    """Return the picoseconds in which a device reads what one token needs of each layer.
+
+    All experts count as hot: ranges are compared by their hot experts before their times.
+    """
     return [
-        int(
-            (layer_bytes(layer, settings) + layer.experts_used * layer.expert_bytes)
-            * (PICOSECONDS / memory_rate(device))
-        )
-        for layer in model.layers
+        int(PICOSECONDS * layer_read_seconds(layer, device, settings)) for layer in model.layers
     ]
 
 

@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headroom.machine.calibration import Speeds, with_speeds
+from headroom.machine.devices import DeviceSpec
 from headroom.plan import cost_model
 from headroom.plan.cost_model import (
     HOT_KERNELS_S,
@@ -23,15 +24,70 @@ from headroom.plan.cost_model import (
     decode_speeds,
     expected_counts,
     expert_flops,
+    layer_read_seconds,
     left_to_cpu,
     most_counted_rows,
     pays_to_count,
     prefill_speeds,
     row_seconds,
+    token_operations,
 )
-from tests.plan.shapes import gpu, host
+from headroom.plan.shape import LayerShape
+from tests.plan.shapes import cpu, gpu, host, settings
 
 SPEEDS = ColdSpeeds(gpu=1e12, link=4e10, cpu=6e10, handover_s=1e-5, copy=5e10)
+
+
+FULL = LayerShape(
+    kind="full", core_bytes=1000, core_values=2000, query_heads=8, kv_heads=2, key_dim=32,
+    value_dim=32,
+)  # fmt: skip
+TOKEN = 2 * (32 + 32) * 2  # bytes of one token's keys and values in FULL, in f16
+HALF = 4096  # tokens of a context of 8192 that is half full
+RECURRENT = LayerShape(
+    kind="recurrent", core_bytes=500, core_values=600, state_values=100, conv_values=20
+)
+ROUTED = replace(FULL, experts=8, experts_used=2, expert_bytes=64, expert_values=100)
+PLAIN_CPU, NATIVE_CPU = cpu(8), replace(cpu(8), native=True)
+
+
+@pytest.mark.parametrize(
+    ("layer", "device", "changes", "moved"),
+    [
+        (FULL, gpu(8), {}, 1000 + HALF * TOKEN),
+        (FULL, gpu(8), {"k_type": "q8_0"}, 1000 + HALF * 2 * (34 + 64)),
+        (replace(FULL, kind="window", window=100), gpu(8), {}, 1000 + 100 * TOKEN),
+        # The cache of another layer is read as well.
+        (replace(FULL, owns_kv=False), gpu(8), {}, 1000 + HALF * TOKEN),
+        (RECURRENT, gpu(8), {}, 500 + 2 * 120 * 4),
+        (RECURRENT, NATIVE_CPU, {"kernels": "native"}, 500 + 2 * 120 * 4),
+        # Reference kernels write unpacked values and read them again.
+        (RECURRENT, PLAIN_CPU, {}, 500 + 2 * 120 * 4 + 2 * 600 * 4),
+        (RECURRENT, NATIVE_CPU, {"kernels": "reference"}, 500 + 2 * 120 * 4 + 2 * 600 * 4),
+        (RECURRENT, PLAIN_CPU, {"weights": "unpacked"}, 600 * 4 + 2 * 120 * 4),
+        (ROUTED, gpu(8), {}, 1000 + HALF * TOKEN + 2 * 64),
+    ],
+)
+def test_a_token_reads_weights_half_a_context_and_states_at_the_speed_of_memory(
+    layer: LayerShape, device: DeviceSpec, changes: dict[str, object], moved: int
+) -> None:
+    asked = settings(kernels="cuda") if device.kind == "cuda" else settings()
+    asked = replace(asked, **changes)  # type: ignore[arg-type]
+    rate = device.bandwidth
+    assert layer_read_seconds(layer, replace(device, measured=True), asked) == moved / rate
+    assert layer_read_seconds(layer, device, asked) == pytest.approx(moved / rate / 0.7)
+
+
+def test_cold_experts_are_not_read_from_the_devices_memory() -> None:
+    device, asked = replace(gpu(8), measured=True), settings(kernels="cuda")
+    hot, half, none = (layer_read_seconds(ROUTED, device, asked, x) for x in (1.0, 0.5, 0.0))
+    assert none == layer_read_seconds(FULL, device, asked)
+    assert half - none == pytest.approx(64 / 936e9)
+    assert hot - none == pytest.approx(2 * 64 / 936e9)
+
+
+def test_a_token_multiplies_every_value_that_it_visits() -> None:
+    assert token_operations([FULL, ROUTED]) == 2 * (2000 + 2000 + 2 * 100)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from headroom.machine.devices import DeviceSpec
 from headroom.options import Options
-from headroom.plan.plan import KEPT_FOR_CHUNK, DoesNotFitError, Plan, make_plan
+from headroom.plan.cost_model import KEPT_FOR_CHUNK
+from headroom.plan.plan import DoesNotFitError, Plan, make_plan
 from headroom.plan.shape import LayerShape, ModelShape
 from headroom.units import GIB, MIB
 from tests.plan.shapes import cpu, gpu, host

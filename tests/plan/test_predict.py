@@ -22,9 +22,12 @@ from headroom.plan.cost_model import (
     prefill_speeds,
 )
 from headroom.plan.experts import BUFFERS, buffer_bytes
+from headroom.plan.known import known_shape
 from headroom.plan.layout import Layout
+from headroom.plan.lines import embed_bytes, head_bytes
 from headroom.plan.plan import Plan, make_plan
 from headroom.plan.predict import predict
+from headroom.plan.sharing import PICOSECONDS, layer_times
 from tests.plan.shapes import cpu, gpu, host, laguna, smollm2
 
 CARD = replace(gpu(12), link=5e10, link_read=4e10, handover_s=1e-5, measured=True)
@@ -58,6 +61,21 @@ def test_prompts_wait_for_all_cold_experts_once_a_chunk() -> None:
     short, long = (plan.predicted.prefill_tokens_per_s for plan in plans)
     assert long == pytest.approx(1024 * 5e10 / cold, rel=1e-3)
     assert long == pytest.approx(2 * short, rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["gemma-4-e4b", "qwen3.5-27b", "qwen3-30b-a3b"])
+def test_layers_are_shared_by_the_times_that_are_predicted(name: str) -> None:
+    model = known_shape(f"{name}:q4_k_m")
+    devices = [gpu(24), replace(gpu(24, "cuda:1"), bandwidth=4e11), host(64)]
+    plan = make_plan([model], devices, Options(context=20000))
+    held = model.in_tiles()
+    head = (embed_bytes if model.tied else head_bytes)(held, plan.settings)
+    step_s = head / memory_rate(devices[1])
+    for device, part in zip(devices, plan.devices, strict=False):
+        assert part.hot_experts == part.total_experts
+        times = layer_times(held, device, plan.settings)
+        step_s += sum(times[part.layers.first : part.layers.last + 1]) / PICOSECONDS
+    assert 1 / plan.predicted.decode_tokens_per_s == pytest.approx(step_s, rel=1e-6)
 
 
 def engine_choices(plan: Plan) -> list[DecodeChoice | None]:
