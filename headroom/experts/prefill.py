@@ -51,7 +51,7 @@ from headroom.plan.cost_model import (
     left_to_cpu,
     most_counted_rows,
 )
-from headroom.plan.experts import BUFFERS, buffer_bytes
+from headroom.plan.experts import STREAM_BUFFERS, buffer_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,17 +233,19 @@ class ColdStream:
         speeds: ColdSpeeds,
     ) -> None:
         planned = buffer_bytes(expert_bytes, experts)
-        size = min(planned, len(staging) // BUFFERS // ALIGNMENT * ALIGNMENT)
+        size = min(planned, len(staging) // STREAM_BUFFERS // ALIGNMENT * ALIGNMENT)
         assert size >= expert_bytes
         self.buffer_bytes = size
-        self.downs = staging[BUFFERS * size :]
+        self.downs = staging[STREAM_BUFFERS * size :]
         self.speeds = speeds if MODULE is not None else speeds.without_cpu
         self.layers: list[StreamedLayer] = []  # in the order of the model
         self.counts = ColdCosts()
         # Times how long the computing waits for copies; None without a GPU.
         self.waits = WaitClock(staging.device) if staging.is_cuda else None
         self.cpu, self.read_room = PrefillCpu(), PinnedBuffer()
-        self._ring = StagingRing(queue, staging[: BUFFERS * size].view(BUFFERS, -1).unbind())
+        self._ring = StagingRing(
+            queue, staging[: STREAM_BUFFERS * size].view(STREAM_BUFFERS, -1).unbind()
+        )
         self._coming: deque[BufferLoad] = deque()  # not yet unpacked, in the order of their use
         self._sent = 0  # how many of them are in buffers or being copied
         self._rooms: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}  # of downs
@@ -328,7 +330,7 @@ class StreamedLayer:
             size=self._size,
             experts=len(self._loads.rows()),
             picks=cold_picks,
-            ahead_bytes=BUFFERS * stream.buffer_bytes,
+            ahead_bytes=STREAM_BUFFERS * stream.buffer_bytes,
         )
         # The most rows of a step that waits for its picks. Computed once: exchanges leave as many
         # experts cold, and make cold picks fewer.
@@ -450,7 +452,7 @@ def open_stream(
     queue: CopyQueue = CudaCopies(staging.device)
     if not pinned:
         size = buffer_bytes(expert_bytes, experts)
-        buffers = [pinned_empty((size,), torch.uint8) for _ in range(BUFFERS)]
+        buffers = [pinned_empty((size,), torch.uint8) for _ in range(STREAM_BUFFERS)]
         queue = BouncedCopies(queue, buffers)
     return ColdStream(staging, expert_bytes, experts, queue, speeds)
 

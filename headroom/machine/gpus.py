@@ -12,6 +12,7 @@ from headroom.machine.assumed import (
 from headroom.machine.catalogue import CATALOGUE
 from headroom.machine.devices import DeviceSpec
 from headroom.machine.drivers import NvidiaGpu, find_card, nvidia_gpus, why_unseen
+from headroom.machine.readiness import GpuMemory
 
 
 def detect_gpus() -> list[DeviceSpec]:
@@ -19,15 +20,15 @@ def detect_gpus() -> list[DeviceSpec]:
     return nvidia_specs(nvidia_gpus()) + read_amd(Path("/sys/class/kfd/kfd/topology/nodes"))
 
 
-def driver_memory(name: str) -> tuple[int, int]:
-    """Return the free bytes and the total bytes of a GPU, as its driver reports them.
+def driver_memory(name: str) -> GpuMemory:
+    """Return the memory of a GPU as its driver reports it; 0 bytes if the driver does not list it.
 
     Torch would have to start CUDA first, which fails on a full GPU.
     """
     for device in detect_gpus():
         if device.name == name:
-            return device.available_bytes, device.total_bytes
-    return 0, 0
+            return GpuMemory(device.available_bytes, device.total_bytes)
+    return GpuMemory(0, 0)
 
 
 def find_gpu(name: str, found: list[DeviceSpec]) -> DeviceSpec:

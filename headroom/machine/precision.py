@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headroom.kernels.cuda.sizes import BF16_SM
 from headroom.machine.devices import DeviceSpec
 
 _STRENGTH = {"f32": 0, "f16": 1, "bf16": 2}  # several devices take the weakest type present
@@ -23,7 +24,7 @@ class Precision:
 
 def cuda_precision(sm: int) -> Precision:
     """Return the type of an NVIDIA GPU; `sm` is 10 x major + minor, 0 if unknown."""
-    if sm >= 80:
+    if sm >= BF16_SM:
         return Precision("bf16", "CUDA sm80 and later compute in bf16")
     if 70 <= sm <= 79:
         return Precision("f16", "CUDA sm70 to sm79 compute in f16")

@@ -4,10 +4,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headroom.kernels.cuda.sizes import BF16_SM
 from headroom.units import counted, gib
 
 LEAST_SM = 75  # tensor cores for 8-bit products, and the instructions that kernels are written in
-BF16_SM = 80
 LEAST_TORCH = (2, 8)  # on CUDA: products of 16-bit numbers that are summed and returned in float32
 # The least major version of NVIDIA's driver that starts each major version of CUDA.
 DRIVERS = {11: 450, 12: 525, 13: 580}
@@ -37,11 +37,11 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """The memory of a GPU, in bytes, and who holds it, most first."""
+    """The memory of a GPU, and who holds it, most first."""
 
-    free: int
-    total: int
-    holders: tuple[Holder, ...]  # empty if they are hidden
+    free_bytes: int
+    total_bytes: int
+    holders: tuple[Holder, ...] = ()  # empty if they are hidden or were not asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,8 +225,8 @@ def _refuse_compiler(gpu: GpuFacts) -> Refusal | None:
         return None
     if (memory := gpu.full) is not None:
         return Refusal(
-            f"{gpu.name} has {gib(memory.free)} of {gib(memory.total)} free, too little to start "
-            f"CUDA and load a kernel; {_held_rest(memory.holders)}.",
+            f"{gpu.name} has {gib(memory.free_bytes)} of {gib(memory.total_bytes)} free, too "
+            f"little to start CUDA and load a kernel; {_held_rest(memory.holders)}.",
             "End what holds it, or choose another --device.",
         )
     return Refusal(
@@ -249,16 +249,13 @@ def has_kernels_for(archs: Sequence[str], sm: int) -> bool:
     return False
 
 
-def refuse_memory(
-    name: str, needed: int, memory: tuple[int, int], holders: Sequence[Holder]
-) -> Refusal | None:
-    """Return why a plan does not fit a GPU now, given (free, total) bytes; None if it fits."""
-    free, total = memory
-    if needed <= free:
+def refuse_memory(name: str, needed: int, memory: GpuMemory) -> Refusal | None:
+    """Return why a plan that needs so many bytes does not fit a GPU now; None if it fits."""
+    if needed <= memory.free_bytes:
         return None
     return Refusal(
-        f"{name} has {gib(free)} of {gib(total)} free and the plan needs {gib(needed)}; "
-        f"{_held_rest(holders)}.",
+        f"{name} has {gib(memory.free_bytes)} of {gib(memory.total_bytes)} free and the plan needs "
+        f"{gib(needed)}; {_held_rest(memory.holders)}.",
         "End what holds it, or plan again with a smaller --context, --parallel or --chunk.",
     )
 
@@ -288,7 +285,7 @@ def out_of_memory(
     others = f"{held} hold memory, too" if held else "no other process is known to hold any"
     return Refusal(
         f"{name} ran out of memory while {while_}: {gib(allocated)} of {gib(planned)} planned were "
-        f"allocated, and {gib(memory.free)} of {gib(memory.total)} are free; {others}.",
+        f"allocated, and {gib(memory.free_bytes)} of {gib(memory.total_bytes)} are free; {others}.",
         "Choose a smaller --context, --parallel or --chunk, or end what else holds its memory.",
     )
 

@@ -53,14 +53,14 @@ def read_gpu(known: GpuFacts, torch_facts: TorchFacts) -> GpuFacts:
     sm = 10 * properties.major + properties.minor
     trial, full = try_compiler(index), None
     if trial.out_of_memory:
-        full = GpuMemory(*driver_memory(known.name), tuple(gpu_holders(known.name)))
+        full = replace(driver_memory(known.name), holders=tuple(gpu_holders(known.name)))
     return replace(known, sm=sm, compiler=trial.problem, full=full)
 
 
-def gpu_memory(name: str) -> tuple[int, int]:
-    """Return the bytes of a GPU that are free now, and its total bytes."""
+def gpu_memory(name: str) -> GpuMemory:
+    """Return the memory of a GPU and what is free of it now, without who holds the rest."""
     try:
-        return torch.cuda.mem_get_info(torch_name(name))
+        return GpuMemory(*torch.cuda.mem_get_info(torch_name(name)))
     except RuntimeError as error:
         if is_out_of_memory(error):  # CUDA itself had no room to start
             return driver_memory(name)

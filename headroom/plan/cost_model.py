@@ -22,9 +22,9 @@ from math import comb, exp
 from typing import Literal
 
 from headroom.machine.devices import DeviceSpec
-from headroom.plan.lines import F32_BYTES, cached_token_bytes, core_bytes
+from headroom.plan.lines import cached_token_bytes, core_bytes
 from headroom.plan.settings import PlanSettings
-from headroom.plan.shape import LayerShape
+from headroom.plan.shape import F32_BYTES, LayerShape
 
 ColdPath = Literal["gpu", "cpu", "drop"]  # who computes cold experts in decode steps
 
@@ -132,9 +132,10 @@ def layer_read_seconds(
     The context is half full. Of the token's routed experts the share `hit_rate` is in the device's
     memory; the time of the others is not part of the result (`cold_seconds`).
     """
-    moved = core_read_bytes(layer, device, settings) + state_move_bytes(layer)
-    moved += cache_read_bytes(layer, settings, max(1, settings.context // 2))
-    return (moved + hit_rate * layer.experts_used * layer.expert_bytes) / memory_rate(device)
+    core = core_read_bytes(layer, device, settings)
+    cache = cache_read_bytes(layer, settings, max(1, settings.context // 2))
+    experts = hit_rate * layer.experts_used * layer.expert_bytes
+    return (core + cache + state_move_bytes(layer) + experts) / memory_rate(device)
 
 
 def token_operations(layers: Sequence[LayerShape]) -> float:

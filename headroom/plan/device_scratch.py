@@ -29,10 +29,9 @@ from headroom.kernels.cuda.attention_scratch import (
 )
 from headroom.kernels.cuda.buffers import Buffer, ScratchCount, floats
 from headroom.kernels.cuda.sizes import DECODE_ROWS, EXPERT_STEP, MOST_OUTPUTS
-from headroom.plan.shape import LayerPadding, LayerShape
+from headroom.plan.shape import BF16_BYTES, F32_BYTES, LayerPadding, LayerShape
 from headroom.units import GIB, MIB
 
-F32, BF16 = 4, 2  # bytes
 NARROW_TYPES = ("bf16", "f16")  # types that the fused kernels compute the prefill path in
 UPLOAD_BYTES = 2 * 64 * MIB  # of the buffers through which weights are loaded
 FLASH_SM = 80  # the first GPUs with torch's flash attention
@@ -452,12 +451,12 @@ def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> in
         size, picks = 0, rows * layer.experts_used
         if layer.kind != "recurrent":
             width = layer.query_heads * layer.key_dim
-            size = BF16 * rows * width + F32 * rows * layer.query_heads
+            size = BF16_BYTES * rows * width + F32_BYTES * rows * layer.query_heads
             size += _attention_bytes(layer, step, sm)
-        answer = F32 if step.halves else BF16
+        answer = F32_BYTES if step.halves else BF16_BYTES
         grouped = answer * picks * (2 * layer.expert_width + step.hidden) + PICK_BYTES * picks
         most = max(most, size, grouped if layer.experts else 0)
-    rope = 4 * F32 * rows * max(layer.key_dim for layer in layers)
+    rope = 4 * F32_BYTES * rows * max(layer.key_dim for layer in layers)
     return most + rope + _cublas_bytes(sm)
 
 
@@ -470,21 +469,23 @@ def inputs_bytes(rows: int, sequences: int, pages: int) -> int:
 def _attention_bytes(layer: LayerShape, step: DeviceStep, sm: int) -> int:
     """Return what prefill attention allocates besides its result, by the kernel that it uses."""
     heads, dim, rows = layer.query_heads, layer.key_dim, step.rows
-    summed = F32 if dim > MOST_KEPT_DIM else 0
+    summed = F32_BYTES if dim > MOST_KEPT_DIM else 0
     if layer.window:
         if not (step.halves or dim > MOST_FLASH_DIM or dim % FLASH_STEP):
             return 0
         rows = min(rows, MASKED_ROWS)
         seen = min(step.context, layer.window + rows)
-        return rows * (MASK_BYTES * seen + (BF16 + BF16 + summed) * heads * dim)
+        return rows * (MASK_BYTES * seen + (BF16_BYTES + BF16_BYTES + summed) * heads * dim)
     if dim > MOST_FLASH_DIM:
         rows = min(rows, WIDE_ROWS)
         scores = min(WIDE_SCORES, rows * heads * wide_stride(step.context))
         # Queries by KV head and two sums; per row a maximum, a sum and a factor.
-        return F32 * scores + rows * heads * ((BF16 + 2 * F32) * dim + 3 * F32)
+        return F32_BYTES * scores + rows * heads * (
+            (BF16_BYTES + 2 * F32_BYTES) * dim + 3 * F32_BYTES
+        )
     if not step.halves:
         return 0
-    return rows * heads * dim * (BF16 + (summed if sm < FLASH_SM else 0))
+    return rows * heads * dim * (BF16_BYTES + (summed if sm < FLASH_SM else 0))
 
 
 def _cublas_bytes(sm: int) -> int:

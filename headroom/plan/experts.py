@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from headroom.errors import OptionError, PlanError
 from headroom.kernels.cuda.buffers import aligned
 from headroom.kernels.cuda.experts_scratch import experts_at_once
-from headroom.plan.device_scratch import BF16
-from headroom.plan.shape import LayerShape
+from headroom.plan.shape import BF16_BYTES, LayerShape
 from headroom.units import MIB, gib, parse_size
 
-BUFFERS = 2  # one is read while the other is filled
+STREAM_BUFFERS = 2  # of cold experts: one is read while the other is filled
 # A larger buffer hides more of a layer's computing behind the link: 64 MiB take 1.2 ms over PCIe 5.
 BUFFER_BYTES = 64 * MIB
 
@@ -128,7 +127,7 @@ def buffer_bytes(expert_bytes: int, experts: int) -> int:
 def downs_bytes(experts: int, width: int, hidden: int, unpack_bytes: int) -> int:
     """Return the bytes of the unpacked down matrices of the experts computed together."""
     each = experts_at_once(experts, width, hidden, unpack_bytes)
-    return aligned(BF16 * each * width * hidden)
+    return aligned(BF16_BYTES * each * width * hidden)
 
 
 def expert_staging_bytes(layers: Sequence[LayerShape], hidden: int, unpack_bytes: int) -> int:
@@ -147,7 +146,7 @@ def expert_staging_bytes(layers: Sequence[LayerShape], hidden: int, unpack_bytes
 def bounce_bytes(layers: Sequence[LayerShape]) -> int:
     """Return the pinned host memory through which unpinned experts are copied to a GPU."""
     most = max((layer.experts for layer in layers), default=0)
-    return BUFFERS * buffer_bytes(largest_expert(layers), most) if most else 0
+    return STREAM_BUFFERS * buffer_bytes(largest_expert(layers), most) if most else 0
 
 
 def _stream_bytes(layers: Sequence[LayerShape], hidden: int, unpack_bytes: int) -> int:
@@ -158,7 +157,7 @@ def _stream_bytes(layers: Sequence[LayerShape], hidden: int, unpack_bytes: int) 
     downs = (
         downs_bytes(layer.experts, layer.expert_width, hidden, unpack_bytes) for layer in routed
     )
-    return BUFFERS * buffer_bytes(largest_expert(routed), most) + max(downs)
+    return STREAM_BUFFERS * buffer_bytes(largest_expert(routed), most) + max(downs)
 
 
 def _floor(layers: Sequence[LayerShape]) -> int:

@@ -380,10 +380,10 @@ class _Builder:
 
     def _table(self, name: str, note: str, *, lookup: bool = False) -> Line:
         model, settings = self.model, self.settings
-        size, beside = embed_bytes(model, settings), lookup_bytes(model, settings)
+        size, per_layer = embed_bytes(model, settings), lookup_bytes(model, settings)
         why = f"{model.vocab} x {model.hidden}, {settings.weights}" + (f", {note}" if note else "")
-        if lookup and beside:
-            return Line(name, size + beside, f"{why}, and {gib(beside)} of per-layer tables")
+        if lookup and per_layer:
+            return Line(name, size + per_layer, f"{why}, and {gib(per_layer)} of per-layer tables")
         return Line(name, size, why)
 
     def _device_plan(

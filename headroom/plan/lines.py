@@ -17,11 +17,10 @@ from headroom.machine.calibration import (
 from headroom.machine.devices import DeviceSpec
 from headroom.plan.device_scratch import inputs_bytes, library_bytes
 from headroom.plan.settings import PlanRequest, PlanSettings, pages_for
-from headroom.plan.shape import LayerRange, LayerShape, ModelShape
+from headroom.plan.shape import F32_BYTES, LayerRange, LayerShape, ModelShape
 from headroom.plan.workspace import device_step, workspace_phases
 from headroom.units import GIB, MIB, counted, gib
 
-F32_BYTES = 4
 TREE_NODES = 32  # most tokens that a draft proposes at once
 NOT_ALLOCATED = frozenset({"graphs", "runtime", "reserve"})  # lines the engine does not allocate
 

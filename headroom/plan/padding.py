@@ -1,11 +1,13 @@
 """Padding: the bytes that the kernels' layouts add to weights.
 
 The C++ kernels of a CPU hold matrices in *panels* of sixteen rows, the CUDA kernels in *tiles* of
-rows and columns. Both fill the last panel or tile up with zeros.
+rows and columns. Both fill the last panel or tile up with zeros. Names of a layer's tensors are
+GGUF's without "blk.N.".
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
+from headroom.families.tables import Types
 from headroom.formats.mixes import kept_in_f32
 from headroom.formats.quants import BF16, F32, QuantType
 from headroom.kernels.cuda.sizes import EXPERT_STEP, TILED, tile_bytes
@@ -15,8 +17,6 @@ from headroom.plan.shape import Padding
 PANEL_ROWS, PANEL_ALIGNMENT = 16, 64
 _EXACT = "ffn_gate_inp.weight"  # the one matrix that is f32 whatever its file's type
 
-Tensors = Mapping[str, tuple[tuple[int, ...], QuantType]]  # by GGUF's names without "blk.N."
-
 
 def panel_bytes(quant: QuantType, rows: int, columns: int) -> int:
     """Return the bytes of a matrix in panels; rows are filled up with zeros."""
@@ -24,7 +24,7 @@ def panel_bytes(quant: QuantType, rows: int, columns: int) -> int:
     return panel * -(-rows // PANEL_ROWS)
 
 
-def panel_padding(tensors: Tensors) -> Padding:
+def panel_padding(tensors: Types) -> Padding:
     """Return what panels add to the matrices among the tensors; others stay as in the file."""
     size_bytes = values = floats = 0
     for name, (shape, quant) in tensors.items():
@@ -39,7 +39,7 @@ def panel_padding(tensors: Tensors) -> Padding:
     return Padding(size_bytes, values, floats)
 
 
-def expert_padding(stacks: Tensors, added: Callable[[QuantType, int, int], int]) -> int:
+def expert_padding(stacks: Types, added: Callable[[QuantType, int, int], int]) -> int:
     """Return the bytes that a layout adds to one expert; `added` says what a matrix gets.
 
     Kernels hold gate and up apart even if the file has them fused.
@@ -51,7 +51,7 @@ def expert_padding(stacks: Tensors, added: Callable[[QuantType, int, int], int])
     return total
 
 
-def expert_panel_padding(stacks: Tensors) -> int:
+def expert_panel_padding(stacks: Types) -> int:
     """Return the bytes that panels add to one expert."""
     return expert_padding(stacks, _added_by_panels)
 
@@ -60,7 +60,7 @@ def _added_by_panels(quant: QuantType, rows: int, columns: int) -> int:
     return panel_bytes(quant, rows, columns) - quant.bytes_for(rows * columns)
 
 
-def tile_padding(tensors: Tensors) -> Padding:
+def tile_padding(tensors: Types) -> Padding:
     """Return what tiles add to a layer's matrices; types without tiles are held in 16 bits."""
     return Padding(
         bytes=sum(
@@ -71,14 +71,14 @@ def tile_padding(tensors: Tensors) -> Padding:
     )
 
 
-def table_tile_padding(tensors: Tensors) -> Padding:
+def table_tile_padding(tensors: Types) -> Padding:
     """Return what tiles add to matrices outside of layers; types without tiles stay as they are."""
     return tile_padding(
         {name: (shape, quant) for name, (shape, quant) in tensors.items() if quant in TILED | {F32}}
     )
 
 
-def expert_tile_padding(stacks: Tensors) -> int:
+def expert_tile_padding(stacks: Types) -> int:
     """Return the bytes that tiles add to one expert; 0 where one of its types has no tiles."""
     if any(quant not in TILED or shape[2] % EXPERT_STEP for shape, quant in stacks.values()):
         return 0

@@ -23,7 +23,7 @@ from headroom.plan.cost_model import (
     token_operations,
     weight_read_bytes,
 )
-from headroom.plan.experts import BUFFERS, buffer_bytes
+from headroom.plan.experts import STREAM_BUFFERS, buffer_bytes
 from headroom.plan.layout import DevicePlan, Layout, Pinning
 from headroom.plan.lines import embed_bytes, head_bytes
 from headroom.plan.settings import PlanSettings
@@ -99,7 +99,7 @@ class RoutedLayer:
             size=ExpertSize(shape.expert_bytes, 2 * shape.expert_values),
             experts=shape.experts - self.hot,
             picks=shape.experts_used * (1 - self.hit_rate),
-            ahead_bytes=BUFFERS * buffer_bytes(shape.expert_bytes, shape.experts),
+            ahead_bytes=STREAM_BUFFERS * buffer_bytes(shape.expert_bytes, shape.experts),
         )
         return prefill_seconds(rows, layer, speeds)
 

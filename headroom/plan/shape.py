@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from headroom.families.dims import LayerKind
 
+F32_BYTES, BF16_BYTES = 4, 2  # of one value; f16 takes as much as bf16
+
 
 class LayerRange(NamedTuple):
     """Consecutive layers that one device runs."""

@@ -2,16 +2,13 @@
 
 from collections.abc import Sequence
 
+from headroom.kernels.reference.sizes import KEY_BLOCK, QUERY_TILE, ROW_TILE, UNPACK_VALUES
 from headroom.machine.devices import DeviceSpec
 from headroom.plan.device_scratch import DeviceStep, device_phases
 from headroom.plan.settings import PlanSettings
-from headroom.plan.shape import LayerShape, ModelShape
+from headroom.plan.shape import F32_BYTES, LayerShape, ModelShape
 
-# Sizes in the reference kernels: rows multiplied together, queries and keys scored together, weight
-# values unpacked together.
-ROW_TILE, QUERY_TILE, KEY_BLOCK, UNPACK_VALUES = 16, 8, 128, 4 << 20
 NATIVE_KEY_BLOCK = 256  # keys that the C++ attention sums up at a time
-F32_BYTES = 4
 
 
 def workspace_phases(

@@ -150,8 +150,9 @@ def _plan(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Pla
     if device.kind != "cpu":
         needed = sum(line.bytes for line in device.lines if line.name not in NOT_NEEDED)
         memory = gpu_memory(device.name)
-        holders = gpu_holders(device.name) if needed > memory[0] else []
-        if refusal := refuse_memory(device.name, needed, memory, holders):
+        if needed > memory.free_bytes:
+            memory = replace(memory, holders=tuple(gpu_holders(device.name)))
+        if refusal := refuse_memory(device.name, needed, memory):
             raise DeviceError(refusal.message, hint=refusal.hint, param="device")
     return plan
 

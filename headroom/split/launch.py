@@ -19,7 +19,7 @@ from headroom.kernels.native.module import MISSING, MODULE, POOL
 from headroom.layers.draws import DeviceSampler
 from headroom.machine.devices import torch_name
 from headroom.machine.drivers import gpu_holders
-from headroom.machine.readiness import GpuMemory, out_of_memory
+from headroom.machine.readiness import out_of_memory
 from headroom.machine.torch_gpus import gpu_memory
 from headroom.plan.describe import ModelDescription
 from headroom.plan.layout import DevicePlan
@@ -149,7 +149,7 @@ def explain_out_of_memory(
         lines = device.allocated
         planned, held = sum(lines.values()), sum(allocated.get(line, 0) for line in lines)
         others = tuple(who for who in gpu_holders(device.name) if who.pid != os.getpid())
-        memory = GpuMemory(*gpu_memory(device.name), others)
+        memory = replace(gpu_memory(device.name), holders=others)
         told = out_of_memory(while_, device.name, planned, held, memory)
         raise DeviceError(told.message, hint=told.hint) from error
 

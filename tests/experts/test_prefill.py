@@ -17,7 +17,7 @@ from headroom.kernels.cuda.experts_prefill import many_rows
 from headroom.kernels.native.module import MODULE
 from headroom.plan import cost_model
 from headroom.plan.cost_model import ColdSpeeds
-from headroom.plan.experts import BUFFERS, buffer_bytes
+from headroom.plan.experts import STREAM_BUFFERS, buffer_bytes
 from tests.experts.cold_layers import PrefillStore, make_blobs, prefill_store
 from tests.gpu.check_experts import wanted_sum
 from tests.stand_in.cuda_on_cpu import COMPILER
@@ -68,7 +68,7 @@ def open_stream(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headroom.plan.experts.BUFFER_BYTES", each * size)
         staging = torch.zeros(
-            BUFFERS * buffer_bytes(size, EXPERTS) + 2 * EXPERTS * WIDTH * HIDDEN,
+            STREAM_BUFFERS * buffer_bytes(size, EXPERTS) + 2 * EXPERTS * WIDTH * HIDDEN,
             dtype=torch.uint8,
             device="cuda",
         )

@@ -45,7 +45,9 @@ def open_layers(
     downs = plan_experts.downs_bytes(
         len(tiles.addresses), tiles.width, tiles.hidden, scratch.unpack_bytes()
     )
-    total = plan_experts.BUFFERS * plan_experts.buffer_bytes(size, len(tiles.addresses)) + downs
+    total = (
+        plan_experts.STREAM_BUFFERS * plan_experts.buffer_bytes(size, len(tiles.addresses)) + downs
+    )
     memory = torch.empty(total, dtype=torch.uint8, device=DEVICE)
     stream = open_stream(memory, size, len(tiles.addresses), pinned=pinned, speeds=speeds)
     for layer in layers:

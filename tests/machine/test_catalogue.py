@@ -9,6 +9,7 @@ from headroom.machine import gpus
 from headroom.machine.catalogue import CATALOGUE, find_device
 from headroom.machine.drivers import read_gpus
 from headroom.machine.gpus import find_gpu, gfx_name, nvidia_specs, read_amd
+from headroom.machine.readiness import GpuMemory
 from headroom.machine.targets import parse_device, plan_devices
 from headroom.options import Options
 from headroom.plan.lines import runtime_lines
@@ -82,8 +83,8 @@ def test_the_driver_reports_what_is_free_of_a_gpu(monkeypatch: pytest.MonkeyPatc
     rows = (f"NVIDIA H200, 143771, {free}, 9.0, 580.1, GPU-{free}" for free in (143000, 200))
     found = nvidia_specs(read_gpus("\n".join(rows), {}))
     monkeypatch.setattr(gpus, "detect_gpus", lambda: found)
-    assert gpus.driver_memory("cuda:1") == (200 * MIB, 143771 * MIB)
-    assert gpus.driver_memory("cuda:2") == (0, 0)
+    assert gpus.driver_memory("cuda:1") == GpuMemory(200 * MIB, 143771 * MIB)
+    assert gpus.driver_memory("cuda:2") == GpuMemory(0, 0)
 
 
 def test_a_name_of_several_devices_lists_them() -> None:

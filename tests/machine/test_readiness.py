@@ -194,21 +194,21 @@ def test_machine_code_runs_in_its_generation_and_portable_code_on_all_later_ones
 
 
 def test_too_little_free_memory_is_reported_with_who_holds_it() -> None:
-    assert refuse_memory("cuda:0", GIB, (GIB, 24 * GIB), []) is None
-    holders = [Holder(4711, "python3", 20 * GIB), Holder(12, "Xorg", 300 * MIB)]
-    refusal = refuse_memory("cuda:0", 10 * GIB, (3 * GIB, 24 * GIB), holders)
+    assert refuse_memory("cuda:0", GIB, GpuMemory(GIB, 24 * GIB)) is None
+    holders = (Holder(4711, "python3", 20 * GIB), Holder(12, "Xorg", 300 * MIB))
+    refusal = refuse_memory("cuda:0", 10 * GIB, GpuMemory(3 * GIB, 24 * GIB, holders))
     assert refusal is not None
     assert refusal.message == (
         "cuda:0 has 3.00 GiB of 24.00 GiB free and the plan needs 10.00 GiB; "
         "python3 (pid 4711) 20.00 GiB, Xorg (pid 12) 300.0 MiB hold the rest."
     )
-    hidden = refuse_memory("cuda:0", 10 * GIB, (3 * GIB, 24 * GIB), [])
+    hidden = refuse_memory("cuda:0", 10 * GIB, GpuMemory(3 * GIB, 24 * GIB))
     assert hidden is not None
     assert hidden.message.endswith("who holds the rest is not known.")
 
 
 def test_the_end_of_memory_is_reported_with_planned_allocated_and_free_bytes() -> None:
-    alone = GpuMemory(GIB // 4, 12 * GIB, ())
+    alone = GpuMemory(GIB // 4, 12 * GIB)
     told = out_of_memory("loading weights", "cuda:0", 9 * GIB, 8 * GIB, alone)
     assert told.message == (
         "cuda:0 ran out of memory while loading weights: 8.00 GiB of 9.00 GiB planned were "

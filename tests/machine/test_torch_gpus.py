@@ -31,7 +31,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two H200, of which others hold nearly all."""
     found = SimpleNamespace(name="NVIDIA H200", total_memory=141 * GIB, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
-    monkeypatch.setattr(torch_gpus, "driver_memory", lambda name: (200 * MIB, 141 * GIB))
+    monkeypatch.setattr(torch_gpus, "driver_memory", lambda name: GpuMemory(200 * MIB, 141 * GIB))
     monkeypatch.setattr(torch_gpus, "gpu_holders", lambda name: [HOLDER])
 
 
@@ -77,9 +77,9 @@ def test_the_driver_reports_the_memory_of_a_gpu_on_which_cuda_does_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda name: (GIB, 2 * GIB))
-    assert torch_gpus.gpu_memory("cuda:1") == (GIB, 2 * GIB)
+    assert torch_gpus.gpu_memory("cuda:1") == GpuMemory(GIB, 2 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", failing(FULL))
-    assert torch_gpus.gpu_memory("cuda:1") == (200 * MIB, 141 * GIB)
+    assert torch_gpus.gpu_memory("cuda:1") == GpuMemory(200 * MIB, 141 * GIB)
 
 
 SEEN = TorchFacts(version="2.11", cuda="13.0", count=1)
@@ -132,4 +132,4 @@ def test_a_torch_for_rocm_is_started_in_cudas_name(monkeypatch: pytest.MonkeyPat
     found = read_torch()
     assert (found.hip, found.count, found.archs) == ("7.0", 2, ("gfx1100",))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda name: (name, 0))
-    assert gpu_memory("hip:1")[0] == "cuda:1"
+    assert gpu_memory("hip:1").free_bytes == "cuda:1"

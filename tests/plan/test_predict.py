@@ -21,7 +21,7 @@ from headroom.plan.cost_model import (
     prefill_seconds,
     prefill_speeds,
 )
-from headroom.plan.experts import BUFFERS, buffer_bytes
+from headroom.plan.experts import STREAM_BUFFERS, buffer_bytes
 from headroom.plan.known import known_shape
 from headroom.plan.layout import Layout
 from headroom.plan.lines import embed_bytes, head_bytes
@@ -163,7 +163,7 @@ def test_predicted_seconds_of_prompts_are_those_of_the_way_that_the_prefill_rule
                 size=ExpertSize(layer.expert_bytes, 2 * layer.expert_values),
                 experts=layer.experts,
                 picks=layer.experts_used,
-                ahead_bytes=BUFFERS * buffer_bytes(layer.expert_bytes, layer.experts),
+                ahead_bytes=STREAM_BUFFERS * buffer_bytes(layer.expert_bytes, layer.experts),
             )
             assert pays_to_count(chunk, expected, speeds) == (chunk == 48 and cold == "auto")
             total += prefill_seconds(chunk, expected, speeds)

@@ -5,13 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headroom.kernels.native.module import MODULE
-from headroom.kernels.reference import attention, matmul
 from headroom.plan.shape import LayerShape
 from headroom.plan.workspace import (
-    KEY_BLOCK,
-    QUERY_TILE,
-    ROW_TILE,
-    UNPACK_VALUES,
     native_experts_scratch,
     workspace_phases,
 )
@@ -56,11 +51,6 @@ def test_plain_kernels_keep_as_many_copies_on_a_gpu_as_on_a_cpu() -> None:
     model, asked = smollm2(), settings(kernels="reference")
     on_cpu, on_gpu = (workspace_phases(model, model.layers, x, asked) for x in (cpu(8), gpu(8)))
     assert on_gpu == on_cpu
-
-
-def test_the_planner_knows_the_plain_kernels_steps() -> None:
-    assert (ROW_TILE, UNPACK_VALUES) == (matmul.ROW_TILE, matmul.UNPACK_VALUES)
-    assert (QUERY_TILE, KEY_BLOCK) == (attention.QUERY_TILE, attention.KEY_BLOCK)
 
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")

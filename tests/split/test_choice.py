@@ -40,7 +40,7 @@ class Machine:
         monkeypatch.setattr(choice, "read_torch", lambda: self.torch)
         monkeypatch.setattr(choice, "read_gpu", lambda known, torch: known)
         monkeypatch.setattr(choice, "gpu_facts", lambda: [self.facts(x) for x in self.gpus])
-        monkeypatch.setattr(choice, "gpu_memory", lambda name: (self.free, 141 * GIB))
+        monkeypatch.setattr(choice, "gpu_memory", lambda name: GpuMemory(self.free, 141 * GIB))
         monkeypatch.setattr(choice, "gpu_holders", lambda name: [Holder(4711, "python3", GIB)])
 
     def facts(self, device: DeviceSpec) -> GpuFacts:

@@ -13,7 +13,7 @@ import torch
 from headroom.errors import DeviceError, KernelError
 from headroom.families.files import open_checkpoint
 from headroom.machine.devices import detect_cpu
-from headroom.machine.readiness import Holder
+from headroom.machine.readiness import GpuMemory, Holder
 from headroom.options import Options
 from headroom.plan.describe import ModelDescription, describe
 from headroom.plan.plan import Plan, make_plan
@@ -102,7 +102,7 @@ def test_the_end_of_memory_is_told_however_it_is_met(
     model: ModelDescription, monkeypatch: pytest.MonkeyPatch, card: Card, error: Exception
 ) -> None:
     device = make_plan([model.shape], [card.spec], SETTINGS).devices[0]
-    monkeypatch.setattr(launch, "gpu_memory", lambda name: (GIB // 2, 24 * GIB))
+    monkeypatch.setattr(launch, "gpu_memory", lambda name: GpuMemory(GIB // 2, 24 * GIB))
     message = f"{device.name} ran out of memory while loading weights: 100 B of .* planned were"
     with (
         pytest.raises(DeviceError, match=message),

@@ -9,10 +9,10 @@ from headroom.errors import KernelError, is_out_of_memory
 from headroom.kernels.cuda.compile import compile_kernel
 from headroom.kernels.cuda.handover import WORDS
 from headroom.kernels.cuda.matmul_shapes import ProductShape
+from headroom.kernels.cuda.sizes import BF16_SM
 from headroom.kernels.cuda.trials import run_trial
 
 Q4_K, BF16 = 12, 30  # GGUF's numbers of types
-BF16_SM = 80  # least compute capability whose tensor cores compute in bf16
 FIRST = "norms"  # the family that is always tried, since its kernel is the smallest
 NOT_TRIED = "not tried; see --kernels"
 

@@ -5,6 +5,7 @@ from headroom.formats.quants import BF16, BY_NAME, F16, QuantType
 # The most rows of a step on the decode path, where one pass over the packed weights serves all
 # rows, and steps are captured in a CUDA graph.
 DECODE_ROWS = 32
+BF16_SM = 80  # least compute capability (10 x major + minor) with tensor cores for bf16
 BLOCK_OVERHEAD_BYTES = 2048  # shared memory of a block that kernels cannot use, and their barriers
 GROUP_ROWS = 8  # rows of a group in f16, see halves.cuh
 MOST_OUTPUTS = 4  # most matrices of one product, which share an input

@@ -11,10 +11,9 @@ from headroom.formats.quants import QuantType
 from headroom.kernels.ops import PagedKv, Span
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.reference.quantise import quantise
+from headroom.kernels.reference.sizes import KEY_BLOCK, QUERY_TILE
 from headroom.kernels.weight import PLAIN_TYPES
 
-QUERY_TILE = 8  # rows of a tile
-KEY_BLOCK = 128  # keys of a block
 INITIAL_PEAK = -1e30  # start of the running maximum; finite, so that differences are not NaN
 
 

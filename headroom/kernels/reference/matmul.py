@@ -8,10 +8,8 @@ alone, in a batch, and in a prompt.
 import torch
 
 from headroom.kernels.reference.dequant import dequantise
+from headroom.kernels.reference.sizes import ROW_TILE, UNPACK_VALUES
 from headroom.kernels.weight import PLAIN_TYPES, Weight, plain_type
-
-ROW_TILE = 16
-UNPACK_VALUES = 4 << 20  # weight values that are unpacked at a time; bounds scratch memory
 
 
 def matmul(
