@@ -155,6 +155,11 @@ class Options:
     served_name: str | None = option(
         None, "name under which the server lists the model", group="server"
     )
+    strict_model: bool = option(
+        False,
+        "refuse requests for other models; otherwise the only model answers to any name",
+        group="server",
+    )
     keep_alive: float = option(
         15.0,
         "seconds without a token after which a stream sends a comment",

@@ -19,7 +19,8 @@ from headroom.options import Options
 from headroom.units import counted
 
 if TYPE_CHECKING:
-    from headroom.llm import LLM, AnswerDelta
+    from headroom.answers import AnswerDelta
+    from headroom.llm import LLM
 
 with contextlib.suppress(ImportError):  # line editing; not every Python is built with it
     import readline  # noqa: F401

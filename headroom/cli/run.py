@@ -18,7 +18,8 @@ from headroom.families.registry import KNOWN, split_mix
 from headroom.options import Options
 
 if TYPE_CHECKING:
-    from headroom.llm import LLM, AnswerDelta, Completion
+    from headroom.answers import AnswerDelta, Completion
+    from headroom.llm import LLM
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,10 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from headroom.errors import ContextLengthError, RequestError
 
@@ -85,7 +88,7 @@ class SamplingParams:
     logprobs: int | None = setting(None, minimum=0, maximum=MAX_LOGPROBS)
     prompt_logprobs: bool = setting(False)  # also report logprobs of the prompt's tokens
     ignore_eos: bool = setting(False, "go on where the model would end its answer")
-    # The engine does not look for stop texts: `llm.AnswerReader`, which makes text of tokens, does.
+    # The engine does not look for stop texts: `answers.AnswerReader` does, which makes the text.
     stop: tuple[str, ...] = setting((), "text that ends the answer; may be repeated")
 
     @property
@@ -112,6 +115,23 @@ def user_settings() -> "tuple[Field[Any], ...]":
     return tuple(declared for declared in fields(SamplingParams) if declared.metadata["help"])
 
 
+class TokenConstraint(Protocol):
+    """Limits which tokens may come next in one answer: a grammar, or a budget of thoughts.
+
+    A constraint has the state of one answer, so requests never share one. The engine's thread calls
+    `advance` with each token of the answer in order, then `mask` before it draws the next token.
+    """
+
+    def mask(self) -> npt.NDArray[np.uint32] | None:
+        """Return the tokens that may come next, token t as bit t % 32 of word t // 32.
+
+        None means that any token may come. At least one bit is set.
+        """
+
+    def advance(self, token: int) -> None:
+        """Take the token that was drawn."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One prompt to continue."""
@@ -120,6 +140,7 @@ class GenerationRequest:
     prompt: tuple[int, ...]  # token ids, at least one
     params: SamplingParams
     stop_ids: frozenset[int]  # tokens that end an answer, unless ignore_eos
+    constraint: TokenConstraint | None = None  # None: any token may come next
 
 
 def check_request(request: GenerationRequest, context: int, vocab: int) -> None:

@@ -95,7 +95,7 @@ async def list_models(request: Request) -> dict[str, Any]:
 async def show_model(request: Request, name: str) -> dict[str, Any]:
     """Show the one model."""
     service: Service = request.app.state.service
-    service.check_model(name)
+    await service.model(name, exact=True)
     return _model(request)
 
 

@@ -9,8 +9,8 @@ from fastapi import APIRouter, Request
 from pydantic import Field, PlainValidator, model_validator
 from starlette.responses import Response
 
+from headroom.answers import AnswerDelta, AnswerToken, Completion
 from headroom.engine.request import MAX_LOGPROBS, TokenLogprobs
-from headroom.llm import AnswerDelta, AnswerToken, Completion
 from headroom.server.openai_shared import (
     Envelope,
     GenerationCall,
@@ -30,6 +30,7 @@ from headroom.server.schemas import (
     wrong_type,
 )
 from headroom.server.service import Service
+from headroom.text.conversation import Conversation
 from headroom.text.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -109,10 +110,10 @@ async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     service: Service = request.app.state.service
     body = await read_body(request, ChatBody, service.options.max_body)
-    service.check_model(body.model)
+    llm = await service.model(body.model)
     messages = [message.for_template() for message in body.messages]
     # Encoding a long prompt takes a while; in a thread it does not hold up other clients' events.
-    prompt = await asyncio.to_thread(service.llm.encode_chat, messages)
+    prompt = await asyncio.to_thread(llm.prepare_chat, Conversation(messages=messages))
     settings = {"seed": new_seed(), **body.sampling()}
     if body.max_completion_tokens is not None:
         settings["max_tokens"] = body.max_completion_tokens
@@ -121,12 +122,20 @@ async def chat_completions(request: Request) -> Response:
     envelope = Envelope(
         id=f"chatcmpl-{uuid.uuid4().hex}",
         object="chat.completion.chunk" if body.stream else "chat.completion",
-        model=service.llm.name,
+        model=llm.name,
         seed=settings["seed"],
     )
-    requests = make_requests(service, [prompt], settings, body.n, prompt_field="messages")
-    writer = ChatWriter(service.llm.tokenizer, with_logprobs=bool(body.logprobs))
-    return await respond(request, service, GenerationCall(body, requests, envelope, writer))
+    requests = make_requests(
+        llm,
+        [prompt.tokens],
+        settings,
+        body.n,
+        prompt_field="messages",
+        new_constraint=prompt.new_constraint,
+    )
+    writer = ChatWriter(llm.tokenizer, with_logprobs=bool(body.logprobs))
+    call = GenerationCall(body, llm, requests, envelope, writer, prompt.new_parser)
+    return await respond(request, service, call)
 
 
 class ChatWriter:
@@ -143,7 +152,10 @@ class ChatWriter:
     def piece(self, delta: AnswerDelta) -> dict[str, Any]:
         """Return the choice that adds text."""
         logprobs = self._logprobs(delta.shown_tokens)
-        return _streamed(delta.index, {"content": delta.text}, logprobs)
+        parts = {"reasoning_content": delta.thought} if delta.thought else {}
+        if delta.text or not parts:
+            parts["content"] = delta.text
+        return _streamed(delta.index, parts, logprobs)
 
     def last(self, delta: AnswerDelta) -> dict[str, Any]:
         """Return the choice that says why the answer ended."""
@@ -153,7 +165,7 @@ class ChatWriter:
         """Return the choice of a whole answer."""
         return {
             "index": index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": _message(answer),
             "logprobs": self._logprobs(answer.shown_tokens),
             "finish_reason": answer.finish_reason,
         }
@@ -174,6 +186,13 @@ class ChatWriter:
             "logprob": logprob_number(logprob),
             "bytes": list(self._tokenizer.token_bytes(token)),
         }
+
+
+def _message(answer: Completion) -> dict[str, Any]:
+    message = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.thought:
+        message["reasoning_content"] = answer.thought
+    return message
 
 
 def _streamed(

@@ -10,9 +10,9 @@ from fastapi import APIRouter, Request
 from pydantic import Field, PlainValidator, model_validator
 from starlette.responses import Response
 
+from headroom.answers import AnswerDelta, AnswerToken, Completion
 from headroom.engine.request import MAX_LOGPROBS, TokenLogprobs
 from headroom.errors import RequestError
-from headroom.llm import AnswerDelta, AnswerToken, Completion
 from headroom.server.openai_shared import (
     Envelope,
     GenerationCall,
@@ -92,14 +92,14 @@ async def completions(request: Request) -> Response:
     """Continue one or more prompts."""
     service: Service = request.app.state.service
     body = await read_body(request, CompletionBody, service.options.max_body)
-    service.check_model(body.model)
+    llm = await service.model(body.model)
     answers = len(body.prompt) * (body.n or 1)
     if answers > MAX_ANSWERS:
         raise RequestError(
             f"The prompts ask for {answers} answers; at most {MAX_ANSWERS} are given at once.",
             param="prompt",
         )
-    tokenizer = service.llm.tokenizer
+    tokenizer = llm.tokenizer
     prompts = await asyncio.to_thread(_encode, tokenizer, body.prompt)
     settings = {"seed": new_seed(), "max_tokens": DEFAULT_MAX_TOKENS, **body.sampling()}
     if body.logprobs is not None:
@@ -107,13 +107,13 @@ async def completions(request: Request) -> Response:
     envelope = Envelope(
         id=f"cmpl-{uuid.uuid4().hex}",
         object="text_completion",
-        model=service.llm.name,
+        model=llm.name,
         seed=settings["seed"],
     )
-    requests = make_requests(service, prompts, settings, body.n, prompt_field="prompt")
+    requests = make_requests(llm, prompts, settings, body.n, prompt_field="prompt")
     echoed = await asyncio.to_thread(_echo, tokenizer, prompts, body) if body.echo else None
     writer = CompletionWriter(tokenizer, echoed, body)
-    return await respond(request, service, GenerationCall(body, requests, envelope, writer))
+    return await respond(request, service, GenerationCall(body, llm, requests, envelope, writer))
 
 
 def _encode(tokenizer: Tokenizer, given: Sequence[str | list[int]]) -> list[list[int]]:

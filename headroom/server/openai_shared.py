@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,13 +11,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headroom import __version__
-from headroom.engine.request import GenerationRequest, SamplingParams
+from headroom.answers import AnswerDelta, Completion, join_deltas
+from headroom.engine.request import GenerationRequest, SamplingParams, TokenConstraint
 from headroom.errors import RequestError
-from headroom.llm import AnswerDelta, Completion, join_deltas
+from headroom.llm import LLM
 from headroom.server.refusals import problem_of
 from headroom.server.schemas import GenerationBody
 from headroom.server.service import Answers, Service
 from headroom.server.sse import EventStream, event, while_connected
+from headroom.text.answer_parser import AnswerParser
 from headroom.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -69,9 +71,11 @@ class GenerationCall:
     """One HTTP call: the engine's requests, and how their answers are written."""
 
     body: GenerationBody
+    llm: LLM
     requests: Sequence[GenerationRequest]
     envelope: Envelope
     writer: ChoiceWriter
+    new_parser: Callable[[], AnswerParser] = AnswerParser  # called once for each answer
 
     def totals(self, answers: Mapping[int, AnswerDelta | Completion]) -> dict[str, Any]:
         """Return the fields that sum up all answers; streams have their last deltas by index."""
@@ -81,7 +85,7 @@ class GenerationCall:
 
 async def respond(request: Request, service: Service, call: GenerationCall) -> Response:
     """Run the requests of a call and answer with a stream or with one whole object."""
-    answers = service.start(call.requests)
+    answers = service.start(call.llm, call.requests, call.new_parser)
     if call.body.stream:
         events = _events(_chunks(answers, call))
         return EventStream(events, service.options.keep_alive, answers.close)
@@ -112,7 +116,7 @@ async def _chunks(answers: Answers, call: GenerationCall) -> AsyncGenerator[dict
             yield envelope.wrap([opening], **usage)
     async with aclosing(answers.deltas()) as deltas:
         async for delta in deltas:
-            if delta.text or delta.shown_tokens or delta.prompt_logprobs:
+            if delta.adds:
                 yield envelope.wrap([writer.piece(delta)], **usage)
             if delta.finish_reason is None:
                 continue
@@ -137,21 +141,22 @@ async def _whole(answers: Answers, call: GenerationCall) -> dict[str, Any]:
 
 
 def make_requests(
-    service: Service,
+    llm: LLM,
     prompts: Iterable[Sequence[int]],
     settings: Mapping[str, Any],  # fields of SamplingParams
     answers_per_prompt: int | None,
     *,
     prompt_field: str,  # the field of the body that the prompts come from, for errors
+    new_constraint: Callable[[], TokenConstraint | None] = lambda: None,  # for each answer
 ) -> list[GenerationRequest]:
     """Return the engine's requests: `answers_per_prompt` for each prompt, all with one seed."""
     params = [
         SamplingParams(**{**settings, "draw": draw}) for draw in range(answers_per_prompt or 1)
     ]
-    requests = [service.llm.request(prompt, one) for prompt in prompts for one in params]
+    requests = [llm.request(prompt, one, new_constraint()) for prompt in prompts for one in params]
     for request in requests[:: len(params)]:
         try:
-            service.llm.engine.check(request)
+            llm.engine.check(request)
         except RequestError as error:
             if error.param == "prompt":
                 error.param = prompt_field

@@ -3,24 +3,32 @@
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
+from headroom.answers import AnswerDelta, AnswerReader
 from headroom.engine.request import GenerationRequest, TokenEvent
 from headroom.errors import HeadroomError, RequestError
-from headroom.llm import LLM, AnswerDelta, AnswerReader
+from headroom.llm import LLM
 from headroom.options import Options
 from headroom.server.metrics import Metrics
 from headroom.server.refusals import RefusalError
+from headroom.text.answer_parser import AnswerParser
 
 
 class Answers:
     """The answers to several requests as one stream of deltas; its reader must close it."""
 
-    def __init__(self, llm: LLM, requests: Sequence[GenerationRequest], metrics: Metrics) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        requests: Sequence[GenerationRequest],
+        metrics: Metrics,
+        new_parser: Callable[[], AnswerParser] = AnswerParser,  # called once for each answer
+    ) -> None:
         self._engine = llm.engine
         self._metrics = metrics
         self._readers = {
-            request.id: AnswerReader(request, llm.tokenizer, llm.engine, index)
+            request.id: AnswerReader(request, llm.tokenizer, llm.engine, index, new_parser())
             for index, request in enumerate(requests)
         }
         self._unfinished = set(self._readers)
@@ -48,12 +56,7 @@ class Answers:
                 # The engine may generate a few tokens after a stop text has ended an answer.
                 if event.request_id in self._unfinished:
                     delta = self._read(event)
-                    if (
-                        delta.text
-                        or delta.shown_tokens
-                        or delta.prompt_logprobs
-                        or delta.finish_reason
-                    ):
+                    if delta.adds or delta.finish_reason:
                         yield delta
         finally:
             self.close()
@@ -91,17 +94,22 @@ class Service:
         # Weak references: answers leave the set when their stream is over and freed.
         self._running: weakref.WeakSet[Answers] = weakref.WeakSet()
 
-    def start(self, requests: Sequence[GenerationRequest]) -> Answers:
-        """Hand requests to the engine; if it refuses one, the others are cancelled."""
+    def start(
+        self,
+        llm: LLM,
+        requests: Sequence[GenerationRequest],
+        new_parser: Callable[[], AnswerParser] = AnswerParser,
+    ) -> Answers:
+        """Hand requests to a model's engine; if it refuses one, the others are cancelled."""
         if self.stopping:
             raise _shutting_down()
-        if len(requests) > (most := self.llm.engine.capacity):
+        if len(requests) > (most := llm.engine.capacity):
             raise RequestError(
                 f"{len(requests)} answers are asked for, and the server takes {most} at once.",
                 hint="Ask for fewer, or start the server with a larger --queue.",
                 param="n",
             )
-        answers = Answers(self.llm, requests, self.metrics)
+        answers = Answers(llm, requests, self.metrics, new_parser)
         self._running.add(answers)
         return answers
 
@@ -111,9 +119,13 @@ class Service:
         for answers in list(self._running):
             answers.fail(_shutting_down())
 
-    def check_model(self, name: str | None) -> None:
-        """Refuse a model name other than the served one; a request need not name a model."""
-        if name and name != self.llm.name:
+    async def model(self, name: str | None, *, exact: bool = False) -> LLM:
+        """Return the model of this name; a request need not name one.
+
+        The only model also answers to other names, because agents have names built in, unless
+        `exact` or --strict-model is given.
+        """
+        if name and name != self.llm.name and (exact or self.options.strict_model):
             raise RefusalError(
                 404,
                 "model_not_found",
@@ -121,6 +133,7 @@ class Service:
                 hint=f"This server has {self.llm.name!r}.",
                 param="model",
             )
+        return self.llm
 
 
 def _shutting_down() -> RefusalError:

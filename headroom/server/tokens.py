@@ -24,6 +24,7 @@ def _check_tokens(value: object) -> list[int]:
 class TokenizeBody(Body):
     """The body of /tokenize."""
 
+    model: str | None = None
     content: str | None = None
     text: str | None = None  # another name for `content`
     add_special: bool = False  # begin with the model's BOS token, if it uses one
@@ -45,6 +46,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """The body of /detokenize."""
 
+    model: str | None = None
     tokens: Annotated[list[int], PlainValidator(_check_tokens)]
 
 
@@ -53,8 +55,9 @@ async def tokenize(request: Request) -> dict[str, Any]:
     """Answer with the token ids of a text."""
     service: Service = request.app.state.service
     body = await read_body(request, TokenizeBody, service.options.max_body)
+    llm = await service.model(body.model)
     text = body.content if body.content is not None else body.text or ""
-    tokenizer = service.llm.tokenizer
+    tokenizer = llm.tokenizer
     tokens = await asyncio.to_thread(
         tokenizer.encode,
         text,
@@ -72,5 +75,6 @@ async def detokenize(request: Request) -> dict[str, str]:
     """Answer with the text of token ids."""
     service: Service = request.app.state.service
     body = await read_body(request, DetokenizeBody, service.options.max_body)
-    check_token_ids(body.tokens, service.llm.vocab_size, "tokens")
-    return {"content": await asyncio.to_thread(service.llm.tokenizer.decode, body.tokens)}
+    llm = await service.model(body.model)
+    check_token_ids(body.tokens, llm.vocab_size, "tokens")
+    return {"content": await asyncio.to_thread(llm.tokenizer.decode, body.tokens)}

@@ -1,41 +1,53 @@
 """AnswerText: the text of one answer, made from its tokens and cut at the first stop text."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from dataclasses import replace
 
+from headroom.text.answer_parser import AnswerParser, AnswerParts
 from headroom.text.detokenizer import Detokenizer
 from headroom.text.stops import StopFinder
 from headroom.text.tokenizer import Tokenizer
 
 
 class AnswerText:
-    """Turns the tokens of one answer into the text that a user sees."""
+    """Turns the tokens of one answer into the thoughts, text and tool calls that a user sees.
+
+    Stop texts are looked for in the text only, not in thoughts and tool calls.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, show_control: bool = False
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        parser: AnswerParser | None = None,  # None: the answer is plain text
+        *,
+        marks: Container[int] = (),  # control tokens that the parser reads, and so are not hidden
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, show_control=show_control)
+        self._detokenizer = Detokenizer(tokenizer, marks=marks)
+        self._parser = parser or AnswerParser()
         self._stops = StopFinder(stops)
         self.decoded = 0  # characters that the tokens so far stand for, shown or not
-        self.shown = 0  # characters that `push` and `finish` have returned
 
     @property
     def stopped(self) -> bool:
         """Whether a stop text has ended the answer."""
         return self._stops.stopped
 
-    def push(self, token_id: int) -> str:
-        """Take one token and return the text that may be shown now."""
+    @property
+    def shown(self) -> int:
+        """Characters that were given out or that were marks; up to the stop text, if one came."""
+        return self.decoded - self._parser.held - self._stops.withheld
+
+    def push(self, token_id: int) -> AnswerParts:
+        """Take one token and return what may be shown now."""
         return self._show(self._detokenizer.push(token_id))
 
-    def finish(self) -> str:
-        """Return the text that was held back; no more tokens come."""
-        shown = self._show(self._detokenizer.finish())
-        held = self._stops.finish()
-        self.shown += len(held)
-        return shown + held
+    def finish(self) -> AnswerParts:
+        """Return what was held back; no more tokens come."""
+        last, rest = self._show(self._detokenizer.finish()), self._parser.finish()
+        return last + replace(rest, text=self._stops.push(rest.text) + self._stops.finish())
 
-    def _show(self, text: str) -> str:
+    def _show(self, text: str) -> AnswerParts:
         self.decoded += len(text)
-        shown = self._stops.push(text)
-        self.shown += len(shown)
-        return shown
+        parts = self._parser.push(text)
+        return replace(parts, text=self._stops.push(parts.text))

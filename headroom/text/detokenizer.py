@@ -1,6 +1,7 @@
 """Detokenizer: turns a stream of tokens into text, in whole characters."""
 
 import codecs
+from collections.abc import Container
 
 from headroom.text.tokenizer import Tokenizer
 
@@ -8,16 +9,24 @@ from headroom.text.tokenizer import Tokenizer
 class Detokenizer:
     """Turns one stream of tokens into pieces of text that join to the text of all tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, *, show_control: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        show_control: bool = False,
+        marks: Container[int] = (),  # control tokens that are shown all the same
+    ) -> None:
         self._tokenizer = tokenizer
         self._show_control = show_control
+        self._marks = marks
         # The decoder keeps the bytes of an unfinished character until its other bytes come.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._drops_blank = tokenizer.drops_blank  # at the start of the text, and not later
 
     def push(self, token_id: int) -> str:
         """Take one token and return the characters that it completes."""
-        if self._tokenizer.is_control(token_id) and not self._show_control:
+        hidden = not self._show_control and token_id not in self._marks
+        if hidden and self._tokenizer.is_control(token_id):
             return ""
         return self._shown(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
 

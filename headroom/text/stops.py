@@ -15,26 +15,30 @@ class StopFinder:
         if "" in stops:
             raise RequestError("A stop text is empty.", param="stop")
         self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
         self._held = ""  # the end of the text, held back because a stop text may start in it
         self.stopped = False
+        self.withheld = 0  # characters that were pushed and not returned: held back or cut off
 
     def push(self, text: str) -> str:
         """Take the next part of the text and return what is safe to show."""
-        if self.stopped:
-            return ""
+        shown = "" if self.stopped else self._show(text)
+        self.withheld += len(text) - len(shown)
+        return shown
+
+    def _show(self, text: str) -> str:
         text = self._held + text
         if (start := self._find(text)) is not None:
             self.stopped = True
             self._held = ""
             return text[:start]
-        safe = len(text) - self._overlap(text)
+        safe = len(text) - overlap(text, self._stops)
         self._held = text[safe:]
         return text[:safe]
 
     def finish(self) -> str:
         """Return the text that was held back; no more text comes."""
         held, self._held = self._held, ""
+        self.withheld -= len(held)
         return held
 
     def _find(self, text: str) -> int | None:
@@ -43,10 +47,12 @@ class StopFinder:
         found = [(start + length, start) for start, length in starts if start >= 0]
         return min(found)[1] if found else None
 
-    def _overlap(self, text: str) -> int:
-        """Return the length of the longest end of the text that may be the start of a stop text."""
-        for length in range(min(len(text), self._longest - 1), 0, -1):
-            end = text[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
+
+def overlap(text: str, marks: Sequence[str]) -> int:
+    """Return the length of the longest end of the text that may be the start of a mark."""
+    longest = max(map(len, marks), default=0)
+    for length in range(min(len(text), longest - 1), 0, -1):
+        end = text[-length:]
+        if any(mark.startswith(end) for mark in marks):
+            return length
+    return 0

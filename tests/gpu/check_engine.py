@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
+from headroom.answers import Completion
 from headroom.engine.request import SamplingParams
-from headroom.llm import LLM, Completion
+from headroom.llm import LLM
 from tests.gpu.running import synth
 
 SETTINGS = {"context": 1536, "parallel": 8, "chunk": 256}

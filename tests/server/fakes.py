@@ -15,15 +15,17 @@ from headroom.engine.request import (
     GenerationRequest,
     SamplingParams,
     Timings,
+    TokenConstraint,
     TokenEvent,
     TokenLogprobs,
     check_request,
 )
 from headroom.engine.stats import DeviceMemory, EngineStats, ExpertTelemetry
 from headroom.errors import CapacityError
-from headroom.llm import LLM
+from headroom.llm import LLM, ChatPrompt
 from headroom.options import Options
 from headroom.server.app import HttpServer, bind
+from headroom.text.conversation import Conversation
 
 EOS, BOS = 256, 257
 CONTEXT, VOCAB = 4096, 258
@@ -186,14 +188,23 @@ class FakeLLM:
         self.tokenizer = FakeTokenizer()
         self.conversations: list[list[Mapping[str, Any]]] = []
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        self.conversations.append(list(messages))
-        return self.tokenizer.encode("".join(f"{turn['content']}\n" for turn in messages))
+    def prepare_chat(self, chat: Conversation) -> ChatPrompt:
+        self.conversations.append(list(chat.messages))
+        text = "".join(f"{turn['content']}\n" for turn in chat.messages)
+        return ChatPrompt(tuple(self.tokenizer.encode(text)), reasoning=None, in_thought=False)
 
-    def request(self, prompt: Sequence[int], params: SamplingParams) -> GenerationRequest:
-        stop_ids = self.tokenizer.stop_ids
+    def request(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        constraint: TokenConstraint | None = None,
+    ) -> GenerationRequest:
         return GenerationRequest(
-            id=uuid.uuid4().hex, prompt=tuple(prompt), params=params, stop_ids=stop_ids
+            id=uuid.uuid4().hex,
+            prompt=tuple(prompt),
+            params=params,
+            stop_ids=self.tokenizer.stop_ids,
+            constraint=constraint,
         )
 
 

@@ -109,7 +109,7 @@ def test_other_origins_may_call_only_when_allowed() -> None:
 def test_an_unexpected_error_is_a_500_with_an_openai_error_object(
     client: httpx.Client, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llm, "encode_chat", lambda messages: 1 / 0)
+    monkeypatch.setattr(llm, "prepare_chat", lambda chat: 1 / 0)
     response = client.post(CHAT, json=BODY)
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "The server failed on its own."

@@ -237,7 +237,7 @@ def test_ignore_eos_writes_on_to_the_last_token(client: OpenAI, model: str) -> N
 def test_errors_are_the_clients_own(client: OpenAI, model: str) -> None:
     ask: Any = client.chat.completions.create
     with pytest.raises(openai.NotFoundError) as missing:
-        ask(model="gpt-9", messages=CAPITAL)
+        client.models.retrieve("gpt-9")
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError) as wrong:
         ask(model=model, messages=CAPITAL, temperature=-1)

@@ -1,7 +1,7 @@
 """Usage and timings of several answers together."""
 
+from headroom.answers import AnswerDelta
 from headroom.engine.request import Timings
-from headroom.llm import AnswerDelta
 from headroom.server.openai_shared import LEAST_LOGPROB, logprob_number, usage_and_timings
 
 

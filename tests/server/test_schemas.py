@@ -370,12 +370,18 @@ def test_a_body_that_never_comes_is_not_waited_for(
     connection.close()
 
 
-def test_a_wrong_model_is_not_found(shared: httpx.Client) -> None:
+def test_a_wrong_model_is_answered_by_the_only_one_unless_the_server_is_strict(
+    shared: httpx.Client,
+) -> None:
     body = {"model": "gpt-9", "messages": [USER], "prompt": "hi"}
     for path in (CHAT, COMPLETIONS):
-        error = problem(shared.post(path, json=body), 404)
-        assert (error["param"], error["code"]) == ("model", "model_not_found")
-        assert error["message"] == "The model 'gpt-9' does not exist. This server has 'fake'."
+        answer = shared.post(path, json=body)
+        assert (answer.status_code, answer.json()["model"]) == (200, "fake")
+    with serving(FakeLLM(), Options(port=0, strict_model=True)) as server:
+        for path in (CHAT, COMPLETIONS):
+            error = problem(httpx.post(server.address + path, json=body), 404)
+            assert (error["param"], error["code"]) == ("model", "model_not_found")
+            assert error["message"] == "The model 'gpt-9' does not exist. This server has 'fake'."
 
 
 def test_the_right_model_and_unknown_fields_and_nulls_are_taken(shared: httpx.Client) -> None:

@@ -12,7 +12,7 @@ TOKENIZER = Tokenizer.from_vocabulary(sentencepiece_vocabulary())
 
 def shown(tokenizer: Tokenizer, ids: list[int], stops: list[str]) -> tuple[str, bool]:
     answer = AnswerText(tokenizer, stops)
-    text = "".join(answer.push(token_id) for token_id in ids) + answer.finish()
+    text = "".join(answer.push(token_id).text for token_id in ids) + answer.finish().text
     return text, answer.stopped
 
 
@@ -25,8 +25,8 @@ def test_a_stop_inside_and_across_tokens_ends_the_answer(smollm2: Tokenizer) -> 
 
 def test_text_after_a_stop_is_never_shown(smollm2: Tokenizer) -> None:
     answer = AnswerText(smollm2, ["b"])
-    assert [answer.push(token_id) for token_id in smollm2.encode("a b c")] == ["a", " ", ""]
-    assert answer.finish() == ""
+    assert [answer.push(token_id).text for token_id in smollm2.encode("a b c")] == ["a", " ", ""]
+    assert answer.finish().text == ""
 
 
 def test_a_stop_may_end_with_a_broken_character() -> None:
@@ -44,18 +44,18 @@ def test_characters_are_counted_as_decoded_and_as_shown() -> None:
     answer = AnswerText(TOKENIZER, ["ox", "\ufffdx"])
     text = ""
     for token_id in TOKENIZER.encode("hello👍", add_bos=False)[:-1]:
-        text += answer.push(token_id)
+        text += answer.push(token_id).text
         assert answer.shown == len(text) <= answer.decoded
     assert (answer.decoded, answer.shown) == (5, 4)  # "o" is held, the character not complete
-    text += answer.finish()
+    text += answer.finish().text
     assert answer.decoded == answer.shown == len(text) == 6
 
 
 def test_control_tokens_are_hidden_unless_asked_for(smollm2: Tokenizer) -> None:
     ids = smollm2.encode("a<|im_end|>")
     assert shown(smollm2, ids, []) == ("a", False)
-    answer = AnswerText(smollm2, show_control=True)
-    assert "".join(answer.push(token_id) for token_id in ids) == "a<|im_end|>"
+    answer = AnswerText(smollm2, marks={ids[-1]})
+    assert "".join(answer.push(token_id).text for token_id in ids) == "a<|im_end|>"
 
 
 @settings(max_examples=200, deadline=None)

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
+from headroom.answers import AnswerDelta, AnswerReader, join_deltas
 from headroom.engine.engine import Engine
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent, TokenLogprobs
-from headroom.llm import AnswerDelta, AnswerReader, join_deltas
 from headroom.text.tokenizer import Tokenizer
 from tests.server.fakes import BOS, EOS, TIMINGS, FakeTokenizer
 

@@ -1,0 +1,176 @@
+"""Answers: token events of the engine become text, thoughts and tool calls."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from headroom.engine.engine import Engine
+from headroom.engine.request import (
+    FinishReason,
+    GenerationRequest,
+    Timings,
+    TokenEvent,
+    TokenLogprobs,
+)
+from headroom.text.answer import AnswerText
+from headroom.text.answer_parser import AnswerParser, AnswerParts, CallDelta, ToolCall, join_calls
+from headroom.text.tokenizer import Tokenizer
+
+NO_TIME = Timings(queue_s=0.0, prefill_s=0.0, decode_s=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerToken:
+    """One token of an answer and its place in the answer's text."""
+
+    id: int
+    offset: int  # characters of the answer before this token
+    logprobs: TokenLogprobs | None  # None if not asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerDelta:
+    """What one token event adds to an answer; the last delta has a finish reason."""
+
+    index: int = 0  # which answer, if several are read together
+    text: str = ""  # empty for half a character, or for what may be the start of a stop text
+    thought: str = ""  # what the event adds to the model's reasoning
+    calls: tuple[CallDelta, ...] = ()  # what the event adds to tool calls
+    token: int | None = None  # the event's token, also if its text is hidden or held back
+    logprobs: TokenLogprobs | None = None  # of `token`, if asked for
+    shown_tokens: tuple[AnswerToken, ...] = ()  # tokens whose text has been given out by now
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # with the first delta, if asked for
+    finish_reason: FinishReason | None = None
+    error: str = ""  # with finish reason "error"
+    prompt_tokens: int = 0
+    generated_tokens: int = 0  # so far
+    timings: Timings = NO_TIME  # up to this delta
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the delta has neither a token nor anything for a reader."""
+        return self.token is None and self.finish_reason is None and not self.adds
+
+    @property
+    def adds(self) -> bool:
+        """Whether the delta adds anything that a reader could see."""
+        parts = self.text or self.thought or self.calls
+        return bool(parts or self.shown_tokens or self.prompt_logprobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A whole answer."""
+
+    text: str
+    thought: str = ""  # the model's reasoning
+    tool_calls: tuple[ToolCall, ...] = ()
+    token_ids: tuple[int, ...]  # with the token that ended the answer, if one did
+    finish_reason: FinishReason
+    prompt_tokens: int
+    generated_tokens: int
+    logprobs: tuple[TokenLogprobs, ...]  # one per token id, if asked for
+    shown_tokens: tuple[AnswerToken, ...]  # the tokens that `text` shows
+    prompt_logprobs: tuple[TokenLogprobs | None, ...]  # one per prompt token, if asked for
+    timings: Timings
+
+
+class AnswerReader:
+    """Turns the token events of one request into text.
+
+    The reader hides the token that ends an answer. It also looks for stop texts, which the engine
+    does not know: at the first one the answer ends, and the reader cancels the request.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        index: int = 0,
+        parser: AnswerParser | None = None,  # None: the answer is plain text
+    ) -> None:
+        self._request_id = request.id
+        self._engine = engine
+        self._index = index
+        self._text = AnswerText(tokenizer, request.params.stop, parser)
+        self._held: list[AnswerToken] = []  # tokens whose text is not given out yet
+        # The last delta of an answer that a stop text ended, until the engine reports its experts.
+        self._last: AnswerDelta | None = None
+
+    def read(self, event: TokenEvent) -> AnswerDelta:
+        """Return what an event adds to the answer; nothing follows a delta with a finish reason."""
+        if self._last is not None:
+            return self._end_with_experts(self._last, event)
+        delta = self._add(event)
+        if delta.finish_reason is None or event.finish_reason is not None:
+            return delta
+        self._engine.cancel(self._request_id)
+        if not self._engine.tells_experts:
+            return delta
+        self._last = AnswerDelta(
+            index=self._index,
+            finish_reason=delta.finish_reason,
+            prompt_tokens=delta.prompt_tokens,
+            generated_tokens=delta.generated_tokens,
+            timings=delta.timings,
+        )
+        return replace(delta, finish_reason=None)
+
+    def _add(self, event: TokenEvent) -> AnswerDelta:
+        parts = AnswerParts()
+        # The token that ends an answer is no part of its text, control token or not.
+        if event.token is not None and event.finish_reason != "stop":
+            self._held.append(AnswerToken(event.token, self._text.decoded, event.logprobs))
+            parts = self._text.push(event.token)
+        if event.finish_reason is not None:
+            parts += self._text.finish()
+        reason: FinishReason | None = "stop" if self._text.stopped else event.finish_reason
+        return AnswerDelta(
+            index=self._index,
+            text=parts.text,
+            thought=parts.thought,
+            calls=parts.calls,
+            token=event.token,
+            logprobs=event.logprobs,
+            shown_tokens=self._release(all_held=reason is not None and not self._text.stopped),
+            prompt_logprobs=event.prompt_logprobs,
+            finish_reason=reason,
+            error=event.error,
+            prompt_tokens=event.prompt_tokens,
+            generated_tokens=event.generated_tokens,
+            timings=event.timings or NO_TIME,
+        )
+
+    def _release(self, *, all_held: bool) -> tuple[AnswerToken, ...]:
+        """Return the held tokens whose text has been given out, and hold them no longer."""
+        ready = 0
+        while ready < len(self._held) and (all_held or self._held[ready].offset < self._text.shown):
+            ready += 1
+        released, self._held = self._held[:ready], self._held[ready:]
+        return tuple(released)
+
+    def _end_with_experts(self, last: AnswerDelta, event: TokenEvent) -> AnswerDelta:
+        """Return the answer's last delta once the engine's last event reports the experts' cost."""
+        if event.finish_reason is None:
+            return AnswerDelta(index=self._index)
+        experts = event.timings.experts if event.timings is not None else None
+        return replace(last, timings=replace(last.timings, experts=experts))
+
+
+def join_deltas(deltas: Sequence[AnswerDelta]) -> Completion:
+    """Return the whole answer that the deltas of one request add up to."""
+    last = deltas[-1]
+    assert last.finish_reason is not None
+    return Completion(
+        text="".join(delta.text for delta in deltas),
+        thought="".join(delta.thought for delta in deltas),
+        tool_calls=join_calls(call for delta in deltas for call in delta.calls),
+        token_ids=tuple(delta.token for delta in deltas if delta.token is not None),
+        finish_reason=last.finish_reason,
+        prompt_tokens=last.prompt_tokens,
+        generated_tokens=last.generated_tokens,
+        logprobs=tuple(delta.logprobs for delta in deltas if delta.logprobs is not None),
+        shown_tokens=tuple(token for delta in deltas for token in delta.shown_tokens),
+        prompt_logprobs=tuple(entry for delta in deltas for entry in delta.prompt_logprobs),
+        timings=last.timings,
+    )

@@ -1,0 +1,68 @@
+"""Conversation: what a client asks for in one chat call, whatever API it came through."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}, with OpenAI's names of fields
+FormatKind = Literal["json_object", "json_schema", "regex", "lark", "choice"]
+ChoiceMode = Literal["auto", "none", "required"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # JSON schema of the arguments
+    strict: bool = False  # the arguments must match the schema
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the tool as chat templates expect it: OpenAI's object."""
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": dict(self.parameters),
+        }
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    """Whether the model may, must or must not call a tool, and which tool."""
+
+    mode: ChoiceMode = "auto"
+    name: str | None = None  # with "required": the only tool that may be called
+    parallel: bool = True  # whether one answer may have several calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFormat:
+    """What the text of an answer must match."""
+
+    kind: FormatKind
+    value: Any = None  # a JSON schema, a regular expression, a Lark grammar or a list of texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thinking:
+    """Whether the model thinks before it answers, and for how long."""
+
+    enabled: bool | None = None  # None: the chat template's default
+    effort: str | None = None  # a tier such as "low", from which a budget follows
+    budget: int | None = None  # most tokens of a thought; None: no limit of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """One chat call: messages, tools, and what the answer must look like."""
+
+    messages: Sequence[Message]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    output_format: OutputFormat | None = None  # None: any text
+    thinking: Thinking = Thinking()
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    # Messages that end with the assistant's own words are continued, not answered anew.
+    continues: bool = False

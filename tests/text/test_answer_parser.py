@@ -1,0 +1,60 @@
+"""AnswerParser: thoughts and text are told apart, however the answer is cut into pieces."""
+
+import pytest
+
+from headroom.text.answer_parser import AnswerParser, AnswerParts, CallDelta, ToolCall, join_calls
+from headroom.text.reasoning import Reasoning
+
+MARKS = Reasoning(start="<think>", end="</think>", start_id=1, end_id=2, opened=True)
+
+
+def parse(text: str, pieces: list[str], *, in_thought: bool) -> AnswerParts:
+    assert "".join(pieces) == text
+    parser, parts = AnswerParser(MARKS, in_thought=in_thought), AnswerParts()
+    for piece in pieces:
+        parts += parser.push(piece)
+    return parts + parser.finish()
+
+
+@pytest.mark.parametrize(
+    ("answer", "in_thought", "thought", "text"),
+    [
+        ("\nTwo and two.\n</think>\n\nFour.", True, "Two and two.", "Four."),
+        ("<think>\nA thought.\n</think>\n\nFour.", False, "A thought.", "Four."),
+        ("\n<think></think>Four.", False, "", "Four."),
+        ("Four, </thin> or <think>.", False, "", "Four, </thin> or <think>."),
+        ("A thought < 3 </ that never ends \n", True, "A thought < 3 </ that never ends", ""),
+        ("\nFour.\n", False, "", "Four.\n"),
+        ("<thin", False, "", "<thin"),
+        ("", True, "", ""),
+    ],
+)
+def test_thought_and_text_do_not_depend_on_the_pieces(
+    answer: str, in_thought: bool, thought: str, text: str
+) -> None:
+    expected = AnswerParts(thought=thought, text=text)
+    for first in range(len(answer) + 1):
+        for second in range(first, len(answer) + 1):
+            pieces = [answer[:first], answer[first:second], answer[second:]]
+            assert parse(answer, pieces, in_thought=in_thought) == expected
+    assert parse(answer, list(answer), in_thought=in_thought) == expected
+
+
+def test_a_model_without_thoughts_gives_its_text_at_once_and_unchanged() -> None:
+    parser = AnswerParser()
+    assert parser.push("\n<think> 1\n") == AnswerParts(text="\n<think> 1\n")
+    assert parser.held == 0
+    assert parser.finish() == AnswerParts()
+
+
+def test_calls_are_joined_by_their_index() -> None:
+    deltas = [
+        CallDelta(index=0, id="a", name="f", arguments='{"x'),
+        CallDelta(index=1, id="b", name="g"),
+        CallDelta(index=0, arguments='": 1}'),
+        CallDelta(index=1, arguments="{}"),
+    ]
+    assert join_calls(deltas) == (
+        ToolCall(id="a", name="f", arguments='{"x": 1}'),
+        ToolCall(id="b", name="g", arguments="{}"),
+    )
