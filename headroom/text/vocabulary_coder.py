@@ -41,9 +41,12 @@ def ids_of_types(types: Sequence[int], *wanted: int) -> list[int]:
 def build_coder(vocabulary: Vocabulary, tokens: Sequence[str], blank_prefix: bool) -> Coder:
     """Return the coder of a GGUF vocabulary, with its control and user-defined tokens."""
     ids = _ids_by_text(tokens)
+    by_marks = False  # whether user-defined tokens are found after blanks have become marks
     if spelling_of(vocabulary) is Spelling.BYTE_LEVEL:
         coder = _byte_level_coder(vocabulary, ids)
     else:
+        blank_prefix = blank_prefix and vocabulary.model != "gemma4"
+        by_marks = not blank_prefix
         coder = _blank_mark_coder(vocabulary, tokens, ids, blank_prefix)
     special = ids_of_types(vocabulary.types, UNKNOWN, CONTROL)
     plain = ids_of_types(vocabulary.types, USER_DEFINED)
@@ -51,8 +54,16 @@ def build_coder(vocabulary: Vocabulary, tokens: Sequence[str], blank_prefix: boo
     coder.add_special_tokens(
         [AddedToken(tokens[i], normalized=False, special=True) for i in special]
     )
-    coder.add_tokens([AddedToken(tokens[i], normalized=False) for i in plain])
+    coder.add_tokens([_user_token(tokens[i], coder, by_marks) for i in plain])
     return coder
+
+
+def _user_token(text: str, coder: Coder, by_marks: bool) -> AddedToken:
+    """Return a user-defined token with the text by which the coder's vocabulary has it."""
+    if not by_marks or " " not in text:
+        return AddedToken(text, normalized=False)
+    held = coder.token_to_id(text) is not None
+    return AddedToken(text if held else text.replace(" ", BLANK_MARK), normalized=True)
 
 
 def _ids_by_text(tokens: Sequence[str]) -> dict[str, int]:
@@ -75,14 +86,23 @@ def _byte_level_coder(vocabulary: Vocabulary, ids: dict[str, int]) -> Coder:
 def _blank_mark_coder(
     vocabulary: Vocabulary, tokens: Sequence[str], ids: dict[str, int], blank_prefix: bool
 ) -> Coder:
-    # The file spells user-defined runs of blanks as blanks, while its merges spell them as marks.
-    for token_id in ids_of_types(vocabulary.types, USER_DEFINED):
-        ids.setdefault(tokens[token_id].replace(" ", BLANK_MARK), token_id)
     if vocabulary.model == "gemma4":
         merges = _split_merges(vocabulary.merges)
-        blank_prefix = False
     else:
         merges = merges_from_scores(tokens, vocabulary.types, vocabulary.scores)
+    # Merges of texts with blanks never apply, since the coder sees marks in their place.
+    merges = [(left, right) for left, right in merges if " " not in left + right]
+    # The file spells user-defined runs of blanks as blanks, while its merges spell them as marks.
+    for token_id in ids_of_types(vocabulary.types, USER_DEFINED):
+        text = tokens[token_id]
+        marked = text.replace(" ", BLANK_MARK)
+        if marked in ids or ids[text] != token_id:
+            continue
+        ids[marked] = token_id
+        # A coder that is saved has one text for each id. With a prefix both texts stay: the coder
+        # would put the prefix before the text of marks as well, and never find the token.
+        if not blank_prefix:
+            del ids[text]
     unknown = vocabulary.special_ids.get("unknown")
     unknown_token = None if unknown is None else tokens[unknown]
     coder = Coder(_bpe(ids, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown_token))
