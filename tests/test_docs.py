@@ -1,4 +1,4 @@
-"""The pages name files, pages and modules that are there."""
+"""The pages name files, pages and modules that are there, in lines that can be read."""
 
 import re
 from pathlib import Path
@@ -11,6 +11,8 @@ FILE = re.compile(r"`([\w./-]+/[\w.-]+\.(?:py|cu|cuh|cpp|h|inl|md))`")
 MODULE = re.compile(r"`(?:headroom\.)?((?:\w+\.)+\w+)`")
 LINK = re.compile(r"\]\(([\w./-]+)(?:#[\w-]+)?\)")
 BASES = (ROOT, ROOT / "headroom", ROOT / "headroom/kernels")  # what paths start from
+COMMANDS = ("headroom ", "make ", "python ", "curl ", "LLM(")  # how lines of commands begin
+COLUMNS, ROW_COLUMNS = 100, 180  # of text and commands, and of a row in a table
 PACKAGES = {path.name for path in (ROOT / "headroom").iterdir() if path.is_dir()} | {"llm"}
 
 
@@ -42,3 +44,14 @@ def test_every_module_or_function_that_a_page_names_is_there(page: Path) -> None
         if parts:
             defined = rf"^(?:def |class )?{parts[0]}\b"
             assert re.search(defined, file.read_text(), re.MULTILINE), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_lines_and_cells_of_a_page_are_short(page: Path) -> None:
+    """What a program prints may be wider."""
+    parts = page.read_text().split("```")
+    texts = [line for part in parts[::2] for line in part.splitlines()]
+    commands = [x for part in parts[1::2] for x in part.splitlines() if x.startswith(COMMANDS)]
+    rows = [line for line in texts if line.startswith("|")]
+    assert [x for x in (*texts, *commands) if x not in rows and len(x) > COLUMNS] == []
+    assert [x for x in rows if len(x) > ROW_COLUMNS] == []
