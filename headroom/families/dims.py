@@ -84,7 +84,13 @@ class LayerDims:
     kv_heads: int = 0
     head_dim: int = 0
     owns_kv: bool = True
+    keys_are_values: bool = False  # there is no value projection
+    gate_width: int = 0  # output gates of one row of attention
+    gate_in_queries: bool = False  # the query matrix computes the gates, too; else a separate one
     ffn: int = 0
+    shared_gate: bool = False  # the router scores the shared expert, too
+    post_norms: bool = False  # the output of its parts is normed before it is added
+    per_layer_width: int = 0  # values of a token's per-layer input; 0: it has none
     state_heads: int = 0
 
 

@@ -189,6 +189,7 @@ class Synthesis:
     # How a synthesised router is made to prefer some experts: "beacon" by a constant in the
     # hidden state, "bias" by the router's own bias; "": not at all.
     skew: Literal["", "beacon", "bias"] = ""
+    router_bias: str = ""  # GGUF's name of that bias in a layer
     # Values of a tensor that stays in f32, made from normal noise; None: the usual ones.
     vector: Callable[[str, "Floats", "np.random.Generator"], "Floats | None"] = _usual_vector
     # Standard deviation of a matrix's values; None: the usual one.
@@ -203,6 +204,12 @@ class Family:
     read_dims: Callable[[Facts], Dims]  # from a header's settings
     layer: Callable[[Dims, int], LayerDims]  # the tensors of a layer
     outer: Callable[[Dims], Tensors] = outer_tensors  # the tensors outside the layers
+    # Tensors outside the layers of which only rows are read; the token table is not listed.
+    lookup_tables: tuple[str, ...] = ()
+    # How names of tensors begin that files have and that are not loaded ("model." may stand before
+    # them): parts for pictures and sound, and parts that predict further ahead than one token.
+    unused_parts: tuple[str, ...] = ()
+    ahead_parts: tuple[str, ...] = ()
     # The parts of every layer, from settings and checked sizes; None: a draft, which does not run
     # alone.
     read_config: Callable[[ModelHeader, Dims], ModelConfig] | None
@@ -216,6 +223,15 @@ class Family:
     def architecture(self) -> str:
         """GGUF's name of the architecture."""
         return self.naming.architecture
+
+    def predicts_ahead(self, tensor: str) -> bool:
+        """Return whether a tensor belongs to parts that predict further ahead; they do not run."""
+        return tensor.removeprefix("model.").startswith(self.ahead_parts)
+
+    def leaves_out(self, tensor: str) -> bool:
+        """Return whether a tensor of the family's files is not loaded."""
+        unused = tensor.removeprefix("model.").startswith(self.unused_parts)
+        return unused or self.predicts_ahead(tensor)
 
 
 def model_config(

@@ -41,6 +41,7 @@ from headroom.families.family import (
 from headroom.families.rope import check_scaling, plain_rope, rope_settings, stored_divisors
 from headroom.families.synth.settings import expert_config, layer_types, with_kind_ropes
 from headroom.families.tensors import (
+    GGUF_TOWERS,
     attention,
     dense_ffn,
     expert_stacks,
@@ -85,6 +86,7 @@ NAMING = Naming(
         ("scale", "layer_output_scale", "layer_scalar"),
     ),
 )
+PER_LAYER_TABLE = "per_layer_token_embd.weight"
 
 
 def read_dims(facts: Facts) -> Dims:
@@ -166,8 +168,8 @@ def _keys_are_values(facts: Facts, full: int) -> bool:
 
 
 def layer(dims: Dims, index: int) -> LayerDims:
-    """Return a layer; full layers and window layers differ in heads, experts run beside the
-    dense part."""
+    """Return a layer; full layers and window layers differ in heads, experts run together with
+    the dense part."""
     full, ffn = dims.kind(index) == "full", dims.ffn_width(index)
     kv_heads = dims.full_kv_heads if full else dims.kv_heads
     head_dim = dims.full_head_dim if full else dims.head_dim
@@ -195,7 +197,10 @@ def layer(dims: Dims, index: int) -> LayerDims:
         kv_heads=kv_heads,
         head_dim=head_dim,
         owns_kv=index < dims.layers - dims.shared_kv_layers,
+        keys_are_values=full and dims.keys_are_values,
         ffn=ffn,
+        post_norms=True,
+        per_layer_width=dims.per_layer_width,
     )
 
 
@@ -204,7 +209,7 @@ def outer(dims: Dims) -> Tensors:
     tensors = outer_tensors(dims) | {"rope_freqs.weight": (dims.full_head_dim // 2,)}
     if dims.per_layer_width:
         width = dims.layers * dims.per_layer_width
-        tensors["per_layer_token_embd.weight"] = (dims.vocab, width)
+        tensors[PER_LAYER_TABLE] = (dims.vocab, width)
         tensors["per_layer_model_proj.weight"] = (width, dims.hidden)
         tensors["per_layer_proj_norm.weight"] = (dims.per_layer_width,)
     return tensors
@@ -451,7 +456,7 @@ def _vector(name: str, normal: "Floats", source: "np.random.Generator") -> "Floa
 
 def _spread(name: str, dims: Dims) -> float | None:
     # Rows of this table are looked up and multiplied by the root of their width.
-    return float(dims.per_layer_width**-0.5) if name == "per_layer_token_embd.weight" else None
+    return float(dims.per_layer_width**-0.5) if name == PER_LAYER_TABLE else None
 
 
 FAMILIES = (
@@ -460,6 +465,9 @@ FAMILIES = (
         read_dims=read_dims,
         layer=layer,
         outer=outer,
+        lookup_tables=(PER_LAYER_TABLE,),
+        unused_parts=(*GGUF_TOWERS, "vision_tower.", "audio_tower.", "embed_vision.",
+                      "embed_audio.", "multi_modal_projector."),
         read_config=read_config,
         fixed=FIXED,
         keeps_embedding=True,

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from headroom.families.family import Floats
 
 SIGMOID = 2  # expert_gating_func of a GGUF file
+ROUTER_BIAS = "exp_probs_b.bias"
 
 
 def read_dims(facts: Facts) -> Dims:
@@ -131,13 +132,14 @@ def layer(dims: Dims, index: int) -> LayerDims:
         tensors |= dense_ffn(dims.hidden, dims.ffn)
     else:
         tensors |= routed_experts(dims) | shared_expert(dims)
-        tensors["exp_probs_b.bias"] = (dims.experts,)
+        tensors[ROUTER_BIAS] = (dims.experts,)
     return LayerDims(
         tensors=tensors,
         kind="full" if full else "window",
         heads=heads,
         kv_heads=dims.kv_heads,
         head_dim=dims.head_dim,
+        gate_width=gates,
         ffn=dims.ffn if dense else dims.shared_ffn,
     )
 
@@ -349,6 +351,7 @@ FAMILIES = (
             keys=_keys,
             layout=SafetensorsLayout(bare=("e_score_correction_bias",)),
             skew="bias",
+            router_bias=ROUTER_BIAS,
             vector=_vector,
         ),
     ),

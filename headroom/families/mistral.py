@@ -32,7 +32,7 @@ from headroom.families.family import (
 from headroom.families.llama import undo_pairs
 from headroom.families.rope import plain_rope, rope_kind, rope_settings, yarn_rope
 from headroom.families.synth.settings import yarn_config, yarn_keys
-from headroom.families.tensors import plain_layer
+from headroom.families.tensors import GGUF_TOWERS, plain_layer
 from headroom.formats.header import ModelHeader
 from headroom.formats.metadata import Metadata
 from headroom.formats.names import Naming
@@ -244,6 +244,7 @@ FAMILIES = (
         naming=Naming(architecture="mistral3", model_types=MODEL_TYPES),
         read_dims=read_dims,
         layer=plain_layer,
+        unused_parts=(*GGUF_TOWERS, "vision_tower.", "multi_modal_projector."),
         read_config=read_config,
         fixed=FIXED,
         known={"ministral-3-3b": MINISTRAL_3B, "devstral-small-2-24b": DEVSTRAL_24B},

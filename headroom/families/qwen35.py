@@ -41,6 +41,7 @@ from headroom.families.family import (
 from headroom.families.qwen3 import EXPERTS_FIXED, ROLES, SHOWN, SPECIAL, TEMPLATE_START
 from headroom.families.synth.settings import expert_config, layer_types
 from headroom.families.tensors import (
+    GGUF_TOWERS,
     attention,
     dense_ffn,
     head_norms,
@@ -69,6 +70,8 @@ LAYER_NAMES: tuple[Row, ...] = (
     ("delta.norm", "ssm_norm", "linear_attn.norm"),
     ("delta.out", "ssm_out", "linear_attn.out_proj"),
 )
+UNUSED_PARTS = (*GGUF_TOWERS, "visual.")
+AHEAD_PARTS = ("mtp.",)
 
 
 def read_dims(facts: Facts) -> Dims:
@@ -118,7 +121,10 @@ def layer(dims: Dims, index: int) -> LayerDims:
             heads=dims.heads,
             kv_heads=dims.kv_heads,
             head_dim=dims.head_dim,
+            gate_width=dims.heads * dims.head_dim,
+            gate_in_queries=True,
             ffn=ffn,
+            shared_gate=dims.experts > 0,
         )
     inner, channels = dims.state_width, dims.conv_channels
     tensors |= {
@@ -132,7 +138,13 @@ def layer(dims: Dims, index: int) -> LayerDims:
         "ssm_norm.weight": (dims.state_dim,),
         "ssm_out.weight": (hidden, inner),
     }
-    return LayerDims(tensors=tensors, kind="recurrent", ffn=ffn, state_heads=dims.state_heads)
+    return LayerDims(
+        tensors=tensors,
+        kind="recurrent",
+        ffn=ffn,
+        shared_gate=dims.experts > 0,
+        state_heads=dims.state_heads,
+    )
 
 
 def read_config(header: ModelHeader, dims: Dims) -> ModelConfig:
@@ -326,6 +338,8 @@ FAMILIES = (
         ),
         read_dims=read_dims,
         layer=layer,
+        unused_parts=UNUSED_PARTS,
+        ahead_parts=AHEAD_PARTS,
         read_config=read_config,
         fixed=FIXED,
         known={"qwen3.5-27b": DENSE_27B, "qwen3.6-27b": DENSE_27B},
@@ -349,6 +363,8 @@ FAMILIES = (
         ),
         read_dims=read_dims,
         layer=layer,
+        unused_parts=UNUSED_PARTS,
+        ahead_parts=AHEAD_PARTS,
         read_config=read_config,
         fixed={**FIXED, **EXPERTS_FIXED, "hf.norm_topk_prob": (True,)},
         known={"qwen3.5-35b-a3b": EXPERTS_35B, "qwen3.6-35b-a3b": EXPERTS_35B},

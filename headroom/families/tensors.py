@@ -2,6 +2,10 @@
 
 from headroom.families.dims import Dims, LayerDims, Tensors
 
+# Prefixes of the tensors for pictures and sound in GGUF files of a whole model: two towers, and
+# what leads from them to the text model.
+GGUF_TOWERS = ("v.", "a.", "mm.")
+
 
 def inner_name(name: str) -> str:
     """Return the name of a tensor without the prefix of its layer."""

@@ -42,7 +42,7 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
     _check_states(checkpoint, config)
     if extra := checkpoint.metadata.get_int("block_count") - dims.layers:
         log.info("describe: %d layers that predict further ahead are not used", extra)
-    if heads := sum(1 for name in checkpoint.tensors if name.startswith("mtp.")):
+    if heads := sum(1 for name in checkpoint.tensors if family.predicts_ahead(name)):
         log.info("describe: %d tensors that predict further ahead are not used", heads)
     return ModelDescription(checkpoint, config, shape)
 

@@ -3,6 +3,7 @@
 from math import prod
 
 from headroom.families.dims import Dims, LayerDims
+from headroom.families.family import Family
 from headroom.families.registry import find_family
 from headroom.families.tables import Types, tensor_types
 from headroom.families.tensors import inner_name
@@ -34,13 +35,13 @@ def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
         held = [(key, *outer.pop(key)) for key in keys if key in outer]
         return sum(_held(*x) for x in held), sum(prod(shape) for _, shape, _ in held)
 
-    panels, tiles = _outer_padding(dims, outer)
+    family = find_family(dims.architecture)
+    panels, tiles = _outer_padding(dims, family, outer)
     embed, head = size("token_embd.weight"), size("output.weight")
-    lookup = size("per_layer_token_embd.weight")
+    lookup = size(*family.lookup_tables)
     outer.pop("rope_freqs.weight", None)  # becomes a setting
     wide = sum(prod(shape) for key, (shape, _) in outer.items() if not kept_in_f32(key, shape))
     rest = size(*list(outer))
-    family = find_family(dims.architecture)
     layers = [family.layer(dims, index) for index in range(dims.layers)]
     return ModelShape(
         name=name,
@@ -69,10 +70,10 @@ def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
     )
 
 
-def _outer_padding(dims: Dims, outer: Types) -> tuple[OuterPadding, OuterPadding]:
+def _outer_padding(dims: Dims, family: Family, outer: Types) -> tuple[OuterPadding, OuterPadding]:
     """Return the bytes that panels and tiles add to weights outside the layers."""
     named = {"embed": "token_embd.weight", "head": "output.weight"}
-    unread = {*named.values(), "per_layer_token_embd.weight", "rope_freqs.weight"}
+    unread = {*named.values(), *family.lookup_tables, "rope_freqs.weight"}
     parts = {part: {key: outer[key]} for part, key in named.items() if key in outer}
     if not dims.tied:
         parts.pop("embed", None)  # it is looked up by row, and not multiplied
@@ -92,11 +93,6 @@ def _layer_shape(
     own = {name: types[key] for name in layer.tensors if (key := f"blk.{index}.{name}") in types}
     if not layer.owns_kv:  # files have these tensors, but they are not loaded
         own = {name: value for name, value in own.items() if name not in UNUSED_WHERE_SHARED}
-    gates, gate_in_queries = 0, False
-    if layer.kind != "recurrent" and "attn_q.weight" in own:
-        gates = own["attn_q.weight"][0][0] - layer.heads * layer.head_dim
-        gate_in_queries = gates > 0
-        gates += own["attn_gate.weight"][0][0] if "attn_gate.weight" in own else 0
     stacks = [(name, *own.pop(name)) for name in list(own) if name.endswith("_exps.weight")]
     by_name = {name: (shape, quant) for name, shape, quant in stacks}
     experts = dims.experts if stacks else 0
@@ -123,13 +119,13 @@ def _layer_shape(
         conv_values=channels * (dims.conv - 1) if recurrent else 0,
         mixer_width=2 * channels + 2 * inner if recurrent else 0,
         verify_values=dims.state_key_heads * dims.state_dim + inner if recurrent else 0,
-        gate_width=gates,
-        gate_in_queries=gate_in_queries,
-        keys_are_values=layer.owns_kv and "attn_k.weight" in own and "attn_v.weight" not in own,
-        shared_gate="ffn_gate_inp_shexp.weight" in own,
-        side_width=own["inp_gate.weight"][0][0] if "inp_gate.weight" in own else 0,
+        gate_width=layer.gate_width,
+        gate_in_queries=layer.gate_in_queries,
+        keys_are_values=layer.owns_kv and layer.keys_are_values,
+        shared_gate=layer.shared_gate,
+        side_width=layer.per_layer_width,
         state_heads=layer.state_heads,
-        post_norms="post_ffw_norm.weight" in own,
+        post_norms=layer.post_norms,
         panels=LayerPadding(panel_padding(own), expert_panel_padding(by_name)),
         tiles=LayerPadding(tile_padding(own), expert_tile_padding(by_name)),
     )

@@ -7,7 +7,14 @@ from pathlib import Path
 from headroom.errors import FormatError, ModelError, OptionError
 from headroom.families.dims import Dims
 from headroom.families.files import open_header
-from headroom.families.registry import KNOWN, NAMINGS, is_known, read_dims, split_mix
+from headroom.families.registry import (
+    KNOWN,
+    NAMINGS,
+    find_family,
+    is_known,
+    read_dims,
+    split_mix,
+)
 from headroom.families.tables import Types, tensor_table
 from headroom.formats.header import ModelHeader
 from headroom.formats.hub import find_model, split_repository
@@ -20,11 +27,8 @@ from headroom.plan.known import known_shape
 from headroom.plan.shape import ModelShape
 from headroom.plan.shaping import UNUSED_WHERE_SHARED, shape_from, shape_of
 
-# Tensors of files that no text model loads: towers for pictures and sound, extra prediction heads.
-_OTHER_PARTS = re.compile(
-    r"(v|a|mm|mtp)\..*|(model\.)?(visual|vision_tower|audio_tower|embed_vision|embed_audio|"
-    r"multi_modal_projector|mtp)\..*|rope_freqs|.*inv_freq"
-)
+# Rotary frequencies, which files of any family may hold; they are computed from settings.
+_FREQUENCIES = re.compile(r"rope_freqs|.*inv_freq")
 _LAYER = re.compile(r"(?:layers|blk)\.(\d+)\.")
 
 
@@ -73,9 +77,9 @@ def header_shape(header: ModelHeader, mix_name: str = "", dims: Dims | None = No
 def file_types(header: ModelHeader, dims: Dims) -> Types:
     """Return a file's tensors by GGUF's names; refuse tensors that contradict the settings."""
     left, types = dict(header.tensors), Types()
-    naming = NAMINGS[header.architecture]
+    family = find_family(header.architecture)
     for name, shape in tensor_table(dims).items():
-        ours = canonical_name(name, naming, "gguf")
+        ours = canonical_name(name, family.naming, "gguf")
         quant = _take(left, ours, shape, header)
         if quant is not None:
             types[name] = (shape, quant)
@@ -90,7 +94,8 @@ def file_types(header: ModelHeader, dims: Dims) -> Types:
         layer = _LAYER.match(name)
         extra_head = layer is not None and dims.layers <= int(layer[1]) < all_layers
         tied_copy = dims.tied and name == "head"
-        if not (extra_head or tied_copy or _OTHER_PARTS.fullmatch(name)):
+        unused = family.leaves_out(name) or _FREQUENCIES.fullmatch(name)
+        if not (extra_head or tied_copy or unused):
             raise ModelError(
                 f"{header.metadata.path} has a tensor {name!r}, which {header.architecture} "
                 "models do not use."

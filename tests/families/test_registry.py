@@ -2,13 +2,17 @@
 
 import ast
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import headroom
+from headroom.families.config import AttentionConfig
 from headroom.families.files import open_checkpoint
 from headroom.families.registry import FAMILIES, FILES, KNOWN, NAMINGS, RUNNABLE
+from headroom.families.tables import tensor_table
+from headroom.families.tensors import inner_name
 from headroom.formats.checkpoint import Checkpoint
 from headroom.formats.metadata import config_architecture
 from headroom.plan.describe import describe
@@ -49,6 +53,25 @@ def test_general_code_names_no_family(path: Path) -> None:
     assert [(line, text) for line, text in strings(path) if text in NAMES] == []
 
 
+def tensors_of_single_files() -> set[str]:
+    """The tensors of layers and models that only one family file has."""
+    files: dict[str, set[str]] = {}
+    for file in FILES:
+        for family in import_module(f"headroom.families.{file}").FAMILIES:
+            for dims in family.synthesis.tiny.values():
+                for name in tensor_table(dims):
+                    files.setdefault(inner_name(name), set()).add(file)
+    # Files of several families have rotary frequencies, which one family cannot do without.
+    return {name for name, found in files.items() if len(found) == 1} - {"rope_freqs.weight"}
+
+
+def test_general_code_names_no_tensor_of_a_single_family() -> None:
+    single = tensors_of_single_files()
+    assert {"inp_gate.weight", "ssm_out.weight", "exp_probs_b.bias"} < single
+    for path in [*GENERAL, *SYNTH]:
+        assert [(line, text) for line, text in strings(path) if text in single] == [], path
+
+
 def test_every_family_file_is_registered() -> None:
     general = {"__init__", "config", "dims", "family", "files", "registry", "rope", "tables"}
     general.add("tensors")
@@ -83,3 +106,21 @@ def test_plan_and_model_agree_on_whether_the_embedding_is_kept(checkpoint: Check
     found = describe(checkpoint)
     assert found.config.keeps_embedding == FAMILIES[checkpoint.architecture].keeps_embedding
     assert found.shape.staging_buffers == (3 if found.config.keeps_embedding else 2)
+
+
+def test_plan_and_model_agree_on_the_parts_of_layers(checkpoint: Checkpoint) -> None:
+    found = describe(checkpoint)
+    for index, layer in enumerate(found.shape.layers):
+        config = found.config.layers[index]
+        assert (layer.post_norms, layer.side_width) == (config.post_norms, config.per_layer_width)
+        assert layer.shared_gate == (config.experts is not None and config.experts.shared_gate)
+        if not isinstance(config.mixer, AttentionConfig):
+            continue
+        mixer = config.mixer
+        assert layer.owns_kv == (mixer.shares is None)
+        assert layer.keys_are_values == (mixer.keys_are_values and layer.owns_kv)
+        assert layer.gate_in_queries == (mixer.gate == "query")
+        # The outputs of the matrices that attention loads.
+        names = ("q", "k", "v", "gate") if layer.owns_kv else ("q", "gate")
+        tensors = (checkpoint.tensors.get(f"layers.{index}.attn.{name}") for name in names)
+        assert layer.projections == tuple(x.shape[0] for x in tensors if x is not None)

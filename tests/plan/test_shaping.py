@@ -33,7 +33,7 @@ def test_gates_of_attention_are_found_in_queries_or_apart(
     assert (layer.gate_width, layer.gate_in_queries) == (width, in_queries)
 
 
-def test_settings_of_a_layer_follow_from_its_tensors() -> None:
+def test_the_parts_of_a_layer_are_those_of_its_family() -> None:
     full, window = layer_of("gemma4", "full"), layer_of("gemma4", "window")
     assert (full.keys_are_values, window.keys_are_values) == (True, False)
     assert (full.window, window.window) == (0, 64)

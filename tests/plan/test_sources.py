@@ -20,6 +20,7 @@ from headroom.families.tables import file_bytes
 from headroom.formats.header import ModelHeader
 from headroom.formats.mixes import MIXES, find_mix
 from headroom.formats.names import Namings
+from headroom.formats.tensor import TensorInfo
 from headroom.plan import sources
 from headroom.plan.describe import describe
 from headroom.plan.known import known_shape, smaller_mixes
@@ -217,6 +218,34 @@ def test_a_missing_and_an_unknown_tensor_are_named(tmp_path: Path) -> None:
     other = open_header(write_gguf(tmp_path / "b.gguf", SMALL["qwen3"], "q8_0"))
     with pytest.raises(ModelError, match=r"a tensor 'layers\.0\.attn\.q_norm', which llama models"):
         header_shape(replace(other, architecture="llama"))
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen35", "model.visual.blocks.0.attn.qkv.weight"),
+        ("qwen35", "v.blk.0.attn_q.weight"),
+        ("qwen35", "mtp.fc.weight"),
+        ("gemma4", "model.vision_tower.patch.weight"),
+        ("gemma4", "embed_audio.proj.weight"),
+        ("gemma4", "mm.input_projection.weight"),
+    ],
+)
+def test_parts_for_pictures_sound_and_further_predictions_are_left_out_where_a_family_has_them(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    dims, plain = SMALL[family], SMALL["llama"]
+    header = open_header(write_gguf(tmp_path / "m.gguf", dims, "q8_0"))
+    other = open_header(write_gguf(tmp_path / "llama.gguf", plain, "q8_0"))
+    extra = next(iter(header.tensors.values()))
+    assert header_shape(with_tensor(header, name, extra)) == header_shape(header)
+    with pytest.raises(ModelError, match=f"has a tensor '{name}', which llama models do not use"):
+        header_shape(with_tensor(other, name, extra))
+
+
+def with_tensor(header: ModelHeader, name: str, info: TensorInfo) -> ModelHeader:
+    """Return a header with one more tensor."""
+    return replace(header, tensors={**header.tensors, name: info})
 
 
 @pytest.mark.parametrize(

@@ -32,13 +32,18 @@ Places = npt.NDArray[np.int64]
 class Skew:
     """How a synthesised model is changed so that its routers pick hot experts more often."""
 
-    by_bias: bool  # by the router's bias, and not by a beacon in the embeddings
+    bias: str  # the tensor of a layer's router bias; "": a beacon in the embeddings instead
     hot: int  # experts of each layer
     start: float  # head start of their logits, or of their scores where routers have a bias
     width: int  # channels of the residual stream
     channels: int = CHANNELS
     quiet: float = 1.0  # factor of what layers add to the residual stream
     quieted: tuple[str, ...] = ("attn_output", "ssm_out", "ffn_down")
+
+    @property
+    def by_bias(self) -> bool:
+        """Whether the router's bias is changed, and not the embeddings."""
+        return bool(self.bias)
 
     @property
     def beacon(self) -> float:
@@ -53,7 +58,7 @@ class Skew:
     def changed(self, name: str, values: Floats, seed: int) -> Floats:
         """Return the values of a norm, router or bias as the skew changes them."""
         if self.by_bias:
-            biased = name.endswith("exp_probs_b.bias")
+            biased = name.endswith(self.bias)
             return self._plus_start(values, self._hot_of(name, values, seed)) if biased else values
         if name.endswith(("attn_norm.weight", "output_norm.weight")):
             return self._norm(values, 0.0)
@@ -94,7 +99,8 @@ def hot_experts(seed: int, layer: int, experts: int, hot: int) -> Places:
 def make_skew(recipe: Recipe, share: float, hot_share: float) -> Skew:
     """Return the skew that sends `share` of all choices to `hot_share` of the experts."""
     dims, family = recipe.dims, recipe.family
-    skew = find_family(family).synthesis.skew
+    synthesis = find_family(family).synthesis
+    skew = synthesis.skew
     able = {name: found.synthesis.skew for name, found in FAMILIES.items()}
     if not skew:
         raise OptionError(
@@ -122,7 +128,7 @@ def make_skew(recipe: Recipe, share: float, hot_share: float) -> Skew:
     by_bias = skew == "bias"
     start = find_start(dims, hot, share, by_bias)
     quiet = 1.0 if by_bias else (2 * dims.layers) ** -0.5
-    return Skew(by_bias, hot, start, dims.hidden, quiet=quiet)
+    return Skew(synthesis.router_bias if by_bias else "", hot, start, dims.hidden, quiet=quiet)
 
 
 def _wide_model(family: str) -> str:
