@@ -202,9 +202,9 @@ def test_a_failed_worker_answers_and_is_reported(made: list[DecodeWorker]) -> No
     with pytest.raises(DeviceError) as caught:
         made[0].check()
     assert str(caught.value) == (
-        "A step on cpu failed: the CPU could not compute cold experts: a request names an expert "
-        "that is not in host memory. Try --cold gpu, which needs no CPU threads, or fewer "
-        "--threads."
+        "A step on cpu failed: the CPU could not compute cold experts: a request for cold layer 0 "
+        "picks expert 5, which is not in host memory. Try --cold gpu, which needs no CPU threads, "
+        "or fewer --threads."
     )
 
 

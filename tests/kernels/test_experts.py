@@ -53,7 +53,8 @@ def test_the_reference_equals_a_plain_loop(tokens: int, gelu: bool) -> None:
 def test_an_expert_that_does_not_exist_is_refused() -> None:
     kernel = pick("experts", Case(experts=KINDS))
     table = kernel.prepare(random_experts(KINDS, EXPERTS, HIDDEN, WIDTH))
-    with pytest.raises(IndexError, match="no such expert"):
+    reason = f"a row picks expert {EXPERTS}, but the layer has {EXPERTS}"
+    with pytest.raises(IndexError, match=reason):
         kernel.run(
             torch.randn(1, HIDDEN), torch.tensor([[EXPERTS]]).int(), torch.ones(1, 1), table,
             "silu", "f32",
@@ -114,6 +115,6 @@ def test_the_lower_id_wins_a_tie_in_every_kernel(kernel) -> None:
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 def test_more_experts_than_there_are_cannot_be_chosen() -> None:
     counts, ids, weights = torch.zeros(1).long(), torch.zeros(2).int(), torch.zeros(2)
-    with pytest.raises(ValueError, match="more experts are used than there are"):
+    with pytest.raises(ValueError, match="a row picks 2 experts, but the layer has 1"):
         POOL.ops.route((1, 1, 2), (False, True), (1.0, 0.0), torch.zeros(1).data_ptr(), 0,
                        counts.data_ptr(), ids.data_ptr(), weights.data_ptr())  # fmt: skip

@@ -125,7 +125,10 @@ void ColdWorker::serve(uint32_t number) {
 void ColdWorker::answer_layer() {
     const int64_t index = *mail_.layer, rows = *mail_.rows;
     if (index < 0 || index >= static_cast<int64_t>(layers_.size()) || rows < 1 || rows > most_rows_)
-        throw std::out_of_range("a request names a layer or rows that there are not");
+        throw std::out_of_range("a request is for cold layer " + std::to_string(index) + " and " +
+                                std::to_string(rows) + " rows; there are " +
+                                std::to_string(layers_.size()) + " cold layers, and a request has 1 to " +
+                                std::to_string(most_rows_) + " rows");
     const ColdLayer& layer = layers_[index];
     // Copy the ids before checking them: the GPU could change the shared ones in between.
     const int64_t picks = rows * layer.used;
@@ -134,7 +137,8 @@ void ColdWorker::answer_layer() {
         const int32_t id = ids_[i] = mail_.ids[i];
         if (id < 0) continue;
         if (id >= layer.experts || !layer.table[id].gate)
-            throw std::out_of_range("a request names an expert that is not in host memory");
+            throw std::out_of_range("a request for cold layer " + std::to_string(index) + " picks expert " +
+                                    std::to_string(id) + ", which is not in host memory");
         ++asked;
         experts += std::find(ids_.begin(), ids_.begin() + i, id) == ids_.begin() + i;
     }

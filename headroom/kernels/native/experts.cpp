@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 
 namespace headroom {
 
@@ -61,7 +62,9 @@ void Ops::experts(const Matrix& gate, const Matrix& up, const Matrix& down,
     int32_t* order = scratch.take<int32_t>(asked);   // pick at each sorted place
     std::memset(starts, 0, (expert_count + 1) * sizeof(int32_t));
     for (int64_t i = 0; i < asked; ++i) {
-        if (ids[i] >= expert_count) throw std::out_of_range("no such expert");
+        if (ids[i] >= expert_count)
+            throw std::out_of_range("a row picks expert " + std::to_string(ids[i]) + ", but the layer has " +
+                                    std::to_string(expert_count));
         if (ids[i] >= 0) ++starts[ids[i] + 1];
     }
     for (int64_t e = 0; e < expert_count; ++e) starts[e + 1] += starts[e];

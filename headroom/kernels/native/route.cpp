@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "ops.h"
@@ -40,7 +41,9 @@ void choose(float* choice, int64_t experts, int64_t used, int32_t* ids) {
 void Ops::route(const RouterRule& rule, const float* logits, int64_t rows, int64_t experts,
                 const float* bias, int64_t* counts, int32_t* ids, float* weights) {
     const int64_t used = rule.used;
-    if (used < 0 || used > experts) throw std::invalid_argument("more experts are used than there are");
+    if (used < 0 || used > experts)
+        throw std::invalid_argument("a row picks " + std::to_string(used) + " experts, but the layer has " +
+                                    std::to_string(experts));
     pool_.parallel(rows, 16, [&](int64_t first, int64_t last) {
         std::vector<float> scores(static_cast<size_t>(experts)), choice(scores.size());
         for (int64_t row = first; row < last; ++row) {

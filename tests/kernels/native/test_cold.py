@@ -22,6 +22,9 @@ REQUEST, ANSWER, LAYER, ROWS, DONE, FAILED, IDS, WEIGHTS, INPUTS = (
     *(160, 160 + 1024, 160 + 2048),
 )
 WAIT_S = 20.0
+# Ends of the messages about a bad request.
+LIMITS = f"there are 2 cold layers, and a request has 1 to {MOST_ROWS} rows"
+NOT_HELD = "which is not in host memory"
 
 
 class StandIn:
@@ -171,10 +174,10 @@ def test_steps_without_begin_step_do_not_end_later_ones(worker: ColdWorker, box:
 @pytest.mark.parametrize(
     ("layer", "expert", "reason"),
     [
-        (2, 0, "a request names a layer or rows that there are not"),
-        (-1, 0, "a request names a layer or rows that there are not"),
-        (0, EXPERTS, "a request names an expert that is not in host memory"),
-        (1, 3, "a request names an expert that is not in host memory"),
+        (2, 0, f"a request is for cold layer 2 and 1 rows; {LIMITS}"),
+        (-1, 0, f"a request is for cold layer -1 and 1 rows; {LIMITS}"),
+        (0, EXPERTS, f"a request for cold layer 0 picks expert {EXPERTS}, {NOT_HELD}"),
+        (1, 3, f"a request for cold layer 1 picks expert 3, {NOT_HELD}"),
     ],
 )
 def test_a_bad_request_is_answered_and_remembered(
