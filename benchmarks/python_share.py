@@ -26,7 +26,7 @@ class Clock:
         self.seconds, self.calls = 0.0, 0
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, whose time is counted."""
+        """Return the function wrapped so that its time is counted."""
 
         def call(*given: Any) -> Any:
             began = time.perf_counter()

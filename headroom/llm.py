@@ -33,7 +33,7 @@ from headroom.plan.plan import Plan
 from headroom.plan.shape import ModelShape
 from headroom.split.choice import make_run_plan
 from headroom.split.expert_records import read_records
-from headroom.split.launch import Progress, start_pipeline
+from headroom.split.launch import LoadProgress, start_pipeline
 from headroom.split.memory_check import limit_memory
 from headroom.split.pipeline import Pipeline
 from headroom.split.placing import find_placement, placed_plan
@@ -55,7 +55,7 @@ AnswerStream = Generator["AnswerDelta", None, None]  # `close()` ends the answer
 def open_engine(
     checkpoint: Checkpoint,
     options: Options,
-    progress: Progress = lambda done, total: None,
+    progress: LoadProgress = lambda done, total: None,
     *,
     measuring: bool = False,  # a benchmark: routing statistics are not saved, experts stay in place
 ) -> "OpenedModel":
@@ -129,7 +129,7 @@ class LLM:
         *,
         options: Options | None = None,
         path: Path | None = None,  # where the model is, if the caller has found it already
-        progress: Progress = lambda done, total: None,  # called with bytes loaded and bytes in all
+        progress: LoadProgress = lambda done, total: None,
         **settings: object,
     ) -> None:
         if options is None:

@@ -39,7 +39,7 @@ from headroom.plan.plan import Plan
 from headroom.plan.settings import PAGE_SIZE
 from headroom.plan.shape import ModelShape
 from headroom.split.choice import make_run_plan
-from headroom.split.launch import Progress
+from headroom.split.launch import LoadProgress
 
 CPU_CHUNK = 512  # prompt tokens in one step on a CPU
 
@@ -180,7 +180,7 @@ def _measure(
     )
 
 
-def _show_percent(say: Say) -> Progress:
+def _show_percent(say: Say) -> LoadProgress:
     """Return a function that shows the percentage of weights loaded, then the step after them."""
 
     def show(done: int, total: int) -> None:

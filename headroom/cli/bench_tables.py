@@ -8,7 +8,7 @@ from rich.table import Table
 from headroom.bench.expert_use import ExpertReport, ExpertUse
 from headroom.bench.figures import DecodeFigure, Loading, PartFigure, PromptFigure, VerifyFigure
 from headroom.bench.report import NOTES, Report
-from headroom.layers.step_timing import PARTS
+from headroom.layers.step_timing import STEP_PARTS
 from headroom.units import counted, gib
 
 LONGEST = 3  # kernels shown for each part
@@ -101,7 +101,7 @@ def _part_table(report: Report) -> Table:
     figures = report.figures.parts
     names = [_name(figure) for figure in figures]
     table = Table("ms of a step", *names, title="parts")
-    for part in PARTS:
+    for part in STEP_PARTS:
         if any(part in figure.times.parts for figure in figures):
             cells = [_ms(figure.times.parts.get(part, 0.0), figure) for figure in figures]
             table.add_row(part, *cells)

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from headroom.engine.request import SamplingParams, user_settings
+from headroom.engine.request import SamplingParams, new_seed, user_settings
 from headroom.errors import OptionError, RequestError
 from headroom.log import start_logging
 from headroom.options import (
@@ -24,6 +23,7 @@ from headroom.options import (
 
 Command = Callable[..., None]
 
+TYPED_SEED_BITS = 31  # a seed that the command line prints is short enough to be typed again
 CONFIG_HELP = "TOML file with settings, named as the flags are"
 
 
@@ -112,16 +112,11 @@ def make_params(values: Mapping[str, Any]) -> SamplingParams:
     """Return the sampling settings that were given, with a random seed if none was."""
     given = {name: values[name] for name in sampling_settings() if values.get(name) is not None}
     given["stop"] = tuple(given.get("stop", ()))
-    given.setdefault("seed", new_seed())
+    given.setdefault("seed", new_seed(TYPED_SEED_BITS))
     try:
         return SamplingParams(**given)
     except RequestError as error:
         raise OptionError(error.message, hint=error.hint, param=error.param) from error
-
-
-def new_seed() -> int:
-    """Return a random seed of 31 bits, short enough to be typed again."""
-    return int.from_bytes(os.urandom(4)) >> 1  # `secrets` takes longer to import
 
 
 def parse_sampling(name: str, text: str) -> object:

@@ -10,7 +10,14 @@ from dataclasses import replace
 import torch
 
 from headroom.engine.batching import make_batch
-from headroom.engine.outputs import LaunchedStep, Output, list_draws, list_outputs, read_outputs
+from headroom.engine.outputs import (
+    LaunchedStep,
+    Output,
+    ReadOutput,
+    list_draws,
+    list_outputs,
+    read_outputs,
+)
 from headroom.engine.pages import PagePool
 from headroom.engine.request import (
     FinishReason,
@@ -19,7 +26,6 @@ from headroom.engine.request import (
     TokenLogprobs,
     check_request,
 )
-from headroom.engine.sampler import Row
 from headroom.engine.scheduler import Limits, Scheduler, Turn
 from headroom.engine.sequence import Sequence
 from headroom.engine.stats import Counters, EngineStats
@@ -240,11 +246,9 @@ class Engine:
     def _read_step(self, step: LaunchedStep) -> None:
         """Read the output rows of a step: record prompt logprobs, take and emit drawn tokens."""
         try:
-            for output, token, logits in read_outputs(
-                step.outputs, step.result, self._settings.parallel
-            ):
-                if self._is_live(output.sequence):  # not if it has ended since
-                    self._read_row(output, token, logits)
+            for read in read_outputs(step.outputs, step.result, self._settings.parallel):
+                if self._is_live(read.output.sequence):  # not if it has ended since
+                    self._read_row(read)
         except Exception as error:
             self._fail(step.turns, error)
 
@@ -257,8 +261,9 @@ class Engine:
         if lost := self._pipeline.lost():  # no later step could work
             raise DeviceError(f"{self._pipeline.device} is lost: {lost}") from error
 
-    def _read_row(self, output: Output, token: int | None, logits: Row | None) -> None:
-        """Read one output row; a failure ends only the request of that row."""
+    def _read_row(self, read: ReadOutput) -> None:
+        """Take one output row's results; a failure ends only the request of that row."""
+        output, token, logits = read
         try:
             if output.scores_prompt:
                 assert logits is not None

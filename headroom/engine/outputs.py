@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headroom.engine.batching import output_rows, wants_prompt_logprobs
 from headroom.engine.request import TokenLogprobs
-from headroom.engine.sampler import Row, sample, token_logprobs
+from headroom.engine.sampler import LogitRow, sample, token_logprobs
 from headroom.engine.scheduler import Turn
 from headroom.engine.sequence import Sequence as Running
 from headroom.kernels.cuda.sizes import DECODE_ROWS
@@ -27,7 +28,7 @@ class Output:
         params = self.sequence.request.params
         return self.scores_prompt or (self.draws and (token is None or params.logprobs is not None))
 
-    def score_prompt(self, logits: Row) -> None:
+    def score_prompt(self, logits: LogitRow) -> None:
         """Record the logprobs of the prompt's next token; nothing predicts the first token."""
         known, request = self.sequence.prompt_logprobs, self.sequence.request
         if not known:
@@ -41,7 +42,9 @@ class Output:
         """The index of the predicted token in its sequence."""
         return self.position + 1
 
-    def choose(self, token: int | None, logits: Row | None) -> tuple[int, TokenLogprobs | None]:
+    def choose(
+        self, token: int | None, logits: LogitRow | None
+    ) -> tuple[int, TokenLogprobs | None]:
         """Return the next token, drawn here if no device has drawn it, and its logprobs."""
         params = self.sequence.request.params
         if token is None:
@@ -102,10 +105,16 @@ def list_draws(outputs: Sequence[Output]) -> list[Draw | None]:
     ]
 
 
-def read_outputs(
-    outputs: Sequence[Output], result: StepResult, most: int
-) -> Iterator[tuple[Output, int | None, Row | None]]:
-    """Yield each output row with the token that a device drew and the logits that it needs.
+class ReadOutput(NamedTuple):
+    """An output row and what was read of it from the device."""
+
+    output: Output
+    token: int | None  # that the device drew; None: the host draws it, or no token is wanted
+    logits: LogitRow | None  # None if they are not needed
+
+
+def read_outputs(outputs: Sequence[Output], result: StepResult, most: int) -> Iterator[ReadOutput]:
+    """Wait for a step and yield its output rows in order.
 
     The logits of at most `most` rows are computed at a time: the plan has memory for as many.
     """
@@ -116,9 +125,9 @@ def read_outputs(
     for row, output in enumerate(outputs):
         needed = at < len(wanted) and wanted[at] == row
         at += needed
-        yield output, tokens[row], next(logits) if needed else None
+        yield ReadOutput(output, tokens[row], next(logits) if needed else None)
 
 
-def _logit_rows(wanted: Sequence[int], result: StepResult, most: int) -> Iterator[Row]:
+def _logit_rows(wanted: Sequence[int], result: StepResult, most: int) -> Iterator[LogitRow]:
     for first in range(0, len(wanted), most):
         yield from result.logits(wanted[first : first + most]).numpy()

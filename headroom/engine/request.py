@@ -1,6 +1,7 @@
 """What goes into the engine and what comes out: GenerationRequest, SamplingParams, TokenEvent."""
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, Protocol
@@ -13,6 +14,11 @@ from headroom.errors import ContextLengthError, RequestError
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_LOGPROBS = 20
 MAX_SEED = (1 << 63) - 1
+
+
+def new_seed(bits: int) -> int:
+    """Return a random seed of at most `bits` bits, up to 63."""
+    return int.from_bytes(os.urandom(8)) >> (64 - bits)  # `secrets` takes longer to import
 
 
 def setting(

@@ -13,12 +13,12 @@ from headroom.engine.request import SamplingParams, TokenLogprobs
 from headroom.kernels.philox import uniform
 from headroom.layers.step_timing import part_of_step
 
-Row = npt.NDArray[np.float32]
+LogitRow = npt.NDArray[np.float32]
 Probabilities = npt.NDArray[np.float64]
 
 
 @part_of_step("sampling")
-def sample(logits: Row, history: Sequence[int], params: SamplingParams) -> int:
+def sample(logits: LogitRow, history: Sequence[int], params: SamplingParams) -> int:
     """Draw the token that follows `history` (prompt and generated) from the model's logits."""
     scores = _penalised(logits, history, params)
     if params.temperature == 0:
@@ -31,7 +31,7 @@ def sample(logits: Row, history: Sequence[int], params: SamplingParams) -> int:
     return token if token < len(bounds) else int(np.flatnonzero(probabilities)[-1])
 
 
-def token_logprobs(logits: Row, token: int, top: int) -> TokenLogprobs:
+def token_logprobs(logits: LogitRow, token: int, top: int) -> TokenLogprobs:
     """Return how likely the model found a token, and its `top` likeliest rivals."""
     values = logits.astype(np.float64)
     peak = values.max()
@@ -43,7 +43,7 @@ def token_logprobs(logits: Row, token: int, top: int) -> TokenLogprobs:
     )
 
 
-def _penalised(logits: Row, history: Sequence[int], params: SamplingParams) -> Row:
+def _penalised(logits: LogitRow, history: Sequence[int], params: SamplingParams) -> LogitRow:
     scores = logits.copy()
     for token, bias in params.logit_bias.items():
         scores[token] += bias
@@ -59,7 +59,7 @@ def _penalised(logits: Row, history: Sequence[int], params: SamplingParams) -> R
     return scores
 
 
-def _filtered(scores: Row, params: SamplingParams) -> Probabilities:
+def _filtered(scores: LogitRow, params: SamplingParams) -> Probabilities:
     """Probabilities after temperature and the three filters; not normalised again."""
     values = scores.astype(np.float64) / params.temperature
     probabilities: Probabilities = np.exp(values - values.max())

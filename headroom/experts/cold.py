@@ -15,45 +15,44 @@ from headroom.experts.telemetry import ColdMeter
 from headroom.families.config import ExpertsConfig
 from headroom.kernels.cuda import experts as cuda_experts
 from headroom.kernels.cuda import experts_prefill, handover
-from headroom.kernels.cuda.experts import ExpertTiles, Others
+from headroom.kernels.cuda.experts import Addends, ExpertTiles
 from headroom.kernels.cuda.experts_scratch import CHOSEN_ROWS
 from headroom.kernels.cuda.matmul import HalfRows, NarrowRows
 from headroom.kernels.cuda.route import RouterLogits
+from headroom.kernels.ops import Picks
 from headroom.layers.weights import WeightSource
 from headroom.plan.cost_model import ColdSpeeds, prefill_speeds
-
-Picks = tuple[torch.Tensor, torch.Tensor]  # ids and weights [rows, used]
 
 
 class ReadInPlace:
     """Runs a layer's experts: the GPU reads them in place, in its memory or over its link.
 
-    Picks with a negative id are skipped. `out` may be the residual of `others`.
+    Picks with a negative id are skipped. `out` may be the residual of `addends`.
     """
 
     def __init__(self, tiles: ExpertTiles, activation: str) -> None:
         self._tiles, self._activation = tiles, activation
 
     def decode(
-        self, x: HalfRows, picks: Picks | RouterLogits, others: Others, out: torch.Tensor | None
+        self, x: HalfRows, picks: Picks | RouterLogits, addends: Addends, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the weighted sum of the experts and others of few rows, in a captured step."""
+        """Return the weighted sum of the experts and addends of few rows, in a captured step."""
         tiles, activation = self._tiles, self._activation
         if isinstance(picks, RouterLogits):
             if x.rows <= CHOSEN_ROWS:
-                return cuda_experts.choose_few_rows(x, picks, tiles, activation, others, out)
+                return cuda_experts.choose_few_rows(x, picks, tiles, activation, addends, out)
             picks = picks.top_k()
         ids, weights = picks
-        return cuda_experts.few_rows(x, ids, weights, tiles, activation, others, out)
+        return cuda_experts.few_rows(x, ids, weights, tiles, activation, addends, out)
 
     def prefill(
-        self, x: NarrowRows, picks: Picks, others: Others, out: torch.Tensor | None
+        self, x: NarrowRows, picks: Picks, addends: Addends, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the weighted sum of the experts and others of many rows; never captured.
+        """Return the weighted sum of the experts and addends of many rows; never captured.
 
         Each expert that was picked is read once.
         """
-        return experts_prefill.many_rows(x, *picks, self._tiles, self._activation, others, out)
+        return experts_prefill.many_rows(x, *picks, self._tiles, self._activation, addends, out)
 
 
 class Streamed(ReadInPlace):
@@ -64,10 +63,10 @@ class Streamed(ReadInPlace):
         self._stream = stream
 
     def prefill(
-        self, x: NarrowRows, picks: Picks, others: Others, out: torch.Tensor | None
+        self, x: NarrowRows, picks: Picks, addends: Addends, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the weighted sum of many rows; each cold expert is copied at most once."""
-        return self._stream.many_rows(x, picks, others, out)
+        return self._stream.many_rows(x, picks, addends, out)
 
 
 class WithoutCold(ReadInPlace):
@@ -78,19 +77,19 @@ class WithoutCold(ReadInPlace):
         self._is_hot = is_hot
 
     def decode(
-        self, x: HalfRows, picks: Picks | RouterLogits, others: Others, out: torch.Tensor | None
+        self, x: HalfRows, picks: Picks | RouterLogits, addends: Addends, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the weighted sum of the hot experts of few rows; their weights grow."""
         chosen = picks.top_k() if isinstance(picks, RouterLogits) else picks
         handover.drop(*chosen, self._is_hot)
-        return super().decode(x, chosen, others, out)
+        return super().decode(x, chosen, addends, out)
 
     def prefill(
-        self, x: NarrowRows, picks: Picks, others: Others, out: torch.Tensor | None
+        self, x: NarrowRows, picks: Picks, addends: Addends, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the weighted sum of the hot experts of many rows; their weights grow."""
         handover.drop(*picks, self._is_hot)
-        return super().prefill(x, picks, others, out)
+        return super().prefill(x, picks, addends, out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

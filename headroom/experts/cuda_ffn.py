@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from headroom.experts.cold import LayerPaths, Picks, ReadInPlace, StoredLayer
+from headroom.experts.cold import LayerPaths, ReadInPlace, StoredLayer
 from headroom.experts.ffn import router_rule
 from headroom.experts.stats import RouterCounts
 from headroom.families.config import ExpertsConfig
@@ -16,11 +16,12 @@ from headroom.kernels.cuda import experts as cuda_experts
 from headroom.kernels.cuda import norms, scratch
 from headroom.kernels.cuda import route as cuda_route
 from headroom.kernels.cuda.buffers import floats
-from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles, Others, OwnTiles
+from headroom.kernels.cuda.experts import NO_ADDENDS, Addends, ExpertTiles, SharedExpertTiles
 from headroom.kernels.cuda.matmul import TILES, Gates, RowNorm, narrow_type
 from headroom.kernels.cuda.route import RouterLogits
 from headroom.kernels.cuda.route_scratch import can_score_with_norm
 from headroom.kernels.cuda.sizes import EXPERT_STEP, tile_bytes
+from headroom.kernels.ops import Picks
 from headroom.layers.batch import GpuBatch
 from headroom.layers.cuda_block import CudaMlp
 from headroom.layers.cuda_rows import (
@@ -62,7 +63,7 @@ class CudaRouter:
         """Return ids and weights `[rows, used]` for the router logits of rows; count the picks."""
         ids, weights = self._top_k(logits, batch).top_k()
         # Padding rows have ids of -1 and weights of 0, so that their scale does not matter.
-        return ids, weights if self._scales is None else weights * self._scales[ids]
+        return Picks(ids, weights if self._scales is None else weights * self._scales[ids])
 
     def picks_or_logits(self, logits: torch.Tensor, batch: GpuBatch) -> Picks | RouterLogits:
         """Return the top-k picks, or the logits if a fused kernel will do the top-k itself."""
@@ -111,15 +112,15 @@ def _run(
     experts: ReadInPlace,
     rows: CudaRows,
     picks: Picks | RouterLogits,
-    others: Others = NO_OTHERS,
+    addends: Addends = NO_ADDENDS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of each row's experts, by the path that the rows are made for."""
     if rows.decode is not None:
-        return experts.decode(rows.decode, picks, others, out)
+        return experts.decode(rows.decode, picks, addends, out)
     assert rows.prefill is not None
     chosen = picks.top_k() if isinstance(picks, RouterLogits) else picks
-    return experts.prefill(rows.prefill, chosen, others, out)
+    return experts.prefill(rows.prefill, chosen, addends, out)
 
 
 class CudaExpertsFfn:
@@ -138,15 +139,15 @@ class CudaExpertsFfn:
         self._router = CudaRouter(config, get, counts)
         paths = load_paths(config, get, stored)
         self._experts, self.cpu_picks = paths.gpu, paths.cpu
-        self._shared, self._own = None, None
+        self._shared, self._shared_tiles = None, None
         if config.shared_width:
             apart = replace(get, to_compile=set())
             self._shared = (
                 load_merged(apart, ["ffn.shared.gate", "ffn.shared.up"]),
                 load_merged(apart, ["ffn.shared.down"]),
             )
-            self._own = own_tiles(*self._shared)
-            if self._own is None:  # otherwise the kernels of the routed experts run it
+            self._shared_tiles = shared_expert_tiles(*self._shared)
+            if self._shared_tiles is None:  # otherwise the kernels of the routed experts run it
                 get.to_compile.update(apart.to_compile, {Gates(config.activation)})
 
     @part_of_step("experts")
@@ -165,14 +166,14 @@ class CudaExpertsFfn:
         else:  # first, so that the CPU computes while the following kernels run
             picks = self._router(logits, batch)
             cpu.ask(normed, *picks)
-        own = self._own if decoding else None
-        others = Others(
+        shared_tiles = self._shared_tiles if decoding else None
+        addends = Addends(
             residual=x,
-            shared=self._shared_answers(rows) if own is None else None,
+            shared_out=self._shared_answers(rows) if shared_tiles is None else None,
             shared_logits=logits[:, self._config.experts :] if self._config.shared_gate else None,
-            own=own,
+            shared_tiles=shared_tiles,
         )
-        _run(self._experts, rows, picks, others, x)
+        _run(self._experts, rows, picks, addends, x)
         if cpu is not None:
             cpu.add_answers(x)
 
@@ -184,7 +185,7 @@ class CudaExpertsFfn:
         return down(gated_rows(gate, up, self._config.activation, self._narrow))[0]
 
 
-def own_tiles(both: MergedLinear, down: MergedLinear) -> OwnTiles | None:
+def shared_expert_tiles(both: MergedLinear, down: MergedLinear) -> SharedExpertTiles | None:
     """Return the shared expert in the form in which decode kernels run it with the routed ones.
 
     None if its weights are not in tiles: then other kernels must run it.
@@ -199,7 +200,7 @@ def own_tiles(both: MergedLinear, down: MergedLinear) -> OwnTiles | None:
     else:
         up = weights[1].data
     kinds = (weights[0].quant, weights[-2].quant, weights[-1].quant)
-    return OwnTiles(gate, up, weights[-1].data, kinds, width)
+    return SharedExpertTiles(gate, up, weights[-1].data, kinds, width)
 
 
 def upload_experts(get: WeightSource, count: int) -> ExpertTiles:
@@ -242,10 +243,10 @@ class CudaDenseAndExpertsFfn:
         # The rows for the CPU are in the memory to which the output is written later.
         before = RowNorm(self._before, self._eps, None if cpu is None else answers)
         rows, logits = scored_rows(x, self._router.weight, before, self._router_norm, self._narrow)
-        ids, weights = self._router(logits, batch)
+        picks = self._router(logits, batch)
         if cpu is not None:
-            cpu.ask(answers, ids, weights)
-        routed = _run(self._experts, rows, (ids, weights), out=answers)
+            cpu.ask(answers, *picks)
+        routed = _run(self._experts, rows, picks, out=answers)
         dense = self._dense.outputs(x)
         if cpu is not None:
             cpu.add_answers(routed)

@@ -11,7 +11,7 @@ import torch
 
 from headroom.experts.store import LayerStore, drop_cold, fill_rows
 from headroom.families.config import ExpertsConfig
-from headroom.kernels.ops import Experts, Route, RouterRule
+from headroom.kernels.ops import ExpertsOp, Picks, RouteOp, RouterRule
 from headroom.kernels.reference.elementwise import sigmoid
 from headroom.kernels.reference.matmul import matmul
 from headroom.kernels.reference.norms import gated_activation
@@ -44,12 +44,12 @@ class Router:
         self._bias = get.vector("ffn.score_bias") if config.bias else None
         self._scales = get.vector("ffn.experts_scale") if config.expert_scales else None
         self._counts = counts  # int64 [experts]: this layer's row of RoutingStats
-        self._route: Route = pick("route", exact).run
+        self._route: RouteOp = pick("route", exact).run
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ids and weights `[rows, used]` of rows' picks, and count the picks."""
+    def __call__(self, x: torch.Tensor) -> Picks:
+        """Return the picked experts of rows, and count the picks."""
         ids, weights = self._route(self._logits(x), self._rule, self._bias, self._counts)
-        return ids, weights if self._scales is None else weights * self._scales[ids]
+        return Picks(ids, weights if self._scales is None else weights * self._scales[ids])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,7 +153,7 @@ class RoutedExperts:
         get.count("hot_experts", self._table.nbytes)
         self._activation, self._dtype = config.activation, get.case.dtype
         self._scratch = scratch if scratch.numel() else None
-        self._experts: Experts = kernel.run
+        self._experts: ExpertsOp = kernel.run
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each row's experts; `ids` and `weights` `[rows, used]`."""

@@ -32,7 +32,7 @@ from headroom.experts.store import LayerStore, runs
 from headroom.experts.telemetry import ColdCosts
 from headroom.kernels.cuda import experts_prefill, scratch
 from headroom.kernels.cuda.buffers import ALIGNMENT, Buffer
-from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles, Others
+from headroom.kernels.cuda.experts import NO_ADDENDS, Addends, ExpertTiles
 from headroom.kernels.cuda.experts_prefill import (
     ChosenRows,
     ExpertGroup,
@@ -43,11 +43,12 @@ from headroom.kernels.cuda.experts_prefill import (
 from headroom.kernels.cuda.matmul import NarrowRows, as_narrow
 from headroom.kernels.native.experts import PanelTable, experts_into, scratch_bytes
 from headroom.kernels.native.module import MODULE
+from headroom.kernels.ops import Picks
 from headroom.plan.cost_model import (
     ColdLayer,
     ColdSpeeds,
     ExpertSize,
-    expert_flops,
+    expert_operations,
     left_to_cpu,
     most_counted_rows,
 )
@@ -79,7 +80,7 @@ class PrefillCpu:
     def ask(
         self,
         x: torch.Tensor,  # float32 [rows, hidden]
-        picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights; negative ids: no pick
+        picks: Picks,
         experts: CpuLayer,
     ) -> Future[tuple[torch.Tensor, float]]:
         """Start to compute the weighted sums of rows; the result has them and the seconds taken."""
@@ -92,10 +93,10 @@ class PrefillCpu:
         return self._thread.submit(self._compute, x, picks, experts)
 
     def _compute(
-        self, x: torch.Tensor, picks: tuple[torch.Tensor, torch.Tensor], experts: CpuLayer
+        self, x: torch.Tensor, picks: Picks, experts: CpuLayer
     ) -> tuple[torch.Tensor, float]:
         began = time.perf_counter()
-        needed = scratch_bytes(picks[0], experts.table)
+        needed = scratch_bytes(picks.ids, experts.table)
         if len(self._scratch) < needed:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         (out,) = self._answers.views_like([x])
@@ -243,9 +244,8 @@ class ColdStream:
         # Times how long the computing waits for copies; None without a GPU.
         self.waits = WaitClock(staging.device) if staging.is_cuda else None
         self.cpu, self.read_room = PrefillCpu(), PinnedBuffer()
-        self._ring = StagingRing(
-            queue, staging[: STREAM_BUFFERS * size].view(STREAM_BUFFERS, -1).unbind()
-        )
+        buffers = staging[: STREAM_BUFFERS * size].view(STREAM_BUFFERS, -1)
+        self._ring = StagingRing(queue, buffers.unbind())
         self._coming: deque[BufferLoad] = deque()  # not yet unpacked, in the order of their use
         self._sent = 0  # how many of them are in buffers or being copied
         self._rooms: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}  # of downs
@@ -322,7 +322,7 @@ class StreamedLayer:
         cold_picks: float,  # expected of a row
     ) -> None:
         self.following: StreamedLayer | None = None  # the next layer of a step
-        self._size = ExpertSize(store.expert_bytes, expert_flops(tiles.width, tiles.hidden))
+        self._size = ExpertSize(store.expert_bytes, expert_operations(tiles.width, tiles.hidden))
         self._stream, self._activation = stream, activation
         self._tiles, self._store = tiles, store
         self._loads = LayerLoads(tiles, store, stream.buffer_bytes // store.expert_bytes)
@@ -339,28 +339,28 @@ class StreamedLayer:
     def many_rows(
         self,
         x: torch.Tensor | NarrowRows,  # [rows, hidden]
-        picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights [rows, used]
-        others: Others = NO_OTHERS,
+        picks: Picks,
+        addends: Addends = NO_ADDENDS,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the weighted sum of each row's experts and others."""
+        """Return the weighted sum of each row's experts and addends."""
         rows = as_narrow(x)
         chosen = ChosenRows(rows.values, *picks, rows.powers)
-        if len(picks[0]) <= self.counted_rows:
-            return self._counted(chosen, others, out)
-        return self._streamed(chosen, self._loads.all_groups(), others, out)
+        if len(picks.ids) <= self.counted_rows:
+            return self._counted(chosen, addends, out)
+        return self._streamed(chosen, self._loads.all_groups(), addends, out)
 
     def _streamed(
         self,
         chosen: ChosenRows,
         groups: Sequence[GroupExperts],
-        others: Others,
+        addends: Addends,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         stream, tiles = self._stream, self._tiles
         stream.begin(loads_of(groups), self._ahead(len(chosen.ids)))
         arriving = _Arriving(stream, tiles, groups, chosen.x.dtype)
-        return experts_prefill.sum_groups(chosen, tiles, self._activation, arriving, others, out)
+        return experts_prefill.sum_groups(chosen, tiles, self._activation, arriving, addends, out)
 
     def _ahead(self, rows: int) -> list[BufferLoad]:
         """Return the loads of the next layer; none if that layer waits for its picks."""
@@ -370,7 +370,7 @@ class StreamedLayer:
         return loads_of(following._loads.all_groups())
 
     def _counted(
-        self, chosen: ChosenRows, others: Others, out: torch.Tensor | None
+        self, chosen: ChosenRows, addends: Addends, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Wait for the picks; copy some of the picked experts, and leave others to the CPU."""
         stream, tiles, cold = self._stream, self._tiles, self._loads.rows()
@@ -383,17 +383,17 @@ class StreamedLayer:
         left = left_to_cpu(used, self._size, stream.speeds)
         streamed = {expert: cold[expert] for expert in used if expert not in left}
         if not left:
-            return self._streamed(chosen, self._loads.some_groups(streamed), others, out)
+            return self._streamed(chosen, self._loads.some_groups(streamed), addends, out)
         by_cpu = torch.zeros(len(by_expert), dtype=torch.bool)
         by_cpu[list(left)] = True
         x, weights = rows
-        asked = stream.cpu.ask(x, (_only(ids, by_cpu), weights), self._on_cpu())
+        asked = stream.cpu.ask(x, Picks(_only(ids, by_cpu), weights), self._on_cpu())
         # The CPU computes while the GPU's work is launched and runs.
         try:
             groups = self._loads.some_groups(streamed)
             gpus = _without(chosen.ids, on_device(by_cpu, chosen.ids.device))
             kept = ChosenRows(chosen.x, gpus, chosen.weights, chosen.powers)
-            out = self._streamed(kept, groups, others, out)
+            out = self._streamed(kept, groups, addends, out)
         finally:  # if the step fails, too: exchanges and the next step change what the CPU reads
             wait([asked])
         answers, took_s = asked.result()

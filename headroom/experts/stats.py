@@ -191,9 +191,9 @@ def open_stats(wanted: str | None, model: StatsModel, home: Path, now: float) ->
         return StatsFile(None, empty)
     if wanted is not None:
         return _named(Path(wanted).expanduser(), model, empty)
-    beside, at_home = default_paths(model, home)
-    save_to = next((path for path in (beside, at_home) if writable(path)), None)
-    found = [path for path in (beside, at_home) if path.is_file()]
+    next_to_model, at_home = default_paths(model, home)
+    save_to = next((path for path in (next_to_model, at_home) if writable(path)), None)
+    found = [path for path in (next_to_model, at_home) if path.is_file()]
     if not found:
         return StatsFile(save_to, empty)
     history = _found(found, model, now)
@@ -202,8 +202,8 @@ def open_stats(wanted: str | None, model: StatsModel, home: Path, now: float) ->
 
 def default_paths(model: StatsModel, home: Path) -> tuple[Path, Path]:
     """Return the two places to look for statistics: beside the model, and in the home folder."""
-    beside = model.path.with_name(model.path.name + SUFFIX)
-    return beside, home / "routing" / f"{model.path.stem}-{model.identity}{SUFFIX}"
+    next_to_model = model.path.with_name(model.path.name + SUFFIX)
+    return next_to_model, home / "routing" / f"{model.path.stem}-{model.identity}{SUFFIX}"
 
 
 def _named(path: Path, model: StatsModel, empty: RoutingHistory) -> StatsFile:

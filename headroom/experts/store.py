@@ -19,11 +19,11 @@ from headroom.experts.placement import ExpertPlacement
 from headroom.experts.telemetry import ColdCosts
 from headroom.families.config import ExpertsConfig
 from headroom.kernels.cuda.buffers import ALIGNMENT, aligned
-from headroom.kernels.cuda.experts import PARTS, Kinds
+from headroom.kernels.cuda.experts import EXPERT_MATRICES, Kinds
 from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.native.module import MISSING
 from headroom.layers.host_memory import HostMemory, pin_limits
-from headroom.layers.upload import BUFFERS, HostTiles, matrices_between
+from headroom.layers.upload import UPLOAD_BUFFERS, HostTiles, matrices_between
 from headroom.layers.weights import WeightSource
 from headroom.plan.cost_model import (
     ColdPath,
@@ -89,14 +89,17 @@ def addresses_of(rows: torch.Tensor, side: torch.Tensor, spare: torch.Tensor) ->
 
 def table_bytes(experts: int) -> int:
     """Return the bytes of a layer's table: addresses of all experts, and flags of hot ones."""
-    return experts * (8 * PARTS + 4)
+    return experts * (8 * EXPERT_MATRICES + 4)
 
 
 def table_views(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return addresses int64 [experts, PARTS] and flags int32 [experts] in one table's memory."""
+    """Return views of one table's memory.
+
+    They are the addresses int64 `[experts, EXPERT_MATRICES]` and the flags int32 `[experts]`.
+    """
     experts = len(table) // table_bytes(1)
-    end = 8 * PARTS * experts
-    addresses = table[:end].view(torch.int64).view(experts, PARTS)
+    end = 8 * EXPERT_MATRICES * experts
+    addresses = table[:end].view(torch.int64).view(experts, EXPERT_MATRICES)
     return addresses, table[end:].view(torch.int32)
 
 
@@ -189,7 +192,7 @@ class LayerStore:
         size = table_bytes(blobs.experts)
         self._device_table = torch.empty(size, dtype=torch.uint8, device=slots.device)
         self.addresses, self.is_hot = table_views(self._device_table)
-        self.host_addresses = torch.zeros(blobs.experts, PARTS, dtype=torch.int64)
+        self.host_addresses = torch.zeros(blobs.experts, EXPERT_MATRICES, dtype=torch.int64)
         self._publish(self._residency)
 
     @property
@@ -638,8 +641,8 @@ def fill_tiles(store: LayerStore, get: WeightSource, rooms: torch.Tensor) -> Non
     """
     assert get.upload is not None
     only_hot = store.addresses * store.is_hot[:, None]
-    each = len(rooms) // BUFFERS // ALIGNMENT * ALIGNMENT
-    quarters = rooms[: BUFFERS * each].view(BUFFERS, each)
+    each = len(rooms) // UPLOAD_BUFFERS // ALIGNMENT * ALIGNMENT
+    quarters = rooms[: UPLOAD_BUFFERS * each].view(UPLOAD_BUFFERS, each)
     starts, sizes = store.blobs.starts, store.sizes
     blobs = [store.cold_of(expert) for expert in range(store.experts)]
     held = runs(range(store.experts) if len(store.cold) else store.hot)

@@ -50,14 +50,14 @@ from headroom.families.tensors import (
     shared_expert,
 )
 from headroom.formats.header import ModelHeader
-from headroom.formats.names import Naming, Row
+from headroom.formats.names import NameRow, Naming
 
 if TYPE_CHECKING:
     import numpy as np
 
     from headroom.families.family import Floats
 
-LAYER_NAMES: tuple[Row, ...] = (
+LAYER_NAMES: tuple[NameRow, ...] = (
     ("ffn.norm", "post_attention_norm", "post_attention_layernorm"),
     ("delta.qkv", "attn_qkv", "linear_attn.in_proj_qkv"),
     ("delta.z", "attn_gate", "linear_attn.in_proj_z"),

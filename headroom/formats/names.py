@@ -10,10 +10,11 @@ from functools import cache
 from typing import Literal
 
 Format = Literal["gguf", "safetensors"]
-Row = tuple[str, str, str]  # our name, GGUF's, safetensors'; "" where a format has no such tensor
+# Our name, GGUF's, safetensors'; "" where a format has no such tensor.
+NameRow = tuple[str, str, str]
 
 # Names are without ".weight"; a name that ends in ".bias" becomes ours with "_bias" added.
-MODEL_NAMES: tuple[Row, ...] = (
+MODEL_NAMES: tuple[NameRow, ...] = (
     ("embed", "token_embd", "embed_tokens"),
     ("norm", "output_norm", "norm"),
     ("head", "output", "lm_head"),
@@ -21,7 +22,7 @@ MODEL_NAMES: tuple[Row, ...] = (
 )
 
 # After "layers.N." in ours, "blk.N." in GGUF, "layers.N." in safetensors; {e} is an expert.
-LAYER_NAMES: tuple[Row, ...] = (
+LAYER_NAMES: tuple[NameRow, ...] = (
     ("attn.norm", "attn_norm", "input_layernorm"),
     ("attn.q", "attn_q", "self_attn.q_proj"),
     ("attn.k", "attn_k", "self_attn.k_proj"),
@@ -66,8 +67,8 @@ class Naming:
     # Entries of `architectures` in config.json that name this architecture whatever the model_type.
     classes: tuple[str, ...] = ()
     # Additional rows; a row replaces the shared row with the same name in the file.
-    model_names: tuple[Row, ...] = ()
-    layer_names: tuple[Row, ...] = ()
+    model_names: tuple[NameRow, ...] = ()
+    layer_names: tuple[NameRow, ...] = ()
     # Whether the head is the embedding where a config.json without weights does not say.
     tied_by_default: bool = False
 
@@ -124,7 +125,7 @@ def _layer_table(naming: Naming, format: Format) -> dict[str, str]:
     return _by_file_name(LAYER_NAMES + naming.layer_names, format)
 
 
-def _by_file_name(rows: tuple[Row, ...], format: Format) -> dict[str, str]:
+def _by_file_name(rows: tuple[NameRow, ...], format: Format) -> dict[str, str]:
     column = 1 if format == "gguf" else 2
     return {row[column]: row[0] for row in rows if row[column]}
 

@@ -10,6 +10,7 @@ from headroom.formats.mapped import MappedStrings
 from headroom.formats.metadata import Metadata
 
 SPECIAL_TOKENS = ("bos", "eos", "eot", "eom", "unknown", "padding", "mask")
+BLANK_MARK = "\u2581"  # stands for a blank in SentencePiece vocabularies
 _BOS_BY_DEFAULT = ("llama", "gemma4")  # tokenizer models that begin every text with bos
 _NO_TOKEN = (-1, 0xFFFFFFFF)  # ids by which some writers say that there is no such token
 
@@ -26,7 +27,6 @@ class Vocabulary:
     merges: Sequence[str] = field(repr=False)
     special_ids: Mapping[str, int]  # ids of the SPECIAL_TOKENS that the file names
     add_bos: bool
-    add_eos: bool
 
 
 def read_vocabulary(metadata: Metadata) -> Vocabulary | None:
@@ -46,7 +46,6 @@ def read_vocabulary(metadata: Metadata) -> Vocabulary | None:
         merges=_strings(metadata, "tokenizer.ggml.merges"),
         special_ids=_special_ids(metadata, len(tokens)),
         add_bos=metadata.get_bool("tokenizer.ggml.add_bos_token", model in _BOS_BY_DEFAULT),
-        add_eos=metadata.get_bool("tokenizer.ggml.add_eos_token", False),
     )
 
 

@@ -6,7 +6,7 @@ may compute in other types inside.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -149,6 +149,13 @@ class RouterRule:
     softcap: float = 0.0  # logits become softcap * tanh(logits / softcap) first; 0: no cap
 
 
+class Picks(NamedTuple):
+    """The experts that a router picked for each row; a negative id is no pick."""
+
+    ids: torch.Tensor  # int32 [rows, used], the best first
+    weights: torch.Tensor  # [rows, used]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertTable:
     """One layer's routed experts: three matrices each, with the same types and sizes for all.
@@ -176,13 +183,13 @@ class ExpertTable:
         return sum(weight.nbytes for part in self.parts for weight in part)
 
 
-class Embed(Protocol):
+class EmbedOp(Protocol):
     """Write the rows `ids [rows]` of an embedding table to `out [rows, columns]`."""
 
     def __call__(self, ids: torch.Tensor, table: Weight, out: torch.Tensor) -> torch.Tensor: ...
 
 
-class Matmul(Protocol):
+class MatmulOp(Protocol):
     """Return `x [rows, columns]` times the weight's transpose `[rows, weight.rows]`.
 
     The result is written to `out` if given.
@@ -193,13 +200,13 @@ class Matmul(Protocol):
     ) -> torch.Tensor: ...
 
 
-class RmsNorm(Protocol):
+class RmsNormOp(Protocol):
     """Return `weight * x / sqrt(mean(x^2) + eps)` over the last axis."""
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 
 
-class Rope(Protocol):
+class RopeOp(Protocol):
     """Rotate the first `2 * half` values of each head, in pairs `(i, i + half)`.
 
     `x [rows, heads, dim]`, `cos` and `sin` `[rows, half]`.
@@ -208,13 +215,13 @@ class Rope(Protocol):
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
 
 
-class GatedActivation(Protocol):
+class GatedActivationOp(Protocol):
     """Return `act(gate) * up`; `activation` is "silu", or "gelu" in its tanh form."""
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor: ...
 
 
-class KvWrite(Protocol):
+class KvWriteOp(Protocol):
     """Cache keys and values `[rows, kv_heads, dim]` at the slots `[rows]`."""
 
     def __call__(
@@ -222,7 +229,7 @@ class KvWrite(Protocol):
     ) -> None: ...
 
 
-class Attention(Protocol):
+class AttentionOp(Protocol):
     """Return causal attention of `queries [rows, heads, dim]` over their sequences' cached tokens.
 
     A row at position p sees keys at positions 0..p, only the last `window` of them if window > 0,
@@ -240,7 +247,7 @@ class Attention(Protocol):
     ) -> torch.Tensor: ...
 
 
-class DeltaNet(Protocol):
+class DeltaNetOp(Protocol):
     """Run gated DeltaNet (linear attention with a recurrent state) over every span's rows in order.
 
     `qkv [rows, channels]` is the input of the convolution, `beta` and `alpha` `[rows, value heads]`
@@ -259,7 +266,7 @@ class DeltaNet(Protocol):
     ) -> torch.Tensor: ...
 
 
-class GatedNorm(Protocol):
+class GatedNormOp(Protocol):
     """Return `weight * x / sqrt(mean(x^2) + eps) * silu(gate)` over the last axis."""
 
     def __call__(
@@ -267,8 +274,8 @@ class GatedNorm(Protocol):
     ) -> torch.Tensor: ...
 
 
-class Route(Protocol):
-    """Pick experts: return ids (int32) and weights `[rows, used]` for logits `[rows, experts]`.
+class RouteOp(Protocol):
+    """Return the picked experts of rows with logits `[rows, experts]`.
 
     The best expert comes first, and the lower id first on ties. `bias [experts]` is added to the
     scores for the choice, but not to the weights. Picks are counted in `counts [experts]` (int64).
@@ -280,10 +287,10 @@ class Route(Protocol):
         rule: RouterRule,
         bias: torch.Tensor | None,
         counts: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    ) -> Picks: ...
 
 
-class Experts(Protocol):
+class ExpertsOp(Protocol):
     """Return the weighted sum of each row's experts, `down(act(gate x) * up x)`.
 
     `x [rows, hidden]`, `ids` int32 and `weights` `[rows, used]`. The order of a row's sum depends

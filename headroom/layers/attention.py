@@ -6,9 +6,7 @@ from functools import cache
 import torch
 
 from headroom.families.config import AttentionConfig, RopeConfig
-from headroom.kernels.ops import Attention as AttentionOp
-from headroom.kernels.ops import KvWrite
-from headroom.kernels.ops import Rope as RopeOp
+from headroom.kernels.ops import AttentionOp, KvWriteOp, RopeOp
 from headroom.kernels.reference.elementwise import sigmoid, softplus
 from headroom.kernels.registry import pick
 from headroom.layers.batch import Batch
@@ -77,7 +75,7 @@ class _Keys:
             self._v_norm = RmsNorm(ones, eps, get.case)
         case = replace(get.case, k_type=pages.kv.k_type.name, v_type=pages.kv.v_type.name)
         self._rope: RopeOp = pick("rope", case).run
-        self._write: KvWrite = pick("kv_write", case).run
+        self._write: KvWriteOp = pick("kv_write", case).run
 
     def write(self, x: torch.Tensor, batch: Batch, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Cache the keys and values of normed rows."""

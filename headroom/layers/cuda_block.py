@@ -20,7 +20,7 @@ from headroom.kernels.cuda import (
 )
 from headroom.kernels.cuda.attention import DecodeShape, Gate, HeadNorms, Projected
 from headroom.kernels.cuda.compile import refuses_device
-from headroom.kernels.cuda.delta_net import span_tables
+from headroom.kernels.cuda.delta_net import DeltaNetRows, span_tables
 from headroom.kernels.cuda.matmul import Gates, RowNorm, narrow_type, refuses_type
 from headroom.kernels.ops import RecurrentState, StepTables
 from headroom.layers.attention import pair_rows, query_rows, rope_tables
@@ -194,7 +194,7 @@ class CudaDeltaNet:
         """Add each row's output to the row, and advance its sequence's recurrent state."""
         qkv, z, beta, alpha = self._in(normed_rows(x, self._norm, self._narrow))
         heads = len(self._weights.decay)
-        rows = (qkv, beta, alpha)
+        rows = DeltaNetRows(qkv, beta, alpha)
         if is_decode(len(x)):
             tables = batch.tables[0]
             assert tables.trees is None, "a model with recurrent layers refuses draft trees"

@@ -3,8 +3,7 @@
 import torch
 
 from headroom.families.config import DeltaNetConfig
-from headroom.kernels.ops import DeltaNet as DeltaNetOp
-from headroom.kernels.ops import DeltaNetWeights, GatedNorm, RecurrentState
+from headroom.kernels.ops import DeltaNetOp, DeltaNetWeights, GatedNormOp, RecurrentState
 from headroom.kernels.registry import pick
 from headroom.layers.batch import Batch
 from headroom.layers.modules import Linear
@@ -28,7 +27,7 @@ class DeltaNet:
         self._eps = eps
         self._weights = small_weights(config, get)
         self._delta_net: DeltaNetOp = pick("delta_net", get.case).run
-        self._gated_norm: GatedNorm = pick("gated_norm", get.case).run
+        self._gated_norm: GatedNormOp = pick("gated_norm", get.case).run
 
     @part_of_step("recurrent")
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 
 from headroom.families.config import Activation
-from headroom.kernels.ops import Case, Embed, GatedActivation, Matmul
-from headroom.kernels.ops import RmsNorm as RmsNormOp
+from headroom.kernels.ops import Case, EmbedOp, GatedActivationOp, MatmulOp, RmsNormOp
 from headroom.kernels.registry import pick
 from headroom.kernels.weight import Weight
 from headroom.layers.step_timing import part_of_step
@@ -22,7 +21,7 @@ class Linear:
     def __init__(self, weight: Weight, case: Case) -> None:
         self._weight = weight
         self._dtype = case.dtype
-        self._matmul: Matmul = pick("matmul", replace(case, quant=weight.quant)).run
+        self._matmul: MatmulOp = pick("matmul", replace(case, quant=weight.quant)).run
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return `[rows, out]` for `x [rows, in]`, written to `out` if given."""
@@ -50,7 +49,7 @@ class Mlp:
         self._up = Linear(get(f"{prefix}up"), get.case)
         self._down = Linear(get(f"{prefix}down"), get.case)
         self._activation = activation
-        self._activate: GatedActivation = pick("gated_activation", get.case).run
+        self._activate: GatedActivationOp = pick("gated_activation", get.case).run
 
     @part_of_step("dense")
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +67,7 @@ class Embedding:
         hosted = case.triton and table.data.device.type == "cpu" != case.torch_device
         plain = case.reference or hosted
         case = replace(case, quant=table.quant, layout=table.layout, reference=plain)
-        self._embed: Embed = pick("embed", case).run
+        self._embed: EmbedOp = pick("embed", case).run
 
     @part_of_step("other")
     def __call__(self, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

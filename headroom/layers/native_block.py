@@ -12,6 +12,7 @@ from headroom.layers.cache import KvPages
 from headroom.layers.step_timing import part_of_step
 from headroom.layers.weights import WeightSource
 
+# In the order of `native.LayerMatrices`.
 MATRICES = ("attn.q", "attn.k", "attn.v", "attn.out", "ffn.gate", "ffn.up", "ffn.down")
 
 
@@ -35,11 +36,12 @@ class NativeBlock:
             "attn.q": pair_rows(config, config.heads),
             "attn.k": pair_rows(config, config.kv_heads),
         }
-        self._layer = native.Layer(
-            matrices=[get(name, orders.get(name)) for name in MATRICES],
-            norms=(get.norm("attn.norm"), get.norm("ffn.norm")),
+        self._layer = native.NativeLayer(
+            native.LayerMatrices(*(get(name, orders.get(name)) for name in MATRICES)),
+            attention_norm=get.norm("attn.norm"),
+            ffn_norm=get.norm("ffn.norm"),
             eps=eps,
-            sizes=(config.heads, config.kv_heads, config.head_dim, config.window),
+            sizes=_head_sizes(config),
             scale=config.scale,
             cache=pages.kv,
             int8=get.case.dtype == "int8",
@@ -64,5 +66,8 @@ def refuses_native_block(config: AttentionConfig, get: WeightSource, pages: KvPa
         return "its attention has norms or gates of its own"
     case = replace(get.case, k_type=pages.kv.k_type.name, v_type=pages.kv.v_type.name)
     quants = [get.tensors[get.prefix + name].quant for name in MATRICES]
-    sizes = (config.heads, config.kv_heads, config.head_dim)
-    return native.refuses(case, quants, sizes)
+    return native.refuses(case, quants, _head_sizes(config))
+
+
+def _head_sizes(config: AttentionConfig) -> native.HeadSizes:
+    return native.HeadSizes(config.heads, config.kv_heads, config.head_dim, config.window)

@@ -2,7 +2,7 @@
 
 import torch
 
-from headroom.kernels.ops import GatedActivation
+from headroom.kernels.ops import GatedActivationOp
 from headroom.kernels.registry import pick
 from headroom.kernels.weight import Weight
 from headroom.layers.modules import Embedding, Linear, RmsNorm
@@ -46,7 +46,7 @@ class PerLayerPart:
         self._gate = Linear(get("per_layer.gate"), get.case)
         self._proj = Linear(get("per_layer.proj"), get.case)
         self._norm = RmsNorm(get.norm("per_layer.norm"), eps, get.case)
-        self._activate: GatedActivation = pick("gated_activation", get.case).run
+        self._activate: GatedActivationOp = pick("gated_activation", get.case).run
 
     @part_of_step("dense")
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import ParamSpec, Protocol, TypeVar
 from headroom.kernels.cuda.compile import compile_kernel
 
 # "fused": attention and dense network of a layer that runs in one C++ call.
-PARTS = ("attention", "recurrent", "experts", "dense", "fused", "head", "sampling", "other")
+STEP_PARTS = ("attention", "recurrent", "experts", "dense", "fused", "head", "sampling", "other")
 MARKER = "headroom_part_"  # prefix of the names of marker kernels, see marker.cu
 STEP = "step"
 
@@ -60,7 +60,7 @@ def begin_step() -> None:
 
 def part_of_step(part: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function whose time counts as this part of a step."""
-    assert part in PARTS
+    assert part in STEP_PARTS
 
     def decorate(run: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(run)

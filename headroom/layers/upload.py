@@ -27,7 +27,7 @@ from headroom.units import MIB, gib
 
 STAGING_BYTES = 128 * MIB  # of all buffers on the device; more does not load faster
 LEAST_STAGING_BYTES = 16 * MIB  # half a buffer holds TILE_ROWS rows of any real matrix
-BUFFERS = 4  # half of them are being read into while the other half is being copied
+UPLOAD_BUFFERS = 4  # half of them are being read into while the other half is being copied
 BUFFER_STEP = 2 * MIB  # torch rounds large allocations on a GPU up to this
 READ_BYTES = 4 * MIB  # of one read by one thread
 READERS = 8  # threads; enough for a disk's queue (tests/gpu/check_load.py times other numbers)
@@ -197,7 +197,7 @@ class _Buffer:
 class HostTiles:
     """Where matrices go that are packed into tiles on the GPU and then copied to host memory."""
 
-    rooms: torch.Tensor  # uint8 [BUFFERS, bytes] on the device: where tiles are packed
+    rooms: torch.Tensor  # uint8 [UPLOAD_BUFFERS, bytes] on the device: where tiles are packed
     places: Sequence[torch.Tensor | None]  # by matrix: its tiles in host memory; None: not wanted
 
     def copy_piece(
@@ -237,9 +237,9 @@ class Upload:
         self._device = torch.device(device)
         self._gpu = self._device.type == "cuda"
         self._memory = memory
-        share = max(staging_bytes, LEAST_STAGING_BYTES) // BUFFERS
+        share = max(staging_bytes, LEAST_STAGING_BYTES) // UPLOAD_BUFFERS
         self._buffer_bytes = share // BUFFER_STEP * BUFFER_STEP
-        self._buffers = [self._open_buffer(number) for number in range(BUFFERS)]
+        self._buffers = [self._open_buffer(number) for number in range(UPLOAD_BUFFERS)]
         self._reading: deque[tuple[_Buffer, UploadPiece, Finish]] = deque()
         self._pieces = 0  # sent so far; they use the buffers in turn
         self._addresses: list[torch.Tensor] = []  # kept until kernels on other streams read them
@@ -288,7 +288,9 @@ class Upload:
                 begin, copy = first + piece.matrix, None
                 where = addresses[begin : begin + piece.matrices]
                 if to_host is not None:  # packs in the room of the buffer that the piece uses
-                    copy = partial(to_host.copy_piece, begin, to_host.rooms[self._pieces % BUFFERS])
+                    copy = partial(
+                        to_host.copy_piece, begin, to_host.rooms[self._pieces % UPLOAD_BUFFERS]
+                    )
                 self._send(part, piece, partial(_pack_at, part, piece, where, copy))
             first += part.count
 
@@ -334,7 +336,7 @@ class Upload:
     def _open_buffer(self, number: int) -> _Buffer:
         size = self._buffer_bytes
         host = torch.empty(size, dtype=torch.uint8, pin_memory=self._gpu)
-        if self._memory is not None and len(self._memory) >= BUFFERS * size:
+        if self._memory is not None and len(self._memory) >= UPLOAD_BUFFERS * size:
             device = self._memory[number * size : (number + 1) * size]
         else:
             device = torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -345,7 +347,7 @@ class Upload:
 
     def _send(self, source: FileMatrices, piece: UploadPiece, finish: Finish) -> None:
         """Start to read a piece into the next buffer; older pieces go on to the device."""
-        buffer = self._buffers[self._pieces % BUFFERS]
+        buffer = self._buffers[self._pieces % UPLOAD_BUFFERS]
         self._pieces += 1
         if buffer.done is not None:
             buffer.done.synchronize()
@@ -361,7 +363,7 @@ class Upload:
             order_bytes = piece.order.view(torch.uint8)
             buffer.host[piece.order_at : piece.order_at + len(order_bytes)] = order_bytes
         self._reading.append((buffer, piece, finish))
-        while len(self._reading) > BUFFERS // 2:
+        while len(self._reading) > UPLOAD_BUFFERS // 2:
             self._copy_oldest()
 
     def _copy_oldest(self) -> None:

@@ -294,10 +294,10 @@ class ExpertSize:
     """Bytes of one expert, and the operations of one pick of it."""
 
     bytes: int
-    flops: int
+    operations: int
 
 
-def expert_flops(width: int, hidden: int) -> int:
+def expert_operations(width: int, hidden: int) -> int:
     """Return the operations of one pick: three products, one multiply and one add a weight."""
     return 6 * width * hidden
 
@@ -401,7 +401,7 @@ def _share(counts: Mapping[int, int], size: ExpertSize, speeds: ColdSpeeds) -> _
     if not speeds.cpu_takes_prefill:
         return _Share(frozenset(), best_s)
     read_s = size.bytes / (CPU_READ_SHARE * speeds.cpu)
-    pick_s = size.flops / (CPU_FLOPS_SHARE * speeds.cpu_flops)
+    pick_s = size.operations / (CPU_FLOPS_SHARE * speeds.cpu_flops)
     cpu_s = PREFILL_HANDOVER_S
     for taken, (count, _) in enumerate(picked, 1):
         cpu_s += max(read_s, count * pick_s)

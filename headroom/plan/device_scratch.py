@@ -28,6 +28,7 @@ from headroom.kernels.cuda.attention_scratch import (
     wide_stride,
 )
 from headroom.kernels.cuda.buffers import Buffer, ScratchCount, floats
+from headroom.kernels.cuda.experts_scratch import ExpertShape
 from headroom.kernels.cuda.sizes import DECODE_ROWS, EXPERT_STEP, MOST_OUTPUTS
 from headroom.plan.shape import BF16_BYTES, F32_BYTES, LayerPadding, LayerShape
 from headroom.units import GIB, MIB
@@ -414,13 +415,13 @@ def _count_routed(
     if step.decodes:
         count.take(experts_scratch.decode_buffers(rows, used, layer.expert_width, shared_width))
         return
-    sizes, picks = (layer.expert_width, settings.hidden), rows * used
+    shape, picks = ExpertShape(layer.expert_width, settings.hidden), rows * used
     for cold in variant.colds:
         if not cold and rows <= experts_scratch.sorted_rows(layer.experts, used):
-            experts_scratch.count_packed(count, layer.experts, sizes, picks)
+            experts_scratch.count_packed(count, layer.experts, shape, picks)
         else:
             experts_scratch.count_groups(
-                count, layer.experts, sizes, picks, settings.dtype, settings.unpack_bytes
+                count, layer.experts, shape, picks, settings.dtype, settings.unpack_bytes
             )
 
 

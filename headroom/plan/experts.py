@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from headroom.errors import OptionError, PlanError
 from headroom.kernels.cuda.buffers import aligned
-from headroom.kernels.cuda.experts_scratch import experts_at_once
+from headroom.kernels.cuda.experts_scratch import ExpertShape, experts_at_once
 from headroom.plan.shape import BF16_BYTES, LayerShape
 from headroom.units import MIB, gib, parse_size
 
@@ -126,7 +126,7 @@ def buffer_bytes(expert_bytes: int, experts: int) -> int:
 
 def downs_bytes(experts: int, width: int, hidden: int, unpack_bytes: int) -> int:
     """Return the bytes of the unpacked down matrices of the experts computed together."""
-    each = experts_at_once(experts, width, hidden, unpack_bytes)
+    each = experts_at_once(experts, ExpertShape(width, hidden), unpack_bytes)
     return aligned(BF16_BYTES * each * width * hidden)
 
 

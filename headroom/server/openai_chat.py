@@ -10,13 +10,13 @@ from pydantic import Field, PlainValidator, model_validator
 from starlette.responses import Response
 
 from headroom.answers import AnswerDelta, AnswerToken, Completion
-from headroom.engine.request import MAX_LOGPROBS, TokenLogprobs
+from headroom.engine.request import MAX_LOGPROBS, TokenLogprobs, new_seed
 from headroom.server.openai_shared import (
+    SEED_BITS,
     Envelope,
     GenerationCall,
     logprob_number,
     make_requests,
-    new_seed,
     respond,
     token_text,
 )
@@ -114,7 +114,7 @@ async def chat_completions(request: Request) -> Response:
     messages = [message.for_template() for message in body.messages]
     # Encoding a long prompt takes a while; in a thread it does not hold up other clients' events.
     prompt = await asyncio.to_thread(llm.prepare_chat, Conversation(messages=messages))
-    settings = {"seed": new_seed(), **body.sampling()}
+    settings = {"seed": new_seed(SEED_BITS), **body.sampling()}
     if body.max_completion_tokens is not None:
         settings["max_tokens"] = body.max_completion_tokens
     if body.logprobs:

@@ -11,14 +11,14 @@ from pydantic import Field, PlainValidator, model_validator
 from starlette.responses import Response
 
 from headroom.answers import AnswerDelta, AnswerToken, Completion
-from headroom.engine.request import MAX_LOGPROBS, TokenLogprobs
+from headroom.engine.request import MAX_LOGPROBS, TokenLogprobs, new_seed
 from headroom.errors import RequestError
 from headroom.server.openai_shared import (
+    SEED_BITS,
     Envelope,
     GenerationCall,
     logprob_number,
     make_requests,
-    new_seed,
     respond,
     token_text,
 )
@@ -101,7 +101,7 @@ async def completions(request: Request) -> Response:
         )
     tokenizer = llm.tokenizer
     prompts = await asyncio.to_thread(_encode, tokenizer, body.prompt)
-    settings = {"seed": new_seed(), "max_tokens": DEFAULT_MAX_TOKENS, **body.sampling()}
+    settings = {"seed": new_seed(SEED_BITS), "max_tokens": DEFAULT_MAX_TOKENS, **body.sampling()}
     if body.logprobs is not None:
         settings |= {"logprobs": body.logprobs, "prompt_logprobs": bool(body.echo)}
     envelope = Envelope(

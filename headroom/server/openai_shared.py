@@ -1,6 +1,5 @@
 """What OpenAI's chat and completions endpoints share: requests, choices, usage, events."""
 
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -22,6 +21,7 @@ from headroom.server.sse import EventStream, event, while_connected
 from headroom.text.answer_parser import AnswerParser
 from headroom.text.tokenizer import Tokenizer
 
+SEED_BITS = 53  # of a random seed: JavaScript's numbers hold it exactly
 DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express
 FINGERPRINT = f"headroom-{__version__}"
@@ -162,11 +162,6 @@ def make_requests(
                 error.param = prompt_field
             raise
     return requests
-
-
-def new_seed() -> int:
-    """Return a random seed of 53 bits, which JavaScript's numbers hold exactly."""
-    return secrets.randbits(53)
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -49,17 +49,11 @@ def bucket_of(rows: int) -> int:
     return next(size for size in BUCKETS if size >= rows)
 
 
-class Graph(Protocol):
-    """Recorded work that can be replayed."""
-
-    def replay(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
     """A captured step and its outputs, which lie at fixed addresses until the next step runs."""
 
-    graph: Graph
+    graph: "torch.cuda.CUDAGraph"
     hidden: torch.Tensor  # [rows, hidden]
     logits: torch.Tensor  # [rows, vocabulary]
 

@@ -38,13 +38,14 @@ log = logging.getLogger(__name__)
 
 # The plan's lines that hold tensors of the checkpoint.
 WEIGHT_LINES = ("core_weights", "embeddings", "head", "hot_experts", "cold_experts")
-Progress = Callable[[int, int], None]  # told the bytes of weights loaded so far, and of all weights
+# Told the bytes of weights loaded so far, and of all weights.
+LoadProgress = Callable[[int, int], None]
 
 
 def start_pipeline(
     plan: Plan,
     model: ModelDescription,
-    progress: Progress = lambda done, total: None,
+    progress: LoadProgress = lambda done, total: None,
     placement: ExpertPlacement | None = None,
 ) -> Pipeline:
     """Load the model as the plan says, and return the pipeline that runs it.
@@ -108,7 +109,7 @@ def _load(
     model: ModelDescription,
     placement: ExpertPlacement | None,
     allocated: Counter[str],
-    progress: Progress,
+    progress: LoadProgress,
 ) -> tuple[Model, LoadTimes]:
     """Load a device's layers; count what they allocate and report the progress."""
     planned = device.allocated | {line.name: line.bytes for line in plan.host.lines}

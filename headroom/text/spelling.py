@@ -3,7 +3,8 @@
 import re
 from enum import Enum
 
-BLANK_MARK = "▁"  # stands for a blank in SentencePiece vocabularies
+from headroom.formats.vocabulary import BLANK_MARK
+
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer as Coder
 
 from headroom.errors import FormatError, ModelError, RequestError
 from headroom.formats.checkpoint import Checkpoint
-from headroom.formats.vocabulary import Vocabulary
-from headroom.text.spelling import BLANK_MARK, Spelling
+from headroom.formats.vocabulary import BLANK_MARK, Vocabulary
+from headroom.text.spelling import Spelling
 from headroom.text.vocabulary_coder import (
     CONTROL,
     UNKNOWN,

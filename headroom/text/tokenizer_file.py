@@ -2,8 +2,8 @@
 
 from tokenizers import decoders
 
-from headroom.formats.vocabulary import Vocabulary
-from headroom.text.spelling import BLANK_MARK, Spelling
+from headroom.formats.vocabulary import BLANK_MARK, Vocabulary
+from headroom.text.spelling import Spelling
 from headroom.text.vocabulary_coder import build_coder, spelling_of
 
 

@@ -9,9 +9,9 @@ from tokenizers.normalizers import Normalizer, Prepend, Replace
 from tokenizers.normalizers import Sequence as Normalizers
 
 from headroom.errors import ModelError
-from headroom.formats.vocabulary import Vocabulary
+from headroom.formats.vocabulary import BLANK_MARK, Vocabulary
 from headroom.text.pre_tokenizers import word_rule
-from headroom.text.spelling import BLANK_MARK, Spelling
+from headroom.text.spelling import Spelling
 
 # Token types as GGUF numbers them.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4

@@ -20,7 +20,7 @@ from headroom.families.synth.recipe import find_recipe
 from headroom.families.synth.values import Source
 from headroom.families.synth.write import write_gguf
 from headroom.layers.batch import Batch
-from headroom.layers.step_timing import MARKER, PARTS
+from headroom.layers.step_timing import MARKER, STEP_PARTS
 from headroom.llm import OpenedModel, open_engine
 from headroom.options import Options
 from headroom.split.stage import StepResult
@@ -178,7 +178,7 @@ def test_a_timeline_without_a_whole_step_is_refused() -> None:
 
 @given(
     st.lists(
-        st.lists(st.tuples(st.sampled_from(PARTS), st.floats(0, 10)), max_size=6),
+        st.lists(st.tuples(st.sampled_from(STEP_PARTS), st.floats(0, 10)), max_size=6),
         min_size=1, max_size=5,
     )
 )  # fmt: skip

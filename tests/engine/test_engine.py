@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
-from headroom.engine.sampler import Row, sample
+from headroom.engine.sampler import LogitRow, sample
 from headroom.engine.scheduler import Turn
 from headroom.errors import CapacityError, ContextLengthError, RequestError
 from headroom.llm import LLM
@@ -249,7 +249,7 @@ def test_a_failing_step_ends_its_requests_with_an_error_and_no_others(
 def test_a_failing_sampler_ends_one_request_and_no_others(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail_for_sevens(logits: Row, history: list[int], params: SamplingParams) -> int:
+    def fail_for_sevens(logits: LogitRow, history: list[int], params: SamplingParams) -> int:
         if history[0] == 7:
             raise FloatingPointError("no number")
         return sample(logits, history, params)
@@ -311,7 +311,7 @@ def test_cancelling_a_request_that_just_ended_does_not_hit_the_next_of_its_id(
     request = llm.request([1], SamplingParams(max_tokens=2, ignore_eos=True))
     found: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
 
-    def cancel_too_late(logits: Row, history: list[int], params: SamplingParams) -> int:
+    def cancel_too_late(logits: LogitRow, history: list[int], params: SamplingParams) -> int:
         if len(history) == 2:  # this draw ends the request
             monkeypatch.setattr("headroom.engine.outputs.sample", sample)
             llm.engine.cancel(request.id)

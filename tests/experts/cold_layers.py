@@ -8,7 +8,7 @@ import torch
 from headroom.formats.quants import BY_NAME, QuantType
 from headroom.kernels.cuda.experts import ExpertTiles
 from headroom.kernels.cuda.sizes import tile_bytes
-from headroom.kernels.ops import ExpertTable
+from headroom.kernels.ops import ExpertTable, Picks
 from tests.gpu.check_experts import make_table
 from tests.gpu.torch_tiles import pack_tiles
 
@@ -121,10 +121,10 @@ def decode_store(
     return DecodeStore(table, blobs, tiles, is_hot, here.contiguous())
 
 
-def random_picks(rows: int, count: int, used: int) -> tuple[torch.Tensor, torch.Tensor]:
+def random_picks(rows: int, count: int, used: int) -> Picks:
     """Return ids and weights as a router gives them; one row is padding if there are three."""
     ids = torch.stack([torch.randperm(count)[:used] for _ in range(rows)]).int()
     weights = torch.rand(rows, used)
     if rows > 2:
         ids[rows // 2], weights[rows // 2] = -1, 0
-    return ids, weights / weights.sum(1, keepdim=True).clamp(min=1e-9)
+    return Picks(ids, weights / weights.sum(1, keepdim=True).clamp(min=1e-9))

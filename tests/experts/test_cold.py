@@ -16,9 +16,10 @@ from headroom.experts.store import StoreRequest, blob_layout, open_store
 from headroom.experts.telemetry import HitCounter
 from headroom.families.config import ExpertsConfig
 from headroom.kernels.cuda import experts_scratch, grouped
-from headroom.kernels.cuda.experts import Others
+from headroom.kernels.cuda.experts import Addends
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.native.module import MODULE
+from headroom.kernels.ops import Picks
 from headroom.layers import upload
 from headroom.layers.upload import Upload
 from headroom.layers.weights import WeightSource
@@ -96,17 +97,17 @@ class Layer:
         self.store = store.layers[0]
         return self.cold_experts.layer(0)
 
-    def run(self, x: torch.Tensor, picks: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def run(self, x: torch.Tensor, picks: Picks) -> torch.Tensor:
         """A step as a layer runs it."""
-        ids, weights = (one.clone() for one in picks)
-        out, others = x.clone(), Others(residual=x)
+        picks = Picks(*(one.clone() for one in picks))
+        out, addends = x.clone(), Addends(residual=x)
         if len(x) > 32:
-            return self.paths.gpu.prefill(x, (ids, weights), others, out)
+            return self.paths.gpu.prefill(x, picks, addends, out)
         if self.paths.cpu is not None:
             assert self.worker is not None
             self.worker.begin_step()
-            self.paths.cpu.ask(x, ids, weights)
-        self.paths.gpu.decode(half_rows(x), (ids, weights), others, out)
+            self.paths.cpu.ask(x, *picks)
+        self.paths.gpu.decode(half_rows(x), picks, addends, out)
         if self.paths.cpu is not None:
             self.paths.cpu.add_answers(out)
         return out
@@ -115,10 +116,10 @@ class Layer:
 def _ignore(line: str, size: int) -> None: ...
 
 
-def inputs(rows: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+def inputs(rows: int) -> tuple[torch.Tensor, Picks]:
     ids = torch.stack([torch.randperm(EXPERTS)[:USED] for _ in range(rows)]).int()
     x, weights = torch.randn(rows, HIDDEN), torch.rand(rows, USED)
-    return x.to("cuda"), (ids.to("cuda"), weights.to("cuda"))
+    return x.to("cuda"), Picks(ids.to("cuda"), weights.to("cuda"))
 
 
 def apart(found: torch.Tensor, wanted: torch.Tensor, x: torch.Tensor) -> float:
@@ -179,7 +180,7 @@ def test_a_shared_layer_asks_both_sides_and_says_how_much(file: WeightFile) -> N
     layer.run(x, picks)
     size, figures = layer.store.expert_bytes, layer.cold_experts.meter.figures()
     assert figures.read_bytes["gpu"] == 2 * size
-    assert size * len({*picks[0][:, 1:].flatten().tolist()}) == figures.read_bytes["cpu"]
+    assert size * len({*picks.ids[:, 1:].flatten().tolist()}) == figures.read_bytes["cpu"]
     assert figures.read_bytes["stream"] == 0
     layer.run(*inputs(60))  # so many picks of each expert that all are copied
     assert layer.cold_experts.meter.figures().read_bytes["stream"] == EXPERTS * size

@@ -8,12 +8,13 @@ import torch
 from headroom.errors import DeviceError
 from headroom.experts.decode import CpuPicks, DecodeWorker
 from headroom.kernels.cuda import experts, handover, matmul
-from headroom.kernels.cuda.experts import Others
+from headroom.kernels.cuda.experts import Addends
 from headroom.kernels.cuda.handover import Mailbox
 from headroom.kernels.cuda.sizes import TILED
 from headroom.kernels.native import experts as native_experts
 from headroom.kernels.native.experts import PanelTable
 from headroom.kernels.native.module import MODULE
+from headroom.kernels.ops import Picks
 from headroom.plan.cost_model import DecodeChoice
 from tests.experts.cold_layers import DecodeStore, decode_store, random_picks
 from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
@@ -57,7 +58,7 @@ def started(
     return parts
 
 
-def all_hot(store: DecodeStore, x: torch.Tensor, picks: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def all_hot(store: DecodeStore, x: torch.Tensor, picks: Picks) -> torch.Tensor:
     """What a GPU says that holds every expert, but for its rounding: its kernels are slow here."""
     shapes = [(WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)]
     table = PanelTable(store.tiles.addresses, store.kinds, shapes, store.blobs, tiles=True)
@@ -68,12 +69,12 @@ def run_layer(
     part: CpuPicks,
     store: DecodeStore,
     x: torch.Tensor,
-    picks: tuple[torch.Tensor, torch.Tensor],
+    picks: Picks,
 ) -> torch.Tensor:
     """A layer as a step runs it, on copies of its inputs."""
-    ids, weights = (tensor.clone() for tensor in picks)
-    part.ask(x, ids, weights)
-    out = all_hot(store, x, (ids, weights))
+    picks = Picks(*(tensor.clone() for tensor in picks))
+    part.ask(x, *picks)
+    out = all_hot(store, x, picks)
     part.add_answers(out)
     return out
 
@@ -96,7 +97,7 @@ def test_any_split_of_hot_and_cold_experts_computes_what_all_hot_computes(
     found = run_layer(part, store, x, picks)
     assert apart(found, all_hot(store, x, picks), x) < 1e-5
     counts = made[0].counts()
-    by_row = ((picks[0] >= 0) & (picks[0] >= hot)).sum(1).tolist()  # cold ones
+    by_row = ((picks.ids >= 0) & (picks.ids >= hot)).sum(1).tolist()  # cold ones
     read_in_place = sum(choice.in_place[cold] for cold in by_row)
     assert counts.gpu_bytes == read_in_place * store.expert_bytes
     assert (counts.cpu_bytes > 0) == (sum(by_row) > read_in_place)
@@ -117,13 +118,13 @@ def test_the_kernels_of_a_gpu_pass_over_what_the_cpu_takes(made: list[DecodeWork
     (part,) = started(made, [store], BY_CPU)
     x, ids = torch.randn(1, HIDDEN) * 0.3, torch.tensor([[3, 1, 0, 2]], dtype=torch.int32)
     weights = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
-    others = Others(residual=x)
+    addends = Addends(residual=x)
     rows = matmul.half_rows(x)
-    wanted = experts.few_rows(rows, ids.clone(), weights, store.tiles, "silu", others)
+    wanted = experts.few_rows(rows, ids.clone(), weights, store.tiles, "silu", addends)
     made[0].begin_step()
     part.ask(x, ids, weights)
     assert ids.tolist() == [[-1, 1, -1, 2]]
-    found = experts.few_rows(rows, ids, weights, store.tiles, "silu", others)
+    found = experts.few_rows(rows, ids, weights, store.tiles, "silu", addends)
     part.add_answers(found)
     assert apart(found, wanted, x) < 2e-3
 
@@ -148,7 +149,7 @@ def test_a_rows_result_does_not_depend_on_other_rows(made: list[DecodeWorker]) -
     for row in range(8):
         made[0].begin_step()
         one = slice(row, row + 1)
-        alone = run_layer(part, store, x[one], (picks[0][one], picks[1][one]))
+        alone = run_layer(part, store, x[one], Picks(picks.ids[one], picks.weights[one]))
         assert torch.equal(alone, together[one])
 
 

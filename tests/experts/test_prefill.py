@@ -12,9 +12,10 @@ from headroom.experts import prefill
 from headroom.experts.prefill import ColdStream, StreamedLayer, count_picks, cut_loads
 from headroom.experts.store import runs
 from headroom.kernels.cuda import experts_prefill, experts_scratch, grouped, matmul, scratch
-from headroom.kernels.cuda.experts import Others
+from headroom.kernels.cuda.experts import Addends
 from headroom.kernels.cuda.experts_prefill import many_rows
 from headroom.kernels.native.module import MODULE
+from headroom.kernels.ops import Picks
 from headroom.plan import cost_model
 from headroom.plan.cost_model import ColdSpeeds
 from headroom.plan.experts import STREAM_BUFFERS, buffer_bytes
@@ -48,12 +49,12 @@ def layer_of() -> object:
 
 
 @pytest.fixture
-def inputs(gpu: StandInGpu) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], Others]:
+def inputs(gpu: StandInGpu) -> tuple[torch.Tensor, Picks, Addends]:
     ids = torch.stack([torch.randperm(EXPERTS)[:USED] for _ in range(ROWS)]).int()
     ids[torch.rand(ids.shape) < 0.1] = -1
-    others = [torch.randn(ROWS, size).to("cuda") for size in (HIDDEN, HIDDEN, 1)]
+    addends = [torch.randn(ROWS, size).to("cuda") for size in (HIDDEN, HIDDEN, 1)]
     x, weights = torch.randn(ROWS, HIDDEN).bfloat16(), torch.rand(ROWS, USED)
-    return x.to("cuda"), (ids.to("cuda"), weights.to("cuda")), Others(*others)
+    return x.to("cuda"), Picks(ids.to("cuda"), weights.to("cuda")), Addends(*addends)
 
 
 def open_stream(
@@ -88,8 +89,8 @@ def copied(layer: PrefillStore, gpu: StandInGpu) -> list[int]:
 
 
 def all_hot(layer_of, inputs) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    x, chosen, others = inputs
-    return many_rows(x, *chosen, prefill_store(*layer_of, ()).tiles, "silu", others)
+    x, chosen, addends = inputs
+    return many_rows(x, *chosen, prefill_store(*layer_of, ()).tiles, "silu", addends)
 
 
 def on_host(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -109,8 +110,8 @@ def test_streamed_experts_give_the_bits_of_hot_ones(  # type: ignore[no-untyped-
     never_count(monkeypatch)
     layer = prefill_store(*layer_of, COLD[cold])
     stream, (streamed,) = open_stream(gpu, [layer], each)
-    x, chosen, others = inputs
-    found = streamed.many_rows(x, chosen, others)
+    x, chosen, addends = inputs
+    found = streamed.many_rows(x, chosen, addends)
     assert torch.equal(found, all_hot(layer_of, inputs))
     assert sorted(copied(layer, gpu)) == list(range(len(COLD[cold])))  # each once
     assert stream.counts.streamed_bytes == layer.cold.nbytes
@@ -144,13 +145,13 @@ def test_the_next_layers_first_experts_come_while_a_layer_works(  # type: ignore
     never_count(monkeypatch)
     layers = [prefill_store(*layer_of, COLD[70]), prefill_store(*layer_of, COLD[30])]
     _, (first, second) = open_stream(gpu, layers, 1)
-    x, chosen, others = inputs
+    x, chosen, addends = inputs
     wanted = all_hot(layer_of, inputs)
     for _ in range(2):  # steps
         gpu.driver.copies.clear()
-        assert torch.equal(first.many_rows(x, chosen, others), wanted)
+        assert torch.equal(first.many_rows(x, chosen, addends), wanted)
         assert copied(layers[1], gpu) == [0, 1]  # both buffers hold what comes next
-        assert torch.equal(second.many_rows(x, chosen, others), wanted)
+        assert torch.equal(second.many_rows(x, chosen, addends), wanted)
         assert copied(layers[0], gpu) == list(range(7))
         assert copied(layers[1], gpu) == [0, 1, 2]
 
@@ -161,11 +162,11 @@ def test_loads_copied_ahead_are_dropped_if_a_step_ended_early(  # type: ignore[n
     never_count(monkeypatch)
     layers = [prefill_store(*layer_of, COLD[30]), prefill_store(*layer_of, COLD[70])]
     _, (first, second) = open_stream(gpu, layers, 2)
-    x, chosen, others = inputs
+    x, chosen, addends = inputs
     wanted = all_hot(layer_of, inputs)
-    first.many_rows(x, chosen, others)
-    assert torch.equal(first.many_rows(x, chosen, others), wanted)
-    assert torch.equal(second.many_rows(x, chosen, others), wanted)
+    first.many_rows(x, chosen, addends)
+    assert torch.equal(first.many_rows(x, chosen, addends), wanted)
+    assert torch.equal(second.many_rows(x, chosen, addends), wanted)
 
 
 def test_experts_that_changed_places_are_found_where_they_are(  # type: ignore[no-untyped-def]
@@ -174,9 +175,9 @@ def test_experts_that_changed_places_are_found_where_they_are(  # type: ignore[n
     never_count(monkeypatch)
     layer, swapped = (prefill_store(*layer_of, order) for order in ((1, 4, 9), (9, 4, 2)))
     _, (streamed,) = open_stream(gpu, [layer], 2)
-    x, chosen, others = inputs
+    x, chosen, addends = inputs
     wanted = all_hot(layer_of, inputs)
-    streamed.many_rows(x, chosen, others)
+    streamed.many_rows(x, chosen, addends)
     # In place, as an exchange of experts does it; rows of cold memory are in no order then.
     layer.cold.copy_(swapped.cold)
     layer.tiles.memory[0].copy_(swapped.tiles.memory[0])
@@ -186,7 +187,7 @@ def test_experts_that_changed_places_are_found_where_they_are(  # type: ignore[n
     apart = layer.cold.data_ptr() - swapped.cold.data_ptr()
     there = swapped.host_addresses
     layer.host_addresses.copy_(torch.where(there == 0, 0, there + apart))
-    assert torch.equal(streamed.many_rows(x, chosen, others), wanted)
+    assert torch.equal(streamed.many_rows(x, chosen, addends), wanted)
 
 
 def test_an_expert_whose_exchange_failed_comes_from_the_spare_buffer(  # type: ignore[no-untyped-def]
@@ -198,8 +199,8 @@ def test_an_expert_whose_exchange_failed_comes_from_the_spare_buffer(  # type: i
     layer.host_addresses[4] += layer.spare.data_ptr() - layer.cold[1].data_ptr()
     layer.cold[1] = 255
     _, (streamed,) = open_stream(gpu, [layer], 2)
-    x, chosen, others = inputs
-    assert torch.equal(streamed.many_rows(x, chosen, others), all_hot(layer_of, inputs))
+    x, chosen, addends = inputs
+    assert torch.equal(streamed.many_rows(x, chosen, addends), all_hot(layer_of, inputs))
 
 
 @pytest.mark.parametrize("group", [10, 4])
@@ -208,13 +209,13 @@ def test_small_steps_copy_only_experts_that_were_chosen(  # type: ignore[no-unty
 ) -> None:
     monkeypatch.setattr(experts_prefill, "experts_at_once", lambda *sizes: group)
     monkeypatch.setattr(prefill, "most_counted_rows", lambda *facts: ROWS)
-    x, (ids, weights), others = inputs
+    x, (ids, weights), addends = inputs
     ids = torch.where((ids == 4) | (ids == 7), -1, ids)
     layer = prefill_store(*layer_of, COLD[70])
     stream, (streamed,) = open_stream(gpu, [layer], 2)
-    found = streamed.many_rows(x, (ids, weights), others)
+    found = streamed.many_rows(x, Picks(ids, weights), addends)
     hot = prefill_store(*layer_of, ()).tiles
-    assert torch.equal(found, many_rows(x, ids, weights, hot, "silu", others))
+    assert torch.equal(found, many_rows(x, ids, weights, hot, "silu", addends))
     assert sorted(copied(layer, gpu)) == [0, 1, 2, 4, 6]  # 4 and 7 lie in rows 3 and 5
     counts = stream.counts
     assert (counts.streamed_bytes, counts.cpu_bytes) == (5 * layer.expert_bytes, 0)
@@ -232,8 +233,8 @@ def test_experts_with_few_picks_may_be_left_to_the_cpu(  # type: ignore[no-untyp
     monkeypatch.setattr(cost_model, "PREFILL_HANDOVER_S", 0.0)
     layer = prefill_store(*layer_of, COLD[70])
     stream, (streamed,) = open_stream(gpu, [layer], 2, speeds)
-    x, chosen, others = inputs
-    found = streamed.many_rows(x, chosen, others)
+    x, chosen, addends = inputs
+    found = streamed.many_rows(x, chosen, addends)
     counts = stream.counts
     left, streamed_ones = (
         size // layer.expert_bytes for size in (counts.cpu_bytes, counts.streamed_bytes)
@@ -254,8 +255,8 @@ def test_cold_memory_that_is_not_pinned_goes_through_buffers_that_are(  # type: 
     monkeypatch.setattr(prefill, "most_counted_rows", lambda *facts: ROWS * counted)
     layer = prefill_store(*layer_of, COLD[70])
     stream, (streamed,) = open_stream(gpu, [layer], 2, pinned=False)
-    x, chosen, others = inputs
-    assert torch.equal(streamed.many_rows(x, chosen, others), all_hot(layer_of, inputs))
+    x, chosen, addends = inputs
+    assert torch.equal(streamed.many_rows(x, chosen, addends), all_hot(layer_of, inputs))
     assert copied(layer, gpu) == []
     assert sum(copy.bytes for copy in gpu.driver.copies) == layer.cold.nbytes
     assert stream.counts.streamed_bytes == layer.cold.nbytes
@@ -267,8 +268,8 @@ def test_the_time_that_the_computing_waits_for_copies_is_measured(  # type: igno
     never_count(monkeypatch)
     gpu.queues.stepped = True
     stream, (streamed,) = open_stream(gpu, [prefill_store(*layer_of, COLD[70])], 1)
-    x, chosen, others = inputs
-    streamed.many_rows(x, chosen, others)
+    x, chosen, addends = inputs
+    streamed.many_rows(x, chosen, addends)
     assert stream.waits is not None
     assert stream.waits.seconds() == pytest.approx(0.007)  # each copy takes a millisecond
 
@@ -281,9 +282,9 @@ def test_more_downs_than_planned_are_allocated_by_the_scratch(  # type: ignore[n
     stream, (streamed,) = open_stream(gpu, [layer], 2)
     stream.downs = stream.downs[:256]
     arena = scratch.Arena(torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
-    x, chosen, others = inputs
+    x, chosen, addends = inputs
     with scratch.opened(arena):
-        found = streamed.many_rows(x, chosen, others)
+        found = streamed.many_rows(x, chosen, addends)
     assert torch.equal(found, all_hot(layer_of, inputs))
 
 

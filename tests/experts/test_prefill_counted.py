@@ -9,9 +9,10 @@ import torch
 
 from headroom.experts import prefill
 from headroom.kernels.cuda import matmul
-from headroom.kernels.cuda.experts import Others
+from headroom.kernels.cuda.experts import Addends
 from headroom.kernels.cuda.experts_prefill import many_rows
 from headroom.kernels.native.module import MODULE
+from headroom.kernels.ops import Picks
 from headroom.plan.cost_model import ColdLayer, ColdSpeeds
 from tests.experts.cold_layers import prefill_store
 from tests.experts.test_prefill import (
@@ -33,10 +34,10 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 SLOW_CPU = ColdSpeeds(gpu=4e12, link=48e9, cpu=1e10, handover_s=1e-5, copy=1e10, cpu_flops=1e10)
 
 
-def picks(rows: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+def picks(rows: int) -> tuple[torch.Tensor, Picks]:
     ids = torch.stack([torch.randperm(EXPERTS)[:USED] for _ in range(rows)]).int()
     x, weights = torch.randn(rows, HIDDEN).bfloat16(), torch.rand(rows, USED)
-    return x.to("cuda"), (ids.to("cuda"), weights.to("cuda"))
+    return x.to("cuda"), Picks(ids.to("cuda"), weights.to("cuda"))
 
 
 @pytest.fixture
@@ -87,11 +88,11 @@ def test_layers_that_wait_and_layers_that_do_not_may_follow_each_other(  # type:
         gpu.driver.copies.clear()
         x, (ids, weights) = picks(36)
         ids = torch.where(ids == 4, -1, ids)  # which is cold in both
-        wanted = many_rows(x, ids, weights, hot, "silu", Others())
-        assert torch.equal(first.many_rows(x, (ids, weights)), wanted)
+        wanted = many_rows(x, ids, weights, hot, "silu", Addends())
+        assert torch.equal(first.many_rows(x, Picks(ids, weights)), wanted)
         # What follows comes meanwhile, unless it waits to hear what was chosen.
         assert copied(layers[1], gpu) == ([] if counted[1] else [0, 1])
-        assert torch.equal(second.many_rows(x, (ids, weights)), wanted)
+        assert torch.equal(second.many_rows(x, Picks(ids, weights)), wanted)
         assert copied(layers[0], gpu) == [0, 1, 2, *([] if counted[0] else [3]), 4, 5, 6]
         assert copied(layers[1], gpu) == ([0, 2] if counted[1] else [0, 1, 2])
     assert len(read) == 2 * sum(counted)  # the host waits for nothing else
@@ -104,8 +105,8 @@ def test_only_picks_of_the_cpus_experts_are_handed_to_it(  # type: ignore[no-unt
     handed: list[torch.Tensor] = []
     run = prefill.experts_into
 
-    def watched(out: torch.Tensor, x: torch.Tensor, picks: Any, *more: Any) -> None:
-        handed.append(picks[0])
+    def watched(out: torch.Tensor, x: torch.Tensor, picks: Picks, *more: Any) -> None:
+        handed.append(picks.ids)
         run(out, x, picks, *more)
 
     monkeypatch.setattr(prefill, "experts_into", watched)
@@ -113,16 +114,16 @@ def test_only_picks_of_the_cpus_experts_are_handed_to_it(  # type: ignore[no-unt
     _, (streamed,) = open_stream(gpu, [layer], 2, SLOW_CPU)
     x, (ids, weights) = picks(40)
     ids[5], ids[6, 0] = -1, -1
-    found = streamed.many_rows(x, (ids, weights), Others(residual=x.float()))
+    found = streamed.many_rows(x, Picks(ids, weights), Addends(residual=x.float()))
     wanted = many_rows(
-        x, ids, weights, prefill_store(*layer_of, ()).tiles, "silu", Others(residual=x.float())
+        x, ids, weights, prefill_store(*layer_of, ()).tiles, "silu", Addends(residual=x.float())
     )
     theirs = (ids == 1).any(1)
     assert torch.equal(handed[0], torch.where(ids == 1, ids, -1).cpu())
     assert copied(layer, gpu) == [1, 2]
     assert torch.equal(found[~theirs], many_rows(
         x, torch.where(ids == 1, -1, ids), weights, prefill_store(*layer_of, ()).tiles, "silu",
-        Others(residual=x.float()),
+        Addends(residual=x.float()),
     )[~theirs])  # fmt: skip
     assert float((found - wanted).norm() / (wanted - x.float()).norm()) < 0.01
 
@@ -136,7 +137,7 @@ def test_rows_in_f16_keep_their_powers_of_two_where_the_cpu_takes_experts(  # ty
     powers = torch.logspace(-3, 7, 40, base=10)[:, None].to(wide.device)
     wide = wide.float() * powers  # some rows lie beyond f16 without powers of their own
     x = matmul.narrow_rows(wide, torch.float16)
-    found = streamed.many_rows(x, (ids, weights))
+    found = streamed.many_rows(x, Picks(ids, weights))
     wanted = many_rows(x, ids, weights, prefill_store(*layer_of, ()).tiles, "silu")
     errors = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
     assert (ids == 1).any()

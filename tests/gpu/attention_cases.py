@@ -58,7 +58,7 @@ def random_cache(heads: Heads, slots: int) -> PagedKv:
 
 
 def on_gpu(cache: PagedKv) -> PagedKv:
-    """The same cache on the device."""
+    """Return a copy of a cache on the GPU."""
     return replace(cache, keys=cache.keys.cuda(), values=cache.values.cuda())
 
 
@@ -97,7 +97,7 @@ def make_tables(
 
 
 def tables_on_gpu(tables: StepTables) -> StepTables:
-    """The same tables on the device."""
+    """Return a copy of a step's tables on the GPU."""
     names = ("positions", "sequence", "index", "starts", "pages", "slots", "state_slots")
     moved = {name: getattr(tables, name).cuda() for name in names}
     trees = None if tables.trees is None else tables.trees.cuda()

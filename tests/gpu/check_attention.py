@@ -56,7 +56,7 @@ def shape_of(heads: Heads, tables: StepTables, spans: list, **more: int | bool) 
 
 
 def captured(tables: StepTables) -> StepTables:
-    """The same step in tables with room for as many sequences as rows, as captured steps have."""
+    """Return a step's tables with room for as many sequences as rows, as captured steps have."""
     more = tables.rows - len(tables.starts)
     pages = torch.zeros(more, tables.pages.shape[1], dtype=torch.int32)
     return replace(

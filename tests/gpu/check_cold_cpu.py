@@ -18,6 +18,7 @@ from headroom.kernels.cuda.experts import ExpertTiles, few_rows
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.cuda.measure import handover_seconds
 from headroom.kernels.native.module import MODULE, POOL
+from headroom.kernels.ops import Picks
 from headroom.plan.cost_model import ColdSpeeds, DecodeChoice, best_in_place
 from tests.experts.cold_layers import DecodeStore
 from tests.gpu.check_experts import Kinds, make_table, to_tiles
@@ -64,10 +65,10 @@ def captured(work: Callable[[], None], begin: Callable[[], None]) -> Callable[[]
     return replay
 
 
-def pick(rows: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pick(rows: int, count: int) -> Picks:
     """Random experts and weights of rows."""
     ids = torch.stack([torch.randperm(count)[:USED] for _ in range(rows)]).int()
-    return ids, torch.softmax(torch.randn(rows, USED), 1)
+    return Picks(ids, torch.softmax(torch.randn(rows, USED), 1))
 
 
 def check(share: float, rows: int, choice: DecodeChoice, kinds: Kinds = MIX) -> bool:
@@ -92,8 +93,8 @@ def check(share: float, rows: int, choice: DecodeChoice, kinds: Kinds = MIX) -> 
     for _ in range(5):
         picks = pick(rows, count)
         x.copy_(torch.randn(rows, hidden) * 0.3)
-        ids.copy_(picks[0])
-        weights.copy_(picks[1])
+        ids.copy_(picks.ids)
+        weights.copy_(picks.weights)
         wanted = few_rows(half_rows(x), ids.clone(), weights, every, "silu")
         replay()
         torch.cuda.synchronize()

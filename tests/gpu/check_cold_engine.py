@@ -126,7 +126,7 @@ def bf16_cases(name: str, path: Once[Path]) -> Iterator[Case]:
         yield f"{name} bf16 shared {share}", shared
     yield f"{name} bf16 gpu 30% tokens", same_tokens
     within = partial(same_tokens, swap_every="4")
-    yield f"{name} bf16 gpu 30% tokens, swaps within requests", within
+    yield f"{name} bf16 gpu 30% tokens, exchanges within requests", within
     ways: dict[str, dict[str, object]] = {
         "cpu 0%": {"expert_budget": "0%", "cold": "cpu"},
         "cpu 30%": CPU_COLD,

@@ -40,7 +40,7 @@ from tests.gpu.weight_file import WeightFile
 
 DEVICE = "cuda"
 ROWS = (1, 5, 70)  # of steps
-BESIDE = 3  # steps that are launched between two looks at an exchange
+STEPS_PER_LOOK = 3  # steps that are launched between two looks at an exchange
 Kinds = tuple[str, str, str]
 CASES: list[tuple[Kinds, int, int, int]] = [
     (("q4_k", "q4_k", "q6_k"), 16, 512, 2048),
@@ -83,7 +83,7 @@ class Layer:
         return store, layer
 
     def tiles(self) -> ExpertTiles:
-        """The same, all in GPU memory."""
+        """Return the layer's experts, all in GPU memory."""
         with Upload(DEVICE) as way:
             return upload_experts(self.file.source(way), self.experts)
 
@@ -128,7 +128,7 @@ def same_answers(layer: Layer, stored: LayerStore, rows: int) -> bool:
 
 
 def captured(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """The same step as a graph."""
+    """Capture a step as a CUDA graph and return what replays it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -154,26 +154,27 @@ def overlapped(layer: Layer, opened: tuple[ExpertStore, LayerStore], rows: int) 
     cold = [expert for expert in range(layer.experts) if expert not in stored.hot]
     pairs = list(zip(cold, stored.hot, strict=False))
     planned = [Exchange(0, *pair, 1.0, 2 * stored.expert_bytes) for pair in pairs]
-    swaps = ExchangeRound(
+    exchanges = ExchangeRound(
         StoreExchanges(store, [LayerExperts(layer.experts, 1)], same_bits=True), planned
     )
-    outs, beside = [], 0
-    while not swaps.over:
-        outs += [run() for _ in range(BESIDE)]
-        if not swaps.ready():
-            beside += 1
-        elif swaps.turned:
-            swaps.end()
+    outs, overlapping = [], 0
+    while not exchanges.over:
+        outs += [run() for _ in range(STEPS_PER_LOOK)]
+        if not exchanges.ready():
+            overlapping += STEPS_PER_LOOK
+        elif exchanges.turned:
+            exchanges.end()
         else:
             torch.cuda.synchronize()
-            swaps.turn()
+            exchanges.turn()
         if len(outs) >= 300:
             torch.cuda.synchronize()
             outs = [out for out in outs if not torch.equal(out, wanted)]
     torch.cuda.synchronize()
     good = all(torch.equal(out, wanted) for out in outs)
-    print(f"  {rows} rows: {len(swaps.done)} swaps, copies under way after {BESIDE * beside} steps")
-    return good and swaps.error is None and swaps.done == planned
+    done = len(exchanges.done)
+    print(f"  {rows} rows: {done} exchanges, copies under way after {overlapping} steps")
+    return good and exchanges.error is None and exchanges.done == planned
 
 
 def check(kinds: Kinds, sizes: tuple[int, int, int], pin: bool) -> bool:

@@ -13,13 +13,20 @@ from headroom.experts import prefill
 from headroom.experts.prefill import ColdStream, open_stream
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import scratch
-from headroom.kernels.cuda.experts import Others
+from headroom.kernels.cuda.experts import Addends
 from headroom.kernels.cuda.experts_prefill import many_rows
 from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.native.module import MODULE
+from headroom.kernels.ops import Picks
 from headroom.plan import experts as plan_experts
-from headroom.plan.cost_model import ColdLayer, ColdSpeeds, ExpertSize, expert_flops, pays_to_count
+from headroom.plan.cost_model import (
+    ColdLayer,
+    ColdSpeeds,
+    ExpertSize,
+    expert_operations,
+    pays_to_count,
+)
 from headroom.units import GIB, MIB
 from tests.experts.cold_layers import PrefillStore, blobs_of, matrix_bytes, prefill_store
 from tests.gpu.check_experts import Kinds, forced, make_table, pick_experts
@@ -45,9 +52,8 @@ def open_layers(
     downs = plan_experts.downs_bytes(
         len(tiles.addresses), tiles.width, tiles.hidden, scratch.unpack_bytes()
     )
-    total = (
-        plan_experts.STREAM_BUFFERS * plan_experts.buffer_bytes(size, len(tiles.addresses)) + downs
-    )
+    each = plan_experts.buffer_bytes(size, len(tiles.addresses))
+    total = plan_experts.STREAM_BUFFERS * each + downs
     memory = torch.empty(total, dtype=torch.uint8, device=DEVICE)
     stream = open_stream(memory, size, len(tiles.addresses), pinned=pinned, speeds=speeds)
     for layer in layers:
@@ -88,10 +94,10 @@ def check(
             weights = torch.rand(rows, USED, device=DEVICE)
             ids = pick_experts(rows, count, USED)
             ids[torch.rand(ids.shape, device=DEVICE) < 0.1] = -1
-            others = Others(torch.randn(rows, hidden, device=DEVICE))
-            found = [layer.many_rows(x, (ids, weights), others) for layer in stream.layers]
+            addends = Addends(torch.randn(rows, hidden, device=DEVICE))
+            found = [layer.many_rows(x, Picks(ids, weights), addends) for layer in stream.layers]
             with forced(""):  # unpacked, as cold ones are
-                wanted = [many_rows(x, ids, weights, layer.tiles, "silu", others) for layer in hot]
+                wanted = [many_rows(x, ids, weights, layer.tiles, "silu", addends) for layer in hot]
             for a, b in zip(found, wanted, strict=True):
                 apart = float((a - b).norm() / b.norm())
                 worst = max(worst, apart if apart == apart else float("inf"))
@@ -156,12 +162,12 @@ def bench(cold_share: float, unpack_bytes: int, buffer_bytes: int) -> None:
         stream = open_layers(layers, buffer_bytes // size, True)
         for rows in (512, 2048):
             x = torch.randn(rows, 2048, device=DEVICE).bfloat16()
-            picks = pick_experts(rows, 256, 8), torch.rand(rows, 8, device=DEVICE)
+            picks = Picks(pick_experts(rows, 256, 8), torch.rand(rows, 8, device=DEVICE))
             out = torch.zeros(rows, 2048, device=DEVICE)
 
             def chunk(x=x, picks=picks, out=out) -> None:  # type: ignore[no-untyped-def]
                 for layer in stream.layers:
-                    layer.many_rows(x, picks, Others(residual=out), out)
+                    layer.many_rows(x, picks, Addends(residual=out), out)
 
             took = seconds(chunk) / len(layers)
             moved = sum(layer.cold.nbytes for layer in layers) / len(layers)
@@ -174,7 +180,7 @@ def bench(cold_share: float, unpack_bytes: int, buffer_bytes: int) -> None:
 
 
 def bench_counted(rows: int, hits: float) -> None:
-    """The same where so many picks are hot: all cold ones copied, or those few waited for."""
+    """Time layers with a share `hits` of hot picks: copy all cold experts, or picked ones only."""
     layers = [real_layer(0.4) for _ in range(4)]
     hot = layers[0].host_addresses[:, 0] == 0  # numbers of all layers are as good as these
     chances = torch.where(hot, hits / hot.sum(), (1 - hits) / (~hot).sum())
@@ -195,10 +201,10 @@ def bench_counted(rows: int, hits: float) -> None:
 
             def chunk(stream=stream, out=out) -> None:  # type: ignore[no-untyped-def]
                 for layer in stream.layers:
-                    layer.many_rows(x, (ids, weights), Others(residual=out), out)
+                    layer.many_rows(x, Picks(ids, weights), Addends(residual=out), out)
 
             took = seconds(chunk) / len(layers)
-        size = ExpertSize(layers[0].expert_bytes, expert_flops(512, 2048))
+        size = ExpertSize(layers[0].expert_bytes, expert_operations(512, 2048))
         cold = ColdLayer(size, 102, 8 * (1 - hits), 2 * 64 * MIB)
         print(
             f"BENCH hits {hits:.0%} x{rows} counted={counted} cpu={speeds.cpu_takes_prefill}: "

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from headroom.kernels.cuda import delta_net as fast
-from headroom.kernels.cuda.delta_net import ChunkBlocks, SpanTables, span_tables
+from headroom.kernels.cuda.delta_net import ChunkBlocks, DeltaNetRows, SpanTables, span_tables
 from headroom.kernels.cuda.matmul import normed_head_rows
 from headroom.kernels.ops import DeltaNetWeights, RecurrentState, Span
 from headroom.kernels.reference import delta_net as plain
@@ -55,9 +55,9 @@ def make_state(shape: Shape, slots: int) -> RecurrentState:
     )
 
 
-def make_rows(shape: Shape, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random inputs: qkv, beta, alpha."""
-    return (
+def make_rows(shape: Shape, rows: int) -> DeltaNetRows:
+    """Return random inputs."""
+    return DeltaNetRows(
         torch.randn(rows, shape.channels),
         torch.randn(rows, shape.heads),
         torch.randn(rows, shape.heads),
@@ -65,7 +65,7 @@ def make_rows(shape: Shape, rows: int) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def to_device(weights: DeltaNetWeights) -> DeltaNetWeights:
-    """The same weights on the GPU."""
+    """Return a copy of the weights on the GPU."""
     return DeltaNetWeights(
         weights.conv.to(DEVICE),
         weights.decay.to(DEVICE),
@@ -102,7 +102,7 @@ def check(
     for span in spans:
         own[span.first_row : span.first_row + span.rows] = True
     tables = span_tables(spans, rows, torch.device(DEVICE))
-    packed = tuple(x.to(DEVICE) for x in inputs)
+    packed = DeltaNetRows(*(x.to(DEVICE) for x in inputs))
     gate, norm = torch.randn(rows, shape.heads, DIM), torch.randn(DIM)
     if isinstance(how, int):
         found = fast.step(packed, to_device(weights), mine, tables, how)
@@ -126,7 +126,7 @@ def check_columns(shape: Shape, spans: tuple[Span, ...], rows: int) -> bool:
     """A step has the same bits however many columns its blocks have, which follows from others."""
     weights, state, inputs = make_weights(shape), make_state(shape, 6), make_rows(shape, rows)
     tables = span_tables(spans, rows, torch.device(DEVICE))
-    packed, own = tuple(x.to(DEVICE) for x in inputs), torch.zeros(rows, dtype=torch.bool)
+    packed, own = DeltaNetRows(*(x.to(DEVICE) for x in inputs)), torch.zeros(rows, dtype=torch.bool)
     for span in spans:
         own[span.first_row : span.first_row + span.rows] = True
     found = []
@@ -146,7 +146,7 @@ def check_columns(shape: Shape, spans: tuple[Span, ...], rows: int) -> bool:
 def check_blocks(shape: Shape, spans: tuple[Span, ...], rows: int) -> bool:
     """A prefill has the same bits however it is divided, and whatever else is in the step."""
     weights, state = to_device(make_weights(shape)), make_state(shape, 6)
-    inputs = tuple(x.to(DEVICE) for x in make_rows(shape, rows))
+    inputs = DeltaNetRows(*(x.to(DEVICE) for x in make_rows(shape, rows)))
     wanted, good = None, True
     for blocks in (None, *fitting_blocks()):
         for some in (spans, spans[:1]):
@@ -221,7 +221,7 @@ def bench_prefill(
     blocks: ChunkBlocks | None,
 ) -> None:
     """The time of a prefill of one sequence, and of its parts, by how it is divided."""
-    inputs = tuple(x.to(DEVICE) for x in make_rows(shape, rows))
+    inputs = DeltaNetRows(*(x.to(DEVICE) for x in make_rows(shape, rows)))
     table = span_tables((span(0, rows, 0, 0),), rows, torch.device(DEVICE))
     took = time_us([partial(fast.prefill, inputs, *layer, table, blocks)])
     what = f"{rows} rows, {blocks or 'as fits'}: {took:.0f} us"
@@ -243,7 +243,7 @@ def bench_step(
 ) -> None:
     """The time of a step of some sequences with some rows each, by columns of a block."""
     sequences, rows, columns = sizes
-    inputs = tuple(x.to(DEVICE) for x in make_rows(shape, sequences * rows))
+    inputs = DeltaNetRows(*(x.to(DEVICE) for x in make_rows(shape, sequences * rows)))
     gate = torch.randn(sequences * rows, shape.heads, DIM, device=DEVICE)
     weight = torch.ones(DIM, device=DEVICE)
     tables = [_tables(sequences, rows, turn * sequences % 32) for turn in range(32)]

@@ -94,7 +94,7 @@ def differences(first: Answer, second: Answer) -> str:
 
 
 def compare_f32(name: str, path: Path) -> None:
-    """The same tokens and text on the GPU and on the CPU's plain kernels, in float32."""
+    """Compare tokens and text of the GPU with those of the CPU's plain kernels, in float32."""
     plain = {**SETTINGS, "dtype": "f32", "kv_type": "f32"}
     prompts = FIRST_PROMPTS if name == next(iter(FAMILIES)) else PROMPTS
     with (

@@ -12,10 +12,10 @@ import torch
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import experts_packed, experts_prefill, experts_scratch, grouped
 from headroom.kernels.cuda.experts import (
-    NO_OTHERS,
+    NO_ADDENDS,
+    Addends,
     ExpertTiles,
-    Others,
-    OwnTiles,
+    SharedExpertTiles,
     choose_few_rows,
     few_rows,
     table_of,
@@ -118,7 +118,7 @@ def check(
     more = residual + shared * logits[:, 2:].sigmoid()
     tiles = to_tiles(table)
     moved = tuple(t.to(DEVICE) for t in inputs)
-    others = Others(residual.to(DEVICE), shared.to(DEVICE), logits.to(DEVICE)[:, 2:])
+    addends = Addends(residual.to(DEVICE), shared.to(DEVICE), logits.to(DEVICE)[:, 2:])
 
     def distance(found: torch.Tensor, from_: torch.Tensor) -> float:
         apart = float((found.cpu() - from_).norm() / wanted.norm())
@@ -126,7 +126,7 @@ def check(
 
     with forced(way):
         errors = [
-            distance(experts_prefill.many_rows(*moved, tiles, activation, others), wanted + more),
+            distance(experts_prefill.many_rows(*moved, tiles, activation, addends), wanted + more),
             distance(experts_prefill.many_rows(*moved, tiles, activation), wanted),
         ]
         good = max(errors) < (0.005 if way == "sorted" else 0.015)
@@ -137,7 +137,7 @@ def check(
         )
         good = good and errors[-1] < (0.001 if way == "sorted" else 0.003)
     if rows <= 32:
-        few = few_rows(half_rows(moved[0]), *moved[1:], tiles, activation, others)
+        few = few_rows(half_rows(moved[0]), *moved[1:], tiles, activation, addends)
         errors.append(distance(few, wanted + more))
         good = good and errors[-1] < 0.001
     text = " ".join(f"{e:.1e}" for e in errors)
@@ -146,40 +146,39 @@ def check(
     return good
 
 
-def own_tiles(table: ExpertTable) -> OwnTiles:
-    """The first of some experts as the one that every row visits."""
+def shared_expert_tiles(table: ExpertTable) -> SharedExpertTiles:
+    """Return the first of some experts as the shared expert, which every row visits."""
     tiles = to_tiles(table)
     gate, up, down = (piece[0] for piece in tiles.memory)
-    return OwnTiles(gate, up, down, table.kinds, tiles.width)
+    return SharedExpertTiles(gate, up, down, table.kinds, tiles.width)
 
 
-def check_own(
-    kinds: Kinds, own_kinds: Kinds, sizes: tuple[int, int, int], own_width: int, rows: int
+def check_shared(
+    kinds: Kinds, shared_kinds: Kinds, sizes: tuple[int, int, int], shared_width: int, rows: int
 ) -> bool:
     """Few rows with a shared expert, weighted by its gate or by one."""
     experts, width, hidden = sizes
-    table, own = (
+    table, shared = (
         make_table(kinds, experts, width, hidden),
-        make_table(own_kinds, 1, own_width, hidden),
+        make_table(shared_kinds, 1, shared_width, hidden),
     )
     ids = torch.stack([torch.randperm(experts)[:2] for _ in range(rows)]).int()
     ids[torch.rand(ids.shape) < 0.2] = -1
     inputs = torch.randn(rows, hidden) * 0.3, ids, torch.rand(rows, 2)
     logits, everyone = torch.randn(rows, 3), torch.zeros(rows, 1, dtype=torch.int32)
     x, moved_ids, weights = (t.to(DEVICE) for t in inputs)
-    worst, tiles, visited = 0.0, to_tiles(table), own_tiles(own)
+    worst, tiles, shared_tiles = 0.0, to_tiles(table), shared_expert_tiles(shared)
     for given in (logits, None):
         by = torch.ones(rows, 1) if given is None else given[:, 2:].sigmoid()
         wanted = wanted_sum(inputs, table, "silu")
-        wanted += wanted_sum((inputs[0], everyone, by), own, "silu")
-        others = Others(
-            shared_logits=None if given is None else given.to(DEVICE)[:, 2:], own=visited
-        )
-        found = few_rows(half_rows(x), moved_ids, weights, tiles, "silu", others)
+        wanted += wanted_sum((inputs[0], everyone, by), shared, "silu")
+        gate_logits = None if given is None else given.to(DEVICE)[:, 2:]
+        addends = Addends(shared_logits=gate_logits, shared_tiles=shared_tiles)
+        found = few_rows(half_rows(x), moved_ids, weights, tiles, "silu", addends)
         apart = float((found.cpu() - wanted).norm() / wanted.norm())
         worst = max(worst, apart if apart == apart else float("inf"))
     good = worst < 0.001
-    case = f"{kinds} {sizes} beside {own_kinds} {own_width} x{rows}"
+    case = f"{kinds} {sizes} with {shared_kinds} {shared_width} x{rows}"
     print(f"{'PASS' if good else 'FAIL'} {case}: {worst:.1e}", flush=True)
     return good
 
@@ -189,16 +188,16 @@ def check_chosen(sizes: tuple[int, int, int], rule: RouterRule, biased: bool) ->
     experts, width, hidden = sizes
     kinds = ("q4_k", "q4_k", "q8_0")
     tiles = to_tiles(make_table(kinds, experts, width, hidden))
-    own, good = own_tiles(make_table(kinds, 1, width, hidden)), True
+    shared, good = shared_expert_tiles(make_table(kinds, 1, width, hidden)), True
     for rows in (1, 2):
         x, logits = torch.randn(rows, hidden).to(DEVICE), torch.randn(rows, experts + 1).to(DEVICE)
         bias = torch.randn(experts).to(DEVICE) if biased else None
         counts = torch.zeros(2, experts, dtype=torch.int64, device=DEVICE)
         sequence = torch.arange(0, -rows, -1, dtype=torch.int32, device=DEVICE)  # one of padding
-        others = Others(residual=x, shared_logits=logits[:, experts:], own=own)
+        addends = Addends(residual=x, shared_logits=logits[:, experts:], shared_tiles=shared)
         choice, later = (RouterLogits(logits, rule, bias, count, sequence) for count in counts)
-        wanted = few_rows(half_rows(x), *choice.top_k(), tiles, "silu", others)
-        found = choose_few_rows(half_rows(x), later, tiles, "silu", others)
+        wanted = few_rows(half_rows(x), *choice.top_k(), tiles, "silu", addends)
+        found = choose_few_rows(half_rows(x), later, tiles, "silu", addends)
         good = good and torch.equal(found, wanted) and torch.equal(*counts)
         good = good and int(counts[0].sum()) == rule.used
     print(f"{'PASS' if good else 'FAIL'} {sizes} chosen on the way by {rule} bias={biased}")
@@ -209,20 +208,20 @@ def check_alone(kinds: Kinds, sizes: tuple[int, int, int], used: int) -> bool:
     """A row has the same bits alone, with other rows, and in pieces of any size."""
     experts, width, hidden = sizes
     tiles = to_tiles(make_table(kinds, experts, width, hidden))
-    own = Others(own=own_tiles(make_table(kinds, 1, width, hidden)))
+    addends = Addends(shared_tiles=shared_expert_tiles(make_table(kinds, 1, width, hidden)))
     ids = torch.stack([torch.randperm(experts)[:used] for _ in range(11)]).int().to(DEVICE)
     x, weights = torch.randn(11, hidden).to(DEVICE), torch.rand(11, used).to(DEVICE)
-    together = few_rows(half_rows(x), ids, weights, tiles, "silu", own)
+    together = few_rows(half_rows(x), ids, weights, tiles, "silu", addends)
     different = 0
     for rows in (slice(0, 1), slice(4, 6), slice(7, 10), slice(10, 11)):
-        alone = few_rows(half_rows(x[rows]), ids[rows], weights[rows], tiles, "silu", own)
+        alone = few_rows(half_rows(x[rows]), ids[rows], weights[rows], tiles, "silu", addends)
         different += int((alone != together[rows]).sum())
     print(f"{'FAIL' if different else 'PASS'} {kinds} {sizes} alone: {different} numbers differ")
     return not different
 
 
 def check_sorted_alone(kinds: Kinds, sizes: tuple[int, int, int], rows: int, used: int) -> bool:
-    """The same of rows sorted by expert, of which some have more than are multiplied at once."""
+    """A row sorted by expert has the same bits alone and with more rows than one product takes."""
     experts, width, hidden = sizes
     tiles = to_tiles(make_table(kinds, experts, width, hidden))
     ids = torch.stack([torch.randperm(experts)[:used] for _ in range(rows)]).int().to(DEVICE)
@@ -297,13 +296,13 @@ def bench(name: str, kinds: Kinds, sizes: tuple[int, int, int], used: int) -> No
         x = half_rows(torch.randn(rows, hidden, device=DEVICE))
         weights = torch.rand(rows, used, device=DEVICE)
         chosen = [pick_experts(rows, count, used) for _ in range(max(4, 64 // rows))]
-        own = OwnTiles(*(piece[0] for piece in pieces), tiles.kinds, width)
-        for others in (NO_OTHERS, Others(own=own)):
-            turns = [partial(few_rows, x, ids, weights, tiles, "silu", others) for ids in chosen]
+        shared = SharedExpertTiles(*(piece[0] for piece in pieces), tiles.kinds, width)
+        for addends in (NO_ADDENDS, Addends(shared_tiles=shared)):
+            turns = [partial(few_rows, x, ids, weights, tiles, "silu", addends) for ids in chosen]
             moved = bytes_of_one * used * rows
-            took, beside = time_us(turns), " and one" if others.own else ""
+            took, also = time_us(turns), " and one" if addends.shared_tiles else ""
             speed = moved / took / 1e3
-            print(f"BENCH {name}{beside} x{rows}: {took:.1f} us {speed:.0f} GB/s of picks")
+            print(f"BENCH {name}{also} x{rows}: {took:.1f} us {speed:.0f} GB/s of picks")
     if "--shapes" in sys.argv and kinds[0] not in ("bf16", "f16"):  # which fit one of them only
         bench_shapes(tiles, used)
     for rows in (64, 128, 256, 512, 1024, 2048, 4096):
@@ -338,7 +337,7 @@ def main() -> None:
         for case in (known.SORTED if small else [*known.SORTED, *known.REAL])
     ]
     runs += [partial(check_sorted_alone, *case) for case in known.SORTED_ALONE]
-    runs += [partial(check_own, *own) for own in known.OWN]
+    runs += [partial(check_shared, *case) for case in known.SHARED]
     runs += [partial(check_chosen, *case) for case in known.CHOSEN]
     for kind in ("q4_k", "f16", "bf16"):
         runs.append(partial(check_alone, (kind, kind, kind), (6, 256, 512), 3))

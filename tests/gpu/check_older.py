@@ -73,7 +73,7 @@ def checks(sm: int) -> Iterator[Check]:
         yield named(check_delta_net.check, *case)
     yield named(check_route.check_scores, 257, 2048)
     yield named(check_route.check_scored_rows, 257, 2048)
-    yield named(check_experts.check_own, *expert_cases.OWN[1])
+    yield named(check_experts.check_shared, *expert_cases.SHARED[1])
     yield named(check_norms.check_norm, 3, 2048)
     for size in check_sampler.SIZES[:2]:
         yield named(check_sampler.check, *size)

@@ -41,8 +41,8 @@ LIMITS: Mapping[str, float] = MappingProxyType(
 PLAIN = ("bf16", "f16")  # what a name may end with; the matrices of others are packed
 SHARES = ("0%", "30%", "60%")
 PATHS = ("auto", "cpu", "gpu")
-SWAPS = {"swap_min_gain": 0.5, "swap_per_layer": 4}  # soon, and many
-SWAP_S = 5.0  # that the first swap is waited for
+EXCHANGES = {"swap_min_gain": 0.5, "swap_per_layer": 4}  # soon, and many
+EXCHANGE_S = 5.0  # that the first exchange is waited for
 # In several chunks and in one, longer than the windows.
 PROMPTS = [
     torch.randint(300, 1000, (rows,), generator=torch.Generator().manual_seed(rows)).tolist()
@@ -115,35 +115,35 @@ def same_tokens(
 ) -> str:
     """In f32 the same tokens whatever is hot, before and after experts changed places."""
     moved, moves = 0, settings["expert_budget"] not in ("0%", "100%")
-    with opened(path, device=GPU, **(EXACT | SWAPS | settings)) as llm:
+    with opened(path, device=GPU, **(EXACT | EXCHANGES | settings)) as llm:
         for turn in range(1 + moves):
             if turn:
-                moved = swaps_after_pause(llm)
+                moved = exchanges_after_pause(llm)
             if (found := asked(llm)) != wanted:
-                return f"other tokens after {moved} swaps: {found} instead of {wanted}"
+                return f"other tokens after {moved} exchanges: {found} instead of {wanted}"
     print(f"  {moved} experts changed places", flush=True)
     return "no experts changed places between requests" if moves and not moved else ""
 
 
 def same_tokens_of_gpu(path: Path, wanted: Tokens, **settings: object) -> str:
-    """The same in bf16, in captured steps, where a GPU reads cold experts by itself."""
+    """Compare tokens in bf16, in captured steps, where the GPU reads cold experts by itself."""
     given = {"expert_budget": "30%", "cold": "gpu", **SHORT, **settings}
     return same_tokens(path, wanted, ask_one_by_one, **given)
 
 
 def same_tokens_when_shared(path: Path, wanted: Tokens, share: str) -> str:
-    """The same where CPU and GPU both compute a layer's cold experts."""
+    """Compare tokens where CPU and GPU both compute a layer's cold experts."""
     with shared_layers():
         return same_tokens(path, wanted, expert_budget=share, cold="auto")
 
 
-def swaps_after_pause(llm: LLM) -> int:
+def exchanges_after_pause(llm: LLM) -> int:
     """Wait until no more experts change places; return how many have so far."""
     upkeep = llm.engine.upkeep
     assert upkeep is not None
-    until, found = time.monotonic() + SWAP_S, 0
+    until, found = time.monotonic() + EXCHANGE_S, 0
     while time.monotonic() < until:
-        before, found = found, upkeep._swaps
+        before, found = found, upkeep._exchanged
         if found and found == before:
             break
         time.sleep(0.1)
@@ -166,7 +166,7 @@ def unpacked() -> Iterator[None]:
 
 
 def unpacked_logits(path: Path) -> list[torch.Tensor]:
-    """The same of all-hot experts that are unpacked."""
+    """Return the logits of all rows in bf16, from hot experts that are unpacked."""
     with unpacked():
         return logits(path)
 

@@ -15,9 +15,10 @@ from headroom.experts import prefill
 from headroom.experts.copies import CudaCopies
 from headroom.experts.prefill import ColdStream, PrefillCpu, StreamedLayer
 from headroom.kernels.cuda import scratch
-from headroom.kernels.cuda.experts import Others
+from headroom.kernels.cuda.experts import Addends
 from headroom.kernels.native.cold import worker_threads
 from headroom.kernels.native.module import MODULE, POOL
+from headroom.kernels.ops import Picks
 from headroom.plan import cost_model
 from headroom.plan.cost_model import ColdSpeeds
 from headroom.units import GIB, MIB
@@ -138,8 +139,8 @@ def time_way(
     ids = [choose(layer, rows, hits) for layer in layers]
 
     def step() -> None:
-        for layer, picks in zip(stream.layers, ids, strict=True):
-            layer.many_rows(x, (picks, weights), Others(residual=out), out)
+        for layer, picked in zip(stream.layers, ids, strict=True):
+            layer.many_rows(x, Picks(picked, weights), Addends(residual=out), out)
 
     step()
     torch.cuda.synchronize()

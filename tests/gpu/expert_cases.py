@@ -36,7 +36,7 @@ SORTED_ALONE: list[tuple[Kinds, tuple[int, int, int], int, int]] = [
     ((kind, kind, kind), (5, 256, 512), 60, 2) for kind in ("q4_k", "q8_0", "f16", "bf16")
 ]
 # Routed experts with a shared expert, of equal and of different types and sizes.
-OWN: list[tuple[Kinds, Kinds, tuple[int, int, int], int, int]] = [
+SHARED: list[tuple[Kinds, Kinds, tuple[int, int, int], int, int]] = [
     (("q4_k", "q4_k", "q6_k"), ("q4_k", "q4_k", "q6_k"), (5, 256, 512), 256, 1),
     (("q4_k", "q4_k", "q6_k"), ("q8_0", "q5_0", "bf16"), (5, 256, 512), 296, 3),
     (("f16", "f16", "bf16"), ("f16", "q4_1", "f16"), (4, 40, 96), 24, 9),

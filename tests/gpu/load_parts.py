@@ -12,10 +12,10 @@ import torch
 
 from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.sizes import tile_bytes
-from headroom.layers.upload import BUFFERS, READ_BYTES, STAGING_BYTES
+from headroom.layers.upload import READ_BYTES, STAGING_BYTES, UPLOAD_BUFFERS
 from tests.gpu.check_matmul import random_weight
 
-BUFFER_BYTES = STAGING_BYTES // BUFFERS
+BUFFER_BYTES = STAGING_BYTES // UPLOAD_BUFFERS
 READER_COUNTS = (4, 8, 12, 16)
 MOST_BYTES = 8 << 30  # of a file that readers are timed with: a second or less for each figure
 
@@ -27,7 +27,7 @@ class Buffers:
 
     def __init__(self, device: str) -> None:
         self.gpu = device != "cpu"
-        whole = torch.empty(BUFFERS * BUFFER_BYTES, dtype=torch.uint8, pin_memory=self.gpu)
+        whole = torch.empty(UPLOAD_BUFFERS * BUFFER_BYTES, dtype=torch.uint8, pin_memory=self.gpu)
         whole.zero_()  # its pages are there before anything is timed
         self.host = whole.split(BUFFER_BYTES)
         self.there = [torch.empty_like(part, device=device) for part in self.host]
@@ -36,7 +36,7 @@ class Buffers:
     def room(self, offset: int, size: int) -> memoryview:
         """Where bytes from an offset of the file go."""
         slot, at = divmod(offset, BUFFER_BYTES)
-        return self._views[slot % BUFFERS][at : at + size]
+        return self._views[slot % UPLOAD_BUFFERS][at : at + size]
 
 
 def reader_speeds(path: Path, readers: int, buffers: Buffers) -> dict[str, float]:
@@ -79,9 +79,9 @@ def _shares(fill: Fill, size: int, readers: int, buffers: Buffers) -> None:
 
     def share(number: int) -> None:
         # Each thread has its own buffers, one per piece: no two threads write the same memory.
-        rooms = BUFFERS * BUFFER_BYTES // readers // READ_BYTES or 1
+        rooms = UPLOAD_BUFFERS * BUFFER_BYTES // readers // READ_BYTES or 1
         for turn, (offset, count) in enumerate(_pieces(ends[number], ends[number + 1])):
-            place = (number * rooms + turn % rooms) * READ_BYTES % (BUFFERS * BUFFER_BYTES)
+            place = (number * rooms + turn % rooms) * READ_BYTES % (UPLOAD_BUFFERS * BUFFER_BYTES)
             fill(offset, buffers.room(place, count))
 
     with ThreadPoolExecutor(readers) as pool:
@@ -95,7 +95,7 @@ def _in_turn(fill: Fill, size: int, readers: int, buffers: Buffers) -> None:
         for begin in range(0, size, BUFFER_BYTES):
             pieces = _pieces(begin, begin + BUFFER_BYTES)
             waiting.append([pool.submit(fill, at, buffers.room(at, n)) for at, n in pieces])
-            while len(waiting) > BUFFERS // 2:
+            while len(waiting) > UPLOAD_BUFFERS // 2:
                 for piece in waiting.popleft():
                     piece.result()
 
@@ -105,7 +105,9 @@ def copy_speed(buffers: Buffers, count: int = 200) -> float:
 
     def work() -> None:
         for turn in range(count):
-            buffers.there[turn % BUFFERS].copy_(buffers.host[turn % BUFFERS], non_blocking=True)
+            buffers.there[turn % UPLOAD_BUFFERS].copy_(
+                buffers.host[turn % UPLOAD_BUFFERS], non_blocking=True
+            )
 
     work()
     return count * BUFFER_BYTES / seconds(work, buffers.gpu) / 1e9
@@ -121,7 +123,7 @@ def pack_speed(buffers: Buffers, name: str = "q4_k", count: int = 200) -> float:
 
     def work() -> None:
         for turn in range(count):
-            pack(buffers.there[turn % BUFFERS], quant, rows, columns, out)
+            pack(buffers.there[turn % UPLOAD_BUFFERS], quant, rows, columns, out)
 
     work()
     return count * rows * blocks * 144 / seconds(work, buffers.gpu) / 1e9

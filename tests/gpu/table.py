@@ -45,7 +45,7 @@ def refuses(kernel: Kernel, sized: Sized, dtype: str) -> str | None:
 
 
 def on_gpu(value: Any) -> Any:
-    """The same input on the GPU."""
+    """Return a copy of an input on the GPU."""
     if isinstance(value, torch.Tensor):
         return value.cuda()
     if isinstance(value, tuple):
@@ -101,7 +101,7 @@ def compare_group(group: Group, move: Move) -> int:
 
 
 def own_inputs(kernel: Kernel, dtype: str, inputs: tuple[Any, ...], move: Move) -> tuple[Any, ...]:
-    """The same inputs on the kernel's device, weights as it reads them, products in its type."""
+    """Return inputs on the kernel's device, weights as it reads them, products in its type."""
     own = [kernel.prepare(x) if isinstance(x, Weight | ExpertTable) else x for x in inputs]
     if kernel.op in DTYPE_AT:
         own[DTYPE_AT[kernel.op]] = dtype

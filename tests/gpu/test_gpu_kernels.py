@@ -126,9 +126,9 @@ def test_a_rows_sum_of_experts_does_not_depend_on_other_rows(kind: str) -> None:
     assert_passes(check_experts.check_alone, (kind, kind, kind), (6, 256, 512), 3)
 
 
-@pytest.mark.parametrize("case", expert_cases.OWN, ids=str)
+@pytest.mark.parametrize("case", expert_cases.SHARED, ids=str)
 def test_an_expert_that_every_row_visits_runs_beside_the_others(case: tuple[object, ...]) -> None:
-    assert_passes(check_experts.check_own, *case)
+    assert_passes(check_experts.check_shared, *case)
 
 
 @pytest.mark.parametrize("experts", [5, 128, 256, 1000])

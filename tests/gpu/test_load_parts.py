@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.gpu import load_parts
-from tests.gpu.load_parts import BUFFERS, Buffers, reader_speeds
+from tests.gpu.load_parts import UPLOAD_BUFFERS, Buffers, reader_speeds
 
 SLOT, PIECE = 8192, 1024
 
@@ -32,6 +32,6 @@ def test_buffers_hold_the_end_of_the_file(tmp_path: Path) -> None:
     path.write_bytes(data.tobytes())
     buffers = Buffers("cpu")
     assert list(reader_speeds(path, 2, buffers)) == ["read", "mapped", "in turn"]
-    for slot in range(9 - BUFFERS, 9):
-        held = buffers.host[slot % BUFFERS].numpy()
+    for slot in range(9 - UPLOAD_BUFFERS, 9):
+        held = buffers.host[slot % UPLOAD_BUFFERS].numpy()
         assert np.array_equal(held, data[slot * SLOT : (slot + 1) * SLOT])

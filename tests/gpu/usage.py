@@ -15,7 +15,7 @@ def free_by_driver() -> int | None:
 
 
 def free_by_torch() -> int:
-    """The same as CUDA says in this process."""
+    """Return the bytes that are free as CUDA reports it in this process."""
     return torch.cuda.mem_get_info(GPU)[0]
 
 

@@ -11,6 +11,7 @@ from headroom.kernels.ops import (
     DeltaNetWeights,
     ExpertTable,
     PagedKv,
+    Picks,
     RecurrentState,
     RouterRule,
     Span,
@@ -243,10 +244,10 @@ def random_experts(
     return ExpertTable(*parts)
 
 
-def random_choice(rows: int, experts: int, used: int) -> tuple[torch.Tensor, torch.Tensor]:
+def random_choice(rows: int, experts: int, used: int) -> Picks:
     """Return random picks: different experts for each row, and their weights."""
     ids = torch.rand(rows, experts).argsort(dim=1)[:, :used].int()
-    return ids, torch.rand(rows, used)
+    return Picks(ids, torch.rand(rows, used))
 
 
 def _delta_net(sized: Sized) -> tuple[Any, ...]:

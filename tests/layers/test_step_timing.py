@@ -3,7 +3,7 @@
 import pytest
 
 from headroom.layers.step_timing import (
-    PARTS,
+    STEP_PARTS,
     ClockRecorder,
     MarkerRecorder,
     begin_step,
@@ -99,7 +99,7 @@ def test_markers_are_kernels_that_the_source_has(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("headroom.layers.step_timing.compile_kernel", compile_kernel)
     with recording(MarkerRecorder()):
         begin_step()
-        for part in PARTS:
+        for part in STEP_PARTS:
             part_of_step(part)(int)()
     names = [name.removeprefix("headroom_part_") for name in launched]
-    assert names == ["step", *(name for part in PARTS for name in (part, "other"))]
+    assert names == ["step", *(name for part in STEP_PARTS for name in (part, "other"))]

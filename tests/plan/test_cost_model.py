@@ -23,7 +23,7 @@ from headroom.plan.cost_model import (
     decode_seconds,
     decode_speeds,
     expected_counts,
-    expert_flops,
+    expert_operations,
     layer_read_seconds,
     left_to_cpu,
     most_counted_rows,
@@ -197,7 +197,7 @@ def test_what_was_measured_comes_before_what_is_listed() -> None:
 
 
 # An expert of Qwen3.5-35B-A3B on an H200's host.
-SIZE = ExpertSize(1_900_000, expert_flops(512, 2048))
+SIZE = ExpertSize(1_900_000, expert_operations(512, 2048))
 FAST_CPU = ColdSpeeds(gpu=4e12, link=48e9, cpu=150e9, handover_s=1e-5, copy=55e9, cpu_flops=1.5e12)
 MEASURED = ColdSpeeds(gpu=4e12, link=48e9, cpu=77e9, handover_s=1e-5, copy=55e9, cpu_flops=725e9)
 
@@ -206,7 +206,7 @@ def slower_s(counts: dict[int, int], left: frozenset[int], speeds: ColdSpeeds) -
     """When both sides are done."""
     link = sum(SIZE.bytes / speeds.copy for e, n in counts.items() if n and e not in left)
     read = SIZE.bytes / cost_model.CPU_READ_SHARE / speeds.cpu
-    pick = SIZE.flops / cost_model.CPU_FLOPS_SHARE / speeds.cpu_flops
+    pick = SIZE.operations / cost_model.CPU_FLOPS_SHARE / speeds.cpu_flops
     cpu = PREFILL_HANDOVER_S + sum(max(read, counts[e] * pick) for e in left)
     return max(link, cpu if left else 0.0)
 
@@ -301,7 +301,7 @@ def test_steps_wait_for_the_numbers_of_picks_where_cold_experts_have_few(
 def test_prompts_that_counting_made_slower_are_not_counted_and_small_ones_are(
     rows: int, cold: int, picks: float, counted: bool
 ) -> None:
-    layer = ColdLayer(ExpertSize(1_904_000, SIZE.flops), cold, picks, 2 * 35 * 1_904_000)
+    layer = ColdLayer(ExpertSize(1_904_000, SIZE.operations), cold, picks, 2 * 35 * 1_904_000)
     # What calibrate said before and after, on an H200 with 16 cores, 2026-11-16.
     for bandwidth, flops in ((77e9, 725e9), (88e9, 793e9)):
         speeds = ColdSpeeds(

@@ -13,7 +13,7 @@ from headroom.kernels.cuda import attention, experts_scratch, grouped, matmul
 from headroom.kernels.cuda import scratch as arena
 from headroom.kernels.cuda.attention_scratch import WIDE_ROWS
 from headroom.kernels.cuda.buffers import Buffer, ScratchCount, floats
-from headroom.kernels.cuda.experts_scratch import experts_at_once
+from headroom.kernels.cuda.experts_scratch import ExpertShape, experts_at_once
 from headroom.kernels.cuda.matmul_scratch import half_rows_bytes, part_rows
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.machine.catalogue import find_device
@@ -58,7 +58,7 @@ def test_few_rows_have_room_for_every_half_and_a_power_of_two_per_record(
 def test_experts_are_unpacked_in_the_planned_groups(
     count: int, width: int, hidden: int, most: int
 ) -> None:
-    each = experts_at_once(count, width, hidden, most)
+    each = experts_at_once(count, ExpertShape(width, hidden), most)
     groups = -(-count // each)
     assert 0 <= groups * each - count < groups  # of one size, but for the last
     assert each == 1 or 4 * each * width * hidden <= most

@@ -9,6 +9,7 @@ import torch
 from headroom.kernels.cuda import attention as cuda_attention
 from headroom.kernels.cuda import compile as cuda_compile
 from headroom.kernels.cuda import route as cuda_route
+from headroom.kernels.ops import Picks
 from headroom.kernels.triton import launch as triton_launch
 from tests.stand_in.cuda_on_cpu import compile_on_cpu
 from tests.stand_in.tensors import DeviceTensor, WrongDeviceError, launch, plain
@@ -55,9 +56,9 @@ def skip_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing be computed where kernels do nothing; every row is routed to expert 0."""
     route = cuda_route.route
 
-    def route_to_first(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def route_to_first(*given: Any, **named: Any) -> Picks:
         ids, weights = route(*given, **named)
-        return ids.zero_(), weights.zero_()
+        return Picks(ids.zero_(), weights.zero_())
 
     monkeypatch.setattr(cuda_route, "route", route_to_first)
     monkeypatch.setattr(torch, "mm", lambda first, second, out_dtype=None, out=None: out)

@@ -18,7 +18,6 @@ def sentencepiece_vocabulary() -> Vocabulary:
         merges=[],
         special_ids={"unknown": 0, "bos": 1, "eos": 2},
         add_bos=True,
-        add_eos=False,
     )
 
 
@@ -37,5 +36,4 @@ def gemma_vocabulary() -> Vocabulary:
         merges=["h e", "l l", "he ll", "hell o", "▁ hello", "\n \n", "▁ ▁", "▁ h"],
         special_ids={"unknown": 3, "bos": 2, "eos": 1},
         add_bos=True,
-        add_eos=False,
     )

@@ -42,7 +42,6 @@ def tokenizer(*special: str) -> Tokenizer:
             merges=[],
             special_ids={},
             add_bos=False,
-            add_eos=False,
         )
     )
 

@@ -112,7 +112,6 @@ def vocabulary_of(trained: Trained) -> Vocabulary:
         merges=[" ".join(pair) for pair in file["model"]["merges"]],
         special_ids={"bos": 1, "eos": 2},
         add_bos=False,
-        add_eos=False,
     )
 
 
@@ -217,7 +216,6 @@ def test_a_word_in_the_vocabulary_skips_merging_only_where_the_rule_says_so() ->
             merges=[],
             special_ids={},
             add_bos=False,
-            add_eos=False,
         )
         assert Tokenizer.from_vocabulary(vocabulary).encode("ab") == expected
 

@@ -22,7 +22,6 @@ def byte_level_vocabulary() -> Vocabulary:
         merges=["h e", "l l", "Ġ he"],
         special_ids={"bos": 0, "eos": 0},
         add_bos=False,
-        add_eos=False,
     )
 
 

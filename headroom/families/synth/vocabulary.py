@@ -8,7 +8,7 @@ from headroom.errors import OptionError
 from headroom.families.family import Recipe, TokenizerKind
 from headroom.families.registry import find_family
 from headroom.formats.gguf_writer import Value
-from headroom.formats.vocabulary import SPECIAL_TOKENS, Vocabulary
+from headroom.formats.vocabulary import BLANK_MARK, SPECIAL_TOKENS, Vocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 # Words whose pieces become tokens, so that text is not read byte by byte.
@@ -21,7 +21,6 @@ WORDS = (
     "after", "use", "two", "how", "our", "work", "first", "well", "way", "even", "new", "want",
     "because", "any", "these", "give", "day", "most", "water", "world", "answer", "question",
 )  # fmt: skip
-BLANK_MARK = "\u2581"
 
 
 def make_vocabulary(recipe: Recipe) -> Vocabulary:
@@ -49,7 +48,6 @@ def make_vocabulary(recipe: Recipe) -> Vocabulary:
         merges=merges,
         special_ids={name: ids[text] for name, text in kind.roles.items()},
         add_bos=kind.add_bos,
-        add_eos=False,
     )
 
 

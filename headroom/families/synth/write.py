@@ -28,7 +28,7 @@ FILE_TYPES = {
 SAFETENSORS_TYPES: dict[str, tuple[QuantType, str]] = {
     "f32": (F32, "float32"), "f16": (F16, "float16"), "bf16": (BF16, "bfloat16"),
 }  # fmt: skip
-Progress = Callable[[int], None]
+WriteProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class WriteSettings:
     """The number of threads that write a checkpoint, and the callback for progress."""
 
     threads: int = 1
-    progress: Progress = ignore  # called with the bytes of each piece that is written
+    progress: WriteProgress = ignore  # called with the bytes of each piece that is written
 
 
 PLAIN = WriteSettings()

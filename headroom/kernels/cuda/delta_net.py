@@ -1,7 +1,7 @@
 """Gated linear attention on a GPU: row after row for few rows, in chunks for many."""
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -98,8 +98,8 @@ class ChunkBlocks:
         """Shared memory of a block of `run_chunks`."""
         kept = (DIM + CHUNK) * self.columns + 2 * CHUNK
         # With half rows, one half of keys and scores overwrites the other.
-        beside = _padded(DIM) + _padded(CHUNK) if self.held == DIM else 0
-        return 4 * (kept + 2 * _padded(self.held) + beside)
+        keys_and_scores = _padded(DIM) + _padded(CHUNK) if self.held == DIM else 0
+        return 4 * (kept + 2 * _padded(self.held) + keys_and_scores)
 
 
 def blocks_for(states: int, processors: int, shared_bytes: int) -> ChunkBlocks:
@@ -117,14 +117,24 @@ def _padded(width: int) -> int:
     return CHUNK * (width + 4)
 
 
+class DeltaNetRows(NamedTuple):
+    """The inputs of a step's rows, before their activations; see `ops.DeltaNetOp`."""
+
+    qkv: torch.Tensor  # [rows, channels]
+    beta: torch.Tensor  # [rows, value heads]
+    alpha: torch.Tensor  # [rows, value heads]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Convolved:
+    """What the convolution of a step's rows gives."""
+
     mixed: torch.Tensor  # [rows, channels]: queries, keys, values
     gates: torch.Tensor  # [rows, value heads, 2]: logarithm of the decay, strength
 
 
 def step(
-    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rows: DeltaNetRows,
     weights: DeltaNetWeights,
     state: RecurrentState,
     tables: SequenceTables,
@@ -132,10 +142,10 @@ def step(
 ) -> torch.Tensor:
     """Return the output `[rows, value heads, dim]` for a few rows, computed row after row.
 
-    `rows` holds qkv, beta and alpha, see `ops.DeltaNet`; rows of a sequence are adjacent. A block
-    computes `columns` columns of a head; 0: the number is chosen here.
+    Rows of a sequence are adjacent. A block computes `columns` columns of a head; 0: the number is
+    chosen here.
     """
-    qkv = rows[0]
+    qkv = rows.qkv
     heads, sequences = len(weights.decay), len(tables.starts)
     columns = columns or _columns_of_step(heads * sequences, qkv.device)
     constants = _constants(weights) | {"COLUMNS": columns}
@@ -154,7 +164,7 @@ def step(
 
 
 def prefill(
-    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rows: DeltaNetRows,
     weights: DeltaNetWeights,
     state: RecurrentState,
     tables: SpanTables,
@@ -225,13 +235,13 @@ def gated_norm(
 
 
 def _convolve(
-    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rows: DeltaNetRows,
     weights: DeltaNetWeights,
     state: RecurrentState,
     tables: SequenceTables,
     constants: dict[str, int],
 ) -> _Convolved:
-    qkv, count, heads = rows[0], len(rows[0]), len(weights.decay)
+    qkv, count, heads = rows.qkv, len(rows.qkv), len(weights.decay)
     each = 1 if count <= CHUNK else CONVOLVED_ROWS
     buffers = convolved(count, qkv.shape[1], heads)
     mixed, gates = (scratch.take(buffer, qkv.device) for buffer in buffers)

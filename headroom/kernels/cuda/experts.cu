@@ -5,7 +5,7 @@
 // the weighted sum of each row's experts, 16 output columns per block.
 //
 //   GATE, UP, DOWN             types of a routed expert's matrices
-//   OWN_GATE, OWN_UP, OWN_DOWN types of the shared expert's matrices
+//   SHARED_GATE, SHARED_UP, SHARED_DOWN   types of the shared expert's matrices
 //   GELU                       the activation is GELU, else silu
 //   LANES                      lanes of a piece of activations (halves.cuh)
 //   AHEAD                      gate_up prefetches the down matrices into L2
@@ -95,18 +95,18 @@ struct Given {
 // The body of gate_up and choose_gate_up; `choice` tells each warp the expert of the block's pick.
 template <class Choice>
 __device__ __forceinline__ void run_pick(const Choice& choice, const long long* table, const u8* pieces, int groups,
-                                         int used, int picks, int width, int records, const u8* own_gate,
-                                         const u8* own_up, int own_width, int down_bytes, float* inner,
+                                         int used, int picks, int width, int records, const u8* shared_gate,
+                                         const u8* shared_up, int shared_width, int down_bytes, float* inner,
                                          long long* downs) {
     extern __shared__ uint4 memory[];
     __shared__ float sums[2][TURNS][16];  // [gate, up]
     const int tile = blockIdx.x, pick = blockIdx.y, warp = threadIdx.x / 32, part = warp % 2, turn = warp / 2;
-    const bool own = pick >= picks;
-    const int row = own ? pick - picks : pick / used, columns = own ? own_width : width;
+    const bool is_shared = pick >= picks;
+    const int row = is_shared ? pick - picks : pick / used, columns = is_shared ? shared_width : width;
     if (tile * 16 >= columns) return;
-    const u8* matrix = part ? own_up : own_gate;
+    const u8* matrix = part ? shared_up : shared_gate;
     const u8* last = nullptr;
-    if (!own) {
+    if (!is_shared) {
         const int expert = choice.expert_of(row, pick, used, tile == 0 && warp == 0);
         if (expert >= 0) {
             matrix = reinterpret_cast<const u8*>(table[expert * 3 + part]);
@@ -119,19 +119,21 @@ __device__ __forceinline__ void run_pick(const Choice& choice, const long long* 
     const size_t at = static_cast<size_t>(tile) * records, apart = static_cast<size_t>(groups) * Piece<LANES>::bytes;
     float acc[1][2] = {};
     constexpr int most = max_of(max_of(ring_bytes<GATE>(), ring_bytes<UP>()),
-                                max_of(ring_bytes<OWN_GATE>(), ring_bytes<OWN_UP>()));
+                                max_of(ring_bytes<SHARED_GATE>(), ring_bytes<SHARED_UP>()));
     u8* mine = reinterpret_cast<u8*>(memory) + warp * STAGES * most;
-    if (!own || (GATE == OWN_GATE && UP == OWN_UP)) {
+    if (!is_shared || (GATE == SHARED_GATE && UP == SHARED_UP)) {
         if (GATE == UP || part == 0)
             add_row<GATE>(matrix + at * Record<GATE>::bytes, x, apart, row, turn, TURNS, records, mine, acc);
         else
             add_row<UP>(matrix + at * Record<UP>::bytes, x, apart, row, turn, TURNS, records, mine, acc);
-    } else if (OWN_GATE == OWN_UP || part == 0) {
-        add_row<OWN_GATE>(matrix + at * Record<OWN_GATE>::bytes, x, apart, row, turn, TURNS, records, mine, acc);
+    } else if (SHARED_GATE == SHARED_UP || part == 0) {
+        add_row<SHARED_GATE>(matrix + at * Record<SHARED_GATE>::bytes, x, apart, row, turn, TURNS, records, mine,
+                             acc);
     } else {
-        add_row<OWN_UP>(matrix + at * Record<OWN_UP>::bytes, x, apart, row, turn, TURNS, records, mine, acc);
+        add_row<SHARED_UP>(matrix + at * Record<SHARED_UP>::bytes, x, apart, row, turn, TURNS, records, mine,
+                           acc);
     }
-    if (!own) ask_ahead(last, down_bytes, tile, gridDim.x);
+    if (!is_shared) ask_ahead(last, down_bytes, tile, gridDim.x);
     write_column(acc[0], sums[part][turn]);
     __syncthreads();
     const int column = tile * 16 + threadIdx.x;
@@ -142,21 +144,22 @@ __device__ __forceinline__ void run_pick(const Choice& choice, const long long* 
         gate += sums[0][i][threadIdx.x];
         up += sums[1][i][threadIdx.x];
     }
-    const size_t first = own ? static_cast<size_t>(picks) * width + static_cast<size_t>(row) * own_width
+    const size_t first = is_shared
+                             ? static_cast<size_t>(picks) * width + static_cast<size_t>(row) * shared_width
                              : static_cast<size_t>(pick) * width;
     inner[first + column] = activated(gate) * up;
 }
 
-// inner = act(gate x) * up x: [picks, width] of the routed picks, then [rows, own_width] of the shared
+// inner = act(gate x) * up x: [picks, width] of the routed picks, then [rows, shared_width] of the shared
 // expert. downs [picks]: the addresses of the picks' down matrices, 0 where there is no expert. blockIdx:
 // 16 columns, pick.
 extern "C" __global__ void __launch_bounds__(2 * TURNS * 32)
 gate_up(const int* ids, const long long* table, const u8* pieces, int groups, int used, int picks, int width,
-        int records, const u8* own_gate, const u8* own_up, int own_width, int down_bytes, float* inner,
+        int records, const u8* shared_gate, const u8* shared_up, int shared_width, int down_bytes, float* inner,
         long long* downs) {
     begin_after_last();
-    run_pick(Given{ids}, table, pieces, groups, used, picks, width, records, own_gate, own_up, own_width, down_bytes,
-             inner, downs);
+    run_pick(Given{ids}, table, pieces, groups, used, picks, width, records, shared_gate, shared_up,
+             shared_width, down_bytes, inner, downs);
 }
 
 #ifdef EXPERTS
@@ -190,12 +193,12 @@ struct Chosen {
 extern "C" __global__ void __launch_bounds__(2 * TURNS * 32)
 choose_gate_up(const float* logits, const float* bias, const int* sequence, float* weights, unsigned long long* counts,
                int stride, int normalise, float scale, float softcap, const long long* table, const u8* pieces,
-               int groups, int used, int picks, int width, int records, const u8* own_gate, const u8* own_up,
-               int own_width, int down_bytes, float* inner, long long* downs) {
+               int groups, int used, int picks, int width, int records, const u8* shared_gate, const u8* shared_up,
+               int shared_width, int down_bytes, float* inner, long long* downs) {
     begin_after_last();
     const Chosen choice{logits, bias, sequence, weights, counts, stride, Rule{used, normalise, scale, softcap}};
-    run_pick(choice, table, pieces, groups, used, picks, width, records, own_gate, own_up, own_width, down_bytes,
-             inner, downs);
+    run_pick(choice, table, pieces, groups, used, picks, width, records, shared_gate, shared_up,
+             shared_width, down_bytes, inner, downs);
 }
 #endif
 
@@ -223,28 +226,31 @@ __device__ __forceinline__ void add_inner(const u8* record, const float* values,
 // many warps.
 extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32)
 down(const long long* downs, const float* weights, const float* inner, int used, int picks, int width, int hidden,
-     int records, const u8* own_down, int own_width, int own_records, const float* residual, const float* visited,
-     const float* logits, int stride, float* out) {
+     int records, const u8* shared_down, int shared_width, int shared_records, const float* residual,
+     const float* shared_out, const float* logits, int stride, float* out) {
     begin_after_last();
     extern __shared__ uint4 memory[];
-    const int warp = threadIdx.x / 32, row = blockIdx.y, routed = used * records, units = routed + own_records;
+    const int warp = threadIdx.x / 32, row = blockIdx.y, routed = used * records;
+    const int units = routed + shared_records;
     float* sums = reinterpret_cast<float*>(memory);  // [units][16]
     u8* piece = reinterpret_cast<u8*>(memory) + units * 64 + warp * Piece<4>::bytes;
     for (int unit = warp; unit < units; unit += blockDim.x / 32) {
-        const bool own = unit >= routed;
-        const int pick = own ? picks : row * used + unit / records, r = own ? unit - routed : unit % records;
-        const u8* matrix = own ? own_down : reinterpret_cast<const u8*>(downs[pick]);
+        const bool is_shared = unit >= routed;
+        const int pick = is_shared ? picks : row * used + unit / records;
+        const int r = is_shared ? unit - routed : unit % records;
+        const u8* matrix = is_shared ? shared_down : reinterpret_cast<const u8*>(downs[pick]);
         float sum[2] = {}, weight = 1.0f;
-        if (!own) weight = weights[pick];
+        if (!is_shared) weight = weights[pick];
         else if (logits) weight = 1.0f / (1.0f + expf(-logits[row * stride]));
-        const size_t record = static_cast<size_t>(blockIdx.x) * (own ? own_records : records) + r;
-        const float* values = inner + static_cast<size_t>(pick) * width + r * 256 + (own ? row * own_width : 0);
-        const int count = (own ? own_width : width) - r * 256;
+        const size_t record = static_cast<size_t>(blockIdx.x) * (is_shared ? shared_records : records) + r;
+        const float* values =
+            inner + static_cast<size_t>(pick) * width + r * 256 + (is_shared ? row * shared_width : 0);
+        const int count = (is_shared ? shared_width : width) - r * 256;
         if (matrix == nullptr) weight = 0.0f;
-        else if (!own || DOWN == OWN_DOWN)
+        else if (!is_shared || DOWN == SHARED_DOWN)
             add_inner<DOWN>(matrix + record * Record<DOWN>::bytes, values, count, piece, sum);
         else
-            add_inner<OWN_DOWN>(matrix + record * Record<OWN_DOWN>::bytes, values, count, piece, sum);
+            add_inner<SHARED_DOWN>(matrix + record * Record<SHARED_DOWN>::bytes, values, count, piece, sum);
         sum[0] *= weight;
         sum[1] *= weight;
         write_column(sum, sums + unit * 16);
@@ -256,5 +262,5 @@ down(const long long* downs, const float* weights, const float* inner, int used,
 #pragma unroll 8
     for (int unit = 0; unit < units; ++unit) total += sums[unit * 16 + threadIdx.x];
     const size_t at = static_cast<size_t>(row) * hidden + column;
-    out[at] = Others{residual, visited, logits, stride}.add(total, row, at);
+    out[at] = Addends{residual, shared_out, logits, stride}.add(total, row, at);
 }

@@ -25,7 +25,7 @@ from headroom.kernels.cuda.sizes import (
 )
 from headroom.kernels.ops import Case
 
-PARTS = 3  # matrices of an expert: gate, up, down
+EXPERT_MATRICES = 3  # matrices of an expert: gate, up, down
 Kinds = tuple[QuantType, ...]  # their types
 
 
@@ -33,7 +33,7 @@ Kinds = tuple[QuantType, ...]  # their types
 class ExpertTiles:
     """One layer's experts in tiles, given by the addresses of their matrices."""
 
-    addresses: torch.Tensor  # int64 [experts, PARTS], on the GPU
+    addresses: torch.Tensor  # int64 [experts, EXPERT_MATRICES], on the GPU
     kinds: Kinds
     width: int  # rows of an expert's gate and up matrices
     hidden: int
@@ -42,7 +42,7 @@ class ExpertTiles:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OwnTiles:
+class SharedExpertTiles:
     """The shared expert, which every row visits, in tiles on the GPU."""
 
     gate: torch.Tensor
@@ -53,31 +53,33 @@ class OwnTiles:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Others:
+class Addends:
     """What is added to the weighted sum of a row's routed experts, by the kernel that sums them."""
 
     residual: torch.Tensor | None = None  # [rows, hidden]
-    shared: torch.Tensor | None = None  # [rows, hidden]: output of the shared expert
-    shared_logits: torch.Tensor | None = None  # [rows, n]: the first of a row weighs `shared`
-    own: OwnTiles | None = None  # decode path only: the shared expert, if these kernels run it, too
+    shared_out: torch.Tensor | None = None  # [rows, hidden]: output of the shared expert
+    shared_logits: torch.Tensor | None = None  # [rows, n]: the first of a row weighs the output
+    # Decode path only: the shared expert itself, if the kernels of the routed ones run it, too.
+    shared_tiles: SharedExpertTiles | None = None
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
         """The last arguments of the kernels that sum, without the output."""
         stride = 0 if self.shared_logits is None else self.shared_logits.stride(0)
-        return self.residual, self.shared, self.shared_logits, stride
+        return self.residual, self.shared_out, self.shared_logits, stride
 
 
-NO_OTHERS = Others()
+NO_ADDENDS = Addends()
 
 
-def expert_constants(table: ExpertTiles, activation: str, others: Others) -> dict[str, int]:
+def expert_constants(table: ExpertTiles, activation: str, addends: Addends) -> dict[str, int]:
     """Return the macros of experts.cu: types of matrices and the activation."""
     kinds = [kind.ggml_id for kind in table.kinds]
-    own = kinds if others.own is None else [kind.ggml_id for kind in others.own.kinds]
+    tiles = addends.shared_tiles
+    shared = kinds if tiles is None else [kind.ggml_id for kind in tiles.kinds]
     return {
         **dict(zip(("GATE", "UP", "DOWN"), kinds, strict=True)),
-        **dict(zip(("OWN_GATE", "OWN_UP", "OWN_DOWN"), own, strict=True)),
+        **dict(zip(("SHARED_GATE", "SHARED_UP", "SHARED_DOWN"), shared, strict=True)),
         "GELU": int(activation == "gelu"),
     }
 
@@ -127,15 +129,15 @@ def few_rows(
     weights: torch.Tensor,
     table: ExpertTiles,
     activation: str,
-    others: Others = NO_OTHERS,
+    addends: Addends = NO_ADDENDS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of each row's routed experts, for rows in f16.
 
     Picks with a negative id are skipped. `out` may be the residual itself.
     """
-    constants = expert_constants(table, activation, others)
-    layer = _Layer(x, ids.shape[1], table, others, constants)
+    constants = expert_constants(table, activation, addends)
+    layer = _DecodeLaunches(x, ids.shape[1], table, addends, constants)
     inner = layer.inner()
     kernel = compile_kernel("experts.cu", "gate_up", layer.defines)
     kernel(*layer.gate_up((ids,), inner), early=True)
@@ -147,16 +149,16 @@ def choose_few_rows(
     choice: RouterLogits,
     table: ExpertTiles,
     activation: str,
-    others: Others = NO_OTHERS,
+    addends: Addends = NO_ADDENDS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of each row's routed experts; the kernel does the top-k itself.
 
     It takes at most `CHOSEN_ROWS` rows, since each of its warps repeats the top-k.
     """
-    constants = expert_constants(table, activation, others) | choice.constants
+    constants = expert_constants(table, activation, addends) | choice.constants
     rule = choice.rule
-    layer = _Layer(x, rule.used, table, others, constants)
+    layer = _DecodeLaunches(x, rule.used, table, addends, constants)
     weights = scratch.take(chosen_weights(x.rows, rule.used), x.pieces.device)
     args = (
         *(choice.logits, choice.bias, choice.sequence, weights, choice.counts),
@@ -169,44 +171,45 @@ def choose_few_rows(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Layer:
+class _DecodeLaunches:
     """The launches of one layer's experts for a step's rows."""
 
     x: HalfRows
     used: int
     table: ExpertTiles
-    others: Others
+    addends: Addends
     constants: dict[str, int]
 
     def inner(self) -> Inner:
         """Return memory for the picks' values between up and down, and for addresses of downs."""
         device = self.x.pieces.device
-        buffers = decode_buffers(self.x.rows, self.used, self.table.width, self._own_width)
+        buffers = decode_buffers(self.x.rows, self.used, self.table.width, self._shared_width)
         return scratch.take(buffers.inner, device), scratch.take(buffers.downs, device)
 
     def gate_up(
         self, args: tuple[Argument, ...], inner: Inner
     ) -> tuple[tuple[int, int], tuple[int], tuple[Argument, ...], int]:
         """Return the launch of gates and ups: grid, block, arguments, bytes of shared memory."""
-        x, table, own, rows, used = self.x, self.table, self.others.own, self.x.rows, self.used
-        tiles = steps_of(max(table.width, self._own_width), TILE_ROWS)
+        x, table, rows, used = self.x, self.table, self.x.rows, self.used
+        shared = self.addends.shared_tiles
+        tiles = steps_of(max(table.width, self._shared_width), TILE_ROWS)
         args = (
             *(*args, table.addresses, x.pieces, x.groups, used, rows * used, table.width),
-            *(x.records, *((None, None) if own is None else (own.gate, own.up))),
-            *(self._own_width, tile_bytes(table.kinds[2], table.hidden, table.width), *inner),
+            *(x.records, *((None, None) if shared is None else (shared.gate, shared.up))),
+            *(self._shared_width, tile_bytes(table.kinds[2], table.hidden, table.width), *inner),
         )
-        grid = (tiles, rows * (used + (own is not None)))
+        grid = (tiles, rows * (used + (shared is not None)))
         return grid, (GATE_UP_WARPS * 32,), args, self._stages * self._stage_bytes
 
     def down(self, weights: torch.Tensor, inner: Inner, out: torch.Tensor | None) -> torch.Tensor:
         """Run the down products and return the weighted sums."""
-        table, own, rows, used = self.table, self.others.own, self.x.rows, self.used
+        table, shared, rows, used = self.table, self.addends.shared_tiles, self.x.rows, self.used
         if out is None:
             out = torch.empty(rows, table.hidden, device=weights.device)
-        records, own_records = (
-            steps_of(width, RECORD_COLUMNS) for width in (table.width, self._own_width)
+        records, shared_records = (
+            steps_of(width, RECORD_COLUMNS) for width in (table.width, self._shared_width)
         )
-        units = used * records + own_records
+        units = used * records + shared_records
         turns = steps_of(units, AHEAD_DOWN_WARPS if rows <= AHEAD_ROWS else DOWN_WARPS)
         warps = steps_of(units, turns)
         values, downs = inner
@@ -215,8 +218,8 @@ class _Layer:
             (warps * 32,),
             (
                 *(downs, weights, values, used, rows * used, table.width, table.hidden, records),
-                *(None if own is None else own.down, self._own_width, own_records),
-                *(*self.others.arguments, out),
+                *(None if shared is None else shared.down, self._shared_width, shared_records),
+                *(*self.addends.arguments, out),
             ),
             units * TILE_ROWS * 4 + warps * PIECE_BYTES,
             early=True,
@@ -224,8 +227,8 @@ class _Layer:
         return out
 
     @property
-    def _own_width(self) -> int:
-        return 0 if self.others.own is None else self.others.own.width
+    def _shared_width(self) -> int:
+        return 0 if self.addends.shared_tiles is None else self.addends.shared_tiles.width
 
     @property
     def defines(self) -> dict[str, int]:
@@ -248,6 +251,6 @@ class _Layer:
     @property
     def _stage_bytes(self) -> int:
         """The bytes of one record per warp of `gate_up`; plain types need none."""
-        own = self.others.own
-        kinds = (*self.table.kinds[:2], *(() if own is None else own.kinds[:2]))
+        shared = self.addends.shared_tiles
+        kinds = (*self.table.kinds[:2], *(() if shared is None else shared.kinds[:2]))
         return GATE_UP_WARPS * max(record_bytes(kind) if kind in PACKED else 0 for kind in kinds)

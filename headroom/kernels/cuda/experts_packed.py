@@ -34,6 +34,7 @@ from headroom.kernels.cuda.sizes import (
     record_bytes,
     steps_of,
 )
+from headroom.kernels.ops import Picks
 
 PACKED_SORT_THREADS = 512  # of a block of sorted_rows.cu
 WANTED_WARPS = 12  # per multiprocessor: some work while others wait for their records
@@ -89,10 +90,10 @@ class _Places:
 
 def sum_experts(
     x: NarrowRows,
-    picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights [rows, used]
+    picks: Picks,
     experts: ExpertTiles,
     activation: str,
-    rest: tuple[Argument, ...],  # what is added to each row's sum (see Others), and the output
+    rest: tuple[Argument, ...],  # what is added to each row's sum (see Addends), and the output
 ) -> None:
     """Write the weighted sum of each row's experts, plus what `rest` adds.
 

@@ -8,12 +8,13 @@ import torch
 
 from headroom.kernels.cuda import experts_packed, experts_scratch, grouped, scratch
 from headroom.kernels.cuda.compile import compile_kernel
-from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles, Kinds, Others
-from headroom.kernels.cuda.experts_scratch import experts_at_once, group_buffers
+from headroom.kernels.cuda.experts import NO_ADDENDS, Addends, ExpertTiles, Kinds
+from headroom.kernels.cuda.experts_scratch import ExpertShape, experts_at_once, group_buffers
 from headroom.kernels.cuda.grouped import grouped_product, product_way
 from headroom.kernels.cuda.launch import Argument
 from headroom.kernels.cuda.matmul import POWER_THREADS, NarrowRows, as_narrow
 from headroom.kernels.cuda.sizes import RECORD_COLUMNS, TILE_ROWS, steps_of
+from headroom.kernels.ops import Picks
 
 PICK_SORT_THREADS = 512  # of a block of picks.cu
 GATHER_THREADS, GATHER_BLOCKS = 256, 4096
@@ -121,8 +122,8 @@ def add_group(
     group: ExpertGroup,
     unpacked: Unpacked,
     activation: str,
-    picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights
-    rest: tuple[Argument, ...],  # what is added to each row's sum (see Others), and the output
+    picks: Picks,
+    rest: tuple[Argument, ...],  # what is added to each row's sum (see Addends), and the output
 ) -> None:
     """Write the weighted sums of a group's expert outputs, plus what `rest` adds."""
     plain = unpacked.gates_and_ups(group)
@@ -146,7 +147,7 @@ def _inner_rows(
     """Return `act(gate) * up` of a group's picks; values after its last pick are undefined."""
     picks, width = group.most, gates_and_ups.shape[1] // 2
     device, columns = x.values.device, x.values.shape[1]
-    buffers = group_buffers(group.size, (width, columns), picks, "f16")
+    buffers = group_buffers(group.size, ExpertShape(width, columns), picks, "f16")
     assert buffers.powers is not None
     own = scratch.take(buffers.rows, device)
     values = scratch.take(buffers.inner, device)
@@ -183,7 +184,7 @@ def many_rows(
     weights: torch.Tensor,
     table: ExpertTiles,
     activation: str,
-    others: Others = NO_OTHERS,
+    addends: Addends = NO_ADDENDS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of each row's experts; an expert is unpacked once for all its rows.
@@ -195,12 +196,12 @@ def many_rows(
         if out is None:
             out = torch.empty(len(ids), table.hidden, device=ids.device)
         _compile_unpacked(table.kinds, activation, narrow.values.dtype, ids.device)
-        rest = (*others.arguments, out)
-        experts_packed.sum_experts(narrow, (ids, weights), table, activation, rest)
+        rest = (*addends.arguments, out)
+        experts_packed.sum_experts(narrow, Picks(ids, weights), table, activation, rest)
         return out
     rows = ChosenRows(narrow.values, ids, weights, narrow.powers)
     unpacked = _ByAddress(table, narrow.values.dtype)
-    return sum_groups(rows, table, activation, unpacked, others, out)
+    return sum_groups(rows, table, activation, unpacked, addends, out)
 
 
 def _as_they_lie(ids: torch.Tensor, table: ExpertTiles) -> bool:
@@ -229,7 +230,7 @@ def sum_groups(
     table: ExpertTiles,
     activation: str,
     unpacked: Unpacked,
-    others: Others = NO_OTHERS,
+    addends: Addends = NO_ADDENDS,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of each row's experts, which `unpacked` unpacks group by group.
@@ -248,9 +249,9 @@ def sum_groups(
         group = expert_group(picks, first, each)
         with scratch.frame():
             if chosen.powers is not None:
-                x, rest = NarrowRows(chosen.x, chosen.powers), (*others.arguments, out)
-                add_group(x, group, unpacked, activation, (ids, weights), rest)
-                others = Others(residual=out)
+                x, rest = NarrowRows(chosen.x, chosen.powers), (*addends.arguments, out)
+                add_group(x, group, unpacked, activation, Picks(ids, weights), rest)
+                addends = Addends(residual=out)
                 continue
             answers = _group_answers(chosen.x, group, table.width, constants, unpacked)
             compile_kernel("many_experts.cu", "combine", constants)(
@@ -258,17 +259,17 @@ def sum_groups(
                 (256,),
                 (
                     *(answers, picks.places, group.start, ids, group.first, group.last),
-                    *(weights, used, table.hidden, *others.arguments, out),
+                    *(weights, used, table.hidden, *addends.arguments, out),
                 ),
             )
-        others = Others(residual=out)
+        addends = Addends(residual=out)
     return out
 
 
 def group_bounds(table: ExpertTiles) -> list[tuple[int, int]]:
     """Return the first expert and the size of every group; the last may be smaller."""
     count = len(table.addresses)
-    each = experts_at_once(count, table.width, table.hidden, scratch.unpack_bytes())
+    each = experts_at_once(count, ExpertShape(table.width, table.hidden), scratch.unpack_bytes())
     return [(first, min(each, count - first)) for first in range(0, count, each)]
 
 
@@ -282,7 +283,7 @@ def _group_answers(
     """Return the outputs `[picks, hidden]` of a group's experts in bf16, sorted as the picks."""
     picks, hidden = group.most, x.shape[1]
     plain = unpacked.gates_and_ups(group)
-    buffers = group_buffers(group.size, (width, hidden), picks, "bf16")
+    buffers = group_buffers(group.size, ExpertShape(width, hidden), picks, "bf16")
     own = scratch.take(buffers.rows, x.device)
     inner = scratch.take(buffers.inner, x.device)
     both = grouped_product(gather_rows(x, group, own), plain, group.ends, group.among)
@@ -317,8 +318,8 @@ def empty_gates_and_ups(
     table: ExpertTiles, group: ExpertGroup, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
     """Return memory for a group's gates and ups, valid until the frame around the call is left."""
-    sizes = table.width, table.hidden
-    buffers = group_buffers(group.size, sizes, group.most, scratch.name_of(dtype))
+    shape = ExpertShape(table.width, table.hidden)
+    buffers = group_buffers(group.size, shape, group.most, scratch.name_of(dtype))
     return scratch.take(buffers.gates_and_ups, table.addresses.device)
 
 

@@ -1,6 +1,7 @@
 """Scratch of routed experts: on the decode path, and on both prefill paths (packed, unpacked)."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headroom.kernels.cuda.buffers import Buffer, Buffers, ScratchCount, floats
 from headroom.kernels.cuda.matmul_scratch import half_rows
@@ -14,6 +15,13 @@ SORTED_PICKS = 64
 TILE_PICKS = 32  # most rows of an expert that are multiplied at once, see sorted.cu
 ROW_TILE_WORDS = 4  # int64 words per tile of rows: addresses of its matrices, and its rows
 CHOSEN_ROWS = 2  # most rows of a step for which `choose_gate_up` does the top-k, see experts.cu
+
+
+class ExpertShape(NamedTuple):
+    """The sizes of an expert's matrices: gate and up `[width, hidden]`, down `[hidden, width]`."""
+
+    width: int
+    hidden: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +43,9 @@ def chosen_weights(rows: int, used: int) -> Buffer:
     return floats(rows, used)
 
 
-def experts_at_once(count: int, width: int, hidden: int, most_bytes: int) -> int:
+def experts_at_once(count: int, shape: ExpertShape, most_bytes: int) -> int:
     """Return the number of experts in a group, whose gates and ups are unpacked at a time."""
-    fitting = max(1, most_bytes // (2 * 2 * width * hidden))
+    fitting = max(1, most_bytes // (2 * 2 * shape.width * shape.hidden))
     return -(-count // -(-count // fitting))
 
 
@@ -51,9 +59,9 @@ class GroupBuffers(Buffers):
     powers: Buffer | None  # float32 [picks] for f16: what each inner row was divided by
 
 
-def group_buffers(experts: int, sizes: tuple[int, int], picks: int, dtype: str) -> GroupBuffers:
-    """Return the buffers of a group whose experts have the sizes (width, hidden)."""
-    width, hidden = sizes
+def group_buffers(experts: int, shape: ExpertShape, picks: int, dtype: str) -> GroupBuffers:
+    """Return the buffers of a group of experts."""
+    width, hidden = shape
     return GroupBuffers(
         Buffer((experts, 2 * width, hidden), dtype),
         Buffer((picks, hidden), dtype),
@@ -65,17 +73,17 @@ def group_buffers(experts: int, sizes: tuple[int, int], picks: int, dtype: str) 
 def count_groups(
     count: ScratchCount,
     experts: int,
-    sizes: tuple[int, int],
+    shape: ExpertShape,
     picks: int,
     dtype: str,
     unpack_bytes: int,
 ) -> None:
     """Count `sum_groups`: one group of experts after another."""
-    each = experts_at_once(experts, *sizes, unpack_bytes)
+    each = experts_at_once(experts, shape, unpack_bytes)
     groups = [min(each, experts - first) for first in range(0, experts, each)]
     for group in count.largest(groups):
         with count.frame():
-            count.take(group_buffers(group, sizes, picks, dtype))
+            count.take(group_buffers(group, shape, picks, dtype))
 
 
 def sorted_rows(experts: int, used: int) -> int:
@@ -130,9 +138,9 @@ def packed_answers(picks: int, hidden: int) -> Buffer:
     return floats(picks, hidden)
 
 
-def count_packed(count: ScratchCount, experts: int, sizes: tuple[int, int], picks: int) -> None:
+def count_packed(count: ScratchCount, experts: int, shape: ExpertShape, picks: int) -> None:
     """Count `sum_experts`: rows sorted by expert, multiplied with packed tiles."""
-    width, hidden = sizes
+    width, hidden = shape
     with count.frame():
         count.take(packed_buffers(picks, experts, width))
         with count.frame():

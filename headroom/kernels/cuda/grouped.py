@@ -33,9 +33,9 @@ def product(
     assert columns % 8 == 0
     assert weights.dtype == x.dtype
     out = x.new_empty(picks, outputs, dtype=torch.float32 if x.dtype == torch.float16 else None)
-    beside, turns = _spread(-(-outputs // OUTPUTS))
+    turn_tiles, turns = _spread(-(-outputs // OUTPUTS))
     kernels(x.dtype)[tile_rows](
-        (beside, most_tiles(picks, experts, tile_rows), turns),
+        (turn_tiles, most_tiles(picks, experts, tile_rows), turns),
         (GROUPED_THREADS,),
         (x, weights, ends, out, experts, outputs, columns),
         STAGES[tile_rows] * (tile_rows + OUTPUTS) * PART_BYTES,

@@ -27,10 +27,10 @@ activate(const float* both, const float* powers, const long long* rows, const in
 extern "C" __global__ void __launch_bounds__(POWER_THREADS)
 combine(const float* answers, const float* powers, const long long* places, const int* start, const int* ids,
         int first, int last, const float* weights, int used, int hidden, const float* residual,
-        const float* visited, const float* logits, int stride, float* out) {
+        const float* shared_out, const float* logits, int stride, float* out) {
     const int row = blockIdx.x;
     const long long before = start ? *start : 0;
-    const Others others{residual, visited, logits, stride};
+    const Addends addends{residual, shared_out, logits, stride};
     for (int column = threadIdx.x; column < hidden; column += POWER_THREADS) {
         float sum = 0;
         for (int j = 0; j < used; ++j) {
@@ -40,6 +40,6 @@ combine(const float* answers, const float* powers, const long long* places, cons
             sum = fmaf(weights[pick] * powers[place], answers[place * hidden + column], sum);
         }
         const size_t at = static_cast<size_t>(row) * hidden + column;
-        out[at] = others.add(sum, row, at);
+        out[at] = addends.add(sum, row, at);
     }
 }

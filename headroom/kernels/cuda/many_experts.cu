@@ -24,11 +24,11 @@ extern "C" __global__ void activate(const __nv_bfloat16* both, __nv_bfloat16* in
 // *start (null: 0). Only picks of experts first .. last are summed; the answers of others are elsewhere.
 extern "C" __global__ void combine(const __nv_bfloat16* answers, const long long* places, const int* start,
                                    const int* ids, int first, int last, const float* weights, int used, int hidden,
-                                   const float* residual, const float* visited, const float* logits, int stride,
+                                   const float* residual, const float* shared_out, const float* logits, int stride,
                                    float* out) {
     const int row = blockIdx.x;
     const long long before = start ? *start : 0;
-    const Others others{residual, visited, logits, stride};
+    const Addends addends{residual, shared_out, logits, stride};
     for (int column = threadIdx.x * 2; column < hidden; column += blockDim.x * 2) {
         float2 sum = make_float2(0, 0);
         for (int j = 0; j < used; ++j) {
@@ -39,7 +39,7 @@ extern "C" __global__ void combine(const __nv_bfloat16* answers, const long long
             sum = make_float2(fmaf(weights[pick], answer.x, sum.x), fmaf(weights[pick], answer.y, sum.y));
         }
         const size_t at = static_cast<size_t>(row) * hidden + column;
-        out[at] = others.add(sum.x, row, at);
-        out[at + 1] = others.add(sum.y, row, at + 1);
+        out[at] = addends.add(sum.x, row, at);
+        out[at + 1] = addends.add(sum.y, row, at + 1);
     }
 }

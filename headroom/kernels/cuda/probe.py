@@ -40,7 +40,7 @@ class Trial:
 _HEADS = {"DIM": 128, "K_KIND": BF16, "V_KIND": BF16}
 _PAGED = _HEADS | {"GROUP": 4, "PAGE": 64}
 _KINDS = {"GATE": Q4_K, "UP": Q4_K, "DOWN": Q4_K}
-_EXPERTS = _KINDS | {f"OWN_{part}": Q4_K for part in _KINDS} | {"GELU": 0, "LANES": 4}
+_EXPERTS = _KINDS | {f"SHARED_{part}": Q4_K for part in _KINDS} | {"GELU": 0, "LANES": 4}
 _SORTED = {"A_KIND": Q4_K, "B_KIND": Q4_K, "GATED": 1, "GELU": 0, "WARPS": 2, "STAGES": 1}
 _FEW = ProductShape(8, 8, 1, 1, 2).defines | {"KIND": Q4_K, "GROUPS": 1, "LANES": 4}
 _GROUPED = {"ROWS": 64, "STAGES": 4}

@@ -9,7 +9,7 @@ from headroom.kernels.cuda.compile import compile_kernel
 from headroom.kernels.cuda.matmul import HalfRows, RowNorm
 from headroom.kernels.cuda.route_scratch import ROUTER_THREADS
 from headroom.kernels.cuda.sizes import DECODE_ROWS, RECORD_COLUMNS
-from headroom.kernels.ops import RouterRule
+from headroom.kernels.ops import Picks, RouterRule
 
 MAX_EXPERTS, MAX_USED = 1024, 32  # what the registers of one warp hold
 
@@ -29,7 +29,7 @@ class RouterLogits:
         """The macros of kernels that compute the top-k."""
         return {"EXPERTS": len(self.counts), "SIGMOID": int(self.rule.scores == "sigmoid")}
 
-    def top_k(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def top_k(self) -> Picks:
         """Return the ids and weights of each row's top-k, computed by a separate kernel."""
         return route(self.logits, self.rule, self.bias, self.counts, self.sequence)
 
@@ -55,7 +55,7 @@ def route(
     bias: torch.Tensor | None,
     counts: torch.Tensor,
     sequence: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Picks:
     """Return the ids and weights of each row's top-k, the best first, and count the picks.
 
     Logits beyond the number of experts in `counts` are ignored. Rows with a negative `sequence
@@ -76,7 +76,7 @@ def route(
         ),
         early=True,
     )
-    return ids, weights
+    return Picks(ids, weights)
 
 
 def scored_rows(

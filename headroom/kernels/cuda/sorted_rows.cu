@@ -131,10 +131,10 @@ halve_inner(const float* inner, const int* order, u8* pieces, int width, int rec
 // The weighted sum of each row's answers, the best expert first. blockIdx.x: the row.
 extern "C" __global__ void __launch_bounds__(256)
 sum_answers(const float* answers, const int* ids, const float* weights, int used, int hidden, const float* residual,
-            const float* visited, const float* logits, int stride, float* out) {
+            const float* shared_out, const float* logits, int stride, float* out) {
     begin_after_last();
     const int row = blockIdx.x;
-    const Others others{residual, visited, logits, stride};
+    const Addends addends{residual, shared_out, logits, stride};
     for (int column = threadIdx.x * 4; column < hidden; column += 1024) {
         float sums[4] = {};
         for (int pick = row * used; pick < row * used + used; ++pick) {
@@ -149,6 +149,6 @@ sum_answers(const float* answers, const int* ids, const float* weights, int used
         }
         const size_t at = static_cast<size_t>(row) * hidden + column;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) out[at + i] = others.add(sums[i], row, at + i);
+        for (int i = 0; i < 4; ++i) out[at + i] = addends.add(sums[i], row, at + i);
     }
 }

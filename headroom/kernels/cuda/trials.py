@@ -20,8 +20,8 @@ from headroom.kernels.cuda import (
     sampler,
 )
 from headroom.kernels.cuda.attention import DecodeShape, HeadNorms, Projected
-from headroom.kernels.cuda.delta_net import span_tables
-from headroom.kernels.cuda.experts import NO_OTHERS, ExpertTiles
+from headroom.kernels.cuda.delta_net import DeltaNetRows, span_tables
+from headroom.kernels.cuda.experts import NO_ADDENDS, ExpertTiles
 from headroom.kernels.cuda.experts_prefill import expert_group, sort_in_groups
 from headroom.kernels.cuda.experts_scratch import sorted_rows
 from headroom.kernels.cuda.matmul import RowNorm, half_rows, narrow_rows
@@ -30,6 +30,7 @@ from headroom.kernels.cuda.sizes import TILED, tile_bytes
 from headroom.kernels.ops import (
     DeltaNetWeights,
     PagedKv,
+    Picks,
     RecurrentState,
     RouterRule,
     Span,
@@ -151,10 +152,10 @@ def _table(device: torch.device) -> ExpertTiles:
     return experts.table_of([tiles] * 3, (Q4_K,) * 3, HIDDEN, HIDDEN)
 
 
-def _picks(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and weights of rows that all pick the first experts."""
+def _picks(rows: int, device: torch.device) -> Picks:
+    """Return the picks of rows that all pick the first experts."""
     ids = torch.arange(USED, dtype=torch.int32, device=device).expand(rows, -1).contiguous()
-    return ids, torch.full((rows, USED), 0.5, device=device)
+    return Picks(ids, torch.full((rows, USED), 0.5, device=device))
 
 
 def _few_experts(device: torch.device) -> torch.Tensor:
@@ -165,7 +166,7 @@ def _few_experts(device: torch.device) -> torch.Tensor:
 def _sorted_experts(device: torch.device) -> torch.Tensor:
     x = narrow_rows(torch.ones(ROWS, HIDDEN, device=device), torch.float16)
     out = torch.empty(ROWS, HIDDEN, device=device)
-    rest = (*NO_OTHERS.arguments, out)
+    rest = (*NO_ADDENDS.arguments, out)
     experts_packed.sum_experts(x, _picks(ROWS, device), _table(device), "silu", rest)
     return out
 
@@ -213,7 +214,8 @@ def _delta(device: torch.device, rows: int) -> torch.Tensor:
     state = RecurrentState(
         torch.zeros(1, heads, DIM, DIM, device=device), torch.zeros(1, 3, channels, device=device)
     )
-    given = torch.ones(rows, channels, device=device), *torch.ones(2, rows, heads, device=device)
+    beta, alpha = torch.ones(2, rows, heads, device=device)
+    given = DeltaNetRows(torch.ones(rows, channels, device=device), beta, alpha)
     span = Span(0, rows, 0, torch.zeros(1, dtype=torch.int64), 0)
     tables = span_tables((span,), rows, device)
     run = delta_net.step if rows == ROWS else delta_net.prefill

@@ -38,7 +38,7 @@ class WorkerCounts:
     experts: int  # each counts once per request, however many rows chose it
     read_bytes: int
     busy_ns: int  # time from seeing a request to answering it
-    sleeps: int  # how often the thread went to sleep
+    sleeps: int  # how often the thread went to sleep; only tests read it, to see that it does
 
 
 class ColdWorker:

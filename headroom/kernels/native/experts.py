@@ -9,7 +9,7 @@ from headroom.formats.quants import QuantType
 from headroom.kernels.native import matmul
 from headroom.kernels.native.memory import WEIGHTS
 from headroom.kernels.native.module import MODULE, POOL
-from headroom.kernels.ops import Case, ExpertTable
+from headroom.kernels.ops import Case, ExpertTable, Picks
 from headroom.kernels.weight import PLAIN_TYPES
 
 MatrixShape = tuple[int, int]  # rows, columns
@@ -99,7 +99,7 @@ def experts(
     out = torch.empty(len(ids), table.shapes[0][1])
     if scratch is None:
         scratch = torch.empty(scratch_bytes(ids, table), dtype=torch.uint8)
-    experts_into(out, x, (ids, weights), table, activation, dtype, scratch)
+    experts_into(out, x, Picks(ids, weights), table, activation, dtype, scratch)
     return out
 
 
@@ -114,14 +114,14 @@ def scratch_bytes(ids: torch.Tensor, table: PanelTable) -> int:
 def experts_into(
     out: torch.Tensor,  # [rows, hidden], contiguous
     x: torch.Tensor,
-    picks: tuple[torch.Tensor, torch.Tensor],  # ids and weights
+    picks: Picks,
     table: PanelTable,
     activation: str,
     dtype: str,
     scratch: torch.Tensor,
 ) -> None:
     """Write the weighted sum of each row's experts to `out`, as `experts` returns it."""
-    x, ids, weights = x.contiguous(), picks[0].contiguous(), picks[1].contiguous()
+    x, ids, weights = x.contiguous(), picks.ids.contiguous(), picks.weights.contiguous()
     assert out.is_contiguous()
     like = [
         MODULE.Matrix(0, kind.ggml_id, *shape, table.tiles)

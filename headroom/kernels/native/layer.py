@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -24,24 +25,47 @@ class Step:
         self.slots = slots.contiguous()
 
 
-class Layer:
+class LayerMatrices(NamedTuple):
+    """The matrices of a layer in panels, in the order in which the C++ module takes them."""
+
+    q: Weight
+    k: Weight
+    v: Weight
+    out: Weight
+    gate: Weight
+    up: Weight
+    down: Weight
+
+
+class HeadSizes(NamedTuple):
+    """The sizes of a layer's attention, in the order in which the C++ module takes them."""
+
+    heads: int  # query heads
+    kv_heads: int
+    dim: int  # values of a head
+    window: int  # a row sees at most so many last keys; 0: all
+
+
+class NativeLayer:
     """A layer's weights, and the C++ object that points into them."""
 
     def __init__(
         self,
-        matrices: list[Weight],  # q, k, v, out, gate, up, down, in panels
-        norms: tuple[torch.Tensor, torch.Tensor],  # before attention, before the MLP
+        matrices: LayerMatrices,
+        attention_norm: torch.Tensor,  # [hidden]
+        ffn_norm: torch.Tensor,  # [hidden]
         eps: float,
-        sizes: tuple[int, int, int, int],  # heads, KV heads, values of a head, window
+        sizes: HeadSizes,
         scale: float,
         cache: PagedKv,
         int8: bool,
     ) -> None:
-        self._kept = (matrices, norms, cache)  # the C++ object holds addresses only
+        # The C++ object holds addresses only.
+        self._kept = (matrices, attention_norm, ffn_norm, cache)
         self._layer = MODULE.Layer(
             [matmul.panels_of(weight) for weight in matrices],
-            norms[0].data_ptr(),
-            norms[1].data_ptr(),
+            attention_norm.data_ptr(),
+            ffn_norm.data_ptr(),
             eps,
             sizes,
             scale,
@@ -72,12 +96,12 @@ class Layer:
         return needed
 
 
-def refuses(case: Case, quants: Sequence[QuantType], sizes: tuple[int, int, int]) -> str | None:
+def refuses(case: Case, quants: Sequence[QuantType], sizes: HeadSizes) -> str | None:
     """Return why a layer with these weight types and head sizes cannot run here; None if it can."""
-    heads, kv_heads, dim = sizes
+    group = sizes.heads // sizes.kv_heads
     if case.dtype not in ("int8", "f32"):
         return f"computes in int8 or f32, not {case.dtype}"
-    if heads // kv_heads > MAX_GROUP or dim > MAX_DIM:
-        return f"{heads // kv_heads} query heads per KV head of {dim} values are too many"
+    if group > MAX_GROUP or sizes.dim > MAX_DIM:
+        return f"{group} query heads per KV head of {sizes.dim} values are too many"
     reasons = [matmul.refuses(replace(case, quant=quant)) for quant in quants]
     return next((reason for reason in (*reasons, attention.refuses(case)) if reason), None)

@@ -3,12 +3,12 @@
 import torch
 
 from headroom.kernels.native.module import POOL
-from headroom.kernels.ops import RouterRule
+from headroom.kernels.ops import Picks, RouterRule
 
 
 def route(
     logits: torch.Tensor, rule: RouterRule, bias: torch.Tensor | None, counts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Picks:
     """Return the ids and weights of each row's experts, the best first, and count the picks."""
     logits, bias = logits.contiguous(), None if bias is None else bias.contiguous()
     rows, experts = logits.shape
@@ -22,4 +22,4 @@ def route(
         (rule.scale, rule.softcap), logits.data_ptr(), 0 if bias is None else bias.data_ptr(),
         counts.data_ptr(), ids.data_ptr(), weights.data_ptr(),
     )  # fmt: skip
-    return ids, weights
+    return Picks(ids, weights)

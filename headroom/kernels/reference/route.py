@@ -2,13 +2,13 @@
 
 import torch
 
-from headroom.kernels.ops import RouterRule
+from headroom.kernels.ops import Picks, RouterRule
 from headroom.kernels.reference.elementwise import sigmoid
 
 
 def route(
     logits: torch.Tensor, rule: RouterRule, bias: torch.Tensor | None, counts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Picks:
     """Return the ids and weights of each row's experts, the best first, and count the picks."""
     if rule.softcap:
         logits = torch.tanh(logits / rule.softcap) * rule.softcap
@@ -20,4 +20,4 @@ def route(
     if rule.normalise:
         weights = weights / weights.sum(-1, keepdim=True)
     counts += torch.bincount(ids.flatten(), minlength=len(counts))
-    return ids.int(), weights * rule.scale
+    return Picks(ids.int(), weights * rule.scale)

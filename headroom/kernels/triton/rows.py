@@ -2,12 +2,12 @@
 
 import torch
 
-from headroom.kernels.ops import RouterRule
+from headroom.kernels.ops import Picks, RouterRule
 from headroom.kernels.triton.launch import blocks, find_kernel, power_of_2
 
 GATED_BLOCK = 1024  # values that one program of gated_activation computes
 ROPE_VALUES = 2048  # values that one program rotates
-WIDE = 4096  # rows of so many columns take eight warps instead of four
+EIGHT_WARP_COLUMNS = 4096  # rows with at least so many columns take eight warps, not four
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -31,7 +31,7 @@ def _norm(
         find_kernel("rows", "rms_norm")[(x.numel() // columns,)](
             *(x, weight, x if gate is None else gate, out, columns, eps),
             *(gate is not None, power_of_2(columns)),
-            num_warps=8 if columns >= WIDE else 4,
+            num_warps=8 if columns >= EIGHT_WARP_COLUMNS else 4,
         )
     return out
 
@@ -62,7 +62,7 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
 
 def route(
     logits: torch.Tensor, rule: RouterRule, bias: torch.Tensor | None, counts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Picks:
     """Return the ids and weights of each row's experts, the best first, and count the picks."""
     logits = logits.contiguous()
     rows, experts = logits.shape
@@ -76,4 +76,4 @@ def route(
             *(experts, rule.scale, rule.softcap, rule.used, rule.scores == "sigmoid"),
             *(rule.normalise, bias is not None, power_of_2(experts), power_of_2(rule.used)),
         )
-    return ids, weights
+    return Picks(ids, weights)

@@ -39,10 +39,9 @@ def _delta(columns: int, tiled: int = 0) -> Defines:
 
 def _experts(gate: str, down: str, gelu: int) -> Defines:
     kinds = {"GATE": _id(gate), "UP": _id(gate), "DOWN": _id(down)}
-    own = {"OWN_GATE": _id(gate), "OWN_UP": _id("q8_0"), "OWN_DOWN": _id(down)}
-    return (
-        kinds | own | {"GELU": gelu, "LANES": 4 << 3 * gelu, "AHEAD": 1 - gelu, "STAGES": 2 - gelu}
-    )
+    shared = {"SHARED_GATE": _id(gate), "SHARED_UP": _id("q8_0"), "SHARED_DOWN": _id(down)}
+    others = {"GELU": gelu, "LANES": 4 << 3 * gelu, "AHEAD": 1 - gelu, "STAGES": 2 - gelu}
+    return kinds | shared | others
 
 
 def _sorted(first: str, second: str, gated: int, memory: int = 228 << 10) -> Defines:

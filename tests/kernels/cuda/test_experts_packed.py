@@ -21,7 +21,7 @@ from headroom.kernels.cuda import (
 from headroom.kernels.cuda.buffers import ScratchCount
 from headroom.kernels.cuda.compile import read_source
 from headroom.kernels.cuda.experts_prefill import many_rows
-from headroom.kernels.cuda.experts_scratch import sorted_groups, sorted_rows
+from headroom.kernels.cuda.experts_scratch import ExpertShape, sorted_groups, sorted_rows
 from headroom.kernels.cuda.sizes import TILED, record_bytes
 from tests.gpu import check_experts
 from tests.gpu.check_experts import make_table, to_tiles
@@ -215,7 +215,7 @@ def test_scratch_of_sorted_rows_is_what_the_planner_counts(
     rows, count, used, width, hidden = shape
     assert rows <= sorted_rows(count, used)
     counted = ScratchCount()
-    experts_scratch.count_packed(counted, count, (width, hidden), rows * used)
+    experts_scratch.count_packed(counted, count, ExpertShape(width, hidden), rows * used)
     arena = scratch.Arena(torch.empty(0, dtype=torch.uint8))
     assert peak_bytes(shape, arena) == counted.peak_bytes
 
@@ -224,7 +224,7 @@ def test_a_step_without_rows_picks_no_expert() -> None:
     ids = torch.full((5, 2), -1, dtype=torch.int32)
     tiles = to_tiles(make_table(("q8_0", "q8_0", "q8_0"), 2, 32, 64))
     x, residual = torch.randn(5, 64).bfloat16(), torch.randn(5, 64)
-    others = experts.Others(residual=residual)
+    addends = experts.Addends(residual=residual)
     assert experts_prefill.sort_picks(ids, 2).ends.tolist() == [0, 0]
-    found = many_rows(x, ids, torch.rand(5, 2), tiles, "silu", others)
+    found = many_rows(x, ids, torch.rand(5, 2), tiles, "silu", addends)
     assert torch.equal(found, residual)

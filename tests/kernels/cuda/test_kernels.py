@@ -145,9 +145,9 @@ def test_experts_agree_with_the_reference(
     assert check_experts.check(kinds, sizes, 3, 2, activation, "own")
 
 
-@pytest.mark.parametrize("case", expert_cases.OWN, ids=str)
+@pytest.mark.parametrize("case", expert_cases.SHARED, ids=str)
 def test_an_expert_that_every_row_visits_runs_beside_the_others(case: Any) -> None:
-    assert check_experts.check_own(*case)
+    assert check_experts.check_shared(*case)
 
 
 @pytest.mark.parametrize(("scores", "biased"), [("softmax", False), ("sigmoid", True)])
