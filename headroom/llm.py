@@ -199,7 +199,12 @@ class LLM:
     def generate(
         self, prompts: PromptInput | Sequence[PromptInput], params: SamplingParams | None = None
     ) -> list[Completion]:
-        """Continue one or several prompts, without a chat template; several run together."""
+        """Continue one or several prompts, without a chat template; several run together.
+
+        `params.max_tokens` is not a promise: if prompt and answer would not fit the context, the
+        answer ends where the context ends, with finish reason "length", and a log line says so. A
+        prompt that leaves no room for an answer raises ContextLengthError.
+        """
         running: deque[AnswerStream] = deque()
         done: list[Completion] = []
         try:
@@ -219,11 +224,15 @@ class LLM:
         params: SamplingParams | None = None,
         **variables: Any,
     ) -> Completion:
-        """Answer a conversation."""
+        """Answer a conversation; its length is limited as with `generate`."""
         return join_deltas(list(self.stream_chat(messages, params, **variables)))
 
     def stream(self, prompt: PromptInput, params: SamplingParams | None = None) -> AnswerStream:
-        """Continue a prompt; the engine begins at once and stops if the iterator is closed."""
+        """Continue a prompt; the engine begins at once and stops if the iterator is closed.
+
+        If prompt and `params.max_tokens` do not fit the context, the answer ends where the context
+        ends, as with `generate`.
+        """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         request = self.request(ids, params or SamplingParams())
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
@@ -238,7 +247,7 @@ class LLM:
         params: SamplingParams | None = None,
         **variables: Any,
     ) -> AnswerStream:
-        """Answer a conversation, delta by delta."""
+        """Answer a conversation, delta by delta; its length is limited as with `generate`."""
         return self.stream(self.encode_chat(messages, **variables), params)
 
     def close(self) -> None:

@@ -28,13 +28,13 @@ def open_pipeline(checkpoint: Checkpoint, **settings: object) -> Pipeline:
     return start_pipeline(make_plan([model.shape], plan_devices(options), options), model)
 
 
-def running(tokens: Sequence[int], pages: list[int], slot: int = 0) -> Running:
+def running(tokens: Sequence[int], pages: list[int], state_slot: int = 0) -> Running:
     """A sequence that has its pages already."""
     params = SamplingParams(prompt_logprobs=True)
     request = GenerationRequest(
         id=str(pages), prompt=tuple(tokens), params=params, stop_ids=frozenset()
     )
-    return Running(request, lambda event: None, limit=10**6, pages=pages, slot=slot)
+    return Running(request, lambda event: None, limit=10**6, pages=pages, state_slot=state_slot)
 
 
 def run_steps(
@@ -51,7 +51,7 @@ def run_steps(
     pipeline = open_pipeline(checkpoint, **settings)
     # Pages in an order of their own, so that nothing relies on neighbours.
     sequences = [
-        running(prompt, [4 * index + page for page in (2, 0, 3, 1)], slot=index)
+        running(prompt, [4 * index + page for page in (2, 0, 3, 1)], state_slot=index)
         for index, prompt in enumerate(prompts)
     ]
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]

@@ -36,7 +36,7 @@ def tree_batch(guesses: Sequence[int], start: int) -> Batch:
     return Batch(
         tokens=torch.tensor(guesses),
         positions=start + mask.sum(1) - 1,
-        slots=pages[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE,
+        kv_slots=pages[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE,
         spans=(Span(0, len(guesses), start, pages, tree=mask),),
         output_rows=torch.arange(len(guesses)),
     )

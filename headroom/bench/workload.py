@@ -204,20 +204,20 @@ def _variants(opened: OpenedModel, context: int, batch: int, rows: int) -> list[
 
 def _batch(opened: OpenedModel, context: int, batch: int, rows: int, seed: int) -> Batch:
     pages, vocab = pages_for(context + rows), opened.pipeline.vocab
-    new = [random_prompt(rows, vocab, seed * batch + slot) for slot in range(batch)]
-    turns = [Turn(_cached(context, new[slot], slot, pages), rows) for slot in range(batch)]
+    new = [random_prompt(rows, vocab, seed * batch + number) for number in range(batch)]
+    turns = [Turn(_cached(context, new[number], number, pages), rows) for number in range(batch)]
     return make_batch(turns, opened.plan.settings.page_size)
 
 
-def _cached(context: int, new: tuple[int, ...], slot: int, pages: int) -> RunningSequence:
+def _cached(context: int, new: tuple[int, ...], number: int, pages: int) -> RunningSequence:
     """Return a sequence that has `context` tokens in the cache and the `new` ones to compute."""
     request = GenerationRequest(
-        id=f"step-{slot}",
+        id=f"step-{number}",
         prompt=(0,) * context + new,
         params=SamplingParams(prompt_logprobs=True),  # logits of all rows
         stop_ids=frozenset(),
     )
-    own = list(range(slot * pages, (slot + 1) * pages))
-    one = RunningSequence(request, lambda event: None, limit=1 << 30, pages=own, slot=slot)
+    own = list(range(number * pages, (number + 1) * pages))
+    one = RunningSequence(request, lambda event: None, limit=1 << 30, pages=own, state_slot=number)
     one.cached = context
     return one

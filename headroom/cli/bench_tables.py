@@ -161,7 +161,7 @@ def _experts_text(experts: ExpertReport) -> str:
         )
         text += f" ({gib(where.cold_bytes)}, {pinned}), placement: {where.source}, cold: {ways}"
     text += f"; {100 * (totals.hit_rate or 0.0):.1f} % of all choices hot"
-    return f"{text}, {counted(totals.swaps, 'exchange')}" if totals.swaps else text
+    return f"{text}, {counted(totals.exchanges, 'exchange')}" if totals.exchanges else text
 
 
 def _experts_table(report: Report, experts: ExpertReport) -> Table:

@@ -13,7 +13,7 @@ def make_batch(turns: SequenceOf[Turn], page_size: int) -> Batch:
     """Return the rows of all turns, one after another, as one batch."""
     tokens: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
+    kv_slots: list[int] = []
     spans: list[Span] = []
     outputs: list[int] = []
     for turn in turns:
@@ -22,18 +22,18 @@ def make_batch(turns: SequenceOf[Turn], page_size: int) -> Batch:
         if rows == 1:  # the usual turn, in which plain numbers are faster than arrays
             tokens.append(sequence.tokens[start])
             positions.append(start)
-            slots.append(sequence.pages[start // page_size] * page_size + start % page_size)
+            kv_slots.append(sequence.pages[start // page_size] * page_size + start % page_size)
         else:
             place = np.arange(start, start + rows)
             tokens += sequence.tokens[start : start + rows]
             positions += range(start, start + rows)
-            slots += (pages.numpy()[place // page_size] * page_size + place % page_size).tolist()
-        spans.append(Span(first_row, rows, start, pages, sequence.slot))
+            kv_slots += (pages.numpy()[place // page_size] * page_size + place % page_size).tolist()
+        spans.append(Span(first_row, rows, start, pages, sequence.state_slot))
         outputs += output_rows(turn, first_row)
     return Batch(
         tokens=torch.tensor(tokens),
         positions=torch.tensor(positions),
-        slots=torch.tensor(slots),
+        kv_slots=torch.tensor(kv_slots),
         spans=tuple(spans),
         output_rows=torch.tensor(outputs, dtype=torch.int64),
     )

@@ -30,7 +30,7 @@ class Scheduler:
     def __init__(self, limits: Limits, pool: PagePool) -> None:
         self._limits = limits
         self._pool = pool
-        self._slots = PagePool(limits.parallel)  # of recurrent states and window pages
+        self._state_slots = PagePool(limits.parallel)  # of recurrent states and window pages
         self.waiting: deque[Sequence] = deque()
         # In order of arrival: sequences start in the order of `waiting`, and a preempted sequence,
         # the newest that runs, goes back to the front of `waiting`.
@@ -66,7 +66,7 @@ class Scheduler:
         return turns
 
     def _admit(self, prompt_rows: int) -> Turn | None:
-        """Start the first waiting sequence if a slot is free and pages for all its tokens are."""
+        """Start the first waiting sequence if a state slot and enough pages are free."""
         if not self.waiting or len(self.running) >= self._limits.parallel:
             return None
         sequence = self.waiting[0]
@@ -74,7 +74,7 @@ class Scheduler:
         if self._pages_for(len(sequence.tokens) + 1) > self._pool.free:
             return None
         self.waiting.popleft()
-        sequence.slot = self._slots.take(1)[0]
+        sequence.state_slot = self._state_slots.take(1)[0]
         self.running.append(sequence)
         rows = min(sequence.pending, prompt_rows)
         given = self._give_pages(sequence, rows)
@@ -100,9 +100,9 @@ class Scheduler:
         self.preemptions += 1
 
     def _stop(self, sequence: Sequence) -> None:
-        """Stop a running sequence and free its pages and its slot; its tokens stay."""
+        """Stop a running sequence and free its pages and its state slot; its tokens stay."""
         self.running.remove(sequence)
-        self._slots.give_back([sequence.slot])
+        self._state_slots.give_back([sequence.state_slot])
         self._pool.give_back(sequence.pages)
         sequence.pages = []
         sequence.cached = 0

@@ -30,7 +30,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     # `pages` as a tensor, with the list and the length that it was made from.
     _table: tuple[list[int], int, torch.Tensor] | None = None
-    slot: int = 0  # number among the running ones; states and window pages go by it
+    state_slot: int = 0  # number among the running ones; states and window pages go by it
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float | None = None  # start of its first step

@@ -81,7 +81,7 @@ class ExpertTelemetry:
     tokens: int  # rows that went through the routers, prompts included
     cold_bytes: Mapping[str, int] = field(default_factory=dict)  # read, by path
     seconds: Mapping[str, float] = field(default_factory=dict)  # by TIMES and COPIES
-    swaps: int = 0
+    exchanges: int = 0  # experts that became hot
 
     @property
     def hit_rate(self) -> float | None:
@@ -106,7 +106,7 @@ class ExpertTelemetry:
             tokens=self.tokens - earlier.tokens,
             cold_bytes={x: n - earlier.cold_bytes.get(x, 0) for x, n in self.cold_bytes.items()},
             seconds={x: s - earlier.seconds.get(x, 0.0) for x, s in self.seconds.items()},
-            swaps=self.swaps - earlier.swaps,
+            exchanges=self.exchanges - earlier.exchanges,
         )
 
     def summary(self) -> dict[str, object]:
@@ -120,7 +120,7 @@ class ExpertTelemetry:
                 path: round(size / tokens) for path, size in self.cold_bytes.items()
             },
             "ms": {word: round(1000 * s, 3) for word, s in self.seconds.items()},
-            "swaps": self.swaps,
+            "swaps": self.exchanges,
         }
 
 
@@ -152,8 +152,8 @@ class HitCounter:
         self._decode_misses += ((decode - self._decode_seen) * (1 - self._hot)).sum(1)
         self._seen, self._decode_seen = counts, decode
 
-    def reading(self, meter: ColdMeter | None = None, swaps: int = 0) -> ExpertTelemetry:
-        """Return all totals so far; `swaps` are the exchanges done."""
+    def reading(self, meter: ColdMeter | None = None, exchanges: int = 0) -> ExpertTelemetry:
+        """Return all totals so far; `exchanges` counts those that are done."""
         picks = self._seen.sum(1).tolist()
         rows = (n // used for n, used in zip(picks, self._used, strict=True) if used)
         cold = self._with_picks(meter) if meter is not None else ColdFigures()
@@ -163,7 +163,7 @@ class HitCounter:
             tokens=next(rows, 0),
             cold_bytes=cold.read_bytes,
             seconds=cold.seconds,
-            swaps=swaps,
+            exchanges=exchanges,
         )
 
     def _with_picks(self, meter: ColdMeter) -> ColdFigures:

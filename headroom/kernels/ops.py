@@ -60,10 +60,10 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedKv:
-    """One layer's cached keys and values: `slots` rows of `kv_heads` heads each.
+    """One layer's cached keys and values; a KV slot has those of one token, `kv_heads` heads.
 
-    A page is `page_size` consecutive slots. Plain types hold floats `[slots, kv_heads, dim]`,
-    packed types bytes `[slots, kv_heads, bytes per head]`.
+    A page is `page_size` consecutive KV slots. Plain types hold floats `[KV slots, kv_heads, dim]`,
+    packed types bytes `[KV slots, kv_heads, bytes per head]`.
     """
 
     keys: torch.Tensor
@@ -75,13 +75,13 @@ class PagedKv:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentState:
-    """One recurrent layer's states in float32, one slot per running sequence.
+    """One recurrent layer's states in float32, one state slot per running sequence.
 
-    A sequence at position 0 begins with zeros, whatever its slot holds.
+    A sequence at position 0 begins with zeros, whatever its state slot holds.
     """
 
-    memory: torch.Tensor  # [slots, value heads, key dim, value dim]
-    inputs: torch.Tensor  # [slots, convolution - 1, channels]: the last inputs, oldest first
+    memory: torch.Tensor  # [state slots, value heads, key dim, value dim]
+    inputs: torch.Tensor  # [state slots, convolution - 1, channels]: the last inputs, oldest first
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +102,7 @@ class Span:
     rows: int
     start: int  # tokens of the sequence that were cached before the step
     pages: torch.Tensor  # int64 page numbers in token order, enough for start + rows tokens
-    slot: int = 0  # the sequence's slot of the recurrent states
+    state_slot: int = 0  # where the sequence's recurrent states are
     tree: torch.Tensor | None = None  # bool [rows, rows]: row i sees row j; parents come first
 
 
@@ -111,7 +111,7 @@ class StepTables:
     """The tables of a step that GPU kernels read: tensors of fixed shapes, filled before each step.
 
     The rows of a sequence are adjacent. Padding rows have sequence -1; nothing is cached for them.
-    A layer that numbers its pages differently has its own `pages` and `slots`.
+    A layer that numbers its pages differently has its own `pages` and `kv_slots`.
     """
 
     rows: int
@@ -120,8 +120,8 @@ class StepTables:
     index: torch.Tensor  # int32 [rows]: number of the row among its sequence's cached tokens
     starts: torch.Tensor  # int32 [sequences]: tokens cached before the step
     pages: torch.Tensor  # int32 [sequences, most pages]: page numbers in token order
-    slots: torch.Tensor  # int64 [rows]: the slot that caches a row's key and value
-    state_slots: torch.Tensor  # int32 [sequences]: the slot of a sequence's recurrent states
+    kv_slots: torch.Tensor  # int64 [rows]: the KV slot that caches a row's key and value
+    state_slots: torch.Tensor  # int32 [sequences]: where a sequence's recurrent states are
     # int64 [rows]: bit j is set if the row sees row j of its sequence in this step; its own bit
     # is set. None: every row sees all rows before it and itself.
     trees: torch.Tensor | None = None
@@ -222,10 +222,10 @@ class GatedActivationOp(Protocol):
 
 
 class KvWriteOp(Protocol):
-    """Cache keys and values `[rows, kv_heads, dim]` at the slots `[rows]`."""
+    """Cache keys and values `[rows, kv_heads, dim]` at the KV slots `[rows]`."""
 
     def __call__(
-        self, cache: PagedKv, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, cache: PagedKv, kv_slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None: ...
 
 

@@ -86,8 +86,8 @@ class _Keys:
             keys = self._k_norm(keys)
         if self._v_norm is not None:
             values = self._v_norm(values)
-        slots = self._pages.view(batch).slots
-        self._write(self._pages.kv, slots, self._rope(keys, cos, sin), values)
+        kv_slots = self._pages.view(batch).kv_slots
+        self._write(self._pages.kv, kv_slots, self._rope(keys, cos, sin), values)
 
 
 def _head_norm(get: WeightSource, name: str, eps: float) -> RmsNorm:

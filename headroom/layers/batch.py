@@ -19,7 +19,7 @@ class Batch:
 
     tokens: torch.Tensor  # int64 [rows]
     positions: torch.Tensor  # int64 [rows]
-    slots: torch.Tensor  # int64 [rows]: where each row's key and value are cached
+    kv_slots: torch.Tensor  # int64 [rows]: where each row's key and value are cached
     spans: tuple[Span, ...]  # one per sequence, in row order, covering all rows
     output_rows: torch.Tensor  # int64: rows whose logits are wanted
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)

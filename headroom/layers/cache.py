@@ -15,10 +15,10 @@ from headroom.plan.settings import PlanSettings
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvView:
-    """The spans and slots of a step, as layers with one kind of page table number them."""
+    """The spans and KV slots of a step, as layers with one kind of page table number them."""
 
     spans: tuple[Span, ...]
-    slots: torch.Tensor  # int64 [rows]
+    kv_slots: torch.Tensor  # int64 [rows]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,9 +34,9 @@ class KvPages:
     ring: int = 0  # pages of one sequence; 0: the engine lends pages
 
     def view(self, batch: Batch) -> KvView:
-        """Return the spans and slots of a step in this layer's pages."""
+        """Return the spans and KV slots of a step in this layer's pages."""
         if not self.ring:
-            return KvView(batch.spans, batch.slots)
+            return KvView(batch.spans, batch.kv_slots)
         key = ("ring", self.ring)
         return batch.shared(key, lambda: _ring_view(batch, self.ring, self.kv.page_size))
 
@@ -47,25 +47,25 @@ class KvPages:
 
 
 def _ring_view(batch: Batch, ring: int, page_size: int) -> KvView:
-    spans, slots = [], []
+    spans, kv_slots = [], []
     for span in batch.spans:
         # Computed on the device that reads them: a copy to a GPU would wait for its kernels.
         device, end = span.pages.device, span.start + span.rows
         rows = torch.arange(span.start, end, device=device)
-        pages = torch.arange(-(-end // page_size), device=device) % ring + span.slot * ring
-        slots.append(pages[rows // page_size] * page_size + rows % page_size)
+        pages = torch.arange(-(-end // page_size), device=device) % ring + span.state_slot * ring
+        kv_slots.append(pages[rows // page_size] * page_size + rows % page_size)
         spans.append(replace(span, pages=pages))
-    return KvView(tuple(spans), torch.cat(slots))
+    return KvView(tuple(spans), torch.cat(kv_slots))
 
 
 def allocate_kv(config: AttentionConfig, settings: PlanSettings, device: str) -> KvPages:
     """Allocate the pages of one layer, uninitialised: kernels write before they read."""
     pages = settings.window_pages(config.window) if config.window else settings.pages
-    slots = pages * settings.page_size
+    kv_slots = pages * settings.page_size
     keys, values = BY_NAME[settings.k_type], BY_NAME[settings.v_type]
     kv = PagedKv(
-        keys=_empty(slots, config.kv_heads, config.head_dim, keys, device),
-        values=_empty(slots, config.kv_heads, config.head_dim, values, device),
+        keys=_empty(kv_slots, config.kv_heads, config.head_dim, keys, device),
+        values=_empty(kv_slots, config.kv_heads, config.head_dim, values, device),
         k_type=keys,
         v_type=values,
         page_size=settings.page_size,
@@ -82,12 +82,12 @@ def allocate_state(config: DeltaNetConfig, settings: PlanSettings, device: str) 
     )
 
 
-def _empty(slots: int, heads: int, dim: int, quant: QuantType, device: str) -> torch.Tensor:
+def _empty(kv_slots: int, heads: int, dim: int, quant: QuantType, device: str) -> torch.Tensor:
     if quant.name in PLAIN_TYPES:
-        return torch.empty(slots, heads, dim, dtype=PLAIN_TYPES[quant.name], device=device)
+        return torch.empty(kv_slots, heads, dim, dtype=PLAIN_TYPES[quant.name], device=device)
     if dim % quant.block:
         raise KernelError(
             f"Heads of {dim} values are not whole {quant} blocks of {quant.block}.",
             hint="Choose f16, bf16 or f32 as --kv-type.",
         )
-    return torch.empty(slots, heads, quant.bytes_for(dim), dtype=torch.uint8, device=device)
+    return torch.empty(kv_slots, heads, quant.bytes_for(dim), dtype=torch.uint8, device=device)

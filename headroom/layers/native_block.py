@@ -57,7 +57,7 @@ class NativeBlock:
     def _shared(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, native.Step]:
         """Return what all layers with this rotation and kind of pages read of a step."""
         view = self._pages.view(batch)
-        return *rope_tables(self._rope, batch), native.Step(view.spans, view.slots)
+        return *rope_tables(self._rope, batch), native.Step(view.spans, view.kv_slots)
 
 
 def refuses_native_block(config: AttentionConfig, get: WeightSource, pages: KvPages) -> str | None:

@@ -75,7 +75,7 @@ def expert_metrics(experts: ExpertTelemetry) -> Iterable[Metric]:
         "headroom_cold_expert_picks", "Chosen experts that were cold", value=experts.cold_picks
     )
     yield CounterMetricFamily(
-        "headroom_expert_swaps", "Experts that became hot while running", value=experts.swaps
+        "headroom_expert_swaps", "Experts that became hot while running", value=experts.exchanges
     )
     read = CounterMetricFamily(
         "headroom_cold_bytes", "Bytes of cold experts read, by path", labels=["path"]

@@ -284,13 +284,13 @@ class GpuStage:
         rows, page = sum(counts), torch.zeros(1, dtype=torch.int64)
         ends = list(accumulate(counts))
         spans = tuple(
-            Span(end - count, count, 0, page, slot)
-            for slot, (count, end) in enumerate(zip(counts, ends, strict=True))
+            Span(end - count, count, 0, page, number)
+            for number, (count, end) in enumerate(zip(counts, ends, strict=True))
         )
         batch = Batch(
             tokens=torch.zeros(rows, dtype=torch.int64),
             positions=torch.cat([torch.arange(count) for count in counts]),
-            slots=torch.arange(rows),
+            kv_slots=torch.arange(rows),
             spans=spans,
             output_rows=torch.tensor(ends) - 1,
         )

@@ -31,7 +31,7 @@ class _Tables:
     """All inputs of a step as views of one allocation, on the host or on the device."""
 
     packed: torch.Tensor  # uint8
-    int64: torch.Tensor  # int64 [4, rows]: tokens, slots, trees, token sources
+    int64: torch.Tensor  # int64 [4, rows]: tokens, KV slots, trees, token sources
     int32: torch.Tensor  # int32 [3, rows]: positions, sequence, index
     sequences: torch.Tensor  # int32 [2, sequences]: starts, state slots
     pages: torch.Tensor  # int32 [sequences, most pages]
@@ -80,8 +80,8 @@ class StepInputs:
         """Make all rows padding, for runs that must not change any cache."""
         if self._copied is not None:
             self._copied.synchronize()
-        tokens, slots, _, source = self._int64
-        tokens[:] = slots[:] = 0  # tokens of the last step may be negative
+        tokens, kv_slots, _, source = self._int64
+        tokens[:] = kv_slots[:] = 0  # tokens of the last step may be negative
         source[:] = self._own_sources
         self._int32[1][:] = -1
         self._send(pages=True)
@@ -91,22 +91,22 @@ class StepInputs:
         if self._copied is not None:
             self._copied.synchronize()  # the previous copy must have read this memory
         count = len(batch.tokens)
-        tokens, slots, trees, source = self._int64
+        tokens, kv_slots, trees, source = self._int64
         positions, sequence, index = self._int32
         tokens[:count] = given = batch.tokens.numpy()
         source[:] = self._own_sources
         if given.min() < 0:
             source[:count] = np.where(given < 0, -1 - given, self._own_sources[:count])
-        slots[:count] = batch.slots.numpy()
+        kv_slots[:count] = batch.kv_slots.numpy()
         positions[:count] = batch.positions.numpy()
-        tokens[count:] = slots[count:] = 0
+        tokens[count:] = kv_slots[count:] = 0
         sequence[count:] = -1
         starts, states = self._sequences
         starts[len(batch.spans) :] = 0
         changed = False
         for number, span in enumerate(batch.spans):
             first, rows, start = span.first_row, span.rows, span.start
-            starts[number], states[number] = start, span.slot
+            starts[number], states[number] = start, span.state_slot
             if rows == 1:
                 sequence[first], index[first], trees[first] = number, start, 1
             else:
@@ -125,7 +125,7 @@ class StepInputs:
         self, spans: tuple[Span, ...], rings: frozenset[int], kind: StepKind, sequences: int
     ) -> GpuBatch:
         """Return the filled step as a batch on the GPU; its tensors are views of the inputs."""
-        known, slots, trees, source = self._device.int64[:, : kind.rows]
+        known, kv_slots, trees, source = self._device.int64[:, : kind.rows]
         tokens = torch.cat((self._drawn, known)).index_select(0, source)
         positions, sequence, index = self._device.int32[:, : kind.rows]
         starts, states = self._device.sequences[:, :sequences]
@@ -136,7 +136,7 @@ class StepInputs:
             index=index,
             starts=starts,
             pages=self._device.pages[:sequences],
-            slots=slots,
+            kv_slots=kv_slots,
             state_slots=states,
             trees=trees if kind.tree else None,
         )
@@ -144,7 +144,7 @@ class StepInputs:
         return GpuBatch(
             tokens=tokens,
             positions=positions,
-            slots=slots,
+            kv_slots=kv_slots,
             spans=spans,
             output_rows=torch.empty(0, dtype=torch.int64),
             tables=tables,
@@ -190,7 +190,7 @@ def _ring_tables(lent: StepTables, ring: int, page_size: int) -> StepTables:
     numbers = torch.arange(lent.pages.shape[1], device=lent.pages.device, dtype=torch.int32)
     pages = numbers[None] % ring + lent.state_slots[:, None] * ring
     own = pages[lent.sequence.clamp(min=0).long(), (lent.index // page_size).long()]
-    return replace(lent, pages=pages, slots=own.long() * page_size + lent.index % page_size)
+    return replace(lent, pages=pages, kv_slots=own.long() * page_size + lent.index % page_size)
 
 
 def kind_of(batch: Batch, rows: int, context: int, page_size: int) -> StepKind:

@@ -91,7 +91,7 @@ def test_a_plan_for_a_cpu_names_the_options_that_do_nothing_there(
         ("--save-placement", "nowhere/x.json", "is in a folder that does not exist"),
     ],
 )
-def test_what_a_run_refuses_about_swaps_a_plan_refuses_too(
+def test_what_a_run_refuses_about_exchanges_a_plan_refuses_too(
     flag: str, value: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert told in refused(capsys, "qwen3.6-35b-a3b:q4_k_m", *CARD, flag, value)

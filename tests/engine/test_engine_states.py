@@ -60,4 +60,4 @@ def test_all_pages_and_states_come_back_after_cancellations_and_preemption(
     scheduler = tight.engine._scheduler
     assert tight.engine.stats().requests_finished["cancelled"] > 0
     assert tight.engine.stats().cache_pages_used == 0
-    assert scheduler._slots.free == scheduler._slots.total == 4
+    assert scheduler._state_slots.free == scheduler._state_slots.total == 4

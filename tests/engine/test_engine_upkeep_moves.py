@@ -30,7 +30,7 @@ PROMPTS = (PROMPT[:4], PROMPT[:4], PROMPT[6:9])
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
 SETTINGS: dict[str, Any] = {"context": 64, "chunk": 4, "kernels": "reference"}
 HALF_COLD: dict[str, Any] = {"expert_budget": "50%", "swap_min_gain": 0.5, "swap_per_layer": 2}
-MOVED_S = 60.0  # that swaps are waited for
+MOVED_S = 60.0  # that exchanges are waited for
 
 Answer = list[tuple[int | None, TokenLogprobs | None]]
 
@@ -76,19 +76,19 @@ class Watched(StoreExchanges):
 def opened(checkpoint: Checkpoint, **settings: Any) -> Iterator[tuple[Engine, Watched | None]]:
     """An engine as `open_engine` makes it, and its experts where some are cold."""
     stage = ModelOnGpu(checkpoint, routing_stats="off", **(SETTINGS | settings))
-    model, plan, swaps = stage.described, stage.plan, None
+    model, plan, exchanges = stage.described, stage.plan, None
     if (cold_experts := stage.model.cold_experts) is not None:
         layers = expert_layers(model.shape, plan)
-        swaps = Watched(cold_experts.store, layers, same_bits=cold_experts.same_bits)
-        swaps.running, swaps.steps = [], []
+        exchanges = Watched(cold_experts.store, layers, same_bits=cold_experts.same_bits)
+        exchanges.running, exchanges.steps = [], []
     meter = None if cold_experts is None else cold_experts.meter
-    pipeline = Pipeline(StandInStage(stage), model.config.vocab, {}, 0, swaps, meter)
+    pipeline = Pipeline(StandInStage(stage), model.config.vocab, {}, 0, exchanges, meter)
     upkeep = open_upkeep(pipeline, read_records(model, stage.options))
     engine = Engine(pipeline, plan.settings, 4, upkeep)
-    if swaps is not None:
-        swaps.engine = engine
+    if exchanges is not None:
+        exchanges.engine = engine
     try:
-        yield engine, swaps
+        yield engine, exchanges
     finally:
         engine.close()
 
@@ -107,12 +107,12 @@ def answer(engine: Engine, prompt: Sequence[int]) -> Answer:
     return [(event.token, event.logprobs) for event in found]
 
 
-def wait_for_swap(swaps: Watched, count: int) -> None:
+def wait_for_exchange(exchanges: Watched, count: int) -> None:
     """Wait until so many experts have changed sides."""
     until = time.monotonic() + MOVED_S
-    while len(swaps.running) < count and time.monotonic() < until:
+    while len(exchanges.running) < count and time.monotonic() < until:
         time.sleep(0.01)
-    assert len(swaps.running) >= count
+    assert len(exchanges.running) >= count
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +127,9 @@ def wanted(checkpoint: Checkpoint) -> list[Answer]:
     with (
         pytest.MonkeyPatch.context() as monkeypatch,
         stand_in_gpu(monkeypatch),
-        opened(checkpoint) as (engine, swaps),
+        opened(checkpoint) as (engine, exchanges),
     ):
-        assert swaps is None
+        assert exchanges is None
         return [answer(engine, prompt) for prompt in PROMPTS]
 
 
@@ -142,17 +142,17 @@ def test_exchanges_between_requests_move_experts_and_change_no_answer(
 ) -> None:
     with (
         stand_in_gpu(monkeypatch),
-        opened(checkpoint, cold=cold, **HALF_COLD) as (engine, swaps),
+        opened(checkpoint, cold=cold, **HALF_COLD) as (engine, exchanges),
     ):
-        assert swaps is not None
-        before = swaps.placement().hot
+        assert exchanges is not None
+        before = exchanges.placement().hot
         found = [answer(engine, PROMPTS[0])]
-        wait_for_swap(swaps, 2)
-        moved = swaps.placement().hot
+        wait_for_exchange(exchanges, 2)
+        moved = exchanges.placement().hot
         found += [answer(engine, prompt) for prompt in PROMPTS[1:]]
     assert moved != before
     assert [len(ids) for ids in moved] == [len(ids) for ids in before]
-    assert set(swaps.running) == {0}
+    assert set(exchanges.running) == {0}
     assert found == wanted
 
 
@@ -160,14 +160,14 @@ def test_exchanges_within_a_request_move_experts_and_change_no_answer(
     checkpoint: Checkpoint, wanted: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = HALF_COLD | {"cold": "gpu", "swap_every": "2"}
-    with stand_in_gpu(monkeypatch), opened(checkpoint, **settings) as (engine, swaps):
-        assert swaps is not None
-        before = swaps.placement().hot
+    with stand_in_gpu(monkeypatch), opened(checkpoint, **settings) as (engine, exchanges):
+        assert exchanges is not None
+        before = exchanges.placement().hot
         found = [answer(engine, prompt) for prompt in PROMPTS]
-        moved = swaps.placement().hot
+        moved = exchanges.placement().hot
     assert moved != before
-    assert 1 in swaps.running
-    assert max(swaps.steps) >= 2  # steps ran while experts were copied
+    assert 1 in exchanges.running
+    assert max(exchanges.steps) >= 2  # steps ran while experts were copied
     assert found == wanted
 
 
@@ -180,14 +180,14 @@ def test_an_exchange_that_fails_changes_no_answer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     settings = HALF_COLD | {"cold": "gpu"}
-    with stand_in_gpu(monkeypatch), opened(checkpoint, **settings) as (engine, swaps):
-        assert swaps is not None
-        swaps.second_fails = kind
-        before = swaps.placement().hot
+    with stand_in_gpu(monkeypatch), opened(checkpoint, **settings) as (engine, exchanges):
+        assert exchanges is not None
+        exchanges.second_fails = kind
+        before = exchanges.placement().hot
         found = [answer(engine, PROMPTS[0])]
-        wait_for_swap(swaps, 1)
+        wait_for_exchange(exchanges, 1)
         found += [answer(engine, prompt) for prompt in PROMPTS[1:]]
     assert "exchanges: one failed and there are no more" in caplog.text
-    assert swaps.placement().hot != before
-    assert len(swaps.running) == 1
+    assert exchanges.placement().hot != before
+    assert len(exchanges.running) == 1
     assert found == wanted

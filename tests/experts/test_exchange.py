@@ -48,23 +48,23 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @given(problems())
-def test_swaps_lose_no_expert_and_keep_every_limit(problem: Problem) -> None:
+def test_exchanges_lose_no_expert_and_keep_every_limit(problem: Problem) -> None:
     layers, counts, placement, policy = problem
-    swaps = plan_exchanges(placement, counts, layers, policy)
-    after = placement_after(placement, swaps)
+    exchanges = plan_exchanges(placement, counts, layers, policy)
+    after = placement_after(placement, exchanges)
     assert [len(ids) for ids in after.hot] == [len(ids) for ids in placement.hot]
     assert after.hot_bytes(layers) == placement.hot_bytes(layers)
-    for swap in swaps:
-        assert swap.demoted in placement.hot[swap.layer]
-        assert swap.promoted not in placement.hot[swap.layer]
-        gain = counts[swap.layer][swap.promoted] - counts[swap.layer][swap.demoted]
-        assert gain == swap.gain >= policy.min_gain
-        assert gain > policy.hysteresis * counts[swap.layer][swap.demoted]
-    moved = [(swap.layer, x) for swap in swaps for x in (swap.promoted, swap.demoted)]
+    for exchange in exchanges:
+        assert exchange.demoted in placement.hot[exchange.layer]
+        assert exchange.promoted not in placement.hot[exchange.layer]
+        gain = counts[exchange.layer][exchange.promoted] - counts[exchange.layer][exchange.demoted]
+        assert gain == exchange.gain >= policy.min_gain
+        assert gain > policy.hysteresis * counts[exchange.layer][exchange.demoted]
+    moved = [(one.layer, x) for one in exchanges for x in (one.promoted, one.demoted)]
     assert len(set(moved)) == len(moved)
     for index in range(len(layers)):
-        assert sum(swap.layer == index for swap in swaps) <= policy.per_layer
-    assert policy.most_bytes is None or sum(x.copied_bytes for x in swaps) <= policy.most_bytes
+        assert sum(exchange.layer == index for exchange in exchanges) <= policy.per_layer
+    assert policy.most_bytes is None or sum(x.copied_bytes for x in exchanges) <= policy.most_bytes
 
 
 @pytest.mark.parametrize(("promoted", "gains"), [(4.9, False), (5.0, False), (5.1, True)])
@@ -94,8 +94,8 @@ def test_rounds_come_to_rest_with_the_best_experts_hot(problem: Problem) -> None
     layers, counts, placement, _ = problem
     policy = ExchangePolicy(min_gain=1, hysteresis=0)
     for _ in range(64):
-        swaps = plan_exchanges(placement, counts, layers, policy)
-        placement = placement_after(placement, swaps)
+        exchanges = plan_exchanges(placement, counts, layers, policy)
+        placement = placement_after(placement, exchanges)
     assert plan_exchanges(placement, counts, layers, policy) == []
     for ids, row in zip(placement.hot, counts, strict=True):
         best = sorted(row, reverse=True)[: len(ids)]
@@ -107,15 +107,16 @@ def test_the_largest_gains_come_first() -> None:
     placement = ExpertPlacement(((0,), (0,), (0,)), "even")
     counts = [[1, 5, 0], [1, 9, 0], [1, 5, 0]]
     policy = ExchangePolicy(most_bytes=60)
-    swaps = plan_exchanges(placement, counts, layers, policy)
-    assert [(swap.layer, swap.promoted, swap.gain) for swap in swaps] == [(1, 1, 8), (0, 1, 4)]
+    exchanges = plan_exchanges(placement, counts, layers, policy)
+    found = [(one.layer, one.promoted, one.gain) for one in exchanges]
+    assert found == [(1, 1, 8), (0, 1, 4)]
 
 
-def test_what_is_too_large_leaves_room_to_a_smaller_swap() -> None:
+def test_what_is_too_large_leaves_room_to_a_smaller_exchange() -> None:
     layers = [LayerExperts(2, 20), LayerExperts(2, 10)]
     placement = ExpertPlacement(((0,), (0,)), "even")
-    swaps = plan_exchanges(placement, [[1, 9], [1, 5]], layers, ExchangePolicy(most_bytes=59))
-    assert [(swap.layer, swap.copied_bytes) for swap in swaps] == [(1, 30)]
+    exchanges = plan_exchanges(placement, [[1, 9], [1, 5]], layers, ExchangePolicy(most_bytes=59))
+    assert [(exchange.layer, exchange.copied_bytes) for exchange in exchanges] == [(1, 30)]
 
 
 def test_experts_chosen_equally_often_do_not_change_places() -> None:
@@ -163,21 +164,21 @@ def plan(experts: NotedExchanges) -> list[Exchange]:
     )
 
 
-def run(swaps: ExchangeRound) -> None:
+def run(exchanges: ExchangeRound) -> None:
     """Carry out a round to its end, as an engine that rests does."""
-    while not swaps.over:
-        if swaps.turned:
-            swaps.end()
+    while not exchanges.over:
+        if exchanges.turned:
+            exchanges.end()
         else:
-            swaps.turn()
+            exchanges.turn()
 
 
-def test_all_swaps_are_done_in_the_order_that_was_planned(experts: NotedExchanges) -> None:
+def test_all_exchanges_are_done_in_the_order_that_was_planned(experts: NotedExchanges) -> None:
     planned = plan(experts)
     expected = placement_after(experts.placement(), planned)
-    swaps = ExchangeRound(experts, planned)
-    run(swaps)
-    assert (swaps.done, swaps.error) == (planned, None)
+    exchanges = ExchangeRound(experts, planned)
+    run(exchanges)
+    assert (exchanges.done, exchanges.error) == (planned, None)
     assert experts.exchanged == [(x.layer, x.promoted, x.demoted) for x in planned]
     assert experts.placement().hot == expected.hot == ((2, 3), (0, 1))
 
@@ -185,23 +186,23 @@ def test_all_swaps_are_done_in_the_order_that_was_planned(experts: NotedExchange
 def test_experts_change_sides_at_turn_and_not_before(
     experts: NotedExchanges, gpu: StandInGpu
 ) -> None:
-    swaps = ExchangeRound(experts, plan(experts)[:1])
-    assert not swaps.ready()
+    exchanges = ExchangeRound(experts, plan(experts)[:1])
+    assert not exchanges.ready()
     gpu.queues.finish()
-    assert swaps.ready()
+    assert exchanges.ready()
     assert experts.placement().hot == ((0, 1), (2, 3))
-    assert swaps.turn() is not None
+    assert exchanges.turn() is not None
     assert experts.placement().hot != ((0, 1), (2, 3))
-    assert (swaps.done, swaps.over) == ([], False)
-    assert not swaps.ready()
+    assert (exchanges.done, exchanges.over) == ([], False)
+    assert not exchanges.ready()
     gpu.queues.finish()
-    assert swaps.ready()
-    swaps.end()
-    assert (len(swaps.done), swaps.over) == (1, True)
+    assert exchanges.ready()
+    exchanges.end()
+    assert (len(exchanges.done), exchanges.over) == (1, True)
     assert experts.waits == 0
 
 
-def test_a_round_without_swaps_is_over(experts: NotedExchanges) -> None:
+def test_a_round_without_exchanges_is_over(experts: NotedExchanges) -> None:
     assert ExchangeRound(experts, []).over
 
 
@@ -215,21 +216,21 @@ def test_a_round_without_swaps_is_over(experts: NotedExchanges) -> None:
         ("end", "failed_at", 4),
     ],
 )
-def test_a_failure_ends_the_round_and_keeps_the_swaps_before_it(
+def test_a_failure_ends_the_round_and_keeps_the_exchanges_before_it(
     experts: NotedExchanges, gpu: StandInGpu, where: str, kind: str, copy: int
 ) -> None:
     setattr(gpu.queues, kind, COPIES + copy)  # of the second exchange
     before, planned = experts.placement(), plan(experts)
-    swaps = ExchangeRound(experts, planned)
-    while not swaps.over:
+    exchanges = ExchangeRound(experts, planned)
+    while not exchanges.over:
         gpu.queues.finish()
-        assert swaps.ready()
-        if swaps.turned:
-            swaps.end()
+        assert exchanges.ready()
+        if exchanges.turned:
+            exchanges.end()
         else:
-            swaps.turn()
-    assert isinstance(swaps.error, KernelError | StandInError)
-    assert len(swaps.done) == len(experts.exchanged) == 1
+            exchanges.turn()
+    assert isinstance(exchanges.error, KernelError | StandInError)
+    assert len(exchanges.done) == len(experts.exchanged) == 1
     assert len(experts.begun) == (1 if where == "begin" else 2)
     # Where copies to the new places failed, the two have changed sides already.
     turned = planned[: 2 if where in ("move", "end") else 1]
@@ -237,38 +238,38 @@ def test_a_failure_ends_the_round_and_keeps_the_swaps_before_it(
     gpu.queues.repair()
 
 
-def test_who_gives_way_forgets_a_swap_that_has_not_turned(experts: NotedExchanges) -> None:
+def test_who_gives_way_forgets_a_exchange_that_has_not_turned(experts: NotedExchanges) -> None:
     before = experts.placement()
-    swaps = ExchangeRound(experts, plan(experts))
-    swaps.give_way()
-    assert swaps.over
+    exchanges = ExchangeRound(experts, plan(experts))
+    exchanges.give_way()
+    assert exchanges.over
     assert experts.placement() == before
     again = ExchangeRound(experts, plan(experts))
     run(again)
     assert len(again.done) == 4
 
 
-def test_who_gives_way_still_ends_a_swap_that_has_turned(experts: NotedExchanges) -> None:
-    swaps = ExchangeRound(experts, plan(experts))
-    swaps.turn()
-    swaps.give_way()
-    assert not swaps.over
-    swaps.end()
-    assert swaps.over
+def test_who_gives_way_still_ends_a_exchange_that_has_turned(experts: NotedExchanges) -> None:
+    exchanges = ExchangeRound(experts, plan(experts))
+    exchanges.turn()
+    exchanges.give_way()
+    assert not exchanges.over
+    exchanges.end()
+    assert exchanges.over
     assert len(experts.begun) == len(experts.exchanged) == 1
 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_round_that_stops_waits_for_its_copies(experts: NotedExchanges, turned: bool) -> None:
-    swaps = ExchangeRound(experts, plan(experts))
+    exchanges = ExchangeRound(experts, plan(experts))
     if turned:
-        swaps.turn()
+        exchanges.turn()
     experts.waits = 0
-    swaps.stop()
-    assert swaps.over
+    exchanges.stop()
+    assert exchanges.over
     assert experts.waits == 1
     assert len(experts.exchanged) == turned
-    swaps.stop()  # there is nothing left to wait for
+    exchanges.stop()  # there is nothing left to wait for
     assert experts.waits == 1
 
 
@@ -281,8 +282,8 @@ def test_only_layers_with_cold_experts_change() -> None:
     assert experts.layers()[2] == LayerExperts(3, size, link_copies=3)  # as the store holds it
     policy = ExchangePolicy(most_bytes=3 * size)
     planned = plan_exchanges(experts.placement(), [[], [0, 9], [0, 0, 9]], experts.layers(), policy)
-    swaps = ExchangeRound(experts, planned)
-    run(swaps)
-    assert (swaps.error, experts.exchanged) == (None, [(2, 2, 0)])
+    exchanges = ExchangeRound(experts, planned)
+    run(exchanges)
+    assert (exchanges.error, experts.exchanged) == (None, [(2, 2, 0)])
     assert experts.placement().hot == ((), (0, 1), (2,))
     check_layer(store, 2)

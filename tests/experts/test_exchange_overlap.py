@@ -30,8 +30,8 @@ EXPERTS = (5, 4)
 HOT = [(0, 2, 4), (1,)]
 LAYERS = [LayerExperts(count, 1) for count in EXPERTS]
 # Expert 1 comes and goes again; 3 follows it to the same slot.
-SWAPS = [Exchange(0, 1, 2, 1.0, 2), Exchange(1, 3, 1, 1.0, 2), Exchange(0, 3, 1, 1.0, 2)]
-COPIES = 4 * len(SWAPS) + 2 * len(SWAPS)  # of experts, and of tables
+EXCHANGES = [Exchange(0, 1, 2, 1.0, 2), Exchange(1, 3, 1, 1.0, 2), Exchange(0, 3, 1, 1.0, 2)]
+COPIES = 4 * len(EXCHANGES) + 2 * len(EXCHANGES)  # of experts, and of tables
 
 
 @dataclass(eq=False)
@@ -100,15 +100,15 @@ def open_late(keep_copy: bool, late: LateSteps, **bad: int) -> tuple[ExpertStore
     return store, StoreExchanges(store, LAYERS, same_bits=True)
 
 
-def tend(swaps: ExchangeRound, late: LateSteps) -> None:
+def tend(exchanges: ExchangeRound, late: LateSteps) -> None:
     """Do what an engine does between two steps."""
-    if swaps.over or not swaps.ready():
+    if exchanges.over or not exchanges.ready():
         return
-    if swaps.turned:
-        swaps.end()
+    if exchanges.turned:
+        exchanges.end()
     else:
         late.gpu.queues.main.drain()
-        swaps.turn()
+        exchanges.turn()
 
 
 def check_all(store: ExpertStore, late: LateSteps) -> None:
@@ -129,9 +129,10 @@ def test_steps_find_every_expert_while_others_change_places(
     order: list[str], keep_copy: bool, bad: int, refused: bool, gives_way_at: int
 ) -> None:
     with late_steps() as late:
-        store, swaps = open_late(keep_copy, late, **{"refused_at" if refused else "failed_at": bad})
-        before = swaps.placement()
-        going = ExchangeRound(swaps, SWAPS)
+        kind = "refused_at" if refused else "failed_at"
+        store, exchanges = open_late(keep_copy, late, **{kind: bad})
+        before = exchanges.placement()
+        going = ExchangeRound(exchanges, EXCHANGES)
         acts = {
             "launch": lambda: late.launch(store),
             "compute": late.compute,
@@ -151,8 +152,8 @@ def test_steps_find_every_expert_while_others_change_places(
             assert isinstance(going.error, KernelError | StandInError)
             event("failed")
         else:
-            assert swaps.placement().hot == placement_after(before, going.done).hot
-            assert len(going.done) == len(SWAPS) or len(order) > gives_way_at
+            assert exchanges.placement().hot == placement_after(before, going.done).hot
+            assert len(going.done) == len(EXCHANGES) or len(order) > gives_way_at
         event(f"{len(going.done)} done")
         _exchange_more(store, late)
         check_all(store, late)
@@ -177,19 +178,19 @@ def test_a_copy_that_fails_at_any_point_ends_the_round_and_harms_no_step(
     failures = 0
     for bad in range(1, COPIES + 1):
         with late_steps() as late:
-            store, swaps = open_late(keep_copy, late, **{kind: bad})
-            going = ExchangeRound(swaps, SWAPS)
+            store, exchanges = open_late(keep_copy, late, **{kind: bad})
+            going = ExchangeRound(exchanges, EXCHANGES)
             while not going.over:
                 late.launch(store)
                 late.go_on()
                 tend(going, late)
             failures += going.error is not None
-            assert (going.error is None) == (len(going.done) == len(SWAPS))
+            assert (going.error is None) == (len(going.done) == len(EXCHANGES))
             check_all(store, late)
             _exchange_more(store, late)
             check_all(store, late)
-    tables = 2 * len(SWAPS) if kind == "refused_at" else 0  # tables are not copied during steps
-    assert failures == (2 if keep_copy else 4) * len(SWAPS) + tables
+    tables = 2 * len(EXCHANGES) if kind == "refused_at" else 0  # tables are not copied during steps
+    assert failures == (2 if keep_copy else 4) * len(EXCHANGES) + tables
 
 
 def test_tables_of_layers_that_are_loaded_one_after_another_do_not_mix() -> None:
@@ -200,9 +201,9 @@ def test_tables_of_layers_that_are_loaded_one_after_another_do_not_mix() -> None
 
 def test_copies_run_while_steps_are_launched_and_nothing_waits() -> None:
     with late_steps() as late:
-        store, swaps = open_late(False, late)
+        store, exchanges = open_late(False, late)
         late.launch(store)
-        going = ExchangeRound(swaps, SWAPS[:1])
+        going = ExchangeRound(exchanges, EXCHANGES[:1])
         assert not going.ready()  # it waits for the step that runs, and the host does not
         late.launch(store)
         late.compute()
@@ -217,8 +218,8 @@ def test_copies_run_while_steps_are_launched_and_nothing_waits() -> None:
 
 def test_a_turn_waits_for_running_steps_and_copies_to_new_places_are_not_waited_for() -> None:
     with late_steps() as late:
-        store, swaps = open_late(False, late)
-        going = ExchangeRound(swaps, SWAPS[:1])
+        store, exchanges = open_late(False, late)
+        going = ExchangeRound(exchanges, EXCHANGES[:1])
         while not going.ready():
             late.go_on()
         late.launch(store)

@@ -48,7 +48,7 @@ def test_counts_of_prefill_and_decode_equal_a_hand_count(
     stats = pipeline.routing
     assert stats is not None
     assert not stats.counts().any()
-    first, second = running(PROMPT, [0, 1]), running(PROMPT[::-1], [2, 3], slot=1)
+    first, second = running(PROMPT, [0, 1]), running(PROMPT[::-1], [2, 3], state_slot=1)
     step(pipeline, Turn(first, 10))
     step(pipeline, Turn(first, 1), Turn(second, 5))  # a decode step together with a prompt
     for _ in range(2):

@@ -106,7 +106,7 @@ class CountedCopies(HostCopies):
 
 
 @pytest.mark.parametrize("keep_copy", [False, True])
-def test_an_exchange_sends_as_much_over_the_link_as_swaps_count(keep_copy: bool) -> None:
+def test_an_exchange_sends_as_much_over_the_link_as_exchanges_count(keep_copy: bool) -> None:
     store = small_store([blob_layout(5)], [(0, 2)], keep_copy=keep_copy)
     layer = store.layers[0]
     assert layer is not None

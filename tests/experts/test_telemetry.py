@@ -24,7 +24,7 @@ def test_hits_go_by_the_placement_of_their_time() -> None:
     counter = HitCounter((0, 1), 3)
     counter.set_placement(placed((), (0,)))
     counter.count(torch.tensor([[0, 0, 0], [3, 1, 0]]), NONE)
-    counter.set_placement(placed((), (1,)))  # swapped
+    counter.set_placement(placed((), (1,)))  # after an exchange
     counter.count(torch.tensor([[0, 0, 0], [5, 5, 0]]), NONE)
     found = counter.reading()
     assert (found.picks, found.hits) == ((0, 10), (0, 3 + 4))
@@ -48,9 +48,9 @@ def test_the_figures_of_a_time_are_what_was_added_in_it() -> None:
     counter = HitCounter((1,), 3)
     counter.set_placement(placed((0,)))
     counter.count(torch.tensor([[6, 2, 0]]), NONE)
-    earlier = counter.reading(meter, swaps=1)
+    earlier = counter.reading(meter, exchanges=1)
     counter.count(torch.tensor([[7, 5, 0]]), NONE)
-    found = counter.reading(meter, swaps=2).since(earlier)
+    found = counter.reading(meter, exchanges=2).since(earlier)
     assert found.summary() == {
         "hit_rate": 0.25,
         "layer_hit_rates": [0.25],

@@ -90,7 +90,7 @@ def make_tables(
         index=torch.tensor(index + [0] * padding, dtype=torch.int32),
         starts=torch.tensor([start for start, _ in spans], dtype=torch.int32),
         pages=pages.int(),
-        slots=torch.tensor(place + [0] * padding, dtype=torch.int64),
+        kv_slots=torch.tensor(place + [0] * padding, dtype=torch.int64),
         state_slots=torch.arange(len(spans), dtype=torch.int32),
         trees=torch.tensor(bits + [0] * padding, dtype=torch.int64) if tree else None,
     )
@@ -98,7 +98,7 @@ def make_tables(
 
 def tables_on_gpu(tables: StepTables) -> StepTables:
     """Return a copy of a step's tables on the GPU."""
-    names = ("positions", "sequence", "index", "starts", "pages", "slots", "state_slots")
+    names = ("positions", "sequence", "index", "starts", "pages", "kv_slots", "state_slots")
     moved = {name: getattr(tables, name).cuda() for name in names}
     trees = None if tables.trees is None else tables.trees.cuda()
     return replace(tables, **moved, trees=trees)

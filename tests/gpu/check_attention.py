@@ -106,7 +106,7 @@ def check_decode(heads: Heads, spans: list, tree: bool = False, **more: int | bo
         tables.index[rows],
         tables.starts[seqs : seqs + 1],
         tables.pages[seqs : seqs + 1].contiguous(),
-        tables.slots[rows],
+        tables.kv_slots[rows],
         tables.state_slots[:1],
         None if tables.trees is None else tables.trees[rows],
     )
@@ -185,7 +185,7 @@ def check_rope(kind: str, heads: Heads, half: int, normed: bool, bf16: bool = Fa
         ("keys", device.keys.cpu(), cache.keys, keys),
         ("values", device.values.cpu(), cache.values, values),
     ):
-        places = tables.slots[:rows]
+        places = tables.kv_slots[:rows]
         got = floats(stored[places], kind, dim)
         step = {"f32": 1e-6, "f16": 1e-3, "bf16": 8e-3, "q8_0": 1 / 127}.get(
             kind, 1 / 8 if "4" in kind else 1 / 16

@@ -156,7 +156,7 @@ def check_blocks(shape: Shape, spans: tuple[Span, ...], rows: int) -> bool:
             tables = span_tables(some, rows, torch.device(DEVICE))
             answers = fast.prefill(inputs, weights, mine, tables, blocks)
             first = slice(some[0].first_row, some[0].first_row + some[0].rows)
-            found = (answers[first], mine.memory[some[0].slot])
+            found = (answers[first], mine.memory[some[0].state_slot])
             wanted = wanted or found
             good = good and all(map(torch.equal, found, wanted))
     print("PASS" if good else "FAIL", "bits of", len(fitting_blocks()), "divisions", shape)

@@ -46,20 +46,22 @@ def open_pipeline(path: Path, **settings: object) -> tuple[Pipeline, Plan]:
     return start_pipeline(plan, model), plan
 
 
-def sequence(tokens: Iterable[int], pages: Iterable[int], slot: int = 0) -> Sequence:
+def sequence(tokens: Iterable[int], pages: Iterable[int], state_slot: int = 0) -> Sequence:
     """A sequence that has its pages already."""
     request = GenerationRequest(
-        id=str(slot),
+        id=str(state_slot),
         prompt=tuple(tokens),
         params=SamplingParams(prompt_logprobs=True),
         stop_ids=frozenset(),
     )
-    return Sequence(request, lambda event: None, limit=10**6, pages=list(pages), slot=slot)
+    return Sequence(
+        request, lambda event: None, limit=10**6, pages=list(pages), state_slot=state_slot
+    )
 
 
-def decoding(context: int, pages: int, slot: int) -> Sequence:
+def decoding(context: int, pages: int, state_slot: int) -> Sequence:
     """A sequence that has `context` tokens in the cache and decodes the next."""
-    one = sequence([7] * (context + 1), range(pages), slot)
+    one = sequence([7] * (context + 1), range(pages), state_slot)
     one.cached = context
     return one
 

@@ -45,7 +45,10 @@ def test_steps_of_any_size_beside_any_neighbour_give_the_same_bits(
         batch = [
             torch.cat((b[:2], a[start : start + size])) for a, b in zip(given, others, strict=True)
         ]
-        spans = (Span(0, 2, 0, NO_PAGES, slot=1), Span(2, size, start, NO_PAGES, slot=2))
+        spans = (
+            Span(0, 2, 0, NO_PAGES, state_slot=1),
+            Span(2, size, start, NO_PAGES, state_slot=2),
+        )
         parts.append(kernel.run(*batch, small, state, spans)[2:])
         start += size
     assert torch.equal(torch.cat(parts), expected)

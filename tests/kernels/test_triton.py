@@ -175,10 +175,10 @@ def test_triton_delta_net_gives_the_same_bits_however_steps_divide_a_sequence() 
     inputs = make_inputs(Sized("delta_net", Case(), (2, 6, 16, 4, 1)))
     *rows, small, state = inputs[:5]
     whole, parts = replace(state, memory=state.memory.clone(), inputs=state.inputs.clone()), []
-    expected = delta_net.delta_net(*rows, small, whole, (Span(0, 10, 0, NO_PAGES, slot=1),))
+    expected = delta_net.delta_net(*rows, small, whole, (Span(0, 10, 0, NO_PAGES, state_slot=1),))
     for first, end in ((0, 1), (1, 3), (3, 10)):
         own = [part[first:end] for part in rows]
-        spans = (Span(0, end - first, first, NO_PAGES, slot=2),)
+        spans = (Span(0, end - first, first, NO_PAGES, state_slot=2),)
         parts.append(delta_net.delta_net(*own, small, state, spans))
     assert torch.equal(torch.cat(parts), expected)
     assert torch.equal(state.memory[2], whole.memory[1])

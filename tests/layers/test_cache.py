@@ -56,15 +56,15 @@ def test_every_row_finds_all_that_it_sees(
             break
         batch = step_of(turns)
         view = pages.view(batch)
-        written = iter(view.slots.tolist())
+        written = iter(view.kv_slots.tolist())
         for slot, start, rows in turns:  # all is written before anything is read
             held |= {next(written): (slot, position) for position in range(start, start + rows)}
         assert max(held) < len(pages.kv.keys)
         for span, ours in zip(batch.spans, view.spans, strict=True):
             for position in range(max(0, span.start - window + 1), span.start + span.rows):
                 at = int(ours.pages[position // PAGE_SIZE]) * PAGE_SIZE + position % PAGE_SIZE
-                assert held[at] == (span.slot, position)
-            cached[span.slot] += span.rows
+                assert held[at] == (span.state_slot, position)
+            cached[span.state_slot] += span.rows
 
 
 def test_pages_of_a_window_do_not_grow_with_the_context() -> None:
@@ -79,7 +79,7 @@ def test_a_context_smaller_than_the_ring_has_pages_for_itself_alone() -> None:
 def test_layers_that_see_all_use_the_pages_that_are_lent() -> None:
     batch = step_of([(1, 70, 3)])
     view = allocate_kv(attention(0), plan(512, 2, 64), "cpu").view(batch)
-    assert (view.spans, view.slots) == (batch.spans, batch.slots)
+    assert (view.spans, view.kv_slots) == (batch.spans, batch.kv_slots)
 
 
 def test_layers_with_rings_of_one_size_share_their_view() -> None:

@@ -68,7 +68,7 @@ def test_expert_metrics_are_reported_by_layer_and_path(client: httpx.Client, llm
         tokens=4,
         cold_bytes={"gpu": 2048, "cpu": 100},
         seconds={"hot": 0.5, "cold": 0.25, "wait": 0.125},
-        swaps=3,
+        exchanges=3,
     )
     lines = client.get("/metrics").text.splitlines()
     for line in (

@@ -27,7 +27,7 @@ def test_records_know_the_models_layers(model: ModelDescription, tmp_path: Path)
     )
 
 
-def test_measuring_saves_and_swaps_nothing(model: ModelDescription, tmp_path: Path) -> None:
+def test_measuring_saves_and_exchanges_nothing(model: ModelDescription, tmp_path: Path) -> None:
     options = Options(home=str(tmp_path), save_placement="placed.json", swap_every="5")
     records = read_records(model, options, measuring=True)
     assert records.file.path is None

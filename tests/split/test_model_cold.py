@@ -137,16 +137,16 @@ class Overlapped:
     def __init__(self, gpu: StandInGpu) -> None:
         gpu.queues.stepped = True
         self._gpu = gpu
-        self.swaps: ExchangeRound | None = None
+        self.exchanges: ExchangeRound | None = None
 
     def __call__(self, stage: ModelOnGpu) -> None:
-        if self.swaps is None:
-            self.swaps = self._begin(stage)
+        if self.exchanges is None:
+            self.exchanges = self._begin(stage)
         for _ in range(3):  # half a copy may be left
             for stream in self._gpu.queues.streams[1:]:
                 stream.advance()
-        if not self.swaps.over and self.swaps.ready():
-            self.swaps.end() if self.swaps.turned else self.swaps.turn()
+        if not self.exchanges.over and self.exchanges.ready():
+            self.exchanges.end() if self.exchanges.turned else self.exchanges.turn()
 
     def _begin(self, stage: ModelOnGpu) -> ExchangeRound:
         store = stage.model.store
@@ -161,7 +161,7 @@ class Overlapped:
 
 
 @pytest.mark.parametrize("more", [{}, {"keep_host_copy": True}])
-def test_steps_beside_the_copies_of_swaps_answer_the_same(
+def test_steps_during_the_copies_of_exchanges_answer_the_same(
     more: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(variant("qwen3moe").save_gguf(tmp_path / "m.gguf", "MIXED"))
@@ -173,9 +173,9 @@ def test_steps_beside_the_copies_of_swaps_answer_the_same(
             checkpoint, prompts, pieces, overlapped,
             kernels="reference", expert_budget="50%", **more,
         )  # fmt: skip
-    assert overlapped.swaps is not None
-    assert overlapped.swaps.error is None
-    assert len(overlapped.swaps.done) >= 2
+    assert overlapped.exchanges is not None
+    assert overlapped.exchanges.error is None
+    assert len(overlapped.exchanges.done) >= 2
     assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
 
 

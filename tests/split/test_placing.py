@@ -77,7 +77,7 @@ def test_where_no_expert_is_cold_one_line_says_why(caplog: pytest.LogCaptureFixt
 
 
 COLD = {"cold": "gpu", "no_pin": True, "keep_host_copy": True, "swap_every": "64"}
-SWAPS = {"swap_bytes": "1GiB", "swap_min_gain": 1.0, "swap_per_layer": 3}
+EXCHANGES = {"swap_bytes": "1GiB", "swap_min_gain": 1.0, "swap_per_layer": 3}
 GPU = {"device_memory": "40GiB", "expert_budget": "100%"}
 COLD_FLAGS = (
     "--cold, --no-pin, --keep-host-copy, --swap-every, --swap-bytes, --swap-min-gain, "
@@ -102,7 +102,7 @@ def test_options_without_effect_are_named(
     told: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    options = Options(context=2048, parallel=1, **COLD, **SWAPS, **GPU)  # type: ignore[arg-type]
+    options = Options(context=2048, parallel=1, **COLD, **EXCHANGES, **GPU)  # type: ignore[arg-type]
     plan = make_plan([model], devices, options)
     with caplog.at_level(logging.INFO):
         assert find_placement(model, plan, options, "abc") is None
@@ -112,12 +112,12 @@ def test_options_without_effect_are_named(
 
 def test_options_that_have_an_effect_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert find_placement(MODEL, *planned(cold="cpu", **SWAPS), "abc") is not None
+        assert find_placement(MODEL, *planned(cold="cpu", **EXCHANGES), "abc") is not None
     assert "without effect" not in caplog.text
 
 
 @pytest.mark.parametrize(("copy", "named"), [(False, True), (True, False)])
-def test_experts_that_are_held_nowhere_have_no_swaps_to_choose(
+def test_experts_that_are_held_nowhere_have_no_exchanges_to_choose(
     copy: bool, named: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = planned(cold="drop", keep_host_copy=copy, no_pin=True, swap_every="64")

@@ -32,7 +32,7 @@ def make(spans: list[Span], positions: list[int] | None = None) -> Batch:
     return Batch(
         tokens=torch.arange(rows) + 10,
         positions=torch.tensor(positions or list(range(rows))),
-        slots=torch.arange(rows) + 100,
+        kv_slots=torch.arange(rows) + 100,
         spans=tuple(spans),
         output_rows=torch.tensor([rows - 1]),
     )
@@ -44,7 +44,9 @@ def pages(*numbers: int) -> torch.Tensor:
 
 def test_rows_know_their_sequence_their_place_and_their_pages() -> None:
     inputs = StepInputs(8, 4, 3, "cpu", torch.arange(32) + 1000)
-    batch = make([Span(0, 2, 5, pages(7, 2), slot=3), Span(2, 1, 64, pages(4, 9), slot=1)])
+    batch = make(
+        [Span(0, 2, 5, pages(7, 2), state_slot=3), Span(2, 1, 64, pages(4, 9), state_slot=1)]
+    )
     inputs.fill(batch)
     tables = inputs.batch((), frozenset(), StepKind(4, 2, 512, 64), 4).tables[0]
     assert tables.sequence.tolist() == [0, 0, 1, -1]
@@ -52,7 +54,7 @@ def test_rows_know_their_sequence_their_place_and_their_pages() -> None:
     assert tables.starts[:2].tolist() == [5, 64]
     assert tables.state_slots[:2].tolist() == [3, 1]
     assert tables.pages[:2, :2].tolist() == [[7, 2], [4, 9]]
-    assert tables.slots[:3].tolist() == [100, 101, 102]
+    assert tables.kv_slots[:3].tolist() == [100, 101, 102]
     assert tables.trees is None
     assert tables.positions.dtype == tables.pages.dtype == torch.int32
 
@@ -70,7 +72,7 @@ def test_a_shorter_step_leaves_padding_and_new_pages_replace_old_ones() -> None:
 
 def test_a_draft_tree_reaches_the_kernels_as_bits() -> None:
     inputs = StepInputs(8, 4, 3, "cpu", torch.arange(32) + 1000)
-    spans = [Span(0, 3, 9, pages(1), tree=TREE), Span(3, 2, 4, pages(2), slot=1)]
+    spans = [Span(0, 3, 9, pages(1), tree=TREE), Span(3, 2, 4, pages(2), state_slot=1)]
     batch = make(spans, [9, 10, 10, 4, 5])
     inputs.fill(batch)
     kind = kind_of(batch, 8, 512, 64)
@@ -101,10 +103,10 @@ def test_padding_for_a_capture_reads_no_token_that_stood_for_another() -> None:
 
 def test_window_layers_number_their_pages_in_rings() -> None:
     inputs = StepInputs(4, 2, 6, "cpu", torch.arange(32) + 1000)
-    inputs.fill(make([Span(0, 1, 200, pages(1, 2, 3, 9), slot=1)]))
+    inputs.fill(make([Span(0, 1, 200, pages(1, 2, 3, 9), state_slot=1)]))
     ring = inputs.batch((), frozenset({3}), StepKind(1, 1, 384, 64), 1).tables[3]
     assert ring.pages[0].tolist() == [3, 4, 5, 3, 4, 5]
-    assert ring.slots.tolist() == [(3 + 200 // 64 % 3) * 64 + 200 % 64]
+    assert ring.kv_slots.tolist() == [(3 + 200 // 64 % 3) * 64 + 200 % 64]
 
 
 def test_a_tree_in_a_long_step_is_refused() -> None:

@@ -134,7 +134,7 @@ def test_between_requests_the_more_chosen_experts_become_hot(gpu: StandInGpu) ->
     assert case.upkeep.due(8, resting=True)  # new tokens, new choices
 
 
-def test_a_running_request_sees_no_swap_where_bits_would_change(
+def test_a_running_request_sees_no_exchange_where_bits_would_change(
     gpu: StandInGpu,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -147,7 +147,7 @@ def test_a_running_request_sees_no_swap_where_bits_would_change(
 
 
 @pytest.mark.parametrize(("limit", "told"), [(29, True), (30, False), (None, False)])
-def test_a_limit_below_one_swap_is_reported(
+def test_a_limit_below_one_exchange_is_reported(
     gpu: StandInGpu, limit: int | None, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = replace(POLICY, most_bytes=limit)
@@ -163,7 +163,9 @@ def test_a_limit_below_one_swap_is_reported(
     assert caplog.text == ""
 
 
-def test_if_hot_and_cold_bits_are_equal_swaps_come_every_so_many_tokens(gpu: StandInGpu) -> None:
+def test_if_hot_and_cold_bits_are_equal_exchanges_come_every_so_many_tokens(
+    gpu: StandInGpu,
+) -> None:
     experts = cold_half(gpu, same_bits=True)
     case = Case(None, experts, UpkeepRules(swap_every=4, policy=POLICY))
     case.choose(1, 3, 9)
@@ -185,10 +187,10 @@ def test_while_requests_run_nothing_waits_for_copies(gpu: StandInGpu) -> None:
     assert experts.waits == 0
     # Steps are waited for only to plan a round, and when two experts change sides.
     assert [n for n, steps in enumerate(waited) if steps] == [0, 4, 14, 19]
-    assert case.upkeep.read().swaps == 2
+    assert case.upkeep.read().exchanges == 2
 
 
-def test_a_request_that_comes_waits_for_one_swap_and_none_turns_before_its_end(
+def test_a_request_that_comes_waits_for_one_exchange_and_none_turns_before_its_end(
     gpu: StandInGpu,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -209,7 +211,7 @@ def test_a_request_that_comes_waits_for_one_swap_and_none_turns_before_its_end(
     assert experts.exchanged == [(1, 3, 1), (2, 3, 1)]
 
 
-def test_swaps_within_requests_give_way_where_a_request_would_see_them(gpu: StandInGpu) -> None:
+def test_exchanges_within_requests_give_way_where_a_request_would_see_them(gpu: StandInGpu) -> None:
     experts = cold_half(gpu, same_bits=True)
     case = Case(None, experts, UpkeepRules(swap_every=4, policy=POLICY))
     case.choose(1, 3, 9)
@@ -235,15 +237,15 @@ def test_choices_are_hits_by_what_was_hot_when_they_were_made(gpu: StandInGpu) -
     assert case.upkeep.read().cold_picks == 9 + 5 + 1
 
 
-def test_an_engine_that_ends_waits_for_copies_and_counts_their_swap(gpu: StandInGpu) -> None:
+def test_an_engine_that_ends_waits_for_copies_and_counts_their_exchange(gpu: StandInGpu) -> None:
     experts = cold_half(gpu)
     case = Case(None, experts, UpkeepRules(policy=POLICY), copies_run=False)
     case.choose(1, 3, 9)
     case.look_after(5, resting=True)
-    assert case.upkeep.read().swaps == 0
+    assert case.upkeep.read().exchanges == 0
     case.upkeep.close()
     assert experts.exchanged == [(1, 3, 1)]
-    assert case.upkeep.read().swaps == 1
+    assert case.upkeep.read().exchanges == 1
 
 
 def test_zero_tokens_means_only_between_requests_and_off_means_never(gpu: StandInGpu) -> None:
@@ -265,7 +267,7 @@ def test_a_failing_exchange_is_reported_and_is_the_last(
     assert case.experts is not None
     assert case.experts.placement().hot == ((), (0, 3), (0, 1))
     assert not case.upkeep.due(99, resting=True)
-    assert case.upkeep.read().swaps == 1
+    assert case.upkeep.read().exchanges == 1
 
 
 def test_choices_after_a_failure_are_hits_by_where_it_left_experts(gpu: StandInGpu) -> None:
@@ -275,7 +277,7 @@ def test_choices_after_a_failure_are_hits_by_where_it_left_experts(gpu: StandInG
     case.rest(5)
     case.choose(1, 3, 2)
     assert case.upkeep.read().hits == (0, 2, 0)
-    assert case.upkeep.read().swaps == 0
+    assert case.upkeep.read().exchanges == 0
 
 
 def test_new_choices_matter_after_a_long_history(gpu: StandInGpu) -> None:

@@ -52,7 +52,7 @@ def test_a_gpu_known_to_be_lost_is_not_asked_and_what_the_host_has_seen_is_saved
     rules = UpkeepRules(policy=POLICY, placement_path=placed)
     case = LostCase(kept, cold_half(gpu), rules, device="cuda:0", copies_run=False)
     case.choose(1, 3, 9)
-    case.look_after(5, resting=True)  # a swap turns, and its copies are under way
+    case.look_after(5, resting=True)  # an exchange turns, and its copies are under way
     case.choose(2, 0, 4)
     case.upkeep.end_request(case.upkeep.begin_request())
     case.choose(2, 1, 7)  # choices that the host has not read

@@ -1,4 +1,4 @@
-"""Settings of swaps become rules, or are refused by name."""
+"""Settings of exchanges become rules, or are refused by name."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def test_a_value_that_is_no_number_of_tokens_is_refused(text: str) -> None:
     )
 
 
-def test_bytes_of_swaps_that_are_no_size_are_refused_by_name() -> None:
+def test_bytes_of_exchanges_that_are_no_size_are_refused_by_name() -> None:
     with pytest.raises(OptionError, match=r"--swap-bytes is 'much', which is not") as refused:
         upkeep_rules(Options(swap_bytes="much"))
     assert refused.value.param == "swap_bytes"

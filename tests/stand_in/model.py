@@ -75,7 +75,7 @@ class ModelOnGpu:
         return GpuBatch(
             tokens=batch.tokens.to("cuda"),
             positions=batch.positions.to("cuda"),
-            slots=batch.slots.to("cuda"),
+            kv_slots=batch.kv_slots.to("cuda"),
             spans=spans,
             output_rows=batch.output_rows,
             tables=tables,
@@ -116,8 +116,8 @@ def _tables(batch: Batch, ring: int) -> StepTables:
         index=torch.tensor(index, **whole),
         starts=torch.tensor([span.start for span in batch.spans], **whole),
         pages=torch.tensor(pages, **whole),
-        slots=view.slots.to("cuda"),
-        state_slots=torch.tensor([span.slot for span in batch.spans], **whole),
+        kv_slots=view.kv_slots.to("cuda"),
+        state_slots=torch.tensor([span.state_slot for span in batch.spans], **whole),
     )
 
 
@@ -130,7 +130,7 @@ def run_spans(model: ModelOnGpu, spans: Sequence[tuple[int, int]]) -> None:
     settings, turns = model.plan.settings, []
     for index, (rows, before) in enumerate(spans):
         pages = list(range(settings.sequence_pages))
-        sequence = running([0] * (before + rows), pages, slot=index % settings.parallel)
+        sequence = running([0] * (before + rows), pages, state_slot=index % settings.parallel)
         sequence.cached = before
         turns.append(Turn(sequence, rows))
     with torch.inference_mode():
@@ -147,7 +147,7 @@ def run_on_gpu(
     """Read prompts together, in pieces of the same sizes; return the logits of all their rows."""
     stage = ModelOnGpu(checkpoint, **settings)
     sequences = [
-        running(prompt, [4 * index + page for page in (2, 0, 3, 1)], slot=index)
+        running(prompt, [4 * index + page for page in (2, 0, 3, 1)], state_slot=index)
         for index, prompt in enumerate(prompts)
     ]
     found: list[list[torch.Tensor]] = [[] for _ in prompts]

@@ -154,7 +154,7 @@ def rope_write(
         },
     )
     args = (
-        *(q, k, v, cos, sin, norms.q, norms.k, tables.sequence, tables.slots),
+        *(q, k, v, cos, sin, norms.q, norms.k, tables.sequence, tables.kv_slots),
         *(cache.keys, cache.values, queries, projected.heads, kv_heads),
         *(0 if part is None else part.stride(0) for part in (q, k, v)),
         *(int(norms.values), float(norms.eps), float(scale)),

@@ -35,7 +35,7 @@ class SequenceTables(Protocol):
 
     @property
     def state_slots(self) -> torch.Tensor:
-        """The slot of each sequence's state."""
+        """The state slot of each sequence."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,8 +67,8 @@ def span_tables(spans: tuple[Span, ...], rows: int, device: torch.device) -> Spa
             counts.append(min(CHUNK, span.rows - row))
         chunk_ends.append(len(first_rows))
     starts = [span.start for span in spans]
-    slots = [span.slot for span in spans]
-    parts = (sequence, index, starts, slots, chunk_ends, first_rows, counts)
+    state_slots = [span.state_slot for span in spans]
+    parts = (sequence, index, starts, state_slots, chunk_ends, first_rows, counts)
     joined = torch.tensor([number for part in parts for number in part], dtype=torch.int32)
     if device.type != "cpu":  # a copy from pinned memory does not wait
         joined = joined.pin_memory().to(device, non_blocking=True)

@@ -94,7 +94,7 @@ def _tables(device: torch.device) -> StepTables:
         index=rows,
         starts=one,
         pages=one[None],
-        slots=rows.long(),
+        kv_slots=rows.long(),
         state_slots=one,
     )
 

@@ -17,12 +17,14 @@ def refuses(case: Case) -> str | None:
     return module.refuses(case) or refuses_cache(case)
 
 
-def write_kv(cache: PagedKv, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Cache keys and values at their slots, in the types of the cache."""
+def write_kv(
+    cache: PagedKv, kv_slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Cache keys and values at their KV slots, in the types of the cache."""
     rows, heads, dim = keys.shape
-    keys, values, slots = keys.contiguous(), values.contiguous(), slots.contiguous()
+    keys, values, kv_slots = keys.contiguous(), values.contiguous(), kv_slots.contiguous()
     POOL.ops.write_kv(
-        cache_view(cache), heads, dim, slots.data_ptr(), keys.data_ptr(), values.data_ptr(), rows
+        cache_view(cache), heads, dim, kv_slots.data_ptr(), keys.data_ptr(), values.data_ptr(), rows
     )
 
 

@@ -20,7 +20,7 @@ def delta_net(
     rows, channels = qkv.shape
     mixed, gates = torch.empty(rows, channels), torch.empty(2, rows, heads)
     out = torch.empty(rows, heads, dim)
-    table = torch.tensor([(s.first_row, s.rows, s.start, s.slot) for s in spans])
+    table = torch.tensor([(s.first_row, s.rows, s.start, s.state_slot) for s in spans])
     POOL.ops.delta_net(
         (weights.key_heads, heads, dim, weights.conv.shape[1]), weights.tiled,
         [t.data_ptr() for t in (weights.conv, weights.decay, weights.dt_bias)],

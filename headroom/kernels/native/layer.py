@@ -17,12 +17,12 @@ MAX_GROUP, MAX_DIM = 32, 512  # query heads per KV head, values of a head
 
 
 class Step:
-    """The spans and slots of a step, as the C++ module reads them; all layers share one."""
+    """The spans and KV slots of a step, as the C++ module reads them; all layers share one."""
 
-    def __init__(self, spans: tuple[Span, ...], slots: torch.Tensor) -> None:
+    def __init__(self, spans: tuple[Span, ...], kv_slots: torch.Tensor) -> None:
         self.spans = attention.SpanTable.of(spans)
         self.count = len(spans)
-        self.slots = slots.contiguous()
+        self.kv_slots = kv_slots.contiguous()
 
 
 class LayerMatrices(NamedTuple):
@@ -84,7 +84,7 @@ class NativeLayer:
         """Run the layer on the residual stream `x [rows, hidden]`, in place."""
         self._layer.run(
             POOL.ops, (x.shape[0], cos.shape[1]), x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-            step.slots.data_ptr(), step.spans.rows.data_ptr(), step.count,
+            step.kv_slots.data_ptr(), step.spans.rows.data_ptr(), step.count,
             step.spans.pages.data_ptr(), step.spans.trees.data_ptr(), scratch.data_ptr(),
             scratch.numel(),
         )  # fmt: skip

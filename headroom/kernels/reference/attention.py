@@ -17,10 +17,12 @@ from headroom.kernels.weight import PLAIN_TYPES
 INITIAL_PEAK = -1e30  # start of the running maximum; finite, so that differences are not NaN
 
 
-def write_kv(cache: PagedKv, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Cache keys and values at their slots, in the types of the cache."""
-    cache.keys[slots] = quantise(keys, cache.k_type)
-    cache.values[slots] = quantise(values, cache.v_type)
+def write_kv(
+    cache: PagedKv, kv_slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Cache keys and values at their KV slots, in the types of the cache."""
+    cache.keys[kv_slots] = quantise(keys, cache.k_type)
+    cache.values[kv_slots] = quantise(values, cache.v_type)
 
 
 def attention(
@@ -113,12 +115,12 @@ def _read_block(
     """Read keys and values [kv_heads, KEY_BLOCK, dim] of a block; zeros outside `wanted`."""
     low, high = max(first, wanted[0]), min(first + KEY_BLOCK, wanted[1])
     position = torch.arange(low, high, device=pages.device)
-    slots = pages[position // cache.page_size] * cache.page_size + position % cache.page_size
+    kv_slots = pages[position // cache.page_size] * cache.page_size + position % cache.page_size
     read = []
     for stored, quant in ((cache.keys, cache.k_type), (cache.values, cache.v_type)):
         dim = _head_dim(stored, quant)
         block = torch.zeros(KEY_BLOCK, stored.shape[1], dim, device=pages.device)
-        block[low - first : high - first] = _floats(stored[slots], quant, dim)
+        block[low - first : high - first] = _floats(stored[kv_slots], quant, dim)
         read.append(block.transpose(0, 1).contiguous())
     return read[0], read[1]
 

@@ -24,7 +24,7 @@ def delta_net(
     _, heads, _, dim = state.memory.shape
     out = torch.empty(len(qkv), heads, dim, device=qkv.device)
     for span in spans:
-        memory, inputs = state.memory[span.slot], state.inputs[span.slot]
+        memory, inputs = state.memory[span.state_slot], state.inputs[span.state_slot]
         if span.start == 0:
             memory.zero_()
             inputs.zero_()

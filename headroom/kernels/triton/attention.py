@@ -19,16 +19,18 @@ def refuses(case: Case) -> str | None:
     return launch.refuses(case) or refuses_cache(case)
 
 
-def write_kv(cache: PagedKv, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Cache keys and values at their slots, in the types of the cache."""
+def write_kv(
+    cache: PagedKv, kv_slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Cache keys and values at their KV slots, in the types of the cache."""
     rows, width = len(keys), keys[0].numel() if len(keys) else 0
     if not rows:
         return
-    slots = slots.contiguous()
+    kv_slots = kv_slots.contiguous()
     parts = ((keys, cache.keys, cache.k_type), (values, cache.values, cache.v_type))
     for given, stored, quant in parts:
         find_kernel("cache", "write")[(rows,)](
-            *(given.contiguous(), slots, stored, width, stored.stride(0), quant.ggml_id),
+            *(given.contiguous(), kv_slots, stored, width, stored.stride(0), quant.ggml_id),
             *(power_of_2(blocks(width, 32)), power_of_2(width)),
             enable_fp_fusion=False,  # no fma: the reference rounds products before it adds
         )
@@ -102,5 +104,5 @@ def _tables(
 
 
 def _head_sizes(cache: PagedKv) -> tuple[int, int]:
-    """Return the size of one head of a slot of keys and of values: bytes, or values if plain."""
+    """Return the size of one head of a KV slot of keys and of values: bytes, or values if plain."""
     return cache.keys.stride(1), cache.values.stride(1)

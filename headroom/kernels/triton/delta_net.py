@@ -24,7 +24,7 @@ def delta_net(
     out, mixed = torch.empty(rows, heads, dim, device=device), torch.empty_like(qkv)
     if not rows:
         return out
-    table = torch.tensor([(s.first_row, s.rows, s.start, s.slot) for s in spans]).to(device)
+    table = torch.tensor([(s.first_row, s.rows, s.start, s.state_slot) for s in spans]).to(device)
     sequence = torch.repeat_interleave(
         torch.arange(len(spans)), torch.tensor([span.rows for span in spans])
     ).to(device)
