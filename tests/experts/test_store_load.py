@@ -114,7 +114,7 @@ def test_the_check_for_a_gpu_passes_where_the_cpu_stands_in(
 ) -> None:
     monkeypatch.setattr(check_cold_store, "DEVICE", "cpu")
     monkeypatch.setattr(check_cold_store, "ROWS", (3,))
-    monkeypatch.setattr(check_cold_store, "BESIDE", 1)
+    monkeypatch.setattr(check_cold_store, "STEPS_PER_LOOK", 1)
     use_kernels(monkeypatch, compile_on_cpu)
     monkeypatch.setattr(experts, "shared_bytes_of", lambda device: 64 << 10)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
