@@ -5,10 +5,19 @@ from pathlib import Path
 
 import pytest
 
+from headroom.cli.main import command_flags
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FILE = re.compile(r"`([\w./-]+/[\w.-]+\.(?:py|cu|cuh|cpp|h|inl|md))`")
 MODULE = re.compile(r"`(?:headroom\.)?((?:\w+\.)+\w+)`")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+# Flags of scripts of this repository, of tools that it runs, and of every command.
+OTHER_FLAGS = {
+    *("--folder", "--seconds", "--flags", "--sm", "--models", "--full", "--card"),
+    *("--strict", "--check", "--editable", "--dist", "--build"),
+    *("--help", "--debug"),
+}
 LINK = re.compile(r"\]\(([\w./-]+)(?:#[\w-]+)?\)")
 BASES = (ROOT, ROOT / "headroom", ROOT / "headroom/kernels")  # what paths start from
 COMMANDS = ("headroom ", "make ", "python ", "curl ", "LLM(")  # how lines of commands begin
@@ -44,6 +53,12 @@ def test_every_module_or_function_that_a_page_names_is_there(page: Path) -> None
         if parts:
             defined = rf"^(?:def |class )?{parts[0]}\b"
             assert re.search(defined, file.read_text(), re.MULTILINE), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_flag_that_a_page_names_is_there(page: Path) -> None:
+    known = OTHER_FLAGS.union(*command_flags().values())
+    assert sorted(set(FLAG.findall(page.read_text())) - known) == []
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
