@@ -142,6 +142,8 @@ class LLM:
         self.tokenizer = Tokenizer.from_checkpoint(checkpoint)
         self.template = _template(checkpoint, self.tokenizer)
         self.reasoning = find_reasoning(self.tokenizer, self.template)
+        # Fields of SamplingParams, for what a client leaves out.
+        self.default_sampling: Mapping[str, Any] = {}
         opened = open_engine(checkpoint, options, progress)
         self.engine, self.plan = opened.engine, opened.plan
         self.context = self.plan.settings.context

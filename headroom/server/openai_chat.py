@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: answers a conversation, in OpenAI's format."""
 
-import asyncio
 import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -10,20 +9,18 @@ from pydantic import Field, PlainValidator, model_validator
 from starlette.responses import Response
 
 from headroom.answers import AnswerDelta, AnswerToken, Completion
-from headroom.engine.request import MAX_LOGPROBS, TokenLogprobs, new_seed
+from headroom.engine.request import MAX_LOGPROBS, TokenLogprobs
 from headroom.server.openai_shared import (
-    SEED_BITS,
     Envelope,
     GenerationCall,
     logprob_number,
-    make_requests,
     respond,
     token_text,
 )
 from headroom.server.schemas import (
     Body,
     GenerationBody,
-    Positive,
+    MaxTokens,
     read_body,
     short,
     unsupported,
@@ -86,7 +83,7 @@ class ChatBody(GenerationBody):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Positive | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[Any] | None = None
@@ -112,30 +109,20 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatBody, service.options.max_body)
     llm = await service.model(body.model)
     messages = [message.for_template() for message in body.messages]
-    # Encoding a long prompt takes a while; in a thread it does not hold up other clients' events.
-    prompt = await asyncio.to_thread(llm.prepare_chat, Conversation(messages=messages))
-    settings = {"seed": new_seed(SEED_BITS), **body.sampling()}
+    settings = body.sampling()
     if body.max_completion_tokens is not None:
         settings["max_tokens"] = body.max_completion_tokens
     if body.logprobs:
         settings["logprobs"] = body.top_logprobs or 0
+    chat = Conversation(messages=messages)
+    answers = await service.start_chat(llm, chat, settings, n=body.n or 1)
     envelope = Envelope(
         id=f"chatcmpl-{uuid.uuid4().hex}",
         object="chat.completion.chunk" if body.stream else "chat.completion",
         model=llm.name,
-        seed=settings["seed"],
-    )
-    requests = make_requests(
-        llm,
-        [prompt.tokens],
-        settings,
-        body.n,
-        prompt_field="messages",
-        new_constraint=prompt.new_constraint,
     )
     writer = ChatWriter(llm.tokenizer, with_logprobs=bool(body.logprobs))
-    call = GenerationCall(body, llm, requests, envelope, writer, prompt.new_parser)
-    return await respond(request, service, call)
+    return await respond(request, service, GenerationCall(body, answers, envelope, writer))
 
 
 class ChatWriter:

@@ -18,7 +18,6 @@ from headroom.server.openai_shared import (
     Envelope,
     GenerationCall,
     logprob_number,
-    make_requests,
     respond,
     token_text,
 )
@@ -30,7 +29,7 @@ from headroom.server.schemas import (
     unsupported,
     wrong_type,
 )
-from headroom.server.service import Service
+from headroom.server.service import Service, make_requests
 from headroom.text.detokenizer import Detokenizer
 from headroom.text.tokenizer import Tokenizer
 
@@ -93,10 +92,10 @@ async def completions(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, CompletionBody, service.options.max_body)
     llm = await service.model(body.model)
-    answers = len(body.prompt) * (body.n or 1)
-    if answers > MAX_ANSWERS:
+    asked = len(body.prompt) * (body.n or 1)
+    if asked > MAX_ANSWERS:
         raise RequestError(
-            f"The prompts ask for {answers} answers; at most {MAX_ANSWERS} are given at once.",
+            f"The prompts ask for {asked} answers; at most {MAX_ANSWERS} are given at once.",
             param="prompt",
         )
     tokenizer = llm.tokenizer
@@ -104,16 +103,16 @@ async def completions(request: Request) -> Response:
     settings = {"seed": new_seed(SEED_BITS), "max_tokens": DEFAULT_MAX_TOKENS, **body.sampling()}
     if body.logprobs is not None:
         settings |= {"logprobs": body.logprobs, "prompt_logprobs": bool(body.echo)}
+    requests = make_requests(llm, prompts, settings, body.n or 1, prompt_field="prompt")
+    echoed = await asyncio.to_thread(_echo, tokenizer, prompts, body) if body.echo else None
+    writer = CompletionWriter(tokenizer, echoed, body)
     envelope = Envelope(
         id=f"cmpl-{uuid.uuid4().hex}",
         object="text_completion",
         model=llm.name,
-        seed=settings["seed"],
     )
-    requests = make_requests(llm, prompts, settings, body.n, prompt_field="prompt")
-    echoed = await asyncio.to_thread(_echo, tokenizer, prompts, body) if body.echo else None
-    writer = CompletionWriter(tokenizer, echoed, body)
-    return await respond(request, service, GenerationCall(body, llm, requests, envelope, writer))
+    answers = service.start(llm, requests)
+    return await respond(request, service, GenerationCall(body, answers, envelope, writer))
 
 
 def _encode(tokenizer: Tokenizer, given: Sequence[str | list[int]]) -> list[list[int]]:

@@ -1,7 +1,7 @@
-"""What OpenAI's chat and completions endpoints share: requests, choices, usage, events."""
+"""What OpenAI's chat and completions endpoints share: choices, usage, events."""
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,14 +11,10 @@ from starlette.responses import JSONResponse, Response
 
 from headroom import __version__
 from headroom.answers import AnswerDelta, Completion, join_deltas
-from headroom.engine.request import GenerationRequest, SamplingParams, TokenConstraint
-from headroom.errors import RequestError
-from headroom.llm import LLM
 from headroom.server.refusals import problem_of
 from headroom.server.schemas import GenerationBody
 from headroom.server.service import Answers, Service
 from headroom.server.sse import EventStream, event, while_connected
-from headroom.text.answer_parser import AnswerParser
 from headroom.text.tokenizer import Tokenizer
 
 SEED_BITS = 53  # of a random seed: JavaScript's numbers hold it exactly
@@ -34,7 +30,6 @@ class Envelope:
     id: str
     object: str
     model: str
-    seed: int  # the client's or a drawn one, so that any answer can be reproduced
     created: int = field(default_factory=lambda: int(time.time()))
 
     def wrap(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -68,31 +63,28 @@ class ChoiceWriter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GenerationCall:
-    """One HTTP call: the engine's requests, and how their answers are written."""
+    """One HTTP call: the answers that the engine gives, and how they are written."""
 
     body: GenerationBody
-    llm: LLM
-    requests: Sequence[GenerationRequest]
+    answers: Answers
     envelope: Envelope
     writer: ChoiceWriter
-    new_parser: Callable[[], AnswerParser] = AnswerParser  # called once for each answer
 
     def totals(self, answers: Mapping[int, AnswerDelta | Completion]) -> dict[str, Any]:
         """Return the fields that sum up all answers; streams have their last deltas by index."""
         in_order = [answers[index] for index in sorted(answers)]
-        return {**usage_and_timings(in_order, self.body.n or 1), "seed": self.envelope.seed}
+        return {**usage_and_timings(in_order, self.body.n or 1), "seed": self.answers.seed}
 
 
 async def respond(request: Request, service: Service, call: GenerationCall) -> Response:
-    """Run the requests of a call and answer with a stream or with one whole object."""
-    answers = service.start(call.llm, call.requests, call.new_parser)
+    """Answer a call with a stream or with one whole object."""
     if call.body.stream:
-        events = _events(_chunks(answers, call))
-        return EventStream(events, service.options.keep_alive, answers.close)
+        events = _events(_chunks(call))
+        return EventStream(events, service.options.keep_alive, call.answers.close)
     try:
-        return JSONResponse(await while_connected(request, _whole(answers, call)))
+        return JSONResponse(await while_connected(request, _whole(call)))
     finally:
-        answers.close()
+        call.answers.close()
 
 
 async def _events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
@@ -107,14 +99,14 @@ async def _events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerato
         yield DONE
 
 
-async def _chunks(answers: Answers, call: GenerationCall) -> AsyncGenerator[dict[str, Any], None]:
+async def _chunks(call: GenerationCall) -> AsyncGenerator[dict[str, Any], None]:
     writer, envelope, with_usage = call.writer, call.envelope, call.body.include_usage
     usage: dict[str, Any] = {"usage": None} if with_usage else {}
     ends: dict[int, AnswerDelta] = {}
-    for index in range(len(call.requests)):
+    for index in range(call.answers.count):
         if (opening := writer.first(index)) is not None:
             yield envelope.wrap([opening], **usage)
-    async with aclosing(answers.deltas()) as deltas:
+    async with aclosing(call.answers.deltas()) as deltas:
         async for delta in deltas:
             if delta.adds:
                 yield envelope.wrap([writer.piece(delta)], **usage)
@@ -122,7 +114,7 @@ async def _chunks(answers: Answers, call: GenerationCall) -> AsyncGenerator[dict
                 continue
             ends[delta.index] = delta
             more = dict(usage)
-            if len(ends) == len(call.requests) and not with_usage:
+            if len(ends) == call.answers.count and not with_usage:
                 more = call.totals(ends)
                 del more["usage"]
             yield envelope.wrap([writer.last(delta)], **more)
@@ -130,38 +122,14 @@ async def _chunks(answers: Answers, call: GenerationCall) -> AsyncGenerator[dict
         yield envelope.wrap([], **call.totals(ends))
 
 
-async def _whole(answers: Answers, call: GenerationCall) -> dict[str, Any]:
-    parts: dict[int, list[AnswerDelta]] = {index: [] for index in range(len(call.requests))}
-    async with aclosing(answers.deltas()) as deltas:
+async def _whole(call: GenerationCall) -> dict[str, Any]:
+    parts: dict[int, list[AnswerDelta]] = {index: [] for index in range(call.answers.count)}
+    async with aclosing(call.answers.deltas()) as deltas:
         async for delta in deltas:
             parts[delta.index].append(delta)
     done = {index: join_deltas(part) for index, part in parts.items()}
     choices = [call.writer.whole(index, answer) for index, answer in done.items()]
     return call.envelope.wrap(choices, **call.totals(done))
-
-
-def make_requests(
-    llm: LLM,
-    prompts: Iterable[Sequence[int]],
-    settings: Mapping[str, Any],  # fields of SamplingParams
-    answers_per_prompt: int | None,
-    *,
-    prompt_field: str,  # the field of the body that the prompts come from, for errors
-    new_constraint: Callable[[], TokenConstraint | None] = lambda: None,  # for each answer
-) -> list[GenerationRequest]:
-    """Return the engine's requests: `answers_per_prompt` for each prompt, all with one seed."""
-    params = [
-        SamplingParams(**{**settings, "draw": draw}) for draw in range(answers_per_prompt or 1)
-    ]
-    requests = [llm.request(prompt, one, new_constraint()) for prompt in prompts for one in params]
-    for request in requests[:: len(params)]:
-        try:
-            llm.engine.check(request)
-        except RequestError as error:
-            if error.param == "prompt":
-                error.param = prompt_field
-            raise
-    return requests
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:

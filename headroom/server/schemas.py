@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin, get_type_
 
 from fastapi import Request
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -31,6 +32,16 @@ DRAIN_BYTES = 64 << 20
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+
+
+def _check_max_tokens(value: int) -> int:
+    """Refuse 0; the range of the field has refused what is below -1."""
+    if value == 0:
+        raise ValueError("input should be at least 1, or -1 for as many as the context holds")
+    return value
+
+
+MaxTokens = Annotated[int, Field(ge=-1, le=MAX_COUNT), AfterValidator(_check_max_tokens)]
 
 
 def wrong_type(expected: str) -> PydanticCustomError:
@@ -126,6 +137,8 @@ def _sampling_field(setting: "DataclassField[Any]") -> Any:
         return bool | None, None
     if kind is float:  # SamplingParams checks the bounds, after the default is filled in
         return Number | None, None
+    if setting.name == "max_tokens":
+        return MaxTokens | None, None
     low, high = setting.metadata["min"], setting.metadata["max"]
     most = MAX_COUNT if high is None else high
     return Annotated[int, Field(ge=low, le=most)] | None, None

@@ -2,17 +2,64 @@
 
 import asyncio
 import contextlib
+import secrets
 import weakref
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from headroom.answers import AnswerDelta, AnswerReader
-from headroom.engine.request import GenerationRequest, TokenEvent
+from headroom.engine.request import (
+    GenerationRequest,
+    SamplingParams,
+    TokenConstraint,
+    TokenEvent,
+)
 from headroom.errors import HeadroomError, RequestError
 from headroom.llm import LLM
 from headroom.options import Options
 from headroom.server.metrics import Metrics
 from headroom.server.refusals import RefusalError
 from headroom.text.answer_parser import AnswerParser
+from headroom.text.conversation import Conversation
+
+UNTIL_END = -1  # as `max_tokens`: as many tokens as the context holds
+
+
+def make_requests(
+    llm: LLM,
+    prompts: Iterable[Sequence[int]],
+    settings: Mapping[str, Any],  # fields of SamplingParams; None: the field is left out
+    answers_per_prompt: int = 1,
+    *,
+    prompt_field: str,  # the field of the body that the prompts come from, for errors
+    new_constraint: Callable[[], TokenConstraint | None] = lambda: None,  # for each answer
+) -> list[GenerationRequest]:
+    """Return the engine's requests: `answers_per_prompt` for each prompt, in this order.
+
+    Settings that a client leaves out are the model's own defaults. All requests have one seed, and
+    each has a draw of its own, so that answers to equal prompts differ.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    given = {"seed": new_seed(), **llm.default_sampling, **given}
+    if given.get("max_tokens") == UNTIL_END:
+        given["max_tokens"] = None
+    requests: list[GenerationRequest] = []
+    for prompt in prompts:
+        for draw in range(len(requests), len(requests) + answers_per_prompt):
+            params = SamplingParams(**{**given, "draw": draw})
+            requests.append(llm.request(prompt, params, new_constraint()))
+        try:
+            llm.engine.check(requests[-1])
+        except RequestError as error:
+            if error.param == "prompt":
+                error.param = prompt_field
+            raise
+    return requests
+
+
+def new_seed() -> int:
+    """Return a random seed of 53 bits, which JavaScript's numbers hold exactly."""
+    return secrets.randbits(53)
 
 
 class Answers:
@@ -25,6 +72,10 @@ class Answers:
         metrics: Metrics,
         new_parser: Callable[[], AnswerParser] = AnswerParser,  # called once for each answer
     ) -> None:
+        assert requests
+        self.llm = llm
+        self.count = len(requests)
+        self.seed = requests[0].params.seed  # one for all, the client's or a drawn one
         self._engine = llm.engine
         self._metrics = metrics
         self._readers = {
@@ -112,6 +163,33 @@ class Service:
         answers = Answers(llm, requests, self.metrics, new_parser)
         self._running.add(answers)
         return answers
+
+    async def start_chat(
+        self,
+        llm: LLM,
+        chat: Conversation,
+        settings: Mapping[str, Any],  # fields of SamplingParams; None: the model's default
+        *,
+        n: int = 1,
+        messages_field: str = "messages",  # the API's field of the conversation, for errors
+    ) -> Answers:
+        """Start `n` answers to a conversation; every chat API goes this way."""
+
+        def prepare() -> tuple[list[GenerationRequest], Callable[[], AnswerParser]]:
+            prompt = llm.prepare_chat(chat)
+            requests = make_requests(
+                llm,
+                [prompt.tokens],
+                settings,
+                n,
+                prompt_field=messages_field,
+                new_constraint=prompt.new_constraint,
+            )
+            return requests, prompt.new_parser
+
+        # Encoding a long prompt takes a while; in a thread it does not hold up other clients.
+        requests, new_parser = await asyncio.to_thread(prepare)
+        return self.start(llm, requests, new_parser)
 
     def stop(self) -> None:
         """Take no more requests and end those that run."""

@@ -186,6 +186,7 @@ class FakeLLM:
     def __init__(self) -> None:
         self.engine = FakeEngine()
         self.tokenizer = FakeTokenizer()
+        self.default_sampling: dict[str, Any] = {}
         self.conversations: list[list[Mapping[str, Any]]] = []
 
     def prepare_chat(self, chat: Conversation) -> ChatPrompt:
