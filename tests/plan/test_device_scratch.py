@@ -1,6 +1,7 @@
 """Scratch and tiles of a GPU: the planner counts as the launchers do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from headroom.formats.quants import BF16, F16, F32, Q4_K, Q8_0, Q8_K
 from headroom.kernels.cuda import attention, experts_scratch, grouped, matmul
 from headroom.kernels.cuda import scratch as arena
 from headroom.kernels.cuda.attention_scratch import WIDE_ROWS
-from headroom.kernels.cuda.buffers import Buffer, ScratchCount, floats
+from headroom.kernels.cuda.buffers import Buffer, Buffers, ScratchCount, floats
 from headroom.kernels.cuda.experts_scratch import ExpertShape, experts_at_once
 from headroom.kernels.cuda.matmul_scratch import half_rows_bytes, part_rows
 from headroom.kernels.cuda.sizes import DECODE_ROWS
@@ -33,6 +34,7 @@ from headroom.plan.device_scratch import (
 from headroom.plan.known import known_shape
 from headroom.plan.padding import expert_tile_padding, table_tile_padding, tile_padding
 from headroom.plan.plan import make_plan
+from headroom.plan.shape import LayerShape
 from headroom.units import GIB, MIB
 from tests.plan.shapes import host
 from tests.stand_in.kernels import no_kernel, use_kernels
@@ -311,3 +313,135 @@ def test_wide_heads_take_queries_and_two_sums_of_their_width() -> None:
     results, rope = 2 * rows * heads, 4 * 4 * rows
     wide = min(rows, WIDE_ROWS) * heads * (2 + 2 * 4)
     assert long - short == 64 * (results + rope + wide)
+
+
+class ListedBuffers(ScratchCount):
+    """Lists all buffers in order, those of a frame in parentheses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words: list[str] = []
+
+    def take(self, *taken: Buffer | Buffers) -> None:
+        for one in taken:
+            for buffer in (one,) if isinstance(one, Buffer) else one:
+                self.words.append(f"{buffer.dtype}:{'x'.join(map(str, buffer.shape))}")
+        super().take(*taken)
+
+    def largest(self, sizes: Sequence[int]) -> Sequence[int]:
+        return sizes
+
+    @contextmanager
+    def frame(self) -> Iterator[None]:
+        self.words.append("(")
+        with super().frame():
+            yield
+        self.words.append(")")
+
+
+DENSE = LayerShape(
+    kind="full", core_bytes=0, core_values=0, query_heads=6, kv_heads=2, key_dim=32, value_dim=32,
+    ffn_width=256,
+)  # fmt: skip
+# 600 channels of the convolution, and two heads of 128 values.
+RECURRENT = replace(
+    DENSE, kind="recurrent", state_heads=2, state_values=2 * 128 * 128, mixer_width=2 * (600 + 256)
+)
+ROUTED = replace(DENSE, experts=8, experts_used=2, expert_width=48)  # and a shared expert of 256
+BOTH = replace(ROUTED, post_norms=True)
+WITH_INPUTS = replace(DENSE, side_width=16)
+
+
+@pytest.mark.parametrize(
+    ("layer", "part", "rows", "tiled", "cold", "halves", "buffers"),
+    [
+        (DENSE, "attention", 2, False, False, False,
+            "u8:1104 f32:2x192 f32:2x64 f32:2x64 ( f32:2x64 ) ( f32:2x64 ) ( f32:2x64 ) "
+            "f32:2x6x32 f32:408 f32:2x192 u8:1104"),
+        (DENSE, "attention", 40, True, True, False,
+            "bf16:40x64 f32:40x192 f32:40x64 f32:40x64 ( bf16:40x192 bf16:192x64 ) ( "
+            "bf16:40x64 bf16:64x64 ) ( bf16:40x64 bf16:64x64 ) f32:40x6x32 f32:40x192 ( "
+            "bf16:45x2x32 bf16:45x2x32 bf16:40x6x32 ) bf16:40x192 ( bf16:40x64 bf16:64x192 )"),
+        (DENSE, "attention", 40, True, False, True,
+            "f16:40x64 f32:40 ( f32:40x64 ) f32:40x192 f32:40x64 f32:40x64 ( f32:40x192 "
+            "f16:192x64 ) ( f32:40x64 f16:64x64 ) ( f32:40x64 f16:64x64 ) f32:40x6x32 "
+            "f32:40x192 ( f16:45x2x32 f16:45x2x32 f16:40x6x32 ) f16:40x192 f32:40 ( f32:40x64 "
+            "f16:64x192 )"),
+        (DENSE, "feed-forward", 2, False, False, False,
+            "u8:1104 f32:2x256 f32:2x256 ( f32:2x64 ) ( f32:2x64 ) u8:1104 ( f32:2x256 )"),
+        (DENSE, "feed-forward", 40, True, True, False,
+            "bf16:40x64 f32:40x256 f32:40x256 ( bf16:40x256 bf16:256x64 ) ( bf16:40x256 "
+            "bf16:256x64 ) bf16:40x256 ( bf16:40x64 bf16:64x256 )"),
+        (DENSE, "feed-forward", 40, True, False, True,
+            "f16:40x64 f32:40 ( f32:40x64 ) f32:40x256 f32:40x256 ( f32:40x256 f16:256x64 ) ( "
+            "f32:40x256 f16:256x64 ) f16:40x256 f32:40 ( f32:40x64 f16:64x256 )"),
+        (RECURRENT, "recurrent", 2, False, False, False,
+            "u8:1104 f32:2x600 f32:2x256 f32:2x2 f32:2x2 ( f32:2x64 ) ( f32:2x64 ) ( f32:2x64 "
+            ") ( f32:2x64 ) f32:2x600 f32:2x2x2 f32:2x2x128 u8:1104 ( f32:2x2x128 )"),
+        (RECURRENT, "recurrent", 40, True, True, False,
+            "bf16:40x64 f32:40x600 f32:40x256 f32:40x2 f32:40x2 ( bf16:40x600 bf16:600x64 ) ( "
+            "bf16:40x256 bf16:256x64 ) ( bf16:40x2 bf16:2x64 ) ( bf16:40x2 bf16:2x64 ) "
+            "f32:40x2x128 ( f32:40x600 f32:40x2x2 f32:2x1x64x256 f32:2x1x64x64 f32:2x1x64 ) "
+            "bf16:40x256 ( bf16:40x64 bf16:64x256 )"),
+        (RECURRENT, "recurrent", 40, True, False, True,
+            "f16:40x64 f32:40 ( f32:40x64 ) f32:40x600 f32:40x256 f32:40x2 f32:40x2 ( "
+            "f32:40x600 f16:600x64 ) ( f32:40x256 f16:256x64 ) ( f32:40x2 f16:2x64 ) ( "
+            "f32:40x2 f16:2x64 ) f32:40x2x128 ( f32:40x600 f32:40x2x2 f32:2x1x64x256 "
+            "f32:2x1x64x64 f32:2x1x64 ) f16:40x256 f32:40 ( f32:40x2x128 ) ( f32:40x64 "
+            "f16:64x256 )"),
+        (ROUTED, "experts", 2, False, False, False,
+            "( f32:2x64 u8:1104 f32:2x8 f32:2x256 f32:2x256 ( f32:2x64 ) ( f32:2x64 ) u8:1104 "
+            "f32:2x64 ( f32:2x256 ) f32:2x2 f32:192 i64:4 )"),
+        (ROUTED, "experts", 2, True, False, False,
+            "( f32:2x64 u8:1104 f32:2x8 f32:2x2 f32:704 i64:4 )"),
+        (ROUTED, "experts", 2, True, True, False,
+            "( f32:2x64 u8:1104 f32:2x8 i32:2x2 f32:2x2 f32:704 i64:4 )"),
+        (ROUTED, "experts", 3, True, False, False,
+            "( f32:3x64 u8:2192 f32:3x8 i32:3x2 f32:3x2 f32:1056 i64:6 )"),
+        (ROUTED, "experts", 40, True, True, False,
+            "( f32:40x64 bf16:40x64 f32:40x8 f32:40x256 f32:40x256 ( bf16:40x256 bf16:256x64 "
+            ") ( bf16:40x256 bf16:256x64 ) bf16:40x256 f32:40x64 ( bf16:40x64 bf16:64x256 ) "
+            "i32:40x2 f32:40x2 ( bf16:8x96x64 bf16:80x64 bf16:80x48 ) )"),
+        (ROUTED, "experts", 40, False, False, False,
+            "( f32:40x64 bf16:40x64 f32:40x8 f32:40x256 f32:40x256 ( bf16:40x256 ) ( "
+            "bf16:40x256 ) bf16:40x256 f32:40x64 ( bf16:40x64 ) i32:40x2 f32:40x2 ( i32:144 "
+            "i64:10x4 u8:78912 ( u8:78912 f32:144x48 ) f32:80x64 ) )"),
+        (ROUTED, "experts", 40, True, True, True,
+            "( f32:40x64 f16:40x64 f32:40 f32:40x8 f32:40x256 f32:40x256 ( f32:40x256 "
+            "f16:256x64 ) ( f32:40x256 f16:256x64 ) f16:40x256 f32:40 f32:40x64 ( f32:40x64 "
+            "f16:64x256 ) i32:40x2 f32:40x2 ( f16:8x96x64 f16:80x64 f16:80x48 f32:80 ) )"),
+        (BOTH, "experts", 2, False, False, False,
+            "f32:2x64 u8:1104 f32:2x8 i32:2x2 f32:2x2 f32:192 i64:4 u8:1104 f32:2x256 "
+            "f32:2x256 ( f32:2x64 ) ( f32:2x64 ) u8:1104 f32:2x64 ( f32:2x256 ) f32:2x64"),
+        (BOTH, "experts", 40, True, True, False,
+            "f32:40x64 bf16:40x64 f32:40x64 f32:40x8 i32:40x2 f32:40x2 ( bf16:8x96x64 "
+            "bf16:80x64 bf16:80x48 ) bf16:40x64 f32:40x256 f32:40x256 ( bf16:40x256 "
+            "bf16:256x64 ) ( bf16:40x256 bf16:256x64 ) bf16:40x256 f32:40x64 ( bf16:40x64 "
+            "bf16:64x256 ) f32:40x64"),
+        (BOTH, "experts", 40, True, True, True,
+            "f32:40x64 f16:40x64 f32:40 ( f32:40x64 ) f32:40x64 f32:40x8 i32:40x2 f32:40x2 ( "
+            "f16:8x96x64 f16:80x64 f16:80x48 f32:80 ) f16:40x64 f32:40 ( f32:40x64 ) "
+            "f32:40x256 f32:40x256 ( f32:40x256 f16:256x64 ) ( f32:40x256 f16:256x64 ) "
+            "f16:40x256 f32:40 f32:40x64 ( f32:40x64 f16:64x256 ) f32:40x64"),
+        (WITH_INPUTS, "per-layer inputs", 2, False, False, False,
+            "u8:1104 f32:2x16 u8:1104 f32:2x64 ( f32:2x16 )"),
+        (WITH_INPUTS, "per-layer inputs", 40, True, True, False,
+            "bf16:40x64 f32:40x16 ( bf16:40x16 bf16:16x64 ) bf16:40x16 f32:40x64 ( bf16:40x64 "
+            "bf16:64x16 )"),
+        (WITH_INPUTS, "per-layer inputs", 40, True, False, True,
+            "f16:40x64 f32:40 f32:40x16 ( f32:40x16 f16:16x64 ) f16:40x16 f32:40 f32:40x64 ( "
+            "f32:40x64 f16:64x16 )"),
+    ],
+)  # fmt: skip
+def test_a_part_takes_the_buffers_of_its_launchers_in_their_frames(
+    layer: LayerShape, part: str, rows: int, tiled: bool, cold: bool, halves: bool, buffers: str
+) -> None:
+    """Rows of 64 values after 5 tokens; halves of up to 256 columns lie in records of 1104 bytes.
+
+    A run takes the same buffers: see tests/split/test_model_memory.py.
+    """
+    most = DeviceStep(hidden=64, rows=100, spans=4, context=90, unpack_bytes=MIB, halves=halves)
+    taken = StepRows((SpanRows(rows, 5),), most)
+    found = ListedBuffers()
+    parts_of(layer)[part](found, layer, taken, Variant(frozenset(), tiled, cold))
+    assert " ".join(found.words) == buffers

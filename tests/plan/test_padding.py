@@ -36,6 +36,18 @@ def test_rows_are_filled_up_where_tensors_are_multiplied_by() -> None:
     assert panel_padding({"ssm_conv1d.weight": ((50, 4), F32)}) == Padding()
 
 
+def test_padding_of_several_tensors_is_added_up_whatever_comes_between() -> None:
+    tensors = {
+        "attn_norm.weight": ((50,), F32),
+        "attn_gate.weight": ((72, 256), Q4_K),
+        "ssm_conv1d.weight": ((50, 4), F32),
+        "ffn_gate_inp.weight": ((6, 64), BF16),
+        "ssm_beta.weight": ((6, 64), BF16),
+    }
+    size = 8 * 144 + 10 * 256 + 10 * 128
+    assert panel_padding(tensors) == Padding(size, 8 * 256 + 2 * 10 * 64, 10 * 64)
+
+
 def test_gate_and_up_of_experts_are_filled_up_apart() -> None:
     apart = dict.fromkeys(("ffn_gate_exps.weight", "ffn_up_exps.weight"), ((4, 24, 64), Q8_0))
     fused = {"ffn_gate_up_exps.weight": ((4, 48, 64), Q8_0)}

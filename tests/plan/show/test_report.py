@@ -2,7 +2,6 @@
 
 import io
 import json
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from headroom.machine.calibration import Speeds, load_speeds, save_speeds, with_
 from headroom.options import Options
 from headroom.plan.plan import Plan, make_plan
 from headroom.plan.show.emit import llama_server_command
-from headroom.plan.show.picture import plan_svg
 from headroom.plan.show.report import explain_line, plan_json
 from headroom.plan.show.table import compare_table, plan_table, plan_text
 from tests.plan.shapes import cpu, gpu, host, laguna, smollm2
@@ -180,26 +178,6 @@ def test_a_long_name_of_a_plan_is_folded_and_stays_whole() -> None:
     Console(file=out, width=40).print(compare_table({name: hybrid_plan(12)}))
     head = out.getvalue().partition("context")[0]
     assert "".join(head.split()) == name
-
-
-def test_the_picture_is_sound_and_its_boxes_fill_the_bar() -> None:
-    plan = hybrid_plan()
-    root = ET.fromstring(plan_svg(plan))
-    boxes = root.findall("{http://www.w3.org/2000/svg}rect")
-    bars = [float(box.get("width", 0)) for box in boxes if box.get("height") == "36"]
-    lines = len(plan.devices[0].lines)
-    assert bars[0] == 920  # the empty bar
-    assert sum(bars[1 : lines + 1]) == pytest.approx(920, abs=1)
-    assert len(bars) == lines + 1 + len(plan.host.lines) + 1
-    marks = [box for box in boxes if box.get("height") == "12"]
-    for mark in marks:  # each has its text beside it
-        right = float(mark.get("x", 0)) + float(mark.get("width", 0))
-        texts = [
-            float(text.get("x", 0))
-            for text in root.findall("{http://www.w3.org/2000/svg}text")
-            if 0 < float(text.get("y", 0)) - float(mark.get("y", 0)) <= 12
-        ]
-        assert [right < x < right + 20 for x in texts] == [True]
 
 
 def test_the_nearest_llama_server_command_keeps_the_settings() -> None:
