@@ -20,12 +20,14 @@ from headroom.plan.cost_model import (
     best_in_place,
     choose_decode,
     cold_speeds_of,
+    compute_rate,
     decode_seconds,
     decode_speeds,
     expected_counts,
     expert_operations,
     layer_read_seconds,
     left_to_cpu,
+    memory_rate,
     most_counted_rows,
     pays_to_count,
     prefill_speeds,
@@ -76,6 +78,14 @@ def test_a_token_reads_weights_half_a_context_and_states_at_the_speed_of_memory(
     rate = device.bandwidth
     assert layer_read_seconds(layer, replace(device, measured=True), asked) == moved / rate
     assert layer_read_seconds(layer, device, asked) == pytest.approx(moved / rate / 0.7)
+
+
+def test_a_listed_speed_is_reached_in_part_and_a_measured_one_whole() -> None:
+    listed = replace(gpu(8), bandwidth=1e12, flops=2e14)
+    assert memory_rate(listed) == pytest.approx(0.7e12)
+    assert compute_rate(listed) == pytest.approx(1.4e14)
+    measured = replace(listed, measured=True)
+    assert (memory_rate(measured), compute_rate(measured)) == (1e12, 2e14)
 
 
 def test_cold_experts_are_not_read_from_the_devices_memory() -> None:
