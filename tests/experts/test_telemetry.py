@@ -76,3 +76,25 @@ def test_the_meter_adds_up_all_who_compute_cold_experts() -> None:
     assert ColdMeter(costs=(stream,)).figures() == ColdFigures({"stream": 4})
     alone = ColdMeter(costs=(stream,), cpu_costs=True, copies_s=lambda: 0.125).figures()
     assert alone == ColdFigures({"cpu": 10, "stream": 4}, {"cold": 0.5, "copies": 0.125})
+
+
+def test_picks_of_a_long_run_are_counted_to_the_last_one() -> None:
+    many = (1 << 53) + 1  # float64 has no such number, and float32 none above 2 ** 24
+    counter = HitCounter((1,), 3)
+    counter.set_placement(placed((0,)))
+    counter.count(torch.tensor([[many, 1, 0]]), torch.tensor([[0, many, 0]]))
+    found = counter.reading(ColdMeter(pick_bytes=(1,)))
+    assert (found.picks, found.hits) == ((many + 1,), (many,))
+    assert found.cold_bytes == {"gpu": many}
+    assert all(type(number) is int for number in (*found.picks, *found.hits))
+
+
+def test_a_move_promotes_one_expert_and_demotes_another() -> None:
+    counter = HitCounter((1, 1), 3)
+    counter.set_placement(placed((0,), (0,)))
+    counter.move(1, promoted=2, demoted=0)
+    counts = torch.tensor([[1, 10, 100], [1, 10, 100]])
+    counter.count(counts, counts)
+    found = counter.reading(ColdMeter(pick_bytes=(1, 1000)))
+    assert found.hits == (1, 100)
+    assert found.cold_bytes == {"gpu": 110 + 11_000}

@@ -229,7 +229,7 @@ def _patch_torch(patch: pytest.MonkeyPatch, gpu: StandInGpu) -> None:
         "max_memory_reserved": lambda device=None: 0,
         "empty_cache": lambda: None,
         "synchronize": lambda device=None: queues.finish(),
-        "current_stream": queues.current_stream,
+        "current_stream": lambda device=None: _stream_of(queues, device),
         "stream": lambda stream: _chosen_stream(queues, stream),
         "Stream": Stream,
         "Event": Event,
@@ -252,7 +252,18 @@ def _patch_torch(patch: pytest.MonkeyPatch, gpu: StandInGpu) -> None:
 def _started(queues: Queues) -> Iterator[None]:
     if queues.memory_bytes == 0:
         raise RuntimeError("CUDA error: out of memory")  # CUDA itself needs some
-    yield
+    with queues.chosen_device():
+        yield
+
+
+def _stream_of(queues: Queues, device: object) -> Stream:
+    """Return the stream of a GPU that is named, or that the thread has chosen before.
+
+    Beside a second GPU, any other call may get the stream of the wrong one.
+    """
+    if device is None and not queues.device_is_chosen:
+        raise WrongDeviceError("current_stream() names no GPU")
+    return queues.current_stream()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -226,9 +227,24 @@ class Queues:
         (found,) = (stream for stream in self.streams if stream.cuda_stream == handle)
         return found
 
-    def current_stream(self, device: object = None) -> Stream:
+    def current_stream(self) -> Stream:
         """Return the stream that this thread's operations go to."""
         return getattr(self._chosen, "stream", self.main)
+
+    @contextmanager
+    def chosen_device(self) -> Iterator[None]:
+        """Let this thread have chosen the GPU for as long as the block runs."""
+        before = self.device_is_chosen
+        self._chosen.device = True
+        try:
+            yield
+        finally:
+            self._chosen.device = before
+
+    @property
+    def device_is_chosen(self) -> bool:
+        """Whether this thread has chosen the GPU, so that calls need not name it."""
+        return getattr(self._chosen, "device", False)
 
     def choose(self, stream: Stream) -> None:
         """Let this thread's operations go to a stream."""

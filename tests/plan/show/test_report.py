@@ -48,6 +48,40 @@ def test_the_json_has_the_keys_that_scripts_rely_on() -> None:
     assert all(line["why"] for line in device["lines"])
 
 
+def test_the_json_is_the_plan_field_by_field() -> None:
+    plan = make_plan(
+        [laguna()], [gpu(9), gpu(7, "cuda:1"), host(64)], Options(kv_type="q8_0", threads=3)
+    )
+    report, used, found = plan_json(plan), plan.settings, plan.predicted
+    assert report["model"] == plan.model
+    assert report["settings"] == {
+        "context": used.context, "parallel": used.parallel, "chunk": used.chunk,
+        "cache_tokens": used.cache_tokens, "page_size": 64, "pages": used.cache_tokens // 64,
+        "k_type": "q8_0", "v_type": "q8_0", "dtype": "bf16", "activation": used.handover_type,
+        "weights": "packed", "threads": 3, "pin_threads": False,
+    }  # fmt: skip
+    places = [*zip(report["devices"], plan.devices, strict=True), (report["host"], plan.host)]
+    for shown, place in places:
+        assert (shown["total_bytes"], shown["free_bytes"]) == (place.total_bytes, place.free_bytes)
+        assert shown["lines"] == [
+            {"name": line.name, "bytes": line.bytes, "why": line.why} for line in place.lines
+        ]
+    for shown, device in zip(report["devices"], plan.devices, strict=True):
+        assert (shown["name"], shown["layers"]) == (device.name, list(device.layers))
+        assert shown["hot_experts"] == sum(device.hot_by_layer)
+        assert shown["total_experts"] == device.total_experts
+    assert report["precision"] == {
+        "activation": plan.precision.type, "reason": plan.precision.reason,
+    }  # fmt: skip
+    assert report["lossy"] == list(plan.lossy) != []
+    assert report["notes"] == list(plan.notes)
+    assert report["predicted"] == {
+        "decode_tokens_per_s": round(found.decode_tokens_per_s, 2),
+        "prefill_tokens_per_s": round(found.prefill_tokens_per_s, 2),
+        "bound_by": found.bound_by, "estimate": True,
+    }  # fmt: skip
+
+
 def test_the_text_names_every_line_and_the_verdict() -> None:
     plan = make_plan([smollm2()], [cpu(24)], Options(kv_type="q8_0"))
     text = plan_text(plan)

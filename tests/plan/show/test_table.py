@@ -1,0 +1,158 @@
+"""A plan as text: each line's row, the memory map, and plans side by side, column by column."""
+
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from rich.console import Console
+from rich.segment import Segment
+
+from headroom.options import Options
+from headroom.plan.lines import Line
+from headroom.plan.plan import Plan, make_plan
+from headroom.plan.show.table import compare_table, plan_table, plan_text
+from headroom.units import GIB, gib
+from tests.plan.shapes import cpu, gpu, host, laguna, smollm2
+
+WIDE = 400  # columns, so that no row is folded
+
+
+@cache
+def two_gpus() -> Plan:
+    devices = [gpu(9), gpu(7, "cuda:1"), host(64)]
+    return make_plan([laguna()], devices, Options(activation_dtype="bf16"))
+
+
+@cache
+def too_small() -> Plan:
+    plan = make_plan([smollm2()], [cpu(24)], Options())
+    device = replace(plan.devices[0], total_bytes=GIB // 2)
+    return replace(plan, devices=(device,), fits=False)
+
+
+def table_rows(title: str, lines: Sequence[Line], free: int) -> Iterable[str]:
+    """Yield a device's rows: names to the left, sizes to the right, then the reasons."""
+    word = "free" if free >= 0 else "missing"
+    names = max(len(name) for name in (word, *(line.name for line in lines)))
+    sizes = max(len(gib(size)) for size in (abs(free), *(line.bytes for line in lines)))
+    yield title
+    for line in lines:
+        yield f"{line.name:<{names}}  {gib(line.bytes):>{sizes}}  {line.why}"
+    yield f"{word:<{names}}  {gib(abs(free)):>{sizes}}"
+
+
+def memory_map(total: int, lines: Sequence[Line]) -> str:
+    """Return 60 columns, each with the letter of the line that reaches beyond its beginning."""
+    letters = {"runtime": "x"}
+    whole, bar = max(total, sum(line.bytes for line in lines)), ""
+    for column in range(60):
+        reached, letter = 0, "."
+        for line in lines:
+            reached += line.bytes
+            if reached * 60 // whole > column:
+                letter = letters.get(line.name, line.name[0])
+                break
+        bar += letter
+    return f"[{bar}]"
+
+
+@pytest.mark.parametrize("make", [two_gpus, too_small])
+def test_every_device_has_a_title_its_lines_what_is_free_and_a_map(make: object) -> None:
+    plan = make()  # type: ignore[operator]
+    expected = []
+    for device in plan.devices:
+        title = f"{device.name}, {gib(device.total_bytes)}: layers {device.layers[0]} to "
+        title += str(device.layers[1])
+        if device.total_experts:
+            title += f", {device.hot_experts} of {device.total_experts} experts hot"
+        expected += table_rows(title, device.lines, device.free_bytes)
+        expected.append(memory_map(device.total_bytes, device.lines))
+    if plan.host.lines:
+        title = f"host memory, {gib(plan.host.total_bytes)}"
+        expected += table_rows(title, plan.host.lines, plan.host.free_bytes)
+    _, *rows = plan_text(plan, WIDE).splitlines()
+    assert rows[: len(expected)] == expected
+
+
+def test_the_verdict_comes_first_and_types_and_speeds_come_last() -> None:
+    plan = two_gpus()
+    rows = plan_text(plan, WIDE).splitlines()
+    assert rows[0] == (
+        "laguna-xs.2:q4_k_m fits: context 8192, parallel 1, chunk 1024, cache of 8192 tokens "
+        "(keys bf16, values bf16)"
+    )
+    reason, found = plan.precision.reason, plan.predicted
+    assert rows[-2 - len(plan.lossy) - len(plan.notes) :] == [
+        f"weights packed, computed in bf16 ({reason}), rows handed over in bf16; 7 threads",
+        f"{found.decode_tokens_per_s:.1f} tokens/s decode, {found.prefill_tokens_per_s:.0f} "
+        f"tokens/s prefill (estimated), bound by {found.bound_by}",
+        *(f"lossy: {choice}" for choice in plan.lossy),
+        *(f"note: {note}" for note in plan.notes),
+    ]
+    small = plan_text(too_small(), WIDE)
+    assert small.startswith("smollm2 does not fit: context 8192, parallel 4, chunk 512, ")
+
+
+def test_a_type_that_the_user_chose_and_measured_speeds_are_said_to_be_so() -> None:
+    device = replace(cpu(24), measured=True)
+    text = plan_text(make_plan([smollm2()], [device], Options(dtype="bf16")), WIDE)
+    assert ", computed in bf16 (set by --dtype)" in text
+    assert " (measured speeds), bound by memory of cpu\n" in text
+
+
+def test_text_is_folded_at_the_given_width() -> None:
+    assert max(map(len, plan_text(two_gpus()).splitlines())) <= 120
+    assert max(map(len, plan_text(two_gpus(), 70).splitlines())) <= 70
+
+
+def styled(plan: Plan) -> list[Segment]:
+    console = Console(file=io.StringIO(), force_terminal=True, width=WIDE, color_system="256")
+    return list(console.render(plan_table(plan)))
+
+
+def test_names_have_colours_reasons_are_dim_and_missing_memory_is_red() -> None:
+    for plan in (two_gpus(), too_small()):
+        shown = {part.text.strip(): part.style for part in styled(plan) if part.style}
+        for line in plan.devices[0].lines:
+            name, why = shown[line.name], shown[line.why]
+            assert name.color is not None
+            assert why.dim
+        head = plan_text(plan, WIDE).splitlines()[0]
+        assert shown[head].bold
+    missing = shown["missing"]
+    assert missing.bold
+    assert missing.color is not None
+    assert missing.color.name == "red"
+    lacking = shown[gib(-too_small().devices[0].free_bytes)]
+    assert lacking.color == missing.color
+    free = next(part.style for part in styled(two_gpus()) if part.text.strip() == "free")
+    assert free is not None
+    assert (free.bold, free.color) == (True, None)
+
+
+def test_plans_side_by_side_have_the_sums_of_all_devices_and_the_host() -> None:
+    plans = {"two": two_gpus(), "small": too_small()}
+    out = io.StringIO()
+    Console(file=out, width=WIDE).print(compare_table(plans))
+    head, *rows = out.getvalue().splitlines()
+    assert head.split() == ["two", "small"]
+    expected: dict[str, list[str]] = {}
+    for word in ("context", "parallel", "chunk", "cache_tokens"):
+        expected[word] = [str(getattr(plan.settings, word)) for plan in plans.values()]
+    for column, plan in enumerate(plans.values()):
+        lines = [*(line for device in plan.devices for line in device.lines), *plan.host.lines]
+        for name in {line.name: None for line in lines}:
+            total = sum(line.bytes for line in lines if line.name == name)
+            expected.setdefault(name, ["-", "-"])[column] = gib(total)
+    hot = sum(device.hot_experts for device in plans["two"].devices)
+    expected["hot experts"] = [f"{hot} of 9984", "-"]
+    expected["fits"] = ["yes", "no"]
+    speeds = [f"{plan.predicted.decode_tokens_per_s:.1f}" for plan in plans.values()]
+    expected["decode tokens/s"] = speeds
+    names = max(map(len, expected))
+    first, second = (max(len(row[n]) for row in expected.values()) for n in (0, 1))
+    assert [row.rstrip() for row in rows] == [
+        f"{name:<{names}}  {row[0]:>{first}}  {row[1]:>{second}}" for name, row in expected.items()
+    ]
