@@ -14,6 +14,7 @@ from headroom.families.registry import FAMILIES, RUNNABLE
 from headroom.families.synth.recipe import find_recipe
 from headroom.families.synth.values import Source
 from headroom.families.synth.write import write_gguf
+from tests.families.oracles import oracle_greedy, variant
 from tests.server.fakes import serving
 
 CASES = [(name, size) for name in RUNNABLE for size in FAMILIES[name].synthesis.tiny]
@@ -105,18 +106,41 @@ def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[httpx.Cli
         yield http
 
 
-def test_a_server_answers_a_chat_and_streams_the_same(client: httpx.Client) -> None:
-    body = {"messages": CHAT, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
-    answer = client.post("/v1/chat/completions", json=body)
+ASKED = {"messages": CHAT, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+
+
+def whole_and_streamed(client: httpx.Client) -> tuple[str, str]:
+    """Return the content of a chat's answer, asked for at once and as a stream."""
+    answer = client.post("/v1/chat/completions", json=ASKED)
     assert answer.status_code == 200, answer.text
     choice = answer.json()["choices"][0]
     assert choice["finish_reason"] == "length"
     assert answer.json()["usage"]["completion_tokens"] == 16
-    events = client.post("/v1/chat/completions", json=body | {"stream": True}).text.split("\n\n")
+    events = client.post("/v1/chat/completions", json=ASKED | {"stream": True}).text.split("\n\n")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events if "{" in event]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
-    text = "".join(delta.get("content") or "" for delta in deltas)
-    assert text == choice["message"]["content"] != ""
+    return choice["message"]["content"], "".join(delta.get("content") or "" for delta in deltas)
+
+
+def test_a_server_answers_a_chat_and_streams_the_same(client: httpx.Client) -> None:
+    whole, streamed = whole_and_streamed(client)
+    assert whole == streamed != ""
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen35moe", "laguna", "gemma4-e4b"])
+def test_a_server_answers_and_streams_the_greedy_tokens_of_transformers(
+    name: str, tmp_path: Path
+) -> None:
+    model = variant(name)
+    exact: dict[str, Any] = {"dtype": "f32", "kv_type": "f32", "context": 256, "threads": 2}
+    with (
+        LLM(str(model.save_safetensors(tmp_path)), **exact) as llm,
+        serving(llm, Options(port=0)) as server,
+        httpx.Client(base_url=server.address, timeout=60) as http,
+    ):
+        tokens = oracle_greedy(model.model(), llm.encode_chat(CHAT), 16)
+        assert len(set(tokens)) > 1
+        assert whole_and_streamed(http) == (llm.tokenizer.decode(tokens),) * 2
 
 
 @pytest.mark.parametrize("family", sorted(RUNNABLE))
