@@ -43,6 +43,7 @@ class AnswerDelta:
     error: str = ""  # with finish reason "error"
     prompt_tokens: int = 0
     generated_tokens: int = 0  # so far
+    thought_tokens: int = 0  # so far: those of the generated tokens that are thoughts
     timings: Timings = NO_TIME  # up to this delta
 
     @property
@@ -68,6 +69,7 @@ class Completion:
     finish_reason: FinishReason
     prompt_tokens: int
     generated_tokens: int
+    thought_tokens: int  # those of the generated tokens that are thoughts
     logprobs: tuple[TokenLogprobs, ...]  # one per token id, if asked for
     shown_tokens: tuple[AnswerToken, ...]  # the tokens that `text` shows
     prompt_logprobs: tuple[TokenLogprobs | None, ...]  # one per prompt token, if asked for
@@ -112,6 +114,7 @@ class AnswerReader:
             finish_reason=delta.finish_reason,
             prompt_tokens=delta.prompt_tokens,
             generated_tokens=delta.generated_tokens,
+            thought_tokens=delta.thought_tokens,
             timings=delta.timings,
         )
         return replace(delta, finish_reason=None)
@@ -138,6 +141,7 @@ class AnswerReader:
             error=event.error,
             prompt_tokens=event.prompt_tokens,
             generated_tokens=event.generated_tokens,
+            thought_tokens=self._text.thought_tokens,
             timings=event.timings or NO_TIME,
         )
 
@@ -169,6 +173,7 @@ def join_deltas(deltas: Sequence[AnswerDelta]) -> Completion:
         finish_reason=last.finish_reason,
         prompt_tokens=last.prompt_tokens,
         generated_tokens=last.generated_tokens,
+        thought_tokens=last.thought_tokens,
         logprobs=tuple(delta.logprobs for delta in deltas if delta.logprobs is not None),
         shown_tokens=tuple(token for delta in deltas for token in delta.shown_tokens),
         prompt_logprobs=tuple(entry for delta in deltas for entry in delta.prompt_logprobs),

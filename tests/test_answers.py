@@ -9,6 +9,8 @@ import pytest
 from headroom.answers import AnswerDelta, AnswerReader, join_deltas
 from headroom.engine.engine import Engine
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent, TokenLogprobs
+from headroom.text.answer_parser import AnswerParser
+from headroom.text.reasoning import Reasoning
 from headroom.text.tokenizer import Tokenizer
 from tests.server.fakes import BOS, EOS, TIMINGS, FakeTokenizer
 
@@ -163,3 +165,24 @@ def test_a_whole_answer_has_everything_that_its_deltas_had() -> None:
         (97, 0, logprobs[0]),
         (98, 1, logprobs[1]),
     ]
+
+
+def test_tokens_of_thoughts_are_counted_with_their_marks() -> None:
+    marks = Reasoning(start="<think>", end="</think>", start_id=1, end_id=2, opened=False)
+    params = SamplingParams()
+    request = GenerationRequest(id="a", prompt=(1,), params=params, stop_ids=frozenset())
+    reader = AnswerReader(
+        request,
+        cast(Tokenizer, FakeTokenizer()),
+        cast(Engine, QuietEngine()),
+        parser=AnswerParser(marks, in_thought=True),
+    )
+    text = "Hm.</think>Four."
+    deltas = [
+        reader.read(token_event(token, count, "length" if count == len(text) else None))
+        for count, token in enumerate(text.encode(), start=1)
+    ]
+    answer = join_deltas(deltas)
+    assert (answer.thought, answer.text) == ("Hm.", "Four.")
+    assert (answer.thought_tokens, answer.generated_tokens) == (len("Hm.</think>"), len(text))
+    assert deltas[1].thought_tokens == 2

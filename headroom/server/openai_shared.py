@@ -153,6 +153,7 @@ def usage_and_timings(
     times = [answer.timings for answer in answers]
     prompt = sum(answer.prompt_tokens for answer in answers[::choices_per_prompt])
     generated = sum(answer.generated_tokens for answer in answers)
+    thoughts = sum(answer.thought_tokens for answer in answers)
     prefill_s = max(time.prefill_s for time in times)
     decode_s = max(time.decode_s for time in times)
     # The first token of each answer comes from the prefill step.
@@ -161,6 +162,8 @@ def usage_and_timings(
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": thoughts},
     }
     timings: dict[str, Any] = {
         "queue_ms": round(1000 * max(time.queue_s for time in times), 3),

@@ -176,7 +176,12 @@ class Service:
         """Start `n` answers to a conversation; every chat API goes this way."""
 
         def prepare() -> tuple[list[GenerationRequest], Callable[[], AnswerParser]]:
-            prompt = llm.prepare_chat(chat)
+            try:
+                prompt = llm.prepare_chat(chat)
+            except RequestError as error:
+                if error.param == "messages":
+                    error.param = messages_field
+                raise
             requests = make_requests(
                 llm,
                 [prompt.tokens],

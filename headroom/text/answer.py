@@ -27,6 +27,7 @@ class AnswerText:
         self._parser = parser or AnswerParser()
         self._stops = StopFinder(stops)
         self.decoded = 0  # characters that the tokens so far stand for, shown or not
+        self.thought_tokens = 0  # tokens of thoughts so far, with the marks around them
 
     @property
     def stopped(self) -> bool:
@@ -40,7 +41,10 @@ class AnswerText:
 
     def push(self, token_id: int) -> AnswerParts:
         """Take one token and return what may be shown now."""
-        return self._show(self._detokenizer.push(token_id))
+        was_thinking = self._parser.in_thought
+        parts = self._show(self._detokenizer.push(token_id))
+        self.thought_tokens += was_thinking or self._parser.in_thought
+        return parts
 
     def finish(self) -> AnswerParts:
         """Return what was held back; no more tokens come."""

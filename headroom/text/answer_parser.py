@@ -67,6 +67,11 @@ class AnswerParser:
         self._held = ""  # the end of the text, which may be the start of a mark
 
     @property
+    def in_thought(self) -> bool:
+        """Whether the text that was pushed last ended inside a thought."""
+        return self._thinking
+
+    @property
     def held(self) -> int:
         """Characters that were pushed and not given out yet."""
         return len(self._held)

@@ -236,3 +236,14 @@ def events_of(text: str) -> list[Any]:
     """Return the JSON of a stream's events; its end mark as a plain string."""
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line[:5] == "data:"]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def openai_usage(prompt: int, completion: int, thoughts: int = 0) -> dict[str, Any]:
+    """Return the usage that OpenAI's endpoints report for these numbers of tokens."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": thoughts},
+    }

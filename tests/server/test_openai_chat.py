@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.fakes import TIMINGS, FakeLLM, events_of, wait_until
+from tests.server.fakes import TIMINGS, FakeLLM, events_of, openai_usage, wait_until
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
@@ -33,7 +33,7 @@ def test_an_answer_has_text_reason_counts_and_times(client: httpx.Client) -> Non
     choice = answer["choices"][0]
     message = {"role": "assistant", "content": "Hello, world.", "refusal": None}
     assert choice == {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
-    assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 14, "total_tokens": 18}
+    assert answer["usage"] == openai_usage(4, 14)
     assert answer["timings"] == {
         "queue_ms": 1.0,
         "prefill_ms": 2.0,
@@ -87,7 +87,7 @@ def test_usage_comes_in_a_chunk_of_its_own_when_asked_for(client: httpx.Client) 
     *chunks, last, _ = stream(client, stream_options={"include_usage": True})
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 4, "completion_tokens": 14, "total_tokens": 18}
+    assert last["usage"] == openai_usage(4, 14)
     assert last["timings"]["prefill_ms"] == 2.0
 
 
@@ -149,7 +149,7 @@ def test_n_answers_share_seed_and_prompt_and_differ_by_draw(
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     assert [request.params.draw for request in llm.engine.requests] == [0, 1, 2]
     assert {request.params.seed for request in llm.engine.requests} == {9}
-    assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 42, "total_tokens": 46}
+    assert answer["usage"] == openai_usage(4, 42)
 
 
 def test_n_streamed_answers_come_interleaved_by_index(client: httpx.Client, llm: FakeLLM) -> None:

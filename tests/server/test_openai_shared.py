@@ -3,6 +3,7 @@
 from headroom.answers import AnswerDelta
 from headroom.engine.request import Timings
 from headroom.server.openai_shared import LEAST_LOGPROB, logprob_number, usage_and_timings
+from tests.server.fakes import openai_usage
 
 
 def answer(prompt: int, generated: int, *times: float, cost: str | None = None) -> AnswerDelta:
@@ -20,7 +21,7 @@ def test_answers_to_one_prompt_count_its_tokens_once_and_take_the_longest_times(
         answer(20, 1, 0.125, 0.5, 0.0),
     ]
     found = usage_and_timings(answers, choices_per_prompt=2)
-    assert found["usage"] == {"prompt_tokens": 30, "completion_tokens": 16, "total_tokens": 46}
+    assert found["usage"] == openai_usage(30, 16)
     assert found["timings"] == {
         "queue_ms": 500.0,
         "prefill_ms": 2000.0,
