@@ -13,10 +13,12 @@ QUESTION ?= Why is the sky blue? Answer in two sentences.
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Tests of arithmetic on a CPU: kernels, families against transformers, the engine's answers.
+# Tests of arithmetic on a CPU: kernels, layers, experts on every path, families against transformers,
+# the engine's answers. Tests of experts that only move bytes are left out.
 NUMERICAL := $(filter-out tests/kernels/test_triton% %/test_module_build.py, \
 	$(wildcard tests/kernels/test_*.py tests/kernels/native/test_*.py tests/kernels/reference/test_*.py)) \
-	$(wildcard tests/families/test_*.py) tests/engine
+	$(wildcard tests/families/test_*.py) tests/engine tests/layers \
+	$(addprefix tests/experts/test_,cold.py cuda_ffn.py decode.py ffn.py prefill.py prefill_counted.py)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: help setup demo test numerical mutants serve lint format clean

@@ -76,7 +76,8 @@ class Driver:
         self.copies: list[Copy] = []  # in the order in which they were asked for
         self.modules: list[bytes] = []  # machine code that was loaded
         self.load_statuses: list[int] = []  # of the next modules; 0 when there are no more
-        self._functions: list[str] = []  # types of each function's arguments, as of `struct`
+        # Types of each function's arguments, as of `struct`, and the code that it is a part of.
+        self._functions: list[tuple[str, bytes]] = []
         self.launches: list[Launch] = []
         self.launch_status = 0  # of every launch
         self.before_launch: Callable[[], None] = lambda: None  # runs before arguments are read
@@ -152,13 +153,17 @@ class Driver:
         code = self.modules[(module.value or 0) - _MODULE]
         if b"\0" + name + b"\0" not in code:  # in the table of an ELF file's strings
             return 500
-        function._obj.value = self.add_function("").value
+        function._obj.value = self.add_function("", code).value
         return 0
 
-    def add_function(self, arguments: str) -> ctypes.c_void_p:
+    def add_function(self, arguments: str, code: bytes = b"") -> ctypes.c_void_p:
         """Return a kernel whose arguments have these types: letters of `struct`."""
-        self._functions.append(arguments)
+        self._functions.append((arguments, code))
         return ctypes.c_void_p(_FUNCTION + len(self._functions) - 1)
+
+    def code_of(self, function: ctypes.c_void_p) -> bytes:
+        """Return the code that a kernel was found in."""
+        return self._functions[(function.value or 0) - _FUNCTION][1]
 
     def cuFuncSetAttribute(self, function: ctypes.c_void_p, number: int, value: int) -> int:
         assert number == 8  # bytes of dynamic shared memory
@@ -170,8 +175,9 @@ class Driver:
     ) -> int:
         self.before_launch()
         handle = function.value or 0
+        arguments, _ = self._functions[handle - _FUNCTION]
         values: list[int | float] = []
-        for kind, place in zip(self._functions[handle - _FUNCTION], places, strict=False):
+        for kind, place in zip(arguments, places, strict=False):
             values += struct.unpack(kind, ctypes.string_at(place, struct.calcsize(kind)))
         read = ctypes.cast(config, ctypes.POINTER(_Config)).contents
         attributes = [

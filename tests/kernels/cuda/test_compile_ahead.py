@@ -1,11 +1,11 @@
 """Kernels compiled ahead, in threads: found when they are asked for, and never in the way."""
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,43 +15,52 @@ from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import compile as compiling
 from headroom.kernels.cuda import matmul
 from headroom.kernels.cuda.code_cache import CodeCache, kept_bytes
-from headroom.kernels.cuda.compile import Code, compile_ahead, compile_kernel
+from headroom.kernels.cuda.compile import Code, CudaKernel, compile_ahead, compile_kernel
 from headroom.kernels.cuda.nvrtc import Nvrtc, open_nvrtc
 from headroom.kernels.weight import Weight
 from tests.nvrtc import missing
+from tests.stand_in.driver import Driver
+from tests.stand_in.gpu import stand_in_driver
 
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
 SIZE = matmul.TiledSize(BY_NAME["q4_k"], 48, 512)
 UNCACHED = {name: getattr(compiling, name).__wrapped__ for name in ("_find_kernel", "_load_source")}
+UNNOTED = Nvrtc.compile
+KERNELS = {"marker.cu": "headroom_part_step", "narrow.cu": "narrow_rows"}  # one of each source
 NAMED: list[Code] = [("marker.cu", {"B": 1, "A": 2}), ("marker.cu", {}), ("narrow.cu", {})]
 
 
 @dataclass
 class Compiler:
-    """NVRTC, or what stands for it; notes what it compiles."""
+    """NVRTC, which notes what it compiles, and the driver of the stand-in GPU."""
 
-    nvrtc: Nvrtc | None = None
-    version: str = "13.0"
-    compiled: list[str] = field(default_factory=list)
+    driver: Driver
+    compiled: list[str] = field(default_factory=list)  # names of sources
     wrong: str = "nothing"  # a source that does not compile
 
-    def compile(self, text: str, name: str, target: str) -> bytes:
-        if name == self.wrong:
-            raise KernelError(f"{name} does not compile for {target}: wrong")
-        self.compiled.append(name)
-        return text.encode() if self.nvrtc is None else self.nvrtc.compile(text, name, target)
+    def code_of(self, kernel: CudaKernel) -> bytes:
+        """Return the machine code that a kernel was found in."""
+        return self.driver.code_of(kernel._function)
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch, gpu: SimpleNamespace) -> Compiler:
-    """A new process with a GPU whose driver takes any code, and no folder to keep code in."""
-    made = Compiler()
-    monkeypatch.setattr(compiling, "open_nvrtc", lambda: made)
-    monkeypatch.setattr(compiling, "load_module", lambda code, device: code)
-    monkeypatch.setattr(compiling, "find_function", lambda module, name: module)
-    monkeypatch.setattr(compiling, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    restart(monkeypatch)
-    return made
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    """A new process with a GPU, and no folder to keep code in."""
+    compile_source = Nvrtc.compile
+    with stand_in_driver(monkeypatch) as driver:
+        made = Compiler(driver)
+
+        def compile_and_note(nvrtc: Nvrtc, text: str, name: str, target: str) -> bytes:
+            text = text.replace("void", "wrong") if name == made.wrong else text
+            code = compile_source(nvrtc, text, name, target)
+            made.compiled.append(name)
+            return code
+
+        monkeypatch.setattr(Nvrtc, "compile", compile_and_note)
+        monkeypatch.setattr(compiling, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        restart(monkeypatch)
+        yield made
 
 
 def restart(monkeypatch: pytest.MonkeyPatch, home: Path | None = None) -> None:
@@ -66,17 +75,9 @@ def restart(monkeypatch: pytest.MonkeyPatch, home: Path | None = None) -> None:
         monkeypatch.setattr(compiling, name, cache(function))
 
 
-def code_of(kernel: Any) -> bytes:
-    code: bytes = kernel._function
-    return code
-
-
-@pytest.mark.skipif(bool(missing()), reason=missing())
 def test_a_launch_finds_the_code_that_was_compiled_ahead(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, gpu: SimpleNamespace
 ) -> None:
-    compiler.nvrtc = open_nvrtc()
-    compiler.version = compiler.nvrtc.version
     compile_ahead(code for rows in (1, 4, 3) for code in SIZE.codes(rows, torch.device("cpu")))
     assert sorted(compiler.compiled) == ["activations.cu"] * 2 + ["matmul.cu"] * 2
     launched = []
@@ -91,7 +92,7 @@ def test_a_launch_finds_the_code_that_was_compiled_ahead(
         "activations.cu:norm_rows",
         "matmul.cu:product",
     ]
-    assert all(b"ELF" in code_of(kernel)[:4] for kernel in launched)
+    assert all(compiler.code_of(kernel).startswith(b"\x7fELF") for kernel in launched)
     assert len(compiler.compiled) == 4  # nothing but what was compiled ahead
 
 
@@ -110,8 +111,9 @@ def test_kernels_compiled_ahead_are_compiled_once_and_logged(
     assert "kernels: 3 compiled ahead in " in caplog.text
     caplog.clear()
     for source, macros in NAMED:
-        text = code_of(compile_kernel(source, "any", macros)).decode()
-        assert text == compiling.with_macros(source, dict(sorted(macros.items())))
+        code = compiler.code_of(compile_kernel(source, KERNELS[source], macros))
+        text = compiling.with_macros(source, dict(sorted(macros.items())))
+        assert code == UNNOTED(open_nvrtc(), text, source, "sm_90")
     compile_ahead(NAMED)  # the GPU has them
     assert len(compiler.compiled) == 3
     assert caplog.records == []
@@ -131,7 +133,7 @@ def test_code_that_no_folder_takes_is_held_only_until_it_is_asked_for(
     compile_ahead(NAMED)
     assert len(compiling.CODE._held) == len(compiler.compiled) == 3
     for source, macros in NAMED:
-        compile_kernel(source, "any", macros)
+        compile_kernel(source, KERNELS[source], macros)
     assert compiling.CODE._held == {}
     assert len(compiler.compiled) == 3
 
@@ -145,10 +147,10 @@ def test_a_kernel_that_does_not_compile_ahead_raises_when_it_is_used(
     assert compiler.compiled == ["marker.cu"] * 2
     assert [record.levelno for record in caplog.records] == [logging.INFO]
     assert "kernels: 2 compiled ahead" in caplog.text
-    with pytest.raises(KernelError, match=r"^narrow\.cu does not compile for sm_90: wrong$"):
+    with pytest.raises(KernelError, match=r"^narrow\.cu does not compile for sm_90: "):
         compile_kernel("narrow.cu", "narrow_rows")
     compiler.wrong = "nothing"
-    assert code_of(compile_kernel("narrow.cu", "narrow_rows"))
+    assert compiler.code_of(compile_kernel("narrow.cu", "narrow_rows"))
 
 
 def test_without_a_compiler_or_a_source_nothing_is_said_ahead(
