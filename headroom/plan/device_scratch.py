@@ -296,12 +296,16 @@ def count_attention(
         count.take(attention_scratch.attended(rows, heads, dim))
     else:
         count.take(attention_scratch.attended(rows, heads, dim))
-        both, dtype = (heads, layer.kv_heads), step.settings.dtype
+        dtype = step.settings.dtype
         for span in step.spans:
             first = attention_scratch.first_key(span.start, layer.window)
             keys = span.start + span.rows - first
             with count.frame():
-                count.take(attention_scratch.span_buffers(span.rows, keys, both, dim, dtype))
+                count.take(
+                    attention_scratch.span_buffers(
+                        span.rows, keys, heads, layer.kv_heads, dim, dtype
+                    )
+                )
     _rows_into_product(count, step, heads * dim)
     _add_product(count, layer, step, heads * dim, variant, None)
 

@@ -283,7 +283,7 @@ def prefill(
         first = first_key(span.start, window)
         count = span.start + span.rows - first
         mine = slice(span.first_row, span.first_row + span.rows)
-        buffers = span_buffers(span.rows, count, (heads, kv_heads), dim, dtype)
+        buffers = span_buffers(span.rows, count, heads, kv_heads, dim, dtype)
         with scratch.frame():
             keys, values, wanted = (scratch.take(buffer, device) for buffer in buffers)
             gather(cache.keys, cache.k_type, cache.page_size, span.pages, first, keys)

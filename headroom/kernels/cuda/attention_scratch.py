@@ -61,11 +61,12 @@ def gathered(keys: int, kv_heads: int, dim: int, dtype: str) -> Buffer:
     return Buffer((keys, kv_heads, dim), dtype)
 
 
-def span_buffers(rows: int, keys: int, heads: tuple[int, int], dim: int, dtype: str) -> SpanBuffers:
-    """Return the buffers of `rows` new rows that see `keys` keys; `heads`: (query, KV) heads."""
-    query_heads, kv_heads = heads
+def span_buffers(
+    rows: int, keys: int, heads: int, kv_heads: int, dim: int, dtype: str
+) -> SpanBuffers:
+    """Return the buffers of `rows` new rows that see `keys` keys."""
     both = gathered(keys, kv_heads, dim, dtype)
-    return SpanBuffers(both, both, Buffer((rows, query_heads, dim), dtype))
+    return SpanBuffers(both, both, Buffer((rows, heads, dim), dtype))
 
 
 def first_key(start: int, window: int) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from headroom.errors import KernelError
-from headroom.formats.quants import BF16, BY_NAME, QuantType
+from headroom.formats.quants import BF16, Q4_K, QuantType
 from headroom.kernels.cuda import (
     attention,
     delta_net,
@@ -38,7 +38,6 @@ from headroom.kernels.ops import (
 )
 from headroom.kernels.weight import PLAIN_TYPES, Weight
 
-Q4_K = BY_NAME["q4_k"]
 ROWS, HIDDEN, DIM, PAGE = 2, 256, 128, 64
 EXPERTS = USED = 2
 MANY = sorted_rows(EXPERTS, USED) + 2  # too many for products with packed tiles
