@@ -96,13 +96,14 @@ def plan(
 
 def gguf_path(options: Options) -> Path | None:
     """Return the model's GGUF file; None if the model is a name, a URL or another kind of file."""
-    from headroom.formats.hub import find_model  # imports huggingface_hub, slower than a plan
+    # Imports huggingface_hub and numpy, which take longer than a plan.
+    from headroom.formats.checkpoint import gguf_file
+    from headroom.formats.hub import find_model
 
     try:
-        path = find_model(options.model, options.home_path)
+        return gguf_file(find_model(options.model, options.home_path))
     except FormatError:
         return None
-    return path if path.suffix == ".gguf" else None
 
 
 def read_shapes(options: Options) -> list[ModelShape]:

@@ -68,11 +68,16 @@ def open_checkpoint(path: Path, namings: Namings) -> Checkpoint:
     """
     if not path.exists():
         raise FormatError(f"There is no file or folder {path}.")
+    if (gguf := gguf_file(path)) is not None:
+        return _open_gguf(gguf, namings)
+    return _open_safetensors(_main_file(path) if path.is_dir() else path, namings)
+
+
+def gguf_file(path: Path) -> Path | None:
+    """Return the GGUF file that a path names or that its folder holds; None for safetensors."""
     if path.is_dir():
         path = _main_file(path)
-    if path.name.endswith((".safetensors", ".json")):
-        return _open_safetensors(path, namings)
-    return _open_gguf(path, namings)
+    return None if path.name.endswith((".safetensors", ".json")) else path
 
 
 def _main_file(folder: Path) -> Path:

@@ -177,7 +177,7 @@ def test_the_report_says_where_experts_are_and_what_cold_ones_cost(report: Repor
             console.print(table)
     text = " ".join(shown.get().split())
     for words in (
-        f"experts: {2 * HOT} hot,", "placement: drawn, cold: cpu in 1 layers, gpu in 1 layers;",
+        f"experts: {2 * HOT} hot,", "placement: drawn, cold: cpu in 1 layer, gpu in 1 layer;",
         "cold experts", "gpu MB a token, GB/s of 50", "hot ", "batch 2 after 8", "GPU busy",
     ):  # fmt: skip
         assert words in text

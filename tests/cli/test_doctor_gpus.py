@@ -168,4 +168,4 @@ def test_gpus_that_only_torch_sees_are_reported(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(doctor_gpus, "why_unseen", lambda name: ("there is no smi.", "Get it."))
     assert doctor_gpus.unseen() == "there is no smi."
     monkeypatch.setattr("headroom.machine.torch_gpus.read_torch", lambda: TORCH)
-    assert doctor_gpus.unseen() == "torch sees 1 GPUs, but there is no smi. Get it."
+    assert doctor_gpus.unseen() == "torch sees 1 GPU, but there is no smi. Get it."

@@ -320,12 +320,17 @@ def test_a_built_in_model_is_planned_without_the_packages_that_take_long_to_impo
 def test_the_command_of_llama_cpp_names_the_file_or_a_placeholder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "model.gguf"
+    path, folder = tmp_path / "in" / "model.gguf", tmp_path / "folder"
+    path.parent.mkdir()
     assert run_command(["synth", "llama", str(path)]) == 0
-    assert run_command(["synth", "llama", str(tmp_path / "folder")]) == 0
+    line = ["synth", "llama", str(folder), "--format", "safetensors", "--quant", "F32"]
+    assert run_command(line) == 0
+    (tensors,) = folder.glob("*.safetensors")
     for model, shown in (
         (str(path), str(path)),
-        (str(tmp_path / "folder"), "/path/to/MODEL.gguf"),
+        (str(path.parent), str(path)),
+        (str(folder), "/path/to/MODEL.gguf"),
+        (str(tensors), "/path/to/MODEL.gguf"),
         ("qwen3-0.6b:q4_k_m", "/path/to/MODEL.gguf"),
     ):
         capsys.readouterr()

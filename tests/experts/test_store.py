@@ -291,7 +291,7 @@ def test_the_log_shows_in_how_many_layers_who_computes_cold_experts_where_they_d
     with caplog.at_level(logging.INFO):
         small_store([blob_layout(3)] * 3, [(0,), (1,), (2,)], cold="auto", pin=True)
     assert caplog.messages[0].endswith(
-        "cold: read by the GPU in 2 layers, computed by the CPU and read by the GPU in 1 layers"
+        "cold: read by the GPU in 2 layers, computed by the CPU and read by the GPU in 1 layer"
     )
     assert "chosen by listed speeds" in caplog.messages[1]
 

@@ -79,7 +79,7 @@ def test_a_part_of_the_only_card_is_taken_where_an_engine_keeps_to_it() -> None:
         ),
         (
             ROCM, {"name": "hip:1"}, None,
-            "torch sees 1 GPUs, and hip:1 is not one of them.",
+            "torch sees 1 GPU, and hip:1 is not one of them.",
             "HIP_VISIBLE_DEVICES may hide it; torch counts what is left from hip:0 on.",
         ),
         (
@@ -140,12 +140,12 @@ def test_a_part_of_the_only_card_is_taken_where_an_engine_keeps_to_it() -> None:
         ),
         (
             TORCH, {"name": "cuda:3"}, None,
-            "torch sees 1 GPUs, and cuda:3 is not one of them.",
+            "torch sees 1 GPU, and cuda:3 is not one of them.",
             "CUDA_VISIBLE_DEVICES may hide it; torch counts what is left from cuda:0 on.",
         ),
         (
             TORCH, {"name": "cuda:10"}, None,
-            "torch sees 1 GPUs, and cuda:10 is not one of them.",
+            "torch sees 1 GPU, and cuda:10 is not one of them.",
             "CUDA_VISIBLE_DEVICES may hide it; torch counts what is left from cuda:0 on.",
         ),
         (
