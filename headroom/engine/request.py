@@ -4,12 +4,13 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, Literal, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from headroom.errors import ContextLengthError, RequestError
+
+if TYPE_CHECKING:  # the command line reads SamplingParams, and plans need not wait for numpy
+    import numpy as np
+    import numpy.typing as npt
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_LOGPROBS = 20
@@ -128,7 +129,7 @@ class TokenConstraint(Protocol):
     `advance` with each token of the answer in order, then `mask` before it draws the next token.
     """
 
-    def mask(self) -> npt.NDArray[np.uint32] | None:
+    def mask(self) -> "npt.NDArray[np.uint32] | None":
         """Return the tokens that may come next, token t as bit t % 32 of word t // 32.
 
         None means that any token may come. At least one bit is set.
