@@ -40,9 +40,10 @@ from headroom.split.placing import find_placement, placed_plan
 from headroom.split.upkeep import open_upkeep
 from headroom.text.answer_parser import AnswerParser
 from headroom.text.chat_template import ChatTemplate
-from headroom.text.conversation import Conversation
+from headroom.text.conversation import Conversation, Tool
 from headroom.text.reasoning import Reasoning, find_reasoning
 from headroom.text.tokenizer import Tokenizer
+from headroom.text.tool_formats import ToolFormat, find_tool_format
 from headroom.units import gib
 
 log = logging.getLogger(__name__)
@@ -110,10 +111,14 @@ class ChatPrompt:
     tokens: tuple[int, ...]
     reasoning: Reasoning | None  # None: the model writes no thoughts
     in_thought: bool  # the prompt ends inside a thought
+    tools: tuple[Tool, ...] = ()  # that the answer may call
+    tool_format: ToolFormat | None = None  # how the model writes calls
 
     def new_parser(self) -> AnswerParser:
         """Return a parser for one answer."""
-        return AnswerParser(self.reasoning, in_thought=self.in_thought)
+        return AnswerParser(
+            self.reasoning, in_thought=self.in_thought, tools=self.tools, format=self.tool_format
+        )
 
     def new_constraint(self) -> TokenConstraint | None:
         """Return the limits of one answer's tokens; None if any token may come."""
@@ -144,6 +149,7 @@ class LLM:
         self.reasoning = find_reasoning(self.tokenizer, self.template)
         # Fields of SamplingParams, for what a client leaves out.
         self.default_sampling: Mapping[str, Any] = {}
+        self.tool_format = find_tool_format(self.tokenizer, self.template)
         opened = open_engine(checkpoint, options, progress)
         self.engine, self.plan = opened.engine, opened.plan
         self.context = self.plan.settings.context
@@ -181,7 +187,14 @@ class LLM:
         tools = [tool.for_template() for tool in chat.tools] or None
         text = self._render(chat.messages, tools=tools, **variables)
         opened = self.reasoning is not None and self.reasoning.is_open(text)
-        return ChatPrompt(tuple(self.tokenizer.encode(text)), self.reasoning, opened)
+        callable_tools = () if chat.tool_choice.mode == "none" else chat.tools
+        return ChatPrompt(
+            tuple(self.tokenizer.encode(text)),
+            self.reasoning,
+            opened,
+            callable_tools,
+            self.tool_format,
+        )
 
     def request(
         self,

@@ -1,6 +1,6 @@
 """AnswerText: the text of one answer, made from its tokens and cut at the first stop text."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from headroom.text.answer_parser import AnswerParser, AnswerParts
@@ -20,11 +20,10 @@ class AnswerText:
         tokenizer: Tokenizer,
         stops: Sequence[str] = (),
         parser: AnswerParser | None = None,  # None: the answer is plain text
-        *,
-        marks: Container[int] = (),  # control tokens that the parser reads, and so are not hidden
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, marks=marks)
         self._parser = parser or AnswerParser()
+        # Control tokens that the parser reads are not hidden from it.
+        self._detokenizer = Detokenizer(tokenizer, marks=self._parser.marks)
         self._stops = StopFinder(stops)
         self.decoded = 0  # characters that the tokens so far stand for, shown or not
         self.thought_tokens = 0  # tokens of thoughts so far, with the marks around them
@@ -48,10 +47,19 @@ class AnswerText:
 
     def finish(self) -> AnswerParts:
         """Return what was held back; no more tokens come."""
-        last, rest = self._show(self._detokenizer.finish()), self._parser.finish()
-        return last + replace(rest, text=self._stops.push(rest.text) + self._stops.finish())
+        last = self._show(self._detokenizer.finish())
+        rest = self._cut(self._parser.finish())
+        return last + replace(rest, text=rest.text + self._stops.finish())
 
     def _show(self, text: str) -> AnswerParts:
         self.decoded += len(text)
-        parts = self._parser.push(text)
-        return replace(parts, text=self._stops.push(parts.text))
+        return self._cut(self._parser.push(text))
+
+    def _cut(self, parts: AnswerParts) -> AnswerParts:
+        """Return parts of the answer up to a stop text; calls come after the text."""
+        text = self._stops.push(parts.text)
+        if self.stopped:
+            return replace(parts, text=text, calls=())
+        if parts.calls:  # a stop text does not begin before a call and end after it
+            text += self._stops.finish()
+        return replace(parts, text=text)

@@ -1,10 +1,14 @@
 """AnswerParser: splits the text of an answer into thoughts, text and tool calls as it comes."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
+from headroom.text.call_parser import CallParser
+from headroom.text.call_scanner import CallArguments, CallEvent, CallStart, Words
+from headroom.text.conversation import Tool
 from headroom.text.reasoning import Reasoning
 from headroom.text.stops import overlap
+from headroom.text.tool_formats import ToolFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +32,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerParts:
-    """What a piece of an answer adds to its thought, its text and its tool calls."""
+    """What a piece of an answer adds: first to its thought, then to its text, then to its calls."""
 
     thought: str = ""
     text: str = ""
@@ -53,18 +57,31 @@ def join_calls(deltas: Iterable[CallDelta]) -> tuple[ToolCall, ...]:
 
 
 class AnswerParser:
-    """Splits an answer into thoughts and text; marks never appear in either.
+    """Splits an answer into thoughts, text and tool calls; marks never appear in any of them.
 
     A thought is recognised where the prompt has opened one, or where the answer begins with its
-    start mark. White space around a thought belongs to the marks and is dropped.
+    start mark. White space around a thought belongs to the marks and is dropped. Tool calls are
+    recognised after the thought, and only where the request has tools; `CallParser` says how
+    calls are told from text, and what becomes of those that break.
     """
 
-    def __init__(self, reasoning: Reasoning | None = None, *, in_thought: bool = False) -> None:
+    def __init__(
+        self,
+        reasoning: Reasoning | None = None,
+        *,
+        in_thought: bool = False,
+        tools: Collection[Tool] = (),  # none: what looks like a call is text
+        format: ToolFormat | None = None,  # how the model writes calls
+    ) -> None:
         self._reasoning = reasoning
+        self._format = format
+        self._calls = CallParser(format, tools) if format is not None and tools else None
         self._thinking = in_thought and reasoning is not None
         self._at_start = True  # of a thought or of the text after one: white space is dropped
         self._may_think = reasoning is not None  # only white space came, outside a thought
         self._held = ""  # the end of the text, which may be the start of a mark
+        self._events: list[CallEvent] = []  # read from the text and not given out yet
+        self._index = -1  # of the last call
 
     @property
     def in_thought(self) -> bool:
@@ -74,10 +91,25 @@ class AnswerParser:
     @property
     def held(self) -> int:
         """Characters that were pushed and not given out yet."""
-        return len(self._held)
+        waiting = sum(len(event.text) for event in self._events if isinstance(event, Words))
+        return len(self._held) + waiting + (self._calls.held if self._calls is not None else 0)
+
+    @property
+    def marks(self) -> frozenset[int]:
+        """Tokens of markup that the parser must see, even where they are control tokens."""
+        marks: frozenset[int] = frozenset()
+        if self._reasoning is not None:
+            marks |= {self._reasoning.start_id, self._reasoning.end_id}
+        if self._calls is not None and self._format is not None:
+            marks |= self._format.marks
+        return marks
 
     def push(self, text: str) -> AnswerParts:
-        """Take the next piece of the answer and return what it adds."""
+        """Take the next piece of the answer and return what it adds.
+
+        Text that comes after a piece of a call is returned by the next call of `push`, so that the
+        order of the parts is the order in the answer.
+        """
         self._held += text
         thought = content = ""
         while self._held:
@@ -88,14 +120,47 @@ class AnswerParser:
                 content += self._take_text()
             if before == (self._held, self._thinking):
                 break
-        return AnswerParts(thought=thought, text=content)
+        if self._calls is not None and content:
+            self._events += self._calls.push(content)
+            content = ""
+        return AnswerParts(thought=thought, text=content) + self._take_parts()
 
     def finish(self) -> AnswerParts:
         """Return what was held back; no more text comes."""
         held, self._held = self._held, ""
         if self._thinking:
             return AnswerParts(thought=held.rstrip())
-        return AnswerParts(text=held)
+        if self._calls is None:
+            return AnswerParts(text=held)
+        self._events += self._calls.push(held) + self._calls.finish()
+        parts = AnswerParts()
+        while self._events:
+            parts += self._take_parts()
+        return parts
+
+    def _take_parts(self) -> AnswerParts:
+        """Return what was read from the text, up to text that comes after a piece of a call."""
+        text = ""
+        calls: list[CallDelta] = []
+        while self._events and not (calls and isinstance(self._events[0], Words)):
+            event = self._events.pop(0)
+            if isinstance(event, Words):
+                text += event.text
+            elif isinstance(event, CallStart):
+                assert self._format is not None
+                self._index += 1
+                call_id = event.id or self._format.new_id()
+                calls.append(CallDelta(index=self._index, id=call_id, name=event.name))
+            else:
+                calls.append(self._with_arguments(calls, event))
+        return AnswerParts(text=text, calls=tuple(calls))
+
+    def _with_arguments(self, calls: list[CallDelta], event: CallArguments) -> CallDelta:
+        """Return the delta of a piece of arguments, joined to the piece that was last, if any."""
+        if calls and not calls[-1].name:
+            last = calls.pop()
+            return replace(last, arguments=last.arguments + event.json)
+        return CallDelta(index=self._index, arguments=event.json)
 
     def _take_thought(self) -> str:
         assert self._reasoning is not None

@@ -4,6 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headroom.text.answer import AnswerText
+from headroom.text.answer_parser import AnswerParser, AnswerParts
+from headroom.text.reasoning import Reasoning
 from headroom.text.tokenizer import Tokenizer
 from tests.text.small_vocabularies import sentencepiece_vocabulary
 
@@ -51,11 +53,15 @@ def test_characters_are_counted_as_decoded_and_as_shown() -> None:
     assert answer.decoded == answer.shown == len(text) == 6
 
 
-def test_control_tokens_are_hidden_unless_asked_for(smollm2: Tokenizer) -> None:
-    ids = smollm2.encode("a<|im_end|>")
-    assert shown(smollm2, ids, []) == ("a", False)
-    answer = AnswerText(smollm2, marks={ids[-1]})
-    assert "".join(answer.push(token_id).text for token_id in ids) == "a<|im_end|>"
+def test_control_tokens_are_hidden_unless_the_parser_reads_them(smollm2: Tokenizer) -> None:
+    ids = smollm2.encode("a<|im_end|>b")
+    assert shown(smollm2, ids, []) == ("ab", False)
+    marks = Reasoning(start="a", end="<|im_end|>", start_id=ids[0], end_id=ids[1], opened=True)
+    answer = AnswerText(smollm2, parser=AnswerParser(marks, in_thought=True))
+    parts = AnswerParts()
+    for token_id in ids:
+        parts += answer.push(token_id)
+    assert parts + answer.finish() == AnswerParts(thought="a", text="b")
 
 
 @settings(max_examples=200, deadline=None)
