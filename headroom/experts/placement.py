@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headroom.errors import FormatError, PlanError
 from headroom.formats.json_files import read_object, replace_text
-from headroom.units import gib
+from headroom.units import counted, gib
 
 VERSION = 1
 # Even routing is added to the counts with the weight of so many tokens: it outweighs a short
@@ -227,7 +227,9 @@ def read_table(path: Path, what: str, identity: str) -> Mapping[str, object]:
 
 
 def _described(experts: Sequence[int]) -> str:
-    return f"{len(experts)} layers with {'/'.join(map(str, sorted(set(experts))))} experts"
+    return (
+        f"{counted(len(experts), 'layer')} with {'/'.join(map(str, sorted(set(experts))))} experts"
+    )
 
 
 SHARES = (0.1, 0.3, 0.6)  # of a layer's experts, taken from the most chosen ones

@@ -21,7 +21,7 @@ from headroom.options import Options
 from headroom.plan.plan import Plan, make_plan
 from headroom.plan.shape import ModelShape
 from headroom.split.unused import without_gpu_options, without_plan_options
-from headroom.units import GIB, gib, parse_size
+from headroom.units import GIB, counted, gib, parse_size
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,8 @@ def _log_none() -> None:
     """Log that no GPU is found; if torch sees one, log why it is not used."""
     why, hint = why_unseen("cuda:0")
     if (count := read_torch().count) and why:
-        log.warning("device: cpu, although torch sees %d GPUs: %s %s", count, why, hint)
+        seen = counted(count, "GPU")
+        log.warning("device: cpu, although torch sees %s: %s %s", seen, why, hint)
     else:
         log.info("device: cpu, since no GPU is found")
 

@@ -100,7 +100,7 @@ def test_a_dense_model_has_no_file(model: StatsModel, home: Path) -> None:
     [
         ("{", "{path} is not a routing statistics file: "),
         ({"model": "other"}, "{path} is of another model (other, not abc)."),
-        ({"counts": [[1.0]]}, "The routing statistics are for 1 layers with 1 experts, the model"),
+        ({"counts": [[1.0]]}, "The routing statistics are for 1 layer with 1 experts, the model"),
     ],
     ids=["broken", "another model", "other layers"],
 )

@@ -42,7 +42,7 @@ def test_a_clock_that_went_back_changes_nothing() -> None:
     [
         ({"model": "other"}, "is of another model (other, not abc)"),
         ({"version": 3}, "is not a routing statistics file: it has no version 1"),
-        ({"counts": [[1, 2, 3]]}, "are for 1 layers with 3 experts, the model has 2 layers with"),
+        ({"counts": [[1, 2, 3]]}, "are for 1 layer with 3 experts, the model has 2 layers with"),
         ({"counts": [[1, 2], []]}, "are for 2 layers with 0/2 experts, the model has 2 layers"),
         ({"counts": [[1, -2, 3], []]}, "its counts are not rows of numbers from 0"),
         ({"counts": [[1, "2", 3], []]}, "its counts are not rows of numbers from 0"),
