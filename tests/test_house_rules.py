@@ -41,8 +41,9 @@ THEMES = {
     *("test_docs.py", "test_golden.py", "test_perplexity.py", "test_packaging.py"),
     "test_house_rules.py",
 }
-# Tests that mirror no package: they run on a GPU, or test what is measured beside the package.
-ELSEWHERE = ("gpu", "benchmarks")
+# Tests that mirror no package: they run on a GPU, test what is measured beside the package, or run
+# other people's clients.
+ELSEWHERE = ("gpu", "benchmarks", "clients")
 TESTS = [
     path
     for path in sorted((ROOT / "tests").rglob("test_*.py"))

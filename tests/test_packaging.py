@@ -39,7 +39,7 @@ def test_the_command_is_the_programs_main() -> None:
 
 def test_extras_are_those_that_messages_name() -> None:
     extras = set(PROJECT["project"]["optional-dependencies"])
-    assert extras == {"server", "gpu", "test", "mutation"}
+    assert extras == {"server", "gpu", "test", "mutation", "clients"}
 
 
 def test_every_command_of_the_readme_exists() -> None:

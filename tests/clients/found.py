@@ -1,0 +1,51 @@
+"""Where the clients are: on the PATH, or where a variable says."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+# Variables of these tests. The Python that has the clients' packages; the agents' programs.
+PYTHON = "HEADROOM_CLIENTS_PYTHON"
+AGENTS = {
+    "codex": "HEADROOM_CLIENT_CODEX",
+    "claude": "HEADROOM_CLIENT_CLAUDE",
+    "opencode": "HEADROOM_CLIENT_OPENCODE",
+}
+
+
+def clients_python() -> str:
+    """Return the Python that runs the programs of Python clients; this one if none is named."""
+    return os.environ.get(PYTHON) or sys.executable
+
+
+def find_agent(name: str) -> str:
+    """Return an agent's program; skip the test if there is none."""
+    path = os.environ.get(AGENTS[name]) or shutil.which(name)
+    if path is None or shutil.which(path) is None:
+        pytest.skip(f"{name} is missing: put it on the PATH, or name it by {AGENTS[name]}")
+    return path
+
+
+def need_packages(*names: str) -> None:
+    """Skip the test if the clients' Python lacks one of these packages."""
+    missing = [name for name in names if name not in _packages()]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} missing in {clients_python()}: see {PYTHON}")
+
+
+@cache
+def _packages() -> frozenset[str]:
+    """Return the names of all packages that the clients' Python has."""
+    code = (
+        "import importlib.metadata as m, json;"
+        "print(json.dumps([d.metadata['Name'].lower() for d in m.distributions()]))"
+    )
+    done = subprocess.run(
+        [clients_python(), "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    return frozenset(json.loads(done.stdout))

@@ -1,0 +1,181 @@
+"""Coding agents, unmodified, against a running server: each reads a file and uses what it says."""
+
+import json
+import os
+import secrets
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.clients.answers import RESULT, tool_call
+from tests.clients.conftest import MODEL, Running
+from tests.clients.found import find_agent
+
+pytestmark = pytest.mark.clients
+TASK = "Read note.txt, write its secret word into answer.txt, and tell me the word."
+PREFIX = "the secret word is "
+
+
+class Session(NamedTuple):
+    """A folder for an agent to work in, and what its note says."""
+
+    folder: Path
+    home: Path
+    word: str
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """Return variables that keep an agent in its own home and away from any network."""
+        dead_end = "http://127.0.0.1:9"  # nobody listens: whatever is not loopback fails at once
+        return {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.home),
+            "TERM": "dumb",
+            "HTTP_PROXY": dead_end,
+            "HTTPS_PROXY": dead_end,
+            "NO_PROXY": "127.0.0.1,localhost",
+            **more,
+        }
+
+    def run(self, command: list[str], environment: dict[str, str]) -> str:
+        """Run an agent in the folder and return what it prints."""
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def check(self, said: str, running: Running) -> None:
+        """Check that the agent ran both calls, and that the model saw their results."""
+        assert (self.folder / "answer.txt").read_text().strip() == self.word
+        assert said.strip().endswith(f"The word is {self.word}.")
+        assert running.engine.finished.keys() == {"stop"}
+        assert PREFIX + self.word in running.engine.prompts[-1]
+
+
+@pytest.fixture
+def session(tmp_path: Path, running: Running) -> Iterator[Session]:
+    folder, home = tmp_path / "work", tmp_path / "home"
+    folder.mkdir()
+    home.mkdir()
+    word = secrets.token_hex(8)
+    (folder / "note.txt").write_text(f"{PREFIX}{word}\n")
+    before = running.engine.script
+    yield Session(folder, home, word)
+    running.engine.script = before
+    running.engine.finished.clear()
+
+
+def follow(running: Running, read: tuple[str, Any], write: tuple[str, Any]) -> None:
+    """Let the model read the note by one call, write the word by another, and then say it.
+
+    The word stands in no argument here: `{word}` is filled with what the first call's result says.
+    """
+
+    def script(prompt: str) -> str:
+        if "title generator" in prompt:
+            return "A note"
+        results = RESULT.findall(prompt)
+        if not results:
+            return f"<think>\nI must read it.\n</think>\n\nI read it.\n{tool_call(*read)}"
+        word = results[0].partition(PREFIX)[2].split()[0]
+        if len(results) == 1:
+            name, arguments = write
+            filled = {key: text.replace("{word}", word) for key, text in arguments.items()}
+            return f"<think>\nI must write it.\n</think>\n\n{tool_call(name, filled)}"
+        return f"<think>\nDone.\n</think>\n\nThe word is {word}."
+
+    running.engine.script = script
+
+
+def test_codex_reads_and_writes_a_file(session: Session, running: Running) -> None:
+    codex = find_agent("codex")
+    settings = session.home / ".codex"
+    settings.mkdir()
+    (settings / "config.toml").write_text(
+        f"""\
+model = "{MODEL}"
+model_provider = "headroom"
+check_for_update_on_startup = false
+
+[analytics]
+enabled = false
+
+[model_providers.headroom]
+name = "headroom"
+base_url = "{running.address}/v1"
+wire_api = "responses"
+"""
+    )
+    follow(
+        running,
+        read=("exec_command", {"cmd": "cat note.txt"}),
+        write=("exec_command", {"cmd": "echo {word} > answer.txt"}),
+    )
+    # The sandbox needs rights that a container may lack; the script runs nothing dangerous.
+    flags = ["--json", "--skip-git-repo-check", "--sandbox", "danger-full-access"]
+    printed = session.run([codex, "exec", *flags, TASK], session.environment())
+    items = [json.loads(line).get("item", {}) for line in printed.splitlines() if line[:1] == "{"]
+    said = [item["text"] for item in items if item.get("type") == "agent_message"]
+    session.check(said[-1], running)
+
+
+@pytest.mark.parametrize("key", ["ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"])
+def test_claude_code_reads_and_writes_a_file(session: Session, running: Running, key: str) -> None:
+    claude = find_agent("claude")
+    follow(
+        running,
+        read=("Read", {"file_path": str(session.folder / "note.txt")}),
+        write=("Bash", {"command": "echo {word} > answer.txt", "description": "Write the word"}),
+    )
+    environment = session.environment(
+        ANTHROPIC_BASE_URL=running.address,
+        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+        DISABLE_AUTOUPDATER="1",
+        **{key: "none"},
+    )
+    command = [claude, "-p", TASK, "--output-format", "json", "--allowedTools", "Read", "Bash"]
+    session.check(json.loads(session.run(command, environment))["result"], running)
+    assert not [prompt for prompt in running.engine.prompts if "billing-header" in prompt]
+
+
+def test_opencode_reads_and_writes_a_file(session: Session, running: Running) -> None:
+    opencode = find_agent("opencode")
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "headroom",
+        "options": {"baseURL": f"{running.address}/v1"},
+        "models": {MODEL: {"name": MODEL}},
+    }
+    settings = session.home / ".config" / "opencode"
+    settings.mkdir(parents=True)
+    (settings / "opencode.json").write_text(
+        json.dumps(
+            {
+                "model": f"headroom/{MODEL}",
+                "provider": {"headroom": provider},
+                "autoupdate": False,
+                "share": "disabled",
+            }
+        )
+    )
+    follow(
+        running,
+        read=("read", {"filePath": str(session.folder / "note.txt")}),
+        write=("bash", {"command": "echo {word} > answer.txt", "description": "Write the word"}),
+    )
+    environment = session.environment(
+        OPENCODE_DISABLE_AUTOUPDATE="1",
+        OPENCODE_DISABLE_MODELS_FETCH="1",
+        OPENCODE_DISABLE_LSP_DOWNLOAD="1",
+        OPENCODE_DISABLE_DEFAULT_PLUGINS="1",
+    )
+    session.check(session.run([opencode, "run", TASK], environment), running)

@@ -1,0 +1,53 @@
+"""Python clients, unmodified, against a running server: each case of each program."""
+
+import json
+import os
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.clients.conftest import MODEL, Running
+from tests.clients.found import clients_python, need_packages
+
+PROGRAMS = Path(__file__).parent / "programs"
+NEEDS = {
+    "openai_chat": ("openai",),
+    "openai_responses": ("openai",),
+    "anthropic_messages": ("anthropic",),
+    "litellm_all": ("litellm",),
+    "langchain_chat": ("langchain-openai",),
+    "instructor_models": ("instructor", "openai", "anthropic"),
+    "ollama_client": ("ollama",),
+}
+CASES = [
+    (program, case)
+    for program in NEEDS
+    for case in re.findall(r"^def case_(\w+)", (PROGRAMS / f"{program}.py").read_text(), re.M)
+]
+pytestmark = pytest.mark.clients
+
+
+@cache
+def report_of(program: str, address: str) -> dict[str, str]:
+    """Run all cases of a program and return what went wrong in each."""
+    done = subprocess.run(
+        [clients_python(), PROGRAMS / f"{program}.py", address, MODEL],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={"PATH": os.environ["PATH"], "NO_PROXY": "*", "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    report: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+@pytest.mark.parametrize(("program", "case"), CASES)
+def test_a_client_gets_what_it_expects(program: str, case: str, running: Running) -> None:
+    need_packages(*NEEDS[program])
+    problem = report_of(program, running.address)[case]
+    assert not problem, problem
