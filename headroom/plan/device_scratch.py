@@ -9,6 +9,7 @@ every buffer and its place with what is counted here.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from math import isqrt
 
@@ -157,38 +158,59 @@ def parts_of(layer: LayerShape) -> dict[str, Part]:
 def device_phases(layers: Sequence[LayerShape], step: DeviceStep) -> dict[str, int]:
     """Return the most scratch of each kind of part; parts run in turn, so the largest counts."""
     phases: dict[str, int] = {}
-    for layer in dict.fromkeys(map(_without_weights, layers)):
+    # Only attention depends on a context that is longer than the step. The solver tries many
+    # contexts, so the peaks of other parts are computed once for all of them.
+    short = replace(step, context=min(step.context, max(step.rows, DECODE_ROWS)))
+    for layer in _without_weights(tuple(layers)):
+        packed = packed_rows(layer)
         for name, part in parts_of(layer).items():
-            phases[name] = max(phases.get(name, 0), _peak(part, layer, step))
+            own = step if part is count_attention else short
+            phases[name] = max(phases.get(name, 0), _peak(part, layer, own, packed))
     return phases | {"loading": UPLOAD_BYTES}
 
 
-def _without_weights(layer: LayerShape) -> LayerShape:
-    """Return a layer without the bytes of its weights: its scratch does not depend on them."""
+@lru_cache(maxsize=64)
+def _without_weights(layers: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
+    """Return the layers that differ in more than the bytes of weights, which scratch ignores."""
     no_padding = LayerPadding()
-    return replace(
-        layer,
-        core_bytes=0,
-        core_values=0,
-        float_values=0,
-        expert_bytes=0,
-        expert_values=0,
-        panels=no_padding,
-        tiles=no_padding,
+    alike = (
+        replace(
+            layer,
+            core_bytes=0,
+            core_values=0,
+            float_values=0,
+            expert_bytes=0,
+            expert_values=0,
+            panels=no_padding,
+            tiles=no_padding,
+        )
+        for layer in layers
     )
+    return tuple(dict.fromkeys(alike))
 
 
-def _peak(part: Part, layer: LayerShape, step: DeviceStep) -> int:
-    """Return the most scratch that a part of a layer takes in any step."""
+def packed_rows(layer: LayerShape) -> int:
+    """Return the most rows of a step that a layer's experts multiply packed; 0 without experts."""
+    if not layer.experts:
+        return 0
+    return experts_scratch.sorted_rows(layer.experts, layer.experts_used)
+
+
+@lru_cache(maxsize=4096)
+def _peak(part: Part, layer: LayerShape, step: DeviceStep, packed: int) -> int:
+    """Return the most scratch that a part of a layer takes in any step.
+
+    `packed` is the layer's `packed_rows`.
+    """
     peak = 0
-    for rows in largest_steps(layer, step):
+    for rows in largest_steps(layer, step, packed):
         count = ScratchCount()
         part(count, layer, rows, ANY_VARIANT)
         peak = max(peak, count.peak_bytes)
     return peak
 
 
-def largest_steps(layer: LayerShape, step: DeviceStep) -> Iterator[StepRows]:
+def largest_steps(layer: LayerShape, step: DeviceStep, packed: int) -> Iterator[StepRows]:
     """Yield the steps among which is the one that takes most scratch, of any part of a layer.
 
     Every buffer grows with the rows of a step, but for a change of path: from decode to prefill,
@@ -197,7 +219,6 @@ def largest_steps(layer: LayerShape, step: DeviceStep) -> Iterator[StepRows]:
     """
     sizes = {DECODE_ROWS, max(step.rows, DECODE_ROWS)}
     if layer.experts:
-        packed = experts_scratch.sorted_rows(layer.experts, layer.experts_used)
         sizes.add(max(DECODE_ROWS, min(step.rows, packed)))
     for rows in sizes:
         for sequences in {1, min(step.spans, rows) if rows > DECODE_ROWS else 1}:
@@ -421,7 +442,7 @@ def _count_routed(
         return
     shape, picks = ExpertShape(layer.expert_width, settings.hidden), rows * used
     for cold in variant.colds:
-        if not cold and rows <= experts_scratch.sorted_rows(layer.experts, used):
+        if not cold and rows <= packed_rows(layer):
             experts_scratch.count_packed(count, layer.experts, shape, picks)
         else:
             experts_scratch.count_groups(
