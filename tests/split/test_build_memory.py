@@ -2,10 +2,12 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from headroom.engine.request import SamplingParams
 from headroom.families.files import open_checkpoint
@@ -13,6 +15,7 @@ from headroom.kernels.native import attention as native_attention
 from headroom.kernels.native.layer import Step
 from headroom.kernels.native.module import MODULE, POOL
 from headroom.kernels.ops import Span
+from headroom.layers.native_block import NativeBlock
 from headroom.llm import LLM
 from headroom.machine.targets import plan_devices
 from headroom.options import Options, load_options
@@ -171,22 +174,51 @@ def test_planned_equals_allocated_for_a_model_with_recurrent_states(
     assert allocated["recurrent_state"] == states
 
 
+WIDE_HEADS = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 64}
+# Models, and how many of their layers run in one call of the C++ module.
+FUSED: dict[str, tuple[Callable[[], PreTrainedModel], int]] = {
+    "llama": (family_configs.llama, 3),
+    "llama, wide heads": (lambda: family_configs.llama(**WIDE_HEADS, intermediate_size=768), 3),
+    "llama, one key head": (lambda: family_configs.llama(num_key_value_heads=1), 3),
+    "mistral, windows": (family_configs.mistral, 3),
+    "ministral, windows in some layers": (family_configs.ministral, 3),
+    "qwen3moe": (lambda: family_configs.qwen3_moe(**WIDE_HEADS, moe_intermediate_size=96), 0),
+    "qwen35": (lambda: qwen35(key_heads=2, value_heads=6, state_dim=128, **WIDE_HEADS), 0),
+    "qwen35moe": (family_configs.qwen35_moe, 0),
+    "gemma4": (lambda: family_configs.gemma4(hidden_size=256, num_hidden_layers=6), 0),
+    "gemma4 with experts": (lambda: family_configs.gemma4_moe(hidden_size=256), 0),
+}
+
+
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
-@pytest.mark.parametrize(("parallel", "context", "chunk"), [(1, 512, 32), (3, 1100, 7)])
-def test_the_planned_scratch_is_what_the_cpp_layer_needs_at_most(
-    tiny_path: Path, parallel: int, context: int, chunk: int
+@pytest.mark.parametrize(("parallel", "context", "chunk"), [(1, 512, 32), (3, 500, 7)])
+@pytest.mark.parametrize("name", FUSED)
+def test_the_planned_scratch_is_what_the_cpp_module_needs_at_most(
+    tmp_path: Path, name: str, parallel: int, context: int, chunk: int
 ) -> None:
-    model = describe(open_checkpoint(tiny_path))
-    context = min(context, model.config.context_limit)
+    build, fused = FUSED[name]
+    write_gguf(build(), tmp_path / "m.gguf", "Q8_0", fused=False, unused_keys=False)
+    model = describe(open_checkpoint(tmp_path / "m.gguf"))
+    hidden, layers = model.config.hidden, model.shape.layers
     options = Options(context=context, parallel=parallel, chunk=chunk, kv_type="f32", threads=1)
     plan = make_plan([model.shape], plan_devices(options), options)
     pipeline = start_pipeline(plan, model)
-    layer = pipeline._stage._model._blocks[0]._layer  # type: ignore[attr-defined]
+    planned_bytes, rows = pipeline.allocated["workspace"], plan.settings.rows
     pages = torch.arange(plan.settings.sequence_pages)
     spans = tuple(Span(row, 1, context - 1, pages) for row in range(parallel))
     step = Step(spans, torch.zeros(parallel, dtype=torch.int64))
-    needed = layer.scratch_bytes(plan.settings.rows, step)
-    assert needed == native_layer_scratch(model.config.hidden, model.shape.layers[0], plan.settings)
+    needs = []
+    for block, layer in zip(pipeline._stage._model._blocks, layers, strict=True):  # type: ignore[attr-defined]
+        if isinstance(block, NativeBlock):
+            needs.append(block._layer.scratch_bytes(rows, step))
+            assert needs[-1] == native_layer_scratch(hidden, layer, plan.settings)
+    assert len(needs) == fused
+    needs += [
+        MODULE.experts_scratch(rows, x.experts_used, hidden, x.expert_width, x.experts)
+        for x in layers
+        if x.experts
+    ]
+    assert max(needs, default=0) <= planned_bytes
     assert native_attention.SpanTable.of(spans).rows.shape == (parallel, 5)
 
 
