@@ -17,10 +17,11 @@ from headroom.kernels.cuda import norms, scratch
 from headroom.kernels.cuda import route as cuda_route
 from headroom.kernels.cuda.buffers import floats
 from headroom.kernels.cuda.experts import NO_ADDENDS, Addends, ExpertTiles, SharedExpertTiles
+from headroom.kernels.cuda.experts_scratch import runs_with_routed
 from headroom.kernels.cuda.matmul import TILES, Gates, RowNorm, narrow_type
 from headroom.kernels.cuda.route import RouterLogits
 from headroom.kernels.cuda.route_scratch import can_score_with_norm
-from headroom.kernels.cuda.sizes import EXPERT_STEP, tile_bytes
+from headroom.kernels.cuda.sizes import is_decode, tile_bytes
 from headroom.kernels.ops import Picks
 from headroom.layers.batch import GpuBatch
 from headroom.layers.cuda_block import CudaMlp
@@ -28,7 +29,6 @@ from headroom.layers.cuda_rows import (
     CudaRows,
     MergedLinear,
     gated_rows,
-    is_decode,
     load_merged,
     normed_rows,
 )
@@ -192,7 +192,7 @@ def shared_expert_tiles(both: MergedLinear, down: MergedLinear) -> SharedExpertT
     """
     weights = (*both.weights, *down.weights)
     width = down.weights[0].columns
-    if any(weight.layout != TILES for weight in weights) or width % EXPERT_STEP:
+    if any(weight.layout != TILES for weight in weights) or not runs_with_routed(width):
         return None
     gate = weights[0].data
     if len(both.weights) == 1:  # gate and up lie one after another

@@ -22,6 +22,7 @@ from headroom.kernels.cuda.attention import DecodeShape, Gate, HeadNorms, Projec
 from headroom.kernels.cuda.compile import refuses_device
 from headroom.kernels.cuda.delta_net import DeltaNetRows, span_tables
 from headroom.kernels.cuda.matmul import Gates, RowNorm, narrow_type, refuses_type
+from headroom.kernels.cuda.sizes import is_decode
 from headroom.kernels.ops import RecurrentState, StepTables
 from headroom.layers.attention import pair_rows, query_rows, rope_tables
 from headroom.layers.batch import Batch, GpuBatch
@@ -31,7 +32,6 @@ from headroom.layers.cuda_rows import (
     add_product,
     gated_head_rows,
     gated_rows,
-    is_decode,
     load_merged,
     normed_rows,
     plain_rows,

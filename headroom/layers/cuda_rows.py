@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headroom.kernels.cuda import delta_net, matmul, norms, scratch
-from headroom.kernels.cuda.buffers import floats
+from headroom.kernels.cuda import delta_net, matmul, matmul_scratch, norms, scratch
 from headroom.kernels.cuda.matmul import (
     NARROW_QUANTS,
     HalfRows,
@@ -22,7 +21,7 @@ from headroom.kernels.cuda.matmul import (
     narrow_rows,
     narrow_type,
 )
-from headroom.kernels.cuda.sizes import DECODE_ROWS, MOST_OUTPUTS, TILE_ROWS, TILED
+from headroom.kernels.cuda.sizes import MOST_OUTPUTS, TILE_ROWS, TILED, is_decode
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.weight import PLAIN_TYPES, Weight
 from headroom.layers.upload import FileMatrices
@@ -38,11 +37,6 @@ class CudaRows:
     prefill: NarrowRows | None = None
     # Computes the rows of `decode` as float32 [rows, columns]; called for unpacked weights only.
     floats: Callable[[], torch.Tensor] | None = None
-
-
-def is_decode(rows: int) -> bool:
-    """Return whether a step of this many rows takes the decode path."""
-    return rows <= DECODE_ROWS
 
 
 def plain_rows(x: torch.Tensor, narrow: torch.dtype) -> CudaRows:
@@ -123,7 +117,8 @@ class MergedLinear:
         """
         device = self.weights[0].data.device
         if add is None:
-            outs = [scratch.take(floats(x.count, rows), device) for rows in self.rows]
+            declared = matmul_scratch.products(x.count, self.rows)
+            outs = [scratch.take(buffer, device) for buffer in declared]
         else:
             outs = [add]
         for weight, members in zip(self.weights, self.members, strict=True):

@@ -1,10 +1,12 @@
 """Scratch of a step on an NVIDIA GPU: the buffers that the parts of a layer take from one arena.
 
-The sizes of buffers are declared beside the launchers (kernels/cuda/*_scratch.py), which take them
-by these declarations. What stands here is which buffers live together: each `count_...` function
-takes the buffers of one part of a layer in the order and the frames of layers/cuda_block.py,
-layers/cuda_rows.py and experts/cuda_ffn.py. A test runs those parts without a GPU and compares
-every buffer and its place with what is counted here.
+The sizes of buffers, the rules by which a path is chosen, and the frames within one operation are
+declared beside the launchers (kernels/cuda/*_scratch.py); launchers, layers and planner call these
+declarations. What stands here is which operations of a layer live together: each `count_...`
+function takes the buffers of one part of a layer in the order of layers/cuda_block.py,
+layers/cuda_rows.py and experts/cuda_ffn.py. That order is the control flow of the layers, which
+needs torch; tests/split/test_model_memory.py runs it without a GPU and compares every buffer and
+its place with what is counted here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +32,7 @@ from headroom.kernels.cuda.attention_scratch import (
 )
 from headroom.kernels.cuda.buffers import Buffer, ScratchCount, floats
 from headroom.kernels.cuda.experts_scratch import ExpertShape
-from headroom.kernels.cuda.sizes import DECODE_ROWS, EXPERT_STEP, MOST_OUTPUTS
+from headroom.kernels.cuda.sizes import DECODE_ROWS, MOST_OUTPUTS, is_decode
 from headroom.plan.shape import BF16_BYTES, F32_BYTES, LayerPadding, LayerShape
 from headroom.units import GIB, MIB
 
@@ -82,7 +84,7 @@ class StepRows:
     @property
     def decodes(self) -> bool:
         """Whether the step takes the decode path."""
-        return self.rows <= DECODE_ROWS
+        return is_decode(self.rows)
 
     @property
     def chunks(self) -> int:
@@ -269,19 +271,9 @@ def _products(
     settings = step.settings
     weights = list(variant.weight_rows(outputs))
     if not step.decodes:
-        parts = [
-            part
-            for rows in weights
-            for part in matmul_scratch.unpacked_parts(rows, columns, settings.unpack_bytes)
-        ]
+        rows, dtype, most = step.rows, settings.dtype, settings.unpack_bytes
         for tiled in variant.tilings:
-            for part in count.largest(parts):
-                with count.frame():
-                    count.take(
-                        matmul_scratch.unpacked_part(
-                            step.rows, part, columns, settings.dtype, tiled=tiled
-                        )
-                    )
+            matmul_scratch.count_unpacked(count, rows, weights, columns, dtype, most, tiled=tiled)
     elif rows_floats is not None and False in variant.tilings:
         for _ in count.largest(weights):
             with count.frame():
@@ -309,7 +301,7 @@ def count_attention(
     rows, heads, dim, hidden = step.rows, layer.query_heads, layer.key_dim, step.settings.hidden
     _normed_rows(count, step, _hidden_floats(step))
     outputs = layer.projections
-    count.take(*(floats(rows, width) for width in outputs))
+    count.take(*matmul_scratch.products(rows, outputs))
     _products(count, step, (outputs, hidden), variant, _hidden_floats(step))
     count.take(attention_scratch.queries(rows, heads, dim))
     if step.decodes:
@@ -340,7 +332,7 @@ def count_delta_net(
     channels = layer.mixer_width // 2 - inner
     outputs = (channels, inner, heads, heads)
     _normed_rows(count, step, _hidden_floats(step))
-    count.take(*(floats(rows, width) for width in outputs))
+    count.take(*matmul_scratch.products(rows, outputs))
     _products(count, step, (outputs, step.settings.hidden), variant, _hidden_floats(step))
     answers = delta_net_scratch.answers(rows, heads)
     if step.decodes:
@@ -369,7 +361,7 @@ def _count_gated(
     if normed:
         _normed_rows(count, step, _hidden_floats(step))
     inner = floats(step.rows, width)
-    count.take(inner, inner)
+    count.take(*matmul_scratch.products(step.rows, (width, width)))
     sizes = ((width, width), step.settings.hidden)
     _products(count, step, sizes, variant, _hidden_floats(step))
     _rows_into_product(count, step, width)
@@ -397,12 +389,12 @@ def _count_experts(
     if asks_cpu:  # first, so that the CPU computes while the GPU does
         count.take(route_scratch.picks(rows, used))
     # On the decode path the kernels of routed experts also run a shared expert in tiles.
-    runs_shared = step.decodes and variant.tiled and width % EXPERT_STEP == 0
+    runs_shared = step.decodes and variant.tiled and experts_scratch.runs_with_routed(width)
     if width and not runs_shared:
         inner = _count_gated(count, step, width, variant, normed=False)
         count.take(_hidden_floats(step))
         _products(count, step, ((step.settings.hidden,), width), variant, inner)
-    if step.decodes and not asks_cpu and rows <= experts_scratch.CHOSEN_ROWS:
+    if step.decodes and not asks_cpu and experts_scratch.does_top_k(rows):
         count.take(experts_scratch.chosen_weights(rows, used))
     elif not asks_cpu:
         count.take(route_scratch.picks(rows, used))
@@ -471,7 +463,7 @@ def library_bytes(layers: Sequence[LayerShape], step: DeviceStep, sm: int) -> in
     tables, and cuBLAS's workspace. Gated linear attention allocates nothing.
     """
     rows, most = step.rows, 0
-    if rows <= DECODE_ROWS:
+    if is_decode(rows):
         return _cublas_bytes(sm)
     for layer in dict.fromkeys(layers):
         size, picks = 0, rows * layer.experts_used

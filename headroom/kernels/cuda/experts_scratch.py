@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from headroom.kernels.cuda.buffers import Buffer, Buffers, ScratchCount, floats
 from headroom.kernels.cuda.matmul_scratch import half_rows
-from headroom.kernels.cuda.sizes import GROUP_ROWS
+from headroom.kernels.cuda.sizes import EXPERT_STEP, GROUP_ROWS
 
 # With at most so many picks per expert, on average, packed tiles are multiplied; 0: never. They are
 # decoded anew for every 32 rows; with more rows it takes less time to unpack an expert once and to
@@ -41,6 +41,19 @@ def decode_buffers(rows: int, used: int, width: int, shared_width: int) -> Decod
 def chosen_weights(rows: int, used: int) -> Buffer:
     """Return the weights that `choose_few_rows` writes; ids stay in registers."""
     return floats(rows, used)
+
+
+def does_top_k(rows: int) -> bool:
+    """Return whether the experts' first kernel does the top-k of a decode step of so many rows."""
+    return rows <= CHOSEN_ROWS
+
+
+def runs_with_routed(width: int) -> bool:
+    """Return whether decode kernels of routed experts also run a shared expert of this width.
+
+    Its weights must be in tiles, too.
+    """
+    return width % EXPERT_STEP == 0
 
 
 def experts_at_once(count: int, shape: ExpertShape, most_bytes: int) -> int:

@@ -305,9 +305,8 @@ def multiply_unpacked(
     """
     rows = x.values
     tiled = weight.layout == TILES
-    each = matmul_scratch.part_rows(weight.rows, weight.columns, scratch.unpack_bytes())
-    for first in range(0, weight.rows, each):
-        count = min(each, weight.rows - first)
+    first = 0
+    for count in matmul_scratch.unpacked_parts(weight.rows, weight.columns, scratch.unpack_bytes()):
         buffers = matmul_scratch.unpacked_part(
             len(rows), count, weight.columns, scratch.name_of(rows.dtype), tiled=tiled
         )
@@ -322,6 +321,7 @@ def multiply_unpacked(
                 _spread(answers, first, outs, add)
             else:
                 _spread_powers(answers, first, outs, add, x.powers)
+        first += count
 
 
 def dequantise(weight: Weight, out: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Scratch of matrix products: input rows in 16 bits, and unpacked weights."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headroom.kernels.cuda.buffers import Buffer, Buffers, floats
+from headroom.kernels.cuda.buffers import Buffer, Buffers, ScratchCount, floats
 from headroom.kernels.cuda.sizes import GROUP_ROWS, RECORD_COLUMNS, TILE_ROWS
 
 # The rows of an unpacked part are a multiple of this if possible, to fit cuBLAS's tiles.
@@ -39,6 +40,11 @@ def narrow_rows(rows: int, columns: int, dtype: str) -> NarrowBuffers:
     return NarrowBuffers(Buffer((rows, columns), dtype), floats(rows) if dtype == "f16" else None)
 
 
+def products(rows: int, outputs: Sequence[int]) -> list[Buffer]:
+    """Return the buffers of the products of rows with matrices of so many outputs each."""
+    return [floats(rows, width) for width in outputs]
+
+
 def part_rows(rows: int, columns: int, most_bytes: int) -> int:
     """Return how many rows of a weight are unpacked at a time.
 
@@ -72,3 +78,20 @@ def unpacked_parts(outputs: int, columns: int, unpack_bytes: int) -> list[int]:
     """Return the rows of each part of a weight that `multiply_unpacked` unpacks in turn."""
     each = part_rows(outputs, columns, unpack_bytes)
     return [min(each, outputs - first) for first in range(0, outputs, each)]
+
+
+def count_unpacked(
+    count: ScratchCount,
+    rows: int,
+    weights: Sequence[int],
+    columns: int,
+    dtype: str,
+    unpack_bytes: int,
+    *,
+    tiled: bool,
+) -> None:
+    """Count `multiply_unpacked` for weights of so many rows each: one part after another."""
+    parts = [part for outputs in weights for part in unpacked_parts(outputs, columns, unpack_bytes)]
+    for part in count.largest(parts):
+        with count.frame():
+            count.take(unpacked_part(rows, part, columns, dtype, tiled=tiled))

@@ -20,6 +20,11 @@ PLAIN_STEP = 4  # columns of F16 and BF16 weights are a multiple of this
 EXPERT_STEP = 8
 
 
+def is_decode(rows: int) -> bool:
+    """Return whether a step of this many rows takes the decode path."""
+    return rows <= DECODE_ROWS
+
+
 def steps_of(size: int, step: int) -> int:
     """Return the number of steps of size `step` that cover `size`."""
     return -(-size // step)
