@@ -2,9 +2,9 @@
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
 from pydantic import Field, PlainValidator, model_validator
@@ -60,6 +60,17 @@ def _check_prompts(value: object) -> list[str | list[int]]:
 
 class CompletionBody(GenerationBody):
     """The body of /v1/completions."""
+
+    also_not_honoured: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        # A prompt has no chat template, and so neither tools nor thoughts that can be told apart.
+        "tools": (), "tool_choice": ("auto",), "functions": (),
+        "function_call": ("auto",), "reasoning_effort": (), "reasoning": (), "thinking": (),
+        "enable_thinking": (), "thinking_budget": (), "chat_template_kwargs": (),
+        "continue_final_message": (), "max_completion_tokens": (), "top_logprobs": (),
+        "response_format": ({"type": "text"},), "guided_json": (), "guided_regex": (),
+        "guided_choice": (), "guided_grammar": (), "structured_outputs": (), "json_schema": (),
+        "grammar": (),
+    }  # fmt: skip
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_check_prompts)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import Field as DataclassField
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_origin, get_type_hints
 
 from fastapi import Request
 from pydantic import (
@@ -105,6 +105,11 @@ def unsupported(param: str, message: str) -> RefusalError:
     return RefusalError(400, "unsupported_parameter", message, param=param)
 
 
+def invalid(param: str, message: str) -> RefusalError:
+    """Return the refusal of a value that the field `param` cannot have."""
+    return RefusalError(400, "invalid_value", message, param=param)
+
+
 class Body(BaseModel):
     """A JSON object; unknown fields are ignored, since clients send many."""
 
@@ -117,13 +122,26 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-# Fields of other servers and of newer APIs. Each would change the answer, so it is refused unless
-# its value asks for nothing: null, false, 0, "none", or an empty text, list or object.
-NOT_HONOURED = (
-    "functions", "function_call", "audio", "web_search_options", "grammar", "json_schema",
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
-    "min_tokens",
-)  # fmt: skip
+# Fields of other servers and of newer APIs that would change the answer, with the values that ask
+# for nothing beside the empty ones. Any other value is refused.
+NOT_HONOURED: Mapping[str, tuple[object, ...]] = {
+    # OpenAI
+    "audio": (), "modalities": (["text"],), "web_search_options": (),
+    # vLLM
+    "min_tokens": (), "use_beam_search": (), "length_penalty": (1,), "bad_words": (),
+    "allowed_token_ids": (), "stop_token_ids": (), "include_stop_str_in_output": (),
+    "truncate_prompt_tokens": (), "prompt_logprobs": (), "logits_processors": (),
+    "prompt_embeds": (),
+    # llama.cpp
+    "mirostat": (), "typical_p": (1,), "tfs_z": (1,), "top_n_sigma": (-1,), "dynatemp_range": (),
+    "xtc_probability": (), "dry_multiplier": (), "samplers": (), "lora": (), "repeat_last_n": (64,),
+    "reasoning_format": ("auto", "deepseek", "parsed"),
+}  # fmt: skip
+EMPTY: tuple[object, ...] = (None, False, 0, "", "none", [], {})
+# As above, but only null and true ask for nothing.
+MUST_BE_TRUE = ("skip_special_tokens", "add_generation_prompt")
+# Other servers' names of sampling settings.
+ALIASES = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 
 
 def _sampling_field(setting: "DataclassField[Any]") -> Any:
@@ -165,16 +183,26 @@ class GenerationBody(SamplingFields):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     user: str | None = None
 
+    # As NOT_HONOURED, for the fields that one endpoint cannot honour and another can.
+    also_not_honoured: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_what_cannot_be_honoured(cls, body: Any) -> Any:
-        given = body if isinstance(body, dict) else {}
-        for name in NOT_HONOURED:
-            if given.get(name) not in (None, False, 0, "", "none", [], {}):
+        if not isinstance(body, dict):
+            return body
+        for name, neutral in {**NOT_HONOURED, **cls.also_not_honoured}.items():
+            if name in body and body[name] not in (*EMPTY, *neutral):
                 raise unsupported(name, f"`{name}` cannot be honoured; leave it out.")
-        if given.get("modalities") not in (None, [], ["text"]):
-            raise unsupported("modalities", "Answers are text; leave `modalities` out.")
-        return body
+        for name in MUST_BE_TRUE:
+            if body.get(name) not in (None, True):
+                raise unsupported(name, f"`{name}` can only be true; leave it out.")
+        renamed = {
+            name: body[other]
+            for other, name in ALIASES.items()
+            if other in body and body.get(name) is None
+        }
+        return {**body, **renamed}
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling settings that the body gives, by name."""

@@ -31,7 +31,7 @@ def test_an_answer_has_text_reason_counts_and_times(client: httpx.Client) -> Non
     assert answer["id"].startswith("chatcmpl-")
     assert (answer["model"], answer["seed"]) == ("fake", 7)
     choice = answer["choices"][0]
-    message = {"role": "assistant", "content": "Hello, world.", "refusal": None}
+    message = {"role": "assistant", "content": "Hello, world.", "refusal": None, "annotations": []}
     assert choice == {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
     assert answer["usage"] == openai_usage(4, 14)
     assert answer["timings"] == {

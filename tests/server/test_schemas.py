@@ -20,6 +20,7 @@ from tests.server.fakes import FakeLLM, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "hi"}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def problem(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -111,8 +112,23 @@ WRONG_CHATS = [
     ({"messages": [USER], "top_logprobs": 3}, "top_logprobs"),
     ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": [USER], "max_completion_tokens": 0}, "max_completion_tokens"),
-    ({"messages": [USER], "tools": [{"type": "function"}]}, "tools"),
-    ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": [{"role": "tool", "content": "42"}]}, "messages[0]"),
+    ({"messages": [{"role": "tool", "content": "42", "tool_call_id": ""}]},
+     "messages[0].tool_call_id"),
+    ({"messages": [{"role": "function", "content": "42"}]}, "messages[0]"),
+    ({"messages": [{"role": "assistant", "content": "", "audio": {"id": "1"}}]},
+     "messages[0].audio"),
+    ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages[0]"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "id": ""}]}]},
+     "messages[0].tool_calls[0].id"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}]},
+     "messages[0].tool_calls[0].type"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {}}]}]},
+     "messages[0].tool_calls[0].function.name"),
+    ({"messages": [{"role": "assistant", "tool_calls": [
+        {**CALL, "function": {"name": "f", "arguments": {}}}]}]},
+     "messages[0].tool_calls[0].function.arguments"),
+    ({"messages": [USER], "continue_final_message": True}, "continue_final_message"),
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
 ]  # fmt: skip
 
@@ -166,10 +182,13 @@ def test_what_completions_cannot_do_is_refused(
 @pytest.mark.parametrize(
     ("given", "param"),
     [
-        ({"functions": [{"name": "f"}]}, "functions"),
-        ({"function_call": "auto"}, "function_call"),
         ({"modalities": ["text", "audio"]}, "modalities"),
-        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"web_search_options": {"a": 1}}, "web_search_options"),
+        ({"stop_token_ids": [5]}, "stop_token_ids"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"typical_p": 0.5}, "typical_p"),
+        ({"mirostat": 2}, "mirostat"),
         ({"grammar": "root ::= 'x'"}, "grammar"),
         ({"min_tokens": 5}, "min_tokens"),
     ],
@@ -180,6 +199,59 @@ def test_known_fields_that_cannot_be_honoured_are_refused(
     subject = {"messages": [USER]} if path == CHAT else {"prompt": "hi"}
     error = problem(shared.post(path, json={**subject, **given}), 400)
     assert (error["code"], error["param"]) == ("unsupported_parameter", param)
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"thinking": {"type": "enabled"}}, "thinking"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+    ],
+)
+def test_completions_refuse_what_only_chats_have(
+    shared: httpx.Client, given: dict[str, Any], param: str
+) -> None:
+    error = problem(shared.post(COMPLETIONS, json={"prompt": "hi", **given}), 400)
+    assert (error["code"], error["param"]) == ("unsupported_parameter", param)
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+    ],
+)
+def test_chats_refuse_what_they_cannot_honour(
+    shared: httpx.Client, given: dict[str, Any], param: str
+) -> None:
+    error = problem(shared.post(CHAT, json={"messages": [USER], **given}), 400)
+    assert (error["code"], error["param"]) == ("unsupported_parameter", param)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_fields_that_change_no_answer_are_taken(shared: httpx.Client, path: str) -> None:
+    subject = {"messages": [USER]} if path == CHAT else {"prompt": "hi"}
+    harmless = {
+        "store": True, "metadata": {"a": "b"}, "user": "me", "service_tier": "auto",
+        "prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s",
+        "verbosity": "low", "prediction": {"type": "content", "content": "x"}, "session_id": "1",
+        "cache_prompt": True, "parallel_tool_calls": True, "tools": [], "tool_choice": "none",
+        "response_format": {"type": "text"}, "modalities": ["text"], "min_tokens": 0,
+        "typical_p": 1.0, "skip_special_tokens": True, "n_predict": 3, "repeat_penalty": 1.1,
+        "stream_options": None, "no_such_field": 5,
+    }  # fmt: skip
+    response = shared.post(path, json={**subject, **harmless})
+    assert response.status_code == 200, response.text
+    assert response.json()["usage"]["completion_tokens"] == 3
 
 
 def test_an_image_is_refused_in_words(shared: httpx.Client) -> None:

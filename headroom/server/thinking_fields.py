@@ -1,0 +1,100 @@
+"""Fields that say whether and how long the model thinks before it answers.
+
+OpenAI has `reasoning_effort`. The other fields are those of OpenRouter (`reasoning`), of Anthropic
+and DeepSeek (`thinking`), and of Qwen (`enable_thinking`, `thinking_budget`, and variables of the
+chat template in `chat_template_kwargs`).
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from headroom.server.schemas import MAX_COUNT, Body, invalid
+from headroom.text.conversation import Thinking
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Budget = Annotated[int, Field(ge=0, le=MAX_COUNT)]  # tokens; 0: no thoughts
+# Variables that the server itself gives to a chat template.
+RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+
+
+class ThinkingBody(Body):
+    """Thoughts on or off, and how many tokens they may have."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Budget | None = None
+
+
+class ReasoningBody(Body):
+    """Thoughts on or off, their tier, how many tokens they may have, and whether they are shown."""
+
+    effort: Effort | None = None
+    max_tokens: Budget | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+
+
+def _thinking_object(value: object) -> object:
+    return {"type": "enabled" if value else "disabled"} if isinstance(value, bool) else value
+
+
+class ThinkingFields(Body):
+    """The fields that a chat may have about thoughts."""
+
+    reasoning_effort: Effort | None = None
+    reasoning: ReasoningBody | None = None
+    thinking: Annotated[ThinkingBody | None, BeforeValidator(_thinking_object)] = None
+    enable_thinking: bool | None = None
+    thinking_budget: Budget | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def shows_thoughts(self) -> bool:
+        """Whether the answer has the thoughts, too."""
+        excluded = self.reasoning is not None and bool(self.reasoning.exclude)
+        return self.include_reasoning is not False and not excluded
+
+    def template_variables(self) -> dict[str, Any]:
+        """Return the variables that the body gives to the chat template."""
+        variables = self.chat_template_kwargs or {}
+        for name in RESERVED:
+            if name in variables:
+                raise invalid(
+                    f"chat_template_kwargs.{name}",
+                    f"The server itself sets `{name}`.",
+                )
+        if not isinstance(variables.get("enable_thinking"), bool | None):
+            raise invalid(
+                "chat_template_kwargs.enable_thinking", "`enable_thinking` must be true or false."
+            )
+        return variables
+
+    def asked_thinking(self) -> Thinking:
+        """Return what the fields ask for; a switch goes before a tier or a budget."""
+        reasoning = self.reasoning or ReasoningBody()
+        effort = self.reasoning_effort or reasoning.effort
+        budgets = (
+            self.thinking.budget_tokens if self.thinking else None,
+            self.thinking_budget,
+            reasoning.max_tokens,
+        )
+        budget = next((budget for budget in budgets if budget is not None), None)
+        enabled = self._switch(reasoning)
+        if enabled is None and (effort is not None or budget is not None):
+            enabled = effort != "none" and budget != 0
+        if enabled is False:
+            return Thinking(enabled=False)
+        return Thinking(
+            enabled=enabled,
+            effort=None if effort == "none" else effort,
+            budget=budget or None,
+        )
+
+    def _switch(self, reasoning: ReasoningBody) -> bool | None:
+        """Return whether thoughts are switched on or off; None if no field says so."""
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            return self.thinking.type == "enabled"
+        variable = (self.chat_template_kwargs or {}).get("enable_thinking")
+        switches = (self.enable_thinking, reasoning.enabled, variable)
+        return next((switch for switch in switches if switch is not None), None)
