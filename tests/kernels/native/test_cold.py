@@ -1,4 +1,4 @@
-"""ColdWorker, which computes cold experts, with a stand-in for the GPU's side of the mailbox."""
+"""ColdWorker, which computes cold experts, asked by the stand-in GPU's side of the mailbox."""
 
 import threading
 import time
@@ -14,46 +14,13 @@ from headroom.kernels.native.cold import ColdTable, ColdWorker
 from headroom.kernels.native.module import MODULE
 from tests.kernels.cases import random_choice, random_experts
 from tests.kernels.native.test_experts_tiles import tile_table
+from tests.stand_in.mailbox import WAIT_S, MailboxGpu
 
 pytestmark = pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 EXPERTS, USED, HIDDEN, WIDTH = 6, 2, 64, 32
-REQUEST, ANSWER, LAYER, ROWS, DONE, FAILED, IDS, WEIGHTS, INPUTS = (
-    *(0, 32, 64, 65, 96, 128),
-    *(160, 160 + 1024, 160 + 2048),
-)
-WAIT_S = 20.0
 # Ends of the messages about a bad request.
 LIMITS = f"there are 2 cold layers, and a request has 1 to {MOST_ROWS} rows"
 NOT_HELD = "which is not in host memory"
-
-
-class StandIn:
-    """The GPU's side of the mailbox: plain writes in the GPU's order."""
-
-    def __init__(self, box: Mailbox) -> None:
-        self._box, self._words, self.number = box, box.words.numpy(), 0
-
-    def ask(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Write a request, and its number last."""
-        floats = self._words.view("float32")
-        self._words[LAYER], self._words[ROWS] = layer, len(x)
-        self._words[IDS : IDS + ids.numel()] = ids.flatten().numpy()
-        floats[WEIGHTS : WEIGHTS + weights.numel()] = weights.flatten().numpy()
-        floats[INPUTS : INPUTS + x.numel()] = x.flatten().numpy()
-        self.number += 1
-        self._words[REQUEST] = self.number
-
-    def answer(self, rows: int) -> torch.Tensor:
-        """Wait for the answer to the last request."""
-        until = time.monotonic() + WAIT_S
-        while self._words[ANSWER] != self.number:
-            assert time.monotonic() < until, "no answer"
-            time.sleep(0)
-        return self._box.answers[:rows].clone()
-
-    def end_step(self) -> None:
-        """Report the end of a step."""
-        self._words[DONE] += 1
 
 
 @pytest.fixture
@@ -83,7 +50,7 @@ def worker(layers: list[native_experts.PanelTable], box: Mailbox) -> Iterator[Co
 def test_requests_of_many_steps_are_answered(
     worker: ColdWorker, layers: list[native_experts.PanelTable], box: Mailbox
 ) -> None:
-    gpu, wrong = StandIn(box), []
+    gpu, wrong = MailboxGpu(box), []
 
     def run() -> None:
         for step in range(20):
@@ -110,7 +77,7 @@ def test_requests_of_many_steps_are_answered(
 def test_a_request_without_begin_step_is_answered_too(
     worker: ColdWorker, layers: list[native_experts.PanelTable], box: Mailbox
 ) -> None:
-    gpu, until = StandIn(box), time.monotonic() + WAIT_S
+    gpu, until = MailboxGpu(box), time.monotonic() + WAIT_S
     while not worker.counts.sleeps:
         assert time.monotonic() < until, "it never sleeps"
         time.sleep(0.001)
@@ -123,7 +90,7 @@ def test_a_request_without_begin_step_is_answered_too(
 def test_a_worker_sleeps_between_steps_and_wakes_for_the_next(
     worker: ColdWorker, layers: list[native_experts.PanelTable], box: Mailbox
 ) -> None:
-    gpu = StandIn(box)
+    gpu = MailboxGpu(box)
     for step in range(1, 4):
         until = time.monotonic() + WAIT_S
         while worker.counts.sleeps < step and time.monotonic() < until:
@@ -137,7 +104,7 @@ def test_a_worker_sleeps_between_steps_and_wakes_for_the_next(
 
 @pytest.mark.slow
 def test_no_step_is_slept_through(worker: ColdWorker, box: Mailbox) -> None:
-    gpu, x, picks = StandIn(box), torch.ones(1, HIDDEN), random_choice(1, EXPERTS, USED)
+    gpu, x, picks = MailboxGpu(box), torch.ones(1, HIDDEN), random_choice(1, EXPERTS, USED)
     for step in range(8000):  # each begins about when the worker falls asleep
         until = time.perf_counter() + (0.9 + 0.3 * (step % 97) / 97) / 1000
         while time.perf_counter() < until:
@@ -150,7 +117,7 @@ def test_no_step_is_slept_through(worker: ColdWorker, box: Mailbox) -> None:
 
 
 def test_counts_can_be_read_after_the_thread_has_ended(worker: ColdWorker, box: Mailbox) -> None:
-    gpu = StandIn(box)
+    gpu = MailboxGpu(box)
     worker.begin_step()
     gpu.ask(0, torch.ones(1, HIDDEN), *random_choice(1, EXPERTS, USED))
     gpu.answer(1)
@@ -160,7 +127,7 @@ def test_counts_can_be_read_after_the_thread_has_ended(worker: ColdWorker, box: 
 
 
 def test_steps_without_begin_step_do_not_end_later_ones(worker: ColdWorker, box: Mailbox) -> None:
-    gpu = StandIn(box)
+    gpu = MailboxGpu(box)
     for _ in range(3):
         gpu.end_step()
     worker.begin_step()
@@ -189,7 +156,7 @@ def test_a_bad_request_is_answered_and_remembered(
     reason: str,
 ) -> None:
     layers[1].addresses[3] = 0
-    gpu = StandIn(box)
+    gpu = MailboxGpu(box)
     worker.begin_step()
     gpu.ask(layer, torch.ones(1, HIDDEN), torch.tensor([[-1, expert]]).int(), torch.ones(1, USED))
     gpu.answer(1)
@@ -200,7 +167,7 @@ def test_a_bad_request_is_answered_and_remembered(
 def test_experts_are_counted_once_a_request(
     worker: ColdWorker, layers: list[native_experts.PanelTable], box: Mailbox
 ) -> None:
-    gpu = StandIn(box)
+    gpu = MailboxGpu(box)
     worker.begin_step()
     ids = torch.tensor([[1, 4], [4, -1], [-1, -1]]).int()
     gpu.ask(0, torch.ones(3, HIDDEN), ids, torch.ones(3, USED))
