@@ -12,6 +12,7 @@ import pytest
 
 from tests.clients.answers import RESULT, tool_call
 from tests.clients.conftest import MODEL, Running
+from tests.clients.documented import documented
 from tests.clients.found import find_agent
 
 pytestmark = pytest.mark.clients
@@ -38,6 +39,12 @@ class Session(NamedTuple):
             "NO_PROXY": "127.0.0.1,localhost",
             **more,
         }
+
+    def write(self, path: str, text: str) -> None:
+        """Write a file into the agent's home."""
+        file = self.home / path
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
 
     def run(self, command: list[str], environment: dict[str, str]) -> str:
         """Run an agent in the folder and return what it prints."""
@@ -98,23 +105,7 @@ def follow(running: Running, read: tuple[str, Any], write: tuple[str, Any]) -> N
 
 def test_codex_reads_and_writes_a_file(session: Session, running: Running) -> None:
     codex = find_agent("codex")
-    settings = session.home / ".codex"
-    settings.mkdir()
-    (settings / "config.toml").write_text(
-        f"""\
-model = "{MODEL}"
-model_provider = "headroom"
-check_for_update_on_startup = false
-
-[analytics]
-enabled = false
-
-[model_providers.headroom]
-name = "headroom"
-base_url = "{running.address}/v1"
-wire_api = "responses"
-"""
-    )
+    session.write(".codex/config.toml", documented("Codex", running.address, MODEL))
     follow(
         running,
         read=("exec_command", {"cmd": "cat note.txt"}),
@@ -136,44 +127,25 @@ def test_claude_code_reads_and_writes_a_file(session: Session, running: Running,
         read=("Read", {"file_path": str(session.folder / "note.txt")}),
         write=("Bash", {"command": "echo {word} > answer.txt", "description": "Write the word"}),
     )
-    environment = session.environment(
-        ANTHROPIC_BASE_URL=running.address,
-        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
-        DISABLE_AUTOUPDATER="1",
-        **{key: "none"},
-    )
+    lines = documented("Claude Code", running.address, MODEL).splitlines()
+    variables = dict(line.removeprefix("export ").split("=", 1) for line in lines)
+    variables[key] = variables.pop("ANTHROPIC_AUTH_TOKEN")
     command = [claude, "-p", TASK, "--output-format", "json", "--allowedTools", "Read", "Bash"]
-    session.check(json.loads(session.run(command, environment))["result"], running)
+    printed = session.run(command, session.environment(**variables))
+    session.check(json.loads(printed)["result"], running)
     assert not [prompt for prompt in running.engine.prompts if "billing-header" in prompt]
 
 
 def test_opencode_reads_and_writes_a_file(session: Session, running: Running) -> None:
     opencode = find_agent("opencode")
-    provider = {
-        "npm": "@ai-sdk/openai-compatible",
-        "name": "headroom",
-        "options": {"baseURL": f"{running.address}/v1"},
-        "models": {MODEL: {"name": MODEL}},
-    }
-    settings = session.home / ".config" / "opencode"
-    settings.mkdir(parents=True)
-    (settings / "opencode.json").write_text(
-        json.dumps(
-            {
-                "model": f"headroom/{MODEL}",
-                "provider": {"headroom": provider},
-                "autoupdate": False,
-                "share": "disabled",
-            }
-        )
-    )
+    settings = documented("OpenCode", running.address, MODEL)
+    session.write(".config/opencode/opencode.json", settings)
     follow(
         running,
         read=("read", {"filePath": str(session.folder / "note.txt")}),
         write=("bash", {"command": "echo {word} > answer.txt", "description": "Write the word"}),
     )
-    environment = session.environment(
-        OPENCODE_DISABLE_AUTOUPDATE="1",
+    environment = session.environment(  # or it waits for what it cannot fetch
         OPENCODE_DISABLE_MODELS_FETCH="1",
         OPENCODE_DISABLE_LSP_DOWNLOAD="1",
         OPENCODE_DISABLE_DEFAULT_PLUGINS="1",
