@@ -26,9 +26,13 @@ from headroom.llm import LLM, ChatPrompt
 from headroom.options import Options
 from headroom.server.app import HttpServer, bind
 from headroom.text.conversation import Conversation
+from headroom.text.reasoning import Reasoning
+from headroom.text.tokenizer import Tokenizer
+from headroom.text.tool_formats import find_tool_format
 
 EOS, BOS = 256, 257
 CONTEXT, VOCAB = 4096, 258
+THOUGHTS = Reasoning(start="<think>", end="</think>", start_id=1, end_id=2, opened=False)
 TIMINGS = Timings(queue_s=0.001, prefill_s=0.002, decode_s=0.003)
 
 
@@ -55,6 +59,9 @@ class FakeTokenizer:
 
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode(errors="replace")
+
+    def find(self, token: str) -> int | None:
+        return None
 
     def is_control(self, token_id: int) -> bool:
         return token_id >= 256
@@ -188,11 +195,20 @@ class FakeLLM:
         self.tokenizer = FakeTokenizer()
         self.default_sampling: dict[str, Any] = {}
         self.conversations: list[list[Mapping[str, Any]]] = []
+        self.chats: list[Conversation] = []
+        self.thinks = False  # answers may begin with <think>
 
     def prepare_chat(self, chat: Conversation) -> ChatPrompt:
+        self.chats.append(chat)
         self.conversations.append(list(chat.messages))
         text = "".join(f"{turn['content']}\n" for turn in chat.messages)
-        return ChatPrompt(tuple(self.tokenizer.encode(text)), reasoning=None, in_thought=False)
+        return ChatPrompt(
+            tuple(self.tokenizer.encode(text)),
+            reasoning=THOUGHTS if self.thinks else None,
+            in_thought=False,
+            tools=() if chat.tool_choice.mode == "none" else chat.tools,
+            tool_format=find_tool_format(cast(Tokenizer, self.tokenizer), None),
+        )
 
     def request(
         self,
