@@ -9,8 +9,8 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from headroom.text.call_scanner import (
@@ -49,7 +49,10 @@ class ToolFormat:
     begins_bare: bool = False  # an answer may begin with a call's JSON, without a mark
     short_ids: bool = False  # ids are nine letters and digits, as Mistral's templates demand
     native: bool = True  # the model's own; False: the prompt must explain it to the model
+    writes_ids: bool = False  # the model gives its calls ids
     marks: frozenset[int] = frozenset()  # tokens of the markup; some are control tokens
+    # Markup that is control tokens, with their ids: a grammar cannot spell these as text.
+    control: Mapping[str, int] = field(default_factory=dict)
 
     def new_id(self) -> str:
         """Return an id for a call to which the model gave none."""
@@ -459,17 +462,20 @@ def find_tool_format(tokenizer: Tokenizer, template: ChatTemplate | None) -> Too
     Where the chat template knows none, the prompt explains <tool_call> with JSON to the model, and
     other common ways to write a call are understood, too.
     """
-    ids = (tokenizer.find(mark) for mark in _MARKS)
-    marks = frozenset(token for token in ids if token is not None)
+    found = {mark: token for mark in _MARKS if (token := tokenizer.find(mark)) is not None}
+    control = {mark: token for mark, token in found.items() if tokenizer.is_control(token)}
     source = template.source if template is not None else ""
-    for texts, known in _KNOWN:
-        if all(text in source for text in texts):
-            return replace(known, marks=marks)
-    return ToolFormat(
+    fallback = ToolFormat(
         name="json_tags",
         starts=("<tool_call>", "<function="),
         read=read_any,
         begins_bare=True,
         native=False,
-        marks=marks,
+    )
+    fitting = (form for texts, form in _KNOWN if all(text in source for text in texts))
+    return replace(
+        next(fitting, fallback),
+        marks=frozenset(found.values()),
+        control=control,
+        writes_ids="[CALL_ID]" in source,
     )

@@ -1,0 +1,201 @@
+"""Grammars of tool calls: whatever llguidance lets through is read as calls that fit the schema."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from headroom.errors import RequestError
+from headroom.text.answer_parser import AnswerParser, AnswerParts, join_calls
+from headroom.text.conversation import Tool, ToolChoice
+from headroom.text.tool_formats import _KNOWN, ToolFormat, find_tool_format
+from headroom.text.tool_grammars import tool_grammar
+from tests.text.tool_models import (
+    NATIVE_MODELS,
+    TOOL_MODELS,
+    rendered_answer,
+    tool_template,
+    tool_tokenizer,
+)
+
+WEATHER = Tool(
+    name="get_weather",
+    parameters={
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 6},
+            "days": {"type": "integer", "minimum": 0, "maximum": 99},
+            "unit": {"enum": ["celsius", "kelvin"]},
+            "exact": {"type": "boolean"},
+            "near": {"type": "array", "items": {"$ref": "#/$defs/place"}, "maxItems": 2},
+            "note": {"anyOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]},
+        },
+        "required": ["city", "unit", "near"],
+        "$defs": {
+            "place": {
+                "type": "object",
+                "properties": {
+                    "lat": {"type": "number", "minimum": -9, "maximum": 9},
+                    "at": {"type": "string", "maxLength": 3},
+                },
+                "required": ["lat"],
+                "additionalProperties": False,
+            }
+        },
+    },
+)
+NOW = Tool(name="now")
+TOOLS = (WEATHER, NOW)
+REQUIRED = ToolChoice(mode="required")
+
+
+class _Tokens:
+    """A small vocabulary as llguidance takes it."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, model: str) -> None:
+        tokenizer = tool_tokenizer(model)
+        known = range(tokenizer.vocab_size)
+        self.tokens = [tokenizer.token_bytes(i) for i in known]
+        self.special_token_ids = [i for i in known if tokenizer.is_control(i)]
+        self.bos_token_id = None
+        self.eos_token_id = min(tokenizer.stop_ids)
+
+    def __call__(self, text: str) -> list[int]:
+        return [self.tokens.index(bytes([byte])) for byte in text.encode()]
+
+
+class Walker:
+    """Writes random answers that a grammar allows."""
+
+    def __init__(self, model: str) -> None:
+        self.tokenizer = tool_tokenizer(model)
+        self.form = find_tool_format(self.tokenizer, tool_template(model))
+        self._tokens = _Tokens(model)
+        vocab = len(self._tokens.tokens)
+        self._trie = LLTokenizer(self._tokens, n_vocab=vocab)  # type: ignore[arg-type]
+
+    def start(self, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(self._trie, grammar)
+        assert not matcher.is_error(), (matcher.get_error(), grammar)
+        return matcher
+
+    def walk(self, grammar: str, dice: random.Random, most: int = 3000) -> str | None:
+        """Return an answer; None if it does not end."""
+        matcher = self.start(grammar)
+        text = b""
+        for _ in range(most):
+            allowed = self._allowed(matcher)
+            if self._tokens.eos_token_id in allowed and dice.random() < 0.7:
+                return text.decode(errors="replace")
+            if not (others := [token for token in allowed if token != self._tokens.eos_token_id]):
+                return text.decode(errors="replace")
+            # Letters make strings long; marks and brackets end them.
+            rare = [i for i in others if self._tokens.tokens[i] in b'"<>]}\n']
+            token = dice.choice(rare if rare and dice.random() < 0.3 else others)
+            matcher.consume_token(token)
+            assert not matcher.is_error(), matcher.get_error()
+            text += self._tokens.tokens[token]
+        return None
+
+    def accepts(self, grammar: str, answer: str) -> bool:
+        """Whether a grammar allows an answer, marks as tokens."""
+        matcher = self.start(grammar)
+        ids = self.tokenizer.encode(answer)
+        return bool(
+            matcher.validate_tokens(ids) == len(ids)
+            and matcher.consume_tokens(ids)
+            and matcher.is_accepting()
+        )
+
+    def _allowed(self, matcher: LLMatcher) -> list[int]:
+        mask = matcher.compute_bitmask()
+        bits = int.from_bytes(mask, "little")
+        return [i for i in range(len(self._tokens.tokens)) if bits >> i & 1]
+
+
+def parse(form: ToolFormat, tools: Sequence[Tool], answer: str) -> AnswerParts:
+    parser = AnswerParser(tools=tools, format=form)
+    return parser.push(answer) + parser.finish()
+
+
+def check_calls(parts: AnswerParts, tools: Sequence[Tool], answer: str) -> int:
+    schemas: dict[str, Any] = {tool.name: tool.parameters or {"maxProperties": 0} for tool in tools}
+    calls = join_calls(parts.calls)
+    for call in calls:
+        jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+    return len(calls)
+
+
+@pytest.mark.parametrize("model", TOOL_MODELS)
+def test_answers_of_required_calls_are_calls_that_fit_the_schema(model: str) -> None:
+    walker, dice = Walker(model), random.Random(model)
+    grammar = tool_grammar(walker.form, TOOLS, REQUIRED)
+    assert grammar is not None
+    several = ended = 0
+    for _ in range(40):
+        answer = walker.walk(grammar, dice)
+        if answer is None:
+            continue
+        parts = parse(walker.form, TOOLS, answer)
+        assert parts.text == "", answer
+        several += check_calls(parts, TOOLS, answer) > 1
+        ended += 1
+    assert ended > 20
+    assert several or model.startswith("llama")
+
+
+@pytest.mark.parametrize("model", TOOL_MODELS)
+def test_a_named_tool_is_called_once_unless_calls_are_parallel(model: str) -> None:
+    walker, dice = Walker(model), random.Random(model)
+    choice = ToolChoice(mode="required", name="now", parallel=False)
+    grammar = tool_grammar(walker.form, TOOLS, choice)
+    assert grammar is not None
+    for _ in range(5):
+        answer = walker.walk(grammar, dice)
+        assert answer is not None
+        (call,) = join_calls(parse(walker.form, TOOLS, answer).calls)
+        assert (call.name, json.loads(call.arguments)) == ("now", {})
+
+
+@pytest.mark.parametrize("model", NATIVE_MODELS)
+def test_strict_tools_limit_calls_and_leave_text_free(model: str) -> None:
+    walker = Walker(model)
+    strict = replace(WEATHER, strict=True)
+    grammar = tool_grammar(walker.form, (strict, NOW), ToolChoice())
+    assert grammar is not None
+    assert walker.accepts(grammar, "Just text, 1 < 2 and a } too.")
+    good = {"city": "x", "unit": "kelvin", "near": []}
+    bad = {"city": "x", "unit": "newton", "near": []}
+    assert walker.accepts(grammar, answer_of(model, good))
+    assert not walker.accepts(grammar, answer_of(model, bad))
+
+
+def answer_of(model: str, arguments: dict[str, Any]) -> str:
+    """Return a call as the model's template writes it, without the end of the turn."""
+
+    call = {
+        "type": "function",
+        "id": "abcdefghi",
+        "function": {"name": "get_weather", "arguments": arguments},
+    }
+    return rendered_answer(model, {"role": "assistant", "content": "", "tool_calls": [call]})
+
+
+def test_without_need_there_is_no_grammar() -> None:
+    form = _KNOWN[0][1]
+    assert tool_grammar(form, (), REQUIRED) is None
+    assert tool_grammar(form, TOOLS, ToolChoice()) is None
+    assert tool_grammar(form, TOOLS, ToolChoice(mode="none")) is None
+
+
+def test_a_choice_that_names_no_tool_is_refused() -> None:
+    with pytest.raises(RequestError, match="no tool has that name") as caught:
+        tool_grammar(_KNOWN[0][1], TOOLS, ToolChoice(mode="required", name="rm"))
+    assert caught.value.param == "tool_choice"
