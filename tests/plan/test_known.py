@@ -167,6 +167,10 @@ def test_a_draft_adds_its_lines_to_the_last_device() -> None:
     assert last["logits"] == 33 * 248320 * 4 + sampler_bytes(DECODE_ROWS, 248320)
     assert "verify_scratch" in first
     assert "draft_weights" not in first
+    why = {line.name: line.why for line in plan.devices[-1].lines}
+    assert why["draft_weights"] == f"5 layers of {shapes[1].name}"
+    assert why["draft_kv"] == "4096 tokens"
+    assert why["feature_ring"] == f"{plan.settings.rows} rows x 25600 values, q8_0"
 
 
 def test_per_layer_tables_of_gemma_stay_with_the_host() -> None:

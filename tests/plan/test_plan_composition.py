@@ -235,3 +235,13 @@ def test_as_many_devices_as_layers_are_taken_and_one_more_is_refused() -> None:
     assert [device.layers for device in plan.devices] == [(0, 0), (1, 1), (2, 2)]
     with pytest.raises(PlanError, match="4 devices cannot share 3 layers"):
         make_plan([model], [*devices, host(64)], options)
+
+
+def test_a_cpu_that_runs_layers_is_the_host_and_no_host_has_no_memory() -> None:
+    plan = make_plan([smollm2()], [cpu(24)], Options())
+    assert (plan.host.total_bytes, plan.host.lines) == (24 * GIB, ())
+    beside = make_plan([smollm2()], [gpu(4), cpu(16)], Options(split="1,1"))
+    assert (beside.host.total_bytes, beside.host.lines) == (16 * GIB, ())
+    behind = make_plan([smollm2()], [gpu(4), host(8)], Options())
+    assert behind.host.total_bytes == 8 * GIB
+    assert [line.name for line in behind.host.lines] == ["runtime", "reserve"]
