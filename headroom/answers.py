@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from headroom.engine.engine import Engine
 from headroom.engine.request import (
@@ -13,6 +14,7 @@ from headroom.engine.request import (
 )
 from headroom.text.answer import AnswerText
 from headroom.text.answer_parser import AnswerParser, AnswerParts, CallDelta, ToolCall, join_calls
+from headroom.text.thought_budget import AnswerConstraint
 from headroom.text.tokenizer import Tokenizer
 
 NO_TIME = Timings(queue_s=0.0, prefill_s=0.0, decode_s=0.0)
@@ -25,6 +27,16 @@ class AnswerToken:
     id: int
     offset: int  # characters of the answer before this token
     logprobs: TokenLogprobs | None  # None if not asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishDetails:
+    """How long a model thought, and how its thought ended."""
+
+    close_kind: Literal["natural", "hard"]  # hard: the budget of thoughts ended it
+    thinking_tokens: int  # of the thought, its marks included
+    content_tokens: int  # all others, the token that ended the answer included
+    total_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +57,7 @@ class AnswerDelta:
     generated_tokens: int = 0  # so far
     thought_tokens: int = 0  # so far: those of the generated tokens that are thoughts
     timings: Timings = NO_TIME  # up to this delta
+    finish_details: FinishDetails | None = None  # with the last delta, if the model can think
 
     @property
     def is_empty(self) -> bool:
@@ -74,6 +87,7 @@ class Completion:
     shown_tokens: tuple[AnswerToken, ...]  # the tokens that `text` shows
     prompt_logprobs: tuple[TokenLogprobs | None, ...]  # one per prompt token, if asked for
     timings: Timings
+    finish_details: FinishDetails | None = None  # None if the model cannot think
 
 
 class AnswerReader:
@@ -92,9 +106,11 @@ class AnswerReader:
         parser: AnswerParser | None = None,  # None: the answer is plain text
     ) -> None:
         self._request_id = request.id
+        self._constraint = request.constraint
         self._engine = engine
         self._index = index
-        self._text = AnswerText(tokenizer, request.params.stop, parser)
+        self._parser = parser or AnswerParser()
+        self._text = AnswerText(tokenizer, request.params.stop, self._parser)
         self._held: list[AnswerToken] = []  # tokens whose text is not given out yet
         # The last delta of an answer that a stop text ended, until the engine reports its experts.
         self._last: AnswerDelta | None = None
@@ -116,8 +132,9 @@ class AnswerReader:
             generated_tokens=delta.generated_tokens,
             thought_tokens=delta.thought_tokens,
             timings=delta.timings,
+            finish_details=delta.finish_details,
         )
-        return replace(delta, finish_reason=None)
+        return replace(delta, finish_reason=None, finish_details=None)
 
     def _add(self, event: TokenEvent) -> AnswerDelta:
         parts = AnswerParts()
@@ -143,6 +160,20 @@ class AnswerReader:
             generated_tokens=event.generated_tokens,
             thought_tokens=self._text.thought_tokens,
             timings=event.timings or NO_TIME,
+            finish_details=None if reason is None else self._details(event.generated_tokens),
+        )
+
+    def _details(self, total: int) -> FinishDetails | None:
+        if not self._parser.thinks:
+            return None
+        limits = self._constraint
+        hard = isinstance(limits, AnswerConstraint) and limits.closed_hard
+        thought = self._text.thought_tokens
+        return FinishDetails(
+            close_kind="hard" if hard else "natural",
+            thinking_tokens=thought,
+            content_tokens=total - thought,
+            total_tokens=total,
         )
 
     def _release(self, *, all_held: bool) -> tuple[AnswerToken, ...]:
@@ -178,4 +209,5 @@ def join_deltas(deltas: Sequence[AnswerDelta]) -> Completion:
         shown_tokens=tuple(token for delta in deltas for token in delta.shown_tokens),
         prompt_logprobs=tuple(entry for delta in deltas for entry in delta.prompt_logprobs),
         timings=last.timings,
+        finish_details=last.finish_details,
     )

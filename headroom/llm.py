@@ -41,7 +41,9 @@ from headroom.split.upkeep import open_upkeep
 from headroom.text.answer_parser import AnswerParser
 from headroom.text.chat_template import ChatTemplate
 from headroom.text.conversation import Conversation, Tool
+from headroom.text.grammar import GrammarCompiler
 from headroom.text.reasoning import Reasoning, find_reasoning
+from headroom.text.thought_budget import AnswerLimits, resolve_effort
 from headroom.text.tokenizer import Tokenizer
 from headroom.text.tool_formats import ToolFormat, find_tool_format
 from headroom.units import gib
@@ -113,6 +115,7 @@ class ChatPrompt:
     in_thought: bool  # the prompt ends inside a thought
     tools: tuple[Tool, ...] = ()  # that the answer may call
     tool_format: ToolFormat | None = None  # how the model writes calls
+    limits: AnswerLimits | None = None  # None: nothing is limited
 
     def new_parser(self) -> AnswerParser:
         """Return a parser for one answer."""
@@ -120,9 +123,9 @@ class ChatPrompt:
             self.reasoning, in_thought=self.in_thought, tools=self.tools, format=self.tool_format
         )
 
-    def new_constraint(self) -> TokenConstraint | None:
-        """Return the limits of one answer's tokens; None if any token may come."""
-        return None
+    def new_constraint(self, max_tokens: int | None = None) -> TokenConstraint | None:
+        """Return the limits of one answer of at most so many tokens; None if any token may come."""
+        return None if self.limits is None else self.limits.begin(max_tokens)
 
 
 class LLM:
@@ -154,6 +157,7 @@ class LLM:
         self.engine, self.plan = opened.engine, opened.plan
         self.context = self.plan.settings.context
         self.vocab_size = self.engine.vocab
+        self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size)
 
     def encode_chat(
         self,
@@ -182,18 +186,24 @@ class LLM:
     def prepare_chat(self, chat: Conversation) -> ChatPrompt:
         """Return a conversation as token ids, with the limits and the parser of its answers."""
         variables = dict(chat.template_variables)
-        if chat.thinking.enabled is not None:
-            variables["enable_thinking"] = chat.thinking.enabled
+        thinking = resolve_effort(chat.thinking)
+        if thinking.enabled is not None:
+            variables["enable_thinking"] = thinking.enabled
         tools = [tool.for_template() for tool in chat.tools] or None
         text = self._render(chat.messages, tools=tools, **variables)
         opened = self.reasoning is not None and self.reasoning.is_open(text)
         callable_tools = () if chat.tool_choice.mode == "none" else chat.tools
-        return ChatPrompt(
-            tuple(self.tokenizer.encode(text)),
+        tokens = tuple(self.tokenizer.encode(text))
+        limits = AnswerLimits.of(
+            self.grammars,
+            chat.output_format,
+            thinking,
             self.reasoning,
-            opened,
-            callable_tools,
-            self.tool_format,
+            opened=opened,
+            room=self.context - len(tokens),
+        )
+        return ChatPrompt(
+            tokens, self.reasoning, opened, callable_tools, self.tool_format, limits
         )
 
     def request(

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from headroom.engine.batching import make_batch
+from headroom.engine.masks import MaskPool
 from headroom.engine.outputs import (
     LaunchedStep,
     Output,
@@ -57,6 +58,7 @@ class Engine:
         limits = Limits(settings.parallel, settings.chunk, settings.page_size)
         self._scheduler = Scheduler(limits, self._pool)
         self._counters = Counters()
+        self._masks = MaskPool()
         # The lock guards the five fields below, which other threads use, and nothing else.
         self._changed = threading.Condition()
         self._live: dict[str, Sequence] = {}
@@ -136,6 +138,7 @@ class Engine:
             self._closing = True
             self._changed.notify()
         self._thread.join()
+        self._masks.close()
         self._pipeline.close()
 
     def _run(self) -> None:
@@ -216,6 +219,8 @@ class Engine:
         launched = self._launch(turns) if turns else None
         if unread is not None:
             self._read_step(unread)
+        if launched is not None and not self._draw_limited(launched):
+            return None
         if launched is None or launched.may_stay_unread:
             return launched
         self._read_step(launched)
@@ -243,10 +248,40 @@ class Engine:
             step.add_placeholders()
         return step
 
+    def _draw_limited(self, step: LaunchedStep) -> bool:
+        """Compute the masks of a launched step and let the device draw the tokens they limit.
+
+        The masks follow from the tokens of the step before, which are read by now. A GPU computes
+        the launched step meanwhile. Return False if the step failed.
+        """
+        rows = {
+            row: output.constraint
+            for row, output in enumerate(step.outputs)
+            if output.constraint is not None
+        }
+        if not rows:
+            return True
+        # A request that has ended needs no mask: its row may draw any token.
+        live = [row for row in rows if self._is_live(step.outputs[row].sequence)]
+        try:
+            step.masks.update(dict.fromkeys(rows))
+            for row, found in zip(
+                live, self._masks.compute([rows[row] for row in live]), strict=True
+            ):
+                if isinstance(found, Exception):
+                    self._finish(step.outputs[row].sequence, "error", _named(found))
+                else:
+                    step.masks[row] = found
+            step.result.draw_limited(step.masks)
+        except Exception as error:
+            self._fail(step.turns, error)
+            return False
+        return True
+
     def _read_step(self, step: LaunchedStep) -> None:
         """Read the output rows of a step: record prompt logprobs, take and emit drawn tokens."""
         try:
-            for read in read_outputs(step.outputs, step.result, self._settings.parallel):
+            for read in read_outputs(step, self._settings.parallel):
                 if self._is_live(read.output.sequence):  # not if it has ended since
                     self._read_row(read)
         except Exception as error:
@@ -263,13 +298,13 @@ class Engine:
 
     def _read_row(self, read: ReadOutput) -> None:
         """Take one output row's results; a failure ends only the request of that row."""
-        output, token, logits = read
+        output, token, logits, mask = read
         try:
             if output.scores_prompt:
                 assert logits is not None
                 output.score_prompt(logits)
             if output.draws:
-                self._add_token(output, *output.choose(token, logits))
+                self._add_token(output, *output.choose(token, logits, mask))
         except Exception as error:
             log.exception("sample: failed for request %s", output.sequence.request.id)
             self._finish(output.sequence, "error", _named(error))
@@ -278,6 +313,8 @@ class Engine:
         """Add a token to its answer, and emit it."""
         sequence, request = output.sequence, output.sequence.request
         sequence.learn(output.token_index, token)
+        if request.constraint is not None:
+            request.constraint.advance(token)
         sequence.first_token_at = sequence.first_token_at or time.perf_counter()
         self._counters.generated_tokens += 1
         stops = token in request.stop_ids and not request.params.ignore_eos

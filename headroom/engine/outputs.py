@@ -1,11 +1,11 @@
 """Output rows of a step: rows that predict a token, which the host or a device draws."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headroom.engine.batching import output_rows, wants_prompt_logprobs
-from headroom.engine.request import TokenLogprobs
+from headroom.engine.request import TokenConstraint, TokenLogprobs, TokenMask
 from headroom.engine.sampler import LogitRow, sample, token_logprobs
 from headroom.engine.scheduler import Turn
 from headroom.engine.sequence import Sequence as Running
@@ -42,14 +42,19 @@ class Output:
         """The index of the predicted token in its sequence."""
         return self.position + 1
 
+    @property
+    def constraint(self) -> TokenConstraint | None:
+        """What limits the token that is drawn from this row; None if nothing does."""
+        return self.sequence.request.constraint if self.draws else None
+
     def choose(
-        self, token: int | None, logits: LogitRow | None
+        self, token: int | None, logits: LogitRow | None, mask: TokenMask | None
     ) -> tuple[int, TokenLogprobs | None]:
         """Return the next token, drawn here if no device has drawn it, and its logprobs."""
         params = self.sequence.request.params
         if token is None:
             assert logits is not None
-            token = sample(logits, self.sequence.tokens, params)
+            token = sample(logits, self.sequence.tokens, params, mask)
         if params.logprobs is None:
             return token, None
         assert logits is not None
@@ -63,6 +68,8 @@ class LaunchedStep:
     turns: list[Turn]
     outputs: list[Output]
     result: StepResult
+    # By output row, once they are known: the tokens that may be drawn; None: any.
+    masks: dict[int, TokenMask | None] = field(default_factory=dict)
 
     @property
     def may_stay_unread(self) -> bool:
@@ -100,7 +107,13 @@ def list_outputs(turns: Sequence[Turn]) -> list[Output]:
 def list_draws(outputs: Sequence[Output]) -> list[Draw | None]:
     """Return how the token of each output row is drawn; None for rows that draw none."""
     return [
-        Draw(output.sequence.request.params, output.sequence.tokens) if output.draws else None
+        Draw(
+            output.sequence.request.params,
+            output.sequence.tokens,
+            limited=output.constraint is not None,
+        )
+        if output.draws
+        else None
         for output in outputs
     ]
 
@@ -111,13 +124,15 @@ class ReadOutput(NamedTuple):
     output: Output
     token: int | None  # that the device drew; None: the host draws it, or no token is wanted
     logits: LogitRow | None  # None if they are not needed
+    mask: TokenMask | None  # of tokens that the host may draw; None: any
 
 
-def read_outputs(outputs: Sequence[Output], result: StepResult, most: int) -> Iterator[ReadOutput]:
+def read_outputs(step: LaunchedStep, most: int) -> Iterator[ReadOutput]:
     """Wait for a step and yield its output rows in order.
 
     The logits of at most `most` rows are computed at a time: the plan has memory for as many.
     """
+    outputs, result = step.outputs, step.result
     tokens = result.tokens()
     wanted = [row for row, output in enumerate(outputs) if output.needs_logits(tokens[row])]
     logits = _logit_rows(wanted, result, most)
@@ -125,7 +140,8 @@ def read_outputs(outputs: Sequence[Output], result: StepResult, most: int) -> It
     for row, output in enumerate(outputs):
         needed = at < len(wanted) and wanted[at] == row
         at += needed
-        yield ReadOutput(output, tokens[row], next(logits) if needed else None)
+        found = next(logits) if needed else None
+        yield ReadOutput(output, tokens[row], found, step.masks.get(row))
 
 
 def _logit_rows(wanted: Sequence[int], result: StepResult, most: int) -> Iterator[LogitRow]:

@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from headroom.errors import ContextLengthError, RequestError
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:  # the command line reads SamplingParams, and plans need not w
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_LOGPROBS = 20
 MAX_SEED = (1 << 63) - 1
+
+# A set of tokens: token t is bit t % 32 of word t // 32.
+TokenMask: TypeAlias = "npt.NDArray[np.uint32]"
 
 
 def new_seed(bits: int) -> int:
@@ -125,14 +128,15 @@ def user_settings() -> "tuple[Field[Any], ...]":
 class TokenConstraint(Protocol):
     """Limits which tokens may come next in one answer: a grammar, or a budget of thoughts.
 
-    A constraint has the state of one answer, so requests never share one. The engine's thread calls
-    `advance` with each token of the answer in order, then `mask` before it draws the next token.
+    A constraint has the state of one answer, so requests never share one. The engine calls
+    `advance` with each token of the answer in order, then `mask` once before the next token is
+    drawn; never both at the same time, but `mask` from a thread of its own.
     """
 
-    def mask(self) -> "npt.NDArray[np.uint32] | None":
-        """Return the tokens that may come next, token t as bit t % 32 of word t // 32.
+    def mask(self) -> "TokenMask | None":
+        """Return the tokens that may come next, at least one; None means that any token may come.
 
-        None means that any token may come. At least one bit is set.
+        The mask has a word for every 32 rows of logits.
         """
 
     def advance(self, token: int) -> None:

@@ -1,7 +1,8 @@
 """The host's sampler: logits to probabilities to a token, one row at a time.
 
-Order: logit bias, repetition, frequency and presence penalties, temperature, top-k, top-p,
-min-p, draw. Temperature 0 takes the likeliest token, the lowest id on ties.
+Order: logit bias, repetition, frequency and presence penalties, the mask of a constraint,
+temperature, top-k, top-p, min-p, draw. Temperature 0 takes the likeliest token, the lowest id on
+ties.
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from headroom.engine.request import SamplingParams, TokenLogprobs
+from headroom.engine.request import SamplingParams, TokenLogprobs, TokenMask
 from headroom.kernels.philox import uniform
 from headroom.layers.step_timing import part_of_step
 
@@ -18,9 +19,16 @@ Probabilities = npt.NDArray[np.float64]
 
 
 @part_of_step("sampling")
-def sample(logits: LogitRow, history: Sequence[int], params: SamplingParams) -> int:
+def sample(
+    logits: LogitRow,
+    history: Sequence[int],
+    params: SamplingParams,
+    mask: TokenMask | None = None,  # the tokens that may come; None: any
+) -> int:
     """Draw the token that follows `history` (prompt and generated) from the model's logits."""
     scores = _penalised(logits, history, params)
+    if mask is not None:
+        scores[~_allowed(mask, len(scores))] = -np.inf
     if params.temperature == 0:
         return int(scores.argmax())
     probabilities = _filtered(scores, params)
@@ -57,6 +65,14 @@ def _penalised(logits: LogitRow, history: Sequence[int], params: SamplingParams)
     values -= (params.frequency_penalty * counts).astype(np.float32)
     scores[seen] = values - np.float32(params.presence_penalty)
     return scores
+
+
+def _allowed(mask: TokenMask, vocab: int) -> npt.NDArray[np.bool_]:
+    """Return which tokens a mask allows; those beyond its words are not allowed."""
+    allowed = np.zeros(vocab, dtype=np.bool_)
+    bits = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little")
+    allowed[: len(bits)] = bits[:vocab]
+    return allowed
 
 
 def _filtered(scores: LogitRow, params: SamplingParams) -> Probabilities:

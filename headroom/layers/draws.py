@@ -12,8 +12,8 @@ from headroom.kernels.cuda.sampler import (
     SamplerScratch,
     Tables,
     allocate_tables,
-    sample,
     sample_fast,
+    sample_into,
 )
 from headroom.kernels.cuda.sampler_tables import (
     BIASES,
@@ -24,11 +24,14 @@ from headroom.kernels.cuda.sampler_tables import (
     TABLES,
     build_tables,
     numbers_bytes,
+    token_masks,
 )
 from headroom.layers.step_timing import part_of_step
 from headroom.machine.devices import torch_name
 
 Numbers = npt.NDArray[np.generic]
+TokenMask = npt.NDArray[np.uint32]  # a set of tokens: token t is bit t % 32 of word t // 32
+ALL_TOKENS = np.uint32(0xFFFFFFFF)  # every bit of a word
 
 
 class DrawSettings(Protocol):
@@ -49,10 +52,11 @@ class DrawSettings(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draw:
-    """One token to draw. A device compares both fields by identity with what its tables hold."""
+    """One token to draw. A device compares settings and history by identity with its tables."""
 
     settings: DrawSettings
     history: Sequence[int]  # prompt and generated; only ever appended to
+    limited: bool = False  # only some tokens may come; `draw_limited` is told which
 
     @property
     def fits(self) -> bool:
@@ -81,6 +85,8 @@ class DeviceSampler:
     tables: Tables
     scratch: SamplerScratch | None  # None unless a CUDA GPU draws
     tokens: torch.Tensor  # int64 [rows]: those of the last step
+    masks: torch.Tensor  # int32 [rows, words]: tokens that limited rows may draw
+    _host_masks: torch.Tensor  # in pinned memory: filled here, then copied to `masks`
     _host: Tables  # in pinned memory: filled here, then copied to `tables`
     _arrays: dict[str, Numbers]  # the memory of `_host` as numpy sees it
     # The memory of all tables of one number per row, on the host and on the device.
@@ -91,7 +97,7 @@ class DeviceSampler:
     @classmethod
     def allocate(cls, rows: int, vocabulary: int, device: str) -> "DeviceSampler":
         """Return a sampler for steps of at most so many rows on a device of the plan."""
-        place = torch_name(device)
+        place, masks = torch_name(device), token_masks(rows, vocabulary)
         host, numbers = _tables(rows, "cpu", pin=place != "cpu")
         tables, device_numbers = _tables(rows, place)
         cuda = device.startswith("cuda")  # AMD's GPUs draw by torch's own operations
@@ -99,6 +105,8 @@ class DeviceSampler:
             tables=tables,
             scratch=SamplerScratch.allocate(rows, vocabulary, place) if cuda else None,
             tokens=torch.zeros(rows, dtype=torch.int64, device=place),
+            masks=torch.zeros(masks.shape, dtype=torch.int32, device=place),
+            _host_masks=torch.zeros(masks.shape, dtype=torch.int32, pin_memory=place != "cpu"),
             _host=host,
             _arrays={name: getattr(host, name).numpy() for name in TABLES},
             _numbers=(numbers, device_numbers),
@@ -112,7 +120,8 @@ class DeviceSampler:
         lists = [getattr(self.tables, name) for name in LISTS]
         memory = self.scratch
         scratch = [] if memory is None else [getattr(memory, f.name) for f in fields(memory)]
-        return sum(part.nbytes for part in (*lists, *scratch, self.tokens, self._numbers[1]))
+        others = (self.tokens, self.masks, self._numbers[1])
+        return sum(part.nbytes for part in (*lists, *scratch, *others))
 
     def fill(self, draws: Sequence[tuple[int, Draw]]) -> None:
         """Fill the rows that draw, given in ascending order; others take the likeliest token."""
@@ -146,18 +155,42 @@ class DeviceSampler:
 
     @part_of_step("sampling")
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
-        """Draw a token for each row of `logits [rows, vocabulary]`, which stay as they are."""
-        rows = len(logits)
-        tables = _first_rows(self.tables, rows)
+        """Draw a token for each row of `logits [rows, vocabulary]`, which stay as they are.
+
+        Rows whose draws are limited keep the token that they had.
+        """
+        return self._draw(logits, slice(0, len(logits)))
+
+    @part_of_step("sampling")
+    def draw_limited(
+        self, logits: torch.Tensor, masks: Mapping[int, TokenMask | None]
+    ) -> torch.Tensor:
+        """Draw the tokens of limited rows, given their masks; None: any token may come.
+
+        The tables hold what `fill` has written for the step of these logits. The caller has read
+        the tokens of the step before, so no copy of earlier masks is under way.
+        """
+        rows = slice(min(masks), max(masks) + 1)
+        words = self._host_masks.numpy().view(np.uint32)
+        for row, mask in masks.items():
+            words[row] = ALL_TOKENS if mask is None else mask
+        self.masks[rows].copy_(self._host_masks[rows], non_blocking=True)
+        return self._draw(logits[rows], rows, self.masks[rows])
+
+    def _draw(
+        self, logits: torch.Tensor, rows: slice, masks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        tables, out = _rows_of(self.tables, rows), self.tokens[rows]
         if self.scratch is None:
-            return self.tokens[:rows].copy_(sample(logits, tables))
-        return sample_fast(logits, tables, self.scratch, self.tokens[:rows])
+            return sample_into(logits, tables, out, masks)
+        return sample_fast(logits, tables, self.scratch, out, masks)
 
     def _take(self, row: int, draw: Draw) -> bool:
         """Write the settings of a row's new request; return whether biases changed."""
         arrays, mine, settings = self._arrays, self._held[row], draw.settings
         for name in SETTINGS:
             arrays[name][row] = getattr(settings, name)
+        arrays["limited"][row] = draw.limited
         mine.settings, mine.history, mine.length = settings, draw.history, 0
         changed = bool(settings.logit_bias) or mine.biased
         if changed:
@@ -185,7 +218,7 @@ class DeviceSampler:
         mine = self._held[row]
         if mine.settings is not None:
             mine.settings = mine.history = None
-            self._arrays["temperature"][row] = 0
+            self._arrays["temperature"][row] = self._arrays["limited"][row] = 0
 
 
 def copy_event(device: str) -> "torch.cuda.Event | None":
@@ -215,6 +248,6 @@ def _tables(rows: int, device: str, *, pin: bool = False) -> tuple[Tables, torch
     return build_tables(table), memory
 
 
-def _first_rows(tables: Tables, rows: int) -> Tables:
-    """Return the tables of the first rows of a step."""
-    return build_tables(lambda name: getattr(tables, name)[:rows])
+def _rows_of(tables: Tables, rows: slice) -> Tables:
+    """Return the tables of some rows of a step."""
+    return build_tables(lambda name: getattr(tables, name)[rows])

@@ -32,7 +32,8 @@ def make_requests(
     answers_per_prompt: int = 1,
     *,
     prompt_field: str,  # the field of the body that the prompts come from, for errors
-    new_constraint: Callable[[], TokenConstraint | None] = lambda: None,  # for each answer
+    # Called for each answer with its `max_tokens`.
+    new_constraint: Callable[[int | None], TokenConstraint | None] = lambda most: None,
 ) -> list[GenerationRequest]:
     """Return the engine's requests: `answers_per_prompt` for each prompt, in this order.
 
@@ -47,7 +48,7 @@ def make_requests(
     for prompt in prompts:
         for draw in range(len(requests), len(requests) + answers_per_prompt):
             params = SamplingParams(**{**given, "draw": draw})
-            requests.append(llm.request(prompt, params, new_constraint()))
+            requests.append(llm.request(prompt, params, new_constraint(params.max_tokens)))
         try:
             llm.engine.check(requests[-1])
         except RequestError as error:

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -16,7 +16,7 @@ from headroom.experts.store import ExpertStore
 from headroom.kernels.cuda.compile import compile_ahead
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers.batch import Batch, Span
-from headroom.layers.draws import DeviceSampler, Draw, copy_event
+from headroom.layers.draws import DeviceSampler, Draw, TokenMask, copy_event
 from headroom.machine.devices import torch_name
 from headroom.plan.settings import PlanSettings
 from headroom.split.model import Model
@@ -91,6 +91,14 @@ class _TokenRead:
         return self.tokens.tolist()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _LateDraws:
+    """Draws of a launched step that wait until the host knows their masks."""
+
+    outputs: list[int]  # the output rows
+    draw: Callable[[Mapping[int, TokenMask | None]], None]  # takes masks by row of the sampler
+
+
 class GpuResult:
     """The results of a step on a GPU; each is copied to the host when it is asked for."""
 
@@ -102,13 +110,21 @@ class GpuResult:
         outputs: int,  # output rows
         token_rows: dict[int, int],  # of the drawn output rows: where in `read` their tokens are
         check: Callable[[], None] = lambda: None,  # raises if the step's results are wrong
+        late: "_LateDraws | None" = None,  # draws that wait for masks, and then for `read`
     ) -> None:
         self._hidden, self._logits, self._read = hidden, logits, read
         self._outputs, self.token_rows = outputs, token_rows
-        self._check = check
+        self._check, self._late = check, late
+
+    def draw_limited(self, masks: Mapping[int, TokenMask | None]) -> None:
+        """Start to draw the limited rows of the step with their masks, and to copy all tokens."""
+        late, self._late = self._late, None
+        if late is not None:
+            late.draw({self.token_rows[row]: masks[row] for row in late.outputs})
 
     def tokens(self) -> list[int | None]:
         """Wait for the step; return each output row's token, None where the engine must draw it."""
+        assert self._late is None  # the engine has given the masks
         found: list[int | None] = [None] * self._outputs
         if self.token_rows:
             read = self._read.wait()
@@ -228,6 +244,8 @@ class GpuStage:
             for output, draw in enumerate(draws)
             if draw is not None and draw.fits
         ]
+        if len(drawn) > DECODE_ROWS:  # drawn in groups, which share the tables
+            drawn = [row for row in drawn if not row.draw.limited]
         self._check_cold()
         with self._current_device():
             if self._model.capturable and len(batch.tokens) <= DECODE_ROWS:
@@ -309,9 +327,8 @@ class GpuStage:
         self._wake_cold_worker()
         step.graph.replay()
         read = self._next_read()
-        if drawn:
-            count = output_rows[drawn[-1].output] + 1
-            read.fetch(slice(0, count), self._sampler.tokens[:count])
+        count = output_rows[drawn[-1].output] + 1 if drawn else 0
+        late = self._fetch_tokens(read, count, drawn, step.logits)
         return GpuResult(
             hidden=lambda: pick_rows(step.hidden, output_rows),
             logits=lambda rows: pick_rows(step.logits, [output_rows[row] for row in rows]),
@@ -319,7 +336,29 @@ class GpuStage:
             outputs=len(output_rows),
             token_rows={row.output: output_rows[row.output] for row in drawn},
             check=self._check_cold,
+            late=late,
         )
+
+    def _fetch_tokens(
+        self, read: _TokenRead, count: int, drawn: list[_DrawnRow], logits: torch.Tensor
+    ) -> _LateDraws | None:
+        """Start to copy the first `count` tokens of a step to the host.
+
+        If some rows are limited, return their draws: the copy follows them.
+        """
+        limited = [row.output for row in drawn if row.draw.limited]
+        tokens = slice(0, count)
+        if not limited:
+            if count:
+                read.fetch(tokens, self._sampler.tokens[tokens])
+            return None
+
+        def draw(masks: Mapping[int, TokenMask | None]) -> None:
+            with self._current_device():
+                self._sampler.draw_limited(logits, masks)
+                read.fetch(tokens, self._sampler.tokens[tokens])
+
+        return _LateDraws(limited, draw)
 
     def _run(self, batch: Batch, drawn: list[_DrawnRow]) -> GpuResult:
         """Run a step of any size without a graph; only its output rows get logits."""
@@ -331,14 +370,17 @@ class GpuStage:
         spans = self._inputs.spans(batch)
         x = self._model.run(self._inputs.batch(spans, self._rings, kind, len(spans)))
         hidden = pick_rows(x, batch.output_rows.tolist())
-        read = self._next_read()
+        read, late = self._next_read(), None
         for first in range(0, len(drawn), DECODE_ROWS):
             group = drawn[first : first + DECODE_ROWS]
             self._sampler.fill([(index, row.draw) for index, row in enumerate(group)])
-            tokens = self._sampler.draw(
-                self._model.logits(pick_rows(hidden, [row.output for row in group]))
-            )
-            read.fetch(slice(first, first + len(group)), tokens)
+            logits = self._model.logits(pick_rows(hidden, [row.output for row in group]))
+            tokens = self._sampler.draw(logits)
+            if len(drawn) <= DECODE_ROWS:  # the only group, which may have limited rows
+                late = self._fetch_tokens(read, len(group), group, logits)
+            else:
+                read.fetch(slice(first, first + len(group)), tokens)
+            del logits
         return GpuResult(
             hidden=lambda: hidden,
             logits=lambda rows: self.logits(pick_rows(hidden, rows)),
@@ -346,6 +388,7 @@ class GpuStage:
             outputs=len(hidden),
             token_rows={row.output: index for index, row in enumerate(drawn)},
             check=self._check_cold,
+            late=late,
         )
 
     def _next_read(self) -> _TokenRead:

@@ -8,7 +8,7 @@ import torch
 from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore
 from headroom.layers.batch import Batch
-from headroom.layers.draws import Draw
+from headroom.layers.draws import Draw, TokenMask
 from headroom.split.model import Model
 
 
@@ -28,6 +28,12 @@ class StepResult(Protocol):
     @property
     def hidden(self) -> torch.Tensor:
         """The residual stream of all output rows."""
+
+    def draw_limited(self, masks: Mapping[int, TokenMask | None]) -> None:
+        """Draw the tokens of rows whose draws are limited, with the mask of each such output row.
+
+        It must be called before `tokens` and before the next step; masks of other rows are ignored.
+        """
 
     def tokens(self) -> list[int | None]:
         """Wait for the step; return each output row's token, None where the engine must draw it."""
@@ -84,6 +90,9 @@ class CpuResult:
         self.hidden = hidden
         self.token_rows: Mapping[int, int] = {}
         self._logits = logits
+
+    def draw_limited(self, masks: Mapping[int, TokenMask | None]) -> None:
+        """Do nothing: the engine draws all tokens."""
 
     def tokens(self) -> list[int | None]:
         """Return None for each output row: the engine draws all tokens."""

@@ -89,6 +89,11 @@ class AnswerParser:
         return self._thinking
 
     @property
+    def thinks(self) -> bool:
+        """Whether the model writes thoughts at all."""
+        return self._reasoning is not None
+
+    @property
     def held(self) -> int:
         """Characters that were pushed and not given out yet."""
         waiting = sum(len(event.text) for event in self._events if isinstance(event, Words))

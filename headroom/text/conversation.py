@@ -43,6 +43,7 @@ class OutputFormat:
 
     kind: FormatKind
     value: Any = None  # a JSON schema, a regular expression, a Lark grammar or a list of texts
+    param: str = "response_format"  # the field of the API that asks for it, for errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

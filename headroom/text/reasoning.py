@@ -20,6 +20,7 @@ class Reasoning:
     start_id: int  # the first token of `start`
     end_id: int  # the only token of `end`
     opened: bool  # by default, prompts of the chat template end inside a thought
+    closing: str  # `end` with the white space around it that the chat template writes
 
     def is_open(self, prompt: str) -> bool:
         """Whether a prompt ends inside a thought, so that the answer begins inside it."""
@@ -39,10 +40,17 @@ def find_reasoning(tokenizer: Tokenizer, template: ChatTemplate | None) -> Reaso
         if template is not None and end not in template.source:
             continue
         found = Reasoning(
-            start=start + label, end=end, start_id=start_id, end_id=end_id, opened=False
+            start=start + label,
+            end=end,
+            start_id=start_id,
+            end_id=end_id,
+            opened=False,
+            closing=end,
         )
-        opened = template is not None and found.is_open(_usual_prompt(template))
-        return replace(found, opened=opened)
+        if template is None:
+            return found
+        opened = found.is_open(_usual_prompt(template))
+        return replace(found, opened=opened, closing=_closing(template, end))
     return None
 
 
@@ -51,3 +59,20 @@ def _usual_prompt(template: ChatTemplate) -> str:
         return template.render([{"role": "user", "content": "Hello."}])
     except RequestError:  # for example, a template that wants more than one message
         return ""
+
+
+def _closing(template: ChatTemplate, end: str) -> str:
+    """Return what a chat template writes between the thought and the text of an answer."""
+    thought, text = "A probe of thoughts.", "A probe of texts."
+    answer = {"role": "assistant", "content": text, "reasoning_content": thought}
+    try:
+        chat = template.render(
+            [{"role": "user", "content": "Hello."}, answer],
+            add_generation_prompt=False,
+            enable_thinking=True,
+        )
+    except RequestError:
+        return end
+    between = chat.partition(thought)[2].partition(text)[0]
+    # Templates that leave out thoughts of earlier turns, or write them elsewhere, tell nothing.
+    return between if between.strip() == end else end

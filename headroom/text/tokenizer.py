@@ -15,6 +15,7 @@ from headroom.text.spelling import Spelling
 from headroom.text.vocabulary_coder import (
     CONTROL,
     UNKNOWN,
+    UNUSED,
     USER_DEFINED,
     build_coder,
     ids_of_types,
@@ -41,6 +42,7 @@ class TokenTable:
     literal: frozenset[int]  # control and added tokens, which are plain text in the vocabulary
     spelling: Spelling
     drops_blank: bool  # encoding adds a blank before the text, so decoding removes one
+    unused: frozenset[int] = frozenset()  # ids that only fill up the vocabulary
 
     def to_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token stands for."""
@@ -109,6 +111,7 @@ class Tokenizer:
             literal=frozenset([*control, *ids_of_types(vocabulary.types, USER_DEFINED)]),
             spelling=spelling_of(vocabulary),
             drops_blank=vocabulary.model == "llama" and blank_prefix,
+            unused=frozenset(ids_of_types(vocabulary.types, UNUSED)),
         )
         ids = vocabulary.special_ids
         ends = [ids[name] for name in ("eos", "eot", "eom") if name in ids]
@@ -173,6 +176,10 @@ class Tokenizer:
     def is_control(self, token_id: int) -> bool:
         """Whether a token is for control and never shown in an answer."""
         return token_id in self._table.control or token_id in self.stop_ids
+
+    def is_unused(self, token_id: int) -> bool:
+        """Whether an id has no token: a row of the embedding that no text needs."""
+        return token_id in self._table.unused or not self._table.tokens[token_id]
 
     @property
     def drops_blank(self) -> bool:

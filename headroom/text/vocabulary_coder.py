@@ -14,7 +14,7 @@ from headroom.text.pre_tokenizers import word_rule
 from headroom.text.spelling import Spelling
 
 # Token types as GGUF numbers them.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 
 SPELLINGS = {
     "gpt2": Spelling.BYTE_LEVEL,

@@ -297,7 +297,9 @@ def _patch_kernels(patch: pytest.MonkeyPatch, gpu: StandInGpu, computes: bool) -
     patch.setattr(cuda_attention, "causal_mask", _causal_mask)
     # The sampler's kernels take long on a CPU; the plain sampler draws the same tokens.
     patch.setattr(
-        draws, "sample_fast", lambda x, tables, scratch, out: out.copy_(draws.sample(x, tables))
+        draws,
+        "sample_fast",
+        lambda x, tables, scratch, out, masks=None: draws.sample_into(x, tables, out, masks),
     )
 
 

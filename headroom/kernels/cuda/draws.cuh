@@ -230,12 +230,15 @@ __device__ int draw_listed(u64* list, double* odds, int keep, double share) {
         double total = 0, bound = 0;
         for (int i = 0; i < keep; ++i) total += odds[static_cast<u32>(list[i])];
         const double point = share * total;
-        int at = 0;
-        for (; at < keep; ++at) {
-            bound += odds[static_cast<u32>(list[at])];
+        int chosen = 0;  // the last token with any probability, if rounding puts the point at the very end
+        for (int at = 0; at < keep; ++at) {
+            const double p = odds[static_cast<u32>(list[at])];
+            if (p == 0) continue;
+            bound += p;
+            chosen = at;
             if (bound > point) break;
         }
-        token = id_of(list[min(at, keep - 1)] >> 32);
+        token = id_of(list[chosen] >> 32);
     }
     __syncthreads();
     return token;

@@ -1,7 +1,10 @@
-// Draws tokens from logits, with the steps of engine/sampler.py: logit bias, penalties, temperature, top-k,
-// top-p, min-p, draw. Probabilities are float64 and not normalised: the likeliest token has 1. If few
+// Draws tokens from logits, with the steps of engine/sampler.py: logit bias, penalties, mask, temperature,
+// top-k, top-p, min-p, draw. Probabilities are float64 and not normalised: the likeliest token has 1. If few
 // tokens can be drawn, sums run in the order of engine/sampler.py; over the whole vocabulary they run in
 // another fixed order.
+//
+// limited [rows] is 1 for rows whose draw is limited by a mask. A call draws either the limited rows
+// (`masked` is 1) or all others (0): blocks of other rows return at once and leave their token as it is.
 #include "early.cuh"
 #include "draws.cuh"
 
@@ -14,9 +17,11 @@
 // zeros before and after. One block per row.
 extern "C" __global__ void penalise(float* scores, int* counts, const long long* recent, const long long* bias_ids,
                                     const float* bias, const float* repetition, const double* frequency,
-                                    const float* presence, int vocabulary, int most_recent, int most_bias) {
+                                    const float* presence, int vocabulary, int most_recent, int most_bias,
+                                    const int* limited, int masked) {
     begin_after_last();
     const size_t row = blockIdx.x;
+    if (limited[row] != masked) return;
     scores += row * vocabulary;
     counts += row * vocabulary;
     for (int i = threadIdx.x; i < most_bias; i += blockDim.x) {
@@ -40,22 +45,31 @@ extern "C" __global__ void penalise(float* scores, int* counts, const long long*
     }
 }
 
-// Writes best [rows, SLICES]: the rank of the likeliest token of each slice. blockIdx: the slice, the row.
-extern "C" __global__ void peaks(const float* scores, u64* best, int vocabulary) {
+// Applies masks [rows, words] to scores if `masked`: what has no bit gets minus infinity. Writes best
+// [rows, SLICES]: the rank of the likeliest token of each slice. blockIdx: the slice, the row.
+extern "C" __global__ void peaks(float* scores, u64* best, const u32* masks, int words, int vocabulary,
+                                 const int* limited, int masked) {
     begin_after_last();
+    if (limited[blockIdx.y] != masked) return;
     const int size = slice_size(vocabulary), first = blockIdx.x * size, end = min(first + size, vocabulary);
-    const float* row = scores + static_cast<size_t>(blockIdx.y) * vocabulary;
+    float* row = scores + static_cast<size_t>(blockIdx.y) * vocabulary;
+    const u32* mask = masks + static_cast<size_t>(blockIdx.y) * words;
     u64 mine = 0;
-    for (int i = first + threadIdx.x; i < end; i += blockDim.x) mine = max(mine, rank_of(row[i], i));
+    for (int i = first + threadIdx.x; i < end; i += blockDim.x) {
+        if (masked && !(mask[i / 32] >> i % 32 & 1)) row[i] = __uint_as_float(0xFF800000u);
+        mine = max(mine, rank_of(row[i], i));
+    }
     mine = block_best(mine);
     if (threadIdx.x == 0) best[blockIdx.y * SLICES + blockIdx.x] = mine;
 }
 
 // Writes mass [rows, SLICES]: the sum of each slice's probabilities, for rows whose settings need it.
 extern "C" __global__ void masses(const float* scores, const u64* best, const double* temperature,
-                                  const long long* top_k, double* mass, int vocabulary) {
+                                  const long long* top_k, double* mass, int vocabulary,
+                                  const int* limited, int masked) {
     begin_after_last();
     const int row = blockIdx.y;
+    if (limited[row] != masked) return;
     const double t = temperature[row];
     if (t == 0 || (top_k[row] > 0 && top_k[row] <= THREADS)) return;
     const Odds odds{t, static_cast<double>(score_of(best_of(best, row))) / t};
@@ -71,8 +85,9 @@ extern "C" __global__ void masses(const float* scores, const u64* best, const do
 extern "C" __global__ void __launch_bounds__(THREADS)
 choose(const float* scores, const u64* best, const double* mass, const double* temperature, const double* top_p,
        const double* min_p, const long long* top_k, const long long* seed, const long long* position,
-       const long long* draw, long long* ids, int vocabulary) {
+       const long long* draw, long long* ids, int vocabulary, const int* limited, int masked) {
     begin_after_last();
+    if (limited[blockIdx.x] != masked) return;
     extern __shared__ u64 memory[];
     u64* list = memory;                                    // [MOST]
     double* odds = reinterpret_cast<double*>(list + MOST);  // [MOST]

@@ -15,6 +15,7 @@ from headroom.kernels.cuda.sampler_tables import (
     TABLES,
     SamplerTables,
     build_tables,
+    mask_words,
     sampler_scratch,
     table_buffer,
 )
@@ -40,9 +41,16 @@ def allocate_tables(rows: int, device: str) -> Tables:
     )
 
 
-def sample(logits: torch.Tensor, tables: Tables) -> torch.Tensor:
-    """Draw a token (int64) for each row of `logits [rows, vocabulary]`, which stay as they are."""
+def sample(logits: torch.Tensor, tables: Tables, masks: torch.Tensor | None = None) -> torch.Tensor:
+    """Draw a token (int64) for each row of `logits [rows, vocabulary]`, which stay as they are.
+
+    With `masks [rows, words]` (int32), only tokens whose bit is set are drawn.
+    """
     scores = penalise(logits, tables)
+    if masks is not None:
+        ids = torch.arange(logits.shape[1], device=logits.device)
+        allowed = masks[:, ids // 32] >> (ids % 32).int() & 1
+        scores = torch.where(allowed != 0, scores, -torch.inf)
     order = torch.sort(scores, dim=1, descending=True, stable=True).indices
     greedy = tables.temperature == 0
     values = scores.double() / torch.where(greedy, 1, tables.temperature)[:, None]
@@ -56,6 +64,14 @@ def sample(logits: torch.Tensor, tables: Tables) -> torch.Tensor:
     places = torch.arange(logits.shape[1], device=logits.device)
     last = torch.where(kept > 0, places, 0).amax(1)
     return torch.where(greedy, order[:, 0], torch.minimum(drawn, last))
+
+
+def sample_into(
+    logits: torch.Tensor, tables: Tables, out: torch.Tensor, masks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Draw by `sample` to `out [rows]`: with masks the limited rows, without masks the others."""
+    mine = (tables.limited != 0) == (masks is not None)
+    return out.copy_(torch.where(mine, sample(logits, tables, masks), out))
 
 
 def penalise(logits: torch.Tensor, tables: Tables) -> torch.Tensor:
@@ -124,10 +140,18 @@ class SamplerScratch:
 
 
 def sample_fast(
-    logits: torch.Tensor, tables: Tables, memory: SamplerScratch, out: torch.Tensor
+    logits: torch.Tensor,
+    tables: Tables,
+    memory: SamplerScratch,
+    out: torch.Tensor,
+    masks: torch.Tensor | None = None,  # int32 [rows, words]: the tokens that may be drawn
 ) -> torch.Tensor:
-    """Draw a token for each row of logits to `out [rows]` (int64), without sorting a vocabulary."""
+    """Draw tokens to `out [rows]` (int64): with masks for limited rows, without for the others.
+
+    No vocabulary is sorted.
+    """
     rows, vocabulary = logits.shape
+    limited = (tables.limited, int(masks is not None))
     scores = memory.scores[:rows].copy_(logits)
     compile_kernel("sampler.cu", "penalise")(
         (rows,),
@@ -135,14 +159,19 @@ def sample_fast(
         (
             *(scores, memory.counts, tables.recent, tables.bias_ids, tables.bias),
             *(tables.repetition_penalty, tables.frequency_penalty, tables.presence_penalty),
-            *(vocabulary, tables.recent.shape[1], tables.bias_ids.shape[1]),
+            *(vocabulary, tables.recent.shape[1], tables.bias_ids.shape[1], *limited),
         ),
         early=True,
     )
     slices = ((SLICES, rows), (SLICE_THREADS,))
-    compile_kernel("sampler.cu", "peaks")(*slices, (scores, memory.best, vocabulary), early=True)
+    # Without masks the kernel does not read them; it takes an address all the same.
+    given = tables.limited if masks is None else masks
+    words = mask_words(vocabulary)
+    compile_kernel("sampler.cu", "peaks")(
+        *slices, (scores, memory.best, given, words, vocabulary, *limited), early=True
+    )
     args = (scores, memory.best, tables.temperature, tables.top_k, memory.masses, vocabulary)
-    compile_kernel("sampler.cu", "masses")(*slices, args, early=True)
+    compile_kernel("sampler.cu", "masses")(*slices, (*args, *limited), early=True)
     most = candidates_for(shared_bytes_of(logits.device))
     compile_kernel("sampler.cu", "choose", {"MOST": most})(
         (rows,),
@@ -150,7 +179,7 @@ def sample_fast(
         (
             *(scores, memory.best, memory.masses, tables.temperature, tables.top_p),
             *(tables.min_p, tables.top_k, tables.seed, tables.position, tables.draw),
-            *(out, vocabulary),
+            *(out, vocabulary, *limited),
         ),
         shared_bytes=most * 16,
         early=True,

@@ -46,6 +46,7 @@ class SamplerTables(Generic[T]):
     seed: T = field(metadata=_table("i64"))
     draw: T = field(metadata=_table("i64"))  # which of several answers with the same seed
     position: T = field(metadata=_table("i64"))  # tokens before the one that is drawn
+    limited: T = field(metadata=_table("i32"))  # 1: drawn on its own, when its mask is known
     # [rows, RECENT]: tokens that penalties look at; -1 is none.
     recent: T = field(metadata=_table("i64", start=-1, width=RECENT))
     # [rows, BIASES]: biased tokens, each once; -1 is none.
@@ -67,7 +68,8 @@ NUMBERS = tuple(
         key=lambda name: -Buffer((1,), TABLES[name].dtype).nbytes,
     )
 )
-SETTINGS = tuple(name for name in NUMBERS if name != "position")  # fields of a request's settings
+# Fields of a request's settings; the other two numbers belong to the draw.
+SETTINGS = tuple(name for name in NUMBERS if name not in ("position", "limited"))
 LISTS = tuple(name for name in TABLES if name not in NUMBERS)
 
 
@@ -102,6 +104,16 @@ def sampler_scratch(rows: int, vocabulary: int) -> ScratchBuffers:
     )
 
 
+def mask_words(vocabulary: int) -> int:
+    """Return the words of a mask, in which token t is bit t % 32 of word t // 32."""
+    return -(-vocabulary // 32)
+
+
+def token_masks(rows: int, vocabulary: int) -> Buffer:
+    """Return the buffer of the masks of rows whose draws are limited."""
+    return Buffer((rows, mask_words(vocabulary)), "i32")
+
+
 def drawn_tokens(rows: int) -> Buffer:
     """Return the buffer of the tokens that a step draws."""
     return Buffer((rows,), "i64")
@@ -113,7 +125,8 @@ def numbers_bytes(rows: int) -> int:
 
 
 def sampler_bytes(rows: int, vocabulary: int) -> int:
-    """Return the bytes of a device's sampler: its tables, scratch and drawn tokens."""
+    """Return the bytes of a device's sampler: its tables, masks, scratch and drawn tokens."""
     lists = sum(table_buffer(name, rows).nbytes for name in LISTS)
     scratch = sampler_scratch(rows, vocabulary).nbytes
-    return numbers_bytes(rows) + lists + scratch + drawn_tokens(rows).nbytes
+    masks = token_masks(rows, vocabulary).nbytes
+    return numbers_bytes(rows) + lists + masks + scratch + drawn_tokens(rows).nbytes

@@ -1,0 +1,37 @@
+"""MaskPool: computes the masks of several constrained answers side by side."""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from headroom.engine.request import TokenConstraint, TokenMask
+
+MOST_THREADS = 8
+
+
+class MaskPool:
+    """Threads that compute masks while a GPU runs a step; parsers release the interpreter lock."""
+
+    def __init__(self) -> None:
+        self._threads: ThreadPoolExecutor | None = None  # started when first needed
+
+    def compute(self, wanted: Sequence[TokenConstraint]) -> list[TokenMask | Exception | None]:
+        """Return the mask of each constraint: None if any token may come, or why it failed."""
+        if len(wanted) < 2:  # a thread would only add the time to wake it
+            return [_mask(constraint) for constraint in wanted]
+        if self._threads is None:
+            count = min(MOST_THREADS, os.cpu_count() or 1)
+            self._threads = ThreadPoolExecutor(count, thread_name_prefix="headroom-mask")
+        return list(self._threads.map(_mask, wanted))
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._threads is not None:
+            self._threads.shutdown()
+
+
+def _mask(constraint: TokenConstraint) -> TokenMask | Exception | None:
+    try:
+        return constraint.mask()
+    except Exception as error:  # ends one request, not the step
+        return error

@@ -1,0 +1,262 @@
+"""Grammars: which tokens may come next in an answer that must match a schema or a grammar.
+
+The parser is llguidance's. A grammar is compiled once for a model's vocabulary; each answer then
+has a state of its own, which takes the answer's tokens and gives a mask before each of them.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from headroom.errors import HeadroomError, RequestError
+from headroom.text.conversation import OutputFormat
+from headroom.text.json_schemas import parts_of, without_remarks
+from headroom.text.tokenizer import Tokenizer
+
+Mask = npt.NDArray[np.uint32]  # token t is bit t % 32 of word t // 32
+
+MOST_CHARACTERS = 256 * 1024  # of a schema or grammar: a quarter of a million compile in seconds
+KEPT_GRAMMARS = 64  # compiled grammars that are kept for later requests
+# White space between the parts of a JSON text: one blank, or a new line with its indentation.
+# Without a limit, a model may write blanks until its answer is cut.
+JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,32})"}
+_LIMITS = LLParserLimits(max_grammar_size=200_000, verbose_errors=False)
+_QUIET = 0  # log level: what is wrong with a grammar is said in the error, not on stderr
+
+
+class Grammar:
+    """A compiled grammar; answers begin at its start and never share a state."""
+
+    def __init__(self, start: LLMatcher, vocab: int) -> None:
+        self._start = start
+        self._vocab = vocab
+
+    def begin(self) -> "GrammarState":
+        """Return the state of an answer that has no tokens yet."""
+        return GrammarState(self._start.deep_copy(), self._vocab)
+
+
+class GrammarState:
+    """Where one answer is in its grammar; all stop tokens may come exactly where it may end."""
+
+    def __init__(self, matcher: LLMatcher, vocab: int) -> None:
+        self._matcher = matcher
+        self._words = -(-vocab // 32)
+
+    def mask(self) -> Mask:
+        """Return the tokens that may come next; at least one."""
+        words: Mask = np.empty(self._words, dtype=np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._check()
+        return words
+
+    def advance(self, token: int) -> None:
+        """Take the next token of the answer."""
+        self._matcher.consume_token(token)
+        self._check()
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the answer so far is complete."""
+        return self._matcher.is_accepting()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise HeadroomError(f"The answer's grammar failed: {self._matcher.get_error()}.")
+
+
+class GrammarCompiler:
+    """Compiles what answers must match, for the vocabulary of one model; threads may share it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocab = vocab  # rows of logits; rows beyond the vocabulary are never allowed
+        self._lock = threading.Lock()  # guards the two fields below
+        self._tokens: LLTokenizer | None = None  # made when first needed: it takes half a second
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()  # least recently used first
+
+    @cached_property
+    def unending(self) -> Mask:
+        """All tokens of the vocabulary but those that end an answer."""
+        tokenizer, known = self.tokenizer, range(min(self.vocab, self.tokenizer.vocab_size))
+        ends = tokenizer.stop_ids
+        return token_bits(
+            (i for i in known if i not in ends and not tokenizer.is_unused(i)), self.vocab
+        )
+
+    def compile(self, wanted: OutputFormat, *, after_thought: bool = False) -> Grammar:
+        """Return the grammar of an output format; refuse one that cannot be compiled.
+
+        The white space that models write after a thought may come before the answer, and so may a
+        blank that decoding drops.
+        """
+        text = _grammar_text(wanted, self._leading(after_thought))
+        with self._lock:
+            if (known := self._kept.get(text)) is not None:
+                self._kept.move_to_end(text)
+                return known
+            if self._tokens is None:
+                self._tokens = _token_trie(self.tokenizer, self.vocab)
+        matcher = LLMatcher(self._tokens, text, log_level=_QUIET, limits=_LIMITS)
+        if matcher.is_error():
+            raise self._refusal(wanted, matcher.get_error())
+        grammar = Grammar(matcher, self.vocab)
+        with self._lock:
+            self._kept[text] = grammar
+            while len(self._kept) > KEPT_GRAMMARS:
+                self._kept.popitem(last=False)
+        return grammar
+
+    def _leading(self, after_thought: bool) -> str:
+        """Return a pattern of the white space that may come before the answer; "" for none."""
+        if self.tokenizer.drops_blank:
+            return r"[ \n]{1,2}" if after_thought else " "
+        return r"\n{1,2}" if after_thought else ""
+
+    def _refusal(self, wanted: OutputFormat, reason: str) -> RequestError:
+        if wanted.kind not in ("json_schema", "json_object"):
+            return RequestError(
+                f"The {_NAMES[wanted.kind]} cannot be used: {reason.strip()}.", param=wanted.param
+            )
+        path, reason = self._find_fault(wanted.value, reason)
+        where = f"at {path}" if path else "at its root"
+        return RequestError(
+            f"The JSON schema cannot be used, {where}: {reason.strip()}.",
+            hint="Leave out what is not supported, or describe it in another way.",
+            param=wanted.param,
+        )
+
+    def _find_fault(self, schema: Any, reason: str) -> tuple[str, str]:
+        """Return the path of the smallest part of a schema that has its fault, and the reason."""
+        assert self._tokens is not None
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        path, part = "", schema
+        while True:
+            for step, inner in parts_of(part):
+                alone = {**shared, **inner} if isinstance(inner, dict) else inner
+                text = json.dumps({"grammars": [_json_grammar(alone)]})
+                found = LLMatcher(self._tokens, text, log_level=_QUIET, limits=_LIMITS)
+                if found.get_error() == reason:
+                    path, part = path + step, inner
+                    break
+            else:
+                return path, reason
+
+
+def token_bits(tokens: Iterable[int], vocab: int) -> Mask:
+    """Return the mask of some tokens of a vocabulary."""
+    allowed = np.zeros(-(-vocab // 32) * 32, dtype=np.bool_)
+    allowed[list(tokens)] = True
+    return np.packbits(allowed, bitorder="little").view("<u4").astype(np.uint32)
+
+
+_NAMES = {
+    "json_schema": "JSON schema",
+    "json_object": "JSON schema",
+    "regex": "regular expression",
+    "lark": "Lark grammar",
+    "choice": "list of choices",
+}
+
+
+def _grammar_text(wanted: OutputFormat, leading: str) -> str:
+    """Return an output format as llguidance takes it: a JSON object with a list of grammars."""
+    grammars = [_one_grammar(wanted)]
+    if leading:
+        grammars[0]["name"] = "answer"
+        start = f"start: LEADING? @answer\nLEADING: /{leading}/"
+        grammars.insert(0, {"lark_grammar": start})
+    text = json.dumps({"grammars": grammars})
+    if len(text) > MOST_CHARACTERS:
+        raise RequestError(
+            f"The {_NAMES[wanted.kind]} has {len(text):,} characters, and the most are "
+            f"{MOST_CHARACTERS:,}.",
+            hint="Describe less of the answer.",
+            param=wanted.param,
+        )
+    return text
+
+
+def _one_grammar(wanted: OutputFormat) -> dict[str, Any]:
+    value = wanted.value
+    if wanted.kind == "json_object":
+        return _json_grammar({"type": "object"})
+    if wanted.kind == "json_schema":
+        if not isinstance(value, dict | bool):
+            raise _wrong_type(wanted, "an object")
+        return _json_grammar(value)
+    if wanted.kind == "choice":
+        texts = list(value) if isinstance(value, list | tuple) else []
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise _wrong_type(wanted, "a list of texts that are not empty")
+        return {"lark_grammar": "start: " + " | ".join(map(json.dumps, texts))}
+    if not isinstance(value, str) or not value:
+        raise _wrong_type(wanted, "a text that is not empty")
+    if wanted.kind == "regex":
+        made: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(value))["grammars"][0]
+        return made
+    return {"lark_grammar": value}
+
+
+def _json_grammar(schema: Any) -> dict[str, Any]:
+    schema = without_remarks(schema)
+    if isinstance(schema, dict):
+        schema = {**schema, "x-guidance": JSON_OPTIONS}
+    return {"json_schema": schema}
+
+
+def _wrong_type(wanted: OutputFormat, needed: str) -> RequestError:
+    given = type(wanted.value).__name__
+    if isinstance(wanted.value, str | list) and not wanted.value:
+        given = f"empty {given}"
+    return RequestError(
+        f"The {_NAMES[wanted.kind]} must be {needed}, not a value of type {given}.",
+        param=wanted.param,
+    )
+
+
+class _TokenList:
+    """A vocabulary as llguidance takes it."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
+        known = range(min(vocab, tokenizer.vocab_size))
+        unused = [b""] * (vocab - len(known))  # no token without bytes is ever allowed
+        self.tokens = [
+            b"" if tokenizer.is_unused(i) else tokenizer.token_bytes(i) for i in known
+        ] + unused
+        self.special_token_ids = [i for i in known if tokenizer.is_control(i) and self.tokens[i]]
+        self.bos_token_id = tokenizer.bos_id
+        self.eos_token_id = min(i for i in tokenizer.stop_ids if i < vocab)
+        self._tokenizer = tokenizer
+        self.greedy: Callable[[str], Sequence[int]] = lambda text: list(text.encode())
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the tokens that a model would write for a text inside an answer."""
+        # A SentencePiece tokenizer adds a blank before a text, so the text is encoded after a mark.
+        for mark in ("", "\x02", "\n"):
+            ids = self._tokenizer.encode(mark + text, special=False, add_bos=False)
+            length = len(self._tokenizer.encode(mark, special=False, add_bos=False)) if mark else 0
+            ids = ids[length:]
+            if b"".join(map(self._tokenizer.token_bytes, ids)) == text.encode():
+                return ids
+        return list(self.greedy(text))
+
+
+def _token_trie(tokenizer: Tokenizer, vocab: int) -> LLTokenizer:
+    """Return a vocabulary as a tree of bytes, with every stop token of the model."""
+    stops = sorted(i for i in tokenizer.stop_ids if i < vocab)
+    if not stops:
+        raise RequestError("The model has no token that ends an answer, which a grammar needs.")
+    tokens = _TokenList(tokenizer, vocab)
+    trie = LLTokenizer(tokens, n_vocab=vocab, eos_token=stops)  # type: ignore[arg-type]
+    tokens.greedy = trie.greedy_tokenize
+    return trie

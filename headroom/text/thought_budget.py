@@ -1,0 +1,206 @@
+"""Thought budgets: how long a model may think, and the constraint that ends its thought.
+
+When a budget is spent, the constraint forces the text with which the model itself ends a thought.
+A grammar applies to what comes after the thought.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from headroom.errors import RequestError
+from headroom.text.conversation import OutputFormat, Thinking
+from headroom.text.grammar import Grammar, GrammarCompiler, GrammarState, Mask, token_bits
+from headroom.text.reasoning import Reasoning
+from headroom.text.tokenizer import Tokenizer
+
+REPLY_TOKENS = 4096  # kept for the text after a thought, but at most REPLY_SHARE of the answer
+REPLY_SHARE = 0.25
+# The share of the tokens of the longest possible thought that each tier of effort may use.
+EFFORTS = {
+    "none": 0.0,
+    "minimal": 1 / 32,
+    "low": 1 / 8,
+    "medium": 1 / 2,
+    "high": 1.0,
+    "xhigh": 1.0,
+    "max": 1.0,
+}
+
+
+def resolve_effort(thinking: Thinking) -> Thinking:
+    """Return the wish with what its effort implies; refuse an effort that is not known."""
+    if thinking.effort is None:
+        return thinking
+    if thinking.effort not in EFFORTS:
+        raise RequestError(
+            f"The reasoning effort {thinking.effort[:40]!r} is not known.",
+            hint=f"Known are {', '.join(EFFORTS)}.",
+            param="reasoning_effort",
+        )
+    enabled = thinking.enabled
+    if enabled is None:
+        enabled = thinking.effort != "none"
+    return Thinking(enabled=enabled, effort=thinking.effort, budget=thinking.budget)
+
+
+def thought_tokens(thinking: Thinking, answer_tokens: int) -> int | None:
+    """Return the most tokens of a thought in an answer of so many tokens; None: no limit.
+
+    The longest possible thought leaves room for a reply.
+    """
+    if thinking.budget is None and thinking.effort is None:
+        return None
+    reply = min(REPLY_TOKENS, int(answer_tokens * REPLY_SHARE))
+    longest = max(0, answer_tokens - reply)
+    if thinking.budget is not None:
+        return max(0, min(thinking.budget, longest))
+    assert thinking.effort is not None
+    return int(longest * EFFORTS[thinking.effort])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerLimits:
+    """What limits the tokens of all answers to one prompt."""
+
+    compiler: GrammarCompiler
+    grammar: Grammar | None  # what the text must match; None: anything
+    thinking: Thinking
+    reasoning: Reasoning | None  # None: the model writes no thoughts
+    opened: bool  # the prompt ends inside a thought
+    room: int  # tokens that the context has left for an answer
+
+    @classmethod
+    def of(
+        cls,
+        compiler: GrammarCompiler,
+        wanted: OutputFormat | None,
+        thinking: Thinking,
+        reasoning: Reasoning | None,
+        *,
+        opened: bool,
+        room: int,
+    ) -> "AnswerLimits":
+        """Return the limits; refuse an output format that cannot be compiled."""
+        thinks = reasoning is not None and (opened or thinking.enabled is not False)
+        grammar = None if wanted is None else compiler.compile(wanted, after_thought=thinks)
+        return cls(
+            compiler=compiler,
+            grammar=grammar,
+            thinking=thinking,
+            reasoning=reasoning if thinks else None,
+            opened=opened,
+            room=room,
+        )
+
+    def begin(self, max_tokens: int | None) -> "AnswerConstraint | GrammarState | None":
+        """Return the limits of one answer of at most so many tokens; None if any may come."""
+        grammar = None if self.grammar is None else self.grammar.begin()
+        longest = self.room if max_tokens is None else min(max_tokens, self.room)
+        budget = thought_tokens(self.thinking, longest)
+        if self.reasoning is None or (grammar is None and budget is None):
+            return grammar
+        may_open = self.thinking.enabled is not False
+        rules = ThoughtRules(
+            reasoning=self.reasoning, opened=self.opened, may_open=may_open, budget=budget
+        )
+        return AnswerConstraint(rules, self.compiler, grammar)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThoughtRules:
+    """How the thought of one answer begins and ends."""
+
+    reasoning: Reasoning
+    opened: bool  # the prompt ends inside a thought
+    may_open: bool  # the answer may begin with a thought
+    budget: int | None  # most tokens of the thought; None: no limit
+
+
+class _Phase(Enum):
+    BEFORE = auto()  # no token, or only white space, has come
+    OPEN = auto()  # inside a thought
+    CLOSING = auto()  # the end of the thought is being forced
+    AFTER = auto()  # no thought can begin any more
+
+
+class AnswerConstraint:
+    """Limits the thought of an answer to its budget, and what follows to a grammar."""
+
+    def __init__(
+        self, rules: ThoughtRules, compiler: GrammarCompiler, grammar: GrammarState | None
+    ) -> None:
+        self._rules = rules
+        self._compiler = compiler
+        self._tokenizer = tokenizer = compiler.tokenizer
+        self._vocab = compiler.vocab
+        self._grammar = grammar
+        self._closing = closing_tokens(rules.reasoning, tokenizer)
+        self._forced = 0  # tokens of `_closing` that have come
+        self._thought = 0  # tokens since the thought began
+        self.closed_hard = False  # the budget has ended the thought, not the model
+        self._phase = _Phase.AFTER
+        if rules.opened:
+            self._open()
+        elif rules.may_open:
+            self._phase = _Phase.BEFORE
+
+    def mask(self) -> Mask | None:
+        """Return the tokens that may come next; None if any may."""
+        reasoning, grammar = self._rules.reasoning, self._grammar
+        if self._phase is _Phase.CLOSING:
+            return token_bits([self._closing[self._forced]], self._vocab)
+        if grammar is None:
+            return None
+        if self._phase is _Phase.OPEN:  # an answer that ended here would not match the grammar
+            return self._compiler.unending
+        allowed = grammar.mask()
+        if self._phase is _Phase.BEFORE:
+            allowed |= token_bits([reasoning.start_id], self._vocab)
+        return allowed
+
+    def advance(self, token: int) -> None:
+        """Take the next token of the answer."""
+        if self._phase is _Phase.BEFORE:
+            self._begin(token)
+        elif self._phase is _Phase.OPEN:
+            self._think(token)
+        elif self._phase is _Phase.CLOSING:
+            self._forced += 1
+            if self._forced == len(self._closing):
+                self._phase = _Phase.AFTER
+        elif self._grammar is not None:
+            self._grammar.advance(token)
+
+    def _begin(self, token: int) -> None:
+        if token == self._rules.reasoning.start_id:
+            self._open()
+        elif self._grammar is not None:
+            self._phase = _Phase.AFTER
+            self._grammar.advance(token)
+        elif not self._tokenizer.token_bytes(token).isspace():
+            self._phase = _Phase.AFTER
+
+    def _open(self) -> None:
+        self._phase = _Phase.OPEN
+        self._close_if_spent()
+
+    def _think(self, token: int) -> None:
+        self._thought += 1
+        if token == self._rules.reasoning.end_id:
+            self._phase = _Phase.AFTER
+        else:
+            self._close_if_spent()
+
+    def _close_if_spent(self) -> None:
+        budget = self._rules.budget
+        if budget is not None and self._thought >= budget:
+            self._phase = _Phase.CLOSING
+            self.closed_hard = True
+
+
+def closing_tokens(reasoning: Reasoning, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens that end a thought: white space as in the chat template, and the mark."""
+    ids = tokenizer.encode(reasoning.closing, add_bos=False)
+    text = b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace")
+    # A tokenizer that adds a blank before a text would write it into the thought.
+    return tuple(ids) if text == reasoning.closing else (reasoning.end_id,)
