@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from headroom.engine.request import SamplingParams
+from headroom.engine.request import SamplingParams, TokenMask
 from headroom.kernels.cuda.sampler import Tables, allocate_tables
 from headroom.kernels.cuda.sampler_tables import SETTINGS
 
@@ -52,3 +53,12 @@ def tables_of(cases: Sequence[SamplingParams], history: Sequence[int] = HISTORY)
             tables.bias_ids[row, place] = token
             tables.bias[row, place] = bias
     return tables
+
+
+def masks_of(rows: int, vocabulary: int, many: int) -> TokenMask:
+    """Masks `[rows, words]` that allow `many` random tokens each."""
+    draw = np.random.default_rng(many)
+    bits = np.zeros((rows, -(-vocabulary // 32) * 32), dtype=np.bool_)
+    for row in bits:
+        row[draw.choice(vocabulary, many, replace=False)] = True
+    return np.packbits(bits, axis=1, bitorder="little").view(np.uint32)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
 from headroom.errors import HeadroomError, RequestError
 from headroom.text.conversation import OutputFormat
@@ -27,6 +27,7 @@ KEPT_GRAMMARS = 64  # compiled grammars that are kept for later requests
 # White space between the parts of a JSON text: one blank, or a new line with its indentation.
 # Without a limit, a model may write blanks until its answer is cut.
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,32})"}
+ASCII_CLASSES = "dws"  # these classes of characters are those of ASCII, as in JSON schemas
 _LIMITS = LLParserLimits(max_grammar_size=200_000, verbose_errors=False)
 _QUIET = 0  # log level: what is wrong with a grammar is said in the error, not on stderr
 
@@ -136,7 +137,9 @@ class GrammarCompiler:
     def _find_fault(self, schema: Any, reason: str) -> tuple[str, str]:
         """Return the path of the smallest part of a schema that has its fault, and the reason."""
         assert self._tokens is not None
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        shared = {}
+        if isinstance(schema, dict):
+            shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         path, part = "", schema
         while True:
             for step, inner in parts_of(part):
@@ -200,8 +203,7 @@ def _one_grammar(wanted: OutputFormat) -> dict[str, Any]:
     if not isinstance(value, str) or not value:
         raise _wrong_type(wanted, "a text that is not empty")
     if wanted.kind == "regex":
-        made: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(value))["grammars"][0]
-        return made
+        return {"lark_grammar": f"start: /{regex_to_lark(value, ASCII_CLASSES)}/"}
     return {"lark_grammar": value}
 
 

@@ -20,7 +20,7 @@ class Reasoning:
     start_id: int  # the first token of `start`
     end_id: int  # the only token of `end`
     opened: bool  # by default, prompts of the chat template end inside a thought
-    closing: str  # `end` with the white space around it that the chat template writes
+    closing: str = ""  # `end` with the white space around it that the chat template writes
 
     def is_open(self, prompt: str) -> bool:
         """Whether a prompt ends inside a thought, so that the answer begins inside it."""

@@ -97,6 +97,8 @@ class AnswerLimits:
         grammar = None if self.grammar is None else self.grammar.begin()
         longest = self.room if max_tokens is None else min(max_tokens, self.room)
         budget = thought_tokens(self.thinking, longest)
+        if self.opened and self.thinking.enabled is False:
+            budget = 0  # a template that opens a thought whatever it is told
         if self.reasoning is None or (grammar is None and budget is None):
             return grammar
         may_open = self.thinking.enabled is not False
@@ -203,4 +205,4 @@ def closing_tokens(reasoning: Reasoning, tokenizer: Tokenizer) -> tuple[int, ...
     ids = tokenizer.encode(reasoning.closing, add_bos=False)
     text = b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace")
     # A tokenizer that adds a blank before a text would write it into the thought.
-    return tuple(ids) if text == reasoning.closing else (reasoning.end_id,)
+    return tuple(ids) if ids and text == reasoning.closing else (reasoning.end_id,)

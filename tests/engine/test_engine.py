@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -249,10 +250,10 @@ def test_a_failing_step_ends_its_requests_with_an_error_and_no_others(
 def test_a_failing_sampler_ends_one_request_and_no_others(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail_for_sevens(logits: LogitRow, history: list[int], params: SamplingParams) -> int:
+    def fail_for_sevens(logits: LogitRow, history: list[int], *more: Any) -> int:
         if history[0] == 7:
             raise FloatingPointError("no number")
-        return sample(logits, history, params)
+        return sample(logits, history, *more)
 
     monkeypatch.setattr("headroom.engine.outputs.sample", fail_for_sevens)
     params = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -311,11 +312,11 @@ def test_cancelling_a_request_that_just_ended_does_not_hit_the_next_of_its_id(
     request = llm.request([1], SamplingParams(max_tokens=2, ignore_eos=True))
     found: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
 
-    def cancel_too_late(logits: LogitRow, history: list[int], params: SamplingParams) -> int:
+    def cancel_too_late(logits: LogitRow, history: list[int], *more: Any) -> int:
         if len(history) == 2:  # this draw ends the request
             monkeypatch.setattr("headroom.engine.outputs.sample", sample)
             llm.engine.cancel(request.id)
-        return sample(logits, history, params)
+        return sample(logits, history, *more)
 
     def ask_again(event: TokenEvent) -> None:
         if event.finish_reason is not None:

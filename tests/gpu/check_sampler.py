@@ -4,6 +4,7 @@ import sys
 import traceback
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from headroom.engine.request import SamplingParams
@@ -13,11 +14,13 @@ from headroom.kernels.cuda.sampler import SamplerScratch, Tables
 from headroom.kernels.cuda.sampler_tables import build_tables
 from tests.gpu.kept import keep_code
 from tests.gpu.timing import time_us
-from tests.sampler_cases import CASES, HISTORY, tables_of
+from tests.sampler_cases import CASES, HISTORY, masks_of, tables_of
 
 SEEDS = 6  # of each setting
 # Vocabulary, spread of logits, whether they tie.
 SIZES = ((300, 3.0, False), (300, 3.0, True), (32000, 2.0, False), (50257, 4.0, True))
+# Vocabulary, spread of logits, tokens that each mask allows.
+MASKED = ((300, 3.0, 1), (300, 3.0, 40), (32000, 2.0, 3), (50257, 4.0, 20000), (50257, 4.0, 700))
 
 
 def on_gpu(cases: list[SamplingParams]) -> Tables:
@@ -53,6 +56,37 @@ def check(vocabulary: int, spread: float, ties: bool) -> None:
                 print("   ", cases[i], "drew", tokens[i], "not", expected[i])
 
 
+def check_masked(vocabulary: int, spread: float, many: int) -> None:
+    """Rows that are limited by masks, drawn after the others of the same step."""
+    cases = [replace(c, seed=9 * s - 30, draw=s % 2) for c in CASES.values() for s in range(SEEDS)]
+    logits, masks = (
+        torch.randn(len(cases), vocabulary) * spread,
+        masks_of(len(cases), vocabulary, many),
+    )
+    given = zip(logits, cases, masks, strict=True)
+    expected = [
+        sample_on_cpu(r.numpy(), HISTORY, c, mask if row % 2 else None)
+        for row, (r, c, mask) in enumerate(given)
+    ]
+    tables, device = on_gpu(cases), logits.cuda()
+    tables.limited[1::2] = 1
+    words = torch.from_numpy(masks.view(np.int32)).cuda()
+    scratch = SamplerScratch.allocate(len(cases), vocabulary, "cuda")
+    out = torch.full((len(cases),), -1, device="cuda")
+    for name in ("cuda", "torch"):
+        out.fill_(-1)
+        for given_masks in (None, words):
+            if name == "cuda":
+                sampler.sample_fast(device, tables, scratch, out, given_masks)
+            else:
+                sampler.sample_into(device, tables, out, given_masks)
+        wrong = [i for i, token in enumerate(out.tolist()) if token != expected[i]]
+        verdict = "FAIL" if wrong else "PASS"
+        print(f"{verdict} {name} {vocabulary} masked, {many} allowed: {len(wrong)} other")
+        for i in wrong[:4]:
+            print("   ", cases[i], "drew", int(out[i]), "not", expected[i])
+
+
 def bench(rows: int, params: SamplingParams, name: str) -> None:
     """Median time of both ways on a vocabulary of 248320."""
     count = max(2, 80 // rows)
@@ -62,7 +96,16 @@ def bench(rows: int, params: SamplingParams, name: str) -> None:
     out = torch.empty(rows, dtype=torch.int64, device="cuda")
     fast = time_us([lambda x=x: sampler.sample_fast(x, tables, scratch, out) for x in logits])
     plain = time_us([lambda x=x: sampler.sample(x, tables) for x in logits[:3]])
-    print(f"BENCH sampler {name} x{rows}: cuda {fast:.0f} us, torch {plain:.0f} us")
+    masks = torch.from_numpy(masks_of(rows, 248320, 5000).view(np.int32)).cuda()
+    tables.limited.fill_(1)
+    late = time_us(
+        [lambda x=x: sampler.sample_fast(x, tables, scratch, out, masks) for x in logits]
+    )
+    left = time_us([lambda x=x: sampler.sample_fast(x, tables, scratch, out) for x in logits])
+    print(
+        f"BENCH sampler {name} x{rows}: cuda {fast:.0f} us, torch {plain:.0f} us; limited rows: "
+        f"{left:.0f} us where they wait, {late:.0f} us when drawn"
+    )
 
 
 def main() -> None:
@@ -73,6 +116,12 @@ def main() -> None:
             check(*case)
         except Exception:
             print("FAIL", case)
+            traceback.print_exc(limit=4)
+    for vocabulary, spread, many in MASKED:
+        try:
+            check_masked(vocabulary, spread, many)
+        except Exception:
+            print("FAIL masked", vocabulary, many)
             traceback.print_exc(limit=4)
     if "--bench" not in sys.argv:
         return

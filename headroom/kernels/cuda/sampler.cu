@@ -102,16 +102,16 @@ choose(const float* scores, const u64* best, const double* mass, const double* t
     const Row row{scores + static_cast<size_t>(at) * vocabulary, vocabulary,
                   {t, static_cast<double>(score_of(top)) / t}};
     const double share = uniform(seed[at], position[at], draw[at]), p = top_p[at], least = min_p[at];
-    const bool limited = top_k[at] > 0 && top_k[at] < vocabulary;
-    const int limit = limited ? static_cast<int>(top_k[at]) : vocabulary;
+    const bool by_count = top_k[at] > 0 && top_k[at] < vocabulary;
+    const int limit = by_count ? static_cast<int>(top_k[at]) : vocabulary;
     const bool summed = !(top_k[at] > 0 && top_k[at] <= THREADS);  // `mass` was filled
     double total = 0;
     if (summed)
         for (int i = 0; i < SLICES; ++i) total += mass[at * SLICES + i];
-    if (limited || p < 1 || least > 0) {
+    if (by_count || p < 1 || least > 0) {
         // Each of the 1024 threads finds its best token. The `wanted`-th best of these is a lower bound for
         // the ranks of the `wanted` likeliest tokens of all.
-        const int wanted = min(limited && limit <= THREADS ? limit : USUAL, vocabulary);
+        const int wanted = min(by_count && limit <= THREADS ? limit : USUAL, vocabulary);
         u64 mine = 0;
         for (int i = threadIdx.x; i < vocabulary; i += THREADS) mine = max(mine, rank_of(row.scores[i], i));
         list[threadIdx.x] = mine;
@@ -137,7 +137,7 @@ choose(const float* scores, const u64* best, const double* mass, const double* t
                 const bool whole = limit <= count || count == vocabulary;  // the list has all tokens of the top-k
                 int left = min(limit, count);
                 keep = whole ? left : 0;  // 0: the list may be too short
-                if (p < 1 && (whole || !limited)) {
+                if (p < 1 && (whole || !by_count)) {
                     double all = 0, reached = 0;
                     if (whole)
                         for (int i = 0; i < left; ++i) all += odds[i];
@@ -150,7 +150,7 @@ choose(const float* scores, const u64* best, const double* mass, const double* t
                     }
                     if (i < left) keep = left = i + 1;
                 }
-                if (least > 0 && (keep || (p >= 1 && !limited))) {
+                if (least > 0 && (keep || (p >= 1 && !by_count))) {
                     int few = left;
                     while (few > 1 && odds[few - 1] < least) --few;
                     if (keep || few < left) keep = few;
@@ -164,13 +164,13 @@ choose(const float* scores, const u64* best, const double* mass, const double* t
             }
         }
     }
-    if (!limited && p >= 1 && least <= 0) {
+    if (!by_count && p >= 1 && least <= 0) {
         const int token = draw_any(row, mass + at * SLICES, share, reinterpret_cast<double*>(memory));
         if (threadIdx.x == 0) ids[at] = token;
         return;
     }
     u64 cut = 0;
-    if (limited) {
+    if (by_count) {
         cut = row.find<true>(0, top, limit);
         total = row.mass(cut);
     }

@@ -10,7 +10,7 @@ from headroom.engine.sampler import _penalised
 from headroom.engine.sampler import sample as sample_on_cpu
 from headroom.kernels.cuda import sampler
 from headroom.kernels.philox import uniform
-from tests.sampler_cases import CASES, HISTORY, tables_of
+from tests.sampler_cases import CASES, HISTORY, masks_of, tables_of
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -37,6 +37,33 @@ def test_rows_with_different_settings_share_a_call() -> None:
         sample_on_cpu(row.numpy(), HISTORY, params)
         for row, params in zip(logits, cases, strict=True)
     ]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("many", [1, 3, 40, 290])
+def test_a_limited_row_draws_the_token_that_the_engine_draws(name: str, many: int) -> None:
+    generator = torch.Generator().manual_seed(len(name))
+    logits = torch.randn(24, 300, generator=generator) * 3
+    cases = [replace(CASES[name], seed=7 * row - 40, draw=row % 3) for row in range(24)]
+    tables, masks = tables_of(cases), masks_of(24, 300, many)
+    expected = [
+        sample_on_cpu(row.numpy(), HISTORY, params, mask)
+        for row, params, mask in zip(logits, cases, masks, strict=True)
+    ]
+    words = torch.from_numpy(masks.view(np.int32))
+    assert sampler.sample(logits, tables, words).tolist() == expected
+    assert all(
+        mask[token // 32] >> (token % 32) & 1 for token, mask in zip(expected, masks, strict=True)
+    )
+    # One call draws limited rows, another the others; each leaves the tokens of the other.
+    tables.limited[::2] = 1
+    out = torch.full((24,), -1)
+    sampler.sample_into(logits, tables, out, words)
+    assert out[::2].tolist() == expected[::2]
+    assert set(out[1::2].tolist()) == {-1}
+    sampler.sample_into(logits, tables, out)
+    assert out[::2].tolist() == expected[::2]
+    assert out[1::2].tolist() == sampler.sample(logits, tables)[1::2].tolist()
 
 
 def test_penalised_logits_have_the_same_bits() -> None:
