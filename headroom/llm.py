@@ -202,9 +202,7 @@ class LLM:
             opened=opened,
             room=self.context - len(tokens),
         )
-        return ChatPrompt(
-            tokens, self.reasoning, opened, callable_tools, self.tool_format, limits
-        )
+        return ChatPrompt(tokens, self.reasoning, opened, callable_tools, self.tool_format, limits)
 
     def request(
         self,

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from headroom.engine.request import SamplingParams, TokenMask
+from headroom.engine.request import SamplingParams
 from headroom.kernels.cuda.sampler import Tables, allocate_tables
 from headroom.kernels.cuda.sampler_tables import SETTINGS
+from headroom.layers.draws import TokenMask
 
 HISTORY = [3, 3, 5, 7, 11, 3, 96, 96, 2] * 40
 CASES = {

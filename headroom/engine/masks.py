@@ -4,7 +4,8 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from headroom.engine.request import TokenConstraint, TokenMask
+from headroom.engine.request import TokenConstraint
+from headroom.layers.draws import TokenMask
 
 MOST_THREADS = 8
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headroom.engine.batching import output_rows, wants_prompt_logprobs
-from headroom.engine.request import TokenConstraint, TokenLogprobs, TokenMask
+from headroom.engine.request import TokenConstraint, TokenLogprobs
 from headroom.engine.sampler import LogitRow, sample, token_logprobs
 from headroom.engine.scheduler import Turn
 from headroom.engine.sequence import Sequence as Running
 from headroom.kernels.cuda.sizes import DECODE_ROWS
-from headroom.layers.draws import Draw
+from headroom.layers.draws import Draw, TokenMask
 from headroom.split.stage import StepResult
 
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from headroom.engine.request import SamplingParams, TokenLogprobs, TokenMask
+from headroom.engine.request import SamplingParams, TokenLogprobs
 from headroom.kernels.philox import uniform
+from headroom.layers.draws import TokenMask
 from headroom.layers.step_timing import part_of_step
 
 LogitRow = npt.NDArray[np.float32]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from headroom.engine.engine import Engine
-from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent, TokenMask
+from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
+from headroom.layers.draws import TokenMask
 from headroom.split.gpu_stage import GpuResult
 from tests.stand_in.gpu import StandInGpu, stand_in_gpu
 from tests.stand_in.stage import VOCAB, TableModel, device_engine, host_engine, settings

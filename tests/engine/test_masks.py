@@ -5,7 +5,7 @@ import threading
 import numpy as np
 
 from headroom.engine.masks import MaskPool
-from headroom.engine.request import TokenMask
+from headroom.layers.draws import TokenMask
 
 
 class Fixed:
