@@ -33,6 +33,7 @@ def answer(prompt: str) -> str:
     if cases.ASK_JSON in turn:
         return json.dumps(cases.CITY)
     if cases.ASK_CALL in turn:
-        return tool_call("City", cases.CITY)
+        name = re.findall(r'"name": "(\w*City)"', prompt)[0]  # some clients change a class's name
+        return tool_call(name, cases.CITY)
     thinks = not prompt.endswith("</think>\n\n")
     return (f"<think>\n{cases.THOUGHT}\n</think>\n\n" if thinks else "") + cases.HELLO
