@@ -9,12 +9,13 @@ from functools import cache
 
 import pytest
 
-# Variables of these tests. The Python that has the clients' packages; the agents' programs.
+# Variables of these tests: the Python that has the clients' packages, and the other programs.
 PYTHON = "HEADROOM_CLIENTS_PYTHON"
-AGENTS = {
+PROGRAMS = {
     "codex": "HEADROOM_CLIENT_CODEX",
     "claude": "HEADROOM_CLIENT_CLAUDE",
     "opencode": "HEADROOM_CLIENT_OPENCODE",
+    "open-webui": "HEADROOM_CLIENT_OPEN_WEBUI",
 }
 
 
@@ -23,11 +24,11 @@ def clients_python() -> str:
     return os.environ.get(PYTHON) or sys.executable
 
 
-def find_agent(name: str) -> str:
-    """Return an agent's program; skip the test if there is none."""
-    path = os.environ.get(AGENTS[name]) or shutil.which(name)
+def find_program(name: str) -> str:
+    """Return where a client's program is; skip the test if there is none."""
+    path = os.environ.get(PROGRAMS[name]) or shutil.which(name)
     if path is None or shutil.which(path) is None:
-        pytest.skip(f"{name} is missing: put it on the PATH, or name it by {AGENTS[name]}")
+        pytest.skip(f"{name} is missing: put it on the PATH, or name it by {PROGRAMS[name]}")
     return path
 
 

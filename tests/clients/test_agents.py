@@ -13,7 +13,7 @@ import pytest
 from tests.clients.answers import RESULT, tool_call
 from tests.clients.conftest import MODEL, Running
 from tests.clients.documented import documented
-from tests.clients.found import find_agent
+from tests.clients.found import find_program
 
 pytestmark = pytest.mark.clients
 TASK = "Read note.txt, write its secret word into answer.txt, and tell me the word."
@@ -104,7 +104,7 @@ def follow(running: Running, read: tuple[str, Any], write: tuple[str, Any]) -> N
 
 
 def test_codex_reads_and_writes_a_file(session: Session, running: Running) -> None:
-    codex = find_agent("codex")
+    codex = find_program("codex")
     session.write(".codex/config.toml", documented("Codex", running.address, MODEL))
     follow(
         running,
@@ -121,7 +121,7 @@ def test_codex_reads_and_writes_a_file(session: Session, running: Running) -> No
 
 @pytest.mark.parametrize("key", ["ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"])
 def test_claude_code_reads_and_writes_a_file(session: Session, running: Running, key: str) -> None:
-    claude = find_agent("claude")
+    claude = find_program("claude")
     follow(
         running,
         read=("Read", {"file_path": str(session.folder / "note.txt")}),
@@ -137,7 +137,7 @@ def test_claude_code_reads_and_writes_a_file(session: Session, running: Running,
 
 
 def test_opencode_reads_and_writes_a_file(session: Session, running: Running) -> None:
-    opencode = find_agent("opencode")
+    opencode = find_program("opencode")
     settings = documented("OpenCode", running.address, MODEL)
     session.write(".config/opencode/opencode.json", settings)
     follow(
