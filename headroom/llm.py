@@ -9,13 +9,14 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from headroom.answers import AnswerDelta, AnswerReader, Completion, join_deltas
 from headroom.engine.engine import Engine
+from headroom.engine.pooling import Vector, check_dimensions, shaped
 from headroom.engine.request import (
     GenerationRequest,
     SamplingParams,
@@ -26,6 +27,7 @@ from headroom.errors import HeadroomError, ModelError
 from headroom.families.files import find_weights, open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
 from headroom.formats.hub import ALIASES, KNOWN_MODELS
+from headroom.formats.pooling import find_pooling
 from headroom.machine.devices import torch_name
 from headroom.options import Options, load_options, warn_unknown_variables
 from headroom.plan.describe import describe
@@ -158,6 +160,8 @@ class LLM:
         self.context = self.plan.settings.context
         self.vocab_size = self.engine.vocab
         self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size)
+        self.hidden_size = opened.shape.hidden  # values of a vector
+        self.pooling = find_pooling(checkpoint)
 
     def encode_chat(
         self,
@@ -272,6 +276,44 @@ class LLM:
     ) -> AnswerStream:
         """Answer a conversation, delta by delta; its length is limited as with `generate`."""
         return self.stream(self.encode_chat(messages, **variables), params)
+
+    def embedding_request(self, text: PromptInput) -> GenerationRequest:
+        """Return the engine's request for the vector of a text."""
+        if self.pooling not in ("mean", "last"):
+            raise ModelError(
+                f"The files of {self.name} ask for vectors of the kind {self.pooling!r}.",
+                hint="Vectors can be the mean of all tokens' states, or the last token's.",
+            )
+        ids = self.tokenizer.encode_whole(text) if isinstance(text, str) else text
+        return replace(self.request(ids, SamplingParams()), pooling=self.pooling)
+
+    def embed(
+        self, texts: PromptInput | Sequence[PromptInput], dimensions: int | None = None
+    ) -> list[Vector]:
+        """Return a vector of length 1 for each text, of which the engine runs several together.
+
+        With `dimensions`, a vector has only its first values, scaled to length 1 again.
+        """
+        check_dimensions(dimensions, self.hidden_size)
+        requests = deque(self.embedding_request(text) for text in _prompt_list(texts))
+        order = [request.id for request in requests]
+        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        running: set[str] = set()
+        vectors: dict[str, Vector] = {}
+        try:
+            while requests or running:
+                while requests and len(running) < self.engine.capacity:
+                    self.engine.submit(requests[0], events.put)
+                    running.add(requests.popleft().id)
+                event = events.get()
+                running.discard(event.request_id)
+                if event.vector is None:
+                    raise HeadroomError(f"The engine failed: {event.error or event.finish_reason}.")
+                vectors[event.request_id] = shaped(event.vector, dimensions)
+        finally:
+            for request_id in running:
+                self.engine.cancel(request_id)
+        return [vectors[request_id] for request_id in order]
 
     def close(self) -> None:
         """End all requests and the engine's thread."""

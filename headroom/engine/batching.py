@@ -40,9 +40,10 @@ def make_batch(turns: SequenceOf[Turn], page_size: int) -> Batch:
 
 
 def output_rows(turn: Turn, first_row: int) -> range:
-    """Return the rows of a turn whose logits are needed, for prompt logprobs or for a draw."""
+    """Return the rows of a turn that are needed: for prompt logprobs, a draw or a vector."""
     sequence, last = turn.sequence, first_row + turn.rows
-    if sequence.request.params.prompt_logprobs and wants_prompt_logprobs(turn):
+    every_row = wants_prompt_logprobs(turn) or sequence.request.pooling == "mean"
+    if every_row:
         return range(first_row, last)
     finishes = turn.rows == len(sequence.tokens) - sequence.cached
     return range(last - 1 if finishes else last, last)

@@ -20,6 +20,7 @@ from headroom.engine.outputs import (
     read_outputs,
 )
 from headroom.engine.pages import PagePool
+from headroom.engine.pooling import NORM_ROWS
 from headroom.engine.request import (
     FinishReason,
     GenerationRequest,
@@ -281,11 +282,27 @@ class Engine:
     def _read_step(self, step: LaunchedStep) -> None:
         """Read the output rows of a step: record prompt logprobs, take and emit drawn tokens."""
         try:
+            self._pool_rows(step)
             for read in read_outputs(step, self._settings.parallel):
                 if self._is_live(read.output.sequence):  # not if it has ended since
                     self._read_row(read)
         except Exception as error:
             self._fail(step.turns, error)
+
+    def _pool_rows(self, step: LaunchedStep) -> None:
+        """Take the hidden states of prompts that become vectors; emit those that are complete."""
+        pooled = [row for row, output in enumerate(step.outputs) if output.pools]
+        for first in range(0, len(pooled), NORM_ROWS):
+            rows = pooled[first : first + NORM_ROWS]
+            for row, state in zip(rows, step.result.normed(rows).numpy(), strict=True):
+                sequence, position = step.outputs[row].sequence, step.outputs[row].position
+                if sequence.pooled is None or not self._is_live(sequence):
+                    continue
+                sequence.pooled.add(position, state)
+                if position + 1 == len(sequence.tokens):
+                    sequence.first_token_at = time.perf_counter()
+                    end = _end_of(sequence, "stop", "")
+                    self._emit(sequence, replace(end, vector=sequence.pooled.vector()))
 
     def _fail(self, turns: list[Turn], error: Exception) -> None:
         """End the requests of a step that failed; other requests and the process go on."""

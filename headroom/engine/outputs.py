@@ -22,6 +22,7 @@ class Output:
     position: int
     scores_prompt: bool  # the logprob of the prompt's own next token is wanted
     draws: bool  # the next token is drawn from this row
+    pools: bool = False  # its hidden state goes into the vector of the prompt
 
     def needs_logits(self, token: int | None) -> bool:
         """Whether the row's logits are needed, besides the token that a device may have drawn."""
@@ -80,7 +81,9 @@ class LaunchedStep:
         """
         token_rows = self.result.token_rows
         return len(token_rows) <= DECODE_ROWS and not any(
-            output.needs_logits(token_rows.get(at)) or output.sequence.request.params.penalises
+            output.pools
+            or output.needs_logits(token_rows.get(at))
+            or output.sequence.request.params.penalises
             for at, output in enumerate(self.outputs)
         )
 
@@ -99,8 +102,10 @@ def list_outputs(turns: Sequence[Turn]) -> list[Output]:
         sequence, scores_prompt = turn.sequence, wants_prompt_logprobs(turn)
         start = sequence.cached
         last = start + turn.rows - 1 if turn.rows == sequence.pending else None
+        pools = sequence.pooled is not None
         for position in output_rows(turn, start):
-            outputs.append(Output(sequence, position, scores_prompt, position == last))
+            draws = position == last and not pools
+            outputs.append(Output(sequence, position, scores_prompt, draws, pools))
     return outputs
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # the command line reads SamplingParams, and plans need not w
     import numpy.typing as npt
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+Pooling = Literal["mean", "last"]  # of the hidden states of a prompt's tokens
 MAX_LOGPROBS = 20
 MAX_SEED = (1 << 63) - 1
 
@@ -152,6 +153,7 @@ class GenerationRequest:
     params: SamplingParams
     stop_ids: frozenset[int]  # tokens that end an answer, unless ignore_eos
     constraint: TokenConstraint | None = None  # None: any token may come next
+    pooling: Pooling | None = None  # a vector of the prompt is wanted, and no answer
 
 
 def check_request(request: GenerationRequest, context: int, vocab: int) -> None:
@@ -210,6 +212,7 @@ class TokenEvent:
     prompt_tokens: int = 0
     generated_tokens: int = 0  # so far, this event's token included
     timings: Timings | None = None  # up to this event
+    vector: "npt.NDArray[np.float32] | None" = None  # with the only event of a request with pooling
 
 
 def _check_range(declared: "Field[Any]", value: object) -> None:

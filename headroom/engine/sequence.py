@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from headroom.engine.pooling import PooledRows
 from headroom.engine.request import (
     GenerationRequest,
     Timings,
@@ -32,6 +33,7 @@ class Sequence:
     _table: tuple[list[int], int, torch.Tensor] | None = None
     state_slot: int = 0  # number among the running ones; states and window pages go by it
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    pooled: PooledRows | None = None  # of a request with pooling
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float | None = None  # start of its first step
     first_token_at: float | None = None
@@ -39,6 +41,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
+        if self.request.pooling is not None:
+            self.pooled = PooledRows(self.request.pooling)
 
     @property
     def pending(self) -> int:

@@ -27,6 +27,7 @@ class Vocabulary:
     merges: Sequence[str] = field(repr=False)
     special_ids: Mapping[str, int]  # ids of the SPECIAL_TOKENS that the file names
     add_bos: bool
+    add_eos: bool = False  # texts to embed end with eos
 
 
 def read_vocabulary(metadata: Metadata) -> Vocabulary | None:
@@ -46,6 +47,7 @@ def read_vocabulary(metadata: Metadata) -> Vocabulary | None:
         merges=_strings(metadata, "tokenizer.ggml.merges"),
         special_ids=_special_ids(metadata, len(tokens)),
         add_bos=metadata.get_bool("tokenizer.ggml.add_bos_token", model in _BOS_BY_DEFAULT),
+        add_eos=metadata.get_bool("tokenizer.ggml.add_eos_token", False),
     )
 
 

@@ -80,14 +80,14 @@ class Head:
     """The final norm, and the product with the vocabulary matrix."""
 
     def __init__(self, norm: RmsNorm, weight: Weight, case: Case, softcap: float = 0.0) -> None:
-        self._norm = norm
+        self.norm = norm
         self._softcap = softcap  # logits lie between -softcap and softcap; 0: no limit
         self._vocabulary = Linear(weight, case)
 
     @part_of_step("head")
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write logits `[rows, vocabulary]` for rows of the residual stream to `out`."""
-        logits = self._vocabulary(self._norm(hidden), out)
+        logits = self._vocabulary(self.norm(hidden), out)
         if not self._softcap:
             return logits
         return logits.div_(self._softcap).tanh_().mul_(self._softcap)

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from headroom.errors import HeadroomError, OptionError
 from headroom.llm import LLM
 from headroom.options import Options
-from headroom.server import openai_chat, openai_completions, tokens
+from headroom.server import openai_chat, openai_completions, openai_embeddings, tokens
 from headroom.server.metrics import MeasureRequests, Metrics
 from headroom.server.refusals import RefusalError, refuse
 from headroom.server.service import Service
@@ -28,7 +28,7 @@ from headroom.server.service import Service
 log = logging.getLogger("headroom.server")
 
 # A new endpoint is a module with a router, and a word here.
-ENDPOINTS = (openai_chat, openai_completions, tokens)
+ENDPOINTS = (openai_chat, openai_completions, openai_embeddings, tokens)
 STOP_S = 5  # seconds that a shutdown waits for clients to take their last events
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

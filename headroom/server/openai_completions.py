@@ -11,10 +11,9 @@ from pydantic import Field, PlainValidator, model_validator
 from starlette.responses import Response
 
 from headroom.answers import AnswerDelta, AnswerToken, Completion
-from headroom.engine.request import MAX_LOGPROBS, TokenLogprobs, new_seed
+from headroom.engine.request import MAX_LOGPROBS, TokenLogprobs
 from headroom.errors import RequestError
 from headroom.server.openai_shared import (
-    SEED_BITS,
     Envelope,
     GenerationCall,
     logprob_number,
@@ -24,10 +23,9 @@ from headroom.server.openai_shared import (
 from headroom.server.schemas import (
     GenerationBody,
     Positive,
+    prompt_list,
     read_body,
-    token_ids,
     unsupported,
-    wrong_type,
 )
 from headroom.server.service import Service, make_requests
 from headroom.text.detokenizer import Detokenizer
@@ -37,25 +35,6 @@ router = APIRouter()
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default, for this endpoint only
 MAX_ANSWERS = 1024  # prompts times n
-
-
-def _check_prompts(value: object) -> list[str | list[int]]:
-    """Return the list of prompts; the field is one prompt or a list of them, texts or token ids."""
-    expected = "a text, a list of texts, a list of token ids or a list of such lists"
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise wrong_type(expected)
-    if not value:
-        raise ValueError("there is no prompt in the list")
-    if isinstance(value[0], int):
-        return [token_ids(value, expected)]
-    prompts: list[str | list[int]] = []
-    for item in value:
-        if type(item) is not type(value[0]) or not isinstance(item, str | list):
-            raise wrong_type(expected)
-        prompts.append(item if isinstance(item, str) else token_ids(item, expected))
-    return prompts
 
 
 class CompletionBody(GenerationBody):
@@ -72,7 +51,7 @@ class CompletionBody(GenerationBody):
         "grammar": (),
     }  # fmt: skip
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(_check_prompts)]
+    prompt: Annotated[list[str | list[int]], PlainValidator(prompt_list)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -111,7 +90,7 @@ async def completions(request: Request) -> Response:
         )
     tokenizer = llm.tokenizer
     prompts = await asyncio.to_thread(_encode, tokenizer, body.prompt)
-    settings = {"seed": new_seed(SEED_BITS), "max_tokens": DEFAULT_MAX_TOKENS, **body.sampling()}
+    settings = {"max_tokens": DEFAULT_MAX_TOKENS, **body.sampling()}
     if body.logprobs is not None:
         settings |= {"logprobs": body.logprobs, "prompt_logprobs": bool(body.echo)}
     requests = make_requests(llm, prompts, settings, body.n or 1, prompt_field="prompt")

@@ -17,7 +17,6 @@ from headroom.server.service import Answers, Service
 from headroom.server.sse import EventStream, event, while_connected
 from headroom.text.tokenizer import Tokenizer
 
-SEED_BITS = 53  # of a random seed: JavaScript's numbers hold it exactly
 DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express
 FINGERPRINT = f"headroom-{__version__}"

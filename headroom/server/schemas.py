@@ -61,6 +61,25 @@ def token_ids(values: Iterable[object], expected: str) -> list[int]:
     return ids
 
 
+def prompt_list(value: object) -> list[str | list[int]]:
+    """Return the list of prompts; the field is one prompt or a list of them, texts or token ids."""
+    expected = "a text, a list of texts, a list of token ids or a list of such lists"
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise wrong_type(expected)
+    if not value:
+        raise ValueError("there is no prompt in the list")
+    if isinstance(value[0], int):
+        return [token_ids(value, expected)]
+    prompts: list[str | list[int]] = []
+    for item in value:
+        if type(item) is not type(value[0]) or not isinstance(item, str | list):
+            raise wrong_type(expected)
+        prompts.append(item if isinstance(item, str) else token_ids(item, expected))
+    return prompts
+
+
 def short(value: object) -> str:
     """Return a client's value as text for an error message, cut at 40 characters."""
     text = str(value) if not isinstance(value, int) or abs(value) < 1 << 64 else "beyond 64 bits"

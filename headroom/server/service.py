@@ -2,19 +2,22 @@
 
 import asyncio
 import contextlib
-import secrets
 import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headroom.answers import AnswerDelta, AnswerReader
+from headroom.engine.pooling import Vector, check_dimensions, shaped
 from headroom.engine.request import (
     GenerationRequest,
     SamplingParams,
     TokenConstraint,
     TokenEvent,
+    new_seed,
 )
-from headroom.errors import HeadroomError, RequestError
+from headroom.errors import CapacityError, HeadroomError, RequestError
 from headroom.llm import LLM
 from headroom.options import Options
 from headroom.server.metrics import Metrics
@@ -22,6 +25,7 @@ from headroom.server.refusals import RefusalError
 from headroom.text.answer_parser import AnswerParser
 from headroom.text.conversation import Conversation
 
+SEED_BITS = 53  # of seeds that the server draws; JavaScript's numbers hold them exactly
 UNTIL_END = -1  # as `max_tokens`: as many tokens as the context holds
 
 
@@ -41,7 +45,7 @@ def make_requests(
     each has a draw of its own, so that answers to equal prompts differ.
     """
     given = {name: value for name, value in settings.items() if value is not None}
-    given = {"seed": new_seed(), **llm.default_sampling, **given}
+    given = {"seed": new_seed(SEED_BITS), **llm.default_sampling, **given}
     if given.get("max_tokens") == UNTIL_END:
         given["max_tokens"] = None
     requests: list[GenerationRequest] = []
@@ -56,11 +60,6 @@ def make_requests(
                 error.param = prompt_field
             raise
     return requests
-
-
-def new_seed() -> int:
-    """Return a random seed of 53 bits, which JavaScript's numbers hold exactly."""
-    return secrets.randbits(53)
 
 
 class Answers:
@@ -135,6 +134,49 @@ class Answers:
             self._engine.cancel(request_id)
 
 
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """The vectors of several texts."""
+
+    vectors: list[Vector]  # of length 1
+    prompt_tokens: int  # of all texts
+
+
+async def _pool(llm: LLM, requests: Sequence[GenerationRequest]) -> list[Vector]:
+    """Run requests for vectors; those that the engine's queue cannot hold wait for the others."""
+    loop, waiting = asyncio.get_running_loop(), deque(requests)
+    events: asyncio.Queue[TokenEvent] = asyncio.Queue()
+    running: set[str] = set()
+    vectors: dict[str, Vector] = {}
+
+    def receive(event: TokenEvent) -> None:
+        # The engine's thread calls this, and must not fail if the event loop has ended.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+    try:
+        while waiting or running:
+            while waiting:
+                try:
+                    llm.engine.submit(waiting[0], receive)
+                except CapacityError:
+                    if not running:
+                        raise
+                    break
+                running.add(waiting.popleft().id)
+            event = await events.get()
+            running.discard(event.request_id)
+            if event.finish_reason == "cancelled":
+                raise RefusalError(503, "cancelled", "The request was cancelled by the server.")
+            if event.vector is None:
+                raise RefusalError(500, "generation_failed", event.error or "The engine failed.")
+            vectors[event.request_id] = event.vector
+    finally:
+        for request_id in running:
+            llm.engine.cancel(request_id)
+    return [vectors[request.id] for request in requests]
+
+
 class Service:
     """What every endpoint works with: the model, the settings, the metrics, the running answers."""
 
@@ -196,6 +238,36 @@ class Service:
         # Encoding a long prompt takes a while; in a thread it does not hold up other clients.
         requests, new_parser = await asyncio.to_thread(prepare)
         return self.start(llm, requests, new_parser)
+
+    async def embed(
+        self,
+        llm: LLM,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        input_field: str = "input",  # the API's field of the texts, for errors
+    ) -> Embeddings:
+        """Return the vectors of texts; the engine runs as many together as it takes."""
+        if self.stopping:
+            raise _shutting_down()
+        check_dimensions(dimensions, llm.hidden_size)
+
+        def prepare() -> list[GenerationRequest]:
+            requests = [llm.embedding_request(text) for text in texts]
+            for index, request in enumerate(requests):
+                try:
+                    llm.engine.check(request)
+                except RequestError as error:
+                    error.param = f"{input_field}[{index}]" if len(texts) > 1 else input_field
+                    raise
+            return requests
+
+        requests = await asyncio.to_thread(prepare)
+        found = await _pool(llm, requests)
+        return Embeddings(
+            vectors=[shaped(vector, dimensions) for vector in found],
+            prompt_tokens=sum(len(request.prompt) for request in requests),
+        )
 
     def stop(self) -> None:
         """Take no more requests and end those that run."""

@@ -106,13 +106,14 @@ class GpuResult:
         self,
         hidden: Callable[[], torch.Tensor],
         logits: Callable[[Sequence[int]], torch.Tensor],
+        norm: Callable[[torch.Tensor], torch.Tensor],  # the final one, of rows of `hidden`
         read: _TokenRead,
         outputs: int,  # output rows
         token_rows: dict[int, int],  # of the drawn output rows: where in `read` their tokens are
         check: Callable[[], None] = lambda: None,  # raises if the step's results are wrong
         late: "_LateDraws | None" = None,  # draws that wait for masks, and then for `read`
     ) -> None:
-        self._hidden, self._logits, self._read = hidden, logits, read
+        self._hidden, self._logits, self._norm, self._read = hidden, logits, norm, read
         self._outputs, self.token_rows = outputs, token_rows
         self._check, self._late = check, late
 
@@ -141,6 +142,12 @@ class GpuResult:
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """Return logits `[rows, vocabulary]` of some output rows, float32 in host memory."""
         found = self._logits(rows).float().cpu()
+        self._check()
+        return found
+
+    def normed(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return hidden states of some output rows after the final norm, float32 on the host."""
+        found = self._norm(pick_rows(self._hidden(), rows)).float().cpu()
         self._check()
         return found
 
@@ -257,6 +264,10 @@ class GpuStage:
         with self._current_device():
             return self._model.logits(hidden)
 
+    def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        with self._current_device():
+            return self._model.normed(hidden)
+
     def held_bytes(self) -> int | None:
         """Return the bytes of the GPU that this process holds, including captured graphs."""
         return torch.cuda.memory_reserved(self._torch_device) if self._on_gpu else None
@@ -332,6 +343,7 @@ class GpuStage:
         return GpuResult(
             hidden=lambda: pick_rows(step.hidden, output_rows),
             logits=lambda rows: pick_rows(step.logits, [output_rows[row] for row in rows]),
+            norm=self._normed,
             read=read,
             outputs=len(output_rows),
             token_rows={row.output: output_rows[row.output] for row in drawn},
@@ -384,6 +396,7 @@ class GpuStage:
         return GpuResult(
             hidden=lambda: hidden,
             logits=lambda rows: self.logits(pick_rows(hidden, rows)),
+            norm=self._normed,
             read=read,
             outputs=len(hidden),
             token_rows={row.output: index for index, row in enumerate(drawn)},

@@ -80,3 +80,7 @@ class Model:
         At most as many rows as sequences run together; they are valid until the next call.
         """
         return self._head(hidden, self._workspace.logits_for(len(hidden)))
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return some rows that `forward` returned after the final norm."""
+        return self._head.norm(hidden)

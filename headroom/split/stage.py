@@ -44,6 +44,12 @@ class StepResult(Protocol):
         At most as many rows as sequences run together.
         """
 
+    def normed(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return hidden states `[rows, hidden]` of some output rows after the final norm.
+
+        They are float32 in host memory.
+        """
+
 
 class Stage(Protocol):
     """The layers of one device with their caches; today all layers, with embedding and head."""
@@ -86,10 +92,11 @@ class CpuResult:
         self,
         hidden: torch.Tensor,
         logits: Callable[[torch.Tensor], torch.Tensor],  # of rows of the residual stream
+        norm: Callable[[torch.Tensor], torch.Tensor],  # the final one, of such rows
     ) -> None:
         self.hidden = hidden
         self.token_rows: Mapping[int, int] = {}
-        self._logits = logits
+        self._logits, self._norm = logits, norm
 
     def draw_limited(self, masks: Mapping[int, TokenMask | None]) -> None:
         """Do nothing: the engine draws all tokens."""
@@ -101,6 +108,10 @@ class CpuResult:
     def logits(self, rows: Sequence[int]) -> torch.Tensor:
         """Return logits `[rows, vocabulary]` of some output rows, float32."""
         return self._logits(pick_rows(self.hidden, rows)).float()
+
+    def normed(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return hidden states `[rows, hidden]` of some output rows after the final norm."""
+        return self._norm(pick_rows(self.hidden, rows)).float()
 
 
 class CpuStage:
@@ -122,7 +133,7 @@ class CpuStage:
 
     def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> CpuResult:
         """Run one step; the engine draws its tokens."""
-        return CpuResult(self._model.forward(batch), self._model.logits)
+        return CpuResult(self._model.forward(batch), self._model.logits, self._model.normed)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits of rows of the residual stream."""

@@ -62,6 +62,7 @@ class SpecialIds:
     eos: int | None
     stops: frozenset[int]  # each of these ends an answer
     add_bos: bool  # whether prompts begin with bos
+    end: tuple[int, ...] = ()  # what a text ends with that is not to be continued
 
 
 class Tokenizer:
@@ -76,6 +77,7 @@ class Tokenizer:
         self.eos_id = special.eos
         self.stop_ids = special.stops
         self.add_bos = special.add_bos
+        self._end = special.end
         self.bos_token = "" if special.bos is None else table.tokens[special.bos]
         self.eos_token = "" if special.eos is None else table.tokens[special.eos]
 
@@ -120,6 +122,7 @@ class Tokenizer:
             eos=ids.get("eos"),
             stops=_stop_ids(coder, ends),
             add_bos=vocabulary.add_bos,
+            end=(ids["eos"],) if vocabulary.add_eos and "eos" in ids else (),
         )
         return cls(coder, table, special)
 
@@ -149,6 +152,16 @@ class Tokenizer:
         if wants_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
+
+    def encode_whole(self, text: str) -> list[int]:
+        """Return the tokens of a text that is not to be continued, with the model's end token.
+
+        Models for embeddings are trained to end texts so; most others have no such token.
+        """
+        ids = self.encode(text)
+        return (
+            ids if self._end and tuple(ids[-len(self._end) :]) == self._end else [*ids, *self._end]
+        )
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Return the tokens' text, with replacement characters for broken UTF-8."""
@@ -252,13 +265,16 @@ def _special_ids_of(coder: Coder, config: Mapping[str, Any]) -> SpecialIds:
     if eos is not None:
         ends.append(eos)
     # Without a setting, bos is added if the file's own post-processor adds it.
-    first = coder.encode("a", add_special_tokens=True).ids[:1]
+    whole = coder.encode("a", add_special_tokens=True).ids
+    first, plain = whole[:1], coder.encode("a", add_special_tokens=False).ids
+    at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), len(whole))
     add_bos = config.get("add_bos_token")
     return SpecialIds(
         bos=bos,
         eos=eos if eos is not None else next(iter(ends), None),
         stops=_stop_ids(coder, ends),
         add_bos=add_bos if isinstance(add_bos, bool) else bos is not None and first == [bos],
+        end=tuple(whole[at + len(plain) :]),
     )
 
 

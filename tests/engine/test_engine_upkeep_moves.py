@@ -44,7 +44,8 @@ class StandInStage(CpuStage):
 
     def step(self, batch: Batch, draws: Sequence[object] = ()) -> CpuResult:
         model = self._on_gpu.model
-        return CpuResult(self._on_gpu.hidden(batch), lambda rows: model.logits(rows).cpu())
+        hidden = self._on_gpu.hidden(batch)
+        return CpuResult(hidden, lambda rows: model.logits(rows).cpu(), model.normed)
 
     def held_bytes(self) -> int:
         return 0

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
+
 from headroom.engine.request import (
     FinishReason,
     GenerationRequest,
@@ -31,7 +33,7 @@ from headroom.text.tokenizer import Tokenizer
 from headroom.text.tool_formats import find_tool_format
 
 EOS, BOS = 256, 257
-CONTEXT, VOCAB = 4096, 258
+CONTEXT, VOCAB, HIDDEN = 4096, 258, 8
 THOUGHTS = Reasoning(start="<think>", end="</think>", start_id=1, end_id=2, opened=False)
 TIMINGS = Timings(queue_s=0.001, prefill_s=0.002, decode_s=0.003)
 
@@ -82,6 +84,7 @@ class FakeEngine:
         self.tells_experts = False
         self.cost: dict[str, object] | None = None  # of experts, with the last event alone
         self.takes: int | None = None  # requests; those beyond are refused
+        self.at_once: int | None = None  # requests that may run; those beyond are refused
         self.requests: list[GenerationRequest] = []
         self.finished: Counter[str] = Counter()
         self._cancelled: dict[str, threading.Event] = {}
@@ -91,6 +94,9 @@ class FakeEngine:
 
     def submit(self, request: GenerationRequest, on_event: Callable[[TokenEvent], None]) -> None:
         self.check(request)
+        running = len(self.requests) - sum(self.finished.values())
+        if self.at_once is not None and running >= self.at_once:
+            raise CapacityError(f"{running} requests run.", hint="Try again later.")
         if self.takes is not None and len(self.requests) >= self.takes:
             raise CapacityError(f"{self.takes} requests wait already.", hint="Try again later.")
         self.requests.append(request)
@@ -131,6 +137,9 @@ class FakeEngine:
     def _events(self, request: GenerationRequest) -> Iterator[TokenEvent]:
         gone = self._cancelled[request.id]
         gone.wait(self.prefill_s)
+        if request.pooling is not None:
+            yield self._vector(request)
+            return
         for count, token in enumerate([*self.words.encode(), EOS]):
             gone.wait(self.pause_s)
             if self.fails_after == count:
@@ -143,6 +152,14 @@ class FakeEngine:
             yield event
             if event.finish_reason is not None:
                 return
+
+    def _vector(self, request: GenerationRequest) -> TokenEvent:
+        """Return as vector the counts of the prompt's tokens from 97 ("a") on."""
+        if self.fails_after is not None:
+            return self._last(request, "error", 0)
+        counts = [request.prompt.count(97 + value) for value in range(HIDDEN)]
+        vector = np.array(counts, dtype=np.float32)
+        return replace(self._last(request, "stop", 0), vector=vector)
 
     def _last(self, request: GenerationRequest, reason: FinishReason, count: int) -> TokenEvent:
         return TokenEvent(
@@ -189,6 +206,7 @@ class FakeLLM:
     name = "fake"
     context = CONTEXT
     vocab_size = VOCAB
+    hidden_size = HIDDEN
 
     def __init__(self) -> None:
         self.engine = FakeEngine()
@@ -223,6 +241,10 @@ class FakeLLM:
             stop_ids=self.tokenizer.stop_ids,
             constraint=constraint,
         )
+
+    def embedding_request(self, text: str | Sequence[int]) -> GenerationRequest:
+        ids = self.tokenizer.encode(text) if isinstance(text, str) else text
+        return replace(self.request(ids, SamplingParams()), pooling="last")
 
 
 @contextmanager

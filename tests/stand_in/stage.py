@@ -59,6 +59,10 @@ class TableModel:
         """Return logits, each row alone, so that batches have the same bits."""
         return torch.cat([row[None] @ self._head for row in hidden]) if len(hidden) else hidden
 
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the rows with their values in reverse order."""
+        return hidden.flip(1)
+
 
 class NotedStage(GpuStage):
     """A stage on the stand-in GPU that notes which kinds of steps it captures."""
