@@ -73,6 +73,8 @@ def write_gguf(
         name = f"{dims.architecture}.{key}"
         if isinstance(value, list):
             writer.add_array(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
         else:
             writer.add_uint32(name, value)
     for name, (shape, quant) in tensor_types(dims, find_mix(mix)).items():

@@ -221,6 +221,11 @@ def test_the_nearest_llama_server_command_keeps_the_settings() -> None:
         "-ngl 41"
     )
     assert command.endswith("--n-cpu-moe 20")
+    two = make_plan([laguna()], [gpu(9), gpu(7, "cuda:1"), host(64)], Options(split="25,15"))
+    command = llama_server_command(two, Path("laguna.gguf"))
+    assert " -ngl 41 -ts 25,15 --n-cpu-moe " in command
+    beside = make_plan([smollm2()], [gpu(4), cpu(16)], Options(split="20,10"))
+    assert llama_server_command(beside, Path("s.gguf")).endswith(" -ngl 20")
     on_cpu = make_plan([smollm2()], [cpu(24)], Options())
     assert llama_server_command(on_cpu, Path("a b.gguf")) == (
         "llama-server -m 'a b.gguf' -c 32768 -np 4 -b 512 -ub 512 -ctk f32 -ctv f32 -t 4 -ngl 0"
