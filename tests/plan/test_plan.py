@@ -177,6 +177,14 @@ def test_a_device_too_small_for_the_weights_asks_for_a_smaller_model() -> None:
     assert caught.value.hint == "Try a smaller model or quantisation."
 
 
+@pytest.mark.parametrize(("gibibytes", "proposed"), [(0.1, False), (0.75, True)])
+def test_packed_weights_are_proposed_only_where_they_fit(gibibytes: float, proposed: bool) -> None:
+    options = Options(weights="unpacked", context=256, parallel=1, chunk=16)
+    with pytest.raises(DoesNotFitError) as refused:
+        make_plan([smollm2()], [cpu(gibibytes)], options)
+    assert ("--weights packed" in str(refused.value)) is proposed
+
+
 def test_a_narrow_cache_is_named_as_lossy() -> None:
     assert plan_on_cpu(8, kv_type="q8_0").lossy == (
         "cached keys are kept in q8_0",
