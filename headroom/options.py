@@ -166,6 +166,15 @@ class Options:
         group="server",
         minimum=0.05,
     )
+    stored_responses: int = option(
+        1000,
+        "responses that /v1/responses keeps for clients that continue them; 0 for none",
+        group="server",
+        minimum=0,
+    )
+    stored_bytes: str = option(
+        "256MiB", "most bytes of the responses that are kept", group="server"
+    )
     max_body: int = option(8 << 20, "most bytes of a request body", group="server", minimum=1024)
     home: str = option("", "folder of pulled models (default: ~/.cache/headroom)", group="program")
     log_level: str = option(

@@ -20,15 +20,24 @@ from starlette.responses import JSONResponse, Response
 from headroom.errors import HeadroomError, OptionError
 from headroom.llm import LLM
 from headroom.options import Options
-from headroom.server import openai_chat, openai_completions, openai_embeddings, tokens
+from headroom.server import (
+    openai_chat,
+    openai_completions,
+    openai_embeddings,
+    responses,
+    tokens,
+)
+from headroom.server.codex import codex_model
 from headroom.server.metrics import MeasureRequests, Metrics
 from headroom.server.refusals import RefusalError, refuse
+from headroom.server.responses_store import ResponseStore
 from headroom.server.service import Service
+from headroom.units import parse_size
 
 log = logging.getLogger("headroom.server")
 
 # A new endpoint is a module with a router, and a word here.
-ENDPOINTS = (openai_chat, openai_completions, openai_embeddings, tokens)
+ENDPOINTS = (openai_chat, openai_completions, openai_embeddings, responses, tokens)
 STOP_S = 5  # seconds that a shutdown waits for clients to take their last events
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -48,6 +57,9 @@ def create_app(llm: LLM, options: Options) -> FastAPI:
     )
     app.state.service = Service(llm, options, metrics)
     app.state.created = int(time.time())
+    app.state.responses = ResponseStore(
+        options.stored_responses, parse_size(options.stored_bytes, "stored_bytes")
+    )
     app.add_api_route("/health", health, methods=["GET", "HEAD"])
     for endpoint in (status_routes, *(module.router for module in ENDPOINTS)):
         app.include_router(endpoint, dependencies=[Depends(check_key)])
@@ -55,7 +67,7 @@ def create_app(llm: LLM, options: Options) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=[options.cors],
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
         )
     app.add_middleware(MeasureRequests, metrics=metrics)
@@ -87,7 +99,11 @@ async def health(request: Request) -> Response:
 
 @status_routes.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """List the one model."""
+    """List the one model; Codex, which gives its version, gets a list in its own schema."""
+    if "client_version" in request.query_params:
+        llm: LLM = request.app.state.service.llm
+        thinks = llm.reasoning is not None
+        return {"models": [codex_model(llm.name, llm.context, thinks=thinks)]}
     return {"object": "list", "data": [_model(request)]}
 
 

@@ -1,7 +1,7 @@
 """/v1/responses: answers items with items, in OpenAI's format, and keeps what it answered."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from headroom.answers import AnswerDelta, AnswerToken
+from headroom.answers import AnswerToken
 from headroom.engine.request import TokenLogprobs
 from headroom.errors import HeadroomError
 from headroom.llm import LLM
@@ -18,7 +18,7 @@ from headroom.server.refusals import RefusalError, problem_of
 from headroom.server.responses_body import InputBody, ResponseBody
 from headroom.server.responses_input import ItemBody
 from headroom.server.responses_output import Event, OutputWriter, replay
-from headroom.server.responses_record import ResponseRecord
+from headroom.server.responses_record import ResponseRecord, Status
 from headroom.server.responses_store import Item, ResponseStore, StoredResponse
 from headroom.server.responses_tools import OfferedTools
 from headroom.server.schemas import read_body, short, unsupported
@@ -35,7 +35,7 @@ MAX_LISTED, USUALLY_LISTED = 100, 20  # input items in one answer
 ANSWER_SHARE = 8
 
 
-class CancelledError(HeadroomError):
+class ResponseCancelledError(HeadroomError):
     """A client has cancelled a response."""
 
 
@@ -54,6 +54,7 @@ async def create_response(request: Request) -> Response:
     record = ResponseRecord(llm.name, body.asked(llm.default_sampling), answers.seed)
     writer = OutputWriter(
         prompt.offered,
+        shows_thoughts=body.shows_thoughts,
         summarises=body.summarises,
         hides=body.includes_encrypted,
         **({"logprobs": LogprobWriter(llm.tokenizer)} if body.includes_logprobs else {}),
@@ -204,6 +205,7 @@ class ResponseRun:
         self._writer = writer
         self._store = store
         self._stored: StoredResponse | None = None
+        self._unsent: list[Event] = []  # events of a response that was cancelled
         record.output = writer.items
 
     def keep(self, stored: StoredResponse) -> None:
@@ -214,23 +216,21 @@ class ResponseRun:
     def cancel(self) -> None:
         """End the answer for a client that asked so; what was written so far stays."""
         if self._record.status == "in_progress":
-            self._end_with(self._writer.finish("incomplete"))
-            self._finish("cancelled")
-            self._answers.fail(CancelledError("The response was cancelled."))
+            self._cut_off()
+            self._answers.fail(ResponseCancelledError("The response was cancelled."))
 
     def close(self) -> None:
         """Stop the model; a response that nobody waits for any more counts as cancelled."""
         self._answers.close()
         if self._record.status == "in_progress":
-            self._end_with(self._writer.finish("incomplete"))
-            self._finish("cancelled")
+            self._cut_off()
 
     async def whole(self) -> dict[str, Any]:
         """Return the Response object once it is whole; an error is raised and leaves no trace."""
         try:
             async for _ in self._written():
                 pass
-        except CancelledError:
+        except ResponseCancelledError:
             pass
         except BaseException:
             self._store.discard(self._record.id)
@@ -245,8 +245,9 @@ class ResponseRun:
             async with aclosing(self._written()) as written:
                 async for one in written:
                     yield one
-        except CancelledError:
-            pass
+        except ResponseCancelledError:
+            for one in self._unsent:
+                yield one
         except Exception as error:
             problem = problem_of(error)
             for one in self._writer.finish("incomplete"):
@@ -263,6 +264,8 @@ class ResponseRun:
     async def _written(self) -> AsyncGenerator[Event, None]:
         async with aclosing(self._answers.deltas()) as deltas:
             async for delta in deltas:
+                if self._record.status != "in_progress":
+                    continue  # it was cancelled; the error that says so comes after these deltas
                 self._record.last = replace(delta, prompt_logprobs=())
                 for one in self._writer.add(delta):
                     yield one
@@ -272,21 +275,20 @@ class ResponseRun:
                         yield one
                     self._finish("incomplete" if cut else "completed")
 
-    def _finish(self, status: Any, error: Exception | None = None) -> None:
+    def _finish(self, status: Status, error: Exception | None = None) -> None:
         self._record.end(status, None if error is None else problem_of(error))
         if self._stored is not None:
             self._store.changed(self._stored)
 
-    @staticmethod
-    def _end_with(events: Iterator[Event]) -> None:
-        for _ in events:
-            pass
+    def _cut_off(self) -> None:
+        """End the open item and the response, which was cancelled."""
+        self._unsent = list(self._writer.finish("incomplete"))
+        self._finish("cancelled")
 
 
 async def _repeated(record: ResponseRecord) -> AsyncGenerator[Event, None]:
-    begun = {**record.shown(), "status": "in_progress", "output": [], "usage": None}
-    yield {"type": "response.created", "response": begun}
-    yield {"type": "response.in_progress", "response": begun}
+    for one in record.at_start().first_events():
+        yield one
     for one in replay(record.output):
         yield one
     yield record.last_event()

@@ -6,11 +6,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from headroom.engine.request import MAX_LOGPROBS, SamplingParams
+from headroom.server.output_formats import FormatFields
 from headroom.server.refusals import RefusalError
 from headroom.server.responses_input import ItemBody, input_items, make_messages
 from headroom.server.responses_tools import OfferedTools, ToolBody
 from headroom.server.schemas import Body, GenerationBody, MaxTokens, short, unsupported
-from headroom.text.conversation import Conversation, OutputFormat, Thinking
+from headroom.server.thinking_fields import ReasoningBody, ThinkingFields
+from headroom.text.conversation import Conversation, OutputFormat
 
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # entries, characters, characters
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -19,14 +21,21 @@ Includable = Literal[
     "message.input_image.image_url", "computer_call_output.output.image_url",
     "code_interpreter_call.outputs", "reasoning.encrypted_content", "message.output_text.logprobs",
 ]  # fmt: skip
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Summary = Literal["auto", "concise", "detailed", "none"]
+# Fields of chat completions that would change an answer, and what they are called here.
+CHAT_FIELDS = {
+    "messages": "input",
+    "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "logprobs": "include",
+}
 
 
-class ReasoningBody(Body):
+class SummaryBody(ReasoningBody):
     """Whether and how long the model thinks, and whether its thoughts are also sent as summary."""
 
-    effort: Effort | None = None
     summary: Summary | None = None
     generate_summary: Summary | None = None  # the older name of `summary`
     context: Literal["auto", "current_turn", "all_turns"] | None = None
@@ -35,14 +44,6 @@ class ReasoningBody(Body):
     def summarises(self) -> bool:
         """Whether thoughts are also sent as summary."""
         return (self.summary or self.generate_summary or "none") != "none"
-
-    def thinking(self) -> Thinking:
-        """Return what the effort asks for."""
-        if self.effort is None:
-            return Thinking()
-        if self.effort == "none":
-            return Thinking(enabled=False)
-        return Thinking(enabled=True, effort=self.effort)
 
     def shown(self) -> dict[str, Any]:
         """Return the field as a response repeats it."""
@@ -70,7 +71,7 @@ class FormatBody(Body):
         """Return what the answer must match; None for any text."""
         if self.type == "text":
             return None
-        return OutputFormat(kind=self.type, value=self.schema_)
+        return OutputFormat(kind=self.type, value=self.schema_, param="text.format.schema")
 
     def shown(self) -> dict[str, Any]:
         """Return the format as a response repeats it."""
@@ -105,7 +106,7 @@ def _check_metadata(value: object) -> object:
     return value
 
 
-class InputBody(Body):
+class InputBody(ThinkingFields, FormatFields):
     """The fields that make the prompt; /v1/responses/input_tokens has no others."""
 
     model: str | None = None
@@ -117,7 +118,7 @@ class InputBody(Body):
     tools: Annotated[list[ToolBody], Field(fail_fast=True)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    reasoning: ReasoningBody | None = None
+    reasoning: SummaryBody | None = None
     text: TextBody | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
@@ -139,16 +140,17 @@ class InputBody(Body):
         tools, choice = offered.choose(
             self.tool_choice, parallel=self.parallel_tool_calls is not False
         )
-        form = None
-        # An answer that must be a call has no text that could match a format.
-        if self.text is not None and self.text.format is not None and choice.mode != "required":
-            form = self.text.format.output_format()
+        form = self.output_format()
+        if self.text is not None and self.text.format is not None:
+            form = self.text.format.output_format() or form
         return Conversation(
             messages=messages,
             tools=tools,
             tool_choice=choice,
-            output_format=form,
-            thinking=Thinking() if self.reasoning is None else self.reasoning.thinking(),
+            # An answer that must be a call has no text that could match a format.
+            output_format=None if choice.mode == "required" else form,
+            thinking=self.asked_thinking(),
+            template_variables=self.template_variables(),
         )
 
 
@@ -177,14 +179,11 @@ class ResponseBody(InputBody, GenerationBody):
     @model_validator(mode="before")
     @classmethod
     def _refuse_other_apis(cls, body: Any) -> Any:
-        """Refuse fields of newer APIs and of chat completions that would change the answer."""
+        """Refuse fields of chat completions that would change the answer."""
         if not isinstance(body, dict):
             return body
-        for name in cls.also_not_honoured:
-            if body.get(name) not in (None, False, 0, "", [], {}):
-                raise unsupported(name, f"`{name}` cannot be honoured; leave it out.")
-        for name, right in (("messages", "input"), ("response_format", "text.format")):
-            if body.get(name) is not None:
+        for name, right in CHAT_FIELDS.items():
+            if body.get(name) not in (None, False):
                 raise unsupported(name, f"`{name}` is a field of chat; here it is `{right}`.")
         if body.get("n") not in (None, 1):
             raise unsupported("n", f"There is one answer; `n` is {short(body['n'])}.")
@@ -229,7 +228,7 @@ class ResponseBody(InputBody, GenerationBody):
         sampling |= self.sampling()
         text = self.text or TextBody()
         form = {"type": "text"} if text.format is None else text.format.shown()
-        reasoning = self.reasoning or ReasoningBody()
+        reasoning = self.reasoning or SummaryBody()
         return {
             "instructions": self.instructions,
             "previous_response_id": self.previous_response_id,

@@ -14,6 +14,11 @@ from headroom.text.answer_parser import CallDelta
 
 Event = dict[str, Any]  # without its sequence number
 Logprobs = list[dict[str, Any]]
+# The field that holds what a tool is called with, and the beginning of its events' types.
+CALL_EVENTS = {
+    "arguments": "response.function_call_arguments",
+    "input": "response.custom_tool_call_input",
+}
 ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 HIGH, LOW = range(0xD800, 0xDC00), range(0xDC00, 0xE000)  # halves of a character in JSON
 
@@ -37,12 +42,14 @@ class OutputWriter:
         self,
         tools: OfferedTools,
         *,
+        shows_thoughts: bool = True,
         summarises: bool = False,  # thoughts are also sent as summary, for clients that show those
         hides: bool = False,  # thoughts are also sent as `encrypted_content`
         logprobs: Callable[[Sequence[AnswerToken]], Logprobs] = lambda tokens: [],
     ) -> None:
         self.items: list[dict[str, Any]] = []
         self._tools = tools
+        self._shows_thoughts = shows_thoughts
         self._summarises = summarises
         self._hides = hides
         self._logprobs = logprobs
@@ -52,7 +59,7 @@ class OutputWriter:
 
     def add(self, delta: AnswerDelta) -> Iterator[Event]:
         """Take the next delta."""
-        if delta.thought:
+        if delta.thought and self._shows_thoughts:
             yield from self._add_thought(delta.thought)
         if delta.text:
             yield from self._add_text(delta.text, delta.shown_tokens)
@@ -62,8 +69,9 @@ class OutputWriter:
     def finish(self, status: str) -> Iterator[Event]:
         """End the open item with a status; an answer without any item gets an empty message."""
         if not self.items:
+            blank = self._blank
             yield from self._begin(MessageItem())
-            yield from self._add_text(self._blank, (), held=False)
+            yield from self._add_text(blank, ())
         yield from self._end(status)
 
     def _add_thought(self, thought: str) -> Iterator[Event]:
@@ -73,12 +81,10 @@ class OutputWriter:
         assert isinstance(self._open, ReasoningItem)
         yield from self._placed(self._open.add(thought))
 
-    def _add_text(
-        self, text: str, tokens: Sequence[AnswerToken], *, held: bool = True
-    ) -> Iterator[Event]:
+    def _add_text(self, text: str, tokens: Sequence[AnswerToken]) -> Iterator[Event]:
         if not isinstance(self._open, MessageItem):
             text = self._blank + text
-            if text.isspace() and held:
+            if text.isspace():
                 self._blank = text
                 return
             yield from self._begin(MessageItem())
@@ -214,7 +220,9 @@ class CallItem:
         custom = called.kind == "custom"
         self._input = InputText() if custom else None
         self._field = "input" if custom else "arguments"
-        self._event = f"response.{'custom_tool_call_input' if custom else 'function_call_arguments'}"
+        self._event = (
+            f"response.{'custom_tool_call_input' if custom else 'function_call_arguments'}"
+        )
         self._pieces: list[str] = []
         self.item: dict[str, Any] = {
             "id": new_id("ctc" if custom else "fc"),
@@ -246,7 +254,7 @@ class CallItem:
 
 
 class InputText:
-    """Reads the text of a custom tool from the JSON of its function's only argument, piece by piece.
+    """Reads the text of a custom tool from the JSON of its function's only argument.
 
     Pieces that are not such an object give nothing; the whole JSON is the text then.
     """
@@ -349,7 +357,7 @@ def replay(items: Sequence[dict[str, Any]]) -> Iterator[Event]:
         begun = {**item, "status": "in_progress"} if "status" in item else dict(item)
         for field in ("content", "summary"):
             begun |= {field: []} if field in item else {}
-        for field in ("arguments", "input"):
+        for field in CALL_EVENTS:
             begun |= {field: ""} if field in item else {}
         yield {"type": "response.output_item.added", "output_index": place, "item": begun}
         for event in _replay_inside(item):
@@ -372,7 +380,10 @@ def _replay_inside(item: dict[str, Any]) -> Iterator[Event]:
         yield {"type": f"{name}.delta", "content_index": 0, "delta": text, **more}
         yield {"type": f"{name}.done", "content_index": 0, "text": text, **more}
         yield part_event("done", part)
-    for field, name in (("arguments", "function_call_arguments"), ("input", "custom_tool_call_input")):
+    for field, name in (
+        ("arguments", "function_call_arguments"),
+        ("input", "custom_tool_call_input"),
+    ):
         if field in item:
             yield {"type": f"response.{name}.delta", "delta": item[field]}
             yield {"type": f"response.{name}.done", field: item[field]}

@@ -53,6 +53,10 @@ class ResponseRecord:
             "seed": self.seed,
         }
 
+    def at_start(self) -> "ResponseRecord":
+        """Return the response as it was before the model wrote anything."""
+        return ResponseRecord(self.model, self.asked, self.seed, self.id, self.created_at)
+
     def end(self, status: Status, problem: Problem | None = None) -> None:
         """Say how the response ended."""
         self.status = status

@@ -9,14 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, StringConstraints, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
+from headroom.server.openai_tools import ToolName
 from headroom.server.refusals import RefusalError
-from headroom.server.schemas import Body, short, unsupported
+from headroom.server.schemas import Body, invalid, short, unsupported
 from headroom.text.conversation import Tool, ToolChoice
 
-# OpenAI takes letters, digits, "_" and "-"; names of tools of MCP servers have more.
-ToolName = Annotated[str, StringConstraints(pattern=r"^[\w.:/-]{1,128}$")]
 INPUT = "input"  # the only argument of a custom tool's function
 # Tools that run on OpenAI's servers, and that agents send with every request: the model is not
 # told of them. Their types may end with a date.
@@ -105,12 +104,7 @@ class OfferedTools:
 
     def _offer(self, namespace: str | None, body: ToolBody) -> None:
         if any((known.namespace, known.name) == (namespace, body.name) for known in self.all):
-            raise RefusalError(
-                400,
-                "invalid_value",
-                f"Two tools have the name {short(body.name)!r}.",
-                param="tools",
-            )
+            raise invalid("tools", f"Two tools have the name {short(body.name)!r}.")
         tool = _custom_tool(body) if body.type == "custom" else _function_tool(body)
         taken = {known.tool.name for known in self.all}
         if tool.name in taken and namespace is not None:
@@ -233,4 +227,4 @@ def _custom_tool(body: ToolBody) -> Tool:
 
 
 def _bad_choice(message: str, param: str = "tool_choice") -> RefusalError:
-    return RefusalError(400, "invalid_value", message, param=param)
+    return invalid(param, message)

@@ -15,10 +15,11 @@ Returned = TypeVar("Returned")
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
 
 
-def event(data: object) -> bytes:
-    """Return one event that carries a JSON value."""
+def event(data: object, name: str = "") -> bytes:
+    """Return one event that carries a JSON value, with a name where the API has names."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+    named = f"event: {name}\n" if name else ""
+    return f"{named}data: {text}\n\n".encode()
 
 
 class EventStream(Response):

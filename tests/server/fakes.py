@@ -216,13 +216,17 @@ class FakeLLM:
         self.chats: list[Conversation] = []
         self.thinks = False  # answers may begin with <think>
 
+    @property
+    def reasoning(self) -> Reasoning | None:
+        return THOUGHTS if self.thinks else None
+
     def prepare_chat(self, chat: Conversation) -> ChatPrompt:
         self.chats.append(chat)
         self.conversations.append(list(chat.messages))
         text = "".join(f"{turn['content']}\n" for turn in chat.messages)
         return ChatPrompt(
             tuple(self.tokenizer.encode(text)),
-            reasoning=THOUGHTS if self.thinks else None,
+            reasoning=self.reasoning,
             in_thought=False,
             tools=() if chat.tool_choice.mode == "none" else chat.tools,
             tool_format=find_tool_format(cast(Tokenizer, self.tokenizer), None),
