@@ -40,12 +40,13 @@ from headroom.split.memory_check import limit_memory
 from headroom.split.pipeline import Pipeline
 from headroom.split.placing import find_placement, placed_plan
 from headroom.split.upkeep import open_upkeep
+from headroom.text.answer_limits import AnswerLimits
 from headroom.text.answer_parser import AnswerParser
 from headroom.text.chat_template import ChatTemplate
 from headroom.text.conversation import Conversation, Tool
 from headroom.text.grammar import GrammarCompiler
 from headroom.text.reasoning import Reasoning, find_reasoning
-from headroom.text.thought_budget import AnswerLimits, resolve_effort
+from headroom.text.thought_budget import resolve_effort
 from headroom.text.tokenizer import Tokenizer
 from headroom.text.tool_formats import ToolFormat, find_tool_format
 from headroom.units import gib
@@ -190,9 +191,9 @@ class LLM:
     def prepare_chat(self, chat: Conversation) -> ChatPrompt:
         """Return a conversation as token ids, with the limits and the parser of its answers."""
         variables = dict(chat.template_variables)
-        thinking = resolve_effort(chat.thinking)
-        if thinking.enabled is not None:
-            variables["enable_thinking"] = thinking.enabled
+        chat = replace(chat, thinking=resolve_effort(chat.thinking))
+        if chat.thinking.enabled is not None:
+            variables["enable_thinking"] = chat.thinking.enabled
         tools = [tool.for_template() for tool in chat.tools] or None
         text = self._render(chat.messages, tools=tools, **variables)
         opened = self.reasoning is not None and self.reasoning.is_open(text)
@@ -200,9 +201,9 @@ class LLM:
         tokens = tuple(self.tokenizer.encode(text))
         limits = AnswerLimits.of(
             self.grammars,
-            chat.output_format,
-            thinking,
+            chat,
             self.reasoning,
+            self.tool_format,
             opened=opened,
             room=self.context - len(tokens),
         )

@@ -17,16 +17,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
 from headroom.errors import HeadroomError, RequestError
 from headroom.text.conversation import OutputFormat
-from headroom.text.json_schemas import parts_of, without_remarks
+from headroom.text.json_schemas import JSON_OPTIONS, parts_of, without_remarks
 from headroom.text.tokenizer import Tokenizer
 
 Mask = npt.NDArray[np.uint32]  # token t is bit t % 32 of word t // 32
 
 MOST_CHARACTERS = 256 * 1024  # of a schema or grammar: a quarter of a million compile in seconds
 KEPT_GRAMMARS = 64  # compiled grammars that are kept for later requests
-# White space between the parts of a JSON text: one blank, or a new line with its indentation.
-# Without a limit, a model may write blanks until its answer is cut.
-JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,32})"}
 ASCII_CLASSES = "dws"  # these classes of characters are those of ASCII, as in JSON schemas
 _LIMITS = LLParserLimits(max_grammar_size=200_000, verbose_errors=False)
 _QUIET = 0  # log level: what is wrong with a grammar is said in the error, not on stderr
@@ -92,11 +89,11 @@ class GrammarCompiler:
             (i for i in known if i not in ends and not tokenizer.is_unused(i)), self.vocab
         )
 
-    def compile(self, wanted: OutputFormat, *, after_thought: bool = False) -> Grammar:
-        """Return the grammar of an output format; refuse one that cannot be compiled.
+    def compile(self, wanted: Sequence[OutputFormat], *, after_thought: bool = False) -> Grammar:
+        """Return the grammar of answers that match one of the output formats.
 
         The white space that models write after a thought may come before the answer, and so may a
-        blank that decoding drops.
+        blank that decoding drops. A format that cannot be compiled is refused.
         """
         text = _grammar_text(wanted, self._leading(after_thought))
         with self._lock:
@@ -107,7 +104,7 @@ class GrammarCompiler:
                 self._tokens = _token_trie(self.tokenizer, self.vocab)
         matcher = LLMatcher(self._tokens, text, log_level=_QUIET, limits=_LIMITS)
         if matcher.is_error():
-            raise self._refusal(wanted, matcher.get_error())
+            raise self._refusal(wanted[0], matcher.get_error())
         grammar = Grammar(matcher, self.vocab)
         with self._lock:
             self._kept[text] = grammar
@@ -169,20 +166,22 @@ _NAMES = {
 }
 
 
-def _grammar_text(wanted: OutputFormat, leading: str) -> str:
-    """Return an output format as llguidance takes it: a JSON object with a list of grammars."""
-    grammars = [_one_grammar(wanted)]
-    if leading:
-        grammars[0]["name"] = "answer"
-        start = f"start: LEADING? @answer\nLEADING: /{leading}/"
+def _grammar_text(wanted: Sequence[OutputFormat], leading: str) -> str:
+    """Return output formats as llguidance takes them: a JSON object with a list of grammars."""
+    grammars = [_one_grammar(one) for one in wanted]
+    if leading or len(grammars) > 1:
+        for place, grammar in enumerate(grammars):
+            grammar["name"] = f"answer{place}"
+        start = " | ".join(f"@answer{place}" for place in range(len(grammars)))
+        start = f"start: LEADING? ({start})\nLEADING: /{leading}/" if leading else f"start: {start}"
         grammars.insert(0, {"lark_grammar": start})
     text = json.dumps({"grammars": grammars})
     if len(text) > MOST_CHARACTERS:
         raise RequestError(
-            f"The {_NAMES[wanted.kind]} has {len(text):,} characters, and the most are "
+            f"The {_NAMES[wanted[0].kind]} has {len(text):,} characters, and the most are "
             f"{MOST_CHARACTERS:,}.",
             hint="Describe less of the answer.",
-            param=wanted.param,
+            param=wanted[0].param,
         )
     return text
 

@@ -18,7 +18,9 @@ FORMATS = frozenset(
     ]
 )
 
-Schema = Mapping[str, Any] | bool
+# White space between the parts of a JSON text: one blank, or a new line with its indentation.
+# Without a limit, a model may write blanks until its answer is cut.
+JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,32})"}
 
 
 def parts_of(schema: Any) -> Iterator[tuple[str, Any]]:

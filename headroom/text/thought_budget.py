@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from headroom.errors import RequestError
-from headroom.text.conversation import OutputFormat, Thinking
-from headroom.text.grammar import Grammar, GrammarCompiler, GrammarState, Mask, token_bits
+from headroom.text.conversation import Thinking
+from headroom.text.grammar import GrammarCompiler, GrammarState, Mask, token_bits
 from headroom.text.reasoning import Reasoning
 from headroom.text.tokenizer import Tokenizer
 
@@ -56,56 +56,6 @@ def thought_tokens(thinking: Thinking, answer_tokens: int) -> int | None:
         return max(0, min(thinking.budget, longest))
     assert thinking.effort is not None
     return int(longest * EFFORTS[thinking.effort])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerLimits:
-    """What limits the tokens of all answers to one prompt."""
-
-    compiler: GrammarCompiler
-    grammar: Grammar | None  # what the text must match; None: anything
-    thinking: Thinking
-    reasoning: Reasoning | None  # None: the model writes no thoughts
-    opened: bool  # the prompt ends inside a thought
-    room: int  # tokens that the context has left for an answer
-
-    @classmethod
-    def of(
-        cls,
-        compiler: GrammarCompiler,
-        wanted: OutputFormat | None,
-        thinking: Thinking,
-        reasoning: Reasoning | None,
-        *,
-        opened: bool,
-        room: int,
-    ) -> "AnswerLimits":
-        """Return the limits; refuse an output format that cannot be compiled."""
-        thinks = reasoning is not None and (opened or thinking.enabled is not False)
-        grammar = None if wanted is None else compiler.compile(wanted, after_thought=thinks)
-        return cls(
-            compiler=compiler,
-            grammar=grammar,
-            thinking=thinking,
-            reasoning=reasoning if thinks else None,
-            opened=opened,
-            room=room,
-        )
-
-    def begin(self, max_tokens: int | None) -> "AnswerConstraint | GrammarState | None":
-        """Return the limits of one answer of at most so many tokens; None if any may come."""
-        grammar = None if self.grammar is None else self.grammar.begin()
-        longest = self.room if max_tokens is None else min(max_tokens, self.room)
-        budget = thought_tokens(self.thinking, longest)
-        if self.opened and self.thinking.enabled is False:
-            budget = 0  # a template that opens a thought whatever it is told
-        if self.reasoning is None or (grammar is None and budget is None):
-            return grammar
-        may_open = self.thinking.enabled is not False
-        rules = ThoughtRules(
-            reasoning=self.reasoning, opened=self.opened, may_open=may_open, budget=budget
-        )
-        return AnswerConstraint(rules, self.compiler, grammar)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

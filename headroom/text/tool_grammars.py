@@ -7,6 +7,7 @@ from typing import Any
 
 from headroom.errors import RequestError
 from headroom.text.conversation import Tool, ToolChoice
+from headroom.text.json_schemas import JSON_OPTIONS, without_remarks
 from headroom.text.tool_formats import ToolFormat
 from headroom.text.tool_values import find_reference, schema_types
 
@@ -14,9 +15,6 @@ _ANY_TEXT = r"/(?s:.*)/"
 _SHORT_ID = "/[A-Za-z0-9]{9}/"
 _MAX_DEPTH = 8  # of objects and lists in Gemma 4's calls; what is deeper may have any form
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-# White space inside JSON: one blank, or a new line with its indentation. Without a limit, a model
-# may write blanks until its answer is cut.
-_JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,32})"}
 
 
 def tool_grammar(form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice) -> str | None:
@@ -117,7 +115,7 @@ class _Grammar:
         for key in ("$defs", "definitions"):
             if root is not None and key in root:
                 whole.setdefault(key, root[key])
-        return f"%json {json.dumps({**whole, 'x-guidance': _JSON_OPTIONS})}"
+        return f"%json {json.dumps({**without_remarks(whole), 'x-guidance': JSON_OPTIONS})}"
 
     def _arguments(self, tool: Tool) -> str:
         return self._rule(self._json(self._schema(tool)))

@@ -83,7 +83,7 @@ PERSON = {
 
 def test_an_answer_of_a_schema_can_be_written_and_then_ends() -> None:
     made = compiler()
-    state = made.compile(schema_format(PERSON)).begin()
+    state = made.compile([schema_format(PERSON)]).begin()
     write(made.tokenizer, state, '{"name": "Ada",\n  "age": 36}')
     assert allowed(state.mask()) == set(made.tokenizer.stop_ids)
     assert state.may_end
@@ -93,7 +93,7 @@ def test_every_stop_token_may_come_exactly_where_the_answer_may_end() -> None:
     made = compiler()
     stops = set(made.tokenizer.stop_ids)
     assert len(stops) == 2
-    state = made.compile(OutputFormat(kind="regex", value="ab*")).begin()
+    state = made.compile([OutputFormat(kind="regex", value="ab*")]).begin()
     for text, ends in (("a", False), ("b", True), ("b", True)):
         assert (stops <= allowed(state.mask())) is ends
         assert bool(stops & allowed(state.mask())) is ends
@@ -103,7 +103,7 @@ def test_every_stop_token_may_come_exactly_where_the_answer_may_end() -> None:
 @pytest.mark.parametrize("name", SPECIAL[:2])
 def test_any_stop_token_may_follow_a_complete_answer_for_ever(name: str) -> None:
     made = compiler()
-    state = made.compile(OutputFormat(kind="choice", value=["a"])).begin()
+    state = made.compile([OutputFormat(kind="choice", value=["a"])]).begin()
     write(made.tokenizer, state, "a")
     end = made.tokenizer.find(name)
     assert end is not None
@@ -115,13 +115,13 @@ def test_any_stop_token_may_follow_a_complete_answer_for_ever(name: str) -> None
 def test_control_tokens_and_unused_rows_are_never_text() -> None:
     made = compiler()
     tokenizer = made.tokenizer
-    free = allowed(made.compile(OutputFormat(kind="regex", value="(.|\\n)*")).begin().mask())
+    free = allowed(made.compile([OutputFormat(kind="regex", value="(.|\\n)*")]).begin().mask())
     user, tool, padding = (tokenizer.find(name) for name in ("<|user|>", "<tool>", UNUSED))
     assert tool in free
     assert user not in free
     assert padding not in free
     assert max(free) < tokenizer.vocab_size - 3
-    assert len(made.compile(OutputFormat(kind="regex", value="a")).begin().mask()) == -(
+    assert len(made.compile([OutputFormat(kind="regex", value="a")]).begin().mask()) == -(
         -made.vocab // 32
     )
 
@@ -129,7 +129,7 @@ def test_control_tokens_and_unused_rows_are_never_text() -> None:
 def test_a_lark_grammar_may_name_control_tokens() -> None:
     made = compiler()
     grammar = OutputFormat(kind="lark", value='start: <|user|> "<tool>" /[0-9]+/')
-    state = made.compile(grammar).begin()
+    state = made.compile([grammar]).begin()
     user, tool = (made.tokenizer.find(name) for name in ("<|user|>", "<tool>"))
     assert user is not None
     assert tool is not None
@@ -145,7 +145,7 @@ CHOICES = ["yes", "no", 'a "quoted" one', "back\\slash", "line\nbreak", "é ☃"
 
 def test_a_choice_is_one_of_its_texts_whatever_they_hold() -> None:
     made = compiler()
-    grammar = made.compile(OutputFormat(kind="choice", value=CHOICES))
+    grammar = made.compile([OutputFormat(kind="choice", value=CHOICES)])
     found = {finish(made.tokenizer, grammar.begin(), seed) for seed in range(120)}
     assert found == set(CHOICES)
 
@@ -153,7 +153,7 @@ def test_a_choice_is_one_of_its_texts_whatever_they_hold() -> None:
 @pytest.mark.parametrize("pattern", [r"[a-c]{2,4}-\d", r"(yes|no)/\w", r'"x"|\\', r"^abc$"])
 def test_a_regular_expression_holds(pattern: str) -> None:
     made = compiler()
-    grammar = made.compile(OutputFormat(kind="regex", value=pattern))
+    grammar = made.compile([OutputFormat(kind="regex", value=pattern)])
     for seed in range(20):
         text = finish(made.tokenizer, grammar.begin(), seed)
         assert text is not None
@@ -162,7 +162,7 @@ def test_a_regular_expression_holds(pattern: str) -> None:
 
 def test_a_json_object_is_any_object() -> None:
     made = compiler()
-    grammar = made.compile(OutputFormat(kind="json_object"))
+    grammar = made.compile([OutputFormat(kind="json_object")])
     found = [finish(made.tokenizer, grammar.begin(), seed, most=400) for seed in range(40)]
     ended = [text for text in found if text is not None]
     assert len(ended) > 5
@@ -171,7 +171,7 @@ def test_a_json_object_is_any_object() -> None:
 
 def test_white_space_between_the_parts_of_a_json_text_is_limited() -> None:
     made = compiler()
-    state = made.compile(schema_format(PERSON)).begin()
+    state = made.compile([schema_format(PERSON)]).begin()
     write(made.tokenizer, state, "{\n" + 32 * " ")
     blank = made.tokenizer.find("Ġ")
     assert blank not in allowed(state.mask())
@@ -186,19 +186,21 @@ def test_vocabularies_with_blank_marks_write_valid_answers(
 ) -> None:
     tokenizer = Tokenizer.from_vocabulary(vocabulary())
     made = compiler(tokenizer)
-    grammar = made.compile(schema_format(PERSON), after_thought=after_thought)
+    grammar = made.compile([schema_format(PERSON)], after_thought=after_thought)
     found = [finish(tokenizer, grammar.begin(), seed) for seed in range(10)]
     assert None not in found
     for text in found:
         jsonschema.validate(json.loads(text or ""), PERSON)
-    choice = made.compile(OutputFormat(kind="choice", value=["hello world", "he"]))
+    choice = made.compile([OutputFormat(kind="choice", value=["hello world", "he"])])
     chosen = {finish(tokenizer, choice.begin(), seed) for seed in range(30)}
     assert chosen == {"hello world", "he"}
 
 
 def test_forced_text_is_written_with_the_tokens_that_the_model_would_write() -> None:
     tokenizer = Tokenizer.from_vocabulary(sentencepiece_vocabulary())
-    state = compiler(tokenizer).compile(OutputFormat(kind="lark", value='start: "xhello"')).begin()
+    state = (
+        compiler(tokenizer).compile([OutputFormat(kind="lark", value='start: "xhello"')]).begin()
+    )
     first = tokenizer.find("<0x78>")
     assert first is not None
     state.advance(first)
@@ -207,17 +209,17 @@ def test_forced_text_is_written_with_the_tokens_that_the_model_would_write() -> 
 
 def test_white_space_after_a_thought_may_come_before_the_answer() -> None:
     made = compiler()
-    grammar = made.compile(schema_format(PERSON), after_thought=True)
+    grammar = made.compile([schema_format(PERSON)], after_thought=True)
     for leading in ("", "\n", "\n\n"):
         write(made.tokenizer, grammar.begin(), leading + '{"name": "A", "age": 3}')
     double = made.tokenizer.find("ĊĊ")
     assert double in allowed(grammar.begin().mask())
-    assert double not in allowed(made.compile(schema_format(PERSON)).begin().mask())
+    assert double not in allowed(made.compile([schema_format(PERSON)]).begin().mask())
 
 
 def test_answers_of_one_grammar_do_not_share_a_state() -> None:
     made = compiler()
-    grammar = made.compile(OutputFormat(kind="choice", value=["yes", "no"]))
+    grammar = made.compile([OutputFormat(kind="choice", value=["yes", "no"])])
     first, second = grammar.begin(), grammar.begin()
     write(made.tokenizer, first, "yes")
     write(made.tokenizer, second, "no")
@@ -227,14 +229,14 @@ def test_answers_of_one_grammar_do_not_share_a_state() -> None:
 
 def test_a_grammar_is_compiled_once() -> None:
     made = compiler()
-    one = made.compile(schema_format(dict(PERSON)))
-    assert made.compile(schema_format(dict(PERSON))) is one
-    assert made.compile(schema_format(PERSON), after_thought=True) is not one
+    one = made.compile([schema_format(dict(PERSON))])
+    assert made.compile([schema_format(dict(PERSON))]) is one
+    assert made.compile([schema_format(PERSON)], after_thought=True) is not one
 
 
 def test_a_token_that_may_not_come_is_an_error() -> None:
     made = compiler()
-    state = made.compile(OutputFormat(kind="choice", value=["yes"])).begin()
+    state = made.compile([OutputFormat(kind="choice", value=["yes"])]).begin()
     token = made.tokenizer.find("n")
     assert token is not None
     with pytest.raises(HeadroomError, match="grammar failed"):
@@ -264,7 +266,7 @@ def test_a_schema_that_cannot_be_compiled_is_refused_with_its_path(
     schema: Any, path: str, reason: str
 ) -> None:
     with pytest.raises(RequestError) as refused:
-        compiler().compile(schema_format(schema))
+        compiler().compile([schema_format(schema)])
     assert f"at {path}: " in refused.value.message
     assert reason in refused.value.message
     assert refused.value.param == "response_format"
@@ -286,17 +288,17 @@ def test_a_schema_that_cannot_be_compiled_is_refused_with_its_path(
 )
 def test_what_cannot_be_compiled_is_refused(kind: Any, value: Any, reason: str) -> None:
     with pytest.raises(RequestError, match=reason) as refused:
-        compiler().compile(OutputFormat(kind=kind, value=value, param="text.format"))
+        compiler().compile([OutputFormat(kind=kind, value=value, param="text.format")])
     assert refused.value.param == "text.format"
 
 
 def test_formats_that_no_grammar_knows_restrict_nothing() -> None:
     made = compiler()
-    state = made.compile(schema_format({"type": "string", "format": "zip-code"})).begin()
+    state = made.compile([schema_format({"type": "string", "format": "zip-code"})]).begin()
     write(made.tokenizer, state, '"any"')
     # A property may have the name of a keyword.
     schema = {"type": "object", "properties": {"format": {"const": "zip"}}, "required": ["format"]}
-    state = made.compile(schema_format({**schema, "additionalProperties": False})).begin()
+    state = made.compile([schema_format({**schema, "additionalProperties": False})]).begin()
     write(made.tokenizer, state, '{"format": "zip"}')
 
 
@@ -306,7 +308,7 @@ def test_a_model_without_a_stop_token_has_no_grammars() -> None:
         special_ids={}, add_bos=False,
     )  # fmt: skip
     with pytest.raises(RequestError, match="no token that ends an answer"):
-        compiler(Tokenizer.from_vocabulary(vocabulary)).compile(OutputFormat(kind="json_object"))
+        compiler(Tokenizer.from_vocabulary(vocabulary)).compile([OutputFormat(kind="json_object")])
 
 
 def test_masks_of_tokens_have_a_bit_for_each() -> None:

@@ -8,15 +8,15 @@ import pytest
 
 from headroom.errors import RequestError
 from headroom.formats.vocabulary import Vocabulary
+from headroom.text.answer_limits import AnswerLimits
 from headroom.text.chat_template import ChatTemplate
-from headroom.text.conversation import OutputFormat, Thinking
+from headroom.text.conversation import Conversation, OutputFormat, Thinking
 from headroom.text.grammar import GrammarCompiler
 from headroom.text.reasoning import Reasoning, find_reasoning
 from headroom.text.spelling import BYTE_OF
 from headroom.text.thought_budget import (
     EFFORTS,
     AnswerConstraint,
-    AnswerLimits,
     closing_tokens,
     resolve_effort,
     thought_tokens,
@@ -67,9 +67,8 @@ def limits(
     found: Reasoning | None = None,
     room: int = 1000,
 ) -> AnswerLimits:
-    return AnswerLimits.of(
-        COMPILER, wanted, thinking, found or reasoning(), opened=opened, room=room
-    )
+    chat = Conversation(messages=(), output_format=wanted, thinking=thinking)
+    return AnswerLimits.of(COMPILER, chat, found or reasoning(), opened=opened, room=room)
 
 
 def ids(text: str) -> list[int]:
