@@ -204,7 +204,7 @@ class LLM:
             chat,
             self.reasoning,
             self.tool_format,
-            opened=opened,
+            prompt=text,
             room=self.context - len(tokens),
         )
         return ChatPrompt(tokens, self.reasoning, opened, callable_tools, self.tool_format, limits)

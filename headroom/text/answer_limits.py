@@ -21,6 +21,7 @@ class AnswerLimits:
     thinking: Thinking
     reasoning: Reasoning | None  # None: the model writes no thoughts
     opened: bool  # the prompt ends inside a thought
+    may_open: bool  # the answer may begin with a thought
     room: int  # tokens that the context has left for an answer
 
     @classmethod
@@ -31,12 +32,15 @@ class AnswerLimits:
         reasoning: Reasoning | None,
         form: ToolFormat | None = None,  # how the model writes calls; None if it writes none
         *,
-        opened: bool,
+        prompt: str,
         room: int,
     ) -> "AnswerLimits":
         """Return the limits; refuse an output format or a tool that cannot be compiled."""
         thinking = chat.thinking
-        thinks = reasoning is not None and (opened or thinking.enabled is not False)
+        opened = reasoning is not None and reasoning.is_open(prompt)
+        closed = reasoning is None or reasoning.is_closed(prompt)
+        may_open = not closed and thinking.enabled is not False
+        thinks = opened or may_open
         grammar = compile_chat(compiler, chat, form, after_thought=thinks)
         return cls(
             compiler=compiler,
@@ -44,6 +48,7 @@ class AnswerLimits:
             thinking=thinking,
             reasoning=reasoning if thinks else None,
             opened=opened,
+            may_open=may_open,
             room=room,
         )
 
@@ -56,9 +61,8 @@ class AnswerLimits:
             budget = 0  # a template that opens a thought whatever it is told
         if self.reasoning is None or (grammar is None and budget is None):
             return grammar
-        may_open = self.thinking.enabled is not False
         rules = ThoughtRules(
-            reasoning=self.reasoning, opened=self.opened, may_open=may_open, budget=budget
+            reasoning=self.reasoning, opened=self.opened, may_open=self.may_open, budget=budget
         )
         return AnswerConstraint(rules, self.compiler, grammar)
 

@@ -26,6 +26,10 @@ class Reasoning:
         """Whether a prompt ends inside a thought, so that the answer begins inside it."""
         return prompt.rstrip().endswith(self.start.rstrip())
 
+    def is_closed(self, prompt: str) -> bool:
+        """Whether a prompt ends with a thought that is over, so that the answer has none."""
+        return prompt.rstrip().endswith(self.end)
+
 
 def find_reasoning(tokenizer: Tokenizer, template: ChatTemplate | None) -> Reasoning | None:
     """Return the marks that a model uses; None where it writes no thoughts.

@@ -31,7 +31,7 @@ FORMAT = OutputFormat(kind="json_schema", value={**SCHEMA, "maxProperties": 1})
 def walk(model: str, seed: int, chat: Conversation) -> AnswerParts | None:
     """Return a random answer to a chat, read as its client would read it; None without an end."""
     tokenizer, form = tool_tokenizer(model), form_of(model)
-    limits = AnswerLimits.of(compiler(model), chat, None, form, opened=False, room=500)
+    limits = AnswerLimits.of(compiler(model), chat, None, form, prompt="", room=500)
     constraint = limits.begin(None)
     assert constraint is not None
     dice, taken = random.Random(seed), []
@@ -100,9 +100,7 @@ def test_with_a_format_and_tools_an_answer_is_either(model: str) -> None:
 )
 def test_tools_that_need_not_be_called_limit_nothing(choice: ToolChoice) -> None:
     asked = chat(tools=(TOOL,), tool_choice=choice)
-    limits = AnswerLimits.of(
-        compiler("qwen3"), asked, None, form_of("qwen3"), opened=False, room=500
-    )
+    limits = AnswerLimits.of(compiler("qwen3"), asked, None, form_of("qwen3"), prompt="", room=500)
     assert limits.begin(None) is None
 
 
@@ -117,7 +115,7 @@ def test_without_tools_a_format_stands_alone() -> None:
 def test_a_model_without_a_form_of_calls_cannot_be_made_to_call() -> None:
     asked = chat(tools=(TOOL,), tool_choice=ToolChoice(mode="required"))
     with pytest.raises(RequestError, match="no form of tool calls") as refused:
-        AnswerLimits.of(compiler("qwen3"), asked, None, None, opened=False, room=500)
+        AnswerLimits.of(compiler("qwen3"), asked, None, None, prompt="", room=500)
     assert refused.value.param == "tool_choice"
 
 
@@ -133,7 +131,7 @@ def test_the_tool_whose_schema_cannot_be_compiled_is_named() -> None:
             chat(tools=(TOOL, wrong)),
             None,
             form_of("qwen3"),
-            opened=False,
+            prompt="",
             room=500,
         )
     assert refused.value.param == "tools[1].function.parameters"
@@ -148,7 +146,7 @@ def test_calls_follow_the_thought() -> None:
         tools=(TOOL,), tool_choice=ToolChoice(mode="required"), thinking=Thinking(budget=3)
     )
     limits = AnswerLimits.of(
-        compiler(model), asked, reasoning, form_of(model), opened=True, room=500
+        compiler(model), asked, reasoning, form_of(model), prompt="<think>\n", room=500
     )
     constraint = limits.begin(None)
     assert constraint is not None

@@ -68,7 +68,8 @@ def limits(
     room: int = 1000,
 ) -> AnswerLimits:
     chat = Conversation(messages=(), output_format=wanted, thinking=thinking)
-    return AnswerLimits.of(COMPILER, chat, found or reasoning(), opened=opened, room=room)
+    prompt = "<|im_start|>assistant\n" + ("<think>\n" if opened else "")
+    return AnswerLimits.of(COMPILER, chat, found or reasoning(), prompt=prompt, room=room)
 
 
 def ids(text: str) -> list[int]:
@@ -211,6 +212,13 @@ def test_a_model_that_may_not_think_begins_with_its_answer() -> None:
     assert constraint is not None
     found = {TOKENS.token_text(token) for token in allowed(constraint) or ()}
     assert found == {"y", "n"}
+
+
+def test_an_answer_has_no_thought_if_the_prompt_has_closed_one() -> None:
+    chat = Conversation(messages=(), output_format=CHOICE, thinking=Thinking(budget=5))
+    prompt = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    constraint = AnswerLimits.of(COMPILER, chat, reasoning(), prompt=prompt, room=9).begin(None)
+    assert {TOKENS.token_text(token) for token in allowed(constraint) or ()} == {"y", "n"}
 
 
 @pytest.mark.parametrize("opened", [False, True])
