@@ -1,4 +1,4 @@
-"""A server over the scripted model."""
+"""A server over a scripted model."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -6,8 +6,8 @@ from typing import NamedTuple
 import pytest
 
 from headroom.options import Options
-from tests.clients.answers import answer
-from tests.clients.model import CONTEXT, write_qwen3
+from tests.clients.answers import answers
+from tests.clients.model import CONTEXT, MANNERS, Manner, write_model
 from tests.clients.scripted import ScriptedEngine, scripted_model
 from tests.server.fakes import serving
 
@@ -15,18 +15,22 @@ MODEL = "scripted"
 
 
 class Running(NamedTuple):
-    """A server and the engine behind it."""
+    """A server, the engine behind it, and how its model writes."""
 
     address: str
     engine: ScriptedEngine
+    manner: Manner
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    path = write_qwen3(tmp_path_factory.mktemp("model") / "scripted.gguf")
+@pytest.fixture(scope="module", params=list(MANNERS))
+def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    manner = MANNERS[request.param]
+    path = write_model(request.param, tmp_path_factory.mktemp("model") / "scripted.gguf")
     with (
-        scripted_model(path, answer, context=CONTEXT, name=MODEL) as llm,
+        scripted_model(path, answers(manner), context=CONTEXT, name=MODEL) as llm,
         serving(llm, Options(port=0)) as server,
     ):
         assert isinstance(llm.engine, ScriptedEngine)
-        yield Running(server.address, llm.engine)
+        yield Running(server.address, llm.engine, manner)

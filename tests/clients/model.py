@@ -1,7 +1,10 @@
-"""A tiny model file with random weights and a chat template in the manner of Qwen3's."""
+"""Tiny model files with random weights, and chat templates in the manner of Qwen3 and Qwen3.5."""
 
-from dataclasses import replace
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from headroom.families.synth.recipe import cut, find_recipe
 from headroom.families.synth.values import Source
@@ -12,8 +15,8 @@ from headroom.formats.writing import write_pieces
 # Agents send prompts of up to 80 kB, and the tiny vocabulary spells most of it byte by byte.
 CONTEXT = 160_000
 
-# Tools stand in the system turn, calls are JSON between <tool_call> marks, results are user turns,
-# thoughts of earlier turns are dropped: as Qwen3's own template has it, in other words.
+# Tools stand in the system turn, results are user turns: as in the models' own templates, in other
+# words. `explain` shows how to call, `calls` writes the calls of an earlier turn.
 TEMPLATE = """\
 {%- set first = messages[0] if messages and messages[0].role == 'system' else none %}
 {%- if tools or first %}
@@ -22,9 +25,8 @@ TEMPLATE = """\
 {%- if tools %}
 {{- '# Tools\\n\\nThese functions can be called:\\n<tools>' }}
 {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
-{{- '\\n</tools>\\n\\nTo call one, write a JSON object between these marks:\\n' }}
-{{- '<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n' }}
-{{- '</tool_call>' }}
+{{- '\\n</tools>\\n\\nTo call one, write:\\n' }}
+[explain]
 {%- endif %}
 {{- '<|im_end|>\\n' }}
 {%- endif %}
@@ -38,10 +40,7 @@ TEMPLATE = """\
 {%- for call in message.tool_calls or [] %}
 {%- set function = call.function or call %}
 {%- if message.content or not loop.first %}{{- '\\n' }}{%- endif %}
-{{- '<tool_call>\\n{\\"name\\": \\"' + function.name + '\\", \\"arguments\\": ' }}
-{%- if function.arguments is string %}{{- function.arguments }}
-{%- else %}{{- function.arguments | tojson }}{%- endif %}
-{{- '}\\n</tool_call>' }}
+[calls]
 {%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- elif not (loop.first and message.role == 'system') %}
@@ -52,15 +51,76 @@ TEMPLATE = """\
 {{- '<|im_start|>assistant\\n' }}
 {%- if enable_thinking is defined and enable_thinking is false %}
 {{- '<think>\\n\\n</think>\\n\\n' }}
+[opens]
 {%- endif %}
 {%- endif %}
 """
+EXPLAIN_JSON = """\
+{{- '<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n' }}
+{{- '</tool_call>' }}"""
+CALLS_JSON = """\
+{{- '<tool_call>\\n{\\"name\\": \\"' + function.name + '\\", \\"arguments\\": ' }}
+{%- if function.arguments is string %}{{- function.arguments }}
+{%- else %}{{- function.arguments | tojson }}{%- endif %}
+{{- '}\\n</tool_call>' }}"""
+EXPLAIN_TAGS = """\
+{{- '<tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nvalue\\n</parameter>\\n</function>\\n' }}
+{{- '</tool_call>' }}"""
+CALLS_TAGS = """\
+{{- '<tool_call>\\n<function=' + function.name + '>\\n' }}
+{%- for key, value in function.arguments | items %}
+{{- '<parameter=' + key + '>\\n' }}
+{{- value if value is string else value | tojson }}
+{{- '\\n</parameter>\\n' }}
+{%- endfor %}
+{{- '</function>\\n</tool_call>' }}"""
 
 
-def write_qwen3(path: Path) -> Path:
-    """Write a Qwen3 of one layer, with Qwen3's special tokens and the template above."""
-    recipe = find_recipe("qwen3", "tiny")
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a family writes calls and thoughts."""
+
+    tags: bool  # arguments stand between tags; otherwise a call is JSON
+    opens: bool  # the prompt opens the thought
+
+    @property
+    def template(self) -> str:
+        """The chat template."""
+        return (
+            TEMPLATE.replace("[explain]", EXPLAIN_TAGS if self.tags else EXPLAIN_JSON)
+            .replace("[calls]", CALLS_TAGS if self.tags else CALLS_JSON)
+            .replace("[opens]", "{%- else %}{{- '<think>\\n' }}" if self.opens else "")
+        )
+
+    def call(self, name: str, arguments: Mapping[str, object]) -> str:
+        """Return a tool call as the family writes it."""
+        if not self.tags:
+            body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+            return f"<tool_call>\n{body}\n</tool_call>"
+        texts = {
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in arguments.items()
+        }
+        lines = [f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items()]
+        return f"<tool_call>\n<function={name}>\n{''.join(lines)}</function>\n</tool_call>"
+
+    def thought(self, prompt: str, text: str) -> str:
+        """Return a thought as an answer begins with it; nothing where thoughts are off."""
+        if prompt.endswith("</think>\n\n"):
+            return ""
+        start = "" if prompt.endswith("<think>\n") else "<think>\n"
+        return f"{start}{text}\n</think>\n\n"
+
+
+MANNERS: Mapping[str, Manner] = MappingProxyType(
+    {"qwen3": Manner(tags=False, opens=False), "qwen35": Manner(tags=True, opens=True)}
+)
+
+
+def write_model(family: str, path: Path) -> Path:
+    """Write a model of one layer, with its family's special tokens and manner of calling."""
+    recipe = find_recipe(family, "tiny")
     recipe = replace(recipe, dims=replace(cut(recipe.dims, 1), context=CONTEXT))
-    values = {**gguf_values(recipe, "q8_0"), "tokenizer.chat_template": TEMPLATE}
+    values = gguf_values(recipe, "q8_0") | {"tokenizer.chat_template": MANNERS[family].template}
     write_pieces(path, gguf_jobs(values, gguf_table(recipe, "q8_0"), Source(recipe, seed=3).jobs))
     return path

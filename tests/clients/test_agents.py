@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.clients.answers import RESULT, tool_call
+from tests.clients.answers import RESULT
 from tests.clients.conftest import MODEL, Running
 from tests.clients.documented import documented
 from tests.clients.found import find_program
@@ -87,18 +87,21 @@ def follow(running: Running, read: tuple[str, Any], write: tuple[str, Any]) -> N
     The word stands in no argument here: `{word}` is filled with what the first call's result says.
     """
 
+    manner = running.manner
+
     def script(prompt: str) -> str:
         if "title generator" in prompt:
-            return "A note"
+            return manner.thought(prompt, "A title.") + "A note"
         results = RESULT.findall(prompt)
         if not results:
-            return f"<think>\nI must read it.\n</think>\n\nI read it.\n{tool_call(*read)}"
+            said = f"I read it.\n{manner.call(*read)}"
+            return manner.thought(prompt, "I must read it.") + said
         word = results[0].partition(PREFIX)[2].split()[0]
         if len(results) == 1:
             name, arguments = write
             filled = {key: text.replace("{word}", word) for key, text in arguments.items()}
-            return f"<think>\nI must write it.\n</think>\n\n{tool_call(name, filled)}"
-        return f"<think>\nDone.\n</think>\n\nThe word is {word}."
+            return manner.thought(prompt, "I must write it.") + manner.call(name, filled)
+        return manner.thought(prompt, "It is written.") + f"The word is {word}."
 
     running.engine.script = script
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.clients.conftest import MODEL, Running
 from tests.clients.found import clients_python, need_packages
+from tests.clients.programs import cases
 
 PROGRAMS = Path(__file__).parent / "programs"
 NEEDS = {
@@ -51,3 +52,14 @@ def test_a_client_gets_what_it_expects(program: str, case: str, running: Running
     need_packages(*NEEDS[program])
     problem = report_of(program, running.address)[case]
     assert not problem, problem
+
+
+def test_formats_and_forced_calls_limit_the_tokens(running: Running) -> None:
+    """The scripted engine takes only tokens that the constraint allows, if there is one."""
+    need_packages("openai", "anthropic", "instructor")
+    report_of("instructor_models", running.address)
+    asked = list(zip(running.engine.requests, running.engine.prompts, strict=True))
+    for question in (cases.ASK_JSON, cases.ASK_CALL):
+        limits = [request.constraint for request, prompt in asked if question in prompt]
+        assert limits
+        assert None not in limits

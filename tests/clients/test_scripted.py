@@ -12,7 +12,7 @@ from headroom.answers import Completion
 from headroom.engine.request import SamplingParams, TokenEvent
 from headroom.errors import ContextLengthError
 from headroom.llm import LLM
-from tests.clients.model import write_qwen3
+from tests.clients.model import write_model
 from tests.clients.scripted import ScriptedEngine, scripted_model
 
 
@@ -34,7 +34,7 @@ class OnlyThese:
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    path: Path = write_qwen3(tmp_path_factory.mktemp("model") / "m.gguf")
+    path: Path = write_model("qwen3", tmp_path_factory.mktemp("model") / "m.gguf")
     with scripted_model(path, lambda prompt: f"I saw: {prompt}", context=64, name="m") as llm:
         yield llm
 
