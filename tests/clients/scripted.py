@@ -50,13 +50,17 @@ class ScriptedEngine:
         return getattr(self._engine, name)
 
     def submit(self, request: GenerationRequest, on_event: Callable[[TokenEvent], None]) -> None:
-        """Answer a request in a separate thread."""
+        """Answer a request in a separate thread; vectors are the real engine's."""
+        if request.pooling is not None:
+            self._engine.submit(request, on_event)
+            return
         self._engine.check(request)
         self._cancelled[request.id] = threading.Event()
         threading.Thread(target=self._run, args=(request, on_event), daemon=True).start()
 
     def cancel(self, request_id: str) -> None:
         """End a request before its next token."""
+        self._engine.cancel(request_id)
         if request_id in self._cancelled:
             self._cancelled[request_id].set()
 
