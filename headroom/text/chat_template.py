@@ -1,6 +1,7 @@
 """ChatTemplate: renders messages to a prompt with the Jinja template of a model."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
@@ -9,6 +10,7 @@ from headroom.errors import ModelError, RequestError
 from headroom.text.template_sandbox import MAX_CHARACTERS, TemplateEnvironment, plain_data
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the standard name first
+REMINDER = "<system-reminder>\n{text}\n</system-reminder>"
 PROBE = "a probe of parts"
 
 
@@ -36,22 +38,32 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Return the prompt; whatever the template raises becomes a RequestError."""
+        """Return the prompt; whatever the template raises becomes a RequestError.
+
+        Many templates want one system message at the beginning and roles that alternate. Where a
+        template refuses the messages as they are, it gets them in that form.
+        """
         if not messages:
             raise RequestError("There are no messages.", param="messages")
         chat = [_with_reasoning(plain_data(message)) for message in messages]
         if any(isinstance(message.get("content"), list) for message in chat):
             chat = self._with_readable_parts(chat)
-        return self._run(
-            {
-                "documents": None,
-                **plain_data(variables),
-                **self._tokens,
-                "messages": chat,
-                "tools": plain_data(tools),
-                "add_generation_prompt": add_generation_prompt,
-            }
-        )
+        settings = {
+            "documents": None,
+            **plain_data(variables),
+            **self._tokens,
+            "tools": plain_data(tools),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._run({**settings, "messages": chat})
+        except RequestError:
+            alternating = _alternating(chat)
+            if alternating == chat:
+                raise
+            with suppress(RequestError):
+                return self._run({**settings, "messages": alternating})
+            raise
 
     def _run(self, variables: Mapping[str, Any]) -> str:
         pieces: list[str] = []
@@ -96,6 +108,29 @@ def _with_reasoning(message: Any) -> dict[str, Any]:
     if (thought := next(thoughts, None)) is None:
         return message
     return {"thinking": thought, **message, "reasoning_content": thought}
+
+
+def _alternating(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat in which texts of one role in a row are one message.
+
+    A system message after the beginning becomes a part of the user's text, between marks.
+    """
+    turns: list[dict[str, Any]] = []
+    for message in chat:
+        role, text = message.get("role"), message.get("content")
+        at_start = all(turn["role"] == "system" for turn in turns)
+        if role == "system" and not at_start and isinstance(text, str):
+            message = {"role": "user", "content": REMINDER.format(text=text)}
+        last = turns[-1] if turns else {}
+        if _says_only_text(message) and _says_only_text(last) and last["role"] == message["role"]:
+            turns[-1] = {**last, "content": f"{last['content']}\n\n{message['content']}"}
+        else:
+            turns.append(message)
+    return turns
+
+
+def _says_only_text(message: dict[str, Any]) -> bool:
+    return message.keys() == {"role", "content"} and isinstance(message["content"], str)
 
 
 def _joined_text(content: Any) -> Any:

@@ -222,3 +222,47 @@ def test_parts_reach_a_template_that_reads_them_from_users_alone() -> None:
     )
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert ChatTemplate(source, "", "").render([{"role": "user", "content": parts}]) == "[a][b]"
+
+
+# As Mistral's and Qwen3.5's: one system message, then user and assistant in turn.
+ALTERNATING = """{%- if messages[0].role == 'system' %}
+    {{- '[S]' + messages[0].content }}{% set rest = messages[1:] %}
+{%- else %}{% set rest = messages %}{% endif %}
+{%- for message in rest %}
+    {%- if message.role != ('user' if loop.index0 % 2 == 0 else 'assistant') %}
+        {{- raise_exception('Roles must alternate.') }}
+    {%- endif %}
+    {{- '[' + message.role[0] + ']' + message.content }}
+{%- endfor %}"""
+
+
+def test_a_template_that_wants_alternating_roles_gets_them(
+    oracle: PreTrainedTokenizerFast,
+) -> None:
+    sent = [
+        {"role": "system", "content": "one"},
+        {"role": "system", "content": "two"},
+        {"role": "user", "content": "place"},
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": "answer"},
+        {"role": "system", "content": "late"},
+        {"role": "user", "content": "more"},
+    ]
+    reminder = "<system-reminder>\nlate\n</system-reminder>"
+    alternating = [
+        {"role": "system", "content": "one\n\ntwo"},
+        {"role": "user", "content": "place\n\nquestion"},
+        {"role": "assistant", "content": "answer"},
+        {"role": "user", "content": f"{reminder}\n\nmore"},
+    ]
+    prompt = ChatTemplate(ALTERNATING, "<s>", "</s>").render(sent)
+    assert prompt == compare(oracle, ALTERNATING, alternating)
+    # A template that takes the messages as they are gets them as they are.
+    assert "<system-reminder>" not in compare(oracle, TEMPLATES["generation_tag"], sent)
+
+
+def test_what_no_form_of_the_messages_mends_is_refused_in_the_template_s_words() -> None:
+    first = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for chat in (first, first[:1]):
+        with pytest.raises(RequestError, match="Roles must alternate"):
+            ChatTemplate(ALTERNATING, "<s>", "</s>").render(chat)
