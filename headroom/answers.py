@@ -103,14 +103,15 @@ class AnswerReader:
         tokenizer: Tokenizer,
         engine: Engine,
         index: int = 0,
-        parser: AnswerParser | None = None,  # None: the answer is plain text
+        parser: AnswerParser | None = None,  # None: the answer continues the prompt's text
     ) -> None:
         self._request_id = request.id
         self._constraint = request.constraint
         self._engine = engine
         self._index = index
         self._parser = parser or AnswerParser()
-        self._text = AnswerText(tokenizer, request.params.stop, self._parser)
+        continues = parser is None and not all(map(tokenizer.is_control, request.prompt))
+        self._text = AnswerText(tokenizer, request.params.stop, self._parser, continues=continues)
         self._held: list[AnswerToken] = []  # tokens whose text is not given out yet
         # The last delta of an answer that a stop text ended, until the engine reports its experts.
         self._last: AnswerDelta | None = None

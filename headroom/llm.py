@@ -22,12 +22,14 @@ from headroom.engine.request import (
     SamplingParams,
     TokenConstraint,
     TokenEvent,
+    new_seed,
 )
-from headroom.errors import HeadroomError, ModelError
+from headroom.errors import HeadroomError, ModelError, RequestError
 from headroom.families.files import find_weights, open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
 from headroom.formats.hub import ALIASES, KNOWN_MODELS
 from headroom.formats.pooling import find_pooling
+from headroom.formats.sampling import SamplingDefaults
 from headroom.machine.devices import torch_name
 from headroom.options import Options, load_options, warn_unknown_variables
 from headroom.plan.describe import describe
@@ -43,7 +45,15 @@ from headroom.split.upkeep import open_upkeep
 from headroom.text.answer_limits import AnswerLimits
 from headroom.text.answer_parser import AnswerParser
 from headroom.text.chat_template import ChatTemplate
-from headroom.text.conversation import Conversation, Tool
+from headroom.text.conversation import (
+    ChoiceMode,
+    Conversation,
+    OutputFormat,
+    Thinking,
+    Tool,
+    ToolChoice,
+    as_tool,
+)
 from headroom.text.grammar import GrammarCompiler
 from headroom.text.reasoning import Reasoning, find_reasoning
 from headroom.text.thought_budget import resolve_effort
@@ -55,6 +65,7 @@ log = logging.getLogger(__name__)
 
 PromptInput = str | Sequence[int]  # text, or token ids
 ChatMessage = Mapping[str, Any]  # {"role": ..., "content": ...}
+SEED_BITS = 53  # of a drawn seed; JavaScript's numbers hold as many exactly
 AnswerStream = Generator["AnswerDelta", None, None]  # `close()` ends the answer early
 
 
@@ -153,8 +164,7 @@ class LLM:
         self.tokenizer = Tokenizer.from_checkpoint(checkpoint)
         self.template = _template(checkpoint, self.tokenizer)
         self.reasoning = find_reasoning(self.tokenizer, self.template)
-        # Fields of SamplingParams, for what a client leaves out.
-        self.default_sampling: Mapping[str, Any] = {}
+        self.sampling_defaults = _sampling_defaults(checkpoint)
         self.tool_format = find_tool_format(self.tokenizer, self.template)
         opened = open_engine(checkpoint, options, progress)
         self.engine, self.plan = opened.engine, opened.plan
@@ -163,6 +173,15 @@ class LLM:
         self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size)
         self.hidden_size = opened.shape.hidden  # values of a vector
         self.pooling = find_pooling(checkpoint)
+
+    @property
+    def default_sampling(self) -> Mapping[str, Any]:
+        """The model's own sampling settings: fields of SamplingParams that a caller may omit."""
+        return self.sampling_defaults.settings
+
+    def sampling(self, **settings: Any) -> SamplingParams:
+        """Return sampling settings; where `settings` say nothing, the model's own defaults."""
+        return SamplingParams(**{"seed": new_seed(SEED_BITS), **self.default_sampling, **settings})
 
     def encode_chat(
         self,
@@ -229,18 +248,22 @@ class LLM:
     ) -> list[Completion]:
         """Continue one or several prompts, without a chat template; several run together.
 
+        The prompts share a seed, and each has a draw of its own, so that answers to equal prompts
+        differ. Without `params` the model's own sampling settings hold.
+
         `params.max_tokens` is not a promise: if prompt and answer would not fit the context, the
         answer ends where the context ends, with finish reason "length", and a log line says so. A
         prompt that leaves no room for an answer raises ContextLengthError.
         """
+        params = params or self.sampling()
         running: deque[AnswerStream] = deque()
         done: list[Completion] = []
         try:
-            for prompt in _prompt_list(prompts):
+            for draw, prompt in enumerate(_prompt_list(prompts)):
                 # A prompt that the engine's queue cannot hold waits for the oldest of ours to end.
                 if len(running) >= self.engine.capacity:
                     done.append(join_deltas(list(running.popleft())))
-                running.append(self.stream(prompt, params))
+                running.append(self.stream(prompt, replace(params, draw=params.draw + draw)))
             return done + [join_deltas(list(deltas)) for deltas in running]
         finally:
             for deltas in running:
@@ -248,12 +271,12 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[ChatMessage],
+        messages: Conversation | Sequence[ChatMessage],
         params: SamplingParams | None = None,
-        **variables: Any,
+        **more: Any,
     ) -> Completion:
-        """Answer a conversation; its length is limited as with `generate`."""
-        return join_deltas(list(self.stream_chat(messages, params, **variables)))
+        """Answer a conversation; `stream_chat` says what may be given besides the messages."""
+        return join_deltas(list(self.stream_chat(messages, params, **more)))
 
     def stream(self, prompt: PromptInput, params: SamplingParams | None = None) -> AnswerStream:
         """Continue a prompt; the engine begins at once and stops if the iterator is closed.
@@ -262,21 +285,55 @@ class LLM:
         ends, as with `generate`.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        request = self.request(ids, params or SamplingParams())
-        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-        self.engine.submit(request, events.put)
-        deltas = self._deltas(request, events)
-        next(deltas)  # enters its `try`, so that closing it cancels even before the first token
-        return deltas
+        return self._start(self.request(ids, params or self.sampling()), None)
 
     def stream_chat(
         self,
-        messages: Sequence[ChatMessage],
+        messages: Conversation | Sequence[ChatMessage],
         params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Tool | Mapping[str, Any]] = (),
+        tool_choice: ToolChoice | ChoiceMode = "auto",
+        output_format: OutputFormat | None = None,
+        schema: Mapping[str, Any] | None = None,
+        thinking: Thinking | bool | None = None,
         **variables: Any,
     ) -> AnswerStream:
-        """Answer a conversation, delta by delta; its length is limited as with `generate`."""
-        return self.stream(self.encode_chat(messages, **variables), params)
+        """Answer a conversation, delta by delta; its length is limited as with `generate`.
+
+        `tools` are `Tool`s or OpenAI's objects; the answer's `tool_calls` name them. The answer's
+        text is JSON that matches `schema`, or matches `output_format`. `thinking` turns thoughts on
+        or off, or limits them. Further `variables` go to the chat template. A whole `Conversation`
+        says all of this itself.
+        """
+        if not isinstance(messages, Conversation):
+            if schema is not None:
+                output_format = OutputFormat(kind="json_schema", value=schema)
+            if not isinstance(tool_choice, ToolChoice):
+                tool_choice = ToolChoice(mode=tool_choice)
+            if not isinstance(thinking, Thinking):
+                thinking = Thinking(enabled=thinking)
+            messages = Conversation(
+                messages=messages,
+                tools=tuple(as_tool(tool) for tool in tools),
+                tool_choice=tool_choice,
+                output_format=output_format,
+                thinking=thinking,
+                template_variables=variables,
+            )
+        params = params or self.sampling()
+        prompt = self.prepare_chat(messages)
+        constraint = prompt.new_constraint(params.max_tokens)
+        request = self.request(prompt.tokens, params, constraint)
+        return self._start(request, prompt.new_parser())
+
+    def _start(self, request: GenerationRequest, parser: AnswerParser | None) -> AnswerStream:
+        """Hand a request to the engine and return its deltas."""
+        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        self.engine.submit(request, events.put)
+        deltas = self._deltas(request, events, parser)
+        next(deltas)  # enters its `try`, so that closing it cancels even before the first token
+        return deltas
 
     def embedding_request(self, text: PromptInput) -> GenerationRequest:
         """Return the engine's request for the vector of a text."""
@@ -332,10 +389,13 @@ class LLM:
         self.close()
 
     def _deltas(
-        self, request: GenerationRequest, events: "queue.SimpleQueue[TokenEvent]"
+        self,
+        request: GenerationRequest,
+        events: "queue.SimpleQueue[TokenEvent]",
+        parser: AnswerParser | None,
     ) -> AnswerStream:
         try:
-            reader = AnswerReader(request, self.tokenizer, self.engine)
+            reader = AnswerReader(request, self.tokenizer, self.engine, parser=parser)
             yield AnswerDelta()  # taken by `stream`
             while True:
                 delta = reader.read(events.get())
@@ -369,6 +429,18 @@ def _template(checkpoint: Checkpoint, tokenizer: Tokenizer) -> ChatTemplate | No
     if checkpoint.chat_template is None:
         return None
     return ChatTemplate(checkpoint.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+
+
+def _sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
+    """Return the sampling settings that the model's files recommend, or refuse wrong ones."""
+    try:
+        SamplingParams(**checkpoint.sampling.settings)  # type: ignore[arg-type]
+    except RequestError as error:
+        raise ModelError(
+            f"{checkpoint.path}: {error.message}",
+            hint=f"It stands in {checkpoint.sampling.source}.",
+        ) from error
+    return checkpoint.sampling
 
 
 def _log_plan(plan: Plan) -> None:

@@ -13,6 +13,7 @@ from headroom.text.answer_parser import AnswerParser
 from headroom.text.reasoning import Reasoning
 from headroom.text.tokenizer import Tokenizer
 from tests.server.fakes import BOS, EOS, TIMINGS, FakeTokenizer
+from tests.text.small_vocabularies import sentencepiece_vocabulary
 
 
 class QuietEngine:
@@ -186,3 +187,23 @@ def test_tokens_of_thoughts_are_counted_with_their_marks() -> None:
     assert (answer.thought, answer.text) == ("Hm.", "Four.")
     assert (answer.thought_tokens, answer.generated_tokens) == (len("Hm.</think>"), len(text))
     assert deltas[1].thought_tokens == 2
+
+
+def test_a_continuation_keeps_the_first_blank_and_a_turn_of_a_chat_drops_it() -> None:
+    tokenizer = Tokenizer.from_vocabulary(sentencepiece_vocabulary())
+    hello = tokenizer.encode("hello", add_bos=False)
+    assert tokenizer.token_text(hello[0]).startswith(" ")
+
+    def text_after(prompt: list[int], parser: AnswerParser | None) -> str:
+        request = GenerationRequest(
+            id="a", prompt=tuple(prompt), params=SamplingParams(), stop_ids=frozenset()
+        )
+        reader = AnswerReader(request, tokenizer, cast(Engine, QuietEngine()), parser=parser)
+        events = [TokenEvent(request_id=request.id, token=token) for token in hello]
+        return "".join(reader.read(event).text for event in events)
+
+    prompt = tokenizer.encode("hello")
+    assert text_after(prompt, None) == " hello"
+    assert text_after(prompt, AnswerParser()) == "hello"
+    assert tokenizer.bos_id is not None
+    assert text_after([tokenizer.bos_id], None) == "hello"  # nothing comes before it

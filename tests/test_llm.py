@@ -1,5 +1,6 @@
 """The Python API: prompts in, text out."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,3 +121,67 @@ def test_options_can_be_given_whole(tiny_path: Path) -> None:
 def test_empty_messages_are_refused(llm: LLM) -> None:
     with pytest.raises(RequestError):
         llm.chat([])
+
+
+def test_equal_prompts_have_answers_of_their_own_and_a_seed_repeats_them(llm: LLM) -> None:
+    params = SamplingParams(seed=5, max_tokens=12, ignore_eos=True)
+    answers = [done.token_ids for done in llm.generate(["abc"] * 4, params)]
+    assert len(set(answers)) == 4
+    assert [done.token_ids for done in llm.generate(["abc"] * 4, params)] == answers
+
+
+def test_without_settings_the_models_own_hold(tmp_path: Path) -> None:
+    config = llama_config()
+    save_safetensors(random_model(config), tmp_path)
+    (tmp_path / "generation_config.json").write_text(
+        '{"temperature": 0.25, "top_k": 3, "eos_token_id": 256}'
+    )
+    with LLM(str(tmp_path), context=64, threads=1) as llm:
+        assert llm.default_sampling == {"temperature": 0.25, "top_k": 3}
+        params = llm.sampling(max_tokens=4, seed=9)
+        assert params == SamplingParams(temperature=0.25, top_k=3, max_tokens=4, seed=9)
+        assert llm.sampling().seed != llm.sampling().seed
+        assert llm.sampling(temperature=0).temperature == 0
+
+
+def test_a_model_that_recommends_impossible_settings_is_refused(tmp_path: Path) -> None:
+    save_safetensors(random_model(llama_config()), tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"top_p": 7}')
+    with pytest.raises(ModelError, match=r"top_p is 7.0; it must be from 0 to 1"):
+        LLM(str(tmp_path), context=64, threads=1)
+
+
+def test_an_answer_matches_the_schema_that_was_given(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}},
+              "required": ["n"], "additionalProperties": False}  # fmt: skip
+    answer = llm.chat(MESSAGES, SamplingParams(seed=1, max_tokens=60), schema=schema)
+    assert answer.finish_reason == "stop"
+    value = json.loads(answer.text)
+    assert set(value) == {"n"}
+    assert isinstance(value["n"], int)
+
+
+def test_a_tool_that_must_be_called_is_called(llm: LLM) -> None:
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather.",
+            "parameters": {
+                "type": "object",
+                "properties": {"day": {"enum": ["today", "tomorrow"]}},
+                "required": ["day"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    answer = llm.chat(
+        MESSAGES,
+        SamplingParams(seed=1, max_tokens=110),
+        tools=[tool],
+        tool_choice="required",
+    )
+    assert [call.name for call in answer.tool_calls] == ["weather"]
+    assert json.loads(answer.tool_calls[0].arguments)["day"] in ("today", "tomorrow")
+    with pytest.raises(RequestError, match="not an object with a function's name"):
+        llm.chat(MESSAGES, tools=[{"type": "function"}])

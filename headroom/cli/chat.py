@@ -3,15 +3,15 @@
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from headroom.cli.loading import open_llm
-from headroom.cli.run import warn_if_cut
+from headroom.cli.run import AnswerOutput, warn_if_cut
 from headroom.cli.settings import parse_sampling, sampling_settings, with_settings
 from headroom.engine.request import SamplingParams
 from headroom.errors import HeadroomError, OptionError
@@ -38,7 +38,7 @@ A line that ends in a backslash goes on in the next one. Ctrl-C stops an answer.
 @with_settings("model", "engine", "program", sampling=True, parallel=1, log_level="warning")
 def chat(
     options: Options,
-    params: SamplingParams,
+    sampling: dict[str, Any],
     system: Annotated[str, typer.Option(help="instructions that the model gets first")] = "",
 ) -> None:
     """Talk with a model; /help lists what can be typed."""
@@ -49,7 +49,8 @@ def chat(
                 f"{llm.name}, {llm.context} tokens of context. /help for help.", style="dim"
             )
         prompt = coloured_prompt if sys.stdin.isatty() and console.is_terminal else no_prompt
-        Chat(llm, Conversation(params, system), console).talk(lambda more: input(prompt(more)))
+        talk = Conversation(llm.sampling(**sampling), llm.default_sampling, system)
+        Chat(llm, talk, console).talk(lambda more: input(prompt(more)))
 
 
 def coloured_prompt(more: bool) -> str:
@@ -67,6 +68,7 @@ class Conversation:
     """The messages so far, and the sampling settings of the next answer."""
 
     params: SamplingParams
+    defaults: Mapping[str, Any]  # the model's own sampling settings
     system: str = ""
     turns: list[dict[str, str]] = field(default_factory=list)
 
@@ -102,7 +104,7 @@ class Conversation:
             return "\n".join(f"{name} {getattr(self.params, name)}" for name in sampling_settings())
         name, _, value = text.replace("=", " ", 1).partition(" ")
         name = name.replace("-", "_")
-        changed = {name: parse_sampling(name, value.strip())}
+        changed = {name: parse_sampling(name, value.strip(), self.defaults)}
         self.params = replace(self.params, **changed)  # type: ignore[arg-type]
         return f"{name} is {changed[name]}."
 
@@ -153,8 +155,10 @@ class Chat:
         except (HeadroomError, KeyboardInterrupt):
             turns.pop()  # a question that got no answer is not part of the conversation
             raise
-        answer = "".join(delta.text for delta in received)
-        turns.append({"role": "assistant", "content": answer})
+        answer = {"role": "assistant", "content": "".join(delta.text for delta in received)}
+        if thought := "".join(delta.thought for delta in received):
+            answer["reasoning_content"] = thought  # the chat template decides what it keeps
+        turns.append(answer)
         if received:
             warn_if_cut(received[-1], params, self.llm.context)
         # With a new seed the next answer does not repeat the random numbers of this one.
@@ -174,11 +178,11 @@ def write_answer(deltas: "Iterable[AnswerDelta]", console: Console) -> "list[Ans
     """Show an answer as it comes, then its token rate, and return its deltas; Ctrl-C ends it."""
     received: list[AnswerDelta] = []
     times, note = list[float](), ""
+    out = AnswerOutput(console.file, thoughts=console.is_terminal)
     try:
         for delta in deltas:
             received.append(delta)
-            console.file.write(delta.text)
-            console.file.flush()
+            out.write(delta)
             if delta.token is not None:
                 times.append(time.perf_counter())
     except KeyboardInterrupt:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Messages = list[dict[str, str]]
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"  # a terminal's sequences for faint and for normal text
 
 
 @with_settings("engine", "program", sampling=True, parallel=1, log_level="warning")
@@ -38,7 +39,7 @@ def run(
         ),
     ],
     options: Options,
-    params: SamplingParams,
+    sampling: dict[str, Any],
     system: Annotated[str, typer.Option(help="instructions that come before the prompt")] = "",
     raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
@@ -49,6 +50,7 @@ def run(
         raise typer.BadParameter("--system needs the chat template, which --raw leaves out.")
     options = replace(options, model=model or options.model)
     with open_llm(options) as llm:
+        params = llm.sampling(**sampling)
         asked: str | Messages = prompt if raw else make_messages(system, prompt)
         if as_json:
             answer = complete(llm, asked, params)
@@ -99,15 +101,37 @@ def stream(llm: "LLM", asked: str | Messages, params: SamplingParams) -> "Iterab
 
 
 def show(deltas: "Iterable[AnswerDelta]") -> "AnswerDelta":
-    """Write an answer to standard output as it comes, and a line feed; return the last delta."""
-    text = ""
+    """Write an answer to standard output as it comes, and a line feed; return the last delta.
+
+    Thoughts are shown dimmed on a terminal, and not at all elsewhere: a pipe gets the answer.
+    """
+    text, out = "", AnswerOutput(sys.stdout, thoughts=sys.stdout.isatty())
     for delta in deltas:
-        sys.stdout.write(delta.text)
-        sys.stdout.flush()
+        out.write(delta)
         text = delta.text or text
     if not text.endswith("\n"):
         print(flush=True)
     return delta
+
+
+class AnswerOutput:
+    """Writes the deltas of an answer to a terminal or a file: thoughts dimmed, then the text."""
+
+    def __init__(self, file: IO[str], *, thoughts: bool) -> None:
+        self._file = file
+        self._thoughts = thoughts
+        self._thinking = False
+
+    def write(self, delta: "AnswerDelta") -> None:
+        """Write what a delta adds."""
+        if delta.thought and self._thoughts:
+            self._file.write(delta.thought if self._thinking else DIM + delta.thought)
+            self._thinking = True
+        if self._thinking and (delta.text or delta.finish_reason is not None):
+            self._file.write(PLAIN + "\n\n")
+            self._thinking = False
+        self._file.write(delta.text)
+        self._file.flush()
 
 
 def warn_if_cut(answer: "AnswerDelta | Completion", params: SamplingParams, context: int) -> None:
@@ -132,6 +156,7 @@ def completion_json(completion: "Completion", params: SamplingParams) -> dict[st
     rate = (completion.generated_tokens - 1) / decode_s if decode_s > 0 else None
     return {
         "text": completion.text,
+        **({"thought": completion.thought} if completion.thought else {}),
         "token_ids": list(completion.token_ids),
         "finish_reason": completion.finish_reason,
         "usage": {

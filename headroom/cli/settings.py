@@ -11,6 +11,7 @@ import typer
 
 from headroom.engine.request import SamplingParams, new_seed, user_settings
 from headroom.errors import OptionError, RequestError
+from headroom.formats.sampling import FALLBACK
 from headroom.log import start_logging
 from headroom.options import (
     BOOLEANS,
@@ -32,15 +33,16 @@ def with_settings(
 ) -> Callable[[Command], Command]:
     """Give a command the flags of `groups` of Options, and those of SamplingParams if `sampling`.
 
-    The command receives `options`, and also `params` if `sampling`. `defaults` are this command's
-    own defaults: a flag, a variable or the config file overrides them.
+    The command receives `options`, and the sampling settings that were given as `sampling`.
+    `defaults` are this command's own defaults: a flag, a variable or the config file overrides
+    them.
     """
 
     def decorate(command: Command) -> Command:
         own = [
             parameter
             for parameter in inspect.signature(command, eval_str=True).parameters.values()
-            if parameter.name not in ("options", "params")
+            if parameter.name not in ("options", "sampling")
         ]
         flags = option_flags(groups, defaults) + (sampling_flags() if sampling else [])
 
@@ -50,7 +52,7 @@ def with_settings(
             given = {name: _joined(values[name]) for name in _names(Options) if name in values}
             received["options"] = load_options(given, values["config"], defaults)
             if sampling:
-                received["params"] = make_params(values)
+                received["sampling"] = given_sampling(values)
             start_logging(received["options"].log_level)
             warn_unknown_variables()
             command(**received)
@@ -108,24 +110,31 @@ def sampling_settings() -> "dict[str, Field[Any]]":
     }
 
 
-def make_params(values: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling settings that were given, with a random seed if none was."""
+def given_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling settings that were given, with a random seed if none was.
+
+    `LLM.sampling` adds the model's own defaults to them once the model is loaded.
+    """
     given = {name: values[name] for name in sampling_settings() if values.get(name) is not None}
     given["stop"] = tuple(given.get("stop", ()))
     given.setdefault("seed", new_seed(TYPED_SEED_BITS))
     try:
-        return SamplingParams(**given)
+        SamplingParams(**given)
     except RequestError as error:
         raise OptionError(error.message, hint=error.hint, param=error.param) from error
+    return given
 
 
-def parse_sampling(name: str, text: str) -> object:
-    """Return the value of a sampling setting that `text` stands for; "" stands for the default."""
+def parse_sampling(name: str, text: str, defaults: Mapping[str, Any]) -> object:
+    """Return the value of a sampling setting that `text` stands for; "" stands for the default.
+
+    `defaults` are the model's own.
+    """
     known = sampling_settings()
     if name not in known:
         raise OptionError(f"Unknown setting {name!r}.", hint=f"Known: {', '.join(known)}.")
     if not text:
-        return known[name].default
+        return defaults.get(name, known[name].default)
     kind = _plain(get_type_hints(SamplingParams)[name])
     if get_origin(kind) is tuple:
         return (text,)
@@ -165,7 +174,9 @@ def _sampling_flag(setting: "Field[Any]") -> inspect.Parameter:
         kind = list[str]
     elif kind is bool:
         words = f"{flag_words}/--no-{flag_words[2:]}"
-    shown = setting.default if name != "seed" and kind in (int, float) else None
+    shown = None
+    if kind in (int, float) and name != "seed":
+        shown = "by the model" if name in FALLBACK else setting.default
     info = typer.Option(
         words,
         help=_with_default(setting.metadata["help"], shown),

@@ -13,6 +13,7 @@ from headroom.formats.metadata import Metadata
 from headroom.formats.names import Format, Namings
 from headroom.formats.read_header import gguf_header, safetensors_header
 from headroom.formats.safetensors import find_safetensors, read_json, read_model_files
+from headroom.formats.sampling import SamplingDefaults, config_sampling, gguf_sampling
 from headroom.formats.tensor import TensorInfo, map_file
 from headroom.formats.vocabulary import Vocabulary, read_vocabulary
 
@@ -38,6 +39,7 @@ class Checkpoint:
     tokenizer_file: Path | None  # tokenizer.json beside safetensors
     tokenizer_config: Mapping[str, Any] = field(repr=False)  # {} for GGUF
     chat_template: str | None = field(repr=False)
+    sampling: SamplingDefaults  # what the model's files recommend
     identity: str  # a digest of the contents, equal for equal files at any path
 
     @property
@@ -108,6 +110,7 @@ def _open_gguf(path: Path, namings: Namings) -> Checkpoint:
         tokenizer_file=None,
         tokenizer_config={},
         chat_template=template or None,
+        sampling=gguf_sampling(header.metadata, path),
         identity=_identity((part.path, part.header) for part in parts),
     )
 
@@ -119,7 +122,9 @@ def _open_safetensors(path: Path, namings: Namings) -> Checkpoint:
     parts = read_model_files(path)
     header = safetensors_header(config, config_path, parts, path.absolute().parent.name, namings)
     tokenizer_file = path.with_name("tokenizer.json")
-    tokenizer_config = _tokenizer_config(path.parent, config)
+    generation_path = path.with_name("generation_config.json")
+    generation = read_json(generation_path) if generation_path.is_file() else {}
+    tokenizer_config = _tokenizer_config(path.parent, config, generation)
     files = [(config_path, map_file(config_path)), *((part.path, part.header) for part in parts)]
     return Checkpoint(
         path=path,
@@ -131,6 +136,7 @@ def _open_safetensors(path: Path, namings: Namings) -> Checkpoint:
         tokenizer_file=tokenizer_file if tokenizer_file.is_file() else None,
         tokenizer_config=tokenizer_config,
         chat_template=_chat_template(path.parent, tokenizer_config),
+        sampling=config_sampling(generation, generation_path),
         identity=_identity(files),
     )
 
@@ -148,10 +154,11 @@ def _has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf"))
 
 
-def _tokenizer_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    path, generation_path = folder / "tokenizer_config.json", folder / "generation_config.json"
+def _tokenizer_config(
+    folder: Path, config: Mapping[str, Any], generation: Mapping[str, Any]
+) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
     settings = read_json(path) if path.is_file() else {}
-    generation = read_json(generation_path) if generation_path.is_file() else {}
     ids = generation.get("eos_token_id", config.get("eos_token_id"))
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(type(token) is int for token in listed):

@@ -18,14 +18,14 @@ from headroom.engine.request import (
     new_seed,
 )
 from headroom.errors import CapacityError, HeadroomError, RequestError
-from headroom.llm import LLM
+from headroom.llm import LLM, SEED_BITS
 from headroom.options import Options
 from headroom.server.metrics import Metrics
 from headroom.server.refusals import RefusalError
 from headroom.text.answer_parser import AnswerParser
 from headroom.text.conversation import Conversation
 
-SEED_BITS = 53  # of seeds that the server draws; JavaScript's numbers hold them exactly
+NewParser = Callable[[], AnswerParser | None]
 UNTIL_END = -1  # as `max_tokens`: as many tokens as the context holds
 
 
@@ -62,6 +62,10 @@ def make_requests(
     return requests
 
 
+def no_parser() -> None:
+    """Return the parser of an answer that continues the prompt's text: none."""
+
+
 class Answers:
     """The answers to several requests as one stream of deltas; its reader must close it."""
 
@@ -70,7 +74,7 @@ class Answers:
         llm: LLM,
         requests: Sequence[GenerationRequest],
         metrics: Metrics,
-        new_parser: Callable[[], AnswerParser] = AnswerParser,  # called once for each answer
+        new_parser: NewParser = no_parser,  # called once for each answer
     ) -> None:
         assert requests
         self.llm = llm
@@ -192,7 +196,7 @@ class Service:
         self,
         llm: LLM,
         requests: Sequence[GenerationRequest],
-        new_parser: Callable[[], AnswerParser] = AnswerParser,
+        new_parser: NewParser = no_parser,
     ) -> Answers:
         """Hand requests to a model's engine; if it refuses one, the others are cancelled."""
         if self.stopping:
@@ -218,7 +222,7 @@ class Service:
     ) -> Answers:
         """Start `n` answers to a conversation; every chat API goes this way."""
 
-        def prepare() -> tuple[list[GenerationRequest], Callable[[], AnswerParser]]:
+        def prepare() -> tuple[list[GenerationRequest], NewParser]:
             try:
                 prompt = llm.prepare_chat(chat)
             except RequestError as error:

@@ -20,10 +20,12 @@ class AnswerText:
         tokenizer: Tokenizer,
         stops: Sequence[str] = (),
         parser: AnswerParser | None = None,  # None: the answer is plain text
+        *,
+        continues: bool = False,  # the answer goes on after the prompt's text
     ) -> None:
         self._parser = parser or AnswerParser()
         # Control tokens that the parser reads are not hidden from it.
-        self._detokenizer = Detokenizer(tokenizer, marks=self._parser.marks)
+        self._detokenizer = Detokenizer(tokenizer, marks=self._parser.marks, continues=continues)
         self._stops = StopFinder(stops)
         self.decoded = 0  # characters that the tokens so far stand for, shown or not
         self.thought_tokens = 0  # tokens of thoughts so far, with the marks around them

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from headroom.errors import RequestError
+
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, with OpenAI's names of fields
 FormatKind = Literal["json_object", "json_schema", "regex", "lark", "choice"]
 ChoiceMode = Literal["auto", "none", "required"]
@@ -26,6 +28,21 @@ class Tool:
             "parameters": dict(self.parameters),
         }
         return {"type": "function", "function": function}
+
+
+def as_tool(given: Tool | Mapping[str, Any]) -> Tool:
+    """Return a tool that is given as a `Tool` or as OpenAI's object of type "function"."""
+    if isinstance(given, Tool):
+        return given
+    function = given.get("function", given)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError("A tool is not an object with a function's name.", param="tools")
+    return Tool(
+        name=function["name"],
+        description=function.get("description") or "",
+        parameters=function.get("parameters") or {},
+        strict=bool(function.get("strict")),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,13 +15,15 @@ class Detokenizer:
         *,
         show_control: bool = False,
         marks: Container[int] = (),  # control tokens that are shown all the same
+        continues: bool = False,  # the text goes on after other text: its first blank counts
     ) -> None:
         self._tokenizer = tokenizer
         self._show_control = show_control
         self._marks = marks
         # The decoder keeps the bytes of an unfinished character until its other bytes come.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._drops_blank = tokenizer.drops_blank  # at the start of the text, and not later
+        # SentencePiece puts a blank before a text; only the first token can have it.
+        self._drops_blank = tokenizer.drops_blank and not continues
 
     def push(self, token_id: int) -> str:
         """Take one token and return the characters that it completes."""

@@ -1,6 +1,6 @@
 """A model that is not there: answers that commands can be tested with."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from types import SimpleNamespace
@@ -26,6 +26,12 @@ class FakeLLM:
         self.params: list[SamplingParams] = []
         self.closed_early = False
         self.finish_reason = "stop"
+        self.thought = ""  # said before the words
+
+    default_sampling: Mapping[str, Any] = {"temperature": 0.6}
+
+    def sampling(self, **settings: Any) -> SamplingParams:
+        return SamplingParams(**{**self.default_sampling, **settings})
 
     def stream_chat(self, messages: Any, params: SamplingParams) -> Iterator[Any]:
         self.asked.append([dict(message) for message in messages])
@@ -41,6 +47,7 @@ class FakeLLM:
         text = "".join(piece.text for piece in self.stream_chat(messages, params))
         return SimpleNamespace(
             text=text,
+            thought="",
             token_ids=(5, 6, 7),
             finish_reason=self.finish_reason,
             prompt_tokens=4,
@@ -59,6 +66,7 @@ class FakeLLM:
                 last = number + 1 == len(self.words)
                 yield SimpleNamespace(
                     text=word,
+                    thought=self.thought if number == 0 else "",
                     token=number,
                     finish_reason=self.finish_reason if last else None,
                     generated_tokens=number + 1,

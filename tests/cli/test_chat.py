@@ -32,7 +32,7 @@ def talk(llm: Any, *lines: str | type[BaseException], terminal: bool = False) ->
     """Hold a conversation and return what was shown, and the conversation."""
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=terminal, color_system=None, width=100)
-    conversation = Conversation(SamplingParams(seed=1))
+    conversation = Conversation(SamplingParams(seed=1), {"temperature": 0.6})
     Chat(llm, conversation, console).talk(typed(*lines))
     return shown.getvalue(), conversation
 
@@ -114,6 +114,22 @@ def test_reset_forgets_the_turns_and_keeps_the_system_text(fake_llm: Any) -> Non
     ]
 
 
+def test_a_thought_goes_back_to_the_model_as_reasoning(fake_llm: Any) -> None:
+    fake_llm.thought = "Let me see."
+    talk(fake_llm, "one", "two")
+    assert fake_llm.asked[1][1] == {
+        "role": "assistant",
+        "content": "Hello there.",
+        "reasoning_content": "Let me see.",
+    }
+
+
+def test_set_without_a_value_goes_back_to_the_models_own(fake_llm: Any) -> None:
+    shown, _ = talk(fake_llm, "/set temperature 0.3", "/set temperature", "one")
+    assert "temperature is 0.6.\n" in shown
+    assert fake_llm.params[0].temperature == 0.6
+
+
 def test_set_changes_how_the_next_answer_is_drawn(fake_llm: Any) -> None:
     shown, _ = talk(fake_llm, "/set temperature 0.3", "/set top-k=5", "one")
     assert shown.startswith("temperature is 0.3.\ntop_k is 5.\n")
@@ -143,10 +159,10 @@ def test_set_alone_shows_every_setting(fake_llm: Any) -> None:
     ],
 )
 def test_a_wrong_command_changes_nothing(line: str, error: type[Exception]) -> None:
-    conversation = Conversation(SamplingParams(seed=1))
+    conversation = Conversation(SamplingParams(seed=1), {"temperature": 0.6})
     with pytest.raises(error):
         conversation.command(line)
-    assert conversation == Conversation(SamplingParams(seed=1))
+    assert conversation == Conversation(SamplingParams(seed=1), {"temperature": 0.6})
 
 
 def test_help_lists_every_command(fake_llm: Any) -> None:

@@ -3,14 +3,15 @@
 import io
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
 
+from headroom.answers import AnswerDelta
 from headroom.cli.main import run_command
-from headroom.cli.run import show, split_words
+from headroom.cli.run import AnswerOutput, show, split_words
+from headroom.engine.request import SamplingParams
 from headroom.errors import FormatError
 from headroom.options import Options
 
@@ -76,8 +77,38 @@ def test_text_streams_and_ends_in_a_line_feed(
 def test_an_answer_that_ends_a_line_gets_no_second_line_feed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    show([SimpleNamespace(text="done\n"), SimpleNamespace(text="")])  # type: ignore[list-item]
+    show([AnswerDelta(text="done\n"), AnswerDelta(finish_reason="stop")])
     assert capsys.readouterr().out == "done\n"
+
+
+def test_thoughts_are_dimmed_on_a_terminal_and_left_out_of_a_pipe() -> None:
+    deltas = [
+        AnswerDelta(thought="Let me"),
+        AnswerDelta(thought=" see."),
+        AnswerDelta(text="Four."),
+        AnswerDelta(finish_reason="stop"),
+    ]
+    for thoughts, expected in ((True, "\x1b[2mLet me see.\x1b[0m\n\nFour."), (False, "Four.")):
+        written = io.StringIO()
+        output = AnswerOutput(written, thoughts=thoughts)
+        for delta in deltas:
+            output.write(delta)
+        assert written.getvalue() == expected
+
+
+def test_a_thought_that_never_ends_does_not_leave_the_terminal_dim() -> None:
+    written = io.StringIO()
+    output = AnswerOutput(written, thoughts=True)
+    output.write(AnswerDelta(thought="Hmm"))
+    output.write(AnswerDelta(finish_reason="length"))
+    assert written.getvalue() == "\x1b[2mHmm\x1b[0m\n\n"
+
+
+def test_settings_that_are_not_given_are_the_models_own(
+    opened: list[Options], fake_llm: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["run", "hello", "--seed", "3", "--top-k", "7"]) == 0
+    assert fake_llm.params == [SamplingParams(temperature=0.6, top_k=7, seed=3)]
 
 
 def test_raw_leaves_the_chat_template_out(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headroom.cli.main import run_command
-from headroom.cli.settings import make_params, parse_sampling, sampling_settings
+from headroom.cli.settings import given_sampling, parse_sampling, sampling_settings
 from headroom.engine.request import SamplingParams
 from headroom.errors import OptionError
 from headroom.options import Options, flag
@@ -83,8 +83,8 @@ def test_wrong_values_are_usage_errors(
 
 
 def test_without_a_seed_every_answer_gets_another_one() -> None:
-    assert make_params({"seed": 5}).seed == 5
-    assert len({make_params({}).seed for _ in range(8)}) > 1
+    assert given_sampling({"seed": 5})["seed"] == 5
+    assert len({given_sampling({})["seed"] for _ in range(8)}) > 1
 
 
 @pytest.mark.parametrize(
@@ -98,13 +98,13 @@ def test_without_a_seed_every_answer_gets_another_one() -> None:
     ],
 )
 def test_a_sampling_setting_is_read_from_text(name: str, text: str, value: object) -> None:
-    assert parse_sampling(name, text) == value
+    assert parse_sampling(name, text, {}) == value
 
 
 @pytest.mark.parametrize(("name", "text"), [("temperature", "warm"), ("top_k", "0.5"), ("x", "1")])
 def test_text_that_is_no_sampling_setting_is_refused(name: str, text: str) -> None:
     with pytest.raises(OptionError, match=name):
-        parse_sampling(name, text)
+        parse_sampling(name, text, {})
 
 
 def test_a_command_warns_of_a_variable_that_is_no_setting(
