@@ -106,16 +106,29 @@ def follow(running: Running, read: tuple[str, Any], write: tuple[str, Any]) -> N
     running.engine.script = script
 
 
-def test_codex_reads_and_writes_a_file(session: Session, running: Running) -> None:
+# Codex offers other tools to models whose names it knows: a patch as plain text, or a program that
+# calls the other tools.
+PATCH = "*** Begin Patch\n*** Add File: answer.txt\n+{word}\n*** End Patch\n"
+CODEX_CALLS = {
+    MODEL: (
+        ("exec_command", {"cmd": "cat note.txt"}),
+        ("exec_command", {"cmd": "echo {word} > answer.txt"}),
+    ),
+    "gpt-5.5": (("exec_command", {"cmd": "cat note.txt"}), ("apply_patch", {"input": PATCH})),
+    "gpt-6-sol": (
+        ("exec", {"input": 'text(await tools.exec_command({cmd: "cat note.txt"}))'}),
+        ("exec", {"input": 'text(await tools.exec_command({cmd: "echo {word} > answer.txt"}))'}),
+    ),
+}
+
+
+@pytest.mark.parametrize("model", CODEX_CALLS)
+def test_codex_reads_and_writes_a_file(session: Session, running: Running, model: str) -> None:
     codex = find_program("codex")
     session.write(".codex/config.toml", documented("Codex", running.address, MODEL))
-    follow(
-        running,
-        read=("exec_command", {"cmd": "cat note.txt"}),
-        write=("exec_command", {"cmd": "echo {word} > answer.txt"}),
-    )
+    follow(running, *CODEX_CALLS[model])
     # The sandbox needs rights that a container may lack; the script runs nothing dangerous.
-    flags = ["--json", "--skip-git-repo-check", "--sandbox", "danger-full-access"]
+    flags = ["--json", "--skip-git-repo-check", "--sandbox", "danger-full-access", "-m", model]
     printed = session.run([codex, "exec", *flags, TASK], session.environment())
     items = [json.loads(line).get("item", {}) for line in printed.splitlines() if line[:1] == "{"]
     said = [item["text"] for item in items if item.get("type") == "agent_message"]

@@ -99,10 +99,11 @@ def case_tools_without_a_store():
         model=MODEL, input=[asked, *first.output, output], tools=[GET_WEATHER], store=False
     )
     assert second.output_text == SAID
-    refused(
-        openai.NotFoundError,
+    error = refused(
+        openai.BadRequestError,
         lambda: responses.create(model=MODEL, previous_response_id=first.id, input="Hi."),
     )
+    assert error.code == "previous_response_not_found"
 
 
 def case_streamed_tools():
