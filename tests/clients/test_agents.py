@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import secrets
 import subprocess
 from collections.abc import Iterator
@@ -96,7 +97,7 @@ def follow(running: Running, read: tuple[str, Any], write: tuple[str, Any]) -> N
         if not results:
             said = f"I read it.\n{manner.call(*read)}"
             return manner.thought(prompt, "I must read it.") + said
-        word = results[0].partition(PREFIX)[2].split()[0]
+        word = re.findall(f"{PREFIX}([0-9a-f]+)", results[0])[0]
         if len(results) == 1:
             name, arguments = write
             filled = {key: text.replace("{word}", word) for key, text in arguments.items()}
