@@ -54,6 +54,7 @@ from headroom.text.conversation import (
     ToolChoice,
     as_tool,
 )
+from headroom.text.fill_in import find_fill_in
 from headroom.text.grammar import GrammarCompiler
 from headroom.text.reasoning import Reasoning, find_reasoning
 from headroom.text.thought_budget import resolve_effort
@@ -165,6 +166,7 @@ class LLM:
         self.template = _template(checkpoint, self.tokenizer)
         self.reasoning = find_reasoning(self.tokenizer, self.template)
         self.sampling_defaults = _sampling_defaults(checkpoint)
+        self.fill_in = find_fill_in(checkpoint, self.tokenizer)  # None: the model fills no gaps
         self.tool_format = find_tool_format(self.tokenizer, self.template)
         opened = open_engine(checkpoint, options, progress)
         self.engine, self.plan = opened.engine, opened.plan

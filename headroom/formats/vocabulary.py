@@ -9,7 +9,10 @@ from headroom.errors import FormatError
 from headroom.formats.mapped import MappedStrings
 from headroom.formats.metadata import Metadata
 
-SPECIAL_TOKENS = ("bos", "eos", "eot", "eom", "unknown", "padding", "mask")
+SPECIAL_TOKENS = (
+    *("bos", "eos", "eot", "eom", "unknown", "padding", "mask"),
+    *("fim_pre", "fim_suf", "fim_mid"),
+)
 BLANK_MARK = "\u2581"  # stands for a blank in SentencePiece vocabularies
 _BOS_BY_DEFAULT = ("llama", "gemma4")  # tokenizer models that begin every text with bos
 _NO_TOKEN = (-1, 0xFFFFFFFF)  # ids by which some writers say that there is no such token

@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
@@ -231,16 +232,18 @@ class ChatWriter:
     def last(self, delta: AnswerDelta) -> dict[str, Any]:
         """Return the choice that says why the answer ended."""
         reason = self._reason(delta.finish_reason, called=delta.index in self._calling)
-        return {**_streamed(delta.index, {}), "finish_reason": reason}
+        choice = {**_streamed(delta.index, {}), "finish_reason": reason}
+        return choice | _details(delta)
 
     def whole(self, index: int, answer: Completion) -> dict[str, Any]:
         """Return the choice of a whole answer."""
-        return {
+        choice = {
             "index": index,
             "message": self._message(answer),
             "logprobs": self._logprobs(answer.shown_tokens),
             "finish_reason": self._reason(answer.finish_reason, called=bool(answer.tool_calls)),
         }
+        return choice | _details(answer)
 
     def _message(self, answer: Completion) -> dict[str, Any]:
         message: dict[str, Any] = {
@@ -291,6 +294,13 @@ class ChatWriter:
             "logprob": logprob_number(logprob),
             "bytes": list(self._tokenizer.token_bytes(token)),
         }
+
+
+def _details(answer: AnswerDelta | Completion) -> dict[str, Any]:
+    """Return how long the model thought and what ended its thought, if it can think."""
+    if answer.finish_details is None:
+        return {}
+    return {"finish_details": asdict(answer.finish_details)}
 
 
 def _streamed_call(call: CallDelta) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from headroom.answers import AnswerDelta, AnswerToken, Completion
 from headroom.engine.request import MAX_LOGPROBS, TokenLogprobs
 from headroom.errors import RequestError
+from headroom.llm import LLM
 from headroom.server.openai_shared import (
     Envelope,
     GenerationCall,
@@ -20,6 +21,7 @@ from headroom.server.openai_shared import (
     respond,
     token_text,
 )
+from headroom.server.output_formats import FormatFields
 from headroom.server.schemas import (
     GenerationBody,
     Positive,
@@ -29,6 +31,7 @@ from headroom.server.schemas import (
 )
 from headroom.server.service import Service, make_requests
 from headroom.text.detokenizer import Detokenizer
+from headroom.text.fill_in import FillIn
 from headroom.text.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -37,7 +40,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's default, for this endpoint only
 MAX_ANSWERS = 1024  # prompts times n
 
 
-class CompletionBody(GenerationBody):
+class CompletionBody(FormatFields, GenerationBody):
     """The body of /v1/completions."""
 
     also_not_honoured: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -46,9 +49,6 @@ class CompletionBody(GenerationBody):
         "function_call": ("auto",), "reasoning_effort": (), "reasoning": (), "thinking": (),
         "enable_thinking": (), "thinking_budget": (), "chat_template_kwargs": (),
         "continue_final_message": (), "max_completion_tokens": (), "top_logprobs": (),
-        "response_format": ({"type": "text"},), "guided_json": (), "guided_regex": (),
-        "guided_choice": (), "guided_grammar": (), "structured_outputs": (), "json_schema": (),
-        "grammar": (),
     }  # fmt: skip
 
     prompt: Annotated[list[str | list[int]], PlainValidator(prompt_list)]
@@ -59,8 +59,8 @@ class CompletionBody(GenerationBody):
 
     @model_validator(mode="after")
     def _can_be_honoured(self) -> "CompletionBody":
-        if self.suffix:
-            raise unsupported("suffix", "A suffix is not supported: text is only continued.")
+        if self.suffix and self.echo:
+            raise unsupported("echo", "A prompt with a suffix cannot be echoed.")
         if self.best_of is not None and self.best_of != (self.n or 1):
             message = f"best_of is {self.best_of}; it can only equal n, which is {self.n or 1}."
             raise unsupported("best_of", message)
@@ -89,11 +89,23 @@ async def completions(request: Request) -> Response:
             param="prompt",
         )
     tokenizer = llm.tokenizer
-    prompts = await asyncio.to_thread(_encode, tokenizer, body.prompt)
+    wanted, fill_in = body.output_format(), _fill_in(llm, body)
+    prompts = await asyncio.to_thread(_encode, tokenizer, body, fill_in)
     settings = {"max_tokens": DEFAULT_MAX_TOKENS, **body.sampling()}
     if body.logprobs is not None:
         settings |= {"logprobs": body.logprobs, "prompt_logprobs": bool(body.echo)}
-    requests = make_requests(llm, prompts, settings, body.n or 1, prompt_field="prompt")
+    grammar = None if wanted is None else await asyncio.to_thread(llm.grammars.compile, wanted)
+    requests = make_requests(
+        llm,
+        prompts,
+        settings,
+        body.n or 1,
+        prompt_field="prompt",
+        new_constraint=lambda most: None if grammar is None else grammar.begin(),
+    )
+    if fill_in is not None:
+        stops = llm.tokenizer.stop_ids | fill_in.stop_ids
+        requests = [replace(request, stop_ids=stops) for request in requests]
     echoed = await asyncio.to_thread(_echo, tokenizer, prompts, body) if body.echo else None
     writer = CompletionWriter(tokenizer, echoed, body)
     envelope = Envelope(
@@ -105,8 +117,22 @@ async def completions(request: Request) -> Response:
     return await respond(request, service, GenerationCall(body, answers, envelope, writer))
 
 
-def _encode(tokenizer: Tokenizer, given: Sequence[str | list[int]]) -> list[list[int]]:
-    return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
+def _fill_in(llm: LLM, body: CompletionBody) -> FillIn | None:
+    """Return how the model fills gaps if the body has one; refuse a suffix if it does not."""
+    if body.suffix and llm.fill_in is None:
+        raise unsupported(
+            "suffix",
+            f"{llm.name} has no tokens to fill a gap between two texts, so it takes no `suffix`.",
+        )
+    return llm.fill_in if body.suffix else None
+
+
+def _encode(tokenizer: Tokenizer, body: CompletionBody, fill_in: FillIn | None) -> list[list[int]]:
+    if fill_in is not None and body.suffix:
+        return [fill_in.prompt(tokenizer, prompt, body.suffix) for prompt in body.prompt]
+    return [
+        tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt
+    ]
 
 
 def _echo(

@@ -49,7 +49,7 @@ def _response_format(value: Any, field: str) -> OutputFormat | None:
     if kind == "json_object":
         if (schema := value.get("schema")) is not None:
             return _schema(schema, f"{field}.schema")
-        return OutputFormat(kind="json_object")
+        return OutputFormat(kind="json_object", param=field)
     if kind == "json_schema":
         named = value.get("json_schema")
         if not isinstance(named, dict):
@@ -96,13 +96,13 @@ def _schema(value: Any, field: str) -> OutputFormat:
             raise invalid(field, f"`{field}` is a text that is not JSON: {error}.") from error
     if not isinstance(value, dict | bool):
         raise invalid(field, f"`{field}` must be a JSON schema, which is an object.")
-    return OutputFormat(kind="json_schema", value=value)
+    return OutputFormat(kind="json_schema", value=value, param=field)
 
 
 def _regex(value: Any, field: str) -> OutputFormat:
     if not isinstance(value, str) or not value:
         raise invalid(field, f"`{field}` must be a regular expression as a text.")
-    return OutputFormat(kind="regex", value=value)
+    return OutputFormat(kind="regex", value=value, param=field)
 
 
 def _choice(value: Any, field: str) -> OutputFormat | None:
@@ -110,7 +110,7 @@ def _choice(value: Any, field: str) -> OutputFormat | None:
         return None
     if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
         raise invalid(field, f"`{field}` must be a list of texts, none of them empty.")
-    return OutputFormat(kind="choice", value=list(value))
+    return OutputFormat(kind="choice", value=list(value), param=field)
 
 
 def _grammar(value: Any, field: str) -> OutputFormat:
@@ -120,13 +120,13 @@ def _grammar(value: Any, field: str) -> OutputFormat:
         raise unsupported(
             field, f"`{field}` is in GBNF, llama.cpp's notation; write it in Lark's notation."
         )
-    return OutputFormat(kind="lark", value=value)
+    return OutputFormat(kind="lark", value=value, param=field)
 
 
 def _json_object(value: Any, field: str) -> OutputFormat:
     if value is not True:
         raise invalid(field, f"`{field}` must be true or false.")
-    return OutputFormat(kind="json_object")
+    return OutputFormat(kind="json_object", param=field)
 
 
 _STRUCTURED = {

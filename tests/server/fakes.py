@@ -28,6 +28,7 @@ from headroom.llm import LLM, ChatPrompt
 from headroom.options import Options
 from headroom.server.app import HttpServer, bind
 from headroom.text.conversation import Conversation
+from headroom.text.fill_in import FillIn
 from headroom.text.reasoning import Reasoning
 from headroom.text.tokenizer import Tokenizer
 from headroom.text.tool_formats import find_tool_format
@@ -212,6 +213,7 @@ class FakeLLM:
         self.engine = FakeEngine()
         self.tokenizer = FakeTokenizer()
         self.default_sampling: dict[str, Any] = {}
+        self.fill_in: FillIn | None = None
         self.conversations: list[list[Mapping[str, Any]]] = []
         self.chats: list[Conversation] = []
         self.thinks = False  # answers may begin with <think>

@@ -1,11 +1,19 @@
 """/v1/completions over a model that says what it is told to."""
 
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 
-from tests.server.fakes import BOS, FakeLLM, events_of
+from headroom.llm import LLM
+from headroom.options import Options
+from headroom.text.fill_in import FillIn
+from tests.server.fakes import BOS, EOS, FakeLLM, events_of, serving
 
 PATH = "/v1/completions"
 
@@ -102,3 +110,108 @@ def test_each_of_several_answers_echoes_its_own_prompt(shared: httpx.Client) -> 
     choices = ask(shared, **body)["choices"]
     assert [choice["text"] for choice in choices] == ["one Hello"] * 2 + ["two Hello"] * 2
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+
+
+def test_a_suffix_becomes_a_prompt_with_a_gap(client: httpx.Client, llm: FakeLLM) -> None:
+    llm.fill_in = FillIn(prefix=1, suffix=2, middle=3, stop_ids=frozenset([ord(",")]))
+    body = {"prompt": "ab", "suffix": "yz", "max_tokens": 50}
+    answer = ask(client, **body)
+    ask(client, **{**body, "prompt": [BOS, 99]})
+    first, second = llm.engine.requests
+    assert first.prompt == (BOS, 1, *b"ab", 2, *b"yz", 3)
+    assert second.prompt == (BOS, 1, 99, 2, *b"yz", 3)
+    assert first.stop_ids == {EOS, ord(",")}
+    assert [choice["text"] for choice in answer["choices"]] == ["Hello, world."]
+    response = client.post(PATH, json={**body, "echo": True})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "echo")
+
+
+def test_a_suffix_is_refused_where_the_vocabulary_has_no_tokens_for_it(
+    client: httpx.Client,
+) -> None:
+    response = client.post(PATH, json={"prompt": "ab", "suffix": "yz"})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("suffix", "unsupported_parameter")
+    assert error["message"].startswith("fake has no tokens to fill a gap")
+
+
+def test_equal_prompts_of_one_call_have_draws_of_their_own(
+    client: httpx.Client, llm: FakeLLM
+) -> None:
+    client.post(PATH, json={"prompt": ["a", "a"], "n": 2, "seed": 5})
+    assert [request.params.draw for request in llm.engine.requests] == [0, 1, 2, 3]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def real(tiny_path: Path) -> Iterator[httpx.Client]:
+    """A server with random weights."""
+    with (
+        LLM(str(tiny_path), context=256, parallel=4, threads=1) as llm,
+        serving(llm, Options(port=0)) as server,
+        httpx.Client(base_url=server.address, timeout=60) as http,
+    ):
+        yield http
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+def test_answers_match_the_format_that_is_asked_for(real: httpx.Client, path: str) -> None:
+    subject: dict[str, Any] = {"prompt": "x"}
+    if path != PATH:
+        subject = {"messages": [{"role": "user", "content": "x"}]}
+
+    def ask(**fields: Any) -> list[str]:
+        body = {**subject, "temperature": 1, "max_tokens": 200, "n": 3, **fields}
+        response = real.post(path, json=body)
+        assert response.status_code == 200, response.text
+        choices = response.json()["choices"]
+        finished = [choice for choice in choices if choice["finish_reason"] == "stop"]
+        return [choice.get("text") or choice["message"]["content"] for choice in finished]
+
+    named = {"name": "person", "schema": SCHEMA, "strict": True}
+    for text in ask(response_format={"type": "json_schema", "json_schema": named}):
+        jsonschema.validate(json.loads(text), SCHEMA)
+    for text in ask(guided_json=SCHEMA, seed=2):
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert set(ask(guided_choice=["red", "green"])) <= {"red", "green"}
+    assert all(
+        re.fullmatch("[ab]{3}", text) for text in ask(structured_outputs={"regex": "[ab]{3}"})
+    )
+    lark = ask(grammar='start: "x" | "yy"')
+    assert len(lark) == 3
+    assert set(lark) <= {"x", "yy"}
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": {"type": "string", "pattern": "("}}, "guided_json"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"structured_outputs": {"grammar": "start: undefined_rule"}},
+         "structured_outputs.grammar"),
+        ({"response_format": {"type": "json_schema", "json_schema": {
+            "schema": {"type": "object", "properties": {"a": {"type": "no such type"}}}}}},
+         "response_format.json_schema.schema"),
+    ],
+)  # fmt: skip
+def test_a_format_that_cannot_be_compiled_is_a_400_of_its_field(
+    real: httpx.Client, path: str, fields: dict[str, Any], param: str
+) -> None:
+    subject: dict[str, Any] = {"prompt": "x"}
+    if path != PATH:
+        subject = {"messages": [{"role": "user", "content": "x"}]}
+    response = real.post(path, json={**subject, **fields})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    if "response_format" in param:
+        assert "/properties/a" in error["message"]
