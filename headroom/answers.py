@@ -52,6 +52,7 @@ class AnswerDelta:
     shown_tokens: tuple[AnswerToken, ...] = ()  # tokens whose text has been given out by now
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # with the first delta, if asked for
     finish_reason: FinishReason | None = None
+    stop_text: str | None = None  # with the last delta, if a stop text ended the answer
     error: str = ""  # with finish reason "error"
     prompt_tokens: int = 0
     generated_tokens: int = 0  # so far
@@ -80,6 +81,7 @@ class Completion:
     tool_calls: tuple[ToolCall, ...] = ()
     token_ids: tuple[int, ...]  # with the token that ended the answer, if one did
     finish_reason: FinishReason
+    stop_text: str | None = None  # that ended the answer
     prompt_tokens: int
     generated_tokens: int
     thought_tokens: int  # those of the generated tokens that are thoughts
@@ -129,13 +131,14 @@ class AnswerReader:
         self._last = AnswerDelta(
             index=self._index,
             finish_reason=delta.finish_reason,
+            stop_text=delta.stop_text,
             prompt_tokens=delta.prompt_tokens,
             generated_tokens=delta.generated_tokens,
             thought_tokens=delta.thought_tokens,
             timings=delta.timings,
             finish_details=delta.finish_details,
         )
-        return replace(delta, finish_reason=None, finish_details=None)
+        return replace(delta, finish_reason=None, stop_text=None, finish_details=None)
 
     def _add(self, event: TokenEvent) -> AnswerDelta:
         parts = AnswerParts()
@@ -156,6 +159,7 @@ class AnswerReader:
             shown_tokens=self._release(all_held=reason is not None and not self._text.stopped),
             prompt_logprobs=event.prompt_logprobs,
             finish_reason=reason,
+            stop_text=self._text.stop_text,
             error=event.error,
             prompt_tokens=event.prompt_tokens,
             generated_tokens=event.generated_tokens,
@@ -203,6 +207,7 @@ def join_deltas(deltas: Sequence[AnswerDelta]) -> Completion:
         tool_calls=join_calls(call for delta in deltas for call in delta.calls),
         token_ids=tuple(delta.token for delta in deltas if delta.token is not None),
         finish_reason=last.finish_reason,
+        stop_text=last.stop_text,
         prompt_tokens=last.prompt_tokens,
         generated_tokens=last.generated_tokens,
         thought_tokens=last.thought_tokens,

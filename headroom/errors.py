@@ -45,6 +45,19 @@ class RequestError(HeadroomError):
 class ContextLengthError(RequestError):
     """A prompt leaves no room for an answer in the context."""
 
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str = "",
+        param: str | None = None,
+        tokens: int = 0,  # of the prompt
+        context: int = 0,  # tokens of prompt and answer together
+    ) -> None:
+        super().__init__(message, hint=hint, param=param)
+        self.tokens = tokens
+        self.context = context
+
 
 class CapacityError(HeadroomError):
     """A request is right but cannot be taken now: the queue is full or memory is short."""

@@ -131,11 +131,16 @@ class ChatPrompt:
     tools: tuple[Tool, ...] = ()  # that the answer may call
     tool_format: ToolFormat | None = None  # how the model writes calls
     limits: AnswerLimits | None = None  # None: nothing is limited
+    continues: bool = False  # the prompt ends with the first words of the answer's text
 
     def new_parser(self) -> AnswerParser:
         """Return a parser for one answer."""
         return AnswerParser(
-            self.reasoning, in_thought=self.in_thought, tools=self.tools, format=self.tool_format
+            self.reasoning,
+            in_thought=self.in_thought,
+            begun=self.continues and not self.in_thought,
+            tools=self.tools,
+            format=self.tool_format,
         )
 
     def new_constraint(self, max_tokens: int | None = None) -> TokenConstraint | None:
@@ -200,6 +205,7 @@ class LLM:
         messages: Sequence[ChatMessage],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continues: bool = False,  # the last message is the start of the answer
         **variables: Any,
     ) -> str:
         if self.template is None:
@@ -207,7 +213,8 @@ class LLM:
                 f"{self.name} has no chat template.",
                 hint="Give a plain prompt: run --raw, generate(), or /v1/completions.",
             )
-        return self.template.render(messages, tools=tools, **variables)
+        render = self.template.render_start if continues else self.template.render
+        return render(messages, tools=tools, **variables)
 
     def prepare_chat(self, chat: Conversation) -> ChatPrompt:
         """Return a conversation as token ids, with the limits and the parser of its answers."""
@@ -216,8 +223,10 @@ class LLM:
         if chat.thinking.enabled is not None:
             variables["enable_thinking"] = chat.thinking.enabled
         tools = [tool.for_template() for tool in chat.tools] or None
-        text = self._render(chat.messages, tools=tools, **variables)
+        text = self._render(chat.messages, tools=tools, continues=chat.continues, **variables)
         opened = self.reasoning is not None and self.reasoning.is_open(text)
+        if chat.continues and not opened:  # the text has begun, so no thought can follow
+            thinking = Thinking(enabled=False)
         callable_tools = () if chat.tool_choice.mode == "none" else chat.tools
         tokens = tuple(self.tokenizer.encode(text))
         limits = AnswerLimits.of(
@@ -228,7 +237,15 @@ class LLM:
             prompt=text,
             room=self.context - len(tokens),
         )
-        return ChatPrompt(tokens, self.reasoning, opened, callable_tools, self.tool_format, limits)
+        return ChatPrompt(
+            tokens,
+            self.reasoning,
+            opened,
+            callable_tools,
+            self.tool_format,
+            limits,
+            chat.continues,
+        )
 
     def request(
         self,

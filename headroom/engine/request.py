@@ -166,6 +166,8 @@ def check_request(request: GenerationRequest, context: int, vocab: int) -> None:
             "the answer included.",
             hint="Shorten the prompt or raise --context.",
             param="prompt",
+            tokens=len(request.prompt),
+            context=context,
         )
     check_token_ids(request.prompt, vocab, "prompt")
     check_token_ids(request.params.logit_bias, vocab, "logit_bias")

@@ -21,15 +21,18 @@ from headroom.errors import HeadroomError, OptionError
 from headroom.llm import LLM
 from headroom.options import Options
 from headroom.server import (
+    anthropic_messages,
     openai_chat,
     openai_completions,
     openai_embeddings,
     responses,
     tokens,
 )
+from headroom.server.anthropic_errors import error_response, speaks_anthropic
+from headroom.server.anthropic_models import models_page, show_model_info
 from headroom.server.codex import codex_model
 from headroom.server.metrics import MeasureRequests, Metrics
-from headroom.server.refusals import RefusalError, refuse
+from headroom.server.refusals import RefusalError, problem_for
 from headroom.server.responses_store import ResponseStore
 from headroom.server.service import Service
 from headroom.units import parse_size
@@ -37,7 +40,14 @@ from headroom.units import parse_size
 log = logging.getLogger("headroom.server")
 
 # A new endpoint is a module with a router, and a word here.
-ENDPOINTS = (openai_chat, openai_completions, openai_embeddings, responses, tokens)
+ENDPOINTS = (
+    anthropic_messages,
+    openai_chat,
+    openai_completions,
+    openai_embeddings,
+    responses,
+    tokens,
+)
 STOP_S = 5  # seconds that a shutdown waits for clients to take their last events
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -53,7 +63,11 @@ def create_app(llm: LLM, options: Options) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
-        exception_handlers={HeadroomError: refuse, HTTPException: refuse, Exception: refuse},
+        exception_handlers={
+            HeadroomError: answer_error,
+            HTTPException: answer_error,
+            Exception: answer_error,
+        },
     )
     app.state.service = Service(llm, options, metrics)
     app.state.created = int(time.time())
@@ -74,17 +88,29 @@ def create_app(llm: LLM, options: Options) -> FastAPI:
     return app
 
 
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Answer a request that raised an error, in the shape of the API that it belongs to."""
+    problem = problem_for(request, error)
+    if speaks_anthropic(request):
+        return error_response(problem, error)
+    return problem.response()
+
+
 async def check_key(request: Request) -> None:
     """Refuse a request without the API key, if the server has one."""
     service: Service = request.app.state.service
     if service.options.api_key is None:
         return
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    sent = key.strip().encode("latin-1")  # the header's bytes as they came
-    right = hmac.compare_digest(sent, service.options.api_key.encode())
-    if scheme.lower() != "bearer" or not right:
-        what = "The API key is wrong." if key else "An API key is needed."
-        raise RefusalError(401, "invalid_api_key", what, hint="Send `Authorization: Bearer KEY`.")
+    sent = [key.strip()] if scheme.lower() == "bearer" else []
+    if "x-api-key" in request.headers:  # as Anthropic's clients send it
+        sent.append(request.headers["x-api-key"].strip())
+    right = service.options.api_key.encode()
+    # The bytes of a header as they came.
+    if not any(hmac.compare_digest(key.encode("latin-1"), right) for key in sent):
+        what = "The API key is wrong." if any(sent) else "An API key is needed."
+        hint = "Send `Authorization: Bearer KEY` or `x-api-key: KEY`."
+        raise RefusalError(401, "invalid_api_key", what, hint=hint)
 
 
 async def health(request: Request) -> Response:
@@ -104,7 +130,8 @@ async def list_models(request: Request) -> dict[str, Any]:
         llm: LLM = request.app.state.service.llm
         thinks = llm.reasoning is not None
         return {"models": [codex_model(llm.name, llm.context, thinks=thinks)]}
-    return {"object": "list", "data": [_model(request)]}
+    models = [_model(request)]
+    return models_page(models) if speaks_anthropic(request) else {"object": "list", "data": models}
 
 
 @status_routes.get("/v1/models/{name:path}")
@@ -112,7 +139,8 @@ async def show_model(request: Request, name: str) -> dict[str, Any]:
     """Show the one model."""
     service: Service = request.app.state.service
     await service.model(name, exact=True)
-    return _model(request)
+    model = _model(request)
+    return show_model_info(model) if speaks_anthropic(request) else model
 
 
 @status_routes.get("/metrics")

@@ -84,8 +84,8 @@ def problem_of(error: BaseException) -> Problem:
     return Problem(500, message, SERVER, code="internal_error")
 
 
-async def refuse(request: Request, error: Exception) -> JSONResponse:
-    """Return the HTTP answer to a request that raised `error`."""
+def problem_for(request: Request, error: Exception) -> Problem:
+    """Return the status and shape of an error that a request raised."""
     problem = problem_of(error)
     if isinstance(error, HTTPException) and problem.status in (404, 405):
         where = f"{request.method} {request.url.path}"
@@ -93,7 +93,7 @@ async def refuse(request: Request, error: Exception) -> JSONResponse:
         problem = Problem(
             problem.status, f"{where} {text}.", code=problem.code, headers=problem.headers
         )
-    return problem.response()
+    return problem
 
 
 def refuse_invalid(error: ValidationError) -> RefusalError:

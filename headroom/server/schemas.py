@@ -86,7 +86,8 @@ def short(value: object) -> str:
     return text if len(text) <= 40 else text[:40] + "..."
 
 
-def _check_stops(value: object) -> tuple[str, ...]:
+def check_stops(value: object) -> tuple[str, ...]:
+    """Return the texts that end an answer, or refuse them."""
     if value is None:
         return ()
     stops = [value] if isinstance(value, str) else value
@@ -169,7 +170,7 @@ def _sampling_field(setting: "DataclassField[Any]") -> Any:
     if get_origin(kind) is Mapping:
         return Annotated[dict[int, float], PlainValidator(_check_bias)], {}
     if get_origin(kind) is tuple:
-        return Annotated[tuple[str, ...], PlainValidator(_check_stops)], ()
+        return Annotated[tuple[str, ...], PlainValidator(check_stops)], ()
     if kind is bool:
         return bool | None, None
     if kind is float:  # SamplingParams checks the bounds, after the default is filled in

@@ -79,6 +79,7 @@ class Answers:
         assert requests
         self.llm = llm
         self.count = len(requests)
+        self.prompt_tokens = len(requests[0].prompt)  # of the first answer
         self.seed = requests[0].params.seed  # one for all, the client's or a drawn one
         self._engine = llm.engine
         self._metrics = metrics

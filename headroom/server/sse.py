@@ -32,6 +32,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         keep_alive_s: float,
         close: Callable[[], None],
+        keep_alive: bytes = KEEP_ALIVE,  # sent after `keep_alive_s` seconds without an event
     ) -> None:
         # Ask proxies neither to buffer nor to cache events.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -39,6 +40,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._keep_alive_s = keep_alive_s
+        self._keep_alive = keep_alive
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,7 +68,7 @@ class EventStream(Response):
         try:
             while True:
                 done, _ = await asyncio.wait({upcoming}, timeout=self._keep_alive_s)
-                data = upcoming.result() if done else KEEP_ALIVE
+                data = upcoming.result() if done else self._keep_alive
                 if data is None:
                     break
                 if done:

@@ -36,6 +36,11 @@ class AnswerText:
         return self._stops.stopped
 
     @property
+    def stop_text(self) -> str | None:
+        """The stop text that has ended the answer; None if none has."""
+        return self._stops.found
+
+    @property
     def shown(self) -> int:
         """Characters that were given out or that were marks; up to the stop text, if one came."""
         return self.decoded - self._parser.held - self._stops.withheld

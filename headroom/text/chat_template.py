@@ -1,5 +1,6 @@
 """ChatTemplate: renders messages to a prompt with the Jinja template of a model."""
 
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -64,6 +65,38 @@ class ChatTemplate:
             with suppress(RequestError):
                 return self._run({**settings, "messages": alternating})
             raise
+
+    def render_start(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Return the prompt up to the last word of the last message, which the model continues.
+
+        The text of the last message gets a mark at its end, and the prompt is cut at the mark, so
+        that whatever the template writes after a message is left out.
+        """
+        last = messages[-1] if messages else {}
+        content = last.get("content") or ""
+        if last.get("role") != "assistant" or not isinstance(content, str):
+            raise RequestError(
+                "Only a last message of the assistant that is a text can be continued.",
+                param="messages",
+            )
+        mark = f"[{uuid.uuid4().hex}]"
+        marked = {**last, "content": content + mark}
+        prompt, found, _ = self.render(
+            [*messages[:-1], marked], tools=tools, add_generation_prompt=False, **variables
+        ).rpartition(mark)
+        if not found:
+            raise RequestError(
+                "The chat template leaves out the last message, so it cannot be continued.",
+                hint="Let the conversation end with a message of the user.",
+                param="messages",
+            )
+        return prompt
 
     def _run(self, variables: Mapping[str, Any]) -> str:
         pieces: list[str] = []

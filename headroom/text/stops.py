@@ -16,8 +16,13 @@ class StopFinder:
             raise RequestError("A stop text is empty.", param="stop")
         self._stops = tuple(stops)
         self._held = ""  # the end of the text, held back because a stop text may start in it
-        self.stopped = False
+        self.found: str | None = None  # the stop text that has ended the text
         self.withheld = 0  # characters that were pushed and not returned: held back or cut off
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text has ended the text."""
+        return self.found is not None
 
     def push(self, text: str) -> str:
         """Take the next part of the text and return what is safe to show."""
@@ -27,8 +32,8 @@ class StopFinder:
 
     def _show(self, text: str) -> str:
         text = self._held + text
-        if (start := self._find(text)) is not None:
-            self.stopped = True
+        if (found := self._find(text)) is not None:
+            start, self.found = found
             self._held = ""
             return text[:start]
         safe = len(text) - overlap(text, self._stops)
@@ -41,11 +46,11 @@ class StopFinder:
         self.withheld -= len(held)
         return held
 
-    def _find(self, text: str) -> int | None:
-        """Return where the stop text begins that ends first; None if there is none."""
-        starts = ((text.find(stop), len(stop)) for stop in self._stops)
-        found = [(start + length, start) for start, length in starts if start >= 0]
-        return min(found)[1] if found else None
+    def _find(self, text: str) -> tuple[int, str] | None:
+        """Return where the stop text begins that ends first, and the stop text."""
+        starts = ((text.find(stop), stop) for stop in self._stops)
+        found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
+        return min(found)[1:] if found else None
 
 
 def overlap(text: str, marks: Sequence[str]) -> int:

@@ -1,0 +1,213 @@
+"""The bodies of Anthropic's Messages API, and what they ask for."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+
+from headroom.server.anthropic_history import History, MessageBody, TextBlocks, system_text
+from headroom.server.openai_tools import ToolName
+from headroom.server.schemas import (
+    Body,
+    GenerationBody,
+    Positive,
+    check_stops,
+    invalid,
+    short,
+    unsupported,
+)
+from headroom.server.thinking_fields import Effort
+from headroom.text.conversation import Conversation, OutputFormat, Thinking, Tool, ToolChoice
+
+
+def _check_tool_kind(value: object) -> object:
+    """Refuse tools that are not described: those of Anthropic's servers, and its own schemas."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in (None, "custom"):
+        raise ValueError(
+            f"tools of type {short(kind)!r} are not there, because this server runs no tools; "
+            "only tools with a name and an input_schema, which the client runs, can be called"
+        )
+    return value
+
+
+class ToolBody(Body):
+    """A tool that the client runs."""
+
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any]  # JSON schema of the input, an object
+    strict: bool | None = None
+
+    def tool(self) -> Tool:
+        """Return the tool as chat templates and parsers know it."""
+        return Tool(
+            name=self.name,
+            description=self.description or "",
+            parameters=self.input_schema,
+            strict=bool(self.strict),
+        )
+
+
+class ToolChoiceBody(Body):
+    """Whether a tool may, must or must not be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None  # with "tool"
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingBody(Body):
+    """Whether the model thinks, for how many tokens, and whether its thoughts are shown."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Positive | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class FormatBody(Body):
+    """What the text of the answer must match."""
+
+    type: Literal["json_schema"]
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputBody(Body):
+    """How much effort the answer is worth, and its format."""
+
+    effort: Effort | None = None
+    format: FormatBody | None = None
+
+
+class PromptBody(GenerationBody):
+    """The fields that make the prompt: the body of /v1/messages/count_tokens."""
+
+    also_not_honoured: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "container": (),
+        "mcp_servers": (),
+        "thread": (),
+        "compaction": (),
+        "n": (1,),
+        "response_format": (),
+        "functions": (),
+        "logprobs": (),
+    }
+
+    messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
+    system: TextBlocks | None = None
+    tools: (
+        Annotated[
+            list[Annotated[ToolBody, BeforeValidator(_check_tool_kind)]], Field(fail_fast=True)
+        ]
+        | None
+    ) = None
+    tool_choice: ToolChoiceBody | None = None
+    thinking: ThinkingBody | None = None
+    output_config: OutputBody | None = None
+    output_format: FormatBody | None = None  # the older place of `output_config.format`
+    context_management: dict[str, Any] | None = None
+
+    @property
+    def hides_thoughts(self) -> bool:
+        """Whether the client wants to know only that there is a thought, not its text."""
+        return self.thinking is not None and self.thinking.display == "omitted"
+
+    def conversation(self) -> Conversation:
+        """Return what the body asks for, in the words that all chat APIs share."""
+        history = History(system_text(self.system or []), self.messages)
+        tools = self._offered_tools()
+        output_format = self._asked_format()
+        if history.continues:
+            if history.turns[-1].get("tool_calls"):
+                raise invalid(
+                    "messages",
+                    "The last message calls tools; a message with a tool_result for each call must "
+                    "follow.",
+                )
+            if output_format is not None:
+                raise unsupported(
+                    "output_config.format",
+                    "An answer whose first words are given cannot have a format; let the "
+                    "conversation end with a message of the user.",
+                )
+        return Conversation(
+            messages=history.turns,
+            tools=tools,
+            tool_choice=self._choice(tools),
+            output_format=output_format,
+            thinking=self._asked_thinking(),
+            continues=history.continues,
+        )
+
+    def _offered_tools(self) -> tuple[Tool, ...]:
+        tools = tuple(body.tool() for body in self.tools or ())
+        names = [tool.name for tool in tools]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                where = f"tools[{index}].name"
+                raise invalid(where, f"{where}: another tool has the name {short(name)!r}, too.")
+        return tools
+
+    def _choice(self, tools: tuple[Tool, ...]) -> ToolChoice:
+        choice = self.tool_choice or ToolChoiceBody(type="auto")
+        parallel = not choice.disable_parallel_tool_use
+        if choice.type == "none":
+            return ToolChoice(mode="none")
+        if choice.type == "auto":
+            return ToolChoice(parallel=parallel)
+        if not tools:
+            raise invalid(
+                "tool_choice", f"tool_choice has the type {choice.type!r}, and there are no tools."
+            )
+        if choice.type == "any":
+            return ToolChoice(mode="required", parallel=parallel)
+        if choice.name not in [tool.name for tool in tools]:
+            what = "is required" if choice.name is None else f"{short(choice.name)!r} is no tool"
+            names = short(", ".join(tool.name for tool in tools))
+            raise invalid("tool_choice.name", f"tool_choice.name {what}; the tools are: {names}.")
+        return ToolChoice(mode="required", name=choice.name, parallel=parallel)
+
+    def _asked_format(self) -> OutputFormat | None:
+        within = self.output_config.format if self.output_config is not None else None
+        body = within or self.output_format
+        if body is None:
+            return None
+        return OutputFormat(kind="json_schema", value=body.json_schema)
+
+    def _asked_thinking(self) -> Thinking:
+        """Return whether the model thinks; without the field it does not, as in Anthropic's API."""
+        if self.thinking is None or self.thinking.type == "disabled":
+            return Thinking(enabled=False)
+        effort = self.output_config.effort if self.output_config is not None else None
+        return Thinking(
+            enabled=effort != "none",
+            effort=None if effort == "none" else effort,
+            budget=self.thinking.budget_tokens,
+        )
+
+
+class MessagesBody(PromptBody):
+    """The body of /v1/messages."""
+
+    max_tokens: Positive  # more than the context holds is as many as it holds
+    stop_sequences: Annotated[tuple[str, ...], PlainValidator(check_stops)] = ()
+
+    @model_validator(mode="after")
+    def _has_a_budget_below_the_limit(self) -> "MessagesBody":
+        thinking = self.thinking
+        if thinking is None or thinking.budget_tokens is None or thinking.type != "enabled":
+            return self
+        if thinking.budget_tokens >= self.max_tokens:
+            raise invalid(
+                "thinking.budget_tokens",
+                f"thinking.budget_tokens is {thinking.budget_tokens}; it must be less than "
+                f"max_tokens, which is {self.max_tokens}.",
+            )
+        return self
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling settings that the body gives, by name."""
+        settings = super().sampling()
+        if self.stop_sequences:
+            settings["stop"] = self.stop_sequences
+        return settings

@@ -1,0 +1,70 @@
+"""Errors in Anthropic's shape, for the paths and clients of its API."""
+
+import uuid
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse
+
+from headroom.errors import CapacityError, ContextLengthError
+from headroom.server.refusals import Problem
+
+OVERLOADED = 529  # Anthropic's status for a server that can take no more requests now
+# The types of errors by their HTTP status; the others are the client's below 500, ours above.
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    OVERLOADED: "overloaded_error",
+}
+
+
+def speaks_anthropic(request: Request) -> bool:
+    """Whether a request expects answers in Anthropic's shape, by its path or its headers."""
+    path = request.url.path
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return True
+    about_models = path == "/v1/models" or path.startswith("/v1/models/")
+    return about_models and "anthropic-version" in request.headers
+
+
+def new_request_id() -> str:
+    """Return the id of one HTTP call, which its answer and its errors carry."""
+    return f"req_{uuid.uuid4().hex}"
+
+
+def error_status(problem: Problem, error: BaseException) -> int:
+    """Return the HTTP status of an error."""
+    return OVERLOADED if isinstance(error, CapacityError) else problem.status
+
+
+def error_body(problem: Problem, error: BaseException, request_id: str) -> dict[str, Any]:
+    """Return the JSON object of an error."""
+    status = error_status(problem, error)
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": _message(problem, error)},
+        "request_id": request_id,
+    }
+
+
+def error_response(problem: Problem, error: BaseException) -> JSONResponse:
+    """Return the whole HTTP answer to a request that failed."""
+    request_id = new_request_id()
+    return JSONResponse(
+        error_body(problem, error, request_id),
+        status_code=error_status(problem, error),
+        headers={**problem.headers, "request-id": request_id},
+    )
+
+
+def _message(problem: Problem, error: BaseException) -> str:
+    if isinstance(error, ContextLengthError):
+        # Agents look for these words and numbers, and then shorten their history.
+        return f"prompt is too long: {error.tokens} tokens > {error.context} maximum. {error.hint}"
+    return problem.message

@@ -1,0 +1,271 @@
+"""Anthropic's messages: their blocks, and the turns of a chat template that they stand for."""
+
+import base64
+import json
+import zlib
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from headroom.server.openai_tools import NonEmpty, ToolName
+from headroom.server.schemas import Body, invalid, short, wrong_type
+
+# Claude Code begins its system prompt with a line that changes with every request.
+BILLING = "x-anthropic-billing-header:"
+HIDDEN = "hidden."  # begins the signature that carries the text of a thought that is not shown
+MOST_THOUGHT_BYTES = 4 << 20  # of one thought in a signature
+BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+
+
+def as_blocks(value: object) -> object:
+    """Return content as a list of blocks: a text stands for one block of text."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise wrong_type("a text or a list of blocks")
+    return value
+
+
+def _known(kinds: Sequence[str]) -> BeforeValidator:
+    """Return a check that refuses blocks of other kinds by name."""
+
+    def check(block: object) -> object:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(kind, str):
+            raise wrong_type("a block with a type")
+        if kind not in kinds:
+            allowed = ", ".join(kinds)
+            raise ValueError(
+                f"blocks of type {short(kind)!r} cannot be read here; the types are: {allowed}"
+            )
+        return block
+
+    return BeforeValidator(check)
+
+
+class TextBlock(Body):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Body):
+    """A thought of the assistant, as an earlier answer had it."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+    @property
+    def thought(self) -> str:
+        """The thought's text; where it was not shown, the signature has it."""
+        return self.thinking or hidden_thought(self.signature)
+
+
+class RedactedThinkingBlock(Body):
+    """A thought that only Anthropic's servers can read; it is left out of the prompt."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(Body):
+    """A call that the assistant made."""
+
+    type: Literal["tool_use"]
+    id: NonEmpty
+    name: ToolName
+    input: dict[str, Any]
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the call as chat templates expect it."""
+        arguments = json.dumps(self.input, ensure_ascii=False)
+        function = {"name": self.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+TextBlocks = Annotated[
+    list[Annotated[TextBlock, _known(["text"])]],
+    Field(fail_fast=True),
+    BeforeValidator(as_blocks),
+]
+
+
+class ToolResultBlock(Body):
+    """What a tool returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: NonEmpty
+    content: TextBlocks = Field(default_factory=list)
+    is_error: bool | None = None
+
+    @property
+    def text(self) -> str:
+        """The result as the model reads it."""
+        text = joined(self.content)
+        return f"Error: {text}" if self.is_error else text
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
+    _known(BLOCKS),
+]
+ROLES_OF = {
+    "thinking": ("assistant",),
+    "redacted_thinking": ("assistant",),
+    "tool_use": ("assistant",),
+    "tool_result": ("user",),
+}
+
+
+class MessageBody(Body):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], Field(fail_fast=True), BeforeValidator(as_blocks)]
+
+    @model_validator(mode="after")
+    def _has_blocks_of_its_role(self) -> "MessageBody":
+        for block in self.content:
+            if self.role not in ROLES_OF.get(block.type, (self.role,)):
+                raise ValueError(
+                    f"a message of the role {self.role!r} cannot have blocks of type {block.type!r}"
+                )
+        return self
+
+    @property
+    def texts(self) -> list[TextBlock]:
+        """The blocks of text."""
+        return [block for block in self.content if isinstance(block, TextBlock)]
+
+    @property
+    def calls(self) -> list[ToolUseBlock]:
+        """The calls of an assistant."""
+        return [block for block in self.content if isinstance(block, ToolUseBlock)]
+
+    @property
+    def results(self) -> list[ToolResultBlock]:
+        """The results of calls."""
+        return [block for block in self.content if isinstance(block, ToolResultBlock)]
+
+    @property
+    def thought(self) -> str:
+        """The thoughts of an assistant."""
+        blocks = (block for block in self.content if isinstance(block, ThinkingBlock))
+        return "\n".join(thought for block in blocks if (thought := block.thought))
+
+
+def joined(blocks: Sequence[TextBlock]) -> str:
+    """Return blocks of text as one text, each on a line of its own."""
+    return "\n".join(block.text for block in blocks if block.text)
+
+
+def system_text(blocks: Sequence[TextBlock]) -> str:
+    """Return the system prompt without the line that changes with every request.
+
+    That line would make the beginning of each prompt differ from the one before.
+    """
+    kept = (_without_billing(block.text) for block in blocks)
+    return "\n".join(text for text in kept if text)
+
+
+def _without_billing(text: str) -> str:
+    return text.partition("\n")[2] if text.startswith(BILLING) else text
+
+
+class History:
+    """Turns messages into the turns of a chat template.
+
+    Messages of one role in a row are one turn, as in Anthropic's API, because many templates want
+    roles to alternate. Templates know one system prompt at the beginning; a later system message
+    is a part of the user's turn, between marks that say what it is.
+    """
+
+    def __init__(self, system: str, messages: Sequence[MessageBody]) -> None:
+        self._system = [system] if system else []
+        self._turns: list[dict[str, Any]] = []
+        self._names: dict[str, str] = {}  # of the called tools, by the id of the call
+        for index, message in enumerate(messages):
+            self._add(message, f"messages[{index}]")
+
+    @property
+    def turns(self) -> list[dict[str, Any]]:
+        """The turns, with OpenAI's names of fields."""
+        if not self._system:
+            return self._turns
+        return [{"role": "system", "content": "\n".join(self._system)}, *self._turns]
+
+    @property
+    def continues(self) -> bool:
+        """Whether the conversation ends with the first words of the assistant's answer."""
+        return bool(self._turns) and self._turns[-1]["role"] == "assistant"
+
+    def _add(self, message: MessageBody, where: str) -> None:
+        text = joined(message.texts)
+        if message.role == "assistant":
+            self._add_answer(message, text)
+        elif message.role == "system" and not self._turns:
+            self._system.append(text)
+        elif message.role == "system":
+            self._say("user", f"<system-reminder>\n{text}\n</system-reminder>")
+        else:
+            # A template expects results right after the calls, whatever else the user says.
+            for result in message.results:
+                self._add_result(result, where)
+            if text or not message.results:
+                self._say("user", text)
+
+    def _say(self, role: str, text: str) -> dict[str, Any]:
+        """Add text to the last turn if it has this role, or else as a new turn."""
+        if not self._turns or self._turns[-1]["role"] != role:
+            self._turns.append({"role": role, "content": text})
+        elif text:
+            turn = self._turns[-1]
+            turn["content"] = f"{turn['content']}\n{text}" if turn["content"] else text
+        return self._turns[-1]
+
+    def _add_answer(self, message: MessageBody, text: str) -> None:
+        turn = self._say("assistant", text)
+        if message.thought:
+            before = turn.get("reasoning_content")
+            turn["reasoning_content"] = (
+                f"{before}\n{message.thought}" if before else message.thought
+            )
+        for call in message.calls:
+            turn.setdefault("tool_calls", []).append(call.for_template())
+            self._names[call.id] = call.name
+
+    def _add_result(self, result: ToolResultBlock, where: str) -> None:
+        name = self._names.get(result.tool_use_id)
+        if name is None:
+            raise invalid(
+                f"{where}.content",
+                f"{where}.content: a tool_result is about the call {short(result.tool_use_id)!r}, "
+                "and no tool_use block before it has this id.",
+            )
+        self._turns.append(
+            {
+                "role": "tool",
+                "tool_call_id": result.tool_use_id,
+                "name": name,
+                "content": result.text,
+            }
+        )
+
+
+def hidden_signature(thought: str) -> str:
+    """Return a signature that carries the text of a thought that the client does not see."""
+    return HIDDEN + base64.b64encode(zlib.compress(thought.encode())).decode()
+
+
+def hidden_thought(signature: str) -> str:
+    """Return the thought that a signature carries; empty if it carries none."""
+    if not signature.startswith(HIDDEN):
+        return ""
+    try:
+        data = base64.b64decode(signature.removeprefix(HIDDEN), validate=True)
+        return zlib.decompressobj().decompress(data, MOST_THOUGHT_BYTES).decode(errors="ignore")
+    except (ValueError, zlib.error):
+        return ""

@@ -1,0 +1,276 @@
+"""POST /v1/messages: answers a conversation, or counts its tokens, in Anthropic's format."""
+
+import asyncio
+import hashlib
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic_core import from_json
+from starlette.responses import JSONResponse, Response
+
+from headroom.answers import AnswerDelta
+from headroom.server.anthropic_body import MessagesBody, PromptBody
+from headroom.server.anthropic_errors import error_body, new_request_id
+from headroom.server.anthropic_history import hidden_signature
+from headroom.server.refusals import problem_of
+from headroom.server.schemas import read_body
+from headroom.server.service import Answers, Service
+from headroom.server.sse import EventStream, event, while_connected
+from headroom.text.answer_parser import CallDelta
+
+router = APIRouter()
+
+Event = dict[str, Any]
+PING = event({"type": "ping"}, "ping")
+
+
+@router.post("/v1/messages", response_model=None)
+async def create_message(request: Request) -> Response:
+    """Answer a conversation with a stream or with one whole message."""
+    service: Service = request.app.state.service
+    body = await read_body(request, MessagesBody, service.options.max_body)
+    chat = body.conversation()
+    llm = await service.model(body.model)
+    answers = await service.start_chat(llm, chat, body.sampling())
+    call = MessageCall(body, answers, new_request_id())
+    if body.stream:
+        stream = EventStream(call.stream(), service.options.keep_alive, answers.close, PING)
+        stream.headers["request-id"] = call.request_id
+        return stream
+    try:
+        message = await while_connected(request, call.whole())
+        return JSONResponse(message, headers={"request-id": call.request_id})
+    finally:
+        answers.close()
+
+
+@router.post("/v1/messages/count_tokens", response_model=None)
+async def count_tokens(request: Request) -> Response:
+    """Answer with the number of tokens of a prompt."""
+    service: Service = request.app.state.service
+    body = await read_body(request, PromptBody, service.options.max_body)
+    chat = body.conversation()
+    llm = await service.model(body.model)
+    prompt = await asyncio.to_thread(llm.prepare_chat, chat)
+    counts: dict[str, Any] = {"input_tokens": len(prompt.tokens)}
+    if body.context_management is not None:  # no edit is applied
+        counts["context_management"] = {"original_input_tokens": len(prompt.tokens)}
+    return JSONResponse(counts, headers={"request-id": new_request_id()})
+
+
+@dataclass(frozen=True, slots=True)
+class MessageCall:
+    """One HTTP call: what was asked, and the answer that the engine gives."""
+
+    body: MessagesBody
+    answers: Answers
+    request_id: str
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Yield the answer's events; an error after the stream began becomes the last event."""
+        try:
+            events = self._events()
+            async with aclosing(events):
+                async for one in events:
+                    yield event(one, one["type"])
+        except Exception as error:
+            yield event(error_body(problem_of(error), error, self.request_id), "error")
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the message that all events add up to."""
+        events = self._events()
+        async with aclosing(events):
+            return join_events([one async for one in events])
+
+    async def _events(self) -> AsyncGenerator[Event, None]:
+        blocks = BlockWriter(hides_thoughts=self.body.hides_thoughts)
+        yield {"type": "message_start", "message": self._opening()}
+        async with aclosing(self.answers.deltas()) as deltas:
+            async for delta in deltas:
+                for one in blocks.add(delta):
+                    yield one
+                if delta.finish_reason is not None:
+                    last = delta
+        for one in blocks.finish():
+            yield one
+        yield self._ending(last, called=blocks.called)
+        yield {"type": "message_stop"}
+
+    def _opening(self) -> dict[str, Any]:
+        """Return the message before its first block."""
+        return {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.answers.llm.name,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "stop_details": None,
+            "container": None,
+            "usage": {
+                **_usage(self.answers.prompt_tokens, 0, 0),
+                "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+                "service_tier": "standard",
+                "inference_geo": None,
+            },
+        }
+
+    def _ending(self, last: AnswerDelta, *, called: bool) -> Event:
+        """Return the event that says why the message ended, and what it cost."""
+        ending: Event = {
+            "type": "message_delta",
+            "delta": {
+                "stop_reason": self._stop_reason(last, called=called),
+                "stop_sequence": last.stop_text,
+                "stop_details": None,
+                "container": None,
+            },
+            "usage": _usage(last.prompt_tokens, last.generated_tokens, last.thought_tokens),
+        }
+        if self.body.context_management is not None:
+            ending["context_management"] = {"applied_edits": []}
+        return ending
+
+    def _stop_reason(self, last: AnswerDelta, *, called: bool) -> str:
+        if last.finish_reason == "length":
+            reached = last.generated_tokens >= self.body.max_tokens
+            return "max_tokens" if reached else "model_context_window_exceeded"
+        if last.stop_text is not None:
+            return "stop_sequence"
+        return "tool_use" if called else "end_turn"
+
+
+def _usage(prompt: int, generated: int, thoughts: int) -> dict[str, Any]:
+    """Return the counts of tokens; no prompt is read from a cache."""
+    return {
+        "input_tokens": prompt,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "output_tokens": generated,
+        "output_tokens_details": {"thinking_tokens": thoughts},
+        "server_tool_use": None,
+    }
+
+
+class BlockWriter:
+    """Turns the deltas of one answer into the events of its blocks: thinking, text and tool_use.
+
+    White space at the end of a text is held until more text comes: before a call it is dropped, so
+    that no block of text is empty.
+    """
+
+    def __init__(self, *, hides_thoughts: bool = False) -> None:
+        self._hides_thoughts = hides_thoughts
+        self._index = -1  # of the last block
+        self._open: str | None = None  # the type of the block that has not ended
+        self._thought = ""  # of the open block
+        self._blank = ""  # white space that is held
+        self._said = False  # there is a block of text
+        self.called = False  # there is a call
+
+    def add(self, delta: AnswerDelta) -> Iterator[Event]:
+        """Yield the events of what a delta adds."""
+        if delta.thought:
+            yield from self._think(delta.thought)
+        if delta.text:
+            yield from self._say(delta.text)
+        for call in delta.calls:
+            yield from self._call(call)
+
+    def finish(self) -> Iterator[Event]:
+        """Yield the events that end the last block; no more deltas come."""
+        if self._blank and (self._open == "text" or not (self._said or self.called)):
+            yield from self._text(self._blank)
+        yield from self._end()
+
+    def _think(self, thought: str) -> Iterator[Event]:
+        if self._open != "thinking":
+            yield from self._start({"type": "thinking", "thinking": "", "signature": ""})
+            self._thought = ""
+        self._thought += thought
+        if not self._hides_thoughts:
+            yield self._delta({"type": "thinking_delta", "thinking": thought})
+
+    def _say(self, text: str) -> Iterator[Event]:
+        text = self._blank + text
+        shown = text.rstrip()
+        self._blank = text[len(shown) :]
+        if shown:
+            yield from self._text(shown)
+
+    def _text(self, text: str) -> Iterator[Event]:
+        if self._open != "text":
+            self._said = True
+            yield from self._start({"type": "text", "text": "", "citations": None})
+        yield self._delta({"type": "text_delta", "text": text})
+
+    def _call(self, call: CallDelta) -> Iterator[Event]:
+        if call.name:
+            self.called = True
+            self._blank = ""
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            yield from self._start({**block, "caller": {"type": "direct"}})
+        if call.arguments:
+            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+
+    def _start(self, block: dict[str, Any]) -> Iterator[Event]:
+        yield from self._end()
+        self._index += 1
+        self._open = block["type"]
+        yield {"type": "content_block_start", "index": self._index, "content_block": block}
+
+    def _end(self) -> Iterator[Event]:
+        if self._open == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": self._signature()})
+        if self._open is not None:
+            yield {"type": "content_block_stop", "index": self._index}
+        self._open = None
+
+    def _signature(self) -> str:
+        """Return what stands for a thought; nothing checks that of a thought that is shown."""
+        if self._hides_thoughts:
+            return hidden_signature(self._thought)
+        return hashlib.sha256(self._thought.encode()).hexdigest()
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+
+def join_events(events: Iterable[Event]) -> dict[str, Any]:
+    """Return the whole message that the events of one answer add up to."""
+    message: dict[str, Any] = {}
+    arguments: dict[int, str] = {}
+    for one in events:
+        kind = one["type"]
+        if kind == "message_start":
+            message = one["message"]
+        elif kind == "content_block_start":
+            message["content"].append(one["content_block"])
+        elif kind == "content_block_delta":
+            index, delta = one["index"], one["delta"]
+            if delta["type"] == "input_json_delta":
+                arguments[index] = arguments.get(index, "") + delta["partial_json"]
+                continue
+            name = delta["type"].removesuffix("_delta")
+            message["content"][index][name] += delta[name]
+        elif kind == "message_delta":
+            message |= one["delta"]
+            message["usage"] |= one["usage"]
+            message |= {name: one[name] for name in ("context_management",) if name in one}
+    for index, text in arguments.items():
+        message["content"][index]["input"] = read_input(text)
+    return message
+
+
+def read_input(text: str) -> dict[str, Any]:
+    """Return the input of a call; of a call that was cut, as much as came."""
+    try:
+        value = from_json(text, allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

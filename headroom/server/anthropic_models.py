@@ -1,0 +1,29 @@
+"""The list of models in Anthropic's shape, for clients that send the header anthropic-version."""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+
+def show_model_info(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one model in Anthropic's shape, from its entry in OpenAI's."""
+    created = datetime.fromtimestamp(model["created"], UTC)
+    return {
+        "type": "model",
+        "id": model["id"],
+        "display_name": model["id"],
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": model["context_length"],
+        "max_tokens": model["context_length"],
+    }
+
+
+def models_page(models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return all models as the only page of Anthropic's list, from their entries in OpenAI's."""
+    return {
+        "data": [show_model_info(model) for model in models],
+        "has_more": False,
+        "first_id": models[0]["id"] if models else None,
+        "last_id": models[-1]["id"] if models else None,
+    }
