@@ -172,7 +172,8 @@ class PromptBody(GenerationBody):
         body = within or self.output_format
         if body is None:
             return None
-        return OutputFormat(kind="json_schema", value=body.json_schema)
+        field = "output_format" if within is None else "output_config.format"
+        return OutputFormat(kind="json_schema", value=body.json_schema, param=f"{field}.schema")
 
     def _asked_thinking(self) -> Thinking:
         """Return whether the model thinks; without the field it does not, as in Anthropic's API."""

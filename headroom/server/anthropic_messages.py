@@ -5,7 +5,7 @@ import hashlib
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -25,6 +25,8 @@ from headroom.text.answer_parser import CallDelta
 router = APIRouter()
 
 Event = dict[str, Any]
+MORE = ("context_management", "finish_details")  # fields of a message that not all messages have
+BROKEN_INPUT = "INVALID_JSON"  # the key under which Anthropic has clients replay a broken input
 PING = event({"type": "ping"}, "ping")
 
 
@@ -53,7 +55,7 @@ async def count_tokens(request: Request) -> Response:
     """Answer with the number of tokens of a prompt."""
     service: Service = request.app.state.service
     body = await read_body(request, PromptBody, service.options.max_body)
-    chat = body.conversation()
+    chat = replace(body.conversation(), output_format=None)  # a format adds no tokens
     llm = await service.model(body.model)
     prompt = await asyncio.to_thread(llm.prepare_chat, chat)
     counts: dict[str, Any] = {"input_tokens": len(prompt.tokens)}
@@ -134,6 +136,8 @@ class MessageCall:
         }
         if self.body.context_management is not None:
             ending["context_management"] = {"applied_edits": []}
+        if last.finish_details is not None:  # how the thought ended
+            ending["finish_details"] = asdict(last.finish_details)
         return ending
 
     def _stop_reason(self, last: AnswerDelta, *, called: bool) -> str:
@@ -261,16 +265,19 @@ def join_events(events: Iterable[Event]) -> dict[str, Any]:
         elif kind == "message_delta":
             message |= one["delta"]
             message["usage"] |= one["usage"]
-            message |= {name: one[name] for name in ("context_management",) if name in one}
+            message |= {name: one[name] for name in MORE if name in one}
     for index, text in arguments.items():
         message["content"][index]["input"] = read_input(text)
     return message
 
 
 def read_input(text: str) -> dict[str, Any]:
-    """Return the input of a call; of a call that was cut, as much as came."""
+    """Return the input of a call; that of a call that broke or was cut is marked as such.
+
+    Half an input must not look like a whole one: a client would run the tool with it.
+    """
     try:
-        value = from_json(text, allow_partial=True)
+        value = from_json(text)
     except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        return {BROKEN_INPUT: text}
+    return value if isinstance(value, dict) else {BROKEN_INPUT: text}

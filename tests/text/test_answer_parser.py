@@ -58,3 +58,9 @@ def test_calls_are_joined_by_their_index() -> None:
         ToolCall(id="a", name="f", arguments='{"x": 1}'),
         ToolCall(id="b", name="g", arguments="{}"),
     )
+
+
+def test_text_that_the_prompt_has_begun_is_unchanged_and_has_no_thought() -> None:
+    parser = AnswerParser(MARKS, begun=True)
+    assert parser.push(" <think> 42\n") == AnswerParts(text=" <think> 42\n")
+    assert parser.finish() == AnswerParts()

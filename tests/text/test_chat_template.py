@@ -266,3 +266,53 @@ def test_what_no_form_of_the_messages_mends_is_refused_in_the_template_s_words()
     for chat in (first, first[:1]):
         with pytest.raises(RequestError, match="Roles must alternate"):
             ChatTemplate(ALTERNATING, "<s>", "</s>").render(chat)
+
+
+QWEN3_LIKE = """{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' and loop.last %}
+{{- '<think>\\n' + (message.reasoning_content or '') + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- message.content | trim + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"""
+
+
+@pytest.mark.parametrize("source", [QWEN3_LIKE, TEMPLATES["bos_and_loop"]])
+@pytest.mark.parametrize("start", ["The answer is", "{", "a user", "x\n\ny"])
+def test_the_start_of_an_answer_is_continued_as_transformers_does(
+    oracle: PreTrainedTokenizerFast, source: str, start: str
+) -> None:
+    chat = [
+        {"role": "user", "content": f"Begin with {start}"},
+        {"role": "assistant", "content": start, "reasoning_content": "Hm."},
+    ]
+    expected = oracle.apply_chat_template(
+        chat, chat_template=source, tokenize=False, continue_final_message=True
+    )
+    assert ChatTemplate(source, "<s>", "</s>").render_start(chat) == expected
+    assert expected.endswith(start)
+
+
+def test_white_space_at_the_end_of_a_start_is_kept() -> None:
+    chat = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "One, "}]
+    assert ChatTemplate(QWEN3_LIKE, "", "").render_start(chat).endswith("One, ")
+
+
+@pytest.mark.parametrize("content", ["Go.", None, [{"type": "text", "text": "x"}]])
+def test_only_a_text_of_the_assistant_can_be_continued(content: Any) -> None:
+    role = "user" if content == "Go." else "assistant"
+    template = ChatTemplate(QWEN3_LIKE, "", "")
+    chat = [{"role": "user", "content": "Hi."}, {"role": role, "content": content}]
+    if content is None:  # an answer with no words yet
+        assert template.render_start(chat).endswith("</think>\n\n")
+        return
+    with pytest.raises(RequestError, match="Only a last message of the assistant"):
+        template.render_start(chat)
+
+
+def test_a_start_that_the_template_leaves_out_is_refused() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", "", "")
+    chat = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hm"}]
+    with pytest.raises(RequestError, match="leaves out the last message"):
+        template.render_start(chat)

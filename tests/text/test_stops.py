@@ -57,6 +57,7 @@ def test_a_stop_across_pieces_is_found_and_not_shown() -> None:
     finder = StopFinder(["</end>"])
     assert [finder.push(piece) for piece in ("a<", "/e", "nd", ">b", "c")] == ["a", "", "", "", ""]
     assert finder.stopped
+    assert finder.found == "</end>"
     assert finder.finish() == ""
 
 

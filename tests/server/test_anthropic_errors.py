@@ -1,0 +1,101 @@
+"""Errors in Anthropic's shape, on its paths and there alone."""
+
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from anthropic import Anthropic
+
+from headroom.options import Options
+from tests.server.fakes import FakeLLM, serving
+
+HI = {"role": "user", "content": "hi"}
+BODY = {"max_tokens": 9, "messages": [HI]}
+VERSION = {"anthropic-version": "2023-06-01"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status", "kind"),
+    [
+        ("GET", "/v1/messages", {}, 405, "invalid_request_error"),
+        ("POST", "/v1/messages/batches", {}, 404, "not_found_error"),
+        ("GET", "/v1/models/none", VERSION, 404, "not_found_error"),
+    ],
+)
+def test_errors_of_paths_have_anthropic_s_shape(
+    shared: httpx.Client, method: str, path: str, headers: dict[str, str], status: int, kind: str
+) -> None:
+    response = shared.request(method, path, headers=headers)
+    error = response.json()
+    assert (response.status_code, error["type"], error["error"]["type"]) == (status, "error", kind)
+    assert error["request_id"] == response.headers["request-id"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models/none", "/v1/messagesx", "/v1/chat/completions"])
+def test_errors_of_other_paths_have_openai_s_shape(shared: httpx.Client, path: str) -> None:
+    assert set(shared.get(path).json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_body_that_is_no_json_is_refused(shared: httpx.Client) -> None:
+    response = shared.post("/v1/messages", content=b"{")
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("The body is not JSON")
+
+
+def refusal(options: Options, llm: FakeLLM, **fields: Any) -> anthropic.APIStatusError:
+    """Return what the official client raises, which sends its key as x-api-key."""
+    with (
+        serving(llm, options) as server,
+        Anthropic(base_url=server.address, api_key="wrong", max_retries=0) as client,
+        pytest.raises(anthropic.APIStatusError) as refused,
+    ):
+        client.messages.create(
+            **{"model": "m", "max_tokens": 9, "messages": [HI], **fields}  # type: ignore[arg-type]
+        )
+    return refused.value
+
+
+def kind_of(error: anthropic.APIStatusError) -> str:
+    body: Any = error.body
+    return str(body["error"]["type"])
+
+
+def test_a_wrong_key_is_an_authentication_error() -> None:
+    error = refusal(Options(port=0, api_key="right"), FakeLLM())
+    assert isinstance(error, anthropic.AuthenticationError)
+    assert kind_of(error) == "authentication_error"
+    assert "x-api-key: KEY" in error.message
+
+
+def test_a_long_body_is_too_large() -> None:
+    error = refusal(Options(port=0, max_body=1024), FakeLLM(), system="x" * 2000)
+    assert (error.status_code, kind_of(error)) == (413, "request_too_large")
+
+
+def test_an_unknown_model_is_not_found_where_names_are_strict() -> None:
+    error = refusal(Options(port=0, strict_model=True), FakeLLM())
+    assert isinstance(error, anthropic.NotFoundError)
+    assert kind_of(error) == "not_found_error"
+
+
+def test_a_full_queue_is_an_overload_that_says_when_to_retry() -> None:
+    llm = FakeLLM()
+    llm.engine.takes = 0
+    error = refusal(Options(port=0), llm)
+    assert (error.status_code, kind_of(error)) == (529, "overloaded_error")
+    assert error.response.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("header", ["x-api-key", "Authorization"])
+def test_the_key_may_come_in_either_header(header: str) -> None:
+    value = "right" if header == "x-api-key" else "Bearer right"
+    with (
+        serving(FakeLLM(), Options(port=0, api_key="right")) as server,
+        httpx.Client(base_url=server.address) as client,
+    ):
+        answer = client.post("/v1/messages", json=BODY, headers={header: value})
+        assert answer.status_code == 200
+        wrong = client.post("/v1/messages", json=BODY, headers={header: value + "x"})
+        assert wrong.status_code == 401
+        assert wrong.json()["error"]["type"] == "authentication_error"
