@@ -92,12 +92,42 @@ TextBlocks = Annotated[
 ]
 
 
+class UnreadableBlock(Body):
+    """A picture or a document that a tool returned."""
+
+    type: Literal["image", "document"]
+
+    @property
+    def text(self) -> str:
+        """What the model is told of the block."""
+        return f"[{self.type} left out: this model reads text only]"
+
+
+def joined(blocks: Sequence[TextBlock | UnreadableBlock]) -> str:
+    """Return blocks of text as one text, each on a line of its own."""
+    return "\n".join(block.text for block in blocks if block.text)
+
+
+# A client cannot take back what a tool has returned, so that a picture is not refused there.
+ResultBlocks = Annotated[
+    list[
+        Annotated[
+            TextBlock | UnreadableBlock,
+            Field(discriminator="type"),
+            _known(["text", "image", "document"]),
+        ]
+    ],
+    Field(fail_fast=True),
+    BeforeValidator(as_blocks),
+]
+
+
 class ToolResultBlock(Body):
     """What a tool returned."""
 
     type: Literal["tool_result"]
     tool_use_id: NonEmpty
-    content: TextBlocks = Field(default_factory=list)
+    content: ResultBlocks = Field(default_factory=list)
     is_error: bool | None = None
 
     @property
@@ -155,11 +185,6 @@ class MessageBody(Body):
         """The thoughts of an assistant."""
         blocks = (block for block in self.content if isinstance(block, ThinkingBlock))
         return "\n".join(thought for block in blocks if (thought := block.thought))
-
-
-def joined(blocks: Sequence[TextBlock]) -> str:
-    """Return blocks of text as one text, each on a line of its own."""
-    return "\n".join(block.text for block in blocks if block.text)
 
 
 def system_text(blocks: Sequence[TextBlock]) -> str:

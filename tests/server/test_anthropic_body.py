@@ -46,7 +46,7 @@ def result(content: Any) -> dict[str, Any]:
             "messages[1].content: a tool_result is about the call 'z', and no tool_use block",
         ),
         (result(7), "tool_result.content: input should be a text or a list of blocks."),
-        (result([PICTURE]), "tool_result.content[0]: blocks of type 'image' cannot be read here"),
+        (result([CALL]), "tool_result.content[0]: blocks of type 'tool_use' cannot be read here"),
         ({"system": 7}, "system: input should be a text or a list of blocks."),
         ({"system": [PICTURE]}, "system[0]: blocks of type 'image' cannot be read here"),
         ({"tools": {}}, "tools: input should be a valid list."),

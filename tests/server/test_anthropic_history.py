@@ -78,6 +78,16 @@ def test_a_result_may_be_empty() -> None:
     assert turns[-1] == {"role": "tool", "tool_call_id": "a", "name": "look", "content": ""}
 
 
+def test_a_picture_that_a_tool_returned_is_named_instead_of_shown() -> None:
+    picture = {"type": "image", "source": {"type": "base64", "data": ""}}
+    turns = history(
+        user("Go."),
+        {"role": "assistant", "content": [call("a")]},
+        user(result("a", [text("Here:"), picture])),
+    ).turns
+    assert turns[-1]["content"] == "Here:\n[image left out: this model reads text only]"
+
+
 def test_messages_of_one_role_in_a_row_are_one_turn() -> None:
     said = [{"role": "assistant", "content": [text(words), call(words)]} for words in ("x", "y")]
     turns = history(user("a"), user("b"), *said, user(result("x", "1"), result("y", "2"))).turns
