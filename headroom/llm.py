@@ -226,7 +226,7 @@ class LLM:
         text = self._render(chat.messages, tools=tools, continues=chat.continues, **variables)
         opened = self.reasoning is not None and self.reasoning.is_open(text)
         if chat.continues and not opened:  # the text has begun, so no thought can follow
-            thinking = Thinking(enabled=False)
+            chat = replace(chat, thinking=Thinking(enabled=False))
         callable_tools = () if chat.tool_choice.mode == "none" else chat.tools
         tokens = tuple(self.tokenizer.encode(text))
         limits = AnswerLimits.of(
