@@ -144,8 +144,11 @@ class AnswerReader:
         parts = AnswerParts()
         # The token that ends an answer is no part of its text, control token or not.
         if event.token is not None and event.finish_reason != "stop":
-            self._held.append(AnswerToken(event.token, self._text.decoded, event.logprobs))
+            token = AnswerToken(event.token, self._text.decoded, event.logprobs)
+            thought_tokens = self._text.thought_tokens
             parts = self._text.push(event.token)
+            if self._text.thought_tokens == thought_tokens:  # no text shows tokens of thoughts
+                self._held.append(token)
         if event.finish_reason is not None:
             parts += self._text.finish()
         reason: FinishReason | None = "stop" if self._text.stopped else event.finish_reason

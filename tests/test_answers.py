@@ -187,6 +187,7 @@ def test_tokens_of_thoughts_are_counted_with_their_marks() -> None:
     assert (answer.thought, answer.text) == ("Hm.", "Four.")
     assert (answer.thought_tokens, answer.generated_tokens) == (len("Hm.</think>"), len(text))
     assert deltas[1].thought_tokens == 2
+    assert bytes(token.id for token in answer.shown_tokens) == b"Four."
 
 
 def test_a_continuation_keeps_the_first_blank_and_a_turn_of_a_chat_drops_it() -> None:

@@ -233,6 +233,25 @@ def test_thoughts_are_apart_from_the_text_and_counted(official: OpenAI, llm: Fak
     assert "".join(delta.content or "" for delta in deltas) == "Four."
 
 
+def test_logprobs_are_those_of_the_text_and_not_of_the_thought(
+    official: OpenAI, llm: FakeLLM
+) -> None:
+    llm.engine.words, llm.thinks = "<think>Two and two.</think>Four.", True
+    settings: dict[str, Any] = {"model": "fake", "messages": ASKED, "logprobs": True}
+    choice = official.chat.completions.create(**settings).choices[0]
+    assert choice.logprobs is not None
+    spelled = "".join(entry.token for entry in choice.logprobs.content or [])
+    assert spelled.removeprefix("<think") == "Four."  # the fake spells the mark in bytes
+    chunks = official.chat.completions.create(**settings, stream=True)
+    entries = [
+        entry.token
+        for chunk in chunks
+        if chunk.choices[0].logprobs is not None
+        for entry in chunk.choices[0].logprobs.content or []
+    ]
+    assert "".join(entries) == spelled
+
+
 def test_thoughts_can_be_left_out(official: OpenAI, llm: FakeLLM) -> None:
     llm.engine.words, llm.thinks = "<think>Two and two.</think>Four.", True
     hidden: dict[str, Any] = {"reasoning": {"exclude": True}}
