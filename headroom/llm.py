@@ -42,9 +42,9 @@ from headroom.split.memory_check import limit_memory
 from headroom.split.pipeline import Pipeline
 from headroom.split.placing import find_placement, placed_plan
 from headroom.split.upkeep import open_upkeep
+from headroom.text.abilities import Abilities
 from headroom.text.answer_limits import AnswerLimits
 from headroom.text.answer_parser import AnswerParser
-from headroom.text.chat_template import ChatTemplate
 from headroom.text.conversation import (
     ChoiceMode,
     Conversation,
@@ -56,10 +56,9 @@ from headroom.text.conversation import (
 )
 from headroom.text.fill_in import find_fill_in
 from headroom.text.grammar import GrammarCompiler
-from headroom.text.reasoning import Reasoning, find_reasoning
+from headroom.text.reasoning import Reasoning
 from headroom.text.thought_budget import resolve_effort
-from headroom.text.tokenizer import Tokenizer
-from headroom.text.tool_formats import ToolFormat, find_tool_format
+from headroom.text.tool_formats import ToolFormat
 from headroom.units import gib
 
 log = logging.getLogger(__name__)
@@ -167,12 +166,12 @@ class LLM:
         checkpoint = open_checkpoint(path)
         self.options = options
         self.name = options.served_name or model_name(options.model, path)
-        self.tokenizer = Tokenizer.from_checkpoint(checkpoint)
-        self.template = _template(checkpoint, self.tokenizer)
-        self.reasoning = find_reasoning(self.tokenizer, self.template)
+        self.path = checkpoint.path
+        self.abilities = Abilities.of(checkpoint)
+        self.tokenizer, self.template = self.abilities.tokenizer, self.abilities.template
+        self.reasoning, self.tool_format = self.abilities.reasoning, self.abilities.tool_format
         self.sampling_defaults = _sampling_defaults(checkpoint)
         self.fill_in = find_fill_in(checkpoint, self.tokenizer)  # None: the model fills no gaps
-        self.tool_format = find_tool_format(self.tokenizer, self.template)
         opened = open_engine(checkpoint, options, progress)
         self.engine, self.plan = opened.engine, opened.plan
         self.context = self.plan.settings.context
@@ -442,12 +441,6 @@ def _prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInp
     if prompts and all(isinstance(entry, int) for entry in prompts):
         return [tuple(entry for entry in prompts if isinstance(entry, int))]
     return [entry for entry in prompts if not isinstance(entry, int)]
-
-
-def _template(checkpoint: Checkpoint, tokenizer: Tokenizer) -> ChatTemplate | None:
-    if checkpoint.chat_template is None:
-        return None
-    return ChatTemplate(checkpoint.chat_template, tokenizer.bos_token, tokenizer.eos_token)
 
 
 def _sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:

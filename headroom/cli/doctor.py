@@ -16,6 +16,7 @@ from headroom import __version__
 from headroom.cli.doctor_gpus import backend_text, gpu_texts, gpus, unseen
 from headroom.cli.settings import with_settings
 from headroom.errors import FormatError
+from headroom.families.files import find_weights, open_checkpoint
 from headroom.formats.hub import find_model
 from headroom.machine.calibration import load_speeds, speeds_path
 from headroom.machine.cgroups import read_limits
@@ -23,10 +24,12 @@ from headroom.machine.devices import DeviceSpec, detect_cpu, usable_cores
 from headroom.machine.gpus import detect_gpus
 from headroom.machine.precision import device_precision
 from headroom.options import Options
+from headroom.text.abilities import Abilities
 from headroom.units import counted, gib
 
 NEEDED = (
-    "torch", "numpy", "tokenizers", "safetensors", "huggingface-hub", "jinja2", "typer", "rich",
+    "torch", "numpy", "tokenizers", "safetensors", "huggingface-hub", "jinja2", "llguidance",
+    "typer", "rich",
 )  # fmt: skip
 EXTRAS = {
     "server": ("fastapi", "pydantic", "uvicorn", "prometheus-client"),
@@ -42,7 +45,7 @@ INSTRUCTION_SETS = {
 Section = dict[str, Any]
 
 
-@with_settings("program", log_level="warning")
+@with_settings("model", "program", log_level="warning")
 def doctor(
     options: Options,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
@@ -50,7 +53,8 @@ def doctor(
         bool, typer.Option("--kernels", help="run kernels of every family on each GPU")
     ] = False,
 ) -> None:
-    """Show what this machine has and what headroom can use of it."""
+    """Show what this machine has and what headroom can use of it; with MODEL, also about it."""
+    model = model_facts(options) if options.model else None
     with Console(stderr=True).status("GPUs") as shown:  # shown on a terminal only
         found = gpus(try_all=all_kernels, told=shown.update)
     report = {
@@ -63,6 +67,8 @@ def doctor(
         "kernels": kernels(options),
         "models": models(options),
     }
+    if model is not None:
+        report["model"] = model
     if as_json:
         print(json.dumps(report))
         return
@@ -166,6 +172,41 @@ def models(options: Options) -> Section:
     return {"home": str(home), "default_model": default}
 
 
+def model_facts(options: Options) -> Section:
+    """Return what a model's files say about sampling, chat, thoughts and tools."""
+    checkpoint = open_checkpoint(find_weights(options.model, options.home_path))
+    abilities = Abilities.of(checkpoint)
+    return {
+        "path": str(checkpoint.path),
+        "architecture": checkpoint.architecture,
+        "sampling": dict(checkpoint.sampling.settings),
+        "sampling_source": checkpoint.sampling.source,
+        "chat_template": abilities.template is not None,
+        "reasoning": abilities.reasoning_facts(),
+        "tool_format": abilities.tool_format.name,
+        "stop_tokens": abilities.stop_tokens(),
+    }
+
+
+def _model_texts(model: Section) -> dict[str, str]:
+    settings = ", ".join(f"{name} {value:g}" for name, value in model["sampling"].items())
+    return {
+        "file": model["path"],
+        "architecture": model["architecture"],
+        "sampling": f"{settings} ({model['sampling_source']})",
+        "chat template": "yes" if model["chat_template"] else "no: the model continues text only",
+        "thoughts": _thought_text(model["reasoning"]),
+        "tool calls": f"in the format {model['tool_format']}",
+        "ends with": " ".join(model["stop_tokens"]),
+    }
+
+
+def _thought_text(facts: Section) -> str:
+    if not facts["supported"]:
+        return "none"
+    return f"between {facts['start'].strip()} and {facts['end']}, {facts['default']}"
+
+
 def readable(report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return the report as titles and rows of text."""
     versions, limits = report["versions"], report["cpu"]["limits"]
@@ -198,6 +239,7 @@ def readable(report: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             "folder": report["models"]["home"],
             "default model": report["models"]["default_model"] or "missing; headroom pull gets it",
         },
+        **({"model": _model_texts(report["model"])} if "model" in report else {}),
     }
 
 

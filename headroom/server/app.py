@@ -25,6 +25,7 @@ from headroom.server import (
     openai_chat,
     openai_completions,
     openai_embeddings,
+    props,
     responses,
     tokens,
 )
@@ -45,6 +46,7 @@ ENDPOINTS = (
     openai_chat,
     openai_completions,
     openai_embeddings,
+    props,
     responses,
     tokens,
 )

@@ -30,6 +30,21 @@ def test_json_has_every_section(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert report["kernels"]["code"] == {"folder": str(tmp_path / "kernels"), "bytes": 0}
 
 
+def test_a_named_model_is_described_by_its_files(
+    tiny_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command = ["doctor", str(tiny_path), "--home", str(tmp_path)]
+    assert run_command([*command, "--json"]) == 0
+    model = json.loads(capsys.readouterr().out)["model"]
+    assert model["architecture"] == "llama"
+    assert model["sampling"] == {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+    assert (model["chat_template"], model["reasoning"]) == (True, {"supported": False})
+    assert "<|end|>" in model["stop_tokens"]
+    assert run_command(command) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "temperature 0.7, top_k 40, top_p 0.95, min_p 0.05 (headroom's own, since" in shown
+
+
 def test_people_read_what_is_missing_and_how_to_get_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
