@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from headroom.answers import AnswerDelta
@@ -89,4 +89,6 @@ class ResponseRecord:
             "output_tokens_details": counted["completion_tokens_details"],
             "total_tokens": counted["total_tokens"],
         }
-        return {"usage": usage, "timings": totals["timings"]}
+        details = self.last.finish_details
+        more = {} if details is None else {"finish_details": asdict(details)}
+        return {"usage": usage, "timings": totals["timings"], **more}

@@ -166,6 +166,7 @@ def test_a_stream_has_the_official_order(client: httpx.Client, llm: FakeLLM) -> 
     assert json.loads(items[2]["arguments"]) == {"city": "Paris"}
     assert [item["id"].partition("_")[0] for item in items] == ["rs", "msg", "fc"]
     assert final["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    assert final["finish_details"]["close_kind"] == "natural"
     first = events[0]["response"]
     assert (first["status"], first["output"], first["usage"]) == ("in_progress", [], None)
     # Deltas come as tokens come, and each byte is a token here.
