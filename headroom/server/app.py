@@ -175,6 +175,7 @@ class HttpServer(uvicorn.Server):
             self._app,
             log_config=None,
             access_log=False,
+            ws="none",  # clients that try WebSockets get a plain refusal, and go on without
             timeout_graceful_shutdown=STOP_S,
             h11_max_incomplete_event_size=64 << 10,
         )
