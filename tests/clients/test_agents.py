@@ -15,6 +15,7 @@ from tests.clients.answers import RESULT
 from tests.clients.conftest import MODEL, Running
 from tests.clients.documented import documented
 from tests.clients.found import find_program
+from tests.clients.model import CONTEXT
 
 pytestmark = pytest.mark.clients
 TASK = "Read note.txt, write its secret word into answer.txt, and tell me the word."
@@ -134,6 +135,18 @@ def test_codex_reads_and_writes_a_file(session: Session, running: Running, model
     items = [json.loads(line).get("item", {}) for line in printed.splitlines() if line[:1] == "{"]
     said = [item["text"] for item in items if item.get("type") == "agent_message"]
     session.check(said[-1], running)
+
+
+def test_codex_reads_the_list_of_models(session: Session, running: Running) -> None:
+    """Codex asks for the list if a command of its provider gives the key."""
+    codex = find_program("codex")
+    settings = documented("Codex", running.address, MODEL)
+    key = '[model_providers.headroom.auth]\ncommand = "echo"\nargs = ["none"]\n'
+    session.write(".codex/config.toml", f"{settings}\n{key}")
+    flags = ["--json", "--skip-git-repo-check", "--sandbox", "danger-full-access"]
+    session.run([codex, "exec", *flags, "Hello."], session.environment())
+    listed = json.loads((session.home / ".codex" / "models_cache.json").read_text())["models"]
+    assert [(model["slug"], model["context_window"]) for model in listed] == [(MODEL, CONTEXT)]
 
 
 @pytest.mark.parametrize("key", ["ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"])

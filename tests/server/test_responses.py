@@ -309,6 +309,60 @@ def test_tools_of_a_namespace_are_called_with_it(client: httpx.Client, llm: Fake
     assert [tool.name for tool in llm.chats[-1].tools] == ["weather"]
 
 
+def test_a_body_as_codex_sends_it_is_answered(client: httpx.Client, llm: FakeLLM) -> None:
+    def said(role: str, *texts: str) -> dict[str, Any]:
+        parts = [{"type": "input_text", "text": text} for text in texts]
+        passed = {"internal_chat_message_metadata_passthrough": {"turn_id": "x"}}
+        return {"type": "message", "id": "msg_x", "role": role, "content": parts, **passed}
+
+    call = {
+        "type": "function_call",
+        "id": "fc_x",
+        "status": "completed",
+        "call_id": "call_x",
+        "name": "weather",
+        "arguments": "{}",
+    }
+    output = {"type": "function_call_output", "id": "fco_x", "call_id": "call_x", "output": "sun"}
+    search = {"type": "tool_search", "execution": "client", "parameters": {}, "description": ""}
+    nested = {"type": "namespace", "name": "agents", "description": "", "tools": [WEATHER]}
+    told = [said("developer", "a"), said("developer", "b", "c")]
+    events = stream(
+        client,
+        model="gpt-5.5",
+        input=[*told, said("user", "hi"), call, output],
+        tools=[WEATHER, PATCH, search, nested, {"type": "web_search", "external_web_access": True}],
+        tool_choice="auto",
+        parallel_tool_calls=True,
+        reasoning={"effort": "low", "context": "all_turns", "summary": "auto"},
+        store=False,
+        include=["reasoning.encrypted_content"],
+        prompt_cache_key="x",
+        client_metadata={"x": "y"},
+        text={"verbosity": "low"},
+    )
+    assert events[-1]["type"] == "response.completed"
+    assert [turn["role"] for turn in llm.conversations[-1]] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+    ]
+    assert llm.conversations[-1][0]["content"] == "a\n\nb\nc"
+    names = [tool.name for tool in llm.chats[-1].tools]
+    assert names == ["weather", "apply_patch", "agents.weather"]
+
+
+def test_a_websocket_is_refused_plainly(client: httpx.Client) -> None:
+    headers = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": "Ao29dOVVKxYjyoOd+nQ7xw==",
+    }
+    assert client.get(PATH, headers=headers).status_code == 405
+
+
 def test_an_answer_that_is_cut_is_incomplete(client: httpx.Client, official: OpenAI) -> None:
     answer = ask(client, max_output_tokens=4)
     STRICT.validate_python(answer, strict=True)
