@@ -94,7 +94,7 @@ def answers(
 
 def check_schemas(llm: LLM, first: int, count: int) -> Counter[str]:
     """Answer under so many schemas, alone and eight together; return how the answers ended."""
-    checker = jsonschema.FormatChecker()
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     ended: Counter[str] = Counter()
     for start in range(first, first + count, 8):
         seeds = range(start, min(start + 8, first + count))

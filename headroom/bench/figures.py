@@ -1,6 +1,8 @@
 """What `headroom bench` measures (BenchSettings) and its results (Figures), as plain values."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from headroom.bench.expert_use import ExpertUse
 from headroom.bench.traffic import Traffic
@@ -28,6 +30,8 @@ class BenchSettings:
     temperature: float = 1.0  # at 0, sequences may fall into loops, which visit few experts
     patience_s: float = 300.0  # contexts whose prompts would take longer are left out
     only: tuple[str, ...] = FIGURE_KINDS  # the kinds that are measured
+    # A JSON schema: decoding under it is compared with decoding freely; None: not measured.
+    schema: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if unknown := [kind for kind in self.only if kind not in FIGURE_KINDS]:
@@ -140,6 +144,32 @@ class DecodeFigure:
         return self.batch * bandwidth / self.traffic.total
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemaFigure:
+    """The speed of sequences that decode together, freely and under a JSON schema."""
+
+    batch: int
+    context: int  # tokens of each prompt
+    free_s: float  # from token to token, through the engine
+    step_s: float  # the same, with every sequence under the schema
+    mask_s: float  # host time to compute the mask of one token
+
+    @property
+    def free_tokens_per_s(self) -> float:
+        """Tokens per second of all sequences together, without a schema."""
+        return self.batch / self.free_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of all sequences together, under the schema."""
+        return self.batch / self.step_s
+
+    @property
+    def loss(self) -> float:
+        """The share of the free speed that the schema costs; below 0 if it was faster."""
+        return 1 - self.free_s / self.step_s
+
+
 @dataclass(frozen=True, slots=True)
 class VerifyFigure:
     """A step that verifies several drafted tokens of one sequence, against one that decodes."""
@@ -205,6 +235,7 @@ class Figures:
 
     prompts: list[PromptFigure] = field(default_factory=list)
     decodes: list[DecodeFigure] = field(default_factory=list)
+    schemas: list[SchemaFigure] = field(default_factory=list)
     verify: VerifyFigure | None = None
     parts: list[PartFigure] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # what was not measured, and why

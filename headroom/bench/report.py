@@ -14,6 +14,7 @@ from headroom.bench.figures import (
     Loading,
     PartFigure,
     PromptFigure,
+    SchemaFigure,
 )
 from headroom.bench.peer import PeerRun, ratios
 from headroom.bench.resources import Bandwidth
@@ -76,6 +77,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "bandwidth": asdict(report.bandwidth),
         "prompts": [_prompt_json(figure, report) for figure in figures.prompts],
         "decodes": [_decode_json(figure, report) for figure in figures.decodes],
+        "schema": [_schema_json(figure) for figure in figures.schemas],
         "verify": None if verify is None else asdict(verify) | {"ratio": verify.ratio},
         "parts": [_part_json(figure) for figure in figures.parts],
         "memory": report.memory,
@@ -121,6 +123,18 @@ def _decode_json(figure: DecodeFigure, report: Report) -> dict[str, Any]:
         "limit_tokens_per_s": figure.limit(report.bandwidth.bytes_per_s),
         "share": report.share(figure),
         "experts": report.experts and report.experts.use_json(figure.experts),
+    }
+
+
+def _schema_json(figure: SchemaFigure) -> dict[str, Any]:
+    return {
+        "batch": figure.batch,
+        "context": figure.context,
+        "free_tokens_per_s": figure.free_tokens_per_s,
+        "tokens_per_s": figure.tokens_per_s,
+        "loss": figure.loss,
+        "step_s": figure.step_s,
+        "mask_s": figure.mask_s,
     }
 
 

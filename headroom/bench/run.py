@@ -29,9 +29,11 @@ from headroom.bench.resources import (
     memory_use,
     start_counting,
 )
+from headroom.bench.schema import SchemaBench
 from headroom.bench.speeds import SpeedBench
 from headroom.errors import HeadroomError, PlanError
 from headroom.families.files import open_checkpoint
+from headroom.formats.checkpoint import Checkpoint
 from headroom.llm import OpenedModel, open_engine
 from headroom.options import Options
 from headroom.plan.describe import describe
@@ -40,6 +42,7 @@ from headroom.plan.settings import PAGE_SIZE
 from headroom.plan.shape import ModelShape
 from headroom.split.choice import make_run_plan
 from headroom.split.launch import LoadProgress
+from headroom.text.tokenizer import Tokenizer
 
 CPU_CHUNK = 512  # prompt tokens in one step on a CPU
 
@@ -72,7 +75,7 @@ def run_bench(
     total_s = time.perf_counter() - started
     loading = Loading(total_s, opened.planning_s, opened.pipeline.load_times)
     try:
-        report = _measure(path, opened, loading, settings, say)
+        report = _measure(path, checkpoint, opened, loading, settings, say)
     finally:
         opened.engine.close()
     del opened
@@ -129,7 +132,7 @@ def with_room(options: Options, settings: BenchSettings, shape: ModelShape) -> O
     """Return options with room for all that is measured, as far as the model allows."""
     gpu = (options.device or "cpu") != "cpu"
     chunk = options.chunk or (max(CPU_CHUNK, *settings.prompts) if gpu else CPU_CHUNK)
-    decodes = "decode" in settings.only
+    decodes = "decode" in settings.only or settings.schema is not None
     parallel = options.parallel or (max(settings.batches) if decodes else 1)
     batches = tuple(batch for batch in settings.batches if batch <= parallel) or (parallel,)
     contexts = settings.contexts if decodes else ()
@@ -145,10 +148,18 @@ def with_room(options: Options, settings: BenchSettings, shape: ModelShape) -> O
 
 
 def _measure(
-    path: Path, opened: OpenedModel, loading: Loading, settings: BenchSettings, say: Say
+    path: Path,
+    checkpoint: Checkpoint,
+    opened: OpenedModel,
+    loading: Loading,
+    settings: BenchSettings,
+    say: Say,
 ) -> Report:
     say("prompts and answers")
     figures = SpeedBench(opened, settings).run()
+    if settings.schema is not None:
+        say("answers under a schema")
+        SchemaBench(opened, settings, Tokenizer.from_checkpoint(checkpoint), figures).run()
     memory = memory_use(opened)  # before the profiler takes some
     lift_limit(opened.device)
     upkeep = opened.engine.upkeep  # may be called here, since no request runs

@@ -12,7 +12,7 @@ import torch
 from headroom.bench.expert_use import TelemetryReading
 from headroom.engine.batching import make_batch
 from headroom.engine.engine import Engine
-from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
+from headroom.engine.request import GenerationRequest, SamplingParams, TokenConstraint, TokenEvent
 from headroom.engine.scheduler import Turn
 from headroom.engine.sequence import Sequence as RunningSequence
 from headroom.errors import HeadroomError
@@ -33,7 +33,13 @@ def random_prompt(tokens: int, vocab: int, seed: int) -> tuple[int, ...]:
 class TimedRequest:
     """One request and the times at which its tokens came; the engine's thread writes them."""
 
-    def __init__(self, engine: Engine, prompt: Sequence[int], params: SamplingParams) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        constraint: TokenConstraint | None = None,
+    ) -> None:
         self._engine = engine
         self._changed = threading.Condition()
         self.times: list[float] = []
@@ -43,6 +49,7 @@ class TimedRequest:
             prompt=tuple(prompt),
             params=params,
             stop_ids=frozenset(),
+            constraint=constraint,
         )
         self._wanted = 0
         self._call: Callable[[], None] | None = None
@@ -102,12 +109,21 @@ class DecodeMeasurement:
 class ConcurrentRequests:
     """Several requests with prompts of equal length that run at the same time."""
 
-    def __init__(self, engine: Engine, prompt_tokens: int, batch: int, params: SamplingParams):
+    def __init__(
+        self,
+        engine: Engine,
+        prompt_tokens: int,
+        batch: int,
+        params: SamplingParams,
+        constraints: Sequence[TokenConstraint | None] | None = None,  # one for each request
+    ) -> None:
         self._engine = engine
         self._prompt_tokens = prompt_tokens
         self.answers = [
-            TimedRequest(engine, random_prompt(prompt_tokens, engine.vocab, seed), params)
-            for seed in range(batch)
+            TimedRequest(
+                engine, random_prompt(prompt_tokens, engine.vocab, seed), params, constraint
+            )
+            for seed, constraint in enumerate(constraints or [None] * batch)
         ]
 
     def start(self) -> None:

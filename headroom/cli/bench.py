@@ -1,6 +1,7 @@
 """`headroom bench`: how fast a model runs here, against what the memory bandwidth allows."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,6 +56,13 @@ class BenchFlags:
         typer.Option(
             help="kinds of figures to measure: prompts, decode, verify, parts", metavar="KIND,KIND"
         ),
+    ] = None
+    schema: Annotated[
+        bool, typer.Option("--schema", help="also measure decoding under a typical JSON schema")
+    ] = False
+    schema_file: Annotated[
+        Path | None,
+        typer.Option(help="a JSON schema to measure instead of the typical one", metavar="FILE"),
     ] = None
     quick: Annotated[
         bool, typer.Option("--quick", help="short prompts and contexts, few tokens")
@@ -117,6 +125,7 @@ def bench_settings(given: BenchFlags) -> "BenchSettings":
         "temperature": given.temperature,
         "patience_s": given.patience,
         "only": tuple(word.strip() for word in given.only.split(",")) if given.only else None,
+        "schema": _schema(given),
     }
     base = QUICK if given.quick else BenchSettings()
     if not given.parts:
@@ -128,7 +137,11 @@ def check_kernel_flags(given: BenchFlags, options: Options) -> None:
     """Refuse flags that say how a model is measured: `bench cpu` has no model."""
     usual = BenchFlags()
     names = [x.name for x in fields(given) if getattr(given, x.name) != getattr(usual, x.name)]
-    flags = [f"--{'no-parts' if name == 'parts' else name}" for name in names if name != "as_json"]
+    flags = [
+        f"--{'no-parts' if name == 'parts' else name.replace('_', '-')}"
+        for name in names
+        if name != "as_json"
+    ]
     if options.device not in (None, "cpu"):
         flags.append("--device")
     if flags:
@@ -178,6 +191,27 @@ def kernel_table(title: str, rows: "list[Measured]") -> Table:
     for row in rows:
         table.add_row(row.name, f"{row.gb_per_s:.1f}", f"{100 * row.share:.0f} %")
     return table
+
+
+def _schema(given: BenchFlags) -> Mapping[str, Any] | None:
+    """Return the JSON schema that decoding is measured under; None if none is asked for."""
+    if given.schema_file is None:
+        if not given.schema:
+            return None
+        from headroom.bench.schema import TYPICAL
+
+        return TYPICAL
+    try:
+        found = json.loads(given.schema_file.read_text())
+    except (OSError, ValueError) as error:
+        raise OptionError(
+            f"--schema-file {given.schema_file} is not a JSON file: {error}.", param="schema_file"
+        ) from error
+    if not isinstance(found, dict):
+        raise OptionError(
+            f"--schema-file {given.schema_file} holds no JSON object.", param="schema_file"
+        )
+    return found
 
 
 def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:

@@ -22,6 +22,8 @@ def report_tables(report: Report) -> Iterator[RenderableType]:
         yield _prompt_table(report)
     if report.figures.decodes:
         yield _decode_table(report)
+    if report.figures.schemas:
+        yield _schema_table(report)
     if report.figures.verify is not None:
         yield _verify_text(report.figures.verify)
     if report.figures.parts:
@@ -84,6 +86,22 @@ def _decode_table(report: Report) -> Table:
             f"{figure.pipeline_s * 1e3:.2f}",
             f"{figure.traffic.total / 1e9:.3f}",
             f"{100 * report.share(figure):.0f} %",
+        )
+    return table
+
+
+def _schema_table(report: Report) -> Table:
+    heads = "batch", "context", "tok/s", "without", "loss", "step ms", "mask us"
+    table = Table(*heads, title="decoding under a JSON schema")
+    for figure in report.figures.schemas:
+        table.add_row(
+            str(figure.batch),
+            str(figure.context),
+            f"{figure.tokens_per_s:.1f}",
+            f"{figure.free_tokens_per_s:.1f}",
+            f"{100 * figure.loss:.1f} %",
+            f"{figure.step_s * 1e3:.2f}",
+            f"{figure.mask_s * 1e6:.0f}",
         )
     return table
 

@@ -50,6 +50,7 @@ def test_every_kernel_has_a_speed_and_a_share(capsys: Captured) -> None:
         (["--quick", "--only", "decode", "--no-parts"], "--only, --quick, --no-parts"),
         (["--compare", "llama-bench", "/none"], "--compare"),
         (["--device", "cuda:0"], "--device"),
+        (["--schema", "--schema-file", "x.json"], "--schema, --schema-file"),
     ],
 )
 def test_kernels_alone_take_no_flags_of_a_model(
@@ -180,3 +181,34 @@ def test_flags_change_what_the_defaults_measure() -> None:
     assert usual.only == quick.only == ("prompts", "decode", "verify", "parts")
     assert bench_settings(BenchFlags(only="decode, parts")).only == ("decode", "parts")
     assert bench_settings(BenchFlags(parts=False)).only == ("prompts", "decode", "verify")
+
+
+def test_a_schema_is_the_typical_one_or_a_file_s(tmp_path: Path) -> None:
+    assert bench_settings(BenchFlags()).schema is None
+    typical = bench_settings(BenchFlags(schema=True)).schema
+    assert typical is not None
+    assert typical["type"] == "object"
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "integer"}')
+    assert bench_settings(BenchFlags(schema_file=file)).schema == {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [(None, "No such file"), ("{", "not a JSON file"), ("[1]", "no JSON object")]
+)
+def test_a_schema_file_that_holds_no_schema_is_refused(
+    text: str | None, told: str, tmp_path: Path, capsys: Captured
+) -> None:
+    file = tmp_path / "schema.json"
+    if text is not None:
+        file.write_text(text)
+    assert run_command(["bench", "synth:llama", "--schema-file", str(file)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_decoding_under_a_schema_has_a_table(capsys: Captured) -> None:
+    flags = ["--only", "decode", "--schema"]
+    assert run_command(["bench", "synth:llama", *TINY, *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "decoding under a JSON schema" in printed
+    assert "loss" in printed

@@ -203,3 +203,40 @@ def test_values_out_of_range_are_refused_by_name(name: str, value: object) -> No
         SamplingParams(**{name: value})
     assert caught.value.param == name
     assert name in caught.value.message
+
+
+@pytest.mark.parametrize("allowed", [[5], [3, 40, 41], list(range(0, 64, 2)), list(range(64))])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0),
+        SamplingParams(seed=1),
+        SamplingParams(seed=2, top_k=4, top_p=0.8, min_p=0.05),
+        SamplingParams(seed=3, repetition_penalty=1.5, logit_bias={5: 9.0, 7: 50.0}),
+    ],
+)
+def test_a_mask_leaves_only_the_tokens_that_it_allows(
+    allowed: list[int], params: SamplingParams
+) -> None:
+    draw = np.random.default_rng(0)
+    mask = np.zeros(2, dtype=np.uint32)
+    for token in allowed:
+        mask[token // 32] |= np.uint32(1 << token % 32)
+    for _ in range(50):
+        logits = draw.standard_normal(64).astype(np.float32) * 3
+        history = draw.integers(0, 64, 20).tolist()
+        # The same as if the model found all others impossible.
+        impossible = np.setdiff1d(np.arange(64), allowed)
+        plain = logits.copy()
+        plain[impossible] = -np.inf
+        found = sample(logits, history, params, mask)
+        assert found in allowed
+        assert found == sample(plain, history, params)
+
+
+def test_rows_beyond_a_mask_are_never_drawn() -> None:
+    logits = np.array([0.0] * 32 + [50.0] * 8, dtype=np.float32)
+    mask = np.full(1, 0xFFFFFFFF, dtype=np.uint32)
+    found = {sample(logits, [0] * at, SamplingParams(seed=1), mask) for at in range(200)}
+    assert max(found) < 32
+    assert len(found) > 20
