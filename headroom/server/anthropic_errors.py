@@ -46,11 +46,11 @@ def error_body(problem: Problem, error: BaseException, request_id: str) -> dict[
     """Return the JSON object of an error."""
     status = error_status(problem, error)
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": _message(problem, error)},
-        "request_id": request_id,
-    }
+    reported: dict[str, Any] = {"type": kind, "message": _message(problem, error)}
+    if problem.param == "thread":
+        # The official client then goes on without a thread, and sends the whole history itself.
+        reported["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": reported, "request_id": request_id}
 
 
 def error_response(problem: Problem, error: BaseException) -> JSONResponse:

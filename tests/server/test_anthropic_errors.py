@@ -99,3 +99,18 @@ def test_the_key_may_come_in_either_header(header: str) -> None:
         wrong = client.post("/v1/messages", json=BODY, headers={header: value + "x"})
         assert wrong.status_code == 401
         assert wrong.json()["error"]["type"] == "authentication_error"
+
+
+def test_a_refused_thread_makes_the_official_client_send_the_whole_history(
+    shared: httpx.Client,
+) -> None:
+    client = Anthropic(base_url=str(shared.base_url), api_key="none", max_retries=0)
+    runner = client.beta.messages.tool_runner(
+        model="fake", max_tokens=99, messages=[{"role": "user", "content": "hi"}], tools=[]
+    )
+    (block,) = runner.until_done().content
+    assert block.type == "text"
+    assert block.text == "Hello, world."
+    threads = client.beta.messages.thread(model="fake", max_tokens=99)
+    with pytest.raises(anthropic.BadRequestError, match="`thread` cannot be honoured"):
+        threads.send([{"role": "user", "content": "hi"}])
