@@ -49,7 +49,10 @@ def error_body(problem: Problem, error: BaseException, request_id: str) -> dict[
     reported: dict[str, Any] = {"type": kind, "message": _message(problem, error)}
     if problem.param == "thread":
         # The official client then goes on without a thread, and sends the whole history itself.
-        reported["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        reported["details"] = {
+            "error_code": "thread_unsupported_request",
+            "unsupported": ["thread"],
+        }
     return {"type": "error", "error": reported, "request_id": request_id}
 
 
