@@ -35,7 +35,7 @@ from headroom.options import Options, load_options, warn_unknown_variables
 from headroom.plan.describe import describe
 from headroom.plan.plan import Plan
 from headroom.plan.shape import ModelShape
-from headroom.split.choice import make_run_plan
+from headroom.split.choice import NOTHING_LOADED, make_run_plan
 from headroom.split.expert_records import read_records
 from headroom.split.launch import LoadProgress, start_pipeline
 from headroom.split.memory_check import limit_memory
@@ -75,12 +75,13 @@ def open_engine(
     progress: LoadProgress = lambda done, total: None,
     *,
     measuring: bool = False,  # a benchmark: routing statistics are not saved, experts stay in place
+    memory_left: Mapping[str, int] = NOTHING_LOADED,  # bytes by device, beside other loaded models
 ) -> "OpenedModel":
     """Go the whole path from a checkpoint to an engine that takes requests."""
     started = time.perf_counter()
     model = describe(checkpoint)  # headers only: family, settings, sizes
     records = read_records(model, options, measuring=measuring)  # which experts earlier runs chose
-    plan = make_run_plan(model.shape, options)  # where every byte goes
+    plan = make_run_plan(model.shape, options, memory_left)  # where every byte goes
     _log_plan(plan)
     placement = find_placement(  # which routed experts are hot
         model.shape, plan, options, checkpoint.identity, records.file.counts
@@ -157,6 +158,7 @@ class LLM:
         options: Options | None = None,
         path: Path | None = None,  # where the model is, if the caller has found it already
         progress: LoadProgress = lambda done, total: None,
+        memory_left: Mapping[str, int] = NOTHING_LOADED,  # bytes by device, beside loaded models
         **settings: object,
     ) -> None:
         if options is None:
@@ -172,7 +174,7 @@ class LLM:
         self.reasoning, self.tool_format = self.abilities.reasoning, self.abilities.tool_format
         self.sampling_defaults = _sampling_defaults(checkpoint)
         self.fill_in = find_fill_in(checkpoint, self.tokenizer)  # None: the model fills no gaps
-        opened = open_engine(checkpoint, options, progress)
+        opened = open_engine(checkpoint, options, progress, memory_left=memory_left)
         self.engine, self.plan = opened.engine, opened.plan
         self.context = self.plan.settings.context
         self.vocab_size = self.engine.vocab

@@ -160,6 +160,12 @@ class Options:
         "refuse requests for other models; otherwise the only model answers to any name",
         group="server",
     )
+    idle_unload: float = option(
+        0.0,
+        "seconds without a request after which a model is unloaded; 0: never",
+        group="server",
+        minimum=0,
+    )
     keep_alive: float = option(
         15.0,
         "seconds without a token after which a stream sends a comment",

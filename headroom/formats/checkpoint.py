@@ -86,14 +86,35 @@ def _main_file(folder: Path) -> Path:
     """Return the file of a folder to open: its safetensors, or else its one GGUF model."""
     if any(folder.glob("*.safetensors")):
         return find_safetensors(folder)
-    parts = [file for file in sorted(folder.glob("*.gguf")) if "-of-" not in file.name]
-    parts += sorted(folder.glob("*-00001-of-*.gguf"))
+    parts = _gguf_models(folder)
     if len(parts) > 1:
         raise FormatError(
             f"{folder} holds {len(parts)} GGUF models: {', '.join(p.name for p in parts[:4])}.",
             hint="Give the path of one of them.",
         )
     return parts[0] if parts else find_safetensors(folder)
+
+
+def model_files(folder: Path) -> list[Path]:
+    """Return the models in a folder and in the folders directly in it, each as a path to open.
+
+    A folder with safetensors is one model. Projectors of pictures (`mmproj`) are left out.
+    """
+    if any(folder.glob("*.safetensors")):
+        return [folder]
+    found = [file for file in _gguf_models(folder) if "mmproj" not in file.name.lower()]
+    for inner in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if any(inner.glob("*.safetensors")):
+            found.append(inner)
+        else:
+            found += [file for file in _gguf_models(inner) if "mmproj" not in file.name.lower()]
+    return found or [folder]
+
+
+def _gguf_models(folder: Path) -> list[Path]:
+    """Return the GGUF models of a folder, of one in several parts the first part."""
+    whole = [file for file in sorted(folder.glob("*.gguf")) if "-of-" not in file.name]
+    return whole + sorted(folder.glob("*-00001-of-*.gguf"))
 
 
 def _open_gguf(path: Path, namings: Namings) -> Checkpoint:

@@ -36,7 +36,7 @@ async def create_message(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, MessagesBody, service.options.max_body)
     chat = body.conversation()
-    llm = await service.model(body.model)
+    llm = await service.model(body.model, streams=body.stream)
     answers = await service.start_chat(llm, chat, body.sampling())
     call = MessageCall(body, answers, new_request_id())
     if body.stream:

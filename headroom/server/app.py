@@ -32,10 +32,12 @@ from headroom.server import (
 from headroom.server.anthropic_errors import error_response, speaks_anthropic
 from headroom.server.anthropic_models import models_page, show_model_info
 from headroom.server.codex import codex_model
+from headroom.server.holding import HoldModels
 from headroom.server.metrics import MeasureRequests, Metrics
 from headroom.server.refusals import RefusalError, problem_for
 from headroom.server.responses_store import ResponseStore
 from headroom.server.service import Service
+from headroom.server.shelf import Place, Shelf
 from headroom.units import parse_size
 
 log = logging.getLogger("headroom.server")
@@ -56,9 +58,10 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 status_routes = APIRouter()
 
 
-def create_app(llm: LLM, options: Options) -> FastAPI:
-    """Return the HTTP application of a loaded model."""
-    metrics = Metrics(llm.engine)
+def create_app(models: Shelf | LLM, options: Options) -> FastAPI:
+    """Return the HTTP application of a shelf of models, or of one loaded model."""
+    shelf = models if isinstance(models, Shelf) else Shelf.of_loaded(models, options)
+    metrics = Metrics(shelf.engines, by_model=shelf.several)
     app = FastAPI(
         title="headroom",
         docs_url=None,
@@ -71,7 +74,7 @@ def create_app(llm: LLM, options: Options) -> FastAPI:
             Exception: answer_error,
         },
     )
-    app.state.service = Service(llm, options, metrics)
+    app.state.service = Service(shelf, options, metrics)
     app.state.created = int(time.time())
     app.state.responses = ResponseStore(
         options.stored_responses, parse_size(options.stored_bytes, "stored_bytes")
@@ -79,6 +82,7 @@ def create_app(llm: LLM, options: Options) -> FastAPI:
     app.add_api_route("/health", health, methods=["GET", "HEAD"])
     for endpoint in (status_routes, *(module.router for module in ENDPOINTS)):
         app.include_router(endpoint, dependencies=[Depends(check_key)])
+    app.add_middleware(HoldModels)  # the innermost one
     if options.cors is not None:
         app.add_middleware(
             CORSMiddleware,
@@ -120,28 +124,31 @@ async def health(request: Request) -> Response:
     service: Service = request.app.state.service
     if service.stopping:
         return JSONResponse({"status": "stopping"}, status_code=503)
-    if not service.llm.engine.alive:
+    if not all(engine.alive for engine in service.shelf.engines().values()):
         return JSONResponse({"status": "engine stopped"}, status_code=503)
     return JSONResponse({"status": "ok"})
 
 
 @status_routes.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """List the one model; Codex, which gives its version, gets a list in its own schema."""
+    """List all models, loaded or not; Codex, which gives its version, has its own schema."""
+    service: Service = request.app.state.service
     if "client_version" in request.query_params:
-        llm: LLM = request.app.state.service.llm
-        thinks = llm.reasoning is not None
-        return {"models": [codex_model(llm.name, llm.context, thinks=thinks)]}
-    models = [_model(request)]
+        shown = [
+            codex_model(place.name, place.context, thinks=place.thinks)
+            for place in service.shelf.places
+            if place.context is not None
+        ]
+        return {"models": shown}
+    models = [_model(request, place) for place in service.shelf.places]
     return models_page(models) if speaks_anthropic(request) else {"object": "list", "data": models}
 
 
 @status_routes.get("/v1/models/{name:path}")
 async def show_model(request: Request, name: str) -> dict[str, Any]:
-    """Show the one model."""
+    """Show one model; it is not loaded for that."""
     service: Service = request.app.state.service
-    await service.model(name, exact=True)
-    model = _model(request)
+    model = _model(request, service.place(name, exact=True))
     return show_model_info(model) if speaks_anthropic(request) else model
 
 
@@ -152,22 +159,26 @@ async def show_metrics(request: Request) -> Response:
     return Response(service.metrics.text(), media_type=METRICS_TYPE)
 
 
-def _model(request: Request) -> dict[str, Any]:
-    service: Service = request.app.state.service
-    return {
-        "id": service.llm.name,
+def _model(request: Request, place: Place) -> dict[str, Any]:
+    shown: dict[str, Any] = {
+        "id": place.name,
         "object": "model",
         "created": request.app.state.created,
         "owned_by": "headroom",
-        "context_length": service.llm.context,
+        "context_length": place.context,
+        "size_bytes": place.card.size_bytes,
+        "loaded": place.llm is not None,
     }
+    if place.card.error is not None:
+        shown["error"] = str(place.card.error)
+    return shown
 
 
 class HttpServer(uvicorn.Server):
     """A uvicorn server that logs when it is ready and ends running answers before it stops."""
 
-    def __init__(self, llm: LLM, options: Options, bound: socket.socket) -> None:
-        self._app = create_app(llm, options)
+    def __init__(self, models: Shelf | LLM, options: Options, bound: socket.socket) -> None:
+        self._app = create_app(models, options)
         self._socket = bound
         host = f"[{options.host}]" if ":" in options.host else options.host
         self.address = f"http://{host}:{bound.getsockname()[1]}"
@@ -189,6 +200,8 @@ class HttpServer(uvicorn.Server):
         """Start to listen, then log the address."""
         await super().startup(sockets)
         if self.started:
+            service: Service = self._app.state.service
+            service.shelf.start_timers()
             log.info("serve: ready on %s", self.address)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -213,9 +226,9 @@ class HttpServer(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def run_server(llm: LLM, options: Options, bound: socket.socket) -> None:
+def run_server(models: Shelf | LLM, options: Options, bound: socket.socket) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM."""
-    HttpServer(llm, options, bound).run()
+    HttpServer(models, options, bound).run()
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -1,7 +1,7 @@
 """Prometheus metrics: the engine's counters, and how long clients wait."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,90 +13,115 @@ from headroom.engine.request import Timings
 from headroom.engine.stats import ExpertTelemetry
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+Engines = Callable[[], Mapping[str, Engine]]  # returns those of loaded models, by their names
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
 
 
 class EngineCollector(Collector):
-    """Reads the engine's counters whenever /metrics is asked for."""
+    """Reads the engines' counters whenever /metrics is asked for."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engines: Engines, *, by_model: bool) -> None:
+        self._engines = engines
+        self._by_model = by_model
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metrics of one snapshot of the engine."""
-        stats = self._engine.stats()
-        gauges: dict[str, tuple[str, float]] = {
-            "requests_running": ("Requests that run", stats.requests_running),
-            "requests_waiting": ("Requests in the queue", stats.requests_waiting),
-            "cache_pages": ("Pages of the KV cache", stats.cache_pages_total),
-            "cache_pages_used": ("Pages of the KV cache in use", stats.cache_pages_used),
-        }
-        counters: dict[str, tuple[str, float]] = {
-            "prompt_tokens": ("Prompt tokens computed", stats.prompt_tokens),
-            "generated_tokens": ("Tokens generated", stats.generated_tokens),
-            "steps": ("Steps computed", stats.steps),
-            "preemptions": ("Requests preempted for lack of pages", stats.preemptions),
-            "step_seconds": ("Seconds spent in steps", stats.step_s),
-        }
-        for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(f"headroom_{name}", text, value=value)
-        for name, (text, value) in counters.items():
-            yield CounterMetricFamily(f"headroom_{name}", text, value=value)
-        for word, text, size in (
-            ("planned", "Bytes of the device that the plan allocates", stats.memory.planned_bytes),
-            ("used", "Bytes of the device that the engine holds", stats.memory.used_bytes),
-        ):
-            held = GaugeMetricFamily(f"headroom_memory_{word}_bytes", text, labels=["device"])
-            held.add_metric([stats.memory.device], size)
-            yield held
-        finished = CounterMetricFamily(
-            "headroom_requests_finished", "Requests ended, by reason", labels=["reason"]
-        )
-        for reason, count in stats.requests_finished.items():
-            finished.add_metric([reason], count)
-        yield finished
-        if stats.experts is not None:
-            yield from expert_metrics(stats.experts)
+        """Yield the metrics of one snapshot of each loaded model's engine."""
+        families: dict[str, Metric] = {}
+        for model, engine in self._engines().items():
+            label = {"model": model} if self._by_model else {}
+            for metric in engine_metrics(engine, label):
+                known = families.setdefault(metric.name, metric)
+                if known is not metric:
+                    known.samples.extend(metric.samples)
+        yield from families.values()
 
 
-def expert_metrics(experts: ExpertTelemetry) -> Iterable[Metric]:
-    """Yield hit rates and the cost of cold experts, as of the end of the last request."""
-    rates = GaugeMetricFamily(
-        "headroom_expert_hit_rate", "Share of chosen experts that were hot", labels=["layer"]
+def engine_metrics(engine: Engine, label: Mapping[str, str]) -> Iterable[Metric]:
+    """Yield the metrics of one engine; `label` names its model if there are several."""
+    stats = engine.stats()
+    names, values = list(label), list(label.values())
+    gauges: dict[str, tuple[str, float]] = {
+        "requests_running": ("Requests that run", stats.requests_running),
+        "requests_waiting": ("Requests in the queue", stats.requests_waiting),
+        "cache_pages": ("Pages of the KV cache", stats.cache_pages_total),
+        "cache_pages_used": ("Pages of the KV cache in use", stats.cache_pages_used),
+    }
+    counters: dict[str, tuple[str, float]] = {
+        "prompt_tokens": ("Prompt tokens computed", stats.prompt_tokens),
+        "generated_tokens": ("Tokens generated", stats.generated_tokens),
+        "steps": ("Steps computed", stats.steps),
+        "preemptions": ("Requests preempted for lack of pages", stats.preemptions),
+        "step_seconds": ("Seconds spent in steps", stats.step_s),
+    }
+    for name, (text, value) in gauges.items():
+        gauge = GaugeMetricFamily(f"headroom_{name}", text, labels=names)
+        gauge.add_metric(values, value)
+        yield gauge
+    for name, (text, value) in counters.items():
+        counter = CounterMetricFamily(f"headroom_{name}", text, labels=names)
+        counter.add_metric(values, value)
+        yield counter
+    for word, text, size in (
+        ("planned", "Bytes of the device that the plan allocates", stats.memory.planned_bytes),
+        ("used", "Bytes of the device that the engine holds", stats.memory.used_bytes),
+    ):
+        held = GaugeMetricFamily(f"headroom_memory_{word}_bytes", text, labels=[*names, "device"])
+        held.add_metric([*values, stats.memory.device], size)
+        yield held
+    finished = CounterMetricFamily(
+        "headroom_requests_finished", "Requests ended, by reason", labels=[*names, "reason"]
     )
-    picks = CounterMetricFamily("headroom_expert_picks", "Experts chosen", labels=["layer"])
+    for reason, count in stats.requests_finished.items():
+        finished.add_metric([*values, reason], count)
+    yield finished
+    if stats.experts is not None:
+        yield from expert_metrics(stats.experts, label)
+
+
+def expert_metrics(experts: ExpertTelemetry, label: Mapping[str, str]) -> Iterable[Metric]:
+    """Yield hit rates and the cost of cold experts, as of the end of the last request."""
+    names, values = list(label), list(label.values())
+    rates = GaugeMetricFamily(
+        "headroom_expert_hit_rate",
+        "Share of chosen experts that were hot",
+        labels=[*names, "layer"],
+    )
+    picks = CounterMetricFamily("headroom_expert_picks", "Experts chosen", labels=[*names, "layer"])
     for layer, rate in enumerate(experts.layer_hit_rates):
         if rate is not None:
-            rates.add_metric([str(layer)], rate)
-            picks.add_metric([str(layer)], experts.picks[layer])
+            rates.add_metric([*values, str(layer)], rate)
+            picks.add_metric([*values, str(layer)], experts.picks[layer])
     yield rates
     yield picks
-    yield CounterMetricFamily(
-        "headroom_cold_expert_picks", "Chosen experts that were cold", value=experts.cold_picks
-    )
-    yield CounterMetricFamily(
-        "headroom_expert_swaps", "Experts that became hot while running", value=experts.exchanges
-    )
+    for name, text, count in (
+        ("cold_expert_picks", "Chosen experts that were cold", experts.cold_picks),
+        ("expert_swaps", "Experts that became hot while running", experts.exchanges),
+    ):
+        counter = CounterMetricFamily(f"headroom_{name}", text, labels=names)
+        counter.add_metric(values, count)
+        yield counter
     read = CounterMetricFamily(
-        "headroom_cold_bytes", "Bytes of cold experts read, by path", labels=["path"]
+        "headroom_cold_bytes", "Bytes of cold experts read, by path", labels=[*names, "path"]
     )
     for path, size in experts.cold_bytes.items():
-        read.add_metric([path], size)
+        read.add_metric([*values, path], size)
     yield read
     times = CounterMetricFamily(
-        "headroom_expert_seconds", "Seconds of experts: hot, cold, wait, copies", labels=["what"]
+        "headroom_expert_seconds",
+        "Seconds of experts: hot, cold, wait, copies",
+        labels=[*names, "what"],
     )
     for what, seconds in experts.seconds.items():
-        times.add_metric([what], seconds)
+        times.add_metric([*values, what], seconds)
     yield times
 
 
 class Metrics:
     """The metrics of one server, in a separate registry."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engines: Engines, *, by_model: bool = False) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(engine))
+        self.registry.register(EngineCollector(engines, by_model=by_model))
         self._requests = Counter(
             "headroom_http_requests",
             "HTTP requests, by endpoint and status",

@@ -180,7 +180,7 @@ async def chat_completions(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, ChatBody, service.options.max_body)
     chat = body.conversation()
-    llm = await service.model(body.model)
+    llm = await service.model(body.model, streams=body.stream)
     answers = await service.start_chat(llm, chat, body.sampling(), n=body.n or 1)
     envelope = Envelope(
         id=f"chatcmpl-{uuid.uuid4().hex}",

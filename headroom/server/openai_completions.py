@@ -81,7 +81,7 @@ async def completions(request: Request) -> Response:
     """Continue one or more prompts."""
     service: Service = request.app.state.service
     body = await read_body(request, CompletionBody, service.options.max_body)
-    llm = await service.model(body.model)
+    llm = await service.model(body.model, streams=body.stream)
     asked = len(body.prompt) * (body.n or 1)
     if asked > MAX_ANSWERS:
         raise RequestError(

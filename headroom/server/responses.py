@@ -45,7 +45,7 @@ async def create_response(request: Request) -> Response:
     service: Service = request.app.state.service
     store: ResponseStore = request.app.state.responses
     body = await read_body(request, ResponseBody, service.options.max_body)
-    llm = await service.model(body.model)
+    llm = await service.model(body.model, streams=body.stream)
     prompt = Prompt(body, store)
     chat = prompt.chat
     if body.truncation == "auto":

@@ -20,8 +20,10 @@ from headroom.engine.request import (
 from headroom.errors import CapacityError, HeadroomError, RequestError
 from headroom.llm import LLM, SEED_BITS
 from headroom.options import Options
+from headroom.server.holding import current_hold
 from headroom.server.metrics import Metrics
 from headroom.server.refusals import RefusalError
+from headroom.server.shelf import Lease, Place, Shelf
 from headroom.text.answer_parser import AnswerParser
 from headroom.text.conversation import Conversation
 
@@ -75,9 +77,11 @@ class Answers:
         requests: Sequence[GenerationRequest],
         metrics: Metrics,
         new_parser: NewParser = no_parser,  # called once for each answer
+        lease: Lease | None = None,  # keeps the model loaded; released when the answers are closed
     ) -> None:
         assert requests
         self.llm = llm
+        self._lease = lease
         self.count = len(requests)
         self.prompt_tokens = len(requests[0].prompt)  # of the first answer
         self.seed = requests[0].params.seed  # one for all, the client's or a drawn one
@@ -137,6 +141,8 @@ class Answers:
         """Cancel the requests that still run."""
         for request_id in self._unfinished:
             self._engine.cancel(request_id)
+        if self._lease is not None:
+            self._lease.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +189,10 @@ async def _pool(llm: LLM, requests: Sequence[GenerationRequest]) -> list[Vector]
 
 
 class Service:
-    """What every endpoint works with: the model, the settings, the metrics, the running answers."""
+    """What every endpoint works with: models, settings, metrics, and the running answers."""
 
-    def __init__(self, llm: LLM, options: Options, metrics: Metrics) -> None:
-        self.llm = llm
+    def __init__(self, models: Shelf | LLM, options: Options, metrics: Metrics) -> None:
+        self.shelf = models if isinstance(models, Shelf) else Shelf.of_loaded(models, options)
         self.options = options
         self.metrics = metrics
         self.stopping = False
@@ -208,7 +214,8 @@ class Service:
                 hint="Ask for fewer, or start the server with a larger --queue.",
                 param="n",
             )
-        answers = Answers(llm, requests, self.metrics, new_parser)
+        lease = self.shelf.hold_again(llm)
+        answers = Answers(llm, requests, self.metrics, new_parser, lease)
         self._running.add(answers)
         return answers
 
@@ -277,24 +284,51 @@ class Service:
     def stop(self) -> None:
         """Take no more requests and end those that run."""
         self.stopping = True
+        self.shelf.stop()
         for answers in list(self._running):
             answers.fail(_shutting_down())
 
-    async def model(self, name: str | None, *, exact: bool = False) -> LLM:
-        """Return the model of this name; a request need not name one.
+    async def model(
+        self, name: str | None, *, exact: bool = False, streams: bool | None = False
+    ) -> LLM:
+        """Return the model of this name, after loading it; a request need not name one.
 
-        The only model also answers to other names, because agents have names built in, unless
-        `exact` or --strict-model is given.
+        The model stays loaded until the HTTP request ends. If the request `streams` server-sent
+        events, its client gets comments while the model is loaded. An only model also answers to
+        other names, because agents have names built in, unless `exact` or --strict-model is given.
         """
-        if name and name != self.llm.name and (exact or self.options.strict_model):
+        place = self.place(name, exact=exact)
+        hold = current_hold()
+        if hold is None:  # no HTTP request: the answers keep the model loaded
+            lease = await self.shelf.hold(place)
+            lease.release()
+            return lease.llm
+        if (held := hold.llm_of(place)) is not None:
+            return held
+        if place.llm is not None or not streams:
+            lease = await self.shelf.hold(place)
+        else:
+            lease = await hold.wait(self.shelf.hold(place), self.options.keep_alive)
+        hold.add(lease)
+        return lease.llm
+
+    def place(self, name: str | None, *, exact: bool = False) -> Place:
+        """Return the place of the model that a request asks for, loaded or not."""
+        shelf = self.shelf
+        if not name:
+            return shelf.places[0]
+        if (place := shelf.find(name)) is not None:
+            return place
+        if exact or self.options.strict_model or shelf.several:
+            names = ", ".join(map(repr, shelf.names))
             raise RefusalError(
                 404,
                 "model_not_found",
                 f"The model {name[:200]!r} does not exist.",
-                hint=f"This server has {self.llm.name!r}.",
+                hint=f"This server has {names}.",
                 param="model",
             )
-        return self.llm
+        return shelf.places[0]
 
 
 def _shutting_down() -> RefusalError:

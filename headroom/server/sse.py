@@ -13,6 +13,9 @@ from headroom.server.refusals import CLIENT_CLOSED, RefusalError
 
 Returned = TypeVar("Returned")
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
+EVENT_TYPE = "text/event-stream"
+# Ask proxies neither to buffer nor to cache events.
+EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def event(data: object, name: str = "") -> bytes:
@@ -25,7 +28,7 @@ def event(data: object, name: str = "") -> bytes:
 class EventStream(Response):
     """Sends events as they come; calls `close` at the end, whatever ended the stream."""
 
-    media_type = "text/event-stream"
+    media_type = EVENT_TYPE
 
     def __init__(
         self,
@@ -34,9 +37,7 @@ class EventStream(Response):
         close: Callable[[], None],
         keep_alive: bytes = KEEP_ALIVE,  # sent after `keep_alive_s` seconds without an event
     ) -> None:
-        # Ask proxies neither to buffer nor to cache events.
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(headers=headers)
+        super().__init__(headers=EVENT_HEADERS)
         del self.headers["content-length"]
         self._events = events
         self._keep_alive_s = keep_alive_s

@@ -1,7 +1,9 @@
 """make_run_plan(): the device that an engine runs on, named or found, and the plan for it."""
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from headroom.errors import DeviceError, OptionError, PlanError
 from headroom.kernels.cuda.compile import CODE
@@ -27,19 +29,23 @@ log = logging.getLogger(__name__)
 
 # Lines that need no free memory once CUDA has started: its own memory, and the reserve.
 NOT_NEEDED = frozenset({"runtime", "reserve"})
+NOTHING_LOADED: Mapping[str, int] = MappingProxyType({})  # no other model takes memory
 NOTICEABLE_BYTES = GIB  # of a GPU, held by other processes; an idle driver usually holds less
 
 
-def make_run_plan(shape: ModelShape, options: Options) -> Plan:
+def make_run_plan(
+    shape: ModelShape, options: Options, left: Mapping[str, int] = NOTHING_LOADED
+) -> Plan:
     """Return a plan that this machine can run, or raise an error that says why it cannot.
 
     Without --device it is a GPU that runs the kernels and holds the model, else the CPU. If only
     an option keeps the model from the GPU, that option is reported; the CPU does not take over.
+    `left` is the memory in bytes that other loaded models leave of a device, by its name.
     """
     CODE.open(options.home_path)
     options = without_plan_options(options)
     if options.device is not None:
-        devices = plan_devices(options)
+        devices = reduce_memory(plan_devices(options), left)
         check_devices(devices, options)
         return _plan(shape, devices, options)
     on_cpu = replace(options, device="cpu")
@@ -47,12 +53,26 @@ def make_run_plan(shape: ModelShape, options: Options) -> Plan:
     if name != "cpu":
         on_gpu = replace(options, device=name)
         try:
-            return _plan(shape, plan_devices(on_gpu), on_gpu)
+            return _plan(shape, reduce_memory(plan_devices(on_gpu), left), on_gpu)
         except (PlanError, DeviceError) as error:
             if isinstance(error, PlanError) and _caused_by_options(shape, error, on_gpu):
                 raise
             log.warning("device: cpu, not %s: %s", name, error.message)
-    return _plan(shape, plan_devices(on_cpu), on_cpu)
+    return _plan(shape, reduce_memory(plan_devices(on_cpu), left), on_cpu)
+
+
+def reduce_memory(devices: Sequence[DeviceSpec], left: Mapping[str, int]) -> list[DeviceSpec]:
+    """Return the devices with no more memory available than other loaded models leave of it.
+
+    Host memory behind GPUs is the memory of the CPU.
+    """
+    most = {**left, **({"host": left["cpu"]} if "cpu" in left else {})}
+    return [
+        replace(device, available_bytes=max(0, min(device.available_bytes, most[device.name])))
+        if device.name in most
+        else device
+        for device in devices
+    ]
 
 
 def make_trial_plan(shape: ModelShape, options: Options) -> Plan:

@@ -87,12 +87,12 @@ def opened(fake_llm: FakeLLM, monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     seen: list[Options] = []
 
     @contextmanager
-    def open_fake(options: Options) -> Iterator[FakeLLM]:
+    def open_fake(options: Options, models: object = None) -> Iterator[FakeLLM]:
         seen.append(options)
         yield fake_llm
 
-    for command in ("run", "chat", "serve"):
-        monkeypatch.setattr(f"headroom.cli.{command}.open_llm", open_fake)
+    for function in ("run.open_llm", "chat.open_llm", "serve.open_shelf"):
+        monkeypatch.setattr(f"headroom.cli.{function}", open_fake)
     return seen
 
 

@@ -2,12 +2,28 @@
 
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headroom.cli.main import run_command
 from headroom.options import Options
+from tests.synth_models import write_model
+
+SMALL = ["--port", "0", "--device", "cpu", "--context", "256", "--threads", "1"]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], list[str]]]:
+    """What the command starts a server with: the models' names, and the names of loaded ones."""
+    seen: list[tuple[list[str], list[str]]] = []
+
+    def run(shelf: Any, options: Options, bound: socket.socket) -> None:
+        seen.append((shelf.names, list(shelf.engines())))
+
+    monkeypatch.setattr("headroom.server.app.run_server", run)
+    return seen
 
 
 def test_the_server_gets_the_model_and_the_options(
@@ -43,3 +59,33 @@ def test_without_the_extra_one_line_says_what_to_install(
         "Install it with: pip install 'headroom[server]'.\n"
     )
     assert opened == []
+
+
+def test_several_models_are_named_after_their_files_and_the_first_is_loaded(
+    tmp_path: Path, started: list[tuple[list[str], list[str]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama = write_model("llama", "q8_0", tmp_path, few_layers=True)
+    qwen3 = write_model("qwen3", "q8_0", tmp_path, few_layers=True)
+    assert run_command(["serve", str(qwen3), str(llama), *SMALL]) == 0
+    assert run_command(["serve", str(tmp_path), *SMALL]) == 0
+    assert run_command(["serve", str(llama), "--served-name", "mine", *SMALL]) == 0
+    assert started == [
+        (["qwen3-q8_0", "llama-q8_0"], ["qwen3-q8_0"]),
+        (["llama-q8_0", "qwen3-q8_0"], ["llama-q8_0"]),
+        (["mine"], ["mine"]),
+    ]
+    assert run_command(["serve", str(tmp_path), "--served-name", "mine", *SMALL]) == 2
+    assert "--served-name is one name, and there are 2 models." in capsys.readouterr().err
+
+
+def test_a_first_model_that_cannot_be_loaded_ends_the_command(
+    tmp_path: Path, started: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama = write_model("llama", "q8_0", tmp_path, few_layers=True)
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(60))
+    assert run_command(["serve", str(broken), str(llama), *SMALL]) == 1
+    assert str(broken) in capsys.readouterr().err
+    assert started == []
+    assert run_command(["serve", str(llama), str(tmp_path / "missing.gguf"), *SMALL]) == 1
+    assert "missing.gguf" in capsys.readouterr().err

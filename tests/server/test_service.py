@@ -21,7 +21,7 @@ def start_chat(
 ) -> Answers:
     async def run() -> Answers:
         model = cast(LLM, llm)
-        service = Service(model, Options(model="fake"), Metrics(model.engine))
+        service = Service(model, Options(model="fake"), Metrics(lambda: {"fake": model.engine}))
         answers = await service.start_chat(model, chat, settings, n=n, messages_field="input")
         async for _ in answers.deltas():
             pass
