@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,12 @@ from headroom.formats.metadata import Metadata
 from headroom.formats.names import Format, Namings
 from headroom.formats.read_header import gguf_header, safetensors_header
 from headroom.formats.safetensors import find_safetensors, read_json, read_model_files
-from headroom.formats.sampling import SamplingDefaults, config_sampling, gguf_sampling
+from headroom.formats.sampling import (
+    SamplingDefaults,
+    config_sampling,
+    fallback_sampling,
+    gguf_sampling,
+)
 from headroom.formats.tensor import TensorInfo, map_file
 from headroom.formats.vocabulary import Vocabulary, read_vocabulary
 
@@ -39,7 +45,7 @@ class Checkpoint:
     tokenizer_file: Path | None  # tokenizer.json beside safetensors
     tokenizer_config: Mapping[str, Any] = field(repr=False)  # {} for GGUF
     chat_template: str | None = field(repr=False)
-    sampling: SamplingDefaults  # what the model's files recommend
+    sampling: SamplingDefaults  # what the model's files recommend, or what suits its size
     identity: str  # a digest of the contents, equal for equal files at any path
 
     @property
@@ -131,7 +137,7 @@ def _open_gguf(path: Path, namings: Namings) -> Checkpoint:
         tokenizer_file=None,
         tokenizer_config={},
         chat_template=template or None,
-        sampling=gguf_sampling(header.metadata, path),
+        sampling=gguf_sampling(header.metadata, path) or _fallback(header.tensors),
         identity=_identity((part.path, part.header) for part in parts),
     )
 
@@ -157,7 +163,7 @@ def _open_safetensors(path: Path, namings: Namings) -> Checkpoint:
         tokenizer_file=tokenizer_file if tokenizer_file.is_file() else None,
         tokenizer_config=tokenizer_config,
         chat_template=_chat_template(path.parent, tokenizer_config),
-        sampling=config_sampling(generation, generation_path),
+        sampling=config_sampling(generation, generation_path) or _fallback(header.tensors),
         identity=_identity(files),
     )
 
@@ -185,6 +191,10 @@ def _tokenizer_config(
     if not all(type(token) is int for token in listed):
         raise FormatError(f"{folder}: eos_token_id is {ids!r}, not token numbers.")
     return {**settings, "eos_token_ids": listed}
+
+
+def _fallback(tensors: Mapping[str, TensorInfo]) -> SamplingDefaults:
+    return fallback_sampling(sum(prod(tensor.shape) for tensor in tensors.values()))
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:

@@ -37,12 +37,14 @@ def test_a_named_model_is_described_by_its_files(
     assert run_command([*command, "--json"]) == 0
     model = json.loads(capsys.readouterr().out)["model"]
     assert model["architecture"] == "llama"
-    assert model["sampling"] == {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+    assert model["sampling"] == {"temperature": 0.2, "top_k": 40, "top_p": 0.9, "min_p": 0.0}
     assert (model["chat_template"], model["reasoning"]) == (True, {"supported": False})
     assert "<|end|>" in model["stop_tokens"]
     assert run_command(command) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "temperature 0.7, top_k 40, top_p 0.95, min_p 0.05 (headroom's own, since" in shown
+    assert (
+        "temperature 0.2, top_k 40, top_p 0.9, min_p 0 (headroom's own for models below 1B" in shown
+    )
 
 
 def test_people_read_what_is_missing_and_how_to_get_it(

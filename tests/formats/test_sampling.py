@@ -7,7 +7,14 @@ import pytest
 
 from headroom.errors import FormatError
 from headroom.formats.metadata import Metadata
-from headroom.formats.sampling import FALLBACK, SamplingDefaults, config_sampling, gguf_sampling
+from headroom.formats.sampling import (
+    FALLBACK,
+    SMALL_FALLBACK,
+    SamplingDefaults,
+    config_sampling,
+    fallback_sampling,
+    gguf_sampling,
+)
 
 FILE = Path("generation_config.json")
 
@@ -22,16 +29,22 @@ FILE = Path("generation_config.json")
         ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
         ({"do_sample": True, "min_p": 0.1, "top_k": None}, {"min_p": 0.1}),
         ({"repetition_penalty": 1.1, "top_k": -1}, {"repetition_penalty": 1.1, "top_k": 0}),
-        ({"eos_token_id": 5}, FALLBACK),
-        ({}, FALLBACK),
     ],
 )
 def test_a_generation_config_recommends_sampling(
     config: dict[str, Any], settings: dict[str, float]
 ) -> None:
-    found = config_sampling(config, FILE)
-    assert found.settings == settings
-    assert ("generation_config.json" in found.source) == (settings is not FALLBACK)
+    assert config_sampling(config, FILE) == SamplingDefaults(settings, "generation_config.json")
+
+
+@pytest.mark.parametrize("config", [{}, {"eos_token_id": 5, "do_sample": True}])
+def test_a_file_may_recommend_nothing(config: dict[str, Any]) -> None:
+    assert config_sampling(config, FILE) is None
+
+
+def test_small_models_are_drawn_from_more_carefully() -> None:
+    assert fallback_sampling(999_999_999).settings == SMALL_FALLBACK
+    assert fallback_sampling(1_000_000_000).settings == FALLBACK
 
 
 @pytest.mark.parametrize("value", ["hot", True, [0.5]])
@@ -52,6 +65,7 @@ def test_gguf_keys_recommend_sampling() -> None:
         tied=False,
     )
     found = gguf_sampling(metadata, Path("model.gguf"))
+    assert found is not None
     assert found.settings == {
         "temperature": 0.6,
         "top_k": 20,
@@ -59,4 +73,4 @@ def test_gguf_keys_recommend_sampling() -> None:
         "penalty_window": 0,
     }
     assert "general.sampling" in found.source
-    assert gguf_sampling(Metadata({}, FILE, tied=False), Path("model.gguf")) == SamplingDefaults()
+    assert gguf_sampling(Metadata({}, FILE, tied=False), Path("model.gguf")) is None

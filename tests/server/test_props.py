@@ -17,8 +17,8 @@ def test_the_model_and_the_settings_for_silent_clients_are_shown(tiny_path: Path
         shown = httpx.get(server.address + "/props").json()
         assert shown["default_generation_settings"] == {
             "n_ctx": 64,
-            "params": {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.05},
-            "source": "headroom's own, since the model's files have none",
+            "params": {"temperature": 0.2, "top_k": 40, "top_p": 0.9, "min_p": 0.0},
+            "source": "headroom's own for models below 1B parameters",
         }
         assert shown["total_slots"] == 2
         assert Path(shown["model_path"]).is_relative_to(tiny_path)
