@@ -124,9 +124,8 @@ class InputBody(ThinkingFields, FormatFields):
 
     def offered_tools(self, items: Sequence[ItemBody]) -> OfferedTools:
         """Return the tools that may be called; an item may offer more than the field does."""
-        return OfferedTools(
-            [*(self.tools or ()), *(tool for item in items for tool in item.tools or ())]
-        )
+        later = [tool for item in reversed(items) for tool in item.tools or ()]
+        return OfferedTools(self.tools or (), later)
 
     def conversation(
         self, earlier: Sequence[ItemBody], given: Sequence[ItemBody], offered: OfferedTools

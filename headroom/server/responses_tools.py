@@ -97,14 +97,24 @@ class OfferedTool:
 class OfferedTools:
     """All tools of one request that may be called."""
 
-    def __init__(self, bodies: Iterable[ToolBody]) -> None:
+    def __init__(
+        self,
+        bodies: Iterable[ToolBody],
+        later: Iterable[ToolBody] = (),  # may repeat tools, which changes nothing
+    ) -> None:
         self.all: list[OfferedTool] = []
         for namespace, body in _flat(bodies):
+            if self._knows(namespace, body.name):
+                raise invalid("tools", f"Two tools have the name {short(body.name)!r}.")
             self._offer(namespace, body)
+        for namespace, body in _flat(later):
+            if not self._knows(namespace, body.name):
+                self._offer(namespace, body)
+
+    def _knows(self, namespace: str | None, name: str | None) -> bool:
+        return any((known.namespace, known.name) == (namespace, name) for known in self.all)
 
     def _offer(self, namespace: str | None, body: ToolBody) -> None:
-        if any((known.namespace, known.name) == (namespace, body.name) for known in self.all):
-            raise invalid("tools", f"Two tools have the name {short(body.name)!r}.")
         tool = _custom_tool(body) if body.type == "custom" else _function_tool(body)
         taken = {known.tool.name for known in self.all}
         if tool.name in taken and namespace is not None:

@@ -307,6 +307,11 @@ def test_tools_of_a_namespace_are_called_with_it(client: httpx.Client, llm: Fake
     # An item may bring tools, too.
     ask(client, input=[{"type": "additional_tools", "role": "developer", "tools": [space]}, item])
     assert [tool.name for tool in llm.chats[-1].tools] == ["weather"]
+    # Whatever an item brings again is there once.
+    more = {"type": "additional_tools", "role": "developer", "tools": [space, PATCH]}
+    ask(client, tools=[WEATHER], input=[more, more, item])
+    names = [tool.name for tool in llm.chats[-1].tools]
+    assert names == ["weather", "sky.weather", "apply_patch"]
 
 
 def test_a_body_as_codex_sends_it_is_answered(client: httpx.Client, llm: FakeLLM) -> None:
