@@ -5,8 +5,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
+from headroom.server.anthropic_errors import NO_THREADS
 from headroom.server.anthropic_history import History, MessageBody, TextBlocks, system_text
 from headroom.server.openai_tools import ToolName
+from headroom.server.refusals import RefusalError
 from headroom.server.schemas import (
     Body,
     GenerationBody,
@@ -85,7 +87,6 @@ class PromptBody(GenerationBody):
     also_not_honoured: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "container": (),
         "mcp_servers": (),
-        "thread": (),
         "compaction": (),
         "n": (1,),
         "response_format": (),
@@ -106,6 +107,18 @@ class PromptBody(GenerationBody):
     output_config: OutputBody | None = None
     output_format: FormatBody | None = None  # the older place of `output_config.format`
     context_management: dict[str, Any] | None = None
+    thread: Any = None
+
+    @model_validator(mode="after")
+    def _sends_the_whole_conversation(self) -> "PromptBody":
+        if self.thread is not None:
+            raise RefusalError(
+                400,
+                NO_THREADS,
+                "Conversations are not kept here; leave `thread` out and send all messages.",
+                param="thread",
+            )
+        return self
 
     @property
     def hides_thoughts(self) -> bool:

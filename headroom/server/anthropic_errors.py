@@ -9,6 +9,8 @@ from starlette.responses import JSONResponse
 from headroom.errors import CapacityError, ContextLengthError
 from headroom.server.refusals import Problem
 
+# The code of a refusal after which clients send the whole conversation again, without a thread.
+NO_THREADS = "thread_unsupported_request"
 OVERLOADED = 529  # Anthropic's status for a server that can take no more requests now
 # The types of errors by their HTTP status; the others are the client's below 500, ours above.
 TYPES = {
@@ -46,14 +48,10 @@ def error_body(problem: Problem, error: BaseException, request_id: str) -> dict[
     """Return the JSON object of an error."""
     status = error_status(problem, error)
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    reported: dict[str, Any] = {"type": kind, "message": _message(problem, error)}
-    if problem.param == "thread":
-        # The official client then goes on without a thread, and sends the whole history itself.
-        reported["details"] = {
-            "error_code": "thread_unsupported_request",
-            "unsupported": ["thread"],
-        }
-    return {"type": "error", "error": reported, "request_id": request_id}
+    described: dict[str, Any] = {"type": kind, "message": _message(problem, error)}
+    if problem.code == NO_THREADS:
+        described["details"] = {"error_code": NO_THREADS, "unsupported": []}
+    return {"type": "error", "error": described, "request_id": request_id}
 
 
 def error_response(problem: Problem, error: BaseException) -> JSONResponse:

@@ -45,14 +45,13 @@ def test_a_body_that_is_no_json_is_refused(shared: httpx.Client) -> None:
 
 def refusal(options: Options, llm: FakeLLM, **fields: Any) -> anthropic.APIStatusError:
     """Return what the official client raises, which sends its key as x-api-key."""
+    request: Any = {"model": "m", "max_tokens": 9, "messages": [HI], **fields}
     with (
         serving(llm, options) as server,
         Anthropic(base_url=server.address, api_key="wrong", max_retries=0) as client,
         pytest.raises(anthropic.APIStatusError) as refused,
     ):
-        client.messages.create(
-            **{"model": "m", "max_tokens": 9, "messages": [HI], **fields}  # type: ignore[arg-type]
-        )
+        client.messages.create(**request)
     return refused.value
 
 
@@ -85,6 +84,38 @@ def test_a_full_queue_is_an_overload_that_says_when_to_retry() -> None:
     error = refusal(Options(port=0), llm)
     assert (error.status_code, kind_of(error)) == (529, "overloaded_error")
     assert error.response.headers["retry-after"] == "1"
+
+
+def test_a_tool_runner_goes_on_without_the_thread_that_this_server_does_not_keep() -> None:
+    llm = FakeLLM()
+    with (
+        serving(llm, Options(port=0)) as server,
+        Anthropic(base_url=server.address, api_key="none", max_retries=0) as client,
+    ):
+        body = {**BODY, "thread": {"type": "create"}}
+        refused = httpx.post(f"{server.address}/v1/messages", json=body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["details"]["error_code"] == "thread_unsupported_request"
+
+        @anthropic.beta_tool
+        def get_weather(city: str) -> str:
+            """Return the forecast of a city."""
+            llm.engine.words = f"In {city}: grey."
+            return "grey"
+
+        call = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+        llm.engine.words = f"<tool_call>\n{call}\n</tool_call>"
+        runner = client.beta.messages.tool_runner(
+            model="m",
+            max_tokens=200,
+            messages=[{"role": "user", "content": "Weather?"}],
+            tools=[get_weather],
+        )
+        (block,) = runner.until_done().content
+    assert block.type == "text"
+    assert block.text == "In Paris: grey."
+    assert [turn["role"] for turn in llm.conversations[-1]] == ["user", "assistant", "tool"]
+    assert llm.conversations[-1][-1]["content"] == "grey"
 
 
 @pytest.mark.parametrize("header", ["x-api-key", "Authorization"])
