@@ -143,5 +143,5 @@ def test_a_refused_thread_makes_the_official_client_send_the_whole_history(
     assert block.type == "text"
     assert block.text == "Hello, world."
     threads = client.beta.messages.thread(model="fake", max_tokens=99)
-    with pytest.raises(anthropic.BadRequestError, match="`thread` cannot be honoured"):
-        threads.send([{"role": "user", "content": "hi"}])
+    with pytest.raises(anthropic.BadRequestError, match="Conversations are not kept here"):
+        threads.send({"role": "user", "content": "hi"})
