@@ -8,7 +8,7 @@ import queue
 import time
 import uuid
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -44,7 +44,8 @@ from headroom.split.placing import find_placement, placed_plan
 from headroom.split.upkeep import open_upkeep
 from headroom.text.abilities import Abilities
 from headroom.text.answer_limits import AnswerLimits
-from headroom.text.answer_parser import AnswerParser
+from headroom.text.answer_parser import AnswerParser, WrittenAnswer
+from headroom.text.chat_renderer import ChatRenderer
 from headroom.text.conversation import (
     ChoiceMode,
     Conversation,
@@ -59,6 +60,7 @@ from headroom.text.grammar import GrammarCompiler
 from headroom.text.reasoning import Reasoning
 from headroom.text.thought_budget import resolve_effort
 from headroom.text.tool_formats import ToolFormat
+from headroom.text.tool_memory import ToolMemory
 from headroom.units import gib
 
 log = logging.getLogger(__name__)
@@ -132,6 +134,7 @@ class ChatPrompt:
     tool_format: ToolFormat | None = None  # how the model writes calls
     limits: AnswerLimits | None = None  # None: nothing is limited
     continues: bool = False  # the prompt ends with the first words of the answer's text
+    keep: Callable[[WrittenAnswer], None] | None = None  # remembers an answer that has calls
 
     def new_parser(self) -> AnswerParser:
         """Return a parser for one answer."""
@@ -141,6 +144,7 @@ class ChatPrompt:
             begun=self.continues and not self.in_thought,
             tools=self.tools,
             format=self.tool_format,
+            keep=self.keep if self.tools else None,
         )
 
     def new_constraint(self, max_tokens: int | None = None) -> TokenConstraint | None:
@@ -174,6 +178,12 @@ class LLM:
         self.reasoning, self.tool_format = self.abilities.reasoning, self.abilities.tool_format
         self.sampling_defaults = _sampling_defaults(checkpoint)
         self.fill_in = find_fill_in(checkpoint, self.tokenizer)  # None: the model fills no gaps
+        self.tool_memory = ToolMemory()
+        self._chats: ChatRenderer | None = None  # None: the model has no chat template
+        if self.template is not None:
+            self._chats = ChatRenderer(
+                self.template, self.tokenizer, self.tool_format, self.reasoning, self.tool_memory
+            )
         opened = open_engine(checkpoint, options, progress, memory_left=memory_left)
         self.engine, self.plan = opened.engine, opened.plan
         self.context = self.plan.settings.context
@@ -206,16 +216,17 @@ class LLM:
         messages: Sequence[ChatMessage],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        continues: bool = False,  # the last message is the start of the answer
         **variables: Any,
     ) -> str:
         if self.template is None:
-            raise ModelError(
-                f"{self.name} has no chat template.",
-                hint="Give a plain prompt: run --raw, generate(), or /v1/completions.",
-            )
-        render = self.template.render_start if continues else self.template.render
-        return render(messages, tools=tools, **variables)
+            raise self._no_template()
+        return self.template.render(messages, tools=tools, **variables)
+
+    def _no_template(self) -> ModelError:
+        return ModelError(
+            f"{self.name} has no chat template.",
+            hint="Give a plain prompt: run --raw, generate(), or /v1/completions.",
+        )
 
     def prepare_chat(self, chat: Conversation) -> ChatPrompt:
         """Return a conversation as token ids, with the limits and the parser of its answers."""
@@ -223,29 +234,33 @@ class LLM:
         chat = replace(chat, thinking=resolve_effort(chat.thinking))
         if chat.thinking.enabled is not None:
             variables["enable_thinking"] = chat.thinking.enabled
-        tools = [tool.for_template() for tool in chat.tools] or None
-        text = self._render(chat.messages, tools=tools, continues=chat.continues, **variables)
-        opened = self.reasoning is not None and self.reasoning.is_open(text)
+        tools = () if chat.tool_choice.mode == "none" else chat.tools
+        if self._chats is None:
+            raise self._no_template()
+        rendered = self._chats.render(
+            chat.messages, tools=tools, continues=chat.continues, variables=variables
+        )
+        opened = self.reasoning is not None and self.reasoning.is_open(rendered.text)
         if chat.continues and not opened:  # the text has begun, so no thought can follow
             chat = replace(chat, thinking=Thinking(enabled=False))
-        callable_tools = () if chat.tool_choice.mode == "none" else chat.tools
-        tokens = tuple(self.tokenizer.encode(text))
+        tokens = tuple(rendered.encode(self.tokenizer))
         limits = AnswerLimits.of(
             self.grammars,
             chat,
             self.reasoning,
             self.tool_format,
-            prompt=text,
+            prompt=rendered.text,
             room=self.context - len(tokens),
         )
         return ChatPrompt(
             tokens,
             self.reasoning,
             opened,
-            callable_tools,
+            tools,
             self.tool_format,
             limits,
             chat.continues,
+            self.tool_memory.keeper(rendered.text),
         )
 
     def request(

@@ -1,6 +1,6 @@
 """AnswerParser: splits the text of an answer into thoughts, text and tool calls as it comes."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from headroom.text.call_parser import CallParser
@@ -47,6 +47,16 @@ class AnswerParts:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenAnswer:
+    """A whole answer as the model wrote it, and what was read from it."""
+
+    tokens: Sequence[int]  # without the token that ended the answer
+    raw: str  # their text, with the marks that the parser reads
+    rest: int  # where in `raw` the part after the thought begins; 0 without a thought
+    parts: AnswerParts
+
+
 def join_calls(deltas: Iterable[CallDelta]) -> tuple[ToolCall, ...]:
     """Return the whole tool calls that deltas add up to."""
     calls: dict[int, ToolCall] = {}
@@ -73,7 +83,9 @@ class AnswerParser:
         begun: bool = False,  # the prompt has the first words of the text: no thought can follow
         tools: Collection[Tool] = (),  # none: what looks like a call is text
         format: ToolFormat | None = None,  # how the model writes calls
+        keep: Callable[[WrittenAnswer], None] | None = None,  # called with the whole answer
     ) -> None:
+        self.keep = keep
         self._reasoning = reasoning
         self._format = format
         self._calls = CallParser(format, tools) if format is not None and tools else None

@@ -45,6 +45,7 @@ class ToolFormat:
 
     name: FormatName
     starts: tuple[str, ...]  # marks with which a block of calls begins
+    end: str = ""  # the mark that ends a block of calls; "": the end of the answer
     read: Callable[[CallScanner], Reading[None]]  # reads one block, from its start mark on
     begins_bare: bool = False  # an answer may begin with a call's JSON, without a mark
     short_ids: bool = False  # ids are nine letters and digits, as Mistral's templates demand
@@ -409,15 +410,22 @@ _TAGS = ("<tool_call>", "</tool_call>")
 _KNOWN: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (
         ("<tool_call>", "<function="),
-        ToolFormat(name="function_tags", starts=("<tool_call>", "<function="), read=read_tagged),
+        ToolFormat(
+            name="function_tags",
+            starts=("<tool_call>", "<function="),
+            end="</tool_call>",
+            read=read_tagged,
+        ),
     ),
     (
         ("<tool_call>", "<arg_key>"),
-        ToolFormat(name="argument_tags", starts=("<tool_call>",), read=read_tagged),
+        ToolFormat(
+            name="argument_tags", starts=("<tool_call>",), end="</tool_call>", read=read_tagged
+        ),
     ),
     (
         ("<|tool_call>", "call:"),
-        ToolFormat(name="gemma", starts=("<|tool_call>",), read=read_gemma),
+        ToolFormat(name="gemma", starts=("<|tool_call>",), end="<tool_call|>", read=read_gemma),
     ),
     (
         ("[TOOL_CALLS]", "[ARGS]"),
@@ -433,7 +441,7 @@ _KNOWN: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     ),
     (
         ("<tool_call>",),
-        ToolFormat(name="json_tags", starts=("<tool_call>",), read=read_tagged),
+        ToolFormat(name="json_tags", starts=("<tool_call>",), end="</tool_call>", read=read_tagged),
     ),
     (
         ('"parameters": ', "<|start_header_id|>", "tool_calls"),
@@ -468,6 +476,7 @@ def find_tool_format(tokenizer: Tokenizer, template: ChatTemplate | None) -> Too
     fallback = ToolFormat(
         name="json_tags",
         starts=("<tool_call>", "<function="),
+        end="</tool_call>",
         read=read_any,
         begins_bare=True,
         native=False,

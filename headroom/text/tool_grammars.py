@@ -74,6 +74,8 @@ class _Grammar:
             opened = f"{self._mark(mark)} {block}" if mark else block
             more = f" ({between} {opened})*" if parallel else ""
             start = opened + more
+            if self._format.end == "</tool_call>":  # models write line breaks around such calls
+                start = f'/\\n{{0,2}}/ {start} "\\n"?'
         elif not mark:
             start = f'TEXT | {block}\nTEXT: /[^{{](?s:.)*/ | ""'
         else:
@@ -134,8 +136,18 @@ class _Grammar:
         return f"{start} {self._arguments(tool)} {end}"
 
     def _llama(self, tool: Tool) -> str:
-        start = f'{{"name": {json.dumps(tool.name)}, "parameters": '
-        return f"{self._mark(start)} {self._arguments(tool)} {self._mark('}')}"
+        # One JSON object: an answer without calls may be another one, and both begin alike.
+        schema = self._schema(tool)
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        inner = {key: value for key, value in schema.items() if key not in shared}
+        call = {
+            **shared,
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, "parameters": inner},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        return self._rule(self._json(call))
 
     def _mistral_list(self, tool: Tool) -> str:
         start = self._mark(f'{{"name": {json.dumps(tool.name)}, "arguments": ')

@@ -11,8 +11,10 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from headroom.errors import RequestError
+from headroom.text.answer_limits import compile_chat
 from headroom.text.answer_parser import AnswerParser, AnswerParts, join_calls
-from headroom.text.conversation import Tool, ToolChoice
+from headroom.text.conversation import Conversation, OutputFormat, Tool, ToolChoice
+from headroom.text.grammar import GrammarCompiler
 from headroom.text.tool_formats import _KNOWN, ToolFormat, find_tool_format
 from headroom.text.tool_grammars import tool_grammar
 from tests.text.tool_models import (
@@ -199,3 +201,29 @@ def test_a_choice_that_names_no_tool_is_refused() -> None:
     with pytest.raises(RequestError, match="no tool has that name") as caught:
         tool_grammar(_KNOWN[0][1], TOOLS, ToolChoice(mode="required", name="rm"))
     assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize("model", NATIVE_MODELS)
+def test_an_output_format_and_tools_can_be_asked_for_together(model: str) -> None:
+    tokenizer, template = tool_tokenizer(model), tool_template(model)
+    schema = OutputFormat(kind="json_schema", value={"type": "object", "required": ["a"]})
+    chat = Conversation(messages=(), tools=TOOLS, output_format=schema)
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    form = find_tool_format(tokenizer, template)
+    grammar = compile_chat(compiler, chat, form, after_thought=False)
+    assert grammar is not None
+    good = {"city": "x", "unit": "kelvin", "near": []}
+    for answer, fits in (
+        ('{"a": 1}', True),
+        ('{"b": 1}', False),
+        ("Text.", False),
+        (answer_of(model, good), True),
+    ):
+        state = grammar.begin()
+        for token in tokenizer.encode(answer):
+            if not state.mask()[token // 32] >> token % 32 & 1:
+                assert not fits, answer
+                break
+            state.advance(token)
+        else:
+            assert state.may_end == fits, answer

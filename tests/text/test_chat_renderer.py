@@ -1,0 +1,231 @@
+"""ChatRenderer: replayed answers have the model's own tokens, and templates get what they read."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from headroom.errors import RequestError
+from headroom.text.answer import AnswerText
+from headroom.text.answer_parser import AnswerParser, AnswerParts, join_calls
+from headroom.text.chat_renderer import ChatRenderer
+from headroom.text.chat_template import ChatTemplate
+from headroom.text.conversation import Tool
+from headroom.text.reasoning import find_reasoning
+from headroom.text.tokenizer import Tokenizer
+from headroom.text.tool_formats import find_tool_format
+from headroom.text.tool_memory import ToolMemory
+from tests.text.tool_models import NATIVE_MODELS, TOOL_MODELS, tool_template, tool_tokenizer
+
+WEATHER = Tool(
+    name="weather",
+    description="Tells the weather.",
+    parameters={
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    },
+)
+# Answers as models write them, and in no template's exact spelling. The last three have a thought.
+ANSWERS = {
+    "json": [
+        '<tool_call>\n{"name":"weather","arguments":{"days":2, "city":"Köln"}}\n</tool_call>',
+        'I look. \n<tool_call>{"name": "weather", "arguments": {"city": "\\u00e9"}}</tool_call>\n'
+        '<tool_call>{"name": "weather", "arguments": {}}</tool_call>\n',
+    ],
+    "function": [
+        "Ok.\n<tool_call>\n<function=weather>\n<parameter=days>\n2\n</parameter>\n"
+        "<parameter=city>Köln</parameter>\n</function>\n</tool_call>",
+        "<tool_call><function=weather></function></tool_call>",
+    ],
+    "argument": [
+        "\nOk.\n\n<tool_call>weather\n<arg_key>days</arg_key><arg_value>2</arg_value></tool_call>\n",
+        "\n<tool_call>weather</tool_call>\n\n<tool_call>weather\n</tool_call>",
+    ],
+    "gemma": [
+        '<|tool_call>call:weather{days:2,city:<|"|>Köln<|"|>}<tool_call|>',
+        "Ok. <|tool_call>call:weather{}<tool_call|><|tool_call>call:weather{days: 3}<tool_call|>",
+    ],
+    "llama": [
+        '{"name": "weather", "parameters": {"days":2, "city": "Köln"}}',
+        '<|python_tag|>{"name": "weather", "parameters": {"city": "x"}}',
+    ],
+    "mistral": [
+        '[TOOL_CALLS] [{"name":"weather","arguments": {"days":2}}, {"name": "weather"}]',
+        '[TOOL_CALLS]weather[CALL_ID]abc123XYZ[ARGS]{"days":  2}[TOOL_CALLS]weather[ARGS]{ }',
+    ],
+}
+STYLES = {
+    "qwen3": "json",
+    "qwen35": "function",
+    "laguna": "argument",
+    "laguna_control": "argument",
+    "gemma4": "gemma",
+    "llama3": "llama",
+    "mistral_list": "mistral",
+    "mistral_args": "mistral",
+    "plain": "json",
+}
+
+
+class Chat:
+    """A chat with a model whose answers are given, as a client that keeps the history has it."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, **variables: Any) -> None:
+        self.tokenizer = tokenizer
+        self.reasoning = find_reasoning(tokenizer, template)
+        self.form = find_tool_format(tokenizer, template)
+        self.memory = ToolMemory()
+        self.renderer = ChatRenderer(template, tokenizer, self.form, self.reasoning, self.memory)
+        self.variables = variables
+        self.messages: list[dict[str, Any]] = []
+        self.tools: Sequence[Tool] = [WEATHER]
+
+    def prompt(self) -> tuple[str, list[int]]:
+        rendered = self.renderer.render(self.messages, tools=self.tools, variables=self.variables)
+        return rendered.text, rendered.encode(self.tokenizer)
+
+    def answer(self, written: str) -> list[int]:
+        """Let the model write an answer, and add to the history what a client would."""
+        text, _ = self.prompt()
+        opened = self.reasoning is not None and self.reasoning.is_open(text)
+        parser = AnswerParser(
+            self.reasoning,
+            in_thought=opened,
+            tools=self.tools,
+            format=self.form,
+            keep=self.memory.keeper(text),
+        )
+        reader = AnswerText(self.tokenizer, parser=parser)
+        tokens = self.tokenizer.encode(written, add_bos=False)
+        parts = AnswerParts()
+        for token in tokens:
+            parts += reader.push(token)
+        parts += reader.finish()
+        calls = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in join_calls(parts.calls)
+        ]
+        assert calls, written
+        self.messages.append({"role": "assistant", "content": parts.text, "tool_calls": calls})
+        for number, call in enumerate(calls):
+            result = {"role": "tool", "tool_call_id": call["id"], "content": f"grey {number}"}
+            self.messages.append(result)
+        return tokens
+
+
+def check_replay(chat: Chat, answers: Sequence[str]) -> None:
+    """Let a model call tools several times, and require that each prompt continues the last."""
+    chat.messages.append({"role": "user", "content": "How is the weather in Köln?"})
+    for written in answers:
+        _, before = chat.prompt()
+        tokens = chat.answer(written)
+        _, after = chat.prompt()
+        start = [*before, *tokens]
+        assert after[: len(start)] == start, chat.tokenizer.decode(after)
+        assert after[len(start)] in chat.tokenizer.stop_ids
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize("model", TOOL_MODELS)
+def test_a_replayed_history_has_the_tokens_of_the_answers(model: str, thinks: bool) -> None:
+    chat = Chat(tool_tokenizer(model), tool_template(model), enable_thinking=thinks)
+    answers = list(ANSWERS[STYLES[model]])
+    if thinks and chat.reasoning is not None:
+        thought = {
+            "qwen3": "<think>\nHm,  hm.\n</think>\n\n",
+            "gemma4": "<|channel>thought\nHm.\n<channel|>",
+        }
+        answers[0] = thought.get(model, "\nHm,  hm.\n</think>\n") + answers[0]
+        if model != "gemma4":
+            answers[1] = thought.get(model, "Or else\n\n</think>") + answers[1]
+    check_replay(chat, answers)
+
+
+@pytest.mark.parametrize("model", NATIVE_MODELS)
+def test_calls_that_are_not_remembered_are_written_by_the_template(model: str) -> None:
+    chat = Chat(tool_tokenizer(model), tool_template(model), enable_thinking=False)
+    chat.messages.append({"role": "user", "content": "Weather?"})
+    chat.answer(ANSWERS[STYLES[model]][0])
+    chat.messages[1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Ulm"}'
+    text, _ = chat.prompt()
+    assert "Ulm" in text
+    assert "grey 0" in text
+    assert "Köln" not in text
+
+
+@pytest.mark.parametrize("model", TOOL_MODELS)
+def test_a_history_of_other_models_is_taken(model: str) -> None:
+    """Foreign ids, arguments that are no JSON, several calls, results without a name."""
+    chat = Chat(tool_tokenizer(model), tool_template(model))
+    calls = [
+        {"id": "toolu_1", "type": "function", "function": {"name": "weather", "arguments": text}}
+        for text in ('{"city": "Ulm"}', '{"city": "Bo', "")
+    ]
+    calls = [{**call, "id": f"toolu_{place}"} for place, call in enumerate(calls)]
+    chat.messages += [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        *({"role": "tool", "tool_call_id": f"toolu_{i}", "content": f"sun {i}"} for i in range(3)),
+    ]
+    text, _ = chat.prompt()
+    places = [text.find(f"sun {number}") for number in range(3)]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert "Ulm" in text
+    assert "Bo" in text
+
+
+def test_a_model_without_tools_gets_them_explained() -> None:
+    chat = Chat(tool_tokenizer("plain"), tool_template("plain"))
+    chat.messages.append({"role": "system", "content": "Be brief."})
+    check_replay(chat, ANSWERS["json"])
+    text, _ = chat.prompt()
+    assert text.startswith("<|im_start|>system\nBe brief.\n\nYou can call these functions:\n{")
+    assert json.dumps(WEATHER.for_template()) in text
+    end = (
+        "user\n<tool_response>\ngrey 0\n</tool_response>\n<tool_response>\ngrey 1\n</tool_response>"
+    )
+    assert f"{end}<|im_end|>\n<|im_start|>assistant\n" in text
+
+
+def test_without_a_system_role_tools_are_explained_to_the_user() -> None:
+    source = tool_template("plain").source.replace("('system', 'user',", "('user',")
+    chat = Chat(tool_tokenizer("plain"), ChatTemplate(source, "", ""))
+    chat.messages.append({"role": "user", "content": "Weather?"})
+    text, _ = chat.prompt()
+    assert text.startswith("<|im_start|>user\nYou can call these functions:")
+    assert "\n\nWeather?<|im_end|>" in text
+
+
+def test_pieces_of_one_answer_that_come_as_messages_are_joined() -> None:
+    chat = Chat(tool_tokenizer("qwen3"), tool_template("qwen3"))
+    check_replay(chat, ANSWERS["json"])
+    _, whole = chat.prompt()
+    last = next(i for i, message in enumerate(chat.messages) if message.get("content") == "I look.")
+    text, calls = chat.messages[last]["content"], chat.messages[last]["tool_calls"]
+    chat.messages[last : last + 1] = [
+        {"role": "assistant", "content": text},
+        *({"role": "assistant", "content": None, "tool_calls": [call]} for call in calls),
+    ]
+    assert chat.prompt()[1] == whole
+
+
+def test_an_answer_that_was_begun_is_continued() -> None:
+    for model in ("qwen3", "qwen35", "plain"):
+        renderer = Chat(tool_tokenizer(model), tool_template(model)).renderer
+        begun = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "It is "}]
+        assert renderer.render(begun, continues=True).text.endswith("It is ")
+        assert not renderer.render(begun).text.endswith("It is ")
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "self"])
+def test_variables_cannot_replace_the_messages(name: str) -> None:
+    renderer = Chat(tool_tokenizer("plain"), tool_template("plain")).renderer
+    with pytest.raises(RequestError, match=f"the name '{name}'") as caught:
+        renderer.render([{"role": "user", "content": "q"}], variables={name: []})
+    assert caught.value.param == "chat_template_kwargs"
