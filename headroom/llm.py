@@ -24,7 +24,7 @@ from headroom.engine.request import (
     TokenEvent,
     new_seed,
 )
-from headroom.errors import HeadroomError, ModelError
+from headroom.errors import HeadroomError, ModelError, RequestError
 from headroom.families.files import find_weights, open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
 from headroom.formats.hub import ALIASES, KNOWN_MODELS
