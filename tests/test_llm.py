@@ -9,6 +9,7 @@ import pytest
 from headroom import LLM, HeadroomError, Options, SamplingParams
 from headroom.errors import ModelError, OptionError, RequestError
 from headroom.llm import model_name
+from headroom.text.conversation import Conversation, Tool
 from tests.tiny import CHAT_TEMPLATE, llama_config, random_model, save_safetensors
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -161,7 +162,9 @@ def test_an_answer_matches_the_schema_that_was_given(llm: LLM) -> None:
     assert isinstance(value["n"], int)
 
 
-def test_a_tool_that_must_be_called_is_called(llm: LLM) -> None:
+def test_a_tool_that_must_be_called_is_called_and_replayed(tmp_path: Path) -> None:
+    config = llama_config(max_position_embeddings=2048)
+    folder = save_safetensors(random_model(config), tmp_path)
     tool = {
         "type": "function",
         "function": {
@@ -175,13 +178,27 @@ def test_a_tool_that_must_be_called_is_called(llm: LLM) -> None:
             },
         },
     }
-    answer = llm.chat(
-        MESSAGES,
-        SamplingParams(seed=1, max_tokens=110),
-        tools=[tool],
-        tool_choice="required",
-    )
-    assert [call.name for call in answer.tool_calls] == ["weather"]
-    assert json.loads(answer.tool_calls[0].arguments)["day"] in ("today", "tomorrow")
-    with pytest.raises(RequestError, match="not an object with a function's name"):
-        llm.chat(MESSAGES, tools=[{"type": "function"}])
+    params = SamplingParams(seed=1, max_tokens=110)
+    with LLM(str(folder), context=2048, threads=1) as llm:
+        answer = llm.chat(MESSAGES, params, tools=[tool], tool_choice="required")
+        (call,) = answer.tool_calls
+        assert call.name == "weather"
+        assert json.loads(call.arguments)["day"] in ("today", "tomorrow")
+        with pytest.raises(RequestError, match="not an object with a function's name"):
+            llm.chat(MESSAGES, tools=[{"type": "function"}])
+        before = llm.prepare_chat(
+            Conversation(messages=MESSAGES, tools=(Tool(**tool["function"]),))
+        )
+        function = {"name": call.name, "arguments": call.arguments}
+        history = [
+            *MESSAGES,
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": call.id, "type": "function", "function": function}],
+            },
+            {"role": "tool", "tool_call_id": call.id, "content": "rain"},
+        ]
+        after = llm.prepare_chat(Conversation(messages=history, tools=(Tool(**tool["function"]),)))
+        start = (*before.tokens, *answer.token_ids)
+        assert after.tokens[: len(start)] == start
