@@ -3,6 +3,7 @@
 python -m tests.gpu.check_engine [FAMILY ...]
 """
 
+import queue
 import sys
 import tempfile
 import time
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import torch
 
-from headroom.answers import Completion
-from headroom.engine.request import SamplingParams
+from headroom.answers import AnswerReader, Completion
+from headroom.bench.schema import TYPICAL, endless_list
+from headroom.engine.request import SamplingParams, TokenEvent
 from headroom.llm import LLM
+from headroom.text.conversation import OutputFormat
 from tests.gpu.running import synth
 
 SETTINGS = {"context": 1536, "parallel": 8, "chunk": 256}
@@ -48,6 +51,16 @@ FAMILIES = {
     "laguna": ("laguna", "--quant", "Q8_0", "--layers", "5"),
     "qwen35": ("qwen35", "--quant", "Q4_K_M", "--layers", "4"),
     "gemma4": ("gemma4", "--quant", "Q8_0", "--layers", "6"),
+}
+
+# Formats of answers that run together; None: free. One for each way of drawing, in turn.
+LIMITED: dict[str, Sequence[OutputFormat | None]] = {
+    "schema": (endless_list(TYPICAL),),
+    "regex or free": (
+        OutputFormat(kind="regex", value="([a-m]{1,3}, ){40}"),
+        None,
+        OutputFormat(kind="json_object"),
+    ),
 }
 
 Answer = tuple[list[int | None], str]  # tokens and text
@@ -110,6 +123,40 @@ def compare_f32(name: str, path: Path) -> None:
                     lambda case=case, a=wanted, b=found: differences(a[case], b[case]),  # type: ignore[misc]
                 )
         check(f"{name} f32 logprobs", lambda: compare_logprobs(cpu, gpu))
+        tokens = prompt(20, cpu.vocab_size)
+        for label, formats in LIMITED.items():
+            wanted, found = (limited(llm, tokens, CASES, formats) for llm in (cpu, gpu))
+            for case in CASES:
+                check(
+                    f"{name} f32 {label} {case}",
+                    lambda case=case, a=wanted, b=found: differences(a[case], b[case]),  # type: ignore[misc]
+                )
+
+
+def limited(
+    llm: LLM,
+    tokens: list[int],
+    cases: Mapping[str, SamplingParams],
+    formats: Sequence[OutputFormat | None],
+) -> dict[str, Answer]:
+    """Answers to one prompt by several ways of drawing, worked on together, under formats."""
+    begun = {}
+    for place, (label, params) in enumerate(cases.items()):
+        wanted = formats[place % len(formats)]
+        state = None if wanted is None else llm.grammars.compile([wanted]).begin()
+        request = llm.request(tokens, params, state)
+        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        llm.engine.submit(request, events.put)
+        begun[label] = (AnswerReader(request, llm.tokenizer, llm.engine), events)
+    done = {}
+    for label, (reader, events) in begun.items():
+        deltas = [reader.read(events.get(timeout=120))]
+        while deltas[-1].finish_reason is None:
+            deltas.append(reader.read(events.get(timeout=120)))
+        assert deltas[-1].finish_reason != "error", deltas[-1].error
+        text = "".join(delta.text for delta in deltas)
+        done[label] = ([delta.token for delta in deltas], text)
+    return done
 
 
 def compare_logprobs(cpu: LLM, gpu: LLM) -> str:
@@ -125,6 +172,11 @@ def work_bf16(name: str, path: Path) -> None:
     with LLM(str(path), device="cuda:0", **SETTINGS) as llm:
         check(f"{name} bf16 batch", lambda: batch_equals_alone(llm))
         check(f"{name} bf16 host sampler", lambda: device_equals_host(llm))
+        for label, formats in LIMITED.items():
+            check(
+                f"{name} bf16 host sampler, {label}",
+                lambda formats=formats: device_equals_host(llm, formats),  # type: ignore[misc]
+            )
         check(f"{name} bf16 cancel", lambda: cancels(llm))
         check(f"{name} bf16 long prompt", lambda: long_prompt(llm))
         check(f"{name} bf16 memory", lambda: memory_is_planned(llm))
@@ -145,14 +197,21 @@ def batch_equals_alone(llm: LLM) -> str:
     return f"answers of {short} tokens" if short else ""
 
 
-def device_equals_host(llm: LLM) -> str:
-    """The host draws the same tokens from the same logits."""
+def device_equals_host(llm: LLM, formats: Sequence[OutputFormat | None] = (None,)) -> str:
+    """The host draws the same tokens from the same logits, one answer at a time."""
     stage, tokens = llm.engine._pipeline._stage, prompt(20, llm.vocab_size)
     step = stage.step
-    drawn = {label: answer(llm, tokens, params).token_ids for label, params in CASES.items()}
+
+    def all_answers() -> dict[str, Answer]:
+        found: dict[str, Answer] = {}
+        for place, (label, params) in enumerate(CASES.items()):
+            found |= limited(llm, tokens, {label: params}, [formats[place % len(formats)]])
+        return found
+
+    drawn = all_answers()
     stage.step = lambda batch, draws=(): step(batch)  # type: ignore[method-assign,assignment]
     try:
-        host = {label: answer(llm, tokens, params).token_ids for label, params in CASES.items()}
+        host = all_answers()
     finally:
         stage.step = step  # type: ignore[method-assign]
     wrong = [label for label in CASES if drawn[label] != host[label]]
