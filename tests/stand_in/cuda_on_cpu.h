@@ -121,6 +121,11 @@ static int atomicMin(int* at, int value) {
     *at = min(old, value);
     return old;
 }
+template <class T> T atomicExch(T* at, T value) {
+    const T old = *at;
+    *at = value;
+    return old;
+}
 template <class T> T atomicAdd(T* at, T value) {
     const T old = *at;
     *at += value;

@@ -88,8 +88,8 @@ choose(const float* scores, const u64* best, const double* mass, const double* t
        const long long* draw, long long* ids, int vocabulary, const int* limited, int masked) {
     begin_after_last();
     if (limited[blockIdx.x] != masked) return;
-    extern __shared__ u64 memory[];
-    u64* list = memory;                                    // [MOST]
+    extern __shared__ uint4 memory[];
+    u64* list = reinterpret_cast<u64*>(memory);             // [MOST]
     double* odds = reinterpret_cast<double*>(list + MOST);  // [MOST]
     __shared__ int found, keep;
     const int at = blockIdx.x;

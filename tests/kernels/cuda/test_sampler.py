@@ -11,6 +11,7 @@ from headroom.engine.sampler import sample as sample_on_cpu
 from headroom.kernels.cuda import sampler
 from headroom.kernels.philox import uniform
 from tests.sampler_cases import CASES, HISTORY, masks_of, tables_of
+from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -84,3 +85,37 @@ def test_random_numbers_are_the_engines() -> None:
 def test_blocks_sort_as_many_candidates_as_their_shared_memory_holds() -> None:
     assert sampler.candidates_for(64 << 10) == 2048  # sm_75
     assert sampler.candidates_for(99 << 10) == sampler.candidates_for(227 << 10) == 4096
+
+
+@pytest.fixture
+def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `sample_fast` run its CUDA kernels on the CPU."""
+    monkeypatch.setattr(sampler, "compile_kernel", compile_on_cpu)
+    monkeypatch.setattr(sampler, "shared_bytes_of", lambda device: 99 << 10)
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
+@pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize(("vocabulary", "many"), [(300, 1), (300, 5), (2500, 40), (2500, 2400)])
+def test_cuda_kernels_draw_limited_rows_and_the_others_as_the_engine_does(
+    vocabulary: int, many: int
+) -> None:
+    cases = [replace(params, seed=7 * row) for row, params in enumerate(CASES.values())]
+    rows = len(cases)
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(many)) * 3
+    masks, tables = masks_of(rows, vocabulary, many), tables_of(cases)
+    words = torch.from_numpy(masks.view(np.int32))
+    scratch = sampler.SamplerScratch.allocate(rows, vocabulary, "cpu")
+    for limited in (0, 1):  # every row is once limited and once not
+        tables.limited.copy_(torch.arange(rows) % 2 == limited)
+        expected = [
+            sample_on_cpu(row.numpy(), HISTORY, params, mask if at % 2 == limited else None)
+            for at, (row, params, mask) in enumerate(zip(logits, cases, masks, strict=True))
+        ]
+        out = torch.full((rows,), -1)
+        sampler.sample_fast(logits, tables, scratch, out)
+        waiting = tables.limited.bool()
+        assert set(out[waiting].tolist()) == {-1}
+        sampler.sample_fast(logits, tables, scratch, out, words)
+        assert out.tolist() == expected
+    assert not scratch.counts.any()
