@@ -154,7 +154,11 @@ class Embeddings:
 
 
 async def _pool(llm: LLM, requests: Sequence[GenerationRequest]) -> list[Vector]:
-    """Run requests for vectors; those that the engine's queue cannot hold wait for the others."""
+    """Run requests for vectors, at most half as many at once as the engine takes in all.
+
+    The other half of its queue is for other clients.
+    """
+    most = max(1, llm.engine.capacity // 2)
     loop, waiting = asyncio.get_running_loop(), deque(requests)
     events: asyncio.Queue[TokenEvent] = asyncio.Queue()
     running: set[str] = set()
@@ -167,7 +171,7 @@ async def _pool(llm: LLM, requests: Sequence[GenerationRequest]) -> list[Vector]
 
     try:
         while waiting or running:
-            while waiting:
+            while waiting and len(running) < most:
                 try:
                     llm.engine.submit(waiting[0], receive)
                 except CapacityError:

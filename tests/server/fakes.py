@@ -85,6 +85,7 @@ class FakeEngine:
         self.tells_experts = False
         self.cost: dict[str, object] | None = None  # of experts, with the last event alone
         self.takes: int | None = None  # requests; those beyond are refused
+        self.most_running = 0
         self.at_once: int | None = None  # requests that may run; those beyond are refused
         self.requests: list[GenerationRequest] = []
         self.finished: Counter[str] = Counter()
@@ -96,6 +97,7 @@ class FakeEngine:
     def submit(self, request: GenerationRequest, on_event: Callable[[TokenEvent], None]) -> None:
         self.check(request)
         running = len(self.requests) - sum(self.finished.values())
+        self.most_running = max(self.most_running, running + 1)
         if self.at_once is not None and running >= self.at_once:
             raise CapacityError(f"{running} requests run.", hint="Try again later.")
         if self.takes is not None and len(self.requests) >= self.takes:

@@ -118,6 +118,15 @@ def test_max_completion_tokens_goes_before_max_tokens(client: httpx.Client) -> N
     assert answer["usage"]["completion_tokens"] == 5
 
 
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens", "n_predict"])
+def test_minus_one_token_means_until_the_end(
+    client: httpx.Client, llm: FakeLLM, field: str
+) -> None:
+    answer = ask(client, **{field: -1})
+    assert answer["choices"][0]["message"]["content"] == "Hello, world."
+    assert llm.engine.requests[0].params.max_tokens is None
+
+
 @pytest.mark.parametrize("stop", ["wor", [", w", "zzz"], ["d", "wor"]])
 def test_a_stop_text_ends_the_answer_and_is_not_shown(
     client: httpx.Client, llm: FakeLLM, stop: Any

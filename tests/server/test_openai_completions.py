@@ -143,6 +143,15 @@ def test_equal_prompts_of_one_call_have_draws_of_their_own(
     assert [request.params.draw for request in llm.engine.requests] == [0, 1, 2, 3]
 
 
+def test_an_answer_has_16_tokens_unless_it_may_go_on_until_its_end(
+    client: httpx.Client, llm: FakeLLM
+) -> None:
+    ask(client, prompt="a")
+    ask(client, prompt="a", max_tokens=None)
+    ask(client, prompt="a", max_tokens=-1)
+    assert [request.params.max_tokens for request in llm.engine.requests] == [16, 16, None]
+
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},

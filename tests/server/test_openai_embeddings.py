@@ -63,6 +63,12 @@ def test_texts_that_the_queue_cannot_hold_wait_for_the_others(
         assert entry["embedding"][0] == pytest.approx(size / (size**2 + 1) ** 0.5)
 
 
+def test_one_call_leaves_half_of_the_queue_to_others(client: httpx.Client, llm: FakeLLM) -> None:
+    llm.engine.capacity, llm.engine.prefill_s = 6, 0.01
+    assert len(ask(client, input=["a"] * 10)["data"]) == 10
+    assert llm.engine.most_running == 3
+
+
 def test_an_engine_that_is_full_answers_503(client: httpx.Client, llm: FakeLLM) -> None:
     llm.engine.takes = 0
     response = client.post(PATH, json={"input": "a"})
