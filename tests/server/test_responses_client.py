@@ -1,5 +1,6 @@
 """The official client's Responses against a running server with the default model."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -90,3 +91,53 @@ def test_a_schema_that_cannot_be_used_is_named(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(model="m", input="hi", text=form)
     assert str(refused.value.param).startswith("text.format.schema")
+
+
+def test_a_forced_call_matches_its_schema_and_its_output_is_used(client: OpenAI) -> None:
+    schema: dict[str, object] = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 20},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        },
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tool: Any = {
+        "type": "function",
+        "name": "weather",
+        "description": "Tells the weather of the next days.",
+        "parameters": schema,
+        "strict": True,
+    }
+    settings: Any = {"model": "m", "tools": [tool], "temperature": 0, "max_output_tokens": 100}
+    settings["parallel_tool_calls"] = False  # so small a model does not stop calling by itself
+    asked = "What will the weather be in Paris tomorrow?"
+    with client.responses.stream(input=asked, tool_choice="required", **settings) as events:
+        first = events.get_final_response()
+    (call,) = (item for item in first.output if item.type == "function_call")
+    jsonschema.validate(call.parsed_arguments, schema)
+    second = client.responses.create(
+        input=[{"type": "function_call_output", "call_id": call.call_id, "output": "It rains."}],
+        previous_response_id=first.id,
+        tool_choice="none",
+        **settings,
+    )
+    assert second.output_text
+    assert all(item.type != "function_call" for item in second.output)
+
+
+def test_the_text_of_a_custom_tool_matches_its_expression(client: OpenAI) -> None:
+    expression = "[a-c]{3}-[0-9]{2}"
+    form: Any = {"type": "grammar", "syntax": "regex", "definition": expression}
+    tool: Any = {"type": "custom", "name": "code", "description": "Takes a code.", "format": form}
+    response = client.responses.create(
+        model="m",
+        input="Call the tool with a code.",
+        tools=[tool],
+        tool_choice={"type": "custom", "name": "code"},
+        parallel_tool_calls=False,
+        max_output_tokens=100,
+    )
+    (call,) = (item for item in response.output if item.type == "custom_tool_call")
+    assert re.fullmatch(expression, call.input)
