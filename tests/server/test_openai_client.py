@@ -4,13 +4,15 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletionUserMessageParam
+from pydantic import BaseModel, Field
 
 from headroom.llm import LLM
 from headroom.options import Options
@@ -298,3 +300,63 @@ def test_raw_streams_are_events_as_the_protocol_has_them(server: HttpServer) -> 
     events = text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     assert all(json.loads(event.removeprefix("data: ")) for event in events[:-2])
+
+
+class Person(BaseModel):
+    name: Annotated[str, Field(max_length=12)]
+    age: Annotated[int, Field(ge=0, le=99)]
+
+
+def test_parse_gives_a_class_whatever_a_small_model_would_say(client: OpenAI, model: str) -> None:
+    asked: list[Any] = [{"role": "user", "content": "Tell me of a person."}]
+    for seed in range(3):
+        answer = client.chat.completions.parse(
+            model=model, messages=asked, response_format=Person, seed=seed, max_tokens=60
+        )
+        assert isinstance(answer.choices[0].message.parsed, Person)
+        assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_required_tool_is_called_and_its_result_is_answered(client: OpenAI, model: str) -> None:
+    tools: list[Any] = [openai.pydantic_function_tool(Person, name="save_person")]
+    history: list[Any] = [{"role": "user", "content": "Please save Tom, who is 40."}]
+    settings: dict[str, Any] = {
+        "model": model, "tools": tools, "tool_choice": "required", "seed": 1, "max_tokens": 80,
+        "parallel_tool_calls": False,
+    }  # fmt: skip
+    first = client.chat.completions.parse(messages=history, **settings).choices[0]
+    assert first.finish_reason == "tool_calls"
+    assert first.message.tool_calls
+    call = first.message.tool_calls[0]
+    assert call.function.name == "save_person"
+    assert isinstance(call.function.parsed_arguments, Person)
+    with client.chat.completions.stream(messages=history, **settings) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.message.tool_calls
+    assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
+    history += [
+        first.message.to_dict(),
+        {"role": "tool", "tool_call_id": call.id, "content": "Saved."},
+    ]
+    second = client.chat.completions.create(
+        model=model, messages=history, tools=tools, max_tokens=8, temperature=0
+    )
+    assert second.choices[0].finish_reason in ("stop", "length", "tool_calls")
+    assert second.usage is not None
+    assert first.message.content is None
+    assert second.usage.prompt_tokens > 20
+
+
+def test_equal_prompts_in_one_body_get_different_answers(client: OpenAI, model: str) -> None:
+    answer = client.completions.create(
+        model=model, prompt=[PROMPT] * 3, temperature=1.5, seed=3, max_tokens=12
+    )
+    assert len({choice.text for choice in answer.choices}) == 3
+
+
+def test_near_texts_have_near_vectors(client: OpenAI, model: str) -> None:
+    texts = ["The cat sat on the mat.", "A cat sat on a mat.", "Stocks fell sharply on Monday."]
+    answer = client.embeddings.create(model=model, input=texts)
+    cat, other, stocks = (np.array(entry.embedding) for entry in answer.data)
+    assert cat @ other > cat @ stocks
+    assert np.linalg.norm(cat) == pytest.approx(1, abs=1e-5)
