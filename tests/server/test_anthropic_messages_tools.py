@@ -1,0 +1,69 @@
+"""A session with a tool over a model whose words are a script; everything else of it is real."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from anthropic import Anthropic
+from anthropic.types import MessageParam, ToolParam
+
+from headroom.options import Options
+from tests.clients.model import write_model
+from tests.clients.scripted import ScriptedEngine, scripted_model
+from tests.server.fakes import serving
+
+LOOK: ToolParam = {
+    "name": "look",
+    "input_schema": {
+        "type": "object",
+        "properties": {"place": {"type": "string"}, "deep": {"type": "boolean"}},
+    },
+}
+# White space and order as no template writes them.
+CALL = '<tool_call>\n{"name":"look",  "arguments": {"place":"Köln" , "deep":true}}\n</tool_call>'
+THOUGHT = "<think>\nI must look.\n</think>\n\n"
+
+
+def say(prompt: str) -> str:
+    return "Grey." if "<tool_response>" in prompt else f"{THOUGHT}I look.\n{CALL}"
+
+
+@pytest.mark.parametrize("display", ["summarized", "omitted"])
+def test_an_answer_with_calls_is_replayed_token_by_token(tmp_path: Path, display: str) -> None:
+    path = write_model("qwen3", tmp_path / "model.gguf")
+    question: MessageParam = {"role": "user", "content": "What is there?"}
+    with (
+        scripted_model(path, say, context=4096, name="scripted") as llm,
+        serving(llm, Options(port=0)) as server,
+        Anthropic(base_url=server.address, api_key="none", max_retries=0) as client,
+    ):
+        thinking: Any = {"type": "adaptive", "display": display}
+        first = client.messages.create(
+            model="m", max_tokens=999, messages=[question], tools=[LOOK], thinking=thinking
+        )
+        thought, text, call = first.content
+        assert thought.type == "thinking"
+        assert thought.thinking == ("" if display == "omitted" else "I must look.")
+        assert text.type == "text"
+        assert text.text == "I look."
+        assert call.type == "tool_use"
+        assert call.input == {"place": "Köln", "deep": True}
+        result: MessageParam = {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "fog"}],
+        }
+        with client.messages.stream(
+            model="m",
+            max_tokens=999,
+            messages=[question, {"role": "assistant", "content": first.content}, result],
+            tools=[LOOK],
+            thinking=thinking,
+        ) as stream:
+            assert stream.get_final_text() == "Grey."
+        engine = llm.engine
+        assert isinstance(engine, ScriptedEngine)
+        before, after = (request.prompt for request in engine.requests)
+        # The template leaves out thoughts of earlier turns.
+        written = [*before, *llm.tokenizer.encode(f"I look.\n{CALL}", add_bos=False)]
+    assert list(after[: len(written)]) == written
+    assert "fog" in engine.prompts[1]
