@@ -15,8 +15,9 @@ from headroom.formats.writing import write_pieces
 # Agents send prompts of up to 80 kB, and the tiny vocabulary spells most of it byte by byte.
 CONTEXT = 160_000
 
-# Tools stand in the system turn, results are user turns: as in the models' own templates, in other
-# words. `explain` shows how to call, `calls` writes the calls of an earlier turn.
+# Tools stand in the system turn, results are user turns, thoughts are shown since the user's last
+# words: as in the models' own templates, in other words. `explain` shows how to call, `calls`
+# writes the calls of an earlier turn, `opens` begins a thought.
 TEMPLATE = """\
 {%- set first = messages[0] if messages and messages[0].role == 'system' else none %}
 {%- if tools or first %}
@@ -30,13 +31,21 @@ TEMPLATE = """\
 {%- endif %}
 {{- '<|im_end|>\\n' }}
 {%- endif %}
+{%- set last = namespace(user=-1) %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{%- set last.user = loop.index0 %}{%- endif %}
+{%- endfor %}
 {%- for message in messages %}
 {%- if message.role == 'tool' %}
 {%- if loop.first or loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
 {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
 {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
 {%- elif message.role == 'assistant' %}
-{{- '<|im_start|>assistant\\n' + (message.content or '').split('</think>')[-1].lstrip('\\n') }}
+{{- '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > last.user and message.reasoning_content %}
+{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- message.content or '' }}
 {%- for call in message.tool_calls or [] %}
 {%- set function = call.function or call %}
 {%- if message.content or not loop.first %}{{- '\\n' }}{%- endif %}
@@ -92,17 +101,19 @@ class Manner:
             .replace("[opens]", "{%- else %}{{- '<think>\\n' }}" if self.opens else "")
         )
 
-    def call(self, name: str, arguments: Mapping[str, object]) -> str:
-        """Return a tool call as the family writes it."""
+    def call(self, name: str, arguments: Mapping[str, object], *, odd: bool = False) -> str:
+        """Return a tool call as the family writes it, or with odd white space between its parts."""
         if not self.tags:
-            body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+            marks = (" ,", ": ") if odd else (", ", ": ")
+            body = json.dumps({"name": name, "arguments": arguments}, separators=marks)
             return f"<tool_call>\n{body}\n</tool_call>"
         texts = {
             key: value if isinstance(value, str) else json.dumps(value)
             for key, value in arguments.items()
         }
         lines = [f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items()]
-        return f"<tool_call>\n<function={name}>\n{''.join(lines)}</function>\n</tool_call>"
+        end = "\n" if odd else ""
+        return f"<tool_call>\n<function={name}>\n{''.join(lines)}{end}</function>\n</tool_call>"
 
     def thought(self, prompt: str, text: str) -> str:
         """Return a thought as an answer begins with it; nothing where thoughts are off."""

@@ -40,7 +40,7 @@ class ScriptedEngine:
         self._context = context
         self.script = script
         self.prompts: list[str] = []  # every prompt that came, as text
-        self.answers: list[str] = []  # what the script said to it
+        self.answers: list[tuple[int, ...]] = []  # what the script said to it, without its end
         self.requests: list[GenerationRequest] = []
         self.finished: Counter[str] = Counter()
         self._cancelled: dict[str, threading.Event] = {}
@@ -63,6 +63,11 @@ class ScriptedEngine:
         self._engine.cancel(request_id)
         if request_id in self._cancelled:
             self._cancelled[request_id].set()
+
+    def forget(self) -> None:
+        """Forget all requests that came."""
+        for record in (self.requests, self.prompts, self.answers, self.finished):
+            record.clear()
 
     def _run(self, request: GenerationRequest, on_event: Callable[[TokenEvent], None]) -> None:
         for event in self._events(request):
@@ -97,10 +102,10 @@ class ScriptedEngine:
             return
         self.requests.append(request)
         self.prompts.append(prompt)
-        self.answers.append(answer)
         most = self._context - len(request.prompt)
         most = min(most, request.params.max_tokens or most)
         tokens = self._tokenizer.encode(answer, add_bos=False)
+        self.answers.append(tuple(tokens))
         for token in [*tokens, *self._end(request)]:
             if self._cancelled[request.id].is_set():
                 yield event(reason="cancelled")
