@@ -22,6 +22,8 @@ from headroom.llm import LLM
 from headroom.options import Options
 from headroom.server import (
     anthropic_messages,
+    ollama,
+    ollama_models,
     openai_chat,
     openai_completions,
     openai_embeddings,
@@ -45,6 +47,8 @@ log = logging.getLogger("headroom.server")
 # A new endpoint is a module with a router, and a word here.
 ENDPOINTS = (
     anthropic_messages,
+    ollama,
+    ollama_models,
     openai_chat,
     openai_completions,
     openai_embeddings,
@@ -99,6 +103,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
     problem = problem_for(request, error)
     if speaks_anthropic(request):
         return error_response(problem, error)
+    if request.url.path.startswith("/api/"):  # Ollama's
+        return JSONResponse({"error": problem.message}, problem.status, dict(problem.headers))
     return problem.response()
 
 

@@ -202,6 +202,14 @@ class Shelf:
         if not place.leases:
             self._set_timer(place)
 
+    async def unload(self, place: Place) -> None:
+        """Unload a model as soon as no request uses it; one that the caller loaded stays."""
+        if not place.removable:
+            return
+        async with self._turn:
+            if place.llm is not None:
+                await self._unload(place)
+
     def close(self) -> None:
         """Close all models that the shelf has loaded; the event loop has ended."""
         self._stopping = True

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -219,6 +220,7 @@ class FakeLLM:
         self.conversations: list[list[Mapping[str, Any]]] = []
         self.chats: list[Conversation] = []
         self.thinks = False  # answers may begin with <think>
+        self.template = SimpleNamespace(source="{{ messages }} {{ tools }}")
 
     @property
     def reasoning(self) -> Reasoning | None:

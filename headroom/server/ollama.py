@@ -1,0 +1,401 @@
+"""Ollama's API: POST /api/chat, /api/generate, /api/embed and /api/embeddings."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from headroom.answers import AnswerDelta, AnswerToken, Completion, join_deltas
+from headroom.engine.request import GenerationRequest, TokenLogprobs
+from headroom.llm import LLM
+from headroom.server.ollama_bodies import (
+    AnswerBody,
+    ChatBody,
+    EmbedBody,
+    EmbeddingsBody,
+    GenerateBody,
+)
+from headroom.server.openai_shared import logprob_number, token_text
+from headroom.server.refusals import problem_of
+from headroom.server.schemas import invalid, read_body, unsupported
+from headroom.server.service import Answers, NewParser, Service, make_requests, no_parser
+from headroom.server.shelf import Place
+from headroom.server.sse import EventStream, while_connected
+from headroom.text.answer_parser import CallDelta, ToolCall, join_calls
+from headroom.text.fill_in import FillIn
+from headroom.text.tokenizer import Tokenizer
+
+router = APIRouter()
+
+Line = dict[str, Any]  # one JSON object of a stream, or a whole answer
+NANOSECONDS = 1_000_000_000
+
+
+class LineStream(EventStream):
+    """Sends JSON objects, one on each line."""
+
+    media_type = "application/x-ndjson"
+
+
+def as_line(value: Mapping[str, Any]) -> bytes:
+    """Return one line of a stream."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+def now() -> str:
+    """Return the time as Ollama writes it."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+class PartWriter(Protocol):
+    """How one endpoint writes the parts of its answers."""
+
+    def part(self, text: str, thought: str, calls: Sequence[ToolCall]) -> Line:
+        """Return the fields that hold a piece of an answer, or a whole one."""
+
+    def last(self, text: str) -> Line:
+        """Return the fields that only the last line has; `text` is the whole answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatWriter:
+    """Writes messages of /api/chat."""
+
+    def part(self, text: str, thought: str, calls: Sequence[ToolCall]) -> Line:
+        """Return a message of the assistant."""
+        message: Line = {"role": "assistant", "content": text}
+        if thought:
+            message["thinking"] = thought
+        if calls:
+            message["tool_calls"] = [_shown_call(index, call) for index, call in enumerate(calls)]
+        return {"message": message}
+
+    def last(self, text: str) -> Line:
+        """Return nothing: a chat's last line has no more fields."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateWriter:
+    """Writes texts of /api/generate."""
+
+    tokenizer: Tokenizer
+    prompt: Sequence[int]
+    with_context: bool
+
+    def part(self, text: str, thought: str, calls: Sequence[ToolCall]) -> Line:
+        """Return the text and the thought."""
+        return {"response": text, **({"thinking": thought} if thought else {})}
+
+    def last(self, text: str) -> Line:
+        """Return the tokens of prompt and answer, which the next call may send back."""
+        if not self.with_context:
+            return {}
+        answer = self.tokenizer.encode(text, special=False, add_bos=False)
+        return {"context": [*self.prompt, *answer]}
+
+
+def _shown_call(index: int, call: ToolCall) -> Line:
+    function = {"index": index, "name": call.name, "arguments": json.loads(call.arguments)}
+    return {"id": call.id, "function": function}
+
+
+@dataclass(slots=True)
+class _OpenCalls:
+    """Tool calls that come in pieces; Ollama's clients get each of them whole."""
+
+    deltas: list[CallDelta] = field(default_factory=list)
+    written: int = 0  # calls that were given out
+
+    def add(self, delta: AnswerDelta) -> tuple[list[ToolCall], str]:
+        """Return the calls that ended with this delta, and calls that broke off, as text."""
+        self.deltas += delta.calls
+        known = join_calls(self.deltas)
+        # A call is whole when text or another call follows, or when the answer ends.
+        ended = delta.finish_reason is not None or bool(delta.text and not delta.calls)
+        ready = known[self.written : len(known) if ended else max(self.written, len(known) - 1)]
+        self.written += len(ready)
+        whole = [call for call in ready if _is_object(call.arguments)]
+        broken = [call for call in ready if not _is_object(call.arguments)]
+        return whole, "".join(f"{call.name}({call.arguments}" for call in broken)
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One HTTP call: what was asked, the answer that the engine gives, and how it is written."""
+
+    body: AnswerBody
+    answers: Answers
+    writer: PartWriter
+    began: float  # time.perf_counter()
+    load_s: float  # seconds until the model was there
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Yield the lines of the answer; an error after the stream began becomes the last line."""
+        try:
+            lines = self._lines()
+            async with aclosing(lines):
+                async for line in lines:
+                    yield as_line(line)
+        except Exception as error:
+            yield as_line({"error": problem_of(error).message})
+
+    async def whole(self) -> Line:
+        """Return the answer as one object."""
+        async with aclosing(self.answers.deltas()) as deltas:
+            answer = join_deltas([delta async for delta in deltas])
+        whole = [call for call in answer.tool_calls if _is_object(call.arguments)]
+        broken = [call for call in answer.tool_calls if not _is_object(call.arguments)]
+        text = answer.text + "".join(f"{call.name}({call.arguments}" for call in broken)
+        parts = self.writer.part(text, answer.thought, whole)
+        parts |= self._logprobs(answer.shown_tokens)
+        return self._object(parts, answer, answer.text)
+
+    def quiet_line(self) -> bytes:
+        """Return a line that adds nothing, for clients that wait long for the next token."""
+        return as_line(self._frame() | self.writer.part("", "", ()) | {"done": False})
+
+    async def _lines(self) -> AsyncGenerator[Line, None]:
+        calls, text = _OpenCalls(), ""
+        async with aclosing(self.answers.deltas()) as deltas:
+            async for delta in deltas:
+                whole, broken = calls.add(delta)
+                said = delta.text + broken
+                if said or delta.thought or whole:
+                    parts = self.writer.part(said, delta.thought, whole)
+                    parts |= self._logprobs(delta.shown_tokens)
+                    yield self._frame() | parts | {"done": False}
+                text += delta.text
+                if delta.finish_reason is not None:
+                    yield self._object(self.writer.part("", "", ()), delta, text)
+
+    def _frame(self) -> Line:
+        return {"model": self.body.model, "created_at": now()}
+
+    def _object(self, parts: Line, end: AnswerDelta | Completion, text: str) -> Line:
+        times = end.timings
+        return {
+            **self._frame(),
+            **parts,
+            "done": True,
+            "done_reason": end.finish_reason,
+            **self.writer.last(text),
+            "total_duration": _ns(time.perf_counter() - self.began),
+            "load_duration": _ns(self.load_s),
+            "prompt_eval_count": end.prompt_tokens,
+            "prompt_eval_duration": _ns(times.prefill_s),
+            "eval_count": end.generated_tokens,
+            "eval_duration": _ns(times.decode_s),
+        }
+
+    def _logprobs(self, tokens: Sequence[AnswerToken]) -> Line:
+        if not self.body.logprobs:
+            return {}
+        return {"logprobs": [_scored(self.answers.llm.tokenizer, token) for token in tokens]}
+
+
+def _scored(tokenizer: Tokenizer, token: AnswerToken) -> Line:
+    known = token.logprobs or TokenLogprobs(0.0, ())
+    entries = [(token.id, known.logprob), *known.top]
+    shown = [
+        {
+            "token": token_text(tokenizer, entry),
+            "logprob": logprob_number(logprob),
+            "bytes": list(tokenizer.token_bytes(entry)),
+        }
+        for entry, logprob in entries
+    ]
+    return {**shown[0], **({"top_logprobs": shown[1:]} if known.top else {})}
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * NANOSECONDS)
+
+
+@router.post("/api/chat", response_model=None)
+async def chat(request: Request) -> Response:
+    """Answer a conversation; without messages, load or unload the model."""
+    began = time.perf_counter()
+    service: Service = request.app.state.service
+    body = await read_body(request, ChatBody, service.options.max_body)
+    place = service.place(body.model)
+    if not body.messages:
+        return await _load_only(service, place, body, {"message": _nothing_said()})
+    conversation = body.conversation()
+    llm = await _model(service, place, body)
+    load_s = time.perf_counter() - began
+    answers = await service.start_chat(llm, conversation, body.sampling())
+    writer = ChatWriter()
+    call = Call(body=body, answers=answers, writer=writer, began=began, load_s=load_s)
+    return await _respond(request, service, call)
+
+
+@router.post("/api/generate", response_model=None)
+async def generate(request: Request) -> Response:
+    """Answer or continue one prompt; without a prompt, load or unload the model."""
+    began = time.perf_counter()
+    service: Service = request.app.state.service
+    body = await read_body(request, GenerateBody, service.options.max_body)
+    place = service.place(body.model)
+    if not body.prompt and not body.suffix:
+        return await _load_only(service, place, body, {"response": ""})
+    llm = await _model(service, place, body)
+    load_s = time.perf_counter() - began
+    asked, new_parser = await asyncio.to_thread(_prepare, llm, body)
+    answers = service.start(llm, [asked], new_parser)
+    with_context = not body.raw and not body.suffix
+    writer = GenerateWriter(llm.tokenizer, asked.prompt, with_context)
+    call = Call(body=body, answers=answers, writer=writer, began=began, load_s=load_s)
+    return await _respond(request, service, call)
+
+
+@router.post("/api/embed", response_model=None)
+async def embed(request: Request) -> dict[str, Any]:
+    """Answer with a vector of length 1 for each text."""
+    began = time.perf_counter()
+    service: Service = request.app.state.service
+    body = await read_body(request, EmbedBody, service.options.max_body)
+    place = service.place(body.model)
+    llm = await _kept_model(service, place, body.keep_alive)
+    load_s = time.perf_counter() - began
+    texts = await asyncio.to_thread(_cut, llm, body)
+    vectors: list[list[float]] = []
+    tokens = 0
+    if texts:
+        work = service.embed(llm, texts, dimensions=body.dimensions or None)
+        found = await while_connected(request, work)
+        vectors, tokens = [vector.tolist() for vector in found.vectors], found.prompt_tokens
+    return {
+        "model": body.model,
+        "embeddings": vectors,
+        "total_duration": _ns(time.perf_counter() - began),
+        "load_duration": _ns(load_s),
+        "prompt_eval_count": tokens,
+    }
+
+
+@router.post("/api/embeddings", response_model=None)
+async def embeddings(request: Request) -> dict[str, Any]:
+    """Answer with the vector of one text, as Ollama's older clients ask for it."""
+    service: Service = request.app.state.service
+    body = await read_body(request, EmbeddingsBody, service.options.max_body)
+    llm = await _kept_model(service, service.place(body.model), body.keep_alive)
+    if not body.prompt:
+        return {"embedding": []}
+    work = service.embed(llm, [body.prompt], input_field="prompt")
+    found = await while_connected(request, work)
+    return {"embedding": found.vectors[0].tolist()}
+
+
+async def _respond(request: Request, service: Service, call: Call) -> Response:
+    call.body.warn_of_context(call.answers.llm.context)
+    if call.body.streams:
+        keep_alive_s = service.options.keep_alive
+        return LineStream(call.stream(), keep_alive_s, call.answers.close, call.quiet_line())
+    try:
+        return JSONResponse(await while_connected(request, call.whole()))
+    finally:
+        call.answers.close()
+
+
+async def _model(service: Service, place: Place, body: AnswerBody) -> LLM:
+    """Return the loaded model, or refuse what it cannot do."""
+    llm = await _kept_model(service, place, body.keep_alive)
+    if body.think and llm.reasoning is None:
+        raise invalid("think", f"{body.model!r} does not support thinking.")
+    return llm
+
+
+async def _kept_model(service: Service, place: Place, keep_alive: float | None) -> LLM:
+    """Return the loaded model, and let it stay loaded as long as the request says."""
+    llm = await service.model(place.name)
+    if keep_alive is not None:
+        service.shelf.keep(place, keep_alive)
+    return llm
+
+
+async def _load_only(service: Service, place: Place, body: AnswerBody, parts: Line) -> Response:
+    """Load a model, or unload it if the body says that it shall stay for no time."""
+    reason = "load"
+    if body.keep_alive == 0:
+        reason = "unload"
+        await service.shelf.unload(place)
+    else:
+        await _kept_model(service, place, body.keep_alive)
+    frame = {"model": body.model, "created_at": now()}
+    return JSONResponse({**frame, **parts, "done": True, "done_reason": reason})
+
+
+def _nothing_said() -> Line:
+    return {"role": "assistant", "content": ""}
+
+
+def _prepare(llm: LLM, body: GenerateBody) -> tuple[GenerationRequest, NewParser]:
+    """Return the request of one prompt, and the parser of its answer."""
+    settings, tokenizer = body.sampling(), llm.tokenizer
+    text = body.prompt or ""
+    if not (body.raw or body.suffix) and llm.template is not None:
+        prompt = llm.prepare_chat(body.conversation())
+        tokens = prompt.tokens
+        if body.context and tokens[:1] == (tokenizer.bos_id,):
+            tokens = tokens[1:]  # the context has begun already
+        (asked,) = make_requests(
+            llm,
+            [(*body.context, *tokens)],
+            settings,
+            prompt_field="prompt",
+            new_constraint=prompt.new_constraint,
+        )
+        return asked, prompt.new_parser
+    grammar = None if body.format is None else llm.grammars.compile([body.format])
+    fill_in = _fill_in(llm, body)
+    if fill_in is not None and body.suffix:
+        plain = fill_in.prompt(tokenizer, text, body.suffix)
+    else:
+        system = f"{body.system}\n" if body.system and not body.raw else ""
+        begins = False if body.context else None  # whether a BOS token is added: as usual
+        plain = [*body.context, *tokenizer.encode(system + text, add_bos=begins)]
+    (asked,) = make_requests(
+        llm,
+        [plain],
+        settings,
+        prompt_field="prompt",
+        new_constraint=lambda most: None if grammar is None else grammar.begin(),
+    )
+    if fill_in is not None:
+        asked = replace(asked, stop_ids=asked.stop_ids | fill_in.stop_ids)
+    return asked, no_parser
+
+
+def _fill_in(llm: LLM, body: GenerateBody) -> FillIn | None:
+    """Return how the model fills gaps if the body has one; refuse a suffix if it does not."""
+    if not body.suffix:
+        return None
+    if llm.fill_in is None:
+        raise unsupported("suffix", f"{body.model!r} does not support insert: it takes no suffix.")
+    return llm.fill_in
+
+
+def _cut(llm: LLM, body: EmbedBody) -> list[str | list[int]]:
+    """Return the texts, those longer than the context cut unless the body forbids it."""
+    if body.truncate is False:
+        return list(body.input)
+    cut: list[str | list[int]] = []
+    for text in body.input:
+        tokens = llm.embedding_request(text).prompt
+        cut.append(text if len(tokens) < llm.context else list(tokens[: llm.context - 1]))
+    return cut

@@ -1,0 +1,386 @@
+"""Bodies of Ollama's API: options, durations, messages, and what they mean here."""
+
+import json
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
+
+from headroom.engine.request import MAX_LOGPROBS
+from headroom.server.openai_tools import ToolBody, ToolName
+from headroom.server.schemas import (
+    EMPTY,
+    MAX_COUNT,
+    Body,
+    Number,
+    check_stops,
+    invalid,
+    short,
+    token_ids,
+    unsupported,
+    wrong_type,
+)
+from headroom.server.service import UNTIL_END
+from headroom.server.shelf import NEVER
+from headroom.text.conversation import Conversation, OutputFormat, Thinking, Tool
+
+log = logging.getLogger("headroom.server")
+
+ROLES = ("system", "user", "assistant", "tool")
+LEVELS = ("low", "medium", "high", "max")
+# Options that would change the answer, with the values that ask for nothing besides empty ones.
+NOT_HONOURED: Mapping[str, tuple[object, ...]] = {
+    "mirostat": (), "typical_p": (1,), "tfs_z": (1,),
+}  # fmt: skip
+UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"([+-]?)((?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+)")
+_STEP = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h)")
+
+
+def _whole(value: object) -> object:
+    """Return 64.0 as 64: clients that keep options as floats send such numbers."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-MAX_COUNT, le=MAX_COUNT)]
+
+
+def seconds(value: object) -> float:
+    """Return the seconds of `keep_alive`: a number of them, or a text such as "1h30m".
+
+    A negative duration means for ever.
+    """
+    expected = 'a number of seconds or a text such as "5m"'
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise wrong_type(expected)
+    if isinstance(value, str):
+        text = value.strip()
+        try:
+            value = float(text)
+        except ValueError:
+            found = _DURATION.fullmatch(text)
+            if found is None:
+                raise wrong_type(expected) from None
+            steps = _STEP.findall(found[2])
+            value = sum(float(number) * UNIT_S[unit] for number, unit in steps)
+            value = -value if found[1] == "-" else value
+    if math.isnan(value):
+        raise wrong_type(expected)
+    return NEVER if value < 0 else float(value)
+
+
+class OptionsBody(Body):
+    """How tokens are drawn and when an answer ends; options of Ollama's loader are ignored."""
+
+    temperature: Number | None = None
+    top_k: Whole | None = None
+    top_p: Number | None = None
+    min_p: Number | None = None
+    repeat_penalty: Number | None = None
+    repeat_last_n: Whole | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    seed: Annotated[int, BeforeValidator(_whole)] | None = None
+    num_predict: Whole | None = None
+    num_ctx: Whole | None = None
+    stop: Annotated[tuple[str, ...], PlainValidator(check_stops)] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_cannot_be_honoured(cls, body: Any) -> Any:
+        if isinstance(body, dict):
+            for name, neutral in NOT_HONOURED.items():
+                if name in body and body[name] not in (*EMPTY, *neutral):
+                    raise unsupported(
+                        f"options.{name}", f"The option `{name}` cannot be honoured; leave it out."
+                    )
+        return body
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling settings that the options give, by our names."""
+        given: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_k": None if self.top_k is None else max(0, self.top_k),
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repeat_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            # Ollama draws a seed for a negative one.
+            "seed": self.seed if self.seed is not None and self.seed >= 0 else None,
+            "stop": self.stop or None,
+        }
+        if self.num_predict is not None:
+            given["max_tokens"] = self.num_predict if self.num_predict > 0 else UNTIL_END
+        if self.repeat_last_n is not None and self.repeat_last_n != 0:
+            given["penalty_window"] = max(0, self.repeat_last_n)  # -1, like our 0: all tokens
+        elif self.repeat_last_n == 0:  # no token is looked at
+            given |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def _check_think(value: object) -> bool | str | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value in LEVELS:
+        return value
+    raise ValueError(f"input should be true, false or one of {', '.join(LEVELS)}")
+
+
+def _check_images(value: object) -> None:
+    if value not in (None, []):
+        raise ValueError("pictures cannot be read: no model of this server sees")
+
+
+def _check_format(value: object) -> OutputFormat | None:
+    if value in (None, ""):
+        return None
+    if value == "json":
+        return OutputFormat(kind="json_object")
+    if not isinstance(value, dict):
+        raise ValueError('input should be "json" or a JSON schema')
+    return OutputFormat(kind="json_schema", value=value)
+
+
+def _check_model(value: str) -> str:
+    if not value.strip():
+        raise ValueError("a model must be named")
+    return value
+
+
+ModelName = Annotated[str, AfterValidator(_check_model)]
+KeepAlive = Annotated[float, PlainValidator(seconds)]  # seconds
+NoImages = Annotated[None, PlainValidator(_check_images)]
+
+
+class ModelBody(Body):
+    """A body that only names a model; `name` is the older word."""
+
+    model: ModelName
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older_name(cls, body: Any) -> Any:
+        if isinstance(body, dict) and not body.get("model") and body.get("name"):
+            return {**body, "model": body["name"]}
+        return body
+
+
+class AnswerBody(ModelBody):
+    """The fields that /api/chat and /api/generate share."""
+
+    stream: bool | None = None  # left out: true
+    options: OptionsBody | None = None
+    format: Annotated[OutputFormat | None, PlainValidator(_check_format)] = None
+    think: Annotated[bool | str | None, PlainValidator(_check_think)] = None
+    keep_alive: KeepAlive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether the answer comes line by line."""
+        return self.stream is not False
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling settings that the body gives, by our names."""
+        settings = (self.options or OptionsBody()).sampling()
+        if self.logprobs:
+            settings["logprobs"] = self.top_logprobs or 0
+        return settings
+
+    def thinking(self) -> Thinking:
+        """Return whether the model shall think, and how much."""
+        if isinstance(self.think, str):
+            return Thinking(enabled=True, effort=self.think)
+        return Thinking(enabled=self.think)
+
+    def warn_of_context(self, context: int) -> None:
+        """Log that a larger context was asked for than the model was loaded with."""
+        wanted = (self.options or OptionsBody()).num_ctx
+        if wanted is not None and wanted > context:
+            log.warning(
+                "ollama: num_ctx is %d, and the context holds %d tokens; start the server with a "
+                "larger --context",
+                wanted,
+                context,
+            )
+
+
+class CalledFunctionBody(Body):
+    """The function and the arguments of a call that an assistant made earlier."""
+
+    name: ToolName
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class CallBody(Body):
+    """A call that an assistant made earlier."""
+
+    id: str | None = None
+    function: CalledFunctionBody
+
+
+class MessageBody(Body):
+    """One turn of a conversation."""
+
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    images: NoImages = None
+    tool_calls: Annotated[list[CallBody], Field(fail_fast=True)] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+    name: str | None = None  # an older word for `tool_name`
+
+    @model_validator(mode="after")
+    def _has_a_role(self) -> "MessageBody":
+        if self.role not in ROLES:
+            raise ValueError(
+                f"there is no role {short(self.role)!r}; a role is one of {', '.join(ROLES)}"
+            )
+        return self
+
+
+class ChatBody(AnswerBody):
+    """The body of /api/chat."""
+
+    messages: Annotated[list[MessageBody], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[ToolBody], Field(fail_fast=True)] | None = None
+
+    def conversation(self) -> Conversation:
+        """Return what the body asks for, in the words that all chat APIs share."""
+        return Conversation(
+            messages=read_messages(self.messages or []),
+            tools=self._offered(),
+            output_format=self.format,
+            thinking=self.thinking(),
+        )
+
+    def _offered(self) -> tuple[Tool, ...]:
+        tools = tuple(tool.function.tool() for tool in self.tools or ())
+        names = [tool.name for tool in tools]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise invalid(
+                    f"tools[{index}].function.name", f"Two tools have the name {short(name)!r}."
+                )
+        return tools
+
+
+def read_messages(messages: Sequence[MessageBody]) -> list[dict[str, Any]]:
+    """Return messages with OpenAI's names of fields.
+
+    A tool's result names its call by id; where only the tool is named, or nothing at all, it is
+    the result of the first open call that it can be.
+    """
+    turns: list[dict[str, Any]] = []
+    open_calls: list[dict[str, Any]] = []
+    for number, message in enumerate(messages):
+        turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            turn["reasoning_content"] = message.thinking
+        if message.role == "assistant" and message.tool_calls:
+            turn["tool_calls"] = [
+                _call(call, f"call_{number}_{index}")
+                for index, call in enumerate(message.tool_calls)
+            ]
+            open_calls = list(turn["tool_calls"])
+        elif message.role == "tool":
+            turn |= _answered(message, open_calls)
+        turns.append(turn)
+    return turns
+
+
+def _call(call: CallBody, other_id: str) -> dict[str, Any]:
+    arguments = json.dumps(call.function.arguments, ensure_ascii=False)
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id or other_id, "type": "function", "function": function}
+
+
+def _answered(message: MessageBody, open_calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the call and the name that a tool's result belongs to; the call is open no more."""
+    name = message.tool_name or message.name
+    for call in open_calls:
+        known = call["function"]["name"]
+        fits = call["id"] == message.tool_call_id if message.tool_call_id else name in (None, known)
+        if fits:
+            open_calls.remove(call)
+            return {"tool_call_id": call["id"], "name": name or known}
+    named = {"name": name} if name else {}
+    return {"tool_call_id": message.tool_call_id or "call_unknown", **named}
+
+
+def _check_context(value: object) -> list[int]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise wrong_type("a list of token ids")
+    return token_ids(value, "a list of token ids")
+
+
+class GenerateBody(AnswerBody):
+    """The body of /api/generate."""
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    template: Literal["", None] = None
+    raw: bool | None = None
+    context: Annotated[list[int], PlainValidator(_check_context)] = Field(default_factory=list)
+    images: NoImages = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_a_template(cls, body: Any) -> Any:
+        if isinstance(body, dict) and body.get("template"):
+            raise unsupported(
+                "template",
+                "`template` cannot be honoured: the model's own chat template is used. Leave it "
+                "out, or send a whole prompt with `raw`.",
+            )
+        return body
+
+    @model_validator(mode="after")
+    def _can_be_honoured(self) -> "GenerateBody":
+        if self.raw and self.context:
+            raise invalid("context", "A `raw` prompt is used as it is, without a `context`.")
+        if self.suffix and (self.context or self.system):
+            other = "context" if self.context else "system"
+            raise invalid(other, f"A prompt with a `suffix` has no `{other}`.")
+        return self
+
+    def conversation(self) -> Conversation:
+        """Return the prompt as the first turn of a conversation."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return Conversation(
+            messages=[*system, {"role": "user", "content": self.prompt or ""}],
+            output_format=self.format,
+            thinking=self.thinking(),
+        )
+
+
+def _check_texts(value: object) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise wrong_type("a text or a list of texts")
+    return texts
+
+
+class EmbedBody(ModelBody):
+    """The body of /api/embed."""
+
+    input: Annotated[list[str], PlainValidator(_check_texts)] = Field(default_factory=list)
+    truncate: bool | None = None  # left out: true
+    dimensions: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
+    keep_alive: KeepAlive | None = None
+
+
+class EmbeddingsBody(ModelBody):
+    """The body of /api/embeddings, which is older than /api/embed."""
+
+    prompt: str | None = None
+    keep_alive: KeepAlive | None = None
