@@ -45,8 +45,8 @@ async def create_response(request: Request) -> Response:
     service: Service = request.app.state.service
     store: ResponseStore = request.app.state.responses
     body = await read_body(request, ResponseBody, service.options.max_body)
-    llm = await service.model(body.model, streams=body.stream)
     prompt = Prompt(body, store)
+    llm = await service.model(body.model, streams=body.stream)
     chat = prompt.chat
     if body.truncation == "auto":
         chat = await asyncio.to_thread(cut_to_fit, llm, chat, body.max_output_tokens)
@@ -75,8 +75,8 @@ async def count_input_tokens(request: Request) -> dict[str, Any]:
     """Answer with the number of tokens of a prompt."""
     service: Service = request.app.state.service
     body = await read_body(request, InputBody, service.options.max_body)
-    llm = await service.model(body.model)
     chat = Prompt(body, request.app.state.responses).chat
+    llm = await service.model(body.model)
     prompt = await asyncio.to_thread(llm.prepare_chat, chat)
     return {"object": "response.input_tokens", "input_tokens": len(prompt.tokens)}
 
