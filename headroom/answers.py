@@ -112,7 +112,8 @@ class AnswerReader:
         self._engine = engine
         self._index = index
         self._parser = parser or AnswerParser()
-        continues = parser is None and not all(map(tokenizer.is_control, request.prompt))
+        continues = parser is None or parser.begun
+        continues = continues and not all(map(tokenizer.is_control, request.prompt))
         self._text = AnswerText(tokenizer, request.params.stop, self._parser, continues=continues)
         self._held: list[AnswerToken] = []  # tokens whose text is not given out yet
         # The last delta of an answer that a stop text ended, until the engine reports its experts.

@@ -206,5 +206,6 @@ def test_a_continuation_keeps_the_first_blank_and_a_turn_of_a_chat_drops_it() ->
     prompt = tokenizer.encode("hello")
     assert text_after(prompt, None) == " hello"
     assert text_after(prompt, AnswerParser()) == "hello"
+    assert text_after(prompt, AnswerParser(begun=True)) == " hello"  # of a turn that has begun
     assert tokenizer.bos_id is not None
     assert text_after([tokenizer.bos_id], None) == "hello"  # nothing comes before it

@@ -90,10 +90,10 @@ class AnswerParser:
         self._format = format
         self._calls = CallParser(format, tools) if format is not None and tools else None
         self._thinking = in_thought and reasoning is not None
+        self.begun = begun
         self._at_start = not begun  # of a thought or of the text after one: white space is dropped
-        self._may_think = (
-            reasoning is not None and not begun
-        )  # only white space came, outside a thought
+        # Only white space came, outside a thought.
+        self._may_think = reasoning is not None and not begun
         self._held = ""  # the end of the text, which may be the start of a mark
         self._events: list[CallEvent] = []  # read from the text and not given out yet
         self._index = -1  # of the last call

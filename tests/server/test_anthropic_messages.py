@@ -334,6 +334,19 @@ def test_the_last_words_of_the_assistant_are_continued(client: httpx.Client, llm
     assert not llm.chats[1].continues
 
 
+def test_prompts_of_claude_code_begin_alike(client: httpx.Client, llm: FakeLLM) -> None:
+    for release in ("41f", "0aa"):
+        billing = f"x-anthropic-billing-header: cc_version=2.1.197.{release}; cch={release};"
+        blocks = [
+            {"type": "text", "text": billing},
+            {"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}},
+        ]
+        ask(client, system=blocks)
+    first, second = (request.prompt for request in llm.engine.requests)
+    assert first == second
+    assert bytes(first[1:]) == b"Be short.\nhi\n"
+
+
 def test_tokens_are_counted_as_a_message_counts_them(
     client: httpx.Client, official: Anthropic
 ) -> None:
