@@ -102,6 +102,9 @@ class _Watched:
         self._advance_s = 0.0
         self.times: list[float] = []  # seconds of host time for each token
 
+    def may_limit(self, unread: int) -> bool:
+        return self._constraint.may_limit(unread)
+
     def mask(self) -> "TokenMask | None":
         started = time.perf_counter()
         found = self._constraint.mask()

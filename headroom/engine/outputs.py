@@ -23,6 +23,8 @@ class Output:
     scores_prompt: bool  # the logprob of the prompt's own next token is wanted
     draws: bool  # the next token is drawn from this row
     pools: bool = False  # its hidden state goes into the vector of the prompt
+    # What limits the token that is drawn; None if nothing does.
+    constraint: TokenConstraint | None = None
 
     def needs_logits(self, token: int | None) -> bool:
         """Whether the row's logits are needed, besides the token that a device may have drawn."""
@@ -42,11 +44,6 @@ class Output:
     def token_index(self) -> int:
         """The index of the predicted token in its sequence."""
         return self.position + 1
-
-    @property
-    def constraint(self) -> TokenConstraint | None:
-        """What limits the token that is drawn from this row; None if nothing does."""
-        return self.sequence.request.constraint if self.draws else None
 
     def choose(
         self, token: int | None, logits: LogitRow | None, mask: TokenMask | None
@@ -105,7 +102,10 @@ def list_outputs(turns: Sequence[Turn]) -> list[Output]:
         pools = sequence.pooled is not None
         for position in output_rows(turn, start):
             draws = position == last and not pools
-            outputs.append(Output(sequence, position, scores_prompt, draws, pools))
+            limits = sequence.request.constraint if draws else None
+            if limits is not None and not limits.may_limit(sequence.unread):
+                limits = None
+            outputs.append(Output(sequence, position, scores_prompt, draws, pools, limits))
     return outputs
 
 

@@ -131,8 +131,12 @@ class TokenConstraint(Protocol):
 
     A constraint has the state of one answer, so requests never share one. The engine calls
     `advance` with each token of the answer in order, then `mask` once before the next token is
-    drawn; never both at the same time, but `mask` from a thread of its own.
+    drawn; never both at the same time, but `mask` from a thread of its own. Before it launches a
+    step it asks by `may_limit`, and if the answer is no, it does not ask for the mask.
     """
+
+    def may_limit(self, unread: int) -> bool:
+        """Whether the token after `unread` more tokens, whatever they are, may be limited."""
 
     def mask(self) -> "TokenMask | None":
         """Return the tokens that may come next, at least one; None means that any token may come.

@@ -137,6 +137,7 @@ class DeviceSampler:
             if mine.settings is not settings or mine.history is not draw.history:
                 biased |= self._take(row, draw)
             arrays["position"][row] = length
+            arrays["limited"][row] = draw.limited  # may change from token to token
             if settings.penalises:
                 recent = at
                 self._remember(row, draw)
@@ -190,7 +191,6 @@ class DeviceSampler:
         arrays, mine, settings = self._arrays, self._held[row], draw.settings
         for name in SETTINGS:
             arrays[name][row] = getattr(settings, name)
-        arrays["limited"][row] = draw.limited
         mine.settings, mine.history, mine.length = settings, draw.history, 0
         changed = bool(settings.logit_bias) or mine.biased
         if changed:

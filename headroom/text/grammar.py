@@ -48,6 +48,10 @@ class GrammarState:
         self._matcher = matcher
         self._words = -(-vocab // 32)
 
+    def may_limit(self, unread: int) -> bool:
+        """Return True: a grammar may limit any token."""
+        return True
+
     def mask(self) -> Mask:
         """Return the tokens that may come next; at least one."""
         words: Mask = np.empty(self._words, dtype=np.uint32)

@@ -96,6 +96,14 @@ class AnswerConstraint:
         elif rules.may_open:
             self._phase = _Phase.BEFORE
 
+    def may_limit(self, unread: int) -> bool:
+        """Whether the token after `unread` more tokens, whatever they are, may be limited."""
+        if self._grammar is not None or self._phase is _Phase.CLOSING:
+            return True
+        if self._phase is _Phase.AFTER or self._rules.budget is None:
+            return False
+        return self._thought + unread >= self._rules.budget
+
     def mask(self) -> Mask | None:
         """Return the tokens that may come next; None if any may."""
         reasoning, grammar = self._rules.reasoning, self._grammar

@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,11 @@ def test_an_answer_does_not_depend_on_preemption(wide_path: Path, k_type: str, v
     settings |= {"k_type": k_type, "v_type": v_type}
     params = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=3)
     with LLM(str(wide_path), **settings) as roomy:
-        alone = [roomy.generate(prompt, params)[0].token_ids for prompt in PROMPTS]
+        numbered = [replace(params, draw=draw) for draw in range(len(PROMPTS))]
+        alone = [
+            roomy.generate(prompt, one)[0].token_ids
+            for prompt, one in zip(PROMPTS, numbered, strict=True)
+        ]
     with LLM(str(wide_path), cache_tokens=320, **settings) as tight:
         together = [done.token_ids for done in tight.generate(PROMPTS, params)]
         assert tight.engine.stats().preemptions > 0

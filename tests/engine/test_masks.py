@@ -14,6 +14,9 @@ class Fixed:
     def __init__(self, token: int | None, together: threading.Barrier | None = None) -> None:
         self._token, self._together = token, together
 
+    def may_limit(self, unread: int) -> bool:
+        return True
+
     def mask(self) -> TokenMask | None:
         if self._together is not None:
             self._together.wait(timeout=30)

@@ -164,6 +164,21 @@ def test_an_answer_without_a_thought_is_not_limited() -> None:
     assert not constraint.closed_hard
 
 
+def test_only_tokens_near_the_end_of_a_budget_may_be_limited() -> None:
+    constraint = begin(limits(Thinking(budget=5)))
+    push(constraint, "abc")
+    assert [constraint.may_limit(unread) for unread in range(4)] == [False, False, True, True]
+    push(constraint, "de")
+    assert constraint.may_limit(0)
+    forced(constraint)
+    assert not constraint.may_limit(100)
+    opening = begin(limits(Thinking(budget=1), opened=False))
+    assert [opening.may_limit(unread) for unread in range(2)] == [False, True]
+    push(opening, "no thought")
+    assert not opening.may_limit(9)
+    assert begin(limits(Thinking(budget=50), CHOICE)).may_limit(0)
+
+
 def test_nothing_is_limited_where_nothing_is_asked_for() -> None:
     assert limits(Thinking()).begin(None) is None
     assert limits(Thinking(enabled=True), opened=False).begin(7) is None
