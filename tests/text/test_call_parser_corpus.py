@@ -1,0 +1,201 @@
+"""CallParser on 200 answers of each family: cut at every byte, the calls are the same."""
+
+import codecs
+import json
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headroom.text.answer import AnswerText
+from headroom.text.answer_parser import AnswerParser, AnswerParts, ToolCall, join_calls
+from headroom.text.reasoning import Reasoning
+from headroom.text.tool_formats import ToolFormat, find_tool_format
+from tests.text.tool_corpus import TOOLS, WRITERS, corpus
+from tests.text.tool_models import (
+    NATIVE_MODELS,
+    rendered_answer,
+    tool_template,
+    tool_tokenizer,
+)
+
+MODEL_OF = {
+    "json_tags": "qwen3",
+    "function_tags": "qwen35",
+    "argument_tags": "laguna",
+    "gemma": "gemma4",
+    "llama": "llama3",
+    "mistral_list": "mistral_list",
+    "mistral_args": "mistral_args",
+}
+THINK = Reasoning(start="<think>", end="</think>", start_id=0, end_id=1, opened=True)
+
+
+def form_of(style: str) -> ToolFormat:
+    model = MODEL_OF[style]
+    form = find_tool_format(tool_tokenizer(model), tool_template(model))
+    assert form.name == style
+    return form
+
+
+def read(
+    form: ToolFormat, pieces: Iterable[str], reasoning: Reasoning | None = None
+) -> tuple[str, str, list[tuple[str, str]]]:
+    """Return the thought, the text, and name and arguments of each call."""
+    parser = AnswerParser(reasoning, in_thought=reasoning is not None, tools=TOOLS, format=form)
+    all_parts = [parser.push(piece) for piece in pieces]
+    all_parts.append(parser.finish())
+    assert parser.held == 0
+    calls = join_calls(delta for parts in all_parts for delta in parts.calls)
+    text = "".join(parts.text for parts in all_parts)
+    thought = "".join(parts.thought for parts in all_parts)
+    return thought, text, [(call.name, call.arguments) for call in calls]
+
+
+def decoded(pieces: Iterable[bytes]) -> list[str]:
+    """Return the characters that each piece of bytes completes, as a Detokenizer gives them."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    return [decoder.decode(piece) for piece in pieces]
+
+
+@pytest.mark.parametrize("style", WRITERS)
+def test_recorded_answers_give_the_same_calls_byte_by_byte(style: str) -> None:
+    form = form_of(style)
+    broken = 0
+    for recorded in corpus(style):
+        answer = recorded.answer
+        whole = read(form, [answer])
+        if recorded.calls is not None:
+            calls = [(name, json.loads(arguments)) for name, arguments in whole[2]]
+            assert calls == list(recorded.calls), answer
+        else:
+            broken += 1
+        if recorded.text is not None:
+            assert whole[1].strip() == recorded.text, answer
+        assert read(form, decoded(bytes([byte]) for byte in answer.encode())) == whole, answer
+    assert 20 < broken < 80
+
+
+def check_cuts(style: str, step: int) -> None:
+    """Cut every answer in two, at every byte, and require the calls of the whole answer."""
+    form = form_of(style)
+    for recorded in corpus(style)[::step]:
+        whole, data = read(form, [recorded.answer]), recorded.answer.encode()
+        for place in range(1, len(data)):
+            pieces = decoded([data[:place], data[place:]])
+            assert read(form, pieces) == whole, pieces
+
+
+@pytest.mark.parametrize("style", WRITERS)
+def test_answers_give_the_same_calls_wherever_they_are_cut_in_two(style: str) -> None:
+    check_cuts(style, step=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", WRITERS)
+def test_all_recorded_answers_give_the_same_calls_wherever_they_are_cut_in_two(style: str) -> None:
+    check_cuts(style, step=1)
+
+
+@pytest.mark.parametrize("style", WRITERS)
+def test_recorded_answers_come_the_same_through_tokens(style: str) -> None:
+    """With control tokens as marks, and one token for each other byte."""
+    form, tokenizer = form_of(style), tool_tokenizer(MODEL_OF[style])
+    for recorded in corpus(style, 60):
+        reader = AnswerText(tokenizer, parser=AnswerParser(tools=TOOLS, format=form))
+        parts = [reader.push(token) for token in tokenizer.encode(recorded.answer)]
+        parts.append(reader.finish())
+        text = "".join(part.text for part in parts)
+        calls = join_calls(delta for part in parts for delta in part.calls)
+        found = [(call.name, call.arguments) for call in calls]
+        assert ("", text, found) == read(form, [recorded.answer])
+
+
+@pytest.mark.parametrize("style", WRITERS)
+def test_thoughts_before_calls_stay_thoughts(style: str) -> None:
+    form = form_of(style)
+    for recorded in corpus(style, 40):
+        _, text, calls = read(form, [recorded.answer])
+        answer = f"\nA <tool_call> or {{}}?\n</think>\n\n{recorded.answer}"
+        for size in (1, 3, 7, len(answer)):
+            pieces = [answer[at : at + size] for at in range(0, len(answer), size)]
+            thought, after, found = read(form, pieces, THINK)
+            assert thought == "A <tool_call> or {}?"
+            assert after.strip() == text.strip()
+            assert found == calls
+
+
+@pytest.mark.parametrize("model", NATIVE_MODELS)
+def test_what_a_template_writes_is_read_back(model: str) -> None:
+    form = find_tool_format(tool_tokenizer(model), tool_template(model))
+    tried = 0
+    for recorded in corpus(form.name, 120):
+        calls = recorded.calls or ()
+        if not calls or (form.name == "llama" and len(calls) > 1):
+            continue
+        written = [
+            {
+                "id": "abcdefghi",
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for name, arguments in calls
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": written}
+        if any(name == "no_such_tool" for name, _ in calls):
+            continue
+        answer = rendered_answer(model, message)
+        _, text, found = read(form, [answer])
+        assert text.strip() == ""
+        assert [(name, json.loads(arguments)) for name, arguments in found] == list(calls), answer
+        tried += 1
+    assert tried > 20
+
+
+FRAGMENTS = (
+    *("<tool_call>", "</tool_call>", "<function=", "edit", ">", "<parameter=", "</parameter>"),
+    *("</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "\n", " ", "{", "}"),
+    *('"name": ', '"edit"', ", ", '"arguments": ', '"parameters": ', "[", "]", "1", '"', "\\", "é"),
+    *("<|tool_call>", "call:", "<tool_call|>", '<|"|>', ":", "<|python_tag|>", "; ", "path"),
+    *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "abcdefghi"),
+    *("list_tools", "\\ud83d", "<", "nul", "-1e5"),
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from(sorted(WRITERS)),
+    st.lists(st.sampled_from(FRAGMENTS), max_size=25),
+    st.lists(st.integers(0, 400), max_size=6),
+)
+def test_any_text_is_read_the_same_however_it_is_cut(
+    style: str, fragments: list[str], cuts: list[int]
+) -> None:
+    form, answer = form_of(style), "".join(fragments)
+    whole = read(form, [answer])
+    places = [0, *sorted(place for place in cuts if place < len(answer)), len(answer)]
+    pieces = [answer[start:end] for start, end in pairwise(places)]
+    assert read(form, pieces) == whole
+    assert read(form, list(answer)) == whole
+    if not whole[2]:  # nothing vanishes where there is no call
+        assert whole[1] == answer
+
+
+def test_arguments_of_a_call_are_valid_json_so_far() -> None:
+    """Each piece of a whole call continues a JSON object, which is complete at the end."""
+    for style in WRITERS:
+        form = form_of(style)
+        for recorded in corpus(style, 30):
+            if recorded.calls is None:
+                continue
+            parser, parts = AnswerParser(tools=TOOLS, format=form), AnswerParts()
+            for character in recorded.answer:
+                added = parser.push(character)
+                for delta in added.calls:
+                    assert bool(delta.name) != bool(delta.arguments)
+                parts += added
+            whole: tuple[ToolCall, ...] = join_calls((parts + parser.finish()).calls)
+            assert all(isinstance(json.loads(call.arguments), dict) for call in whole)
