@@ -30,6 +30,7 @@ from headroom.options import Options
 from headroom.server.app import HttpServer, bind
 from headroom.text.conversation import Conversation
 from headroom.text.fill_in import FillIn
+from headroom.text.grammar import GrammarCompiler
 from headroom.text.reasoning import Reasoning
 from headroom.text.tokenizer import Tokenizer
 from headroom.text.tool_formats import find_tool_format
@@ -66,6 +67,9 @@ class FakeTokenizer:
 
     def find(self, token: str) -> int | None:
         return None
+
+    def is_unused(self, token_id: int) -> bool:
+        return False
 
     def is_control(self, token_id: int) -> bool:
         return token_id >= 256
@@ -217,6 +221,7 @@ class FakeLLM:
         self.tokenizer = FakeTokenizer()
         self.default_sampling: dict[str, Any] = {}
         self.fill_in: FillIn | None = None
+        self.grammars = GrammarCompiler(cast(Tokenizer, self.tokenizer), VOCAB)
         self.conversations: list[list[Mapping[str, Any]]] = []
         self.chats: list[Conversation] = []
         self.thinks = False  # answers may begin with <think>

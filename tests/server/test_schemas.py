@@ -15,10 +15,12 @@ from headroom.options import Options
 from headroom.server import openai_completions
 from headroom.server.openai_chat import ChatBody
 from headroom.server.openai_completions import CompletionBody
+from headroom.server.openai_embeddings import EmbeddingBody
 from headroom.server.schemas import Body
 from tests.server.fakes import FakeLLM, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+EMBEDDINGS = "/v1/embeddings"
 USER = {"role": "user", "content": "hi"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
@@ -476,7 +478,9 @@ JSON = st.recursive(
 
 @settings(max_examples=100, deadline=None)
 @fuzz(
-    path=st.sampled_from([(CHAT, ChatBody), (COMPLETIONS, CompletionBody)]),
+    path=st.sampled_from(
+        [(CHAT, ChatBody), (COMPLETIONS, CompletionBody), (EMBEDDINGS, EmbeddingBody)]
+    ),
     changes=st.dictionaries(st.integers(0, 100), JSON, min_size=1, max_size=3),
 )
 def test_no_value_of_any_field_is_the_servers_fault(
@@ -484,7 +488,7 @@ def test_no_value_of_any_field_is_the_servers_fault(
 ) -> None:
     fields = list(path[1].model_fields)
     changed = {fields[number % len(fields)]: value for number, value in changes.items()}
-    body = {"messages": [USER], "prompt": "hi", **changed}
+    body = {"messages": [USER], "prompt": "hi", "input": "hi", **changed}
     assert shared.post(path[0], json=body).status_code in (200, 400, 404)
 
 
