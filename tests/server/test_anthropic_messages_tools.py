@@ -7,6 +7,7 @@ import pytest
 from anthropic import Anthropic
 from anthropic.types import MessageParam, ToolParam
 
+from headroom.llm import LLM
 from headroom.options import Options
 from tests.clients.model import write_model
 from tests.clients.scripted import ScriptedEngine, scripted_model
@@ -67,3 +68,29 @@ def test_an_answer_with_calls_is_replayed_token_by_token(tmp_path: Path, display
         written = [*before, *llm.tokenizer.encode(f"I look.\n{CALL}", add_bos=False)]
     assert list(after[: len(written)]) == written
     assert "fog" in engine.prompts[1]
+
+
+def test_a_budget_ends_a_thought_and_the_message_says_so(tmp_path: Path) -> None:
+    path = write_model("qwen35", tmp_path / "model.gguf")  # its prompts end inside a thought
+    with (
+        LLM(str(path), context=1024) as llm,
+        serving(llm, Options(port=0)) as server,
+        Anthropic(base_url=server.address, api_key="none", max_retries=0) as client,
+    ):
+        assert llm.reasoning is not None
+        # The model itself never ends its thought.
+        endless = {"ignore_eos": True, "logit_bias": {str(llm.reasoning.end_id): -100}}
+        message = client.messages.create(
+            model="m",
+            max_tokens=40,
+            messages=[{"role": "user", "content": "Hm?"}],
+            thinking={"type": "enabled", "budget_tokens": 6},
+            extra_body=endless,
+        )
+    assert message.content[0].type == "thinking"
+    assert message.model_extra is not None
+    details = message.model_extra["finish_details"]
+    assert details["close_kind"] == "hard"
+    assert message.usage.output_tokens_details is not None
+    thought_tokens = message.usage.output_tokens_details.thinking_tokens
+    assert 6 <= thought_tokens == details["thinking_tokens"] < 12
