@@ -1,7 +1,8 @@
 """/v1/responses: answers items with items, in OpenAI's format, and keeps what it answered."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import weakref
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -61,7 +62,7 @@ async def create_response(request: Request) -> Response:
     )
     run = ResponseRun(answers, record, writer, store)
     if body.store is not False:
-        run.keep(StoredResponse(record, prompt.items, run.cancel, prompt.previous))
+        run.keep(StoredResponse(record, prompt.items, canceller(run), prompt.previous))
     if body.stream:
         return EventStream(_framed(run.events()), service.options.keep_alive, run.close)
     try:
@@ -188,6 +189,20 @@ def _referred(item_id: str, index: int, store: ResponseStore) -> Item:
             param=f"input[{index}].id",
         )
     return found
+
+
+def canceller(run: "ResponseRun") -> Callable[[], None]:
+    """Return what cancels a response while it is written.
+
+    The store keeps it longer, and must not keep the model in memory: it holds the run weakly.
+    """
+    running = weakref.ref(run)
+
+    def cancel() -> None:
+        if (found := running()) is not None:
+            found.cancel()
+
+    return cancel
 
 
 class ResponseRun:

@@ -62,7 +62,8 @@ class Loads:
     """Opens models and remembers them, so that a test can hold up loads and see leaks."""
 
     def __init__(self) -> None:
-        self.opened: list[tuple[str, weakref.ref[LLM]]] = []
+        # The parts of each model that hold memory.
+        self.opened: list[tuple[str, list[weakref.ref[Any]]]] = []
         self.may_go = threading.Event()
         self.may_go.set()
         self.fails = ""  # the name of a model whose load fails
@@ -73,7 +74,8 @@ class Loads:
         if name == self.fails:
             raise FormatError("The disk has a bad sector.")
         llm = LLM(**arguments)
-        self.opened.append((name, weakref.ref(llm)))
+        parts = (llm, llm.engine, llm.engine._pipeline, llm.engine._pipeline._stage)
+        self.opened.append((name, [weakref.ref(part) for part in parts]))
         return llm
 
     @property
@@ -82,7 +84,7 @@ class Loads:
 
     def alive(self) -> list[str]:
         gc.collect()
-        return [name for name, llm in self.opened if llm() is not None]
+        return [name for name, parts in self.opened if any(part() is not None for part in parts)]
 
 
 @pytest.fixture
@@ -274,6 +276,29 @@ def test_an_idle_model_is_unloaded_and_loaded_again_when_it_is_asked_for(
     assert server.text("tiny") == alone["tiny"]
     assert loads.names == ["tiny", "tiny"]
     wait_until(lambda: loads.alive() == [])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": QUESTION, "stream": True}),
+        ("/v1/completions", {"prompt": "one"}),
+        ("/v1/responses", {"input": "one", "stream": True}),
+        ("/v1/responses", {"input": "one"}),
+        ("/v1/messages", {"messages": QUESTION, "max_tokens": 8}),
+        ("/v1/embeddings", {"input": "one"}),
+        ("/api/chat", {"messages": QUESTION}),
+        ("/tokenize", {"content": "one"}),
+    ],
+)
+def test_no_api_keeps_a_model_in_memory_after_its_answer(
+    serve: Any, loads: Loads, path: str, body: dict[str, Any]
+) -> None:
+    server = serve("tiny", "qwen3", ram=ROOM_FOR_QWEN3)
+    asked = server.http.post(path, json={"model": "tiny", **body})
+    assert asked.status_code == 200, asked.text
+    server.text("qwen3")
+    wait_until(lambda: loads.alive() == ["qwen3"])
 
 
 def test_models_are_listed_with_context_and_size_and_unknown_names_get_the_list(
