@@ -1,6 +1,7 @@
 """Recurrent states in the engine: none is lost, and no sequence sees another's."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(path: Path) -> list[tuple[int, ...]]:
-    """The answer of each prompt that runs by itself."""
+    """The answer of each prompt that runs by itself, numbered as in a batch of all."""
     with LLM(str(path), **SETTINGS) as llm:  # type: ignore[arg-type]
-        return [llm.generate(prompt, PARAMS)[0].token_ids for prompt in PROMPTS]
+        return [
+            llm.generate(prompt, replace(PARAMS, draw=draw))[0].token_ids
+            for draw, prompt in enumerate(PROMPTS)
+        ]
 
 
 @pytest.fixture
@@ -56,7 +60,7 @@ def test_all_pages_and_states_come_back_after_cancellations_and_preemption(
             for _ in range(pieces):
                 next(stream)
             stream.close()
-    assert tight.generate(PROMPTS[3], PARAMS)[0].token_ids == alone[3]
+    assert tight.generate(PROMPTS[3], replace(PARAMS, draw=3))[0].token_ids == alone[3]
     scheduler = tight.engine._scheduler
     assert tight.engine.stats().requests_finished["cancelled"] > 0
     assert tight.engine.stats().cache_pages_used == 0
