@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 
@@ -90,3 +91,23 @@ def test_tables_of_numbers_share_one_piece_of_memory_and_do_not_overlap() -> Non
     assert [at for at, _ in ends] == list(accumulate((size for _, size in ends[:-1]), initial=0))
     assert sum(table.nbytes for table in numbers) == numbers_bytes(3)
     assert sampler.tables.top_p.tolist() == sampler.tables.repetition_penalty.tolist() == [1] * 3
+
+
+def test_limited_rows_are_drawn_when_their_masks_are_known() -> None:
+    sampler = DeviceSampler.allocate(4, 50, "cpu")
+    greedy = SamplingParams(temperature=0)
+    histories = [[1], [2], [3], [4]]
+    draws = [
+        (row, Draw(greedy, history, limited=row in (1, 3))) for row, history in enumerate(histories)
+    ]
+    logits = torch.arange(50.0).repeat(4, 1)  # token 49 is the likeliest
+    sampler.tokens.fill_(7)
+    sampler.fill(draws)
+    assert sampler.draw(logits).tolist() == [49, 7, 49, 7]
+    few = np.array([1 << 5 | 1 << 9, 0], dtype=np.uint32)
+    sampler.draw_limited(logits, {1: few, 3: None})
+    assert sampler.tokens.tolist() == [49, 9, 49, 49]
+    # The same requests may be free in the next step, and rows that draw nothing are not limited.
+    sampler.tokens.fill_(7)
+    sampler.fill([(row, Draw(greedy, histories[row])) for row in (0, 1)])
+    assert sampler.draw(logits).tolist() == [49] * 4
