@@ -95,6 +95,7 @@ class AnswerParser:
         # Only white space came, outside a thought.
         self._may_think = reasoning is not None and not begun
         self._held = ""  # the end of the text, which may be the start of a mark
+        self._thought: list[str] = []  # what was given out of it, where calls may be in it
         self._events: list[CallEvent] = []  # read from the text and not given out yet
         self._index = -1  # of the last call
 
@@ -135,7 +136,10 @@ class AnswerParser:
         while self._held:
             before = self._held, self._thinking
             if self._thinking:
-                thought += self._take_thought()
+                piece = self._take_thought()
+                thought += piece
+                if self._calls is not None:
+                    self._thought.append(piece)
             else:
                 content += self._take_text()
             if before == (self._held, self._thinking):
@@ -149,7 +153,8 @@ class AnswerParser:
         """Return what was held back; no more text comes."""
         held, self._held = self._held, ""
         if self._thinking:
-            return AnswerParts(thought=held.rstrip())
+            self._events += self._calls_in_thought(held)
+            return AnswerParts(thought=held.rstrip()) + self._take_parts()
         if self._calls is None:
             return AnswerParts(text=held)
         self._events += self._calls.push(held) + self._calls.finish()
@@ -157,6 +162,21 @@ class AnswerParser:
         while self._events:
             parts += self._take_parts()
         return parts
+
+    def _calls_in_thought(self, held: str) -> list[CallEvent]:
+        """Return the calls with which a thought ends that the model forgot to end before them."""
+        if self._format is None or self._calls is None:
+            return []
+        text = "".join(self._thought) + held
+        for start in self._format.starts:
+            place = text.find(start)
+            while place >= 0:
+                parser = CallParser(self._format, self._calls.tools)
+                events = parser.push(text[place:]) + parser.finish()
+                if not any(isinstance(event, Words) for event in events) and not parser.broke:
+                    return events
+                place = text.find(start, place + 1)
+        return []
 
     def _take_parts(self) -> AnswerParts:
         """Return what was read from the text, up to text that comes after a piece of a call."""

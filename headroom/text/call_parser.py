@@ -28,6 +28,8 @@ class CallParser:
     """
 
     def __init__(self, form: ToolFormat, tools: Collection[Tool]) -> None:
+        self.tools = tools
+        self.broke = False  # a call that was given out has broken
         self._format = form
         self._scan = CallScanner(tools)
         self._wrote = False  # text was given out before
@@ -103,6 +105,7 @@ class CallParser:
         yield from scan.skip_blanks()
         with contextlib.suppress(NotACallError):
             yield from self._format.read(scan)
+        self.broke |= scan.in_call
         scan.rewind()
         if scan.calls > calls:
             self._after_call, self._bare = True, self._format.begins_bare

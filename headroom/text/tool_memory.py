@@ -89,7 +89,8 @@ class ToolMemory:
         end = prompt[-_CONTEXT:]
 
         def keep(answer: WrittenAnswer) -> None:
-            if calls := join_calls(answer.parts.calls):
+            calls = join_calls(answer.parts.calls)
+            if calls and answer.rest < len(answer.raw):  # calls inside a thought are not replayed
                 self.remember(
                     RememberedAnswer(
                         prompt_end=end,

@@ -10,6 +10,7 @@ from headroom.text.conversation import Tool
 
 ALL_TYPES = frozenset(("string", "integer", "number", "boolean", "object", "array", "null"))
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
+_WHOLE = re.compile(r"(-?(?:0|[1-9][0-9]*))\.0+")
 _MAX_DEPTH = 16  # of references and choices in a schema
 _BOOLEANS = {"true": "true", "false": "false"}
 
@@ -86,8 +87,8 @@ def json_value(text: str, types: frozenset[str]) -> str:
         return word.lower()
     if "integer" in types and _INTEGER.fullmatch(word):
         return word
-    if types <= {"integer", "null"} and re.fullmatch(r"-?[0-9]+\.0+", word):
-        return str(int(word.partition(".")[0][:4000]))
+    if types <= {"integer", "null"} and (whole := _WHOLE.fullmatch(word)):
+        return whole[1]
     value = whole_json(text)
     if value is not None and _matches(value, types):
         return value

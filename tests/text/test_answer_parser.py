@@ -3,7 +3,9 @@
 import pytest
 
 from headroom.text.answer_parser import AnswerParser, AnswerParts, CallDelta, ToolCall, join_calls
+from headroom.text.conversation import Tool
 from headroom.text.reasoning import Reasoning
+from headroom.text.tool_formats import ToolFormat, read_tagged
 
 MARKS = Reasoning(start="<think>", end="</think>", start_id=1, end_id=2, opened=True)
 
@@ -64,3 +66,38 @@ def test_text_that_the_prompt_has_begun_is_unchanged_and_has_no_thought() -> Non
     parser = AnswerParser(MARKS, begun=True)
     assert parser.push(" <think> 42\n") == AnswerParts(text=" <think> 42\n")
     assert parser.finish() == AnswerParts()
+
+
+WRITE = Tool(name="write", parameters={"properties": {"text": {"type": "string"}}})
+CALL = '<tool_call>\n{"name": "write", "arguments": {"text": "a"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("answer", "calls"),
+    [
+        (f"Hm. {CALL}\n", ["write"]),
+        (f"Use <tool_call>.\n{CALL}\n{CALL}", ["write", "write"]),
+        (f"Like {CALL}, perhaps?", []),
+        ('Hm. <tool_call>{"name": "write", "arguments": {"te', []),
+        (f"Hm. {CALL}</think>No.", []),
+    ],
+)
+def test_calls_at_the_end_of_a_thought_that_never_ended_are_calls(
+    answer: str, calls: list[str]
+) -> None:
+    form = ToolFormat(name="json_tags", starts=("<tool_call>",), read=read_tagged)
+    for size in (1, 5, len(answer)):
+        parser = AnswerParser(MARKS, in_thought=True, tools=[WRITE], format=form)
+        parts = AnswerParts()
+        for place in range(0, len(answer), size):
+            parts += parser.push(answer[place : place + size])
+        parts += parser.finish()
+        found = join_calls(parts.calls)
+        assert [call.name for call in found] == calls
+        assert all(call.arguments == '{"text": "a"}' for call in found)
+        assert parts.thought == answer.partition("</think>")[0].rstrip()
+
+
+def test_without_tools_a_thought_has_no_calls() -> None:
+    parser = AnswerParser(MARKS, in_thought=True)
+    assert parser.push(f"Hm. {CALL}") + parser.finish() == AnswerParts(thought=f"Hm. {CALL}")

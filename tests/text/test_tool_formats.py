@@ -1,0 +1,54 @@
+"""Formats of tool calls are found in chat templates and vocabularies."""
+
+import pytest
+
+from headroom.text.chat_template import ChatTemplate
+from headroom.text.tool_formats import find_tool_format
+from tests.text.tool_models import tool_template, tool_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "native", "writes_ids"),
+    [
+        ("qwen3", "json_tags", True, False),
+        ("qwen35", "function_tags", True, False),
+        ("laguna", "argument_tags", True, False),
+        ("gemma4", "gemma", True, False),
+        ("llama3", "llama", True, False),
+        ("mistral_list", "mistral_list", True, False),
+        ("mistral_args", "mistral_args", True, True),
+        ("plain", "json_tags", False, False),
+    ],
+)
+def test_each_family_s_format_is_known(
+    model: str, name: str, native: bool, writes_ids: bool
+) -> None:
+    form = find_tool_format(tool_tokenizer(model), tool_template(model))
+    assert (form.name, form.native, form.writes_ids) == (name, native, writes_ids)
+
+
+def test_a_model_without_a_template_has_the_general_format() -> None:
+    form = find_tool_format(tool_tokenizer("qwen3"), None)
+    assert (form.name, form.native, form.begins_bare) == ("json_tags", False, True)
+
+
+def test_markup_that_is_tokens_is_named() -> None:
+    tokenizer = tool_tokenizer("gemma4")
+    form = find_tool_format(tokenizer, tool_template("gemma4"))
+    names = {tokenizer.token_text(token) for token in form.marks}
+    assert names == {"<|tool_call>", "<tool_call|>", '<|"|>'} == set(form.control)
+    visible = find_tool_format(tool_tokenizer("qwen3"), tool_template("qwen3"))
+    assert len(visible.marks) == 2
+    assert visible.control == {}
+
+
+def test_marks_of_the_vocabulary_alone_make_no_format() -> None:
+    form = find_tool_format(tool_tokenizer("qwen3"), ChatTemplate("{{ messages }}", "", ""))
+    assert not form.native
+
+
+def test_ids_are_new_each_time() -> None:
+    form = find_tool_format(tool_tokenizer("mistral_list"), tool_template("mistral_list"))
+    ids = {form.new_id() for _ in range(100)}
+    assert len(ids) == 100
+    assert all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
