@@ -15,6 +15,8 @@ PROGRAMS = {
     "codex": "HEADROOM_CLIENT_CODEX",
     "claude": "HEADROOM_CLIENT_CLAUDE",
     "opencode": "HEADROOM_CLIENT_OPENCODE",
+    "cn": "HEADROOM_CLIENT_CONTINUE",
+    "qwen": "HEADROOM_CLIENT_QWEN_CODE",
     "open-webui": "HEADROOM_CLIENT_OPEN_WEBUI",
 }
 

@@ -198,3 +198,40 @@ def test_opencode_reads_and_writes_a_file(session: Session, running: Running) ->
         OPENCODE_DISABLE_DEFAULT_PLUGINS="1",
     )
     session.check(session.run([opencode, "run", TASK], environment), running)
+
+
+@pytest.mark.parametrize("provider", ["openai", "ollama"])
+def test_continue_reads_and_writes_a_file(
+    session: Session, running: Running, provider: str
+) -> None:
+    cn = find_program("cn")
+    settings = documented("Continue", running.address, MODEL)
+    if provider == "ollama":
+        settings = settings.replace("openai", "ollama").replace("/v1", "")
+    session.write(".continue/config.yaml", settings)
+    follow(
+        running,
+        read=("Read", {"filepath": str(session.folder / "note.txt")}),
+        write=("Bash", {"command": "echo {word} > answer.txt"}),
+    )
+    environment = session.environment(CONTINUE_TELEMETRY_ENABLED="0")
+    config = str(session.home / ".continue" / "config.yaml")
+    session.check(session.run([cn, "-p", "--auto", "--config", config, TASK], environment), running)
+
+
+def test_qwen_code_reads_and_writes_a_file(session: Session, running: Running) -> None:
+    qwen = find_program("qwen")
+    follow(
+        running,
+        read=("read_file", {"file_path": str(session.folder / "note.txt")}),
+        write=("run_shell_command", {"command": "echo {word} > answer.txt"}),
+    )
+    lines = documented("Qwen Code", running.address, MODEL).splitlines()
+    variables = dict(line.removeprefix("export ").split("=", 1) for line in lines)
+    # It would ask a proxy for addresses of loopback, too.
+    quiet = {"privacy": {"usageStatisticsEnabled": False}, "general": {"disableAutoUpdate": True}}
+    session.write(".qwen/settings.json", json.dumps(quiet))
+    environment = session.environment(**variables)
+    del environment["HTTP_PROXY"], environment["HTTPS_PROXY"]
+    command = [qwen, "--auth-type", "openai", "--approval-mode", "yolo", "-p", TASK]
+    session.check(session.run(command, environment), running)
