@@ -15,7 +15,7 @@ from headroom.text.conversation import Tool, ToolChoice
 NonEmpty = Annotated[str, Field(min_length=1)]
 # OpenAI takes letters, digits, "_" and "-"; names of tools of MCP servers have more.
 ToolName = Annotated[str, StringConstraints(pattern=r"^[\w.:/-]{1,128}$")]
-MODES = ("auto", "none", "required")
+MAX_TOOLS = 1024  # in one request; OpenAI takes 128
 
 
 class FunctionBody(Body):
@@ -61,10 +61,12 @@ class ToolCallBody(Body):
 class ToolFields(Body):
     """The fields that say what the model may, must or must not call."""
 
-    tools: Annotated[list[ToolBody], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[list[FunctionBody], Field(fail_fast=True)] | None = None
+    functions: Annotated[list[FunctionBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = (
+        None
+    )
     function_call: Any = None
 
     @property
@@ -79,11 +81,12 @@ class ToolFields(Body):
         field = "functions" if self.functions else "tools"
         bodies = self.functions or [tool.function for tool in self.tools or ()]
         tools = tuple(body.tool() for body in bodies)
-        names = [tool.name for tool in tools]
-        for index, name in enumerate(names):
-            if name in names[:index]:
+        seen: set[str] = set()
+        for index, tool in enumerate(tools):
+            if tool.name in seen:
                 where = f"{field}[{index}]" + (".function" if field == "tools" else "") + ".name"
-                raise invalid(where, f"Two tools have the name {short(name)!r}.")
+                raise invalid(where, f"Two tools have the name {short(tool.name)!r}.")
+            seen.add(tool.name)
         if self.functions:
             choice = _function_choice(self.function_call, tools)
             return tools, replace(choice, parallel=False)
@@ -133,9 +136,12 @@ def _allowed_tools(value: Any, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...
     ]
     if not names:
         raise invalid(f"{field}.tools", f"`{field}.tools` names no tool.")
+    known = {tool.name for tool in tools}
     for index, name in enumerate(names):
-        _find(name, tools, f"{field}.tools[{index}].function.name")
-    return tuple(tool for tool in tools if tool.name in names), ToolChoice(mode=mode)
+        if name not in known:
+            _find(name, tools, f"{field}.tools[{index}].function.name")
+    chosen = set(names)
+    return tuple(tool for tool in tools if tool.name in chosen), ToolChoice(mode=mode)
 
 
 def _function_choice(value: object, tools: Sequence[Tool]) -> ToolChoice:

@@ -146,11 +146,11 @@ class StreamOptions(Body):
 # for nothing beside the empty ones. Any other value is refused.
 NOT_HONOURED: Mapping[str, tuple[object, ...]] = {
     # OpenAI
-    "audio": (), "modalities": (["text"],), "web_search_options": (),
+    "audio": (), "modalities": (["text"],),
     # vLLM
     "min_tokens": (), "use_beam_search": (), "length_penalty": (1,), "bad_words": (),
     "allowed_token_ids": (), "stop_token_ids": (), "include_stop_str_in_output": (),
-    "truncate_prompt_tokens": (), "prompt_logprobs": (), "logits_processors": (),
+    "truncate_prompt_tokens": (), "logits_processors": (),
     "prompt_embeds": (),
     # llama.cpp
     "mirostat": (), "typical_p": (1,), "tfs_z": (1,), "top_n_sigma": (-1,), "dynatemp_range": (),
@@ -158,6 +158,8 @@ NOT_HONOURED: Mapping[str, tuple[object, ...]] = {
     "reasoning_format": ("auto", "deepseek", "parsed"),
 }  # fmt: skip
 EMPTY: tuple[object, ...] = (None, False, 0, "", "none", [], {})
+# As above, but an empty object or 0 asks for something, too.
+MUST_BE_NULL = ("web_search_options", "prompt_logprobs")
 # As above, but only null and true ask for nothing.
 MUST_BE_TRUE = ("skip_special_tokens", "add_generation_prompt")
 # Other servers' names of sampling settings.
@@ -213,6 +215,9 @@ class GenerationBody(SamplingFields):
             return body
         for name, neutral in {**NOT_HONOURED, **cls.also_not_honoured}.items():
             if name in body and body[name] not in (*EMPTY, *neutral):
+                raise unsupported(name, f"`{name}` cannot be honoured; leave it out.")
+        for name in MUST_BE_NULL:
+            if body.get(name) is not None:
                 raise unsupported(name, f"`{name}` cannot be honoured; leave it out.")
         for name in MUST_BE_TRUE:
             if body.get(name) not in (None, True):

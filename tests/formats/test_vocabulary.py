@@ -8,7 +8,7 @@ from headroom.errors import FormatError
 from headroom.families.files import open_checkpoint
 from headroom.formats.metadata import Metadata
 from headroom.formats.vocabulary import read_vocabulary
-from tests.formats.raw_files import ARRAY, STRING, U32, Key, gguf_bytes, small_gguf
+from tests.formats.raw_files import ARRAY, BOOL, STRING, U32, Key, gguf_bytes, small_gguf
 
 
 def test_a_vocabulary_is_read_from_the_file(tmp_path: Path) -> None:
@@ -43,6 +43,22 @@ def tokens_of(tmp_path: Path, *keys: Key) -> Metadata:
     }
     path.write_bytes(gguf_bytes(list(given.values())))
     return open_checkpoint(path).metadata
+
+
+def test_a_file_names_its_tokens_for_gaps_and_whether_texts_end_with_eos(tmp_path: Path) -> None:
+    fill_in: list[Key] = [
+        (f"tokenizer.ggml.fim_{part}_token_id", U32, index % 2)
+        for index, part in enumerate(("pre", "suf", "mid"))
+    ]
+    vocabulary = read_vocabulary(
+        tokens_of(tmp_path, *fill_in, ("tokenizer.ggml.add_eos_token", BOOL, True))
+    )
+    assert vocabulary is not None
+    assert vocabulary.special_ids == {"fim_pre": 0, "fim_suf": 1, "fim_mid": 0}
+    assert vocabulary.add_eos
+    silent = read_vocabulary(tokens_of(tmp_path))
+    assert silent is not None
+    assert not silent.add_eos
 
 
 def test_a_special_token_of_minus_one_is_absent(tmp_path: Path) -> None:

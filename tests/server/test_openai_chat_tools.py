@@ -312,6 +312,8 @@ def test_older_functions_are_answered_in_their_own_form(official: OpenAI, llm: F
     ("given", "param"),
     [
         ({"tools": 5}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(1025)]},
+         "tools"),
         ({"tools": [5]}, "tools[0]"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),

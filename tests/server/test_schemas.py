@@ -186,7 +186,8 @@ def test_what_completions_cannot_do_is_refused(
     [
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
-        ({"web_search_options": {"a": 1}}, "web_search_options"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"stop_token_ids": [5]}, "stop_token_ids"),
         ({"skip_special_tokens": False}, "skip_special_tokens"),
         ({"typical_p": 0.5}, "typical_p"),

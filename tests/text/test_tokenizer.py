@@ -248,6 +248,15 @@ def test_bos_is_added_as_the_file_says_and_never_twice() -> None:
     assert silent.encode("hello", add_bos=True) == once
 
 
+def test_a_whole_text_ends_with_eos_as_the_file_says_and_never_twice() -> None:
+    plain = Tokenizer.from_vocabulary(sentencepiece_vocabulary())
+    assert plain.encode_whole("hello") == plain.encode("hello")
+    ending = Tokenizer.from_vocabulary(replace(sentencepiece_vocabulary(), add_eos=True))
+    assert ending.encode("hello") == plain.encode("hello")
+    assert ending.encode_whole("hello") == [*plain.encode("hello"), 2]
+    assert ending.encode_whole("hello</s>") == [*plain.encode("hello"), 2]
+
+
 def test_smollm2_knows_its_special_tokens(smollm2: Tokenizer) -> None:
     assert (smollm2.bos_token, smollm2.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert (smollm2.bos_id, smollm2.eos_id, smollm2.stop_ids) == (1, 2, frozenset({0, 2}))
