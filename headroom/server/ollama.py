@@ -361,7 +361,7 @@ def _prepare(llm: LLM, body: GenerateBody) -> tuple[GenerationRequest, NewParser
             new_constraint=prompt.new_constraint,
         )
         return asked, prompt.new_parser
-    grammar = None if body.format is None else llm.grammars.compile([body.format])
+    grammar = None if body.format is None else llm.grammars.compile([body.format], continues=True)
     fill_in = _fill_in(llm, body)
     if fill_in is not None and body.suffix:
         plain = fill_in.prompt(tokenizer, text, body.suffix)

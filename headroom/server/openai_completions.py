@@ -94,7 +94,9 @@ async def completions(request: Request) -> Response:
     settings = {"max_tokens": DEFAULT_MAX_TOKENS, **body.sampling()}
     if body.logprobs is not None:
         settings |= {"logprobs": body.logprobs, "prompt_logprobs": bool(body.echo)}
-    grammar = None if wanted is None else await asyncio.to_thread(llm.grammars.compile, [wanted])
+    grammar = None
+    if wanted is not None:
+        grammar = await asyncio.to_thread(llm.grammars.compile, [wanted], continues=True)
     requests = make_requests(
         llm,
         prompts,

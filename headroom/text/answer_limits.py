@@ -86,7 +86,9 @@ def compile_chat(
             param="tool_choice",
         )
     if form is None or not chat.tools or choice.mode == "none":
-        return None if wanted is None else compiler.compile([wanted], after_thought=after_thought)
+        if wanted is None:
+            return None
+        return compiler.compile([wanted], after_thought=after_thought, continues=chat.continues)
     if wanted is not None and choice.mode == "auto":
         only_calls = ToolChoice(mode="required", name=choice.name, parallel=choice.parallel)
         calls = _call_format(form, chat.tools, only_calls)
@@ -96,7 +98,7 @@ def compile_chat(
     else:
         return None
     try:
-        return compiler.compile(formats, after_thought=after_thought)
+        return compiler.compile(formats, after_thought=after_thought, continues=chat.continues)
     except RequestError:
         for place, tool in enumerate(chat.tools):  # say which schema is at fault, and where
             param = f"tools[{place}].function.parameters"

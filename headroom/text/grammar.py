@@ -93,13 +93,21 @@ class GrammarCompiler:
             (i for i in known if i not in ends and not tokenizer.is_unused(i)), self.vocab
         )
 
-    def compile(self, wanted: Sequence[OutputFormat], *, after_thought: bool = False) -> Grammar:
+    def compile(
+        self,
+        wanted: Sequence[OutputFormat],
+        *,
+        after_thought: bool = False,  # the answer may come after a thought
+        continues: bool = False,  # the answer goes on after the prompt's text
+    ) -> Grammar:
         """Return the grammar of answers that match one of the output formats.
 
         The white space that models write after a thought may come before the answer, and so may a
         blank that decoding drops. A format that cannot be compiled is refused.
         """
-        text = _grammar_text(wanted, self._leading(after_thought))
+        text = _grammar_text(
+            wanted, "" if continues and not after_thought else self._leading(after_thought)
+        )
         with self._lock:
             if (known := self._kept.get(text)) is not None:
                 self._kept.move_to_end(text)

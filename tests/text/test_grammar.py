@@ -196,6 +196,14 @@ def test_vocabularies_with_blank_marks_write_valid_answers(
     assert chosen == {"hello world", "he"}
 
 
+def test_the_blank_that_decoding_keeps_is_no_part_of_an_answer() -> None:
+    tokenizer = Tokenizer.from_vocabulary(sentencepiece_vocabulary())
+    wanted, made = [OutputFormat(kind="choice", value=["hello"])], compiler(tokenizer)
+    blank = {" ", " h", " he", " hello"}
+    assert texts(tokenizer, made.compile(wanted).begin()) & blank
+    assert not texts(tokenizer, made.compile(wanted, continues=True).begin()) & blank
+
+
 def test_forced_text_is_written_with_the_tokens_that_the_model_would_write() -> None:
     tokenizer = Tokenizer.from_vocabulary(sentencepiece_vocabulary())
     state = (
