@@ -83,7 +83,8 @@ def create_app(models: Shelf | LLM, options: Options) -> FastAPI:
     app.state.responses = ResponseStore(
         options.stored_responses, parse_size(options.stored_bytes, "stored_bytes")
     )
-    app.add_api_route("/health", health, methods=["GET", "HEAD"])
+    for path in ("/", "/health"):  # agents ask for the root to see whether a server is there
+        app.add_api_route(path, health, methods=["GET", "HEAD"])
     for endpoint in (status_routes, *(module.router for module in ENDPOINTS)):
         app.include_router(endpoint, dependencies=[Depends(check_key)])
     app.add_middleware(HoldModels)  # the innermost one

@@ -21,10 +21,11 @@ CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-def test_health_is_200_while_requests_are_taken(shared: httpx.Client) -> None:
-    response = shared.get("/health")
+@pytest.mark.parametrize("path", ["/", "/health"])
+def test_health_is_200_while_requests_are_taken(shared: httpx.Client, path: str) -> None:
+    response = shared.get(path)
     assert (response.status_code, response.json()) == (200, {"status": "ok"})
-    assert shared.head("/health").status_code == 200
+    assert shared.head(path).status_code == 200
 
 
 def test_health_is_503_when_the_engine_has_stopped(client: httpx.Client, llm: FakeLLM) -> None:
