@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headroom.errors import RequestError
-from headroom.text.chat_template import ChatTemplate
+from headroom.text.chat_template import REASONING_FIELDS, ChatTemplate
 from headroom.text.conversation import Message, Tool
 from headroom.text.reasoning import Reasoning
 from headroom.text.tokenizer import Tokenizer
@@ -27,6 +27,7 @@ Piece = str | Sequence[int]  # text, or the tokens of an answer
 # An answer is replayed as the content of a message, or in the place of a call.
 Way = Literal["content", "call"]
 _CONTEXT = 24  # characters of a prompt's end that must recur where an answer is replayed
+_MOST_LEFT_OUT = 64  # characters before an answer that a template may leave out of its history
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,7 @@ class ChatRenderer:
             function = {"name": call["function"]["name"], "arguments": {"k": replay.body}}
             turn |= {"content": "", "tool_calls": [{**call, "function": function}]}
         if replay.answer.rest and self._reasoning is not None:
+            turn = {key: value for key, value in turn.items() if key not in REASONING_FIELDS}
             turn["reasoning_content"] = replay.thought
         return turn
 
@@ -246,19 +248,19 @@ class ChatRenderer:
                 if not before.rstrip().endswith(start):
                     return None
                 before = before.rstrip().removesuffix(start)
-        before = before.rstrip()
-        prompt = answer.prompt_end
+        before, prompt = before.rstrip(), answer.prompt_end
         end = len(prompt.rstrip())
-        while end > 0:
-            if not prompt[end - 1].isspace() and before.endswith(
-                prompt[max(0, end - _CONTEXT) : end]
-            ):
-                return before + prompt[end:]
-            # In the current turn a template may leave out what a prompt has before an answer, such
-            # as an empty thought. Older turns are left to the template.
-            if not replay.is_current:
-                return None
-            end -= 1
+        if before.endswith(prompt[max(0, end - _CONTEXT) : end]):
+            return before + prompt[end:]
+        if not replay.is_current:
+            return None
+        # In the current turn a template may leave out what a prompt has before an answer, such as
+        # an empty thought. Older turns are left to the template.
+        least = max(_CONTEXT, len(prompt) - _MOST_LEFT_OUT)
+        for place in range(end - 1, least - 1, -1):
+            context = prompt[place - _CONTEXT : place]
+            if not context[-1].isspace() and before.endswith(context):
+                return before + prompt[place:]
         return None
 
     def _region(self, text: str, mark: str, way: Way) -> tuple[int, int] | None:

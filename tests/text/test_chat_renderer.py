@@ -146,6 +146,32 @@ def test_a_replayed_history_has_the_tokens_of_the_answers(model: str, thinks: bo
     check_replay(chat, answers)
 
 
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content", "thinking"])
+def test_the_thought_that_a_client_sends_back_is_the_model_s_own(field: str) -> None:
+    chat = Chat(tool_tokenizer("laguna"), tool_template("laguna"), enable_thinking=True)
+    chat.messages.append({"role": "user", "content": "Weather?"})
+    _, before = chat.prompt()
+    tokens = chat.answer(" Hm,  hm. </think>" + ANSWERS["argument"][0])
+    chat.messages[1][field] = "Hm,  hm."
+    start = [*before, *tokens]
+    assert chat.prompt()[1][: len(start)] == start
+
+
+def test_older_turns_are_written_as_the_template_has_them() -> None:
+    """Qwen3.5 leaves out thoughts of older turns, and the marks around them."""
+    chat = Chat(tool_tokenizer("qwen35"), tool_template("qwen35"))
+    chat.messages.append({"role": "user", "content": "How is the weather in Köln?"})
+    chat.answer("Hm.\n</think>\n\n" + ANSWERS["function"][0])
+    assert "<think>\nHm.\n</think>\n\nOk." in chat.prompt()[0]
+    chat.messages += [
+        {"role": "assistant", "content": "Grey."},
+        {"role": "user", "content": "Thanks."},
+    ]
+    text, _ = chat.prompt()
+    assert f"<|im_start|>assistant\n{ANSWERS['function'][0]}<|im_end|>" in text
+    assert "Hm." not in text
+
+
 @pytest.mark.parametrize("model", NATIVE_MODELS)
 def test_calls_that_are_not_remembered_are_written_by_the_template(model: str) -> None:
     chat = Chat(tool_tokenizer(model), tool_template(model), enable_thinking=False)
