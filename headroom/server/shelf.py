@@ -378,7 +378,7 @@ class Shelf:
             assert llm is not None
             await asyncio.to_thread(llm.close)
             del llm
-            await asyncio.to_thread(_free_memory)
+            await asyncio.to_thread(_free_memory, last=not self.engines())
             place.taken = None
             log.info("shelf: %s unloaded", place.name)
         finally:
@@ -406,9 +406,15 @@ def _stopping() -> RefusalError:
     return RefusalError(503, "shutting_down", "The server is shutting down.")
 
 
-def _free_memory() -> None:
-    """Give the memory of dropped tensors back to the devices."""
+def _free_memory(*, last: bool) -> None:
+    """Give the memory of dropped tensors back to the devices; `last`: no model is loaded now.
+
+    cuBLAS keeps 32 MiB for each stream that has used it, which captured steps of other models may
+    refer to. Only when there are none can that be freed, too.
+    """
     gc.collect()
+    if last and torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()  # does nothing unless a GPU is in use
 
 

@@ -27,7 +27,7 @@ from headroom.plan.plan import Plan
 from headroom.plan.settings import PlanSettings
 from headroom.split.build import load_model
 from headroom.split.gpu_stage import GpuStage
-from headroom.split.memory_check import check_memory, open_device_memory
+from headroom.split.memory_check import check_memory, held_already, open_device_memory
 from headroom.split.model import Model
 from headroom.split.pipeline import LoadTimes, Pipeline
 from headroom.split.placing import even_placement, expert_layers
@@ -59,6 +59,7 @@ def start_pipeline(
     if placement is None and device.hot_experts < device.total_experts:
         placement = even_placement(model.shape, plan)
     allocated: Counter[str] = Counter()  # bytes by the plan's line
+    held_before = held_already(device.name)
     open_device_memory(device.name)
     loaded, times = _load(plan, device, model, placement, allocated, progress)
     stage: Stage
@@ -69,7 +70,7 @@ def start_pipeline(
             gpu_stage = _open_gpu_stage(device, settings, model.config, loaded, allocated)
             times = replace(times, capture_s=_capture(gpu_stage, settings.parallel))
         stage = gpu_stage
-    check_memory(plan, device, allocated)
+    check_memory(plan, device, allocated, held_before)
     exchanges, meter = None, None
     if (cold := loaded.cold_experts) is not None:
         meter = cold.meter

@@ -25,6 +25,17 @@ def open_device_memory(device: str) -> None:
         (newer or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
+def held_already(device: str) -> int:
+    """Return the bytes that torch holds of a GPU for other models, and measure its peak anew."""
+    torch_device = torch_name(device)
+    if not torch_device.startswith("cuda"):
+        return 0
+    held = torch.cuda.memory_reserved(torch_device)  # 0 before torch has used a GPU
+    if held:
+        torch.cuda.reset_peak_memory_stats(torch_device)
+    return held
+
+
 def limit_memory(plan: Plan, device_memory: str | None) -> None:
     """Let torch refuse allocations beyond the memory of each GPU that `--device-memory` allows.
 
@@ -40,7 +51,12 @@ def limit_memory(plan: Plan, device_memory: str | None) -> None:
         log.info("memory: torch may take %s of %s", gib(most), device.name)
 
 
-def check_memory(plan: Plan, device: DevicePlan, allocated: Mapping[str, int]) -> None:
+def check_memory(
+    plan: Plan,
+    device: DevicePlan,
+    allocated: Mapping[str, int],
+    held_before: int = 0,  # bytes that torch held already, by `held_already`
+) -> None:
     """Log what a device's stage was planned to allocate and what it did; warn of lines above plan.
 
     Torch is not stopped at the plan: if a formula is wrong by a little, the memory is usually
@@ -57,7 +73,8 @@ def check_memory(plan: Plan, device: DevicePlan, allocated: Mapping[str, int]) -
     torch_device = torch_name(device.name)
     if torch_device.startswith("cuda"):
         most = sum(planned.values()) + _line(device, "graphs")
-        warn_above(device.name, torch.cuda.max_memory_reserved(torch_device), most)
+        peak = torch.cuda.max_memory_reserved(torch_device) - held_before
+        warn_above(device.name, peak, most)
 
 
 def warn_above(device: str, peak: int, planned: int) -> None:

@@ -10,6 +10,7 @@ from headroom.options import Options
 from headroom.plan.plan import Plan, make_plan
 from headroom.split.memory_check import (
     check_memory,
+    held_already,
     limit_memory,
     open_device_memory,
     warn_above,
@@ -53,6 +54,26 @@ def test_a_gpus_peak_is_held_against_its_lines_and_those_of_its_libraries(
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device, peak=peak: peak)
         check_memory(plan, plan.devices[0], plan.devices[0].allocated)
         assert caplog.records[-1].levelname == level
+
+
+def test_a_peak_counts_without_what_other_models_hold(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    plan = make_plan([smollm2()], [gpu(8), host(8)], Options(context=512, parallel=1, chunk=64))
+    graphs = next(line.bytes for line in plan.devices[0].lines if line.name == "graphs")
+    most = sum(plan.devices[0].allocated.values()) + graphs
+    reset: list[str] = []
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 * GIB + most)
+    others = held_already("cuda:0")
+    assert (others, reset) == (2 * GIB, ["cuda:0"])
+    assert held_already("cpu") == 0
+    check_memory(plan, plan.devices[0], plan.devices[0].allocated, others)
+    assert caplog.records[-1].levelname == "INFO"
+    check_memory(plan, plan.devices[0], plan.devices[0].allocated, others - 1)
+    assert caplog.records[-1].levelname == "WARNING"
 
 
 def test_a_peak_is_reported_in_readable_sizes(caplog: pytest.LogCaptureFixture) -> None:
