@@ -230,7 +230,8 @@ class History:
     def _add(self, message: MessageBody, where: str) -> None:
         text = joined(message.texts)
         if message.role == "assistant":
-            self._add_answer(message, text)
+            # Blocks of an answer go on where the one before them ended.
+            self._add_answer(message, "".join(block.text for block in message.texts))
         elif message.role == "system" and not self._turns:
             self._system.append(text)
         elif message.role == "system":

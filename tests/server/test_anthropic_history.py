@@ -71,6 +71,11 @@ def test_a_session_with_tools_becomes_turns() -> None:
     ]
 
 
+def test_blocks_of_an_answer_go_on_where_the_one_before_ended() -> None:
+    answer = {"role": "assistant", "content": [text("The sky"), text(" is grey.")]}
+    assert history(user("Hm?"), answer, user("Oh.")).turns[1]["content"] == "The sky is grey."
+
+
 def test_a_result_may_be_empty() -> None:
     turns = history(
         user("Go."), {"role": "assistant", "content": [call("a")]}, user(result("a"))

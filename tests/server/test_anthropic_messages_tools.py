@@ -25,12 +25,14 @@ CALL = '<tool_call>\n{"name":"look",  "arguments": {"place":"Köln" , "deep":tru
 THOUGHT = "<think>\nI must look.\n</think>\n\n"
 
 
-def say(prompt: str) -> str:
-    return "Grey." if "<tool_response>" in prompt else f"{THOUGHT}I look.\n{CALL}"
-
-
+@pytest.mark.parametrize("after", ["", "\n\nSoon I know."])
 @pytest.mark.parametrize("display", ["summarized", "omitted"])
-def test_an_answer_with_calls_is_replayed_token_by_token(tmp_path: Path, display: str) -> None:
+def test_an_answer_with_calls_is_replayed_token_by_token(
+    tmp_path: Path, display: str, after: str
+) -> None:
+    def say(prompt: str) -> str:
+        return "Grey." if "<tool_response>" in prompt else f"{THOUGHT}I look.\n{CALL}{after}"
+
     path = write_model("qwen3", tmp_path / "model.gguf")
     question: MessageParam = {"role": "user", "content": "What is there?"}
     with (
@@ -42,13 +44,14 @@ def test_an_answer_with_calls_is_replayed_token_by_token(tmp_path: Path, display
         first = client.messages.create(
             model="m", max_tokens=999, messages=[question], tools=[LOOK], thinking=thinking
         )
-        thought, text, call = first.content
+        thought, text, call, *rest = first.content
         assert thought.type == "thinking"
         assert thought.thinking == ("" if display == "omitted" else "I must look.")
         assert text.type == "text"
         assert text.text == "I look."
         assert call.type == "tool_use"
         assert call.input == {"place": "Köln", "deep": True}
+        assert [block.type for block in rest] == ["text"] * bool(after)
         result: MessageParam = {
             "role": "user",
             "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "fog"}],
@@ -63,10 +66,9 @@ def test_an_answer_with_calls_is_replayed_token_by_token(tmp_path: Path, display
             assert stream.get_final_text() == "Grey."
         engine = llm.engine
         assert isinstance(engine, ScriptedEngine)
-        before, after = (request.prompt for request in engine.requests)
-        # The template leaves out thoughts of earlier turns.
-        written = [*before, *llm.tokenizer.encode(f"I look.\n{CALL}", add_bos=False)]
-    assert list(after[: len(written)]) == written
+        one, two = (request.prompt for request in engine.requests)
+        written = [*one, *engine.answers[0]]
+    assert list(two[: len(written)]) == written
     assert "fog" in engine.prompts[1]
 
 
