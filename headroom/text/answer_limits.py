@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from headroom.errors import RequestError
 from headroom.text.conversation import Conversation, OutputFormat, Thinking, Tool, ToolChoice
-from headroom.text.grammar import Grammar, GrammarCompiler, GrammarState
+from headroom.text.grammar import Grammar, GrammarCompiler, GrammarState, check_remainders
 from headroom.text.reasoning import Reasoning
 from headroom.text.thought_budget import AnswerConstraint, ThoughtRules, thought_tokens
 from headroom.text.tool_formats import ToolFormat
@@ -111,5 +111,14 @@ def compile_chat(
 def _call_format(
     form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice
 ) -> OutputFormat | None:
-    text = tool_grammar(form, tools, choice)
-    return None if text is None else OutputFormat(kind="lark", value=text, param="tools")
+    try:
+        text = tool_grammar(form, tools, choice)
+        if text is None:
+            return None
+        for place, tool in enumerate(tools):
+            check_remainders(tool.parameters, f"tools[{place}].function.parameters")
+    except RecursionError as error:
+        raise RequestError(
+            "The JSON schema of a tool is nested too deeply.", param="tools"
+        ) from error
+    return OutputFormat(kind="lark", value=text, param="tools")

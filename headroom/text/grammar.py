@@ -17,12 +17,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
 from headroom.errors import HeadroomError, RequestError
 from headroom.text.conversation import OutputFormat
-from headroom.text.json_schemas import JSON_OPTIONS, parts_of, without_remarks
+from headroom.text.json_schemas import JSON_OPTIONS, count_remainders, parts_of, without_remarks
 from headroom.text.tokenizer import Tokenizer
 
 Mask = npt.NDArray[np.uint32]  # token t is bit t % 32 of word t // 32
 
 MOST_CHARACTERS = 256 * 1024  # of a schema or grammar: a quarter of a million compile in seconds
+MOST_REMAINDERS = 100_000  # of all `multipleOf` of a schema: as many compile in a second
 KEPT_GRAMMARS = 64  # compiled grammars that are kept for later requests
 ASCII_CLASSES = "dws"  # these classes of characters are those of ASCII, as in JSON schemas
 _LIMITS = LLParserLimits(max_grammar_size=200_000, verbose_errors=False)
@@ -117,6 +118,10 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokens, text, log_level=_QUIET, limits=_LIMITS)
         if matcher.is_error():
             raise self._refusal(wanted[0], matcher.get_error())
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():  # rules that refer to themselves and to nothing else
+            raise self._refusal(wanted[0], "no answer can match it")
         grammar = Grammar(matcher, self.vocab)
         with self._lock:
             self._kept[text] = grammar
@@ -205,7 +210,13 @@ def _one_grammar(wanted: OutputFormat) -> dict[str, Any]:
     if wanted.kind == "json_schema":
         if not isinstance(value, dict | bool):
             raise _wrong_type(wanted, "an object")
-        return _json_grammar(value)
+        try:
+            check_remainders(value, wanted.param)
+            return _json_grammar(value)
+        except RecursionError as error:
+            raise RequestError(
+                "The JSON schema is nested too deeply.", param=wanted.param
+            ) from error
     if wanted.kind == "choice":
         texts = list(value) if isinstance(value, list | tuple) else []
         if not texts or not all(isinstance(text, str) and text for text in texts):
@@ -216,6 +227,16 @@ def _one_grammar(wanted: OutputFormat) -> dict[str, Any]:
     if wanted.kind == "regex":
         return {"lark_grammar": f"start: /{regex_to_lark(value, ASCII_CLASSES)}/"}
     return {"lark_grammar": value}
+
+
+def check_remainders(schema: Any, param: str) -> None:
+    """Refuse a schema whose `multipleOf` would take a grammar seconds to compile."""
+    if (count := count_remainders(schema)) > MOST_REMAINDERS:
+        raise RequestError(
+            f"The JSON schema has divisors (multipleOf) of {count:,} in sum, and the most are "
+            f"{MOST_REMAINDERS:,}.",
+            param=param,
+        )
 
 
 def _json_grammar(schema: Any) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """JSON schemas: their parts, by path, and what is taken out before they become a grammar."""
 
+import math
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 # Where a schema holds other schemas: one, a list of them, or one for each name.
@@ -37,6 +39,15 @@ def parts_of(schema: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(schema.get(key), Mapping):
             for name, part in schema[key].items():
                 yield f"/{key}/{str(name).replace('~', '~0').replace('/', '~1')}", part
+
+
+def count_remainders(schema: Any) -> int:
+    """Return how many remainders a grammar keeps apart for all `multipleOf` of a schema."""
+    divisor = schema.get("multipleOf") if isinstance(schema, Mapping) else None
+    own = 0
+    if isinstance(divisor, int | float) and math.isfinite(divisor):
+        own = int("".join(map(str, Decimal(str(divisor)).normalize().as_tuple().digits)))
+    return own + sum(count_remainders(part) for _, part in parts_of(schema))
 
 
 def without_remarks(schema: Any) -> Any:

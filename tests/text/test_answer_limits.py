@@ -137,6 +137,27 @@ def test_the_tool_whose_schema_cannot_be_compiled_is_named() -> None:
     assert refused.value.param == "tools[1].function.parameters"
 
 
+def deep_schema() -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(3000):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"), [(deep_schema(), "too deeply"), ({"multipleOf": 99999991}, "multipleOf")]
+)
+def test_the_schema_of_a_tool_that_would_compile_for_ever_is_refused(
+    part: dict[str, Any], reason: str
+) -> None:
+    tool = Tool(name="bad", strict=True, parameters={"properties": {"a": part}})
+    with pytest.raises(RequestError, match=reason) as refused:
+        AnswerLimits.of(
+            compiler("qwen3"), chat(tools=(tool,)), None, form_of("qwen3"), prompt="", room=500
+        )
+    assert (refused.value.param or "").startswith("tools")
+
+
 def test_calls_follow_the_thought() -> None:
     model = "qwen35"
     tokenizer = tool_tokenizer(model)

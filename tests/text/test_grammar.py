@@ -268,6 +268,8 @@ def nested(part: Any) -> dict[str, Any]:
         (nested({"type": "string", "pattern": "(?=a)b"}), "/properties/a~1b/items", "look-around"),
         ({"type": "integer", "minimum": 9, "maximum": 3}, "its root", "greater than maximum"),
         (False, "its root", "false"),
+        ({"$ref": "#"}, "its root", "no answer can match"),
+        ({"properties": {"a": 5}}, "/properties/a", "must be an object"),
     ],
 )  # fmt: skip
 def test_a_schema_that_cannot_be_compiled_is_refused_with_its_path(
@@ -291,6 +293,19 @@ def test_a_schema_that_cannot_be_compiled_is_refused_with_its_path(
         ("choice", ["a", ""], "not empty"),
         ("choice", "yes", "list of texts"),
         ("json_schema", [1], "an object"),
+        (
+            "json_schema",
+            {
+                "anyOf": [
+                    {"multipleOf": 99_991},
+                    {"multipleOf": 0.37},
+                    {"items": {"multipleOf": 99_991}},
+                ]
+            },
+            "200,019 in sum",
+        ),
+        ("choice", ["\ud800"], "list of choices cannot be used"),
+        ("lark", "start: start", "no answer can match"),
         ("json_schema", {"enum": ["x" * 300_000]}, "300,1"),
     ],
 )
@@ -298,6 +313,15 @@ def test_what_cannot_be_compiled_is_refused(kind: Any, value: Any, reason: str) 
     with pytest.raises(RequestError, match=reason) as refused:
         compiler().compile([OutputFormat(kind=kind, value=value, param="text.format")])
     assert refused.value.param == "text.format"
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+    for depth in (200, 5000):
+        schema: dict[str, Any] = {"type": "null"}
+        for _ in range(depth):
+            schema = {"type": "array", "items": schema}
+        with pytest.raises(RequestError, match=r"nested too deeply|recursion limit"):
+            compiler().compile([schema_format(schema)])
 
 
 def test_formats_that_no_grammar_knows_restrict_nothing() -> None:

@@ -1,6 +1,6 @@
 """Parts of JSON schemas by path, and schemas without formats that restrict nothing."""
 
-from headroom.text.json_schemas import parts_of, without_remarks
+from headroom.text.json_schemas import count_remainders, parts_of, without_remarks
 
 
 def test_parts_of_a_schema_have_paths() -> None:
@@ -42,3 +42,11 @@ def test_formats_that_restrict_nothing_are_left_out_in_all_parts() -> None:
     assert kept["oneOf"] == [{"type": "string"}]
     assert kept["const"] == {"type": "string", "format": "zip-code"}
     assert "format" not in kept
+
+
+def test_divisors_are_counted_by_their_digits_in_all_parts() -> None:
+    assert count_remainders({"multipleOf": 700}) == 7
+    assert count_remainders({"multipleOf": 0.25}) == 25
+    assert count_remainders({"items": {"multipleOf": 12}, "anyOf": [{"multipleOf": 1e-9}]}) == 13
+    assert count_remainders({"properties": {"multipleOf": {"type": "null"}}}) == 0
+    assert count_remainders({"multipleOf": float("inf")}) == count_remainders(True) == 0
