@@ -75,6 +75,8 @@ def read_tagged(scan: CallScanner) -> Reading[None]:
         character = yield from scan.peek()
         if character == "{":
             yield from _read_json_call(scan, ["</tool_call>"])
+        elif character == "[":  # several calls between one pair of tags
+            yield from _read_call_list(scan, ["]", "</tool_call>"])
         elif character == "<":
             yield from _read_function_tag(scan)
         else:
@@ -283,16 +285,17 @@ def read_marked_list(scan: CallScanner) -> Reading[None]:
     if character == "{":
         yield from _read_json_call(scan, ["[TOOL_CALLS]"])
     elif character == "[":
-        scan.advance(1)
-        yield from _read_call_list(scan)
+        yield from _read_call_list(scan, ["]", "[TOOL_CALLS]"])
     else:
         yield from _read_named_arguments(scan)
 
 
-def _read_call_list(scan: CallScanner) -> Reading[None]:
+def _read_call_list(scan: CallScanner, ends: Collection[str]) -> Reading[None]:
+    """Read [{"name": NAME, "arguments": {...}}, ...]."""
+    yield from scan.expect("[")
     yield from scan.skip_blanks()
     while True:
-        yield from _read_json_call(scan, ["]", "[TOOL_CALLS]"])
+        yield from _read_json_call(scan, ends)
         yield from scan.skip_blanks()
         if (yield from scan.take("]")):
             scan.commit()
@@ -404,7 +407,6 @@ def _read_gemma_value(scan: CallScanner, gap: str, types: frozenset[str] | None)
 
 
 _BARE_TYPES = frozenset(("string", "integer", "number", "boolean", "null"))
-_TAGS = ("<tool_call>", "</tool_call>")
 # Each format, with texts that all stand in the chat templates of models that write it. The first
 # one that fits is taken, so the more particular ones come first.
 _KNOWN: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
@@ -440,7 +442,7 @@ _KNOWN: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
         ),
     ),
     (
-        ("<tool_call>",),
+        ("<tool_call>", '{"name"'),
         ToolFormat(name="json_tags", starts=("<tool_call>",), end="</tool_call>", read=read_tagged),
     ),
     (

@@ -96,6 +96,17 @@ def test_json_in_tags_becomes_a_call() -> None:
     )
 
 
+def test_a_list_between_one_pair_of_tags_is_several_calls() -> None:
+    check(
+        TAGS,
+        '<tool_call>[{"name": "now", "arguments": {}}, {"name": "write", "arguments": '
+        '{"text": "a"}}]</tool_call>!',
+        "!",
+        ("now", {}),
+        ("write", {"text": "a"}),
+    )
+
+
 def test_function_tags_become_a_call_with_typed_arguments() -> None:
     check(
         TAGS,
