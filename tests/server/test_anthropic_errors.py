@@ -7,7 +7,10 @@ import httpx
 import pytest
 from anthropic import Anthropic
 
+from headroom.errors import CapacityError, HeadroomError, ModelError, RequestError
 from headroom.options import Options
+from headroom.server.anthropic_errors import error_body, error_status
+from headroom.server.refusals import RefusalError, problem_of
 from tests.server.fakes import FakeLLM, serving
 
 HI = {"role": "user", "content": "hi"}
@@ -145,3 +148,23 @@ def test_a_refused_thread_makes_the_official_client_send_the_whole_history(
     threads = client.beta.messages.thread(model="fake", max_tokens=99)
     with pytest.raises(anthropic.BadRequestError, match="Conversations are not kept here"):
         threads.send({"role": "user", "content": "hi"})
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (RequestError("Wrong.", param="top_p"), 400, "invalid_request_error"),
+        (ModelError("No template."), 400, "invalid_request_error"),
+        (RefusalError(408, "request_timeout", "Slow."), 408, "timeout_error"),
+        (RefusalError(429, "busy", "Later."), 429, "rate_limit_error"),
+        (RefusalError(500, "generation_failed", "No."), 500, "api_error"),
+        (RefusalError(503, "shutting_down", "Later."), 503, "overloaded_error"),
+        (CapacityError("Full."), 529, "overloaded_error"),
+    ],
+)
+def test_every_error_has_its_type(error: HeadroomError, status: int, kind: str) -> None:
+    problem = problem_of(error)
+    body = error_body(problem, error, "req_1")
+    assert error_status(problem, error) == status
+    assert body["error"] == {"type": kind, "message": error.message}
+    assert body["request_id"] == "req_1"
