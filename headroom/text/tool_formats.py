@@ -475,6 +475,7 @@ def find_tool_format(tokenizer: Tokenizer, template: ChatTemplate | None) -> Too
     found = {mark: token for mark in _MARKS if (token := tokenizer.find(mark)) is not None}
     control = {mark: token for mark, token in found.items() if tokenizer.is_control(token)}
     source = template.source if template is not None else ""
+    source = source.replace('\\"', '"')  # quotes in Jinja's strings
     fallback = ToolFormat(
         name="json_tags",
         starts=("<tool_call>", "<function="),

@@ -52,3 +52,9 @@ def test_ids_are_new_each_time() -> None:
     ids = {form.new_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
+
+
+def test_quotes_may_be_escaped_in_the_template() -> None:
+    source = "{{- '<tool_call>{\\\"name\\\": ...}</tool_call>' }}"
+    form = find_tool_format(tool_tokenizer("qwen3"), ChatTemplate(source, "", ""))
+    assert (form.name, form.native) == ("json_tags", True)
