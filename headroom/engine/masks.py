@@ -19,16 +19,26 @@ class MaskPool:
     def compute(self, wanted: Sequence[TokenConstraint]) -> list[TokenMask | Exception | None]:
         """Return the mask of each constraint: None if any token may come, or why it failed."""
         if len(wanted) < 2:  # a thread would only add the time to wake it
-            return [_mask(constraint) for constraint in wanted]
+            return _masks(wanted)
+        most = max(2, min(MOST_THREADS, os.cpu_count() or 1))
         if self._threads is None:
-            count = min(MOST_THREADS, os.cpu_count() or 1)
-            self._threads = ThreadPoolExecutor(count, thread_name_prefix="headroom-mask")
-        return list(self._threads.map(_mask, wanted))
+            self._threads = ThreadPoolExecutor(most, thread_name_prefix="headroom-mask")
+        # One task for each thread: handing over a task takes about as long as a mask.
+        count = min(most, len(wanted))
+        found: list[TokenMask | Exception | None] = [None] * len(wanted)
+        parts = self._threads.map(_masks, [wanted[first::count] for first in range(count)])
+        for first, part in enumerate(parts):
+            found[first::count] = part
+        return found
 
     def close(self) -> None:
         """End the threads."""
         if self._threads is not None:
             self._threads.shutdown()
+
+
+def _masks(wanted: Sequence[TokenConstraint]) -> list[TokenMask | Exception | None]:
+    return [_mask(constraint) for constraint in wanted]
 
 
 def _mask(constraint: TokenConstraint) -> TokenMask | Exception | None:

@@ -55,3 +55,11 @@ def test_one_mask_needs_no_thread() -> None:
     assert len(pool.compute([Fixed(1)])) == 1
     assert threading.active_count() == before
     pool.close()
+
+
+def test_masks_come_in_the_order_of_their_constraints() -> None:
+    pool = MaskPool()
+    for count in (2, 7, 8, 9, 31):
+        found = pool.compute([Fixed(token) for token in range(count)])
+        assert [int(mask[0]) for mask in found] == [1 << token for token in range(count)]  # type: ignore[index,union-attr]
+    pool.close()
