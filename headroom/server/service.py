@@ -309,7 +309,7 @@ class Service:
             return lease.llm
         if (held := hold.llm_of(place)) is not None:
             return held
-        if place.llm is not None or not streams:
+        if not streams or (place.llm is not None and not place.leaving):
             lease = await self.shelf.hold(place)
         else:
             lease = await hold.wait(self.shelf.hold(place), self.options.keep_alive)

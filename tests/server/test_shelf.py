@@ -278,6 +278,20 @@ def test_an_idle_model_is_unloaded_and_loaded_again_when_it_is_asked_for(
     wait_until(lambda: loads.alive() == [])
 
 
+def test_a_load_ends_when_the_server_stops(serve: Any, loads: Loads) -> None:
+    server = serve("tiny", "qwen3")
+    loads.may_go.clear()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.ask, "qwen3")
+        wait_until(lambda: server.shelf.places[1].loading is not None)
+        server.shelf.stop()
+        loads.may_go.set()
+        refused = waiting.result()
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "shutting_down"
+    wait_until(lambda: loads.alive() == ["tiny"])
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
