@@ -138,6 +138,7 @@ class ChatBody(ThinkingFields, FormatFields, ToolFields, GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
     @model_validator(mode="after")
     def _can_be_honoured(self) -> "ChatBody":
@@ -147,7 +148,18 @@ class ChatBody(ThinkingFields, FormatFields, ToolFields, GenerationBody):
             raise invalid(
                 "continue_final_message", "Only a last message of the assistant can be continued."
             )
+        if self.add_generation_prompt is False and not self.continues:
+            raise unsupported(
+                "add_generation_prompt",
+                "`add_generation_prompt` can be false only with `continue_final_message`.",
+            )
         return self
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer goes on with the last message."""
+        last = self.messages[-1]
+        return bool(self.continue_final_message or (last.role == "assistant" and last.prefix))
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling settings that the body gives, by name."""
@@ -161,7 +173,6 @@ class ChatBody(ThinkingFields, FormatFields, ToolFields, GenerationBody):
     def conversation(self) -> Conversation:
         """Return what the body asks for, in the words that all chat APIs share."""
         tools, choice = self.offered_tools()
-        last = self.messages[-1]
         return Conversation(
             messages=[message.for_template() for message in self.messages],
             tools=tools,
@@ -169,8 +180,7 @@ class ChatBody(ThinkingFields, FormatFields, ToolFields, GenerationBody):
             output_format=self.output_format(),
             thinking=self.asked_thinking(),
             template_variables=self.template_variables(),
-            continues=bool(self.continue_final_message)
-            or (last.role == "assistant" and bool(last.prefix)),
+            continues=self.continues,
         )
 
 

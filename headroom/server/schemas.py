@@ -160,7 +160,7 @@ NOT_HONOURED: Mapping[str, tuple[object, ...]] = {
 EMPTY: tuple[object, ...] = (None, False, 0, "", "none", [], {})
 # As above, but an empty object or 0 asks for something, too.
 MUST_BE_NULL = ("web_search_options", "prompt_logprobs")
-# As above, but only null and true ask for nothing.
+# As above, but only null and true ask for nothing, for endpoints without such a field.
 MUST_BE_TRUE = ("skip_special_tokens", "add_generation_prompt")
 # Other servers' names of sampling settings.
 ALIASES = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
@@ -220,7 +220,7 @@ class GenerationBody(SamplingFields):
             if body.get(name) is not None:
                 raise unsupported(name, f"`{name}` cannot be honoured; leave it out.")
         for name in MUST_BE_TRUE:
-            if body.get(name) not in (None, True):
+            if name not in cls.model_fields and body.get(name) not in (None, True):
                 raise unsupported(name, f"`{name}` can only be true; leave it out.")
         renamed = {
             name: body[other]

@@ -131,7 +131,7 @@ def test_minus_one_token_means_until_the_end(
 def test_a_stop_text_ends_the_answer_and_is_not_shown(
     client: httpx.Client, llm: FakeLLM, stop: Any
 ) -> None:
-    llm.engine.pause_s = 0.002
+    llm.engine.pause_s = 0.03  # the engine must not be done before it is told to stop
     first = stop if isinstance(stop, str) else min(stop, key=lambda text: _place(llm, text))
     expected = llm.engine.words.partition(first)[0]
     answer = ask(client, stop=stop)
@@ -218,6 +218,20 @@ def test_roles_and_parts_become_what_templates_know(client: httpx.Client, llm: F
         {"role": "tool", "content": "42", "tool_call_id": "1"},
         {"role": "user", "content": "", "name": "me"},
     ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "more"), [({"continue_final_message": True}, {}), ({}, {"prefix": True})]
+)
+def test_a_last_message_of_the_assistant_is_continued_if_asked_for(
+    client: httpx.Client, llm: FakeLLM, fields: dict[str, Any], more: dict[str, Any]
+) -> None:
+    begun = {"role": "assistant", "content": "It is", **more}
+    body = {"messages": [USER, begun], "add_generation_prompt": False, **fields}
+    assert client.post(PATH, json=body).status_code == 200
+    assert client.post(PATH, json={"messages": [USER, begun]}).status_code == 200
+    assert [chat.continues for chat in llm.chats] == [True, "prefix" in more]
+    assert llm.conversations[0][1] == {"role": "assistant", "content": "It is"}
 
 
 def test_an_engine_that_is_full_answers_503_and_drops_the_rest(
