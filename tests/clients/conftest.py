@@ -14,10 +14,15 @@ from tests.server.fakes import serving
 MODEL = "scripted"
 
 
+# One of the servers wants a key; the other one takes any.
+KEYS = {"qwen3": None, "qwen35": "open-sesame"}
+
+
 class Running(NamedTuple):
-    """A server, the engine behind it, and how its model writes."""
+    """A server, the key that clients send, the engine behind it, and how its model writes."""
 
     address: str
+    key: str
     engine: ScriptedEngine
     manner: Manner
 
@@ -26,11 +31,11 @@ class Running(NamedTuple):
 def running(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Running]:
-    manner = MANNERS[request.param]
+    manner, key = MANNERS[request.param], KEYS[request.param]
     path = write_model(request.param, tmp_path_factory.mktemp("model") / "scripted.gguf")
     with (
         scripted_model(path, answers(manner), context=CONTEXT, name=MODEL) as llm,
-        serving(llm, Options(port=0)) as server,
+        serving(llm, Options(port=0, api_key=key)) as server,
     ):
         assert isinstance(llm.engine, ScriptedEngine)
-        yield Running(server.address, llm.engine, manner)
+        yield Running(server.address, key or "none", llm.engine, manner)

@@ -143,12 +143,19 @@ CODEX_CALLS = {
 @pytest.mark.parametrize("model", CODEX_CALLS)
 def test_codex_reads_and_writes_a_file(session: Session, running: Running, model: str) -> None:
     codex = find_program("codex")
-    session.write(".codex/config.toml", documented("Codex", running.address, MODEL))
+    settings = documented("Codex", running, MODEL)
+    if running.key != "none":
+        provider = 'wire_api = "responses"\n'
+        assert provider in settings
+        settings = settings.replace(provider, f'{provider}env_key = "HEADROOM_KEY"\n')
+    session.write(".codex/config.toml", settings)
     strict = model == "gpt-6-sol"  # its tool has a grammar, which allows no odd white space
     follow(running, *CODEX_CALLS[model], odd=not strict)
     # The sandbox needs rights that a container may lack; the script runs nothing dangerous.
     flags = ["--json", "--skip-git-repo-check", "--sandbox", "danger-full-access", "-m", model]
-    printed = session.run([codex, "exec", *flags, TASK], session.environment())
+    printed = session.run(
+        [codex, "exec", *flags, TASK], session.environment(HEADROOM_KEY=running.key)
+    )
     items = [json.loads(line).get("item", {}) for line in printed.splitlines() if line[:1] == "{"]
     said = [item["text"] for item in items if item.get("type") == "agent_message"]
     session.check(said[-1], running)
@@ -157,8 +164,8 @@ def test_codex_reads_and_writes_a_file(session: Session, running: Running, model
 def test_codex_reads_the_list_of_models(session: Session, running: Running) -> None:
     """Codex asks for the list if a command of its provider gives the key."""
     codex = find_program("codex")
-    settings = documented("Codex", running.address, MODEL)
-    key = '[model_providers.headroom.auth]\ncommand = "echo"\nargs = ["none"]\n'
+    settings = documented("Codex", running, MODEL)
+    key = f'[model_providers.headroom.auth]\ncommand = "echo"\nargs = ["{running.key}"]\n'
     session.write(".codex/config.toml", f"{settings}\n{key}")
     flags = ["--json", "--skip-git-repo-check", "--sandbox", "danger-full-access"]
     session.run([codex, "exec", *flags, "Hello."], session.environment())
@@ -174,7 +181,7 @@ def test_claude_code_reads_and_writes_a_file(session: Session, running: Running,
         read=("Read", {"file_path": str(session.folder / "note.txt")}),
         write=("Bash", {"command": "echo {word} > answer.txt", "description": "Write the word"}),
     )
-    lines = documented("Claude Code", running.address, MODEL).splitlines()
+    lines = documented("Claude Code", running, MODEL).splitlines()
     variables = dict(line.removeprefix("export ").split("=", 1) for line in lines)
     variables[key] = variables.pop("ANTHROPIC_AUTH_TOKEN")
     command = [claude, "-p", TASK, "--output-format", "json", "--allowedTools", "Read", "Bash"]
@@ -185,7 +192,7 @@ def test_claude_code_reads_and_writes_a_file(session: Session, running: Running,
 
 def test_opencode_reads_and_writes_a_file(session: Session, running: Running) -> None:
     opencode = find_program("opencode")
-    settings = documented("OpenCode", running.address, MODEL)
+    settings = documented("OpenCode", running, MODEL)
     session.write(".config/opencode/opencode.json", settings)
     follow(
         running,
@@ -205,7 +212,7 @@ def test_continue_reads_and_writes_a_file(
     session: Session, running: Running, provider: str
 ) -> None:
     cn = find_program("cn")
-    settings = documented("Continue", running.address, MODEL)
+    settings = documented("Continue", running, MODEL)
     if provider == "ollama":
         settings = settings.replace("openai", "ollama").replace("/v1", "")
     session.write(".continue/config.yaml", settings)
@@ -226,7 +233,7 @@ def test_qwen_code_reads_and_writes_a_file(session: Session, running: Running) -
         read=("read_file", {"file_path": str(session.folder / "note.txt")}),
         write=("run_shell_command", {"command": "echo {word} > answer.txt"}),
     )
-    lines = documented("Qwen Code", running.address, MODEL).splitlines()
+    lines = documented("Qwen Code", running, MODEL).splitlines()
     variables = dict(line.removeprefix("export ").split("=", 1) for line in lines)
     # It would ask a proxy for addresses of loopback, too.
     quiet = {"privacy": {"usageStatisticsEnabled": False}, "general": {"disableAutoUpdate": True}}

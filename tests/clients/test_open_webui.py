@@ -1,5 +1,6 @@
 """Open WebUI, unmodified, over a running server: as its OpenAI server and as its Ollama server."""
 
+import json
 import os
 import socket
 import subprocess
@@ -40,7 +41,8 @@ def webui(
         "RAG_EMBEDDING_ENGINE": "openai",  # or it looks for a model to embed documents with
         "ENABLE_OPENAI_API": str(openai),
         "ENABLE_OLLAMA_API": str(not openai),
-        "OPENAI_API_KEY": "none",
+        "OPENAI_API_KEY": running.key,
+        "OLLAMA_API_CONFIGS": json.dumps({"0": {"key": running.key}}),
         request.param: f"{running.address}/v1" if openai else running.address,
     }
     with (folder / "log").open("w") as log:

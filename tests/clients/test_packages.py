@@ -32,10 +32,10 @@ pytestmark = pytest.mark.clients
 
 
 @cache
-def report_of(program: str, address: str) -> dict[str, str]:
+def report_of(program: str, address: str, key: str) -> dict[str, str]:
     """Run all cases of a program and return what went wrong in each."""
     done = subprocess.run(
-        [clients_python(), PROGRAMS / f"{program}.py", address, MODEL],
+        [clients_python(), PROGRAMS / f"{program}.py", address, MODEL, key],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -50,14 +50,14 @@ def report_of(program: str, address: str) -> dict[str, str]:
 @pytest.mark.parametrize(("program", "case"), CASES)
 def test_a_client_gets_what_it_expects(program: str, case: str, running: Running) -> None:
     need_packages(*NEEDS[program])
-    problem = report_of(program, running.address)[case]
+    problem = report_of(program, running.address, running.key)[case]
     assert not problem, problem
 
 
 def test_formats_and_forced_calls_limit_the_tokens(running: Running) -> None:
     """The scripted engine takes only tokens that the constraint allows, if there is one."""
     need_packages("openai", "anthropic", "instructor")
-    report_of("instructor_models", running.address)
+    report_of("instructor_models", running.address, running.key)
     asked = list(zip(running.engine.requests, running.engine.prompts, strict=True))
     for question in (cases.ASK_JSON, cases.ASK_CALL):
         limits = [request.constraint for request, prompt in asked if question in prompt]

@@ -9,6 +9,7 @@ from cases import (
     ASK_WEATHER,
     CITY,
     HELLO,
+    KEY,
     MODEL,
     RESULT,
     SAID,
@@ -19,7 +20,7 @@ from cases import (
 )
 from pydantic import BaseModel
 
-client = Anthropic(base_url=ADDRESS, api_key="none", max_retries=0)
+client = Anthropic(base_url=ADDRESS, api_key=KEY, max_retries=0)
 messages = client.messages
 GET_WEATHER = {"name": "get_weather", "description": "The forecast.", "input_schema": WEATHER}
 HI = [{"role": "user", "content": "Hi."}]

@@ -8,6 +8,7 @@ from typing import Any
 
 ADDRESS = sys.argv[1] if len(sys.argv) > 1 else ""  # of the server: http://127.0.0.1:PORT
 MODEL = sys.argv[2] if len(sys.argv) > 2 else ""
+KEY = sys.argv[3] if len(sys.argv) > 3 else ""
 WEATHER = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},

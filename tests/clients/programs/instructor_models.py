@@ -3,7 +3,7 @@
 import anthropic
 import instructor
 import openai
-from cases import ADDRESS, ASK_CALL, ASK_JSON, CITY, MODEL, run
+from cases import ADDRESS, ASK_CALL, ASK_JSON, CITY, KEY, MODEL, run
 from pydantic import BaseModel
 
 
@@ -15,7 +15,7 @@ class City(BaseModel):
 
 
 def ask(mode, question):
-    client = openai.OpenAI(base_url=f"{ADDRESS}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"{ADDRESS}/v1", api_key=KEY, max_retries=0)
     city = instructor.from_openai(client, mode=mode).chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": question}],
@@ -46,7 +46,7 @@ def case_responses():
 
 
 def case_partial_objects():
-    client = openai.OpenAI(base_url=f"{ADDRESS}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"{ADDRESS}/v1", api_key=KEY, max_retries=0)
     cities = instructor.from_openai(client).chat.completions.create_partial(
         model=MODEL, messages=[{"role": "user", "content": ASK_CALL}], response_model=City
     )
@@ -55,7 +55,7 @@ def case_partial_objects():
 
 
 def case_anthropic():
-    client = anthropic.Anthropic(base_url=ADDRESS, api_key="none", max_retries=0)
+    client = anthropic.Anthropic(base_url=ADDRESS, api_key=KEY, max_retries=0)
     city = instructor.from_anthropic(client).messages.create(
         model=MODEL,
         max_tokens=4096,

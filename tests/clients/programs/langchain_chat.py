@@ -8,6 +8,7 @@ from cases import (
     ASK_WEATHER,
     CITY,
     HELLO,
+    KEY,
     MODEL,
     RESULT,
     SAID,
@@ -18,7 +19,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 
-SERVER = {"model": MODEL, "base_url": f"{ADDRESS}/v1", "api_key": "none", "max_retries": 0}
+SERVER = {"model": MODEL, "base_url": f"{ADDRESS}/v1", "api_key": KEY, "max_retries": 0}
 model = ChatOpenAI(**SERVER)
 
 

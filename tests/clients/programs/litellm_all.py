@@ -13,6 +13,7 @@ from cases import (
     ASK_WEATHER,
     CITY,
     HELLO,
+    KEY,
     MODEL,
     RESULT,
     SAID,
@@ -27,9 +28,9 @@ GET_WEATHER = {
     "type": "function",
     "function": {"name": "get_weather", "description": "The forecast.", "parameters": WEATHER},
 }
-OPENAI = {"model": f"openai/{MODEL}", "api_base": f"{ADDRESS}/v1", "api_key": "none"}
-ANTHROPIC = {"model": f"anthropic/{MODEL}", "api_base": ADDRESS, "api_key": "none"}
-OLLAMA = {"model": f"ollama_chat/{MODEL}", "api_base": ADDRESS}
+OPENAI = {"model": f"openai/{MODEL}", "api_base": f"{ADDRESS}/v1", "api_key": KEY}
+ANTHROPIC = {"model": f"anthropic/{MODEL}", "api_base": ADDRESS, "api_key": KEY}
+OLLAMA = {"model": f"ollama_chat/{MODEL}", "api_base": ADDRESS, "api_key": KEY}
 
 
 class City(BaseModel):

@@ -8,6 +8,7 @@ from cases import (
     ASK_WEATHER,
     CITY,
     HELLO,
+    KEY,
     MODEL,
     RESULT,
     SAID,
@@ -17,7 +18,7 @@ from cases import (
 )
 from pydantic import BaseModel
 
-client = ollama.Client(host=ADDRESS)
+client = ollama.Client(host=ADDRESS, headers={"authorization": f"Bearer {KEY}"})
 HI = [{"role": "user", "content": "Hi."}]
 
 

@@ -13,6 +13,7 @@ from cases import (
     ASK_WEATHER,
     CITY,
     HELLO,
+    KEY,
     MODEL,
     RESULT,
     SAID,
@@ -24,7 +25,7 @@ from cases import (
 from openai import OpenAI
 from pydantic import BaseModel
 
-client = OpenAI(base_url=f"{ADDRESS}/v1", api_key="none", max_retries=0)
+client = OpenAI(base_url=f"{ADDRESS}/v1", api_key=KEY, max_retries=0)
 chat = client.chat.completions
 GET_WEATHER = {
     "type": "function",

@@ -10,6 +10,7 @@ from cases import (
     ASK_WEATHER,
     CITY,
     HELLO,
+    KEY,
     MODEL,
     RESULT,
     SAID,
@@ -21,7 +22,7 @@ from cases import (
 from openai import OpenAI
 from pydantic import BaseModel
 
-client = OpenAI(base_url=f"{ADDRESS}/v1", api_key="none", max_retries=0)
+client = OpenAI(base_url=f"{ADDRESS}/v1", api_key=KEY, max_retries=0)
 responses = client.responses
 GET_WEATHER = {
     "type": "function",
