@@ -12,6 +12,7 @@ from headroom.families.files import open_checkpoint
 from headroom.families.synth.recipe import find_recipe
 from headroom.families.synth.values import Source
 from headroom.families.synth.write import write_gguf
+from headroom.formats.checkpoint import model_files
 from tests.formats.raw_files import LLAMA_CONFIG, STRING, Key, gguf_bytes, small_gguf, write_folder
 
 
@@ -154,3 +155,18 @@ def test_safetensors_without_a_config_are_refused(tmp_path: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(FormatError, match=r"There is no file .*config.json"):
         open_checkpoint(folder)
+
+
+def test_a_folder_of_several_models_lists_each_of_them_once(tmp_path: Path) -> None:
+    for name in (
+        "b.gguf", "a.gguf", "mmproj-a.gguf", "notes.txt",
+        "big-00001-of-00002.gguf", "big-00002-of-00002.gguf", "inner/c.gguf", "inner/deep/d.gguf",
+    ):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    write_folder(tmp_path / "tensors")
+    (tmp_path / "empty").mkdir()
+    found = [str(path.relative_to(tmp_path)) for path in model_files(tmp_path)]
+    assert found == ["a.gguf", "b.gguf", "big-00001-of-00002.gguf", "inner/c.gguf", "tensors"]
+    assert model_files(tmp_path / "tensors") == [tmp_path / "tensors"]
+    assert model_files(tmp_path / "empty") == [tmp_path / "empty"]

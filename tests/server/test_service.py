@@ -8,6 +8,7 @@ import pytest
 from headroom.errors import ContextLengthError, RequestError
 from headroom.llm import LLM
 from headroom.options import Options
+from headroom.server.holding import HoldModels
 from headroom.server.metrics import Metrics
 from headroom.server.service import Answers, Service, make_requests
 from headroom.text.conversation import Conversation
@@ -70,3 +71,26 @@ def test_a_setting_outside_its_range_is_refused_by_its_name() -> None:
     with pytest.raises(RequestError, match="temperature is -1") as caught:
         start_chat(FakeLLM(), {"temperature": -1.0})
     assert caught.value.param == "temperature"
+
+
+def test_a_request_gets_the_model_that_it_holds_even_while_that_is_about_to_go() -> None:
+    model = cast(LLM, FakeLLM())
+    service = Service(model, Options(model="fake"), Metrics(lambda: {"fake": model.engine}))
+    place = service.shelf.places[0]
+    seen: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert await service.model("fake") is model
+        place.leaving = True  # a second lease would wait for this request to end
+        assert await service.model("fake") is model
+        seen.append(place.leases)
+
+    async def nothing(*message: Any) -> Any:
+        raise AssertionError
+
+    async def run() -> None:
+        await asyncio.wait_for(HoldModels(app)({"type": "http"}, nothing, nothing), 10)
+
+    asyncio.run(run())
+    assert seen == [1]
+    assert place.leases == 0

@@ -75,6 +75,22 @@ def test_a_named_gpu_is_planned_for(machine: Machine) -> None:
     assert plain.settings.kernels == "reference"
 
 
+def test_a_model_beside_others_gets_the_memory_that_they_leave(machine: Machine) -> None:
+    options = machine.options("cuda:0")
+    alone = choice.make_run_plan(MODEL, options)
+    needed = sum(line.bytes for line in alone.devices[0].lines)
+    taken = alone.devices[0].free_bytes - GIB
+    left = {"cuda:0": 140 * GIB - taken, "cpu": 255 * GIB}
+    beside = choice.make_run_plan(MODEL, options, left)
+    assert sum(line.bytes for line in beside.devices[0].lines) == needed + taken
+    assert beside.problem.devices[1].available_bytes == 255 * GIB
+    with pytest.raises(PlanError, match="does not fit"):
+        choice.make_run_plan(MODEL, options, {"cuda:0": 8 * GIB})
+    # More than the driver reports is never planned for.
+    most = choice.make_run_plan(MODEL, options, {"cuda:0": 200 * GIB})
+    assert most.devices == alone.devices
+
+
 def test_without_a_name_the_gpu_with_most_free_memory_is_taken(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
