@@ -49,7 +49,7 @@ def chat(
                 f"{llm.name}, {llm.context} tokens of context. /help for help.", style="dim"
             )
         prompt = coloured_prompt if sys.stdin.isatty() and console.is_terminal else no_prompt
-        talk = Conversation(llm.sampling(**sampling), llm.default_sampling, system)
+        talk = ChatSession(llm.sampling(**sampling), llm.default_sampling, system)
         Chat(llm, talk, console).talk(lambda more: input(prompt(more)))
 
 
@@ -64,7 +64,7 @@ def no_prompt(more: bool) -> str:
 
 
 @dataclass
-class Conversation:
+class ChatSession:
     """The messages so far, and the sampling settings of the next answer."""
 
     params: SamplingParams
@@ -112,7 +112,7 @@ class Conversation:
 class Chat:
     """The loop that reads a line and answers it."""
 
-    def __init__(self, llm: "LLM", conversation: Conversation, console: Console) -> None:
+    def __init__(self, llm: "LLM", conversation: ChatSession, console: Console) -> None:
         self.llm = llm
         self.conversation = conversation
         self.console = console

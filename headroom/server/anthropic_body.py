@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from headroom.server.anthropic_errors import NO_THREADS
-from headroom.server.anthropic_history import History, MessageBody, TextBlocks, system_text
+from headroom.server.anthropic_history import AnthropicMessageBody, History, TextBlocks, system_text
 from headroom.server.openai_tools import ToolName
 from headroom.server.refusals import RefusalError
 from headroom.server.schemas import (
@@ -33,7 +33,7 @@ def _check_tool_kind(value: object) -> object:
     return value
 
 
-class ToolBody(Body):
+class AnthropicToolBody(Body):
     """A tool that the client runs."""
 
     name: ToolName
@@ -59,7 +59,7 @@ class ToolChoiceBody(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingBody(Body):
+class AnthropicThinkingBody(Body):
     """Whether the model thinks, for how many tokens, and whether its thoughts are shown."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -67,7 +67,7 @@ class ThinkingBody(Body):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class FormatBody(Body):
+class AnthropicFormatBody(Body):
     """What the text of the answer must match."""
 
     type: Literal["json_schema"]
@@ -78,7 +78,7 @@ class OutputBody(Body):
     """How much effort the answer is worth, and its format."""
 
     effort: Effort | None = None
-    format: FormatBody | None = None
+    format: AnthropicFormatBody | None = None
 
 
 class PromptBody(GenerationBody):
@@ -94,18 +94,19 @@ class PromptBody(GenerationBody):
         "logprobs": (),
     }
 
-    messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[AnthropicMessageBody], Field(min_length=1, fail_fast=True)]
     system: TextBlocks | None = None
     tools: (
         Annotated[
-            list[Annotated[ToolBody, BeforeValidator(_check_tool_kind)]], Field(fail_fast=True)
+            list[Annotated[AnthropicToolBody, BeforeValidator(_check_tool_kind)]],
+            Field(fail_fast=True),
         ]
         | None
     ) = None
     tool_choice: ToolChoiceBody | None = None
-    thinking: ThinkingBody | None = None
+    thinking: AnthropicThinkingBody | None = None
     output_config: OutputBody | None = None
-    output_format: FormatBody | None = None  # the older place of `output_config.format`
+    output_format: AnthropicFormatBody | None = None  # the older place of `output_config.format`
     context_management: dict[str, Any] | None = None
     thread: Any = None
 

@@ -150,14 +150,14 @@ ROLES_OF = {
 }
 
 
-class MessageBody(Body):
+class AnthropicMessageBody(Body):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], Field(fail_fast=True), BeforeValidator(as_blocks)]
 
     @model_validator(mode="after")
-    def _has_blocks_of_its_role(self) -> "MessageBody":
+    def _has_blocks_of_its_role(self) -> "AnthropicMessageBody":
         for block in self.content:
             if self.role not in ROLES_OF.get(block.type, (self.role,)):
                 raise ValueError(
@@ -208,7 +208,7 @@ class History:
     is a part of the user's turn, between marks that say what it is.
     """
 
-    def __init__(self, system: str, messages: Sequence[MessageBody]) -> None:
+    def __init__(self, system: str, messages: Sequence[AnthropicMessageBody]) -> None:
         self._system = [system] if system else []
         self._turns: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}  # of the called tools, by the id of the call
@@ -227,7 +227,7 @@ class History:
         """Whether the conversation ends with the first words of the assistant's answer."""
         return bool(self._turns) and self._turns[-1]["role"] == "assistant"
 
-    def _add(self, message: MessageBody, where: str) -> None:
+    def _add(self, message: AnthropicMessageBody, where: str) -> None:
         text = joined(message.texts)
         if message.role == "assistant":
             # Blocks of an answer go on where the one before them ended.
@@ -252,7 +252,7 @@ class History:
             turn["content"] = f"{turn['content']}\n{text}" if turn["content"] else text
         return self._turns[-1]
 
-    def _add_answer(self, message: MessageBody, text: str) -> None:
+    def _add_answer(self, message: AnthropicMessageBody, text: str) -> None:
         turn = self._say("assistant", text)
         if message.thought:
             before = turn.get("reasoning_content")

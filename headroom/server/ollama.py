@@ -17,10 +17,10 @@ from headroom.engine.request import GenerationRequest, TokenLogprobs
 from headroom.llm import LLM
 from headroom.server.ollama_bodies import (
     AnswerBody,
-    ChatBody,
     EmbedBody,
     EmbeddingsBody,
     GenerateBody,
+    OllamaChatBody,
 )
 from headroom.server.openai_shared import logprob_number, token_text
 from headroom.server.refusals import problem_of
@@ -65,7 +65,7 @@ class PartWriter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ChatWriter:
+class OllamaChatWriter:
     """Writes messages of /api/chat."""
 
     def part(self, text: str, thought: str, calls: Sequence[ToolCall]) -> Line:
@@ -231,7 +231,7 @@ async def chat(request: Request) -> Response:
     """Answer a conversation; without messages, load or unload the model."""
     began = time.perf_counter()
     service: Service = request.app.state.service
-    body = await read_body(request, ChatBody, service.options.max_body)
+    body = await read_body(request, OllamaChatBody, service.options.max_body)
     place = service.place(body.model)
     if not body.messages:
         return await _load_only(service, place, body, {"message": _nothing_said()})
@@ -239,7 +239,7 @@ async def chat(request: Request) -> Response:
     llm = await _model(service, place, body)
     load_s = time.perf_counter() - began
     answers = await service.start_chat(llm, conversation, body.sampling())
-    writer = ChatWriter()
+    writer = OllamaChatWriter()
     call = Call(body=body, answers=answers, writer=writer, began=began, load_s=load_s)
     return await _respond(request, service, call)
 

@@ -210,7 +210,7 @@ class AnswerBody(ModelBody):
             )
 
 
-class CalledFunctionBody(Body):
+class OllamaFunctionBody(Body):
     """The function and the arguments of a call that an assistant made earlier."""
 
     name: ToolName
@@ -221,10 +221,10 @@ class CallBody(Body):
     """A call that an assistant made earlier."""
 
     id: str | None = None
-    function: CalledFunctionBody
+    function: OllamaFunctionBody
 
 
-class MessageBody(Body):
+class OllamaMessageBody(Body):
     """One turn of a conversation."""
 
     role: str
@@ -237,7 +237,7 @@ class MessageBody(Body):
     name: str | None = None  # an older word for `tool_name`
 
     @model_validator(mode="after")
-    def _has_a_role(self) -> "MessageBody":
+    def _has_a_role(self) -> "OllamaMessageBody":
         if self.role not in ROLES:
             raise ValueError(
                 f"there is no role {short(self.role)!r}; a role is one of {', '.join(ROLES)}"
@@ -245,10 +245,10 @@ class MessageBody(Body):
         return self
 
 
-class ChatBody(AnswerBody):
+class OllamaChatBody(AnswerBody):
     """The body of /api/chat."""
 
-    messages: Annotated[list[MessageBody], Field(fail_fast=True)] | None = None
+    messages: Annotated[list[OllamaMessageBody], Field(fail_fast=True)] | None = None
     tools: Annotated[list[ToolBody], Field(fail_fast=True)] | None = None
 
     def conversation(self) -> Conversation:
@@ -271,7 +271,7 @@ class ChatBody(AnswerBody):
         return tools
 
 
-def read_messages(messages: Sequence[MessageBody]) -> list[dict[str, Any]]:
+def read_messages(messages: Sequence[OllamaMessageBody]) -> list[dict[str, Any]]:
     """Return messages with OpenAI's names of fields.
 
     A tool's result names its call by id; where only the tool is named, or nothing at all, it is
@@ -301,7 +301,7 @@ def _call(call: CallBody, other_id: str) -> dict[str, Any]:
     return {"id": call.id or other_id, "type": "function", "function": function}
 
 
-def _answered(message: MessageBody, open_calls: list[dict[str, Any]]) -> dict[str, Any]:
+def _answered(message: OllamaMessageBody, open_calls: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the call and the name that a tool's result belongs to; the call is open no more."""
     name = message.tool_name or message.name
     for call in open_calls:

@@ -9,7 +9,7 @@ from headroom.engine.request import MAX_LOGPROBS, SamplingParams
 from headroom.server.output_formats import FormatFields
 from headroom.server.refusals import RefusalError
 from headroom.server.responses_input import ItemBody, input_items, make_messages
-from headroom.server.responses_tools import OfferedTools, ToolBody
+from headroom.server.responses_tools import OfferedTools, ResponsesToolBody
 from headroom.server.schemas import Body, GenerationBody, MaxTokens, short, unsupported
 from headroom.server.thinking_fields import ReasoningBody, ThinkingFields
 from headroom.text.conversation import Conversation, OutputFormat
@@ -115,7 +115,7 @@ class InputBody(ThinkingFields, FormatFields):
     ] = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Annotated[list[ToolBody], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[ResponsesToolBody], Field(fail_fast=True)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning: SummaryBody | None = None

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from headroom.server.refusals import RefusalError
-from headroom.server.responses_tools import INPUT, OfferedTools, ToolBody
+from headroom.server.responses_tools import INPUT, OfferedTools, ResponsesToolBody
 from headroom.server.schemas import Body, short, wrong_type
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -80,7 +80,7 @@ class ItemBody(Body):
     input: str | None = None
     action: dict[str, Any] | None = None
     output: Parts = None
-    tools: Annotated[list[ToolBody], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[ResponsesToolBody], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> "ItemBody":

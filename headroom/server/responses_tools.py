@@ -36,7 +36,7 @@ class InputFormatBody(Body):
         return self
 
 
-class ToolBody(Body):
+class ResponsesToolBody(Body):
     """One tool; fields that only clients read are kept, because the response repeats them."""
 
     model_config = ConfigDict(extra="allow")
@@ -47,10 +47,11 @@ class ToolBody(Body):
     parameters: dict[str, Any] | None = None  # of a function: a JSON schema
     strict: bool | None = None
     format: InputFormatBody | None = None  # of a custom tool
-    tools: Annotated[list["ToolBody"], Field(fail_fast=True)] | None = None  # of a namespace
+    # Those of a namespace.
+    tools: Annotated[list["ResponsesToolBody"], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="after")
-    def _can_be_offered(self) -> "ToolBody":
+    def _can_be_offered(self) -> "ResponsesToolBody":
         if self.type in ("function", "custom", "namespace"):
             if self.name is None:
                 raise ValueError(f"a tool of type '{self.type}' needs a `name`")
@@ -99,8 +100,8 @@ class OfferedTools:
 
     def __init__(
         self,
-        bodies: Iterable[ToolBody],
-        later: Iterable[ToolBody] = (),  # may repeat tools, which changes nothing
+        bodies: Iterable[ResponsesToolBody],
+        later: Iterable[ResponsesToolBody] = (),  # may repeat tools, which changes nothing
     ) -> None:
         self.all: list[OfferedTool] = []
         for namespace, body in _flat(bodies):
@@ -114,7 +115,7 @@ class OfferedTools:
     def _knows(self, namespace: str | None, name: str | None) -> bool:
         return any((known.namespace, known.name) == (namespace, name) for known in self.all)
 
-    def _offer(self, namespace: str | None, body: ToolBody) -> None:
+    def _offer(self, namespace: str | None, body: ResponsesToolBody) -> None:
         tool = _custom_tool(body) if body.type == "custom" else _function_tool(body)
         taken = {known.tool.name for known in self.all}
         if tool.name in taken and namespace is not None:
@@ -190,17 +191,17 @@ class OfferedTools:
         raise _bad_choice(f"There is no tool {short(name)!r}; the tools are: {known}.", param)
 
 
-def _flat(bodies: Iterable[ToolBody]) -> Iterable[tuple[str | None, ToolBody]]:
+def _flat(bodies: Iterable[ResponsesToolBody]) -> Iterable[tuple[str | None, ResponsesToolBody]]:
     """Yield the tools that can be called, each with its namespace."""
     for body in bodies:
         if body.type == "namespace":
-            inner: Sequence[ToolBody] = body.tools or ()
+            inner: Sequence[ResponsesToolBody] = body.tools or ()
             yield from ((body.name, tool) for tool in inner if tool.type in ("function", "custom"))
         elif body.type in ("function", "custom"):
             yield None, body
 
 
-def _function_tool(body: ToolBody) -> Tool:
+def _function_tool(body: ResponsesToolBody) -> Tool:
     assert body.name is not None
     return Tool(
         name=body.name,
@@ -210,7 +211,7 @@ def _function_tool(body: ToolBody) -> Tool:
     )
 
 
-def _custom_tool(body: ToolBody) -> Tool:
+def _custom_tool(body: ResponsesToolBody) -> Tool:
     """Return a function with one text argument that stands for a custom tool."""
     assert body.name is not None
     description = body.description or ""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headroom.cli.chat import HELP, Chat, Conversation, rate, read_message
+from headroom.cli.chat import HELP, Chat, ChatSession, rate, read_message
 from headroom.cli.main import run_command
 from headroom.engine.request import SamplingParams
 from headroom.errors import OptionError, RequestError
@@ -32,7 +32,7 @@ def talk(llm: Any, *lines: str | type[BaseException], terminal: bool = False) ->
     """Hold a conversation and return what was shown, and the conversation."""
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=terminal, color_system=None, width=100)
-    conversation = Conversation(SamplingParams(seed=1), {"temperature": 0.6})
+    conversation = ChatSession(SamplingParams(seed=1), {"temperature": 0.6})
     Chat(llm, conversation, console).talk(typed(*lines))
     return shown.getvalue(), conversation
 
@@ -159,10 +159,10 @@ def test_set_alone_shows_every_setting(fake_llm: Any) -> None:
     ],
 )
 def test_a_wrong_command_changes_nothing(line: str, error: type[Exception]) -> None:
-    conversation = Conversation(SamplingParams(seed=1), {"temperature": 0.6})
+    conversation = ChatSession(SamplingParams(seed=1), {"temperature": 0.6})
     with pytest.raises(error):
         conversation.command(line)
-    assert conversation == Conversation(SamplingParams(seed=1), {"temperature": 0.6})
+    assert conversation == ChatSession(SamplingParams(seed=1), {"temperature": 0.6})
 
 
 def test_help_lists_every_command(fake_llm: Any) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from headroom.server.anthropic_history import (
+    AnthropicMessageBody,
     History,
-    MessageBody,
     TextBlock,
     hidden_signature,
     hidden_thought,
@@ -16,7 +16,7 @@ from headroom.server.refusals import RefusalError
 
 
 def history(*messages: dict[str, Any], system: str = "") -> History:
-    return History(system, [MessageBody.model_validate(message) for message in messages])
+    return History(system, [AnthropicMessageBody.model_validate(message) for message in messages])
 
 
 def user(*content: Any) -> dict[str, Any]:
