@@ -8,8 +8,9 @@ from typing import Any
 
 from headroom.bench.figures import BenchSettings, Figures, SchemaFigure
 from headroom.bench.workload import ConcurrentRequests
-from headroom.engine.request import SamplingParams, TokenConstraint, TokenMask
+from headroom.engine.request import SamplingParams, TokenConstraint
 from headroom.formats.vocabulary import Vocabulary
+from headroom.layers.draws import TokenMask
 from headroom.llm import OpenedModel
 from headroom.text.conversation import OutputFormat
 from headroom.text.grammar import Grammar, GrammarCompiler

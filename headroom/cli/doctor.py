@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headroom import __version__
-from headroom.cli.doctor_gpus import backend_text, gpu_texts, gpus, unseen
+from headroom.cli.doctor_gpus import Section, backend_text, gpu_texts, gpus, unseen
 from headroom.cli.settings import with_settings
 from headroom.errors import FormatError
 from headroom.families.files import find_weights, open_checkpoint
@@ -42,7 +42,6 @@ INSTRUCTION_SETS = {
     "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",
     "asimd", "asimddp", "asimdhp", "bf16", "i8mm", "sve", "sve2",
 }  # fmt: skip
-Section = dict[str, Any]
 
 
 @with_settings("model", "program", log_level="warning")

@@ -11,7 +11,7 @@ from headroom.machine.precision import device_precision
 from headroom.machine.readiness import GpuFacts, TorchFacts, refuse_gpu
 from headroom.units import counted, gib
 
-Section = dict[str, Any]
+Section = dict[str, Any]  # of a report, by the names of its JSON
 NO_AMD = "which has run on no AMD GPU yet"  # shown so that it does not pass for tested
 
 

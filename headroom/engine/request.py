@@ -4,21 +4,18 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from headroom.errors import ContextLengthError, RequestError
 
-if TYPE_CHECKING:  # the command line reads SamplingParams, and plans need not wait for numpy
-    import numpy as np
-    import numpy.typing as npt
+if TYPE_CHECKING:  # the command line reads SamplingParams, and plans need not wait for torch
+    from headroom.engine.pooling import Vector
+    from headroom.layers.draws import TokenMask
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Pooling = Literal["mean", "last"]  # of the hidden states of a prompt's tokens
 MAX_LOGPROBS = 20
 MAX_SEED = (1 << 63) - 1
-
-# A set of tokens: token t is bit t % 32 of word t // 32.
-TokenMask: TypeAlias = "npt.NDArray[np.uint32]"
 
 
 def new_seed(bits: int) -> int:
@@ -218,7 +215,7 @@ class TokenEvent:
     prompt_tokens: int = 0
     generated_tokens: int = 0  # so far, this event's token included
     timings: Timings | None = None  # up to this event
-    vector: "npt.NDArray[np.float32] | None" = None  # with the only event of a request with pooling
+    vector: "Vector | None" = None  # with the only event of a request with pooling
 
 
 def _check_range(declared: "Field[Any]", value: object) -> None:

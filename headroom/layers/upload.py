@@ -23,9 +23,9 @@ from headroom.formats.quants import QuantType
 from headroom.kernels.cuda.pack import pack, pack_at
 from headroom.kernels.cuda.sizes import TILE_ROWS, tile_bytes
 from headroom.kernels.weight import PLAIN_TYPES
+from headroom.plan.device_scratch import UPLOAD_BYTES
 from headroom.units import MIB, gib
 
-STAGING_BYTES = 128 * MIB  # of all buffers on the device; more does not load faster
 LEAST_STAGING_BYTES = 16 * MIB  # half a buffer holds TILE_ROWS rows of any real matrix
 UPLOAD_BUFFERS = 4  # half of them are being read into while the other half is being copied
 BUFFER_STEP = 2 * MIB  # torch rounds large allocations on a GPU up to this
@@ -231,7 +231,7 @@ class Upload:
     def __init__(
         self,
         device: str,
-        staging_bytes: int = STAGING_BYTES,
+        staging_bytes: int = UPLOAD_BYTES,
         memory: torch.Tensor | None = None,  # uint8 on the device, lent for the buffers there
     ) -> None:
         self._device = torch.device(device)
@@ -420,7 +420,7 @@ def open_upload(
     if not device.startswith("cuda"):
         yield None
         return
-    staging = min(staging_bytes, STAGING_BYTES)
+    staging = min(staging_bytes, UPLOAD_BYTES)
     with torch.cuda.device(device), Upload(device, staging, memory) as upload:
         yield upload
 

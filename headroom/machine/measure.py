@@ -137,7 +137,7 @@ def measure_link(device: torch.device) -> LinkSpeeds:
     read_s = 0.0
     if not torch.version.hip:  # no CUDA kernel runs there
         with torch.cuda.device(device):
-            read_s = _or_none(
+            read_s = _or_zero(
                 "reads of host memory", lambda: fastest(lambda: read_all(pinned, out), wait)
             )
     return LinkSpeeds(pinned.nbytes / copy_s, pinned.nbytes / read_s if read_s else 0.0)
@@ -148,10 +148,10 @@ def _handover(device: torch.device) -> float:
     if MODULE is None or torch.version.hip:
         return 0.0
     with torch.cuda.device(device):
-        return _or_none("hand-overs to the CPU", lambda: handover_seconds(str(device)))
+        return _or_zero("hand-overs to the CPU", lambda: handover_seconds(str(device)))
 
 
-def _or_none(what: str, measure: Callable[[], float]) -> float:
+def _or_zero(what: str, measure: Callable[[], float]) -> float:
     """Return the measured value; 0, with a warning, if the kernels do not run."""
     try:
         return measure()

@@ -35,7 +35,7 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 _CALL_KEYS = (*_NAME_KEYS, *_ARGUMENT_KEYS, "id", "type")
 _QUOTE = '<|"|>'  # around strings in Gemma 4's calls
 _GEMMA_BARE = BLANKS + ",:{}[]<"
-_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")  # of a call, as Mistral's templates demand
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -315,7 +315,7 @@ def _read_named_arguments(scan: CallScanner) -> Reading[None]:
     yield from scan.skip_blanks()
     if (yield from scan.peek()) != "{":
         raise NotACallError("The arguments are no object.")
-    scan.begin(name, call_id if _SHORT_ID.fullmatch(call_id) else "")
+    scan.begin(name, call_id if SHORT_ID.fullmatch(call_id) else "")
     yield from read_json(scan, scan.add, ["[TOOL_CALLS]"])
     scan.end_call()
 

@@ -8,11 +8,11 @@ from typing import Any
 from headroom.errors import RequestError
 from headroom.text.conversation import Tool, ToolChoice
 from headroom.text.json_schemas import JSON_OPTIONS, without_remarks
-from headroom.text.tool_formats import ToolFormat
+from headroom.text.tool_formats import SHORT_ID, ToolFormat
 from headroom.text.tool_values import find_reference, schema_types
 
 _ANY_TEXT = r"/(?s:.*)/"
-_SHORT_ID = "/[A-Za-z0-9]{9}/"
+_SHORT_ID = f"/{SHORT_ID.pattern}/"
 _MAX_DEPTH = 8  # of objects and lists in Gemma 4's calls; what is deeper may have any form
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 

@@ -2,17 +2,15 @@
 
 import hashlib
 import json
-import re
 import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headroom.text.conversation import Message, Tool
-from headroom.text.tool_formats import ToolFormat
+from headroom.text.tool_formats import SHORT_ID, ToolFormat
 
 Turn = dict[str, Any]  # a message, for a template
 
-_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _LETTERS = string.ascii_letters + string.digits
 _EXPLANATION = """You can call these functions:
 {tools}
@@ -105,7 +103,7 @@ def _template_call(call: Mapping[str, Any], form: ToolFormat) -> Turn:
 
 def _template_id(call_id: str, form: ToolFormat) -> str:
     """Return an id that the template takes; the same one for the same id."""
-    if not form.short_ids or _SHORT_ID.fullmatch(call_id):
+    if not form.short_ids or SHORT_ID.fullmatch(call_id):
         return call_id
     digest = hashlib.sha256(call_id.encode(errors="replace")).digest()
     return "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest[:9])

@@ -19,12 +19,16 @@ from headroom.plan.describe import describe
 from tests.families.oracles import VARIANTS, variant
 
 ROOT = Path(headroom.__file__).parent
-# Some tokenizer rules in GGUF files have the name of a family.
-TOKENIZER_RULES = ("formats/vocabulary.py", "text/")
+# Some tokenizer rules in GGUF files have the name of a family, and so have formats of tool calls.
+NAMED_FOR_A_FAMILY = (
+    "formats/vocabulary.py",
+    *("text/pre_tokenizers.py", "text/tokenizer.py", "text/vocabulary_coder.py"),
+    *("text/tool_formats.py", "text/tool_grammars.py"),
+)
 GENERAL = [
     path
     for path in sorted(ROOT.rglob("*.py"))
-    if not path.relative_to(ROOT).as_posix().startswith(("families/", *TOKENIZER_RULES))
+    if not path.relative_to(ROOT).as_posix().startswith(("families/", *NAMED_FOR_A_FAMILY))
 ]
 SYNTH = sorted((ROOT / "families" / "synth").glob("*.py"))
 SHARED = [

@@ -20,6 +20,7 @@ from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.layers import upload as loading
 from headroom.layers.cuda_rows import load_merged
 from headroom.layers.upload import Upload
+from headroom.plan.device_scratch import UPLOAD_BYTES
 from headroom.units import MIB
 from tests.gpu.check_matmul import KINDS, random_weight
 from tests.gpu.kept import keep_code
@@ -105,7 +106,7 @@ def bench(folder: Path, size_bytes: int) -> None:
     written = time.perf_counter() - started
     print(f"BENCH file of {file.path.stat().st_size / 1e9:.2f} GB written in {written:.1f} s")
     bench_parts(file)
-    default = loading.STAGING_BYTES // MIB
+    default = UPLOAD_BYTES // MIB
     for readers in READER_COUNTS:
         load_all(file, layers, readers, default * MIB)
     for readers, staging in ((8, default // 2), (16, 2 * default)):

@@ -12,10 +12,11 @@ import torch
 
 from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.sizes import tile_bytes
-from headroom.layers.upload import READ_BYTES, STAGING_BYTES, UPLOAD_BUFFERS
+from headroom.layers.upload import READ_BYTES, UPLOAD_BUFFERS
+from headroom.plan.device_scratch import UPLOAD_BYTES
 from tests.gpu.check_matmul import random_weight
 
-BUFFER_BYTES = STAGING_BYTES // UPLOAD_BUFFERS
+BUFFER_BYTES = UPLOAD_BYTES // UPLOAD_BUFFERS
 READER_COUNTS = (4, 8, 12, 16)
 MOST_BYTES = 8 << 30  # of a file that readers are timed with: a second or less for each figure
 

@@ -188,7 +188,7 @@ def row_macros(rows: int) -> dict[str, int]:
 
 
 def gate_macros(activation: str, rows: int) -> dict[str, int]:
-    """Return the macros of activations.cu that gates so many rows."""
+    """Return the macros with which activations.cu is compiled to gate so many rows."""
     return {"GELU": int(activation == "gelu"), "LANES": lanes_for(rows)}
 
 
