@@ -7,8 +7,12 @@ from headroom.text.chat_template import ChatTemplate
 from headroom.text.tokenizer import Tokenizer
 
 # Token before a thought, token after it, and the text that follows the first one: as in Qwen and
-# Laguna, and as in Gemma 4.
-_MARKERS = (("<think>", "</think>", ""), ("<|channel>", "<channel|>", "thought\n"))
+# Laguna, as in Gemma 4, and as in Mistral's reasoning models.
+_MARKERS = (
+    ("<think>", "</think>", ""),
+    ("<|channel>", "<channel|>", "thought\n"),
+    ("[THINK]", "[/THINK]", ""),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

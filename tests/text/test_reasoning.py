@@ -26,8 +26,14 @@ GEMMA4 = (
     "<bos>{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content }}<turn|>\n{% endfor %}"
     "<|turn>model\n{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}"
 )
+MISTRAL = (
+    "<s>{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}"
+    "{% if m.thinking is defined %}[THINK]{{ m.thinking }}[/THINK]{% endif %}{{ m.content }}</s>"
+    "{% endif %}{% endfor %}"
+)
 THINK = ("<think>", "</think>")
 CHANNEL = ("<|channel>", "<channel|>")
+BRACKETS = ("[THINK]", "[/THINK]")
 
 
 def tokenizer(*special: str) -> Tokenizer:
@@ -58,8 +64,9 @@ def found_in(source: str, *special: str) -> tuple[Reasoning | None, ChatTemplate
         (QWEN35, THINK, ("<think>", "</think>"), True),
         (LAGUNA, THINK, ("<think>", "</think>"), False),
         (GEMMA4, CHANNEL, ("<|channel>thought\n", "<channel|>"), False),
+        (MISTRAL, BRACKETS, ("[THINK]", "[/THINK]"), False),
     ],
-    ids=["qwen3", "qwen3.5", "laguna", "gemma4"],
+    ids=["qwen3", "qwen3.5", "laguna", "gemma4", "mistral"],
 )
 def test_each_family_s_marks_are_known(
     source: str, special: tuple[str, str], marks: tuple[str, str], opened: bool
