@@ -11,7 +11,10 @@ from headroom.engine.sequence import Sequence
 def make_turn(cached: int, rows: int, known: int, *, prompt_logprobs: bool = True) -> Turn:
     """Return rows of a sequence with a prompt of 5 tokens, of which `known` have logprobs."""
     request = GenerationRequest(
-        id="", prompt=(1, 2, 3, 4, 5), params=SamplingParams(prompt_logprobs=prompt_logprobs)
+        id="",
+        prompt=(1, 2, 3, 4, 5),
+        params=SamplingParams(prompt_logprobs=prompt_logprobs),
+        stop_ids=frozenset(),
     )
     sequence = Sequence(request, lambda event: None, limit=100)
     sequence.cached = cached
