@@ -10,14 +10,14 @@ from functools import cache
 import pytest
 
 # Variables of these tests: the Python that has the clients' packages, and the other programs.
-PYTHON = "HEADROOM_CLIENTS_PYTHON"
+PYTHON = "CLIENTS_PYTHON"
 PROGRAMS = {
-    "codex": "HEADROOM_CLIENT_CODEX",
-    "claude": "HEADROOM_CLIENT_CLAUDE",
-    "opencode": "HEADROOM_CLIENT_OPENCODE",
-    "cn": "HEADROOM_CLIENT_CONTINUE",
-    "qwen": "HEADROOM_CLIENT_QWEN_CODE",
-    "open-webui": "HEADROOM_CLIENT_OPEN_WEBUI",
+    "codex": "CLIENT_CODEX",
+    "claude": "CLIENT_CLAUDE",
+    "opencode": "CLIENT_OPENCODE",
+    "cn": "CLIENT_CONTINUE",
+    "qwen": "CLIENT_QWEN_CODE",
+    "open-webui": "CLIENT_OPEN_WEBUI",
 }
 
 
