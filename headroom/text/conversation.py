@@ -50,7 +50,7 @@ class ToolChoice:
     """Whether the model may, must or must not call a tool, and which tool."""
 
     mode: ChoiceMode = "auto"
-    name: str | None = None  # with "required": the only tool that may be called
+    name: str | None = None  # with "required": the only tool, called exactly once
     parallel: bool = True  # whether one answer may have several calls
 
 

@@ -21,8 +21,8 @@ def tool_grammar(form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice) ->
     """Return the grammar of answers that call tools as asked; None if any answer may come.
 
     With tool_choice "required" the answer is one or more calls. Otherwise it is text with calls in
-    it, whose arguments match the schemas of strict tools. At most one call comes unless calls may
-    be parallel.
+    it, whose arguments match the schemas of strict tools. A named tool is called exactly once, as
+    in OpenAI's API; of the others at most one call comes unless calls may be parallel.
     """
     if not tools or choice.mode == "none":
         return None
@@ -36,7 +36,7 @@ def tool_grammar(form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice) ->
                 param="tool_choice",
             )
     grammar = _Grammar(form, required=choice.mode == "required")
-    return grammar.write(tools, parallel=choice.parallel)
+    return grammar.write(tools, parallel=choice.parallel and choice.name is None)
 
 
 class _Grammar:
