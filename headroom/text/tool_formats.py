@@ -28,13 +28,19 @@ from headroom.text.tokenizer import Tokenizer
 from headroom.text.tool_values import argument_types, json_value
 
 FormatName = Literal[
-    "json_tags", "function_tags", "argument_tags", "gemma", "llama", "mistral_list", "mistral_args"
+    "json_tags",
+    "function_tags",
+    "argument_tags",
+    "plain_keys",
+    "bare_json",
+    "json_list",
+    "named_json",
 ]
 _NAME_KEYS = ("name", "function")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _CALL_KEYS = (*_NAME_KEYS, *_ARGUMENT_KEYS, "id", "type")
 _QUOTE = '<|"|>'  # around strings in Gemma 4's calls
-_GEMMA_BARE = BLANKS + ",:{}[]<"
+_PLAIN_END = BLANKS + ",:{}[]<"
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")  # of a call, as Mistral's templates demand
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -320,19 +326,19 @@ def _read_named_arguments(scan: CallScanner) -> Reading[None]:
     scan.end_call()
 
 
-def read_gemma(scan: CallScanner) -> Reading[None]:
+def read_plain_keys(scan: CallScanner) -> Reading[None]:
     """Read Gemma 4's <|tool_call>call:NAME{key:value}<tool_call|>."""
     yield from scan.expect("<|tool_call>")
     yield from scan.skip_blanks()
     yield from scan.expect("call:")
     name = yield from scan.take_name("{<\n")
     scan.begin(name)
-    yield from _read_gemma_object(scan, name)
+    yield from _read_plain_keys_object(scan, name)
     scan.end_call()
     yield from _end_block(scan, "<tool_call|>")
 
 
-def _read_gemma_object(scan: CallScanner, name: str) -> Reading[None]:
+def _read_plain_keys_object(scan: CallScanner, name: str) -> Reading[None]:
     """Read an object whose keys are bare and whose strings stand between quote tokens."""
     stack: list[str] = []  # the brackets to close
     gap = ""  # a comma that waits for what follows it
@@ -355,7 +361,7 @@ def _read_gemma_object(scan: CallScanner, name: str) -> Reading[None]:
             gap = ", "
             wants = "key" if stack[-1] == "}" else "value"
         elif wants == "key":
-            word = yield from _read_gemma_key(scan)
+            word = yield from _read_plain_keys_key(scan)
             key = word if len(stack) == 1 else key
             yield from scan.skip_blanks()
             yield from scan.expect(":")
@@ -369,13 +375,13 @@ def _read_gemma_object(scan: CallScanner, name: str) -> Reading[None]:
         else:
             # The schema says what a bare word at the top is; below, its look does.
             types = argument_types(scan.tools[name], key) if len(stack) == 1 else None
-            yield from _read_gemma_value(scan, gap, types)
+            yield from _read_plain_keys_value(scan, gap, types)
             wants, gap = "next", ""
         if not stack:
             return
 
 
-def _read_gemma_key(scan: CallScanner) -> Reading[str]:
+def _read_plain_keys_key(scan: CallScanner) -> Reading[str]:
     if (yield from scan.take(_QUOTE)):
         return (yield from scan.take_through(_QUOTE))
     if (yield from scan.starts_with('"')):
@@ -386,7 +392,9 @@ def _read_gemma_key(scan: CallScanner) -> Reading[str]:
     return key
 
 
-def _read_gemma_value(scan: CallScanner, gap: str, types: frozenset[str] | None) -> Reading[None]:
+def _read_plain_keys_value(
+    scan: CallScanner, gap: str, types: frozenset[str] | None
+) -> Reading[None]:
     if (yield from scan.take(_QUOTE)):
         scan.add(f'{gap}"')
         yield from scan.pieces_before(
@@ -427,18 +435,20 @@ _KNOWN: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     ),
     (
         ("<|tool_call>", "call:"),
-        ToolFormat(name="gemma", starts=("<|tool_call>",), end="<tool_call|>", read=read_gemma),
+        ToolFormat(
+            name="plain_keys", starts=("<|tool_call>",), end="<tool_call|>", read=read_plain_keys
+        ),
     ),
     (
         ("[TOOL_CALLS]", "[ARGS]"),
         ToolFormat(
-            name="mistral_args", starts=("[TOOL_CALLS]",), read=read_marked_list, short_ids=True
+            name="named_json", starts=("[TOOL_CALLS]",), read=read_marked_list, short_ids=True
         ),
     ),
     (
         ("[TOOL_CALLS]",),
         ToolFormat(
-            name="mistral_list", starts=("[TOOL_CALLS]",), read=read_marked_list, short_ids=True
+            name="json_list", starts=("[TOOL_CALLS]",), read=read_marked_list, short_ids=True
         ),
     ),
     (
@@ -447,7 +457,9 @@ _KNOWN: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     ),
     (
         ('"parameters": ', "<|start_header_id|>", "tool_calls"),
-        ToolFormat(name="llama", starts=("<|python_tag|>",), read=read_bare_json, begins_bare=True),
+        ToolFormat(
+            name="bare_json", starts=("<|python_tag|>",), read=read_bare_json, begins_bare=True
+        ),
     ),
 )
 # Markup that is one token each in vocabularies of models that know it.

@@ -50,10 +50,10 @@ class _Grammar:
             "json_tags": self._json_tags,
             "function_tags": self._function_tags,
             "argument_tags": self._argument_tags,
-            "gemma": self._gemma,
-            "llama": self._llama,
-            "mistral_list": self._mistral_list,
-            "mistral_args": self._mistral_args,
+            "plain_keys": self._plain_keys,
+            "bare_json": self._bare_json,
+            "json_list": self._json_list,
+            "named_json": self._named_json,
         }
 
     def write(self, tools: Sequence[Tool], *, parallel: bool) -> str:
@@ -61,14 +61,14 @@ class _Grammar:
         call = self._rule(self._choice(map(self._writers[self._format.name], tools)))
         # A block is what stands between the mark before calls and the end of its last call.
         mark, block, between = self._format.starts[0], call, '"\\n"'
-        if self._format.name == "llama":
+        if self._format.name == "bare_json":
             mark = ""
             parallel = False  # the templates refuse several calls
-        elif self._format.name == "mistral_list":
+        elif self._format.name == "json_list":
             more = f' (", " {call})*' if parallel else ""
             block = f'"[" {call}{more} "]"'
             parallel = False  # all calls are in one block
-        elif self._format.name in ("mistral_args", "gemma"):
+        elif self._format.name in ("named_json", "plain_keys"):
             between = '""'
         if self._required:
             opened = f"{self._mark(mark)} {block}" if mark else block
@@ -135,7 +135,7 @@ class _Grammar:
         end = self._marked("}\n", "</tool_call>")
         return f"{start} {self._arguments(tool)} {end}"
 
-    def _llama(self, tool: Tool) -> str:
+    def _bare_json(self, tool: Tool) -> str:
         # One JSON object: an answer without calls may be another one, and both begin alike.
         schema = self._schema(tool)
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -149,13 +149,13 @@ class _Grammar:
         }
         return self._rule(self._json(call))
 
-    def _mistral_list(self, tool: Tool) -> str:
+    def _json_list(self, tool: Tool) -> str:
         start = self._mark(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
         before, after = self._mark(', "id": "'), self._mark('"')
         call_id = f"({before} {_SHORT_ID} {after})?"
         return f"{start} {self._arguments(tool)} {call_id} {self._mark('}')}"
 
-    def _mistral_args(self, tool: Tool) -> str:
+    def _named_json(self, tool: Tool) -> str:
         call_id = f"{self._mark('[CALL_ID]')} {_SHORT_ID}" if self._format.writes_ids else ""
         name = self._mark(tool.name)
         return f"{name} {call_id} {self._mark('[ARGS]')} {self._arguments(tool)}"
@@ -216,19 +216,21 @@ class _Grammar:
         self._rules.append(f"{name}[suffix={json.dumps(whole)}]: {pattern}")
         return name
 
-    def _gemma(self, tool: Tool) -> str:
+    def _plain_keys(self, tool: Tool) -> str:
         start = self._mark(f"call:{tool.name}{{")
         if self._constrains(tool):
-            members = self._gemma_members(tool.parameters, tool.parameters, 0)
+            members = self._plain_keys_members(tool.parameters, tool.parameters, 0)
         else:
-            members = self._gemma_any_members()
+            members = self._plain_keys_any_members()
         return f"{start} {members} {self._marked('}', '<tool_call|>')}"
 
-    def _gemma_members(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
+    def _plain_keys_members(
+        self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
+    ) -> str:
         """Return the rule of an object's members, in the order of their names."""
         follow = {False: '""', True: '""'}  # by whether a member came before
         for name, inner, needed in sorted(_properties(schema), reverse=True, key=lambda p: p[0]):
-            value = self._gemma_value(inner, root, depth)
+            value = self._plain_keys_value(inner, root, depth)
             member = f"{self._mark(f'{name}:')} {value}"
             follow = {
                 before: self._rule(
@@ -240,62 +242,63 @@ class _Grammar:
             }
         return follow[False]
 
-    def _gemma_value(self, schema: Any, root: Mapping[str, Any], depth: int) -> str:
+    def _plain_keys_value(self, schema: Any, root: Mapping[str, Any], depth: int) -> str:
         schema = _resolved(schema, root)
         if depth >= _MAX_DEPTH:
-            return self._gemma_any()
+            return self._plain_keys_any()
         if isinstance(schema, Mapping) and isinstance(schema.get("anyOf"), list):
-            inner = (self._gemma_value(part, root, depth + 1) for part in schema["anyOf"])
+            inner = (self._plain_keys_value(part, root, depth + 1) for part in schema["anyOf"])
             return self._rule(self._choice(inner))
         if (texts := _fixed_texts(schema)) is not None:
             quoted = (
-                f"{self._gemma_quote()} {self._mark(text)} {self._gemma_quote()}" for text in texts
+                f"{self._plain_keys_quote()} {self._mark(text)} {self._plain_keys_quote()}"
+                for text in texts
             )
             return self._rule(self._choice(quoted))
         types = schema_types(schema, root)
         if len(types) > 2 or not isinstance(schema, Mapping):
-            return self._gemma_any()
+            return self._plain_keys_any()
         choices = []
         for kind in sorted(types):
             if kind == "object" and schema.get("properties"):
-                choices.append(f'"{{" {self._gemma_members(schema, root, depth + 1)} "}}"')
+                choices.append(f'"{{" {self._plain_keys_members(schema, root, depth + 1)} "}}"')
             elif kind == "array":
-                item = self._gemma_value(schema.get("items"), root, depth + 1)
+                item = self._plain_keys_value(schema.get("items"), root, depth + 1)
                 choices.append(f'"[" ({item} ("," {item})*)? "]"')
             elif kind == "string":
-                choices.append(self._gemma_string(_text_pattern(schema)))
+                choices.append(self._plain_keys_string(_text_pattern(schema)))
             elif kind == "object":
-                choices.append(f'"{{" {self._gemma_any_members()} "}}"')
+                choices.append(f'"{{" {self._plain_keys_any_members()} "}}"')
             else:  # numbers and words are written as in JSON
                 alone = {**schema, "type": kind}
                 choices.append(self._rule(self._json(alone, root)))
         return self._rule(self._choice(choices))
 
-    def _gemma_quote(self) -> str:
+    def _plain_keys_quote(self) -> str:
         return self._mark('<|"|>')
 
-    def _gemma_string(self, pattern: str = _ANY_TEXT) -> str:
-        return f"{self._gemma_quote()} {self._until(pattern, '<|' + chr(34) + '|>', ())}"
+    def _plain_keys_string(self, pattern: str = _ANY_TEXT) -> str:
+        return f"{self._plain_keys_quote()} {self._until(pattern, '<|' + chr(34) + '|>', ())}"
 
-    def _gemma_any(self) -> str:
+    def _plain_keys_any(self) -> str:
         """Return the rule of any value."""
         if not any(rule.startswith("any: ") for rule in self._rules):
             self._rules.append("any: ")  # the place of the rule, which refers to itself
             place = len(self._rules) - 1
             plain = self._rule(self._json({"type": ["number", "boolean", "null"]}))
-            members = self._gemma_any_members()
+            members = self._plain_keys_any_members()
             self._rules[place] = (
-                f"any: {self._gemma_string()} | {plain} | "
+                f"any: {self._plain_keys_string()} | {plain} | "
                 f'"[" (any ("," any)*)? "]" | "{{" {members} "}}"'
             )
         return "any"
 
-    def _gemma_any_members(self) -> str:
+    def _plain_keys_any_members(self) -> str:
         """Return the rule of any object's members."""
         if not any(rule.startswith("members: ") for rule in self._rules):
             self._rules.append('members: (KEY ":" any ("," KEY ":" any)*)?')
             self._rules.append("KEY: /[A-Za-z_][A-Za-z0-9_.-]{0,99}/")
-            self._gemma_any()
+            self._plain_keys_any()
         return "members"
 
 

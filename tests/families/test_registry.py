@@ -19,11 +19,10 @@ from headroom.plan.describe import describe
 from tests.families.oracles import VARIANTS, variant
 
 ROOT = Path(headroom.__file__).parent
-# Some tokenizer rules in GGUF files have the name of a family, and so have formats of tool calls.
+# Some tokenizer rules in GGUF files have the name of a family.
 NAMED_FOR_A_FAMILY = (
     "formats/vocabulary.py",
     *("text/pre_tokenizers.py", "text/tokenizer.py", "text/vocabulary_coder.py"),
-    *("text/tool_formats.py", "text/tool_grammars.py"),
 )
 GENERAL = [
     path

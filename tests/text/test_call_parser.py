@@ -11,8 +11,8 @@ from headroom.text.tool_formats import (
     ToolFormat,
     read_any,
     read_bare_json,
-    read_gemma,
     read_marked_list,
+    read_plain_keys,
     read_tagged,
 )
 
@@ -37,10 +37,12 @@ TOOLS = (
     Tool(name="now"),
 )
 TAGS = ToolFormat(name="json_tags", starts=("<tool_call>", "<function="), read=read_tagged)
-GEMMA = ToolFormat(name="gemma", starts=("<|tool_call>",), read=read_gemma)
-LLAMA = ToolFormat(name="llama", starts=("<|python_tag|>",), read=read_bare_json, begins_bare=True)
+GEMMA = ToolFormat(name="plain_keys", starts=("<|tool_call>",), read=read_plain_keys)
+LLAMA = ToolFormat(
+    name="bare_json", starts=("<|python_tag|>",), read=read_bare_json, begins_bare=True
+)
 MISTRAL = ToolFormat(
-    name="mistral_args", starts=("[TOOL_CALLS]",), read=read_marked_list, short_ids=True
+    name="named_json", starts=("[TOOL_CALLS]",), read=read_marked_list, short_ids=True
 )
 ANY = ToolFormat(
     name="json_tags",

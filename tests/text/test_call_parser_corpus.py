@@ -26,10 +26,10 @@ MODEL_OF = {
     "json_tags": "qwen3",
     "function_tags": "qwen35",
     "argument_tags": "laguna",
-    "gemma": "gemma4",
-    "llama": "llama3",
-    "mistral_list": "mistral_list",
-    "mistral_args": "mistral_args",
+    "plain_keys": "gemma4",
+    "bare_json": "llama3",
+    "json_list": "mistral_list",
+    "named_json": "mistral_args",
 }
 THINK = Reasoning(start="<think>", end="</think>", start_id=0, end_id=1, opened=True)
 
@@ -134,7 +134,7 @@ def test_what_a_template_writes_is_read_back(model: str) -> None:
     tried = 0
     for recorded in corpus(form.name, 120):
         calls = recorded.calls or ()
-        if not calls or (form.name == "llama" and len(calls) > 1):
+        if not calls or (form.name == "bare_json" and len(calls) > 1):
             continue
         written = [
             {

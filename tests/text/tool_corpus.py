@@ -86,7 +86,7 @@ def _recorded(style: str, dice: random.Random) -> Recorded:
     before, after = dice.choice(_TEXTS), dice.choice(("", "", "", "\nDone.", " Ok?"))
     many = dice.choice((1, 1, 2, 3))
     calls = tuple(_call(dice, style) for _ in range(many))
-    if style == "llama":
+    if style == "bare_json":
         before, after = "", ""
     written = WRITERS[style](calls, dice)
     answer = before + written + after
@@ -111,7 +111,7 @@ def _call(dice: random.Random, style: str) -> Call:
     for name, schema in tool.parameters["properties"].items():
         if dice.random() < 0.7:
             arguments[name] = _value(schema["type"], dice)
-    if style == "gemma":  # its strings cannot have a quote token, and keys are plain
+    if style == "plain_keys":  # its strings cannot have a quote token, and keys are plain
         arguments = dict(sorted(arguments.items()))
     return tool.name, arguments
 
@@ -223,8 +223,8 @@ WRITERS: Mapping[str, Any] = {
     "json_tags": _write_json_tags,
     "function_tags": _write_function_tags,
     "argument_tags": _write_argument_tags,
-    "gemma": _write_gemma,
-    "llama": _write_llama,
-    "mistral_list": _write_mistral_list,
-    "mistral_args": _write_mistral_args,
+    "plain_keys": _write_gemma,
+    "bare_json": _write_llama,
+    "json_list": _write_mistral_list,
+    "named_json": _write_mistral_args,
 }
