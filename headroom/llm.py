@@ -29,7 +29,7 @@ from headroom.families.files import find_weights, open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
 from headroom.formats.hub import ALIASES, KNOWN_MODELS
 from headroom.formats.pooling import find_pooling
-from headroom.formats.sampling import SamplingDefaults
+from headroom.formats.sampling import SamplingDefaults, with_defaults
 from headroom.machine.devices import torch_name
 from headroom.options import Options, load_options, warn_unknown_variables
 from headroom.plan.describe import describe
@@ -199,7 +199,8 @@ class LLM:
 
     def sampling(self, **settings: Any) -> SamplingParams:
         """Return sampling settings; where `settings` say nothing, the model's own defaults."""
-        return SamplingParams(**{"seed": new_seed(SEED_BITS), **self.default_sampling, **settings})
+        given = {"seed": new_seed(SEED_BITS), **settings}
+        return SamplingParams(**with_defaults(self.default_sampling, given))
 
     def encode_chat(
         self,

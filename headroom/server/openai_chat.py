@@ -227,17 +227,18 @@ class ChatWriter:
         """Return the choice that names the speaker."""
         return _streamed(index, {"role": "assistant", "content": ""})
 
-    def piece(self, delta: AnswerDelta) -> dict[str, Any]:
-        """Return the choice that adds to thought, text and calls."""
+    def piece(self, delta: AnswerDelta) -> dict[str, Any] | None:
+        """Return the choice that adds to thought, text and calls; None if nothing is added."""
         parts: dict[str, Any] = {}
         if delta.thought and self._with_thoughts:
             parts["reasoning_content"] = delta.thought
         if delta.calls:
             self._calling.add(delta.index)
             parts |= self._streamed_calls(delta.calls)
-        if delta.text or not parts:
+        logprobs = self._logprobs(delta.shown_tokens)
+        if delta.text or (logprobs is not None and delta.shown_tokens and not parts):
             parts["content"] = delta.text
-        return _streamed(delta.index, parts, self._logprobs(delta.shown_tokens))
+        return _streamed(delta.index, parts, logprobs) if parts else None
 
     def last(self, delta: AnswerDelta) -> dict[str, Any]:
         """Return the choice that says why the answer ended."""

@@ -170,9 +170,11 @@ class CompletionWriter:
         prompt = self._prompt(index)
         return None if prompt is None else _choice(index, prompt.text)
 
-    def piece(self, delta: AnswerDelta) -> dict[str, Any]:
-        """Return the choice that adds text."""
+    def piece(self, delta: AnswerDelta) -> dict[str, Any] | None:
+        """Return the choice that adds text or logprobs; None if nothing is added."""
         logprobs = self._logprobs(delta.index, delta.shown_tokens, delta.prompt_logprobs)
+        if not delta.text and logprobs is None:
+            return None
         return _choice(delta.index, delta.text, logprobs)
 
     def last(self, delta: AnswerDelta) -> dict[str, Any]:

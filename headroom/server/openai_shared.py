@@ -50,8 +50,8 @@ class ChoiceWriter(Protocol):
     def first(self, index: int) -> dict[str, Any] | None:
         """Return the choice that opens a streamed answer, before its first token."""
 
-    def piece(self, delta: AnswerDelta) -> dict[str, Any]:
-        """Return the choice that adds to a streamed answer."""
+    def piece(self, delta: AnswerDelta) -> dict[str, Any] | None:
+        """Return the choice that adds to a streamed answer; None if nothing is added."""
 
     def last(self, delta: AnswerDelta) -> dict[str, Any]:
         """Return the choice that ends a streamed answer."""
@@ -107,8 +107,8 @@ async def _chunks(call: GenerationCall) -> AsyncGenerator[dict[str, Any], None]:
             yield envelope.wrap([opening], **usage)
     async with aclosing(call.answers.deltas()) as deltas:
         async for delta in deltas:
-            if delta.adds:
-                yield envelope.wrap([writer.piece(delta)], **usage)
+            if delta.adds and (piece := writer.piece(delta)) is not None:
+                yield envelope.wrap([piece], **usage)
             if delta.finish_reason is None:
                 continue
             ends[delta.index] = delta

@@ -18,6 +18,7 @@ from headroom.engine.request import (
     new_seed,
 )
 from headroom.errors import CapacityError, HeadroomError, RequestError
+from headroom.formats.sampling import with_defaults
 from headroom.llm import LLM, SEED_BITS
 from headroom.options import Options
 from headroom.server.holding import current_hold
@@ -47,7 +48,7 @@ def make_requests(
     each has a draw of its own, so that answers to equal prompts differ.
     """
     given = {name: value for name, value in settings.items() if value is not None}
-    given = {"seed": new_seed(SEED_BITS), **llm.default_sampling, **given}
+    given = with_defaults(llm.default_sampling, {"seed": new_seed(SEED_BITS), **given})
     if given.get("max_tokens") == UNTIL_END:
         given["max_tokens"] = None
     requests: list[GenerationRequest] = []

@@ -37,14 +37,17 @@ def test_a_named_model_is_described_by_its_files(
     assert run_command([*command, "--json"]) == 0
     model = json.loads(capsys.readouterr().out)["model"]
     assert model["architecture"] == "llama"
-    assert model["sampling"] == {"temperature": 0.2, "top_k": 40, "top_p": 0.9, "min_p": 0.0}
+    assert model["sampling"] == {
+        "temperature": 0.2,
+        "top_k": 40,
+        "top_p": 0.9,
+        "repetition_penalty": 1.1,
+    }
     assert (model["chat_template"], model["reasoning"]) == (True, {"supported": False})
     assert "<|end|>" in model["stop_tokens"]
     assert run_command(command) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert (
-        "temperature 0.2, top_k 40, top_p 0.9, min_p 0 (headroom's own for models below 1B" in shown
-    )
+    assert "top_p 0.9, repetition_penalty 1.1 (headroom's own for models below 1B" in shown
 
 
 def test_people_read_what_is_missing_and_how_to_get_it(

@@ -14,6 +14,7 @@ from headroom.formats.sampling import (
     config_sampling,
     fallback_sampling,
     gguf_sampling,
+    with_defaults,
 )
 
 FILE = Path("generation_config.json")
@@ -74,3 +75,10 @@ def test_gguf_keys_recommend_sampling() -> None:
     }
     assert "general.sampling" in found.source
     assert gguf_sampling(Metadata({}, FILE, tied=False), Path("model.gguf")) is None
+
+
+def test_what_is_given_goes_before_defaults_and_greedy_has_none() -> None:
+    defaults = {"temperature": 0.6, "repetition_penalty": 1.1}
+    assert with_defaults(defaults, {"seed": 1}) == {**defaults, "seed": 1}
+    assert with_defaults(defaults, {"temperature": 0.9})["temperature"] == 0.9
+    assert with_defaults(defaults, {"temperature": 0, "seed": 1}) == {"temperature": 0, "seed": 1}

@@ -17,7 +17,7 @@ def test_the_model_and_the_settings_for_silent_clients_are_shown(tiny_path: Path
         shown = httpx.get(server.address + "/props").json()
         assert shown["default_generation_settings"] == {
             "n_ctx": 64,
-            "params": {"temperature": 0.2, "top_k": 40, "top_p": 0.9, "min_p": 0.0},
+            "params": {"temperature": 0.2, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.1},
             "source": "headroom's own for models below 1B parameters",
         }
         assert shown["total_slots"] == 2
