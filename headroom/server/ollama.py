@@ -24,12 +24,18 @@ from headroom.server.ollama_bodies import (
 )
 from headroom.server.openai_shared import logprob_number, token_text
 from headroom.server.refusals import problem_of
-from headroom.server.schemas import invalid, read_body, unsupported
-from headroom.server.service import Answers, NewParser, Service, make_requests, no_parser
+from headroom.server.schemas import invalid, read_body
+from headroom.server.service import (
+    Answers,
+    NewParser,
+    Service,
+    fill_in_of,
+    make_requests,
+    no_parser,
+)
 from headroom.server.shelf import Place
 from headroom.server.sse import EventStream, while_connected
 from headroom.text.answer_parser import CallDelta, ToolCall, join_calls
-from headroom.text.fill_in import FillIn
 from headroom.text.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -362,7 +368,7 @@ def _prepare(llm: LLM, body: GenerateBody) -> tuple[GenerationRequest, NewParser
         )
         return asked, prompt.new_parser
     grammar = None if body.format is None else llm.grammars.compile([body.format], continues=True)
-    fill_in = _fill_in(llm, body)
+    fill_in = fill_in_of(llm, body.suffix)
     if fill_in is not None and body.suffix:
         plain = fill_in.prompt(tokenizer, text, body.suffix)
     else:
@@ -379,15 +385,6 @@ def _prepare(llm: LLM, body: GenerateBody) -> tuple[GenerationRequest, NewParser
     if fill_in is not None:
         asked = replace(asked, stop_ids=asked.stop_ids | fill_in.stop_ids)
     return asked, no_parser
-
-
-def _fill_in(llm: LLM, body: GenerateBody) -> FillIn | None:
-    """Return how the model fills gaps if the body has one; refuse a suffix if it does not."""
-    if not body.suffix:
-        return None
-    if llm.fill_in is None:
-        raise unsupported("suffix", f"{body.model!r} does not support insert: it takes no suffix.")
-    return llm.fill_in
 
 
 def _cut(llm: LLM, body: EmbedBody) -> list[str | list[int]]:

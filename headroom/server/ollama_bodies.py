@@ -12,12 +12,12 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, mod
 from headroom.engine.request import MAX_LOGPROBS
 from headroom.server.openai_tools import ToolBody, ToolName
 from headroom.server.schemas import (
-    EMPTY,
     MAX_COUNT,
     Body,
     Number,
     check_stops,
     invalid,
+    refuse_unhonoured,
     short,
     token_ids,
     unsupported,
@@ -92,11 +92,7 @@ class OptionsBody(Body):
     @classmethod
     def _refuse_what_cannot_be_honoured(cls, body: Any) -> Any:
         if isinstance(body, dict):
-            for name, neutral in NOT_HONOURED.items():
-                if name in body and body[name] not in (*EMPTY, *neutral):
-                    raise unsupported(
-                        f"options.{name}", f"The option `{name}` cannot be honoured; leave it out."
-                    )
+            refuse_unhonoured(body, NOT_HONOURED, "options.")
         return body
 
     def sampling(self) -> dict[str, Any]:

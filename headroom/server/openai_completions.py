@@ -13,7 +13,6 @@ from starlette.responses import Response
 from headroom.answers import AnswerDelta, AnswerToken, Completion
 from headroom.engine.request import MAX_LOGPROBS, TokenLogprobs
 from headroom.errors import RequestError
-from headroom.llm import LLM
 from headroom.server.openai_shared import (
     Envelope,
     GenerationCall,
@@ -29,7 +28,7 @@ from headroom.server.schemas import (
     read_body,
     unsupported,
 )
-from headroom.server.service import Service, make_requests
+from headroom.server.service import Service, fill_in_of, make_requests
 from headroom.text.detokenizer import Detokenizer
 from headroom.text.fill_in import FillIn
 from headroom.text.tokenizer import Tokenizer
@@ -89,7 +88,7 @@ async def completions(request: Request) -> Response:
             param="prompt",
         )
     tokenizer = llm.tokenizer
-    wanted, fill_in = body.output_format(), _fill_in(llm, body)
+    wanted, fill_in = body.output_format(), fill_in_of(llm, body.suffix)
     prompts = await asyncio.to_thread(_encode, tokenizer, body, fill_in)
     settings = {"max_tokens": DEFAULT_MAX_TOKENS, **body.sampling()}
     if body.logprobs is not None:
@@ -117,16 +116,6 @@ async def completions(request: Request) -> Response:
     )
     answers = service.start(llm, requests)
     return await respond(request, service, GenerationCall(body, answers, envelope, writer))
-
-
-def _fill_in(llm: LLM, body: CompletionBody) -> FillIn | None:
-    """Return how the model fills gaps if the body has one; refuse a suffix if it does not."""
-    if body.suffix and llm.fill_in is None:
-        raise unsupported(
-            "suffix",
-            f"{llm.name} has no tokens to fill a gap between two texts, so it takes no `suffix`.",
-        )
-    return llm.fill_in if body.suffix else None
 
 
 def _encode(tokenizer: Tokenizer, body: CompletionBody, fill_in: FillIn | None) -> list[list[int]]:

@@ -196,6 +196,19 @@ else:
     )
 
 
+def refuse_unhonoured(
+    body: Mapping[str, Any],
+    fields: Mapping[str, tuple[object, ...]],  # by name: the values that ask for nothing
+    prefix: str = "",  # before the name of a field in errors: where the fields stand in the body
+) -> None:
+    """Refuse a body whose fields ask for what the server cannot do."""
+    for name, neutral in fields.items():
+        if name in body and body[name] not in (*EMPTY, *neutral):
+            raise unsupported(
+                f"{prefix}{name}", f"`{prefix}{name}` cannot be honoured; leave it out."
+            )
+
+
 class GenerationBody(SamplingFields):
     """The fields that chat and completions share; null is the same as leaving a field out."""
 
@@ -213,9 +226,7 @@ class GenerationBody(SamplingFields):
     def _refuse_what_cannot_be_honoured(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        for name, neutral in {**NOT_HONOURED, **cls.also_not_honoured}.items():
-            if name in body and body[name] not in (*EMPTY, *neutral):
-                raise unsupported(name, f"`{name}` cannot be honoured; leave it out.")
+        refuse_unhonoured(body, {**NOT_HONOURED, **cls.also_not_honoured})
         for name in MUST_BE_NULL:
             if body.get(name) is not None:
                 raise unsupported(name, f"`{name}` cannot be honoured; leave it out.")

@@ -24,9 +24,11 @@ from headroom.options import Options
 from headroom.server.holding import current_hold
 from headroom.server.metrics import Metrics
 from headroom.server.refusals import RefusalError
+from headroom.server.schemas import unsupported
 from headroom.server.shelf import Lease, Place, Shelf
 from headroom.text.answer_parser import AnswerParser
 from headroom.text.conversation import Conversation
+from headroom.text.fill_in import FillIn
 
 NewParser = Callable[[], AnswerParser | None]
 UNTIL_END = -1  # as `max_tokens`: as many tokens as the context holds
@@ -63,6 +65,16 @@ def make_requests(
                 error.param = prompt_field
             raise
     return requests
+
+
+def fill_in_of(llm: LLM, suffix: str | None) -> FillIn | None:
+    """Return how the model fills the gap before a suffix, if there is one, or refuse the suffix."""
+    if suffix and llm.fill_in is None:
+        raise unsupported(
+            "suffix",
+            f"{llm.name} has no tokens to fill a gap between two texts, so it takes no `suffix`.",
+        )
+    return llm.fill_in if suffix else None
 
 
 def no_parser() -> None:

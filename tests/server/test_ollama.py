@@ -272,7 +272,7 @@ def test_vectors_of_texts(client: httpx.Client) -> None:
         (CHAT, {"model": "fake", "messages": [{"role": "user", "content": "x" * 5000}]}, "5002"),
         (GENERATE, {"model": "fake", "prompt": "x", "template": "{{ .Prompt }}"}, "template"),
         (GENERATE, {"model": "fake", "prompt": "x", "images": ["aGk="]}, "pictures"),
-        (GENERATE, {"model": "fake", "prompt": "x", "suffix": "y"}, "does not support insert"),
+        (GENERATE, {"model": "fake", "prompt": "x", "suffix": "y"}, "takes no `suffix`"),
         (GENERATE, {"model": "fake", "prompt": "x", "context": [999]}, "999"),
         (GENERATE, {"model": "fake", "prompt": "x", "context": [1], "raw": True}, "context"),
         ("/api/embed", {"model": "fake", "input": 3}, "input"),
