@@ -32,7 +32,7 @@ from headroom.formats.pooling import find_pooling
 from headroom.formats.sampling import SamplingDefaults, with_defaults
 from headroom.machine.devices import torch_name
 from headroom.options import Options, load_options, warn_unknown_variables
-from headroom.plan.describe import describe
+from headroom.plan.describe import ModelDescription, describe
 from headroom.plan.plan import Plan
 from headroom.plan.shape import ModelShape
 from headroom.split.choice import NOTHING_LOADED, make_run_plan
@@ -72,21 +72,20 @@ AnswerStream = Generator["AnswerDelta", None, None]  # `close()` ends the answer
 
 
 def open_engine(
-    checkpoint: Checkpoint,
+    model: ModelDescription,  # what `describe` read of a checkpoint: family, settings, sizes
     options: Options,
     progress: LoadProgress = lambda done, total: None,
     *,
     measuring: bool = False,  # a benchmark: routing statistics are not saved, experts stay in place
     memory_left: Mapping[str, int] = NOTHING_LOADED,  # bytes by device, beside other loaded models
 ) -> "OpenedModel":
-    """Go the whole path from a checkpoint to an engine that takes requests."""
+    """Go the whole path from a described checkpoint to an engine that takes requests."""
     started = time.perf_counter()
-    model = describe(checkpoint)  # headers only: family, settings, sizes
     records = read_records(model, options, measuring=measuring)  # which experts earlier runs chose
     plan = make_run_plan(model.shape, options, memory_left)  # where every byte goes
     _log_plan(plan)
     placement = find_placement(  # which routed experts are hot
-        model.shape, plan, options, checkpoint.identity, records.file.counts
+        model.shape, plan, options, model.checkpoint.identity, records.file.counts
     )
     plan = placed_plan(plan, placement)
     limit_memory(plan, options.device_memory)
@@ -184,7 +183,8 @@ class LLM:
             self._chats = ChatRenderer(
                 self.template, self.tokenizer, self.tool_format, self.reasoning, self.tool_memory
             )
-        opened = open_engine(checkpoint, options, progress, memory_left=memory_left)
+        described = describe(checkpoint)  # headers only; no weight is read
+        opened = open_engine(described, options, progress, memory_left=memory_left)
         self.engine, self.plan = opened.engine, opened.plan
         self.context = self.plan.settings.context
         self.vocab_size = self.engine.vocab

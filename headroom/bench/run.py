@@ -61,7 +61,8 @@ def run_bench(
     if peer is not None:
         check_comparable(path)
     checkpoint = open_checkpoint(path)
-    shape = describe(checkpoint).shape
+    model = describe(checkpoint)
+    shape = model.shape
     options, plan = make_fitting_plan(with_device(options, shape), settings, shape)
     # The peer runs before our model is loaded and again after it is freed.
     if peer is not None:
@@ -71,7 +72,7 @@ def run_bench(
     say("loading")
     start_counting(plan.devices[0].name)
     started = time.perf_counter()
-    opened = open_engine(checkpoint, options, _show_percent(say), measuring=True)
+    opened = open_engine(model, options, _show_percent(say), measuring=True)
     total_s = time.perf_counter() - started
     loading = Loading(total_s, opened.planning_s, opened.pipeline.load_times)
     try:

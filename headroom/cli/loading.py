@@ -88,9 +88,12 @@ def ready_model(options: Options) -> Path:
 
 
 @contextmanager
-def open_llm(options: Options) -> "Iterator[LLM]":
-    """Find and load the chosen model, and close it when the command ends."""
-    path = ready_model(options)
+def open_llm(options: Options, path: Path | None = None) -> "Iterator[LLM]":
+    """Load the chosen model, and close it when the command ends.
+
+    `path` is where the model is, if the command has found it already.
+    """
+    path = path or ready_model(options)
     with progress_bar("loading") as show:
         from headroom.llm import LLM  # torch takes seconds to import; --help must not wait for it
 

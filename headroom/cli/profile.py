@@ -14,7 +14,6 @@ from rich.table import Table
 from headroom.cli.loading import open_llm, ready_model
 from headroom.cli.prompts import FilePrompt, read_prompts
 from headroom.cli.settings import with_settings
-from headroom.engine.request import SamplingParams
 from headroom.errors import ModelError, OptionError
 from headroom.formats.json_files import check_folder, check_replaceable
 from headroom.options import OFF, Options
@@ -56,10 +55,11 @@ def profile(
     An existing file is replaced, not added to.
     """
     asked = read_prompts(prompts)
-    model = counted_model(options)
+    found_at = ready_model(options)
+    model = counted_model(found_at)
     path = target_path(out, options, model)
     # The engine itself neither reads nor saves statistics.
-    with open_llm(replace(options, routing_stats="off", swap_every="off")) as llm:
+    with open_llm(replace(options, routing_stats="off", swap_every="off"), found_at) as llm:
         generated = run_prompts(llm, asked, tokens, raw)
     assert llm.engine.upkeep is not None
     history = llm.engine.upkeep.history()
@@ -68,14 +68,14 @@ def profile(
     show(found, history, as_json)
 
 
-def counted_model(options: Options) -> "StatsModel":
+def counted_model(path: Path) -> "StatsModel":
     """Return the model whose choices are counted; refuse one without experts."""
     # torch takes seconds to import; --help must not wait for it.
     from headroom.experts.stats import stats_model
     from headroom.families.files import open_checkpoint
     from headroom.plan.describe import describe
 
-    checkpoint = open_checkpoint(ready_model(options))
+    checkpoint = open_checkpoint(path)
     shape = describe(checkpoint).shape
     model = stats_model(checkpoint.path, checkpoint.identity, shape, checkpoint.files)
     if not model.has_experts:
@@ -136,7 +136,7 @@ def run_prompts(llm: "LLM", asked: Sequence[FilePrompt], tokens: int, raw: bool)
             )
         ids.append(encoded)
     with Console(stderr=True).status(f"running {counted(len(ids), 'prompt')}"):
-        answers = llm.generate(ids, SamplingParams(max_tokens=tokens))
+        answers = llm.generate(ids, llm.sampling(max_tokens=tokens, seed=0))
     return sum(answer.prompt_tokens + answer.generated_tokens for answer in answers)
 
 

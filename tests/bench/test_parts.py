@@ -23,6 +23,7 @@ from headroom.layers.batch import Batch
 from headroom.layers.step_timing import MARKER, STEP_PARTS
 from headroom.llm import OpenedModel, open_engine
 from headroom.options import Options
+from headroom.plan.describe import describe
 from headroom.split.stage import StepResult
 from tests.stand_in.gpu import StandInGpu, stand_in_gpu
 
@@ -46,7 +47,7 @@ def opened(gpu: StandInGpu, tmp_path: Path) -> Iterator[OpenedModel]:
     path = tmp_path / "m.gguf"
     write_gguf(Source(find_recipe("qwen35", "tiny", 4), 0), path, "q8_0")
     options = Options(model=str(path), device="cuda:0", context=128, parallel=2, chunk=64)
-    model = open_engine(open_checkpoint(path), options, measuring=True)
+    model = open_engine(describe(open_checkpoint(path)), options, measuring=True)
     yield model
     model.engine.close()
 
